@@ -1,0 +1,174 @@
+"""The descriptor: one value that names a matched prefix, its shape, and where its layers shall land.
+
+Symbols as in `layout`. Invariants are checked on construction, so a Descriptor that exists is well-formed; codecs
+(`descriptor_codec`) only translate. Source: ObjectCache paper, Table 1; docs/protocol.md has the full text.
+"""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+from enum import Enum
+
+from descriptors.errors import CallerError, ErrorCode
+from descriptors.layout import ChunkLayout
+
+PROTOCOL_VERSION = 1
+CHUNK_COUNT_MAX = 65_536
+NUM_LAYERS_MAX = 1_024
+CHUNK_TOKENS_MAX = 4_096
+PER_LAYER_CHUNK_BYTES_MAX = 1 << 30
+PAYLOAD_BYTES_MAX = 1 << 46
+OBJECT_KEY_BYTES_MAX = 1_024
+LAYER_COMPUTE_US_MAX = 3_600_000_000
+ADDRESS_MAX = (1 << 64) - 1
+DESCRIPTOR_BYTES_MAX = 16 << 20
+
+_REQUEST_ID = re.compile(r"[A-Za-z0-9._-]{16,64}\Z")
+_NAME = re.compile(r"[A-Za-z0-9._-]{1,64}\Z")
+
+
+class Delivery(Enum):
+    """What the caller asks for; AUTO leaves the choice to the server's threshold."""
+
+    LAYER_MAJOR = "layer-major"
+    CHUNK_MAJOR = "chunk-major"
+    AUTO = "auto"
+
+
+class OnMissing(Enum):
+    """What to do when a chunk is not stored: refuse everything, or serve the chunks before it."""
+
+    FAIL = "fail"
+    PREFIX = "prefix"
+
+
+@dataclass(frozen=True, slots=True)
+class RdmaTarget:
+    """Where in a registered region the payload lands; `offset` and `length` in bytes within the region."""
+
+    agent_id: str
+    region_id: str
+    offset: int
+    length: int
+
+    def __post_init__(self) -> None:
+        require_name(self.agent_id, "rdma_target.agent_id")
+        require_name(self.region_id, "rdma_target.region_id")
+        _require_int(self.offset, 0, ADDRESS_MAX, "rdma_target.offset")
+        _require_int(self.length, 1, ADDRESS_MAX, "rdma_target.length")
+
+
+@dataclass(frozen=True, slots=True)
+class Descriptor:
+    """A request for the KV of `chunk_keys`, in prefix order.
+
+    Raises CallerError(InvalidDescriptor) naming the field for anything the rules in docs/protocol.md refuse.
+    """
+
+    chunk_keys: tuple[str, ...]
+    num_layers: int
+    chunk_tokens: int
+    per_layer_chunk_bytes: int
+    delivery: Delivery = Delivery.AUTO
+    on_missing: OnMissing = OnMissing.FAIL
+    rdma_target: RdmaTarget | None = None
+    request_id: str | None = None
+    layer_compute_us: tuple[int, ...] = ()
+    version: int = PROTOCOL_VERSION
+
+    def __post_init__(self) -> None:
+        if self.version != PROTOCOL_VERSION:
+            raise invalid("version", f"must be {PROTOCOL_VERSION}, not {self.version!r}")
+        _require_keys(self.chunk_keys)
+        _require_int(self.num_layers, 1, NUM_LAYERS_MAX, "num_layers")
+        _require_int(self.chunk_tokens, 1, CHUNK_TOKENS_MAX, "chunk_tokens")
+        _require_int(self.per_layer_chunk_bytes, 1, PER_LAYER_CHUNK_BYTES_MAX, "per_layer_chunk_bytes")
+        if self.payload_bytes > PAYLOAD_BYTES_MAX:
+            raise invalid("chunk_keys", f"N*L*S is {self.payload_bytes} bytes, at most {PAYLOAD_BYTES_MAX}")
+        if self.request_id is not None:
+            require_request_id(self.request_id)
+        if self.rdma_target is not None:
+            self._check_target(self.rdma_target)
+        self._check_compute()
+
+    def _check_target(self, target: RdmaTarget) -> None:
+        if self.request_id is None:
+            raise invalid("request_id", "is required with rdma_target")
+        if target.length < self.payload_bytes:
+            raise invalid(
+                "rdma_target.length", f"is {target.length} bytes, the payload may need {self.payload_bytes} (N*L*S)"
+            )
+        if target.offset + target.length > ADDRESS_MAX:
+            raise invalid("rdma_target.offset", "offset + length passes the end of the address space")
+
+    def _check_compute(self) -> None:
+        if len(self.layer_compute_us) not in (0, 1, self.num_layers):
+            raise invalid(
+                "layer_compute_us", f"one number or {self.num_layers} of them, not {len(self.layer_compute_us)}"
+            )
+        for value in self.layer_compute_us:
+            _require_int(value, 0, LAYER_COMPUTE_US_MAX, "layer_compute_us")
+
+    @property
+    def chunk_count(self) -> int:
+        """N, the number of chunks asked for."""
+        return len(self.chunk_keys)
+
+    @property
+    def layout(self) -> ChunkLayout:
+        """L, G and S as one value."""
+        return ChunkLayout(self.num_layers, self.chunk_tokens, self.per_layer_chunk_bytes)
+
+    @property
+    def payload_bytes(self) -> int:
+        """W = N*L*S, the payload if every chunk is served."""
+        return self.chunk_count * self.num_layers * self.per_layer_chunk_bytes
+
+
+def invalid(field: str, problem: str) -> CallerError:
+    """The error for a descriptor field that breaks a rule."""
+    return CallerError(ErrorCode.INVALID_DESCRIPTOR, f"{field} {problem}", field=field)
+
+
+def require_request_id(value: str) -> str:
+    """A request id is 16 to 64 of A-Z a-z 0-9 . _ -"""
+    if not isinstance(value, str) or not _REQUEST_ID.match(value):
+        raise invalid("request_id", "must be 16 to 64 characters of A-Z a-z 0-9 . _ -")
+    return value
+
+
+def require_name(value: str, field: str) -> str:
+    """An agent or region id is 1 to 64 of A-Z a-z 0-9 . _ -"""
+    if not isinstance(value, str) or not _NAME.match(value):
+        raise invalid(field, "must be 1 to 64 characters of A-Z a-z 0-9 . _ -")
+    return value
+
+
+def _require_int(value: int, least: int, most: int, field: str) -> None:
+    if type(value) is not int or not least <= value <= most:
+        raise invalid(field, f"must be an integer from {least} to {most}, not {value!r}")
+
+
+def _require_keys(keys: tuple[str, ...]) -> None:
+    if not 1 <= len(keys) <= CHUNK_COUNT_MAX:
+        raise invalid("chunk_keys", f"needs 1 to {CHUNK_COUNT_MAX} keys, not {len(keys)}")
+    for index, key in enumerate(keys):
+        if not isinstance(key, str) or not 1 <= key_bytes(key) <= OBJECT_KEY_BYTES_MAX:
+            raise invalid(f"chunk_keys[{index}]", f"must be a key of 1 to {OBJECT_KEY_BYTES_MAX} bytes of UTF-8")
+    if len(set(keys)) != len(keys):
+        seen: set[str] = set()
+        for index, key in enumerate(keys):
+            if key in seen:
+                raise invalid(f"chunk_keys[{index}]", "appears twice")
+            seen.add(key)
+
+
+def key_bytes(key: str) -> int:
+    """Length of a key in UTF-8, or 0 where it has no UTF-8 form (lone surrogates)."""
+    if key.isascii():
+        return len(key)
+    try:
+        return len(key.encode())
+    except UnicodeEncodeError:
+        return 0

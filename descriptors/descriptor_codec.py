@@ -1,0 +1,255 @@
+"""Descriptor codecs: JSON for people, a compact little-endian binary form for machines. One value, two spellings.
+
+Binary form (all integers little-endian), told from JSON by its magic:
+
+    magic "OCD" u8 version | u8 delivery | u8 on_missing | u8 flags | u8 request_id_bytes
+    u32 chunk_count | u32 num_layers | u32 chunk_tokens | u32 per_layer_chunk_bytes | u32 compute_count
+    request_id | compute u32 each
+    target (flag 1): u8 agent_id_bytes, agent_id, u8 region_id_bytes, region_id, u64 offset, u64 length
+    keys: flag 2, 32 raw bytes each (lower-case hex digests); otherwise u16 length and UTF-8 each
+
+Decoding consumes the input exactly: a byte too few or too many is an error.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import struct
+from enum import Enum
+from typing import Annotated, Literal, TypeVar
+
+import numpy as np
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
+
+from descriptors.descriptor import (
+    CHUNK_COUNT_MAX,
+    DESCRIPTOR_BYTES_MAX,
+    PROTOCOL_VERSION,
+    Delivery,
+    Descriptor,
+    OnMissing,
+    RdmaTarget,
+    invalid,
+)
+from descriptors.errors import CallerError, ErrorCode
+
+_T = TypeVar("_T", bound=Enum)
+
+MAGIC = b"OCD"
+_HEAD = struct.Struct("<3sBBBBBIIIII")
+_TARGET_TAIL = struct.Struct("<QQ")
+_FLAG_TARGET = 1
+_FLAG_HEX_KEYS = 2
+_DIGEST_BYTES = 32
+_HEX_KEYS = re.compile(r"(?:[0-9a-f]{64})+\Z")
+_DELIVERY_CODES = {Delivery.LAYER_MAJOR: 0, Delivery.CHUNK_MAJOR: 1, Delivery.AUTO: 2}
+_ON_MISSING_CODES = {OnMissing.FAIL: 0, OnMissing.PREFIX: 1}
+
+
+class _TargetModel(BaseModel):
+    model_config = ConfigDict(extra="forbid", strict=True)
+    agent_id: str
+    region_id: str
+    offset: int
+    length: int
+
+
+class _DescriptorModel(BaseModel):
+    model_config = ConfigDict(extra="forbid", strict=True)
+    version: int
+    chunk_keys: Annotated[list[str], Field(max_length=CHUNK_COUNT_MAX)]
+    num_layers: int
+    chunk_tokens: int
+    per_layer_chunk_bytes: int
+    delivery: Literal["layer-major", "chunk-major", "auto"] = "auto"
+    on_missing: Literal["fail", "prefix"] = "fail"
+    rdma_target: _TargetModel | None = None
+    request_id: str | None = None
+    layer_compute_us: int | list[int] | None = None
+
+
+def decode_descriptor(data: bytes) -> Descriptor:
+    """A descriptor from either form. Raises CallerError (InvalidDescriptor, EntityTooLarge) naming the field."""
+    if len(data) > DESCRIPTOR_BYTES_MAX:
+        raise CallerError(
+            ErrorCode.ENTITY_TOO_LARGE,
+            f"the descriptor has {len(data)} bytes, at most {DESCRIPTOR_BYTES_MAX}",
+            field="body",
+        )
+    return _decode_binary(data) if data[:3] == MAGIC else _decode_json(data)
+
+
+def encode_json(descriptor: Descriptor) -> bytes:
+    """The JSON form; fields at their default are left out."""
+    fields: dict[str, object] = {
+        "version": descriptor.version,
+        "chunk_keys": list(descriptor.chunk_keys),
+        "num_layers": descriptor.num_layers,
+        "chunk_tokens": descriptor.chunk_tokens,
+        "per_layer_chunk_bytes": descriptor.per_layer_chunk_bytes,
+        "delivery": descriptor.delivery.value,
+        "on_missing": descriptor.on_missing.value,
+    }
+    if (target := descriptor.rdma_target) is not None:
+        fields["rdma_target"] = {
+            "agent_id": target.agent_id,
+            "region_id": target.region_id,
+            "offset": target.offset,
+            "length": target.length,
+        }
+    if descriptor.request_id is not None:
+        fields["request_id"] = descriptor.request_id
+    if descriptor.layer_compute_us:
+        compute = descriptor.layer_compute_us
+        fields["layer_compute_us"] = compute[0] if len(compute) == 1 else list(compute)
+    return json.dumps(fields, separators=(",", ":")).encode()
+
+
+def _decode_json(data: bytes) -> Descriptor:
+    try:
+        model = _DescriptorModel.model_validate_json(data)
+    except ValidationError as error:
+        raise _from_validation(error) from None
+    target = model.rdma_target
+    compute = model.layer_compute_us
+    if isinstance(compute, list) and not compute:
+        raise invalid("layer_compute_us", "must not be an empty list")
+    return Descriptor(
+        version=model.version,
+        chunk_keys=tuple(model.chunk_keys),
+        num_layers=model.num_layers,
+        chunk_tokens=model.chunk_tokens,
+        per_layer_chunk_bytes=model.per_layer_chunk_bytes,
+        delivery=Delivery(model.delivery),
+        on_missing=OnMissing(model.on_missing),
+        rdma_target=None
+        if target is None
+        else RdmaTarget(target.agent_id, target.region_id, target.offset, target.length),
+        request_id=model.request_id,
+        layer_compute_us=() if compute is None else (compute,) if isinstance(compute, int) else tuple(compute),
+    )
+
+
+def _from_validation(error: ValidationError) -> CallerError:
+    first = error.errors(include_url=False, include_input=False)[0]
+    field = ".".join(str(part) for part in first["loc"]) or "body"
+    if first["type"] == "extra_forbidden":
+        return invalid(field, "is not a field of version 1")
+    return invalid(field, f"is not acceptable: {first['msg']}")
+
+
+def encode_binary(descriptor: Descriptor) -> bytes:
+    """The binary form; 32 bytes a key when every key is a lower-case SHA-256 digest."""
+    request_id = (descriptor.request_id or "").encode()
+    joined = "".join(descriptor.chunk_keys)
+    hex_keys = all(len(key) == 64 for key in descriptor.chunk_keys) and _HEX_KEYS.match(joined) is not None
+    target = descriptor.rdma_target
+    flags = (_FLAG_TARGET if target else 0) | (_FLAG_HEX_KEYS if hex_keys else 0)
+    parts = [
+        _HEAD.pack(
+            MAGIC,
+            descriptor.version,
+            _DELIVERY_CODES[descriptor.delivery],
+            _ON_MISSING_CODES[descriptor.on_missing],
+            flags,
+            len(request_id),
+            descriptor.chunk_count,
+            descriptor.num_layers,
+            descriptor.chunk_tokens,
+            descriptor.per_layer_chunk_bytes,
+            len(descriptor.layer_compute_us),
+        ),
+        request_id,
+        np.array(descriptor.layer_compute_us, dtype="<u4").tobytes(),
+    ]
+    if target:
+        for name in (target.agent_id, target.region_id):
+            parts += [bytes([len(name)]), name.encode()]
+        parts.append(_TARGET_TAIL.pack(target.offset, target.length))
+    if hex_keys:
+        parts.append(bytes.fromhex(joined))
+    else:
+        for key in descriptor.chunk_keys:
+            raw = key.encode()
+            parts += [len(raw).to_bytes(2, "little"), raw]
+    return b"".join(parts)
+
+
+class _Reader:
+    """Bounds-checked reading; running past the end names the field being read."""
+
+    def __init__(self, data: bytes) -> None:
+        self._data = data
+        self._at = 0
+
+    def take(self, count: int, field: str) -> bytes:
+        end = self._at + count
+        if end > len(self._data):
+            raise invalid(field, f"is cut short: {count} bytes needed, {len(self._data) - self._at} left")
+        piece = self._data[self._at : end]
+        self._at = end
+        return piece
+
+    def text(self, count: int, field: str) -> str:
+        try:
+            return self.take(count, field).decode()
+        except UnicodeDecodeError:
+            raise invalid(field, "is not UTF-8") from None
+
+    def finish(self) -> None:
+        if self._at != len(self._data):
+            raise invalid("body", f"has {len(self._data) - self._at} bytes after the descriptor")
+
+
+def _decode_binary(data: bytes) -> Descriptor:
+    reader = _Reader(data)
+    head = _HEAD.unpack(reader.take(_HEAD.size, "body"))
+    _, version, delivery, on_missing, flags, id_bytes, chunks, layers, tokens, slice_size, computes = head
+    if version != PROTOCOL_VERSION:
+        raise invalid("version", f"must be {PROTOCOL_VERSION}, not {version}")
+    if flags & ~(_FLAG_TARGET | _FLAG_HEX_KEYS):
+        raise invalid("flags", f"{flags:#x} has bits version 1 does not know")
+    if not 1 <= chunks <= CHUNK_COUNT_MAX:
+        raise invalid("chunk_keys", f"needs 1 to {CHUNK_COUNT_MAX} keys, not {chunks}")
+    request_id = reader.text(id_bytes, "request_id") or None
+    compute = np.frombuffer(reader.take(4 * computes, "layer_compute_us"), dtype="<u4").tolist()
+    target = _read_target(reader) if flags & _FLAG_TARGET else None
+    keys = _read_keys(reader, chunks, hex_keys=bool(flags & _FLAG_HEX_KEYS))
+    reader.finish()
+    return Descriptor(
+        version=version,
+        chunk_keys=keys,
+        num_layers=layers,
+        chunk_tokens=tokens,
+        per_layer_chunk_bytes=slice_size,
+        delivery=_by_code(_DELIVERY_CODES, delivery, "delivery"),
+        on_missing=_by_code(_ON_MISSING_CODES, on_missing, "on_missing"),
+        rdma_target=target,
+        request_id=request_id,
+        layer_compute_us=tuple(compute),
+    )
+
+
+def _read_target(reader: _Reader) -> RdmaTarget:
+    agent_id = reader.text(reader.take(1, "rdma_target.agent_id")[0], "rdma_target.agent_id")
+    region_id = reader.text(reader.take(1, "rdma_target.region_id")[0], "rdma_target.region_id")
+    offset, length = _TARGET_TAIL.unpack(reader.take(_TARGET_TAIL.size, "rdma_target.offset"))
+    return RdmaTarget(agent_id, region_id, offset, length)
+
+
+def _read_keys(reader: _Reader, count: int, *, hex_keys: bool) -> tuple[str, ...]:
+    if hex_keys:
+        text = reader.take(_DIGEST_BYTES * count, "chunk_keys").hex()
+        return tuple(text[start : start + 64] for start in range(0, 64 * count, 64))
+    return tuple(
+        reader.text(int.from_bytes(reader.take(2, f"chunk_keys[{i}]"), "little"), f"chunk_keys[{i}]")
+        for i in range(count)
+    )
+
+
+def _by_code(codes: dict[_T, int], code: int, field: str) -> _T:
+    for value, known in codes.items():
+        if known == code:
+            return value
+    raise invalid(field, f"has unknown code {code}")

@@ -1,0 +1,192 @@
+"""Every error ObjectCache gives, in three families, with one total table from code to HTTP status.
+
+* `CallerError`: the request is wrong; repeating it cannot help.
+* `ChunkUnavailable`: a chunk is missing or unreadable; the caller recomputes from that chunk (soft).
+* `ServerError`: we failed; `retryable` says whether the same request may succeed later.
+"""
+
+from __future__ import annotations
+
+from enum import Enum
+from typing import Any
+
+
+class ErrorCode(Enum):
+    """S3 error codes; where S3 has no word for it, a name in the same style."""
+
+    ACCESS_DENIED = "AccessDenied"
+    AGENT_CONFLICT = "AgentConflict"
+    AUTHORIZATION_HEADER_MALFORMED = "AuthorizationHeaderMalformed"
+    AUTHORIZATION_QUERY_ERROR = "AuthorizationQueryParametersError"
+    BAD_DIGEST = "BadDigest"
+    BUCKET_ALREADY_EXISTS = "BucketAlreadyExists"
+    BUCKET_ALREADY_OWNED = "BucketAlreadyOwnedByYou"
+    BUCKET_NOT_EMPTY = "BucketNotEmpty"
+    CANCELLED = "RequestCancelled"
+    CHUNK_CORRUPT = "ChunkCorrupt"
+    CHUNK_SIZE_MISMATCH = "ChunkSizeMismatch"
+    ENTITY_TOO_LARGE = "EntityTooLarge"
+    EXPIRED_TOKEN = "ExpiredToken"
+    INCOMPLETE_BODY = "IncompleteBody"
+    INSUFFICIENT_STORAGE = "InsufficientStorage"
+    INTERNAL_ERROR = "InternalError"
+    INVALID_ACCESS_KEY_ID = "InvalidAccessKeyId"
+    INVALID_ARGUMENT = "InvalidArgument"
+    INVALID_BUCKET_NAME = "InvalidBucketName"
+    INVALID_DESCRIPTOR = "InvalidDescriptor"
+    INVALID_DIGEST = "InvalidDigest"
+    INVALID_RANGE = "InvalidRange"
+    INVALID_REQUEST = "InvalidRequest"
+    INVALID_URI = "InvalidURI"
+    KEY_TOO_LONG = "KeyTooLongError"
+    METADATA_TOO_LARGE = "MetadataTooLarge"
+    METHOD_NOT_ALLOWED = "MethodNotAllowed"
+    MISSING_CONTENT_LENGTH = "MissingContentLength"
+    NO_SUCH_AGENT = "NoSuchAgent"
+    NO_SUCH_BUCKET = "NoSuchBucket"
+    NO_SUCH_CHUNK = "NoSuchChunk"
+    NO_SUCH_KEY = "NoSuchKey"
+    NOT_IMPLEMENTED = "NotImplemented"
+    REQUEST_REPLAYED = "RequestReplayed"
+    REQUEST_TIME_TOO_SKEWED = "RequestTimeTooSkewed"
+    REQUEST_EXPIRED = "RequestExpired"
+    SIGNATURE_DOES_NOT_MATCH = "SignatureDoesNotMatch"
+    SLOW_DOWN = "SlowDown"
+    TARGET_UNREACHABLE = "TargetUnreachable"
+    X_AMZ_CONTENT_SHA256_MISMATCH = "XAmzContentSHA256Mismatch"
+
+
+HTTP_STATUS: dict[ErrorCode, int] = {
+    ErrorCode.ACCESS_DENIED: 403,
+    ErrorCode.AGENT_CONFLICT: 409,
+    ErrorCode.AUTHORIZATION_HEADER_MALFORMED: 400,
+    ErrorCode.AUTHORIZATION_QUERY_ERROR: 400,
+    ErrorCode.BAD_DIGEST: 400,
+    ErrorCode.BUCKET_ALREADY_EXISTS: 409,
+    ErrorCode.BUCKET_ALREADY_OWNED: 409,
+    ErrorCode.BUCKET_NOT_EMPTY: 409,
+    ErrorCode.CANCELLED: 409,
+    ErrorCode.CHUNK_CORRUPT: 500,
+    ErrorCode.CHUNK_SIZE_MISMATCH: 404,
+    ErrorCode.ENTITY_TOO_LARGE: 400,
+    ErrorCode.EXPIRED_TOKEN: 400,
+    ErrorCode.INCOMPLETE_BODY: 400,
+    ErrorCode.INSUFFICIENT_STORAGE: 507,
+    ErrorCode.INTERNAL_ERROR: 500,
+    ErrorCode.INVALID_ACCESS_KEY_ID: 403,
+    ErrorCode.INVALID_ARGUMENT: 400,
+    ErrorCode.INVALID_BUCKET_NAME: 400,
+    ErrorCode.INVALID_DESCRIPTOR: 400,
+    ErrorCode.INVALID_DIGEST: 400,
+    ErrorCode.INVALID_RANGE: 416,
+    ErrorCode.INVALID_REQUEST: 400,
+    ErrorCode.INVALID_URI: 400,
+    ErrorCode.KEY_TOO_LONG: 400,
+    ErrorCode.METADATA_TOO_LARGE: 400,
+    ErrorCode.METHOD_NOT_ALLOWED: 405,
+    ErrorCode.MISSING_CONTENT_LENGTH: 411,
+    ErrorCode.NO_SUCH_AGENT: 404,
+    ErrorCode.NO_SUCH_BUCKET: 404,
+    ErrorCode.NO_SUCH_CHUNK: 404,
+    ErrorCode.NO_SUCH_KEY: 404,
+    ErrorCode.NOT_IMPLEMENTED: 501,
+    ErrorCode.REQUEST_REPLAYED: 409,
+    ErrorCode.REQUEST_TIME_TOO_SKEWED: 403,
+    ErrorCode.REQUEST_EXPIRED: 403,
+    ErrorCode.SIGNATURE_DOES_NOT_MATCH: 403,
+    ErrorCode.SLOW_DOWN: 503,
+    ErrorCode.TARGET_UNREACHABLE: 500,
+    ErrorCode.X_AMZ_CONTENT_SHA256_MISMATCH: 400,
+}
+
+
+class ObjectCacheError(Exception):
+    """Base of every error that reaches a caller.
+
+    `field` names the part of the request that was wrong, `index` the first bad chunk (0-based, prefix order) and
+    `layer` the layer in hand when a transfer failed.
+    """
+
+    retryable = False
+
+    def __init__(
+        self,
+        code: ErrorCode,
+        message: str,
+        *,
+        field: str | None = None,
+        index: int | None = None,
+        layer: int | None = None,
+    ) -> None:
+        super().__init__(f"{code.value}: {message}")
+        self.code = code
+        self.message = message
+        self.field = field
+        self.index = index
+        self.layer = layer
+
+    @property
+    def http_status(self) -> int:
+        """The status this error is answered with."""
+        return HTTP_STATUS[self.code]
+
+    def to_fields(self) -> dict[str, Any]:
+        """The error as a JSON object; absent parts are left out. `error_from_fields` is its inverse."""
+        parts = {
+            "code": self.code.value,
+            "message": self.message,
+            "field": self.field,
+            "index": self.index,
+            "layer": self.layer,
+        }
+        return {name: value for name, value in parts.items() if value is not None}
+
+
+class CallerError(ObjectCacheError):
+    """The request is wrong; the same request will fail again."""
+
+
+class ChunkUnavailable(ObjectCacheError):
+    """A chunk is missing, has the wrong size or cannot be read: recompute from chunk `index`."""
+
+
+class ServerError(ObjectCacheError):
+    """We failed. `retryable` says whether sending the same request again can help."""
+
+    def __init__(
+        self,
+        code: ErrorCode,
+        message: str,
+        *,
+        retryable: bool = False,
+        field: str | None = None,
+        index: int | None = None,
+        layer: int | None = None,
+    ) -> None:
+        super().__init__(code, message, field=field, index=index, layer=layer)
+        self.retryable = retryable
+
+
+CHUNK_CODES = frozenset({ErrorCode.NO_SUCH_CHUNK, ErrorCode.CHUNK_SIZE_MISMATCH, ErrorCode.CHUNK_CORRUPT})
+RETRYABLE_CODES = frozenset({ErrorCode.SLOW_DOWN, ErrorCode.INTERNAL_ERROR, ErrorCode.INSUFFICIENT_STORAGE})
+
+
+def make_error(
+    code: ErrorCode, message: str, *, field: str | None = None, index: int | None = None, layer: int | None = None
+) -> ObjectCacheError:
+    """The error of the family `code` belongs to."""
+    if code in CHUNK_CODES:
+        return ChunkUnavailable(code, message, field=field, index=index, layer=layer)
+    if HTTP_STATUS[code] < 500:
+        return CallerError(code, message, field=field, index=index, layer=layer)
+    return ServerError(code, message, retryable=code in RETRYABLE_CODES, field=field, index=index, layer=layer)
+
+
+def error_from_fields(fields: dict[str, Any]) -> ObjectCacheError:
+    """Rebuild an error from `to_fields`; an unknown code becomes InternalError and keeps its text."""
+    message = str(fields.get("message", ""))
+    try:
+        code = ErrorCode(fields.get("code"))
+    except ValueError:
+        code, message = ErrorCode.INTERNAL_ERROR, f"{fields.get('code')}: {message}"
+    return make_error(code, message, field=fields.get("field"), index=fields.get("index"), layer=fields.get("layer"))

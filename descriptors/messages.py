@@ -1,0 +1,200 @@
+"""JSON bodies beside the descriptor: prefix lookup, agent registration and renewal, and their answers.
+
+pydantic checks what arrives; the rest of the code sees frozen values. Refusals name the field (docs/protocol.md).
+"""
+
+from __future__ import annotations
+
+import base64
+import json
+import re
+from dataclasses import dataclass
+from typing import Annotated, TypeVar
+
+from pydantic import Base64Bytes, BaseModel, ConfigDict, Field, ValidationError
+
+from descriptors.descriptor import ADDRESS_MAX, CHUNK_COUNT_MAX, OBJECT_KEY_BYTES_MAX, key_bytes, require_name
+from descriptors.errors import CallerError, ErrorCode
+
+LEASE_S_MAX = 3_600
+AGENT_LIFETIME_S_MAX = 86_400
+AGENT_REGIONS_MAX = 256
+AGENT_METADATA_BYTES_MAX = 1 << 20
+
+_DEVICE = re.compile(r"(cpu|cuda:\d{1,3})\Z")
+
+
+@dataclass(frozen=True, slots=True)
+class LookupRequest:
+    """Which prefix of `chunk_keys` is stored? `lease_s` > 0 asks to keep it from eviction that many seconds."""
+
+    chunk_keys: tuple[str, ...]
+    lease_s: float = 0.0
+
+
+@dataclass(frozen=True, slots=True)
+class Region:
+    """A registered buffer of an agent: address and length in bytes in the client's address space."""
+
+    region_id: str
+    address: int
+    length: int
+    device: str = "cpu"
+
+
+@dataclass(frozen=True, slots=True)
+class AgentRegistration:
+    """A NIXL agent's metadata and the regions in it that descriptors may name; held for `lifetime_s` seconds."""
+
+    metadata: bytes
+    regions: tuple[Region, ...]
+    lifetime_s: float
+
+
+@dataclass(frozen=True, slots=True)
+class AgentRenewal:
+    """A longer life for a registered agent and, when it registered more memory, its new metadata and regions."""
+
+    lifetime_s: float
+    metadata: bytes | None = None
+    regions: tuple[Region, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class AgentLease:
+    """The answer to a registration: the id descriptors use, and when it ends (Unix seconds)."""
+
+    agent_id: str
+    expires_at: float
+
+
+class _Model(BaseModel):
+    model_config = ConfigDict(extra="forbid", strict=True)
+
+
+class _LookupModel(_Model):
+    chunk_keys: Annotated[list[str], Field(min_length=1, max_length=CHUNK_COUNT_MAX)]
+    lease_s: Annotated[float, Field(ge=0, le=LEASE_S_MAX, allow_inf_nan=False)] = 0.0
+
+
+class _RegionModel(_Model):
+    region_id: str
+    address: Annotated[int, Field(ge=0, le=ADDRESS_MAX)]
+    length: Annotated[int, Field(ge=1, le=ADDRESS_MAX)]
+    device: str = "cpu"
+
+
+_Lifetime = Annotated[float, Field(gt=0, le=AGENT_LIFETIME_S_MAX, allow_inf_nan=False)]
+
+
+class _RegistrationModel(_Model):
+    metadata: Base64Bytes
+    regions: Annotated[list[_RegionModel], Field(min_length=1, max_length=AGENT_REGIONS_MAX)]
+    lifetime_s: _Lifetime
+
+
+class _RenewalModel(_Model):
+    lifetime_s: _Lifetime
+    metadata: Base64Bytes | None = None
+    regions: Annotated[list[_RegionModel], Field(max_length=AGENT_REGIONS_MAX)] = []
+
+
+_M = TypeVar("_M", bound=BaseModel)
+
+
+def parse_lookup(body: bytes) -> LookupRequest:
+    """Raises CallerError(InvalidArgument) naming the field."""
+    model = _parse(_LookupModel, body)
+    for index, key in enumerate(model.chunk_keys):
+        if not 1 <= key_bytes(key) <= OBJECT_KEY_BYTES_MAX:
+            raise _refuse(f"chunk_keys[{index}]", f"must be a key of 1 to {OBJECT_KEY_BYTES_MAX} bytes of UTF-8")
+    return LookupRequest(tuple(model.chunk_keys), model.lease_s)
+
+
+def parse_registration(body: bytes) -> AgentRegistration:
+    """Raises CallerError(InvalidArgument) naming the field."""
+    model = _parse(_RegistrationModel, body)
+    _check_metadata(model.metadata)
+    return AgentRegistration(model.metadata, _regions(model.regions), model.lifetime_s)
+
+
+def parse_renewal(body: bytes) -> AgentRenewal:
+    """Raises CallerError(InvalidArgument) naming the field. New metadata and new regions come together."""
+    model = _parse(_RenewalModel, body)
+    if (model.metadata is None) != (not model.regions):
+        raise _refuse("regions", "and metadata are renewed together or not at all")
+    if model.metadata is not None:
+        _check_metadata(model.metadata)
+    return AgentRenewal(model.lifetime_s, model.metadata, _regions(model.regions))
+
+
+def lookup_body(request: LookupRequest) -> bytes:
+    """The JSON `parse_lookup` reads."""
+    return _dump({"chunk_keys": list(request.chunk_keys), "lease_s": request.lease_s})
+
+
+def registration_body(request: AgentRegistration) -> bytes:
+    """The JSON `parse_registration` reads."""
+    return _dump(
+        {
+            "metadata": base64.b64encode(request.metadata).decode(),
+            "regions": [_region_fields(region) for region in request.regions],
+            "lifetime_s": request.lifetime_s,
+        }
+    )
+
+
+def renewal_body(request: AgentRenewal) -> bytes:
+    """The JSON `parse_renewal` reads."""
+    fields: dict[str, object] = {"lifetime_s": request.lifetime_s}
+    if request.metadata is not None:
+        fields["metadata"] = base64.b64encode(request.metadata).decode()
+        fields["regions"] = [_region_fields(region) for region in request.regions]
+    return _dump(fields)
+
+
+def _region_fields(region: Region) -> dict[str, object]:
+    return {
+        "region_id": region.region_id,
+        "address": region.address,
+        "length": region.length,
+        "device": region.device,
+    }
+
+
+def _dump(fields: dict[str, object]) -> bytes:
+    return json.dumps(fields, separators=(",", ":")).encode()
+
+
+def _parse(model: type[_M], body: bytes) -> _M:
+    try:
+        return model.model_validate_json(body)
+    except ValidationError as error:
+        first = error.errors(include_url=False, include_input=False)[0]
+        field = ".".join(str(part) for part in first["loc"]) or "body"
+        raise _refuse(field, f"is not acceptable: {first['msg']}") from None
+
+
+def _regions(models: list[_RegionModel]) -> tuple[Region, ...]:
+    regions = []
+    seen: set[str] = set()
+    for index, model in enumerate(models):
+        require_name(model.region_id, f"regions[{index}].region_id")
+        if model.region_id in seen:
+            raise _refuse(f"regions[{index}].region_id", "appears twice")
+        if not _DEVICE.match(model.device):
+            raise _refuse(f"regions[{index}].device", "must be cpu or cuda:N")
+        if model.address + model.length > ADDRESS_MAX:
+            raise _refuse(f"regions[{index}].length", "passes the end of the address space")
+        seen.add(model.region_id)
+        regions.append(Region(model.region_id, model.address, model.length, model.device))
+    return tuple(regions)
+
+
+def _check_metadata(metadata: bytes) -> None:
+    if not 1 <= len(metadata) <= AGENT_METADATA_BYTES_MAX:
+        raise _refuse("metadata", f"must be 1 to {AGENT_METADATA_BYTES_MAX} bytes, not {len(metadata)}")
+
+
+def _refuse(field: str, problem: str) -> CallerError:
+    return CallerError(ErrorCode.INVALID_ARGUMENT, f"{field} {problem}", field=field)

@@ -1,0 +1,1 @@
+"""One S3 verb family per module: a request value in, an answer out."""

@@ -1,0 +1,115 @@
+"""The requests that make this more than S3: descriptor GET, prefix lookup, agents, cancel (docs/protocol.md)."""
+
+from __future__ import annotations
+
+import base64
+import binascii
+import json
+
+from aiohttp import web
+
+from adapters.response_sink import ResponseSink
+from descriptors.descriptor import DESCRIPTOR_BYTES_MAX, Descriptor, invalid
+from descriptors.descriptor_codec import decode_descriptor
+from descriptors.errors import CallerError, ErrorCode
+from descriptors.messages import (
+    AGENT_METADATA_BYTES_MAX,
+    AgentLease,
+    parse_lookup,
+    parse_registration,
+    parse_renewal,
+)
+from descriptors.storage_api import DeliveryStart
+from gateway.call import Call
+from gateway.routing import DESCRIPTOR_HEADER
+
+MODE_HEADER = "x-amz-objectcache-mode"
+CHUNKS_HEADER = "x-amz-objectcache-chunks"
+REQUEST_HEADER = "x-amz-objectcache-request-id"
+RDMA_REPLY_HEADER = "x-amz-rdma-reply"
+RDMA_BYTES_HEADER = "x-amz-rdma-bytes-transferred"
+
+
+async def layerwise(call: Call) -> web.StreamResponse:
+    """POST /{bucket}?layerwise with the descriptor in the body."""
+    _refuse_range(call)
+    return await _deliver(call, decode_descriptor(await call.body(DESCRIPTOR_BYTES_MAX)))
+
+
+async def layerwise_header(call: Call) -> web.StreamResponse:
+    """GET /{bucket}/{first key} with the descriptor in a header."""
+    _refuse_range(call)
+    try:
+        text = call.request.headers[DESCRIPTOR_HEADER]
+        data = base64.b64decode(text + "=" * (-len(text) % 4), altchars=b"-_", validate=True)
+    except (binascii.Error, ValueError):
+        raise invalid(DESCRIPTOR_HEADER, "is not base64url") from None
+    descriptor = decode_descriptor(data)
+    if descriptor.chunk_keys[0] != call.request.key:
+        raise invalid("chunk_keys[0]", "must be the key in the request's path")
+    return await _deliver(call, descriptor)
+
+
+async def lookup(call: Call) -> web.StreamResponse:
+    """POST /{bucket}?lookup: how many of these keys, from the first, are stored."""
+    request = parse_lookup(await call.body(DESCRIPTOR_BYTES_MAX))
+    return _json({"matched": await call.storage.lookup(call.request.bucket, request)})
+
+
+async def register_agent(call: Call) -> web.StreamResponse:
+    registration = parse_registration(await call.body(2 * AGENT_METADATA_BYTES_MAX))
+    return _lease(await call.storage.register_agent(call.claim.access_key, registration))
+
+
+async def renew_agent(call: Call) -> web.StreamResponse:
+    renewal = parse_renewal(await call.body(2 * AGENT_METADATA_BYTES_MAX))
+    return _lease(await call.storage.renew_agent(call.claim.access_key, _last_segment(call), renewal))
+
+
+async def delete_agent(call: Call) -> web.StreamResponse:
+    """Answers when every write into the agent's memory has drained."""
+    await call.storage.delete_agent(call.claim.access_key, _last_segment(call))
+    return web.Response(status=204)
+
+
+async def cancel_request(call: Call) -> web.StreamResponse:
+    """Answers when every posted write has drained; an id never seen is used up."""
+    await call.storage.cancel(call.claim.access_key, _last_segment(call))
+    return web.Response(status=204)
+
+
+async def _deliver(call: Call, descriptor: Descriptor) -> web.StreamResponse:
+    sink = ResponseSink(call.http, lambda start: {**_headers(start), "x-amz-request-id": call.trace_id})
+    outcome = await call.storage.deliver(call.claim.access_key, call.request.bucket, descriptor, sink)
+    if sink.response is not None:
+        await sink.response.write_eof()
+        return sink.response
+    headers = _headers(outcome.start)
+    headers[RDMA_REPLY_HEADER] = "200"
+    headers[RDMA_BYTES_HEADER] = str(outcome.transferred_bytes)
+    return web.Response(headers=headers)
+
+
+def _headers(start: DeliveryStart) -> dict[str, str]:
+    return {
+        MODE_HEADER: start.mode.value,
+        CHUNKS_HEADER: str(start.chunk_count),
+        REQUEST_HEADER: start.request_id,
+    }
+
+
+def _refuse_range(call: Call) -> None:
+    if "range" in call.request.headers:
+        raise CallerError(ErrorCode.INVALID_REQUEST, "Range does not go with a descriptor", field="range")
+
+
+def _last_segment(call: Call) -> str:
+    return call.request.key.rpartition("/")[2]
+
+
+def _lease(lease: AgentLease) -> web.Response:
+    return _json({"agent_id": lease.agent_id, "expires_at": lease.expires_at})
+
+
+def _json(fields: dict[str, object]) -> web.Response:
+    return web.Response(body=json.dumps(fields).encode(), content_type="application/json")

@@ -1,0 +1,1 @@
+"""ObjectCache in inference engines."""

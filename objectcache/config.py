@@ -1,0 +1,146 @@
+"""Configuration: a TOML file, environment variables and command-line options become checked settings.
+
+Order for credentials: the config file's, then AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY, then a generated pair kept
+in a file only its owner can read.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import secrets
+import string
+import sys
+import tomllib
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Annotated
+
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
+
+from gateway.app import GatewaySettings
+from gateway.credentials import Credential
+from storage_server.settings import StorageSettings
+
+PEER_SECRET_BYTES = 32
+
+
+class ConfigError(Exception):
+    """A configuration that cannot be used; the message says which part."""
+
+
+class _Model(BaseModel):
+    model_config = ConfigDict(extra="forbid")
+
+
+class CredentialConfig(_Model):
+    """One `[[credentials]]` table."""
+
+    access_key: Annotated[str, Field(min_length=3, max_length=128, pattern=r"^[\w.-]+$")]
+    secret_key: Annotated[str, Field(min_length=8, max_length=128)]
+    buckets: tuple[str, ...] = ("*",)
+    actions: tuple[str, ...] = ("*",)
+
+
+class GatewayConfig(_Model):
+    """The `[gateway]` table."""
+
+    region: str = "us-east-1"
+
+
+class StorageConfig(_Model):
+    """The `[storage]` table; sizes in bytes. Unset values keep the defaults of StorageSettings."""
+
+    theta_bytes: int | None = None
+    aggregation_bytes: int | None = None
+    staging_bytes: int | None = None
+    window_bytes: int | None = None
+    deliveries_max: int | None = None
+    agents_max: int | None = None
+    open_files_max: int | None = None
+    object_bytes_max: int | None = None
+    gather_threads: int | None = None
+    stall_timeout_s: float | None = None
+    ucx: bool | None = None
+
+
+class Config(_Model):
+    """A whole config file."""
+
+    gateway: GatewayConfig = GatewayConfig()
+    storage: StorageConfig = StorageConfig()
+    credentials: tuple[CredentialConfig, ...] = ()
+
+    def gateway_settings(self) -> GatewaySettings:
+        """What a gateway needs."""
+        return GatewaySettings(region=self.gateway.region)
+
+    def storage_settings(self, data_dir: Path, *, ucx: bool) -> StorageSettings:
+        """What a storage server needs. Raises ConfigError when sizes do not fit each other."""
+        chosen = self.storage.model_dump(exclude_none=True)
+        chosen["ucx"] = ucx and chosen.get("ucx", True)
+        try:
+            return StorageSettings(data_dir=data_dir, **chosen)
+        except ValueError as error:
+            raise ConfigError(f"[storage]: {error}") from None
+
+
+def load_config(path: Path | None) -> Config:
+    """The file's configuration, or the defaults without one. Raises ConfigError."""
+    if path is None:
+        return Config()
+    try:
+        return Config.model_validate(tomllib.loads(path.read_text()))
+    except OSError as error:
+        raise ConfigError(f"{path}: {error.strerror}") from None
+    except tomllib.TOMLDecodeError as error:
+        raise ConfigError(f"{path}: {error}") from None
+    except ValidationError as error:
+        first = error.errors(include_url=False, include_input=False)[0]
+        raise ConfigError(f"{path}: {'.'.join(map(str, first['loc']))}: {first['msg']}") from None
+
+
+def load_credentials(config: Config, environment: Mapping[str, str], file: Path) -> list[Credential]:
+    """Credentials in the order the module's head gives; a new pair is printed once, to standard error."""
+    if config.credentials:
+        return [Credential(c.access_key, c.secret_key, c.buckets, c.actions) for c in config.credentials]
+    access_key, secret_key = environment.get("AWS_ACCESS_KEY_ID"), environment.get("AWS_SECRET_ACCESS_KEY")
+    if access_key and secret_key:
+        return [Credential(access_key, secret_key)]
+    if file.exists():
+        try:
+            stored = json.loads(file.read_text())
+            return [Credential(stored["access_key"], stored["secret_key"])]
+        except (ValueError, KeyError, TypeError):
+            raise ConfigError(f"{file} is not a credentials file; remove it to have a new one made") from None
+    letters = string.ascii_uppercase + string.digits
+    access_key = "OC" + "".join(secrets.choice(letters) for _ in range(18))
+    secret_key = secrets.token_urlsafe(30)
+    _write_private(file, json.dumps({"access_key": access_key, "secret_key": secret_key}) + "\n")
+    print(
+        f"new credentials, kept in {file}:\n  AWS_ACCESS_KEY_ID={access_key}\n  AWS_SECRET_ACCESS_KEY={secret_key}",
+        file=sys.stderr,
+        flush=True,
+    )
+    return [Credential(access_key, secret_key)]
+
+
+def load_peer_secret(file: Path, *, create: bool) -> bytes:
+    """The secret gateway and storage server share. Raises ConfigError when the file is absent or too short."""
+    if not file.exists():
+        if not create:
+            raise ConfigError(f"{file}: no such file; copy the storage server's peer-secret there")
+        _write_private(file, secrets.token_hex(PEER_SECRET_BYTES) + "\n")
+    secret = file.read_text().strip().encode()
+    if len(secret) < PEER_SECRET_BYTES:
+        raise ConfigError(f"{file}: a peer secret has at least {PEER_SECRET_BYTES} characters")
+    return secret
+
+
+def _write_private(path: Path, text: str) -> None:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
+    with os.fdopen(fd, "w") as file:
+        file.write(text)
+        file.flush()
+        os.fsync(file.fileno())

@@ -1,0 +1,103 @@
+"""Registered agents: who may be written to, where, and for how long. Pure state; the caller supplies the time."""
+
+from __future__ import annotations
+
+import secrets
+from dataclasses import dataclass, replace
+
+from descriptors.descriptor import RdmaTarget
+from descriptors.errors import CallerError, ErrorCode, ServerError
+from descriptors.messages import AgentLease, AgentRegistration, AgentRenewal, Region
+
+
+@dataclass(frozen=True, slots=True)
+class RegisteredAgent:
+    """An agent as registered: `peer` is its NIXL name, `access_key` its owner."""
+
+    agent_id: str
+    access_key: str
+    peer: str
+    regions: tuple[Region, ...]
+    expires_at: float
+
+    def lease(self) -> AgentLease:
+        """What its owner is told."""
+        return AgentLease(self.agent_id, self.expires_at)
+
+
+class AgentTable:
+    """At most `agents_max` agents, one per NIXL name, each bound to the access key that registered it."""
+
+    def __init__(self, agents_max: int) -> None:
+        self._agents_max = agents_max
+        self._by_id: dict[str, RegisteredAgent] = {}
+
+    def __len__(self) -> int:
+        return len(self._by_id)
+
+    def check_name(self, access_key: str, peer: str, now_s: float) -> None:
+        """Raises CallerError(AgentConflict) when another key holds the name, ServerError(SlowDown) when full."""
+        holder = self._holder(peer)
+        if holder is not None and holder.access_key != access_key and holder.expires_at > now_s:
+            raise CallerError(
+                ErrorCode.AGENT_CONFLICT, "the NIXL agent name is registered by another access key", field="metadata"
+            )
+        if holder is None and len(self._by_id) >= self._agents_max:
+            raise ServerError(ErrorCode.SLOW_DOWN, f"{self._agents_max} agents are registered already", retryable=True)
+
+    def add(self, access_key: str, peer: str, registration: AgentRegistration, now_s: float) -> RegisteredAgent:
+        """Register, replacing what the name held before. Errors as `check_name`."""
+        self.check_name(access_key, peer, now_s)
+        holder = self._holder(peer)
+        if holder is not None:
+            del self._by_id[holder.agent_id]
+        expires_at = now_s + registration.lifetime_s
+        agent = RegisteredAgent(secrets.token_hex(16), access_key, peer, registration.regions, expires_at)
+        self._by_id[agent.agent_id] = agent
+        return agent
+
+    def renew(self, agent: RegisteredAgent, renewal: AgentRenewal, now_s: float) -> RegisteredAgent:
+        """Extend a live agent; new regions replace the old ones."""
+        renewed = replace(agent, expires_at=now_s + renewal.lifetime_s, regions=renewal.regions or agent.regions)
+        self._by_id[agent.agent_id] = renewed
+        return renewed
+
+    def owned(self, access_key: str, agent_id: str, now_s: float, field: str) -> RegisteredAgent:
+        """The caller's live agent. Raises CallerError: NoSuchAgent, AccessDenied (another key's), ExpiredToken."""
+        agent = self._by_id.get(agent_id)
+        if agent is None:
+            raise CallerError(ErrorCode.NO_SUCH_AGENT, f"no agent {agent_id} is registered", field=field)
+        if agent.access_key != access_key:
+            raise CallerError(ErrorCode.ACCESS_DENIED, "the agent was registered by another access key", field=field)
+        if agent.expires_at <= now_s:
+            raise CallerError(ErrorCode.EXPIRED_TOKEN, "the agent's registration has expired", field=field)
+        return agent
+
+    def remove(self, agent_id: str) -> None:
+        """Forget an agent."""
+        self._by_id.pop(agent_id, None)
+
+    def expired(self, now_s: float) -> list[RegisteredAgent]:
+        """Agents whose time is up."""
+        return [agent for agent in self._by_id.values() if agent.expires_at <= now_s]
+
+    def _holder(self, peer: str) -> RegisteredAgent | None:
+        return next((agent for agent in self._by_id.values() if agent.peer == peer), None)
+
+
+def target_region(agent: RegisteredAgent, target: RdmaTarget) -> Region:
+    """The region a target names. Raises CallerError(InvalidDescriptor) when the target is not inside one."""
+    region = next((region for region in agent.regions if region.region_id == target.region_id), None)
+    if region is None:
+        raise CallerError(
+            ErrorCode.INVALID_DESCRIPTOR,
+            f"rdma_target.region_id: the agent has no region {target.region_id}",
+            field="rdma_target.region_id",
+        )
+    if target.offset + target.length > region.length:
+        raise CallerError(
+            ErrorCode.INVALID_DESCRIPTOR,
+            f"rdma_target: offset + length is {target.offset + target.length}, the region has {region.length} bytes",
+            field="rdma_target.length",
+        )
+    return region

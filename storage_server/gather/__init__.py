@@ -1,0 +1,1 @@
+"""Reading the slices of many chunks into one payload."""

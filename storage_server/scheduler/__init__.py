@@ -1,0 +1,1 @@
+"""Which mode, and who may send now."""

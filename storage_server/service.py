@@ -1,0 +1,240 @@
+"""EmbeddedStorage: the StorageApi on one machine. Store, agents, requests and pipeline come together here."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from collections.abc import AsyncIterator, Sequence
+from contextlib import AbstractAsyncContextManager
+
+from adapters.nixl_agent import Memory, NixlFailure
+from adapters.nixl_metadata import agent_name
+from descriptors.descriptor import Descriptor, require_request_id
+from descriptors.errors import CallerError, ErrorCode
+from descriptors.messages import AgentLease, AgentRegistration, AgentRenewal, LookupRequest, Region
+from descriptors.storage_api import (
+    BodySink,
+    BucketInfo,
+    DeliveryOutcome,
+    ListPage,
+    ListRequest,
+    ObjectInfo,
+    ObjectRead,
+    Piece,
+    PutRequest,
+    RangeSpec,
+)
+from storage_server.agents import AgentTable, RegisteredAgent, target_region
+from storage_server.gather.plan import DeliveryPlan
+from storage_server.gather.staging import StagingPool
+from storage_server.leases import LeaseTable
+from storage_server.pipeline import MakeTransfer, Pipeline
+from storage_server.requests import ActiveRequest, RequestTable
+from storage_server.settings import StorageSettings
+from storage_server.store.embedded import EmbeddedStore
+from storage_server.transport.http import HttpTransfer
+from storage_server.transport.ucx import UcxTransfer
+from storage_server.transport.write_engine import WriteEngine
+
+AGENT_SWEEP_INTERVAL_S = 1.0
+_log = logging.getLogger(__name__)
+
+
+class EmbeddedStorage:
+    """Implements descriptors.storage_api.StorageApi. `start` before use, `close` after."""
+
+    def __init__(self, settings: StorageSettings) -> None:
+        self.settings = settings
+        self.store = EmbeddedStore(settings)
+        self.staging = StagingPool(settings.aggregation_bytes, settings.staging_bytes // settings.aggregation_bytes)
+        self.pipeline = Pipeline(settings, self.store, self.staging)
+        self.agents = AgentTable(settings.agents_max)
+        self.requests = RequestTable(settings.request_ids_max)
+        self.leases = LeaseTable()
+        self.engine: WriteEngine | None = None
+        self._running: set[asyncio.Task[DeliveryOutcome]] = set()
+        self._registering = asyncio.Lock()
+        self._sweeper: asyncio.Task[None] | None = None
+
+    async def start(self) -> None:
+        """Sweep the store, start UCX where it can run."""
+        removed = await self.store.start()
+        if removed:
+            _log.info("removed %d unfinished or orphaned extent files", removed)
+        if self.settings.ucx:
+            staging = Memory(self.staging.address, self.staging.nbytes)
+            try:
+                self.engine = await asyncio.to_thread(WriteEngine, staging)
+            except (ImportError, NixlFailure) as error:
+                _log.warning("the ucx transport is off: %s", error)
+        self._sweeper = asyncio.create_task(self._sweep_agents())
+
+    async def close(self) -> None:
+        """Stop deliveries, let their writes drain, close everything."""
+        if self._sweeper is not None:
+            self._sweeper.cancel()
+        for task in list(self._running):
+            task.cancel()
+        if self._running:
+            await asyncio.wait(self._running, timeout=self.settings.stall_timeout_s)
+        if self.engine is not None:
+            await asyncio.to_thread(self.engine.stop)
+        self.pipeline.close()
+        self.store.close()
+
+    async def create_bucket(self, access_key: str, bucket: str) -> None:
+        await self.store.create_bucket(access_key, bucket)
+
+    async def head_bucket(self, bucket: str) -> BucketInfo:
+        return await self.store.head_bucket(bucket)
+
+    async def list_buckets(self) -> list[BucketInfo]:
+        return await self.store.list_buckets()
+
+    async def put_object(self, request: PutRequest, body: AsyncIterator[Piece]) -> ObjectInfo:
+        return await self.store.put_object(request, body)
+
+    async def head_object(self, bucket: str, key: str) -> ObjectInfo:
+        return await self.store.head_object(bucket, key)
+
+    def open_object(
+        self, bucket: str, key: str, range_spec: RangeSpec | None
+    ) -> AbstractAsyncContextManager[ObjectRead]:
+        return self.store.open_object(bucket, key, range_spec)
+
+    async def delete_object(self, bucket: str, key: str) -> None:
+        await self.store.delete_object(bucket, key)
+
+    async def list_objects(self, request: ListRequest) -> ListPage:
+        return await self.store.list_objects(request)
+
+    async def lookup(self, bucket: str, request: LookupRequest) -> int:
+        matched = await self.store.matched(bucket, request.chunk_keys)
+        if request.lease_s > 0:
+            self.leases.grant(bucket, request.chunk_keys[:matched], time.monotonic(), request.lease_s)
+        return matched
+
+    async def register_agent(self, access_key: str, registration: AgentRegistration) -> AgentLease:
+        """Known to this server, connection open, when it returns."""
+        engine = self._require_engine()
+        peer = _peer_name(registration.metadata)
+        async with self._registering:
+            self.agents.check_name(access_key, peer, time.time())
+            await _load_metadata(engine, peer, registration.metadata, registration.regions)
+            return self.agents.add(access_key, peer, registration, time.time()).lease()
+
+    async def renew_agent(self, access_key: str, agent_id: str, renewal: AgentRenewal) -> AgentLease:
+        engine = self._require_engine()
+        async with self._registering:
+            agent = self.agents.owned(access_key, agent_id, time.time(), "agent_id")
+            if renewal.metadata is not None:
+                if _peer_name(renewal.metadata) != agent.peer:
+                    raise CallerError(ErrorCode.INVALID_ARGUMENT, "metadata is of another NIXL agent", field="metadata")
+                await _load_metadata(engine, agent.peer, renewal.metadata, renewal.regions)
+            renewed = self.agents.renew(agent, renewal, time.time())
+            kept = {region.region_id for region in renewed.regions}
+            active = self.requests.active_for_agent(agent_id)
+            await _stop([request for request in active if request.region_id not in kept])
+            return renewed.lease()
+
+    async def delete_agent(self, access_key: str, agent_id: str) -> None:
+        async with self._registering:
+            await self._forget(self.agents.owned(access_key, agent_id, time.time(), "agent_id"))
+
+    async def deliver(self, access_key: str, bucket: str, descriptor: Descriptor, sink: BodySink) -> DeliveryOutcome:
+        """One descriptor GET; into the sink, or over UCX when it names a target.
+
+        A cancelled request is answered with CallerError(RequestCancelled). When the caller goes away instead, the
+        delivery stops at once and drains on its own.
+        """
+        make_transfer = self._route(access_key, descriptor, sink)
+        request = self.requests.begin(access_key, descriptor.request_id, time.monotonic())
+        if descriptor.rdma_target is not None:
+            request.agent_id = descriptor.rdma_target.agent_id
+            request.region_id = descriptor.rdma_target.region_id
+        task = asyncio.create_task(self.pipeline.run(bucket, descriptor, request.request_id, make_transfer))
+        request.task = task
+        self._running.add(task)
+        task.add_done_callback(lambda _: self._ended(request, task))
+        try:
+            return await asyncio.shield(task)
+        except asyncio.CancelledError:
+            if request.cancelled_by_caller:
+                raise CallerError(ErrorCode.CANCELLED, "the request was cancelled", field="request_id") from None
+            task.cancel()
+            raise
+
+    async def cancel(self, access_key: str, request_id: str) -> None:
+        await self.requests.cancel(access_key, require_request_id(request_id), time.monotonic())
+
+    def _ended(self, request: ActiveRequest, task: asyncio.Task[DeliveryOutcome]) -> None:
+        self._running.discard(task)
+        self.requests.end(request)
+        if not task.cancelled():
+            task.exception()
+
+    def _route(self, access_key: str, descriptor: Descriptor, sink: BodySink) -> MakeTransfer:
+        """Which transport the descriptor asks for; its target is checked here, before anything is planned."""
+        target = descriptor.rdma_target
+        if target is None:
+            return lambda _: HttpTransfer(sink)
+        engine = self._require_engine()
+        agent = self.agents.owned(access_key, target.agent_id, time.time(), "rdma_target.agent_id")
+        region = target_region(agent, target)
+
+        def make_transfer(plan: DeliveryPlan) -> UcxTransfer:
+            return UcxTransfer(engine, agent.peer, region, target, plan, self.settings.stall_timeout_s)
+
+        return make_transfer
+
+    def _require_engine(self) -> WriteEngine:
+        if self.engine is None:
+            raise CallerError(
+                ErrorCode.NOT_IMPLEMENTED,
+                "this storage server has no ucx transport; ask for the body instead",
+                field="rdma_target",
+            )
+        return self.engine
+
+    async def _forget(self, agent: RegisteredAgent) -> None:
+        """Refuse new deliveries to the agent, stop and drain those under way, disconnect."""
+        self.agents.remove(agent.agent_id)
+        await _stop(self.requests.active_for_agent(agent.agent_id))
+        if self.engine is not None:
+            await asyncio.wrap_future(self.engine.remove_peer(agent.peer))
+
+    async def _sweep_agents(self) -> None:
+        while True:
+            await asyncio.sleep(AGENT_SWEEP_INTERVAL_S)
+            async with self._registering:
+                for agent in self.agents.expired(time.time()):
+                    await self._forget(agent)
+
+
+async def _stop(active: Sequence[ActiveRequest]) -> None:
+    """Cancel deliveries and wait until none of their writes is in flight."""
+    for request in active:
+        request.cancel()
+    for request in active:
+        await request.drained.wait()
+
+
+def _peer_name(metadata: bytes) -> str:
+    try:
+        return agent_name(metadata)
+    except ValueError as error:
+        raise CallerError(ErrorCode.INVALID_ARGUMENT, f"metadata: {error}", field="metadata") from None
+
+
+async def _load_metadata(engine: WriteEngine, peer: str, metadata: bytes, regions: Sequence[Region]) -> None:
+    """Make the peer known to the engine. Raises CallerError(InvalidArgument) where metadata and regions do not fit."""
+    offered = [Memory(region.address, region.length, region.device) for region in regions]
+    try:
+        loaded = await asyncio.wrap_future(engine.add_peer(metadata, offered))
+    except NixlFailure as failure:
+        raise CallerError(
+            ErrorCode.INVALID_ARGUMENT, f"metadata cannot be used for these regions: {failure}", field="metadata"
+        ) from failure
+    if loaded != peer:
+        raise CallerError(ErrorCode.INVALID_ARGUMENT, "metadata names two agents", field="metadata")

@@ -1,0 +1,38 @@
+"""Settings of a storage server: plain values, checked once."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+
+from descriptors.units import GIB, MIB
+
+
+@dataclass(frozen=True, slots=True)
+class StorageSettings:
+    """`theta_bytes` is the paper's threshold: payloads below it go chunk-major when the caller leaves the choice.
+
+    `staging_bytes` bounds the memory of all deliveries together, `window_bytes` that of one; both are cut into slots
+    of `aggregation_bytes`, the size of one payload on the wire.
+    """
+
+    data_dir: Path
+    theta_bytes: int = 16 * MIB
+    aggregation_bytes: int = 4 * MIB
+    staging_bytes: int = 128 * MIB
+    window_bytes: int = 32 * MIB
+    deliveries_max: int = 256
+    agents_max: int = 4096
+    request_ids_max: int = 262_144
+    open_files_max: int = 8192
+    object_bytes_max: int = 5 * GIB
+    gather_threads: int = 2
+    stall_timeout_s: float = 30.0
+    ucx: bool = True
+
+    def __post_init__(self) -> None:
+        if not 4096 <= self.aggregation_bytes <= self.window_bytes <= self.staging_bytes:
+            raise ValueError("need 4096 <= aggregation_bytes <= window_bytes <= staging_bytes")
+        for name in ("theta_bytes", "deliveries_max", "agents_max", "request_ids_max", "gather_threads"):
+            if getattr(self, name) < (0 if name == "theta_bytes" else 1):
+                raise ValueError(f"{name} is too small")

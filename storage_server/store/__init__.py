@@ -1,0 +1,1 @@
+"""The embedded store: immutable extents on files, one SQLite index, atomic publish."""

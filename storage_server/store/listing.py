@@ -1,0 +1,76 @@
+"""ListObjects decisions: roll keys up at a delimiter, know where the next page starts. Rows come in as pages."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator, Awaitable, Callable
+
+from descriptors.storage_api import ListPage, ListRequest, ObjectInfo
+
+ROWS_PER_FETCH = 1001
+
+Fetch = Callable[[str, bool, int], Awaitable[list[ObjectInfo]]]
+"""(start, inclusive, limit) to rows with the wanted prefix, in key order."""
+
+
+def successor(prefix: str) -> str | None:
+    """The least string above every string that starts with `prefix`, in UTF-8 order; None when there is none."""
+    while prefix:
+        code = ord(prefix[-1]) + 1
+        if code == 0xD800:
+            code = 0xE000
+        if code <= 0x10FFFF:
+            return prefix[:-1] + chr(code)
+        prefix = prefix[:-1]
+    return None
+
+
+def rolled_up(key: str, request: ListRequest) -> str | None:
+    """The common prefix `key` falls under, or None when it is listed itself."""
+    if not request.delimiter:
+        return None
+    at = key.find(request.delimiter, len(request.prefix))
+    return None if at < 0 else key[: at + len(request.delimiter)]
+
+
+async def list_page(request: ListRequest, fetch: Fetch) -> ListPage:
+    """One page: objects and common prefixes together number at most `max_keys`; `next_after` is None at the end."""
+    objects: list[ObjectInfo] = []
+    prefixes: list[str] = []
+    last = ""
+    if request.max_keys == 0:
+        return ListPage([], [], None)
+    async for key, entry in _entries(request, fetch):
+        if len(objects) + len(prefixes) == request.max_keys:
+            return ListPage(objects, prefixes, last)
+        if entry is None:
+            prefixes.append(key)
+        else:
+            objects.append(entry)
+        last = key
+    return ListPage(objects, prefixes, None)
+
+
+async def _entries(request: ListRequest, fetch: Fetch) -> AsyncIterator[tuple[str, ObjectInfo | None]]:
+    """Objects and common prefixes in key order; a common prefix is skipped over, not scanned."""
+    start, inclusive = _first(request)
+    while start is not None:
+        rows = await fetch(start, inclusive, min(ROWS_PER_FETCH, request.max_keys + 1))
+        if not rows:
+            return
+        start, inclusive = rows[-1].key, False
+        for row in rows:
+            group = rolled_up(row.key, request)
+            if group is None:
+                yield row.key, row
+                continue
+            yield group, None
+            start, inclusive = successor(group), True
+            break
+
+
+def _first(request: ListRequest) -> tuple[str | None, bool]:
+    if request.after < request.prefix or not request.after:
+        return request.prefix, True
+    if rolled_up(request.after, request) == request.after:
+        return successor(request.after), True
+    return request.after, False

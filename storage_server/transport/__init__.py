@@ -1,0 +1,1 @@
+"""How payloads reach the client: one interface, http and ucx behind it."""

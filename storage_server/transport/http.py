@@ -1,0 +1,51 @@
+"""The http transfer: payloads in order as the body of the answer. A body of full length is the proof of success."""
+
+from __future__ import annotations
+
+from descriptors.errors import ErrorCode, ServerError
+from descriptors.storage_api import BodySink, DeliveryStart
+from storage_server.gather.plan import Payload
+from storage_server.gather.staging import Slot
+from storage_server.scheduler.admission import Grant
+
+
+class HttpTransfer:
+    """Writes into a BodySink. The answer's head waits for the first payload, so an early failure is a clean error."""
+
+    def __init__(self, sink: BodySink) -> None:
+        self._sink = sink
+        self._start: DeliveryStart | None = None
+        self._begun = False
+        self._finished = False
+        self._sent_bytes = 0
+
+    async def start(self, start: DeliveryStart, grant: Grant) -> None:
+        self._start = start
+
+    async def send(self, payload: Payload, slot: Slot) -> None:
+        try:
+            if not self._begun and self._start is not None:
+                self._begun = True
+                await self._sink.begin(self._start)
+            await self._sink.write(slot.view[: payload.nbytes])
+            self._sent_bytes += payload.nbytes
+        except ConnectionError as error:
+            self._sink.abort()
+            raise ServerError(ErrorCode.TARGET_UNREACHABLE, "the client closed the connection") from error
+        except BaseException:
+            self._sink.abort()
+            raise
+        finally:
+            slot.release()
+
+    async def finish(self) -> int:
+        self._finished = True
+        return self._sent_bytes
+
+    async def fail(self, layer_index: int, chunk_index: int) -> None:
+        if self._begun:
+            self._sink.abort()
+
+    async def close(self) -> None:
+        if self._begun and not self._finished:
+            self._sink.abort()

@@ -1,0 +1,134 @@
+"""The ucx transfer: one-sided writes into the client's registered buffer, a notice when a layer is complete.
+
+A layer-ready notice is sent only after NIXL reports every payload of that layer done, so no notice can overtake its
+bytes. `done` and `failed` are sent only when nothing is in flight: after either, the buffer is the client's again.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections import Counter
+
+from adapters.nixl_agent import Memory, NixlFailure
+from descriptors.descriptor import RdmaTarget
+from descriptors.errors import ErrorCode, ServerError
+from descriptors.messages import Region
+from descriptors.notices import Admitted, Done, Failed, LayerReady, Mode, Notice, encode_notice
+from descriptors.storage_api import DeliveryStart
+from storage_server.gather.plan import DeliveryPlan, Payload
+from storage_server.gather.staging import Slot
+from storage_server.scheduler.admission import Grant
+from storage_server.transport.write_engine import WriteEngine
+
+
+class UcxTransfer:
+    """Writes into `target` of a peer's `region`. Lives on one event loop."""
+
+    def __init__(
+        self,
+        engine: WriteEngine,
+        peer: str,
+        region: Region,
+        target: RdmaTarget,
+        plan: DeliveryPlan,
+        stall_timeout_s: float,
+    ) -> None:
+        self._engine = engine
+        self._peer = peer
+        self._region = region
+        self._base_address = region.address + target.offset
+        self._plan = plan
+        self._stall_timeout_s = stall_timeout_s
+        self._loop = asyncio.get_running_loop()
+        self._request_id = ""
+        self._in_flight = 0
+        self._pending: Counter[int] = Counter()
+        self._closed_groups: set[int] = set()
+        self._transferred_bytes = 0
+        self._failure: ServerError | None = None
+        self._changed = asyncio.Event()
+        self._posted = 0
+        self._watch: asyncio.Task[None] | None = None
+
+    async def start(self, start: DeliveryStart, grant: Grant) -> None:
+        self._request_id = start.request_id
+        self._watch = asyncio.create_task(self._watch_for_stall())
+        self._notify(Admitted(start.request_id, start.mode, start.chunk_count, grant.rate_bytes_per_s, grant.epoch))
+
+    async def send(self, payload: Payload, slot: Slot) -> None:
+        if self._failure is not None:
+            slot.release()
+            raise self._failure
+        source = Memory(slot.address, payload.nbytes)
+        target = Memory(self._base_address + payload.target_offset, payload.nbytes, self._region.device)
+        group = payload.group_index
+        self._in_flight += 1
+        self._posted += 1
+        self._pending[group] += 1
+        if payload.ends_group:
+            self._closed_groups.add(group)
+
+        def on_written(counted: int, failure: NixlFailure | None) -> None:
+            self._loop.call_soon_threadsafe(self._written, slot, group, counted, failure)
+
+        self._engine.write(self._peer, source, target, on_written)
+
+    def _written(self, slot: Slot, group: int, counted: int, failure: NixlFailure | None) -> None:
+        slot.release()
+        self._in_flight -= 1
+        self._pending[group] -= 1
+        self._transferred_bytes += counted
+        self._changed.set()
+        if failure is not None:
+            self._fail_with(failure)
+        elif self._pending[group] == 0 and group in self._closed_groups and self._failure is None:
+            self._closed_groups.discard(group)
+            self._announce(group)
+
+    def _announce(self, group: int) -> None:
+        if self._plan.mode is Mode.LAYER_MAJOR:
+            nbytes = self._plan.group_bytes
+            self._notify(LayerReady(self._request_id, group, group * nbytes, nbytes))
+
+    async def finish(self) -> int:
+        await self._drain()
+        if self._failure is not None:
+            raise self._failure
+        self._notify(Done(self._request_id, self._transferred_bytes))
+        return self._transferred_bytes
+
+    async def fail(self, layer_index: int, chunk_index: int) -> None:
+        await self._drain()
+        if self._failure is None:
+            self._notify(Failed(self._request_id, layer_index, chunk_index))
+
+    async def close(self) -> None:
+        try:
+            await self._drain()
+        finally:
+            if self._watch is not None:
+                self._watch.cancel()
+
+    async def _drain(self) -> None:
+        while self._in_flight:
+            self._changed.clear()
+            await self._changed.wait()
+
+    async def _watch_for_stall(self) -> None:
+        """A peer that takes nothing for `stall_timeout_s` is disconnected, which ends its writes in flight."""
+        while True:
+            seen_bytes, seen_posts = self._transferred_bytes, self._posted
+            await asyncio.sleep(self._stall_timeout_s)
+            stuck = self._in_flight and (seen_bytes, seen_posts) == (self._transferred_bytes, self._posted)
+            if stuck and self._failure is None:
+                self._fail_with(NixlFailure(f"no write completed for {self._stall_timeout_s} s"))
+                self._engine.remove_peer(self._peer)
+
+    def _fail_with(self, failure: NixlFailure) -> None:
+        if self._failure is None:
+            self._failure = ServerError(
+                ErrorCode.TARGET_UNREACHABLE, f"writing into the client's buffer failed: {failure}", field="rdma_target"
+            )
+
+    def _notify(self, notice: Notice) -> None:
+        self._engine.notify(self._peer, encode_notice(notice))

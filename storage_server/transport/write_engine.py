@@ -1,0 +1,182 @@
+"""The thread that owns the NIXL agent: it posts writes, polls them, sends notices, and knows the peers.
+
+Work arrives through a queue and results leave through callbacks, called in the engine's thread. Over shared memory a
+post copies the bytes itself; over TCP or RDMA writes stay in flight and are polled with a short sleep.
+"""
+
+from __future__ import annotations
+
+import logging
+import queue
+import threading
+import time
+import uuid
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future
+from dataclasses import dataclass
+from typing import Any, TypeVar
+
+from adapters.nixl_agent import Agent, Memory, NixlFailure, PeerLost, Write, WriteState
+
+POLL_INTERVAL_S = 50e-6
+WARM_UP = b"objectcache"
+_T = TypeVar("_T")
+_log = logging.getLogger(__name__)
+
+OnWritten = Callable[[int, NixlFailure | None], None]
+"""(bytes NIXL counted, failure): called once for every posted write, when its source memory may be used again."""
+
+
+@dataclass(slots=True)
+class _InFlight:
+    peer: str
+    write: Write
+    on_written: OnWritten
+
+
+class WriteEngine:
+    """One per storage server. Start-up raises NixlFailure or ImportError where UCX cannot run."""
+
+    def __init__(self, staging: Memory) -> None:
+        self._commands: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
+        self._in_flight: list[_InFlight] = []
+        self._lost: set[str] = set()
+        self._stopping = False
+        self._thread = threading.Thread(target=self._run, name="ucx-write-engine", daemon=True)
+        started: Future[None] = Future()
+        self._commands.put(lambda: _settle(started, lambda: self._start(staging)))
+        self._thread.start()
+        try:
+            started.result()
+        except BaseException:
+            self._commands.put(self._stop)
+            raise
+
+    def _start(self, staging: Memory) -> None:
+        self._agent = Agent(str(uuid.uuid4()))
+        self._registration = self._agent.register(staging)
+
+    def add_peer(self, metadata: bytes, offered: Sequence[Memory]) -> Future[str]:
+        """Load a peer's metadata, check that it offers this memory, and open the connection, so that the first write
+        does not pay for it. The peer's name; NixlFailure when the metadata is not good for that.
+        """
+
+        def add() -> str:
+            name = self._agent.add_peer(metadata)
+            for memory in offered:
+                self._agent.check_peer_memory(name, memory)
+            self._lost.discard(name)
+            self._agent.notify(name, WARM_UP)
+            return name
+
+        return self._submit(add)
+
+    def remove_peer(self, name: str) -> Future[None]:
+        """Disconnect and forget a peer; its writes in flight fail."""
+
+        def remove() -> None:
+            self._lost.discard(name)
+            self._drop(name)
+
+        return self._submit(remove)
+
+    def write(self, peer: str, source: Memory, target: Memory, on_written: OnWritten) -> None:
+        """Post a write; `on_written` hears how it ended."""
+        self._commands.put(lambda: self._post(peer, source, target, on_written))
+
+    def notify(self, peer: str, message: bytes) -> Future[None]:
+        """Send a notice."""
+        return self._submit(lambda: self._agent.notify(peer, message))
+
+    @property
+    def in_flight_count(self) -> int:
+        """Writes posted and not yet ended."""
+        return len(self._in_flight)
+
+    def stop(self) -> None:
+        """Let go of the agent and end the thread."""
+        self._commands.put(self._stop)
+        self._thread.join(timeout=10)
+
+    def _stop(self) -> None:
+        self._stopping = True
+
+    def _submit(self, action: Callable[[], _T]) -> Future[_T]:
+        future: Future[_T] = Future()
+        self._commands.put(lambda: _settle(future, action))
+        return future
+
+    def _run(self) -> None:
+        while not self._stopping:
+            self._run_commands()
+            if self._in_flight:
+                self._poll()
+                if self._in_flight and self._commands.empty():
+                    time.sleep(POLL_INTERVAL_S)
+        for flight in self._in_flight:
+            flight.write.release()
+        if hasattr(self, "_registration"):
+            self._registration.close()
+            del self._agent
+
+    def _run_commands(self) -> None:
+        try:
+            command = self._commands.get(block=not self._in_flight)
+            while True:
+                command()
+                command = self._commands.get_nowait()
+        except queue.Empty:
+            pass
+
+    def _post(self, peer: str, source: Memory, target: Memory, on_written: OnWritten) -> None:
+        if peer in self._lost:
+            on_written(0, PeerLost(f"agent {peer} is gone"))
+            return
+        try:
+            write, state = self._agent.post_write(peer, source, target)
+        except NixlFailure as failure:
+            self._note_failure(peer, failure)
+            on_written(0, failure)
+            return
+        flight = _InFlight(peer, write, on_written)
+        if state is WriteState.DONE:
+            self._end(flight, None)
+        else:
+            self._in_flight.append(flight)
+
+    def _poll(self) -> None:
+        still = []
+        for flight in self._in_flight:
+            try:
+                if flight.write.poll() is WriteState.IN_FLIGHT:
+                    still.append(flight)
+                    continue
+                failure = None
+            except NixlFailure as error:
+                failure = error
+                self._note_failure(flight.peer, error)
+            self._end(flight, failure)
+        self._in_flight = still
+
+    def _end(self, flight: _InFlight, failure: NixlFailure | None) -> None:
+        counted = 0 if failure else flight.write.transferred_bytes()
+        flight.write.release()
+        flight.on_written(counted, failure)
+
+    def _note_failure(self, peer: str, failure: NixlFailure) -> None:
+        if isinstance(failure, PeerLost) and peer not in self._lost:
+            self._lost.add(peer)
+            _log.info("agent %s is gone: %s", peer, failure)
+
+    def _drop(self, name: str) -> None:
+        try:
+            self._agent.remove_peer(name)
+        except NixlFailure as failure:
+            _log.debug("removing agent %s: %s", name, failure)
+
+
+def _settle(future: Future[Any], action: Callable[[], Any]) -> None:
+    try:
+        future.set_result(action())
+    except BaseException as error:
+        future.set_exception(error)
