@@ -151,7 +151,8 @@ class Agent:
     def __init__(self, name: str) -> None:
         module = _load()
         with _translated():
-            config = module.nixl_agent_config(backends=["UCX"], capture_telemetry=True)
+            # NIXL's progress thread spins on a core even when idle; our own polling makes progress instead
+            config = module.nixl_agent_config(enable_prog_thread=False, backends=["UCX"], capture_telemetry=True)
             self._agent = module.nixl_agent(name, config)
         self.name = name
 
