@@ -177,7 +177,7 @@ def make_error(
     """The error of the family `code` belongs to."""
     if code in CHUNK_CODES:
         return ChunkUnavailable(code, message, field=field, index=index, layer=layer)
-    if HTTP_STATUS[code] < 500:
+    if HTTP_STATUS[code] < 500 or code is ErrorCode.NOT_IMPLEMENTED:
         return CallerError(code, message, field=field, index=index, layer=layer)
     return ServerError(code, message, retryable=code in RETRYABLE_CODES, field=field, index=index, layer=layer)
 

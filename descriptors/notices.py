@@ -18,7 +18,9 @@ from enum import Enum
 
 from descriptors.descriptor import PROTOCOL_VERSION
 
-NOTICE_BYTES_MAX = 256
+GREETING = b"OCH" + bytes([PROTOCOL_VERSION])
+"""Sent to an agent when it registers: its arrival shows that the connection is open. It is no notice of a request."""
+
 _MAGIC = b"OCN"
 _HEAD = struct.Struct("<3sBBHHB")
 _ADMITTED = struct.Struct("<BIQQ")

@@ -13,7 +13,7 @@ from aiohttp import web
 from descriptors.errors import ErrorCode, ObjectCacheError, ServerError
 from descriptors.storage_api import StorageApi
 from gateway import sigv4, xml
-from gateway.call import Call
+from gateway.call import CONTINUED, Call, expects_continue
 from gateway.credentials import CredentialBook, authorize
 from gateway.operations import buckets, layerwise, objects
 from gateway.request import SERVICE_PREFIX, S3Request, parse_target
@@ -87,6 +87,8 @@ class Gateway:
             response = self._refusal(http, unknown, trace_id)
         if not response.prepared:
             response.headers["x-amz-request-id"] = trace_id
+            if expects_continue(http) and CONTINUED not in http:
+                response.force_close()  # the body may or may not come: nothing after it could be told apart
         _log.debug(
             "%s %s %s %d %.1f ms",
             trace_id,

@@ -13,6 +13,13 @@ from descriptors.storage_api import StorageApi
 from gateway.request import S3Request
 from gateway.sigv4 import Claim
 
+CONTINUED = "objectcache.continued"
+
+
+def expects_continue(http: web.BaseRequest) -> bool:
+    """Whether the client holds its body back until it is told to go on."""
+    return http.headers.get("Expect", "").lower() == "100-continue"
+
 
 @dataclass(frozen=True, slots=True)
 class Call:
@@ -52,7 +59,14 @@ class Call:
         return bytes(data)
 
     async def pieces(self) -> AsyncIterator[bytes]:
-        """The body as it arrives. Raises CallerError(IncompleteBody) when the connection ends early."""
+        """The body as it arrives. Raises CallerError(IncompleteBody) when the connection ends early.
+
+        A client that waits for `100 Continue` gets it here, when the request has been found worth its body.
+        """
+        if expects_continue(self.http) and CONTINUED not in self.http:
+            self.http[CONTINUED] = True
+            await self.http.writer.write(b"HTTP/1.1 100 Continue\r\n\r\n")
+            self.http.writer.output_size = 0  # the answer proper has not begun
         try:
             async for piece in self.http.content.iter_any():
                 yield piece

@@ -15,9 +15,11 @@ from concurrent.futures import Future
 from typing import Any, TypeVar
 
 from adapters.nixl_agent import Agent, Memory, NixlFailure, Registration
-from descriptors.notices import Notice, NoticeError, decode_notice
+from descriptors.notices import GREETING, Notice, NoticeError, decode_notice
 
 POLL_INTERVAL_S = 100e-6
+GREETING_S = 1.0
+_GREETING_ID = ""
 _T = TypeVar("_T")
 _log = logging.getLogger(__name__)
 
@@ -28,6 +30,7 @@ class Receiver:
     def __init__(self) -> None:
         self._commands: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
         self._listeners: dict[str, Callable[[Notice], None]] = {}
+        self._greeted = threading.Event()
         self._stopping = False
         self._thread = threading.Thread(target=self._run, name="objectcache-receiver", daemon=True)
         self._thread.start()
@@ -48,6 +51,19 @@ class Receiver:
     def metadata(self) -> bytes:
         """The agent's metadata as it is now."""
         return self._call(self._agent.metadata)
+
+    def greeted_by(self, register: Callable[[], _T]) -> _T:
+        """Run `register`, polling meanwhile, and give the server's greeting `GREETING_S` to arrive: the connection is
+        then open before the first fetch needs it.
+        """
+        self._greeted.clear()
+        self._call(lambda: self._listeners.__setitem__(_GREETING_ID, lambda _: None))
+        try:
+            registered = register()
+            self._greeted.wait(GREETING_S)
+            return registered
+        finally:
+            self.forget(_GREETING_ID)
 
     def listen(self, request_id: str, on_notice: Callable[[Notice], None]) -> None:
         """From now on hand notices of this request to `on_notice`, in this object's thread."""
@@ -90,6 +106,9 @@ class Receiver:
             _log.warning("reading notices failed: %s", failure)
             return
         for message in arrived:
+            if message == GREETING:
+                self._greeted.set()
+                continue
             try:
                 notice = decode_notice(message)
             except NoticeError:

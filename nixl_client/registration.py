@@ -100,7 +100,8 @@ class AgentSession:
                 self._agent_id = None
         if self._agent_id is None:
             body = registration_body(AgentRegistration(metadata, regions, LIFETIME_S))
-            self._agent_id = self._http.request("POST", AGENTS_PATH, body=body).json()["agent_id"]
+            answer = self._receiver.greeted_by(lambda: self._http.request("POST", AGENTS_PATH, body=body))
+            self._agent_id = answer.json()["agent_id"]
         self._renew_at = time.monotonic() + LIFETIME_S / 2
 
     def _withdraw(self) -> None:

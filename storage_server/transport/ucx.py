@@ -116,11 +116,13 @@ class UcxTransfer:
 
     async def _watch_for_stall(self) -> None:
         """A peer that takes nothing for `stall_timeout_s` is disconnected, which ends its writes in flight."""
+        changed_at_s, seen = self._loop.time(), (0, 0)
         while True:
-            seen_bytes, seen_posts = self._transferred_bytes, self._posted
-            await asyncio.sleep(self._stall_timeout_s)
-            stuck = self._in_flight and (seen_bytes, seen_posts) == (self._transferred_bytes, self._posted)
-            if stuck and self._failure is None:
+            await asyncio.sleep(self._stall_timeout_s / 8)
+            now_s, state = self._loop.time(), (self._posted, self._in_flight)
+            if state != seen or not self._in_flight:
+                changed_at_s, seen = now_s, state
+            elif now_s - changed_at_s >= self._stall_timeout_s and self._failure is None:
                 self._fail_with(NixlFailure(f"no write completed for {self._stall_timeout_s} s"))
                 self._engine.remove_peer(self._peer)
 

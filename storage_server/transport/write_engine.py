@@ -17,9 +17,10 @@ from dataclasses import dataclass
 from typing import Any, TypeVar
 
 from adapters.nixl_agent import Agent, Memory, NixlFailure, PeerLost, Write, WriteState
+from descriptors.notices import GREETING
 
 POLL_INTERVAL_S = 50e-6
-WARM_UP = b"objectcache"
+WARM_UP_S = 1.0
 _T = TypeVar("_T")
 _log = logging.getLogger(__name__)
 
@@ -42,6 +43,7 @@ class WriteEngine:
         self._in_flight: list[_InFlight] = []
         self._lost: set[str] = set()
         self._stopping = False
+        self._warming_until_s = 0.0
         self._thread = threading.Thread(target=self._run, name="ucx-write-engine", daemon=True)
         started: Future[None] = Future()
         self._commands.put(lambda: _settle(started, lambda: self._start(staging)))
@@ -66,7 +68,8 @@ class WriteEngine:
             for memory in offered:
                 self._agent.check_peer_memory(name, memory)
             self._lost.discard(name)
-            self._agent.notify(name, WARM_UP)
+            self._agent.notify(name, GREETING)
+            self._warming_until_s = time.monotonic() + WARM_UP_S
             return name
 
         return self._submit(add)
@@ -98,6 +101,10 @@ class WriteEngine:
         self._commands.put(self._stop)
         self._thread.join(timeout=10)
 
+    @property
+    def _is_warming(self) -> bool:
+        return time.monotonic() < self._warming_until_s
+
     def _stop(self) -> None:
         self._stopping = True
 
@@ -111,8 +118,10 @@ class WriteEngine:
             self._run_commands()
             if self._in_flight:
                 self._poll()
-                if self._in_flight and self._commands.empty():
-                    time.sleep(POLL_INTERVAL_S)
+            elif self._is_warming:
+                self._agent.notices()  # none are expected: reading them is what makes the connection progress
+            if (self._in_flight or self._is_warming) and self._commands.empty():
+                time.sleep(POLL_INTERVAL_S)
         for flight in self._in_flight:
             flight.write.release()
         if hasattr(self, "_registration"):
@@ -121,7 +130,7 @@ class WriteEngine:
 
     def _run_commands(self) -> None:
         try:
-            command = self._commands.get(block=not self._in_flight)
+            command = self._commands.get(block=not self._in_flight and not self._is_warming)
             while True:
                 command()
                 command = self._commands.get_nowait()

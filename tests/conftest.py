@@ -1,0 +1,33 @@
+"""Fixtures: running servers, together and apart."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from tests.support import LocalStack, Stack, stack
+
+
+@pytest.fixture(scope="session", params=["together", "apart"])
+def servers(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Stack]:
+    """Both arrangements of the processes; tests that use this run against each."""
+    with stack(request.param, tmp_path_factory.mktemp(request.param)) as running:
+        running.s3().create_bucket(Bucket="chunks")
+        yield running
+
+
+@pytest.fixture
+def local(tmp_path: Path) -> Iterator[LocalStack]:
+    """Servers in this process, with small payloads so that a few kilobytes make several of them."""
+    settings = {"aggregation_bytes": 8192, "window_bytes": 32768, "staging_bytes": 65536, "stall_timeout_s": 5.0}
+    with LocalStack(tmp_path / "data", **settings) as running:
+        running.call(running.storage.create_bucket("OWNERKEY", "chunks"))
+        yield running
+
+
+@pytest.fixture(params=["ucx", "http"])
+def transport(request: pytest.FixtureRequest) -> str:
+    """Each transport."""
+    return str(request.param)

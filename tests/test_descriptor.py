@@ -1,0 +1,176 @@
+"""The descriptor: invariants, and two codecs that are one value."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from descriptors.descriptor import (
+    CHUNK_COUNT_MAX,
+    DESCRIPTOR_BYTES_MAX,
+    Delivery,
+    Descriptor,
+    OnMissing,
+    RdmaTarget,
+)
+from descriptors.descriptor_codec import decode_descriptor, encode_binary, encode_json
+from descriptors.errors import CallerError, ErrorCode
+
+HEX = st.text("0123456789abcdef", min_size=64, max_size=64)
+KEYS = st.one_of(
+    st.lists(HEX, min_size=1, max_size=5, unique=True),
+    st.lists(st.text(st.characters(codec="utf-8"), min_size=1, max_size=40), min_size=1, max_size=5, unique=True),
+)
+IDS = st.text("abcXYZ019._-", min_size=16, max_size=64)
+NAMES = st.text("abcXYZ019._-", min_size=1, max_size=64)
+
+
+@st.composite
+def descriptors(draw: st.DrawFn) -> Descriptor:
+    keys = tuple(draw(KEYS))
+    layers = draw(st.integers(1, 64))
+    slice_bytes = draw(st.integers(1, 1 << 20))
+    target = None
+    if draw(st.booleans()):
+        length = len(keys) * layers * slice_bytes + draw(st.integers(0, 1 << 30))
+        target = RdmaTarget(draw(NAMES), draw(NAMES), draw(st.integers(0, 1 << 40)), length)
+    compute = draw(st.sampled_from([0, 1, layers]))
+    return Descriptor(
+        chunk_keys=keys,
+        num_layers=layers,
+        chunk_tokens=draw(st.integers(1, 4096)),
+        per_layer_chunk_bytes=slice_bytes,
+        delivery=draw(st.sampled_from(Delivery)),
+        on_missing=draw(st.sampled_from(OnMissing)),
+        rdma_target=target,
+        request_id=draw(IDS) if target is not None or draw(st.booleans()) else None,
+        layer_compute_us=tuple(draw(st.lists(st.integers(0, 10**9), min_size=compute, max_size=compute))),
+    )
+
+
+GOLDEN = Descriptor(
+    chunk_keys=("00" * 31 + "01", "00" * 31 + "02"),
+    num_layers=32,
+    chunk_tokens=16,
+    per_layer_chunk_bytes=65536,
+    delivery=Delivery.LAYER_MAJOR,
+    on_missing=OnMissing.PREFIX,
+    rdma_target=RdmaTarget("agent-1", "kv", 4096, 1 << 23),
+    request_id="request-00000001",
+    layer_compute_us=(5790,),
+)
+GOLDEN_HEX = (
+    "4f434401000103100200000020000000100000000000010001000000"  # head
+    "726571756573742d3030303030303031"  # request_id
+    "9e160000"  # layer_compute_us
+    "076167656e742d31026b7600100000000000000000800000000000" + ("00" * 31 + "01") + ("00" * 31 + "02")  # target
+)
+
+
+def test_binary_form_is_the_one_documented() -> None:
+    """The golden bytes of docs/protocol.md: other implementations are tested against them."""
+    assert encode_binary(GOLDEN).hex() == GOLDEN_HEX
+    assert decode_descriptor(bytes.fromhex(GOLDEN_HEX)) == GOLDEN
+
+
+@given(descriptors())
+def test_both_codecs_give_back_the_same_value(descriptor: Descriptor) -> None:
+    """JSON and binary are spellings of one value."""
+    assert decode_descriptor(encode_json(descriptor)) == descriptor
+    assert decode_descriptor(encode_binary(descriptor)) == descriptor
+
+
+@given(descriptors())
+def test_every_truncation_and_every_extra_byte_is_refused(descriptor: Descriptor) -> None:
+    """A descriptor is consumed exactly; a cut connection must not become a shorter prefix."""
+    data = encode_binary(descriptor)
+    for cut in {*range(min(len(data), 80)), len(data) - 1}:
+        with pytest.raises(CallerError):
+            decode_descriptor(data[:cut])
+    with pytest.raises(CallerError, match="after the descriptor"):
+        decode_descriptor(data + b"\0")
+
+
+@given(st.binary(max_size=400))
+def test_garbage_is_refused_as_the_callers_error(data: bytes) -> None:
+    """Never an exception of another kind, whatever arrives."""
+    for body in (data, b"OCD" + data, b"OCD\x01" + data):
+        with pytest.raises(CallerError):
+            decode_descriptor(body)
+
+
+def good() -> dict[str, Any]:
+    return {
+        "version": 1,
+        "chunk_keys": ["a", "b"],
+        "num_layers": 2,
+        "chunk_tokens": 16,
+        "per_layer_chunk_bytes": 64,
+        "request_id": "0123456789abcdef",
+        "rdma_target": {"agent_id": "a", "region_id": "r", "offset": 0, "length": 256},
+    }
+
+
+@pytest.mark.parametrize(
+    ("change", "named"),
+    [
+        ({"version": 2}, "version"),
+        ({"chunk_keys": []}, "chunk_keys"),
+        ({"chunk_keys": ["a", "a"]}, "chunk_keys[1]"),
+        ({"chunk_keys": ["a", ""]}, "chunk_keys[1]"),
+        ({"chunk_keys": ["a" * 1025, "b"]}, "chunk_keys[0]"),
+        ({"chunk_keys": "a"}, "chunk_keys"),
+        ({"num_layers": 0}, "num_layers"),
+        ({"num_layers": 1025}, "num_layers"),
+        ({"num_layers": True}, "num_layers"),
+        ({"num_layers": 2.0}, "num_layers"),
+        ({"chunk_tokens": 4097}, "chunk_tokens"),
+        ({"per_layer_chunk_bytes": 0}, "per_layer_chunk_bytes"),
+        ({"per_layer_chunk_bytes": (1 << 30) + 1}, "per_layer_chunk_bytes"),
+        ({"delivery": "sideways"}, "delivery"),
+        ({"on_missing": "shrug"}, "on_missing"),
+        ({"request_id": "short"}, "request_id"),
+        ({"request_id": "spaces are not ok"}, "request_id"),
+        ({"request_id": None}, "request_id"),
+        ({"layer_compute_us": [1, 2, 3]}, "layer_compute_us"),
+        ({"layer_compute_us": []}, "layer_compute_us"),
+        ({"layer_compute_us": -1}, "layer_compute_us"),
+        ({"manifest": []}, "manifest"),
+        ({"surprise": 1}, "surprise"),
+        ({"rdma_target": {"agent_id": "a", "region_id": "r", "offset": 0, "length": 255}}, "rdma_target.length"),
+        ({"rdma_target": {"agent_id": "a b", "region_id": "r", "offset": 0, "length": 256}}, "rdma_target.agent_id"),
+        ({"rdma_target": {"agent_id": "a", "region_id": "r", "offset": -1, "length": 256}}, "rdma_target.offset"),
+        ({"rdma_target": {"agent_id": "a", "region_id": "r", "length": 256}}, "rdma_target.offset"),
+    ],
+)
+def test_each_rule_names_the_field_it_refuses(change: dict[str, Any], named: str) -> None:
+    """A caller must learn which field to mend."""
+    decode_descriptor(json.dumps(good()).encode())
+    with pytest.raises(CallerError) as refused:
+        decode_descriptor(json.dumps({**good(), **change}).encode())
+    assert refused.value.code is ErrorCode.INVALID_DESCRIPTOR
+    assert refused.value.field == named
+
+
+def test_payload_and_size_limits_hold() -> None:
+    """N*L*S is at most 2^46 bytes, a body at most DESCRIPTOR_BYTES_MAX."""
+    base = Descriptor(("a",), 1024, 16, 1 << 30)
+    with pytest.raises(CallerError, match=r"N\*L\*S"):
+        replace(base, chunk_keys=tuple(f"{i}" for i in range(65)))
+    with pytest.raises(CallerError) as refused:
+        decode_descriptor(b" " * (DESCRIPTOR_BYTES_MAX + 1))
+    assert refused.value.code is ErrorCode.ENTITY_TOO_LARGE
+
+
+def test_the_largest_descriptor_fits_the_body_limit() -> None:
+    """65,536 digest keys in either form."""
+    largest = Descriptor(tuple(f"{i:064x}" for i in range(CHUNK_COUNT_MAX)), 32, 16, 65536)
+    assert len(encode_json(largest)) < DESCRIPTOR_BYTES_MAX
+    assert decode_descriptor(encode_binary(largest)) == largest
+    with pytest.raises(CallerError, match="chunk_keys"):
+        replace(largest, chunk_keys=(*largest.chunk_keys, "one more"))

@@ -1,0 +1,81 @@
+"""Imports point one way (ARCHITECTURE.md)."""
+
+from __future__ import annotations
+
+import ast
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parent.parent
+OURS = {"adapters", "bench", "demo", "descriptors", "gateway", "nixl_client", "objectcache", "storage_server"}
+MAY_IMPORT = {
+    "descriptors": set(),
+    "adapters": {"descriptors"},
+    "gateway": {"descriptors", "adapters"},
+    "storage_server": {"descriptors", "adapters"},
+    "nixl_client": {"descriptors", "adapters"},
+    "objectcache": OURS - {"demo", "nixl_client"},
+}
+PURE = (
+    "descriptors",
+    "gateway/credentials.py",
+    "gateway/request.py",
+    "gateway/routing.py",
+    "gateway/sigv4.py",
+    "gateway/xml.py",
+    "nixl_client/ledger.py",
+    "storage_server/agents.py",
+    "storage_server/gather/plan.py",
+    "storage_server/leases.py",
+    "storage_server/scheduler/mode.py",
+    "storage_server/store/listing.py",
+)
+IMPURE_MODULES = {"aiohttp", "asyncio", "boto3", "http", "os", "socket", "sqlite3", "subprocess", "threading", "time"}
+STORAGE_STAGES = ["store", "gather", "scheduler", "transport", "pipeline", "service", "http_api"]
+
+
+def imported(path: Path) -> set[str]:
+    names: set[str] = set()
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.Import):
+            names |= {alias.name for alias in node.names}
+        elif isinstance(node, ast.ImportFrom) and node.module:
+            names.add(node.module)
+    return names
+
+
+@pytest.mark.parametrize("package", sorted(MAY_IMPORT))
+def test_process_packages_import_the_shared_language_and_never_each_other(package: str) -> None:
+    """So that a process can be read, tested and replaced without the others."""
+    for path in (ROOT / package).rglob("*.py"):
+        tops = {name.partition(".")[0] for name in imported(path)} & OURS - {package}
+        assert tops <= MAY_IMPORT[package], f"{path.relative_to(ROOT)} imports {tops - MAY_IMPORT[package]}"
+
+
+def test_descriptors_need_only_the_standard_library_numpy_and_pydantic() -> None:
+    """The shared language must not drag a framework into anyone who speaks it."""
+    for path in (ROOT / "descriptors").rglob("*.py"):
+        tops = {name.partition(".")[0] for name in imported(path)} - {"descriptors"}
+        assert tops <= sys.stdlib_module_names | {"numpy", "pydantic"}, path.name
+
+
+@pytest.mark.parametrize("place", PURE)
+def test_decisions_know_no_socket_file_thread_or_clock(place: str) -> None:
+    """Time is an argument; what is pure can be tested with exact numbers."""
+    where = ROOT / place
+    for path in [where] if where.is_file() else where.rglob("*.py"):
+        tops = {name.partition(".")[0] for name in imported(path)}
+        assert not tops & IMPURE_MODULES, f"{path.relative_to(ROOT)} imports {tops & IMPURE_MODULES}"
+
+
+def test_later_stages_of_the_storage_server_are_not_imported_by_earlier_ones() -> None:
+    """The pipeline is read front to back."""
+    for position, stage in enumerate(STORAGE_STAGES):
+        where = ROOT / "storage_server" / stage
+        files = list(where.rglob("*.py")) if where.is_dir() else [where.with_suffix(".py")]
+        later = {f"storage_server.{name}" for name in STORAGE_STAGES[position + 1 :]}
+        for path in files:
+            wrong = {name for name in imported(path) if any(name == x or name.startswith(f"{x}.") for x in later)}
+            assert not wrong, f"{path.relative_to(ROOT)} imports {wrong}"
