@@ -1,6 +1,6 @@
 """A NIXL agent with the UCX backend: registered memory, peers, one-sided writes, notices.
 
-An Agent is used by one thread (NIXL's own progress thread runs beside it). NIXL's status strings become
+An Agent is used by one thread, which also makes it progress by polling. NIXL's status strings become
 `WriteState` and its exceptions `PeerLost` or `NixlFailure` here and nowhere else.
 """
 

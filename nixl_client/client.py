@@ -26,10 +26,10 @@ from descriptors.messages import LookupRequest, lookup_body
 from descriptors.notices import Mode
 from nixl_client.buffers import Buffer, as_buffer
 from nixl_client.fetch import Layer, LayerFetch
-from nixl_client.http import SignedHttp, Stream, UnansweredError
+from nixl_client.http import Answer, SignedHttp, Stream, UnansweredError
 from nixl_client.ledger import ProtocolViolationError
 from nixl_client.receiver import Receiver
-from nixl_client.registration import GONE, AgentSession
+from nixl_client.registration import GONE, LIFETIME_S, AgentSession
 
 FETCHES_MAX = 64
 PUT_THREADS = 8
@@ -46,7 +46,8 @@ class Transport(Enum):
 
 class ObjectCacheClient:
     """A client of one bucket. Credentials default to AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY. `timeout_s` bounds
-    each wait for the gateway, `fetch_timeout_s` the silence on a fetch's own request.
+    each wait for the gateway, `fetch_timeout_s` the silence on a fetch's own request. The agent is renewed every third
+    of `agent_lifetime_s`; a client that stops doing so is forgotten by the server after that time.
 
     Every method raises ObjectCacheError (CallerError, ChunkUnavailable, ServerError) for what the server refuses.
     """
@@ -62,6 +63,7 @@ class ObjectCacheClient:
         transport: Transport | str = Transport.AUTO,
         timeout_s: float = 60.0,
         fetch_timeout_s: float = 600.0,
+        agent_lifetime_s: float = LIFETIME_S,
     ) -> None:
         access_key = access_key or os.environ.get("AWS_ACCESS_KEY_ID")
         secret_key = secret_key or os.environ.get("AWS_SECRET_ACCESS_KEY")
@@ -70,6 +72,7 @@ class ObjectCacheClient:
         self.bucket = bucket
         self._http = SignedHttp(endpoint, access_key, secret_key, region, timeout_s)
         self._fetch_timeout_s = fetch_timeout_s
+        self._agent_lifetime_s = agent_lifetime_s
         self._wanted = Transport(transport)
         self._lock = threading.Lock()
         self._receiver: Receiver | None = None
@@ -230,22 +233,20 @@ class ObjectCacheClient:
                 if not is_available():
                     raise ImportError("NIXL is not installed: pip install 'objectcache[ucx]'")
                 self._receiver = Receiver()
-                self._session = AgentSession(self._http, self._receiver)
+                self._session = AgentSession(self._http, self._receiver, self._agent_lifetime_s)
             return self._session
 
     def _fetch_ucx(self, fetch: LayerFetch) -> None:
-        """POST the descriptor; its answer comes when every write is done. Never sent twice."""
+        """POST the descriptor; its answer comes when every write is done. What may have started is never sent twice."""
         try:
-            body = encode_binary(fetch.descriptor)
-            answer = self._http.request("POST", f"/{self.bucket}", {"layerwise": ""}, body, self._fetch_timeout_s)
+            answer = self._post_ucx(fetch)
             transferred_bytes = int(answer.headers["x-amz-rdma-bytes-transferred"])
             fetch.on_answer(*_shape(answer.headers), transferred_bytes)
         except UnansweredError as error:
             fetch.on_failure(error)
-            self._cancel(fetch)
+            with contextlib.suppress(ObjectCacheError):  # the caller's own cancel meets the error again
+                self._cancel(fetch)
         except ObjectCacheError as error:
-            if error.code in GONE and fetch.descriptor.rdma_target is not None:
-                self._require_session().forget(fetch.descriptor.rdma_target.agent_id)
             fetch.on_failure(error)
             fetch.settle()
         except Exception as error:
@@ -254,6 +255,22 @@ class ObjectCacheClient:
         finally:
             if self._receiver is not None:
                 self._receiver.forget(fetch.request_id)
+
+    def _post_ucx(self, fetch: LayerFetch) -> Answer:
+        """Where the gateway has forgotten our agent (it restarted, or we were suspended), register anew and ask again:
+        such a refusal comes before anything is planned.
+        """
+        path, query = f"/{self.bucket}", {"layerwise": ""}
+        try:
+            return self._http.request("POST", path, query, encode_binary(fetch.descriptor), self._fetch_timeout_s)
+        except ObjectCacheError as error:
+            target = fetch.descriptor.rdma_target
+            if error.code not in GONE or target is None:
+                raise
+            session = self._require_session()
+            session.forget(target.agent_id)
+            fetch.descriptor = replace(fetch.descriptor, rdma_target=replace(target, agent_id=session.agent_id()))
+            return self._http.request("POST", path, query, encode_binary(fetch.descriptor), self._fetch_timeout_s)
 
     def _fetch_http(self, fetch: LayerFetch, view: memoryview) -> None:
         """POST the descriptor and read the body into the buffer, layer by layer."""

@@ -1,9 +1,12 @@
-"""The client's standing with the gateway: one registered agent, its buffers, and renewal before it expires."""
+"""The client's standing with the gateway: one registered agent, its buffers, and a heartbeat that renews it.
+
+Registrations are short so that a client that dies is forgotten soon, with its connection and its memory keys.
+"""
 
 from __future__ import annotations
 
+import logging
 import threading
-import time
 import uuid
 
 from adapters.nixl_agent import Registration
@@ -13,21 +16,25 @@ from nixl_client.buffers import Buffer
 from nixl_client.http import SignedHttp
 from nixl_client.receiver import Receiver
 
-LIFETIME_S = 3600.0
+LIFETIME_S = 60.0
 AGENTS_PATH = "/_objectcache/agents"
+_log = logging.getLogger(__name__)
 GONE = frozenset({ErrorCode.NO_SUCH_AGENT, ErrorCode.EXPIRED_TOKEN})
 
 
 class AgentSession:
     """Keeps the gateway's view of our agent in step with the memory we registered. Safe from any thread."""
 
-    def __init__(self, http: SignedHttp, receiver: Receiver) -> None:
+    def __init__(self, http: SignedHttp, receiver: Receiver, lifetime_s: float = LIFETIME_S) -> None:
         self._http = http
         self._receiver = receiver
+        self._lifetime_s = lifetime_s
         self._lock = threading.Lock()
         self._regions: dict[str, tuple[Buffer, Registration]] = {}
         self._agent_id: str | None = None
-        self._renew_at = 0.0
+        self._closing = threading.Event()
+        self._heartbeat = threading.Thread(target=self._keep_renewing, name="objectcache-heartbeat", daemon=True)
+        self._heartbeat.start()
 
     def region_of(self, buffer: Buffer) -> str:
         """The region id of a buffer, registering it first where needed. Raises ObjectCacheError, NixlFailure."""
@@ -59,9 +66,9 @@ class AgentSession:
                 self._receiver.deregister(registration)
 
     def agent_id(self) -> str:
-        """The id descriptors name, renewed when half its life is over."""
+        """The id descriptors name; registers anew where the gateway has forgotten us."""
         with self._lock:
-            if self._agent_id is None or time.monotonic() >= self._renew_at:
+            if self._agent_id is None:
                 self._announce()
             if self._agent_id is None:
                 raise RuntimeError("no buffer is registered")
@@ -75,6 +82,8 @@ class AgentSession:
 
     def close(self) -> None:
         """Tell the gateway, which answers when nothing is in flight, then let the memory go."""
+        self._closing.set()
+        self._heartbeat.join()
         with self._lock:
             regions, self._regions = self._regions, {}
             try:
@@ -91,18 +100,29 @@ class AgentSession:
             for region_id, (buffer, _) in self._regions.items()
         )
         if self._agent_id is not None:
-            body = renewal_body(AgentRenewal(LIFETIME_S, metadata, regions))
-            try:
-                self._http.request("POST", f"{AGENTS_PATH}/{self._agent_id}", body=body)
-            except ObjectCacheError as error:
-                if error.code not in GONE:
-                    raise
-                self._agent_id = None
+            self._renew(AgentRenewal(self._lifetime_s, metadata, regions))
         if self._agent_id is None:
-            body = registration_body(AgentRegistration(metadata, regions, LIFETIME_S))
+            body = registration_body(AgentRegistration(metadata, regions, self._lifetime_s))
             answer = self._receiver.greeted_by(lambda: self._http.request("POST", AGENTS_PATH, body=body))
             self._agent_id = answer.json()["agent_id"]
-        self._renew_at = time.monotonic() + LIFETIME_S / 2
+
+    def _renew(self, renewal: AgentRenewal) -> None:
+        try:
+            self._http.request("POST", f"{AGENTS_PATH}/{self._agent_id}", body=renewal_body(renewal))
+        except ObjectCacheError as error:
+            if error.code not in GONE:
+                raise
+            self._agent_id = None
+
+    def _keep_renewing(self) -> None:
+        while not self._closing.wait(self._lifetime_s / 3):
+            with self._lock:
+                if self._agent_id is None:
+                    continue
+                try:
+                    self._renew(AgentRenewal(self._lifetime_s))
+                except ObjectCacheError as error:
+                    _log.warning("renewing the agent failed: %s", error)
 
     def _withdraw(self) -> None:
         """Drop the registration; answered when nothing is in flight."""

@@ -79,7 +79,7 @@ def _parser() -> argparse.ArgumentParser:
     _add_common(gateway)
     gateway.set_defaults(command=_gateway)
 
-    bench = commands.add_parser("bench", help="measure; each figure comes with what it is a ratio of")
+    bench = commands.add_parser("bench", add_help=False, help="measure; each figure comes with what it is a ratio of")
     bench.add_argument("arguments", nargs=argparse.REMAINDER, help="see objectcache bench --help")
     bench.set_defaults(command=_bench)
     return parser

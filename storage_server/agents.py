@@ -77,6 +77,12 @@ class AgentTable:
         """Forget an agent."""
         self._by_id.pop(agent_id, None)
 
+    def expire(self, agent_id: str) -> None:
+        """Its time is up now: the process behind it is gone."""
+        agent = self._by_id.get(agent_id)
+        if agent is not None:
+            self._by_id[agent_id] = replace(agent, expires_at=0.0)
+
     def expired(self, now_s: float) -> list[RegisteredAgent]:
         """Agents whose time is up."""
         return [agent for agent in self._by_id.values() if agent.expires_at <= now_s]

@@ -184,7 +184,15 @@ class EmbeddedStorage:
         region = target_region(agent, target)
 
         def make_transfer(plan: DeliveryPlan) -> UcxTransfer:
-            return UcxTransfer(engine, agent.peer, region, target, plan, self.settings.stall_timeout_s)
+            return UcxTransfer(
+                engine,
+                agent.peer,
+                region,
+                target,
+                plan,
+                self.settings.stall_timeout_s,
+                lambda: self.agents.expire(agent.agent_id),
+            )
 
         return make_transfer
 

@@ -61,7 +61,7 @@ class StagingPool:
 
     async def _take(self) -> Slot:
         if self._free and not self._waiters:
-            return self._free.popleft()
+            return self._free.pop()  # the slot used last is the likeliest to be in a cache and in memory at all
         waiter: asyncio.Future[Slot] = asyncio.get_running_loop().create_future()
         self._waiters.append(waiter)
         try:

@@ -53,6 +53,9 @@ class Index:
         self._writer = ThreadPoolExecutor(1, "index-writer")
         self._readers = ThreadPoolExecutor(READ_THREADS, "index-reader")
         self._writer.submit(self._create).result()
+        everyone = threading.Barrier(READ_THREADS)
+        for opened in [self._readers.submit(self._open_one, everyone) for _ in range(READ_THREADS)]:
+            opened.result()
 
     def close(self) -> None:
         """Wait for what is running, then close every connection."""
@@ -203,6 +206,11 @@ class Index:
             with self._connections_lock:
                 self._connections.append(connection)
         return connection
+
+    def _open_one(self, everyone: threading.Barrier) -> None:
+        """Each reader thread opens its connection now, so that no request pays for it."""
+        self._connection()
+        everyone.wait()
 
     def _create(self) -> None:
         connection = self._connection()

@@ -8,8 +8,9 @@ from __future__ import annotations
 
 import asyncio
 from collections import Counter
+from collections.abc import Callable
 
-from adapters.nixl_agent import Memory, NixlFailure
+from adapters.nixl_agent import Memory, NixlFailure, PeerLost
 from descriptors.descriptor import RdmaTarget
 from descriptors.errors import ErrorCode, ServerError
 from descriptors.messages import Region
@@ -32,6 +33,7 @@ class UcxTransfer:
         target: RdmaTarget,
         plan: DeliveryPlan,
         stall_timeout_s: float,
+        on_peer_lost: Callable[[], None],
     ) -> None:
         self._engine = engine
         self._peer = peer
@@ -39,6 +41,7 @@ class UcxTransfer:
         self._base_address = region.address + target.offset
         self._plan = plan
         self._stall_timeout_s = stall_timeout_s
+        self._on_peer_lost = on_peer_lost
         self._loop = asyncio.get_running_loop()
         self._request_id = ""
         self._in_flight = 0
@@ -123,11 +126,13 @@ class UcxTransfer:
             if state != seen or not self._in_flight:
                 changed_at_s, seen = now_s, state
             elif now_s - changed_at_s >= self._stall_timeout_s and self._failure is None:
-                self._fail_with(NixlFailure(f"no write completed for {self._stall_timeout_s} s"))
+                self._fail_with(PeerLost(f"no write completed for {self._stall_timeout_s} s"))
                 self._engine.remove_peer(self._peer)
 
     def _fail_with(self, failure: NixlFailure) -> None:
         if self._failure is None:
+            if isinstance(failure, PeerLost):
+                self._on_peer_lost()
             self._failure = ServerError(
                 ErrorCode.TARGET_UNREACHABLE, f"writing into the client's buffer failed: {failure}", field="rdma_target"
             )

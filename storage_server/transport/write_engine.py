@@ -20,7 +20,8 @@ from adapters.nixl_agent import Agent, Memory, NixlFailure, PeerLost, Write, Wri
 from descriptors.notices import GREETING
 
 POLL_INTERVAL_S = 50e-6
-WARM_UP_S = 1.0
+CONNECTION_WORK_S = 1.0
+"""How long connections are given to open or close in the background: nothing in UCX moves unless it is polled."""
 _T = TypeVar("_T")
 _log = logging.getLogger(__name__)
 
@@ -43,7 +44,7 @@ class WriteEngine:
         self._in_flight: list[_InFlight] = []
         self._lost: set[str] = set()
         self._stopping = False
-        self._warming_until_s = 0.0
+        self._busy_until_s = 0.0
         self._thread = threading.Thread(target=self._run, name="ucx-write-engine", daemon=True)
         started: Future[None] = Future()
         self._commands.put(lambda: _settle(started, lambda: self._start(staging)))
@@ -69,7 +70,7 @@ class WriteEngine:
                 self._agent.check_peer_memory(name, memory)
             self._lost.discard(name)
             self._agent.notify(name, GREETING)
-            self._warming_until_s = time.monotonic() + WARM_UP_S
+            self._busy_until_s = time.monotonic() + CONNECTION_WORK_S
             return name
 
         return self._submit(add)
@@ -80,6 +81,7 @@ class WriteEngine:
         def remove() -> None:
             self._lost.discard(name)
             self._drop(name)
+            self._busy_until_s = time.monotonic() + CONNECTION_WORK_S
 
         return self._submit(remove)
 
@@ -102,8 +104,8 @@ class WriteEngine:
         self._thread.join(timeout=10)
 
     @property
-    def _is_warming(self) -> bool:
-        return time.monotonic() < self._warming_until_s
+    def _is_connecting(self) -> bool:
+        return time.monotonic() < self._busy_until_s
 
     def _stop(self) -> None:
         self._stopping = True
@@ -118,9 +120,9 @@ class WriteEngine:
             self._run_commands()
             if self._in_flight:
                 self._poll()
-            elif self._is_warming:
+            elif self._is_connecting:
                 self._agent.notices()  # none are expected: reading them is what makes the connection progress
-            if (self._in_flight or self._is_warming) and self._commands.empty():
+            if (self._in_flight or self._is_connecting) and self._commands.empty():
                 time.sleep(POLL_INTERVAL_S)
         for flight in self._in_flight:
             flight.write.release()
@@ -130,7 +132,7 @@ class WriteEngine:
 
     def _run_commands(self) -> None:
         try:
-            command = self._commands.get(block=not self._in_flight and not self._is_warming)
+            command = self._commands.get(block=not self._in_flight and not self._is_connecting)
             while True:
                 command()
                 command = self._commands.get_nowait()

@@ -1,0 +1,60 @@
+"""What a figure was measured on: commit, processor, software."""
+
+from __future__ import annotations
+
+import os
+import platform
+import subprocess
+from importlib import metadata
+from pathlib import Path
+from typing import Any
+
+GIT_TIMEOUT_S = 10
+PACKAGES = ("aiohttp", "boto3", "nixl-cu12", "numpy", "uvloop")
+_ROOT = Path(__file__).resolve().parent.parent
+
+
+def describe_commit() -> dict[str, Any]:
+    """`commit` and `has_local_changes`, both None where this is no git checkout of ours."""
+    top, _, commit = _git("rev-parse", "--show-toplevel", "HEAD").partition("\n")
+    if not top or Path(top).resolve() != _ROOT:
+        return {"commit": None, "has_local_changes": None}
+    return {"commit": commit, "has_local_changes": bool(_git("status", "--porcelain"))}
+
+
+def describe_machine() -> dict[str, Any]:
+    """Processor, memory in bytes, kernel and the versions that matter."""
+    return {
+        "cpu_model": _cpu_model(),
+        "cpu_count": os.cpu_count(),
+        "memory_bytes": os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"),
+        "platform": platform.platform(),
+        "python": platform.python_version(),
+        "packages": {name: _version(name) for name in PACKAGES},
+    }
+
+
+def _git(*arguments: str) -> str:
+    try:
+        done = subprocess.run(
+            ["git", *arguments], cwd=_ROOT, capture_output=True, text=True, timeout=GIT_TIMEOUT_S, check=False
+        )
+    except (OSError, subprocess.TimeoutExpired):
+        return ""
+    return done.stdout.strip() if done.returncode == 0 else ""
+
+
+def _cpu_model() -> str:
+    try:
+        lines = Path("/proc/cpuinfo").read_text().splitlines()
+    except OSError:
+        return platform.processor()
+    names = (line.partition(":")[2].strip() for line in lines if line.startswith("model name"))
+    return next(names, platform.processor())
+
+
+def _version(package: str) -> str | None:
+    try:
+        return metadata.version(package)
+    except metadata.PackageNotFoundError:
+        return None

@@ -1,0 +1,107 @@
+"""The raw senders, run as a process of their own: `python -m bench.senders KIND ARGUMENTS`, by `baselines`.
+
+Says "ready" on standard output once connected. Every line on standard input is a command; its end is the order to
+leave.
+"""
+
+from __future__ import annotations
+
+import mmap
+import socket
+import sys
+import time
+import uuid
+from collections import deque
+from collections.abc import Iterator, Sequence
+
+import numpy as np
+
+from adapters.nixl_agent import Agent, Memory, Write, WriteState, leave
+from bench.content import Bytes
+
+WRITES_IN_FLIGHT_MAX = 4
+SEND_BYTES_MAX = 1 << 20
+PATTERN = 0x5A
+
+
+def main(arguments: Sequence[str]) -> None:
+    """Run one sender until standard input ends."""
+    kind, *rest = arguments
+    if kind == "nixl":
+        metadata, address, target_bytes, source_bytes = rest
+        send_nixl(bytes.fromhex(metadata), Memory(int(address), int(target_bytes)), int(source_bytes))
+    else:
+        port, source_bytes = rest
+        send_socket(int(port), int(source_bytes))
+
+
+def send_nixl(metadata: bytes, target: Memory, source_bytes: int) -> None:
+    """For each command, the size of one write in bytes, fill `target` and answer with the seconds it took."""
+    agent = Agent(str(uuid.uuid4()))
+    source = _source(source_bytes)
+    registration = agent.register(Memory(source.ctypes.data, source.nbytes))
+    peer = agent.add_peer(metadata)
+    _say("ready")
+    for line in sys.stdin:
+        spans = list(write_spans(target.nbytes, int(line), source_bytes))
+        started_s = time.monotonic()
+        _write_all(agent, peer, source.ctypes.data, target.address, spans)
+        _say(repr(time.monotonic() - started_s))
+    agent.remove_peer(peer)
+    registration.close()
+
+
+def send_socket(port: int, source_bytes: int) -> None:
+    """For each command, a number of bytes, send that many to a loopback port; nothing is answered."""
+    view = _source(source_bytes).data
+    with socket.create_connection(("127.0.0.1", port)) as sender:
+        _say("ready")
+        for line in sys.stdin:
+            for source_offset, _, nbytes in write_spans(int(line), min(SEND_BYTES_MAX, source_bytes), source_bytes):
+                sender.sendall(view[source_offset : source_offset + nbytes])
+
+
+def write_spans(total_bytes: int, write_bytes: int, source_bytes: int) -> Iterator[tuple[int, int, int]]:
+    """(source offset, target offset, length) of the writes that cover `total_bytes`, cycling through the source."""
+    places = max(1, source_bytes // write_bytes)
+    for number, target_offset in enumerate(range(0, total_bytes, write_bytes)):
+        yield number % places * write_bytes, target_offset, min(write_bytes, total_bytes - target_offset)
+
+
+def _write_all(agent: Agent, peer: str, source: int, target: int, spans: Sequence[tuple[int, int, int]]) -> None:
+    """Post every span, a few in flight; `source` and `target` are addresses."""
+    in_flight: deque[Write] = deque()
+    for source_offset, target_offset, nbytes in spans:
+        while len(in_flight) >= WRITES_IN_FLIGHT_MAX:
+            _end_write(in_flight.popleft())
+        write, _ = agent.post_write(
+            peer, Memory(source + source_offset, nbytes), Memory(target + target_offset, nbytes)
+        )
+        in_flight.append(write)
+    while in_flight:
+        _end_write(in_flight.popleft())
+
+
+def _end_write(write: Write) -> None:
+    while write.poll() is WriteState.IN_FLIGHT:
+        pass
+    write.release()
+
+
+def _source(nbytes: int) -> Bytes:
+    """Prefaulted memory on huge pages where there are any, like the server's staging pool."""
+    memory = mmap.mmap(-1, nbytes)
+    if hasattr(mmap, "MADV_HUGEPAGE"):
+        memory.madvise(mmap.MADV_HUGEPAGE)
+    source = np.frombuffer(memory, dtype=np.uint8)
+    source.fill(PATTERN)
+    return source
+
+
+def _say(line: str) -> None:
+    print(line, flush=True)
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])
+    leave(0)
