@@ -1,0 +1,44 @@
+"""The images are built with the steps that are tested."""
+
+from __future__ import annotations
+
+import re
+
+import yaml
+
+from tests.support import repository
+
+
+def test_the_image_installs_as_the_makefile_does_and_copies_every_package() -> None:
+    makefile = (repository() / "Makefile").read_text()
+    dockerfile = (repository() / "docker" / "Dockerfile").read_text()
+    for step in ("-c constraints.txt torch", "-c constraints.txt"):
+        assert step in makefile
+        assert step in dockerfile
+    declared = (repository() / "pyproject.toml").read_text().split("[tool.setuptools.package-data]")[0]
+    packages = re.findall(r'"(\w+)\*"', declared)
+    for package in packages:
+        assert f"COPY {package} {package}\n" in dockerfile, package
+    for source in re.findall(r"^COPY (.+) \S+$", dockerfile, re.MULTILINE):
+        for name in source.split():
+            assert (repository() / name).exists(), name
+
+
+def test_compose_runs_commands_the_cli_has() -> None:
+    """Both services, a volume that stays, health checks."""
+    from objectcache.cli import _parser
+
+    compose = yaml.safe_load((repository() / "docker" / "compose.yaml").read_text())
+    assert set(compose["services"]) == {"gateway", "storage-server"}
+    for service in compose["services"].values():
+        assert "healthcheck" in service
+        assert service["volumes"] == ["objects:/var/lib/objectcache"]
+        assert _parser().parse_args(service["command"]).command
+    assert "objects" in compose["volumes"]
+
+
+def test_readme_names_only_make_targets_that_exist() -> None:
+    makefile = (repository() / "Makefile").read_text()
+    for target in set(re.findall(r"`make ([a-z-]+)`|^make ([a-z-]+)$", (repository() / "README.md").read_text(), re.M)):
+        name = target[0] or target[1]
+        assert re.search(rf"^{name}:", makefile, re.MULTILINE), name

@@ -1,0 +1,249 @@
+"""One contract, every transport: what the pipeline may rely on, whichever way the bytes go."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import time
+from collections.abc import AsyncIterator
+
+import numpy as np
+import pytest
+
+from adapters.nixl_agent import Memory
+from descriptors.descriptor import RdmaTarget
+from descriptors.errors import ErrorCode, ServerError
+from descriptors.layout import ChunkLayout
+from descriptors.messages import Region
+from descriptors.notices import Admitted, Done, Failed, LayerReady, Mode, Notice
+from descriptors.storage_api import DeliveryStart
+from nixl_client.receiver import Receiver
+from storage_server.gather.plan import DeliveryPlan, plan_delivery
+from storage_server.gather.staging import StagingPool
+from storage_server.scheduler.admission import Grant
+from storage_server.transport.http import HttpTransfer
+from storage_server.transport.transfer import Transfer
+from storage_server.transport.ucx import UcxTransfer
+from storage_server.transport.write_engine import WriteEngine
+
+LAYOUT = ChunkLayout(num_layers=3, chunk_tokens=16, per_layer_chunk_bytes=70_000)
+K = 4
+ID = "contract-request"
+
+
+class MemorySink:
+    """A BodySink that keeps what it is given; `gone` makes the next write fail as a closed connection does."""
+
+    def __init__(self) -> None:
+        self.data = bytearray()
+        self.aborted = False
+        self.gone = False
+
+    async def begin(self, start: DeliveryStart) -> None:
+        assert start.payload_bytes == LAYOUT.payload_bytes(K)
+
+    async def write(self, view: memoryview) -> None:
+        await asyncio.sleep(0)
+        if self.gone:
+            raise ConnectionResetError("gone")
+        self.data += view
+
+    def abort(self) -> None:
+        self.aborted = True
+
+
+class HttpEnd:
+    """The far end of an HttpTransfer."""
+
+    def __init__(self) -> None:
+        self.sink = MemorySink()
+
+    def transfer(self, _: DeliveryPlan) -> Transfer:
+        return HttpTransfer(self.sink)
+
+    def lose_client(self) -> None:
+        self.sink.gone = True
+
+    def received(self) -> bytes:
+        return bytes(self.sink.data)
+
+    def is_told_of_success(self) -> bool:
+        return len(self.sink.data) == LAYOUT.payload_bytes(K) and not self.sink.aborted
+
+    def is_told_of_failure(self) -> bool:
+        return self.sink.aborted
+
+    def close(self) -> None:
+        pass
+
+
+class UcxEnd:
+    """The far end of a UcxTransfer: a real agent with registered memory."""
+
+    def __init__(self, pool: StagingPool) -> None:
+        self.engine = WriteEngine(Memory(pool.address, pool.nbytes))
+        self.receiver = Receiver()
+        self.buffer = np.zeros(LAYOUT.payload_bytes(K), dtype=np.uint8)
+        memory = Memory(int(self.buffer.ctypes.data), self.buffer.nbytes)
+        self.registration = self.receiver.register(memory)
+        self.notices: list[Notice] = []
+        self.seen: dict[int, bytes] = {}
+        self.receiver.listen(ID, self._note)
+        self.peer = self.engine.add_peer(self.receiver.metadata(), [memory]).result()
+        self.region = Region("kv", memory.address, memory.nbytes)
+
+    def _note(self, notice: Notice) -> None:
+        self.notices.append(notice)
+        if isinstance(notice, LayerReady):
+            span = slice(notice.offset, notice.offset + notice.nbytes)
+            self.seen[notice.layer_index] = self.buffer[span].tobytes()
+
+    def transfer(self, plan: DeliveryPlan) -> Transfer:
+        target = RdmaTarget("agent", "kv", 0, self.buffer.nbytes)
+        return UcxTransfer(self.engine, self.peer, self.region, target, plan, 5.0, lambda: None)
+
+    def lose_client(self) -> None:
+        self.engine.remove_peer(self.peer).result()
+
+    def received(self) -> bytes:
+        return self.buffer.tobytes()
+
+    def is_told_of_success(self) -> bool:
+        return self._heard(Done)
+
+    def is_told_of_failure(self) -> bool:
+        return self._heard(Failed)
+
+    def _heard(self, kind: type) -> bool:
+        deadline = time.monotonic() + 0.5
+        while time.monotonic() < deadline and not any(isinstance(notice, kind) for notice in self.notices):
+            time.sleep(0.01)
+        return any(isinstance(notice, kind) for notice in self.notices)
+
+    def close(self) -> None:
+        self.receiver.deregister(self.registration)
+        self.receiver.stop()
+        self.engine.stop()
+
+
+@pytest.fixture
+async def pool() -> StagingPool:
+    return StagingPool(100_000, 6)
+
+
+@pytest.fixture(params=["http", "ucx"])
+async def end(request: pytest.FixtureRequest, pool: StagingPool) -> AsyncIterator[HttpEnd | UcxEnd]:
+    made: HttpEnd | UcxEnd = HttpEnd() if request.param == "http" else await asyncio.to_thread(UcxEnd, pool)
+    yield made
+    await asyncio.to_thread(made.close)
+
+
+def expected() -> np.ndarray:
+    return np.random.default_rng(5).integers(1, 256, LAYOUT.payload_bytes(K), dtype=np.uint8)
+
+
+async def send(transfer: Transfer, plan: DeliveryPlan, pool: StagingPool, upto: int | None = None) -> None:
+    window = pool.window(3)
+    data = expected()
+    await transfer.start(DeliveryStart(ID, plan.mode, K, plan.payload_bytes), Grant())
+    for index, payload in enumerate(plan.payloads()):
+        if index == upto:
+            return
+        slot = await window.take()
+        span = slice(payload.target_offset, payload.target_offset + payload.nbytes)
+        slot.view[: payload.nbytes] = data[span].tobytes()
+        await transfer.send(payload, slot)
+
+
+@pytest.mark.parametrize("mode", list(Mode))
+async def test_a_finished_transfer_delivered_every_byte(end: HttpEnd | UcxEnd, pool: StagingPool, mode: Mode) -> None:
+    plan = plan_delivery(mode, LAYOUT, K, 100_000)
+    transfer = end.transfer(plan)
+    await send(transfer, plan, pool)
+    assert await transfer.finish() == LAYOUT.payload_bytes(K)
+    await transfer.close()
+    assert await asyncio.to_thread(end.is_told_of_success)
+    assert end.received() == expected().tobytes()
+    assert not await asyncio.to_thread(end.is_told_of_failure)
+    assert pool.free_count == pool.slot_count
+
+
+async def test_a_failed_transfer_is_told_and_holds_nothing(end: HttpEnd | UcxEnd, pool: StagingPool) -> None:
+    plan = plan_delivery(Mode.LAYER_MAJOR, LAYOUT, K, 100_000)
+    transfer = end.transfer(plan)
+    await send(transfer, plan, pool, upto=5)
+    await transfer.fail(1, 2)
+    await transfer.close()
+    assert await asyncio.to_thread(end.is_told_of_failure)
+    assert not await asyncio.to_thread(end.is_told_of_success)
+    assert pool.free_count == pool.slot_count
+
+
+async def test_a_transfer_closed_halfway_is_never_a_success(end: HttpEnd | UcxEnd, pool: StagingPool) -> None:
+    plan = plan_delivery(Mode.LAYER_MAJOR, LAYOUT, K, 100_000)
+    transfer = end.transfer(plan)
+    await send(transfer, plan, pool, upto=5)
+    await transfer.close()
+    assert not await asyncio.to_thread(end.is_told_of_success)
+    assert pool.free_count == pool.slot_count
+
+
+async def test_a_lost_client_ends_the_transfer_with_an_error(end: HttpEnd | UcxEnd, pool: StagingPool) -> None:
+    plan = plan_delivery(Mode.LAYER_MAJOR, LAYOUT, K, 100_000)
+    transfer = end.transfer(plan)
+    await asyncio.to_thread(end.lose_client)
+    with pytest.raises(ServerError) as lost:
+        await send_and_finish(transfer, plan, pool)
+    assert lost.value.code is ErrorCode.TARGET_UNREACHABLE
+    await transfer.close()
+    assert pool.free_count == pool.slot_count
+
+
+async def send_and_finish(transfer: Transfer, plan: DeliveryPlan, pool: StagingPool) -> None:
+    await send(transfer, plan, pool)
+    await transfer.finish()
+
+
+async def test_every_announced_layer_was_complete_when_it_was_announced(pool: StagingPool) -> None:
+    """What ucx adds: when a notice is read its bytes are there, and `admitted` names the shape."""
+    end = await asyncio.to_thread(UcxEnd, pool)
+    try:
+        plan = plan_delivery(Mode.LAYER_MAJOR, LAYOUT, K, 100_000)
+        transfer = end.transfer(plan)
+        await send(transfer, plan, pool)
+        await transfer.finish()
+        await transfer.close()
+        assert await asyncio.to_thread(end.is_told_of_success)
+        data = expected()
+        for layer_index in range(3):
+            start = layer_index * plan.group_bytes
+            assert end.seen[layer_index] == data[start : start + plan.group_bytes].tobytes()
+        assert Admitted(ID, Mode.LAYER_MAJOR, K) in end.notices
+    finally:
+        await asyncio.to_thread(end.close)
+
+
+async def test_windows_and_pool_bound_what_is_held_and_serve_in_order() -> None:
+    """First come, first served; a cancelled waiter loses nothing."""
+    pool = StagingPool(100, 2)
+    window = pool.window(1)
+    first = await window.take()
+    second = asyncio.create_task(window.take())
+    await asyncio.sleep(0)
+    assert pool.free_count == 1
+    first.release()
+    first.release()
+    other = await second
+    assert pool.free_count == 1
+    wide = pool.window(5)
+    held = await wide.take()
+    waiting = [asyncio.create_task(wide.take()) for _ in range(2)]
+    await asyncio.sleep(0)
+    waiting[0].cancel()
+    with contextlib.suppress(asyncio.CancelledError):
+        await waiting[0]
+    held.release()
+    third = await waiting[1]
+    for slot in (other, third):
+        slot.release()
+    assert pool.free_count == 2
