@@ -99,6 +99,10 @@ class LayerFetch:
     def __exit__(self, *_: object) -> None:
         self.cancel()
 
+    def host_view(self) -> memoryview:
+        """The payload's part of the buffer. Raises ValueError for device memory."""
+        return self._buffer.host_view()[self._offset : self._offset + self.descriptor.payload_bytes]
+
     def _shape(self) -> tuple[Mode, int]:
         mode, chunk_count = self._ledger.mode, self._ledger.chunk_count
         if mode is None or chunk_count is None:

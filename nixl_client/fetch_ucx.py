@@ -1,0 +1,82 @@
+"""Fetches over ucx: the server writes into the registered buffer, notices say which layers are there, and the answer to
+the request comes last.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+from dataclasses import replace
+
+from descriptors.descriptor_codec import encode_binary
+from descriptors.errors import ErrorCode, ObjectCacheError, ServerError
+from nixl_client.answers import RDMA_BYTES_HEADER, payload_shape
+from nixl_client.fetch import LayerFetch
+from nixl_client.http import Answer, SignedHttp, UnansweredError
+from nixl_client.receiver import Receiver
+from nixl_client.registration import GONE, AgentSession
+
+_log = logging.getLogger(__name__)
+
+
+class UcxFetches:
+    """Runs fetches of one bucket over ucx. `session` is who we are to the server."""
+
+    def __init__(
+        self, http: SignedHttp, bucket: str, timeout_s: float, receiver: Receiver, session: AgentSession
+    ) -> None:
+        self._http = http
+        self._path = f"/{bucket}"
+        self._timeout_s = timeout_s
+        self._receiver = receiver
+        self.session = session
+
+    def run(self, fetch: LayerFetch) -> None:
+        """POST the descriptor; its answer comes when every write is done. What may have started is never sent twice."""
+        self._receiver.listen(fetch.request_id, fetch.on_notice)
+        try:
+            answer = self._post(fetch)
+            fetch.on_answer(*payload_shape(answer.headers), int(answer.headers[RDMA_BYTES_HEADER]))
+        except UnansweredError as error:
+            fetch.on_failure(error)
+            with contextlib.suppress(ObjectCacheError):  # the caller's own cancel meets the error again
+                self.cancel(fetch)
+        except ObjectCacheError as error:
+            fetch.on_failure(error)
+            fetch.settle()
+        except Exception as error:
+            _log.exception("fetch %s", fetch.request_id)
+            fetch.on_failure(ServerError(ErrorCode.INTERNAL_ERROR, f"the client failed: {error}"))
+        finally:
+            self._receiver.forget(fetch.request_id)
+
+    def cancel(self, fetch: LayerFetch) -> None:
+        """The server answers when nothing is in flight. Raises ObjectCacheError when it cannot be asked."""
+        self._http.request("DELETE", f"/_objectcache/requests/{fetch.request_id}")
+        fetch.settle()
+
+    def close(self) -> None:
+        """Deregister, which waits for writes in flight, and end the receiver."""
+        try:
+            self.session.close()
+        finally:
+            self._receiver.stop()
+
+    def _post(self, fetch: LayerFetch) -> Answer:
+        """Where the server has forgotten our agent (it restarted, or we were suspended), register anew and ask again:
+        such a refusal comes before anything is planned.
+        """
+        try:
+            return self._post_once(fetch)
+        except ObjectCacheError as error:
+            target = fetch.descriptor.rdma_target
+            if error.code not in GONE or target is None:
+                raise
+            self.session.forget(target.agent_id)
+            renamed = replace(target, agent_id=self.session.agent_id())
+            fetch.descriptor = replace(fetch.descriptor, rdma_target=renamed)
+            return self._post_once(fetch)
+
+    def _post_once(self, fetch: LayerFetch) -> Answer:
+        body = encode_binary(fetch.descriptor)
+        return self._http.request("POST", self._path, {"layerwise": ""}, body, self._timeout_s)
