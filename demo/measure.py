@@ -1,0 +1,182 @@
+"""Answering the question on a fetched prefix, with the times of every step. All times are monotonic seconds."""
+
+from __future__ import annotations
+
+import statistics
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from itertools import accumulate, pairwise
+
+import torch
+from transformers import DynamicCache, LlamaForCausalLM
+
+from demo.model import logits_of_last
+from descriptors.descriptor import Delivery
+from nixl_client.client import ObjectCacheClient
+from nixl_client.connectors.transformers import KvShape, LayerWait, WaitingCache
+from nixl_client.fetch import LayerFetch
+
+TIMEOUT_S = 60.0
+
+
+@dataclass(frozen=True, slots=True)
+class LayerSpan:
+    """When the model was inside one decoder layer, its wait for the prefix included."""
+
+    began_s: float
+    ended_s: float
+
+
+@dataclass(frozen=True, slots=True)
+class Answer:
+    """One answer to the question: the last token's logits (vocabulary,), and when things happened."""
+
+    logits: torch.Tensor
+    started_s: float
+    lookup_ended_s: float
+    forward_started_s: float
+    finished_s: float
+    spans: tuple[LayerSpan, ...]
+    waits: tuple[LayerWait, ...]
+
+    @property
+    def ttft_s(self) -> float:
+        """From the lookup to the last token's logits."""
+        return self.finished_s - self.started_s
+
+    @property
+    def transfer_s(self) -> list[float]:
+        """X: what each layer's arrival added to that of those before it; X_0 contains the lookup and the request."""
+        ready = [self.started_s, *accumulate((wait.ready_at_s for wait in self.waits), max)]
+        return [after - before for before, after in pairwise(ready)]
+
+    @property
+    def compute_s(self) -> list[float]:
+        """C: each layer's computing without its wait; what precedes layer 0 and follows the last counts to them."""
+        edges = [self.forward_started_s, *(span.ended_s for span in self.spans[:-1]), self.finished_s]
+        whole = [after - before for before, after in pairwise(edges)]
+        return [seconds - (wait.ended_s - wait.started_s) for seconds, wait in zip(whole, self.waits, strict=True)]
+
+    @property
+    def stall_s(self) -> float:
+        """All the time the model waited for layers."""
+        return sum(wait.ended_s - wait.started_s for wait in self.waits)
+
+
+@dataclass(slots=True)
+class ServingNode:
+    """A model, a client, and the buffer (uint8) its prefix is fetched into."""
+
+    model: LlamaForCausalLM
+    client: ObjectCacheClient
+    shape: KvShape
+    buffer: torch.Tensor
+
+    def answer_as_layers_arrive(self, keys: Sequence[str], question: list[int], delivery: Delivery) -> Answer:
+        """Look `keys` up, fetch the stored prefix, and run the model on it layer by layer as it arrives."""
+        return self._answer(keys, question, delivery, lambda fetch: None)
+
+    def answer_after_transfer(self, keys: Sequence[str], question: list[int]) -> Answer:
+        """The same layer by layer, but computing only once everything is there: transfer and compute undisturbed."""
+        return self._answer(keys, question, Delivery.LAYER_MAJOR, _wait)
+
+    def _answer(
+        self, keys: Sequence[str], question: list[int], delivery: Delivery, before_compute: Callable[[LayerFetch], None]
+    ) -> Answer:
+        started_s = time.monotonic()
+        matched = self.client.lookup(keys)
+        lookup_ended_s = time.monotonic()
+        with self.client.fetch(keys[:matched], self.shape.layout, self.buffer, delivery=delivery) as fetch:
+            before_compute(fetch)
+            cache = WaitingCache(fetch, self.shape, timeout_s=TIMEOUT_S)
+            with _layer_spans(self.model) as spans:
+                forward_started_s = time.monotonic()
+                logits = logits_of_last(self.model, question, cache)
+                finished_s = time.monotonic()
+            fetch.wait(TIMEOUT_S)
+        waits = tuple(wait for wait in cache.waits if wait is not None)
+        return Answer(logits, started_s, lookup_ended_s, forward_started_s, finished_s, tuple(spans), waits)
+
+
+def prefill(
+    model: LlamaForCausalLM, tokens: list[int], on_layer: Callable[[], object]
+) -> tuple[torch.Tensor, DynamicCache, float]:
+    """Run the model on all tokens: the last token's logits, the filled cache, and the seconds it took. `on_layer` is
+    called after every layer.
+    """
+
+    def count(*_: object) -> None:
+        on_layer()
+
+    hooks = [layer.register_forward_hook(count) for layer in model.model.layers]
+    cache = DynamicCache()
+    started_s = time.monotonic()
+    logits = logits_of_last(model, tokens, cache)
+    seconds = time.monotonic() - started_s
+    for hook in hooks:
+        hook.remove()
+    return logits, cache, seconds
+
+
+@dataclass(frozen=True, slots=True)
+class Spread:
+    """Several runs of one thing, in seconds."""
+
+    median_s: float
+    min_s: float
+    max_s: float
+    count: int
+
+    @classmethod
+    def of(cls, seconds: Sequence[float]) -> Spread:
+        """Of at least one run."""
+        return cls(statistics.median(seconds), min(seconds), max(seconds), len(seconds))
+
+
+def medians(rows: Sequence[Sequence[float]]) -> list[float]:
+    """The median of each column: of each layer, over several runs."""
+    return [statistics.median(column) for column in zip(*rows, strict=True)]
+
+
+def median_run(answers: Sequence[Answer]) -> Answer:
+    """The answer with the median TTFT (the lower one of an even count)."""
+    return sorted(answers, key=lambda answer: answer.ttft_s)[(len(answers) - 1) // 2]
+
+
+@contextmanager
+def computing_on(cores: int) -> Iterator[None]:
+    """Let torch use this many cores."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(cores)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before)
+
+
+def _wait(fetch: LayerFetch) -> None:
+    fetch.wait(TIMEOUT_S)
+
+
+@contextmanager
+def _layer_spans(model: LlamaForCausalLM) -> Iterator[list[LayerSpan]]:
+    """Collects a LayerSpan for each decoder layer the model runs."""
+    spans: list[LayerSpan] = []
+    began_s = [0.0]
+
+    def enter(*_: object) -> None:
+        began_s[0] = time.monotonic()
+
+    def leave(*_: object) -> None:
+        spans.append(LayerSpan(began_s[0], time.monotonic()))
+
+    layers = model.model.layers
+    hooks = [layer.register_forward_pre_hook(enter) for layer in layers]
+    hooks += [layer.register_forward_hook(leave) for layer in layers]
+    try:
+        yield spans
+    finally:
+        for hook in hooks:
+            hook.remove()

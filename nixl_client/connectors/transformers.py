@@ -1,0 +1,212 @@
+"""Hugging Face transformers: run a model on a prefix whose layers are still arriving.
+
+A model needs the keys and values of layer l only in that layer's attention. `WaitingCache` says at once how long the
+prefix is, so that masks and positions can be made, and lets the attention of layer l wait for layer l alone: layer
+l+1 travels while layer l computes.
+
+    with client.fetch(keys, shape.layout, buffer) as fetch:
+        logits = model(question, past_key_values=WaitingCache(fetch, shape)).logits
+        fetch.wait()
+
+One layer in a cache is keys and values of shape (1, kv_heads, tokens, head_dim) each. One layer in a chunk object is S
+bytes: K, then V, each (chunk_tokens, kv_heads, head_dim) (KV_L2TD, see descriptors.layout). Keys are kept as the model
+caches them. In models with rotary embeddings each key thus carries its position, a prefix is good only from position 0
+on, and full attention cannot tell the order of whole chunks: it gives the same sum, but for rounding.
+
+Batch size 1. Needs torch and transformers.
+"""
+
+from __future__ import annotations
+
+import time
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import numpy as np
+import torch
+from transformers import Cache, PreTrainedConfig
+from transformers.cache_utils import DynamicLayer
+
+from descriptors.layout import ChunkLayout, slice_bytes
+from descriptors.notices import Mode
+from nixl_client.fetch import Layer
+
+WAIT_TIMEOUT_S = 60.0
+
+
+class Fetch(Protocol):
+    """What a cache asks of a running fetch; `nixl_client.fetch.LayerFetch` is one."""
+
+    def wait_admitted(self, timeout_s: float | None = None) -> tuple[Mode, int]:
+        """Mode and k, the number of chunks that will come."""
+
+    def wait_layer(self, layer_index: int, timeout_s: float | None = None) -> Layer:
+        """Block until the layer is complete."""
+
+
+@dataclass(frozen=True, slots=True)
+class KvShape:
+    """What one model's KV looks like, cut into chunks of `chunk_tokens` tokens."""
+
+    num_layers: int
+    kv_heads: int
+    head_dim: int
+    dtype: torch.dtype
+    chunk_tokens: int
+
+    @classmethod
+    def of(cls, config: PreTrainedConfig, dtype: torch.dtype, chunk_tokens: int) -> KvShape:
+        """The shape of a Llama-like model: every layer caches keys and values of the same heads."""
+        heads: int = config.num_attention_heads
+        head_dim = getattr(config, "head_dim", None) or config.hidden_size // heads
+        kv_heads = getattr(config, "num_key_value_heads", None) or heads
+        return cls(config.num_hidden_layers, kv_heads, head_dim, dtype, chunk_tokens)
+
+    @property
+    def layout(self) -> ChunkLayout:
+        """The layout of its chunk objects."""
+        per_layer = slice_bytes(self.chunk_tokens, self.kv_heads, self.head_dim, self.dtype.itemsize)
+        return ChunkLayout(self.num_layers, self.chunk_tokens, per_layer)
+
+
+@dataclass(frozen=True, slots=True)
+class LayerWait:
+    """When the model asked for a layer and when it had it; `ready_at_s` is when the layer was complete, which may be
+    long before. Monotonic seconds.
+    """
+
+    started_s: float
+    ended_s: float
+    ready_at_s: float
+
+
+class WaitingLayer(DynamicLayer):  # type: ignore[no-untyped-call]  # its __init_subclass__ is untyped
+    """A DynamicLayer that holds `prefix_tokens` tokens from the start, though their bytes come with the first update.
+
+    `wait` is None until then. Sizes, dtype or a batch that do not fit raise ValueError.
+    """
+
+    def __init__(self, fetch: Fetch, layer_index: int, chunk_count: int, shape: KvShape, timeout_s: float) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.wait: LayerWait | None = None
+        self._fetch: Fetch | None = fetch
+        self._layer_index = layer_index
+        self._chunk_count = chunk_count
+        self._shape = shape
+        self._timeout_s = timeout_s
+
+    def get_seq_length(self) -> int:
+        """Tokens held, those still on their way included. Never waits, and nor does `get_mask_sizes`."""
+        if self._fetch is not None:
+            return self._chunk_count * self._shape.chunk_tokens
+        return int(super().get_seq_length())
+
+    def update(
+        self, key_states: torch.Tensor, value_states: torch.Tensor, *args: Any, **kwargs: Any
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Append (1, kv_heads, n, head_dim) and return all keys and values; the first call waits for the layer.
+
+        Raises TimeoutError past the deadline, and whatever ended the fetch.
+        """
+        self._check(key_states)
+        if self._fetch is None:
+            keys, values = super().update(key_states, value_states, *args, **kwargs)
+            return keys, values
+        prefix = self._take(self._fetch)
+        self.lazy_initialization(key_states, value_states)
+        self.keys = _joined(prefix[:, 0], key_states)
+        self.values = _joined(prefix[:, 1], value_states)
+        self._fetch = None
+        return self.keys, self.values
+
+    def crop(self, tokens_to_remove: int) -> None:
+        """As DynamicLayer; ValueError while the layer is still on its way."""
+        if self._fetch is not None and tokens_to_remove != 0:
+            raise ValueError(f"layer {self._layer_index} has not arrived: run the model before cropping")
+        super().crop(tokens_to_remove)
+
+    def reset(self) -> None:
+        """Hold nothing, and wait for nothing."""
+        self._fetch = None
+        super().reset()
+
+    def _take(self, fetch: Fetch) -> torch.Tensor:
+        """Wait for the layer; a view of the buffer, (chunk_count, 2, chunk_tokens, kv_heads, head_dim)."""
+        shape = self._shape
+        started_s = time.monotonic()
+        layer = fetch.wait_layer(self._layer_index, self._timeout_s)
+        self.wait = LayerWait(started_s, time.monotonic(), layer.ready_at_s)
+        wanted = (self._chunk_count, shape.layout.per_layer_chunk_bytes)
+        if tuple(layer.data.shape) != wanted:
+            raise ValueError(f"layer {self._layer_index} is of shape {tuple(layer.data.shape)}, {wanted} expected")
+        data: torch.Tensor = layer.data if isinstance(layer.data, torch.Tensor) else torch.from_numpy(layer.data)
+        return data.view(shape.dtype).view(-1, 2, shape.chunk_tokens, shape.kv_heads, shape.head_dim)
+
+    def _check(self, states: torch.Tensor) -> None:
+        if states.shape[0] != 1:
+            raise ValueError(f"batch size {states.shape[0]}: only 1 is supported")
+        found = (states.shape[1], states.shape[3], states.dtype)
+        wanted = (self._shape.kv_heads, self._shape.head_dim, self._shape.dtype)
+        if found != wanted:
+            raise ValueError(f"the model's kv_heads, head_dim, dtype are {found}, the prefix has {wanted}")
+
+
+class WaitingCache(Cache):
+    """`past_key_values` over a running fetch, for one forward pass and the decoding after it.
+
+    Waits for the fetch's admission, which tells how many chunks come, and for each layer in that layer's attention:
+    at most `timeout_s` each, then TimeoutError. What ends the fetch is raised by the wait that meets it. After the
+    first forward pass nothing refers to the fetch's buffer any more.
+    """
+
+    def __init__(self, fetch: Fetch, shape: KvShape, *, timeout_s: float = WAIT_TIMEOUT_S) -> None:
+        _, chunk_count = fetch.wait_admitted(timeout_s)
+        indexes = range(shape.num_layers)
+        super().__init__(layers=[WaitingLayer(fetch, index, chunk_count, shape, timeout_s) for index in indexes])
+
+    @property
+    def waits(self) -> tuple[LayerWait | None, ...]:
+        """Each layer's wait; None for layers not yet taken."""
+        return tuple(layer.wait for layer in self.layers if isinstance(layer, WaitingLayer))
+
+
+def chunks_from_cache(cache: Cache, chunk_tokens: int) -> np.ndarray:
+    """The whole chunks of a filled cache as objects to put: uint8 of shape (chunk_count, L*S), in prefix order.
+
+    Tokens past the last whole chunk are left out. Raises ValueError for a batch, and for caches whose layers do not
+    all hold every token (sliding windows, layers never run).
+    """
+    layers = [_keys_and_values(layer) for layer in cache.layers]
+    keys = layers[0][0]
+    batch, kv_heads, tokens, head_dim = keys.shape
+    if batch != 1:
+        raise ValueError(f"batch size {batch}: only 1 is supported")
+    chunk_count = tokens // chunk_tokens
+    chunks = torch.empty((chunk_count, len(layers), 2, chunk_tokens, kv_heads, head_dim), dtype=keys.dtype)
+    for layer_index, layer in enumerate(layers):
+        for part, states in enumerate(layer):
+            if states.shape != keys.shape or states.dtype != keys.dtype:
+                raise ValueError(f"layer {layer_index} differs from layer 0 in shape or dtype")
+            whole = states[0, :, : chunk_count * chunk_tokens]
+            cut = whole.reshape(kv_heads, chunk_count, chunk_tokens, head_dim)
+            chunks[:, layer_index, part] = cut.permute(1, 2, 0, 3)
+    array: np.ndarray = chunks.flatten(1).view(torch.uint8).numpy()
+    return array
+
+
+def _keys_and_values(layer: object) -> tuple[torch.Tensor, torch.Tensor]:
+    if not isinstance(layer, DynamicLayer) or layer.is_sliding or layer.keys is None or layer.values is None:
+        raise ValueError("every layer must hold every token")
+    return layer.keys, layer.values
+
+
+def _joined(prefix: torch.Tensor, new: torch.Tensor) -> torch.Tensor:
+    """(chunk_count, chunk_tokens, heads, dim) followed by (1, heads, n, dim), as (1, heads, tokens, dim): one copy out
+    of the receive buffer, straight to where attention reads.
+    """
+    chunk_count, chunk_tokens, heads, dim = prefix.shape
+    prefix_tokens = chunk_count * chunk_tokens
+    joined = new.new_empty((1, heads, prefix_tokens + new.shape[2], dim))
+    joined[0, :, :prefix_tokens].view(heads, chunk_count, chunk_tokens, dim).copy_(prefix.permute(2, 0, 1, 3))
+    joined[:, :, prefix_tokens:] = new
+    return joined
