@@ -115,7 +115,15 @@ class Receiver:
                 continue
             listener = self._listeners.get(notice.request_id)
             if listener is not None:
-                listener(notice)
+                _guard(listener, notice)
+
+
+def _guard(listener: Callable[[Notice], None], notice: Notice) -> None:
+    """A listener that fails must not take the thread, and every other fetch, with it."""
+    try:
+        listener(notice)
+    except Exception:
+        _log.exception("entering %r failed", notice)
 
 
 def _settle(future: Future[Any], action: Callable[[], Any]) -> None:

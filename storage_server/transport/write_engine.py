@@ -6,6 +6,7 @@ post copies the bytes itself; over TCP or RDMA writes stay in flight and are pol
 
 from __future__ import annotations
 
+import itertools
 import logging
 import queue
 import threading
@@ -20,6 +21,8 @@ from adapters.nixl_agent import Agent, Memory, NixlFailure, PeerLost, Write, Wri
 from descriptors.notices import GREETING
 
 POLL_INTERVAL_S = 50e-6
+_FIRST, _AFTER = 0, 1
+"""Notices and peers go before posts: a post may copy megabytes."""
 CONNECTION_WORK_S = 1.0
 """How long connections are given to open or close in the background: nothing in UCX moves unless it is polled."""
 _T = TypeVar("_T")
@@ -40,19 +43,20 @@ class WriteEngine:
     """One per storage server. Start-up raises NixlFailure or ImportError where UCX cannot run."""
 
     def __init__(self, staging: Memory) -> None:
-        self._commands: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
+        self._commands: queue.PriorityQueue[tuple[int, int, Callable[[], None]]] = queue.PriorityQueue()
+        self._order = itertools.count()
         self._in_flight: list[_InFlight] = []
         self._lost: set[str] = set()
         self._stopping = False
         self._busy_until_s = 0.0
         self._thread = threading.Thread(target=self._run, name="ucx-write-engine", daemon=True)
         started: Future[None] = Future()
-        self._commands.put(lambda: _settle(started, lambda: self._start(staging)))
+        self._put(_FIRST, lambda: _settle(started, lambda: self._start(staging)))
         self._thread.start()
         try:
             started.result()
         except BaseException:
-            self._commands.put(self._stop)
+            self._put(_FIRST, self._stop)
             raise
 
     def _start(self, staging: Memory) -> None:
@@ -87,7 +91,7 @@ class WriteEngine:
 
     def write(self, peer: str, source: Memory, target: Memory, on_written: OnWritten) -> None:
         """Post a write; `on_written` hears how it ended."""
-        self._commands.put(lambda: self._post(peer, source, target, on_written))
+        self._put(_AFTER, lambda: self._post(peer, source, target, on_written))
 
     def notify(self, peer: str, message: bytes) -> Future[None]:
         """Send a notice."""
@@ -100,7 +104,7 @@ class WriteEngine:
 
     def stop(self) -> None:
         """Let go of the agent and end the thread."""
-        self._commands.put(self._stop)
+        self._put(_FIRST, self._stop)
         self._thread.join(timeout=10)
 
     @property
@@ -112,17 +116,21 @@ class WriteEngine:
 
     def _submit(self, action: Callable[[], _T]) -> Future[_T]:
         future: Future[_T] = Future()
-        self._commands.put(lambda: _settle(future, action))
+        self._put(_FIRST, lambda: _settle(future, action))
         return future
 
+    def _put(self, priority: int, command: Callable[[], None]) -> None:
+        self._commands.put((priority, next(self._order), command))
+
     def _run(self) -> None:
+        """One command, then a look at what is in flight: queued posts must not delay the notice of a finished layer."""
         while not self._stopping:
-            self._run_commands()
+            is_idle = not self._run_command()
             if self._in_flight:
                 self._poll()
             elif self._is_connecting:
                 self._agent.notices()  # none are expected: reading them is what makes the connection progress
-            if (self._in_flight or self._is_connecting) and self._commands.empty():
+            if is_idle:
                 time.sleep(POLL_INTERVAL_S)
         for flight in self._in_flight:
             flight.write.release()
@@ -130,14 +138,17 @@ class WriteEngine:
             self._registration.close()
             del self._agent
 
-    def _run_commands(self) -> None:
+    def _run_command(self) -> bool:
+        """Run the next command, waiting for one only when there is nothing to poll; False when there was none."""
         try:
-            command = self._commands.get(block=not self._in_flight and not self._is_connecting)
-            while True:
-                command()
-                command = self._commands.get_nowait()
+            _, _, command = self._commands.get(block=not self._in_flight and not self._is_connecting)
         except queue.Empty:
-            pass
+            return False
+        try:
+            command()
+        except Exception:  # the thread serves every delivery: one bad command must not end it
+            _log.exception("a command of the write engine failed")
+        return True
 
     def _post(self, peer: str, source: Memory, target: Memory, on_written: OnWritten) -> None:
         if peer in self._lost:
