@@ -1,8 +1,13 @@
-"""Writing payload memory into an aiohttp answer without copying it, and never letting go of it too early."""
+"""Streaming answers: payload memory goes out without a copy and is never let go of too early, and an answer that has
+begun is never followed by another.
+"""
 
 from __future__ import annotations
 
 import asyncio
+import contextlib
+import os
+import socket
 from collections.abc import Callable, Mapping
 from typing import cast
 
@@ -12,6 +17,35 @@ from descriptors.storage_api import DeliveryStart
 from descriptors.units import KIB
 
 DRAIN_BYTES = 64 * KIB
+_BEGUN = web.RequestKey("answer begun", bool)
+
+
+async def begin_answer(http: web.BaseRequest, response: web.StreamResponse) -> None:
+    """Send the head of an answer whose body is streamed."""
+    http[_BEGUN] = True
+    await response.prepare(http)
+
+
+def abort_if_begun(http: web.BaseRequest) -> None:
+    """After a failure: an answer already on its way can only be cut short. Raises ConnectionResetError then."""
+    if _BEGUN in http:
+        abort_connection(http)
+        raise ConnectionResetError("the answer was cut short")
+
+
+def abort_connection(http: web.BaseRequest) -> None:
+    """Cut the connection so that no byte still queued is sent after this returns.
+
+    An event loop may carry out `abort` a turn later and try its queue before; a socket that is shut down takes no more.
+    """
+    transport = http.transport
+    if transport is None:
+        return
+    pseudo = transport.get_extra_info("socket")
+    if pseudo is not None and pseudo.fileno() >= 0:
+        with contextlib.suppress(OSError), socket.socket(fileno=os.dup(pseudo.fileno())) as same:
+            same.shutdown(socket.SHUT_RDWR)
+    transport.abort()
 
 
 class ResponseSink:
@@ -32,7 +66,7 @@ class ResponseSink:
         self.response = web.StreamResponse(headers=self._headers(start))
         self.response.content_type = "application/octet-stream"
         self.response.content_length = start.payload_bytes
-        await self.response.prepare(self._http)
+        await begin_answer(self._http, self.response)
 
     async def write(self, view: memoryview) -> None:
         if self.response is None:
@@ -41,6 +75,4 @@ class ResponseSink:
         await self.response.write(view if len(view) > DRAIN_BYTES else bytes(view))
 
     def abort(self) -> None:
-        transport = self._http.transport
-        if transport is not None:
-            transport.abort()
+        abort_connection(self._http)

@@ -155,7 +155,7 @@ def _require_keys(keys: tuple[str, ...]) -> None:
         raise invalid("chunk_keys", f"needs 1 to {CHUNK_COUNT_MAX} keys, not {len(keys)}")
     for index, key in enumerate(keys):
         if not isinstance(key, str) or not 1 <= key_bytes(key) <= OBJECT_KEY_BYTES_MAX:
-            raise invalid(f"chunk_keys[{index}]", f"must be a key of 1 to {OBJECT_KEY_BYTES_MAX} bytes of UTF-8")
+            raise invalid(f"chunk_keys[{index}]", f"must be 1 to {OBJECT_KEY_BYTES_MAX} bytes of UTF-8 without NUL")
     if len(set(keys)) != len(keys):
         seen: set[str] = set()
         for index, key in enumerate(keys):
@@ -165,7 +165,9 @@ def _require_keys(keys: tuple[str, ...]) -> None:
 
 
 def key_bytes(key: str) -> int:
-    """Length of a key in UTF-8, or 0 where it has no UTF-8 form (lone surrogates)."""
+    """Length of a key in UTF-8, or 0 for what is no key: lone surrogates have no UTF-8 form, NUL is refused in keys."""
+    if "\0" in key:
+        return 0
     if key.isascii():
         return len(key)
     try:

@@ -20,11 +20,12 @@ from enum import Enum
 from typing import Annotated, Literal, TypeVar
 
 import numpy as np
-from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from pydantic import BaseModel, ConfigDict, Field
 
 from descriptors.descriptor import (
     CHUNK_COUNT_MAX,
     DESCRIPTOR_BYTES_MAX,
+    NUM_LAYERS_MAX,
     PROTOCOL_VERSION,
     Delivery,
     Descriptor,
@@ -33,6 +34,7 @@ from descriptors.descriptor import (
     invalid,
 )
 from descriptors.errors import CallerError, ErrorCode
+from descriptors.json_body import parse_body
 
 _T = TypeVar("_T", bound=Enum)
 
@@ -58,7 +60,7 @@ class _TargetModel(BaseModel):
 class _DescriptorModel(BaseModel):
     model_config = ConfigDict(extra="forbid", strict=True)
     version: int
-    chunk_keys: Annotated[list[str], Field(max_length=CHUNK_COUNT_MAX)]
+    chunk_keys: Annotated[list[str], Field(max_length=CHUNK_COUNT_MAX, fail_fast=True)]
     num_layers: int
     chunk_tokens: int
     per_layer_chunk_bytes: int
@@ -66,7 +68,7 @@ class _DescriptorModel(BaseModel):
     on_missing: Literal["fail", "prefix"] = "fail"
     rdma_target: _TargetModel | None = None
     request_id: str | None = None
-    layer_compute_us: int | list[int] | None = None
+    layer_compute_us: int | Annotated[list[int], Field(max_length=NUM_LAYERS_MAX, fail_fast=True)] | None = None
 
 
 def decode_descriptor(data: bytes) -> Descriptor:
@@ -107,10 +109,7 @@ def encode_json(descriptor: Descriptor) -> bytes:
 
 
 def _decode_json(data: bytes) -> Descriptor:
-    try:
-        model = _DescriptorModel.model_validate_json(data)
-    except ValidationError as error:
-        raise _from_validation(error) from None
+    model = parse_body(_DescriptorModel, data, invalid)
     target = model.rdma_target
     compute = model.layer_compute_us
     if isinstance(compute, list) and not compute:
@@ -129,14 +128,6 @@ def _decode_json(data: bytes) -> Descriptor:
         request_id=model.request_id,
         layer_compute_us=() if compute is None else (compute,) if isinstance(compute, int) else tuple(compute),
     )
-
-
-def _from_validation(error: ValidationError) -> CallerError:
-    first = error.errors(include_url=False, include_input=False)[0]
-    field = ".".join(str(part) for part in first["loc"]) or "body"
-    if first["type"] == "extra_forbidden":
-        return invalid(field, "is not a field of version 1")
-    return invalid(field, f"is not acceptable: {first['msg']}")
 
 
 def encode_binary(descriptor: Descriptor) -> bytes:
@@ -212,6 +203,8 @@ def _decode_binary(data: bytes) -> Descriptor:
         raise invalid("flags", f"{flags:#x} has bits version 1 does not know")
     if not 1 <= chunks <= CHUNK_COUNT_MAX:
         raise invalid("chunk_keys", f"needs 1 to {CHUNK_COUNT_MAX} keys, not {chunks}")
+    if computes > NUM_LAYERS_MAX:
+        raise invalid("layer_compute_us", f"at most {NUM_LAYERS_MAX} numbers, not {computes}")
     request_id = reader.text(id_bytes, "request_id") or None
     compute = np.frombuffer(reader.take(4 * computes, "layer_compute_us"), dtype="<u4").tolist()
     target = _read_target(reader) if flags & _FLAG_TARGET else None

@@ -9,12 +9,13 @@ import base64
 import json
 import re
 from dataclasses import dataclass
-from typing import Annotated, TypeVar
+from typing import Annotated
 
-from pydantic import Base64Bytes, BaseModel, ConfigDict, Field, ValidationError
+from pydantic import Base64Bytes, BaseModel, ConfigDict, Field
 
 from descriptors.descriptor import ADDRESS_MAX, CHUNK_COUNT_MAX, OBJECT_KEY_BYTES_MAX, key_bytes, require_name
 from descriptors.errors import CallerError, ErrorCode
+from descriptors.json_body import parse_body
 
 LEASE_S_MAX = 3_600
 AGENT_LIFETIME_S_MAX = 86_400
@@ -73,7 +74,7 @@ class _Model(BaseModel):
 
 
 class _LookupModel(_Model):
-    chunk_keys: Annotated[list[str], Field(min_length=1, max_length=CHUNK_COUNT_MAX)]
+    chunk_keys: Annotated[list[str], Field(min_length=1, max_length=CHUNK_COUNT_MAX, fail_fast=True)]
     lease_s: Annotated[float, Field(ge=0, le=LEASE_S_MAX, allow_inf_nan=False)] = 0.0
 
 
@@ -89,22 +90,19 @@ _Lifetime = Annotated[float, Field(gt=0, le=AGENT_LIFETIME_S_MAX, allow_inf_nan=
 
 class _RegistrationModel(_Model):
     metadata: Base64Bytes
-    regions: Annotated[list[_RegionModel], Field(min_length=1, max_length=AGENT_REGIONS_MAX)]
+    regions: Annotated[list[_RegionModel], Field(min_length=1, max_length=AGENT_REGIONS_MAX, fail_fast=True)]
     lifetime_s: _Lifetime
 
 
 class _RenewalModel(_Model):
     lifetime_s: _Lifetime
     metadata: Base64Bytes | None = None
-    regions: Annotated[list[_RegionModel], Field(max_length=AGENT_REGIONS_MAX)] = []
-
-
-_M = TypeVar("_M", bound=BaseModel)
+    regions: Annotated[list[_RegionModel], Field(max_length=AGENT_REGIONS_MAX, fail_fast=True)] = []
 
 
 def parse_lookup(body: bytes) -> LookupRequest:
     """Raises CallerError(InvalidArgument) naming the field."""
-    model = _parse(_LookupModel, body)
+    model = parse_body(_LookupModel, body, _refuse)
     for index, key in enumerate(model.chunk_keys):
         if not 1 <= key_bytes(key) <= OBJECT_KEY_BYTES_MAX:
             raise _refuse(f"chunk_keys[{index}]", f"must be a key of 1 to {OBJECT_KEY_BYTES_MAX} bytes of UTF-8")
@@ -113,14 +111,14 @@ def parse_lookup(body: bytes) -> LookupRequest:
 
 def parse_registration(body: bytes) -> AgentRegistration:
     """Raises CallerError(InvalidArgument) naming the field."""
-    model = _parse(_RegistrationModel, body)
+    model = parse_body(_RegistrationModel, body, _refuse)
     _check_metadata(model.metadata)
     return AgentRegistration(model.metadata, _regions(model.regions), model.lifetime_s)
 
 
 def parse_renewal(body: bytes) -> AgentRenewal:
     """Raises CallerError(InvalidArgument) naming the field. New metadata and new regions come together."""
-    model = _parse(_RenewalModel, body)
+    model = parse_body(_RenewalModel, body, _refuse)
     if (model.metadata is None) != (not model.regions):
         raise _refuse("regions", "and metadata are renewed together or not at all")
     if model.metadata is not None:
@@ -164,15 +162,6 @@ def _region_fields(region: Region) -> dict[str, object]:
 
 def _dump(fields: dict[str, object]) -> bytes:
     return json.dumps(fields, separators=(",", ":")).encode()
-
-
-def _parse(model: type[_M], body: bytes) -> _M:
-    try:
-        return model.model_validate_json(body)
-    except ValidationError as error:
-        first = error.errors(include_url=False, include_input=False)[0]
-        field = ".".join(str(part) for part in first["loc"]) or "body"
-        raise _refuse(field, f"is not acceptable: {first['msg']}") from None
 
 
 def _regions(models: list[_RegionModel]) -> tuple[Region, ...]:

@@ -10,7 +10,8 @@ from dataclasses import dataclass
 
 from aiohttp import web
 
-from descriptors.errors import ErrorCode, ObjectCacheError, ServerError
+from adapters.response_sink import abort_if_begun
+from descriptors.errors import CallerError, ErrorCode, ObjectCacheError, ServerError
 from descriptors.storage_api import StorageApi
 from gateway import sigv4, xml
 from gateway.call import CONTINUED, Call, expects_continue
@@ -41,6 +42,9 @@ _HANDLERS: dict[Operation, Callable[[Call], Awaitable[web.StreamResponse]]] = {
     Operation.DELETE_AGENT: layerwise.delete_agent,
     Operation.CANCEL_REQUEST: layerwise.cancel_request,
 }
+_PRESIGNABLE = frozenset(
+    operation for operation, handler in _HANDLERS.items() if handler.__module__ != layerwise.__name__
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,11 +82,13 @@ class Gateway:
         try:
             response = await self._answer(http, trace_id)
         except ObjectCacheError as error:
+            abort_if_begun(http)
             response = self._refusal(http, error, trace_id)
         except ConnectionError:
             raise
         except Exception:
             _log.exception("request %s failed", trace_id)
+            abort_if_begun(http)
             unknown = ServerError(ErrorCode.INTERNAL_ERROR, "we failed; quote the request id", retryable=True)
             response = self._refusal(http, unknown, trace_id)
         if not response.prepared:
@@ -105,6 +111,9 @@ class Gateway:
         credential = self._credentials.find(claim.access_key)
         sigv4.verify(request, claim, credential.secret_key, self._settings.region, time.time())
         operation = route(request)
+        if claim.presigned_s is not None and operation not in _PRESIGNABLE:
+            problem = "this request must be signed in its headers: a presigned one could be replayed for days"
+            raise CallerError(ErrorCode.ACCESS_DENIED, problem, field="X-Amz-Signature")
         authorize(credential, operation.action, _policy_bucket(request))
         return await _HANDLERS[operation](Call(request, http, claim, self._storage, trace_id))
 

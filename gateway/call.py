@@ -13,7 +13,7 @@ from descriptors.storage_api import StorageApi
 from gateway.request import S3Request
 from gateway.sigv4 import Claim
 
-CONTINUED = "objectcache.continued"
+CONTINUED = web.RequestKey("continued", bool)
 
 
 def expects_continue(http: web.BaseRequest) -> bool:

@@ -82,6 +82,8 @@ def check_bucket_name(bucket: str) -> None:
 
 def check_key(key: str) -> None:
     """Raises CallerError(KeyTooLongError)."""
+    if "\0" in key:
+        raise CallerError(ErrorCode.INVALID_ARGUMENT, "an object key may not contain NUL", field="key")
     if len(key.encode()) > OBJECT_KEY_BYTES_MAX:
         raise CallerError(ErrorCode.KEY_TOO_LONG, f"an object key may have {OBJECT_KEY_BYTES_MAX} bytes", field="key")
 

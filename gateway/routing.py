@@ -71,6 +71,8 @@ def route(request: S3Request) -> Operation:
             ErrorCode.NOT_IMPLEMENTED, f"{request.method} with ?{subresource} is not implemented", field=subresource
         )
     if not request.bucket:
+        if request.key:
+            raise CallerError(ErrorCode.INVALID_URI, "the path has a key but no bucket", field="uri")
         return _pick(_SERVICE, request)
     if not request.key:
         if request.method == "GET" and request.parameters.get("list-type") != "2":

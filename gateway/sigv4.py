@@ -64,8 +64,8 @@ def verify(request: S3Request, claim: Claim, secret_key: str, region: str, now_s
     _check_time(claim, now_s)
     _check_signed_headers(request, claim)
     key = signing_key(secret_key, claim.scope)
-    expected = hmac.new(key, string_to_sign(request, claim).encode(), hashlib.sha256).hexdigest()
-    if not hmac.compare_digest(expected.encode(), claim.signature.encode()):
+    expected = hmac.new(key, _bytes(string_to_sign(request, claim)), hashlib.sha256).hexdigest()
+    if not hmac.compare_digest(expected.encode(), _bytes(claim.signature)):
         raise CallerError(
             ErrorCode.SIGNATURE_DOES_NOT_MATCH,
             "the signature does not match; check the secret key and how the request was signed",
@@ -75,7 +75,7 @@ def verify(request: S3Request, claim: Claim, secret_key: str, region: str, now_s
 
 def string_to_sign(request: S3Request, claim: Claim) -> str:
     """Algorithm, date, scope and the canonical request's hash."""
-    hashed = hashlib.sha256(canonical_request(request, claim).encode()).hexdigest()
+    hashed = hashlib.sha256(_bytes(canonical_request(request, claim))).hexdigest()
     return "\n".join((ALGORITHM, claim.date, claim.scope, hashed))
 
 
@@ -100,7 +100,7 @@ def signing_key(secret_key: str, scope: str) -> bytes:
     """The key of a credential scope (date/region/service/aws4_request)."""
     key = f"AWS4{secret_key}".encode()
     for part in scope.split("/"):
-        key = hmac.new(key, part.encode(), hashlib.sha256).digest()
+        key = hmac.new(key, _bytes(part), hashlib.sha256).digest()
     return key
 
 
@@ -239,6 +239,11 @@ def _check_signed_headers(request: S3Request, claim: Claim) -> None:
 
 def _unsupported(problem: str) -> CallerError:
     return CallerError(ErrorCode.INVALID_REQUEST, problem, field="authorization")
+
+
+def _bytes(text: str) -> bytes:
+    """Header bytes that are not UTF-8 arrive as surrogates and leave as the bytes they were."""
+    return text.encode(errors="surrogateescape")
 
 
 def _encode(text: str) -> str:

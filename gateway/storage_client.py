@@ -53,6 +53,15 @@ _START = TypeAdapter(DeliveryStart)
 _OUTCOME = TypeAdapter(DeliveryOutcome)
 
 
+class StorageUnreachableError(ServerError):
+    """The storage server did not answer; whether the call took effect is unknown unless it never connected."""
+
+    def __init__(self, cause: BaseException) -> None:
+        never_connected = isinstance(cause, aiohttp.ClientConnectorError)
+        code = ErrorCode.SLOW_DOWN if never_connected else ErrorCode.INTERNAL_ERROR
+        super().__init__(code, "the storage server cannot be reached", retryable=True)
+
+
 class RemoteStorage:
     """Implements descriptors.storage_api.StorageApi over `endpoint`: http://HOST:PORT or unix:/PATH."""
 
@@ -142,9 +151,9 @@ class RemoteStorage:
 
     async def deliver(self, access_key: str, bucket: str, descriptor: Descriptor, sink: BodySink) -> DeliveryOutcome:
         call = {"access_key": access_key, "bucket": bucket}
+        if descriptor.rdma_target is not None:
+            return await self._deliver_past(access_key, call, descriptor)
         async with self._open("deliver", call, encode_binary(descriptor)) as response:
-            if descriptor.rdma_target is not None:
-                return _OUTCOME.validate_json(await response.read())
             start = _START.validate_json(_result(response))
             await sink.begin(start)
             relayed_bytes = 0
@@ -156,6 +165,22 @@ class RemoteStorage:
                 sink.abort()
                 raise
             return DeliveryOutcome(start, relayed_bytes)
+
+    async def _deliver_past(self, access_key: str, call: dict[str, str], descriptor: Descriptor) -> DeliveryOutcome:
+        """A delivery whose bytes do not pass here. An answer tells the client that its buffer is free, so when the
+        storage server's own answer is lost there must be none until it is known to have drained.
+
+        Raises ConnectionResetError, which drops the client's connection unanswered, when that cannot be known.
+        """
+        try:
+            async with self._open("deliver", call, encode_binary(descriptor)) as response:
+                return _OUTCOME.validate_json(await response.read())
+        except StorageUnreachableError as lost:
+            try:
+                await self.cancel(access_key, descriptor.request_id or "")
+            except ObjectCacheError as error:
+                raise ConnectionResetError("the storage server may still be writing") from error
+            raise lost
 
     async def cancel(self, access_key: str, request_id: str) -> None:
         await self._call("cancel", {"access_key": access_key, "request_id": request_id})
@@ -195,11 +220,7 @@ class RemoteStorage:
                     raise error_from_fields(await response.json())
                 yield response
         except (aiohttp.ClientError, TimeoutError) as error:
-            raise ServerError(
-                ErrorCode.SLOW_DOWN if isinstance(error, aiohttp.ClientConnectorError) else ErrorCode.INTERNAL_ERROR,
-                "the storage server cannot be reached",
-                retryable=True,
-            ) from error
+            raise StorageUnreachableError(error) from error
 
 
 def _result(response: aiohttp.ClientResponse) -> bytes:

@@ -10,7 +10,7 @@ import logging
 import os
 import threading
 import uuid
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Coroutine, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import replace
 from enum import Enum
@@ -184,13 +184,18 @@ class ObjectCacheClient:
     ) -> AsyncIterator[Layer]:
         """The layers in order, each as soon as it is complete; options as for `fetch`. Leaving early cancels."""
         loop = asyncio.get_running_loop()
-        fetch = await loop.run_in_executor(self._waiters, lambda: self.fetch(chunk_keys, layout, buffer, **options))
+        starting = loop.run_in_executor(self._waiters, lambda: self.fetch(chunk_keys, layout, buffer, **options))
+        try:
+            fetch = await asyncio.shield(starting)
+        except asyncio.CancelledError:
+            starting.add_done_callback(_cancel_started)
+            raise
         try:
             for layer_index in range(layout.num_layers):
                 yield await loop.run_in_executor(self._waiters, fetch.wait_layer, layer_index)
             await loop.run_in_executor(self._waiters, fetch.wait)
         finally:
-            await asyncio.shield(asyncio.to_thread(fetch.cancel))
+            await _to_end(asyncio.to_thread(fetch.cancel))
 
     async def put_chunks_async(self, chunk_keys: Sequence[str], chunks: Sequence[Any]) -> None:
         """`put_chunks` for event loops."""
@@ -228,6 +233,33 @@ class ObjectCacheClient:
                 session = AgentSession(self._http, receiver, self._agent_lifetime_s)
                 self._ucx_fetches = UcxFetches(self._http, self.bucket, self._fetch_timeout_s, receiver, session)
             return self._ucx_fetches
+
+
+def _cancel_started(starting: asyncio.Future[LayerFetch]) -> None:
+    """Its caller is gone: stop the fetch as soon as it exists."""
+    if not starting.cancelled() and starting.exception() is None:
+        threading.Thread(target=_cancel_quietly, args=(starting.result(),), daemon=True).start()
+
+
+def _cancel_quietly(fetch: LayerFetch) -> None:
+    try:
+        fetch.cancel()
+    except ObjectCacheError as error:
+        _log.warning("cancelling fetch %s failed: %s", fetch.request_id, error)
+
+
+async def _to_end(work: Coroutine[Any, Any, None]) -> None:
+    """Await to the end whatever happens to the caller meanwhile: the buffer is its own again only then."""
+    task = asyncio.ensure_future(work)
+    cancelled = False
+    while not task.done():
+        try:
+            await asyncio.shield(task)
+        except asyncio.CancelledError:
+            cancelled = True
+    if cancelled:
+        raise asyncio.CancelledError
+    task.result()
 
 
 def _raise_first(waiting: Sequence[Future[None]]) -> None:

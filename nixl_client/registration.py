@@ -58,12 +58,16 @@ class AgentSession:
         with self._lock:
             found = [region_id for region_id, (known, _) in self._regions.items() if known.memory == buffer.memory]
             for region_id in found:
-                _, registration = self._regions.pop(region_id)
-                if self._regions and self._agent_id is not None:
-                    self._announce()
-                else:
-                    self._withdraw()
-                self._receiver.deregister(registration)
+                entry = self._regions.pop(region_id)
+                try:
+                    if self._regions and self._agent_id is not None:
+                        self._announce()
+                    else:
+                        self._withdraw()
+                except BaseException:  # not released: the server may still write into it
+                    self._regions[region_id] = entry
+                    raise
+                self._receiver.deregister(entry[1])
 
     def agent_id(self) -> str:
         """The id descriptors name; registers anew where the gateway has forgotten us."""
@@ -126,11 +130,11 @@ class AgentSession:
 
     def _withdraw(self) -> None:
         """Drop the registration; answered when nothing is in flight."""
-        agent_id, self._agent_id = self._agent_id, None
-        if agent_id is None:
+        if self._agent_id is None:
             return
         try:
-            self._http.request("DELETE", f"{AGENTS_PATH}/{agent_id}")
+            self._http.request("DELETE", f"{AGENTS_PATH}/{self._agent_id}")
         except ObjectCacheError as error:
             if error.code not in GONE:
                 raise
+        self._agent_id = None

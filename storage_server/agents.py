@@ -26,7 +26,7 @@ class RegisteredAgent:
 
 
 class AgentTable:
-    """At most `agents_max` agents, one per NIXL name, each bound to the access key that registered it."""
+    """At most `agents_max` agents per access key, one per NIXL name, each bound to the key that registered it."""
 
     def __init__(self, agents_max: int) -> None:
         self._agents_max = agents_max
@@ -37,20 +37,19 @@ class AgentTable:
 
     def check_name(self, access_key: str, peer: str, now_s: float) -> None:
         """Raises CallerError(AgentConflict) when another key holds the name, ServerError(SlowDown) when full."""
-        holder = self._holder(peer)
+        holder = self.holder(peer)
         if holder is not None and holder.access_key != access_key and holder.expires_at > now_s:
             raise CallerError(
                 ErrorCode.AGENT_CONFLICT, "the NIXL agent name is registered by another access key", field="metadata"
             )
-        if holder is None and len(self._by_id) >= self._agents_max:
-            raise ServerError(ErrorCode.SLOW_DOWN, f"{self._agents_max} agents are registered already", retryable=True)
+        owned_count = sum(agent.access_key == access_key for agent in self._by_id.values())
+        if holder is None and owned_count >= self._agents_max:
+            problem = f"{self._agents_max} agents of this access key are registered already"
+            raise ServerError(ErrorCode.SLOW_DOWN, problem, retryable=True)
 
     def add(self, access_key: str, peer: str, registration: AgentRegistration, now_s: float) -> RegisteredAgent:
-        """Register, replacing what the name held before. Errors as `check_name`."""
+        """Register a name nobody holds any more. Errors as `check_name`."""
         self.check_name(access_key, peer, now_s)
-        holder = self._holder(peer)
-        if holder is not None:
-            del self._by_id[holder.agent_id]
         expires_at = now_s + registration.lifetime_s
         agent = RegisteredAgent(secrets.token_hex(16), access_key, peer, registration.regions, expires_at)
         self._by_id[agent.agent_id] = agent
@@ -87,7 +86,8 @@ class AgentTable:
         """Agents whose time is up."""
         return [agent for agent in self._by_id.values() if agent.expires_at <= now_s]
 
-    def _holder(self, peer: str) -> RegisteredAgent | None:
+    def holder(self, peer: str) -> RegisteredAgent | None:
+        """Who holds a NIXL name, live or expired."""
         return next((agent for agent in self._by_id.values() if agent.peer == peer), None)
 
 

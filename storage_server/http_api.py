@@ -14,7 +14,7 @@ from typing import Any
 from aiohttp import web
 from pydantic import TypeAdapter
 
-from adapters.response_sink import ResponseSink
+from adapters.response_sink import ResponseSink, abort_if_begun, begin_answer
 from descriptors.descriptor import DESCRIPTOR_BYTES_MAX
 from descriptors.descriptor_codec import decode_descriptor
 from descriptors.errors import CallerError, ErrorCode, ObjectCacheError, ServerError
@@ -34,6 +34,7 @@ from descriptors.storage_api import (
     StorageApi,
 )
 
+_BODY_SHA256 = web.RequestKey("body sha256", str)
 _log = logging.getLogger(__name__)
 
 
@@ -78,11 +79,13 @@ class StorageHttp:
             operation, call = self._authenticated(http)
             return await self._operations[operation](call, http)
         except ObjectCacheError as error:
+            abort_if_begun(http)
             return _refusal(error)
         except ConnectionError:
             raise
         except Exception:
             _log.exception("%s failed", http.path)
+            abort_if_begun(http)
             return _refusal(ServerError(ErrorCode.INTERNAL_ERROR, "the storage server failed", retryable=True))
 
     def _authenticated(self, http: web.BaseRequest) -> tuple[str, dict[str, Any]]:
@@ -95,7 +98,7 @@ class StorageHttp:
             call: dict[str, Any] = json.loads(base64.urlsafe_b64decode(text))
         except (binascii.Error, ValueError) as error:
             raise CallerError(ErrorCode.INVALID_REQUEST, "the call is not base64url JSON", field=CALL_HEADER) from error
-        http["body_sha256"] = vouched
+        http[_BODY_SHA256] = vouched
         return operation, call
 
     async def _create_bucket(self, call: dict[str, Any], _: web.BaseRequest) -> web.StreamResponse:
@@ -120,7 +123,7 @@ class StorageHttp:
         async with self._storage.open_object(call["bucket"], call["key"], span) as read:
             response = web.StreamResponse(headers=_result(ReadHead, ReadHead(read.info, read.range)))
             response.content_length = read.range.length
-            await response.prepare(http)
+            await begin_answer(http, response)
             async for piece in read.body:
                 await response.write(piece)
             await response.write_eof()
@@ -174,7 +177,7 @@ async def _checked_body(http: web.BaseRequest) -> bytes:
             raise CallerError(
                 ErrorCode.ENTITY_TOO_LARGE, f"the body may have {DESCRIPTOR_BYTES_MAX} bytes", field="body"
             )
-    if http["body_sha256"] == STREAMED_BODY or hashlib.sha256(data).hexdigest() != http["body_sha256"]:
+    if http[_BODY_SHA256] == STREAMED_BODY or hashlib.sha256(data).hexdigest() != http[_BODY_SHA256]:
         raise CallerError(ErrorCode.ACCESS_DENIED, "the body is not the one that was signed", field=AUTH_HEADER)
     return bytes(data)
 

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import asyncio
 import secrets
-from collections import OrderedDict
+from collections import OrderedDict, defaultdict
 
 from descriptors.errors import CallerError, ErrorCode, ServerError
+from descriptors.messages import Region
 from descriptors.storage_api import DeliveryOutcome
 
 REMEMBER_S = 30 * 60
@@ -20,7 +21,7 @@ class ActiveRequest:
         self.access_key = access_key
         self.request_id = request_id
         self.agent_id: str | None = None
-        self.region_id: str | None = None
+        self.region: Region | None = None
         self.cancelled_by_caller = False
         self.drained = asyncio.Event()
         self.task: asyncio.Task[DeliveryOutcome] | None = None
@@ -33,11 +34,11 @@ class ActiveRequest:
 
 
 class RequestTable:
-    """Bounded by `ids_max`; when full of ids that may still be replayed, new ones are told to slow down."""
+    """Remembers at most `ids_max` ids per access key; a key that used more within half an hour is told to slow down."""
 
     def __init__(self, ids_max: int) -> None:
         self._ids_max = ids_max
-        self._used: OrderedDict[tuple[str, str], float] = OrderedDict()
+        self._used: defaultdict[str, OrderedDict[str, float]] = defaultdict(OrderedDict)
         self._active: dict[tuple[str, str], ActiveRequest] = {}
 
     @property
@@ -59,7 +60,7 @@ class RequestTable:
 
     def end(self, request: ActiveRequest) -> None:
         """The delivery is over and nothing of it is in flight."""
-        del self._active[request.access_key, request.request_id]
+        self._active.pop((request.access_key, request.request_id), None)
         request.drained.set()
 
     async def cancel(self, access_key: str, request_id: str, now_s: float) -> None:
@@ -67,20 +68,20 @@ class RequestTable:
         way is refused when it arrives: after this returns, nothing is written on its behalf.
         """
         request = self._active.get((access_key, request_id))
-        if request is None:
-            if (access_key, request_id) not in self._used:
-                self._use(access_key, request_id, now_s)
-            return
-        request.cancel()
-        await request.drained.wait()
+        if request is not None:
+            request.cancel()
+            await request.drained.wait()
+        elif request_id not in self._used[access_key]:
+            self._use(access_key, request_id, now_s)
 
     def _use(self, access_key: str, request_id: str, now_s: float) -> None:
-        while self._used and next(iter(self._used.values())) < now_s - REMEMBER_S:
-            self._used.popitem(last=False)
-        if (access_key, request_id) in self._used:
+        used = self._used[access_key]
+        while used and next(iter(used.values())) < now_s - REMEMBER_S:
+            used.popitem(last=False)
+        if request_id in used or (access_key, request_id) in self._active:
             raise CallerError(
                 ErrorCode.REQUEST_REPLAYED, f"request_id {request_id} was used already", field="request_id"
             )
-        if len(self._used) >= self._ids_max:
-            raise ServerError(ErrorCode.SLOW_DOWN, "too many request ids are remembered", retryable=True)
-        self._used[access_key, request_id] = now_s
+        if len(used) >= self._ids_max:
+            raise ServerError(ErrorCode.SLOW_DOWN, "this access key has used too many request ids", retryable=True)
+        used[request_id] = now_s

@@ -6,7 +6,7 @@ import asyncio
 import logging
 import time
 from collections.abc import AsyncIterator, Sequence
-from contextlib import AbstractAsyncContextManager
+from contextlib import AbstractAsyncContextManager, asynccontextmanager
 
 from adapters.nixl_agent import Memory, NixlFailure
 from adapters.nixl_metadata import agent_name
@@ -33,6 +33,7 @@ from storage_server.pipeline import MakeTransfer, Pipeline
 from storage_server.requests import ActiveRequest, RequestTable
 from storage_server.settings import StorageSettings
 from storage_server.store.embedded import EmbeddedStore
+from storage_server.threads import to_end
 from storage_server.transport.http import HttpTransfer
 from storage_server.transport.ucx import UcxTransfer
 from storage_server.transport.write_engine import WriteEngine
@@ -54,7 +55,7 @@ class EmbeddedStorage:
         self.leases = LeaseTable()
         self.engine: WriteEngine | None = None
         self._running: set[asyncio.Task[DeliveryOutcome]] = set()
-        self._registering = asyncio.Lock()
+        self._names = _NameLocks()
         self._sweeper: asyncio.Task[None] | None = None
 
     async def start(self) -> None:
@@ -116,30 +117,36 @@ class EmbeddedStorage:
         return matched
 
     async def register_agent(self, access_key: str, registration: AgentRegistration) -> AgentLease:
-        """Known to this server, connection open, when it returns."""
+        """Known to this server, connection open, when it returns. What the name was registered as before is stopped
+        and drained first.
+        """
         engine = self._require_engine()
         peer = _peer_name(registration.metadata)
-        async with self._registering:
+        async with self._names.locked(peer):
             self.agents.check_name(access_key, peer, time.time())
+            holder = self.agents.holder(peer)
+            if holder is not None:
+                await self._forget(holder)
             await _load_metadata(engine, peer, registration.metadata, registration.regions)
             return self.agents.add(access_key, peer, registration, time.time()).lease()
 
     async def renew_agent(self, access_key: str, agent_id: str, renewal: AgentRenewal) -> AgentLease:
+        """Deliveries into memory that is no longer offered are stopped and drained first."""
         engine = self._require_engine()
-        async with self._registering:
+        peer = self.agents.owned(access_key, agent_id, time.time(), "agent_id").peer
+        async with self._names.locked(peer):
             agent = self.agents.owned(access_key, agent_id, time.time(), "agent_id")
             if renewal.metadata is not None:
-                if _peer_name(renewal.metadata) != agent.peer:
+                if _peer_name(renewal.metadata) != peer:
                     raise CallerError(ErrorCode.INVALID_ARGUMENT, "metadata is of another NIXL agent", field="metadata")
-                await _load_metadata(engine, agent.peer, renewal.metadata, renewal.regions)
-            renewed = self.agents.renew(agent, renewal, time.time())
-            kept = {region.region_id for region in renewed.regions}
-            active = self.requests.active_for_agent(agent_id)
-            await _stop([request for request in active if request.region_id not in kept])
-            return renewed.lease()
+                active = self.requests.active_for_agent(agent_id)
+                await _stop([request for request in active if request.region not in renewal.regions])
+                await _load_metadata(engine, peer, renewal.metadata, renewal.regions)
+            return self.agents.renew(agent, renewal, time.time()).lease()
 
     async def delete_agent(self, access_key: str, agent_id: str) -> None:
-        async with self._registering:
+        peer = self.agents.owned(access_key, agent_id, time.time(), "agent_id").peer
+        async with self._names.locked(peer):
             await self._forget(self.agents.owned(access_key, agent_id, time.time(), "agent_id"))
 
     async def deliver(self, access_key: str, bucket: str, descriptor: Descriptor, sink: BodySink) -> DeliveryOutcome:
@@ -148,11 +155,10 @@ class EmbeddedStorage:
         A cancelled request is answered with CallerError(RequestCancelled). When the caller goes away instead, the
         delivery stops at once and drains on its own.
         """
-        make_transfer = self._route(access_key, descriptor, sink)
+        make_transfer, region = self._route(access_key, descriptor, sink)
         request = self.requests.begin(access_key, descriptor.request_id, time.monotonic())
         if descriptor.rdma_target is not None:
-            request.agent_id = descriptor.rdma_target.agent_id
-            request.region_id = descriptor.rdma_target.region_id
+            request.agent_id, request.region = descriptor.rdma_target.agent_id, region
         task = asyncio.create_task(self.pipeline.run(bucket, descriptor, request.request_id, make_transfer))
         request.task = task
         self._running.add(task)
@@ -174,11 +180,11 @@ class EmbeddedStorage:
         if not task.cancelled():
             task.exception()
 
-    def _route(self, access_key: str, descriptor: Descriptor, sink: BodySink) -> MakeTransfer:
+    def _route(self, access_key: str, descriptor: Descriptor, sink: BodySink) -> tuple[MakeTransfer, Region | None]:
         """Which transport the descriptor asks for; its target is checked here, before anything is planned."""
         target = descriptor.rdma_target
         if target is None:
-            return lambda _: HttpTransfer(sink)
+            return lambda _: HttpTransfer(sink, self.settings.stall_timeout_s), None
         engine = self._require_engine()
         agent = self.agents.owned(access_key, target.agent_id, time.time(), "rdma_target.agent_id")
         region = target_region(agent, target)
@@ -194,7 +200,7 @@ class EmbeddedStorage:
                 lambda: self.agents.expire(agent.agent_id),
             )
 
-        return make_transfer
+        return make_transfer, region
 
     def _require_engine(self) -> WriteEngine:
         if self.engine is None:
@@ -210,14 +216,47 @@ class EmbeddedStorage:
         self.agents.remove(agent.agent_id)
         await _stop(self.requests.active_for_agent(agent.agent_id))
         if self.engine is not None:
-            await asyncio.wrap_future(self.engine.remove_peer(agent.peer))
+            await to_end(asyncio.wrap_future(self.engine.remove_peer(agent.peer)))
 
     async def _sweep_agents(self) -> None:
-        while True:
-            await asyncio.sleep(AGENT_SWEEP_INTERVAL_S)
-            async with self._registering:
+        """Forget expired agents, each on its own: one that takes long to drain holds nobody up."""
+        sweeps: dict[str, asyncio.Task[None]] = {}
+        try:
+            while True:
+                await asyncio.sleep(AGENT_SWEEP_INTERVAL_S)
+                sweeps = {agent_id: task for agent_id, task in sweeps.items() if not task.done()}
                 for agent in self.agents.expired(time.time()):
-                    await self._forget(agent)
+                    if agent.agent_id not in sweeps:
+                        sweeps[agent.agent_id] = asyncio.create_task(self._forget_expired(agent))
+        finally:
+            for task in sweeps.values():
+                task.cancel()
+
+    async def _forget_expired(self, agent: RegisteredAgent) -> None:
+        async with self._names.locked(agent.peer):
+            if agent in self.agents.expired(time.time()):
+                await self._forget(agent)
+
+
+class _NameLocks:
+    """A lock per NIXL name, kept while somebody holds or awaits it."""
+
+    def __init__(self) -> None:
+        self._locks: dict[str, tuple[asyncio.Lock, int]] = {}
+
+    @asynccontextmanager
+    async def locked(self, name: str) -> AsyncIterator[None]:
+        lock, users = self._locks.get(name, (asyncio.Lock(), 0))
+        self._locks[name] = (lock, users + 1)
+        try:
+            async with lock:
+                yield
+        finally:
+            users = self._locks[name][1] - 1
+            if users:
+                self._locks[name] = (lock, users)
+            else:
+                del self._locks[name]
 
 
 async def _stop(active: Sequence[ActiveRequest]) -> None:
@@ -239,10 +278,8 @@ async def _load_metadata(engine: WriteEngine, peer: str, metadata: bytes, region
     """Make the peer known to the engine. Raises CallerError(InvalidArgument) where metadata and regions do not fit."""
     offered = [Memory(region.address, region.length, region.device) for region in regions]
     try:
-        loaded = await asyncio.wrap_future(engine.add_peer(metadata, offered))
+        await to_end(asyncio.wrap_future(engine.add_peer(peer, metadata, offered)))
     except NixlFailure as failure:
         raise CallerError(
             ErrorCode.INVALID_ARGUMENT, f"metadata cannot be used for these regions: {failure}", field="metadata"
         ) from failure
-    if loaded != peer:
-        raise CallerError(ErrorCode.INVALID_ARGUMENT, "metadata names two agents", field="metadata")

@@ -96,7 +96,8 @@ async def test_a_refused_put_leaves_the_old_object_and_no_file(
         ("write", errno.ENOSPC, ErrorCode.INSUFFICIENT_STORAGE),
         ("fsync", errno.EIO, ErrorCode.INTERNAL_ERROR),
         ("rename", errno.ENOSPC, ErrorCode.INSUFFICIENT_STORAGE),
-        ("open", errno.EMFILE, ErrorCode.INTERNAL_ERROR),
+        ("open", errno.EMFILE, ErrorCode.SLOW_DOWN),
+        ("open", errno.EACCES, ErrorCode.INTERNAL_ERROR),
     ],
 )
 async def test_a_failing_disk_is_an_error_and_nothing_is_half_written(

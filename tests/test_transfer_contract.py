@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 
 from adapters.nixl_agent import Memory
+from adapters.nixl_metadata import agent_name
 from descriptors.descriptor import RdmaTarget
 from descriptors.errors import ErrorCode, ServerError
 from descriptors.layout import ChunkLayout
@@ -59,7 +60,7 @@ class HttpEnd:
         self.sink = MemorySink()
 
     def transfer(self, _: DeliveryPlan) -> Transfer:
-        return HttpTransfer(self.sink)
+        return HttpTransfer(self.sink, 5.0)
 
     def lose_client(self) -> None:
         self.sink.gone = True
@@ -89,7 +90,9 @@ class UcxEnd:
         self.notices: list[Notice] = []
         self.seen: dict[int, bytes] = {}
         self.receiver.listen(ID, self._note)
-        self.peer = self.engine.add_peer(self.receiver.metadata(), [memory]).result()
+        metadata = self.receiver.metadata()
+        self.peer = agent_name(metadata)
+        self.engine.add_peer(self.peer, metadata, [memory]).result()
         self.region = Region("kv", memory.address, memory.nbytes)
 
     def _note(self, notice: Notice) -> None:

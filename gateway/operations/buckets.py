@@ -67,7 +67,7 @@ def _after(parameters: dict[str, str]) -> str:
 def _max_keys(text: str | None) -> int:
     if text is None:
         return MAX_KEYS
-    if not text.isascii() or not text.isdigit() or int(text[:12]) > 2**31 - 1:
+    if not text.isascii() or not text.isdigit() or len(text) > 10 or int(text) > 2**31 - 1:
         raise CallerError(ErrorCode.INVALID_ARGUMENT, "max-keys must be 0 to 2147483647", field="max-keys")
     return int(text)
 

@@ -9,12 +9,14 @@ from email.utils import formatdate
 
 from aiohttp import web
 
+from adapters.response_sink import begin_answer
 from descriptors.errors import CallerError, ErrorCode
 from descriptors.storage_api import ObjectInfo, PutRequest
 from gateway.call import Call
 from gateway.request import check_key, parse_range
 
 USER_METADATA_BYTES_MAX = 2048
+CONTENT_HEADERS_BYTES_MAX = 8192
 RDMA_TOKEN_HEADERS = ("x-amz-rdma-token", "x-rdma-info", "x-scal-rdma")
 _STORED_HEADERS = (
     "content-type",
@@ -61,7 +63,7 @@ async def get_object(call: Call) -> web.StreamResponse:
             response.headers["Content-Range"] = f"bytes {read.range.start}-{last}/{read.info.nbytes}"
         response.content_length = read.range.length
         response.headers["x-amz-request-id"] = call.trace_id
-        await response.prepare(call.http)
+        await begin_answer(call.http, response)
         async for piece in read.body:
             await response.write(piece)
         await response.write_eof()
@@ -84,6 +86,12 @@ async def delete_object(call: Call) -> web.StreamResponse:
 
 def stored_headers(headers: Mapping[str, str]) -> dict[str, str]:
     """Content headers and user metadata to keep with an object. Raises CallerError(MetadataTooLarge)."""
+    if sum(len(headers.get(name, "").encode()) for name in _STORED_HEADERS) > CONTENT_HEADERS_BYTES_MAX:
+        raise CallerError(
+            ErrorCode.METADATA_TOO_LARGE,
+            f"content headers may have {CONTENT_HEADERS_BYTES_MAX} bytes together",
+            field="content-disposition",
+        )
     kept = {name: headers[name] for name in _STORED_HEADERS if name in headers}
     metadata = {name: value for name, value in headers.items() if name.startswith("x-amz-meta-")}
     nbytes = sum(len(name) - len("x-amz-meta-") + len(value.encode()) for name, value in metadata.items())

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import errno
 from collections.abc import Sequence
 
 from descriptors.errors import ChunkUnavailable, ErrorCode
 from storage_server.gather.plan import Payload
-from storage_server.store.extents import Extent, ExtentFiles
+from storage_server.store.extents import Extent, ExtentFiles, disk_error
 
 
 def gather(files: ExtentFiles, extents: Sequence[Extent], payload: Payload, view: memoryview) -> None:
@@ -21,6 +22,8 @@ def gather(files: ExtentFiles, extents: Sequence[Extent], payload: Payload, view
         try:
             files.read_into(extent.file_id, extent.offset + payload.source_offset, view[at : at + piece_bytes])
         except (OSError, EOFError) as error:
+            if isinstance(error, OSError) and error.errno in (errno.EMFILE, errno.ENFILE):
+                raise disk_error(error, "reading a chunk") from error
             raise ChunkUnavailable(
                 ErrorCode.CHUNK_CORRUPT,
                 f"chunk_keys[{index}] could not be read in full",

@@ -7,10 +7,13 @@ failure, the key shows what it showed before.
 from __future__ import annotations
 
 import asyncio
+import fcntl
+import os
 import time
 from collections.abc import AsyncIterator, Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import asynccontextmanager
+from pathlib import Path
 from typing import TypeVar
 
 from descriptors.errors import CallerError, ChunkUnavailable, ErrorCode, ServerError
@@ -45,6 +48,7 @@ class EmbeddedStore:
     def __init__(self, settings: StorageSettings) -> None:
         self._settings = settings
         settings.data_dir.mkdir(parents=True, exist_ok=True)
+        self._lock = _lock_directory(settings.data_dir)
         self.files = ExtentFiles(settings.data_dir, settings.open_files_max)
         self._index = Index(settings.data_dir / "index.sqlite3")
         self._io = ThreadPoolExecutor(IO_THREADS, "store-io")
@@ -59,6 +63,7 @@ class EmbeddedStore:
         self._io.shutdown()
         self._index.close()
         self.files.close()
+        os.close(self._lock)
 
     async def create_bucket(self, access_key: str, bucket: str) -> None:
         await self._index.create_bucket(bucket, access_key, time.time())
@@ -88,19 +93,28 @@ class EmbeddedStore:
                 field="content-length",
             )
         await self._index.bucket(request.bucket)
-        writer = await self._in_thread(lambda: ExtentWriter(self._settings.data_dir, request.nbytes))
+        writer = ExtentWriter(self._settings.data_dir, request.nbytes)
         try:
+            await self._in_thread(writer.open)
             await self._copy(request, body, writer)
             etag = await self._in_thread(lambda: writer.finish(request.sha256, request.md5))
             info = ObjectInfo(request.key, request.nbytes, etag, time.time(), request.headers)
             entry = IndexedObject(info, Extent(writer.file_id, 0, request.nbytes))
-            replaced = await to_end(asyncio.ensure_future(self._index.publish(request.bucket, entry)))
         except BaseException:
-            await to_end(asyncio.ensure_future(self._discard_unless_published(request, writer)))
+            await self._in_thread(writer.discard)
+            raise
+        await to_end(asyncio.create_task(self._publish(request.bucket, entry, writer)))
+        return info
+
+    async def _publish(self, bucket: str, entry: IndexedObject, writer: ExtentWriter) -> None:
+        """Commit, then let go of what the commit replaced; without a commit, of what it would have published."""
+        try:
+            replaced = await self._index.publish(bucket, entry)
+        except BaseException:
+            await self._in_thread(writer.discard)
             raise
         if replaced is not None:
             await self._in_thread(lambda: self.files.dispose(replaced.file_id))
-        return info
 
     async def _copy(self, request: PutRequest, body: AsyncIterator[Piece], writer: ExtentWriter) -> None:
         batch: list[Piece] = []
@@ -119,17 +133,10 @@ class EmbeddedStore:
         if batch:
             await flush()
 
-    async def _discard_unless_published(self, request: PutRequest, writer: ExtentWriter) -> None:
-        """A commit that finished while its caller was cancelled stands; anything else is removed."""
-        try:
-            found = await self._index.find(request.bucket, request.key)
-            if found.extent.file_id == writer.file_id:
-                return
-        except (CallerError, ServerError):
-            pass
-        await self._in_thread(writer.discard)
-
     async def delete_object(self, bucket: str, key: str) -> None:
+        await to_end(asyncio.create_task(self._delete(bucket, key)))
+
+    async def _delete(self, bucket: str, key: str) -> None:
         removed = await self._index.remove(bucket, key)
         if removed is not None:
             await self._in_thread(lambda: self.files.dispose(removed.file_id))
@@ -143,7 +150,7 @@ class EmbeddedStore:
             span = resolve_range(range_spec, found.info.nbytes)
             yield ObjectRead(found.info, span, self._pieces(found.extent, span))
         finally:
-            pins.release()
+            await self._in_thread(pins.release)
 
     async def _pieces(self, extent: Extent, span: ByteRange) -> AsyncIterator[Piece]:
         for start in range(span.start, span.start + span.length, READ_PIECE_BYTES):
@@ -171,7 +178,7 @@ class EmbeddedStore:
             found = await to_end(asyncio.ensure_future(self._index.find_prefix(bucket, keys, pins)))
             yield usable_prefix(found, chunk_bytes, prefix_only=prefix_only)
         finally:
-            pins.release()
+            await self._in_thread(pins.release)
 
     async def matched(self, bucket: str, keys: Sequence[str]) -> int:
         """How many of `keys`, from the first, are stored without a gap."""
@@ -184,6 +191,17 @@ class EmbeddedStore:
             return await to_end(asyncio.get_running_loop().run_in_executor(self._io, action))
         except OSError as error:
             raise disk_error(error, "serving the request") from error
+
+
+def _lock_directory(directory: Path) -> int:
+    """One server per directory: another's unfinished files would look like leftovers. Raises OSError (EWOULDBLOCK)."""
+    fd = os.open(directory / "lock", os.O_RDWR | os.O_CREAT, 0o600)
+    try:
+        fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError as error:
+        os.close(fd)
+        raise BlockingIOError(error.errno, "is in use by another server", str(directory)) from None
+    return fd
 
 
 def usable_prefix(found: Sequence[Extent | None], chunk_bytes: int, *, prefix_only: bool) -> list[Extent]:

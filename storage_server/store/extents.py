@@ -12,6 +12,7 @@ from __future__ import annotations
 import errno
 import hashlib
 import os
+import resource
 import threading
 import uuid
 from collections import Counter
@@ -24,7 +25,9 @@ from descriptors.storage_api import Piece
 
 
 class ExtentWriter:
-    """One extent being written; runs in worker threads. `finish` or `discard` ends it."""
+    """One extent being written; `open`, `write`, `finish` and `discard` run in worker threads. `finish` or `discard`
+    ends it.
+    """
 
     def __init__(self, directory: Path, nbytes: int) -> None:
         self.file_id = uuid.uuid4().hex
@@ -34,6 +37,10 @@ class ExtentWriter:
         self._temporary = directory / "tmp" / self.file_id
         self._md5 = hashlib.md5(usedforsecurity=False)
         self._sha256 = hashlib.sha256()
+        self._fd = -1
+
+    def open(self) -> None:
+        """Create the temporary file. Raises OSError."""
         self._fd = os.open(self._temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
 
     def write(self, pieces: Iterable[Piece], *, hash_sha256: bool) -> None:
@@ -73,9 +80,6 @@ class ExtentWriter:
         os.close(self._fd)
         self._fd = -1
         final = extent_path(self._directory, self.file_id)
-        if not final.parent.is_dir():
-            final.parent.mkdir(exist_ok=True)
-            _sync_directory(final.parent.parent)
         os.rename(self._temporary, final)
         _sync_directory(final.parent)
         return digest
@@ -116,14 +120,17 @@ class ExtentFiles:
 
     def __init__(self, directory: Path, open_files_max: int) -> None:
         self._directory = directory
-        self._open_files_max = open_files_max
+        soft_limit, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
+        self._open_files_max = min(open_files_max, soft_limit // 2)
         self._planning = threading.Lock()
         self._lock = threading.Lock()
         self._pins: Counter[str] = Counter()
         self._fds: dict[str, int] = {}
         self._doomed: set[str] = set()
-        for name in ("tmp", "extents"):
+        for name in ("tmp", *(f"extents/{index:02x}" for index in range(256))):
             (directory / name).mkdir(parents=True, exist_ok=True)
+        _sync_directory(directory / "extents")
+        _sync_directory(directory)
 
     @property
     def open_count(self) -> int:
@@ -241,6 +248,8 @@ class PinSet:
 
 def disk_error(error: OSError, what: str) -> ServerError:
     """The answer for an operating-system error on the data directory."""
+    if error.errno in (errno.EMFILE, errno.ENFILE):
+        return ServerError(ErrorCode.SLOW_DOWN, "too many files are open", retryable=True)
     if error.errno in (errno.ENOSPC, errno.EDQUOT):
         return ServerError(ErrorCode.INSUFFICIENT_STORAGE, f"no space left while {what}", retryable=True)
     return ServerError(ErrorCode.INTERNAL_ERROR, f"the disk failed while {what}", retryable=True)

@@ -7,6 +7,7 @@ from collections.abc import AsyncIterator, Awaitable, Callable
 from descriptors.storage_api import ListPage, ListRequest, ObjectInfo
 
 ROWS_PER_FETCH = 1001
+ROWS_AFTER_GROUP = 16
 
 Fetch = Callable[[str, bool, int], Awaitable[list[ObjectInfo]]]
 """(start, inclusive, limit) to rows with the wanted prefix, in key order."""
@@ -53,18 +54,20 @@ async def list_page(request: ListRequest, fetch: Fetch) -> ListPage:
 async def _entries(request: ListRequest, fetch: Fetch) -> AsyncIterator[tuple[str, ObjectInfo | None]]:
     """Objects and common prefixes in key order; a common prefix is skipped over, not scanned."""
     start, inclusive = _first(request)
+    row_count = ROWS_AFTER_GROUP if request.delimiter else ROWS_PER_FETCH
     while start is not None:
-        rows = await fetch(start, inclusive, min(ROWS_PER_FETCH, request.max_keys + 1))
+        rows = await fetch(start, inclusive, min(row_count, request.max_keys + 1))
         if not rows:
             return
         start, inclusive = rows[-1].key, False
+        row_count = min(4 * row_count, ROWS_PER_FETCH)  # more where keys follow each other, few after a group
         for row in rows:
             group = rolled_up(row.key, request)
             if group is None:
                 yield row.key, row
                 continue
             yield group, None
-            start, inclusive = successor(group), True
+            start, inclusive, row_count = successor(group), True, ROWS_AFTER_GROUP
             break
 
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import asyncio
+
 from descriptors.errors import ErrorCode, ServerError
 from descriptors.storage_api import BodySink, DeliveryStart
 from storage_server.gather.plan import Payload
@@ -12,8 +14,9 @@ from storage_server.scheduler.admission import Grant
 class HttpTransfer:
     """Writes into a BodySink. The answer's head waits for the first payload, so an early failure is a clean error."""
 
-    def __init__(self, sink: BodySink) -> None:
+    def __init__(self, sink: BodySink, stall_timeout_s: float) -> None:
         self._sink = sink
+        self._stall_timeout_s = stall_timeout_s
         self._start: DeliveryStart | None = None
         self._begun = False
         self._finished = False
@@ -24,14 +27,16 @@ class HttpTransfer:
 
     async def send(self, payload: Payload, slot: Slot) -> None:
         try:
-            if not self._begun and self._start is not None:
-                self._begun = True
-                await self._sink.begin(self._start)
-            await self._sink.write(slot.view[: payload.nbytes])
+            async with asyncio.timeout(self._stall_timeout_s):
+                if not self._begun and self._start is not None:
+                    self._begun = True
+                    await self._sink.begin(self._start)
+                await self._sink.write(slot.view[: payload.nbytes])
             self._sent_bytes += payload.nbytes
-        except ConnectionError as error:
+        except (ConnectionError, TimeoutError) as error:
             self._sink.abort()
-            raise ServerError(ErrorCode.TARGET_UNREACHABLE, "the client closed the connection") from error
+            problem = "stopped reading" if isinstance(error, TimeoutError) else "closed the connection"
+            raise ServerError(ErrorCode.TARGET_UNREACHABLE, f"the client {problem}") from error
         except BaseException:
             self._sink.abort()
             raise

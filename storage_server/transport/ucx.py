@@ -119,13 +119,14 @@ class UcxTransfer:
 
     async def _watch_for_stall(self) -> None:
         """A peer that takes nothing for `stall_timeout_s` is disconnected, which ends its writes in flight."""
-        changed_at_s, seen = self._loop.time(), (0, 0)
+        changed_at_s, seen, is_disconnected = self._loop.time(), (0, 0), False
         while True:
             await asyncio.sleep(self._stall_timeout_s / 8)
             now_s, state = self._loop.time(), (self._posted, self._in_flight)
             if state != seen or not self._in_flight:
                 changed_at_s, seen = now_s, state
-            elif now_s - changed_at_s >= self._stall_timeout_s and self._failure is None:
+            elif now_s - changed_at_s >= self._stall_timeout_s and not is_disconnected:
+                is_disconnected = True
                 self._fail_with(PeerLost(f"no write completed for {self._stall_timeout_s} s"))
                 self._engine.remove_peer(self._peer)
 

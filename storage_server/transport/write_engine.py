@@ -63,19 +63,23 @@ class WriteEngine:
         self._agent = Agent(str(uuid.uuid4()))
         self._registration = self._agent.register(staging)
 
-    def add_peer(self, metadata: bytes, offered: Sequence[Memory]) -> Future[str]:
-        """Load a peer's metadata, check that it offers this memory, and open the connection, so that the first write
-        does not pay for it. The peer's name; NixlFailure when the metadata is not good for that.
+    def add_peer(self, name: str, metadata: bytes, offered: Sequence[Memory]) -> Future[None]:
+        """Load a peer's metadata, check that it is the one named and offers this memory, and open the connection, so
+        that the first write does not pay for it. NixlFailure when it is not good for that; the name is then forgotten.
         """
 
-        def add() -> str:
-            name = self._agent.add_peer(metadata)
-            for memory in offered:
-                self._agent.check_peer_memory(name, memory)
+        def add() -> None:
+            try:
+                if self._agent.add_peer(metadata) != name:
+                    raise NixlFailure("the metadata names two agents")
+                for memory in offered:
+                    self._agent.check_peer_memory(name, memory)
+            except NixlFailure:
+                self._drop(name)
+                raise
             self._lost.discard(name)
             self._agent.notify(name, GREETING)
             self._busy_until_s = time.monotonic() + CONNECTION_WORK_S
-            return name
 
         return self._submit(add)
 
@@ -128,15 +132,21 @@ class WriteEngine:
             is_idle = not self._run_command()
             if self._in_flight:
                 self._poll()
-            elif self._is_connecting:
-                self._agent.notices()  # none are expected: reading them is what makes the connection progress
             if is_idle:
+                self._progress()
                 time.sleep(POLL_INTERVAL_S)
         for flight in self._in_flight:
             flight.write.release()
         if hasattr(self, "_registration"):
             self._registration.close()
             del self._agent
+
+    def _progress(self) -> None:
+        """Let connections open and close. Notices are for clients; what clients send us is read and dropped."""
+        try:
+            self._agent.notices()
+        except NixlFailure as failure:
+            _log.debug("reading notices: %s", failure)
 
     def _run_command(self) -> bool:
         """Run the next command, waiting for one only when there is nothing to poll; False when there was none."""
@@ -181,9 +191,17 @@ class WriteEngine:
         self._in_flight = still
 
     def _end(self, flight: _InFlight, failure: NixlFailure | None) -> None:
-        counted = 0 if failure else flight.write.transferred_bytes()
+        counted = 0
+        if failure is None:
+            try:
+                counted = flight.write.transferred_bytes()
+            except NixlFailure as error:
+                failure = error
         flight.write.release()
-        flight.on_written(counted, failure)
+        try:
+            flight.on_written(counted, failure)
+        except RuntimeError:  # the event loop has closed; nobody is left to hear
+            _log.debug("a write ended after its loop")
 
     def _note_failure(self, peer: str, failure: NixlFailure) -> None:
         if isinstance(failure, PeerLost) and peer not in self._lost:
@@ -198,6 +216,8 @@ class WriteEngine:
 
 
 def _settle(future: Future[Any], action: Callable[[], Any]) -> None:
+    if not future.set_running_or_notify_cancel():
+        return
     try:
         future.set_result(action())
     except BaseException as error:
