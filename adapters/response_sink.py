@@ -6,10 +6,11 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import logging
 import os
 import socket
-from collections.abc import Callable, Mapping
-from typing import cast
+from collections.abc import Awaitable, Callable, Mapping
+from typing import Any, cast
 
 from aiohttp import web
 
@@ -17,6 +18,7 @@ from descriptors.storage_api import DeliveryStart
 from descriptors.units import KIB
 
 DRAIN_BYTES = 64 * KIB
+_log = logging.getLogger(__name__)
 _BEGUN = web.RequestKey("answer begun", bool)
 
 
@@ -31,6 +33,20 @@ def abort_if_begun(http: web.BaseRequest) -> None:
     if _BEGUN in http:
         abort_connection(http)
         raise ConnectionResetError("the answer was cut short")
+
+
+def cutting(handler: Callable[[web.BaseRequest], Awaitable[web.StreamResponse]]) -> Any:
+    """The handler, with a ConnectionError ending the connection unanswered; aiohttp would answer 500."""
+
+    async def handle(http: web.BaseRequest) -> web.StreamResponse:
+        try:
+            return await handler(http)
+        except ConnectionError as error:
+            _log.debug("%s %s ends unanswered: %s", http.method, http.path, error)
+            abort_connection(http)
+            return web.Response(status=500)  # goes nowhere: the connection is gone
+
+    return handle
 
 
 def abort_connection(http: web.BaseRequest) -> None:

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 from aiohttp import web
 
-from adapters.response_sink import abort_if_begun
+from adapters.response_sink import abort_if_begun, cutting
 from descriptors.errors import CallerError, ErrorCode, ObjectCacheError, ServerError
 from descriptors.storage_api import StorageApi
 from gateway import sigv4, xml
@@ -65,7 +65,7 @@ class Gateway:
     def server(self) -> web.Server:
         """The aiohttp server. A client that disconnects cancels its handler; bodies arrive as they were sent."""
         return web.Server(
-            self.handle,
+            cutting(self.handle),
             handler_cancellation=True,
             auto_decompress=False,
             max_line_size=HEADER_BYTES_MAX,

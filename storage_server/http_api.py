@@ -14,7 +14,7 @@ from typing import Any
 from aiohttp import web
 from pydantic import TypeAdapter
 
-from adapters.response_sink import ResponseSink, abort_if_begun, begin_answer
+from adapters.response_sink import ResponseSink, abort_if_begun, begin_answer, cutting
 from descriptors.descriptor import DESCRIPTOR_BYTES_MAX
 from descriptors.descriptor_codec import decode_descriptor
 from descriptors.errors import CallerError, ErrorCode, ObjectCacheError, ServerError
@@ -64,7 +64,7 @@ class StorageHttp:
     def server(self) -> web.Server:
         """The aiohttp server."""
         return web.Server(
-            self.handle,
+            cutting(self.handle),
             handler_cancellation=True,
             auto_decompress=False,
             max_field_size=CALL_BYTES_MAX,

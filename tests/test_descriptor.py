@@ -22,9 +22,10 @@ from descriptors.descriptor_codec import decode_descriptor, encode_binary, encod
 from descriptors.errors import CallerError, ErrorCode
 
 HEX = st.text("0123456789abcdef", min_size=64, max_size=64)
+TEXT = st.characters(codec="utf-8", exclude_characters="\0")
 KEYS = st.one_of(
     st.lists(HEX, min_size=1, max_size=5, unique=True),
-    st.lists(st.text(st.characters(codec="utf-8", exclude_characters="\0"), min_size=1, max_size=40), min_size=1, max_size=5, unique=True),
+    st.lists(st.text(TEXT, min_size=1, max_size=40), min_size=1, max_size=5, unique=True),
 )
 IDS = st.text("abcXYZ019._-", min_size=16, max_size=64)
 NAMES = st.text("abcXYZ019._-", min_size=1, max_size=64)
