@@ -5,6 +5,7 @@ While fetches are under way it polls for notices with a short sleep; otherwise i
 
 from __future__ import annotations
 
+import atexit
 import logging
 import queue
 import threading
@@ -34,6 +35,7 @@ class Receiver:
         self._stopping = False
         self._thread = threading.Thread(target=self._run, name="objectcache-receiver", daemon=True)
         self._thread.start()
+        atexit.register(self.stop)  # NIXL aborts a process that ends with an agent in a running thread
         try:
             self._call(self._start)
         except BaseException:
@@ -77,6 +79,7 @@ class Receiver:
         """End the thread; registered memory is let go with the agent."""
         self._commands.put(self._stop)
         self._thread.join(timeout=10)
+        atexit.unregister(self.stop)
 
     def _start(self) -> None:
         self._agent = Agent(str(uuid.uuid4()))

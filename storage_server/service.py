@@ -35,6 +35,7 @@ from storage_server.settings import StorageSettings
 from storage_server.store.embedded import EmbeddedStore
 from storage_server.threads import to_end
 from storage_server.transport.http import HttpTransfer
+from storage_server.transport.metadata_probe import MetadataProbe
 from storage_server.transport.ucx import UcxTransfer
 from storage_server.transport.write_engine import WriteEngine
 
@@ -54,6 +55,7 @@ class EmbeddedStorage:
         self.requests = RequestTable(settings.request_ids_max)
         self.leases = LeaseTable()
         self.engine: WriteEngine | None = None
+        self._probe = MetadataProbe()
         self._running: set[asyncio.Task[DeliveryOutcome]] = set()
         self._names = _NameLocks()
         self._sweeper: asyncio.Task[None] | None = None
@@ -67,6 +69,7 @@ class EmbeddedStorage:
             staging = Memory(self.staging.address, self.staging.nbytes)
             try:
                 self.engine = await asyncio.to_thread(WriteEngine, staging)
+                self._probe.start()
             except (ImportError, NixlFailure) as error:
                 _log.warning("the ucx transport is off: %s", error)
         self._sweeper = asyncio.create_task(self._sweep_agents())
@@ -79,6 +82,7 @@ class EmbeddedStorage:
             task.cancel()
         if self._running:
             await asyncio.wait(self._running, timeout=self.settings.stall_timeout_s)
+        await self._probe.close()
         if self.engine is not None:
             await asyncio.to_thread(self.engine.stop)
         self.pipeline.close()
@@ -127,7 +131,7 @@ class EmbeddedStorage:
             holder = self.agents.holder(peer)
             if holder is not None:
                 await self._forget(holder)
-            await _load_metadata(engine, peer, registration.metadata, registration.regions)
+            await self._load_metadata(engine, peer, registration.metadata, registration.regions)
             return self.agents.add(access_key, peer, registration, time.time()).lease()
 
     async def renew_agent(self, access_key: str, agent_id: str, renewal: AgentRenewal) -> AgentLease:
@@ -141,7 +145,7 @@ class EmbeddedStorage:
                     raise CallerError(ErrorCode.INVALID_ARGUMENT, "metadata is of another NIXL agent", field="metadata")
                 active = self.requests.active_for_agent(agent_id)
                 await _stop([request for request in active if request.region not in renewal.regions])
-                await _load_metadata(engine, peer, renewal.metadata, renewal.regions)
+                await self._load_metadata(engine, peer, renewal.metadata, renewal.regions)
             return self.agents.renew(agent, renewal, time.time()).lease()
 
     async def delete_agent(self, access_key: str, agent_id: str) -> None:
@@ -201,6 +205,17 @@ class EmbeddedStorage:
             )
 
         return make_transfer, region
+
+    async def _load_metadata(self, engine: WriteEngine, peer: str, metadata: bytes, regions: Sequence[Region]) -> None:
+        """Make the peer known to the engine. Raises CallerError(InvalidArgument) when that cannot be done."""
+        offered = [Memory(region.address, region.length, region.device) for region in regions]
+        try:
+            await self._probe.check(metadata, offered)
+            await to_end(asyncio.wrap_future(engine.add_peer(peer, metadata, offered)))
+        except NixlFailure as failure:
+            raise CallerError(
+                ErrorCode.INVALID_ARGUMENT, f"metadata cannot be used for these regions: {failure}", field="metadata"
+            ) from failure
 
     def _require_engine(self) -> WriteEngine:
         if self.engine is None:
@@ -272,14 +287,3 @@ def _peer_name(metadata: bytes) -> str:
         return agent_name(metadata)
     except ValueError as error:
         raise CallerError(ErrorCode.INVALID_ARGUMENT, f"metadata: {error}", field="metadata") from None
-
-
-async def _load_metadata(engine: WriteEngine, peer: str, metadata: bytes, regions: Sequence[Region]) -> None:
-    """Make the peer known to the engine. Raises CallerError(InvalidArgument) where metadata and regions do not fit."""
-    offered = [Memory(region.address, region.length, region.device) for region in regions]
-    try:
-        await to_end(asyncio.wrap_future(engine.add_peer(peer, metadata, offered)))
-    except NixlFailure as failure:
-        raise CallerError(
-            ErrorCode.INVALID_ARGUMENT, f"metadata cannot be used for these regions: {failure}", field="metadata"
-        ) from failure

@@ -283,7 +283,7 @@ def test_mutated_metadata_is_refused_or_harmless(servers: Stack, stored: list[st
 
 def send_mutations(servers: Stack, agent: Agent) -> None:
     rng = np.random.default_rng(3)
-    for _ in range(60):
+    for _ in range(25):
         mutated = bytearray(agent.metadata)
         for at in rng.integers(0, len(mutated), 4):
             mutated[at] = int(rng.integers(0, 256))

@@ -6,6 +6,7 @@ post copies the bytes itself; over TCP or RDMA writes stay in flight and are pol
 
 from __future__ import annotations
 
+import atexit
 import itertools
 import logging
 import queue
@@ -53,6 +54,7 @@ class WriteEngine:
         started: Future[None] = Future()
         self._put(_FIRST, lambda: _settle(started, lambda: self._start(staging)))
         self._thread.start()
+        atexit.register(self.stop)  # NIXL aborts a process that ends with an agent in a running thread
         try:
             started.result()
         except BaseException:
@@ -110,6 +112,7 @@ class WriteEngine:
         """Let go of the agent and end the thread."""
         self._put(_FIRST, self._stop)
         self._thread.join(timeout=10)
+        atexit.unregister(self.stop)
 
     @property
     def _is_connecting(self) -> bool:
