@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.support import LocalStack, Stack, stack
+from tests.support import LAYOUT, LocalStack, N, Stack, make_chunks, stack
 
 
 @pytest.fixture(scope="session", params=["together", "apart"])
@@ -25,6 +25,15 @@ def local(tmp_path: Path) -> Iterator[LocalStack]:
     with LocalStack(tmp_path / "data", **settings) as running:
         running.call(running.storage.create_bucket("OWNERKEY", "chunks"))
         yield running
+
+
+@pytest.fixture
+def keys(local: LocalStack) -> list[str]:
+    """Keys of N stored chunks of LAYOUT: `make_chunks(N, LAYOUT)`."""
+    made, chunks = make_chunks(N, LAYOUT)
+    with local.client("chunks", "http") as client:
+        client.put_chunks(made, list(chunks))
+    return made
 
 
 @pytest.fixture(params=["ucx", "http"])

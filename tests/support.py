@@ -50,6 +50,9 @@ buckets = ["shared-*"]
 actions = ["GetObject", "ListBucket"]
 """
 READY = "is listening on "
+LAYOUT = ChunkLayout(num_layers=6, chunk_tokens=16, per_layer_chunk_bytes=20_000)
+N = 9
+"""The shape and chunk count most tests use: several payloads a layer at the small settings of `local`."""
 
 
 @dataclass

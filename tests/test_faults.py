@@ -25,10 +25,19 @@ from descriptors.errors import CallerError, ChunkUnavailable, ErrorCode, ObjectC
 from descriptors.layout import ChunkLayout
 from nixl_client.client import ObjectCacheClient
 from nixl_client.fetch import LayerFetch
-from tests.support import OWNER, LocalStack, Stack, eventually, layer_of, make_chunks, repository, signed, stack
-
-LAYOUT = ChunkLayout(num_layers=6, chunk_tokens=16, per_layer_chunk_bytes=20_000)
-N = 9
+from tests.support import (
+    LAYOUT,
+    OWNER,
+    LocalStack,
+    N,
+    Stack,
+    eventually,
+    layer_of,
+    make_chunks,
+    repository,
+    signed,
+    stack,
+)
 
 
 def is_idle(local: LocalStack) -> bool:
@@ -49,14 +58,6 @@ def begin(local: LocalStack, client: Any, keys: list[str], buffer: np.ndarray) -
     fetch.wait_layer(1, 30)
     assert not is_idle(local)
     return fetch
-
-
-@pytest.fixture
-def keys(local: LocalStack) -> list[str]:
-    keys, chunks = make_chunks(N, LAYOUT)
-    with local.client("chunks", "http") as client:
-        client.put_chunks(keys, list(chunks))
-    return keys
 
 
 def raw_request(local: LocalStack, body: bytes) -> bytes:

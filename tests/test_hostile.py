@@ -35,19 +35,8 @@ from nixl_client.receiver import Receiver
 from storage_server.requests import REMEMBER_S, RequestTable
 from storage_server.settings import StorageSettings
 from storage_server.store.embedded import EmbeddedStore
-from tests.support import OWNER, LocalStack, eventually, layer_of, make_chunks, request, signed, stack
+from tests.support import LAYOUT, OWNER, LocalStack, N, eventually, layer_of, make_chunks, request, signed, stack
 from tests.test_faults import is_idle, raw_request
-
-LAYOUT = ChunkLayout(num_layers=6, chunk_tokens=16, per_layer_chunk_bytes=20_000)
-N = 9
-
-
-@pytest.fixture
-def keys(local: LocalStack) -> list[str]:
-    keys, chunks = make_chunks(N, LAYOUT)
-    with local.client("chunks", "http") as client:
-        client.put_chunks(keys, list(chunks))
-    return keys
 
 
 def send_and_hang_up(url: str, method: str, target: str, body: bytes) -> None:

@@ -19,10 +19,7 @@ from descriptors.errors import CallerError, ChunkUnavailable, ErrorCode
 from descriptors.layout import ChunkLayout
 from descriptors.notices import Mode
 from nixl_client.client import ObjectCacheClient, Transport
-from tests.support import OWNER, LocalStack, Stack, layer_of, make_chunks
-
-LAYOUT = ChunkLayout(num_layers=6, chunk_tokens=16, per_layer_chunk_bytes=20_000)
-N = 9
+from tests.support import LAYOUT, OWNER, LocalStack, N, Stack, layer_of, make_chunks
 
 
 @pytest.fixture

@@ -116,6 +116,22 @@ async def test_a_failing_disk_is_an_error_and_nothing_is_half_written(
     assert len(files_in(store)) == 1
 
 
+async def test_a_full_index_is_an_error_and_the_extent_goes(store: EmbeddedStore) -> None:
+    await put(store, "key", b"old")
+
+    def fill_up() -> None:
+        store._index._connection().execute("PRAGMA max_page_count=1")
+
+    await asyncio.get_running_loop().run_in_executor(store._index._writer, fill_up)
+    with pytest.raises(ServerError) as failed:
+        for index in range(200):
+            await put(store, f"key-{index}-" + "x" * 900, b"new")
+    assert failed.value.code is ErrorCode.INSUFFICIENT_STORAGE
+    assert await get(store, "key") == b"old"
+    names = (await store.list_objects(ListRequest("bbb"))).objects
+    assert len(files_in(store)) == len(names)
+
+
 async def test_short_writes_are_continued(store: EmbeddedStore) -> None:
     real = os.write
     with mock.patch("storage_server.store.extents.os.write", side_effect=lambda fd, data: real(fd, data[:7])):

@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TypeVar
 
-from descriptors.errors import CallerError, ErrorCode
+from descriptors.errors import CallerError, ErrorCode, ServerError
 from descriptors.storage_api import BucketInfo, ObjectInfo
 from storage_server.store.extents import Extent, PinSet
 
@@ -185,9 +185,11 @@ class Index:
             try:
                 result = action(connection)
                 connection.execute("COMMIT")
-            except BaseException:
+            except BaseException as error:
                 if connection.in_transaction:
                     connection.execute("ROLLBACK")
+                if isinstance(error, sqlite3.OperationalError):
+                    raise _index_error(error) from error
                 raise
             return result
 
@@ -219,6 +221,12 @@ class Index:
             raise RuntimeError(f"{self._path} has schema {version}; this release reads {SCHEMA_VERSION}")
         connection.executescript(_SCHEMA)
         connection.execute(f"PRAGMA user_version={SCHEMA_VERSION}")
+
+
+def _index_error(error: sqlite3.OperationalError) -> ServerError:
+    if error.sqlite_errorcode == sqlite3.SQLITE_FULL:
+        return ServerError(ErrorCode.INSUFFICIENT_STORAGE, "no space left for the index", retryable=True)
+    return ServerError(ErrorCode.INTERNAL_ERROR, "the index could not be written", retryable=True)
 
 
 def _require_bucket(connection: sqlite3.Connection, bucket: str) -> BucketInfo:
