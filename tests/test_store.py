@@ -116,6 +116,11 @@ async def test_a_failing_disk_is_an_error_and_nothing_is_half_written(
     assert len(files_in(store)) == 1
 
 
+async def put_many(store: EmbeddedStore) -> None:
+    for index in range(200):
+        await put(store, f"key-{index}-" + "x" * 900, b"new")
+
+
 async def test_a_full_index_is_an_error_and_the_extent_goes(store: EmbeddedStore) -> None:
     await put(store, "key", b"old")
 
@@ -124,8 +129,7 @@ async def test_a_full_index_is_an_error_and_the_extent_goes(store: EmbeddedStore
 
     await asyncio.get_running_loop().run_in_executor(store._index._writer, fill_up)
     with pytest.raises(ServerError) as failed:
-        for index in range(200):
-            await put(store, f"key-{index}-" + "x" * 900, b"new")
+        await put_many(store)
     assert failed.value.code is ErrorCode.INSUFFICIENT_STORAGE
     assert await get(store, "key") == b"old"
     names = (await store.list_objects(ListRequest("bbb"))).objects

@@ -11,6 +11,7 @@ import pytest
 torch = pytest.importorskip("torch")
 transformers = pytest.importorskip("transformers")
 
+from descriptors.descriptor import Delivery  # noqa: E402
 from descriptors.errors import ChunkUnavailable, ErrorCode  # noqa: E402
 from descriptors.notices import Mode  # noqa: E402
 from nixl_client.connectors.transformers import KvShape, WaitingCache, chunks_from_cache  # noqa: E402
@@ -281,3 +282,44 @@ def test_caches_that_do_not_hold_every_token_are_refused(model):
         chunks_from_cache(transformers.DynamicCache(config=config), CHUNK_TOKENS)
     with pytest.raises(ValueError, match="every token"):
         chunks_from_cache(transformers.DynamicCache(config=model.config), CHUNK_TOKENS)
+
+
+@pytest.mark.parametrize("way", ["ucx", "http"])
+def test_with_a_layer_held_back_at_the_server_the_model_stops_before_it(local, model, shape, way):
+    """The whole path: the model finishes layer k-1 on what arrived, layer k's attention waits, and the logits are those
+    of the ordinary cache once the server lets go.
+    """
+    held = 2
+    cache = filled_cache(model)
+    keys = [f"{index:064x}" for index in range(CHUNKS)]
+    buffer = torch.zeros(shape.layout.payload_bytes(CHUNKS), dtype=torch.uint8)
+    finished = [threading.Event() for _ in range(LAYERS)]
+    hooks = [
+        layer.register_forward_hook(lambda *_, done=done: done.set())
+        for layer, done in zip(model.model.layers, finished, strict=True)
+    ]
+    logits = []
+    with local.client("chunks", way) as client:
+        client.put_chunks(keys, list(chunks_from_cache(cache, CHUNK_TOKENS)))
+        released = local.hold_from_layer(held)
+        fetch = client.fetch(keys, shape.layout, buffer, delivery=Delivery.LAYER_MAJOR)
+
+        def run() -> None:
+            with torch.inference_mode():
+                waiting = WaitingCache(fetch, shape, timeout_s=TIMEOUT_S)
+                logits.append(model(QUESTION, past_key_values=waiting).logits)
+
+        thread = threading.Thread(target=run)
+        thread.start()
+        try:
+            assert finished[held - 1].wait(TIMEOUT_S)
+            assert not finished[held].wait(0.3)
+            assert not logits
+        finally:
+            released.set()
+            thread.join(TIMEOUT_S)
+            for hook in hooks:
+                hook.remove()
+        fetch.wait(TIMEOUT_S)
+    assert all(done.is_set() for done in finished)
+    assert torch.equal(logits[0], model(QUESTION, past_key_values=cache).logits)
