@@ -21,6 +21,10 @@ def main() -> None:
 
 def run(arguments: Sequence[str]) -> int:
     """Run one command; its exit status: 0 done, 1 failed, 2 wrong use."""
+    if arguments[:1] == ["bench"]:
+        from bench.cli import run as run_bench  # its own parser, and numpy and more that serving does not need
+
+        return run_bench(arguments[1:])
     options = _parser().parse_args(arguments)
     logging.basicConfig(level=options.log_level.upper(), format="%(asctime)s %(levelname)s %(name)s: %(message)s")
     try:
@@ -79,9 +83,7 @@ def _parser() -> argparse.ArgumentParser:
     _add_common(gateway)
     gateway.set_defaults(command=_gateway)
 
-    bench = commands.add_parser("bench", add_help=False, help="measure; each figure comes with what it is a ratio of")
-    bench.add_argument("arguments", nargs=argparse.REMAINDER, help="see objectcache bench --help")
-    bench.set_defaults(command=_bench)
+    commands.add_parser("bench", help="measure; each figure comes with what it is a ratio of")
     return parser
 
 
@@ -126,12 +128,6 @@ def _gateway(options: argparse.Namespace) -> int:
         lambda: serve.GatewayServer(options.storage, secret, config.gateway_settings(), credentials, listen),
     )
     return 0
-
-
-def _bench(options: argparse.Namespace) -> int:
-    from bench.cli import run as run_bench
-
-    return run_bench(options.arguments)
 
 
 def _parse_listen(text: str) -> serve.Listen:

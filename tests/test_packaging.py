@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 
+import pytest
 import yaml
 
 from tests.support import repository
@@ -15,7 +16,7 @@ def test_the_image_installs_as_the_makefile_does_and_copies_every_package() -> N
     for step in ("-c constraints.txt torch", "-c constraints.txt"):
         assert step in makefile
         assert step in dockerfile
-    declared = (repository() / "pyproject.toml").read_text().split("[tool.setuptools.package-data]")[0]
+    declared = (repository() / "pyproject.toml").read_text().split("[tool.setuptools.packages.find]")[1].split("]")[0]
     packages = re.findall(r'"(\w+)\*"', declared)
     for package in packages:
         assert f"COPY {package} {package}\n" in dockerfile, package
@@ -42,3 +43,12 @@ def test_readme_names_only_make_targets_that_exist() -> None:
     for target in set(re.findall(r"`make ([a-z-]+)`|^make ([a-z-]+)$", (repository() / "README.md").read_text(), re.M)):
         name = target[0] or target[1]
         assert re.search(rf"^{name}:", makefile, re.MULTILINE), name
+
+
+def test_bench_has_its_own_help(capsys: pytest.CaptureFixture[str]) -> None:
+    from objectcache.cli import run
+
+    with pytest.raises(SystemExit) as left:
+        run(["bench", "aggregate", "--help"])
+    assert left.value.code == 0
+    assert "--smoke" in capsys.readouterr().out
