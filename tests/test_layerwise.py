@@ -19,7 +19,7 @@ from descriptors.errors import CallerError, ChunkUnavailable, ErrorCode
 from descriptors.layout import ChunkLayout
 from descriptors.notices import Mode
 from nixl_client.client import ObjectCacheClient, Transport
-from tests.support import LAYOUT, OWNER, LocalStack, N, Stack, layer_of, make_chunks
+from tests.support import LAYOUT, OWNER, LocalStack, N, Stack, layer_of, make_chunks, repository
 
 
 @pytest.fixture
@@ -126,6 +126,30 @@ async def test_async_iterator_yields_layers_in_order_and_leaving_cancels(
         assert await client.lookup_async(keys) == N
     finally:
         await asyncio.to_thread(client.close)
+
+
+def test_the_example_of_the_client_docs_runs(servers: Stack, monkeypatch: pytest.MonkeyPatch) -> None:
+    """docs/client.md, word for word but for the endpoint and the place where the reader computes."""
+    example = (repository() / "docs" / "client.md").read_text().split("```python\n")[1].split("```")[0]
+    for before, after in (("http://127.0.0.1:9000", servers.url), ("kv-cache", "chunks"), (" ... ", " kv.sum()")):
+        assert before in example
+        example = example.replace(before, after)
+    monkeypatch.setenv("AWS_ACCESS_KEY_ID", OWNER[0])
+    monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", OWNER[1])
+    layout = ChunkLayout(32, 16, 65536)
+    names = {"tokens": range(70), "chunks": [np.full(layout.chunk_bytes, index, np.uint8) for index in range(4)]}
+    exec(example, names)
+    assert names["matched"] == 4
+    assert names["kv"].shape == (4, 65536)
+    assert names["kv"][:, 0].tolist() == [0, 1, 2, 3]
+
+
+async def test_puts_from_an_event_loop(servers: Stack) -> None:
+    keys, chunks = make_chunks(3, LAYOUT, seed=44)
+    client = await asyncio.to_thread(servers.client, "chunks", "http")
+    await client.put_chunks_async(keys, list(chunks))
+    assert await client.lookup_async(keys) == 3
+    await asyncio.to_thread(client.close)
 
 
 def test_torch_buffers_receive_in_place(servers: Stack, stored: tuple[list[str], np.ndarray], transport: str) -> None:

@@ -175,6 +175,14 @@ def test_an_empty_put_with_an_rdma_token_creates_no_object(servers: Stack) -> No
     assert servers.request("GET", "/chunks/token").status == 404
 
 
+def test_a_get_with_an_rdma_token_answers_with_the_body(servers: Stack) -> None:
+    """Declined as the S3-over-RDMA drafts do: no x-amz-rdma-reply, the object itself."""
+    servers.s3().put_object(Bucket="chunks", Key="by-body", Body=b"the bytes")
+    reply = servers.request("GET", "/chunks/by-body", headers={"x-amz-rdma-token": "opaque"})
+    assert (reply.status, reply.body) == (200, b"the bytes")
+    assert "x-amz-rdma-reply" not in reply.headers
+
+
 def test_errors_carry_request_ids_and_heads_no_body(servers: Stack) -> None:
     reply = servers.request("GET", "/chunks/nothing-here")
     assert reply.headers["x-amz-request-id"].encode() in reply.body

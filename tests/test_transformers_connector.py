@@ -7,15 +7,14 @@ from collections.abc import Iterator
 
 import numpy as np
 import pytest
+import torch
+import transformers
 
-torch = pytest.importorskip("torch")
-transformers = pytest.importorskip("transformers")
-
-from descriptors.descriptor import Delivery  # noqa: E402
-from descriptors.errors import ChunkUnavailable, ErrorCode  # noqa: E402
-from descriptors.notices import Mode  # noqa: E402
-from nixl_client.connectors.transformers import KvShape, WaitingCache, chunks_from_cache  # noqa: E402
-from nixl_client.fetch import Layer  # noqa: E402
+from descriptors.descriptor import Delivery
+from descriptors.errors import ChunkUnavailable, ErrorCode
+from descriptors.notices import Mode
+from nixl_client.connectors.transformers import KvShape, WaitingCache, chunks_from_cache
+from nixl_client.fetch import Layer
 
 CHUNK_TOKENS = 4
 CHUNKS = 6
