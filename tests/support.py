@@ -101,23 +101,18 @@ def started(*arguments: str, environment: Mapping[str, str] | None = None) -> It
     process = subprocess.Popen(
         command, stdout=subprocess.PIPE, text=True, env={**os.environ, **(environment or {})}, cwd=repository()
     )
-    try:
-        assert process.stdout is not None
-        line = process.stdout.readline()
-        assert READY in line, f"{arguments}: {line!r}, exit {process.poll()}"
-        yield line.strip().partition(READY)[2], process
-        alive = process.poll() is None
-    except BaseException:
-        process.kill()
-        process.wait()
-        raise
-    finally:
-        if process.stdout is not None and process.poll() is not None:
-            process.stdout.close()
-    if alive:
-        process.send_signal(signal.SIGTERM)
-        assert process.wait(timeout=30) == 0
-    process.stdout.close()
+    assert process.stdout is not None
+    with process.stdout:
+        try:
+            line = process.stdout.readline()
+            assert READY in line, f"{arguments}: {line!r}, exit {process.poll()}"
+            yield line.strip().partition(READY)[2], process
+            if process.poll() is None:
+                process.send_signal(signal.SIGTERM)
+                assert process.wait(timeout=30) == 0
+        finally:
+            process.kill()
+            process.wait()
 
 
 def repository() -> Path:
