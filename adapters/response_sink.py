@@ -20,11 +20,23 @@ from descriptors.units import KIB
 DRAIN_BYTES = 64 * KIB
 _log = logging.getLogger(__name__)
 _BEGUN = web.RequestKey("answer begun", bool)
+_STANDING = web.RequestKey("headers of every answer", dict[str, str])
+
+
+def promise_headers(http: web.BaseRequest, headers: dict[str, str]) -> None:
+    """Headers whatever answers this request shall have; see `fulfil_headers`."""
+    http[_STANDING] = headers
+
+
+def fulfil_headers(http: web.BaseRequest, response: web.StreamResponse) -> None:
+    """Give a response whose head is not sent yet the promised headers."""
+    response.headers.update(http.get(_STANDING, {}))
 
 
 async def begin_answer(http: web.BaseRequest, response: web.StreamResponse) -> None:
     """Send the head of an answer whose body is streamed."""
     http[_BEGUN] = True
+    fulfil_headers(http, response)
     await response.prepare(http)
 
 
@@ -50,13 +62,16 @@ def cutting(handler: Callable[[web.BaseRequest], Awaitable[web.StreamResponse]])
 
 
 def abort_connection(http: web.BaseRequest) -> None:
+    """Cut a request's connection; see `cut`."""
+    if http.transport is not None:
+        cut(http.transport)
+
+
+def cut(transport: asyncio.Transport) -> None:
     """Cut the connection so that no byte still queued is sent after this returns.
 
     An event loop may carry out `abort` a turn later and try its queue before; a socket that is shut down takes no more.
     """
-    transport = http.transport
-    if transport is None:
-        return
     pseudo = transport.get_extra_info("socket")
     if pseudo is not None and pseudo.fileno() >= 0:
         with contextlib.suppress(OSError), socket.socket(fileno=os.dup(pseudo.fileno())) as same:

@@ -20,10 +20,11 @@ import numpy as np
 
 from bench.baselines import MemoryCopy, RawNixlWrites, RawSocket, get_ranges
 from bench.content import Bytes, Content, VerificationError, make_content, verify_payload, verify_slices
+from bench.jobs import BUCKET
 from bench.machine import describe_commit, describe_machine
 from bench.progress import progress_bar
 from bench.report import MEMCPY, Measurement, Report, Sample
-from bench.server import BUCKET, BenchServer, running_server
+from bench.server import BenchServer, running_server
 from descriptors.descriptor import Delivery
 from descriptors.layout import ChunkLayout
 from descriptors.prefix_keys import Namespace, chunk_keys

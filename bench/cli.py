@@ -5,20 +5,20 @@ from __future__ import annotations
 import argparse
 import importlib.util
 import json
-import re
-import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 
 from adapters.nixl_agent import NixlFailure, is_available
 from bench.aggregate import AggregateSettings, measure_aggregate
-from bench.baselines import BaselineError
+from bench.arguments import complain, number, writable
+from bench.child import BaselineError
 from bench.content import STAMP_BYTES
 from bench.report import Report, plot, table, to_json
+from bench.s3_cli import add_s3
 from bench.server import BenchServerError
 from descriptors.descriptor import CHUNK_COUNT_MAX, CHUNK_TOKENS_MAX, NUM_LAYERS_MAX, PER_LAYER_CHUNK_BYTES_MAX
 from descriptors.errors import ObjectCacheError
-from descriptors.units import GIB, KIB, MIB
+from descriptors.units import KIB, MIB
 from nixl_client.client import Transport
 
 FULL = {"chunks": 512, "layers": 32, "slice_bytes": 64 * KIB, "runs": 5, "naive_slices": 1024}
@@ -26,7 +26,6 @@ SMOKE = {"chunks": 16, "layers": 4, "slice_bytes": 4 * KIB, "runs": 1, "naive_sl
 MEMCPY_BYTES = 256 * MIB
 MEMCPY_BYTES_SMOKE = 16 * MIB
 RUNS_MAX = 1000
-_UNITS = {"": 1, "KIB": KIB, "MIB": MIB, "GIB": GIB}
 
 
 def run(arguments: Sequence[str]) -> int:
@@ -49,52 +48,53 @@ def _parser() -> argparse.ArgumentParser:
     )
     _add_shape(aggregate)
     aggregate.add_argument("--smoke", action="store_true", help="tiny sizes, one run: does it work, not how fast")
-    aggregate.add_argument("--runs", type=_number(1, RUNS_MAX), metavar="K", help="counted runs; default: 5")
-    aggregate.add_argument("--seed", type=_number(0, 1 << 62), default=1, help="default: 1")
+    aggregate.add_argument("--runs", type=number(1, RUNS_MAX), metavar="K", help="counted runs; default: 5")
+    aggregate.add_argument("--seed", type=number(0, 1 << 62), default=1, help="default: 1")
     aggregate.add_argument(
         "--transports", type=_transports, default="ucx,http", metavar="LIST", help="default: ucx,http"
     )
     aggregate.add_argument("--ucx-tls", metavar="TLS", help="set UCX_TLS for all ucx runs, for example tcp")
     aggregate.add_argument(
-        "--naive-slices", type=_number(1, 1 << 26), metavar="COUNT", help="bound of the naive sample; default: 1024"
+        "--naive-slices", type=number(1, 1 << 26), metavar="COUNT", help="bound of the naive sample; default: 1024"
     )
     aggregate.add_argument("--folder", type=Path, metavar="DIR", help="for the store; default: temporary files")
     aggregate.add_argument("--json", type=Path, metavar="FILE", help="write everything there, raw samples included")
     aggregate.add_argument("--plot", type=Path, metavar="FILE", help="draw the throughputs; needs the extra 'plot'")
     aggregate.set_defaults(command=_aggregate)
+    add_s3(commands)
     return parser
 
 
 def _add_shape(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("-N", "--chunks", type=_number(1, CHUNK_COUNT_MAX), metavar="N", help="chunks; default: 512")
-    parser.add_argument("-L", "--layers", type=_number(1, NUM_LAYERS_MAX), metavar="L", help="layers; default: 32")
+    parser.add_argument("-N", "--chunks", type=number(1, CHUNK_COUNT_MAX), metavar="N", help="chunks; default: 512")
+    parser.add_argument("-L", "--layers", type=number(1, NUM_LAYERS_MAX), metavar="L", help="layers; default: 32")
     parser.add_argument(
         "-S",
         "--slice-bytes",
-        type=_number(STAMP_BYTES, PER_LAYER_CHUNK_BYTES_MAX),
+        type=number(STAMP_BYTES, PER_LAYER_CHUNK_BYTES_MAX),
         metavar="S",
         help="bytes of one layer in one chunk, KiB and MiB understood; default: 64KiB",
     )
     parser.add_argument(
-        "-G", "--chunk-tokens", type=_number(1, CHUNK_TOKENS_MAX), default=16, metavar="G", help="default: 16"
+        "-G", "--chunk-tokens", type=number(1, CHUNK_TOKENS_MAX), default=16, metavar="G", help="default: 16"
     )
 
 
 def _aggregate(options: argparse.Namespace) -> int:
     settings = _aggregate_settings(options)
     if Transport.UCX in settings.transports and not is_available():
-        return _complain("NIXL is not installed: pip install 'objectcache[ucx]', or pass --transports http", 2)
+        return complain("NIXL is not installed: pip install 'objectcache[ucx]', or pass --transports http", 2)
     if options.plot is not None and importlib.util.find_spec("matplotlib") is None:
-        return _complain("--plot needs matplotlib: pip install 'objectcache[plot]'", 2)
-    for path in (options.json, options.plot):
-        if path is not None and not path.absolute().parent.is_dir():
-            return _complain(f"{path.parent}: no such folder", 2)
+        return complain("--plot needs matplotlib: pip install 'objectcache[plot]'", 2)
+    unwritable = writable(options.json, options.plot)
+    if unwritable is not None:
+        return complain(unwritable, 2)
     try:
         report = measure_aggregate(settings)
     except (BaselineError, BenchServerError, ObjectCacheError, NixlFailure, TimeoutError) as error:
-        return _complain(str(error), 1)
+        return complain(str(error), 1)
     except MemoryError:
-        return _complain("not enough memory for a buffer of N*L*S bytes", 1)
+        return complain("not enough memory for a buffer of N*L*S bytes", 1)
     _publish(report, options.json, options.plot)
     return 0 if report.problem is None else 1
 
@@ -128,26 +128,6 @@ def _publish(report: Report, json_path: Path | None, plot_path: Path | None) -> 
         json_path.write_text(json.dumps(to_json(report), indent=2) + "\n")
     if plot_path is not None:
         plot(report, plot_path)
-
-
-def _complain(message: str, status: int) -> int:
-    print(f"objectcache bench: {message}", file=sys.stderr)
-    return status
-
-
-def _number(least: int, most: int) -> Callable[[str], int]:
-    """A parser of whole numbers from `least` to `most`, with an optional binary unit."""
-
-    def parse(text: str) -> int:
-        match = re.fullmatch(r"(\d+) *([KMG]iB)?", text, re.IGNORECASE)
-        if match is None:
-            raise argparse.ArgumentTypeError(f"{text!r} is no whole number")
-        value = int(match[1]) * _UNITS[(match[2] or "").upper()]
-        if not least <= value <= most:
-            raise argparse.ArgumentTypeError(f"must be {least} to {most}, not {value}")
-        return value
-
-    return parse
 
 
 def _transports(text: str) -> tuple[Transport, ...]:

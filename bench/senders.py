@@ -1,4 +1,4 @@
-"""The raw senders, run as a process of their own: `python -m bench.senders KIND ARGUMENTS`, by `baselines`.
+"""The raw senders, run as a process of their own: `python -m bench.senders KIND ARGUMENTS`, by `baselines` and `peers`.
 
 Says "ready" on standard output once connected. Every line on standard input is a command; its end is the order to
 leave.
@@ -6,9 +6,11 @@ leave.
 
 from __future__ import annotations
 
+import contextlib
 import mmap
 import socket
 import sys
+import threading
 import time
 import uuid
 from collections import deque
@@ -18,9 +20,11 @@ import numpy as np
 
 from adapters.nixl_agent import Agent, Memory, Write, WriteState, leave
 from bench.content import Bytes
+from bench.objects import ObjectContent, make_object_content
 
 WRITES_IN_FLIGHT_MAX = 4
 SEND_BYTES_MAX = 1 << 20
+CONNECTIONS_MAX = 1024
 PATTERN = 0x5A
 
 
@@ -30,6 +34,9 @@ def main(arguments: Sequence[str]) -> None:
     if kind == "nixl":
         metadata, address, target_bytes, source_bytes = rest
         send_nixl(bytes.fromhex(metadata), Memory(int(address), int(target_bytes)), int(source_bytes))
+    elif kind == "objects":
+        seed, nbytes_max = map(int, rest)
+        send_objects(seed, nbytes_max)
     else:
         port, source_bytes = rest
         send_socket(int(port), int(source_bytes))
@@ -59,6 +66,33 @@ def send_socket(port: int, source_bytes: int) -> None:
         for line in sys.stdin:
             for source_offset, _, nbytes in write_spans(int(line), min(SEND_BYTES_MAX, source_bytes), source_bytes):
                 sender.sendall(view[source_offset : source_offset + nbytes])
+
+
+def send_objects(seed: int, nbytes_max: int) -> None:
+    """Send an object for each line "NBYTES NUMBER" that comes over a connection; says "ready PORT" first.
+
+    One thread for each connection: send calls leave the interpreter lock.
+    """
+    content = make_object_content(nbytes_max, seed)
+    with socket.create_server(("127.0.0.1", 0), backlog=CONNECTIONS_MAX) as listener:
+        _say(f"ready {listener.getsockname()[1]}")
+        threading.Thread(target=_accept, args=(listener, content), daemon=True).start()
+        sys.stdin.read()
+
+
+def _accept(listener: socket.socket, content: ObjectContent) -> None:
+    while True:
+        connection, _ = listener.accept()
+        threading.Thread(target=_answer_lines, args=(connection, content), daemon=True).start()
+
+
+def _answer_lines(connection: socket.socket, content: ObjectContent) -> None:
+    with connection, contextlib.suppress(ConnectionError), connection.makefile("rb") as lines:
+        for line in lines:
+            nbytes, number = map(int, line.split())
+            view = content.window(number, nbytes).data
+            for first in range(0, nbytes, SEND_BYTES_MAX):
+                connection.sendall(view[first : first + SEND_BYTES_MAX])
 
 
 def write_spans(total_bytes: int, write_bytes: int, source_bytes: int) -> Iterator[tuple[int, int, int]]:

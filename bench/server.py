@@ -9,7 +9,7 @@ import signal
 import subprocess
 import sys
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -17,11 +17,11 @@ from typing import Any
 
 import boto3
 from botocore.config import Config
+from botocore.exceptions import BotoCoreError, ClientError
 
+from bench.jobs import BUCKET, REGION
 from nixl_client.client import ObjectCacheClient, Transport
 
-BUCKET = "bench"
-REGION = "us-east-1"
 ROOT = Path(__file__).resolve().parent.parent
 READY = "objectcache is listening on "
 START_TIMEOUT_S = 60.0
@@ -69,19 +69,19 @@ class BenchServer:
 
 
 @contextmanager
-def running_server(parent: Path | None) -> Iterator[BenchServer]:
+def running_server(parent: Path | None, options: Sequence[str] = ()) -> Iterator[BenchServer]:
     """Serve from a new folder in `parent` (default: the system's temporary folder), removed afterwards.
+
+    `options` are further ones of `objectcache serve`.
 
     Raises BenchServerError when the server does not start, or does not end with status 0 on SIGTERM.
     """
     with tempfile.TemporaryDirectory(prefix="objectcache-bench-", dir=parent) as folder:
         access_key, secret_key = "OC" + secrets.token_hex(9).upper(), secrets.token_urlsafe(30)
-        process = _start(Path(folder), access_key, secret_key)
+        process = _start(Path(folder), options, access_key, secret_key)
         try:
             server = BenchServer(_ready_url(process), process.pid, access_key, secret_key)
-            s3 = server.s3()
-            s3.create_bucket(Bucket=BUCKET)
-            s3.close()
+            _make_bucket(server)
             yield server
         except BaseException:
             _stop(process)
@@ -91,15 +91,25 @@ def running_server(parent: Path | None) -> Iterator[BenchServer]:
             raise BenchServerError(f"the server ended with status {status}")
 
 
-def _start(folder: Path, access_key: str, secret_key: str) -> subprocess.Popen[str]:
+def _make_bucket(server: BenchServer) -> None:
+    s3 = server.s3()
+    try:
+        s3.create_bucket(Bucket=BUCKET)
+    except (BotoCoreError, ClientError) as error:
+        raise BenchServerError(f"the server made no bucket: {error}") from error
+    finally:
+        s3.close()
+
+
+def _start(folder: Path, options: Sequence[str], access_key: str, secret_key: str) -> subprocess.Popen[str]:
     environment = {
         **os.environ,
         "AWS_ACCESS_KEY_ID": access_key,
         "AWS_SECRET_ACCESS_KEY": secret_key,
         "PYTHONPATH": os.pathsep.join(filter(None, (str(ROOT), os.environ.get("PYTHONPATH")))),
     }
-    command = [sys.executable, "-m", "objectcache.cli", "serve", "--data", str(folder / "data"), "--port", "0"]
-    return subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=environment)
+    serve = [sys.executable, "-m", "objectcache.cli", "serve", "--data", str(folder / "data"), "--port", "0"]
+    return subprocess.Popen([*serve, *options], stdout=subprocess.PIPE, text=True, env=environment)
 
 
 def _ready_url(process: subprocess.Popen[str]) -> str:

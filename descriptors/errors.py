@@ -25,8 +25,11 @@ class ErrorCode(Enum):
     CANCELLED = "RequestCancelled"
     CHUNK_CORRUPT = "ChunkCorrupt"
     CHUNK_SIZE_MISMATCH = "ChunkSizeMismatch"
+    CONDITIONAL_CONFLICT = "ConditionalRequestConflict"
     ENTITY_TOO_LARGE = "EntityTooLarge"
+    ENTITY_TOO_SMALL = "EntityTooSmall"
     EXPIRED_TOKEN = "ExpiredToken"
+    ILLEGAL_LOCATION = "IllegalLocationConstraintException"
     INCOMPLETE_BODY = "IncompleteBody"
     INSUFFICIENT_STORAGE = "InsufficientStorage"
     INTERNAL_ERROR = "InternalError"
@@ -35,21 +38,35 @@ class ErrorCode(Enum):
     INVALID_BUCKET_NAME = "InvalidBucketName"
     INVALID_DESCRIPTOR = "InvalidDescriptor"
     INVALID_DIGEST = "InvalidDigest"
+    INVALID_PART = "InvalidPart"
+    INVALID_PART_NUMBER = "InvalidPartNumber"
+    INVALID_PART_ORDER = "InvalidPartOrder"
     INVALID_RANGE = "InvalidRange"
     INVALID_REQUEST = "InvalidRequest"
+    INVALID_STORAGE_CLASS = "InvalidStorageClass"
+    INVALID_TAG = "InvalidTag"
     INVALID_URI = "InvalidURI"
     KEY_TOO_LONG = "KeyTooLongError"
+    MALFORMED_TRAILER = "MalformedTrailerError"
+    MALFORMED_XML = "MalformedXML"
     METADATA_TOO_LARGE = "MetadataTooLarge"
     METHOD_NOT_ALLOWED = "MethodNotAllowed"
     MISSING_CONTENT_LENGTH = "MissingContentLength"
+    MISSING_REQUEST_BODY = "MissingRequestBodyError"
+    NOT_IMPLEMENTED = "NotImplemented"
+    NOT_MODIFIED = "NotModified"
     NO_SUCH_AGENT = "NoSuchAgent"
     NO_SUCH_BUCKET = "NoSuchBucket"
     NO_SUCH_CHUNK = "NoSuchChunk"
     NO_SUCH_KEY = "NoSuchKey"
-    NOT_IMPLEMENTED = "NotImplemented"
-    REQUEST_REPLAYED = "RequestReplayed"
-    REQUEST_TIME_TOO_SKEWED = "RequestTimeTooSkewed"
+    NO_SUCH_LIFECYCLE = "NoSuchLifecycleConfiguration"
+    NO_SUCH_UPLOAD = "NoSuchUpload"
+    NO_SUCH_VERSION = "NoSuchVersion"
+    PRECONDITION_FAILED = "PreconditionFailed"
     REQUEST_EXPIRED = "RequestExpired"
+    REQUEST_REPLAYED = "RequestReplayed"
+    REQUEST_TIMEOUT = "RequestTimeout"
+    REQUEST_TIME_TOO_SKEWED = "RequestTimeTooSkewed"
     SIGNATURE_DOES_NOT_MATCH = "SignatureDoesNotMatch"
     SLOW_DOWN = "SlowDown"
     TARGET_UNREACHABLE = "TargetUnreachable"
@@ -68,8 +85,11 @@ HTTP_STATUS: dict[ErrorCode, int] = {
     ErrorCode.CANCELLED: 409,
     ErrorCode.CHUNK_CORRUPT: 500,
     ErrorCode.CHUNK_SIZE_MISMATCH: 404,
+    ErrorCode.CONDITIONAL_CONFLICT: 409,
     ErrorCode.ENTITY_TOO_LARGE: 400,
+    ErrorCode.ENTITY_TOO_SMALL: 400,
     ErrorCode.EXPIRED_TOKEN: 400,
+    ErrorCode.ILLEGAL_LOCATION: 400,
     ErrorCode.INCOMPLETE_BODY: 400,
     ErrorCode.INSUFFICIENT_STORAGE: 507,
     ErrorCode.INTERNAL_ERROR: 500,
@@ -78,21 +98,35 @@ HTTP_STATUS: dict[ErrorCode, int] = {
     ErrorCode.INVALID_BUCKET_NAME: 400,
     ErrorCode.INVALID_DESCRIPTOR: 400,
     ErrorCode.INVALID_DIGEST: 400,
+    ErrorCode.INVALID_PART: 400,
+    ErrorCode.INVALID_PART_NUMBER: 416,
+    ErrorCode.INVALID_PART_ORDER: 400,
     ErrorCode.INVALID_RANGE: 416,
     ErrorCode.INVALID_REQUEST: 400,
+    ErrorCode.INVALID_STORAGE_CLASS: 400,
+    ErrorCode.INVALID_TAG: 400,
     ErrorCode.INVALID_URI: 400,
     ErrorCode.KEY_TOO_LONG: 400,
+    ErrorCode.MALFORMED_TRAILER: 400,
+    ErrorCode.MALFORMED_XML: 400,
     ErrorCode.METADATA_TOO_LARGE: 400,
     ErrorCode.METHOD_NOT_ALLOWED: 405,
     ErrorCode.MISSING_CONTENT_LENGTH: 411,
+    ErrorCode.MISSING_REQUEST_BODY: 400,
+    ErrorCode.NOT_IMPLEMENTED: 501,
+    ErrorCode.NOT_MODIFIED: 304,
     ErrorCode.NO_SUCH_AGENT: 404,
     ErrorCode.NO_SUCH_BUCKET: 404,
     ErrorCode.NO_SUCH_CHUNK: 404,
     ErrorCode.NO_SUCH_KEY: 404,
-    ErrorCode.NOT_IMPLEMENTED: 501,
-    ErrorCode.REQUEST_REPLAYED: 409,
-    ErrorCode.REQUEST_TIME_TOO_SKEWED: 403,
+    ErrorCode.NO_SUCH_LIFECYCLE: 404,
+    ErrorCode.NO_SUCH_UPLOAD: 404,
+    ErrorCode.NO_SUCH_VERSION: 404,
+    ErrorCode.PRECONDITION_FAILED: 412,
     ErrorCode.REQUEST_EXPIRED: 403,
+    ErrorCode.REQUEST_REPLAYED: 409,
+    ErrorCode.REQUEST_TIMEOUT: 400,
+    ErrorCode.REQUEST_TIME_TOO_SKEWED: 403,
     ErrorCode.SIGNATURE_DOES_NOT_MATCH: 403,
     ErrorCode.SLOW_DOWN: 503,
     ErrorCode.TARGET_UNREACHABLE: 500,

@@ -8,94 +8,64 @@ from __future__ import annotations
 
 from collections.abc import AsyncIterator
 from contextlib import AbstractAsyncContextManager
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Protocol
 
+from descriptors.conditions import NO_WRITE_CONDITION, WriteCondition
 from descriptors.descriptor import Descriptor
+from descriptors.lifecycle import LifecycleRule
 from descriptors.messages import AgentLease, AgentRegistration, AgentRenewal, LookupRequest
 from descriptors.notices import Mode
+from descriptors.objects import (
+    BodyDigests,
+    BucketInfo,
+    CompleteRequest,
+    CopyRequest,
+    ListPage,
+    ListRequest,
+    ObjectInfo,
+    ObjectPart,
+    PartCopyRequest,
+    PartInfo,
+    PartPage,
+    PartRequest,
+    PutRequest,
+    ReadHead,
+    ReadRequest,
+    UploadListRequest,
+    UploadPage,
+    UploadRef,
+    UploadRequest,
+)
 
 Piece = bytes | bytearray | memoryview
 """A run of body bytes."""
 
 
-@dataclass(frozen=True, slots=True)
-class BucketInfo:
-    """A bucket and when it was made (Unix seconds)."""
+class Body(Protocol):
+    """A request's body: iterate once over its bytes; then, and only then, `digests` says what they should hash to.
 
-    name: str
-    created_at: float
-
-
-@dataclass(frozen=True, slots=True)
-class ObjectInfo:
-    """What is known of a stored object. `etag` is the bare MD5 in hex; `modified_at` is Unix seconds;
-    `headers` are the stored content and user-metadata headers, lower-case names.
+    Digests may come in trailers; whether a SHA-256 will be among them is known before. Iterating raises
+    CallerError(IncompleteBody) when the body ends early.
     """
 
-    key: str
-    nbytes: int
-    etag: str
-    modified_at: float
-    headers: dict[str, str] = field(default_factory=dict)
+    @property
+    def has_sha256(self) -> bool: ...
 
+    def __aiter__(self) -> AsyncIterator[Piece]: ...
 
-@dataclass(frozen=True, slots=True)
-class PutRequest:
-    """A whole object to store. `sha256` and `md5` are hex digests the body must have, where the caller gave them."""
-
-    bucket: str
-    key: str
-    nbytes: int
-    headers: dict[str, str]
-    sha256: str | None = None
-    md5: str | None = None
-
-
-@dataclass(frozen=True, slots=True)
-class ListRequest:
-    """Keys after `after` (exclusive) that start with `prefix`, rolled up at `delimiter`, at most `max_keys` entries."""
-
-    bucket: str
-    prefix: str = ""
-    delimiter: str = ""
-    after: str = ""
-    max_keys: int = 1000
-
-
-@dataclass(frozen=True, slots=True)
-class ListPage:
-    """One page of a listing. `next_after` continues it; None at the end."""
-
-    objects: list[ObjectInfo]
-    common_prefixes: list[str]
-    next_after: str | None
-
-
-@dataclass(frozen=True, slots=True)
-class ByteRange:
-    """Bytes [start, start + length) of an object."""
-
-    start: int
-    length: int
+    def digests(self) -> BodyDigests: ...
 
 
 @dataclass(frozen=True, slots=True)
 class ObjectRead:
-    """An open object: `body` yields its bytes from the pinned version, whatever happens to the key meanwhile."""
+    """An open object: `body` yields the bytes `head.range` names, from the version that was opened, whatever happens to
+    the key meanwhile. Every piece has passed its checksum; iterating raises ServerError(InternalError) at one that does
+    not, so take the first piece before answering.
+    """
 
-    info: ObjectInfo
-    range: ByteRange
+    head: ReadHead
     body: AsyncIterator[Piece]
-
-
-@dataclass(frozen=True, slots=True)
-class RangeSpec:
-    """A Range header's one range: first and last byte (inclusive), or the last `suffix` bytes."""
-
-    first: int | None = None
-    last: int | None = None
-    suffix: int | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -130,25 +100,72 @@ class BodySink(Protocol):
 
 
 class StorageApi(Protocol):
-    """The storage side as a gateway sees it. Every method raises ObjectCacheError for what goes wrong."""
+    """The storage side as a gateway sees it. Every method raises ObjectCacheError for what goes wrong: NoSuchBucket,
+    NoSuchKey and NoSuchUpload where those are missing, and what is named below.
+    """
 
-    async def create_bucket(self, access_key: str, bucket: str) -> None: ...
+    async def create_bucket(self, access_key: str, bucket: str) -> None:
+        """BucketAlreadyOwnedByYou, BucketAlreadyExists."""
 
     async def head_bucket(self, bucket: str) -> BucketInfo: ...
 
     async def list_buckets(self) -> list[BucketInfo]: ...
 
-    async def put_object(self, request: PutRequest, body: AsyncIterator[Piece]) -> ObjectInfo: ...
+    async def delete_bucket(self, bucket: str) -> None:
+        """BucketNotEmpty while it has objects; unfinished uploads go with it."""
 
-    async def head_object(self, bucket: str, key: str) -> ObjectInfo: ...
+    async def get_lifecycle(self, bucket: str) -> list[LifecycleRule]:
+        """Empty when none is set."""
 
-    def open_object(
-        self, bucket: str, key: str, range_spec: RangeSpec | None
-    ) -> AbstractAsyncContextManager[ObjectRead]: ...
+    async def set_lifecycle(self, bucket: str, rules: list[LifecycleRule]) -> None:
+        """An empty list removes the configuration."""
 
-    async def delete_object(self, bucket: str, key: str) -> None: ...
+    async def put_object(self, request: PutRequest, body: Body) -> ObjectInfo:
+        """Stored and durable when this returns; IncompleteBody, BadDigest, XAmzContentSHA256Mismatch, EntityTooLarge,
+        PreconditionFailed otherwise, and then nothing of it is visible.
+        """
+
+    async def head_object(self, request: ReadRequest) -> ReadHead:
+        """PreconditionFailed, NotModified, InvalidRange, InvalidPartNumber."""
+
+    def open_object(self, request: ReadRequest) -> AbstractAsyncContextManager[ObjectRead]:
+        """As `head_object`, with the bytes."""
+
+    async def object_parts(self, bucket: str, key: str) -> list[ObjectPart]:
+        """The parts of a multipart object; empty for one stored whole."""
+
+    async def copy_object(self, request: CopyRequest) -> ObjectInfo:
+        """PreconditionFailed for the source's condition or the target's; EntityTooLarge over 5 GiB."""
+
+    async def delete_object(self, bucket: str, key: str, condition: WriteCondition = NO_WRITE_CONDITION) -> None:
+        """Deleting what is not there is fine, but for If-Match."""
+
+    async def delete_objects(self, bucket: str, keys: list[str]) -> None:
+        """All or nothing, in one step."""
+
+    async def set_tags(self, bucket: str, key: str, tags: dict[str, str]) -> None:
+        """Replaces all tags; ETag and modification time stay."""
 
     async def list_objects(self, request: ListRequest) -> ListPage: ...
+
+    async def create_upload(self, request: UploadRequest) -> str:
+        """The new upload's id."""
+
+    async def put_part(self, request: PartRequest, body: Body) -> PartInfo:
+        """As `put_object`. A part sent again replaces the one before."""
+
+    async def copy_part(self, request: PartCopyRequest) -> PartInfo: ...
+
+    async def complete_upload(self, request: CompleteRequest) -> ObjectInfo:
+        """InvalidPart, InvalidPartOrder, EntityTooSmall, BadDigest, PreconditionFailed; the upload then stays. Asked
+        again for what it completed already, it answers as it did then.
+        """
+
+    async def abort_upload(self, upload: UploadRef) -> None: ...
+
+    async def list_parts(self, upload: UploadRef, part_number_marker: int, max_parts: int) -> PartPage: ...
+
+    async def list_uploads(self, request: UploadListRequest) -> UploadPage: ...
 
     async def lookup(self, bucket: str, request: LookupRequest) -> int: ...
 

@@ -5,53 +5,30 @@ from __future__ import annotations
 import logging
 import secrets
 import time
-from collections.abc import Awaitable, Callable
-from dataclasses import dataclass
+from dataclasses import replace
+from urllib.parse import unquote
 
 from aiohttp import web
 
-from adapters.response_sink import abort_if_begun, cutting
+from adapters.response_sink import abort_if_begun, cutting, fulfil_headers, promise_headers
 from descriptors.errors import CallerError, ErrorCode, ObjectCacheError, ServerError
 from descriptors.storage_api import StorageApi
 from gateway import sigv4, xml
-from gateway.call import CONTINUED, Call, expects_continue
+from gateway.body import CONTINUED, expects_continue
+from gateway.call import Call
+from gateway.connections import LimitedServer
 from gateway.credentials import CredentialBook, authorize
-from gateway.operations import buckets, layerwise, objects
-from gateway.request import SERVICE_PREFIX, S3Request, parse_target
+from gateway.handlers import HANDLERS, LAYERWISE
+from gateway.request import SERVICE_PREFIX, S3Request, parse_target, without_chunk_coding
 from gateway.routing import Operation, route
+from gateway.settings import GatewaySettings as GatewaySettings
 
-HEADER_BYTES_MAX = 16_384
 RETRY_AFTER_S = 1
-HEALTH_PATH = "/_objectcache/health"
+HEALTH_NAME = "health"
+SERVER = "ObjectCache"
+_BODY_LOST = frozenset({ErrorCode.REQUEST_TIMEOUT, ErrorCode.INCOMPLETE_BODY})
+_WITH_BODY = frozenset({Operation.LAYERWISE, Operation.LOOKUP, Operation.REGISTER_AGENT, Operation.RENEW_AGENT})
 _log = logging.getLogger(__name__)
-
-_HANDLERS: dict[Operation, Callable[[Call], Awaitable[web.StreamResponse]]] = {
-    Operation.LIST_BUCKETS: buckets.list_buckets,
-    Operation.CREATE_BUCKET: buckets.create_bucket,
-    Operation.HEAD_BUCKET: buckets.head_bucket,
-    Operation.LIST_OBJECTS_V2: buckets.list_objects_v2,
-    Operation.PUT_OBJECT: objects.put_object,
-    Operation.GET_OBJECT: objects.get_object,
-    Operation.HEAD_OBJECT: objects.head_object,
-    Operation.DELETE_OBJECT: objects.delete_object,
-    Operation.LAYERWISE: layerwise.layerwise,
-    Operation.LAYERWISE_HEADER: layerwise.layerwise_header,
-    Operation.LOOKUP: layerwise.lookup,
-    Operation.REGISTER_AGENT: layerwise.register_agent,
-    Operation.RENEW_AGENT: layerwise.renew_agent,
-    Operation.DELETE_AGENT: layerwise.delete_agent,
-    Operation.CANCEL_REQUEST: layerwise.cancel_request,
-}
-_PRESIGNABLE = frozenset(
-    operation for operation, handler in _HANDLERS.items() if handler.__module__ != layerwise.__name__
-)
-
-
-@dataclass(frozen=True, slots=True)
-class GatewaySettings:
-    """`region` is what signatures must name."""
-
-    region: str = "us-east-1"
 
 
 class Gateway:
@@ -61,38 +38,31 @@ class Gateway:
         self._storage = storage
         self._credentials = credentials
         self._settings = settings
+        self._host_id = secrets.token_urlsafe(24)
 
     def server(self) -> web.Server:
-        """The aiohttp server. A client that disconnects cancels its handler; bodies arrive as they were sent."""
-        return web.Server(
-            cutting(self.handle),
-            handler_cancellation=True,
-            auto_decompress=False,
-            max_line_size=HEADER_BYTES_MAX,
-            max_field_size=HEADER_BYTES_MAX,
-            access_log=None,
-        )
+        """The aiohttp server; to be called on the event loop it runs on."""
+        return LimitedServer(cutting(self.handle), self._refuse_unparsed, self._settings)
 
     async def handle(self, http: web.BaseRequest) -> web.StreamResponse:
         """Answer one request; every ObjectCacheError becomes its S3 answer, anything else InternalError."""
-        if http.path == HEALTH_PATH and http.method == "GET":
-            return web.Response(body=b'{"status":"ok"}', content_type="application/json")
-        trace_id = secrets.token_hex(8).upper()
+        trace_id = _make_trace_id()
+        promise_headers(http, self._identity(trace_id))
         started = time.perf_counter()
         try:
             response = await self._answer(http, trace_id)
         except ObjectCacheError as error:
             abort_if_begun(http)
-            response = self._refusal(http, error, trace_id)
+            response = _refusal(http.method, http.raw_path, error, trace_id)
         except ConnectionError:
             raise
         except Exception:
             _log.exception("request %s failed", trace_id)
             abort_if_begun(http)
             unknown = ServerError(ErrorCode.INTERNAL_ERROR, "we failed; quote the request id", retryable=True)
-            response = self._refusal(http, unknown, trace_id)
+            response = _refusal(http.method, http.raw_path, unknown, trace_id)
         if not response.prepared:
-            response.headers["x-amz-request-id"] = trace_id
+            fulfil_headers(http, response)
             if expects_continue(http) and CONTINUED not in http:
                 response.force_close()  # the body may or may not come: nothing after it could be told apart
         _log.debug(
@@ -106,23 +76,56 @@ class Gateway:
         return response
 
     async def _answer(self, http: web.BaseRequest, trace_id: str) -> web.StreamResponse:
-        request = parse_target(http.method, http.raw_path, _joined_headers(http))
+        request = parse_target(http.method, http.raw_path, _joined_headers(http), self._settings.domains)
+        if request.method == "GET" and request.bucket == SERVICE_PREFIX and request.key == HEALTH_NAME:
+            return web.Response(body=b'{"status":"ok"}', content_type="application/json")
         claim = sigv4.read_claim(request)
         credential = self._credentials.find(claim.access_key)
-        sigv4.verify(request, claim, credential.secret_key, self._settings.region, time.time())
+        key = sigv4.verify(request, claim, credential.secret_key, self._settings.region, time.time())
         operation = route(request)
-        if claim.presigned_s is not None and operation not in _PRESIGNABLE:
-            problem = "this request must be signed in its headers: a presigned one could be replayed for days"
-            raise CallerError(ErrorCode.ACCESS_DENIED, problem, field="X-Amz-Signature")
+        if operation in LAYERWISE:
+            _demand_signature(operation, claim)
         authorize(credential, operation.action, _policy_bucket(request))
-        return await _HANDLERS[operation](Call(request, http, claim, self._storage, trace_id))
+        request = replace(request, headers=without_chunk_coding(request.headers))
+        call = Call(request, http, claim, self._storage, trace_id, self._settings, key, credential)
+        return await HANDLERS[operation](call)
 
-    def _refusal(self, http: web.BaseRequest, error: ObjectCacheError, trace_id: str) -> web.StreamResponse:
-        if isinstance(error, ServerError):
-            _log.warning("request %s: %s", trace_id, error)
-        headers = {"Retry-After": str(RETRY_AFTER_S)} if error.code is ErrorCode.SLOW_DOWN else {}
-        body = b"" if http.method == "HEAD" else xml.error_document(error, http.path, trace_id)
-        return web.Response(status=error.http_status, body=body, content_type="application/xml", headers=headers)
+    def _identity(self, trace_id: str) -> dict[str, str]:
+        return {"x-amz-request-id": trace_id, "x-amz-id-2": self._host_id, "Server": SERVER}
+
+    def _refuse_unparsed(self, error: ObjectCacheError) -> web.Response:
+        """The answer to what never became a request."""
+        trace_id = _make_trace_id()
+        response = _refusal("", "", error, trace_id)
+        response.headers.update(self._identity(trace_id))
+        return response
+
+
+def _refusal(method: str, raw_path: str, error: ObjectCacheError, trace_id: str) -> web.Response:
+    if isinstance(error, ServerError):
+        _log.warning("request %s: %s", trace_id, error)
+    if error.code is ErrorCode.NOT_MODIFIED:
+        return web.Response(status=error.http_status)
+    headers = {"Retry-After": str(RETRY_AFTER_S)} if error.code is ErrorCode.SLOW_DOWN else {}
+    resource = unquote(raw_path.partition("?")[0], errors="replace")
+    body = b"" if method == "HEAD" else xml.error_document(error, resource, trace_id)
+    response = web.Response(status=error.http_status, body=body, content_type="application/xml", headers=headers)
+    if error.code in _BODY_LOST:
+        response.force_close()
+    return response
+
+
+def _demand_signature(operation: Operation, claim: sigv4.Claim) -> None:
+    if claim.presigned_s is not None:
+        problem = "this request must be signed in its headers: a presigned one could be replayed for days"
+        raise CallerError(ErrorCode.ACCESS_DENIED, problem, field="X-Amz-Signature")
+    if operation in _WITH_BODY and not claim.form.is_signed:
+        problem = "this request's body must be signed: x-amz-content-sha256 must be its SHA-256"
+        raise CallerError(ErrorCode.INVALID_REQUEST, problem, field="x-amz-content-sha256")
+
+
+def _make_trace_id() -> str:
+    return secrets.token_hex(8).upper()
 
 
 def _joined_headers(http: web.BaseRequest) -> dict[str, str]:

@@ -2,23 +2,32 @@
 
 from __future__ import annotations
 
-import hashlib
-from collections.abc import AsyncIterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from aiohttp import web
 
 from descriptors.errors import CallerError, ErrorCode
-from descriptors.storage_api import StorageApi
+from descriptors.objects import ChecksumAlgorithm
+from descriptors.storage_api import Body, StorageApi
+from gateway.aws_chunked import SignatureChain
+from gateway.body import RequestBody
+from gateway.credentials import NOBODY, Credential
+from gateway.payload_form import PayloadForm
 from gateway.request import S3Request
+from gateway.settings import GatewaySettings
 from gateway.sigv4 import Claim
+from gateway.upload import BodyPlan, check_digests, plan_body, plan_document
 
-CONTINUED = web.RequestKey("continued", bool)
+_CHAINED = (PayloadForm.SIGNED_CHUNKS, PayloadForm.SIGNED_CHUNKS_TRAILER)
 
 
-def expects_continue(http: web.BaseRequest) -> bool:
-    """Whether the client holds its body back until it is told to go on."""
-    return http.headers.get("Expect", "").lower() == "100-continue"
+@dataclass(frozen=True, slots=True)
+class Upload:
+    """A body on its way: `nbytes` decoded bytes, and the checksum to compute and keep of them."""
+
+    nbytes: int
+    checksum: ChecksumAlgorithm | None
+    body: Body
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,45 +39,46 @@ class Call:
     claim: Claim
     storage: StorageApi
     trace_id: str
+    settings: GatewaySettings = field(default_factory=GatewaySettings)
+    signing_key: bytes = field(default=b"", repr=False)
+    credential: Credential = NOBODY
+
+    def upload(self) -> Upload:
+        """The body as an object's bytes, whatever its form; the length must be known.
+
+        Raises CallerError: MissingContentLength, InvalidDigest, InvalidRequest. See `Body` for what reading it raises;
+        besides IncompleteBody these are RequestTimeout, SignatureDoesNotMatch, MalformedTrailerError, InvalidRequest.
+        """
+        plan = plan_body(self.request, self.claim.form, self.claim.body_sha256)
+        if plan.nbytes is None:
+            problem = "Content-Length or x-amz-decoded-content-length is required"
+            raise CallerError(ErrorCode.MISSING_CONTENT_LENGTH, problem, field="content-length")
+        return Upload(plan.nbytes, plan.checksum, self._body(plan))
 
     async def body(self, nbytes_max: int) -> bytes:
-        """The whole body, its signed SHA-256 checked.
+        """A whole small body, checked against every digest the request gives.
 
-        Raises CallerError: EntityTooLarge, InvalidRequest (the body was not signed), XAmzContentSHA256Mismatch.
+        Raises CallerError: EntityTooLarge, XAmzContentSHA256Mismatch, BadDigest, and what `upload` and its body raise.
         """
-        expected = self.claim.body_sha256
-        if expected is None:
-            raise CallerError(
-                ErrorCode.INVALID_REQUEST,
-                "this request's body must be signed: x-amz-content-sha256 must be its SHA-256",
-                field="x-amz-content-sha256",
-            )
+        plan = plan_document(self.request, self.claim.form, self.claim.body_sha256)
+        if plan.nbytes is not None and plan.nbytes > nbytes_max:
+            raise _too_large(nbytes_max)
+        body = self._body(plan)
         data = bytearray()
-        async for piece in self.pieces():
+        async for piece in body:
             data += piece
             if len(data) > nbytes_max:
-                raise CallerError(
-                    ErrorCode.ENTITY_TOO_LARGE, f"the body may have {nbytes_max} bytes", field="content-length"
-                )
-        if hashlib.sha256(data).hexdigest() != expected:
-            raise CallerError(
-                ErrorCode.X_AMZ_CONTENT_SHA256_MISMATCH,
-                "the body's SHA-256 is not the one that was signed",
-                field="x-amz-content-sha256",
-            )
-        return bytes(data)
+                raise _too_large(nbytes_max)
+        whole = bytes(data)
+        check_digests(whole, plan.checksum, body.digests())
+        return whole
 
-    async def pieces(self) -> AsyncIterator[bytes]:
-        """The body as it arrives. Raises CallerError(IncompleteBody) when the connection ends early.
+    def _body(self, plan: BodyPlan) -> RequestBody:
+        claim = self.claim
+        chained = claim.form in _CHAINED
+        chain = SignatureChain(self.signing_key, claim.date, claim.scope, claim.signature) if chained else None
+        return RequestBody(self.http, plan, chain, self.settings.body_idle_timeout_s)
 
-        A client that waits for `100 Continue` gets it here, when the request has been found worth its body.
-        """
-        if expects_continue(self.http) and CONTINUED not in self.http:
-            self.http[CONTINUED] = True
-            await self.http.writer.write(b"HTTP/1.1 100 Continue\r\n\r\n")
-            self.http.writer.output_size = 0  # the answer proper has not begun
-        try:
-            async for piece in self.http.content.iter_any():
-                yield piece
-        except (web.RequestPayloadError, ConnectionError) as error:
-            raise CallerError(ErrorCode.INCOMPLETE_BODY, "the body ended early", field="body") from error
+
+def _too_large(nbytes_max: int) -> CallerError:
+    return CallerError(ErrorCode.ENTITY_TOO_LARGE, f"the body may have {nbytes_max} bytes", field="content-length")

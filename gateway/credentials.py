@@ -24,6 +24,10 @@ class Credential:
         return in_bucket and any(fnmatchcase(action, pattern) for pattern in self.actions)
 
 
+NOBODY = Credential("", "", buckets=(), actions=())
+"""A key that may do nothing."""
+
+
 class CredentialBook:
     """All credentials of a gateway by access key."""
 

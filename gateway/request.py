@@ -5,28 +5,34 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass
-from urllib.parse import unquote, unquote_to_bytes, urlsplit
+from urllib.parse import unquote_to_bytes
 
 from descriptors.descriptor import OBJECT_KEY_BYTES_MAX
 from descriptors.errors import CallerError, ErrorCode
-from descriptors.storage_api import RangeSpec
+from descriptors.objects import RangeSpec
+from gateway.addressing import bucket_from_host
 
 SERVICE_PREFIX = "_objectcache"
 _BUCKET = re.compile(r"(?!xn--|\d+\.\d+\.\d+\.\d+\Z)[a-z0-9][a-z0-9.-]{1,61}[a-z0-9]\Z")
-_RANGE = re.compile(r"bytes=(\d{0,18})-(\d{0,18})\Z")
+_RANGE = re.compile(r"bytes=([0-9]{0,18})-([0-9]{0,18})\Z")
+_ABSOLUTE = re.compile(r"[a-z][a-z0-9+.-]*://[^/?]*", re.IGNORECASE)
+_AWS_CHUNKED = "aws-chunked"
 
 
 @dataclass(frozen=True, slots=True)
 class S3Request:
     """Method, path and query as sent; `path` is decoded, `query` keeps order and blanks, header names are lower-case.
 
-    Repeated headers are joined with a comma, as SigV4 wants them.
+    Repeated headers are joined with a comma, as SigV4 wants them. `raw_path` is the path before decoding; `host_bucket`
+    is the bucket when the Host header names it, and the path is then all key.
     """
 
     method: str
     path: str
     query: tuple[tuple[str, str], ...]
     headers: Mapping[str, str]
+    raw_path: str = ""
+    host_bucket: str | None = None
 
     @property
     def parameters(self) -> dict[str, str]:
@@ -38,36 +44,55 @@ class S3Request:
 
     @property
     def bucket(self) -> str:
-        """The path's first segment; "" for the service itself."""
-        return self.path[1:].partition("/")[0]
+        """The host's bucket or the path's first segment; "" for the service itself."""
+        return self.host_bucket if self.host_bucket is not None else self.path[1:].partition("/")[0]
 
     @property
     def key(self) -> str:
         """Everything after the bucket; "" for the bucket itself."""
-        return self.path[1:].partition("/")[2]
+        return self.path[1:] if self.host_bucket is not None else self.path[1:].partition("/")[2]
 
     @property
     def content_length(self) -> int | None:
-        """The announced body length in bytes. Raises CallerError(InvalidArgument) when it is no number."""
-        text = self.headers.get("content-length")
+        """The announced length of the body as sent. Raises CallerError(InvalidArgument) when it is no number."""
+        return self.number("content-length")
+
+    def number(self, name: str) -> int | None:
+        """A header's number of bytes, None when absent. Raises CallerError(InvalidArgument)."""
+        text = self.headers.get(name)
         if text is None:
             return None
         if not text.isascii() or not text.isdigit() or len(text) > 18:
-            raise CallerError(ErrorCode.INVALID_ARGUMENT, "Content-Length is not a number", field="content-length")
+            raise CallerError(ErrorCode.INVALID_ARGUMENT, f"{name} is not a number", field=name)
         return int(text)
 
 
-def parse_target(method: str, target: str, headers: Mapping[str, str]) -> S3Request:
-    """Raises CallerError(InvalidURI) where path or query do not decode to UTF-8."""
+def parse_target(method: str, target: str, headers: Mapping[str, str], domains: tuple[str, ...] = ()) -> S3Request:
+    """Raises CallerError: InvalidURI where path or query do not decode to UTF-8, InvalidRequest for a bad Host."""
     if not target.startswith("/"):
-        parts = urlsplit(target)
-        target = (parts.path or "/") + (f"?{parts.query}" if parts.query else "")
+        absolute = _ABSOLUTE.match(target)
+        if absolute is None:
+            raise CallerError(ErrorCode.INVALID_URI, "the request target is no path", field="uri")
+        target = target[absolute.end() :]
+        target = target if target.startswith("/") else f"/{target}"
     raw_path, _, raw_query = target.partition("?")
     query = []
     for part in raw_query.split("&") if raw_query else []:
         name, _, value = part.partition("=")
         query.append((_decode(name), _decode(value)))
-    return S3Request(method, _decode(raw_path), tuple(query), headers)
+    host_bucket = bucket_from_host(headers.get("host"), domains)
+    return S3Request(method, _decode(raw_path), tuple(query), headers, raw_path, host_bucket)
+
+
+def without_chunk_coding(headers: Mapping[str, str]) -> dict[str, str]:
+    """The headers without aws-chunked in Content-Encoding: it codes the transfer and is no part of the object."""
+    codings = headers.get("content-encoding", "").split(",")
+    kept = [coding for coding in codings if coding.strip().lower() != _AWS_CHUNKED]
+    if len(kept) == len(codings):
+        return dict(headers)
+    rest = {name: value for name, value in headers.items() if name != "content-encoding"}
+    encoding = ",".join(kept).strip()
+    return {**rest, "content-encoding": encoding} if encoding else rest
 
 
 def check_bucket_name(bucket: str) -> None:
@@ -82,8 +107,6 @@ def check_bucket_name(bucket: str) -> None:
 
 def check_key(key: str) -> None:
     """Raises CallerError(KeyTooLongError)."""
-    if "\0" in key:
-        raise CallerError(ErrorCode.INVALID_ARGUMENT, "an object key may not contain NUL", field="key")
     if len(key.encode()) > OBJECT_KEY_BYTES_MAX:
         raise CallerError(ErrorCode.KEY_TOO_LONG, f"an object key may have {OBJECT_KEY_BYTES_MAX} bytes", field="key")
 
@@ -103,6 +126,6 @@ def parse_range(header: str | None) -> RangeSpec | None:
 
 def _decode(text: str) -> str:
     try:
-        return unquote_to_bytes(text).decode() if "%" in text or not text.isascii() else unquote(text)
+        return unquote_to_bytes(text).decode()
     except UnicodeError:
         raise CallerError(ErrorCode.INVALID_URI, "the request target is not UTF-8", field="uri") from None

@@ -8,6 +8,7 @@ from descriptors.errors import CallerError, ErrorCode
 from gateway.request import SERVICE_PREFIX, S3Request
 
 DESCRIPTOR_HEADER = "x-amz-objectcache-descriptor"
+COPY_SOURCE_HEADER = "x-amz-copy-source"
 
 
 class Operation(Enum):
@@ -16,11 +17,36 @@ class Operation(Enum):
     LIST_BUCKETS = "ListAllMyBuckets"
     CREATE_BUCKET = "CreateBucket"
     HEAD_BUCKET = "ListBucket:head"
+    DELETE_BUCKET = "DeleteBucket"
+    GET_BUCKET_LOCATION = "GetBucketLocation"
+    GET_BUCKET_VERSIONING = "GetBucketVersioning"
+    GET_BUCKET_ACL = "GetBucketAcl"
+    PUT_BUCKET_ACL = "PutBucketAcl"
+    GET_LIFECYCLE = "GetLifecycleConfiguration"
+    PUT_LIFECYCLE = "PutLifecycleConfiguration"
+    DELETE_LIFECYCLE = "PutLifecycleConfiguration:delete"
+    LIST_OBJECTS = "ListBucket:v1"
     LIST_OBJECTS_V2 = "ListBucket"
+    LIST_OBJECT_VERSIONS = "ListBucketVersions"
+    LIST_UPLOADS = "ListBucketMultipartUploads"
+    DELETE_OBJECTS = "DeleteObject:many"
     PUT_OBJECT = "PutObject"
+    COPY_OBJECT = "PutObject:copy"
     GET_OBJECT = "GetObject"
     HEAD_OBJECT = "GetObject:head"
     DELETE_OBJECT = "DeleteObject"
+    GET_OBJECT_ATTRIBUTES = "GetObjectAttributes"
+    GET_OBJECT_ACL = "GetObjectAcl"
+    PUT_OBJECT_ACL = "PutObjectAcl"
+    GET_OBJECT_TAGGING = "GetObjectTagging"
+    PUT_OBJECT_TAGGING = "PutObjectTagging"
+    DELETE_OBJECT_TAGGING = "DeleteObjectTagging"
+    CREATE_UPLOAD = "PutObject:create-upload"
+    UPLOAD_PART = "PutObject:part"
+    COPY_PART = "PutObject:part-copy"
+    COMPLETE_UPLOAD = "PutObject:complete-upload"
+    ABORT_UPLOAD = "AbortMultipartUpload"
+    LIST_PARTS = "ListMultipartUploadParts"
     LAYERWISE = "GetObject:layerwise"
     LAYERWISE_HEADER = "GetObject:layerwise-header"
     LOOKUP = "GetObject:lookup"
@@ -35,56 +61,101 @@ class Operation(Enum):
         return self.value.partition(":")[0]
 
 
-IGNORED_PARAMETERS = frozenset({"x-id"})
 SUBRESOURCES = frozenset(
     {
-        "accelerate", "acl", "analytics", "attributes", "cors", "delete", "encryption", "intelligent-tiering",
-        "inventory", "legal-hold", "lifecycle", "location", "logging", "metrics", "notification", "object-lock",
-        "ownershipControls", "partNumber", "policy", "policyStatus", "publicAccessBlock", "replication",
-        "requestPayment", "restore", "retention", "select", "tagging", "torrent", "uploadId", "uploads",
-        "versionId", "versioning", "versions", "website",
+        "abac", "accelerate", "acl", "analytics", "attributes", "cors", "delete", "encryption", "intelligent-tiering",
+        "inventory", "legal-hold", "lifecycle", "location", "logging", "metadataConfiguration", "metadataTable",
+        "metrics", "notification", "object-lock", "ownershipControls", "policy", "policyStatus", "publicAccessBlock",
+        "renameObject", "replication", "requestPayment", "restore", "retention", "select", "session", "tagging",
+        "torrent", "uploadId", "uploads", "versioning", "versions", "website",
     }
 )  # fmt: skip
+"""Query parameters that make a request another request. `partNumber` and `versionId` only say which bytes are meant."""
 
-_SERVICE = {"GET": Operation.LIST_BUCKETS}
-_BUCKET = {"PUT": Operation.CREATE_BUCKET, "HEAD": Operation.HEAD_BUCKET, "GET": Operation.LIST_OBJECTS_V2}
-_OBJECT = {
-    "PUT": Operation.PUT_OBJECT,
-    "GET": Operation.GET_OBJECT,
-    "HEAD": Operation.HEAD_OBJECT,
-    "DELETE": Operation.DELETE_OBJECT,
+_Table = dict[tuple[str, str], Operation]
+"""(method, subresource or "") to operation."""
+
+_SERVICE: _Table = {("GET", ""): Operation.LIST_BUCKETS}
+_BUCKET: _Table = {
+    ("PUT", ""): Operation.CREATE_BUCKET,
+    ("HEAD", ""): Operation.HEAD_BUCKET,
+    ("DELETE", ""): Operation.DELETE_BUCKET,
+    ("GET", ""): Operation.LIST_OBJECTS,
+    ("GET", "location"): Operation.GET_BUCKET_LOCATION,
+    ("GET", "versioning"): Operation.GET_BUCKET_VERSIONING,
+    ("GET", "versions"): Operation.LIST_OBJECT_VERSIONS,
+    ("GET", "uploads"): Operation.LIST_UPLOADS,
+    ("GET", "acl"): Operation.GET_BUCKET_ACL,
+    ("PUT", "acl"): Operation.PUT_BUCKET_ACL,
+    ("GET", "lifecycle"): Operation.GET_LIFECYCLE,
+    ("PUT", "lifecycle"): Operation.PUT_LIFECYCLE,
+    ("DELETE", "lifecycle"): Operation.DELETE_LIFECYCLE,
+    ("POST", "delete"): Operation.DELETE_OBJECTS,
 }
-_AGENT = {"POST": Operation.RENEW_AGENT, "DELETE": Operation.DELETE_AGENT}
+_OBJECT: _Table = {
+    ("PUT", ""): Operation.PUT_OBJECT,
+    ("GET", ""): Operation.GET_OBJECT,
+    ("HEAD", ""): Operation.HEAD_OBJECT,
+    ("DELETE", ""): Operation.DELETE_OBJECT,
+    ("GET", "attributes"): Operation.GET_OBJECT_ATTRIBUTES,
+    ("GET", "acl"): Operation.GET_OBJECT_ACL,
+    ("PUT", "acl"): Operation.PUT_OBJECT_ACL,
+    ("GET", "tagging"): Operation.GET_OBJECT_TAGGING,
+    ("PUT", "tagging"): Operation.PUT_OBJECT_TAGGING,
+    ("DELETE", "tagging"): Operation.DELETE_OBJECT_TAGGING,
+    ("POST", "uploads"): Operation.CREATE_UPLOAD,
+    ("PUT", "uploadId"): Operation.UPLOAD_PART,
+    ("POST", "uploadId"): Operation.COMPLETE_UPLOAD,
+    ("DELETE", "uploadId"): Operation.ABORT_UPLOAD,
+    ("GET", "uploadId"): Operation.LIST_PARTS,
+}
+_OF_COPIES = {Operation.PUT_OBJECT: Operation.COPY_OBJECT, Operation.UPLOAD_PART: Operation.COPY_PART}
+_NO_VERSION = frozenset(
+    {Operation.PUT_OBJECT, Operation.COPY_OBJECT, Operation.UPLOAD_PART, Operation.COPY_PART, Operation.CREATE_UPLOAD}
+)
+_AGENT: _Table = {("POST", ""): Operation.RENEW_AGENT, ("DELETE", ""): Operation.DELETE_AGENT}
 _S3_METHODS = frozenset({"GET", "HEAD", "PUT", "POST", "DELETE"})
 
 
 def route(request: S3Request) -> Operation:
-    """Raises CallerError: NotImplemented for S3 operations we lack, MethodNotAllowed for the rest."""
+    """Raises CallerError: NotImplemented for S3 operations we lack, MethodNotAllowed for the rest, InvalidArgument for
+    parameters that contradict each other.
+    """
     if request.bucket == SERVICE_PREFIX:
         return _route_service(request)
-    names = {name for name, _ in request.query if name not in IGNORED_PARAMETERS}
+    names = {name for name, _ in request.query}
     if "layerwise" in names or "lookup" in names:
         return _route_layerwise(request, names)
-    subresource = next(iter(sorted(names & SUBRESOURCES)), None)
-    if subresource is not None:
-        raise CallerError(
-            ErrorCode.NOT_IMPLEMENTED, f"{request.method} with ?{subresource} is not implemented", field=subresource
-        )
     if not request.bucket:
         if request.key:
             raise CallerError(ErrorCode.INVALID_URI, "the path has a key but no bucket", field="uri")
-        return _pick(_SERVICE, request)
+        return _pick(_SERVICE, request, names)
     if not request.key:
-        if request.method == "GET" and request.parameters.get("list-type") != "2":
-            raise CallerError(
-                ErrorCode.NOT_IMPLEMENTED, "only ListObjectsV2 (list-type=2) is implemented", field="list-type"
-            )
-        return _pick(_BUCKET, request)
-    if request.method == "PUT" and "x-amz-copy-source" in request.headers:
-        raise CallerError(ErrorCode.NOT_IMPLEMENTED, "CopyObject is not implemented", field="x-amz-copy-source")
-    if request.method == "GET" and DESCRIPTOR_HEADER in request.headers:
+        return _route_bucket(request, names)
+    return _route_object(request, names)
+
+
+def _route_bucket(request: S3Request, names: set[str]) -> Operation:
+    operation = _pick(_BUCKET, request, names)
+    if operation is not Operation.LIST_OBJECTS or "list-type" not in names:
+        return operation
+    if request.parameters["list-type"] != "2":
+        raise CallerError(ErrorCode.INVALID_ARGUMENT, "list-type can only be 2", field="list-type")
+    return Operation.LIST_OBJECTS_V2
+
+
+def _route_object(request: S3Request, names: set[str]) -> Operation:
+    operation = _pick(_OBJECT, request, names)
+    if operation is Operation.GET_OBJECT and DESCRIPTOR_HEADER in request.headers:
         return Operation.LAYERWISE_HEADER
-    return _pick(_OBJECT, request)
+    if COPY_SOURCE_HEADER in request.headers:
+        operation = _OF_COPIES.get(operation, operation)
+    if "versionId" in names and operation in _NO_VERSION:
+        raise CallerError(ErrorCode.INVALID_ARGUMENT, "this request takes no version id", field="versionId")
+    wants_part = operation in (Operation.UPLOAD_PART, Operation.COPY_PART)
+    if request.method == "PUT" and wants_part != ("partNumber" in names):
+        raise CallerError(ErrorCode.INVALID_ARGUMENT, "partNumber and uploadId go together", field="partNumber")
+    return operation
 
 
 def _route_layerwise(request: S3Request, names: set[str]) -> Operation:
@@ -98,18 +169,26 @@ def _route_layerwise(request: S3Request, names: set[str]) -> Operation:
 def _route_service(request: S3Request) -> Operation:
     kind, _, name = request.key.partition("/")
     if kind == "agents" and not name:
-        return _pick({"POST": Operation.REGISTER_AGENT}, request)
+        return _pick({("POST", ""): Operation.REGISTER_AGENT}, request, set())
     if kind == "agents" and "/" not in name:
-        return _pick(_AGENT, request)
+        return _pick(_AGENT, request, set())
     if kind == "requests" and name and "/" not in name:
-        return _pick({"DELETE": Operation.CANCEL_REQUEST}, request)
+        return _pick({("DELETE", ""): Operation.CANCEL_REQUEST}, request, set())
     raise CallerError(ErrorCode.INVALID_URI, f"there is nothing at {request.path}", field="uri")
 
 
-def _pick(table: dict[str, Operation], request: S3Request) -> Operation:
-    operation = table.get(request.method)
+def _pick(table: _Table, request: S3Request, names: set[str]) -> Operation:
+    subresources = sorted(names & SUBRESOURCES)
+    if len(subresources) > 1:
+        problem = f"conflicting query parameters: {', '.join(subresources)}"
+        raise CallerError(ErrorCode.INVALID_ARGUMENT, problem, field=subresources[0])
+    subresource = subresources[0] if subresources else ""
+    operation = table.get((request.method, subresource))
     if operation is not None:
         return operation
+    if subresource:
+        problem = f"{request.method} with ?{subresource} is not implemented"
+        raise CallerError(ErrorCode.NOT_IMPLEMENTED, problem, field=subresource)
     if request.method in _S3_METHODS and request.bucket != SERVICE_PREFIX:
         raise CallerError(ErrorCode.NOT_IMPLEMENTED, f"{request.method} is not implemented here", field="method")
     raise CallerError(ErrorCode.METHOD_NOT_ALLOWED, f"{request.method} is not allowed here", field="method")

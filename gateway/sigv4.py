@@ -1,6 +1,7 @@
 """AWS Signature Version 4 verification, in headers and in presigned URLs. Pure: the caller supplies the time.
 
 Source: AWS General Reference, "Signature Version 4", with S3's rules (path encoded once, payload hash in a header).
+What the payload hash says of the body is `payload_form`; the signatures of chunks are `aws_chunked`'s.
 """
 
 from __future__ import annotations
@@ -10,20 +11,23 @@ import hmac
 import re
 from collections.abc import Callable
 from dataclasses import dataclass
-from datetime import UTC, datetime
+from datetime import datetime
+from functools import lru_cache
 from urllib.parse import quote
 
 from descriptors.errors import CallerError, ErrorCode
+from gateway.payload_form import PayloadForm, payload_form
 from gateway.request import S3Request
 
 ALGORITHM = "AWS4-HMAC-SHA256"
-UNSIGNED_PAYLOAD = "UNSIGNED-PAYLOAD"
 SKEW_S = 15 * 60
 EMPTY_SHA256 = hashlib.sha256(b"").hexdigest()
+SIGNING_KEYS_MAX = 256
 PRESIGNED_S_MAX = 7 * 24 * 3600
-_SHA256_HEX = re.compile(r"[0-9a-f]{64}\Z")
-_DATE = re.compile(r"\d{8}T\d{6}Z\Z")
-_NUMBER = re.compile(r"\d{1,6}\Z")
+UNSUPPORTED = "The authorization mechanism you have provided is not supported. Please use AWS4-HMAC-SHA256."
+_DATE = re.compile(r"[0-9]{8}T[0-9]{6}Z\Z")
+_NUMBER = re.compile(r"[0-9]{1,6}\Z")
+_ASYMMETRIC = "AWS4-ECDSA-P256-SHA256"
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,47 +43,58 @@ class Claim:
     presigned_s: int | None
 
     @property
+    def form(self) -> PayloadForm:
+        """How the body comes, and what of it is signed."""
+        return payload_form(self.payload_hash)
+
+    @property
     def body_sha256(self) -> str | None:
-        """The digest the body must have, or None where the body was not signed."""
-        return self.payload_hash if _SHA256_HEX.match(self.payload_hash) else None
+        """The digest the body must have, or None where the body was not signed as a whole."""
+        return self.payload_hash if self.form is PayloadForm.SIGNED else None
 
 
 def read_claim(request: S3Request) -> Claim:
     """Raises CallerError for anonymous, malformed or unsupported authentication, naming what was wrong."""
-    if "X-Amz-Signature" in request.parameters or "X-Amz-Algorithm" in request.parameters:
+    parameters = request.parameters
+    if "X-Amz-Signature" in parameters or "X-Amz-Algorithm" in parameters:
         return _claim_from_query(request)
     authorization = request.headers.get("authorization")
-    if authorization is None:
-        if "Signature" in request.parameters and "AWSAccessKeyId" in request.parameters:
-            raise _unsupported("Signature Version 2 is not supported; sign with AWS4-HMAC-SHA256")
-        raise CallerError(ErrorCode.ACCESS_DENIED, "the request is not signed", field="authorization")
-    return _claim_from_header(request, authorization)
+    if authorization is not None:
+        return _claim_from_header(request, authorization)
+    if "AWSAccessKeyId" in parameters:
+        raise _unsupported()
+    if request.method == "POST" and request.headers.get("content-type", "").startswith("multipart/form-data"):
+        raise CallerError(ErrorCode.NOT_IMPLEMENTED, "uploads by HTML form are not implemented", field="content-type")
+    raise CallerError(ErrorCode.ACCESS_DENIED, "the request is not signed", field="authorization")
 
 
-def verify(request: S3Request, claim: Claim, secret_key: str, region: str, now_s: float) -> None:
-    """Raises CallerError: RequestTimeTooSkewed, RequestExpired, AuthorizationHeaderMalformed, AccessDenied,
+def verify(request: S3Request, claim: Claim, secret_key: str, region: str, now_s: float) -> bytes:
+    """The signing key, which signs chunks too.
+
+    Raises CallerError: RequestTimeTooSkewed, RequestExpired, AuthorizationHeaderMalformed, AccessDenied,
     SignatureDoesNotMatch.
     """
     _check_scope(claim, region)
     _check_time(claim, now_s)
     _check_signed_headers(request, claim)
     key = signing_key(secret_key, claim.scope)
-    expected = hmac.new(key, _bytes(string_to_sign(request, claim)), hashlib.sha256).hexdigest()
-    if not hmac.compare_digest(expected.encode(), _bytes(claim.signature)):
+    # most clients sign the path as S3 encodes it, some (curl) as they send it; both mean the path that was sent
+    paths = dict.fromkeys((encoded_path(request), request.raw_path or "/"))
+    if not any(_is_signed(request, claim, path, key) for path in paths):
         raise CallerError(
             ErrorCode.SIGNATURE_DOES_NOT_MATCH,
             "the signature does not match; check the secret key and how the request was signed",
             field="X-Amz-Signature" if claim.presigned_s is not None else "authorization",
         )
+    return key
 
 
-def string_to_sign(request: S3Request, claim: Claim) -> str:
-    """Algorithm, date, scope and the canonical request's hash."""
-    hashed = hashlib.sha256(_bytes(canonical_request(request, claim))).hexdigest()
-    return "\n".join((ALGORITHM, claim.date, claim.scope, hashed))
+def encoded_path(request: S3Request) -> str:
+    """The path as S3's canonical request has it."""
+    return quote(request.path, safe="/-_.~")
 
 
-def canonical_request(request: S3Request, claim: Claim) -> str:
+def canonical_request(request: S3Request, claim: Claim, path: str) -> str:
     """The canonical request: method, path, query, headers, signed names, payload hash."""
     skip = "X-Amz-Signature" if claim.presigned_s is not None else None
     query = sorted((_encode(name), _encode(value)) for name, value in request.query if name != skip)
@@ -87,7 +102,7 @@ def canonical_request(request: S3Request, claim: Claim) -> str:
     return "\n".join(
         (
             request.method,
-            quote(request.path, safe="/-_.~"),
+            path,
             "&".join(f"{name}={value}" for name, value in query),
             "".join(headers),
             ";".join(claim.signed_headers),
@@ -96,20 +111,28 @@ def canonical_request(request: S3Request, claim: Claim) -> str:
     )
 
 
+def _is_signed(request: S3Request, claim: Claim, path: str, key: bytes) -> bool:
+    hashed = hashlib.sha256(_bytes(canonical_request(request, claim, path))).hexdigest()
+    string_to_sign = "\n".join((ALGORITHM, claim.date, claim.scope, hashed))
+    expected = hmac.digest(key, _bytes(string_to_sign), "sha256").hex()
+    return hmac.compare_digest(expected.encode(), _bytes(claim.signature))
+
+
+@lru_cache(maxsize=SIGNING_KEYS_MAX)
 def signing_key(secret_key: str, scope: str) -> bytes:
-    """The key of a credential scope (date/region/service/aws4_request)."""
+    """The key of a credential scope (date/region/service/aws4_request). One serves a key for a day, so it is kept."""
     key = f"AWS4{secret_key}".encode()
     for part in scope.split("/"):
-        key = hmac.new(key, _bytes(part), hashlib.sha256).digest()
+        key = hmac.digest(key, _bytes(part), "sha256")
     return key
 
 
 def _claim_from_header(request: S3Request, authorization: str) -> Claim:
     scheme, _, rest = authorization.partition(" ")
-    if scheme == "AWS":
-        raise _unsupported("Signature Version 2 is not supported; sign with AWS4-HMAC-SHA256")
+    if scheme == _ASYMMETRIC:
+        raise _asymmetric("authorization")
     if scheme != ALGORITHM:
-        raise _unsupported(f"the authorization scheme must be {ALGORITHM}")
+        raise _unsupported()
 
     def malformed(problem: str) -> CallerError:
         return CallerError(ErrorCode.AUTHORIZATION_HEADER_MALFORMED, problem, field="authorization")
@@ -127,7 +150,7 @@ def _claim_from_header(request: S3Request, authorization: str) -> Claim:
         payload_hash = EMPTY_SHA256  # curl before 8 leaves the header out; without a body there is one answer
     if payload_hash is None:
         raise CallerError(ErrorCode.INVALID_REQUEST, "x-amz-content-sha256 is required", field="x-amz-content-sha256")
-    _check_payload_hash(payload_hash)
+    payload_form(payload_hash)
     date = request.headers.get("x-amz-date", "")
     return _claim(fields, date, payload_hash, None, malformed)
 
@@ -139,7 +162,10 @@ def _claim_from_query(request: S3Request) -> Claim:
         return CallerError(ErrorCode.AUTHORIZATION_QUERY_ERROR, problem, field="X-Amz-Credential")
 
     if "authorization" in request.headers:
-        raise _unsupported("sign in the header or in the query, not in both")
+        problem = "sign in the header or in the query, not in both"
+        raise CallerError(ErrorCode.INVALID_REQUEST, problem, field="authorization")
+    if parameters.get("X-Amz-Algorithm") == _ASYMMETRIC:
+        raise _asymmetric("X-Amz-Algorithm")
     if parameters.get("X-Amz-Algorithm") != ALGORITHM:
         raise malformed(f"X-Amz-Algorithm must be {ALGORITHM}")
     names = {
@@ -153,9 +179,12 @@ def _claim_from_query(request: S3Request) -> Claim:
     expires = parameters.get("X-Amz-Expires", "")
     if not _NUMBER.match(expires) or not 1 <= int(expires) <= PRESIGNED_S_MAX:
         raise malformed(f"X-Amz-Expires must be 1 to {PRESIGNED_S_MAX} seconds")
-    payload_hash = request.headers.get("x-amz-content-sha256", parameters.get("X-Amz-Content-Sha256", ""))
-    payload_hash = payload_hash or UNSIGNED_PAYLOAD
-    _check_payload_hash(payload_hash)
+    in_header, in_url = request.headers.get("x-amz-content-sha256"), parameters.get("X-Amz-Content-Sha256")
+    if in_header and in_url and in_header != in_url:
+        problem = "x-amz-content-sha256 is not the X-Amz-Content-Sha256 of the URL"
+        raise CallerError(ErrorCode.INVALID_REQUEST, problem, field="x-amz-content-sha256")
+    payload_hash = in_header or in_url or PayloadForm.UNSIGNED.value
+    payload_form(payload_hash)
     fields = {name: parameters[parameter] for name, parameter in names.items()}
     return _claim(fields, parameters.get("X-Amz-Date", ""), payload_hash, int(expires), malformed)
 
@@ -178,19 +207,6 @@ def _claim(
     return Claim(access_key, scope, date, signed_headers, fields["Signature"], payload_hash, presigned_s)
 
 
-def _check_payload_hash(payload_hash: str) -> None:
-    if payload_hash.startswith("STREAMING-"):
-        raise CallerError(
-            ErrorCode.NOT_IMPLEMENTED, "aws-chunked bodies are not supported yet", field="x-amz-content-sha256"
-        )
-    if payload_hash != UNSIGNED_PAYLOAD and not _SHA256_HEX.match(payload_hash):
-        raise CallerError(
-            ErrorCode.INVALID_ARGUMENT,
-            "x-amz-content-sha256 must be UNSIGNED-PAYLOAD or a SHA-256 in lower-case hex",
-            field="x-amz-content-sha256",
-        )
-
-
 def _check_scope(claim: Claim, region: str) -> None:
     date, scope_region, service, terminator = claim.scope.split("/")
     for value, wanted, what in (
@@ -210,7 +226,7 @@ def _check_scope(claim: Claim, region: str) -> None:
 
 def _check_time(claim: Claim, now_s: float) -> None:
     try:
-        signed_at = datetime.strptime(claim.date, "%Y%m%dT%H%M%SZ").replace(tzinfo=UTC).timestamp()
+        signed_at = datetime.fromisoformat(claim.date).timestamp()
     except ValueError:
         raise CallerError(ErrorCode.ACCESS_DENIED, "X-Amz-Date is no valid date", field="x-amz-date") from None
     if claim.presigned_s is not None:
@@ -237,8 +253,12 @@ def _check_signed_headers(request: S3Request, claim: Claim) -> None:
         raise CallerError(ErrorCode.ACCESS_DENIED, f"the header {unsigned[0]} must be signed", field=unsigned[0])
 
 
-def _unsupported(problem: str) -> CallerError:
-    return CallerError(ErrorCode.INVALID_REQUEST, problem, field="authorization")
+def _unsupported() -> CallerError:
+    return CallerError(ErrorCode.INVALID_REQUEST, UNSUPPORTED, field="authorization")
+
+
+def _asymmetric(field: str) -> CallerError:
+    return CallerError(ErrorCode.NOT_IMPLEMENTED, "SigV4A signatures are not implemented", field=field)
 
 
 def _bytes(text: str) -> bytes:

@@ -8,14 +8,16 @@ import json
 import time
 from collections.abc import AsyncIterator, Mapping
 from contextlib import asynccontextmanager
-from typing import Any
+from typing import Any, cast
 
 import aiohttp
 from pydantic import TypeAdapter
 
+from descriptors.conditions import NO_WRITE_CONDITION, WriteCondition
 from descriptors.descriptor import Descriptor
 from descriptors.descriptor_codec import encode_binary
 from descriptors.errors import ErrorCode, ObjectCacheError, ServerError, error_from_fields
+from descriptors.lifecycle import LifecycleRule
 from descriptors.messages import (
     AgentLease,
     AgentRegistration,
@@ -25,28 +27,40 @@ from descriptors.messages import (
     registration_body,
     renewal_body,
 )
-from descriptors.peer_auth import AUTH_HEADER, CALL_HEADER, STREAMED_BODY, sign_call
-from descriptors.peer_calls import RESULT_HEADER, ReadHead
-from descriptors.storage_api import (
-    BodySink,
+from descriptors.objects import (
+    BodyDigests,
     BucketInfo,
-    DeliveryOutcome,
-    DeliveryStart,
+    CompleteRequest,
+    CopyRequest,
     ListPage,
     ListRequest,
     ObjectInfo,
-    ObjectRead,
-    Piece,
+    ObjectPart,
+    PartCopyRequest,
+    PartInfo,
+    PartPage,
+    PartRequest,
     PutRequest,
-    RangeSpec,
+    ReadHead,
+    ReadRequest,
+    UploadListRequest,
+    UploadPage,
+    UploadRef,
+    UploadRequest,
 )
+from descriptors.peer_auth import AUTH_HEADER, CALL_HEADER, STREAMED_BODY, sign_call
+from descriptors.peer_calls import ARGUMENT_BYTES_MAX, PLAIN_CALLS, RESULT_HEADER, CallTypes
+from descriptors.storage_api import Body, BodySink, DeliveryOutcome, DeliveryStart, ObjectRead, Piece
 
 CONNECT_TIMEOUT_S = 5.0
 CONNECTIONS_MAX = 512
-_BUCKET = TypeAdapter(BucketInfo)
-_BUCKETS = TypeAdapter(list[BucketInfo])
+_TYPES = {name: CallTypes(name) for name in PLAIN_CALLS}
+_DIGESTS = TypeAdapter(BodyDigests)
+_PUT = TypeAdapter(PutRequest)
+_PART_REQUEST = TypeAdapter(PartRequest)
+_READ_REQUEST = TypeAdapter(ReadRequest)
 _OBJECT = TypeAdapter(ObjectInfo)
-_PAGE = TypeAdapter(ListPage)
+_PART = TypeAdapter(PartInfo)
 _LEASE = TypeAdapter(AgentLease)
 _READ = TypeAdapter(ReadHead)
 _START = TypeAdapter(DeliveryStart)
@@ -91,49 +105,72 @@ class RemoteStorage:
             await self._session.close()
 
     async def create_bucket(self, access_key: str, bucket: str) -> None:
-        await self._call("create_bucket", {"access_key": access_key, "bucket": bucket})
+        await self._plain("create_bucket", access_key, bucket)
 
     async def head_bucket(self, bucket: str) -> BucketInfo:
-        return _BUCKET.validate_json(await self._call("head_bucket", {"bucket": bucket}))
+        return cast(BucketInfo, await self._plain("head_bucket", bucket))
 
     async def list_buckets(self) -> list[BucketInfo]:
-        return _BUCKETS.validate_json(await self._call("list_buckets", {}))
+        return cast(list[BucketInfo], await self._plain("list_buckets"))
 
-    async def put_object(self, request: PutRequest, body: AsyncIterator[Piece]) -> ObjectInfo:
-        call = TypeAdapter(PutRequest).dump_python(request, mode="json")
-        failures: list[BaseException] = []
+    async def delete_bucket(self, bucket: str) -> None:
+        await self._plain("delete_bucket", bucket)
 
-        async def pieces() -> AsyncIterator[Piece]:
-            try:
-                async for piece in body:
-                    yield piece
-            except BaseException as error:
-                failures.append(error)
-                raise
+    async def get_lifecycle(self, bucket: str) -> list[LifecycleRule]:
+        return cast(list[LifecycleRule], await self._plain("get_lifecycle", bucket))
 
-        try:
-            return _OBJECT.validate_json(await self._call("put_object", call, pieces(), request.nbytes))
-        except ObjectCacheError:
-            if failures:
-                raise failures[0] from None
-            raise
+    async def set_lifecycle(self, bucket: str, rules: list[LifecycleRule]) -> None:
+        await self._plain("set_lifecycle", bucket, rules)
 
-    async def head_object(self, bucket: str, key: str) -> ObjectInfo:
-        return _OBJECT.validate_json(await self._call("head_object", {"bucket": bucket, "key": key}))
+    async def put_object(self, request: PutRequest, body: Body) -> ObjectInfo:
+        return _OBJECT.validate_json(await self._send("put_object", _PUT.dump_python(request, mode="json"), body))
+
+    async def head_object(self, request: ReadRequest) -> ReadHead:
+        return cast(ReadHead, await self._plain("head_object", request))
 
     @asynccontextmanager
-    async def open_object(self, bucket: str, key: str, range_spec: RangeSpec | None) -> AsyncIterator[ObjectRead]:
-        span = TypeAdapter(RangeSpec | None).dump_python(range_spec, mode="json")
-        async with self._open("open_object", {"bucket": bucket, "key": key, "range": span}) as response:
-            head = _READ.validate_json(_result(response))
-            yield ObjectRead(head.info, head.range, _body(response))
+    async def open_object(self, request: ReadRequest) -> AsyncIterator[ObjectRead]:
+        async with self._open("open_object", {"request": _READ_REQUEST.dump_python(request, mode="json")}) as response:
+            yield ObjectRead(_READ.validate_json(_result(response)), _body(response))
 
-    async def delete_object(self, bucket: str, key: str) -> None:
-        await self._call("delete_object", {"bucket": bucket, "key": key})
+    async def object_parts(self, bucket: str, key: str) -> list[ObjectPart]:
+        return cast(list[ObjectPart], await self._plain("object_parts", bucket, key))
+
+    async def copy_object(self, request: CopyRequest) -> ObjectInfo:
+        return cast(ObjectInfo, await self._plain("copy_object", request))
+
+    async def delete_object(self, bucket: str, key: str, condition: WriteCondition = NO_WRITE_CONDITION) -> None:
+        await self._plain("delete_object", bucket, key, condition)
+
+    async def delete_objects(self, bucket: str, keys: list[str]) -> None:
+        await self._plain("delete_objects", bucket, keys)
+
+    async def set_tags(self, bucket: str, key: str, tags: dict[str, str]) -> None:
+        await self._plain("set_tags", bucket, key, tags)
 
     async def list_objects(self, request: ListRequest) -> ListPage:
-        call = TypeAdapter(ListRequest).dump_python(request, mode="json")
-        return _PAGE.validate_json(await self._call("list_objects", call))
+        return cast(ListPage, await self._plain("list_objects", request))
+
+    async def create_upload(self, request: UploadRequest) -> str:
+        return cast(str, await self._plain("create_upload", request))
+
+    async def put_part(self, request: PartRequest, body: Body) -> PartInfo:
+        return _PART.validate_json(await self._send("put_part", _PART_REQUEST.dump_python(request, mode="json"), body))
+
+    async def copy_part(self, request: PartCopyRequest) -> PartInfo:
+        return cast(PartInfo, await self._plain("copy_part", request))
+
+    async def complete_upload(self, request: CompleteRequest) -> ObjectInfo:
+        return cast(ObjectInfo, await self._plain("complete_upload", request))
+
+    async def abort_upload(self, upload: UploadRef) -> None:
+        await self._plain("abort_upload", upload)
+
+    async def list_parts(self, upload: UploadRef, part_number_marker: int, max_parts: int) -> PartPage:
+        return cast(PartPage, await self._plain("list_parts", upload, part_number_marker, max_parts))
+
+    async def list_uploads(self, request: UploadListRequest) -> UploadPage:
+        return cast(UploadPage, await self._plain("list_uploads", request))
 
     async def lookup(self, bucket: str, request: LookupRequest) -> int:
         return int(await self._call("lookup", {"bucket": bucket}, lookup_body(request)))
@@ -147,7 +184,7 @@ class RemoteStorage:
         return _LEASE.validate_json(await self._call("renew_agent", call, renewal_body(renewal)))
 
     async def delete_agent(self, access_key: str, agent_id: str) -> None:
-        await self._call("delete_agent", {"access_key": access_key, "agent_id": agent_id})
+        await self._plain("delete_agent", access_key, agent_id)
 
     async def deliver(self, access_key: str, bucket: str, descriptor: Descriptor, sink: BodySink) -> DeliveryOutcome:
         call = {"access_key": access_key, "bucket": bucket}
@@ -183,16 +220,44 @@ class RemoteStorage:
             raise lost
 
     async def cancel(self, access_key: str, request_id: str) -> None:
-        await self._call("cancel", {"access_key": access_key, "request_id": request_id})
+        await self._plain("cancel", access_key, request_id)
+
+    async def _plain(self, name: str, *values: object) -> object:
+        """A call of plain values; long arguments travel in the body."""
+        types = _TYPES[name]
+        arguments = types.encode(*values)
+        encoded = json.dumps(arguments).encode()
+        if len(encoded) <= ARGUMENT_BYTES_MAX:
+            return types.result.validate_json(await self._call(name, arguments))
+        return types.result.validate_json(await self._call(name, {}, encoded))
+
+    async def _send(self, name: str, request: object, body: Body) -> bytes:
+        """A call with object bytes. What goes wrong with the body is raised as it was, not as the peer saw it."""
+        failures: list[BaseException] = []
+
+        async def pieces() -> AsyncIterator[Piece]:
+            try:
+                async for piece in body:
+                    yield piece
+                yield _DIGESTS.dump_json(body.digests())
+            except BaseException as error:
+                failures.append(error)
+                raise
+
+        try:
+            return await self._call(name, {"request": request, "has_sha256": body.has_sha256}, pieces())
+        except ObjectCacheError:
+            if failures:
+                raise failures[0] from None
+            raise
 
     async def _call(
         self,
         operation: str,
         call: Mapping[str, Any],
         body: bytes | AsyncIterator[Piece] = b"",
-        nbytes: int | None = None,
     ) -> bytes:
-        async with self._open(operation, call, body, nbytes) as response:
+        async with self._open(operation, call, body) as response:
             return await response.read()
 
     @asynccontextmanager
@@ -201,19 +266,16 @@ class RemoteStorage:
         operation: str,
         call: Mapping[str, Any],
         body: bytes | AsyncIterator[Piece] = b"",
-        nbytes: int | None = None,
     ) -> AsyncIterator[aiohttp.ClientResponse]:
         """POST one call; errors the storage server names are raised as they were there."""
         if self._session is None:
             raise RuntimeError("start() was not called")
-        text = base64.urlsafe_b64encode(json.dumps(call, ensure_ascii=False).encode()).decode()
+        text = base64.urlsafe_b64encode(json.dumps(call).encode()).decode()
         body_sha256 = hashlib.sha256(body).hexdigest() if isinstance(body, bytes) else STREAMED_BODY
         headers = {
             CALL_HEADER: text,
             AUTH_HEADER: sign_call(self._secret, operation, text, body_sha256, time.time()),
         }
-        if nbytes is not None:
-            headers["Content-Length"] = str(nbytes)
         try:
             async with self._session.post(f"{self._base}/v1/{operation}", data=body, headers=headers) as response:
                 if response.status != 200:

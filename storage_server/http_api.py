@@ -8,7 +8,7 @@ import hashlib
 import json
 import logging
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import Awaitable, Callable
 from typing import Any
 
 from aiohttp import web
@@ -19,21 +19,15 @@ from descriptors.descriptor import DESCRIPTOR_BYTES_MAX
 from descriptors.descriptor_codec import decode_descriptor
 from descriptors.errors import CallerError, ErrorCode, ObjectCacheError, ServerError
 from descriptors.messages import AgentLease, parse_lookup, parse_registration, parse_renewal
+from descriptors.objects import ObjectInfo, PartInfo, PartRequest, PutRequest, ReadHead, ReadRequest
 from descriptors.peer_auth import AUTH_HEADER, CALL_HEADER, STREAMED_BODY, check_call
-from descriptors.peer_calls import CALL_BYTES_MAX, RESULT_HEADER, ReadHead
-from descriptors.storage_api import (
-    BucketInfo,
-    DeliveryOutcome,
-    DeliveryStart,
-    ListPage,
-    ListRequest,
-    ObjectInfo,
-    Piece,
-    PutRequest,
-    RangeSpec,
-    StorageApi,
-)
+from descriptors.peer_calls import CALL_BYTES_MAX, PLAIN_CALLS, RESULT_HEADER, PlainCall
+from descriptors.storage_api import DeliveryOutcome, DeliveryStart, StorageApi
+from storage_server.peer_body import PeerBody, arriving
 
+_PUT = TypeAdapter(PutRequest)
+_PART = TypeAdapter(PartRequest)
+_READ = TypeAdapter(ReadRequest)
 _BODY_SHA256 = web.RequestKey("body sha256", str)
 _log = logging.getLogger(__name__)
 
@@ -44,22 +38,16 @@ class StorageHttp:
     def __init__(self, storage: StorageApi, secret: bytes) -> None:
         self._storage = storage
         self._secret = secret
-        self._operations: dict[str, Callable[[dict[str, Any], web.BaseRequest], Awaitable[web.StreamResponse]]] = {
-            "create_bucket": self._create_bucket,
-            "head_bucket": self._head_bucket,
-            "list_buckets": self._list_buckets,
+        self._streamed: dict[str, Callable[[dict[str, Any], web.BaseRequest], Awaitable[web.StreamResponse]]] = {
             "put_object": self._put_object,
-            "head_object": self._head_object,
+            "put_part": self._put_part,
             "open_object": self._open_object,
-            "delete_object": self._delete_object,
-            "list_objects": self._list_objects,
             "lookup": self._lookup,
             "register_agent": self._register_agent,
             "renew_agent": self._renew_agent,
-            "delete_agent": self._delete_agent,
             "deliver": self._deliver,
-            "cancel": self._cancel,
         }
+        self._plain = {name: PlainCall(storage, name) for name in PLAIN_CALLS}
 
     def server(self) -> web.Server:
         """The aiohttp server."""
@@ -77,7 +65,10 @@ class StorageHttp:
             if http.method == "GET" and http.path == "/health":
                 return _json_bytes(b'{"status":"ok"}')
             operation, call = self._authenticated(http)
-            return await self._operations[operation](call, http)
+            plain = self._plain.get(operation)
+            if plain is not None:
+                return _json_bytes(await plain.answer(await self._arguments(call, http)))
+            return await self._streamed[operation](call, http)
         except ObjectCacheError as error:
             abort_if_begun(http)
             return _refusal(error)
@@ -92,7 +83,7 @@ class StorageHttp:
         operation = http.path.removeprefix("/v1/")
         text = http.headers.get(CALL_HEADER, "")
         vouched = check_call(self._secret, http.headers.get(AUTH_HEADER, ""), operation, text, time.time())
-        if http.method != "POST" or operation not in self._operations or vouched is None:
+        if http.method != "POST" or vouched is None or operation not in (*self._plain, *self._streamed):
             raise CallerError(ErrorCode.ACCESS_DENIED, "not a call of a gateway of this cluster", field=AUTH_HEADER)
         try:
             call: dict[str, Any] = json.loads(base64.urlsafe_b64decode(text))
@@ -101,41 +92,34 @@ class StorageHttp:
         http[_BODY_SHA256] = vouched
         return operation, call
 
-    async def _create_bucket(self, call: dict[str, Any], _: web.BaseRequest) -> web.StreamResponse:
-        await self._storage.create_bucket(call["access_key"], call["bucket"])
-        return _json_bytes(b"{}")
-
-    async def _head_bucket(self, call: dict[str, Any], _: web.BaseRequest) -> web.StreamResponse:
-        return _json(BucketInfo, await self._storage.head_bucket(call["bucket"]))
-
-    async def _list_buckets(self, _: dict[str, Any], __: web.BaseRequest) -> web.StreamResponse:
-        return _json(list[BucketInfo], await self._storage.list_buckets())
+    async def _arguments(self, call: dict[str, Any], http: web.BaseRequest) -> dict[str, Any]:
+        """A plain call's arguments: in the header, or in the body where they are long."""
+        if call or not http.can_read_body:
+            return call
+        arguments: dict[str, Any] = json.loads(await _checked_body(http))
+        return arguments
 
     async def _put_object(self, call: dict[str, Any], http: web.BaseRequest) -> web.StreamResponse:
-        request = TypeAdapter(PutRequest).validate_python(call)
-        return _json(ObjectInfo, await self._storage.put_object(request, _pieces(http)))
+        request = _PUT.validate_python(call["request"])
+        body = PeerBody(http, request.nbytes, has_sha256=call["has_sha256"])
+        return _json(ObjectInfo, await self._storage.put_object(request, body))
 
-    async def _head_object(self, call: dict[str, Any], _: web.BaseRequest) -> web.StreamResponse:
-        return _json(ObjectInfo, await self._storage.head_object(call["bucket"], call["key"]))
+    async def _put_part(self, call: dict[str, Any], http: web.BaseRequest) -> web.StreamResponse:
+        request = _PART.validate_python(call["request"])
+        body = PeerBody(http, request.nbytes, has_sha256=call["has_sha256"])
+        return _json(PartInfo, await self._storage.put_part(request, body))
 
     async def _open_object(self, call: dict[str, Any], http: web.BaseRequest) -> web.StreamResponse:
-        span = TypeAdapter(RangeSpec | None).validate_python(call["range"])
-        async with self._storage.open_object(call["bucket"], call["key"], span) as read:
-            response = web.StreamResponse(headers=_result(ReadHead, ReadHead(read.info, read.range)))
-            response.content_length = read.range.length
+        async with self._storage.open_object(_READ.validate_python(call["request"])) as read:
+            first = await anext(read.body, b"")
+            response = web.StreamResponse(headers=_result(ReadHead, read.head))
+            response.content_length = read.head.range.length
             await begin_answer(http, response)
+            await response.write(first)
             async for piece in read.body:
                 await response.write(piece)
             await response.write_eof()
             return response
-
-    async def _delete_object(self, call: dict[str, Any], _: web.BaseRequest) -> web.StreamResponse:
-        await self._storage.delete_object(call["bucket"], call["key"])
-        return _json_bytes(b"{}")
-
-    async def _list_objects(self, call: dict[str, Any], _: web.BaseRequest) -> web.StreamResponse:
-        request = TypeAdapter(ListRequest).validate_python(call)
-        return _json(ListPage, await self._storage.list_objects(request))
 
     async def _lookup(self, call: dict[str, Any], http: web.BaseRequest) -> web.StreamResponse:
         request = parse_lookup(await _checked_body(http))
@@ -150,10 +134,6 @@ class StorageHttp:
         lease = await self._storage.renew_agent(call["access_key"], call["agent_id"], renewal)
         return _json(AgentLease, lease)
 
-    async def _delete_agent(self, call: dict[str, Any], _: web.BaseRequest) -> web.StreamResponse:
-        await self._storage.delete_agent(call["access_key"], call["agent_id"])
-        return _json_bytes(b"{}")
-
     async def _deliver(self, call: dict[str, Any], http: web.BaseRequest) -> web.StreamResponse:
         descriptor = decode_descriptor(await _checked_body(http))
         sink = ResponseSink(http, lambda start: _result(DeliveryStart, start))
@@ -163,15 +143,11 @@ class StorageHttp:
         await sink.response.write_eof()
         return sink.response
 
-    async def _cancel(self, call: dict[str, Any], _: web.BaseRequest) -> web.StreamResponse:
-        await self._storage.cancel(call["access_key"], call["request_id"])
-        return _json_bytes(b"{}")
-
 
 async def _checked_body(http: web.BaseRequest) -> bytes:
     """A bounded body with the hash its gateway vouched for."""
     data = bytearray()
-    async for piece in _pieces(http):
+    async for piece in arriving(http):
         data += piece
         if len(data) > DESCRIPTOR_BYTES_MAX:
             raise CallerError(
@@ -180,14 +156,6 @@ async def _checked_body(http: web.BaseRequest) -> bytes:
     if http[_BODY_SHA256] == STREAMED_BODY or hashlib.sha256(data).hexdigest() != http[_BODY_SHA256]:
         raise CallerError(ErrorCode.ACCESS_DENIED, "the body is not the one that was signed", field=AUTH_HEADER)
     return bytes(data)
-
-
-async def _pieces(http: web.BaseRequest) -> AsyncIterator[Piece]:
-    try:
-        async for piece in http.content.iter_any():
-            yield piece
-    except (web.RequestPayloadError, ConnectionError) as error:
-        raise CallerError(ErrorCode.INCOMPLETE_BODY, "the body ended early", field="body") from error
 
 
 def _result(kind: Any, value: object) -> dict[str, str]:

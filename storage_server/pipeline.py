@@ -52,18 +52,18 @@ class Pipeline:
         prefix_only = descriptor.on_missing is OnMissing.PREFIX
         async with (
             self._admission.admit() as grant,
-            self._store.open_prefix(
+            self._store.reads.open_prefix(
                 bucket, descriptor.chunk_keys, layout.chunk_bytes, prefix_only=prefix_only
-            ) as extents,
+            ) as chunks,
         ):
-            payload_bytes = layout.payload_bytes(len(extents))
+            payload_bytes = layout.payload_bytes(len(chunks))
             mode = choose_mode(descriptor.delivery, payload_bytes, self._settings.theta_bytes)
-            plan = plan_delivery(mode, layout, len(extents), self._settings.aggregation_bytes)
-            start = DeliveryStart(request_id, mode, len(extents), payload_bytes)
+            plan = plan_delivery(mode, layout, len(chunks), self._settings.aggregation_bytes)
+            start = DeliveryStart(request_id, mode, len(chunks), payload_bytes)
             transfer = make_transfer(plan)
             try:
                 await transfer.start(start, grant)
-                await self._send_all(plan, extents, transfer, request_id)
+                await self._send_all(plan, chunks, transfer, request_id)
                 return DeliveryOutcome(start, await transfer.finish())
             except ChunkUnavailable as missing:
                 await transfer.fail(missing.layer or 0, missing.index or 0)
@@ -71,13 +71,15 @@ class Pipeline:
             finally:
                 await to_end(asyncio.ensure_future(transfer.close()))
 
-    async def _send_all(self, plan: DeliveryPlan, extents: list[Extent], transfer: Transfer, request_id: str) -> None:
+    async def _send_all(
+        self, plan: DeliveryPlan, chunks: list[list[Extent]], transfer: Transfer, request_id: str
+    ) -> None:
         """Gather payload n+1 while payload n is sent: one task fills slots ahead of the sender."""
         window = self._staging.window(self._settings.window_bytes // self._settings.aggregation_bytes)
         filled: asyncio.Queue[tuple[Payload, Slot] | None] = asyncio.Queue(maxsize=2)
         try:
             async with asyncio.TaskGroup() as tasks:
-                tasks.create_task(self._fill(plan, extents, window, filled, request_id))
+                tasks.create_task(self._fill(plan, chunks, window, filled, request_id))
                 while (item := await filled.get()) is not None:
                     await transfer.send(*item)
         except BaseExceptionGroup as group:
@@ -90,7 +92,7 @@ class Pipeline:
     async def _fill(
         self,
         plan: DeliveryPlan,
-        extents: list[Extent],
+        chunks: list[list[Extent]],
         window: Window,
         filled: asyncio.Queue[tuple[Payload, Slot] | None],
         request_id: str,
@@ -102,7 +104,7 @@ class Pipeline:
             slot = await window.take()
             try:
                 await to_end(
-                    loop.run_in_executor(self._gatherers, gather, self._store.files, extents, payload, slot.view)
+                    loop.run_in_executor(self._gatherers, gather, self._store.files, chunks, payload, slot.view)
                 )
                 await filled.put((payload, slot))
             except BaseException:

@@ -10,28 +10,41 @@ from contextlib import AbstractAsyncContextManager, asynccontextmanager
 
 from adapters.nixl_agent import Memory, NixlFailure
 from adapters.nixl_metadata import agent_name
+from descriptors.conditions import NO_WRITE_CONDITION, WriteCondition
 from descriptors.descriptor import Descriptor, require_request_id
 from descriptors.errors import CallerError, ErrorCode
+from descriptors.lifecycle import LifecycleRule
 from descriptors.messages import AgentLease, AgentRegistration, AgentRenewal, LookupRequest, Region
-from descriptors.storage_api import (
-    BodySink,
+from descriptors.objects import (
     BucketInfo,
-    DeliveryOutcome,
+    CompleteRequest,
+    CopyRequest,
     ListPage,
     ListRequest,
     ObjectInfo,
-    ObjectRead,
-    Piece,
+    ObjectPart,
+    PartCopyRequest,
+    PartInfo,
+    PartPage,
+    PartRequest,
     PutRequest,
-    RangeSpec,
+    ReadHead,
+    ReadRequest,
+    UploadListRequest,
+    UploadPage,
+    UploadRef,
+    UploadRequest,
 )
+from descriptors.storage_api import Body, BodySink, DeliveryOutcome, ObjectRead
 from storage_server.agents import AgentTable, RegisteredAgent, target_region
 from storage_server.gather.plan import DeliveryPlan
 from storage_server.gather.staging import StagingPool
 from storage_server.leases import LeaseTable
+from storage_server.lifecycle import sweep_lifecycle
 from storage_server.pipeline import MakeTransfer, Pipeline
 from storage_server.requests import ActiveRequest, RequestTable
 from storage_server.settings import StorageSettings
+from storage_server.store.disk import Disk
 from storage_server.store.embedded import EmbeddedStore
 from storage_server.threads import to_end
 from storage_server.transport.http import HttpTransfer
@@ -46,9 +59,9 @@ _log = logging.getLogger(__name__)
 class EmbeddedStorage:
     """Implements descriptors.storage_api.StorageApi. `start` before use, `close` after."""
 
-    def __init__(self, settings: StorageSettings) -> None:
+    def __init__(self, settings: StorageSettings, disk: Disk | None = None) -> None:
         self.settings = settings
-        self.store = EmbeddedStore(settings)
+        self.store = EmbeddedStore(settings, disk)
         self.staging = StagingPool(settings.aggregation_bytes, settings.staging_bytes // settings.aggregation_bytes)
         self.pipeline = Pipeline(settings, self.store, self.staging)
         self.agents = AgentTable(settings.agents_max)
@@ -58,13 +71,13 @@ class EmbeddedStorage:
         self._probe = MetadataProbe()
         self._running: set[asyncio.Task[DeliveryOutcome]] = set()
         self._names = _NameLocks()
-        self._sweeper: asyncio.Task[None] | None = None
+        self._sweepers: list[asyncio.Task[None]] = []
 
     async def start(self) -> None:
         """Sweep the store, start UCX where it can run."""
         removed = await self.store.start()
         if removed:
-            _log.info("removed %d unfinished or orphaned extent files", removed)
+            _log.info("removed %d files and rows that a crash left behind", removed)
         if self.settings.ucx:
             staging = Memory(self.staging.address, self.staging.nbytes)
             try:
@@ -72,12 +85,15 @@ class EmbeddedStorage:
                 self._probe.start()
             except (ImportError, NixlFailure) as error:
                 _log.warning("the ucx transport is off: %s", error)
-        self._sweeper = asyncio.create_task(self._sweep_agents())
+        lifecycle = sweep_lifecycle(self.store, self.settings.lifecycle_interval_s, self.settings.lifecycle_day_s)
+        self._sweepers = [asyncio.create_task(self._sweep_agents()), asyncio.create_task(lifecycle)]
 
     async def close(self) -> None:
         """Stop deliveries, let their writes drain, close everything."""
-        if self._sweeper is not None:
-            self._sweeper.cancel()
+        for sweeper in self._sweepers:
+            sweeper.cancel()
+        if self._sweepers:
+            await asyncio.wait(self._sweepers)
         for task in list(self._running):
             task.cancel()
         if self._running:
@@ -92,30 +108,70 @@ class EmbeddedStorage:
         await self.store.create_bucket(access_key, bucket)
 
     async def head_bucket(self, bucket: str) -> BucketInfo:
-        return await self.store.head_bucket(bucket)
+        return await self.store.reads.head_bucket(bucket)
 
     async def list_buckets(self) -> list[BucketInfo]:
-        return await self.store.list_buckets()
+        return await self.store.reads.list_buckets()
 
-    async def put_object(self, request: PutRequest, body: AsyncIterator[Piece]) -> ObjectInfo:
+    async def delete_bucket(self, bucket: str) -> None:
+        await self.store.delete_bucket(bucket)
+
+    async def get_lifecycle(self, bucket: str) -> list[LifecycleRule]:
+        return await self.store.reads.get_lifecycle(bucket)
+
+    async def set_lifecycle(self, bucket: str, rules: list[LifecycleRule]) -> None:
+        await self.store.set_lifecycle(bucket, rules)
+
+    async def put_object(self, request: PutRequest, body: Body) -> ObjectInfo:
         return await self.store.put_object(request, body)
 
-    async def head_object(self, bucket: str, key: str) -> ObjectInfo:
-        return await self.store.head_object(bucket, key)
+    async def head_object(self, request: ReadRequest) -> ReadHead:
+        return await self.store.reads.head_object(request)
 
-    def open_object(
-        self, bucket: str, key: str, range_spec: RangeSpec | None
-    ) -> AbstractAsyncContextManager[ObjectRead]:
-        return self.store.open_object(bucket, key, range_spec)
+    def open_object(self, request: ReadRequest) -> AbstractAsyncContextManager[ObjectRead]:
+        return self.store.reads.open_object(request)
 
-    async def delete_object(self, bucket: str, key: str) -> None:
-        await self.store.delete_object(bucket, key)
+    async def object_parts(self, bucket: str, key: str) -> list[ObjectPart]:
+        return await self.store.reads.object_parts(bucket, key)
+
+    async def copy_object(self, request: CopyRequest) -> ObjectInfo:
+        return await self.store.copy_object(request)
+
+    async def delete_object(self, bucket: str, key: str, condition: WriteCondition = NO_WRITE_CONDITION) -> None:
+        await self.store.delete_object(bucket, key, condition)
+
+    async def delete_objects(self, bucket: str, keys: list[str]) -> None:
+        await self.store.delete_objects(bucket, keys)
+
+    async def set_tags(self, bucket: str, key: str, tags: dict[str, str]) -> None:
+        await self.store.set_tags(bucket, key, tags)
 
     async def list_objects(self, request: ListRequest) -> ListPage:
-        return await self.store.list_objects(request)
+        return await self.store.reads.list_objects(request)
+
+    async def create_upload(self, request: UploadRequest) -> str:
+        return await self.store.uploads.create_upload(request)
+
+    async def put_part(self, request: PartRequest, body: Body) -> PartInfo:
+        return await self.store.uploads.put_part(request, body)
+
+    async def copy_part(self, request: PartCopyRequest) -> PartInfo:
+        return await self.store.uploads.copy_part(request)
+
+    async def complete_upload(self, request: CompleteRequest) -> ObjectInfo:
+        return await self.store.uploads.complete_upload(request)
+
+    async def abort_upload(self, upload: UploadRef) -> None:
+        await self.store.uploads.abort_upload(upload)
+
+    async def list_parts(self, upload: UploadRef, part_number_marker: int, max_parts: int) -> PartPage:
+        return await self.store.uploads.list_parts(upload, part_number_marker, max_parts)
+
+    async def list_uploads(self, request: UploadListRequest) -> UploadPage:
+        return await self.store.uploads.list_uploads(request)
 
     async def lookup(self, bucket: str, request: LookupRequest) -> int:
-        matched = await self.store.matched(bucket, request.chunk_keys)
+        matched = await self.store.reads.matched(bucket, request.chunk_keys)
         if request.lease_s > 0:
             self.leases.grant(bucket, request.chunk_keys[:matched], time.monotonic(), request.lease_s)
         return matched

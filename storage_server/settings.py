@@ -5,7 +5,9 @@ from __future__ import annotations
 from dataclasses import dataclass
 from pathlib import Path
 
+from descriptors.lifecycle import DAY_S
 from descriptors.units import GIB, MIB
+from storage_server.store.durability import Durability
 
 
 @dataclass(frozen=True, slots=True)
@@ -14,6 +16,10 @@ class StorageSettings:
 
     `staging_bytes` bounds the memory of all deliveries together, `window_bytes` that of one; both are cut into slots
     of `aggregation_bytes`, the size of one payload on the wire.
+
+    Objects and parts up to `packed_bytes_max` share segments. `buffer_bytes` bounds what plain S3 bodies hold in
+    memory. Lifecycle rules are carried out every `lifecycle_interval_s`; a shorter `lifecycle_day_s` is for trying
+    them out.
     """
 
     data_dir: Path
@@ -26,6 +32,11 @@ class StorageSettings:
     request_ids_max: int = 262_144
     open_files_max: int = 8192
     object_bytes_max: int = 5 * GIB
+    packed_bytes_max: int = 8 * MIB
+    buffer_bytes: int = 128 * MIB
+    durability: Durability = Durability.STRICT
+    lifecycle_interval_s: float = 3600.0
+    lifecycle_day_s: float = DAY_S
     gather_threads: int = 2
     stall_timeout_s: float = 30.0
     ucx: bool = True
@@ -33,6 +44,13 @@ class StorageSettings:
     def __post_init__(self) -> None:
         if not 4096 <= self.aggregation_bytes <= self.window_bytes <= self.staging_bytes:
             raise ValueError("need 4096 <= aggregation_bytes <= window_bytes <= staging_bytes")
-        for name in ("theta_bytes", "deliveries_max", "agents_max", "request_ids_max", "gather_threads"):
+        for name in (
+            "theta_bytes",
+            "deliveries_max",
+            "agents_max",
+            "request_ids_max",
+            "gather_threads",
+            "packed_bytes_max",
+        ):
             if getattr(self, name) < (0 if name == "theta_bytes" else 1):
                 raise ValueError(f"{name} is too small")

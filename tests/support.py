@@ -7,11 +7,12 @@ import contextlib
 import http.client
 import os
 import signal
+import sqlite3
 import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import AsyncIterator, Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -27,6 +28,7 @@ from botocore.config import Config
 from botocore.credentials import Credentials
 
 from descriptors.layout import ChunkLayout
+from descriptors.objects import BodyDigests
 from gateway.app import GatewaySettings
 from gateway.credentials import Credential
 from nixl_client.client import ObjectCacheClient
@@ -175,6 +177,21 @@ class LocalStack:
     def client(self, bucket: str, transport: str = "auto", key: tuple[str, str] = OWNER) -> ObjectCacheClient:
         return ObjectCacheClient(self.url, bucket, access_key=key[0], secret_key=key[1], transport=transport)
 
+    def damage(self, bucket: str, key: str, offset: int) -> None:
+        """Flip a bit of a stored object, on disk."""
+        sql = (
+            "SELECT file_id, file_offset + ? - object_offset FROM extents WHERE ? >= object_offset AND version ="
+            " (SELECT version FROM objects WHERE bucket = ? AND key = ?) ORDER BY object_offset DESC"
+        )
+        database = sqlite3.connect(self.storage.settings.data_dir / "index.sqlite3")
+        file_id, at = database.execute(sql, (offset, offset, bucket, key)).fetchone()
+        database.close()
+        with (self.storage.settings.data_dir / "extents" / file_id[:2] / file_id).open("r+b") as file:
+            file.seek(at)
+            byte = file.read(1)[0]
+            file.seek(at)
+            file.write(bytes([byte ^ 0x20]))
+
     def hold_from_layer(self, layer_index: int) -> threading.Event:
         """Hold every payload of this and later layers back until the event is set."""
         released = threading.Event()
@@ -257,3 +274,23 @@ def eventually(is_true: Callable[[], bool], timeout_s: float = 15.0) -> bool:
             return True
         time.sleep(0.02)
     return is_true()
+
+
+class BytesBody:
+    """A body in some pieces, as a gateway would pass it on."""
+
+    def __init__(self, data: bytes, pieces: int = 3, digests: BodyDigests | None = None) -> None:
+        self._data = data
+        self._step = max(1, -(-len(data) // pieces))
+        self._digests = digests or BodyDigests()
+
+    @property
+    def has_sha256(self) -> bool:
+        return self._digests.sha256 is not None
+
+    async def __aiter__(self) -> AsyncIterator[bytes]:
+        for start in range(0, len(self._data), self._step):
+            yield self._data[start : start + self._step]
+
+    def digests(self) -> BodyDigests:
+        return self._digests

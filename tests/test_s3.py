@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 from botocore.exceptions import ClientError
 
-from tests.support import OTHER, OWNER, READER, Stack, stack
+from tests.support import OWNER, READER, Stack, stack
 
 
 def code_of(error: pytest.ExceptionInfo[ClientError]) -> str:
@@ -40,80 +40,6 @@ def test_objects_come_back_as_they_were_put(servers: Stack) -> None:
     assert (head["ContentLength"], head["ETag"]) == (len(body), put["ETag"])
     s3.put_object(Bucket="chunks", Key="empty", Body=b"")
     assert s3.get_object(Bucket="chunks", Key="empty")["Body"].read() == b""
-
-
-@pytest.mark.parametrize(
-    ("header", "expected", "content_range"),
-    [
-        ("bytes=0-0", slice(0, 1), "bytes 0-0/1000"),
-        ("bytes=990-", slice(990, None), "bytes 990-999/1000"),
-        ("bytes=-10", slice(990, None), "bytes 990-999/1000"),
-        ("bytes=-5000", slice(0, None), "bytes 0-999/1000"),
-        ("bytes=5-5000", slice(5, None), "bytes 5-999/1000"),
-    ],
-)
-def test_ranges(servers: Stack, header: str, expected: slice, content_range: str) -> None:
-    body = bytes(i % 251 for i in range(1000))
-    servers.s3().put_object(Bucket="chunks", Key="ranged", Body=body)
-    got = servers.s3().get_object(Bucket="chunks", Key="ranged", Range=header)
-    assert got["Body"].read() == body[expected]
-    assert got["ResponseMetadata"]["HTTPStatusCode"] == 206
-    assert got["ContentRange"] == content_range
-
-
-def test_unsatisfiable_range_is_416(servers: Stack) -> None:
-    servers.s3().put_object(Bucket="chunks", Key="short", Body=b"abc")
-    with pytest.raises(ClientError) as error:
-        servers.s3().get_object(Bucket="chunks", Key="short", Range="bytes=3-")
-    assert code_of(error) == "InvalidRange"
-
-
-def test_listing_pages_prefixes_and_delimiters(servers: Stack) -> None:
-    s3 = servers.s3()
-    s3.create_bucket(Bucket="listing")
-    keys = sorted([f"d{i}/f{j}" for i in range(7) for j in range(3)] + ["a", "z", "d3", "d3/\u00e9"], key=str.encode)
-    for key in keys:
-        s3.put_object(Bucket="listing", Key=key, Body=b"x")
-    paginator = s3.get_paginator("list_objects_v2")
-
-    def collect(**options: object) -> tuple[list[str], list[str]]:
-        found, groups = [], []
-        for page in paginator.paginate(Bucket="listing", **options):
-            found += [entry["Key"] for entry in page.get("Contents", [])]
-            groups += [entry["Prefix"] for entry in page.get("CommonPrefixes", [])]
-            assert page["KeyCount"] == len(page.get("Contents", [])) + len(page.get("CommonPrefixes", []))
-        return found, groups
-
-    for size in (1, 2, 5, 1000):
-        options = {"PaginationConfig": {"PageSize": size}}
-        assert collect(**options) == (keys, [])
-        assert collect(Delimiter="/", **options) == (["a", "d3", "z"], [f"d{i}/" for i in range(7)])
-        assert collect(Prefix="d3/", **options) == (["d3/f0", "d3/f1", "d3/f2", "d3/\u00e9"], [])
-        assert collect(StartAfter="d5/f1", **options)[0] == [key for key in keys if key > "d5/f1"]
-    none = s3.list_objects_v2(Bucket="listing", MaxKeys=0)
-    assert (none["KeyCount"], none["IsTruncated"]) == (0, False)
-
-
-def test_buckets(servers: Stack) -> None:
-    s3 = servers.s3()
-    s3.create_bucket(Bucket="bucket-one")
-    assert "bucket-one" in [bucket["Name"] for bucket in s3.list_buckets()["Buckets"]]
-    s3.head_bucket(Bucket="bucket-one")
-    with pytest.raises(ClientError) as error:
-        s3.create_bucket(Bucket="bucket-one")
-    assert code_of(error) == "BucketAlreadyOwnedByYou"
-    with pytest.raises(ClientError) as error:
-        servers.s3(OTHER).create_bucket(Bucket="bucket-one")
-    assert code_of(error) == "BucketAlreadyExists"
-    for call in (
-        lambda: s3.list_objects_v2(Bucket="no-such-bucket"),
-        lambda: s3.put_object(Bucket="no-such-bucket", Key="k", Body=b""),
-        lambda: s3.get_object(Bucket="no-such-bucket", Key="k"),
-        lambda: s3.delete_object(Bucket="no-such-bucket", Key="k"),
-    ):
-        with pytest.raises(ClientError) as error:
-            call()
-        assert code_of(error) == "NoSuchBucket"
 
 
 def test_delete_is_idempotent_and_missing_keys_are_named(servers: Stack) -> None:

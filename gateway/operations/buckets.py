@@ -1,76 +1,120 @@
-"""Buckets: list, create, head; and what is in them."""
+"""Buckets: list, create, head, delete, and what is known about one."""
 
 from __future__ import annotations
-
-import base64
-import binascii
 
 from aiohttp import web
 
 from descriptors.errors import CallerError, ErrorCode
-from descriptors.storage_api import ListRequest
 from descriptors.units import MIB
 from gateway import xml
 from gateway.call import Call
+from gateway.object_headers import check_acl
+from gateway.operations.answers import owner_of, xml_answer
+from gateway.parameters import after_token, integer
 from gateway.request import check_bucket_name
+from gateway.xml_in import parse_acl, parse_create_bucket, parse_lifecycle
 
-MAX_KEYS = 1000
+BUCKETS_MAX = 10_000
+DOCUMENT_BYTES_MAX = MIB
+_OWNERSHIP = "x-amz-object-ownership"
+_OBJECT_LOCK = "x-amz-bucket-object-lock-enabled"
 
 
 async def list_buckets(call: Call) -> web.StreamResponse:
-    buckets = await call.storage.list_buckets()
-    return _xml(xml.buckets_document(call.claim.access_key, buckets))
+    """Those the key may see, by name."""
+    parameters = call.request.parameters
+    prefix = parameters.get("prefix", "")
+    most = integer(parameters, "max-buckets", BUCKETS_MAX, least=1, most=BUCKETS_MAX)
+    after = after_token(parameters.get("continuation-token", ""))
+    region = parameters.get("bucket-region", call.settings.region)
+    seen = [
+        bucket
+        for bucket in sorted(await call.storage.list_buckets(), key=lambda bucket: bucket.name)
+        if call.credential.allows("ListAllMyBuckets", bucket.name)
+        and bucket.name.startswith(prefix)
+        and bucket.name > after
+        and region == call.settings.region
+    ]
+    token = xml.continuation_token(seen[most - 1].name) if len(seen) > most else None
+    return xml_answer(xml.buckets_document(call.claim.access_key, seen[:most], prefix, token))
 
 
 async def create_bucket(call: Call) -> web.StreamResponse:
-    """A CreateBucketConfiguration body is accepted and says nothing we need."""
+    """In this region, private, and without the features we lack."""
+    headers = call.request.headers
     check_bucket_name(call.request.bucket)
-    if call.claim.body_sha256 is not None:
-        await call.body(MIB)
+    check_acl(headers)
+    if headers.get(_OBJECT_LOCK, "false").lower() != "false":
+        raise CallerError(ErrorCode.NOT_IMPLEMENTED, "object lock is not implemented", field=_OBJECT_LOCK)
+    if headers.get(_OWNERSHIP, "BucketOwnerEnforced") != "BucketOwnerEnforced":
+        problem = "objects belong to the bucket's owner (BucketOwnerEnforced)"
+        raise CallerError(ErrorCode.NOT_IMPLEMENTED, problem, field=_OWNERSHIP)
+    location = parse_create_bucket(await call.body(DOCUMENT_BYTES_MAX))
+    if location not in ("", call.settings.region):
+        problem = f"buckets here are in {call.settings.region}"
+        raise CallerError(ErrorCode.ILLEGAL_LOCATION, problem, field="LocationConstraint")
     await call.storage.create_bucket(call.claim.access_key, call.request.bucket)
     return web.Response(headers={"Location": f"/{call.request.bucket}"})
 
 
 async def head_bucket(call: Call) -> web.StreamResponse:
     await call.storage.head_bucket(call.request.bucket)
-    return web.Response(headers={"x-amz-bucket-region": call.claim.scope.split("/")[1]})
+    return web.Response(headers={"x-amz-bucket-region": call.settings.region})
 
 
-async def list_objects_v2(call: Call) -> web.StreamResponse:
-    parameters = call.request.parameters
-    if parameters.get("encoding-type", "url") != "url":
-        raise CallerError(ErrorCode.INVALID_ARGUMENT, "encoding-type can only be url", field="encoding-type")
-    request = ListRequest(
-        bucket=call.request.bucket,
-        prefix=parameters.get("prefix", ""),
-        delimiter=parameters.get("delimiter", ""),
-        after=_after(parameters),
-        max_keys=min(_max_keys(parameters.get("max-keys")), MAX_KEYS),
-    )
-    page = await call.storage.list_objects(request)
-    owner = call.claim.access_key if parameters.get("fetch-owner") == "true" else None
-    return _xml(xml.objects_document(request, page, owner, parameters))
+async def delete_bucket(call: Call) -> web.StreamResponse:
+    await call.storage.delete_bucket(call.request.bucket)
+    return web.Response(status=204)
 
 
-def _after(parameters: dict[str, str]) -> str:
-    token = parameters.get("continuation-token")
-    if token is None:
-        return parameters.get("start-after", "")
-    try:
-        return base64.b64decode(token, altchars=b"-_", validate=True).decode()
-    except (binascii.Error, ValueError):
-        raise CallerError(
-            ErrorCode.INVALID_ARGUMENT, "the continuation token is not one of ours", field="continuation-token"
-        ) from None
+async def get_location(call: Call) -> web.StreamResponse:
+    await call.storage.head_bucket(call.request.bucket)
+    return xml_answer(xml.location_document(call.settings.region))
 
 
-def _max_keys(text: str | None) -> int:
-    if text is None:
-        return MAX_KEYS
-    if not text.isascii() or not text.isdigit() or len(text) > 10 or int(text) > 2**31 - 1:
-        raise CallerError(ErrorCode.INVALID_ARGUMENT, "max-keys must be 0 to 2147483647", field="max-keys")
-    return int(text)
+async def get_versioning(call: Call) -> web.StreamResponse:
+    """Never switched on, which S3 says with an empty document."""
+    await call.storage.head_bucket(call.request.bucket)
+    return xml_answer(xml.versioning_document())
 
 
-def _xml(body: bytes) -> web.Response:
-    return web.Response(body=body, content_type="application/xml")
+async def get_acl(call: Call) -> web.StreamResponse:
+    return xml_answer(xml.acl_document(await owner_of(call, call.request.bucket)))
+
+
+async def put_acl(call: Call) -> web.StreamResponse:
+    """Accepted where it says what is so anyway."""
+    owner = await owner_of(call, call.request.bucket)
+    await check_new_acl(call, owner)
+    return web.Response()
+
+
+async def check_new_acl(call: Call, owner: str) -> None:
+    """The ACL in headers or body must mean: the owner alone. Raises CallerError."""
+    check_acl(call.request.headers)
+    body = await call.body(DOCUMENT_BYTES_MAX)
+    if "x-amz-acl" in call.request.headers:
+        if body:
+            raise CallerError(ErrorCode.INVALID_REQUEST, "an ACL goes into a header or the body", field="x-amz-acl")
+        return
+    if not body:
+        raise CallerError(ErrorCode.MISSING_REQUEST_BODY, "an ACL is needed, in a header or the body", field="body")
+    parse_acl(body, owner)
+
+
+async def get_lifecycle(call: Call) -> web.StreamResponse:
+    rules = await call.storage.get_lifecycle(call.request.bucket)
+    if not rules:
+        raise CallerError(ErrorCode.NO_SUCH_LIFECYCLE, "the bucket has no lifecycle configuration", field="bucket")
+    return xml_answer(xml.lifecycle_document(rules))
+
+
+async def put_lifecycle(call: Call) -> web.StreamResponse:
+    rules = parse_lifecycle(await call.body(DOCUMENT_BYTES_MAX))
+    await call.storage.set_lifecycle(call.request.bucket, rules)
+    return web.Response()
+
+
+async def delete_lifecycle(call: Call) -> web.StreamResponse:
+    await call.storage.set_lifecycle(call.request.bucket, [])
+    return web.Response(status=204)

@@ -1,127 +1,158 @@
-"""Objects: put, get, head, delete."""
+"""Objects: put, get, head."""
 
 from __future__ import annotations
 
-import base64
-import binascii
-from collections.abc import Mapping
-from email.utils import formatdate
+from collections.abc import Awaitable, Callable
+from dataclasses import replace
 
 from aiohttp import web
 
 from adapters.response_sink import begin_answer
 from descriptors.errors import CallerError, ErrorCode
-from descriptors.storage_api import ObjectInfo, PutRequest
+from descriptors.objects import PutRequest, ReadHead, ReadRequest
+from gateway import xml
 from gateway.call import Call
+from gateway.conditions import bare_etag, parse_http_date, read_condition, write_condition
+from gateway.object_headers import (
+    checksum_headers,
+    http_date,
+    new_attributes,
+    object_headers,
+    overriding_headers,
+    refuse_encryption,
+    refuse_unsupported,
+)
+from gateway.operations.answers import expiration_of, stored_headers_of
+from gateway.parameters import check_version, part_number
 from gateway.request import check_key, parse_range
 
-USER_METADATA_BYTES_MAX = 2048
-CONTENT_HEADERS_BYTES_MAX = 8192
-RDMA_TOKEN_HEADERS = ("x-amz-rdma-token", "x-rdma-info", "x-scal-rdma")
-_STORED_HEADERS = (
-    "content-type",
-    "cache-control",
-    "content-disposition",
-    "content-encoding",
-    "content-language",
-    "expires",
-)
-_DEFAULT_CONTENT_TYPE = "binary/octet-stream"
+CHECKSUM_MODE = "x-amz-checksum-mode"
 
 
 async def put_object(call: Call) -> web.StreamResponse:
+    """A token's empty body creates nothing: tokens are refused before the body is looked at."""
     request = call.request
     check_key(request.key)
-    nbytes = request.content_length
-    if nbytes is None:
-        raise CallerError(ErrorCode.MISSING_CONTENT_LENGTH, "Content-Length is required", field="content-length")
-    if any(name in request.headers for name in RDMA_TOKEN_HEADERS):
-        raise CallerError(
-            ErrorCode.NOT_IMPLEMENTED, "RDMA tokens are not executed here; send the body", field="x-amz-rdma-token"
-        )
-    put = PutRequest(
-        bucket=request.bucket,
-        key=request.key,
-        nbytes=nbytes,
-        headers=stored_headers(request.headers),
-        sha256=call.claim.body_sha256,
-        md5=_content_md5(request.headers.get("content-md5")),
-    )
-    info = await call.storage.put_object(put, call.pieces())
-    return web.Response(headers={"ETag": f'"{info.etag}"'})
+    refuse_unsupported(request.headers)
+    attributes = new_attributes(request.headers)
+    condition = write_condition(request.headers)
+    upload = call.upload()
+    put = PutRequest(request.bucket, request.key, upload.nbytes, attributes, upload.checksum, condition)
+    info = await call.storage.put_object(put, upload.body)
+    return web.Response(headers=await stored_headers_of(call, request.bucket, info))
 
 
 async def get_object(call: Call) -> web.StreamResponse:
-    check_key(call.request.key)
-    spec = parse_range(call.request.headers.get("range"))
-    async with call.storage.open_object(call.request.bucket, call.request.key, spec) as read:
-        headers = object_headers(read.info)
-        response = web.StreamResponse(headers=headers)
+    return await _answer(call, _get)
+
+
+async def head_object(call: Call) -> web.StreamResponse:
+    """As GET, without the bytes."""
+    return await _answer(call, _head)
+
+
+def read_request(call: Call) -> ReadRequest:
+    """What a GET or HEAD asks for. Raises CallerError: NoSuchVersion, InvalidRequest, InvalidArgument,
+    NotImplemented.
+    """
+    request = call.request
+    check_key(request.key)
+    check_version(request)
+    refuse_encryption(request.headers)
+    spec = parse_range(request.headers.get("range"))
+    condition = read_condition(request.headers)
+    if "partNumber" in request.parameters:
         if spec is not None:
-            last = read.range.start + read.range.length - 1
-            response.set_status(206)
-            response.headers["Content-Range"] = f"bytes {read.range.start}-{last}/{read.info.nbytes}"
-        response.content_length = read.range.length
-        response.headers["x-amz-request-id"] = call.trace_id
+            raise CallerError(ErrorCode.INVALID_REQUEST, "Range and partNumber exclude each other", field="range")
+        number = part_number(request.parameters)
+        return ReadRequest(request.bucket, request.key, part_number=number, condition=condition)
+    if spec is not None and _is_conditional_range(call):
+        return _conditional_range(call, ReadRequest(request.bucket, request.key, spec, condition=condition))
+    return ReadRequest(request.bucket, request.key, spec, condition=condition)
+
+
+async def _answer(
+    call: Call, read: Callable[[Call, ReadRequest, dict[str, str]], Awaitable[web.StreamResponse]]
+) -> web.StreamResponse:
+    request = read_request(call)
+    overrides = overriding_headers(call.request.parameters)
+    try:
+        return await read(call, request, overrides)
+    except CallerError as error:
+        if error.code is ErrorCode.PRECONDITION_FAILED and request.range is not None and _is_conditional_range(call):
+            whole = replace(request, range=None, condition=read_condition(call.request.headers))
+            return await read(call, whole, overrides)
+        if error.code is ErrorCode.NOT_MODIFIED:
+            return await _not_modified(call, request)
+        if error.code is ErrorCode.INVALID_RANGE:
+            return await _unsatisfiable(call, request, error)
+        raise
+
+
+async def _head(call: Call, request: ReadRequest, overrides: dict[str, str]) -> web.StreamResponse:
+    head = await call.storage.head_object(request)
+    response = _head_of_answer(call, request, head, overrides)
+    response.headers.update(await expiration_of(call, request.bucket, head.info))
+    return response
+
+
+async def _get(call: Call, request: ReadRequest, overrides: dict[str, str]) -> web.StreamResponse:
+    async with call.storage.open_object(request) as read:
+        first = await anext(read.body, None)
+        response = _head_of_answer(call, request, read.head, overrides)
         await begin_answer(call.http, response)
+        if first is not None:
+            await response.write(first)
         async for piece in read.body:
             await response.write(piece)
         await response.write_eof()
         return response
 
 
-async def head_object(call: Call) -> web.StreamResponse:
-    check_key(call.request.key)
-    info = await call.storage.head_object(call.request.bucket, call.request.key)
-    response = web.StreamResponse(headers=object_headers(info))
-    response.content_length = info.nbytes
+def _head_of_answer(call: Call, request: ReadRequest, head: ReadHead, overrides: dict[str, str]) -> web.StreamResponse:
+    """Status and headers. A checksum of the whole object never goes with a part of it: clients would compare."""
+    info = head.info
+    response = web.StreamResponse(headers={**object_headers(info), **overrides})
+    is_part = request.range is not None or request.part_number is not None
+    if is_part and head.range.length:
+        last = head.range.start + head.range.length - 1
+        response.set_status(206)
+        response.headers["Content-Range"] = f"bytes {head.range.start}-{last}/{info.nbytes}"
+    if request.part_number is not None and info.part_count is not None:
+        response.headers["x-amz-mp-parts-count"] = str(info.part_count)
+    if not is_part and call.request.headers.get(CHECKSUM_MODE, "").upper() == "ENABLED":
+        response.headers.update(checksum_headers(info.checksum))
+    response.content_length = head.range.length
     return response
 
 
-async def delete_object(call: Call) -> web.StreamResponse:
-    check_key(call.request.key)
-    await call.storage.delete_object(call.request.bucket, call.request.key)
-    return web.Response(status=204)
+async def _not_modified(call: Call, request: ReadRequest) -> web.StreamResponse:
+    """304 with the headers that tell a cache what it has (RFC 9110, 15.4.5)."""
+    head = await call.storage.head_object(ReadRequest(request.bucket, request.key))
+    headers = {"ETag": f'"{head.info.etag}"', "Last-Modified": http_date(head.info.modified_at)}
+    stored = object_headers(head.info)
+    headers |= {name: stored[name] for name in ("Cache-Control", "Expires") if name in stored}
+    return web.Response(status=304, headers=headers)
 
 
-def stored_headers(headers: Mapping[str, str]) -> dict[str, str]:
-    """Content headers and user metadata to keep with an object. Raises CallerError(MetadataTooLarge)."""
-    if sum(len(headers.get(name, "").encode()) for name in _STORED_HEADERS) > CONTENT_HEADERS_BYTES_MAX:
-        raise CallerError(
-            ErrorCode.METADATA_TOO_LARGE,
-            f"content headers may have {CONTENT_HEADERS_BYTES_MAX} bytes together",
-            field="content-disposition",
-        )
-    kept = {name: headers[name] for name in _STORED_HEADERS if name in headers}
-    metadata = {name: value for name, value in headers.items() if name.startswith("x-amz-meta-")}
-    nbytes = sum(len(name) - len("x-amz-meta-") + len(value.encode()) for name, value in metadata.items())
-    if nbytes > USER_METADATA_BYTES_MAX:
-        raise CallerError(
-            ErrorCode.METADATA_TOO_LARGE,
-            f"user metadata has {nbytes} bytes, at most {USER_METADATA_BYTES_MAX}",
-            field="x-amz-meta-",
-        )
-    return kept | metadata
+async def _unsatisfiable(call: Call, request: ReadRequest, error: CallerError) -> web.StreamResponse:
+    """416 with the size there is (RFC 9110, 15.5.17)."""
+    info = (await call.storage.head_object(ReadRequest(request.bucket, request.key))).info
+    body = b"" if call.request.method == "HEAD" else xml.error_document(error, call.request.path, call.trace_id)
+    headers = {"Content-Range": f"bytes */{info.nbytes}"}
+    return web.Response(status=error.http_status, body=body, content_type="application/xml", headers=headers)
 
 
-def object_headers(info: ObjectInfo) -> dict[str, str]:
-    """The headers GET and HEAD answer with, besides length and range."""
-    return {
-        "Content-Type": _DEFAULT_CONTENT_TYPE,
-        **{name.title() if not name.startswith("x-amz-") else name: value for name, value in info.headers.items()},
-        "ETag": f'"{info.etag}"',
-        "Last-Modified": formatdate(info.modified_at, usegmt=True),
-        "Accept-Ranges": "bytes",
-    }
+def _is_conditional_range(call: Call) -> bool:
+    """Whether If-Range decides between a range and the whole; If-Match, where given, has decided more already."""
+    headers = call.request.headers
+    return "if-range" in headers and "range" in headers and "if-match" not in headers
 
 
-def _content_md5(header: str | None) -> str | None:
-    if header is None:
-        return None
-    try:
-        digest = base64.b64decode(header, validate=True)
-    except (binascii.Error, ValueError):
-        digest = b""
-    if len(digest) != 16:
-        raise CallerError(ErrorCode.INVALID_DIGEST, "Content-MD5 is no base64 MD5", field="content-md5")
-    return digest.hex()
+def _conditional_range(call: Call, request: ReadRequest) -> ReadRequest:
+    """The range on condition that the object is the one If-Range names; what fails is asked for whole."""
+    text = call.request.headers["if-range"].strip()
+    since = parse_http_date(text)
+    if since is not None:
+        return replace(request, condition=replace(request.condition, if_unmodified_since=since))
+    return replace(request, condition=replace(request.condition, if_match=(bare_etag(text),)))

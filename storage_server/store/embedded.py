@@ -1,7 +1,9 @@
-"""The embedded store: objects in, objects out, extents pinned while they are read.
+"""The embedded store: objects in, objects out, in one directory.
 
-An object is published by one index commit after its extent file is complete and synced; until then, and after any
-failure, the key shows what it showed before.
+    DIR/index.sqlite3   which bytes make which object; a commit here is what publishes
+    DIR/extents/        the bytes
+
+Until its commit, and after any failure, a key shows what it showed before. docs/durability.md says what is promised.
 """
 
 from __future__ import annotations
@@ -9,237 +11,188 @@ from __future__ import annotations
 import asyncio
 import fcntl
 import os
+import sqlite3
 import time
-from collections.abc import AsyncIterator, Callable, Sequence
-from concurrent.futures import ThreadPoolExecutor
-from contextlib import asynccontextmanager
-from pathlib import Path
+from collections.abc import Callable
+from dataclasses import replace
 from typing import TypeVar
 
-from descriptors.errors import CallerError, ChunkUnavailable, ErrorCode, ServerError
-from descriptors.storage_api import (
-    BucketInfo,
-    ByteRange,
-    ListPage,
-    ListRequest,
+from descriptors.conditions import NO_WRITE_CONDITION, WriteCondition, check_read, check_write
+from descriptors.errors import CallerError, ErrorCode
+from descriptors.lifecycle import LifecycleRule
+from descriptors.objects import (
+    Attributes,
+    CopyRequest,
     ObjectInfo,
-    ObjectRead,
-    Piece,
     PutRequest,
-    RangeSpec,
+    ReadRequest,
 )
-from descriptors.units import MIB
+from descriptors.storage_api import Body
 from storage_server.settings import StorageSettings
-from storage_server.store.extents import Extent, ExtentFiles, ExtentWriter, PinSet, disk_error
-from storage_server.store.index import Index, IndexedObject
-from storage_server.store.listing import list_page
+from storage_server.store import queries, transaction
+from storage_server.store.bodies import BodyReader, BodyWriter, IoThreads
+from storage_server.store.body_hashes import BodyHashes
+from storage_server.store.buffers import BufferShare
+from storage_server.store.committer import Committer
+from storage_server.store.disk import Disk
+from storage_server.store.extents import ExtentFiles
+from storage_server.store.reader import IndexReader
+from storage_server.store.reads import Reads
+from storage_server.store.recovery import drop_unsynced
+from storage_server.store.rows import StoredObject
+from storage_server.store.segments import Segments
+from storage_server.store.transaction import Transaction
+from storage_server.store.uploads import Uploads
 from storage_server.threads import to_end
 
 IO_THREADS = 4
-WRITE_BATCH_BYTES = MIB
-READ_PIECE_BYTES = MIB
-
+COPY_ATTEMPTS_MAX = 8
 _T = TypeVar("_T")
 
 
 class EmbeddedStore:
     """Buckets and objects in one directory. Every method raises ObjectCacheError for what goes wrong."""
 
-    def __init__(self, settings: StorageSettings) -> None:
+    def __init__(self, settings: StorageSettings, disk: Disk | None = None) -> None:
         self._settings = settings
+        disk = disk or Disk()
         settings.data_dir.mkdir(parents=True, exist_ok=True)
-        self._lock = _lock_directory(settings.data_dir)
-        self.files = ExtentFiles(settings.data_dir, settings.open_files_max)
-        self._index = Index(settings.data_dir / "index.sqlite3")
-        self._io = ThreadPoolExecutor(IO_THREADS, "store-io")
+        self._lock = _lock_directory(settings)
+        index = settings.data_dir / "index.sqlite3"
+        self.files = ExtentFiles(settings.data_dir, settings.open_files_max, disk)
+        self.files.start()
+        self._committer = Committer(index, settings.durability, self._dispose)
+        self._segments = Segments(
+            settings.data_dir, self.files, disk, settings.packed_bytes_max, self._committer.consider
+        )
+        self.reader = IndexReader(index)
+        self._io = IoThreads(IO_THREADS)
+        share = BufferShare(settings.buffer_bytes)
+        self._bodies = BodyWriter(self._segments, disk, settings.durability, share, self._io)
+        self.reads = Reads(self.reader, self.files, BodyReader(self.files, share, self._io))
+        self.uploads = Uploads(self.reader, self._committer, self._bodies, settings.object_bytes_max, self.reads)
 
     async def start(self) -> int:
-        """Remove what a crash left behind; how many files that was."""
-        live = await self._index.file_ids()
-        return await self._in_thread(lambda: self.files.sweep(live))
+        """Remove what a crash left behind: files no row names, and rows whose bytes never reached the disk.
+
+        Returns how many files and rows that was.
+        """
+        suspects = await self.reader.threaded(queries.unsynced)
+        dropped = await drop_unsynced(suspects, self.files, self._committer, self._io)
+        live = await self.reader.threaded(queries.file_ids)
+        return dropped + await self._io.run(lambda: self.files.sweep(live))
 
     def close(self) -> None:
         """Finish running work and close every file."""
-        self._io.shutdown()
-        self._index.close()
+        self._io.close()
+        self._segments.close()
+        self._committer.close()
+        self.reader.close()
         self.files.close()
         os.close(self._lock)
 
+    def _dispose(self, file_id: str) -> None:
+        """A file no row names. One that is still written is asked about again when it closes."""
+        if not self._segments.is_written(file_id):
+            self.files.dispose(file_id)
+
+    async def change(self, change: Callable[[Transaction], _T]) -> _T:
+        """Carry out a change of the index to its end, whatever becomes of the caller."""
+        return await to_end(asyncio.ensure_future(self._committer.commit(change)))
+
     async def create_bucket(self, access_key: str, bucket: str) -> None:
-        await self._index.create_bucket(bucket, access_key, time.time())
+        await self.change(lambda tx: transaction.create_bucket(tx, bucket, access_key, time.time()))
 
-    async def head_bucket(self, bucket: str) -> BucketInfo:
-        return await self._index.bucket(bucket)
+    async def delete_bucket(self, bucket: str) -> None:
+        await self.change(lambda tx: transaction.delete_bucket(tx, bucket))
 
-    async def list_buckets(self) -> list[BucketInfo]:
-        return await self._index.buckets()
+    async def set_lifecycle(self, bucket: str, rules: list[LifecycleRule]) -> None:
+        await self.change(lambda tx: transaction.set_lifecycle(tx, bucket, rules))
 
-    async def head_object(self, bucket: str, key: str) -> ObjectInfo:
-        return (await self._index.find(bucket, key)).info
-
-    async def list_objects(self, request: ListRequest) -> ListPage:
-        await self._index.bucket(request.bucket)
-        return await list_page(
-            request,
-            lambda start, inclusive, limit: self._index.page(request.bucket, start, inclusive, request.prefix, limit),
-        )
-
-    async def put_object(self, request: PutRequest, body: AsyncIterator[Piece]) -> ObjectInfo:
+    async def put_object(self, request: PutRequest, body: Body) -> ObjectInfo:
         """Store a whole object; visible and durable when this returns, and not visible at all when it raises."""
-        if request.nbytes > self._settings.object_bytes_max:
-            raise CallerError(
-                ErrorCode.ENTITY_TOO_LARGE,
-                f"an object may have {self._settings.object_bytes_max} bytes, not {request.nbytes}",
-                field="content-length",
-            )
-        await self._index.bucket(request.bucket)
-        writer = ExtentWriter(self._settings.data_dir, request.nbytes)
-        try:
-            await self._in_thread(writer.open)
-            await self._copy(request, body, writer)
-            etag = await self._in_thread(lambda: writer.finish(request.sha256, request.md5))
-            info = ObjectInfo(request.key, request.nbytes, etag, time.time(), request.headers)
-            entry = IndexedObject(info, Extent(writer.file_id, 0, request.nbytes))
-        except BaseException:
-            await self._in_thread(writer.discard)
-            raise
-        await to_end(asyncio.create_task(self._publish(request.bucket, entry, writer)))
+        check_size(request.nbytes, self._settings.object_bytes_max)
+        self.reader.here(lambda db: _check_before_body(db, request))
+        async with self._bodies.received(request.nbytes, request.checksum, body) as (part, file):
+            info = ObjectInfo(request.key, request.nbytes, part.etag, time.time(), request.attributes, part.checksum)
+
+            def publish(tx: Transaction) -> None:
+                transaction.publish(tx, request.bucket, info, part, request.condition)
+
+            await to_end(asyncio.ensure_future(self._committer.commit(publish, file)))
         return info
 
-    async def _publish(self, bucket: str, entry: IndexedObject, writer: ExtentWriter) -> None:
-        """Commit, then let go of what the commit replaced; without a commit, of what it would have published."""
-        try:
-            replaced = await self._index.publish(bucket, entry)
-        except BaseException:
-            await self._in_thread(writer.discard)
-            raise
-        if replaced is not None:
-            await self._in_thread(lambda: self.files.dispose(replaced.file_id))
+    async def copy_object(self, request: CopyRequest) -> ObjectInfo:
+        """The copy shares the source's bytes; a checksum the source does not have is computed by reading them."""
+        for _ in range(COPY_ATTEMPTS_MAX):
+            source = self.reader.here(lambda db: _find_source(db, request.source))
+            check_size(source.info.nbytes, self._settings.object_bytes_max)
+            copied = await self._described_copy(request, source)
 
-    async def _copy(self, request: PutRequest, body: AsyncIterator[Piece], writer: ExtentWriter) -> None:
-        batch: list[Piece] = []
-        batch_bytes = 0
+            def publish(tx: Transaction, version: int = source.version, info: ObjectInfo = copied) -> ObjectInfo:
+                return transaction.copy(tx, request, version, info, time.time())
 
-        async def flush() -> None:
-            nonlocal batch, batch_bytes
-            pieces, batch, batch_bytes = batch, [], 0
-            await self._in_thread(lambda: writer.write(pieces, hash_sha256=request.sha256 is not None))
+            try:
+                return await self.change(publish)
+            except CallerError as error:
+                if error.code is not ErrorCode.CONDITIONAL_CONFLICT:
+                    raise
+        raise CallerError(ErrorCode.CONDITIONAL_CONFLICT, "the source keeps changing", field="x-amz-copy-source")
 
-        async for piece in body:
-            batch.append(piece)
-            batch_bytes += len(piece)
-            if batch_bytes >= WRITE_BATCH_BYTES:
-                await flush()
-        if batch:
-            await flush()
+    async def _described_copy(self, request: CopyRequest, source: StoredObject) -> ObjectInfo:
+        kept = request.attributes or source.info.attributes
+        tags = source.info.attributes.tags if request.tags is None else request.tags
+        info = replace(source.info, attributes=Attributes(kept.headers, tags, request.storage_class))
+        wanted = request.checksum
+        if wanted is None or (info.checksum is not None and info.checksum.algorithm is wanted):
+            return info
+        hashes = BodyHashes(wanted, sha256=False)
+        whole = replace(request.source, range=None, part_number=None)
+        async with self.reads.open_object(whole) as read:
+            async for piece in read.body:
+                await self._io.run(lambda data=piece: hashes.update(data))  # type: ignore[misc]
+        return replace(info, checksum=hashes.checksum)
 
-    async def delete_object(self, bucket: str, key: str) -> None:
-        await to_end(asyncio.create_task(self._delete(bucket, key)))
+    async def delete_object(self, bucket: str, key: str, condition: WriteCondition = NO_WRITE_CONDITION) -> None:
+        await self.change(lambda tx: transaction.remove(tx, bucket, key, condition))
 
-    async def _delete(self, bucket: str, key: str) -> None:
-        removed = await self._index.remove(bucket, key)
-        if removed is not None:
-            await self._in_thread(lambda: self.files.dispose(removed.file_id))
+    async def delete_objects(self, bucket: str, keys: list[str]) -> None:
+        await self.change(lambda tx: transaction.remove_many(tx, bucket, keys))
 
-    @asynccontextmanager
-    async def open_object(self, bucket: str, key: str, range_spec: RangeSpec | None) -> AsyncIterator[ObjectRead]:
-        """The object as it is now; its bytes stay readable until the context ends."""
-        pins = PinSet(self.files)
-        try:
-            found = await to_end(asyncio.ensure_future(self._index.find(bucket, key, pins)))
-            span = resolve_range(range_spec, found.info.nbytes)
-            yield ObjectRead(found.info, span, self._pieces(found.extent, span))
-        finally:
-            await self._in_thread(pins.release)
-
-    async def _pieces(self, extent: Extent, span: ByteRange) -> AsyncIterator[Piece]:
-        for start in range(span.start, span.start + span.length, READ_PIECE_BYTES):
-            piece = bytearray(min(READ_PIECE_BYTES, span.start + span.length - start))
-            await self._in_thread(lambda: self._read(extent, start, memoryview(piece)))  # noqa: B023 - awaited here
-            yield piece
-
-    def _read(self, extent: Extent, start: int, view: memoryview) -> None:
-        try:
-            self.files.read_into(extent.file_id, extent.offset + start, view)
-        except EOFError as error:
-            raise ServerError(ErrorCode.INTERNAL_ERROR, "the stored object is shorter than its index says") from error
-
-    @asynccontextmanager
-    async def open_prefix(
-        self, bucket: str, keys: Sequence[str], chunk_bytes: int, *, prefix_only: bool
-    ) -> AsyncIterator[list[Extent]]:
-        """Resolve and pin the chunks of a descriptor, in order, until the context ends.
-
-        Raises ChunkUnavailable (NoSuchChunk, ChunkSizeMismatch) with the index of the first chunk that is absent or
-        not `chunk_bytes` long; with `prefix_only` that happens at index 0 alone and the chunks before it are served.
-        """
-        pins = PinSet(self.files)
-        try:
-            found = await to_end(asyncio.ensure_future(self._index.find_prefix(bucket, keys, pins)))
-            yield usable_prefix(found, chunk_bytes, prefix_only=prefix_only)
-        finally:
-            await self._in_thread(pins.release)
-
-    async def matched(self, bucket: str, keys: Sequence[str]) -> int:
-        """How many of `keys`, from the first, are stored without a gap."""
-        found = await self._index.find_prefix(bucket, keys)
-        return next((index for index, extent in enumerate(found) if extent is None), len(found))
-
-    async def _in_thread(self, action: Callable[[], _T]) -> _T:
-        """Run in the I/O pool, to its end even when the caller is cancelled; disk errors become ours."""
-        try:
-            return await to_end(asyncio.get_running_loop().run_in_executor(self._io, action))
-        except OSError as error:
-            raise disk_error(error, "serving the request") from error
+    async def set_tags(self, bucket: str, key: str, tags: dict[str, str]) -> None:
+        await self.change(lambda tx: transaction.set_tags(tx, bucket, key, tags))
 
 
-def _lock_directory(directory: Path) -> int:
+def check_size(nbytes: int, nbytes_max: int) -> None:
+    """Raises CallerError(EntityTooLarge)."""
+    if nbytes > nbytes_max:
+        raise CallerError(
+            ErrorCode.ENTITY_TOO_LARGE,
+            f"one request may store {nbytes_max} bytes, not {nbytes}",
+            field="content-length",
+        )
+
+
+def _check_before_body(db: sqlite3.Connection, request: PutRequest) -> None:
+    """Refuse now what would be refused after the body; the commit checks again."""
+    transaction.require_bucket(db, request.bucket)
+    if request.condition != NO_WRITE_CONDITION:
+        found = transaction.find_object(db, request.bucket, request.key)
+        check_write(request.condition, found.info.etag if found else None)
+
+
+def _find_source(db: sqlite3.Connection, source: ReadRequest) -> StoredObject:
+    found = transaction.require_object(db, source.bucket, source.key)
+    check_read(source.condition, found.info.etag, found.info.modified_at, copying=True)
+    return found
+
+
+def _lock_directory(settings: StorageSettings) -> int:
     """One server per directory: another's unfinished files would look like leftovers. Raises OSError (EWOULDBLOCK)."""
-    fd = os.open(directory / "lock", os.O_RDWR | os.O_CREAT, 0o600)
+    fd = os.open(settings.data_dir / "lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
     try:
         fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError as error:
         os.close(fd)
-        raise BlockingIOError(error.errno, "is in use by another server", str(directory)) from None
+        raise BlockingIOError(error.errno, "is in use by another server", str(settings.data_dir)) from None
     return fd
-
-
-def usable_prefix(found: Sequence[Extent | None], chunk_bytes: int, *, prefix_only: bool) -> list[Extent]:
-    """The leading extents that exist and have the right size. Pure; errors as in `EmbeddedStore.open_prefix`."""
-    usable: list[Extent] = []
-    for index, extent in enumerate(found):
-        if extent is not None and extent.nbytes == chunk_bytes:
-            usable.append(extent)
-            continue
-        if prefix_only and index > 0:
-            break
-        field = f"chunk_keys[{index}]"
-        if extent is None:
-            raise ChunkUnavailable(ErrorCode.NO_SUCH_CHUNK, f"{field} is not stored", field=field, index=index)
-        raise ChunkUnavailable(
-            ErrorCode.CHUNK_SIZE_MISMATCH,
-            f"{field} has {extent.nbytes} bytes, the descriptor says {chunk_bytes} (L*S)",
-            field=field,
-            index=index,
-        )
-    return usable
-
-
-def resolve_range(spec: RangeSpec | None, nbytes: int) -> ByteRange:
-    """A Range header against an object's size (RFC 9110, 14.1.2). Raises CallerError(InvalidRange)."""
-    if spec is None:
-        return ByteRange(0, nbytes)
-    if spec.suffix is not None:
-        length = min(spec.suffix, nbytes)
-        if length == 0:
-            raise _unsatisfiable(nbytes)
-        return ByteRange(nbytes - length, length)
-    first = spec.first or 0
-    if first >= nbytes:
-        raise _unsatisfiable(nbytes)
-    last = nbytes - 1 if spec.last is None else min(spec.last, nbytes - 1)
-    return ByteRange(first, last - first + 1)
-
-
-def _unsatisfiable(nbytes: int) -> CallerError:
-    return CallerError(ErrorCode.INVALID_RANGE, f"the object has {nbytes} bytes", field="range")

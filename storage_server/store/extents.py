@@ -1,136 +1,70 @@
-"""Immutable extent files: written aside, synced, renamed into place; pinned while someone reads; unlinked after.
+"""Extents: where an object's bytes lie in immutable files, and reading them with proof.
 
-    DIR/tmp/<id>            being written
-    DIR/extents/<xx>/<id>   complete; visible once the index refers to it
+    DIR/extents/<xx>/<id>    a file of one object, or a packed segment of many (storage_server.store.segments)
 
-A pinned file outlives its object's deletion or overwriting. A pinned file's descriptor is opened at its first read and
-closed with its last pin, so open files are bounded by what is being read.
+What counts is what the index names; bytes it does not name yet, or no longer, are nothing. A file is deleted when no
+row names it, nobody writes it and nobody has it pinned.
 """
 
 from __future__ import annotations
 
-import errno
-import hashlib
+import contextlib
 import os
 import resource
 import threading
-import uuid
-from collections import Counter
-from collections.abc import Iterable
+from collections import Counter, OrderedDict
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from descriptors.errors import CallerError, ErrorCode, ServerError
-from descriptors.storage_api import Piece
+from storage_server.store.block_checksums import BLOCK_BYTES, first_bad_block
+from storage_server.store.disk import Disk
 
-
-class ExtentWriter:
-    """One extent being written; `open`, `write`, `finish` and `discard` run in worker threads. `finish` or `discard`
-    ends it.
-    """
-
-    def __init__(self, directory: Path, nbytes: int) -> None:
-        self.file_id = uuid.uuid4().hex
-        self.nbytes = nbytes
-        self.written_bytes = 0
-        self._directory = directory
-        self._temporary = directory / "tmp" / self.file_id
-        self._md5 = hashlib.md5(usedforsecurity=False)
-        self._sha256 = hashlib.sha256()
-        self._fd = -1
-
-    def open(self) -> None:
-        """Create the temporary file. Raises OSError."""
-        self._fd = os.open(self._temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
-
-    def write(self, pieces: Iterable[Piece], *, hash_sha256: bool) -> None:
-        """Append. Raises CallerError(IncompleteBody) for more than was announced, OSError for what the disk says."""
-        for piece in pieces:
-            self.written_bytes += len(piece)
-            if self.written_bytes > self.nbytes:
-                raise CallerError(ErrorCode.INCOMPLETE_BODY, "the body is longer than announced", field="body")
-            self._md5.update(piece)
-            if hash_sha256:
-                self._sha256.update(piece)
-            left = memoryview(piece)
-            while left:
-                left = left[os.write(self._fd, left) :]
-
-    def finish(self, sha256: str | None, md5: str | None) -> str:
-        """Check length and digests, sync, move into place; the MD5 in hex.
-
-        Raises CallerError (IncompleteBody, XAmzContentSHA256Mismatch, BadDigest) or OSError; nothing is left behind.
-        """
-        if self.written_bytes != self.nbytes:
-            raise CallerError(
-                ErrorCode.INCOMPLETE_BODY,
-                f"the body has {self.written_bytes} bytes, {self.nbytes} were announced",
-                field="body",
-            )
-        if sha256 is not None and self._sha256.hexdigest() != sha256:
-            raise CallerError(
-                ErrorCode.X_AMZ_CONTENT_SHA256_MISMATCH,
-                "the body's SHA-256 is not the one that was signed",
-                field="x-amz-content-sha256",
-            )
-        digest = self._md5.hexdigest()
-        if md5 is not None and digest != md5:
-            raise CallerError(ErrorCode.BAD_DIGEST, "the body's MD5 is not the one given", field="content-md5")
-        os.fsync(self._fd)
-        os.close(self._fd)
-        self._fd = -1
-        final = extent_path(self._directory, self.file_id)
-        os.rename(self._temporary, final)
-        _sync_directory(final.parent)
-        return digest
-
-    def discard(self) -> None:
-        """Drop whatever was written; safe after any failure, and after `finish` for an extent never published."""
-        if self._fd >= 0:
-            os.close(self._fd)
-            self._fd = -1
-        self._temporary.unlink(missing_ok=True)
-        extent_path(self._directory, self.file_id).unlink(missing_ok=True)
-
-
-def extent_path(directory: Path, file_id: str) -> Path:
-    """Where a complete extent file lies."""
-    return directory / "extents" / file_id[:2] / file_id
-
-
-def _sync_directory(path: Path) -> None:
-    fd = os.open(path, os.O_RDONLY | os.O_DIRECTORY)
-    try:
-        os.fsync(fd)
-    finally:
-        os.close(fd)
+IDLE_FILES_MAX = 512
 
 
 @dataclass(frozen=True, slots=True)
 class Extent:
-    """Where an object's bytes lie: [offset, offset + nbytes) of an immutable file."""
+    """Bytes [offset, offset + nbytes) of a file, with the packed CRC-32C of each block. `object_offset` is where in
+    its object they belong.
+    """
 
     file_id: str
     offset: int
     nbytes: int
+    checksums: bytes
+    object_offset: int = 0
+
+
+class CorruptExtentError(Exception):
+    """Stored bytes are not what was written: too short, unreadable, or a block fails its checksum."""
+
+
+def extent_path(directory: Path, file_id: str) -> Path:
+    """Where a file of extents lies."""
+    return directory / "extents" / file_id[:2] / file_id
 
 
 class ExtentFiles:
-    """Pins, open descriptors and deferred deletion of extent files. Methods may be called from any thread."""
+    """Pins, open descriptors and deferred deletion. Methods may be called from any thread."""
 
-    def __init__(self, directory: Path, open_files_max: int) -> None:
+    def __init__(self, directory: Path, open_files_max: int, disk: Disk) -> None:
         self._directory = directory
+        self._disk = disk
         soft_limit, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
         self._open_files_max = min(open_files_max, soft_limit // 2)
-        self._planning = threading.Lock()
         self._lock = threading.Lock()
+        self._live: set[str] = set()
         self._pins: Counter[str] = Counter()
-        self._fds: dict[str, int] = {}
+        self._fds: OrderedDict[str, int] = OrderedDict()
         self._doomed: set[str] = set()
-        for name in ("tmp", *(f"extents/{index:02x}" for index in range(256))):
-            (directory / name).mkdir(parents=True, exist_ok=True)
-        _sync_directory(directory / "extents")
-        _sync_directory(directory)
+
+    def start(self) -> None:
+        """Make the directories."""
+        for index in range(256):
+            (self._directory / "extents" / f"{index:02x}").mkdir(parents=True, exist_ok=True)
+        self._disk.sync_directory(self._directory / "extents")
+        self._disk.sync_directory(self._directory)
 
     @property
     def open_count(self) -> int:
@@ -144,67 +78,117 @@ class ExtentFiles:
         with self._lock:
             return len(self._pins)
 
-    def pin(self, file_ids: Iterable[str]) -> None:
-        """Keep these files readable until as many `unpin` calls."""
+    def add(self, file_id: str) -> None:
+        """A file that extents may name from now on."""
         with self._lock:
-            self._pins.update(file_ids)
+            self._live.add(file_id)
+
+    def pin(self, file_ids: Iterable[str]) -> bool:
+        """Keep these files readable until as many `unpin` calls; False, and nothing pinned, when one is gone already.
+
+        A file goes only after the index stopped naming it: read the index again then.
+        """
+        wanted = list(file_ids)
+        with self._lock:
+            if not self._live.issuperset(wanted):
+                return False
+            self._pins.update(wanted)
+            return True
 
     def unpin(self, file_ids: Iterable[str]) -> None:
-        """Undo `pin`; the last one closes the file and carries out a deferred deletion."""
+        """Undo `pin`; the last one carries out a deferred deletion."""
         with self._lock:
             for file_id in file_ids:
                 self._pins[file_id] -= 1
                 if self._pins[file_id] > 0:
                     continue
                 del self._pins[file_id]
-                fd = self._fds.pop(file_id, None)
-                if fd is not None:
-                    os.close(fd)
                 if file_id in self._doomed:
                     self._doomed.discard(file_id)
-                    extent_path(self._directory, file_id).unlink(missing_ok=True)
+                    self._remove(file_id)
+            self._close_idle(IDLE_FILES_MAX)
 
     def dispose(self, file_id: str) -> None:
-        """Unlink a file no object refers to any more, now or when its last reader is done."""
-        with self._planning, self._lock:
+        """Delete a file the index no longer names, now or when its last reader is done."""
+        with self._lock:
+            self._live.discard(file_id)
             if self._pins.get(file_id):
                 self._doomed.add(file_id)
             else:
-                extent_path(self._directory, file_id).unlink(missing_ok=True)
+                self._remove(file_id)
 
-    def read_into(self, file_id: str, offset: int, view: memoryview) -> None:
-        """Fill `view` from a pinned file. Raises OSError, or EOFError when the file is too short."""
-        fd, transient = self._descriptor(file_id)
+    def read_into(self, extent: Extent, start: int, view: memoryview) -> None:
+        """Fill `view` with the extent's bytes from `start` on; every byte has passed its block's checksum.
+
+        Raises CorruptExtentError, or OSError when the file cannot be opened for want of descriptors or memory.
+        """
+        fd, transient = self._descriptor(extent.file_id)
         try:
-            while view:
-                count = os.preadv(fd, [view], offset)
-                if count == 0:
-                    raise EOFError(f"extent {file_id} ends before {offset + len(view)}")
-                view, offset = view[count:], offset + count
+            for piece_start, piece in _by_blocks(extent, start, view):
+                self._read_blocks(fd, extent, piece_start, piece)
         finally:
             if transient:
                 os.close(fd)
 
+    def _read_blocks(self, fd: int, extent: Extent, start: int, view: memoryview) -> None:
+        """Read whole blocks straight into `view`; part of one block by way of a block of our own."""
+        first = start // BLOCK_BYTES
+        whole = start % BLOCK_BYTES == 0 and (len(view) % BLOCK_BYTES == 0 or start + len(view) == extent.nbytes)
+        at = first * BLOCK_BYTES
+        target = view if whole else memoryview(bytearray(min(BLOCK_BYTES, extent.nbytes - at)))
+        self._fill(fd, extent, at, target)
+        bad = first_bad_block(target, extent.checksums, first)
+        if bad is not None:
+            raise CorruptExtentError(f"block {bad} of {extent.file_id} at {extent.offset} fails its checksum")
+        if not whole:
+            view[:] = target[start - at : start - at + len(view)]
+
+    def _fill(self, fd: int, extent: Extent, start: int, view: memoryview) -> None:
+        offset = extent.offset + start
+        while view:
+            try:
+                count = self._disk.read(fd, view, offset)
+            except OSError as error:
+                raise CorruptExtentError(f"{extent.file_id} cannot be read at {offset}: {error.strerror}") from error
+            if count == 0:
+                raise CorruptExtentError(f"{extent.file_id} ends before {offset + len(view)}")
+            view, offset = view[count:], offset + count
+
     def _descriptor(self, file_id: str) -> tuple[int, bool]:
-        fd = self._fds.get(file_id)
-        if fd is not None:
-            return fd, False
         with self._lock:
             fd = self._fds.get(file_id)
             if fd is not None:
+                self._fds.move_to_end(file_id)
                 return fd, False
-            fd = os.open(extent_path(self._directory, file_id), os.O_RDONLY)
+            try:
+                fd = self._disk.open(extent_path(self._directory, file_id))
+            except FileNotFoundError as error:
+                raise CorruptExtentError(f"{file_id} is missing") from error
+            self._close_idle(self._open_files_max - 1)
             if len(self._fds) >= self._open_files_max:
                 return fd, True
             self._fds[file_id] = fd
             return fd, False
 
+    def _close_idle(self, keep: int) -> None:
+        """Close descriptors of unpinned files, the longest unused first, until `keep` are left."""
+        if len(self._fds) <= keep:
+            return
+        for file_id in [name for name in self._fds if not self._pins.get(name)][: len(self._fds) - keep]:
+            os.close(self._fds.pop(file_id))
+
+    def _remove(self, file_id: str) -> None:
+        fd = self._fds.pop(file_id, None)
+        if fd is not None:
+            os.close(fd)
+        with contextlib.suppress(OSError):  # what stays is swept at the next start
+            self._disk.unlink(extent_path(self._directory, file_id))
+
     def sweep(self, live: set[str]) -> int:
-        """Remove what a crash left: unfinished files and extents no object refers to. Returns how many."""
+        """Know the files the index names, and remove what a crash left beside them. Returns how many it removed."""
         removed = 0
-        for leftover in (self._directory / "tmp").iterdir():
-            leftover.unlink()
-            removed += 1
+        with self._lock:
+            self._live = set(live)
         for path in (self._directory / "extents").glob("*/*"):
             if path.name not in live:
                 path.unlink()
@@ -220,25 +204,19 @@ class ExtentFiles:
 
 
 class PinSet:
-    """The files one reader keeps readable.
-
-    `with pins.planning(): read the index; pins.keep(...)` is one step as `dispose` sees it, so what the index named is
-    pinned before a later overwrite or delete can unlink it. Pins taken are given back by `release`.
-    """
+    """The files one reader keeps readable."""
 
     def __init__(self, files: ExtentFiles) -> None:
         self._files = files
         self._file_ids: list[str] = []
 
-    def planning(self) -> threading.Lock:
-        """The lock to hold from before the index read until `keep` returns."""
-        return self._files._planning
-
-    def keep(self, extents: Iterable[Extent | None]) -> None:
-        """Pin the files of these extents."""
-        file_ids = [extent.file_id for extent in extents if extent is not None]
-        self._files.pin(file_ids)
+    def keep(self, extents: Iterable[Extent]) -> bool:
+        """Pin the files of these extents; False when one is gone, and the index must be read again."""
+        file_ids = list({extent.file_id for extent in extents})
+        if not self._files.pin(file_ids):
+            return False
         self._file_ids.extend(file_ids)
+        return True
 
     def release(self) -> None:
         """Give every pin back."""
@@ -246,10 +224,28 @@ class PinSet:
         self._files.unpin(file_ids)
 
 
-def disk_error(error: OSError, what: str) -> ServerError:
-    """The answer for an operating-system error on the data directory."""
-    if error.errno in (errno.EMFILE, errno.ENFILE):
-        return ServerError(ErrorCode.SLOW_DOWN, "too many files are open", retryable=True)
-    if error.errno in (errno.ENOSPC, errno.EDQUOT):
-        return ServerError(ErrorCode.INSUFFICIENT_STORAGE, f"no space left while {what}", retryable=True)
-    return ServerError(ErrorCode.INTERNAL_ERROR, f"the disk failed while {what}", retryable=True)
+def read_object(files: ExtentFiles, extents: Sequence[Extent], start: int, view: memoryview) -> None:
+    """Fill `view` with the object's bytes from `start` on, across its extents. Errors as in `ExtentFiles.read_into`."""
+    for extent in extents:
+        if not view:
+            return
+        skip = start - extent.object_offset
+        if not 0 <= skip < extent.nbytes:
+            continue
+        count = min(len(view), extent.nbytes - skip)
+        files.read_into(extent, skip, view[:count])
+        view, start = view[count:], start + count
+    if view:
+        raise CorruptExtentError("the object's extents do not cover it")
+
+
+def _by_blocks(extent: Extent, start: int, view: memoryview) -> list[tuple[int, memoryview]]:
+    """Cut [start, start + len(view)) into part of a first block, whole blocks, and part of a last one."""
+    pieces = []
+    end = start + len(view)
+    head_end = min(end, -(-start // BLOCK_BYTES) * BLOCK_BYTES)
+    body_end = end if end == extent.nbytes else max(head_end, end // BLOCK_BYTES * BLOCK_BYTES)
+    for first, last in ((start, head_end), (head_end, body_end), (body_end, end)):
+        if first < last:
+            pieces.append((first, view[first - start : last - start]))
+    return pieces

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import AsyncIterator, Awaitable, Callable
 
-from descriptors.storage_api import ListPage, ListRequest, ObjectInfo
+from descriptors.objects import ListPage, ListRequest, ObjectInfo, UploadInfo, UploadListRequest, UploadPage
 
 ROWS_PER_FETCH = 1001
 ROWS_AFTER_GROUP = 16
@@ -77,3 +77,57 @@ def _first(request: ListRequest) -> tuple[str | None, bool]:
     if rolled_up(request.after, request) == request.after:
         return successor(request.after), True
     return request.after, False
+
+
+FetchUploads = Callable[[str, str | None, int], Awaitable[list[UploadInfo]]]
+"""(key, upload_id, limit) to uploads from `key` on, past that upload where one is given, by key and then age."""
+
+
+async def list_uploads(request: UploadListRequest, fetch: FetchUploads) -> UploadPage:
+    """One page: uploads and common prefixes together number at most `max_uploads`; `next_*` are None at the end."""
+    uploads: list[UploadInfo] = []
+    prefixes: list[str] = []
+    if request.max_uploads == 0:
+        return UploadPage([], [], None, None)
+    last: tuple[str, str] = ("", "")
+    async for name, entry in _upload_entries(request, fetch):
+        if len(uploads) + len(prefixes) == request.max_uploads:
+            return UploadPage(uploads, prefixes, *last)
+        if entry is None:
+            prefixes.append(name)
+        else:
+            uploads.append(entry)
+        last = name, entry.upload_id if entry is not None else ""
+    return UploadPage(uploads, prefixes, None, None)
+
+
+async def _upload_entries(
+    request: UploadListRequest, fetch: FetchUploads
+) -> AsyncIterator[tuple[str, UploadInfo | None]]:
+    """Uploads and common prefixes in order. Without an upload id, the key marker's own uploads are passed over."""
+    start: str | None = max(request.key_marker, request.prefix)
+    seen: str | None = None
+    if request.key_marker and request.key_marker >= request.prefix:
+        if _group(request.key_marker, request) == request.key_marker:
+            start = successor(request.key_marker)
+        elif request.upload_id_marker:
+            seen = request.upload_id_marker
+        else:
+            start = request.key_marker + "\0"
+    while start is not None:
+        rows = await fetch(start, seen, min(ROWS_PER_FETCH, request.max_uploads + 1))
+        if not rows:
+            return
+        start, seen = rows[-1].key, rows[-1].upload_id
+        for row in rows:
+            group = _group(row.key, request)
+            if group is None:
+                yield row.key, row
+                continue
+            yield group, None
+            start, seen = successor(group), None
+            break
+
+
+def _group(key: str, request: UploadListRequest) -> str | None:
+    return rolled_up(key, ListRequest(request.bucket, request.prefix, request.delimiter))

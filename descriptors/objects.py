@@ -1,0 +1,296 @@
+"""Objects, their parts and what may be asked about them: the values gateway and storage server exchange."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from enum import Enum
+
+from descriptors.conditions import NO_READ_CONDITION, NO_WRITE_CONDITION, ReadCondition, WriteCondition
+
+STANDARD = "STANDARD"
+PART_NUMBER_MAX = 10_000
+
+
+class ChecksumAlgorithm(Enum):
+    """The checksums S3 knows; the value is its name on the wire."""
+
+    CRC32 = "CRC32"
+    CRC32C = "CRC32C"
+    CRC64NVME = "CRC64NVME"
+    SHA1 = "SHA1"
+    SHA256 = "SHA256"
+
+    @property
+    def header(self) -> str:
+        """The header that carries it, lower-case."""
+        return f"x-amz-checksum-{self.value.lower()}"
+
+
+class ChecksumType(Enum):
+    """Over all bytes of the object, or over the checksums of its parts."""
+
+    FULL_OBJECT = "FULL_OBJECT"
+    COMPOSITE = "COMPOSITE"
+
+
+@dataclass(frozen=True, slots=True)
+class Checksum:
+    """`value` is base64 of the big-endian checksum; a composite one ends in `-N`, N being the number of parts."""
+
+    algorithm: ChecksumAlgorithm
+    value: str
+    type: ChecksumType = ChecksumType.FULL_OBJECT
+
+
+@dataclass(frozen=True, slots=True)
+class BodyDigests:
+    """What the caller says its body hashes to; None where it says nothing.
+
+    `sha256` and `md5` are hex; `checksum` is base64, of the algorithm the request names.
+    """
+
+    sha256: str | None = None
+    md5: str | None = None
+    checksum: str | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class BucketInfo:
+    """A bucket, when it was made (Unix seconds), and the access key that made it."""
+
+    name: str
+    created_at: float
+    owner: str
+
+
+@dataclass(frozen=True, slots=True)
+class Attributes:
+    """What is kept with an object besides its bytes. `headers` are content and user-metadata headers, lower-case."""
+
+    headers: dict[str, str] = field(default_factory=dict)
+    tags: dict[str, str] = field(default_factory=dict)
+    storage_class: str = STANDARD
+
+
+@dataclass(frozen=True, slots=True)
+class ObjectInfo:
+    """What is known of a stored object. `etag` is bare: the MD5 in hex, for a multipart object `<hex>-<parts>`;
+    `modified_at` is Unix seconds; `part_count` is None for an object stored in one request.
+    """
+
+    key: str
+    nbytes: int
+    etag: str
+    modified_at: float
+    attributes: Attributes = field(default_factory=Attributes)
+    checksum: Checksum | None = None
+    part_count: int | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class PutRequest:
+    """A whole object to store: `nbytes` of body, `checksum` to compute and keep."""
+
+    bucket: str
+    key: str
+    nbytes: int
+    attributes: Attributes = field(default_factory=Attributes)
+    checksum: ChecksumAlgorithm | None = None
+    condition: WriteCondition = NO_WRITE_CONDITION
+
+
+@dataclass(frozen=True, slots=True)
+class ByteRange:
+    """Bytes [start, start + length) of an object."""
+
+    start: int
+    length: int
+
+
+@dataclass(frozen=True, slots=True)
+class RangeSpec:
+    """A Range header's one range: first and last byte (inclusive), or the last `suffix` bytes."""
+
+    first: int | None = None
+    last: int | None = None
+    suffix: int | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class ReadRequest:
+    """An object, or a range or one part (from 1) of it; both at once is the caller's error."""
+
+    bucket: str
+    key: str
+    range: RangeSpec | None = None
+    part_number: int | None = None
+    condition: ReadCondition = NO_READ_CONDITION
+
+
+@dataclass(frozen=True, slots=True)
+class ReadHead:
+    """What is known before the first byte: the object, and which of its bytes were asked for."""
+
+    info: ObjectInfo
+    range: ByteRange
+
+
+@dataclass(frozen=True, slots=True)
+class CopyRequest:
+    """Copy source to target. `attributes` None keeps the source's; `tags` None keeps the source's tags.
+
+    `checksum` asks for one of that algorithm on the copy; None keeps the source's.
+    """
+
+    source: ReadRequest
+    bucket: str
+    key: str
+    attributes: Attributes | None = None
+    tags: dict[str, str] | None = None
+    storage_class: str = STANDARD
+    checksum: ChecksumAlgorithm | None = None
+    condition: WriteCondition = NO_WRITE_CONDITION
+
+
+@dataclass(frozen=True, slots=True)
+class ListRequest:
+    """Keys after `after` (exclusive) that start with `prefix`, rolled up at `delimiter`, at most `max_keys` entries."""
+
+    bucket: str
+    prefix: str = ""
+    delimiter: str = ""
+    after: str = ""
+    max_keys: int = 1000
+
+
+@dataclass(frozen=True, slots=True)
+class ListPage:
+    """One page of a listing. `next_after` continues it; None at the end."""
+
+    objects: list[ObjectInfo]
+    common_prefixes: list[str]
+    next_after: str | None
+
+
+@dataclass(frozen=True, slots=True)
+class UploadRequest:
+    """A multipart upload to begin. `checksum_type` is given exactly when `checksum` is."""
+
+    access_key: str
+    bucket: str
+    key: str
+    attributes: Attributes = field(default_factory=Attributes)
+    checksum: ChecksumAlgorithm | None = None
+    checksum_type: ChecksumType | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class UploadInfo:
+    """A multipart upload under way."""
+
+    upload_id: str
+    key: str
+    initiated_at: float
+    owner: str
+    storage_class: str = STANDARD
+    checksum: ChecksumAlgorithm | None = None
+    checksum_type: ChecksumType | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class UploadRef:
+    """Which upload is meant; bucket, key and id must belong together."""
+
+    bucket: str
+    key: str
+    upload_id: str
+
+
+@dataclass(frozen=True, slots=True)
+class PartRequest:
+    """One part to store: `nbytes` of body."""
+
+    upload: UploadRef
+    part_number: int
+    nbytes: int
+    checksum: ChecksumAlgorithm | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class PartInfo:
+    """A stored part. `checksum` is base64 of the upload's algorithm, where it has one."""
+
+    part_number: int
+    nbytes: int
+    etag: str
+    modified_at: float
+    checksum: Checksum | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class ObjectPart:
+    """One part of a complete multipart object, for GetObjectAttributes."""
+
+    part_number: int
+    nbytes: int
+    checksum: Checksum | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class PartCopyRequest:
+    """One part to copy from (a range of) a stored object."""
+
+    upload: UploadRef
+    part_number: int
+    source: ReadRequest
+
+
+@dataclass(frozen=True, slots=True)
+class ClaimedPart:
+    """A line of CompleteMultipartUpload: the part the caller means, by number and bare ETag."""
+
+    part_number: int
+    etag: str
+    checksum: Checksum | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class CompleteRequest:
+    """Make an object of these parts. `checksum` is the object's, `nbytes` its size, where the caller gave them."""
+
+    upload: UploadRef
+    parts: list[ClaimedPart]
+    checksum: Checksum | None = None
+    nbytes: int | None = None
+    condition: WriteCondition = NO_WRITE_CONDITION
+
+
+@dataclass(frozen=True, slots=True)
+class PartPage:
+    """Some of an upload's parts, after `part_number_marker`; `next_marker` continues, None at the end."""
+
+    upload: UploadInfo
+    parts: list[PartInfo]
+    next_marker: int | None
+
+
+@dataclass(frozen=True, slots=True)
+class UploadListRequest:
+    """Uploads after (`key_marker`, `upload_id_marker`) by key and then start, as S3 orders them."""
+
+    bucket: str
+    prefix: str = ""
+    delimiter: str = ""
+    key_marker: str = ""
+    upload_id_marker: str = ""
+    max_uploads: int = 1000
+
+
+@dataclass(frozen=True, slots=True)
+class UploadPage:
+    """Some of a bucket's uploads; `next_*` continue the listing, None at the end."""
+
+    uploads: list[UploadInfo]
+    common_prefixes: list[str]
+    next_key_marker: str | None
+    next_upload_id_marker: str | None

@@ -1,0 +1,156 @@
+"""What is fuzzed: each target reads bytes as a stranger may send them. A CallerError is an answer, anything else a bug.
+
+Where input may come in pieces, a target also checks that the pieces make no difference.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator
+
+from descriptors.descriptor_codec import decode_descriptor
+from descriptors.errors import CallerError
+from gateway.addressing import bucket_from_host
+from gateway.aws_chunked import ChunkedDecoder, SignatureChain
+from gateway.conditions import delete_condition, read_condition, write_condition
+from gateway.copy_headers import directive, parse_copy_range, parse_copy_source
+from gateway.object_headers import new_attributes, new_checksum, overriding_headers, refuse_unsupported
+from gateway.parameters import after_token, check_version, part_number
+from gateway.payload_form import PayloadForm
+from gateway.request import S3Request, check_bucket_name, check_key, parse_range, parse_target, without_chunk_coding
+from gateway.routing import route
+from gateway.sigv4 import read_claim, verify
+from gateway.tags import parse_tagging_header
+from gateway.upload import plan_body, plan_document
+from gateway.xml_in import parse_acl, parse_complete, parse_create_bucket, parse_delete, parse_tagging
+from gateway.xml_lifecycle import parse_lifecycle
+
+DOMAINS = ("s3.example.com",)
+TRAILER = "x-amz-checksum-crc32"
+_FORMS = list(PayloadForm)
+
+
+@contextlib.contextmanager
+def answered() -> Iterator[None]:
+    """A caller's error is a fine end."""
+    try:
+        yield
+    except CallerError:
+        return
+
+
+def fuzz_request(data: bytes) -> None:
+    """A request line and headers, as lines: parsed, authenticated and routed."""
+    with answered():
+        request = _request(data)
+        with answered():
+            route(request)
+        claim = read_claim(request)
+        verify(request, claim, "secret", "us-east-1", 1_369_353_600.0)
+
+
+def fuzz_headers(data: bytes) -> None:
+    """Everything headers and parameters can say of an object, a body or a condition."""
+    with answered():
+        request = _request(data)
+        headers = without_chunk_coding(request.headers)
+        for read in (
+            lambda: new_attributes(headers),
+            lambda: overriding_headers(request.parameters),
+            lambda: refuse_unsupported(headers),
+            lambda: read_condition(headers),
+            lambda: write_condition(headers),
+            lambda: delete_condition(headers),
+            lambda: parse_copy_source({"x-amz-copy-source": "", **headers}),
+            lambda: parse_copy_range(headers),
+            lambda: new_checksum(headers),
+            lambda: directive(headers, "x-amz-metadata-directive"),
+            lambda: part_number(request.parameters),
+            lambda: after_token(request.parameters.get("continuation-token", "")),
+            lambda: check_version(request),
+            lambda: parse_tagging_header(headers.get("x-amz-tagging")),
+            lambda: check_key(request.key),
+            lambda: check_bucket_name(request.bucket),
+        ):
+            with answered():
+                read()
+        for form in PayloadForm:
+            with answered():
+                plan_body(request, form, None)
+            with answered():
+                plan_document(request, form, None)
+
+
+def fuzz_range(data: bytes) -> None:
+    """A Range header."""
+    spec = parse_range(data.decode("utf-8", "surrogateescape"))
+    assert spec is None or spec.suffix is not None or spec.first is not None
+
+
+def fuzz_host(data: bytes) -> None:
+    """A Host header."""
+    with answered():
+        bucket = bucket_from_host(data.decode("utf-8", "surrogateescape"), DOMAINS)
+        assert bucket is None or bucket
+
+
+def fuzz_chunks(data: bytes) -> None:
+    """An aws-chunked body; the first three bytes choose length, form and step. Whole and in steps it is the same."""
+    if len(data) < 3:
+        return
+    nbytes, form, step = data[0], _FORMS[data[1] % len(_FORMS)], data[2] % 16 + 1
+    assert decode_in_steps(data[3:], nbytes, form, len(data)) == decode_in_steps(data[3:], nbytes, form, step)
+
+
+def decode_in_steps(wire: bytes, nbytes: int, form: PayloadForm, step: int) -> tuple[bytes, dict[str, str] | str]:
+    """What came before the end, and the trailers or the error there."""
+    chain = SignatureChain(b"key", "20130524T000000Z", "scope", "0" * 64) if form.is_signed else None
+    decoder = ChunkedDecoder(nbytes, chain, frozenset({TRAILER}) if form.has_trailer else None)
+    decoded = bytearray()
+    try:
+        for at in range(0, len(wire), step):
+            for piece in decoder.feed(wire[at : at + step]):
+                decoded += piece
+        assert len(decoded) <= nbytes
+        trailers = decoder.finish()
+        assert len(decoded) == nbytes
+        return bytes(decoded), trailers
+    except CallerError as error:
+        return bytes(decoded), str(error)
+
+
+def fuzz_descriptor(data: bytes) -> None:
+    """A descriptor, in either of its codings."""
+    with answered():
+        decode_descriptor(data)
+
+
+def _xml(parse: Callable[[bytes], object]) -> Callable[[bytes], None]:
+    def fuzz_xml(data: bytes) -> None:
+        with answered():
+            parse(data)
+
+    return fuzz_xml
+
+
+TARGETS: dict[str, Callable[[bytes], None]] = {
+    "request": fuzz_request,
+    "headers": fuzz_headers,
+    "range": fuzz_range,
+    "host": fuzz_host,
+    "chunks": fuzz_chunks,
+    "descriptor": fuzz_descriptor,
+    "xml_delete": _xml(parse_delete),
+    "xml_complete": _xml(parse_complete),
+    "xml_tagging": _xml(parse_tagging),
+    "xml_lifecycle": _xml(parse_lifecycle),
+    "xml_create_bucket": _xml(parse_create_bucket),
+    "xml_acl": _xml(lambda body: parse_acl(body, "owner")),
+}
+
+
+def _request(data: bytes) -> S3Request:
+    line, *fields = data.decode("utf-8", "surrogateescape").split("\n")
+    method, _, target = line.partition(" ")
+    headers = {name.lower(): value for name, _, value in (field.partition(":") for field in fields)}
+    return parse_target(method, target, headers, DOMAINS)

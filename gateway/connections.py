@@ -1,0 +1,172 @@
+"""aiohttp's low-level server with limits on what a connection may take: time, header bytes, and connections at once.
+
+Built on the asyncio protocol's own methods and `RequestHandler.handle_error`; idle keep-alive connections are
+aiohttp's to close.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Awaitable, Callable
+from typing import Any, cast
+
+from aiohttp import StreamReader, web
+from aiohttp.http_exceptions import BadHttpMessage, LineTooLong
+
+from adapters.response_sink import cut
+from descriptors.errors import CallerError, ErrorCode, ObjectCacheError, ServerError
+from gateway.deadlines import HEAD_BYTES_MAX, ConnectionWatch, Deadlines, Verdict
+from gateway.settings import GatewaySettings
+
+HEADER_BYTES_MAX = 16_384
+HEADER_COUNT_MAX = 256
+LINGER_S = 3.0
+"""How long the rest of a refused body is read and dropped: closed at once, many clients would not see the refusal."""
+_log = logging.getLogger(__name__)
+
+Handler = Callable[[web.BaseRequest], Awaitable[web.StreamResponse]]
+Refuse = Callable[[ObjectCacheError], web.Response]
+
+
+class LimitedServer(web.Server):
+    """`refuse` makes the answer to what never became a request. A client that disconnects cancels its handler; bodies
+    arrive as they were sent.
+    """
+
+    def __init__(self, handler: Handler, refuse: Refuse, settings: GatewaySettings) -> None:
+        super().__init__(_watched(handler), handler_cancellation=True)
+        self.refuse = refuse
+        self.settings = settings
+        self.deadlines = Deadlines(settings.header_timeout_s, settings.send_idle_timeout_s)
+        self.open_count = 0
+
+    def __call__(self) -> web.RequestHandler:
+        return Connection(self, asyncio.get_running_loop())
+
+
+class Connection(web.RequestHandler):
+    """One client's connection."""
+
+    __slots__ = ("_body", "_check", "_clock", "_limits", "_watch", "_wire")
+
+    def __init__(self, server: LimitedServer, loop: asyncio.AbstractEventLoop) -> None:
+        super().__init__(
+            server,
+            loop=loop,
+            keepalive_timeout=server.settings.keepalive_timeout_s,
+            auto_decompress=False,
+            max_line_size=HEADER_BYTES_MAX,
+            max_field_size=HEADER_BYTES_MAX,
+            max_headers=HEADER_COUNT_MAX,
+            lingering_time=LINGER_S,
+            access_log=cast(Any, None),
+        )
+        self._limits = server
+        self._clock = loop
+        self._watch = ConnectionWatch(server.deadlines)
+        self._wire: asyncio.Transport | None = None
+        self._check: asyncio.TimerHandle | None = None
+        self._body: StreamReader | None = None
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        wire = cast(asyncio.Transport, transport)
+        self._limits.open_count += 1
+        self._wire = wire
+        if self._limits.open_count > self._limits.settings.connections_max:
+            _log.warning("%d connections are open: refused one more", self._limits.open_count - 1)
+            wire.abort()
+            return
+        super().connection_made(transport)
+        self._schedule()
+
+    def connection_lost(self, exc: BaseException | None) -> None:
+        self._limits.open_count -= 1
+        self._wire = None
+        if self._check is not None:
+            self._check.cancel()
+        super().connection_lost(exc)
+
+    def data_received(self, data: bytes) -> None:
+        if self._body is None or self._body.is_eof():
+            self._body = None
+            if not self._watch.received(data, self._clock.time()):
+                self._refuse(f"the headers have more than {HEAD_BYTES_MAX} bytes")
+                return
+        super().data_received(data)
+
+    def request_begun(self, http: web.BaseRequest) -> None:
+        self._body = http.content
+        self._watch.request_begun()
+
+    def request_ended(self) -> None:
+        self._watch.request_ended()
+
+    def handle_error(
+        self,
+        request: web.BaseRequest,
+        status: int = 500,
+        exc: BaseException | None = None,
+        message: str | None = None,
+    ) -> web.StreamResponse:
+        """What aiohttp could not parse, answered as S3 answers it; aiohttp's own text would be no XML."""
+        if request.writer.output_size > 0:
+            raise ConnectionError("an answer has begun")
+        response = self._limits.refuse(_as_error(status, exc))
+        response.force_close()
+        return response
+
+    def _schedule(self) -> None:
+        self._check = self._clock.call_later(self._limits.deadlines.check_s, self._on_check)
+
+    def _on_check(self) -> None:
+        wire = self._wire
+        if wire is None:
+            return
+        verdict = self._watch.verdict(wire.get_write_buffer_size(), self._clock.time())
+        if verdict is Verdict.KEEP:
+            self._schedule()
+            return
+        _log.info("a connection is cut: %s", verdict.name)
+        cut(wire)  # a TLS connection that is closed instead waits for the client once more
+
+    def _refuse(self, problem: str) -> None:
+        """Answer by hand, outside any request, and close."""
+        wire = self._wire
+        if wire is None or wire.is_closing():
+            return
+        answer = self._limits.refuse(CallerError(ErrorCode.INVALID_REQUEST, problem, field="headers"))
+        body = cast(bytes, answer.body)
+        names = "".join(f"{name}: {value}\r\n" for name, value in answer.headers.items() if name != "Content-Length")
+        head = (
+            f"HTTP/1.1 {answer.status} {answer.reason}\r\n{names}Content-Length: {len(body)}\r\nConnection: close\r\n"
+        )
+        wire.write(head.encode() + b"\r\n" + body)
+        self.force_close()
+
+
+def _watched(handler: Handler) -> Handler:
+    async def handle(http: web.BaseRequest) -> web.StreamResponse:
+        connection = http.protocol
+        if not isinstance(connection, Connection):
+            return await handler(http)
+        connection.request_begun(http)
+        try:
+            return await handler(http)
+        finally:
+            connection.request_ended()
+
+    return handle
+
+
+def _as_error(status: int, exc: BaseException | None) -> ObjectCacheError:
+    if isinstance(exc, LineTooLong):
+        return CallerError(
+            ErrorCode.INVALID_REQUEST,
+            f"the request line or a header has more than {HEADER_BYTES_MAX} bytes",
+            field="headers",
+        )
+    if isinstance(exc, BadHttpMessage) or status < 500:
+        return CallerError(ErrorCode.INVALID_REQUEST, "this is no well-formed HTTP request", field="headers")
+    _log.error("a request failed outside its handler", exc_info=exc)
+    return ServerError(ErrorCode.INTERNAL_ERROR, "we failed; quote the request id", retryable=True)

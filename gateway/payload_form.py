@@ -1,0 +1,57 @@
+"""What `x-amz-content-sha256` says of a body: how it is coded and what of it is signed. Pure."""
+
+from __future__ import annotations
+
+import re
+from enum import Enum
+
+from descriptors.errors import CallerError, ErrorCode
+
+_SHA256_HEX = re.compile(r"[0-9a-f]{64}\Z")
+_ASYMMETRIC = "STREAMING-AWS4-ECDSA-"
+
+
+class PayloadForm(Enum):
+    """The value is the header's; a body signed whole has its digest there instead."""
+
+    SIGNED = "SHA256"
+    UNSIGNED = "UNSIGNED-PAYLOAD"
+    SIGNED_CHUNKS = "STREAMING-AWS4-HMAC-SHA256-PAYLOAD"
+    SIGNED_CHUNKS_TRAILER = "STREAMING-AWS4-HMAC-SHA256-PAYLOAD-TRAILER"
+    UNSIGNED_CHUNKS_TRAILER = "STREAMING-UNSIGNED-PAYLOAD-TRAILER"
+
+    @property
+    def is_chunked(self) -> bool:
+        """Whether the body is aws-chunked."""
+        return self not in (PayloadForm.SIGNED, PayloadForm.UNSIGNED)
+
+    @property
+    def is_signed(self) -> bool:
+        """Whether a signature covers the body's bytes."""
+        return self not in (PayloadForm.UNSIGNED, PayloadForm.UNSIGNED_CHUNKS_TRAILER)
+
+    @property
+    def has_trailer(self) -> bool:
+        """Whether trailing headers follow the last chunk."""
+        return self in (PayloadForm.SIGNED_CHUNKS_TRAILER, PayloadForm.UNSIGNED_CHUNKS_TRAILER)
+
+
+_NAMED = {form.value: form for form in PayloadForm if form is not PayloadForm.SIGNED}
+
+
+def payload_form(payload_hash: str) -> PayloadForm:
+    """Raises CallerError: NotImplemented for SigV4A chunks, InvalidArgument for what is neither form nor digest."""
+    form = _NAMED.get(payload_hash)
+    if form is not None:
+        return form
+    if _SHA256_HEX.match(payload_hash):
+        return PayloadForm.SIGNED
+    if payload_hash.startswith(_ASYMMETRIC):
+        raise CallerError(
+            ErrorCode.NOT_IMPLEMENTED, "SigV4A signatures are not implemented", field="x-amz-content-sha256"
+        )
+    raise CallerError(
+        ErrorCode.INVALID_ARGUMENT,
+        "x-amz-content-sha256 must be UNSIGNED-PAYLOAD, a SHA-256 in lower-case hex or a STREAMING form",
+        field="x-amz-content-sha256",
+    )

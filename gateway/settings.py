@@ -1,0 +1,23 @@
+"""What a gateway can be told."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True, slots=True)
+class GatewaySettings:
+    """`region` is what signatures must name; below each of `domains` (and localhost) the first labels name a bucket.
+
+    A connection is given up when: no byte of an awaited body came for `body_idle_timeout_s`; a request's head is not
+    whole after `header_timeout_s`; no request came for `keepalive_timeout_s`; or the client took no byte of an answer
+    for `send_idle_timeout_s`. Above `connections_max` new ones are refused.
+    """
+
+    region: str = "us-east-1"
+    domains: tuple[str, ...] = ()
+    body_idle_timeout_s: float = 60.0
+    header_timeout_s: float = 30.0
+    keepalive_timeout_s: float = 75.0
+    send_idle_timeout_s: float = 60.0
+    connections_max: int = 16_384

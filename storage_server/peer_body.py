@@ -1,0 +1,53 @@
+"""A body a gateway passes on: the object's bytes, then the JSON of what they should hash to."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator
+
+from aiohttp import web
+from pydantic import TypeAdapter, ValidationError
+
+from descriptors.errors import CallerError, ErrorCode
+from descriptors.objects import BodyDigests
+from descriptors.peer_calls import DIGESTS_BYTES_MAX
+from descriptors.storage_api import Piece
+
+_DIGESTS = TypeAdapter(BodyDigests)
+
+
+class PeerBody:
+    """Implements descriptors.storage_api.Body over a request of `nbytes` object bytes and a trailer."""
+
+    def __init__(self, http: web.BaseRequest, nbytes: int, *, has_sha256: bool) -> None:
+        self._http = http
+        self._nbytes = nbytes
+        self._trailer = bytearray()
+        self.has_sha256 = has_sha256
+
+    async def __aiter__(self) -> AsyncIterator[Piece]:
+        left = self._nbytes
+        async for piece in arriving(self._http):
+            if left:
+                yield piece[:left]
+            self._trailer += piece[left:]
+            left = max(0, left - len(piece))
+            if len(self._trailer) > DIGESTS_BYTES_MAX:
+                raise CallerError(ErrorCode.INCOMPLETE_BODY, "the body is longer than announced", field="body")
+        if left:
+            raise CallerError(ErrorCode.INCOMPLETE_BODY, f"the body ended {left} bytes early", field="body")
+
+    def digests(self) -> BodyDigests:
+        """Raises CallerError(IncompleteBody) where the trailer is missing or damaged."""
+        try:
+            return _DIGESTS.validate_json(bytes(self._trailer))
+        except ValidationError as error:
+            raise CallerError(ErrorCode.INCOMPLETE_BODY, "the body ended without its digests", field="body") from error
+
+
+async def arriving(http: web.BaseRequest) -> AsyncIterator[bytes]:
+    """The request's bytes as they come. Raises CallerError(IncompleteBody) when the connection ends early."""
+    try:
+        async for piece in http.content.iter_any():
+            yield piece
+    except (web.RequestPayloadError, ConnectionError) as error:
+        raise CallerError(ErrorCode.INCOMPLETE_BODY, "the body ended early", field="body") from error

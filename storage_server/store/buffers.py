@@ -1,0 +1,40 @@
+"""How much of a body is held in memory: less the more of them there are. Nobody waits, and the sum stays bounded."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+from descriptors.units import MIB
+from storage_server.store.block_checksums import BLOCK_BYTES
+
+PIECE_BYTES_MAX = MIB
+PIECE_BYTES_MIN = 4 * BLOCK_BYTES
+
+
+class BufferShare:
+    """Divides `total_bytes` among the bodies under way. Used from one event loop."""
+
+    def __init__(self, total_bytes: int) -> None:
+        self._total_bytes = total_bytes
+        self._active = 0
+
+    @contextmanager
+    def joined(self) -> Iterator[None]:
+        """One more body, until the block ends."""
+        self._active += 1
+        try:
+            yield
+        finally:
+            self._active -= 1
+
+    @property
+    def piece_bytes(self) -> int:
+        """How large a piece may be now: whole blocks, from PIECE_BYTES_MIN to PIECE_BYTES_MAX."""
+        return piece_bytes(self._total_bytes, self._active)
+
+
+def piece_bytes(total_bytes: int, active: int) -> int:
+    """Pure: each body holds two pieces, one on its way and one being made ready."""
+    share = total_bytes // (2 * max(active, 1)) // BLOCK_BYTES * BLOCK_BYTES
+    return max(PIECE_BYTES_MIN, min(PIECE_BYTES_MAX, share))

@@ -1,0 +1,62 @@
+"""The few things the store asks of the operating system. One seam, so that tests can make a disk fail or lie."""
+
+from __future__ import annotations
+
+import errno
+import os
+from pathlib import Path
+
+from descriptors.errors import ErrorCode, ServerError
+
+
+class Disk:
+    """Plain files. Methods run in worker threads and raise OSError."""
+
+    def create(self, path: Path) -> int:
+        """A new file for writing; it must not exist."""
+        return os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
+
+    def write(self, fd: int, view: memoryview, offset: int) -> int:
+        """Write some of `view` at `offset`; how many bytes it was."""
+        return os.pwrite(fd, view, offset)
+
+    def write_all(self, fd: int, view: memoryview, offset: int) -> None:
+        """Write all of `view` at `offset`."""
+        while view:
+            count = self.write(fd, view, offset)
+            if count == 0:
+                raise OSError(errno.EIO, "the disk took no bytes")
+            view, offset = view[count:], offset + count
+
+    def sync(self, fd: int) -> None:
+        """The file's bytes, and the size that leads to them, survive power loss after this."""
+        os.fdatasync(fd)
+
+    def sync_directory(self, path: Path) -> None:
+        """The names in a directory survive power loss after this."""
+        fd = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+        try:
+            os.fsync(fd)
+        finally:
+            os.close(fd)
+
+    def unlink(self, path: Path) -> None:
+        """Remove a file; fine when it is gone."""
+        path.unlink(missing_ok=True)
+
+    def open(self, path: Path) -> int:
+        """A file for reading."""
+        return os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+
+    def read(self, fd: int, view: memoryview, offset: int) -> int:
+        """Read some bytes at `offset` into `view`; 0 at the end of the file."""
+        return os.preadv(fd, [view], offset)
+
+
+def disk_error(error: OSError, what: str) -> ServerError:
+    """The answer for an operating-system error on the data directory."""
+    if error.errno in (errno.EMFILE, errno.ENFILE):
+        return ServerError(ErrorCode.SLOW_DOWN, "too many files are open", retryable=True)
+    if error.errno in (errno.ENOSPC, errno.EDQUOT):
+        return ServerError(ErrorCode.INSUFFICIENT_STORAGE, f"no space left while {what}", retryable=True)
+    return ServerError(ErrorCode.INTERNAL_ERROR, f"the disk failed while {what}", retryable=True)

@@ -1,0 +1,172 @@
+"""Reading the index: functions of a connection, each in a transaction of its own (storage_server.store.reader)."""
+
+from __future__ import annotations
+
+import json
+import sqlite3
+from collections.abc import Sequence
+
+from descriptors.errors import CallerError, ErrorCode
+from descriptors.lifecycle import LifecycleRule
+from descriptors.objects import (
+    BucketInfo,
+    Checksum,
+    ObjectInfo,
+    ObjectPart,
+    PartPage,
+    UploadRef,
+)
+from storage_server.store.extents import Extent
+from storage_server.store.rows import (
+    EXTENT_COLUMNS,
+    OBJECT_COLUMNS,
+    PART_COLUMNS,
+    UPLOAD_COLUMNS,
+    StoredObject,
+    StoredUpload,
+    extents,
+    part_info,
+    stored_object,
+    stored_upload,
+)
+from storage_server.store.transaction import require_bucket, require_object, rules_of
+from storage_server.store.upload_changes import require_upload
+
+
+def bucket(db: sqlite3.Connection, name: str) -> BucketInfo:
+    """Raises CallerError(NoSuchBucket)."""
+    return BucketInfo(*require_bucket(db, name))
+
+
+def buckets(db: sqlite3.Connection) -> list[BucketInfo]:
+    """All buckets by name."""
+    return [BucketInfo(*row) for row in db.execute("SELECT name, created_at, owner FROM buckets ORDER BY name")]
+
+
+def lifecycle(db: sqlite3.Connection, name: str) -> list[LifecycleRule]:
+    """Raises CallerError(NoSuchBucket)."""
+    row = db.execute("SELECT lifecycle FROM buckets WHERE name = ?", (name,)).fetchone()
+    if row is None:
+        require_bucket(db, name)
+    return rules_of(row[0])
+
+
+def extents_of(db: sqlite3.Connection, version: int, start: int, end: int) -> list[Extent]:
+    """The extents of a version that hold any of its bytes [start, end), in order."""
+    sql = f"SELECT {EXTENT_COLUMNS} FROM extents WHERE version = ? AND object_offset < ? AND object_offset + nbytes > ?"
+    return extents(db.execute(f"{sql} ORDER BY object_offset", (version, end, start)))
+
+
+def part_span(db: sqlite3.Connection, found: StoredObject, part_number: int) -> tuple[int, int]:
+    """Offset and length of a part. An object stored whole is its own part 1. Raises CallerError(InvalidPartNumber)."""
+    if found.info.part_count is None:
+        if part_number == 1:
+            return 0, found.info.nbytes
+    else:
+        sql = "SELECT object_offset, nbytes FROM extents WHERE version = ? AND part_number = ?"
+        row = db.execute(sql, (found.version, part_number)).fetchone()
+        if row is not None:
+            return row[0], row[1]
+    raise CallerError(ErrorCode.INVALID_PART_NUMBER, f"the object has no part {part_number}", field="partNumber")
+
+
+def object_parts(db: sqlite3.Connection, name: str, key: str) -> list[ObjectPart]:
+    """Raises CallerError(NoSuchBucket, NoSuchKey)."""
+    found = require_object(db, name, key)
+    if found.info.part_count is None:
+        return []
+    whole = found.info.checksum
+    sql = "SELECT part_number, nbytes, checksum FROM extents WHERE version = ? ORDER BY part_number"
+    return [
+        ObjectPart(number, nbytes, Checksum(whole.algorithm, value) if whole and value else None)
+        for number, nbytes, value in db.execute(sql, (found.version,))
+    ]
+
+
+def prefix(db: sqlite3.Connection, name: str, keys: Sequence[str]) -> list[list[Extent] | None]:
+    """The extents of each key's object, None where there is none, in the order of `keys`."""
+    require_bucket(db, name)
+    sql = (
+        "SELECT wanted.id, o.key IS NULL, e.file_id, e.file_offset, e.nbytes, e.blocks, e.object_offset"
+        " FROM json_each(?) AS wanted LEFT JOIN objects AS o ON o.bucket = ? AND o.key = wanted.value"
+        " LEFT JOIN extents AS e ON e.version = o.version ORDER BY wanted.id, e.object_offset"
+    )
+    found: list[list[Extent] | None] = []
+    last = None
+    for position, absent, file_id, *extent in db.execute(sql, (json.dumps(keys, ensure_ascii=False), name)):
+        if position != last:
+            found.append(None if absent else [])
+            last = position
+        chunk = found[-1]
+        if file_id and chunk is not None:
+            chunk.append(Extent(file_id, *extent))
+    return found
+
+
+def matched(db: sqlite3.Connection, name: str, keys: Sequence[str]) -> int:
+    """How many of `keys`, from the first, are stored without a gap."""
+    require_bucket(db, name)
+    sql = "SELECT 1 FROM objects WHERE bucket = ? AND key = ?"
+    for index, key in enumerate(keys):
+        if db.execute(sql, (name, key)).fetchone() is None:
+            return index
+    return len(keys)
+
+
+def page(db: sqlite3.Connection, name: str, start: str, inclusive: bool, wanted: str, limit: int) -> list[ObjectInfo]:
+    """Up to `limit` objects from `start` on whose keys start with `wanted`, in UTF-8 byte order."""
+    return [found.info for found in stored_page(db, name, start, inclusive, wanted, limit)]
+
+
+def stored_page(
+    db: sqlite3.Connection, name: str, start: str, inclusive: bool, wanted: str, limit: int
+) -> list[StoredObject]:
+    """As `page`, with versions."""
+    comparison = ">=" if inclusive else ">"
+    sql = f"SELECT {OBJECT_COLUMNS} FROM objects WHERE bucket = ? AND key {comparison} ? ORDER BY key LIMIT ?"
+    found = []
+    for row in db.execute(sql, (name, start, limit)):
+        if not row[0].startswith(wanted):
+            break
+        found.append(stored_object(row))
+    return found
+
+
+def parts(db: sqlite3.Connection, ref: UploadRef, after: int, limit: int) -> PartPage:
+    """Up to `limit` parts numbered above `after`. Raises CallerError(NoSuchUpload)."""
+    upload = require_upload(db, ref)
+    sql = f"SELECT {PART_COLUMNS} FROM extents WHERE version = ? AND part_number > ? ORDER BY part_number LIMIT ?"
+    rows = db.execute(sql, (upload.version, after, limit + 1)).fetchall()
+    shown = [part_info(row, upload.info.checksum) for row in rows[:limit]]
+    more = len(rows) > limit and bool(shown)
+    return PartPage(upload.info, shown, shown[-1].part_number if more else None)
+
+
+def uploads_page(
+    db: sqlite3.Connection, name: str, key: str, upload_id: str | None, wanted: str, limit: int
+) -> list[StoredUpload]:
+    """Up to `limit` uploads from `key` on that start with `wanted`, by key and age.
+
+    With `upload_id` those of `key` itself up to and including that upload are passed over; without it none are.
+    """
+    seen = "SELECT initiated_at FROM uploads WHERE bucket = ? AND key = ? AND upload_id = ?"
+    row = db.execute(seen, (name, key, upload_id)).fetchone() if upload_id is not None else None
+    after = (row[0], upload_id) if row is not None and upload_id is not None else (0.0, "")
+    sql = f"SELECT {UPLOAD_COLUMNS} FROM uploads WHERE bucket = ? AND (key, initiated_at, upload_id) > (?, ?, ?)"
+    found = []
+    for upload in db.execute(f"{sql} ORDER BY key, initiated_at, upload_id LIMIT ?", (name, key, *after, limit)):
+        if not upload[1].startswith(wanted):
+            break
+        found.append(stored_upload(upload))
+    return found
+
+
+def unsynced(db: sqlite3.Connection) -> list[tuple[int, int, Extent]]:
+    """Version, part number and extent of every row whose bytes may not have reached the disk."""
+    sql = f"SELECT version, part_number, {EXTENT_COLUMNS} FROM extents WHERE synced = 0"
+    return [(version, number, Extent(*rest)) for version, number, *rest in db.execute(sql)]
+
+
+def file_ids(db: sqlite3.Connection) -> set[str]:
+    """Every file some row names."""
+    return {row[0] for row in db.execute("SELECT DISTINCT file_id FROM extents WHERE file_id <> ''")}

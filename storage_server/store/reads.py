@@ -1,0 +1,111 @@
+"""Reading the store: objects, listings and prefixes. Needs only the index and the files, so any process may do it."""
+
+from __future__ import annotations
+
+import sqlite3
+from collections.abc import AsyncIterator, Sequence
+from contextlib import aclosing, asynccontextmanager
+
+from descriptors.conditions import check_read
+from descriptors.errors import CallerError, ErrorCode
+from descriptors.lifecycle import LifecycleRule
+from descriptors.objects import (
+    BucketInfo,
+    ByteRange,
+    ListPage,
+    ListRequest,
+    ObjectInfo,
+    ObjectPart,
+    ReadHead,
+    ReadRequest,
+)
+from descriptors.storage_api import ObjectRead
+from storage_server.store import queries, transaction
+from storage_server.store.bodies import BodyReader
+from storage_server.store.extents import Extent, ExtentFiles
+from storage_server.store.listing import list_page
+from storage_server.store.reader import IndexReader
+from storage_server.store.reading import resolve_range, usable_prefix
+
+
+class Reads:
+    """The reading calls of the StorageApi, and the chunks of a descriptor."""
+
+    def __init__(self, index: IndexReader, files: ExtentFiles, bodies: BodyReader) -> None:
+        self._index = index
+        self._files = files
+        self._bodies = bodies
+
+    async def head_bucket(self, bucket: str) -> BucketInfo:
+        return self._index.here(lambda db: queries.bucket(db, bucket))
+
+    async def list_buckets(self) -> list[BucketInfo]:
+        return await self._index.threaded(queries.buckets)
+
+    async def get_lifecycle(self, bucket: str) -> list[LifecycleRule]:
+        return self._index.here(lambda db: queries.lifecycle(db, bucket))
+
+    async def head_object(self, request: ReadRequest) -> ReadHead:
+        head, _ = self._index.here(lambda db: _find_read(db, request, with_extents=False))
+        return head
+
+    @asynccontextmanager
+    async def open_object(self, request: ReadRequest) -> AsyncIterator[ObjectRead]:
+        """The object as it is now; its bytes stay readable until the context ends."""
+
+        def find(db: sqlite3.Connection) -> tuple[ReadHead, list[Extent]]:
+            return _find_read(db, request, with_extents=True)
+
+        async with (
+            self._index.pinned(self._files, find, long=False) as (head, extents),
+            aclosing(self._bodies.pieces(extents, head.range)) as pieces,
+        ):
+            yield ObjectRead(head, pieces)
+
+    async def object_parts(self, bucket: str, key: str) -> list[ObjectPart]:
+        return await self._index.threaded(lambda db: queries.object_parts(db, bucket, key))
+
+    async def list_objects(self, request: ListRequest) -> ListPage:
+        self._index.here(lambda db: queries.bucket(db, request.bucket))
+
+        async def fetch(start: str, inclusive: bool, limit: int) -> list[ObjectInfo]:
+            return await self._index.threaded(
+                lambda db: queries.page(db, request.bucket, start, inclusive, request.prefix, limit)
+            )
+
+        return await list_page(request, fetch)
+
+    @asynccontextmanager
+    async def open_prefix(
+        self, bucket: str, keys: Sequence[str], chunk_bytes: int, *, prefix_only: bool
+    ) -> AsyncIterator[list[list[Extent]]]:
+        """Resolve and pin the chunks of a descriptor, in order, until the context ends: the extents of each.
+
+        Errors as in `storage_server.store.reading.usable_prefix`.
+        """
+
+        def find(db: sqlite3.Connection) -> tuple[list[list[Extent]], list[Extent]]:
+            usable = usable_prefix(queries.prefix(db, bucket, keys), chunk_bytes, prefix_only=prefix_only)
+            return usable, [extent for chunk in usable for extent in chunk]
+
+        async with self._index.pinned(self._files, find, long=True) as (chunks, _):
+            yield chunks
+
+    async def matched(self, bucket: str, keys: Sequence[str]) -> int:
+        """How many of `keys`, from the first, are stored without a gap."""
+        return await self._index.threaded(lambda db: queries.matched(db, bucket, keys))
+
+
+def _find_read(db: sqlite3.Connection, request: ReadRequest, *, with_extents: bool) -> tuple[ReadHead, list[Extent]]:
+    found = transaction.require_object(db, request.bucket, request.key)
+    check_read(request.condition, found.info.etag, found.info.modified_at)
+    if request.part_number is not None:
+        if request.range is not None:
+            raise CallerError(ErrorCode.INVALID_REQUEST, "Range and partNumber exclude each other", field="range")
+        span = ByteRange(*queries.part_span(db, found, request.part_number))
+    else:
+        span = resolve_range(request.range, found.info.nbytes)
+    if not with_extents:
+        return ReadHead(found.info, span), []
+    extents = queries.extents_of(db, found.version, span.start, span.start + span.length)
+    return ReadHead(found.info, span), extents

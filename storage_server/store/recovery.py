@@ -1,0 +1,47 @@
+"""After a crash under relaxed durability: rows whose bytes did not reach the disk go before anyone can ask for them."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from storage_server.store.bodies import IoThreads
+from storage_server.store.committer import Committer
+from storage_server.store.extents import CorruptExtentError, Extent, ExtentFiles
+from storage_server.store.transaction import Transaction
+
+PROOF_BYTES = 1 << 20
+
+
+async def drop_unsynced(
+    suspects: Sequence[tuple[int, int, Extent]], files: ExtentFiles, committer: Committer, io: IoThreads
+) -> int:
+    """Prove every suspect extent (version, part, extent); drop objects and parts that fail. Returns how many failed."""
+    if not suspects:
+        return 0
+    for _, _, extent in suspects:
+        files.add(extent.file_id)
+    bad = await io.run(
+        lambda: [(version, number) for version, number, extent in suspects if not is_intact(files, extent)]
+    )
+
+    def drop(tx: Transaction) -> None:
+        for version, number in bad:
+            if tx.db.execute("DELETE FROM objects WHERE version = ?", (version,)).rowcount:
+                tx.drop_extents(version)
+            else:
+                tx.drop_extents(version, [number])
+        tx.db.execute("UPDATE extents SET synced = 1 WHERE synced = 0")
+
+    await committer.commit(drop)
+    return len(bad)
+
+
+def is_intact(files: ExtentFiles, extent: Extent) -> bool:
+    """Whether every block of an extent passes its checksum."""
+    buffer = memoryview(bytearray(min(PROOF_BYTES, extent.nbytes)))
+    try:
+        for start in range(0, extent.nbytes, PROOF_BYTES):
+            files.read_into(extent, start, buffer[: min(PROOF_BYTES, extent.nbytes - start)])
+    except CorruptExtentError:
+        return False
+    return True

@@ -1,0 +1,245 @@
+"""Changes to the index, each a function of an open transaction. What one raises undoes that change alone."""
+
+from __future__ import annotations
+
+import itertools
+import json
+import sqlite3
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import replace
+
+from pydantic import TypeAdapter
+
+from descriptors.conditions import WriteCondition, check_read, check_write
+from descriptors.errors import CallerError, ErrorCode
+from descriptors.lifecycle import LifecycleRule
+from descriptors.objects import Attributes, CopyRequest, ObjectInfo
+from storage_server.store.rows import OBJECT_COLUMNS, StoredObject, StoredPart, object_attributes, stored_object
+
+RULES = TypeAdapter(list[LifecycleRule])
+
+
+class Transaction:
+    """One transaction of the writing connection. `released` collects the files that lost a row."""
+
+    def __init__(self, db: sqlite3.Connection, versions: Iterator[int], *, synced: bool) -> None:
+        self.db = db
+        self.synced = synced
+        self.released: set[str] = set()
+        self._versions = versions
+
+    def new_version(self) -> int:
+        """A number no row has had."""
+        return next(self._versions)
+
+    @contextmanager
+    def step(self) -> Iterator[None]:
+        """Undo what is done inside when it raises, and only that."""
+        released = set(self.released)
+        self.db.execute("SAVEPOINT step")
+        try:
+            yield
+        except BaseException:
+            if self.db.in_transaction:
+                self.db.execute("ROLLBACK TO step")
+                self.db.execute("RELEASE step")
+            self.released = released
+            raise
+        self.db.execute("RELEASE step")
+
+    def dead_files(self) -> list[str]:
+        """Released files that no row names any more."""
+        sql = "SELECT 1 FROM extents WHERE file_id = ? LIMIT 1"
+        return [file_id for file_id in self.released if self.db.execute(sql, (file_id,)).fetchone() is None]
+
+    def drop_extents(self, version: int, part_numbers: Sequence[int] | None = None) -> None:
+        """Forget the extents of a version, or some of its parts."""
+        where, arguments = "version = ?", (version,)
+        chosen = [arguments] if part_numbers is None else [(version, number) for number in part_numbers]
+        if part_numbers is not None:
+            where += " AND part_number = ?"
+        for one in chosen:
+            rows = self.db.execute(f"DELETE FROM extents WHERE {where} RETURNING file_id", one).fetchall()
+            self.released.update(file_id for (file_id,) in rows if file_id)
+
+    def add_extent(self, version: int, part_number: int, part: StoredPart, modified_at: float) -> None:
+        """One body's row; a part of no bytes has one too, with no file."""
+        extent = part.extent
+        self.db.execute(
+            "INSERT INTO extents VALUES (?, ?, 0, ?, ?, ?, ?, ?, ?, ?, ?)",
+            (
+                version,
+                part_number,
+                part.nbytes,
+                extent.file_id if extent else "",
+                extent.offset if extent else 0,
+                part.etag,
+                modified_at,
+                part.checksum.value if part.checksum else None,
+                self.synced,
+                extent.checksums if extent else b"",
+            ),
+        )
+
+    def put_row(self, bucket: str, info: ObjectInfo, version: int, upload_id: str | None = None) -> None:
+        """Publish: the key shows this version from the commit on. What it showed before is forgotten."""
+        before = find_object(self.db, bucket, info.key)
+        if before is not None:
+            self.drop_extents(before.version)
+        self.db.execute(
+            "INSERT OR REPLACE INTO objects VALUES (?, ?, ?, ?, ?, ?, ?)",
+            (
+                bucket,
+                info.key,
+                version,
+                info.nbytes,
+                info.etag,
+                info.modified_at,
+                object_attributes(info, upload_id),
+            ),
+        )
+
+
+def require_bucket(db: sqlite3.Connection, bucket: str) -> tuple[str, float, str]:
+    """Name, creation time and owner. Raises CallerError(NoSuchBucket)."""
+    row = db.execute("SELECT name, created_at, owner FROM buckets WHERE name = ?", (bucket,)).fetchone()
+    if row is None:
+        raise CallerError(ErrorCode.NO_SUCH_BUCKET, f"there is no bucket {bucket}", field="bucket")
+    name, created_at, owner = row
+    return name, created_at, owner
+
+
+def find_object(db: sqlite3.Connection, bucket: str, key: str) -> StoredObject | None:
+    """The object's row, if there is one."""
+    sql = f"SELECT {OBJECT_COLUMNS} FROM objects WHERE bucket = ? AND key = ?"
+    row = db.execute(sql, (bucket, key)).fetchone()
+    return None if row is None else stored_object(row)
+
+
+def require_object(db: sqlite3.Connection, bucket: str, key: str) -> StoredObject:
+    """Raises CallerError(NoSuchBucket, NoSuchKey)."""
+    found = find_object(db, bucket, key)
+    if found is None:
+        require_bucket(db, bucket)
+        raise CallerError(ErrorCode.NO_SUCH_KEY, f"there is no object {key!r}", field="key")
+    return found
+
+
+def create_bucket(tx: Transaction, bucket: str, owner: str, now_s: float) -> None:
+    """Raises CallerError(BucketAlreadyOwnedByYou, BucketAlreadyExists)."""
+    row = tx.db.execute("SELECT owner FROM buckets WHERE name = ?", (bucket,)).fetchone()
+    if row is not None:
+        code = ErrorCode.BUCKET_ALREADY_OWNED if row[0] == owner else ErrorCode.BUCKET_ALREADY_EXISTS
+        raise CallerError(code, f"the bucket {bucket} exists already", field="bucket")
+    tx.db.execute("INSERT INTO buckets (name, owner, created_at) VALUES (?, ?, ?)", (bucket, owner, now_s))
+
+
+def delete_bucket(tx: Transaction, bucket: str) -> None:
+    """Unfinished uploads go with it. Raises CallerError(NoSuchBucket, BucketNotEmpty)."""
+    require_bucket(tx.db, bucket)
+    if tx.db.execute("SELECT 1 FROM objects WHERE bucket = ? LIMIT 1", (bucket,)).fetchone():
+        raise CallerError(ErrorCode.BUCKET_NOT_EMPTY, f"the bucket {bucket} still has objects", field="bucket")
+    for (version,) in tx.db.execute("SELECT version FROM uploads WHERE bucket = ?", (bucket,)).fetchall():
+        tx.drop_extents(version)
+    tx.db.execute("DELETE FROM uploads WHERE bucket = ?", (bucket,))
+    tx.db.execute("DELETE FROM buckets WHERE name = ?", (bucket,))
+
+
+def set_lifecycle(tx: Transaction, bucket: str, rules: list[LifecycleRule]) -> None:
+    """Raises CallerError(NoSuchBucket)."""
+    require_bucket(tx.db, bucket)
+    tx.db.execute("UPDATE buckets SET lifecycle = ? WHERE name = ?", (RULES.dump_json(rules).decode(), bucket))
+
+
+def publish(tx: Transaction, bucket: str, info: ObjectInfo, part: StoredPart, condition: WriteCondition) -> None:
+    """A whole object. Raises CallerError(NoSuchBucket, PreconditionFailed, NoSuchKey for If-Match)."""
+    require_bucket(tx.db, bucket)
+    _check_write(tx, bucket, info.key, condition)
+    version = tx.new_version()
+    tx.put_row(bucket, info, version)
+    if part.extent is not None:
+        tx.add_extent(version, 1, part, info.modified_at)
+
+
+def copy(
+    tx: Transaction, request: CopyRequest, version_seen: int | None, info_seen: ObjectInfo, now_s: float
+) -> ObjectInfo:
+    """Publish a copy that shares the source's bytes.
+
+    `info_seen` is the copy as the caller made it from source version `version_seen`. Raises CallerError as `publish`,
+    and ConditionalRequestConflict when the source has changed since: the caller looks again.
+    """
+    source = require_object(tx.db, request.source.bucket, request.source.key)
+    if source.version != version_seen:
+        raise CallerError(ErrorCode.CONDITIONAL_CONFLICT, "the source changed while it was copied", field="source")
+    check_read(request.source.condition, source.info.etag, source.info.modified_at, copying=True)
+    require_bucket(tx.db, request.bucket)
+    _check_write(tx, request.bucket, request.key, request.condition)
+    version = tx.new_version()
+    columns = "part_number, object_offset, nbytes, file_id, file_offset, etag, modified_at, checksum, synced, blocks"
+    tx.db.execute(
+        f"INSERT INTO extents (version, {columns}) SELECT ?, {columns} FROM extents WHERE version = ?",
+        (version, source.version),
+    )
+    info = replace(info_seen, key=request.key, modified_at=now_s)
+    tx.put_row(request.bucket, info, version)
+    return info
+
+
+def remove(tx: Transaction, bucket: str, key: str, condition: WriteCondition) -> None:
+    """Fine when there is nothing. Raises CallerError(NoSuchBucket, PreconditionFailed, NoSuchKey for If-Match)."""
+    require_bucket(tx.db, bucket)
+    _check_write(tx, bucket, key, condition)
+    found = find_object(tx.db, bucket, key)
+    if found is not None:
+        _remove(tx, bucket, found)
+
+
+def remove_many(tx: Transaction, bucket: str, keys: Iterable[str]) -> None:
+    """All of them. Raises CallerError(NoSuchBucket)."""
+    require_bucket(tx.db, bucket)
+    for key in keys:
+        found = find_object(tx.db, bucket, key)
+        if found is not None:
+            _remove(tx, bucket, found)
+
+
+def remove_versions(tx: Transaction, bucket: str, versions: dict[str, int]) -> int:
+    """Those keys that still show these versions; how many that was."""
+    removed = 0
+    for key, version in versions.items():
+        found = find_object(tx.db, bucket, key)
+        if found is not None and found.version == version:
+            _remove(tx, bucket, found)
+            removed += 1
+    return removed
+
+
+def set_tags(tx: Transaction, bucket: str, key: str, tags: dict[str, str]) -> None:
+    """ETag and modification time stay. Raises CallerError(NoSuchBucket, NoSuchKey)."""
+    found = require_object(tx.db, bucket, key)
+    attributes = Attributes(found.info.attributes.headers, tags, found.info.attributes.storage_class)
+    text = object_attributes(replace(found.info, attributes=attributes), found.upload_id)
+    tx.db.execute("UPDATE objects SET attributes = ? WHERE bucket = ? AND key = ?", (text, bucket, key))
+
+
+def rules_of(text: str) -> list[LifecycleRule]:
+    """The `lifecycle` column."""
+    return [] if text == "[]" else RULES.validate_python(json.loads(text))
+
+
+def _remove(tx: Transaction, bucket: str, found: StoredObject) -> None:
+    tx.drop_extents(found.version)
+    tx.db.execute("DELETE FROM objects WHERE bucket = ? AND key = ?", (bucket, found.info.key))
+
+
+def _check_write(tx: Transaction, bucket: str, key: str, condition: WriteCondition) -> None:
+    if condition.if_absent or condition.if_match is not None:
+        found = find_object(tx.db, bucket, key)
+        check_write(condition, found.info.etag if found else None)
+
+
+def version_counter(start: int) -> Iterator[int]:
+    """Versions from `start` on."""
+    return itertools.count(start)

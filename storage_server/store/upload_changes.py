@@ -1,0 +1,187 @@
+"""Changes to multipart uploads: functions of an open transaction, as in storage_server.store.transaction."""
+
+from __future__ import annotations
+
+import sqlite3
+
+from descriptors.conditions import check_write
+from descriptors.errors import CallerError, ErrorCode
+from descriptors.objects import (
+    Checksum,
+    ChecksumType,
+    ClaimedPart,
+    CompleteRequest,
+    ObjectInfo,
+    PartInfo,
+    UploadInfo,
+    UploadRef,
+    UploadRequest,
+)
+from descriptors.units import MIB
+from storage_server.store.body_hashes import multipart_checksum, multipart_etag
+from storage_server.store.rows import (
+    PART_COLUMNS,
+    UPLOAD_COLUMNS,
+    StoredPart,
+    StoredUpload,
+    part_info,
+    stored_upload,
+    upload_attributes,
+)
+from storage_server.store.transaction import Transaction, find_object, require_bucket
+
+PART_BYTES_MIN = 5 * MIB
+
+
+def require_upload(db: sqlite3.Connection, ref: UploadRef) -> StoredUpload:
+    """Raises CallerError(NoSuchBucket, NoSuchUpload)."""
+    sql = f"SELECT {UPLOAD_COLUMNS} FROM uploads WHERE upload_id = ? AND bucket = ? AND key = ?"
+    row = db.execute(sql, (ref.upload_id, ref.bucket, ref.key)).fetchone()
+    if row is None:
+        require_bucket(db, ref.bucket)
+        raise CallerError(
+            ErrorCode.NO_SUCH_UPLOAD, "there is no such upload: it may have been completed or aborted", field="uploadId"
+        )
+    return stored_upload(row)
+
+
+def create_upload(tx: Transaction, request: UploadRequest, upload_id: str, now_s: float) -> None:
+    """Raises CallerError(NoSuchBucket)."""
+    require_bucket(tx.db, request.bucket)
+    tx.db.execute(
+        "INSERT INTO uploads VALUES (?, ?, ?, ?, ?, ?, ?)",
+        (
+            upload_id,
+            request.bucket,
+            request.key,
+            tx.new_version(),
+            request.access_key,
+            now_s,
+            upload_attributes(request.attributes, request.checksum, request.checksum_type),
+        ),
+    )
+
+
+def add_part(tx: Transaction, ref: UploadRef, part_number: int, part: StoredPart, now_s: float) -> PartInfo:
+    """A part sent again replaces the one before. Raises CallerError(NoSuchUpload)."""
+    upload = require_upload(tx.db, ref)
+    tx.drop_extents(upload.version, [part_number])
+    tx.add_extent(upload.version, part_number, part, now_s)
+    return PartInfo(part_number, part.nbytes, part.etag, now_s, part.checksum)
+
+
+def abort_upload(tx: Transaction, ref: UploadRef) -> None:
+    """Its parts go, too. Raises CallerError(NoSuchUpload)."""
+    upload = require_upload(tx.db, ref)
+    tx.drop_extents(upload.version)
+    tx.db.execute("DELETE FROM uploads WHERE upload_id = ?", (ref.upload_id,))
+
+
+def complete_upload(tx: Transaction, request: CompleteRequest, now_s: float) -> ObjectInfo:
+    """Publish the claimed parts as one object; parts not claimed go.
+
+    Raises CallerError: NoSuchUpload, InvalidPart, InvalidPartOrder, EntityTooSmall, BadDigest, InvalidRequest,
+    PreconditionFailed.
+    """
+    ref = request.upload
+    again = _completed_before(tx.db, ref)
+    if again is not None:
+        return again
+    upload = require_upload(tx.db, ref)
+    rows = tx.db.execute(f"SELECT {PART_COLUMNS} FROM extents WHERE version = ?", (upload.version,)).fetchall()
+    stored = {part.part_number: part for part in (part_info(row, upload.info.checksum) for row in rows)}
+    parts = claimed_parts(request.parts, stored)
+    nbytes = sum(part.nbytes for part in parts)
+    if request.nbytes is not None and request.nbytes != nbytes:
+        raise CallerError(
+            ErrorCode.INVALID_REQUEST,
+            f"the parts have {nbytes} bytes, x-amz-mp-object-size says {request.nbytes}",
+            field="x-amz-mp-object-size",
+        )
+    before = find_object(tx.db, ref.bucket, ref.key)
+    check_write(request.condition, before.info.etag if before else None)
+    info = ObjectInfo(
+        ref.key,
+        nbytes,
+        multipart_etag([part.etag for part in parts]),
+        now_s,
+        upload.attributes,
+        object_checksum(request, upload.info, parts),
+        len(parts),
+    )
+    version = tx.new_version()
+    tx.put_row(ref.bucket, info, version, ref.upload_id)
+    offset = 0
+    for part in parts:
+        tx.db.execute(
+            "UPDATE extents SET version = ?, object_offset = ? WHERE version = ? AND part_number = ?",
+            (version, offset, upload.version, part.part_number),
+        )
+        offset += part.nbytes
+    tx.drop_extents(upload.version)
+    tx.db.execute("DELETE FROM uploads WHERE upload_id = ?", (ref.upload_id,))
+    return info
+
+
+def _completed_before(db: sqlite3.Connection, ref: UploadRef) -> ObjectInfo | None:
+    """The object this upload made, if it still shows: a completion repeated after a lost answer must not fail."""
+    found = find_object(db, ref.bucket, ref.key)
+    return found.info if found is not None and found.upload_id == ref.upload_id else None
+
+
+def claimed_parts(claimed: list[ClaimedPart], stored: dict[int, PartInfo]) -> list[PartInfo]:
+    """The stored parts a completion names, in its order. Pure; errors as in `complete_upload`."""
+    if not claimed:
+        raise CallerError(ErrorCode.MALFORMED_XML, "an object is made of at least one part", field="Part")
+    parts: list[PartInfo] = []
+    for claim in claimed:
+        if parts and claim.part_number <= parts[-1].part_number:
+            raise CallerError(
+                ErrorCode.INVALID_PART_ORDER, "part numbers must rise from part to part", field="PartNumber"
+            )
+        part = stored.get(claim.part_number)
+        if part is None or part.etag != claim.etag or not _same(claim.checksum, part.checksum):
+            raise CallerError(
+                ErrorCode.INVALID_PART,
+                f"part {claim.part_number} was not uploaded, or is another one than its ETag or checksum says",
+                field="PartNumber",
+            )
+        parts.append(part)
+    for part in parts[:-1]:
+        if part.nbytes < PART_BYTES_MIN:
+            raise CallerError(
+                ErrorCode.ENTITY_TOO_SMALL,
+                f"part {part.part_number} has {part.nbytes} bytes; only the last may have fewer than {PART_BYTES_MIN}",
+                field="PartNumber",
+            )
+    return parts
+
+
+def object_checksum(request: CompleteRequest, upload: UploadInfo, parts: list[PartInfo]) -> Checksum | None:
+    """The whole object's checksum, checked against what the caller says it is. Pure."""
+    if upload.checksum is None:
+        return None
+    said = request.checksum
+    if said is not None and said.algorithm is not upload.checksum:
+        raise CallerError(
+            ErrorCode.INVALID_REQUEST,
+            f"the upload was begun with {upload.checksum.value}, not {said.algorithm.value}",
+            field=said.algorithm.header,
+        )
+    values = [(part.checksum.value, part.nbytes) for part in parts if part.checksum is not None]
+    if len(values) < len(parts):
+        raise CallerError(ErrorCode.INVALID_PART, "a part has no checksum of the upload's algorithm", field="Part")
+    whole = multipart_checksum(upload.checksum, upload.checksum_type or ChecksumType.COMPOSITE, values)
+    if said is not None and said.value.partition("-")[0] != whole.value.partition("-")[0]:
+        raise CallerError(
+            ErrorCode.BAD_DIGEST,
+            f"the {said.algorithm.value} you specified did not match the calculated checksum",
+            field=said.algorithm.header,
+        )
+    return whole
+
+
+def _same(claimed: Checksum | None, stored: Checksum | None) -> bool:
+    return (
+        claimed is None or stored is None or (claimed.algorithm is stored.algorithm and claimed.value == stored.value)
+    )

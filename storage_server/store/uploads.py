@@ -1,0 +1,146 @@
+"""Multipart uploads: parts are bodies like any other; completing one is a change of the index, no byte is moved."""
+
+from __future__ import annotations
+
+import asyncio
+import secrets
+import time
+from collections.abc import AsyncIterator, Callable
+from typing import TypeVar
+
+from descriptors.errors import CallerError, ErrorCode
+from descriptors.objects import (
+    PART_NUMBER_MAX,
+    BodyDigests,
+    ChecksumAlgorithm,
+    CompleteRequest,
+    ObjectInfo,
+    PartCopyRequest,
+    PartInfo,
+    PartPage,
+    PartRequest,
+    UploadInfo,
+    UploadListRequest,
+    UploadPage,
+    UploadRef,
+    UploadRequest,
+)
+from descriptors.storage_api import Body, ObjectRead, Piece
+from storage_server.store import queries, upload_changes
+from storage_server.store.bodies import BodyWriter
+from storage_server.store.committer import Committer
+from storage_server.store.listing import list_uploads
+from storage_server.store.reader import IndexReader
+from storage_server.store.reads import Reads
+from storage_server.store.rows import StoredPart
+from storage_server.store.segments import WriteFile
+from storage_server.store.transaction import Transaction
+from storage_server.store.upload_changes import require_upload
+from storage_server.threads import to_end
+
+_T = TypeVar("_T")
+
+
+class Uploads:
+    """The multipart calls of the StorageApi, over one store."""
+
+    def __init__(
+        self,
+        reader: IndexReader,
+        committer: Committer,
+        bodies: BodyWriter,
+        part_bytes_max: int,
+        reads: Reads,
+    ) -> None:
+        self._reader = reader
+        self._committer = committer
+        self._bodies = bodies
+        self._part_bytes_max = part_bytes_max
+        self._reads = reads
+
+    async def create_upload(self, request: UploadRequest) -> str:
+        upload_id = secrets.token_urlsafe(24)
+        await self._commit(lambda tx: upload_changes.create_upload(tx, request, upload_id, time.time()))
+        return upload_id
+
+    async def put_part(self, request: PartRequest, body: Body) -> PartInfo:
+        check_part(request.part_number, request.nbytes, self._part_bytes_max)
+        upload = self._reader.here(lambda db: require_upload(db, request.upload)).info
+        algorithm = _part_algorithm(upload, request.checksum)
+        async with self._bodies.received(request.nbytes, algorithm, body) as (part, file):
+            return await self._add_part(request.upload, request.part_number, part, file)
+
+    async def copy_part(self, request: PartCopyRequest) -> PartInfo:
+        upload = self._reader.here(lambda db: require_upload(db, request.upload)).info
+        async with self._reads.open_object(request.source) as read:
+            nbytes = read.head.range.length
+            check_part(request.part_number, nbytes, self._part_bytes_max)
+            async with self._bodies.received(nbytes, upload.checksum, _CopiedBody(read)) as (part, file):
+                return await self._add_part(request.upload, request.part_number, part, file)
+
+    async def complete_upload(self, request: CompleteRequest) -> ObjectInfo:
+        return await self._commit(lambda tx: upload_changes.complete_upload(tx, request, time.time()))
+
+    async def abort_upload(self, upload: UploadRef) -> None:
+        await self._commit(lambda tx: upload_changes.abort_upload(tx, upload))
+
+    async def list_parts(self, upload: UploadRef, part_number_marker: int, max_parts: int) -> PartPage:
+        return await self._reader.threaded(lambda db: queries.parts(db, upload, part_number_marker, max_parts))
+
+    async def list_uploads(self, request: UploadListRequest) -> UploadPage:
+        self._reader.here(lambda db: queries.bucket(db, request.bucket))
+
+        async def fetch(key: str, upload_id: str | None, limit: int) -> list[UploadInfo]:
+            rows = await self._reader.threaded(
+                lambda db: queries.uploads_page(db, request.bucket, key, upload_id, request.prefix, limit)
+            )
+            return [row.info for row in rows]
+
+        return await list_uploads(request, fetch)
+
+    async def _add_part(self, ref: UploadRef, number: int, part: StoredPart, file: WriteFile | None) -> PartInfo:
+        def add(tx: Transaction) -> PartInfo:
+            return upload_changes.add_part(tx, ref, number, part, time.time())
+
+        return await to_end(asyncio.ensure_future(self._committer.commit(add, file)))
+
+    async def _commit(self, change: Callable[[Transaction], _T]) -> _T:
+        return await to_end(asyncio.ensure_future(self._committer.commit(change)))
+
+
+class _CopiedBody:
+    """Stored bytes as a body; they were checked when they were read."""
+
+    has_sha256 = False
+
+    def __init__(self, read: ObjectRead) -> None:
+        self._read = read
+
+    def __aiter__(self) -> AsyncIterator[Piece]:
+        return self._read.body
+
+    def digests(self) -> BodyDigests:
+        return BodyDigests()
+
+
+def check_part(number: int, nbytes: int, nbytes_max: int) -> None:
+    """Raises CallerError(InvalidArgument, EntityTooLarge)."""
+    if not 1 <= number <= PART_NUMBER_MAX:
+        raise CallerError(
+            ErrorCode.INVALID_ARGUMENT, f"part numbers go from 1 to {PART_NUMBER_MAX}", field="partNumber"
+        )
+    if nbytes > nbytes_max:
+        raise CallerError(
+            ErrorCode.ENTITY_TOO_LARGE, f"a part may have {nbytes_max} bytes, not {nbytes}", field="content-length"
+        )
+
+
+def _part_algorithm(upload: UploadInfo, sent: ChecksumAlgorithm | None) -> ChecksumAlgorithm | None:
+    """What to compute: the upload's algorithm; for an upload without one, what this part was sent with."""
+    if upload.checksum is not None and sent not in (None, upload.checksum):
+        raise CallerError(
+            ErrorCode.INVALID_REQUEST,
+            f"the upload was begun with {upload.checksum.value} checksums; this part has another",
+            field="x-amz-checksum-algorithm",
+        )
+    return upload.checksum or sent

@@ -1,0 +1,158 @@
+"""Rounds: start, check, load, kill. A data directory lives through several; each has one durability mode."""
+
+from __future__ import annotations
+
+import shutil
+import threading
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from random import Random
+
+from storage_server.store.durability import Durability
+from tests.crash.audit import audit
+from tests.crash.check import check
+from tests.crash.client import Client
+from tests.crash.journal import CrashFailure, Journal
+from tests.crash.multipart import Multipart
+from tests.crash.reading import Reader
+from tests.crash.server import Server
+from tests.crash.world import BUCKET, WRITERS, World
+from tests.crash.writer import Writer
+from tests.support import CONFIG
+
+ROUNDS_PER_DIRECTORY = 20
+READERS = 2
+LOAD_S_MAX = 0.9
+START_KILL_CHANCE = 0.25
+START_KILL_S_MAX = 0.4
+TERMINATE_CHANCE = 0.05
+LATE_S_MAX = 0.02
+JOIN_TIMEOUT_S = 60.0
+WATCHED = (None, "put", "complete", "abort", "copy", "self-copy", "part", "delete", "multi-delete", "tag")
+
+
+@dataclass(slots=True)
+class Tally:
+    """What a run did."""
+
+    rounds: int = 0
+    kills: int = 0
+    kills_while_starting: int = 0
+    terminations: int = 0
+    acknowledged: int = 0
+    in_doubt: int = 0
+    by_mode: dict[str, int] = field(default_factory=dict)
+
+
+def run_rounds(directory: Path, seed: int, count: int, tally: Tally) -> Iterator[Tally]:
+    """Yields after each round. Raises CrashFailure with seed and journal, the directory kept."""
+    for first in range(0, count, ROUNDS_PER_DIRECTORY):
+        rng = Random(f"{seed}/{first}")
+        mode = list(Durability)[first // ROUNDS_PER_DIRECTORY % 2]
+        place = directory / f"{seed}-{first}-{mode.value}"
+        world = World(seed=rng.randrange(1 << 30))
+        try:
+            yield from _one_directory(place, mode, world, rng, min(ROUNDS_PER_DIRECTORY, count - first), tally)
+        except (AssertionError, Exception) as error:
+            world.journal.save(place / "journal.jsonl")
+            raise CrashFailure(
+                f"seed {seed}, round {tally.rounds}, {mode.value}: {error}\n"
+                f"the journal's end:\n{world.journal.tail()}\nkept: {place}"
+            ) from error
+        shutil.rmtree(place)
+
+
+def _one_directory(
+    place: Path, mode: Durability, world: World, rng: Random, count: int, tally: Tally
+) -> Iterator[Tally]:
+    place.mkdir(parents=True)
+    config = place / "config.toml"
+    config.write_text(CONFIG if "durability" not in __import__("objectcache.config").config.StorageConfig.model_fields else f'[storage]\ndurability = "{mode.value}"\n{CONFIG}')
+    for index in range(count):
+        _start_and_kill(place, config, rng, tally)
+        server = Server(place, config)
+        try:
+            url = _checked(server, place, world)
+            if index == 0:
+                _make_bucket(url)
+            _load_and_kill(server, url, world, rng, tally)
+        finally:
+            server.kill()
+        tally.rounds += 1
+        tally.acknowledged += world.journal.acknowledged_count
+        tally.in_doubt += world.journal.in_doubt_count
+        world.journal.acknowledged_count = 0
+        tally.by_mode[mode.value] = tally.by_mode.get(mode.value, 0) + 1
+        yield tally
+    server = Server(place, config)
+    try:
+        _checked(server, place, world)
+        if server.terminate() != 0:
+            raise CrashFailure(f"SIGTERM ended the server badly: {server.output()}")
+    finally:
+        server.kill()
+
+
+def _checked(server: Server, place: Path, world: World) -> str:
+    """Where the restarted server listens; what it shows has been compared."""
+    url = server.url()
+    wrong = audit(place / "data")
+    if wrong:
+        raise CrashFailure("\n".join(wrong[:20]))
+    if world.journal.entries:
+        check(world, url)
+    return url
+
+
+def _make_bucket(url: str) -> None:
+    client = Client(url, BUCKET)
+    assert client.call("PUT").status == 200
+    client.close()
+
+
+def _start_and_kill(place: Path, config: Path, rng: Random, tally: Tally) -> None:
+    """Killed while it starts: recovery must survive being cut short, again and again."""
+    while rng.random() < START_KILL_CHANCE:
+        server = Server(place, config)
+        time.sleep(rng.uniform(0, START_KILL_S_MAX))
+        server.kill()
+        tally.kills_while_starting += 1
+
+
+def _load_and_kill(server: Server, url: str, world: World, rng: Random, tally: Tally) -> None:
+    world.killed.clear()
+    world.stop.clear()
+    writers = [Writer(world, url, index, rng.getrandbits(60)) for index in range(WRITERS)]
+    for writer in writers:
+        Multipart(writer)
+    clients: list[threading.Thread] = [*writers, *(Reader(world, url, rng.getrandbits(60)) for _ in range(READERS))]
+    for client in clients:
+        client.start()
+    _wait_for_the_moment(world.journal, rng)
+    is_alive = server.is_running
+    world.killed.set()
+    if rng.random() < TERMINATE_CHANCE:
+        status = server.terminate()
+        tally.terminations += 1
+        if status != 0:
+            world.journal.fail("server", f"SIGTERM ended it with {status}: {server.output()}")
+    else:
+        server.kill()
+        tally.kills += 1
+    world.stop.set()
+    world.journal.note("server", "killed")
+    for client in clients:
+        client.join(JOIN_TIMEOUT_S)
+    if not is_alive:
+        world.journal.fail("server", f"it ended by itself: {server.output()}")
+    world.journal.require()
+
+
+def _wait_for_the_moment(journal: Journal, rng: Random) -> None:
+    """Any time; or just after an operation of some kind was sent, so that short steps are hit, too."""
+    time.sleep(rng.uniform(0.02, LOAD_S_MAX))
+    if rng.random() < 0.6:
+        journal.watch(rng.choice(WATCHED)).wait(LOAD_S_MAX)
+        time.sleep(rng.uniform(0, LATE_S_MAX) ** 2 / LATE_S_MAX)
