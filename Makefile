@@ -3,14 +3,14 @@ PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
-CODE := adapters bench demo descriptors gateway nixl_client objectcache storage_server tests
+CODE := adapters bench demo descriptors fuzz gateway nixl_client objectcache storage_server tests
 
-.PHONY: demo test check format lint types bench-smoke install clean
+.PHONY: demo test check format lint types bench-smoke clients compatibility crash fuzz install clean
 
 demo: $(STAMP)
 	$(BIN)/python -m demo
 
-test: $(STAMP)
+test: $(STAMP) clients
 	$(BIN)/python -m pytest
 
 check: lint types test bench-smoke
@@ -28,6 +28,22 @@ types: $(STAMP)
 
 bench-smoke: $(STAMP)
 	$(BIN)/objectcache bench aggregate --smoke
+	$(BIN)/objectcache bench s3 --smoke
+
+# the S3 clients the tests run, in environments of their own
+clients: $(STAMP)
+	$(BIN)/python -m tests.clients.install
+
+compatibility: clients
+	$(BIN)/python -m tests.clients --write docs/compatibility.md
+
+# kill the server at random points of a mixed load, 200 times, and check everything it had answered
+crash: $(STAMP)
+	$(BIN)/python -m tests.crash --rounds 200
+
+fuzz: $(STAMP)
+	$(BIN)/pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[fuzz]'
+	$(BIN)/python -m fuzz.atheris_targets all -runs=20000 -max_len=4000
 
 install: $(STAMP)
 
@@ -39,4 +55,4 @@ $(STAMP): pyproject.toml constraints.txt
 	touch $(STAMP)
 
 clean:
-	rm -rf $(VENV) out .pytest_cache .mypy_cache .ruff_cache .hypothesis *.egg-info
+	rm -rf $(VENV) .venv-clients out .pytest_cache .mypy_cache .ruff_cache .hypothesis *.egg-info

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import shutil
 import signal
@@ -201,7 +202,8 @@ def cpu_seconds(pids: Sequence[int]) -> float | None:
             fields = (process / "stat").read_text().rpartition(")")[2].split()
             total += (int(fields[11]) + int(fields[12])) / ticks_per_s
             for task in (process / "task").iterdir():
-                left += map(int, (task / "children").read_text().split())
+                with contextlib.suppress(FileNotFoundError, ProcessLookupError):  # the thread ended meanwhile
+                    left += map(int, (task / "children").read_text().split())
     except (OSError, ValueError):
         return None
     return total

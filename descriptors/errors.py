@@ -64,6 +64,7 @@ class ErrorCode(Enum):
     NO_SUCH_VERSION = "NoSuchVersion"
     PRECONDITION_FAILED = "PreconditionFailed"
     REQUEST_EXPIRED = "RequestExpired"
+    REQUEST_HEADERS_TOO_LARGE = "RequestHeaderSectionTooLarge"
     REQUEST_REPLAYED = "RequestReplayed"
     REQUEST_TIMEOUT = "RequestTimeout"
     REQUEST_TIME_TOO_SKEWED = "RequestTimeTooSkewed"
@@ -124,6 +125,7 @@ HTTP_STATUS: dict[ErrorCode, int] = {
     ErrorCode.NO_SUCH_VERSION: 404,
     ErrorCode.PRECONDITION_FAILED: 412,
     ErrorCode.REQUEST_EXPIRED: 403,
+    ErrorCode.REQUEST_HEADERS_TOO_LARGE: 400,
     ErrorCode.REQUEST_REPLAYED: 409,
     ErrorCode.REQUEST_TIMEOUT: 400,
     ErrorCode.REQUEST_TIME_TOO_SKEWED: 403,

@@ -135,7 +135,7 @@ class Connection(web.RequestHandler):
         wire = self._wire
         if wire is None or wire.is_closing():
             return
-        answer = self._limits.refuse(CallerError(ErrorCode.INVALID_REQUEST, problem, field="headers"))
+        answer = self._limits.refuse(CallerError(ErrorCode.REQUEST_HEADERS_TOO_LARGE, problem, field="headers"))
         body = cast(bytes, answer.body)
         names = "".join(f"{name}: {value}\r\n" for name, value in answer.headers.items() if name != "Content-Length")
         head = (
@@ -162,7 +162,7 @@ def _watched(handler: Handler) -> Handler:
 def _as_error(status: int, exc: BaseException | None) -> ObjectCacheError:
     if isinstance(exc, LineTooLong):
         return CallerError(
-            ErrorCode.INVALID_REQUEST,
+            ErrorCode.REQUEST_HEADERS_TOO_LARGE,
             f"the request line or a header has more than {HEADER_BYTES_MAX} bytes",
             field="headers",
         )

@@ -39,6 +39,16 @@ class Names:
 
 def error_document(error: ObjectCacheError, resource: str, request_id: str) -> bytes:
     """S3's Error document, with the field that was wrong and the first bad chunk where there is one."""
+    return bare_document("Error", _error_parts(error, resource, request_id))
+
+
+def range_error_document(error: ObjectCacheError, resource: str, request_id: str, requested: str, nbytes: int) -> bytes:
+    """As `error_document`, with what the CRT client reads to know an empty object."""
+    parts = [legible_leaf("RangeRequested", requested), leaf("ActualObjectSize", nbytes)]
+    return bare_document("Error", parts + _error_parts(error, resource, request_id))
+
+
+def _error_parts(error: ObjectCacheError, resource: str, request_id: str) -> list[str]:
     parts = [legible_leaf("Code", error.code.value), legible_leaf("Message", error.message)]
     if error.field is not None:
         parts.append(legible_leaf("ArgumentName", error.field))
@@ -46,8 +56,7 @@ def error_document(error: ObjectCacheError, resource: str, request_id: str) -> b
         parts.append(leaf("ChunkIndex", error.index))
     if error.layer is not None:
         parts.append(leaf("LayerIndex", error.layer))
-    parts += [legible_leaf("Resource", resource), legible_leaf("RequestId", request_id)]
-    return bare_document("Error", parts)
+    return [*parts, legible_leaf("Resource", resource), legible_leaf("RequestId", request_id)]
 
 
 def buckets_document(owner: str, buckets: list[BucketInfo], prefix: str = "", next_token: str | None = None) -> bytes:
@@ -215,7 +224,8 @@ def _rule(rule: LifecycleRule) -> list[str]:
     elif rule.expire_at is not None:
         midnight = datetime.fromtimestamp(rule.expire_at, UTC).strftime("%Y-%m-%dT%H:%M:%S.000Z")
         parts.append(branch("Expiration", [leaf("Date", midnight)]))
-    parts += [leaf("ID", rule.rule_id), branch("Filter", _filter(rule))]
+    covered = leaf("Prefix", rule.prefix) if rule.legacy_prefix else branch("Filter", _filter(rule))
+    parts += [leaf("ID", rule.rule_id), covered]
     parts.append(leaf("Status", "Enabled" if rule.enabled else "Disabled"))
     if rule.abort_days is not None:
         parts.append(branch("AbortIncompleteMultipartUpload", [leaf("DaysAfterInitiation", rule.abort_days)]))

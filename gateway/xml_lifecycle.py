@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+from dataclasses import replace
 from datetime import UTC, datetime
 
 from descriptors.errors import CallerError, ErrorCode
@@ -62,6 +63,7 @@ def _rule(node: Node, index: int) -> LifecycleRule:
         expire_days=expire_days,
         expire_at=expire_at,
         abort_days=abort_days,
+        legacy_prefix=covered.legacy_prefix,
     )
 
 
@@ -71,7 +73,7 @@ def _coverage(rule: Node) -> LifecycleRule:
     if (chosen is None) == (legacy is None):
         raise malformed("a rule must have Filter, or else Prefix")
     if chosen is None:
-        return _terms(rule, ())
+        return replace(_terms(rule, ()), legacy_prefix=True)
     chosen.expect((*_TERMS, "And"))
     if len(chosen.children) > 1:
         raise malformed("Filter has one condition, or And")

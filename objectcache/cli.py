@@ -10,8 +10,12 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from adapters.nixl_agent import leave
+from gateway.storage_client import RemoteStorage
 from objectcache import serve
-from objectcache.config import ConfigError, load_config, load_credentials, load_peer_secret
+from objectcache.config import Config, ConfigError, load_config, load_credentials, load_peer_secret
+from objectcache.workers import StorageBeside
+from storage_server.settings import StorageSettings
+from storage_server.store.durability import Durability
 
 
 def main() -> None:
@@ -49,6 +53,9 @@ def _parser() -> argparse.ArgumentParser:
 
     both = commands.add_parser("serve", help="gateway and storage server together, on an embedded store")
     both.add_argument("--data", type=Path, required=True, metavar="DIR", help="where objects are kept")
+    both.add_argument(
+        "--workers", type=int, default=1, metavar="N", help="processes that answer S3 requests; default: 1"
+    )
     _add_listen(both)
     _add_common(both)
     _add_storage(both)
@@ -83,6 +90,19 @@ def _parser() -> argparse.ArgumentParser:
     _add_common(gateway)
     gateway.set_defaults(command=_gateway)
 
+    worker = commands.add_parser("worker")  # what `serve --workers` starts: not listed, and of no use by hand
+    worker.add_argument("--data", type=Path, required=True)
+    worker.add_argument("--socket", type=Path, required=True)
+    worker.add_argument("--peer-secret-file", type=Path, required=True)
+    _add_listen(worker)
+    _add_common(worker)
+    worker.set_defaults(command=_worker)
+
+    scrub = commands.add_parser("scrub", help="read everything stored and report what is not what was put")
+    scrub.add_argument("--data", type=Path, required=True, metavar="DIR", help="a store, served or not")
+    scrub.add_argument("--json", type=Path, metavar="FILE", help="write the report here as JSON; - is standard output")
+    scrub.set_defaults(command=_scrub)
+
     commands.add_parser("bench", help="measure; each figure comes with what it is a ratio of")
     return parser
 
@@ -90,6 +110,14 @@ def _parser() -> argparse.ArgumentParser:
 def _add_listen(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--host", default="127.0.0.1", help="default: 127.0.0.1")
     parser.add_argument("--port", type=int, default=9000, help="default: 9000; 0 picks a free one")
+    parser.add_argument(
+        "--domain",
+        action="append",
+        metavar="NAME",
+        help="answer BUCKET.NAME as well as NAME/BUCKET; may be given more than once; localhost always works",
+    )
+    parser.add_argument("--tls-certificate", type=Path, metavar="FILE", help="PEM, with its chain; speaks https then")
+    parser.add_argument("--tls-key", type=Path, metavar="FILE", help="PEM")
 
 
 def _add_common(parser: argparse.ArgumentParser) -> None:
@@ -98,20 +126,104 @@ def _add_common(parser: argparse.ArgumentParser) -> None:
 
 def _add_storage(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--no-ucx", action="store_true", help="serve over http only")
+    parser.add_argument(
+        "--durability",
+        choices=[mode.value for mode in Durability],
+        help="strict (default): answered writes survive power loss; relaxed: they survive the process",
+    )
 
 
 def _serve(options: argparse.Namespace) -> int:
-    config = load_config(options.config)
-    settings = config.storage_settings(options.data, ucx=not options.no_ucx)
-    credentials = load_credentials(config, os.environ, options.data / "credentials.json")
-    listen = serve.Listen(options.host, options.port)
-    serve.run("objectcache", lambda: serve.Together(settings, config.gateway_settings(), credentials, listen))
+    config = _config(options)
+    settings = _storage_settings(config, options)
+    credentials_file = options.data / "credentials.json"
+    credentials = load_credentials(config, os.environ, credentials_file)
+    if options.workers < 1:
+        raise ConfigError("--workers must be at least 1")
+    secret_file = options.data / "peer-secret"
+    secret = load_peer_secret(secret_file, create=True) if options.workers > 1 else b""
+
+    def worker_command(port: int, socket_path: Path) -> list[str]:
+        command = [sys.executable, "-m", "objectcache.cli", "--log-level", options.log_level, "worker"]
+        command += ["--data", str(options.data), "--socket", str(socket_path), "--peer-secret-file", str(secret_file)]
+        command += ["--host", options.host, "--port", str(port)]
+        for name, value in (
+            ("--config", options.config),
+            ("--tls-certificate", options.tls_certificate),
+            ("--tls-key", options.tls_key),
+        ):
+            command += [name, str(value)] if value is not None else []
+        for domain in options.domain or ():
+            command += ["--domain", domain]
+        return command
+
+    listen = serve.Listen(options.host, options.port, tls=_tls(config))
+    gateway = config.gateway_settings()
+    serve.run(
+        "objectcache",
+        lambda: serve.Together(settings, gateway, credentials, listen, options.workers, worker_command, secret),
+    )
     return 0
+
+
+def _worker(options: argparse.Namespace) -> int:
+    config = _config(options)
+    secret = load_peer_secret(options.peer_secret_file, create=False)
+    credentials = load_credentials(config, os.environ, options.data / "credentials.json")
+    listen = serve.Listen(options.host, options.port, tls=_tls(config), shares_port=True)
+    settings = config.storage_settings(options.data, ucx=False)
+    serve.run(
+        "objectcache worker",
+        lambda: serve.GatewayServer(
+            StorageBeside(f"unix:{options.socket}", secret, settings), config.gateway_settings(), credentials, listen
+        ),
+        until_stdin_ends=True,
+    )
+    return 0
+
+
+def _scrub(options: argparse.Namespace) -> int:
+    from objectcache.scrub import run as run_scrub
+
+    return run_scrub(options.data, options.json)
+
+
+def _config(options: argparse.Namespace) -> Config:
+    """The config file, with what the command line says instead."""
+    config = load_config(options.config)
+    chosen = {
+        "tls_certificate": options.tls_certificate,
+        "tls_key": options.tls_key,
+        "domains": tuple(options.domain) if options.domain else None,
+    }
+    said = {name: value for name, value in chosen.items() if value is not None}
+    return config.model_copy(update={"gateway": config.gateway.model_copy(update=said)})
+
+
+def _storage_settings(config: Config, options: argparse.Namespace) -> StorageSettings:
+    if options.durability is not None:
+        storage = config.storage.model_copy(update={"durability": Durability(options.durability)})
+        config = config.model_copy(update={"storage": storage})
+    return config.storage_settings(options.data, ucx=not options.no_ucx)
+
+
+def _tls(config: Config) -> serve.Tls | None:
+    certificate, key = config.gateway.tls_certificate, config.gateway.tls_key
+    if certificate is None and key is None:
+        return None
+    if certificate is None or key is None:
+        raise ConfigError("a TLS certificate needs its key and a key its certificate")
+    tls = serve.Tls(certificate, key)
+    try:
+        tls.context()
+    except OSError as error:
+        raise ConfigError(f"the TLS certificate and key cannot be used: {error}") from None
+    return tls
 
 
 def _storage_server(options: argparse.Namespace) -> int:
     config = load_config(options.config)
-    settings = config.storage_settings(options.data, ucx=not options.no_ucx)
+    settings = _storage_settings(config, options)
     secret = load_peer_secret(options.peer_secret_file or options.data / "peer-secret", create=True)
     listen = _parse_listen(options.listen or f"unix:{options.data / 'storage.sock'}")
     serve.run("objectcache storage-server", lambda: serve.StorageServer(settings, secret, listen))
@@ -119,13 +231,15 @@ def _storage_server(options: argparse.Namespace) -> int:
 
 
 def _gateway(options: argparse.Namespace) -> int:
-    config = load_config(options.config)
+    config = _config(options)
     secret = load_peer_secret(options.peer_secret_file, create=False)
     credentials = load_credentials(config, os.environ, options.credentials_file)
-    listen = serve.Listen(options.host, options.port)
+    listen = serve.Listen(options.host, options.port, tls=_tls(config))
     serve.run(
         "objectcache gateway",
-        lambda: serve.GatewayServer(options.storage, secret, config.gateway_settings(), credentials, listen),
+        lambda: serve.GatewayServer(
+            RemoteStorage(options.storage, secret), config.gateway_settings(), credentials, listen
+        ),
     )
     return 0
 

@@ -21,6 +21,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError
 from gateway.app import GatewaySettings
 from gateway.credentials import Credential
 from storage_server.settings import StorageSettings
+from storage_server.store.durability import Durability
 
 PEER_SECRET_BYTES = 32
 
@@ -46,6 +47,14 @@ class GatewayConfig(_Model):
     """The `[gateway]` table."""
 
     region: str = "us-east-1"
+    domains: tuple[str, ...] = ()
+    tls_certificate: Path | None = None
+    tls_key: Path | None = None
+    body_idle_timeout_s: Annotated[float, Field(gt=0)] = 60.0
+    header_timeout_s: Annotated[float, Field(gt=0)] = 30.0
+    keepalive_timeout_s: Annotated[float, Field(gt=0)] = 75.0
+    send_idle_timeout_s: Annotated[float, Field(gt=0)] = 60.0
+    connections_max: Annotated[int, Field(gt=0)] = 16_384
 
 
 class StorageConfig(_Model):
@@ -59,6 +68,11 @@ class StorageConfig(_Model):
     agents_max: int | None = None
     open_files_max: int | None = None
     object_bytes_max: int | None = None
+    packed_bytes_max: int | None = None
+    buffer_bytes: int | None = None
+    durability: Durability | None = None
+    lifecycle_interval_s: Annotated[float, Field(gt=0)] | None = None
+    lifecycle_day_s: Annotated[float, Field(gt=0)] | None = None
     gather_threads: int | None = None
     stall_timeout_s: float | None = None
     ucx: bool | None = None
@@ -73,7 +87,7 @@ class Config(_Model):
 
     def gateway_settings(self) -> GatewaySettings:
         """What a gateway needs."""
-        return GatewaySettings(region=self.gateway.region)
+        return GatewaySettings(**self.gateway.model_dump(exclude={"tls_certificate", "tls_key"}))
 
     def storage_settings(self, data_dir: Path, *, ucx: bool) -> StorageSettings:
         """What a storage server needs. Raises ConfigError when sizes do not fit each other."""

@@ -3,13 +3,20 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
+import os
 import resource
+import shutil
 import signal
 import socket
+import ssl
+import tempfile
+import threading
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
+from urllib.parse import urlsplit
 
 import uvloop
 from aiohttp import web
@@ -17,44 +24,92 @@ from aiohttp import web
 from gateway.app import Gateway, GatewaySettings
 from gateway.credentials import Credential, CredentialBook
 from gateway.storage_client import RemoteStorage
+from objectcache.workers import Workers
 from storage_server.http_api import StorageHttp
 from storage_server.service import EmbeddedStorage
 from storage_server.settings import StorageSettings
+from storage_server.store.disk import Disk
 
-BACKLOG = 1024
+BACKLOG = 4096
 SHUTDOWN_S = 5.0
 _log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True)
+class Tls:
+    """PEM files: the certificate with its chain, and its key."""
+
+    certificate: Path
+    key: Path
+
+    def context(self) -> ssl.SSLContext:
+        """Raises OSError (ssl.SSLError included) when the files cannot be used."""
+        context = ssl.create_default_context(ssl.Purpose.CLIENT_AUTH)
+        context.load_cert_chain(self.certificate, self.key)
+        return context
+
+
+@dataclass(frozen=True, slots=True)
 class Listen:
-    """Where to listen: host and port (0 picks a free one), or a Unix socket."""
+    """Where to listen: host and port (0 picks a free one), or a Unix socket. `shares_port` lets other processes listen
+    on the same port, and the kernel divides connections between them.
+    """
 
     host: str = "127.0.0.1"
     port: int = 0
     socket_path: Path | None = None
+    tls: Tls | None = None
+    shares_port: bool = False
 
 
 class Together:
-    """Gateway and storage server in one process, joined by a plain call."""
+    """Gateway and storage server in one process, joined by a plain call. With `worker_command`, more gateways in
+    processes of their own share its port; the command is given the port and the socket of the store's owner.
+    """
 
     def __init__(
-        self, storage: StorageSettings, gateway: GatewaySettings, credentials: Sequence[Credential], listen: Listen
+        self,
+        storage: StorageSettings,
+        gateway: GatewaySettings,
+        credentials: Sequence[Credential],
+        listen: Listen,
+        worker_count: int = 1,
+        worker_command: Callable[[int, Path], Sequence[str]] | None = None,
+        secret: bytes = b"",
+        disk: Disk | None = None,
     ) -> None:
-        self.storage = EmbeddedStorage(storage)
+        self.storage = EmbeddedStorage(storage, disk)
         self._gateway = Gateway(self.storage, CredentialBook(credentials), gateway)
-        self._listen = listen
-        self._runner: web.ServerRunner | None = None
+        self._listen = replace(listen, shares_port=listen.shares_port or worker_count > 1)
+        self._worker_count = worker_count
+        self._worker_command = worker_command
+        self._peers = StorageHttp(self.storage, secret) if worker_count > 1 else None
+        self._runners: list[web.ServerRunner] = []
+        self._workers: Workers | None = None
+        self._socket_folder: Path | None = None
         self.url = ""
 
     async def start(self) -> None:
         await self.storage.start()
-        self._runner, self.url = await _listen(self._gateway.server(), self._listen)
+        runner, self.url = await _listen(self._gateway.server(), self._listen)
+        self._runners.append(runner)
+        if self._peers is not None and self._worker_command is not None:
+            self._socket_folder = Path(tempfile.mkdtemp(prefix="objectcache-"))
+            socket_path = self._socket_folder / "storage.sock"
+            peers, _ = await _listen(self._peers.server(), Listen(socket_path=socket_path))
+            self._runners.append(peers)
+            port = urlsplit(self.url).port or 0
+            self._workers = Workers(self._worker_command(port, socket_path), self._worker_count - 1)
+            await self._workers.start()
 
     async def close(self) -> None:
-        if self._runner is not None:
-            await self._runner.cleanup()
+        if self._workers is not None:
+            await self._workers.stop()
+        for runner in self._runners:
+            await runner.cleanup()
         await self.storage.close()
+        if self._socket_folder is not None:
+            shutil.rmtree(self._socket_folder, ignore_errors=True)
 
 
 class StorageServer:
@@ -82,13 +137,12 @@ class GatewayServer:
 
     def __init__(
         self,
-        endpoint: str,
-        secret: bytes,
+        storage: RemoteStorage,
         gateway: GatewaySettings,
         credentials: Sequence[Credential],
         listen: Listen,
     ) -> None:
-        self._storage = RemoteStorage(endpoint, secret)
+        self._storage = storage
         self._gateway = Gateway(self._storage, CredentialBook(credentials), gateway)
         self._listen = listen
         self._runner: web.ServerRunner | None = None
@@ -107,18 +161,22 @@ class GatewayServer:
 Server = Together | StorageServer | GatewayServer
 
 
-def run(name: str, make_server: Callable[[], Server]) -> None:
-    """Build the server on a uvloop event loop, say where it listens, and stop on SIGINT or SIGTERM."""
+def run(name: str, make_server: Callable[[], Server], *, until_stdin_ends: bool = False) -> None:
+    """Build the server on a uvloop event loop, say where it listens, and stop on SIGINT or SIGTERM; a worker also when
+    whoever started it is gone.
+    """
     raise_file_limit()
     with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
-        runner.run(_until_signalled(name, make_server))
+        runner.run(_until_stopped(name, make_server, until_stdin_ends=until_stdin_ends))
 
 
-async def _until_signalled(name: str, make_server: Callable[[], Server]) -> None:
+async def _until_stopped(name: str, make_server: Callable[[], Server], *, until_stdin_ends: bool) -> None:
     stop = asyncio.Event()
     loop = asyncio.get_running_loop()
     for number in (signal.SIGINT, signal.SIGTERM):
         loop.add_signal_handler(number, stop.set)
+    if until_stdin_ends:
+        threading.Thread(target=_wait_for_stdin, args=(loop, stop), daemon=True).start()
     server = make_server()
     try:
         await server.start()
@@ -127,6 +185,13 @@ async def _until_signalled(name: str, make_server: Callable[[], Server]) -> None
         _log.info("stopping")
     finally:
         await server.close()
+
+
+def _wait_for_stdin(loop: asyncio.AbstractEventLoop, stop: asyncio.Event) -> None:
+    while os.read(0, 4096):
+        continue
+    with contextlib.suppress(RuntimeError):  # the loop is closed already
+        loop.call_soon_threadsafe(stop.set)
 
 
 def raise_file_limit() -> None:
@@ -148,8 +213,11 @@ async def _listen(server: web.Server, listen: Listen) -> tuple[web.ServerRunner,
     family = socket.AF_INET6 if ":" in listen.host else socket.AF_INET
     bound = socket.socket(family, socket.SOCK_STREAM)
     bound.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    if listen.shares_port:
+        bound.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)
     bound.bind((listen.host, listen.port))
-    site = web.SockSite(runner, bound, backlog=BACKLOG)
+    tls = listen.tls.context() if listen.tls is not None else None
+    site = web.SockSite(runner, bound, backlog=BACKLOG, ssl_context=tls)
     await site.start()
     host = f"[{listen.host}]" if family is socket.AF_INET6 else listen.host
-    return runner, f"http://{host}:{bound.getsockname()[1]}"
+    return runner, f"{'http' if tls is None else 'https'}://{host}:{bound.getsockname()[1]}"

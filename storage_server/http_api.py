@@ -172,4 +172,5 @@ def _json_bytes(body: bytes) -> web.Response:
 
 def _refusal(error: ObjectCacheError) -> web.Response:
     body = json.dumps(error.to_fields()).encode()
-    return web.Response(status=error.http_status, body=body, content_type="application/json")
+    status = max(error.http_status, 400)  # a 304 would lose its body
+    return web.Response(status=status, body=body, content_type="application/json")

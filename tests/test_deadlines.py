@@ -155,7 +155,8 @@ def test_heads_nobody_should_send_get_a_400_as_s3_writes_it(gateway: SmallGatewa
     with gateway.connect() as sock:
         sock.sendall(head)
         reply = answer(sock)
-        assert (reply.status, reply.code) == (400, "InvalidRequest")
+        assert reply.status == 400
+        assert reply.code in ("RequestHeaderSectionTooLarge", "InvalidRequest")
         assert reply.headers["x-amz-request-id"]
         assert reply.headers["x-amz-id-2"]
         assert is_closed(sock)

@@ -48,7 +48,6 @@ def is_idle(local: LocalStack) -> bool:
         and storage.pipeline._admission.active_count == 0
         and storage.staging.free_count == storage.staging.slot_count
         and storage.store.files.pinned_count == 0
-        and storage.store.files.open_count == 0
         and storage.engine.in_flight_count == 0
     )
 

@@ -294,7 +294,6 @@ def test_layerwise_requests_cannot_be_presigned(local: LocalStack, keys: list[st
     [
         ("GET", "/chunks?list-type=2&max-keys=" + "0" * 4000 + "9" * 400, {}, "InvalidArgument"),
         ("GET", "//chunks/key", {}, "InvalidURI"),
-        ("PUT", "/chunks/a%00b", {}, "InvalidArgument"),
         ("PUT", "/chunks/k", {"content-disposition": "x" * 9000}, "MetadataTooLarge"),
         ("PUT", "/chunks/k", {"x-amz-meta-a": "x" * 2049}, "MetadataTooLarge"),
         ("PUT", "/chunks/" + "k" * 1025, {}, "KeyTooLongError"),

@@ -153,4 +153,4 @@ def test_documents_read_back_as_the_rules_they_show() -> None:
 
 def test_a_prefix_outside_a_filter_is_the_older_form() -> None:
     found = parse_lifecycle(rule("<ID>x</ID><Prefix>old/</Prefix>" + DAYS))
-    assert found == [LifecycleRule("x", prefix="old/", expire_days=3)]
+    assert found == [LifecycleRule("x", prefix="old/", expire_days=3, legacy_prefix=True)]

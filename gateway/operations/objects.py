@@ -138,7 +138,13 @@ async def _not_modified(call: Call, request: ReadRequest) -> web.StreamResponse:
 async def _unsatisfiable(call: Call, request: ReadRequest, error: CallerError) -> web.StreamResponse:
     """416 with the size there is (RFC 9110, 15.5.17)."""
     info = (await call.storage.head_object(ReadRequest(request.bucket, request.key))).info
-    body = b"" if call.request.method == "HEAD" else xml.error_document(error, call.request.path, call.trace_id)
+    body = (
+        b""
+        if call.request.method == "HEAD"
+        else xml.range_error_document(
+            error, call.request.path, call.trace_id, call.request.headers.get("range", ""), info.nbytes
+        )
+    )
     headers = {"Content-Range": f"bytes */{info.nbytes}"}
     return web.Response(status=error.http_status, body=body, content_type="application/xml", headers=headers)
 

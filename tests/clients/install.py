@@ -63,6 +63,7 @@ def _run(*command: str) -> None:
 def _locked() -> Iterator[None]:
     """One installation at a time, also across processes."""
     ROOT.mkdir(exist_ok=True)
+    (ROOT / ".gitignore").write_text("*\n")
     with (ROOT / ".lock").open("w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
         yield
