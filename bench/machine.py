@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 GIT_TIMEOUT_S = 10
-PACKAGES = ("aiohttp", "boto3", "nixl-cu12", "numpy", "uvloop")
+PACKAGES = ("aiohttp", "awscrt", "boto3", "nixl-cu12", "numpy", "obstore", "uvloop")
 _ROOT = Path(__file__).resolve().parent.parent
 
 

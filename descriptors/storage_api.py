@@ -6,7 +6,7 @@ to a storage server in another process. One contract test runs against both.
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 from contextlib import AbstractAsyncContextManager
 from dataclasses import dataclass
 from typing import Protocol
@@ -57,15 +57,34 @@ class Body(Protocol):
     def digests(self) -> BodyDigests: ...
 
 
+SendSome = Callable[[memoryview], int]
+"""Hand bytes to a connection, in any thread: how many it took. Raises BlockingIOError when it takes none now."""
+
+
+class Pump(Protocol):
+    """An open object's bytes, read and sent in one thread of the storage side without a turn of the event loop."""
+
+    async def prime(self) -> None:
+        """Have the first bytes ready: a failure here is still an error the client can read."""
+
+    async def send(self, send_some: SendSome, fd: int) -> bool:
+        """Send until all is sent (True) or the connection, whose descriptor is `fd`, takes no more for a while (False).
+        Raises ServerError(InternalError) at bytes that fail their checksum, ConnectionError.
+        """
+
+
 @dataclass(frozen=True, slots=True)
 class ObjectRead:
     """An open object: `body` yields the bytes `head.range` names, from the version that was opened, whatever happens to
     the key meanwhile. Every piece has passed its checksum; iterating raises ServerError(InternalError) at one that does
-    not, so take the first piece before answering.
+    not, so take the first piece before answering. A piece's memory is used again when the next is asked for.
+
+    `pump`, where there is one, sends the same bytes; use one or the other.
     """
 
     head: ReadHead
     body: AsyncIterator[Piece]
+    pump: Pump | None = None
 
 
 @dataclass(frozen=True, slots=True)

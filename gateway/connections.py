@@ -88,12 +88,17 @@ class Connection(web.RequestHandler):
         super().connection_lost(exc)
 
     def data_received(self, data: bytes) -> None:
-        if self._body is None or self._body.is_eof():
+        body = self._body
+        if body is None or body.is_eof():
             self._body = None
             if not self._watch.received(data, self._clock.time()):
                 self._refuse(f"the headers have more than {HEAD_BYTES_MAX} bytes")
                 return
+            super().data_received(data)
+            return
         super().data_received(data)
+        if body.is_eof():
+            self._watch.request_begun()  # behind the body the next head may have come, whole or in part
 
     def request_begun(self, http: web.BaseRequest) -> None:
         self._body = http.content

@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterable
 from datetime import UTC, datetime
+from functools import lru_cache
 
 NAMESPACE = "http://s3.amazonaws.com/doc/2006-03-01/"
 _HEAD = '<?xml version="1.0" encoding="UTF-8"?>\n'
@@ -17,7 +18,8 @@ def leaf(name: str, value: str | int) -> str:
     """An element with text. What XML 1.0 has no character for becomes a numeric reference, as S3 writes it; lenient
     parsers give the key back exactly.
     """
-    return f"<{name}>{_SPECIAL.sub(_reference, str(value))}</{name}>"
+    text = str(value) if isinstance(value, int) else _SPECIAL.sub(_reference, value)
+    return f"<{name}>{text}</{name}>"
 
 
 def legible_leaf(name: str, value: str | int) -> str:
@@ -47,7 +49,13 @@ def bare_document(name: str, children: Iterable[str]) -> bytes:
 
 def timestamp(unix_s: float) -> str:
     """ISO 8601 in UTC with milliseconds, as S3 writes it."""
-    return datetime.fromtimestamp(unix_s, UTC).isoformat(timespec="milliseconds").replace("+00:00", "Z")
+    milliseconds = int(unix_s * 1000)
+    return f"{_second(milliseconds // 1000)}.{milliseconds % 1000:03}Z"
+
+
+@lru_cache(4096)
+def _second(unix_s: int) -> str:
+    return datetime.fromtimestamp(unix_s, UTC).strftime("%Y-%m-%dT%H:%M:%S")
 
 
 def _reference(match: re.Match[str]) -> str:

@@ -240,7 +240,7 @@ class RemoteStorage:
                 async for piece in body:
                     yield piece
                 yield _DIGESTS.dump_json(body.digests())
-            except BaseException as error:
+            except Exception as error:  # not the cancellation of a body the peer has refused
                 failures.append(error)
                 raise
 

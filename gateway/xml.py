@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import base64
+import re
 from collections.abc import Iterable
 from dataclasses import dataclass
 from datetime import UTC, datetime
@@ -18,6 +19,9 @@ DEFAULT_REGION = "us-east-1"
 _XSI = "http://www.w3.org/2001/XMLSchema-instance"
 
 
+_UNRESERVED = re.compile(r"[A-Za-z0-9/_.~*-]*").fullmatch
+
+
 @dataclass(frozen=True, slots=True)
 class Names:
     """How a listing writes keys: percent-encoded when the caller asked for `encoding-type=url`."""
@@ -25,7 +29,9 @@ class Names:
     url_encoded: bool = False
 
     def leaf(self, name: str, key: str) -> str:
-        return leaf(name, quote(key, safe="/-_.~*") if self.url_encoded else key)
+        if not self.url_encoded:
+            return leaf(name, key)
+        return f"<{name}>{key if _UNRESERVED(key) else quote(key, safe='/-_.~*')}</{name}>"
 
     def encoding(self) -> list[str]:
         return [leaf("EncodingType", "url")] if self.url_encoded else []

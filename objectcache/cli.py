@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import logging
 import os
+import sqlite3
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -36,6 +37,9 @@ def run(arguments: Sequence[str]) -> int:
     except ConfigError as error:
         print(f"objectcache: {error}", file=sys.stderr)
         return 2
+    except sqlite3.Error as error:
+        print(f"objectcache: the index cannot be opened: {error}", file=sys.stderr)
+        return 1
     except OSError as error:
         print(f"objectcache: {error.filename or ''} {error.strerror or error}".strip(), file=sys.stderr)
         return 1

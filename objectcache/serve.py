@@ -11,6 +11,7 @@ import shutil
 import signal
 import socket
 import ssl
+import sys
 import tempfile
 import threading
 from collections.abc import Callable, Sequence
@@ -32,6 +33,8 @@ from storage_server.store.disk import Disk
 
 BACKLOG = 4096
 SHUTDOWN_S = 5.0
+SWITCH_INTERVAL_S = 0.0005
+"""A thread back from hashing or the disk waits this long for the event loop at most; the default is ten times that."""
 _log = logging.getLogger(__name__)
 
 
@@ -166,6 +169,7 @@ def run(name: str, make_server: Callable[[], Server], *, until_stdin_ends: bool 
     whoever started it is gone.
     """
     raise_file_limit()
+    sys.setswitchinterval(SWITCH_INTERVAL_S)
     with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
         runner.run(_until_stopped(name, make_server, until_stdin_ends=until_stdin_ends))
 

@@ -115,9 +115,9 @@ class StorageHttp:
             response = web.StreamResponse(headers=_result(ReadHead, read.head))
             response.content_length = read.head.range.length
             await begin_answer(http, response)
-            await response.write(first)
+            await response.write(bytes(first))
             async for piece in read.body:
-                await response.write(piece)
+                await response.write(bytes(piece))
             await response.write_eof()
             return response
 

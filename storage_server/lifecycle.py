@@ -55,7 +55,7 @@ async def _expire_objects(
             def remove(tx: Transaction, due: dict[str, int] = due) -> int:
                 return transaction.remove_versions(tx, bucket, due)
 
-            expired += await store.change(remove)
+            expired += await store.change(remove, frees=True)
     return expired
 
 

@@ -33,7 +33,7 @@ class FaultyDisk(Disk):
         return super().write(fd, view[: self.write_bytes_max], offset)
 
     def sync(self, fd: int) -> None:
-        self._about_to("sync", self._names[fd])
+        self._about_to("sync", Path(f"/proc/self/fd/{fd}").readlink().name)
         super().sync(fd)
 
     def sync_directory(self, path: Path) -> None:
@@ -47,6 +47,10 @@ class FaultyDisk(Disk):
     def open(self, path: Path) -> int:
         self._about_to("open", path.name)
         return super().open(path)
+
+    def read_cached(self, fd: int, view: memoryview, offset: int) -> int:
+        self._about_to("read", Path(f"/proc/self/fd/{fd}").readlink().name)
+        return super().read_cached(fd, view, offset)
 
     def read(self, fd: int, view: memoryview, offset: int) -> int:
         self._about_to("read", Path(f"/proc/self/fd/{fd}").readlink().name)

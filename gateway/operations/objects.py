@@ -7,6 +7,7 @@ from dataclasses import replace
 
 from aiohttp import web
 
+from adapters.pump_socket import send_by_pump, takes_pump
 from adapters.response_sink import begin_answer
 from descriptors.errors import CallerError, ErrorCode
 from descriptors.objects import PutRequest, ReadHead, ReadRequest
@@ -98,13 +99,17 @@ async def _head(call: Call, request: ReadRequest, overrides: dict[str, str]) -> 
 
 async def _get(call: Call, request: ReadRequest, overrides: dict[str, str]) -> web.StreamResponse:
     async with call.storage.open_object(request) as read:
-        first = await anext(read.body, None)
         response = _head_of_answer(call, request, read.head, overrides)
-        await begin_answer(call.http, response)
-        if first is not None:
-            await response.write(first)
-        async for piece in read.body:
-            await response.write(piece)
+        if read.pump is not None and takes_pump(call.http):
+            await read.pump.prime()
+            await begin_answer(call.http, response)
+            await send_by_pump(call.http, read.pump, call.settings.send_idle_timeout_s)
+        else:
+            first = await anext(read.body, b"")
+            await begin_answer(call.http, response)
+            await response.write(bytes(first))
+            async for piece in read.body:
+                await response.write(bytes(piece))
         await response.write_eof()
         return response
 

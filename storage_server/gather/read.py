@@ -20,7 +20,7 @@ def gather(files: ExtentFiles, chunks: Sequence[Sequence[Extent]], payload: Payl
     at = 0
     for index in range(payload.first_chunk, payload.first_chunk + payload.chunk_count):
         try:
-            read_object(files, chunks[index], payload.source_offset, view[at : at + piece_bytes])
+            read_object(files.read_into, chunks[index], payload.source_offset, view[at : at + piece_bytes])
         except OSError as error:
             raise disk_error(error, "reading a chunk") from error
         except CorruptExtentError as error:

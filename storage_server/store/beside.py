@@ -8,15 +8,15 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import errno
 import os
 from collections.abc import Iterable
 from pathlib import Path
 
-from storage_server.store.bodies import BodyReader, IoThreads
+from storage_server.store.bodies import BodyReader
 from storage_server.store.buffers import BufferShare
 from storage_server.store.disk import Disk
 from storage_server.store.extents import CorruptExtentError, ExtentFiles
+from storage_server.store.io_threads import IoThreads
 from storage_server.store.reader import IndexReader
 from storage_server.store.reads import Reads
 
@@ -33,7 +33,7 @@ class FilesBeside(ExtentFiles):
             self._pins.update(wanted)
         try:
             for file_id in wanted:
-                self._open_for_good(file_id)
+                self.held_descriptor(file_id)
         except (CorruptExtentError, OSError) as error:
             self.unpin(wanted)
             if isinstance(error, OSError):
@@ -47,12 +47,6 @@ class FilesBeside(ExtentFiles):
             for file_id in [name for name in self._fds if not self._pins.get(name)]:
                 if os.fstat(self._fds[file_id]).st_nlink == 0:
                     os.close(self._fds.pop(file_id))
-
-    def _open_for_good(self, file_id: str) -> None:
-        fd, transient = self._descriptor(file_id)
-        if transient:
-            os.close(fd)
-            raise OSError(errno.EMFILE, "too many files are open")
 
 
 class StoreBeside:

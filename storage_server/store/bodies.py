@@ -3,44 +3,27 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncGenerator, AsyncIterator, Callable, Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
-from contextlib import asynccontextmanager, contextmanager
-from typing import TypeVar
+from collections.abc import AsyncGenerator, AsyncIterator, Iterator, Sequence
+from contextlib import aclosing, asynccontextmanager, closing, contextmanager
+from functools import partial
 
 from descriptors.errors import CallerError, ErrorCode, ServerError
 from descriptors.objects import BodyDigests, ByteRange, ChecksumAlgorithm
-from descriptors.storage_api import Body, Piece
-from descriptors.units import MIB
+from descriptors.storage_api import Body, Piece, Pump
+from descriptors.units import KIB, MIB
 from storage_server.store.body_hashes import BodyHashes
-from storage_server.store.buffers import BufferShare
-from storage_server.store.disk import Disk, disk_error
+from storage_server.store.buffers import BufferPool, BufferShare
+from storage_server.store.disk import Disk
 from storage_server.store.durability import Durability
 from storage_server.store.extents import CorruptExtentError, Extent, ExtentFiles, read_object
+from storage_server.store.io_threads import IoThreads
+from storage_server.store.pump import ExtentPump
 from storage_server.store.rows import StoredPart
-from storage_server.store.segments import ExtentWriter, Segments, WriteFile
-from storage_server.threads import to_end
+from storage_server.store.segments import ExtentWriter, Pending, Segments
 
 SYNC_ALONE_BYTES_MIN = MIB
-_T = TypeVar("_T")
-
-
-class IoThreads:
-    """A pool of threads for what may wait for the disk, or is long enough to hold the event loop up."""
-
-    def __init__(self, count: int) -> None:
-        self._pool = ThreadPoolExecutor(count, "store-io")
-
-    def close(self) -> None:
-        """Finish running work."""
-        self._pool.shutdown()
-
-    async def run(self, action: Callable[[], _T]) -> _T:
-        """Run to its end even when the caller is cancelled; disk errors become ours."""
-        try:
-            return await to_end(asyncio.get_running_loop().run_in_executor(self._pool, action))
-        except OSError as error:
-            raise disk_error(error, "serving the request") from error
+AT_ONCE_BYTES_MAX = 64 * KIB
+PUMP_BYTES_MIN = 256 * KIB
 
 
 class BodyWriter:
@@ -58,8 +41,8 @@ class BodyWriter:
     @asynccontextmanager
     async def received(
         self, nbytes: int, algorithm: ChecksumAlgorithm | None, body: Body
-    ) -> AsyncIterator[tuple[StoredPart, WriteFile | None]]:
-        """The body on disk, its digests checked: commit its row, with the file to sync before, inside the block.
+    ) -> AsyncIterator[tuple[StoredPart, Pending | None]]:
+        """The body received and checked: commit its row, and with it what is pending on disk, inside the block.
 
         Raises CallerError (IncompleteBody, BadDigest, XAmzContentSHA256Mismatch), ServerError (InsufficientStorage,
         InternalError). Bytes no row names when the block ends are nobody's.
@@ -68,36 +51,58 @@ class BodyWriter:
             yield await _empty(algorithm, body), None
             return
         hashes = BodyHashes(algorithm, sha256=body.has_sha256)
-        writer = await self._io.run(lambda: self._segments.writer(nbytes, hashes))
-        try:
-            with self._share.joined():
-                await self._copy(body, writer)
-            part = await self._io.run(lambda: self._finish(writer, nbytes, body.digests()))
-            yield part, writer.file
-        finally:
-            writer.release()
+        if nbytes <= AT_ONCE_BYTES_MAX:
+            whole = await _whole(body, nbytes)
+            writer = self._segments.writer_at_once(nbytes, hashes)
+            if writer is not None:
+                with closing(writer):
+                    pending = writer.keep(whole)
+                    writer.check(body.digests())
+                    yield _stored(writer, nbytes), pending
+                return
+            pieces = _once(whole)
+        else:
+            pieces = aiter(body)
+        with closing(await self._io.run(lambda: self._segments.writer(nbytes, hashes))) as writer:
+            await self._copy(pieces, writer, body, nbytes)
+            yield _stored(writer, nbytes), writer.pending()
 
-    async def _copy(self, body: Body, writer: ExtentWriter) -> None:
+    async def _copy(self, pieces: AsyncIterator[Piece], writer: ExtentWriter, body: Body, nbytes: int) -> None:
         batch: list[Piece] = []
         batch_bytes = 0
-        async for piece in body:
-            batch.append(piece)
-            batch_bytes += len(piece)
-            if batch_bytes >= self._share.piece_bytes:
-                await self._write(writer, batch)
-                batch, batch_bytes = [], 0
-        if batch:
-            await self._write(writer, batch)
+        with self._share.joined():
+            async for piece in pieces:
+                batch.append(piece)
+                batch_bytes += len(piece)
+                if batch_bytes >= self._share.piece_bytes:
+                    await self._io.run(partial(writer.write, batch, self._disk))
+                    batch, batch_bytes = [], 0
+            await self._io.run(lambda: self._finish(writer, batch, body.digests(), nbytes))
 
-    async def _write(self, writer: ExtentWriter, batch: list[Piece]) -> None:
-        await self._io.run(lambda: writer.write(batch, self._disk))
-
-    def _finish(self, writer: ExtentWriter, nbytes: int, said: BodyDigests) -> StoredPart:
-        """Check; and sync here what would keep the committer, and everyone with it, waiting."""
+    def _finish(self, writer: ExtentWriter, rest: list[Piece], said: BodyDigests, nbytes: int) -> None:
+        """Write the rest and check; and sync here what would keep the committer, and everyone with it, waiting."""
+        writer.write(rest, self._disk)
         writer.check(said)
         if nbytes >= SYNC_ALONE_BYTES_MIN and self._durability is Durability.STRICT:
             writer.file.sync()
-        return StoredPart(writer.hashes.etag, nbytes, writer.hashes.checksum, writer.extent())
+
+
+def _stored(writer: ExtentWriter, nbytes: int) -> StoredPart:
+    return StoredPart(writer.hashes.etag, nbytes, writer.hashes.checksum, writer.extent())
+
+
+async def _whole(body: Body, nbytes: int) -> bytearray:
+    """A small body. Raises CallerError(IncompleteBody) when it is longer than announced."""
+    whole = bytearray()
+    async for piece in body:
+        whole += piece
+        if len(whole) > nbytes:
+            raise CallerError(ErrorCode.INCOMPLETE_BODY, "the body is longer than announced", field="body")
+    return whole
+
+
+async def _once(piece: Piece) -> AsyncIterator[Piece]:
+    yield piece
 
 
 class BodyReader:
@@ -107,24 +112,37 @@ class BodyReader:
         self._files = files
         self._share = share
         self._io = io
+        self._buffers = BufferPool()
 
     async def pieces(self, extents: Sequence[Extent], span: ByteRange) -> AsyncGenerator[Piece, None]:
-        """The bytes of a span, each piece read while the one before is sent. Close it before unpinning the extents.
+        """The bytes of a span. A piece is good until the next is asked for. Close it before unpinning the extents.
 
         Raises ServerError(InternalError) where stored bytes fail their checksum.
         """
-        with self._share.joined():
+        if span.length <= AT_ONCE_BYTES_MAX:
+            small = self._cached(extents, span)
+            if small is not None:
+                yield small
+                return
+        async with aclosing(self._ahead(extents, span)) as pieces:
+            async for piece in pieces:
+                yield piece
+
+    async def _ahead(self, extents: Sequence[Extent], span: ByteRange) -> AsyncGenerator[Piece, None]:
+        """Two buffers take turns: one is filled by a thread while the other is in use."""
+        with self._share.joined(), self._buffers.lent(2) as buffers:
             ahead: asyncio.Future[Piece] | None = None
             try:
                 start, end = span.start, span.start + span.length
                 while start < end or ahead is not None:
-                    piece = await ahead if ahead is not None else None
+                    done = [await ahead] if ahead is not None else []
                     ahead = None
                     if start < end:
-                        length = min(self._share.piece_bytes, end - start)
-                        ahead = asyncio.ensure_future(self._io.run(self._reader(extents, start, length)))
-                        start += length
-                    if piece is not None:
+                        buffers.reverse()
+                        view = buffers[0][: min(self._share.piece_bytes, end - start)]
+                        ahead = asyncio.ensure_future(self._io.run(partial(self._read, extents, start, view)))
+                        start += len(view)
+                    for piece in done:
                         yield piece
             finally:
                 if ahead is not None:
@@ -132,14 +150,34 @@ class BodyReader:
                     if not ahead.cancelled():
                         ahead.exception()
 
-    def _reader(self, extents: Sequence[Extent], start: int, length: int) -> Callable[[], Piece]:
-        def read() -> Piece:
-            piece = bytearray(length)
-            with corrupt_is_internal():
-                read_object(self._files, extents, start, memoryview(piece))
-            return piece
+    @contextmanager
+    def pump(self, extents: Sequence[Extent], span: ByteRange) -> Iterator[Pump | None]:
+        """The bytes of a span, to be sent by a thread of ours; None for so few that it would not pay."""
+        if span.length < PUMP_BYTES_MIN:
+            yield None
+            return
 
-        return read
+        def read(start: int, view: memoryview) -> None:
+            with corrupt_is_internal():
+                read_object(self._files.read_into, extents, start, view)
+
+        with self._share.joined(), self._buffers.lent(1) as (buffer,):
+            yield ExtentPump(read, span, self._share, buffer, self._io)
+
+    def _cached(self, extents: Sequence[Extent], span: ByteRange) -> Piece | None:
+        """A span that is in memory, at once; None where the disk has to be waited for."""
+        piece = memoryview(bytearray(span.length))
+        with corrupt_is_internal():
+            try:
+                read_object(self._files.read_cached_into, extents, span.start, piece)
+            except BlockingIOError:
+                return None
+        return piece
+
+    def _read(self, extents: Sequence[Extent], start: int, view: memoryview) -> Piece:
+        with corrupt_is_internal():
+            read_object(self._files.read_into, extents, start, view)
+        return view
 
 
 @contextmanager

@@ -1,6 +1,6 @@
 """Group commit: one thread makes what several callers have written durable, and publishes it, in one go.
 
-strict   per batch: sync the segments written to, then one transaction, synced. Then the callers are answered.
+strict   per batch: write what is small, sync the segments written to, then one transaction, synced. Then answer.
 relaxed  per batch: one transaction, not synced; every `RELAXED_SYNC_INTERVAL_S` the same as strict does, for all since.
 
 A file that lost its last row is disposed of when the commit that says so is durable, never before: after a power cut
@@ -20,14 +20,15 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from descriptors.errors import ErrorCode, ServerError
-from storage_server.store.disk import disk_error
+from storage_server.store.disk import Disk, disk_error
 from storage_server.store.durability import Durability
+from storage_server.store.reserve import Reserve
 from storage_server.store.schema import connect, create, next_version
-from storage_server.store.segments import WriteFile
+from storage_server.store.segments import Pending, WriteFile
 from storage_server.store.transaction import Transaction, version_counter
 
 BATCH_MAX = 256
-PENDING_MAX = 4096
+PENDING_MAX = 2048
 RELAXED_SYNC_INTERVAL_S = 1.0
 _T = TypeVar("_T")
 Change = Callable[[Transaction], Any]
@@ -36,9 +37,10 @@ Change = Callable[[Transaction], Any]
 @dataclass(slots=True)
 class _Job:
     change: Change
-    file: WriteFile | None
+    pending: Pending | None
     loop: asyncio.AbstractEventLoop
     future: asyncio.Future[Any]
+    frees: bool = False
     result: Any = None
     error: BaseException | None = None
 
@@ -54,8 +56,9 @@ class _Job:
 class Committer:
     """Owns the index's writing connection. `dispose` is called, in the committer's thread, with files no row names."""
 
-    def __init__(self, path: Path, durability: Durability, dispose: Callable[[str], None]) -> None:
+    def __init__(self, path: Path, durability: Durability, disk: Disk, dispose: Callable[[str], None]) -> None:
         self._durability = durability
+        self._disk = disk
         self._dispose = dispose
         self._queue: queue.SimpleQueue[_Job | str | None] = queue.SimpleQueue()
         self._pending = 0
@@ -64,8 +67,10 @@ class Committer:
         self._dead: list[str] = []
         self._synced_at = time.monotonic()
         self._in_doubt = False
-        self.db = connect(path)
-        create(self.db)
+        self._is_dirty = False
+        self._reserve = Reserve(path.parent)
+        self.db = _opened(path, self._reserve)
+        self._reserve.keep()
         self._versions = version_counter(next_version(self.db))
         self._thread = threading.Thread(target=self._run, name="committer", daemon=True)
         self._thread.start()
@@ -76,8 +81,11 @@ class Committer:
         self._thread.join()
         self.db.close()
 
-    async def commit(self, change: Callable[[Transaction], _T], file: WriteFile | None = None) -> _T:
-        """Carry out one change; durable, as far as the mode promises, on return. `file` is synced before it.
+    async def commit(
+        self, change: Callable[[Transaction], _T], pending: Pending | None = None, *, frees: bool = False
+    ) -> _T:
+        """Carry out one change; durable, as far as the mode promises, on return, and what is `pending` before it. A change
+        that `frees` space can be carried out on a full disk.
 
         Raises what the change raises; ServerError (InsufficientStorage, InternalError, SlowDown) when the disk or the
         index fails: then nothing of the change shows.
@@ -87,9 +95,9 @@ class Committer:
         loop = asyncio.get_running_loop()
         future: asyncio.Future[_T] = loop.create_future()
         self._pending += 1
-        if file is not None:
-            file.hold()
-        self._queue.put(_Job(change, file, loop, future))
+        if pending is not None:
+            pending.file.hold()
+        self._queue.put(_Job(change, pending, loop, future, frees))
         try:
             return await future
         finally:
@@ -109,11 +117,12 @@ class Committer:
                     loop.call_soon_threadsafe(_settle, [job for job in batch if job.loop is loop])
             if not open_for_more or time.monotonic() - self._synced_at >= RELAXED_SYNC_INTERVAL_S:
                 self._sync_relaxed()
+                self._reserve.keep()
 
     def _next_batch(self) -> tuple[list[_Job], bool]:
         """Wait for something, and take what came meanwhile; and whether more may come."""
         batch: list[_Job] = []
-        idle = not (self._unsynced or self._dead or self._considered)
+        idle = not (self._is_dirty or self._considered or self._reserve.is_gone)
         try:
             item = self._queue.get(timeout=None if idle else RELAXED_SYNC_INTERVAL_S)
             while item is not None:
@@ -129,15 +138,18 @@ class Committer:
         return batch, False
 
     def _carry_out(self, batch: list[_Job]) -> None:
+        for job in batch:
+            job.error = _write(job.pending, self._disk)
         if self._durability is Durability.STRICT:
-            failed = _sync({job.file.file_id: job.file for job in batch if job.file is not None})
-            for job in batch:
-                if job.file is not None:
-                    job.error = failed.get(job.file.file_id)
+            written = [job for job in batch if job.pending is not None and job.error is None]
+            failed = _sync({job.pending.file.file_id: job.pending.file for job in written if job.pending})
+            for job in written:
+                if job.pending is not None:
+                    job.error = failed.get(job.pending.file.file_id)
         else:
             self._keep_unsynced(batch)
         try:
-            dead = self._transact(batch)
+            dead = self._transact_somehow(batch)
         except sqlite3.Error as error:
             self._in_doubt = True
             for job in batch:
@@ -148,14 +160,27 @@ class Committer:
             if self._durability is Durability.STRICT:
                 self._dispose_dead()
         for job in batch:
-            if job.file is not None:
-                job.file.release()
+            if job.pending is not None:
+                job.pending.file.release()
+
+    def _transact_somehow(self, batch: list[_Job]) -> list[str]:
+        """As `_transact`; on a full disk, at least what frees space, in the room kept back for it."""
+        try:
+            return self._transact(batch)
+        except sqlite3.Error as error:
+            if not (is_full(error) and any(job.frees for job in batch) and self._reserve.give_up()):
+                raise
+            for job in batch:
+                job.error = job.error if job.frees else job.error or index_error(error)
+            return self._transact(batch)
 
     def _transact(self, batch: list[_Job]) -> list[str]:
         """One transaction; the files no row names after it. Raises sqlite3.Error, and nothing has changed."""
         tx = Transaction(self.db, self._versions, synced=self._durability is Durability.STRICT)
         tx.released |= self._considered
+        strict = self._durability is Durability.STRICT
         try:
+            self.db.execute(f"PRAGMA synchronous={'FULL' if strict else 'NORMAL'}")
             self.db.execute("BEGIN IMMEDIATE")
             for job in batch:
                 if job.error is None:
@@ -172,16 +197,16 @@ class Committer:
         return dead
 
     def _keep_unsynced(self, batch: list[_Job]) -> None:
-        self.db.execute("PRAGMA synchronous=NORMAL")
+        self._is_dirty = True
         for job in batch:
-            if job.file is not None and job.file.file_id not in self._unsynced:
-                job.file.hold()
-                self._unsynced[job.file.file_id] = job.file
+            if job.pending is not None and job.pending.file.file_id not in self._unsynced:
+                job.pending.file.hold()
+                self._unsynced[job.pending.file.file_id] = job.pending.file
 
     def _sync_relaxed(self) -> None:
         """Make everything so far survive power loss. A file that cannot be synced stays marked as such in the index."""
         self._synced_at = time.monotonic()
-        if not self._unsynced and not self._dead:
+        if not self._is_dirty:
             return
         failed = _sync(self._unsynced)
         marks = [(file_id,) for file_id in self._unsynced if file_id not in failed]
@@ -198,12 +223,15 @@ class Committer:
         for file in self._unsynced.values():
             file.release()
         self._unsynced.clear()
+        self._is_dirty = False
         self._dispose_dead()
 
     def _dispose_dead(self) -> None:
+        """Of the files that lost their last row, those that have none now: a segment may have had new ones since."""
         dead, self._dead = self._dead, []
         for file_id in dead:
-            self._dispose(file_id)
+            if self.db.execute("SELECT 1 FROM extents WHERE file_id = ? LIMIT 1", (file_id,)).fetchone() is None:
+                self._dispose(file_id)
 
 
 def _carry_out_one(tx: Transaction, job: _Job) -> None:
@@ -216,6 +244,15 @@ def _carry_out_one(tx: Transaction, job: _Job) -> None:
             raise  # SQLite gave the whole transaction up
     except Exception as error:
         job.error = error
+
+
+def _write(pending: Pending | None, disk: Disk) -> ServerError | None:
+    if pending is not None and pending.data:
+        try:
+            pending.file.write(pending.data, pending.offset, disk)
+        except OSError as error:
+            return disk_error(error, "writing")
+    return None
 
 
 def _sync(files: dict[str, WriteFile]) -> dict[str, ServerError]:
@@ -234,8 +271,33 @@ def _settle(jobs: list[_Job]) -> None:
         job.settle()
 
 
+def _opened(path: Path, reserve: Reserve) -> sqlite3.Connection:
+    """The index, made where there is none; on a full disk in the room kept back."""
+    try:
+        return _open(path)
+    except sqlite3.OperationalError as error:
+        if not (is_full(error) and reserve.give_up()):
+            raise
+        return _open(path)
+
+
+def _open(path: Path) -> sqlite3.Connection:
+    connection = connect(path)
+    try:
+        create(connection)
+    except BaseException:
+        connection.close()
+        raise
+    return connection
+
+
+def is_full(error: sqlite3.Error) -> bool:
+    """Whether SQLite wants for disk space."""
+    return getattr(error, "sqlite_errorcode", None) in (sqlite3.SQLITE_FULL, sqlite3.SQLITE_IOERR_SHMSIZE)
+
+
 def index_error(error: sqlite3.Error) -> ServerError:
     """The answer for what SQLite says."""
-    if getattr(error, "sqlite_errorcode", None) == sqlite3.SQLITE_FULL:
+    if is_full(error):
         return ServerError(ErrorCode.INSUFFICIENT_STORAGE, "no space left for the index", retryable=True)
     return ServerError(ErrorCode.INTERNAL_ERROR, "the index could not be written", retryable=True)

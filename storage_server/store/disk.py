@@ -52,6 +52,15 @@ class Disk:
         """Read some bytes at `offset` into `view`; 0 at the end of the file."""
         return os.preadv(fd, [view], offset)
 
+    def read_cached(self, fd: int, view: memoryview, offset: int) -> int:
+        """As `read`, but only what is in memory: raises BlockingIOError where the disk would have to be waited for."""
+        try:
+            return os.preadv(fd, [view], offset, os.RWF_NOWAIT)
+        except OSError as error:
+            if error.errno == errno.EOPNOTSUPP:  # tmpfs, and file systems that cannot tell
+                raise BlockingIOError(errno.EAGAIN, "it may have to be waited for") from error
+            raise
+
 
 def disk_error(error: OSError, what: str) -> ServerError:
     """The answer for an operating-system error on the data directory."""

@@ -30,12 +30,13 @@ from descriptors.objects import (
 from descriptors.storage_api import Body
 from storage_server.settings import StorageSettings
 from storage_server.store import queries, transaction
-from storage_server.store.bodies import BodyReader, BodyWriter, IoThreads
+from storage_server.store.bodies import BodyReader, BodyWriter
 from storage_server.store.body_hashes import BodyHashes
 from storage_server.store.buffers import BufferShare
 from storage_server.store.committer import Committer
 from storage_server.store.disk import Disk
 from storage_server.store.extents import ExtentFiles
+from storage_server.store.io_threads import IoThreads
 from storage_server.store.reader import IndexReader
 from storage_server.store.reads import Reads
 from storage_server.store.recovery import drop_unsynced
@@ -57,11 +58,12 @@ class EmbeddedStore:
         self._settings = settings
         disk = disk or Disk()
         settings.data_dir.mkdir(parents=True, exist_ok=True)
+        disk.sync_directory(settings.data_dir.parent)
         self._lock = _lock_directory(settings)
         index = settings.data_dir / "index.sqlite3"
         self.files = ExtentFiles(settings.data_dir, settings.open_files_max, disk)
         self.files.start()
-        self._committer = Committer(index, settings.durability, self._dispose)
+        self._committer = Committer(index, settings.durability, disk, self._dispose)
         self._segments = Segments(
             settings.data_dir, self.files, disk, settings.packed_bytes_max, self._committer.consider
         )
@@ -93,18 +95,19 @@ class EmbeddedStore:
 
     def _dispose(self, file_id: str) -> None:
         """A file no row names. One that is still written is asked about again when it closes."""
+        self._segments.retire(file_id)
         if not self._segments.is_written(file_id):
             self.files.dispose(file_id)
 
-    async def change(self, change: Callable[[Transaction], _T]) -> _T:
+    async def change(self, change: Callable[[Transaction], _T], *, frees: bool = False) -> _T:
         """Carry out a change of the index to its end, whatever becomes of the caller."""
-        return await to_end(asyncio.ensure_future(self._committer.commit(change)))
+        return await to_end(asyncio.ensure_future(self._committer.commit(change, frees=frees)))
 
     async def create_bucket(self, access_key: str, bucket: str) -> None:
         await self.change(lambda tx: transaction.create_bucket(tx, bucket, access_key, time.time()))
 
     async def delete_bucket(self, bucket: str) -> None:
-        await self.change(lambda tx: transaction.delete_bucket(tx, bucket))
+        await self.change(lambda tx: transaction.delete_bucket(tx, bucket), frees=True)
 
     async def set_lifecycle(self, bucket: str, rules: list[LifecycleRule]) -> None:
         await self.change(lambda tx: transaction.set_lifecycle(tx, bucket, rules))
@@ -113,13 +116,13 @@ class EmbeddedStore:
         """Store a whole object; visible and durable when this returns, and not visible at all when it raises."""
         check_size(request.nbytes, self._settings.object_bytes_max)
         self.reader.here(lambda db: _check_before_body(db, request))
-        async with self._bodies.received(request.nbytes, request.checksum, body) as (part, file):
+        async with self._bodies.received(request.nbytes, request.checksum, body) as (part, pending):
             info = ObjectInfo(request.key, request.nbytes, part.etag, time.time(), request.attributes, part.checksum)
 
             def publish(tx: Transaction) -> None:
                 transaction.publish(tx, request.bucket, info, part, request.condition)
 
-            await to_end(asyncio.ensure_future(self._committer.commit(publish, file)))
+            await to_end(asyncio.ensure_future(self._committer.commit(publish, pending)))
         return info
 
     async def copy_object(self, request: CopyRequest) -> ObjectInfo:
@@ -129,8 +132,8 @@ class EmbeddedStore:
             check_size(source.info.nbytes, self._settings.object_bytes_max)
             copied = await self._described_copy(request, source)
 
-            def publish(tx: Transaction, version: int = source.version, info: ObjectInfo = copied) -> ObjectInfo:
-                return transaction.copy(tx, request, version, info, time.time())
+            def publish(tx: Transaction, seen: StoredObject = source, made: ObjectInfo = copied) -> ObjectInfo:
+                return transaction.copy(tx, request, seen, made, time.time())
 
             try:
                 return await self.change(publish)
@@ -154,10 +157,10 @@ class EmbeddedStore:
         return replace(info, checksum=hashes.checksum)
 
     async def delete_object(self, bucket: str, key: str, condition: WriteCondition = NO_WRITE_CONDITION) -> None:
-        await self.change(lambda tx: transaction.remove(tx, bucket, key, condition))
+        await self.change(lambda tx: transaction.remove(tx, bucket, key, condition), frees=True)
 
     async def delete_objects(self, bucket: str, keys: list[str]) -> None:
-        await self.change(lambda tx: transaction.remove_many(tx, bucket, keys))
+        await self.change(lambda tx: transaction.remove_many(tx, bucket, keys), frees=True)
 
     async def set_tags(self, bucket: str, key: str, tags: dict[str, str]) -> None:
         await self.change(lambda tx: transaction.set_tags(tx, bucket, key, tags))

@@ -9,11 +9,12 @@ row names it, nobody writes it and nobody has it pinned.
 from __future__ import annotations
 
 import contextlib
+import errno
 import os
 import resource
 import threading
 from collections import Counter, OrderedDict
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -21,6 +22,7 @@ from storage_server.store.block_checksums import BLOCK_BYTES, first_bad_block
 from storage_server.store.disk import Disk
 
 IDLE_FILES_MAX = 512
+Read = Callable[[int, memoryview, int], int]
 
 
 @dataclass(frozen=True, slots=True)
@@ -122,37 +124,53 @@ class ExtentFiles:
 
         Raises CorruptExtentError, or OSError when the file cannot be opened for want of descriptors or memory.
         """
+        self._read_into(extent, start, view, self._disk.read)
+
+    def read_cached_into(self, extent: Extent, start: int, view: memoryview) -> None:
+        """As `read_into`, without waiting for the disk: raises BlockingIOError where that is needed."""
+        self._read_into(extent, start, view, self._disk.read_cached)
+
+    def _read_into(self, extent: Extent, start: int, view: memoryview, read: Read) -> None:
         fd, transient = self._descriptor(extent.file_id)
         try:
             for piece_start, piece in _by_blocks(extent, start, view):
-                self._read_blocks(fd, extent, piece_start, piece)
+                self._read_blocks(fd, extent, piece_start, piece, read)
         finally:
             if transient:
                 os.close(fd)
 
-    def _read_blocks(self, fd: int, extent: Extent, start: int, view: memoryview) -> None:
+    def _read_blocks(self, fd: int, extent: Extent, start: int, view: memoryview, read: Read) -> None:
         """Read whole blocks straight into `view`; part of one block by way of a block of our own."""
         first = start // BLOCK_BYTES
         whole = start % BLOCK_BYTES == 0 and (len(view) % BLOCK_BYTES == 0 or start + len(view) == extent.nbytes)
         at = first * BLOCK_BYTES
         target = view if whole else memoryview(bytearray(min(BLOCK_BYTES, extent.nbytes - at)))
-        self._fill(fd, extent, at, target)
+        _fill(fd, extent, at, target, read)
         bad = first_bad_block(target, extent.checksums, first)
         if bad is not None:
             raise CorruptExtentError(f"block {bad} of {extent.file_id} at {extent.offset} fails its checksum")
         if not whole:
             view[:] = target[start - at : start - at + len(view)]
 
-    def _fill(self, fd: int, extent: Extent, start: int, view: memoryview) -> None:
-        offset = extent.offset + start
-        while view:
-            try:
-                count = self._disk.read(fd, view, offset)
-            except OSError as error:
-                raise CorruptExtentError(f"{extent.file_id} cannot be read at {offset}: {error.strerror}") from error
-            if count == 0:
-                raise CorruptExtentError(f"{extent.file_id} ends before {offset + len(view)}")
-            view, offset = view[count:], offset + count
+    def sync(self, file_id: str) -> None:
+        """Make a file's bytes survive power loss; fine when it is missing. Raises OSError."""
+        try:
+            fd, transient = self._descriptor(file_id)
+        except CorruptExtentError:
+            return
+        try:
+            self._disk.sync(fd)
+        finally:
+            if transient:
+                os.close(fd)
+
+    def held_descriptor(self, file_id: str) -> int:
+        """A descriptor of a pinned file, open until it is unpinned. Raises OSError (EMFILE) when too many are open."""
+        fd, transient = self._descriptor(file_id)
+        if transient:
+            os.close(fd)
+            raise OSError(errno.EMFILE, "too many files are open")
+        return fd
 
     def _descriptor(self, file_id: str) -> tuple[int, bool]:
         with self._lock:
@@ -224,8 +242,10 @@ class PinSet:
         self._files.unpin(file_ids)
 
 
-def read_object(files: ExtentFiles, extents: Sequence[Extent], start: int, view: memoryview) -> None:
-    """Fill `view` with the object's bytes from `start` on, across its extents. Errors as in `ExtentFiles.read_into`."""
+def read_object(
+    read_into: Callable[[Extent, int, memoryview], None], extents: Sequence[Extent], start: int, view: memoryview
+) -> None:
+    """Fill `view` with the object's bytes from `start` on, across its extents; `read_into` is an ExtentFiles' own."""
     for extent in extents:
         if not view:
             return
@@ -233,10 +253,24 @@ def read_object(files: ExtentFiles, extents: Sequence[Extent], start: int, view:
         if not 0 <= skip < extent.nbytes:
             continue
         count = min(len(view), extent.nbytes - skip)
-        files.read_into(extent, skip, view[:count])
+        read_into(extent, skip, view[:count])
         view, start = view[count:], start + count
     if view:
         raise CorruptExtentError("the object's extents do not cover it")
+
+
+def _fill(fd: int, extent: Extent, start: int, view: memoryview, read: Read) -> None:
+    offset = extent.offset + start
+    while view:
+        try:
+            count = read(fd, view, offset)
+        except BlockingIOError:
+            raise
+        except OSError as error:
+            raise CorruptExtentError(f"{extent.file_id} cannot be read at {offset}: {error.strerror}") from error
+        if count == 0:
+            raise CorruptExtentError(f"{extent.file_id} ends before {offset + len(view)}")
+        view, offset = view[count:], offset + count
 
 
 def _by_blocks(extent: Extent, start: int, view: memoryview) -> list[tuple[int, memoryview]]:

@@ -60,7 +60,8 @@ class Reads:
             self._index.pinned(self._files, find, long=False) as (head, extents),
             aclosing(self._bodies.pieces(extents, head.range)) as pieces,
         ):
-            yield ObjectRead(head, pieces)
+            with self._bodies.pump(extents, head.range) as pump:
+                yield ObjectRead(head, pieces, pump)
 
     async def object_parts(self, bucket: str, key: str) -> list[ObjectPart]:
         return await self._index.threaded(lambda db: queries.object_parts(db, bucket, key))

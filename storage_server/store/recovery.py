@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from storage_server.store.bodies import IoThreads
 from storage_server.store.committer import Committer
 from storage_server.store.extents import CorruptExtentError, Extent, ExtentFiles
+from storage_server.store.io_threads import IoThreads
 from storage_server.store.transaction import Transaction
 
 PROOF_BYTES = 1 << 20
@@ -20,9 +20,7 @@ async def drop_unsynced(
         return 0
     for _, _, extent in suspects:
         files.add(extent.file_id)
-    bad = await io.run(
-        lambda: [(version, number) for version, number, extent in suspects if not is_intact(files, extent)]
-    )
+    bad = await io.run(lambda: _unproved(suspects, files))
 
     def drop(tx: Transaction) -> None:
         for version, number in bad:
@@ -34,6 +32,15 @@ async def drop_unsynced(
 
     await committer.commit(drop)
     return len(bad)
+
+
+def _unproved(suspects: Sequence[tuple[int, int, Extent]], files: ExtentFiles) -> list[tuple[int, int]]:
+    """Version and part of every suspect that is not what was put. Those that are, are on the disk on return: the proof
+    alone may have come from memory.
+    """
+    for file_id in {extent.file_id for _, _, extent in suspects}:
+        files.sync(file_id)
+    return [(version, number) for version, number, extent in suspects if not is_intact(files, extent)]
 
 
 def is_intact(files: ExtentFiles, extent: Extent) -> bool:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Iterable
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import Any
 
 from descriptors.objects import (
@@ -68,13 +69,21 @@ def object_attributes(info: ObjectInfo, upload_id: str | None) -> str:
 def stored_object(row: tuple[Any, ...]) -> StoredObject:
     """From OBJECT_COLUMNS."""
     key, version, nbytes, etag, modified_at, text = row
+    attributes, checksum, part_count, upload_id = _object_fields(text)
+    return StoredObject(
+        ObjectInfo(key, nbytes, etag, modified_at, attributes, checksum, part_count), version, upload_id
+    )
+
+
+@lru_cache(1024)
+def _object_fields(text: str) -> tuple[Attributes, Checksum | None, int | None, str | None]:
+    """Most objects of a bucket have the same few attributes."""
     fields = json.loads(text)
     checksum = None
     if "checksum" in fields:
         algorithm, value, kind = fields["checksum"]
         checksum = Checksum(ChecksumAlgorithm(algorithm), value, ChecksumType(kind))
-    info = ObjectInfo(key, nbytes, etag, modified_at, _attributes(fields), checksum, fields.get("part_count"))
-    return StoredObject(info, version, fields.get("upload_id"))
+    return _attributes(fields), checksum, fields.get("part_count"), fields.get("upload_id")
 
 
 def upload_attributes(attributes: Attributes, algorithm: ChecksumAlgorithm | None, kind: ChecksumType | None) -> str:

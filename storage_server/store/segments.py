@@ -13,6 +13,7 @@ import os
 import threading
 import uuid
 from collections.abc import Callable, Iterable
+from dataclasses import dataclass
 from pathlib import Path
 
 from descriptors.errors import CallerError, ErrorCode
@@ -25,6 +26,7 @@ from storage_server.store.extents import Extent, ExtentFiles, extent_path
 
 SEGMENT_EXTENTS_MAX = 256
 ALIGNMENT_BYTES = 4096
+RETIRE_BYTES_MIN = 1 << 20
 
 
 class WriteFile:
@@ -37,6 +39,7 @@ class WriteFile:
         self._disk = disk
         self._on_closed = on_closed
         self._lock = threading.Lock()
+        self._syncing = threading.Lock()
         self._holders = 1
 
     def hold(self) -> None:
@@ -53,17 +56,35 @@ class WriteFile:
         os.close(self.fd)
         self._on_closed(self.file_id)
 
+    def write(self, view: memoryview, offset: int, disk: Disk) -> None:
+        """Raises OSError; what is behind a write that failed is not known any more."""
+        try:
+            disk.write_all(self.fd, view, offset)
+        except OSError:
+            self.failed = True
+            raise
+
     def sync(self) -> None:
         """Make what was written survive power loss. Raises OSError, from then on always: what a failed sync dropped
         cannot be told from what it kept.
         """
-        if self.failed:
-            raise OSError(errno.EIO, "an earlier write or sync of this file failed")
-        try:
-            self._disk.sync(self.fd)
-        except OSError:
-            self.failed = True
-            raise
+        with self._syncing:  # of two at once only one would hear of an error
+            if self.failed:
+                raise OSError(errno.EIO, "an earlier write or sync of this file failed")
+            try:
+                self._disk.sync(self.fd)
+            except OSError:
+                self.failed = True
+                raise
+
+
+@dataclass(frozen=True, slots=True)
+class Pending:
+    """What a row must not be committed before: `data`, if any, written at `offset` of `file`, and the file synced."""
+
+    file: WriteFile
+    data: memoryview
+    offset: int
 
 
 class Segments:
@@ -102,6 +123,26 @@ class Segments:
             self._extent_count += 1
             segment.hold()
         return ExtentWriter(segment, offset, nbytes, hashes)
+
+    def writer_at_once(self, nbytes: int, hashes: BodyHashes) -> ExtentWriter | None:
+        """As `writer`, where that needs nothing of the disk; None where it does."""
+        if nbytes > self._packed_bytes_max or not self._lock.acquire(blocking=False):
+            return None
+        try:
+            if self._current is None or self._current.failed or not self._fits(nbytes):
+                return None
+            return self.writer(nbytes, hashes)
+        finally:
+            self._lock.release()
+
+    def retire(self, file_id: str) -> None:
+        """Nothing in this file is wanted any more: if it is the current segment and of some size, start another."""
+        with self._lock:
+            current = self._current
+            if current is None or current.file_id != file_id or self._used_bytes < RETIRE_BYTES_MIN:
+                return
+            self._current = None
+        current.release()
 
     def is_written(self, file_id: str) -> bool:
         """Whether extents may still be added to this file: then nothing is known of it from the index alone."""
@@ -148,7 +189,7 @@ class Segments:
 
 
 class ExtentWriter:
-    """One body on its way to disk. `write` and `check` run in worker threads, in order; then `release`, once."""
+    """One body on its way to disk. `write` and `check` run in worker threads, in order; then `close`."""
 
     def __init__(self, file: WriteFile, offset: int, nbytes: int, hashes: BodyHashes) -> None:
         self.file = file
@@ -162,17 +203,26 @@ class ExtentWriter:
     def write(self, pieces: Iterable[Piece], disk: Disk) -> None:
         """Append. Raises CallerError(IncompleteBody) for more than was announced, OSError for what the disk says."""
         for piece in pieces:
-            end = self._written_bytes + len(piece)
-            if end > self._nbytes:
-                raise CallerError(ErrorCode.INCOMPLETE_BODY, "the body is longer than announced", field="body")
-            self.hashes.update(piece)
-            self._blocks.update(piece)
-            try:
-                disk.write_all(self.file.fd, memoryview(piece), self._offset + self._written_bytes)
-            except OSError:
-                self.file.failed = True
-                raise
-            self._written_bytes = end
+            at = self._written_bytes
+            self._take(piece)
+            self.file.write(memoryview(piece), self._offset + at, disk)
+
+    def keep(self, whole: Piece) -> Pending:
+        """The whole body, to be written when its row is committed. Errors as in `check`."""
+        self._take(whole)
+        return Pending(self.file, memoryview(whole), self._offset)
+
+    def pending(self) -> Pending:
+        """What was written, to be synced when its row is committed."""
+        return Pending(self.file, memoryview(b""), 0)
+
+    def _take(self, piece: Piece) -> None:
+        end = self._written_bytes + len(piece)
+        if end > self._nbytes:
+            raise CallerError(ErrorCode.INCOMPLETE_BODY, "the body is longer than announced", field="body")
+        self.hashes.update(piece)
+        self._blocks.update(piece)
+        self._written_bytes = end
 
     def check(self, said: BodyDigests) -> None:
         """Raises CallerError: IncompleteBody, XAmzContentSHA256Mismatch, BadDigest."""
@@ -188,7 +238,7 @@ class ExtentWriter:
         """What was written."""
         return Extent(self.file.file_id, self._offset, self._nbytes, self._blocks.packed())
 
-    def release(self) -> None:
+    def close(self) -> None:
         """Done, well or not; later calls do nothing."""
         if not self._released:
             self._released = True

@@ -162,16 +162,14 @@ def publish(tx: Transaction, bucket: str, info: ObjectInfo, part: StoredPart, co
         tx.add_extent(version, 1, part, info.modified_at)
 
 
-def copy(
-    tx: Transaction, request: CopyRequest, version_seen: int | None, info_seen: ObjectInfo, now_s: float
-) -> ObjectInfo:
+def copy(tx: Transaction, request: CopyRequest, seen: StoredObject, made: ObjectInfo, now_s: float) -> ObjectInfo:
     """Publish a copy that shares the source's bytes.
 
-    `info_seen` is the copy as the caller made it from source version `version_seen`. Raises CallerError as `publish`,
-    and ConditionalRequestConflict when the source has changed since: the caller looks again.
+    `made` is the copy as the caller made it from the source as `seen`. Raises CallerError as `publish`, and
+    ConditionalRequestConflict when the source has changed since: the caller looks again.
     """
     source = require_object(tx.db, request.source.bucket, request.source.key)
-    if source.version != version_seen:
+    if source != seen:
         raise CallerError(ErrorCode.CONDITIONAL_CONFLICT, "the source changed while it was copied", field="source")
     check_read(request.source.condition, source.info.etag, source.info.modified_at, copying=True)
     require_bucket(tx.db, request.bucket)
@@ -182,7 +180,7 @@ def copy(
         f"INSERT INTO extents (version, {columns}) SELECT ?, {columns} FROM extents WHERE version = ?",
         (version, source.version),
     )
-    info = replace(info_seen, key=request.key, modified_at=now_s)
+    info = replace(made, key=request.key, modified_at=now_s)
     tx.put_row(request.bucket, info, version)
     return info
 

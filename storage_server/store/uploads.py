@@ -33,7 +33,7 @@ from storage_server.store.listing import list_uploads
 from storage_server.store.reader import IndexReader
 from storage_server.store.reads import Reads
 from storage_server.store.rows import StoredPart
-from storage_server.store.segments import WriteFile
+from storage_server.store.segments import Pending
 from storage_server.store.transaction import Transaction
 from storage_server.store.upload_changes import require_upload
 from storage_server.threads import to_end
@@ -67,22 +67,22 @@ class Uploads:
         check_part(request.part_number, request.nbytes, self._part_bytes_max)
         upload = self._reader.here(lambda db: require_upload(db, request.upload)).info
         algorithm = _part_algorithm(upload, request.checksum)
-        async with self._bodies.received(request.nbytes, algorithm, body) as (part, file):
-            return await self._add_part(request.upload, request.part_number, part, file)
+        async with self._bodies.received(request.nbytes, algorithm, body) as (part, pending):
+            return await self._add_part(request.upload, request.part_number, part, pending)
 
     async def copy_part(self, request: PartCopyRequest) -> PartInfo:
         upload = self._reader.here(lambda db: require_upload(db, request.upload)).info
         async with self._reads.open_object(request.source) as read:
             nbytes = read.head.range.length
             check_part(request.part_number, nbytes, self._part_bytes_max)
-            async with self._bodies.received(nbytes, upload.checksum, _CopiedBody(read)) as (part, file):
-                return await self._add_part(request.upload, request.part_number, part, file)
+            async with self._bodies.received(nbytes, upload.checksum, _CopiedBody(read)) as (part, pending):
+                return await self._add_part(request.upload, request.part_number, part, pending)
 
     async def complete_upload(self, request: CompleteRequest) -> ObjectInfo:
         return await self._commit(lambda tx: upload_changes.complete_upload(tx, request, time.time()))
 
     async def abort_upload(self, upload: UploadRef) -> None:
-        await self._commit(lambda tx: upload_changes.abort_upload(tx, upload))
+        await self._commit(lambda tx: upload_changes.abort_upload(tx, upload), frees=True)
 
     async def list_parts(self, upload: UploadRef, part_number_marker: int, max_parts: int) -> PartPage:
         return await self._reader.threaded(lambda db: queries.parts(db, upload, part_number_marker, max_parts))
@@ -98,14 +98,14 @@ class Uploads:
 
         return await list_uploads(request, fetch)
 
-    async def _add_part(self, ref: UploadRef, number: int, part: StoredPart, file: WriteFile | None) -> PartInfo:
+    async def _add_part(self, ref: UploadRef, number: int, part: StoredPart, pending: Pending | None) -> PartInfo:
         def add(tx: Transaction) -> PartInfo:
             return upload_changes.add_part(tx, ref, number, part, time.time())
 
-        return await to_end(asyncio.ensure_future(self._committer.commit(add, file)))
+        return await to_end(asyncio.ensure_future(self._committer.commit(add, pending)))
 
-    async def _commit(self, change: Callable[[Transaction], _T]) -> _T:
-        return await to_end(asyncio.ensure_future(self._committer.commit(change)))
+    async def _commit(self, change: Callable[[Transaction], _T], *, frees: bool = False) -> _T:
+        return await to_end(asyncio.ensure_future(self._committer.commit(change, frees=frees)))
 
 
 class _CopiedBody:

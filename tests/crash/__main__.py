@@ -39,6 +39,8 @@ def main() -> int:
     except CrashFailure as error:
         failure = str(error)
         print(f"FAILED\n{failure}", file=sys.stderr)
+    if failure is None and options.directory is None:
+        directory.rmdir()
     seconds = time.monotonic() - began_s
     result = {"seed": seed, "seconds": round(seconds, 1), **asdict(tally), "failure": failure}
     if options.json is not None:

@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
+import itertools
 import sqlite3
 from contextlib import closing
 from pathlib import Path
 
 
-def audit(data_dir: Path) -> list[str]:
-    """Everything that is wrong in a data directory right after a start."""
-    with closing(sqlite3.connect(f"file:{data_dir / 'index.sqlite3'}?mode=ro", uri=True, timeout=30)) as db:
+def audit(data_dir: Path, index: Path | None = None) -> list[str]:
+    """Everything that is wrong in a data directory right after a start. `index` is a copy of its index, if not its own."""
+    with closing(sqlite3.connect(f"file:{index or data_dir / 'index.sqlite3'}?mode=ro", uri=True, timeout=30)) as db:
         db.execute("BEGIN")
         extents = db.execute("SELECT version, file_id, file_offset, nbytes FROM extents").fetchall()
         owners = {row[0] for row in db.execute("SELECT version FROM objects UNION SELECT version FROM uploads")}
@@ -36,5 +37,5 @@ def audit(data_dir: Path) -> list[str]:
 def _overlaps(extents: list[tuple[int, str, int, int]]) -> list[str]:
     """Extents share all of their bytes (copies) or none."""
     spans = sorted({(name, offset, offset + nbytes) for _, name, offset, nbytes in extents if nbytes})
-    pairs = zip(spans, spans[1:], strict=False)
+    pairs = itertools.pairwise(spans)
     return [f"extents of {a[0]} overlap at {b[1]}" for a, b in pairs if a[0] == b[0] and b[1] < a[2]]

@@ -23,7 +23,9 @@ def check(world: World, url: str) -> None:
     keys = sorted(journal.histories)
     shares = [keys[index::CHECKERS] for index in range(CHECKERS)]
     with ThreadPoolExecutor(CHECKERS) as pool:
-        shown = {key: version for share in pool.map(lambda s: _check_keys(journal, url, s), shares) for key, version in share}
+        shown = {
+            key: version for share in pool.map(lambda s: _check_keys(journal, url, s), shares) for key, version in share
+        }
     client = Client(url, BUCKET)
     try:
         found = listed(client)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import http.client
 import random
+import threading
 import time
 from collections.abc import Iterator, Mapping
 from urllib.parse import quote, urlsplit
@@ -25,17 +26,18 @@ class NoAnswerError(Exception):
     """The connection ended before the answer did."""
 
 
-class _UnsignedPayload(S3SigV4Auth):
+class _UnsignedPayload(S3SigV4Auth):  # type: ignore[misc]
     def payload(self, request: AWSRequest) -> str:
         return "UNSIGNED-PAYLOAD"
 
 
 class Client:
-    """One caller. Not thread-safe."""
+    """One caller. Not thread-safe. Once `killed` is set, an answer of 5xx says nothing: gateways outlive the store."""
 
-    def __init__(self, url: str, bucket: str) -> None:
+    def __init__(self, url: str, bucket: str, killed: threading.Event | None = None) -> None:
         self.bucket = bucket
-        self._url = url
+        self._killed = killed
+        self.url = url
         self._connection = http.client.HTTPConnection(urlsplit(url).netloc, timeout=REQUEST_TIMEOUT_S)
         self._credentials = Credentials(*OWNER)
 
@@ -55,12 +57,15 @@ class Client:
     ) -> Reply:
         """One request and its whole answer. `slowly` sends the body in pieces, with pauses. Raises NoAnswerError."""
         target = f"/{self.bucket}" + (f"/{quote(key, safe='/-_.~')}" if key else "") + (f"?{query}" if query else "")
-        request = AWSRequest(method=method, url=self._url + target, data=body, headers=dict(headers or {}))
+        request = AWSRequest(method=method, url=self.url + target, data=body, headers=dict(headers or {}))
         signer = S3SigV4Auth if len(body) <= SIGNED_BODY_BYTES_MAX else _UnsignedPayload
         signer(self._credentials, "s3", "us-east-1").add_auth(request)
         sent = {**dict(request.headers.items()), "Content-Length": str(len(body))}
         try:
-            self._connection.request(method, target, body=body if slowly is None else _slow(body, slowly), headers=sent)
+            with contextlib.suppress(BrokenPipeError):  # refused before the body's end: the answer is there to be read
+                self._connection.request(
+                    method, target, body=body if slowly is None else _slow(body, slowly), headers=sent
+                )
             answer = self._connection.getresponse()
             data = answer.read()
             announced = answer.headers.get("content-length")
@@ -70,6 +75,8 @@ class Client:
         if method != "HEAD" and announced is not None and int(announced) != len(data):
             self._connection.close()
             raise NoAnswerError(f"{len(data)} bytes of {announced}")
+        if answer.status >= 500 and self._killed is not None and self._killed.is_set():
+            raise NoAnswerError(f"{answer.status} while the server is killed")
         return Reply(answer.status, {name.lower(): value for name, value in answer.getheaders()}, data)
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import itertools
 import json
 import threading
@@ -53,7 +54,7 @@ class Journal:
     def begin(self, who: str, kind: str, results: Mapping[str, Shown], detail: str = "") -> Operation:
         """A request that changes these keys is about to be sent."""
         with self._lock:
-            now = self.note(who, f"{kind} {detail} {({key: str(shown) for key, shown in results.items()})}")
+            now = self.note(who, f"{kind} {detail} { ({key: str(shown) for key, shown in results.items()}) }")
             writes = {key: Write(result, now) for key, result in results.items()}
             for key, write in writes.items():
                 self.histories.setdefault(key, History()).writes.append(write)
@@ -84,6 +85,11 @@ class Journal:
         with self._lock:
             history = self.histories.get(key)
             return history.allowed(began, ended) if history is not None else [None]
+
+    def snapshot(self) -> tuple[int, dict[str, History]]:
+        """Now, and what every key may show."""
+        with self._lock:
+            return self.tick(), copy.deepcopy(self.histories)
 
     def settle(self, key: str, shown: Shown) -> None:
         """See History."""

@@ -45,7 +45,6 @@ class PowerDisk(Disk):
     graveyard: Path
     on_operation: Callable[[int], None] = lambda _: None
     states: dict[str, FileState] = field(default_factory=dict)
-    _names: dict[int, Path] = field(default_factory=dict)
     _lock: threading.RLock = field(default_factory=threading.RLock)
     _count: int = 0
 
@@ -53,7 +52,6 @@ class PowerDisk(Disk):
         with self._lock:
             self._about_to()
             fd = Disk.create(self, path)
-            self._names[fd] = path
             self.states[path.name] = FileState()
             return fd
 
@@ -61,17 +59,17 @@ class PowerDisk(Disk):
         with self._lock:
             self._about_to()
             count = Disk.write(self, fd, view, offset)
-            name = self._names[fd].name
+            name = _name(fd)
             state = self.states[name]
             self.states[name] = replace(state, unsynced=(*state.unsynced, (offset, count)))
             return count
 
     def sync(self, fd: int) -> None:
         """Covers what was written before it began. The pause lets others write meanwhile."""
-        name = self._names[fd].name
+        name = _name(fd)
         with self._lock:
             self._about_to()
-            covered = self.states[name].unsynced
+            covered = self.states.setdefault(name, _safe(Path(f"/proc/self/fd/{fd}"))).unsynced
             nbytes = os.fstat(fd).st_size
         with self._lock:
             state = self.states[name]
@@ -102,6 +100,10 @@ class PowerDisk(Disk):
     def _about_to(self) -> None:
         self._count += 1
         self.on_operation(self._count)
+
+
+def _name(fd: int) -> str:
+    return Path(f"/proc/self/fd/{fd}").readlink().name
 
 
 def _safe(path: Path) -> FileState:

@@ -10,10 +10,11 @@ from __future__ import annotations
 import shutil
 import sqlite3
 import struct
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 INDEX = "index.sqlite3"
 _HEADER_BYTES = 32
@@ -26,6 +27,27 @@ class LogPosition:
 
     salt: bytes = b""
     frames: int = 0
+
+
+class WatchedIndex:
+    """A connection that says when a commit has synced the log: one made with synchronous=FULL."""
+
+    def __init__(self, db: sqlite3.Connection, on_synced: Callable[[], None]) -> None:
+        self._db = db
+        self._on_synced = on_synced
+        self._is_full = True
+
+    def execute(self, sql: str, *arguments: Any) -> sqlite3.Cursor:
+        """As the connection's own."""
+        cursor = self._db.execute(sql, *arguments)
+        if sql.startswith("PRAGMA synchronous"):
+            self._is_full = sql.endswith("FULL")
+        elif sql == "COMMIT" and self._is_full:
+            self._on_synced()
+        return cursor
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._db, name)
 
 
 @contextmanager

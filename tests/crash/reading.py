@@ -83,7 +83,7 @@ class Reader(threading.Thread):
         self._world = world
         self._journal = world.journal
         self._rng = Random(seed)
-        self._client = Client(url, BUCKET)
+        self._client = Client(url, BUCKET, world.killed)
 
     def run(self) -> None:
         """Read after read."""

@@ -11,6 +11,7 @@ from pathlib import Path
 from random import Random
 
 from storage_server.store.durability import Durability
+from tests.crash import versions
 from tests.crash.audit import audit
 from tests.crash.check import check
 from tests.crash.client import Client
@@ -18,12 +19,16 @@ from tests.crash.journal import CrashFailure, Journal
 from tests.crash.multipart import Multipart
 from tests.crash.reading import Reader
 from tests.crash.server import Server
+from tests.crash.versions import SMALL_BYTES_MAX
 from tests.crash.world import BUCKET, WRITERS, World
 from tests.crash.writer import Writer
 from tests.support import CONFIG
 
 ROUNDS_PER_DIRECTORY = 20
 READERS = 2
+PACKED_BYTES_MAX = (versions.PACKED_BYTES_MAX, SMALL_BYTES_MAX)
+"""The default; and a small one, for many files of their own."""
+WORKERS = (1, 1, 2)
 LOAD_S_MAX = 0.9
 START_KILL_CHANCE = 0.25
 START_KILL_S_MAX = 0.4
@@ -46,16 +51,18 @@ class Tally:
     by_mode: dict[str, int] = field(default_factory=dict)
 
 
-def run_rounds(directory: Path, seed: int, count: int, tally: Tally) -> Iterator[Tally]:
+def run_rounds(
+    directory: Path, seed: int, count: int, tally: Tally, per_directory: int = ROUNDS_PER_DIRECTORY
+) -> Iterator[Tally]:
     """Yields after each round. Raises CrashFailure with seed and journal, the directory kept."""
-    for first in range(0, count, ROUNDS_PER_DIRECTORY):
+    for first in range(0, count, per_directory):
         rng = Random(f"{seed}/{first}")
-        mode = list(Durability)[first // ROUNDS_PER_DIRECTORY % 2]
+        mode = list(Durability)[first // per_directory % 2]
         place = directory / f"{seed}-{first}-{mode.value}"
         world = World(seed=rng.randrange(1 << 30))
         try:
-            yield from _one_directory(place, mode, world, rng, min(ROUNDS_PER_DIRECTORY, count - first), tally)
-        except (AssertionError, Exception) as error:
+            yield from _one_directory(place, mode, world, rng, min(per_directory, count - first), tally)
+        except Exception as error:
             world.journal.save(place / "journal.jsonl")
             raise CrashFailure(
                 f"seed {seed}, round {tally.rounds}, {mode.value}: {error}\n"
@@ -69,10 +76,11 @@ def _one_directory(
 ) -> Iterator[Tally]:
     place.mkdir(parents=True)
     config = place / "config.toml"
-    config.write_text(f'[storage]\ndurability = "{mode.value}"\n{CONFIG}')
+    packed = rng.choice(PACKED_BYTES_MAX)
+    config.write_text(f'[storage]\ndurability = "{mode.value}"\npacked_bytes_max = {packed}\n{CONFIG}')
     for index in range(count):
         _start_and_kill(place, config, rng, tally)
-        server = Server(place, config)
+        server = Server(place, config, options=("--workers", str(rng.choice(WORKERS))))
         try:
             url = _checked(server, place, world)
             if index == 0:
@@ -139,6 +147,10 @@ def _load_and_kill(server: Server, url: str, world: World, rng: Random, tally: T
         tally.terminations += 1
         if status != 0:
             world.journal.fail("server", f"SIGTERM ended it with {status}: {server.output()}")
+    elif rng.random() < 0.5 and is_alive:
+        if not server.kill_first_process():
+            world.journal.fail("server", "its workers live on without it")
+        tally.kills += 1
     else:
         server.kill()
         tally.kills += 1

@@ -13,13 +13,17 @@ import signal
 import subprocess
 import sys
 import time
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Final
 
-from tests.support import READY, repository
+import psutil
+
+from tests.support import READY, eventually, repository
 
 START_TIMEOUT_S: Final = 60.0
 STOP_TIMEOUT_S: Final = 60.0
+ORPHAN_TIMEOUT_S: Final = 20.0
 EXEC_EVERY: Final = 10
 
 
@@ -41,20 +45,30 @@ class Server:
     _context = multiprocessing.get_context("forkserver")
     _count = 0
 
-    def __init__(self, directory: Path, config: Path) -> None:
+    def __init__(
+        self,
+        directory: Path,
+        config: Path,
+        data_dir: Path | None = None,
+        prefix: Sequence[str] = (),
+        options: Sequence[str] = (),
+    ) -> None:
+        """`prefix` is a command that runs the server, in a namespace or under limits; `options` are for `serve`."""
         self._output = directory / "server-output"
         self._output.unlink(missing_ok=True)
-        arguments = ["serve", "--data", str(directory / "data"), "--port", "0", "--no-ucx", "--config", str(config)]
+        data_dir = data_dir or directory / "data"
+        arguments = ["serve", "--data", str(data_dir), "--port", "0", "--no-ucx", "--config", str(config), *options]
         self._popen: subprocess.Popen[bytes] | None = None
         self._forked: multiprocessing.process.BaseProcess | None = None
         self.began_s = time.monotonic()
-        if Server._count % EXEC_EVERY == 0:
+        if prefix or Server._count % EXEC_EVERY == 0:
             with self._output.open("wb") as output:
                 self._popen = subprocess.Popen(
-                    [sys.executable, "-m", "objectcache.cli", *arguments],
+                    [*prefix, sys.executable, "-m", "objectcache.cli", *arguments],
                     stdout=output,
                     stderr=output,
                     cwd=repository(),
+                    env={**os.environ, "PYTHONPATH": str(repository())},
                     start_new_session=True,
                 )
             self._pid = self._popen.pid
@@ -77,6 +91,11 @@ class Server:
         raise AssertionError(f"the server does not start: {self.output()}")
 
     @property
+    def pid(self) -> int:
+        """The process."""
+        return self._pid
+
+    @property
     def is_running(self) -> bool:
         """Whether it has not ended."""
         if self._popen is not None:
@@ -96,6 +115,13 @@ class Server:
                 os.kill(self._pid, signal.SIGKILL)  # it may not have its own group yet
         self._wait()
 
+    def kill_first_process(self) -> bool:
+        """SIGKILL to the process that holds the store; whether those it started ended by themselves."""
+        started = psutil.Process(self._pid).children(recursive=True)
+        os.kill(self._pid, signal.SIGKILL)
+        self._wait()
+        return eventually(lambda: not any(_is_alive(process) for process in started), ORPHAN_TIMEOUT_S)
+
     def terminate(self) -> int | None:
         """SIGTERM, as an operator stops it; its exit status."""
         os.kill(self._pid, signal.SIGTERM)
@@ -107,3 +133,10 @@ class Server:
         assert self._forked is not None
         self._forked.join(STOP_TIMEOUT_S)
         return self._forked.exitcode
+
+
+def _is_alive(process: psutil.Process) -> bool:
+    try:
+        return bool(process.status() != psutil.STATUS_ZOMBIE)
+    except psutil.NoSuchProcess:
+        return False

@@ -28,7 +28,7 @@ class Writer(threading.Thread):
         self.journal = world.journal
         self.index = index
         self.rng = Random(seed)
-        self.client = Client(url, BUCKET)
+        self.client = Client(url, BUCKET, world.killed)
         self.keys = own_keys(index)
         self._steps: list[tuple[float, Callable[[], None]]] = [
             (8, self._put),
@@ -240,4 +240,3 @@ def headers_for(metadata: Mapping[str, str], tags: Mapping[str, str]) -> dict[st
     if tags:
         headers["x-amz-tagging"] = "&".join(f"{name}={value}" for name, value in tags.items())
     return headers
-

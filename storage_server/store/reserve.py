@@ -1,0 +1,41 @@
+"""Disk space kept back, so that a full disk can be emptied: a removal, too, must be written down before it counts."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+from pathlib import Path
+
+RESERVE_BYTES = 8 << 20
+
+
+class Reserve:
+    """A file of RESERVE_BYTES beside the index. Used by one thread."""
+
+    def __init__(self, directory: Path) -> None:
+        self._path = directory / "reserve"
+        self.is_gone = True
+
+    def keep(self) -> None:
+        """Have it, where the disk has room for it."""
+        if not self.is_gone:
+            return
+        try:
+            fd = os.open(self._path, os.O_WRONLY | os.O_CREAT | os.O_CLOEXEC, 0o600)
+        except OSError:
+            return
+        try:
+            os.posix_fallocate(fd, 0, RESERVE_BYTES)
+            self.is_gone = False
+        except OSError:
+            self.give_up()
+        finally:
+            os.close(fd)
+
+    def give_up(self) -> bool:
+        """Free its space; whether there was any."""
+        self.is_gone = True
+        with contextlib.suppress(OSError):
+            self._path.unlink()
+            return True
+        return False
