@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+from bisect import bisect_left, bisect_right
 
+import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -105,3 +107,29 @@ def test_pages_of_uploads_together_are_all_uploads(
         raise AssertionError("the listing does not end")
 
     assert asyncio.run(collect()) == (expected, groups)
+
+
+@pytest.mark.parametrize("delimiter", ["", "/"])
+def test_a_long_listing_reads_each_row_about_once(delimiter: str) -> None:
+    """100,000 keys in pages of 1,000, or rolled up into 1,000 groups: the last page costs what the first did."""
+    ordered = [f"group-{index // 100:04}/key-{index % 100:02}" for index in range(100_000)]
+    rows_read = 0
+
+    async def fetch(start: str, inclusive: bool, limit: int) -> list[ObjectInfo]:
+        nonlocal rows_read
+        at = bisect_left(ordered, start) if inclusive else bisect_right(ordered, start)
+        rows = [ObjectInfo(key, 0, "", 0.0) for key in ordered[at : at + limit]]
+        rows_read += len(rows)
+        return rows
+
+    async def collect() -> int:
+        after, found = "", 0
+        while True:
+            page = await list_page(ListRequest("b", "", delimiter, after, 1000), fetch)
+            found += len(page.objects) + len(page.common_prefixes)
+            if page.next_after is None:
+                return found
+            after = page.next_after
+
+    assert asyncio.run(collect()) == (1000 if delimiter else 100_000)
+    assert rows_read <= (1000 * 17 if delimiter else 101_000)

@@ -7,6 +7,7 @@ import errno
 import hashlib
 import os
 import sqlite3
+import time
 from collections.abc import AsyncIterator
 from dataclasses import replace
 from pathlib import Path
@@ -16,7 +17,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from descriptors.errors import CallerError, ErrorCode, ObjectCacheError, ServerError
+from descriptors.lifecycle import DAY_S, LifecycleRule
 from descriptors.objects import (
+    Attributes,
     BodyDigests,
     ByteRange,
     ChecksumAlgorithm,
@@ -34,11 +37,13 @@ from descriptors.objects import (
     UploadRequest,
 )
 from descriptors.units import MIB
+from storage_server.lifecycle import carry_out
 from storage_server.settings import StorageSettings
 from storage_server.store.block_checksums import BLOCK_BYTES, BlockChecksums, first_bad_block
 from storage_server.store.durability import Durability
 from storage_server.store.embedded import EmbeddedStore
 from storage_server.store.extents import ExtentFiles, PinSet
+from storage_server.store.transaction import find_object, remove_versions
 from tests.faulty_disk import FaultyDisk
 from tests.support import BytesBody
 
@@ -602,3 +607,36 @@ async def test_a_bucket_with_objects_stays_and_one_with_uploads_goes(store: Embe
         await store.reads.head_bucket("bbb")
     await settled(store)
     assert await named_files(store) == set()
+
+
+async def test_lifecycle_rules_are_carried_out_and_spare_what_they_do_not_name(store: EmbeddedStore) -> None:
+    """Objects by age, tag and size, uploads by age; and nothing before its day has ended."""
+    for key, tags in (("logs/old", {}), ("logs/kept", {"keep": "yes"}), ("data/old", {})):
+        request = PutRequest("bbb", key, 10, Attributes(tags=tags))
+        await store.put_object(request, BytesBody(b"x" * 10))
+    upload = UploadRef("bbb", "logs/up", await store.uploads.create_upload(UploadRequest("k", "bbb", "logs/up")))
+    await store.uploads.put_part(PartRequest(upload, 1, LARGE), BytesBody(content(LARGE)))
+    rules = [
+        LifecycleRule("logs", prefix="logs/", smaller_than=11, tags={}, expire_days=2),
+        LifecycleRule("tagged", tags={"keep": "no"}, expire_days=1),
+        LifecycleRule("off", enabled=False, expire_days=1),
+        LifecycleRule("uploads", prefix="logs/", abort_days=1),
+    ]
+    await store.set_lifecycle("bbb", rules)
+    assert await store.reads.get_lifecycle("bbb") == rules
+    now_s = time.time()
+    assert await carry_out(store, "bbb", rules, now_s + 1.0 * DAY_S, DAY_S) == (0, 0)
+    assert await carry_out(store, "bbb", rules, now_s + 2.0 * DAY_S, DAY_S) == (0, 1)
+    assert await carry_out(store, "bbb", rules, now_s + 3.0 * DAY_S, DAY_S) == (2, 0)
+    assert [entry.key for entry in (await store.reads.list_objects(ListRequest("bbb"))).objects] == ["data/old"]
+    await settled(store)
+
+
+async def test_an_object_overwritten_during_the_sweep_stays(store: EmbeddedStore) -> None:
+    """What expires is the version that was looked at."""
+    await put(store, "key", b"old")
+    row = store.reader.here(lambda db: find_object(db, "bbb", "key"))
+    assert row is not None
+    await put(store, "key", b"new")
+    assert await store.change(lambda tx: remove_versions(tx, "bbb", {"key": row.version})) == 0
+    assert await get(store, "key") == b"new"

@@ -84,8 +84,8 @@ class Committer:
     async def commit(
         self, change: Callable[[Transaction], _T], pending: Pending | None = None, *, frees: bool = False
     ) -> _T:
-        """Carry out one change; durable, as far as the mode promises, on return, and what is `pending` before it. A change
-        that `frees` space can be carried out on a full disk.
+        """Carry out one change; durable, as far as the mode promises, on return, and before it what is `pending`. A
+        change that `frees` space can be carried out on a full disk.
 
         Raises what the change raises; ServerError (InsufficientStorage, InternalError, SlowDown) when the disk or the
         index fails: then nothing of the change shows.

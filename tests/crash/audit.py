@@ -9,7 +9,7 @@ from pathlib import Path
 
 
 def audit(data_dir: Path, index: Path | None = None) -> list[str]:
-    """Everything that is wrong in a data directory right after a start. `index` is a copy of its index, if not its own."""
+    """Everything that is wrong in a data directory right after a start; `index` is a copy of its index, if not that."""
     with closing(sqlite3.connect(f"file:{index or data_dir / 'index.sqlite3'}?mode=ro", uri=True, timeout=30)) as db:
         db.execute("BEGIN")
         extents = db.execute("SELECT version, file_id, file_offset, nbytes FROM extents").fetchall()
