@@ -25,6 +25,7 @@ from gateway.settings import GatewaySettings as GatewaySettings
 
 RETRY_AFTER_S = 1
 HEALTH_NAME = "health"
+ARGUMENT_CHARACTERS_MAX = 1024
 SERVER = "ObjectCache"
 _BODY_LOST = frozenset({ErrorCode.REQUEST_TIMEOUT, ErrorCode.INCOMPLETE_BODY})
 _WITH_BODY = frozenset({Operation.LAYERWISE, Operation.LOOKUP, Operation.REGISTER_AGENT, Operation.RENEW_AGENT})
@@ -53,14 +54,15 @@ class Gateway:
             response = await self._answer(http, trace_id)
         except ObjectCacheError as error:
             abort_if_begun(http)
-            response = _refusal(http.method, http.raw_path, error, trace_id)
+            context = xml.ErrorContext(trace_id, self._settings.region, _argument_value(http, error))
+            response = _refusal(http.method, http.raw_path, error, context)
         except ConnectionError:
             raise
         except Exception:
             _log.exception("request %s failed", trace_id)
             abort_if_begun(http)
             unknown = ServerError(ErrorCode.INTERNAL_ERROR, "we failed; quote the request id", retryable=True)
-            response = _refusal(http.method, http.raw_path, unknown, trace_id)
+            response = _refusal(http.method, http.raw_path, unknown, xml.ErrorContext(trace_id))
         if not response.prepared:
             fulfil_headers(http, response)
             if expects_continue(http) and CONTINUED not in http:
@@ -96,23 +98,35 @@ class Gateway:
     def _refuse_unparsed(self, error: ObjectCacheError) -> web.Response:
         """The answer to what never became a request."""
         trace_id = _make_trace_id()
-        response = _refusal("", "", error, trace_id)
+        response = _refusal("", "", error, xml.ErrorContext(trace_id))
         response.headers.update(self._identity(trace_id))
         return response
 
 
-def _refusal(method: str, raw_path: str, error: ObjectCacheError, trace_id: str) -> web.Response:
+def _refusal(method: str, raw_path: str, error: ObjectCacheError, context: xml.ErrorContext) -> web.Response:
     if isinstance(error, ServerError):
-        _log.warning("request %s: %s", trace_id, error)
+        _log.warning("request %s: %s", context.request_id, error)
     if error.code is ErrorCode.NOT_MODIFIED:
         return web.Response(status=error.http_status)
     headers = {"Retry-After": str(RETRY_AFTER_S)} if error.code is ErrorCode.SLOW_DOWN else {}
     resource = unquote(raw_path.partition("?")[0], errors="replace")
-    body = b"" if method == "HEAD" else xml.error_document(error, resource, trace_id)
+    body = b"" if method == "HEAD" else xml.error_document(error, resource, context)
     response = web.Response(status=error.http_status, body=body, content_type="application/xml", headers=headers)
     if error.code in _BODY_LOST:
         response.force_close()
     return response
+
+
+def _argument_value(http: web.BaseRequest, error: ObjectCacheError) -> str | None:
+    """What the request says of the argument that was wrong, where S3 would repeat it."""
+    if error.code is not ErrorCode.INVALID_ARGUMENT or error.field is None:
+        return None
+    for part in http.raw_path.partition("?")[2].split("&"):
+        name, _, value = part.partition("=")
+        if name == error.field:
+            return unquote(value, errors="replace")[:ARGUMENT_CHARACTERS_MAX]
+    header = http.headers.get(error.field)
+    return None if header is None else header[:ARGUMENT_CHARACTERS_MAX]
 
 
 def _demand_signature(operation: Operation, claim: sigv4.Claim) -> None:

@@ -27,6 +27,7 @@ CHUNK_HEADER_BYTES_MAX = 1024
 TRAILER_BYTES_MAX = 8192
 SIGNATURE_EXTENSION = b"chunk-signature"
 SIGNATURE_TRAILER = "x-amz-trailer-signature"
+_BLANKS = b" \t"
 _SIZE = re.compile(rb"[0-9a-fA-F]{1,16}\Z")
 _TRAILER_NAME = re.compile(r"[!#$%&'*+.^_`|~0-9a-z-]{1,128}\Z")
 _EMPTY_SHA256 = hashlib.sha256(b"").hexdigest()
@@ -84,8 +85,8 @@ class ChunkedDecoder:
     def feed(self, data: bytes | memoryview) -> Iterator[memoryview]:
         """Object bytes, as views into `data`; iterate to the end before the next call.
 
-        Raises CallerError: InvalidRequest for bad framing, IncompleteBody when chunks exceed the announced length or
-        the last one comes too early, SignatureDoesNotMatch, MalformedTrailerError when the trailers are too long.
+        Raises CallerError: IncompleteBody for bad framing, when chunks exceed the announced length and when the last
+        one comes too early, SignatureDoesNotMatch, MalformedTrailerError when the trailers are too long.
         """
         view = memoryview(data)
         at = 0
@@ -146,7 +147,7 @@ class ChunkedDecoder:
     def _begin_chunk(self, line: bytes) -> None:
         if not line.endswith(b"\r\n"):
             raise self._malformed("has a header that does not end in CRLF")
-        text, *extensions = line[:-2].split(b";")
+        text, *extensions = (part.strip(_BLANKS) for part in line[:-2].split(b";"))
         if not _SIZE.match(text):
             raise self._malformed("has no size in hex")
         size = int(text, 16)
@@ -158,11 +159,15 @@ class ChunkedDecoder:
             )
         self._chunk_left = size
         self._signature = next(
-            (value for name, _, value in (part.partition(b"=") for part in extensions) if name == SIGNATURE_EXTENSION),
+            (
+                value.strip(_BLANKS)
+                for name, _, value in (part.partition(b"=") for part in extensions)
+                if name.strip(_BLANKS) == SIGNATURE_EXTENSION
+            ),
             b"",
         )
         if self._chain is not None and not self._signature:
-            raise self._mismatch(f"chunk {self._chunk_index} has no chunk-signature")
+            raise self._malformed("has no chunk-signature")
         if size:
             self._state = _State.DATA
             return
@@ -214,15 +219,13 @@ class ChunkedDecoder:
             text = "".join(f"{name}:{value}\n" for name, value in found.items())
             expected = self._chain.trailer(hashlib.sha256(text.encode()).hexdigest())
             if signature is None:
-                raise _malformed_trailer(f"the trailer {SIGNATURE_TRAILER} is missing")
+                raise _cut_short(f"the trailer {SIGNATURE_TRAILER} is missing")
             if not hmac.compare_digest(expected.encode(), signature.encode()):
                 raise self._mismatch("the trailers' signature does not match")
         return found
 
     def _malformed(self, problem: str) -> CallerError:
-        return CallerError(
-            ErrorCode.INVALID_REQUEST, f"the body is not aws-chunked: chunk {self._chunk_index} {problem}", field="body"
-        )
+        return _cut_short(f"the body is not aws-chunked: chunk {self._chunk_index} {problem}")
 
     def _mismatch(self, problem: str) -> CallerError:
         return CallerError(ErrorCode.SIGNATURE_DOES_NOT_MATCH, problem, field="body")
@@ -231,7 +234,7 @@ class ChunkedDecoder:
 def _parse_trailers(section: bytes) -> dict[str, str]:
     """Some clients end a trailer with LF, some with CRLF, some with both; blank lines say nothing."""
     if section and not section.endswith(b"\n"):
-        raise _malformed_trailer("the trailers end within a line")
+        raise _cut_short("the trailers end within a line")
     try:
         text = section.decode("ascii")
     except UnicodeError:
@@ -246,6 +249,11 @@ def _parse_trailers(section: bytes) -> dict[str, str]:
             raise _malformed_trailer("a trailer must be name:value, each name once")
         found[name] = value.strip()
     return found
+
+
+def _cut_short(problem: str) -> CallerError:
+    """S3's answer to every body whose chunks do not add up."""
+    return CallerError(ErrorCode.INCOMPLETE_BODY, problem, field="body")
 
 
 def _malformed_trailer(problem: str) -> CallerError:

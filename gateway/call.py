@@ -16,7 +16,7 @@ from gateway.payload_form import PayloadForm
 from gateway.request import S3Request
 from gateway.settings import GatewaySettings
 from gateway.sigv4 import Claim
-from gateway.upload import BodyPlan, check_digests, plan_body, plan_document
+from gateway.upload import LENGTH_NEEDED, BodyPlan, check_digests, plan_body, plan_document
 
 _CHAINED = (PayloadForm.SIGNED_CHUNKS, PayloadForm.SIGNED_CHUNKS_TRAILER)
 
@@ -51,8 +51,7 @@ class Call:
         """
         plan = plan_body(self.request, self.claim.form, self.claim.body_sha256)
         if plan.nbytes is None:
-            problem = "Content-Length or x-amz-decoded-content-length is required"
-            raise CallerError(ErrorCode.MISSING_CONTENT_LENGTH, problem, field="content-length")
+            raise CallerError(ErrorCode.MISSING_CONTENT_LENGTH, LENGTH_NEEDED, field="content-length")
         return Upload(plan.nbytes, plan.checksum, self._body(plan))
 
     async def body(self, nbytes_max: int) -> bytes:

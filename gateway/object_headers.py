@@ -36,6 +36,7 @@ _OTHER_ACLS = frozenset(
 )
 _REFUSED = ("x-amz-website-redirect-location", "x-amz-write-offset-bytes", "x-amz-object-lock-")
 _REFUSED_EVERYWHERE = ("x-amz-server-side-encryption", "x-amz-copy-source-server-side-encryption")
+_UNPACK = "x-amz-meta-snowball-auto-extract"
 _NOT_IN_HEADERS = re.compile("[\0-\x08\x0a-\x1f\x7f\ud800-\udfff]")
 
 
@@ -60,6 +61,8 @@ def refuse_unsupported(headers: Mapping[str, str]) -> None:
     for name in headers:
         if name.startswith(_REFUSED):
             raise _not_implemented(f"{name} is not implemented", name)
+    if headers.get(_UNPACK, "").lower() == "true":
+        raise _not_implemented("an archive is not unpacked here", _UNPACK)
     check_acl(headers)
 
 

@@ -26,7 +26,11 @@ def integer(values: Mapping[str, str], name: str, default: int, least: int = 0, 
 
 def part_number(values: Mapping[str, str]) -> int:
     """The partNumber parameter. Raises CallerError(InvalidArgument)."""
-    return integer(values, "partNumber", 0, least=1, most=PART_NUMBER_MAX)
+    text = values.get("partNumber", "")
+    if not text.isascii() or not text.isdigit() or len(text) > 10 or not 1 <= int(text) <= PART_NUMBER_MAX:
+        problem = f"Part number must be an integer between 1 and {PART_NUMBER_MAX}, inclusive"
+        raise CallerError(ErrorCode.INVALID_ARGUMENT, problem, field="partNumber")
+    return int(text)
 
 
 def wants_url_encoding(values: Mapping[str, str]) -> bool:

@@ -7,7 +7,7 @@ from enum import Enum
 
 from descriptors.errors import CallerError, ErrorCode
 
-_SHA256_HEX = re.compile(r"[0-9a-f]{64}\Z")
+_SHA256_HEX = re.compile(r"[0-9a-fA-F]{64}\Z")
 _ASYMMETRIC = "STREAMING-AWS4-ECDSA-"
 
 
@@ -52,6 +52,7 @@ def payload_form(payload_hash: str) -> PayloadForm:
         )
     raise CallerError(
         ErrorCode.INVALID_ARGUMENT,
-        "x-amz-content-sha256 must be UNSIGNED-PAYLOAD, a SHA-256 in lower-case hex or a STREAMING form",
+        "x-amz-content-sha256 must be UNSIGNED-PAYLOAD, STREAMING-UNSIGNED-PAYLOAD-TRAILER,"
+        " STREAMING-AWS4-HMAC-SHA256-PAYLOAD, STREAMING-AWS4-HMAC-SHA256-PAYLOAD-TRAILER or a valid sha256 value.",
         field="x-amz-content-sha256",
     )

@@ -189,6 +189,6 @@ def _pick(table: _Table, request: S3Request, names: set[str]) -> Operation:
     if subresource:
         problem = f"{request.method} with ?{subresource} is not implemented"
         raise CallerError(ErrorCode.NOT_IMPLEMENTED, problem, field=subresource)
-    if request.method in _S3_METHODS and request.bucket != SERVICE_PREFIX:
+    if request.method in _S3_METHODS and request.bucket not in ("", SERVICE_PREFIX):
         raise CallerError(ErrorCode.NOT_IMPLEMENTED, f"{request.method} is not implemented here", field="method")
     raise CallerError(ErrorCode.METHOD_NOT_ALLOWED, f"{request.method} is not allowed here", field="method")

@@ -20,6 +20,7 @@ from gateway.payload_form import PayloadForm, payload_form
 from gateway.request import S3Request
 
 ALGORITHM = "AWS4-HMAC-SHA256"
+PAYLOAD_HASH = "x-amz-content-sha256"
 SKEW_S = 15 * 60
 EMPTY_SHA256 = hashlib.sha256(b"").hexdigest()
 SIGNING_KEYS_MAX = 256
@@ -50,7 +51,7 @@ class Claim:
     @property
     def body_sha256(self) -> str | None:
         """The digest the body must have, or None where the body was not signed as a whole."""
-        return self.payload_hash if self.form is PayloadForm.SIGNED else None
+        return self.payload_hash.lower() if self.form is PayloadForm.SIGNED else None
 
 
 def read_claim(request: S3Request) -> Claim:
@@ -59,7 +60,7 @@ def read_claim(request: S3Request) -> Claim:
     if "X-Amz-Signature" in parameters or "X-Amz-Algorithm" in parameters:
         return _claim_from_query(request)
     authorization = request.headers.get("authorization")
-    if authorization is not None:
+    if authorization:
         return _claim_from_header(request, authorization)
     if "AWSAccessKeyId" in parameters:
         raise _unsupported()
@@ -72,18 +73,21 @@ def verify(request: S3Request, claim: Claim, secret_key: str, region: str, now_s
     """The signing key, which signs chunks too.
 
     Raises CallerError: RequestTimeTooSkewed, RequestExpired, AuthorizationHeaderMalformed, AccessDenied,
-    SignatureDoesNotMatch.
+    SignatureDoesNotMatch, InvalidRequest.
     """
-    _check_scope(claim, region)
     _check_time(claim, now_s)
+    _check_scope(claim, region)
     _check_signed_headers(request, claim)
     key = signing_key(secret_key, claim.scope)
     # most clients sign the path as S3 encodes it, some (curl) as they send it; both mean the path that was sent
     paths = dict.fromkeys((encoded_path(request), request.raw_path or "/"))
     if not any(_is_signed(request, claim, path, key) for path in paths):
+        if claim.presigned_s is None and PAYLOAD_HASH not in request.headers:
+            raise _payload_hash_missing()  # what the client signed in its place is not known
         raise CallerError(
             ErrorCode.SIGNATURE_DOES_NOT_MATCH,
-            "the signature does not match; check the secret key and how the request was signed",
+            "The request signature we calculated does not match the signature you provided. Check your key and signing"
+            " method.",
             field="X-Amz-Signature" if claim.presigned_s is not None else "authorization",
         )
     return key
@@ -145,13 +149,16 @@ def _claim_from_header(request: S3Request, authorization: str) -> Claim:
         fields[name] = value
     if set(fields) != {"Credential", "SignedHeaders", "Signature"}:
         raise malformed("the header must have Credential, SignedHeaders and Signature, each once")
-    payload_hash = request.headers.get("x-amz-content-sha256")
+    payload_hash = request.headers.get(PAYLOAD_HASH)
     if payload_hash is None and not request.content_length and "transfer-encoding" not in request.headers:
         payload_hash = EMPTY_SHA256  # curl before 8 leaves the header out; without a body there is one answer
     if payload_hash is None:
-        raise CallerError(ErrorCode.INVALID_REQUEST, "x-amz-content-sha256 is required", field="x-amz-content-sha256")
+        raise _payload_hash_missing()
     payload_form(payload_hash)
     date = request.headers.get("x-amz-date", "")
+    if not _DATE.match(date):
+        problem = "AWS authentication requires a valid Date or x-amz-date header"
+        raise CallerError(ErrorCode.ACCESS_DENIED, problem, field="x-amz-date")
     return _claim(fields, date, payload_hash, None, malformed)
 
 
@@ -183,8 +190,7 @@ def _claim_from_query(request: S3Request) -> Claim:
     if in_header and in_url and in_header != in_url:
         problem = "x-amz-content-sha256 is not the X-Amz-Content-Sha256 of the URL"
         raise CallerError(ErrorCode.INVALID_REQUEST, problem, field="x-amz-content-sha256")
-    payload_hash = in_header or in_url or PayloadForm.UNSIGNED.value
-    payload_form(payload_hash)
+    payload_hash = in_header or in_url or PayloadForm.UNSIGNED.value  # what is none of these only spoils a body
     fields = {name: parameters[parameter] for name, parameter in names.items()}
     return _claim(fields, parameters.get("X-Amz-Date", ""), payload_hash, int(expires), malformed)
 
@@ -251,6 +257,12 @@ def _check_signed_headers(request: S3Request, claim: Claim) -> None:
         unsigned = [name for name in unsigned if name != "x-amz-content-sha256"]
     if unsigned:
         raise CallerError(ErrorCode.ACCESS_DENIED, f"the header {unsigned[0]} must be signed", field=unsigned[0])
+
+
+def _payload_hash_missing() -> CallerError:
+    return CallerError(
+        ErrorCode.INVALID_REQUEST, f"Missing required header for this request: {PAYLOAD_HASH}", field=PAYLOAD_HASH
+    )
 
 
 def _unsupported() -> CallerError:

@@ -17,8 +17,12 @@ from gateway.payload_form import PayloadForm
 from gateway.request import S3Request
 
 DECODED_LENGTH = "x-amz-decoded-content-length"
+LENGTH_NEEDED = "You must provide the Content-Length HTTP header."
 TRAILER = "x-amz-trailer"
+SINGLE_CHECKSUM = "Expecting a single x-amz-checksum- header. Multiple checksum Types are not allowed."
 _DESCRIBING = frozenset({"algorithm", "mode", "type"})
+_NOT_HERE = frozenset({"md5", "sha512", "xxhash3", "xxhash64", "xxhash128"})
+"""Checksums S3 has and we lack; any other name is none."""
 _CHECKSUM_PREFIX = "x-amz-checksum-"
 _CHECKSUM_BYTES = {
     ChecksumAlgorithm.CRC32: 4,
@@ -51,12 +55,17 @@ class BodyPlan:
 
 
 def plan_body(request: S3Request, form: PayloadForm, sha256: str | None) -> BodyPlan:
-    """Raises CallerError: MissingContentLength, InvalidDigest, InvalidRequest, NotImplemented."""
+    """Raises CallerError: MissingContentLength, InvalidDigest, InvalidRequest, MalformedTrailerError,
+    NotImplemented.
+    """
     headers = request.headers
-    given = _given_checksum(headers)
-    trailer = _announced_trailer(headers, form)
+    given = given_checksum(headers)
+    trailer = announced_trailer(headers)
     if given is not None and trailer is not None:
-        _invalid("a checksum goes into a header or a trailer, not both", TRAILER)
+        _invalid("Expecting a single x-amz-checksum- header", TRAILER)
+    if trailer is not None and not form.has_trailer:
+        problem = "x-amz-trailer needs a body with trailers, which x-amz-content-sha256 must say"
+        raise CallerError(ErrorCode.MALFORMED_TRAILER, problem, field=TRAILER)
     algorithm = given or trailer
     checksum = _requested(headers, algorithm)
     value = None if given is None else decode_checksum(given, headers[given.header])
@@ -75,14 +84,11 @@ def plan_document(request: S3Request, form: PayloadForm, sha256: str | None) -> 
 
 
 def decode_checksum(algorithm: ChecksumAlgorithm, text: str) -> str:
-    """The checksum in canonical base64. Raises CallerError(InvalidRequest)."""
-    try:
-        digest = base64.b64decode(text, validate=True)
-    except (binascii.Error, ValueError):
-        digest = b""
+    """The checksum, which must be in canonical base64. Raises CallerError(InvalidRequest)."""
+    digest = _digest(text)
     if len(digest) != _CHECKSUM_BYTES[algorithm]:
         _invalid(f"Value for {algorithm.header} header is invalid.", algorithm.header)
-    return base64.b64encode(digest).decode()
+    return text
 
 
 def checksum_of(algorithm: ChecksumAlgorithm, data: bytes) -> str:
@@ -106,15 +112,15 @@ def check_digests(data: bytes, checksum: ChecksumAlgorithm | None, digests: Body
     if digests.sha256 is not None and hashlib.sha256(data).hexdigest() != digests.sha256:
         raise CallerError(
             ErrorCode.X_AMZ_CONTENT_SHA256_MISMATCH,
-            "the body's SHA-256 is not the one that was signed",
+            "The provided 'x-amz-content-sha256' header does not match what was computed.",
             field="x-amz-content-sha256",
         )
     if digests.md5 is not None and hashlib.md5(data, usedforsecurity=False).hexdigest() != digests.md5:
-        raise CallerError(ErrorCode.BAD_DIGEST, "the body's MD5 is not the one in Content-MD5", field="content-md5")
+        problem = "The Content-MD5 you specified did not match what we received."
+        raise CallerError(ErrorCode.BAD_DIGEST, problem, field="content-md5")
     if checksum is not None and digests.checksum not in (None, checksum_of(checksum, data)):
-        raise CallerError(
-            ErrorCode.BAD_DIGEST, f"the {checksum.value} you specified did not match the body", field=checksum.header
-        )
+        problem = f"The {checksum.value} you specified did not match the calculated checksum."
+        raise CallerError(ErrorCode.BAD_DIGEST, problem, field=checksum.header)
 
 
 def _decoded_bytes(request: S3Request, form: PayloadForm) -> int | None:
@@ -125,34 +131,36 @@ def _decoded_bytes(request: S3Request, form: PayloadForm) -> int | None:
             _invalid("x-amz-decoded-content-length goes with an aws-chunked body", DECODED_LENGTH)
         return decoded if encoded is None else encoded
     if decoded is None:
-        problem = "x-amz-decoded-content-length is required with an aws-chunked body"
-        raise CallerError(ErrorCode.MISSING_CONTENT_LENGTH, problem, field=DECODED_LENGTH)
+        raise CallerError(ErrorCode.MISSING_CONTENT_LENGTH, LENGTH_NEEDED, field=DECODED_LENGTH)
     return decoded
 
 
-def _given_checksum(headers: Mapping[str, str]) -> ChecksumAlgorithm | None:
+def given_checksum(headers: Mapping[str, str]) -> ChecksumAlgorithm | None:
+    """The checksum a header gives the value of. Raises CallerError: InvalidRequest, NotImplemented."""
     names = [name for name in headers if name.startswith(_CHECKSUM_PREFIX)]
     names = [name for name in names if name.removeprefix(_CHECKSUM_PREFIX) not in _DESCRIBING]
     for name in names:
-        if name not in _BY_HEADER:
+        if name.removeprefix(_CHECKSUM_PREFIX) in _NOT_HERE:
             raise CallerError(ErrorCode.NOT_IMPLEMENTED, f"{name} is not implemented", field=name)
+        if name not in _BY_HEADER:
+            _invalid("The algorithm type you specified in x-amz-checksum- header is invalid.", name)
     if len(names) > 1:
-        problem = "Expecting a single x-amz-checksum- header. Multiple checksum Types are not allowed."
-        _invalid(problem, sorted(names)[1])
+        _invalid(SINGLE_CHECKSUM, sorted(names)[1])
     return _BY_HEADER[names[0]] if names else None
 
 
-def _announced_trailer(headers: Mapping[str, str], form: PayloadForm) -> ChecksumAlgorithm | None:
+def announced_trailer(headers: Mapping[str, str]) -> ChecksumAlgorithm | None:
+    """The checksum that is to come behind the body; commas after its name say nothing. Raises
+    CallerError(InvalidRequest).
+    """
     text = headers.get(TRAILER)
     if text is None:
         return None
-    names = [name.strip().lower() for name in text.split(",")]
-    if len(names) > 1:
-        _invalid("one checksum trailer may be announced", TRAILER)
-    if names[0] not in _BY_HEADER:
+    names = [name.strip().lower() for name in text.strip().rstrip(",").split(",")]
+    if any(name not in _BY_HEADER for name in names):
         _invalid("The value specified in the x-amz-trailer header is not supported", TRAILER)
-    if not form.has_trailer:
-        _invalid("x-amz-trailer needs a body with trailers, which x-amz-content-sha256 must say", TRAILER)
+    if len(names) > 1:
+        _invalid(SINGLE_CHECKSUM, TRAILER)
     return _BY_HEADER[names[0]]
 
 
@@ -177,13 +185,19 @@ def _requested(headers: Mapping[str, str], given: ChecksumAlgorithm | None) -> C
 def _content_md5(header: str | None) -> str | None:
     if header is None:
         return None
-    try:
-        digest = base64.b64decode(header, validate=True)
-    except (binascii.Error, ValueError):
-        digest = b""
+    digest = _digest(header)
     if len(digest) != 16:
-        raise CallerError(ErrorCode.INVALID_DIGEST, "Content-MD5 is no base64 MD5", field="content-md5")
+        raise CallerError(ErrorCode.INVALID_DIGEST, "The Content-MD5 you specified was invalid.", field="content-md5")
     return digest.hex()
+
+
+def _digest(text: str) -> bytes:
+    """The bytes of canonical base64: its unused bits are zero. Of anything else none."""
+    try:
+        digest = base64.b64decode(text, validate=True)
+    except (binascii.Error, ValueError):
+        return b""
+    return digest if base64.b64encode(digest).decode() == text else b""
 
 
 def _invalid(problem: str, field: str) -> NoReturn:

@@ -43,9 +43,25 @@ class Names:
         return [self.leaf("Delimiter", delimiter)] if delimiter else []
 
 
-def error_document(error: ObjectCacheError, resource: str, request_id: str) -> bytes:
+@dataclass(frozen=True, slots=True)
+class ErrorContext:
+    """What an Error document says besides the error: a client that signed for another region than `region` finds it
+    there and signs again; `argument_value` is what was given for the field that was wrong.
+    """
+
+    request_id: str
+    region: str = ""
+    argument_value: str | None = None
+
+
+def error_document(error: ObjectCacheError, resource: str, context: ErrorContext) -> bytes:
     """S3's Error document, with the field that was wrong and the first bad chunk where there is one."""
-    return bare_document("Error", _error_parts(error, resource, request_id))
+    parts = _error_parts(error, resource, context.request_id)
+    if context.argument_value is not None:
+        parts.append(legible_leaf("ArgumentValue", context.argument_value))
+    if context.region and error.code is ErrorCode.AUTHORIZATION_HEADER_MALFORMED:
+        parts.append(leaf("Region", context.region))
+    return bare_document("Error", parts)
 
 
 def range_error_document(error: ObjectCacheError, resource: str, request_id: str, requested: str, nbytes: int) -> bytes:

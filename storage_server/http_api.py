@@ -9,6 +9,7 @@ import json
 import logging
 import time
 from collections.abc import Awaitable, Callable
+from functools import cache
 from typing import Any
 
 from aiohttp import web
@@ -158,12 +159,18 @@ async def _checked_body(http: web.BaseRequest) -> bytes:
     return bytes(data)
 
 
+@cache
+def _adapter(kind: Any) -> TypeAdapter[Any]:
+    """Made once: making one costs more than a small request."""
+    return TypeAdapter(kind)
+
+
 def _result(kind: Any, value: object) -> dict[str, str]:
-    return {RESULT_HEADER: base64.urlsafe_b64encode(TypeAdapter(kind).dump_json(value)).decode()}
+    return {RESULT_HEADER: base64.urlsafe_b64encode(_adapter(kind).dump_json(value)).decode()}
 
 
 def _json(kind: Any, value: object) -> web.Response:
-    return _json_bytes(TypeAdapter(kind).dump_json(value))
+    return _json_bytes(_adapter(kind).dump_json(value))
 
 
 def _json_bytes(body: bytes) -> web.Response:

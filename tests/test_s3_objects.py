@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import base64
 import hashlib
 import os
 import urllib.request
@@ -210,7 +211,8 @@ def test_a_quiet_delete_says_only_what_failed(servers: Stack) -> None:
 
 def test_a_delete_request_is_checked(servers: Stack) -> None:
     def post(body: bytes, **headers: str) -> tuple[int, str | None]:
-        reply = servers.request("POST", "/chunks?delete", body=body, headers=headers)
+        digest = {} if headers else {"content-md5": base64.b64encode(hashlib.md5(body).digest()).decode()}
+        reply = servers.request("POST", "/chunks?delete", body=body, headers=headers | digest)
         return reply.status, reply.code
 
     one = b"<Delete><Object><Key>never-there</Key></Object></Delete>"
@@ -220,6 +222,7 @@ def test_a_delete_request_is_checked(servers: Stack) -> None:
         assert post(body) == (400, "MalformedXML")
     assert post(one, **{"content-md5": "1B2M2Y8AsgTpgAmY7PhCfg=="}) == (400, "BadDigest")
     assert post(one, **{"x-amz-checksum-crc32": "AAAAAA=="}) == (400, "BadDigest")
+    assert post(one, **{"x-amz-meta-no": "digest"}) == (400, "InvalidRequest")
     bomb = b'<!DOCTYPE d [<!ENTITY a "b">]><Delete><Object><Key>&a;</Key></Object></Delete>'
     assert post(bomb) == (400, "MalformedXML")
 

@@ -177,7 +177,7 @@ def test_the_rest() -> None:
 def test_errors_can_be_read_by_any_parser() -> None:
     """Whatever was in the request: a client that cannot read the error cannot report it."""
     error = CallerError(ErrorCode.NO_SUCH_KEY, "a <\x01\udcff> b", field="key", index=3)
-    document = xml.error_document(error, "/b/\x02\x00", "ID")
+    document = xml.error_document(error, "/b/\x02\x00", xml.ErrorContext("ID"))
     assert document.decode() == (
         f"{HEAD}<Error><Code>NoSuchKey</Code><Message>a &lt;\ufffd\ufffd&gt; b</Message>"
         "<ArgumentName>key</ArgumentName><ChunkIndex>3</ChunkIndex><Resource>/b/\ufffd\ufffd</Resource><RequestId>ID</RequestId></Error>"

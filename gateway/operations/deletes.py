@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+
 from aiohttp import web
 
 from descriptors.conditions import WriteCondition
@@ -13,6 +15,7 @@ from gateway.conditions import delete_condition
 from gateway.operations.answers import xml_answer
 from gateway.parameters import NULL_VERSION, check_version
 from gateway.request import check_key
+from gateway.upload import announced_trailer, given_checksum
 from gateway.xml_in import DeleteEntry, parse_delete
 
 DOCUMENT_BYTES_MAX = 8 * MIB
@@ -28,6 +31,7 @@ async def delete_object(call: Call) -> web.StreamResponse:
 
 async def delete_objects(call: Call) -> web.StreamResponse:
     """Keys without a condition of their own go in one step; each of the others by itself."""
+    _check_has_digest(call.request.headers)
     manifest = parse_delete(await call.body(DOCUMENT_BYTES_MAX))
     deleted: list[tuple[str, str | None]] = []
     failures: list[xml.DeleteFailure] = []
@@ -46,6 +50,13 @@ async def delete_objects(call: Call) -> web.StreamResponse:
     else:
         await call.storage.head_bucket(call.request.bucket)
     return xml_answer(xml.delete_document([] if manifest.quiet else deleted, failures))
+
+
+def _check_has_digest(headers: Mapping[str, str]) -> None:
+    """S3 takes no list of keys to delete without a digest of it, signed or not. Raises CallerError(InvalidRequest)."""
+    if "content-md5" not in headers and given_checksum(headers) is None and announced_trailer(headers) is None:
+        problem = "Missing required header for this request: Content-MD5 OR x-amz-checksum-*"
+        raise CallerError(ErrorCode.INVALID_REQUEST, problem, field="content-md5")
 
 
 async def _delete_if(call: Call, entry: DeleteEntry, deleted: list[tuple[str, str | None]]) -> list[xml.DeleteFailure]:

@@ -64,7 +64,8 @@ def read_request(call: Call) -> ReadRequest:
     condition = read_condition(request.headers)
     if "partNumber" in request.parameters:
         if spec is not None:
-            raise CallerError(ErrorCode.INVALID_REQUEST, "Range and partNumber exclude each other", field="range")
+            problem = "Cannot specify both Range header and partNumber query parameter"
+            raise CallerError(ErrorCode.INVALID_REQUEST, problem, field="range")
         number = part_number(request.parameters)
         return ReadRequest(request.bucket, request.key, part_number=number, condition=condition)
     if spec is not None and _is_conditional_range(call):

@@ -22,6 +22,8 @@ BLOCK_BYTES = 16_384
 HOLD_GIL = 0
 """A block takes a microsecond; giving the interpreter away for it costs up to a switch interval to get it back."""
 BLOCKS_PROVED_AT_ONCE = 64
+LOOP_BYTES_MAX = 8 * BLOCK_BYTES
+"""Up to this, a loop over blocks costs less than combining their checksums."""
 _WORD = np.dtype("<u4")
 _BYTES = np.arange(4)
 
@@ -56,6 +58,8 @@ def first_bad_block(view: memoryview, packed: bytes, first_block: int) -> int | 
 
     `view` starts at block `first_block` and ends at a block's end or the extent's.
     """
+    if len(view) <= LOOP_BYTES_MAX:
+        return _first_bad(view, packed, first_block)
     words = np.frombuffer(packed, dtype=_WORD)[first_block : first_block + -(-len(view) // BLOCK_BYTES)]
     if len(words) * BLOCK_BYTES < len(view):
         return first_block + len(words)
@@ -63,7 +67,7 @@ def first_bad_block(view: memoryview, packed: bytes, first_block: int) -> int | 
     for first in range(0, len(words), step):
         span = view[first * BLOCK_BYTES : (first + step) * BLOCK_BYTES]
         if crc32c(span, 0, HOLD_GIL) != _expected(words[first : first + step], len(span)):
-            return first_block + first + _first_bad(span, words[first : first + step])
+            return _first_bad(span, packed, first_block + first)
     return None
 
 
@@ -79,14 +83,15 @@ def _expected(words: npt.NDArray[np.uint32], nbytes: int) -> int:
     return int(combine_crc32c(crc, int(words[-1]), tail_bytes)) if tail_bytes else crc
 
 
-def _first_bad(view: memoryview, words: npt.NDArray[np.uint32]) -> int:
-    at = (index * BLOCK_BYTES for index in range(len(words)))
-    wrong = (
-        index
-        for index, start in enumerate(at)
-        if crc32c(view[start : start + BLOCK_BYTES], 0, HOLD_GIL) != words[index]
-    )
-    return next(wrong, 0)
+def _first_bad(view: memoryview, packed: bytes, first_block: int) -> int | None:
+    """As `first_bad_block`, block by block."""
+    at = 4 * first_block
+    for start in range(0, len(view), BLOCK_BYTES):
+        expected = int.from_bytes(packed[at : at + 4], "little")
+        if at >= len(packed) or crc32c(view[start : start + BLOCK_BYTES], 0, HOLD_GIL) != expected:
+            return at // 4
+        at += 4
+    return None
 
 
 @cache

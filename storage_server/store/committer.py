@@ -10,6 +10,7 @@ the index may be as it was before that commit.
 from __future__ import annotations
 
 import asyncio
+import logging
 import queue
 import sqlite3
 import threading
@@ -31,6 +32,7 @@ BATCH_MAX = 256
 PENDING_MAX = 2048
 RELAXED_SYNC_INTERVAL_S = 1.0
 _T = TypeVar("_T")
+_log = logging.getLogger(__name__)
 Change = Callable[[Transaction], Any]
 
 
@@ -150,8 +152,10 @@ class Committer:
             self._keep_unsynced(batch)
         try:
             dead = self._transact_somehow(batch)
-        except sqlite3.Error as error:
+        except Exception as error:  # whatever it is: the thread must live, and nobody may wait for ever
             self._in_doubt = True
+            if not isinstance(error, sqlite3.Error):
+                _log.exception("a transaction failed")
             for job in batch:
                 job.error = job.error or index_error(error)
         else:
@@ -296,8 +300,8 @@ def is_full(error: sqlite3.Error) -> bool:
     return getattr(error, "sqlite_errorcode", None) in (sqlite3.SQLITE_FULL, sqlite3.SQLITE_IOERR_SHMSIZE)
 
 
-def index_error(error: sqlite3.Error) -> ServerError:
-    """The answer for what SQLite says."""
-    if is_full(error):
+def index_error(error: Exception) -> ServerError:
+    """The answer for what SQLite says, or for what went wrong around it."""
+    if isinstance(error, sqlite3.Error) and is_full(error):
         return ServerError(ErrorCode.INSUFFICIENT_STORAGE, "no space left for the index", retryable=True)
     return ServerError(ErrorCode.INTERNAL_ERROR, "the index could not be written", retryable=True)

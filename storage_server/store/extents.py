@@ -133,24 +133,15 @@ class ExtentFiles:
     def _read_into(self, extent: Extent, start: int, view: memoryview, read: Read) -> None:
         fd, transient = self._descriptor(extent.file_id)
         try:
+            end = start + len(view)
+            if start % BLOCK_BYTES == 0 and (end % BLOCK_BYTES == 0 or end == extent.nbytes):
+                _read_whole_blocks(fd, extent, start, view, read)
+                return
             for piece_start, piece in _by_blocks(extent, start, view):
-                self._read_blocks(fd, extent, piece_start, piece, read)
+                _read_blocks(fd, extent, piece_start, piece, read)
         finally:
             if transient:
                 os.close(fd)
-
-    def _read_blocks(self, fd: int, extent: Extent, start: int, view: memoryview, read: Read) -> None:
-        """Read whole blocks straight into `view`; part of one block by way of a block of our own."""
-        first = start // BLOCK_BYTES
-        whole = start % BLOCK_BYTES == 0 and (len(view) % BLOCK_BYTES == 0 or start + len(view) == extent.nbytes)
-        at = first * BLOCK_BYTES
-        target = view if whole else memoryview(bytearray(min(BLOCK_BYTES, extent.nbytes - at)))
-        _fill(fd, extent, at, target, read)
-        bad = first_bad_block(target, extent.checksums, first)
-        if bad is not None:
-            raise CorruptExtentError(f"block {bad} of {extent.file_id} at {extent.offset} fails its checksum")
-        if not whole:
-            view[:] = target[start - at : start - at + len(view)]
 
     def sync(self, file_id: str) -> None:
         """Make a file's bytes survive power loss; fine when it is missing. Raises OSError."""
@@ -246,6 +237,9 @@ def read_object(
     read_into: Callable[[Extent, int, memoryview], None], extents: Sequence[Extent], start: int, view: memoryview
 ) -> None:
     """Fill `view` with the object's bytes from `start` on, across its extents; `read_into` is an ExtentFiles' own."""
+    if len(extents) == 1 and extents[0].object_offset == 0 and start + len(view) <= extents[0].nbytes:
+        read_into(extents[0], start, view)
+        return
     for extent in extents:
         if not view:
             return
@@ -257,6 +251,24 @@ def read_object(
         view, start = view[count:], start + count
     if view:
         raise CorruptExtentError("the object's extents do not cover it")
+
+
+def _read_blocks(fd: int, extent: Extent, start: int, view: memoryview, read: Read) -> None:
+    """Whole blocks go straight into `view`; part of one block goes by way of a block of our own."""
+    if start % BLOCK_BYTES == 0 and (len(view) % BLOCK_BYTES == 0 or start + len(view) == extent.nbytes):
+        _read_whole_blocks(fd, extent, start, view, read)
+        return
+    at = start // BLOCK_BYTES * BLOCK_BYTES
+    block = memoryview(bytearray(min(BLOCK_BYTES, extent.nbytes - at)))
+    _read_whole_blocks(fd, extent, at, block, read)
+    view[:] = block[start - at : start - at + len(view)]
+
+
+def _read_whole_blocks(fd: int, extent: Extent, start: int, view: memoryview, read: Read) -> None:
+    _fill(fd, extent, start, view, read)
+    bad = first_bad_block(view, extent.checksums, start // BLOCK_BYTES)
+    if bad is not None:
+        raise CorruptExtentError(f"block {bad} of {extent.file_id} at {extent.offset} fails its checksum")
 
 
 def _fill(fd: int, extent: Extent, start: int, view: memoryview, read: Read) -> None:

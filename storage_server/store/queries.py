@@ -58,28 +58,30 @@ def extents_of(db: sqlite3.Connection, version: int, start: int, end: int) -> li
 
 
 def part_span(db: sqlite3.Connection, found: StoredObject, part_number: int) -> tuple[int, int]:
-    """Offset and length of a part. An object stored whole is its own part 1. Raises CallerError(InvalidPartNumber)."""
+    """Offset and length of the object's n-th part, whatever number it was uploaded under; an object stored whole is its
+    own part 1. Raises CallerError(InvalidPartNumber).
+    """
     if found.info.part_count is None:
         if part_number == 1:
             return 0, found.info.nbytes
-    else:
-        sql = "SELECT object_offset, nbytes FROM extents WHERE version = ? AND part_number = ?"
-        row = db.execute(sql, (found.version, part_number)).fetchone()
+    elif 1 <= part_number <= found.info.part_count:
+        sql = "SELECT object_offset, nbytes FROM extents WHERE version = ? ORDER BY part_number LIMIT 1 OFFSET ?"
+        row = db.execute(sql, (found.version, part_number - 1)).fetchone()
         if row is not None:
             return row[0], row[1]
-    raise CallerError(ErrorCode.INVALID_PART_NUMBER, f"the object has no part {part_number}", field="partNumber")
+    raise CallerError(ErrorCode.INVALID_PART_NUMBER, "The requested partnumber is not satisfiable", field="partNumber")
 
 
 def object_parts(db: sqlite3.Connection, name: str, key: str) -> list[ObjectPart]:
-    """Raises CallerError(NoSuchBucket, NoSuchKey)."""
+    """Numbered as `part_span` takes them. Raises CallerError(NoSuchBucket, NoSuchKey)."""
     found = require_object(db, name, key)
     if found.info.part_count is None:
         return []
     whole = found.info.checksum
-    sql = "SELECT part_number, nbytes, checksum FROM extents WHERE version = ? ORDER BY part_number"
+    sql = "SELECT nbytes, checksum FROM extents WHERE version = ? ORDER BY part_number"
     return [
         ObjectPart(number, nbytes, Checksum(whole.algorithm, value) if whole and value else None)
-        for number, nbytes, value in db.execute(sql, (found.version,))
+        for number, (nbytes, value) in enumerate(db.execute(sql, (found.version,)), start=1)
     ]
 
 

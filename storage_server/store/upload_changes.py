@@ -84,7 +84,7 @@ def complete_upload(tx: Transaction, request: CompleteRequest, now_s: float) -> 
     PreconditionFailed.
     """
     ref = request.upload
-    again = _completed_before(tx.db, ref)
+    again = _completed_before(tx.db, request)
     if again is not None:
         return again
     upload = require_upload(tx.db, ref)
@@ -123,10 +123,19 @@ def complete_upload(tx: Transaction, request: CompleteRequest, now_s: float) -> 
     return info
 
 
-def _completed_before(db: sqlite3.Connection, ref: UploadRef) -> ObjectInfo | None:
-    """The object this upload made, if it still shows: a completion repeated after a lost answer must not fail."""
+def _completed_before(db: sqlite3.Connection, request: CompleteRequest) -> ObjectInfo | None:
+    """The object this upload made of these parts, if it still shows: a completion repeated after a lost answer must not
+    fail. With other parts it would not be the same completion.
+    """
+    ref = request.upload
     found = find_object(db, ref.bucket, ref.key)
-    return found.info if found is not None and found.upload_id == ref.upload_id else None
+    if found is None or found.upload_id != ref.upload_id:
+        return None
+    try:
+        etag = multipart_etag([part.etag for part in request.parts])
+    except ValueError:
+        return None  # an ETag that is no hex is none of ours
+    return found.info if etag == found.info.etag else None
 
 
 def claimed_parts(claimed: list[ClaimedPart], stored: dict[int, PartInfo]) -> list[PartInfo]:
@@ -143,7 +152,8 @@ def claimed_parts(claimed: list[ClaimedPart], stored: dict[int, PartInfo]) -> li
         if part is None or part.etag != claim.etag or not _same(claim.checksum, part.checksum):
             raise CallerError(
                 ErrorCode.INVALID_PART,
-                f"part {claim.part_number} was not uploaded, or is another one than its ETag or checksum says",
+                "One or more of the specified parts could not be found. The part may not have been uploaded, or the"
+                f" specified entity tag may not match the part's entity tag: part {claim.part_number}",
                 field="PartNumber",
             )
         parts.append(part)
@@ -175,7 +185,7 @@ def object_checksum(request: CompleteRequest, upload: UploadInfo, parts: list[Pa
     if said is not None and said.value.partition("-")[0] != whole.value.partition("-")[0]:
         raise CallerError(
             ErrorCode.BAD_DIGEST,
-            f"the {said.algorithm.value} you specified did not match the calculated checksum",
+            f"The {said.algorithm.value} you specified did not match the calculated checksum.",
             field=said.algorithm.header,
         )
     return whole

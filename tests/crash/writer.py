@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import hashlib
 import threading
+from base64 import b64encode
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 from random import Random
@@ -173,8 +175,11 @@ class Writer(threading.Thread):
         keys = self.rng.sample(self.keys, self.rng.randrange(1, 5))
         items = "".join(f"<Object><Key>{escape(key)}</Key></Object>" for key in keys)
         body = f"<Delete>{items}</Delete>".encode()
+        headers = {"content-md5": b64encode(hashlib.md5(body).digest()).decode()}
         reply = self.carry_out(
-            "multi-delete", dict.fromkeys(keys), lambda: self.client.call("POST", query="delete=", body=body)
+            "multi-delete",
+            dict.fromkeys(keys),
+            lambda: self.client.call("POST", query="delete=", body=body, headers=headers),
         )
         if reply is not None and {item.text for item in tree(reply).iterfind("Deleted/Key")} != set(keys):
             self.journal.fail(self.name, f"the answer to a multi-delete of {keys} names others: {reply.body!r}")
