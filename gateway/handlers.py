@@ -6,9 +6,11 @@ from collections.abc import Awaitable, Callable
 
 from aiohttp import web
 
+from descriptors.errors import CallerError, ErrorCode
 from gateway.call import Call
 from gateway.operations import buckets, copies, deletes, layerwise, listings, object_details, objects, uploads
 from gateway.operations.answers import EXPECTED_OWNER, check_expected_owner
+from gateway.request import check_bucket_name
 from gateway.routing import Operation
 
 Handler = Callable[[Call], Awaitable[web.StreamResponse]]
@@ -64,11 +66,18 @@ _IN_BUCKET: dict[Operation, Handler] = {
 
 
 def _of_expected_owner(handler: Handler) -> Handler:
-    """The handler, once x-amz-expected-bucket-owner has been found to hold."""
+    """The handler, once x-amz-expected-bucket-owner has been found to hold. A bucket that is missing because none can
+    have such a name is InvalidBucketName.
+    """
 
     async def handle(call: Call) -> web.StreamResponse:
-        await check_expected_owner(call, EXPECTED_OWNER, call.request.bucket)
-        return await handler(call)
+        try:
+            await check_expected_owner(call, EXPECTED_OWNER, call.request.bucket)
+            return await handler(call)
+        except CallerError as error:
+            if error.code is ErrorCode.NO_SUCH_BUCKET:
+                check_bucket_name(call.request.bucket)
+            raise
 
     return handle
 

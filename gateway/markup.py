@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import re
 from collections.abc import Iterable
 from datetime import UTC, datetime
@@ -48,14 +49,13 @@ def bare_document(name: str, children: Iterable[str]) -> bytes:
 
 
 def timestamp(unix_s: float) -> str:
-    """ISO 8601 in UTC with milliseconds, as S3 writes it."""
-    milliseconds = int(unix_s * 1000)
-    return f"{_second(milliseconds // 1000)}.{milliseconds % 1000:03}Z"
+    """ISO 8601 in UTC as S3 writes it: the second that is in Last-Modified, and zeros for milliseconds."""
+    return _second(math.floor(unix_s))
 
 
 @lru_cache(4096)
 def _second(unix_s: int) -> str:
-    return datetime.fromtimestamp(unix_s, UTC).strftime("%Y-%m-%dT%H:%M:%S")
+    return datetime.fromtimestamp(unix_s, UTC).strftime("%Y-%m-%dT%H:%M:%S.000Z")
 
 
 def _reference(match: re.Match[str]) -> str:

@@ -27,7 +27,7 @@ SIGNING_KEYS_MAX = 256
 PRESIGNED_S_MAX = 7 * 24 * 3600
 UNSUPPORTED = "The authorization mechanism you have provided is not supported. Please use AWS4-HMAC-SHA256."
 _DATE = re.compile(r"[0-9]{8}T[0-9]{6}Z\Z")
-_NUMBER = re.compile(r"[0-9]{1,6}\Z")
+_NUMBER = re.compile(r"-?[0-9]{1,19}\Z")
 _ASYMMETRIC = "AWS4-ECDSA-P256-SHA256"
 
 
@@ -184,8 +184,13 @@ def _claim_from_query(request: S3Request) -> Claim:
     if missing:
         raise malformed(f"{missing[0]} is missing")
     expires = parameters.get("X-Amz-Expires", "")
-    if not _NUMBER.match(expires) or not 1 <= int(expires) <= PRESIGNED_S_MAX:
-        raise malformed(f"X-Amz-Expires must be 1 to {PRESIGNED_S_MAX} seconds")
+    if not _NUMBER.match(expires):
+        raise malformed("X-Amz-Expires should be a number")
+    if int(expires) < 1:
+        raise malformed("X-Amz-Expires must be non-negative and more than zero seconds")
+    if int(expires) > PRESIGNED_S_MAX:
+        problem = f"the given X-Amz-Expires must be less than {PRESIGNED_S_MAX} seconds"
+        raise malformed(f"X-Amz-Expires must be less than a week (in seconds); that is, {problem}")
     in_header, in_url = request.headers.get("x-amz-content-sha256"), parameters.get("X-Amz-Content-Sha256")
     if in_header and in_url and in_header != in_url:
         problem = "x-amz-content-sha256 is not the X-Amz-Content-Sha256 of the URL"

@@ -28,6 +28,22 @@ def test_the_service_itself_can_only_be_listed(servers: Stack) -> None:
         assert servers.request(method, "/").status == 405
 
 
+def test_a_name_no_bucket_can_have_is_said_to_be_that(servers: Stack) -> None:
+    """Not only when one is to be made: whoever mistyped it should not look for a missing bucket."""
+    for method, target in (("GET", "/under_score"), ("HEAD", "/UPPER"), ("DELETE", "/a..b"), ("PUT", "/a..b/key")):
+        reply = servers.request(method, target)
+        assert reply.status == 400
+        assert method == "HEAD" or reply.code == "InvalidBucketName"
+
+
+def test_times_in_documents_are_those_in_headers(servers: Stack, bucket: str) -> None:
+    """S3 keeps seconds; a client that compares a listing with a HEAD must not find an object changed."""
+    s3 = servers.s3()
+    s3.put_object(Bucket=bucket, Key="k")
+    listed = s3.list_objects_v2(Bucket=bucket)["Contents"][0]["LastModified"]
+    assert listed == s3.head_object(Bucket=bucket, Key="k")["LastModified"]
+
+
 def test_a_wrong_region_is_answered_with_the_right_one(servers: Stack, bucket: str) -> None:
     """Clients that find it sign again: boto3 does so by itself."""
 

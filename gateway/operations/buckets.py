@@ -59,7 +59,7 @@ async def create_bucket(call: Call) -> web.StreamResponse:
 
 async def head_bucket(call: Call) -> web.StreamResponse:
     await call.storage.head_bucket(call.request.bucket)
-    return web.Response(headers={"x-amz-bucket-region": call.settings.region})
+    return web.Response(content_type="application/xml", headers={"x-amz-bucket-region": call.settings.region})
 
 
 async def delete_bucket(call: Call) -> web.StreamResponse:

@@ -137,7 +137,7 @@ async def _not_modified(call: Call, request: ReadRequest) -> web.StreamResponse:
     head = await call.storage.head_object(ReadRequest(request.bucket, request.key))
     headers = {"ETag": f'"{head.info.etag}"', "Last-Modified": http_date(head.info.modified_at)}
     stored = object_headers(head.info)
-    headers |= {name: stored[name] for name in ("Cache-Control", "Expires") if name in stored}
+    headers |= {name: stored[name] for name in ("Cache-Control", "Expires", "Accept-Ranges") if name in stored}
     return web.Response(status=304, headers=headers)
 
 
