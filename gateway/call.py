@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from dataclasses import dataclass, field
 
 from aiohttp import web
@@ -42,6 +43,12 @@ class Call:
     settings: GatewaySettings = field(default_factory=GatewaySettings)
     signing_key: bytes = field(default=b"", repr=False)
     credential: Credential = NOBODY
+
+    def bound_write_queue(self) -> None:
+        """From now on a write of the answer waits until the connection has taken it."""
+        transport = self.http.transport
+        if isinstance(transport, asyncio.WriteTransport):
+            transport.set_write_buffer_limits(high=0)
 
     def upload(self) -> Upload:
         """The body as an object's bytes, whatever its form; the length must be known.

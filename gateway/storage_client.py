@@ -53,7 +53,6 @@ from descriptors.peer_calls import ARGUMENT_BYTES_MAX, PLAIN_CALLS, RESULT_HEADE
 from descriptors.storage_api import Body, BodySink, DeliveryOutcome, DeliveryStart, ObjectRead, Piece
 
 CONNECT_TIMEOUT_S = 5.0
-CONNECTIONS_MAX = 512
 _TYPES = {name: CallTypes(name) for name in PLAIN_CALLS}
 _DIGESTS = TypeAdapter(BodyDigests)
 _PUT = TypeAdapter(PutRequest)
@@ -88,12 +87,12 @@ class RemoteStorage:
         self._session: aiohttp.ClientSession | None = None
 
     async def start(self) -> None:
-        """Open the connection pool."""
+        """Open the connection pool. The gateway bounds its own connections, and with them these."""
         connector: aiohttp.BaseConnector
         if self._socket_path is not None:
-            connector = aiohttp.UnixConnector(self._socket_path, limit=CONNECTIONS_MAX)
+            connector = aiohttp.UnixConnector(self._socket_path, limit=0)
         else:
-            connector = aiohttp.TCPConnector(limit=CONNECTIONS_MAX)
+            connector = aiohttp.TCPConnector(limit=0)
         timeout = aiohttp.ClientTimeout(total=None, sock_connect=CONNECT_TIMEOUT_S)
         self._session = aiohttp.ClientSession(
             connector=connector, timeout=timeout, auto_decompress=False, max_field_size=65_536

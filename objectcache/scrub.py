@@ -21,7 +21,7 @@ def run(directory: Path, report: Path | None) -> int:
         return UNREADABLE
     try:
         damages, extent_count, nbytes = _read_all(directory)
-    except sqlite3.Error as error:
+    except (sqlite3.Error, OSError) as error:
         print(f"objectcache: {index}: {error}", file=sys.stderr)
         return UNREADABLE
     for damage in damages:

@@ -33,6 +33,8 @@ from storage_server.store.disk import Disk
 
 BACKLOG = 4096
 SHUTDOWN_S = 5.0
+WORKER_READ_S = 30.0
+"""How long a worker may go on reading an object of a segment after it was deleted; then its answer is cut."""
 SWITCH_INTERVAL_S = 0.0005
 """A thread back from hashing or the disk waits this long for the event loop at most; the default is ten times that."""
 _log = logging.getLogger(__name__)
@@ -81,6 +83,8 @@ class Together:
         secret: bytes = b"",
         disk: Disk | None = None,
     ) -> None:
+        if worker_count > 1:
+            storage = replace(storage, punch_delay_s=WORKER_READ_S)
         self.storage = EmbeddedStorage(storage, disk)
         self._gateway = Gateway(self.storage, CredentialBook(credentials), gateway)
         self._listen = replace(listen, shares_port=listen.shares_port or worker_count > 1)
@@ -93,6 +97,8 @@ class Together:
         self.url = ""
 
     async def start(self) -> None:
+        if self._listen.shares_port:
+            _refuse_taken(self._listen)
         await self.storage.start()
         runner, self.url = await _listen(self._gateway.server(), self._listen)
         self._runners.append(runner)
@@ -204,6 +210,26 @@ def raise_file_limit() -> None:
     resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
 
 
+def _refuse_taken(listen: Listen) -> None:
+    """A port our own workers share would be shared with another server just as silently. Raises OSError."""
+    with _bound(replace(listen, shares_port=False)) as probe:
+        probe.listen()
+
+
+def _bound(listen: Listen) -> socket.socket:
+    family = socket.AF_INET6 if ":" in listen.host else socket.AF_INET
+    bound = socket.socket(family, socket.SOCK_STREAM)
+    bound.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    if listen.shares_port:
+        bound.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)
+    try:
+        bound.bind((listen.host, listen.port))
+    except OSError:
+        bound.close()
+        raise
+    return bound
+
+
 async def _listen(server: web.Server, listen: Listen) -> tuple[web.ServerRunner, str]:
     runner = web.ServerRunner(server, shutdown_timeout=SHUTDOWN_S)
     await runner.setup()
@@ -214,14 +240,9 @@ async def _listen(server: web.Server, listen: Listen) -> tuple[web.ServerRunner,
         await site.start()
         listen.socket_path.chmod(0o600)
         return runner, f"unix:{listen.socket_path}"
-    family = socket.AF_INET6 if ":" in listen.host else socket.AF_INET
-    bound = socket.socket(family, socket.SOCK_STREAM)
-    bound.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-    if listen.shares_port:
-        bound.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)
-    bound.bind((listen.host, listen.port))
+    bound = _bound(listen)
     tls = listen.tls.context() if listen.tls is not None else None
     site = web.SockSite(runner, bound, backlog=BACKLOG, ssl_context=tls)
     await site.start()
-    host = f"[{listen.host}]" if family is socket.AF_INET6 else listen.host
+    host = f"[{listen.host}]" if ":" in listen.host else listen.host
     return runner, f"{'http' if tls is None else 'https'}://{host}:{bound.getsockname()[1]}"

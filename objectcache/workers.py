@@ -81,9 +81,17 @@ class Workers:
 
     async def _keep(self, ready: asyncio.Future[None]) -> None:
         while True:
-            process = await asyncio.create_subprocess_exec(
-                *self._command, stdin=asyncio.subprocess.PIPE, stdout=asyncio.subprocess.PIPE
-            )
+            try:
+                process = await asyncio.create_subprocess_exec(
+                    *self._command, stdin=asyncio.subprocess.PIPE, stdout=asyncio.subprocess.PIPE
+                )
+            except OSError as error:
+                if not ready.done():
+                    ready.set_exception(error)
+                    return
+                _log.warning("a worker cannot be started: %s", error)
+                await asyncio.sleep(RESTART_DELAY_S)
+                continue
             try:
                 line = await process.stdout.readline() if process.stdout is not None else b""
                 if line and not ready.done():

@@ -22,11 +22,13 @@ async def sweep_lifecycle(store: EmbeddedStore, interval_s: float, day_s: float)
     """Carry out every bucket's rules, again and again, until cancelled."""
     while True:
         await asyncio.sleep(interval_s)
-        for bucket in await store.reads.list_buckets():
-            try:
+        try:
+            for bucket in await store.reads.list_buckets():
                 await carry_out(store, bucket.name, await store.reads.get_lifecycle(bucket.name), time.time(), day_s)
-            except ObjectCacheError as error:
-                _log.warning("lifecycle of %s: %s", bucket.name, error)
+        except ObjectCacheError as error:
+            _log.warning("lifecycle: %s", error)
+        except Exception:
+            _log.exception("lifecycle rules could not be carried out; they are tried again")
 
 
 async def carry_out(

@@ -19,7 +19,7 @@ class StorageSettings:
 
     Objects and parts up to `packed_bytes_max` share segments. `buffer_bytes` bounds what plain S3 bodies hold in
     memory. Lifecycle rules are carried out every `lifecycle_interval_s`; a shorter `lifecycle_day_s` is for trying
-    them out.
+    them out. Deleted bytes of a segment are given back `punch_delay_s` later, for readers elsewhere.
     """
 
     data_dir: Path
@@ -35,6 +35,7 @@ class StorageSettings:
     packed_bytes_max: int = 8 * MIB
     buffer_bytes: int = 128 * MIB
     durability: Durability = Durability.STRICT
+    punch_delay_s: float = 0.0
     lifecycle_interval_s: float = 3600.0
     lifecycle_day_s: float = DAY_S
     gather_threads: int = 2

@@ -324,3 +324,28 @@ def test_the_managed_transfer_of_boto3(servers: Stack, bucket: str) -> None:
     assert into.getvalue() == body
     s3.copy({"Bucket": bucket, "Key": "managed"}, bucket, "managed-copy")
     assert s3.get_object(Bucket=bucket, Key="managed-copy")["Body"].read() == body
+
+
+def test_parts_copied_while_others_read_are_the_sources_bytes(servers: Stack) -> None:
+    """Read buffers are used again: what a part is made of must not be another reader's."""
+    s3 = servers.s3()
+    s3.create_bucket(Bucket="copied-parts")
+    bodies = {f"k{index}": os.urandom(3_000_000 + 77_777 * index) for index in range(3)}
+    for key, body in bodies.items():
+        s3.put_object(Bucket="copied-parts", Key=key, Body=body)
+    upload = s3.create_multipart_upload(Bucket="copied-parts", Key="to")["UploadId"]
+
+    def copy(number: int) -> None:
+        source = f"k{number % 3}"
+        target = {"Bucket": "copied-parts", "Key": "to", "UploadId": upload, "PartNumber": number}
+        part = s3.upload_part_copy(**target, CopySource={"Bucket": "copied-parts", "Key": source})
+        assert part["CopyPartResult"]["ETag"] == f'"{hashlib.md5(bodies[source]).hexdigest()}"'
+
+    def read(number: int) -> None:
+        key = f"k{number % 3}"
+        assert servers.request("GET", f"/copied-parts/{key}").body == bodies[key]
+
+    with ThreadPoolExecutor(8) as pool:
+        tasks = [pool.submit(copy if number % 2 else read, number) for number in range(1, 60)]
+        for task in tasks:
+            task.result()

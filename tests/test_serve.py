@@ -86,6 +86,16 @@ def test_a_worker_that_dies_is_started_again_and_all_end_with_the_server(tmp_pat
         assert eventually(lambda: has_ended(worker), 20)
 
 
+def test_a_port_that_is_taken_is_refused_although_workers_share_theirs(tmp_path: Path, config: Path) -> None:
+    serve = ("serve", "--port", "0", "--workers", "2", "--no-ucx", "--config", str(config))
+    with started(*serve, "--data", str(tmp_path / "one")) as (url, _):
+        port = url.rpartition(":")[2]
+        second = ("serve", "--port", port, "--workers", "2", "--no-ucx", "--config", str(config))
+        done = cli(*second, "--data", str(tmp_path / "two"))
+        assert done.returncode == 1
+        assert "in use" in done.stderr
+
+
 def test_https_with_a_given_certificate(tmp_path: Path) -> None:
     """Clients do the rest in tests/test_clients.py."""
     with tls_server(tmp_path) as (endpoint, ca_file):

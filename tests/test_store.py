@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import errno
 import hashlib
 import os
 import sqlite3
 import time
 from collections.abc import AsyncIterator
+from contextlib import aclosing
 from dataclasses import replace
 from pathlib import Path
 
@@ -40,9 +42,12 @@ from descriptors.units import MIB
 from storage_server.lifecycle import carry_out
 from storage_server.settings import StorageSettings
 from storage_server.store.block_checksums import BLOCK_BYTES, BlockChecksums, first_bad_block
+from storage_server.store.bodies import BodyReader
+from storage_server.store.buffers import BufferShare
 from storage_server.store.durability import Durability
 from storage_server.store.embedded import EmbeddedStore
-from storage_server.store.extents import ExtentFiles, PinSet
+from storage_server.store.extents import Extent, ExtentFiles, PinSet
+from storage_server.store.io_threads import IoThreads
 from storage_server.store.transaction import find_object, remove_versions
 from tests.faulty_disk import FaultyDisk
 from tests.support import BytesBody
@@ -640,3 +645,102 @@ async def test_an_object_overwritten_during_the_sweep_stays(store: EmbeddedStore
     await put(store, "key", b"new")
     assert await store.change(lambda tx: remove_versions(tx, "bbb", {"key": row.version})) == 0
     assert await get(store, "key") == b"new"
+
+
+async def test_a_deleted_neighbours_space_is_free_at_once_and_its_readers_go_on(tmp_path: Path) -> None:
+    """Within a segment that lives on; and so is the space of a body that failed."""
+    store = await opened(tmp_path / "data")
+    await store.create_bucket("k", "bbb")
+    for index in range(8):
+        await put(store, f"key-{index}", content(SMALL, index))
+    (name,) = files_in(store)
+    path = tmp_path / "data" / "extents" / name[:2] / name
+    full = path.stat().st_blocks
+    async with store.reads.open_object(ReadRequest("bbb", "key-0")) as read:
+        await store.delete_objects("bbb", [f"key-{index}" for index in range(6)])
+        assert b"".join([bytes(piece) async for piece in read.body]) == content(SMALL)
+    for _ in range(200):
+        if path.stat().st_blocks < full / 2:
+            break
+        await asyncio.sleep(0.01)
+    left = path.stat().st_blocks
+    assert left < full / 2
+    with pytest.raises(CallerError):
+        await put(store, "refused", content(PACKED_BYTES_MAX), BodyDigests(md5="0" * 32))
+    assert path.stat().st_blocks <= left
+    for index in (6, 7):
+        assert await get(store, f"key-{index}") == content(SMALL, index)
+    store.close()
+
+
+async def test_a_copied_objects_space_stays_while_the_copy_does(store: EmbeddedStore) -> None:
+    await put(store, "source", content(SMALL))
+    await put(store, "other", content(SMALL, 1))
+    await store.copy_object(CopyRequest(ReadRequest("bbb", "source"), "bbb", "copy"))
+    await store.delete_object("bbb", "source")
+    await put(store, "another", b"a batch later")
+    assert await get(store, "copy") == content(SMALL)
+
+
+async def test_puts_cut_off_while_their_place_is_made_leave_no_file_open(tmp_path: Path) -> None:
+    store = await opened(tmp_path / "data")
+    await store.create_bucket("k", "bbb")
+    before = len(os.listdir("/proc/self/fd"))  # noqa: PTH208
+    for _ in range(60):
+        task = asyncio.create_task(put(store, "key", content(LARGE)))
+        await asyncio.sleep(0)
+        await asyncio.sleep(0)
+        task.cancel()
+        await asyncio.wait([task])
+    await settled(store)
+    assert len(os.listdir("/proc/self/fd")) <= before + 2  # noqa: PTH208
+    store.close()
+
+
+async def test_a_buffer_is_lent_again_only_when_no_thread_fills_it_any_more() -> None:
+    """A reader that is cancelled twice, once by its connection and once by its handler."""
+
+    class SlowFiles(ExtentFiles):
+        def __init__(self) -> None:
+            self.filling = 0
+
+        def read_into(self, extent: Extent, start: int, view: memoryview) -> None:
+            self.filling += 1
+            time.sleep(0.1)
+            self.filling -= 1
+
+    files = SlowFiles()
+    io = IoThreads(2)
+    reader = BodyReader(files, BufferShare(MIB), io)
+
+    async def read() -> None:
+        async with aclosing(reader.pieces([Extent("f", 0, 8 * MIB, b"")], ByteRange(0, 8 * MIB))) as pieces:
+            async for _ in pieces:
+                raise ConnectionResetError
+
+    task = asyncio.create_task(read())
+    await asyncio.sleep(0.15)
+    task.cancel()
+    await asyncio.wait([task])
+    assert files.filling == 0
+    io.close()
+
+
+async def test_the_committer_outlives_what_nobody_expected(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """One change fails or succeeds; none waits for ever, and the next is carried out."""
+    store = await opened(tmp_path / "data")
+    await store.create_bucket("k", "bbb")
+
+    def fail(*_: object) -> None:
+        raise MemoryError("injected")
+
+    for name in ("_dispose_dead", "_transact"):
+        kept = getattr(store._committer, name)
+        setattr(store._committer, name, fail)
+        with contextlib.suppress(ServerError):
+            await asyncio.wait_for(put(store, "key", b"1"), 10)
+        setattr(store._committer, name, kept)
+        await asyncio.wait_for(put(store, "key", name.encode()), 10)
+        assert await get(store, "key") == name.encode()
+    assert "injected" in caplog.text
+    store.close()

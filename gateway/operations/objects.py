@@ -108,6 +108,7 @@ async def _get(call: Call, request: ReadRequest, overrides: dict[str, str]) -> w
         else:
             first = await anext(read.body, b"")
             await begin_answer(call.http, response)
+            call.bound_write_queue()
             await response.write(bytes(first))
             async for piece in read.body:
                 await response.write(bytes(piece))

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import logging
 import os
 from collections.abc import Iterable
 from pathlib import Path
@@ -21,6 +22,7 @@ from storage_server.store.reader import IndexReader
 from storage_server.store.reads import Reads
 
 IO_THREADS = 4
+_log = logging.getLogger(__name__)
 DELETED_CHECK_INTERVAL_S = 1.0
 
 
@@ -76,4 +78,7 @@ class StoreBeside:
     async def _close_deleted(self) -> None:
         while True:
             await asyncio.sleep(DELETED_CHECK_INTERVAL_S)
-            self._files.close_deleted()
+            try:
+                self._files.close_deleted()
+            except OSError:
+                _log.exception("deleted files could not be let go of")

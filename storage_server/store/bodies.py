@@ -20,6 +20,7 @@ from storage_server.store.io_threads import IoThreads
 from storage_server.store.pump import ExtentPump
 from storage_server.store.rows import StoredPart
 from storage_server.store.segments import ExtentWriter, Pending, Segments
+from storage_server.threads import finished
 
 SYNC_ALONE_BYTES_MIN = MIB
 AT_ONCE_BYTES_MAX = 64 * KIB
@@ -63,7 +64,8 @@ class BodyWriter:
             pieces = _once(whole)
         else:
             pieces = aiter(body)
-        with closing(await self._io.run(lambda: self._segments.writer(nbytes, hashes))) as writer:
+        make_writer = partial(self._segments.writer, nbytes, hashes)
+        with closing(await self._io.run(make_writer, undo=ExtentWriter.close)) as writer:
             await self._copy(pieces, writer, body, nbytes)
             yield _stored(writer, nbytes), writer.pending()
 
@@ -146,9 +148,7 @@ class BodyReader:
                         yield piece
             finally:
                 if ahead is not None:
-                    await asyncio.wait([ahead])
-                    if not ahead.cancelled():
-                        ahead.exception()
+                    await finished(ahead)  # a thread fills a buffer until then
 
     @contextmanager
     def pump(self, extents: Sequence[Extent], span: ByteRange) -> Iterator[Pump | None]:
@@ -161,8 +161,8 @@ class BodyReader:
             with corrupt_is_internal():
                 read_object(self._files.read_into, extents, start, view)
 
-        with self._share.joined(), self._buffers.lent(1) as (buffer,):
-            yield ExtentPump(read, span, self._share, buffer, self._io)
+        with self._share.joined(), closing(ExtentPump(read, span, self._share, self._buffers, self._io)) as pump:
+            yield pump
 
     def _cached(self, extents: Sequence[Extent], span: ByteRange) -> Piece | None:
         """A span that is in memory, at once; None where the disk has to be waited for."""

@@ -83,16 +83,20 @@ class BodyHashes:
         if said.sha256 is not None and (self._sha256 is None or self._sha256.hexdigest() != said.sha256):
             raise CallerError(
                 ErrorCode.X_AMZ_CONTENT_SHA256_MISMATCH,
-                "the body's SHA-256 is not the one that was signed",
+                "The provided 'x-amz-content-sha256' header does not match what was computed.",
                 field="x-amz-content-sha256",
             )
         if said.md5 is not None and self.etag != said.md5:
-            raise CallerError(ErrorCode.BAD_DIGEST, "the body's MD5 is not the one given", field="content-md5")
+            raise CallerError(
+                ErrorCode.BAD_DIGEST,
+                "The Content-MD5 you specified did not match what we received.",
+                field="content-md5",
+            )
         own = self.checksum
         if said.checksum is not None and own is not None and own.value != said.checksum:
             raise CallerError(
                 ErrorCode.BAD_DIGEST,
-                f"the {own.algorithm.value} you specified did not match the calculated checksum",
+                f"The {own.algorithm.value} you specified did not match the calculated checksum.",
                 field=own.algorithm.header,
             )
 

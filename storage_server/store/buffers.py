@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import mmap
 from collections.abc import Iterator
 from contextlib import contextmanager
 
@@ -36,19 +37,31 @@ class BufferShare:
 
 
 class BufferPool:
-    """Buffers of PIECE_BYTES_MAX, used again: fresh memory costs a page fault every 4 KiB. Used from one event loop."""
+    """Buffers of PIECE_BYTES_MAX, used again: fresh memory costs a page fault every 4 KiB. What was never written to
+    takes none. Used from one event loop.
+    """
 
     def __init__(self) -> None:
         self._spare: list[memoryview] = []
 
+    def take(self) -> memoryview:
+        """A buffer, its content as somebody left it."""
+        return self._spare.pop() if self._spare else memoryview(mmap.mmap(-1, PIECE_BYTES_MAX))
+
+    def give_back(self, buffer: memoryview) -> None:
+        """Nobody uses it any more; a few are kept for the next."""
+        if len(self._spare) < SPARE_BUFFERS_MAX:
+            self._spare.append(buffer)
+
     @contextmanager
     def lent(self, count: int) -> Iterator[list[memoryview]]:
-        """`count` buffers until the block ends; a few are kept for the next."""
-        taken = [self._spare.pop() if self._spare else memoryview(bytearray(PIECE_BYTES_MAX)) for _ in range(count)]
+        """`count` buffers until the block ends."""
+        taken = [self.take() for _ in range(count)]
         try:
             yield taken
         finally:
-            self._spare += taken[: SPARE_BUFFERS_MAX - len(self._spare)]
+            for buffer in taken:
+                self.give_back(buffer)
 
 
 def piece_bytes(total_bytes: int, active: int) -> int:

@@ -10,11 +10,13 @@ the index may be as it was before that commit.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
 import queue
 import sqlite3
 import threading
 import time
+from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -31,6 +33,7 @@ from storage_server.store.transaction import Transaction, version_counter
 BATCH_MAX = 256
 PENDING_MAX = 2048
 RELAXED_SYNC_INTERVAL_S = 1.0
+FAILURE_PAUSE_S = 0.1
 _T = TypeVar("_T")
 _log = logging.getLogger(__name__)
 Change = Callable[[Transaction], Any]
@@ -45,6 +48,7 @@ class _Job:
     frees: bool = False
     result: Any = None
     error: BaseException | None = None
+    is_settled: bool = False
 
     def settle(self) -> None:
         if self.future.cancelled():
@@ -56,12 +60,27 @@ class _Job:
 
 
 class Committer:
-    """Owns the index's writing connection. `dispose` is called, in the committer's thread, with files no row names."""
+    """Owns the index's writing connection. In its thread, `dispose` is called with files no row names, and `punch` with
+    places in other files (file, offset, bytes), `punch_delay_s` after nobody here can find them any more.
+    """
 
-    def __init__(self, path: Path, durability: Durability, disk: Disk, dispose: Callable[[str], None]) -> None:
+    def __init__(
+        self,
+        path: Path,
+        durability: Durability,
+        disk: Disk,
+        dispose: Callable[[str], None],
+        punch: Callable[[str, int, int], None],
+        punch_delay_s: float,
+    ) -> None:
+        self._path = path
         self._durability = durability
         self._disk = disk
         self._dispose = dispose
+        self._punch = punch
+        self._punch_delay_s = punch_delay_s
+        self._holes: list[tuple[str, int, int]] = []
+        self._punches: deque[tuple[float, str, int, int]] = deque()
         self._queue: queue.SimpleQueue[_Job | str | None] = queue.SimpleQueue()
         self._pending = 0
         self._considered: set[str] = set()
@@ -92,6 +111,8 @@ class Committer:
         Raises what the change raises; ServerError (InsufficientStorage, InternalError, SlowDown) when the disk or the
         index fails: then nothing of the change shows.
         """
+        if not frees:
+            self.require_room()
         if self._pending >= PENDING_MAX:
             raise ServerError(ErrorCode.SLOW_DOWN, "too many changes wait for the disk", retryable=True)
         loop = asyncio.get_running_loop()
@@ -105,6 +126,11 @@ class Committer:
         finally:
             self._pending -= 1
 
+    def require_room(self) -> None:
+        """Raises ServerError(InsufficientStorage) while the disk is full: what room there is, is for making more."""
+        if self._reserve.was_needed:
+            raise ServerError(ErrorCode.INSUFFICIENT_STORAGE, "no space left on the disk", retryable=True)
+
     def consider(self, file_id: str) -> None:
         """Dispose of this file soon if no row names it. From any thread."""
         self._queue.put(file_id)
@@ -113,18 +139,36 @@ class Committer:
         open_for_more = True
         while open_for_more:
             batch, open_for_more = self._next_batch()
-            if batch or self._considered:
-                self._carry_out(batch)
-                for loop in {job.loop for job in batch}:
-                    loop.call_soon_threadsafe(_settle, [job for job in batch if job.loop is loop])
-            if not open_for_more or time.monotonic() - self._synced_at >= RELAXED_SYNC_INTERVAL_S:
-                self._sync_relaxed()
-                self._reserve.keep()
+            try:
+                if batch or self._considered:
+                    self._carry_out(batch)
+                self._give_space_back()
+                if not open_for_more or time.monotonic() - self._synced_at >= RELAXED_SYNC_INTERVAL_S:
+                    self._sync_relaxed()
+                    self._reserve.keep()
+            except Exception as error:  # the thread must live, and nobody may wait for ever
+                _log.exception("the committer goes on after this")
+                self._rollback()
+                for job in batch:
+                    if not job.is_settled:
+                        job.error = index_error(error)
+                self._answer(batch)
+                time.sleep(FAILURE_PAUSE_S)
+
+    def _answer(self, batch: list[_Job]) -> None:
+        unsettled = [job for job in batch if not job.is_settled]
+        for job in unsettled:
+            job.is_settled = True
+            if job.pending is not None:
+                job.pending.file.release()
+        for loop in {job.loop for job in unsettled}:
+            with contextlib.suppress(RuntimeError):  # the loop is closed: nobody waits any more
+                loop.call_soon_threadsafe(_settle, [job for job in unsettled if job.loop is loop])
 
     def _next_batch(self) -> tuple[list[_Job], bool]:
         """Wait for something, and take what came meanwhile; and whether more may come."""
         batch: list[_Job] = []
-        idle = not (self._is_dirty or self._considered or self._reserve.is_gone)
+        idle = not (self._is_dirty or self._considered or self._punches or self._reserve.is_gone)
         try:
             item = self._queue.get(timeout=None if idle else RELAXED_SYNC_INTERVAL_S)
             while item is not None:
@@ -152,20 +196,16 @@ class Committer:
             self._keep_unsynced(batch)
         try:
             dead = self._transact_somehow(batch)
-        except Exception as error:  # whatever it is: the thread must live, and nobody may wait for ever
-            self._in_doubt = True
-            if not isinstance(error, sqlite3.Error):
-                _log.exception("a transaction failed")
+        except sqlite3.Error as error:
             for job in batch:
                 job.error = job.error or index_error(error)
-        else:
-            self._dead += dead
-            self._considered.clear()
-            if self._durability is Durability.STRICT:
-                self._dispose_dead()
-        for job in batch:
-            if job.pending is not None:
-                job.pending.file.release()
+            self._answer(batch)
+            return
+        self._considered.clear()
+        self._answer(batch)
+        self._dead += dead
+        if self._durability is Durability.STRICT:
+            self._dispose_dead()
 
     def _transact_somehow(self, batch: list[_Job]) -> list[str]:
         """As `_transact`; on a full disk, at least what frees space, in the room kept back for it."""
@@ -175,8 +215,11 @@ class Committer:
             if not (is_full(error) and any(job.frees for job in batch) and self._reserve.give_up()):
                 raise
             for job in batch:
-                job.error = job.error if job.frees else job.error or index_error(error)
-            return self._transact(batch)
+                job.error = None if job.frees else job.error or index_error(error)
+            dead = self._transact(batch)
+            with contextlib.suppress(sqlite3.Error):  # what the log has grown to is room as well
+                self.db.execute("PRAGMA wal_checkpoint(TRUNCATE)").fetchall()
+            return dead
 
     def _transact(self, batch: list[_Job]) -> list[str]:
         """One transaction; the files no row names after it. Raises sqlite3.Error, and nothing has changed."""
@@ -192,13 +235,24 @@ class Committer:
             if self._in_doubt:  # overwrite what a commit that failed may have left in the log, before files it named go
                 self.db.execute("INSERT INTO meta VALUES ('doubts', 1) ON CONFLICT DO UPDATE SET value = value + 1")
             dead = tx.dead_files()
+            holes = tx.holes(dead)
             self.db.execute("COMMIT")
         except BaseException:
-            if self.db.in_transaction:
-                self.db.execute("ROLLBACK")
+            self._in_doubt = True
+            self._rollback()
             raise
         self._in_doubt = False
+        self._holes += holes
         return dead
+
+    def _rollback(self) -> None:
+        if not self.db.in_transaction:
+            return
+        try:
+            self.db.execute("ROLLBACK")
+        except sqlite3.Error:  # a connection that cannot even do that is replaced
+            self.db.close()
+            self.db = connect(self._path)
 
     def _keep_unsynced(self, batch: list[_Job]) -> None:
         self._is_dirty = True
@@ -221,8 +275,7 @@ class Committer:
             self.db.execute("INSERT INTO meta VALUES ('syncs', 1) ON CONFLICT DO UPDATE SET value = value + 1")
             self.db.execute("COMMIT")
         except sqlite3.Error:
-            if self.db.in_transaction:
-                self.db.execute("ROLLBACK")
+            self._rollback()
             return
         for file in self._unsynced.values():
             file.release()
@@ -232,10 +285,20 @@ class Committer:
 
     def _dispose_dead(self) -> None:
         """Of the files that lost their last row, those that have none now: a segment may have had new ones since."""
-        dead, self._dead = self._dead, []
-        for file_id in dead:
+        while self._dead:
+            file_id = self._dead[-1]
             if self.db.execute("SELECT 1 FROM extents WHERE file_id = ? LIMIT 1", (file_id,)).fetchone() is None:
                 self._dispose(file_id)
+            self._dead.pop()
+        due_s = time.monotonic() + self._punch_delay_s
+        self._punches.extend((due_s, *hole) for hole in self._holes)
+        self._holes.clear()
+
+    def _give_space_back(self) -> None:
+        """Punch the holes that are due: readers in other processes have had time to end."""
+        now_s = time.monotonic()
+        while self._punches and self._punches[0][0] <= now_s:
+            self._punch(*self._punches.popleft()[1:])
 
 
 def _carry_out_one(tx: Transaction, job: _Job) -> None:
@@ -243,9 +306,9 @@ def _carry_out_one(tx: Transaction, job: _Job) -> None:
         with tx.step():
             job.result = job.change(tx)
     except sqlite3.Error as error:
+        if is_full(error) or not tx.db.in_transaction:
+            raise  # nothing more goes in, or SQLite gave the whole transaction up
         job.error = index_error(error)
-        if not tx.db.in_transaction:
-            raise  # SQLite gave the whole transaction up
     except Exception as error:
         job.error = error
 

@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
+import ctypes
 import errno
 import os
 from pathlib import Path
 
 from descriptors.errors import ErrorCode, ServerError
+
+_PUNCH_HOLE = 0x02 | 0x01  # FALLOC_FL_PUNCH_HOLE, FALLOC_FL_KEEP_SIZE (linux/falloc.h)
+_fallocate = ctypes.CDLL(None, use_errno=True).fallocate
+_fallocate.argtypes = (ctypes.c_int, ctypes.c_int, ctypes.c_int64, ctypes.c_int64)
 
 
 class Disk:
@@ -43,6 +48,15 @@ class Disk:
     def unlink(self, path: Path) -> None:
         """Remove a file; fine when it is gone."""
         path.unlink(missing_ok=True)
+
+    def punch(self, path: Path, offset: int, nbytes: int) -> None:
+        """Give a range's space back; it reads as zeros from then on. Where the file system cannot, nothing happens."""
+        fd = os.open(path, os.O_WRONLY | os.O_CLOEXEC)
+        try:
+            if _fallocate(fd, _PUNCH_HOLE, offset, nbytes) != 0 and ctypes.get_errno() != errno.EOPNOTSUPP:
+                raise OSError(ctypes.get_errno(), "the space could not be given back")
+        finally:
+            os.close(fd)
 
     def open(self, path: Path) -> int:
         """A file for reading."""

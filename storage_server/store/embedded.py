@@ -63,7 +63,9 @@ class EmbeddedStore:
         index = settings.data_dir / "index.sqlite3"
         self.files = ExtentFiles(settings.data_dir, settings.open_files_max, disk)
         self.files.start()
-        self._committer = Committer(index, settings.durability, disk, self._dispose)
+        self._committer = Committer(
+            index, settings.durability, disk, self._dispose, self.files.punch, settings.punch_delay_s
+        )
         self._segments = Segments(
             settings.data_dir, self.files, disk, settings.packed_bytes_max, self._committer.consider
         )
@@ -115,6 +117,7 @@ class EmbeddedStore:
     async def put_object(self, request: PutRequest, body: Body) -> ObjectInfo:
         """Store a whole object; visible and durable when this returns, and not visible at all when it raises."""
         check_size(request.nbytes, self._settings.object_bytes_max)
+        self._committer.require_room()
         self.reader.here(lambda db: _check_before_body(db, request))
         async with self._bodies.received(request.nbytes, request.checksum, body) as (part, pending):
             info = ObjectInfo(request.key, request.nbytes, part.etag, time.time(), request.attributes, part.checksum)

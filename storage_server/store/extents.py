@@ -60,6 +60,7 @@ class ExtentFiles:
         self._pins: Counter[str] = Counter()
         self._fds: OrderedDict[str, int] = OrderedDict()
         self._doomed: set[str] = set()
+        self._holes: dict[str, list[tuple[int, int]]] = {}
 
     def start(self) -> None:
         """Make the directories."""
@@ -105,9 +106,13 @@ class ExtentFiles:
                 if self._pins[file_id] > 0:
                     continue
                 del self._pins[file_id]
+                holes = self._holes.pop(file_id, [])
                 if file_id in self._doomed:
                     self._doomed.discard(file_id)
                     self._remove(file_id)
+                    continue
+                for offset, nbytes in holes:
+                    self._punch(file_id, offset, nbytes)
             self._close_idle(IDLE_FILES_MAX)
 
     def dispose(self, file_id: str) -> None:
@@ -118,6 +123,16 @@ class ExtentFiles:
                 self._doomed.add(file_id)
             else:
                 self._remove(file_id)
+
+    def punch(self, file_id: str, offset: int, nbytes: int) -> None:
+        """Give back the space of bytes the index no longer names, now or when the file's last reader is done."""
+        with self._lock:
+            if file_id not in self._live:
+                return
+            if self._pins.get(file_id):
+                self._holes.setdefault(file_id, []).append((offset, nbytes))
+            else:
+                self._punch(file_id, offset, nbytes)
 
     def read_into(self, extent: Extent, start: int, view: memoryview) -> None:
         """Fill `view` with the extent's bytes from `start` on; every byte has passed its block's checksum.
@@ -185,6 +200,10 @@ class ExtentFiles:
             return
         for file_id in [name for name in self._fds if not self._pins.get(name)][: len(self._fds) - keep]:
             os.close(self._fds.pop(file_id))
+
+    def _punch(self, file_id: str, offset: int, nbytes: int) -> None:
+        with contextlib.suppress(OSError):  # the space comes back with the file, then
+            self._disk.punch(extent_path(self._directory, file_id), offset, nbytes)
 
     def _remove(self, file_id: str) -> None:
         fd = self._fds.pop(file_id, None)

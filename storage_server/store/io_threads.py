@@ -23,9 +23,16 @@ class IoThreads:
         """Finish running work."""
         self._pool.shutdown()
 
-    async def run(self, action: Callable[[], _T]) -> _T:
-        """Run to its end even when the caller is cancelled; disk errors become ours."""
+    async def run(self, action: Callable[[], _T], undo: Callable[[_T], None] | None = None) -> _T:
+        """Run to its end even when the caller is cancelled; `undo` then gets the result nobody else will have. Disk
+        errors become ours.
+        """
+        future = asyncio.get_running_loop().run_in_executor(self._pool, action)
         try:
-            return await to_end(asyncio.get_running_loop().run_in_executor(self._pool, action))
+            return await to_end(future)
         except OSError as error:
             raise disk_error(error, "serving the request") from error
+        except asyncio.CancelledError:
+            if undo is not None and not future.cancelled() and future.exception() is None:
+                undo(future.result())
+            raise

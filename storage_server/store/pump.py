@@ -5,17 +5,19 @@ thread waits for another between two pieces.
 from __future__ import annotations
 
 import select
+import time
 from collections.abc import Callable
 from enum import Enum, auto
+from functools import partial
 
 from descriptors.objects import ByteRange
 from descriptors.storage_api import SendSome
 from descriptors.units import MIB
-from storage_server.store.buffers import BufferShare
+from storage_server.store.buffers import BufferPool, BufferShare
 from storage_server.store.io_threads import IoThreads
 
 TURN_BYTES = 16 * MIB
-PATIENCE_MS = 20
+PATIENCE_S = 0.03
 
 
 class Turn(Enum):
@@ -29,7 +31,7 @@ class Turn(Enum):
 class ExtentPump:
     """Implements descriptors.storage_api.Pump. `read(start, view)` fills a view with proved bytes.
 
-    A turn sends at most TURN_BYTES, and waits PATIENCE_MS at a time for a connection that is full.
+    A turn sends at most TURN_BYTES, and has waited for a full connection only within its first PATIENCE_S.
     """
 
     def __init__(
@@ -37,51 +39,65 @@ class ExtentPump:
         read: Callable[[int, memoryview], None],
         span: ByteRange,
         share: BufferShare,
-        buffer: memoryview,
+        buffers: BufferPool,
         io: IoThreads,
     ) -> None:
         self._read = read
         self._at = span.start
         self._end = span.start + span.length
         self._share = share
-        self._buffer = buffer
+        self._buffers = buffers
+        self._buffer: memoryview | None = None
         self._io = io
-        self._unsent = buffer[:0]
+        self._unsent = memoryview(b"")
 
     async def prime(self) -> None:
         """Have the first piece ready. Raises ServerError(InternalError)."""
-        await self._io.run(self._fill)
+        self._buffer = self._buffers.take()
+        await self._io.run(partial(self._fill, self._buffer))
+
+    def close(self) -> None:
+        """Give the buffer back."""
+        buffer, self._buffer, self._unsent = self._buffer, None, memoryview(b"")
+        if buffer is not None:
+            self._buffers.give_back(buffer)
 
     async def send(self, send_some: SendSome, fd: int) -> bool:
         """See descriptors.storage_api.Pump."""
+        if self._buffer is None:
+            raise RuntimeError("prime() was not called")
         turn = Turn.MORE
         while turn is Turn.MORE:
-            turn = await self._io.run(lambda: self._turn(send_some, fd))
+            turn = await self._io.run(partial(self._turn, self._buffer, send_some, fd))
         return turn is Turn.DONE
 
-    def _turn(self, send_some: SendSome, fd: int) -> Turn:
+    def _turn(self, buffer: memoryview, send_some: SendSome, fd: int) -> Turn:
         stop_at = self._at + TURN_BYTES
+        patient_until_s = time.monotonic() + PATIENCE_S
         while True:
             while self._unsent:
                 try:
                     self._unsent = self._unsent[send_some(self._unsent) :]
                 except BlockingIOError:
-                    if not _writable(fd):
+                    if not _writable(fd, patient_until_s):
                         return Turn.BLOCKED
             if self._at == self._end:
                 return Turn.DONE
             if self._at >= stop_at:
                 return Turn.MORE
-            self._fill()
+            self._fill(buffer)
 
-    def _fill(self) -> None:
-        view = self._buffer[: min(self._share.piece_bytes, self._end - self._at)]
+    def _fill(self, buffer: memoryview) -> None:
+        view = buffer[: min(self._share.piece_bytes, self._end - self._at)]
         self._read(self._at, view)
         self._at += len(view)
         self._unsent = view
 
 
-def _writable(fd: int) -> bool:
+def _writable(fd: int, until_s: float) -> bool:
+    left_ms = 1000 * (until_s - time.monotonic())
+    if left_ms <= 0:
+        return False
     poll = select.poll()
     poll.register(fd, select.POLLOUT)
-    return bool(poll.poll(PATIENCE_MS))
+    return bool(poll.poll(left_ms))

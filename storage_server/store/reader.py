@@ -13,6 +13,7 @@ from typing import TypeVar
 
 from descriptors.errors import ErrorCode, ServerError
 from storage_server.store.committer import index_error
+from storage_server.store.disk import disk_error
 from storage_server.store.extents import Extent, ExtentFiles, PinSet
 from storage_server.store.schema import connect
 from storage_server.threads import to_end
@@ -63,7 +64,7 @@ class IndexReader:
         try:
             for _ in range(REREADS_MAX):
                 found, extents = await self.threaded(query) if long else self.here(query)
-                if pins.keep(extents):
+                if _kept(pins, extents):
                     break
             else:
                 raise ServerError(ErrorCode.SLOW_DOWN, "the object changes faster than it can be read", retryable=True)
@@ -76,6 +77,13 @@ class IndexReader:
         self._local.connection = connect(self._path)
         self._opened.append(self._local.connection)
         everyone.wait()
+
+
+def _kept(pins: PinSet, extents: Sequence[Extent]) -> bool:
+    try:
+        return pins.keep(extents)
+    except OSError as error:
+        raise disk_error(error, "opening the object") from error
 
 
 def _translated(query: Query[_T], connection: sqlite3.Connection) -> _T:

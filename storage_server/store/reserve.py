@@ -15,6 +15,7 @@ class Reserve:
     def __init__(self, directory: Path) -> None:
         self._path = directory / "reserve"
         self.is_gone = True
+        self.was_needed = False
 
     def keep(self) -> None:
         """Have it, where the disk has room for it."""
@@ -26,16 +27,16 @@ class Reserve:
             return
         try:
             os.posix_fallocate(fd, 0, RESERVE_BYTES)
-            self.is_gone = False
+            self.is_gone = self.was_needed = False
         except OSError:
-            self.give_up()
+            self._path.unlink(missing_ok=True)
         finally:
             os.close(fd)
 
     def give_up(self) -> bool:
-        """Free its space; whether there was any."""
+        """Free its space, until `keep` has it again; whether there was any."""
         self.is_gone = True
         with contextlib.suppress(OSError):
             self._path.unlink()
-            return True
-        return False
+            self.was_needed = True
+        return self.was_needed

@@ -32,8 +32,9 @@ RETIRE_BYTES_MIN = 1 << 20
 class WriteFile:
     """A file extents are written to. It closes when everyone who holds it has let go; then `on_closed` hears its id."""
 
-    def __init__(self, file_id: str, fd: int, disk: Disk, on_closed: Callable[[str], None]) -> None:
-        self.file_id = file_id
+    def __init__(self, path: Path, fd: int, disk: Disk, on_closed: Callable[[str], None]) -> None:
+        self.file_id = path.name
+        self._path = path
         self.fd = fd
         self.failed = False
         self._disk = disk
@@ -41,6 +42,11 @@ class WriteFile:
         self._lock = threading.Lock()
         self._syncing = threading.Lock()
         self._holders = 1
+
+    def give_back(self, offset: int, nbytes: int) -> None:
+        """The space of a body that failed: no row has named it, and none will."""
+        with contextlib.suppress(OSError):
+            self._disk.punch(self._path, offset, nbytes)
 
     def hold(self) -> None:
         """One more holder."""
@@ -53,7 +59,8 @@ class WriteFile:
             self._holders -= 1
             if self._holders:
                 return
-        os.close(self.fd)
+        with contextlib.suppress(OSError):
+            os.close(self.fd)
         self._on_closed(self.file_id)
 
     def write(self, view: memoryview, offset: int, disk: Disk) -> None:
@@ -185,7 +192,7 @@ class Segments:
         self._files.add(file_id)
         with self._lock:
             self._writing.add(file_id)
-        return WriteFile(file_id, fd, self._disk, self._closed)
+        return WriteFile(path, fd, self._disk, self._closed)
 
 
 class ExtentWriter:
@@ -198,6 +205,7 @@ class ExtentWriter:
         self._nbytes = nbytes
         self._blocks = BlockChecksums()
         self._written_bytes = 0
+        self._is_stored = False
         self._released = False
 
     def write(self, pieces: Iterable[Piece], disk: Disk) -> None:
@@ -235,11 +243,15 @@ class ExtentWriter:
         self.hashes.check(said)
 
     def extent(self) -> Extent:
-        """What was written."""
+        """What was written; from now on it may be named."""
+        self._is_stored = True
         return Extent(self.file.file_id, self._offset, self._nbytes, self._blocks.packed())
 
     def close(self) -> None:
         """Done, well or not; later calls do nothing."""
-        if not self._released:
-            self._released = True
-            self.file.release()
+        if self._released:
+            return
+        self._released = True
+        if not self._is_stored and self._written_bytes:
+            self.file.give_back(self._offset, self._nbytes)
+        self.file.release()

@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 import json
 import sqlite3
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 
@@ -21,12 +21,15 @@ RULES = TypeAdapter(list[LifecycleRule])
 
 
 class Transaction:
-    """One transaction of the writing connection. `released` collects the files that lost a row."""
+    """One transaction of the writing connection. `released` collects the files that lost a row, `lost` the places in
+    them: file, offset, bytes.
+    """
 
     def __init__(self, db: sqlite3.Connection, versions: Iterator[int], *, synced: bool) -> None:
         self.db = db
         self.synced = synced
         self.released: set[str] = set()
+        self.lost: set[tuple[str, int, int]] = set()
         self._versions = versions
 
     def new_version(self) -> int:
@@ -36,7 +39,7 @@ class Transaction:
     @contextmanager
     def step(self) -> Iterator[None]:
         """Undo what is done inside when it raises, and only that."""
-        released = set(self.released)
+        released, lost = set(self.released), set(self.lost)
         self.db.execute("SAVEPOINT step")
         try:
             yield
@@ -44,7 +47,7 @@ class Transaction:
             if self.db.in_transaction:
                 self.db.execute("ROLLBACK TO step")
                 self.db.execute("RELEASE step")
-            self.released = released
+            self.released, self.lost = released, lost
             raise
         self.db.execute("RELEASE step")
 
@@ -53,6 +56,15 @@ class Transaction:
         sql = "SELECT 1 FROM extents WHERE file_id = ? LIMIT 1"
         return [file_id for file_id in self.released if self.db.execute(sql, (file_id,)).fetchone() is None]
 
+    def holes(self, dead_files: Collection[str]) -> list[tuple[str, int, int]]:
+        """Places no row names any more, in files that stay: copies share them."""
+        sql = "SELECT 1 FROM extents WHERE file_id = ? AND file_offset = ? LIMIT 1"
+        return [
+            (file_id, offset, nbytes)
+            for file_id, offset, nbytes in self.lost
+            if file_id not in dead_files and self.db.execute(sql, (file_id, offset)).fetchone() is None
+        ]
+
     def drop_extents(self, version: int, part_numbers: Sequence[int] | None = None) -> None:
         """Forget the extents of a version, or some of its parts."""
         where, arguments = "version = ?", (version,)
@@ -60,8 +72,10 @@ class Transaction:
         if part_numbers is not None:
             where += " AND part_number = ?"
         for one in chosen:
-            rows = self.db.execute(f"DELETE FROM extents WHERE {where} RETURNING file_id", one).fetchall()
-            self.released.update(file_id for (file_id,) in rows if file_id)
+            sql = f"DELETE FROM extents WHERE {where} RETURNING file_id, file_offset, nbytes"
+            rows = [row for row in self.db.execute(sql, one).fetchall() if row[0]]
+            self.released.update(row[0] for row in rows)
+            self.lost.update(rows)
 
     def add_extent(self, version: int, part_number: int, part: StoredPart, modified_at: float) -> None:
         """One body's row; a part of no bytes has one too, with no file."""

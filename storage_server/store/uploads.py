@@ -65,6 +65,7 @@ class Uploads:
 
     async def put_part(self, request: PartRequest, body: Body) -> PartInfo:
         check_part(request.part_number, request.nbytes, self._part_bytes_max)
+        self._committer.require_room()
         upload = self._reader.here(lambda db: require_upload(db, request.upload)).info
         algorithm = _part_algorithm(upload, request.checksum)
         async with self._bodies.received(request.nbytes, algorithm, body) as (part, pending):
@@ -116,8 +117,9 @@ class _CopiedBody:
     def __init__(self, read: ObjectRead) -> None:
         self._read = read
 
-    def __aiter__(self) -> AsyncIterator[Piece]:
-        return self._read.body
+    async def __aiter__(self) -> AsyncIterator[Piece]:
+        async for piece in self._read.body:
+            yield bytes(piece)  # its memory is used again for the next one, and a writer collects several
 
     def digests(self) -> BodyDigests:
         return BodyDigests()
