@@ -16,8 +16,8 @@ class LifecycleRule:
     """One enabled or disabled rule. It covers objects that start with `prefix`, carry all of `tags`, and have a size
     strictly between `larger_than` and `smaller_than`; uploads by prefix alone.
 
-    Exactly as given: `expire_days`, or `expire_at` (Unix seconds), or neither; `abort_days` for unfinished uploads. `legacy_prefix` says that
-    the prefix was given outside a filter, and is to be given back so.
+    Exactly as given: `expire_days`, or `expire_at` (Unix seconds), or neither; `abort_days` for unfinished uploads.
+    `legacy_prefix` says that the prefix was given outside a filter, and is to be given back so.
     """
 
     rule_id: str

@@ -129,10 +129,13 @@ class ReadRequest:
 
 @dataclass(frozen=True, slots=True)
 class ReadHead:
-    """What is known before the first byte: the object, and which of its bytes were asked for."""
+    """What is known before the first byte: the object, which of its bytes were asked for, and when it expires (Unix
+    seconds) by which lifecycle rule.
+    """
 
     info: ObjectInfo
     range: ByteRange
+    expiry: tuple[float, str] | None = None
 
 
 @dataclass(frozen=True, slots=True)

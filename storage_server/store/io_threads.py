@@ -18,6 +18,13 @@ class IoThreads:
 
     def __init__(self, count: int) -> None:
         self._pool = ThreadPoolExecutor(count, "store-io")
+        self._count = count
+        self._submitted = 0
+
+    @property
+    def has_queue(self) -> bool:
+        """Whether somebody waits for a thread."""
+        return self._submitted > self._count
 
     def close(self) -> None:
         """Finish running work."""
@@ -27,7 +34,9 @@ class IoThreads:
         """Run to its end even when the caller is cancelled; `undo` then gets the result nobody else will have. Disk
         errors become ours.
         """
+        self._submitted += 1
         future = asyncio.get_running_loop().run_in_executor(self._pool, action)
+        future.add_done_callback(self._ended)
         try:
             return await to_end(future)
         except OSError as error:
@@ -36,3 +45,6 @@ class IoThreads:
             if undo is not None and not future.cancelled() and future.exception() is None:
                 undo(future.result())
             raise
+
+    def _ended(self, _: object) -> None:
+        self._submitted -= 1

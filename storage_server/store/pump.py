@@ -31,7 +31,8 @@ class Turn(Enum):
 class ExtentPump:
     """Implements descriptors.storage_api.Pump. `read(start, view)` fills a view with proved bytes.
 
-    A turn sends at most TURN_BYTES, and has waited for a full connection only within its first PATIENCE_S.
+    A turn sends at most TURN_BYTES, and waits for a full connection only within its first PATIENCE_S, and only
+    while nobody else wants the thread.
     """
 
     def __init__(
@@ -79,7 +80,7 @@ class ExtentPump:
                 try:
                     self._unsent = self._unsent[send_some(self._unsent) :]
                 except BlockingIOError:
-                    if not _writable(fd, patient_until_s):
+                    if self._io.has_queue or not _writable(fd, patient_until_s):
                         return Turn.BLOCKED
             if self._at == self._end:
                 return Turn.DONE

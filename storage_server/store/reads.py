@@ -8,7 +8,7 @@ from contextlib import aclosing, asynccontextmanager
 
 from descriptors.conditions import check_read
 from descriptors.errors import CallerError, ErrorCode
-from descriptors.lifecycle import LifecycleRule
+from descriptors.lifecycle import LifecycleRule, expiry
 from descriptors.objects import (
     BucketInfo,
     ByteRange,
@@ -106,7 +106,8 @@ def _find_read(db: sqlite3.Connection, request: ReadRequest, *, with_extents: bo
         span = ByteRange(*queries.part_span(db, found, request.part_number))
     else:
         span = resolve_range(request.range, found.info.nbytes)
+    head = ReadHead(found.info, span, expiry(queries.lifecycle(db, request.bucket), found.info))
     if not with_extents:
-        return ReadHead(found.info, span), []
+        return head, []
     extents = queries.extents_of(db, found.version, span.start, span.start + span.length)
-    return ReadHead(found.info, span), extents
+    return head, extents
