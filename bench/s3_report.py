@@ -206,7 +206,7 @@ def s3_plot(report: S3Report, path: Path) -> None:
         axes.set_yscale("log")
         axes.set_ylabel("keys/s" if operation is Operation.LIST else "requests/s")
     handles = [Patch(color=color, label=name.replace("_", " ")) for name, color in colors.items()]
-    figure.legend(handles=handles, loc="outside upper center", ncols=max(1, len(handles)), fontsize=8)
+    figure.legend(handles=handles, loc="outside lower center", ncols=max(1, len(handles)), fontsize=8)
     figure.suptitle("s3, warm; median, whiskers: least and greatest", fontsize=10)
     figure.savefig(path, dpi=120)
 
