@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import AsyncIterator, Iterator
 from pathlib import Path
 
 import pytest
 
+from storage_server.store.durability import Durability
+from storage_server.store.embedded import EmbeddedStore
+from tests.faulty_disk import FaultyDisk
+from tests.store_bed import opened
 from tests.support import LAYOUT, LocalStack, N, Stack, make_chunks, stack
 
 
@@ -40,3 +44,13 @@ def keys(local: LocalStack) -> list[str]:
 def transport(request: pytest.FixtureRequest) -> str:
     """Each transport."""
     return str(request.param)
+
+
+@pytest.fixture(params=["strict", "relaxed"])
+async def store(tmp_path: Path, request: pytest.FixtureRequest) -> AsyncIterator[EmbeddedStore]:
+    """An embedded store on a disk that can be made to fail, in either durability."""
+    made = await opened(tmp_path / "data", FaultyDisk(), durability=Durability(request.param))
+    await made.create_bucket("k", "bbb")
+    yield made
+    assert made.files.pinned_count == 0
+    made.close()
