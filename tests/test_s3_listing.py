@@ -109,6 +109,7 @@ def test_what_clean_up_tools_do_empties_a_bucket(servers: Stack) -> None:
         names = [{"Key": v["Key"], "VersionId": v["VersionId"]} for v in page["Versions"]]
         s3.delete_objects(Bucket=bucket, Delete={"Objects": names, "Quiet": True}, BypassGovernanceRetention=True)
     s3.delete_bucket(Bucket=bucket)
+    assert bucket not in [entry["Name"] for entry in s3.list_buckets()["Buckets"]]
 
 
 def test_no_keys_are_given_when_none_are_asked_for(servers: Stack, tree: str) -> None:
