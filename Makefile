@@ -48,11 +48,11 @@ fuzz: $(STAMP)
 install: $(STAMP)
 
 # torch first and pinned: left to choose, pip takes a build with gigabytes of CUDA
-$(STAMP): pyproject.toml constraints.txt
+$(STAMP): pyproject.toml constraints.txt adapters/native.c
 	$(PYTHON) -m venv $(VENV)
 	$(BIN)/pip install --quiet --disable-pip-version-check -c constraints.txt torch
 	$(BIN)/pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[ucx,plot,torch,dev]'
 	touch $(STAMP)
 
 clean:
-	rm -rf $(VENV) .venv-clients out .pytest_cache .mypy_cache .ruff_cache .hypothesis *.egg-info
+	rm -rf $(VENV) .venv-clients .venv-peers build adapters/*.so out .pytest_cache .mypy_cache .ruff_cache .hypothesis *.egg-info

@@ -1,17 +1,18 @@
-"""A NIXL agent with the UCX backend: registered memory, peers, one-sided writes, notices.
+"""A NIXL agent with the UCX backend: registered memory, peers, one-sided writes and reads, notices.
 
 An Agent is used by one thread, which also makes it progress by polling. NIXL's status strings become
-`WriteState` and its exceptions `PeerLost` or `NixlFailure` here and nowhere else.
+`TransferState` and its exceptions `PeerLost` or `NixlFailure` here and nowhere else.
 """
 
 from __future__ import annotations
 
 import importlib
+import itertools
 import logging
 import os
 import pathlib
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from enum import Enum
@@ -19,8 +20,12 @@ from types import ModuleType
 from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 
 _MODULES = ("nixl_cu12._api", "nixl_cu13._api", "nixl._api")
+_BOOT_ID = pathlib.Path("/proc/sys/kernel/random/boot_id")
+_SHARED_MEMORY = frozenset({"all", "shm", "sm", "mm", "cma", "knem", "xpmem"})
+"""Values of UCX_TLS that let UCX copy between processes of a host."""
 _INFINIBAND_DEVICES = pathlib.Path("/sys/class/infiniband")
 
 
@@ -32,8 +37,8 @@ class PeerLost(NixlFailure):
     """The remote process is gone; nothing more will reach it."""
 
 
-class WriteState(Enum):
-    """Where a posted write stands; failures raise."""
+class TransferState(Enum):
+    """Where a posted transfer stands; failures raise."""
 
     IN_FLIGHT = "in-flight"
     DONE = "done"
@@ -61,6 +66,25 @@ class Memory:
 def has_infiniband() -> bool:
     """Whether this host shows an RDMA device."""
     return _INFINIBAND_DEVICES.is_dir() and any(_INFINIBAND_DEVICES.iterdir())
+
+
+def host_id() -> str:
+    """What processes of one running host have in common and others have not."""
+    try:
+        return _BOOT_ID.read_text().strip()
+    except OSError:
+        return ""
+
+
+def writes_pieces_well(peer_host_id: str) -> bool:
+    """Whether a one-sided write of many pieces to a peer there costs what one of their size does, about: over RDMA and
+    shared memory it does, over TCP it does not.
+    """
+    if has_infiniband():
+        return True
+    allowed = os.environ.get("UCX_TLS", "all").removeprefix("^").split(",")
+    has_shared_memory = bool(_SHARED_MEMORY.intersection(allowed)) != os.environ.get("UCX_TLS", "").startswith("^")
+    return has_shared_memory and peer_host_id != "" and peer_host_id == host_id()
 
 
 def is_available() -> bool:
@@ -99,8 +123,8 @@ def _load() -> ModuleType:
     raise ImportError("no NIXL wheel is installed (pip install 'objectcache[ucx]')")
 
 
-class Write:
-    """A posted one-sided write. `release` frees NIXL's handle and may be called twice."""
+class PostedTransfer:
+    """A posted one-sided write or read. `release` frees NIXL's handle and may be called twice."""
 
     __slots__ = ("_agent", "_handle", "nbytes")
 
@@ -109,19 +133,19 @@ class Write:
         self._handle = handle
         self.nbytes = nbytes
 
-    def poll(self) -> WriteState:
-        """Raises PeerLost or NixlFailure once the write has failed."""
+    def poll(self) -> TransferState:
+        """Raises PeerLost or NixlFailure once the transfer has failed."""
         with _translated():
             status = self._agent.check_xfer_state(self._handle)
-        return _write_state(status)
+        return _transfer_state(status)
 
     def transferred_bytes(self) -> int:
-        """Bytes NIXL's telemetry counted for this write; meaningful once done."""
+        """Bytes NIXL's telemetry counted for this transfer; meaningful once done."""
         with _translated():
             return int(self._agent.get_xfer_telemetry(self._handle).totalBytes)
 
     def release(self) -> bool:
-        """Free the handle; False when NIXL cannot yet let go of a write in flight."""
+        """Free the handle; False when NIXL cannot yet let go of a transfer in flight."""
         try:
             self._agent.release_xfer_handle(self._handle)
         except Exception:
@@ -164,7 +188,7 @@ class Agent:
         return Registration(self._agent, descriptors, memory)
 
     def metadata(self) -> bytes:
-        """What a peer needs to write into this agent's registered memory."""
+        """What a peer needs to write into this agent's registered memory, and to read it."""
         with _translated():
             return bytes(self._agent.get_agent_metadata())
 
@@ -177,25 +201,55 @@ class Agent:
     def check_peer_memory(self, peer: str, memory: Memory) -> None:
         """Raises NixlFailure when the peer's metadata does not offer all of `memory`."""
         with _translated():
-            descriptors = self._agent.get_xfer_descs(_row(memory), memory.nixl_type)
+            descriptors = self._agent.get_xfer_descs(_rows((memory,)), memory.nixl_type)
             self._agent.prep_xfer_dlist(peer, descriptors).release()
 
     def remove_peer(self, name: str) -> None:
-        """Disconnect and forget a peer; writes in flight to it fail."""
+        """Disconnect and forget a peer; transfers in flight with it fail."""
         with _translated():
             self._agent.remove_remote_agent(name)
 
-    def post_write(self, peer: str, source: Memory, target: Memory) -> tuple[Write, WriteState]:
+    def post_write(self, peer: str, source: Memory, target: Memory) -> tuple[PostedTransfer, TransferState]:
         """Start writing `source` to `target` in the peer's memory; both have the same length in bytes."""
+        return self._post("WRITE", peer, (source,), (target,))
+
+    def post_gathered_write(
+        self, peer: str, spans: npt.NDArray[np.int64], target: Memory
+    ) -> tuple[PostedTransfer, TransferState]:
+        """Start writing registered host memory, rows of (address, nbytes), one after the other to `target`."""
+        ours = np.zeros((len(spans), 3), dtype=np.uint64)
+        ours[:, :2] = spans
+        theirs = np.empty_like(ours)
+        theirs[:, 0] = target.address + np.cumsum(spans[:, 1]) - spans[:, 1]
+        theirs[:, 1] = spans[:, 1]
+        theirs[:, 2] = target.device_index
+        return self._post_rows("WRITE", peer, ours, "DRAM", theirs, target.nixl_type)
+
+    def post_read(self, peer: str, sources: Sequence[Memory], target: Memory) -> tuple[PostedTransfer, TransferState]:
+        """Start reading `sources`, all of one kind of the peer's memory, one after the other into `target`, which has
+        as many bytes as they have together.
+        """
+        starts = itertools.accumulate((source.nbytes for source in sources[:-1]), initial=target.address)
+        pieces = [Memory(at, source.nbytes, target.device) for at, source in zip(starts, sources, strict=True)]
+        return self._post("READ", peer, pieces, sources)
+
+    def _post(
+        self, operation: str, peer: str, ours: Sequence[Memory], theirs: Sequence[Memory]
+    ) -> tuple[PostedTransfer, TransferState]:
+        return self._post_rows(operation, peer, _rows(ours), ours[0].nixl_type, _rows(theirs), theirs[0].nixl_type)
+
+    def _post_rows(
+        self, operation: str, peer: str, ours: np.ndarray, our_type: str, theirs: np.ndarray, their_type: str
+    ) -> tuple[PostedTransfer, TransferState]:
         with _translated():
-            local = self._agent.get_xfer_descs(_row(source), source.nixl_type)
-            remote = self._agent.get_xfer_descs(_row(target), target.nixl_type)
-            handle = self._agent.initialize_xfer("WRITE", local, remote, peer)
-            write = Write(self._agent, handle, source.nbytes)
+            local = self._agent.get_xfer_descs(ours, our_type)
+            remote = self._agent.get_xfer_descs(theirs, their_type)
+            handle = self._agent.initialize_xfer(operation, local, remote, peer)
+            transfer = PostedTransfer(self._agent, handle, int(ours[:, 1].sum()))
             try:
-                return write, _write_state(self._agent.transfer(handle))
+                return transfer, _transfer_state(self._agent.transfer(handle))
             except BaseException:
-                write.release()
+                transfer.release()
                 raise
 
     def notify(self, peer: str, message: bytes) -> None:
@@ -210,15 +264,16 @@ class Agent:
         return [message for messages in arrived.values() for message in messages]
 
 
-def _row(memory: Memory) -> np.ndarray:
-    return np.array([[memory.address, memory.nbytes, memory.device_index]], dtype=np.uint64)
+def _rows(memories: Sequence[Memory]) -> np.ndarray:
+    rows = [(memory.address, memory.nbytes, memory.device_index) for memory in memories]
+    return np.array(rows, dtype=np.uint64)
 
 
-def _write_state(status: str) -> WriteState:
+def _transfer_state(status: str) -> TransferState:
     if status == "DONE":
-        return WriteState.DONE
+        return TransferState.DONE
     if status == "PROC":
-        return WriteState.IN_FLIGHT
+        return TransferState.IN_FLIGHT
     raise NixlFailure(f"NIXL reports {status}")
 
 

@@ -1,4 +1,4 @@
-"""A storage thread sends an answer's body straight into the connection; the event loop waits only when that is full."""
+"""A thread sends an answer's body straight into the connection; the event loop waits only when that is full."""
 
 from __future__ import annotations
 
@@ -9,7 +9,12 @@ from typing import cast
 
 from aiohttp import web
 
-from descriptors.storage_api import Pump
+from adapters import native
+from adapters.threads import to_end
+from descriptors.storage_api import Pump, Spans
+
+PATIENCE_MS = 5
+"""How long a thread waits for a connection that is full before the event loop does."""
 
 
 def takes_pump(http: web.BaseRequest) -> bool:
@@ -26,6 +31,31 @@ async def send_by_pump(http: web.BaseRequest, pump: Pump, idle_timeout_s: float)
     """Send the body of an answer that has begun. Raises ConnectionError; a client that takes nothing for
     `idle_timeout_s` is one.
     """
+    with await _drained(http) as own:
+        while not await pump.send(own.send, own.fileno()):
+            await _writable(own, idle_timeout_s)
+
+
+async def send_spans(http: web.BaseRequest, spans: Spans) -> None:
+    """Send memory as the next bytes of an answer that has begun; it is not read any more on return. Raises
+    ConnectionError. The caller bounds the time.
+    """
+    loop = asyncio.get_running_loop()
+    nbytes = int(spans[:, 1].sum())
+    sent = 0
+    with await _drained(http) as own:
+        while True:
+            sending = loop.run_in_executor(None, native.send_spans, own.fileno(), spans, sent, PATIENCE_MS)
+            sent += await to_end(sending)
+            if sent == nbytes:
+                return
+            await _writable(own)
+
+
+async def _drained(http: web.BaseRequest) -> socket.socket:
+    """A second descriptor of the connection, everything written so far being on its way: the event loop watches the
+    first itself.
+    """
     transport = http.transport
     if transport is None:
         raise ConnectionResetError("the client is gone")
@@ -34,13 +64,10 @@ async def send_by_pump(http: web.BaseRequest, pump: Pump, idle_timeout_s: float)
     await http.writer.drain()
     if transport.is_closing():
         raise ConnectionResetError("the client is gone")
-    # a second descriptor of the connection: the event loop watches the first itself
-    with socket.socket(fileno=os.dup(transport.get_extra_info("socket").fileno())) as own:
-        while not await pump.send(own.send, own.fileno()):
-            await _writable(own, idle_timeout_s)
+    return socket.socket(fileno=os.dup(transport.get_extra_info("socket").fileno()))
 
 
-async def _writable(own: socket.socket, idle_timeout_s: float) -> None:
+async def _writable(own: socket.socket, idle_timeout_s: float | None = None) -> None:
     loop = asyncio.get_running_loop()
     ready: asyncio.Future[None] = loop.create_future()
     loop.add_writer(own.fileno(), _set, ready)

@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import ctypes
 import logging
 import os
 import socket
@@ -14,7 +15,8 @@ from typing import Any, cast
 
 from aiohttp import web
 
-from descriptors.storage_api import DeliveryStart
+from adapters.pump_socket import send_spans, takes_pump
+from descriptors.storage_api import DeliveryStart, Spans
 from descriptors.units import KIB
 
 DRAIN_BYTES = 64 * KIB
@@ -104,6 +106,16 @@ class ResponseSink:
             raise ConnectionResetError("write before begin")
         # aiohttp waits for the transport only past 64 KiB; anything smaller is copied instead
         await self.response.write(view if len(view) > DRAIN_BYTES else bytes(view))
+
+    async def send(self, spans: Spans) -> None:
+        """Straight into the connection, by a thread; where TLS has to encrypt first, by way of the event loop."""
+        if self.response is None:
+            raise ConnectionResetError("send before begin")
+        if takes_pump(self._http):
+            await send_spans(self._http, spans)
+            return
+        for address, nbytes in spans:
+            await self.write(memoryview((ctypes.c_char * int(nbytes)).from_address(int(address))).cast("B"))
 
     def abort(self) -> None:
         abort_connection(self._http)

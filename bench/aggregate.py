@@ -2,89 +2,108 @@
 
     N chunk_count   L num_layers   G chunk_tokens   S per_layer_chunk_bytes
 
-Rounds are interleaved: each round measures everything once, so slow minutes of the machine hit all alike. The first
-round is not counted. The buffer is cleared before every run and every fetched byte compared after it, both untimed.
+The same payload is stored in chunks of several sizes (more tokens, as many more bytes, fewer chunks) and fetched in
+several states, each a phase with a server of its own, whose rounds are interleaved. The buffer is cleared before every
+run and every fetched byte compared after it, both untimed.
 """
 
 from __future__ import annotations
 
 import os
-import time
-from collections.abc import Callable, Iterator, Sequence
+import tempfile
+from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from bench.baselines import MemoryCopy, RawNixlWrites, RawSocket, get_ranges
-from bench.content import Bytes, Content, VerificationError, make_content, verify_payload, verify_slices
-from bench.jobs import BUCKET
+from bench.aggregate_bed import Bed, Chunks, fetches, peer_contenders, raw_limits, run_rounds, warm
+from bench.child import BaselineError
+from bench.content import VerificationError, make_content
+from bench.jobs import BUCKET, REGION
+from bench.kv_peers.running import S3_PEERS, PeerName, Peers, put_chunks
+from bench.kv_peers.work import S3Target, Work
 from bench.machine import describe_commit, describe_machine
+from bench.peers import PeerUnavailable, running_rgw
 from bench.progress import progress_bar
-from bench.report import MEMCPY, Measurement, Report, Sample
+from bench.report import Report, format_bytes
+from bench.samples import Measurement, State
 from bench.server import BenchServer, running_server
-from descriptors.descriptor import Delivery
 from descriptors.layout import ChunkLayout
 from descriptors.prefix_keys import Namespace, chunk_keys
-from descriptors.units import MIB
-from nixl_client.client import ObjectCacheClient, Transport
+from descriptors.units import GIB, MIB
+from nixl_client.client import Transport
 from storage_server.settings import StorageSettings
 
-FETCH_TIMEOUT_S = 300.0
 FILL_BATCH_BYTES = 64 * MIB
+JOINT_BYTES_MAX = 5 * GIB // 4
+"""Up to this payload all sizes of chunks are in one server and in the same rounds."""
+DRAM_SPARE_BYTES = 256 * MIB
+OVER_TCP = "tcp"
+REMARKS = {
+    State.PAGE_CACHE: "stored moments ago, the server's DRAM tier off",
+    State.DRAM: "fetched until all of it was in the server's DRAM tier",
+    State.TCP: "as dram, with UCX_TLS=tcp for server and client",
+    State.COLD: "the DRAM tier off; before each run every file synced and dropped (POSIX_FADV_DONTNEED)",
+}
 
 
 @dataclass(frozen=True, slots=True)
 class AggregateSettings:
-    """What to measure. `ucx_tls` is UCX_TLS for server, client and raw writer alike; None leaves the environment's.
-    `naive_slices_max` bounds the sample of the naive client; `folder` is where the store goes for the time being.
+    """What to measure. `chunk_count` and `per_layer_chunk_bytes` are those of the first of `grains` (G, ascending).
+
+    `peers` run beside the states DRAM and TCP, where Ceph RGW is one more S3 server if `rgw`; those that ask for single
+    slices get `slices_max` of them. `folder` is where the stores go for the time being.
     """
 
     chunk_count: int
     num_layers: int
-    chunk_tokens: int
+    grains: tuple[int, ...]
     per_layer_chunk_bytes: int
     runs: int
     seed: int
+    states: tuple[State, ...]
     transports: tuple[Transport, ...]
+    peers: tuple[PeerName, ...]
+    rgw: bool
+    slices_max: int
     memcpy_bytes: int
-    naive_slices_max: int
-    ucx_tls: str | None = None
     folder: Path | None = None
 
-    @property
-    def layout(self) -> ChunkLayout:
-        """L, G and S as one value."""
-        return ChunkLayout(self.num_layers, self.chunk_tokens, self.per_layer_chunk_bytes)
+    def layout(self, grain: int) -> ChunkLayout:
+        """L, G and S of chunks of that many tokens."""
+        return ChunkLayout(self.num_layers, grain, self.per_layer_chunk_bytes * grain // self.grains[0])
+
+    def count(self, grain: int) -> int:
+        """N of such chunks, for the same payload."""
+        return max(1, self.chunk_count * self.grains[0] // grain)
 
     @property
-    def naive_slice_count(self) -> int:
-        """How many of the N*L slices the naive client gets in each run."""
-        return min(self.chunk_count * self.num_layers, self.naive_slices_max)
+    def payload_bytes(self) -> int:
+        """N*L*S."""
+        return self.layout(self.grains[0]).payload_bytes(self.chunk_count)
+
+    def phases(self) -> list[tuple[State, tuple[int, ...]]]:
+        """Each state with the sizes of chunks that are measured in it together."""
+        if self.payload_bytes <= JOINT_BYTES_MAX:
+            return [(state, self._grains_of(state)) for state in self.states]
+        return [(state, (grain,)) for state in self.states for grain in self._grains_of(state)]
+
+    def _grains_of(self, state: State) -> tuple[int, ...]:
+        return self.grains[:1] if state is State.TCP else self.grains
 
 
-@dataclass(frozen=True, slots=True)
-class Contender:
-    """One thing to measure: `run` takes and checks one sample."""
+@dataclass
+class _Found:
+    """What the phases so far have come to."""
 
-    name: str
-    nbytes: int
-    run: Callable[[], Sample]
-    note: str = ""
-
-
-@dataclass(frozen=True, slots=True)
-class Bed:
-    """What all contenders share: a filled server, the keys and bytes in it, and the buffer to fill."""
-
-    settings: AggregateSettings
-    storage: StorageSettings
-    server: BenchServer
-    keys: Sequence[str]
-    content: Content
-    buffer: Bytes
+    measurements: list[Measurement] = field(default_factory=list)
+    missing: dict[str, str] = field(default_factory=dict)
+    remarks: dict[str, str] = field(default_factory=dict)
+    peak_rss_bytes: dict[str, int | None] = field(default_factory=dict)
+    problem: str | None = None
 
 
 def measure_aggregate(settings: AggregateSettings) -> Report:
@@ -92,47 +111,103 @@ def measure_aggregate(settings: AggregateSettings) -> Report:
 
     Raises BaselineError, BenchServerError, ObjectCacheError, NixlFailure, TimeoutError and OSError.
     """
-    content = make_content(settings.chunk_count, settings.layout, settings.seed)
-    buffer = np.full(settings.layout.payload_bytes(settings.chunk_count), 0xFF, dtype=np.uint8)
-    samples: dict[str, list[Sample]] = {}
-    problem = None
-    with _ucx_tls(settings.ucx_tls), running_server(settings.folder) as server:
-        keys = _make_keys(settings)
-        _fill(server, keys, content)
-        bed = Bed(settings, StorageSettings(data_dir=Path()), server, keys, content, buffer)
-        with ExitStack() as stack:
-            contenders = _contenders(bed, stack)
-            try:
-                _run_rounds(contenders, settings.runs, samples)
-            except VerificationError as error:
-                problem = str(error)
-        peak_rss_bytes = server.peak_rss_bytes()
-    measurements = [Measurement(c.name, c.nbytes, tuple(samples.get(c.name, ())), c.note) for c in contenders]
-    origin = {**describe_commit(), "machine": describe_machine()}
-    layer_bytes = settings.layout.layer_bytes(settings.chunk_count)
-    return Report("aggregate", origin, _described(bed), measurements, layer_bytes, peak_rss_bytes, problem)
+    found = _Found()
+    chunks = {grain: _make_chunks(settings, grain) for grain in settings.grains}
+    try:
+        for state, grains in settings.phases():
+            _measure_phase(settings, state, {grain: chunks[grain] for grain in grains}, found)
+    except VerificationError as error:
+        found.problem = str(error)
+    return Report(
+        "aggregate",
+        {**describe_commit(), "machine": describe_machine()},
+        _described(settings),
+        found.measurements,
+        chunks[settings.grains[0]].layer_bytes,
+        found.missing,
+        found.remarks,
+        found.peak_rss_bytes,
+        found.problem,
+    )
 
 
-def _run_rounds(contenders: Sequence[Contender], runs: int, samples: dict[str, list[Sample]]) -> None:
-    with progress_bar((runs + 1) * len(contenders), "measuring") as advance:
-        for round_index in range(runs + 1):
-            for contender in contenders:
-                sample = contender.run()
-                if round_index > 0:
-                    samples.setdefault(contender.name, []).append(sample)
-                advance(1)
+def _measure_phase(settings: AggregateSettings, state: State, chunks: dict[int, Chunks], found: _Found) -> None:
+    phase = _phase(state, chunks)
+    payload_bytes = max(each.payload_bytes for each in chunks.values())
+    dram_bytes = 0
+    if state in (State.DRAM, State.TCP):
+        dram_bytes = sum(each.payload_bytes for each in chunks.values()) + DRAM_SPARE_BYTES
+    transports = (Transport.UCX,) if state is State.TCP else settings.transports
+    if not set(transports) <= set(settings.transports):
+        return
+    with ExitStack() as stack:
+        stack.enter_context(_ucx_tls(OVER_TCP if state is State.TCP else None))
+        folder = Path(
+            stack.enter_context(tempfile.TemporaryDirectory(prefix="objectcache-aggregate-", dir=settings.folder))
+        )
+        server = stack.enter_context(running_server(folder, ["--dram-bytes", str(dram_bytes)]))
+        for each in chunks.values():
+            _fill(server, each)
+        clients = [(stack.enter_context(server.client(transport)), transport) for transport in transports]
+        buffer = clients[0][0].allocate_buffer(payload_bytes)
+        buffer.fill(0xFF)
+        files = _data_files(folder) if state is State.COLD else []
+        bed = Bed(state, server, StorageSettings(data_dir=Path()), chunks, buffer, files)
+        contenders = raw_limits(bed, settings.memcpy_bytes, transports, stack)
+        for client, transport in clients:
+            contenders += fetches(bed, client, transport)
+        if dram_bytes:
+            resident_bytes = warm(bed, clients[0][0])
+            found.remarks[phase] = f"{REMARKS[state]} (server's memory then: {format_bytes(resident_bytes)})"
+        peers = Peers(stack)
+        if state in (State.DRAM, State.TCP):
+            _start_peers(settings, bed, peers)
+        contenders += peer_contenders(peers, next(iter(chunks)))
+        found.measurements += run_rounds(state, contenders, peers, settings.runs)
+        found.missing.update(peers.missing)
+        if state is State.COLD:
+            share = max(bed.shares, default=0.0)
+            found.remarks[phase] = f"{REMARKS[state]}; at most {share:.1%} of them stayed"
+        found.remarks.setdefault(phase, REMARKS[state])
+        found.peak_rss_bytes[phase] = server.peak_rss_bytes()
 
 
-def _make_keys(settings: AggregateSettings) -> list[str]:
-    """Prefix keys of seeded tokens."""
-    count = settings.chunk_count * settings.chunk_tokens
-    tokens = np.random.default_rng(settings.seed).integers(0, 1 << 32, count, dtype=np.uint32)
-    namespace = Namespace(model="bench", dtype="uint8", block_tokens=settings.chunk_tokens)
-    return chunk_keys(namespace.text(), tokens, settings.chunk_tokens)
+def _start_peers(settings: AggregateSettings, bed: Bed, peers: Peers) -> None:
+    """Over TCP only Mooncake; otherwise all that are wanted, those over S3 against our gateway and Ceph RGW."""
+    grain, chunks = next(iter(bed.chunks.items()))
+    layout = settings.layout(grain)
+    work = Work(
+        tuple(chunks.keys), layout.num_layers, grain, layout.per_layer_chunk_bytes, settings.seed, settings.slices_max
+    )
+    if bed.state is State.TCP:
+        wanted = [name for name in settings.peers if name is PeerName.MOONCAKE_TCP]
+        peers.start(wanted, work, {}, settings.folder)
+        return
+    server = bed.server
+    servers = {"ours": S3Target(server.url, server.access_key, server.secret_key, BUCKET, REGION)}
+    if settings.rgw and set(settings.peers) & set(S3_PEERS) and work.payload_bytes <= JOINT_BYTES_MAX:
+        try:
+            rgw = peers.stack.enter_context(running_rgw(settings.folder)).target
+            servers["rgw"] = S3Target(rgw.url, rgw.access_key, rgw.secret_key, BUCKET, REGION)
+            put_chunks(work, servers["rgw"])
+        except (PeerUnavailable, BaselineError) as error:
+            servers.pop("rgw", None)
+            peers.missing["rgw"] = str(error)
+    peers.start(settings.peers, work, servers, settings.folder)
 
 
-def _fill(server: BenchServer, keys: Sequence[str], content: Content) -> None:
+def _make_chunks(settings: AggregateSettings, grain: int) -> Chunks:
+    """Prefix keys of seeded tokens, and content."""
+    count = settings.count(grain)
+    tokens = np.random.default_rng(settings.seed).integers(0, 1 << 32, count * grain, dtype=np.uint32)
+    namespace = Namespace(model="bench", dtype="uint8", block_tokens=grain)
+    keys = chunk_keys(namespace.text(), tokens, grain)
+    return Chunks(keys, make_content(count, settings.layout(grain), settings.seed))
+
+
+def _fill(server: BenchServer, chunks: Chunks) -> None:
     """Put every chunk; only a batch of them exists here at a time."""
+    keys, content = chunks.keys, chunks.content
     batch = max(1, FILL_BATCH_BYTES // content.layout.chunk_bytes)
     with server.client(Transport.HTTP) as client, progress_bar(len(keys), "storing chunks") as advance:
         for first in range(0, len(keys), batch):
@@ -141,87 +216,24 @@ def _fill(server: BenchServer, keys: Sequence[str], content: Content) -> None:
             advance(len(some))
 
 
-def _contenders(bed: Bed, stack: ExitStack) -> list[Contender]:
-    """Everything one round measures; what they hold is given back by `stack`."""
-    copy = MemoryCopy(bed.settings.memcpy_bytes)
-    contenders = [Contender(MEMCPY, copy.nbytes, lambda: Sample(copy.run()), "one thread")]
-    if Transport.UCX in bed.settings.transports:
-        contenders += _raw_nixl(bed, stack)
-    if Transport.HTTP in bed.settings.transports:
-        raw = stack.enter_context(RawSocket(bed.buffer, bed.storage.window_bytes))
-        contenders.append(Contender("raw_socket", bed.buffer.nbytes, lambda: Sample(raw.run()), "loopback TCP"))
-    for transport in bed.settings.transports:
-        client = stack.enter_context(bed.server.client(transport))
-        client.register_buffer(bed.buffer)
-        for delivery in (Delivery.LAYER_MAJOR, Delivery.CHUNK_MAJOR):
-            name = f"{transport.value}_{delivery.value.replace('-', '_')}"
-            contenders.append(Contender(name, bed.buffer.nbytes, _fetcher(bed, client, delivery)))
-    return [*contenders, _naive(bed, stack)]
+def _data_files(folder: Path) -> list[Path]:
+    """The store's files of chunks; its index stays warm."""
+    return sorted(folder.rglob("data/extents/*/*"))
 
 
-def _raw_nixl(bed: Bed, stack: ExitStack) -> list[Contender]:
-    """Writes as large as a layer, and as large as the payloads a layer is delivered in."""
-    payload_bytes = bed.buffer.nbytes
-    layer_bytes = bed.settings.layout.layer_bytes(bed.settings.chunk_count)
-    aggregation_bytes = min(bed.storage.aggregation_bytes, layer_bytes)
-    raw = stack.enter_context(RawNixlWrites(bed.buffer, max(bed.storage.window_bytes, layer_bytes)))
-
-    def contender(name: str, write_bytes: int) -> Contender:
-        return Contender(name, payload_bytes, lambda: Sample(raw.run(write_bytes)), f"writes of {write_bytes} bytes")
-
-    return [contender("raw_nixl_write_layer", layer_bytes), contender("raw_nixl_write_payload", aggregation_bytes)]
+def _phase(state: State, chunks: Mapping[int, Chunks]) -> str:
+    return f"{state.value} " + ",".join(f"g{grain}" for grain in chunks)
 
 
-def _fetcher(bed: Bed, client: ObjectCacheClient, delivery: Delivery) -> Callable[[], Sample]:
-    def run() -> Sample:
-        bed.buffer.fill(0)
-        started_s = time.monotonic()
-        with client.fetch(bed.keys, bed.settings.layout, bed.buffer, delivery=delivery) as fetch:
-            first_layer = fetch.wait_layer(0, FETCH_TIMEOUT_S)
-            result = fetch.wait(FETCH_TIMEOUT_S)
-            duration_s = time.monotonic() - started_s
-        if result.mode.value != delivery.value or result.transferred_bytes != bed.buffer.nbytes:
-            raise VerificationError(f"{result} came of {delivery.value}, {bed.buffer.nbytes} bytes")
-        verify_payload(bed.buffer, bed.content, delivery)
-        return Sample(duration_s, first_layer.ready_at_s - started_s)
-
-    return run
-
-
-def _naive(bed: Bed, stack: ExitStack) -> Contender:
-    """One boto3 ranged GET per slice, layer by layer; the sample's rate stands for the whole."""
-    settings = bed.settings
-    s3 = bed.server.s3()
-    stack.callback(s3.close)
-    slice_count, chunk_count = settings.naive_slice_count, settings.chunk_count
-    slices = bed.buffer.reshape(-1, settings.per_layer_chunk_bytes)[:slice_count]
-
-    def run() -> Sample:
-        slices.fill(0)
-        first_s = get_ranges(s3, BUCKET, bed.keys, slices[:chunk_count])
-        rest_s = get_ranges(s3, BUCKET, bed.keys, slices[chunk_count:], chunk_count)
-        for layer_index in range(-(-slice_count // chunk_count)):
-            layer = slices[layer_index * chunk_count : (layer_index + 1) * chunk_count]
-            verify_slices(layer, bed.content, layer_index)
-        return Sample(first_s + rest_s, first_s if slice_count >= chunk_count else None)
-
-    total = chunk_count * settings.num_layers
-    note = f"boto3, {'all' if slice_count == total else f'a sample of {slice_count} of'} {total} slices"
-    return Contender("naive_range_gets", slices.nbytes, run, note)
-
-
-def _described(bed: Bed) -> dict[str, Any]:
-    """The settings as plain values, with the server's own that matter."""
-    described = asdict(bed.settings)
-    described["transports"] = [transport.value for transport in bed.settings.transports]
-    described["ucx_tls"] = bed.settings.ucx_tls or os.environ.get("UCX_TLS")
-    described["folder"] = None if bed.settings.folder is None else str(bed.settings.folder)
-    described["payload_bytes"] = bed.buffer.nbytes
-    described["layer_bytes"] = bed.settings.layout.layer_bytes(bed.settings.chunk_count)
-    described["naive_slice_count"] = bed.settings.naive_slice_count
-    described["server"] = {
-        name: getattr(bed.storage, name) for name in ("aggregation_bytes", "window_bytes", "gather_threads")
-    }
+def _described(settings: AggregateSettings) -> dict[str, Any]:
+    """The settings as plain values."""
+    described = asdict(settings)
+    described["states"] = [state.value for state in settings.states]
+    described["transports"] = [transport.value for transport in settings.transports]
+    described["peers"] = [name.value for name in settings.peers]
+    described["folder"] = None if settings.folder is None else str(settings.folder)
+    described["payload_bytes"] = settings.payload_bytes
+    described["ucx_tls"] = os.environ.get("UCX_TLS")
     return described
 
 

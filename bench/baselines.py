@@ -1,4 +1,4 @@
-"""What the data path is compared with: memcpy, raw NIXL writes, a raw socket, one boto3 ranged GET per slice.
+"""The limits the data path is measured against: memcpy, raw NIXL writes, a raw socket, a raw read from the disk.
 
 Raw senders are processes of their own, as the server is, cycle through source memory as large as the server's window,
 and fill the very buffer the fetches fill. Every measurement returns seconds.
@@ -7,31 +7,34 @@ and fill the very buffer the fetches fill. Every measurement returns seconds.
 from __future__ import annotations
 
 import ctypes
+import os
 import socket
 import time
 import uuid
 from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 from types import TracebackType
-from typing import Any
-
-import numpy as np
-from botocore.exceptions import BotoCoreError, ClientError
 
 from adapters.nixl_agent import Agent, Memory
 from bench.child import ANSWER_TIMEOUT_S, BaselineError, Child
 from bench.content import Bytes
+from bench.kv_peers.memory import huge_page_memory
 from bench.senders import PATTERN
 
 MEMCPY_PASSES = 4
+READ_BYTES = 4 << 20
+READERS = 4
+ALIGNMENT_BYTES = 4096
 _CHECK_STRIDE = 509
 
 
 class MemoryCopy:
-    """memcpy over prefaulted memory, in one thread."""
+    """memcpy over prefaulted memory, in huge pages where there are any, in one thread."""
 
     def __init__(self, nbytes: int) -> None:
-        self._source = np.full(nbytes, PATTERN, dtype=np.uint8)
-        self._target = np.full(nbytes, 0xFF, dtype=np.uint8)
+        self._source = huge_page_memory(nbytes, PATTERN)
+        self._target = huge_page_memory(nbytes)
 
     @property
     def nbytes(self) -> int:
@@ -106,23 +109,41 @@ class RawSocket:
         self._sender.close()
 
 
-def get_ranges(s3: Any, bucket: str, keys: Sequence[str], slices: Bytes, first_slice: int = 0) -> float:
-    """The naive client: one ranged GET per slice, in the order a layer-major payload has them.
+class ColdRead:
+    """Direct reads of files, several at a time, into memory that is used again and again: past the page cache."""
 
-    Fills `slices`, uint8 of shape (count, S), with slices `first_slice` on; seconds taken. Raises BaselineError.
-    """
-    slice_bytes = slices.shape[1]
-    started_s = time.monotonic()
-    for index, row in enumerate(slices, first_slice):
-        layer_index, chunk_index = divmod(index, len(keys))
-        start = layer_index * slice_bytes
-        span = f"bytes={start}-{start + slice_bytes - 1}"
-        try:
-            body = s3.get_object(Bucket=bucket, Key=keys[chunk_index], Range=span)["Body"].read()
-            row[:] = np.frombuffer(body, dtype=np.uint8)
-        except (BotoCoreError, ClientError, ValueError) as error:
-            raise BaselineError(f"chunk {chunk_index}, {span}: {error}") from error
-    return time.monotonic() - started_s
+    def __init__(self, files: Sequence[Path]) -> None:
+        self._files = files
+        self._memory = [huge_page_memory(READ_BYTES) for _ in range(READERS)]
+        self.nbytes = sum(file.stat().st_size for file in files)
+
+    def run(self) -> float:
+        """Read every file once."""
+        started_s = time.monotonic()
+        with ThreadPoolExecutor(READERS) as pool:
+            for done in [pool.submit(self._read, reader) for reader in range(READERS)]:
+                done.result()
+        return time.monotonic() - started_s
+
+    def _read(self, reader: int) -> None:
+        for file in self._files[reader::READERS]:
+            opened = _open_direct(file)
+            try:
+                at = 0
+                while count := os.preadv(opened, [self._memory[reader].data], at):
+                    at += count
+                    if count % ALIGNMENT_BYTES:  # the end of a file that is no whole number of blocks
+                        break
+            finally:
+                os.close(opened)
+
+
+def _open_direct(file: Path) -> int:
+    """Some file systems have no direct reads: theirs go through the page cache, which is cold."""
+    try:
+        return os.open(file, os.O_RDONLY | os.O_DIRECT)
+    except OSError:
+        return os.open(file, os.O_RDONLY)
 
 
 def _check_pattern(buffer: Bytes) -> None:

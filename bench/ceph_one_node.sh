@@ -92,6 +92,8 @@ memstore device bytes = $((osd_gib << 30))
 [client.rgw.a]
 # without tcp_nodelay (off by default) small answers wait 40 ms for a delayed acknowledgement
 rgw frontends = beast endpoint=127.0.0.1:$rgw_port tcp_nodelay=1
+# a bucket may also be named by the Host header alone
+rgw dns name = localhost
 rgw enable usage log = false
 rgw enable ops log = false
 # deleted objects give their space back at once when asked to

@@ -24,16 +24,23 @@ class BaselineError(Exception):
 
 class Child:
     """A running `python -m MODULE`: says one line when ready, answers in lines, and ends with its standard input.
+    `python` is the interpreter to run it, by default this one.
 
     Every method raises BaselineError when it has ended or says nothing for too long.
     """
 
-    def __init__(self, module: str, *arguments: object, environment: Mapping[str, str] | None = None) -> None:
+    def __init__(
+        self,
+        module: str,
+        *arguments: object,
+        environment: Mapping[str, str] | None = None,
+        python: str | Path = sys.executable,
+    ) -> None:
         path = os.pathsep.join(filter(None, (str(ROOT), os.environ.get("PYTHONPATH"))))
         self._module = module
         self._pending = b""
         self._process = subprocess.Popen(
-            [sys.executable, "-m", module, *map(str, arguments)],
+            [str(python), "-m", module, *map(str, arguments)],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             bufsize=0,

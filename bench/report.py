@@ -1,64 +1,25 @@
-"""From samples to median, spread and ratios; to a table, JSON and a chart. Pure but for the chart's file."""
+"""From samples to a table, JSON and a chart. Pure but for the chart's file."""
 
 from __future__ import annotations
 
-import statistics
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
+from bench.ratios import FURTHER, MEMCPY, TARGETS, FirstLayer, Ratio, first_layers, grain_ratios, ratios
+from bench.samples import Measurement, Spread, State, spread
 from descriptors.units import GIB, KIB, MIB
 
-MEMCPY = "memcpy"
-RATIOS = {
-    "ucx_over_raw_nixl_write": ("ucx_layer_major", "raw_nixl_write_layer"),
-    "ucx_over_raw_nixl_write_payload": ("ucx_layer_major", "raw_nixl_write_payload"),
-    "ucx_over_memcpy": ("ucx_layer_major", MEMCPY),
-    "ucx_over_naive_range_gets": ("ucx_layer_major", "naive_range_gets"),
-    "ucx_chunk_major_over_memcpy": ("ucx_chunk_major", MEMCPY),
-    "http_over_raw_socket": ("http_layer_major", "raw_socket"),
-    "http_over_memcpy": ("http_layer_major", MEMCPY),
-    "http_over_naive_range_gets": ("http_layer_major", "naive_range_gets"),
-    "http_chunk_major_over_memcpy": ("http_chunk_major", MEMCPY),
-}
-
-
-@dataclass(frozen=True, slots=True)
-class Sample:
-    """One run: seconds until every byte was there, and until the first layer was, where that is a meaningful time."""
-
-    duration_s: float
-    first_layer_s: float | None = None
-
-
-@dataclass(frozen=True, slots=True)
-class Measurement:
-    """Counted runs of one thing, each of `nbytes`; `note` says what is not obvious about it."""
-
-    name: str
-    nbytes: int
-    samples: tuple[Sample, ...]
-    note: str = ""
-
-    def rates_bytes_per_s(self) -> list[float]:
-        """Throughput of each run."""
-        return [self.nbytes / sample.duration_s for sample in self.samples]
-
-
-@dataclass(frozen=True, slots=True)
-class Spread:
-    """Median and extremes of the same samples."""
-
-    median: float
-    min: float
-    max: float
+__all__ = ["Report", "Spread", "format_bytes", "plot", "spread", "table", "to_json"]
+OURS = ("shm_", "ucx_", "http_")
 
 
 @dataclass(frozen=True, slots=True)
 class Report:
     """Everything one run of a benchmark found out. `problem` is what verification found, None when all bytes were
-    right; `origin` is commit and machine; `settings` has what it takes to run the same again.
+    right; `origin` is commit and machine; `settings` has what it takes to run the same again; `missing` gives the
+    reasons of peers that could not run; `remarks` say how a state was made; peak memory is the server's, by phase.
     """
 
     bench: str
@@ -66,92 +27,98 @@ class Report:
     settings: Mapping[str, Any]
     measurements: Sequence[Measurement]
     layer_bytes: int
-    server_peak_rss_bytes: int | None = None
+    missing: Mapping[str, str] = field(default_factory=dict)
+    remarks: Mapping[str, str] = field(default_factory=dict)
+    server_peak_rss_bytes: Mapping[str, int | None] = field(default_factory=dict)
     problem: str | None = None
 
+    @property
+    def measured(self) -> list[Measurement]:
+        """Those with samples."""
+        return [each for each in self.measurements if each.samples]
 
-def spread(values: Sequence[float]) -> Spread:
-    """Median, least and greatest. Raises ValueError without a value."""
-    if not values:
-        raise ValueError("no samples")
-    return Spread(statistics.median(values), min(values), max(values))
+    def ratios(self) -> dict[str, Ratio]:
+        """Those with targets, under the names they are asked for by."""
+        grain = grain_ratios(self.measured)
+        first = next(iter(grain))
+        return {**ratios(self.measured, self.missing, TARGETS), first: grain[first]}
 
+    def further_ratios(self) -> dict[str, Ratio]:
+        """The others that were measured."""
+        found = {**ratios(self.measured, self.missing, FURTHER), **grain_ratios(self.measured)}
+        return {name: ratio for name, ratio in found.items() if ratio.median is not None and ratio.target is None}
 
-def ratios(measurements: Sequence[Measurement]) -> dict[str, Spread]:
-    """Throughput over throughput, for the pairs of RATIOS of which both were measured: the ratio of the medians, and
-    the least and greatest ratio of two runs of the same round.
-    """
-    found = {measurement.name: measurement.rates_bytes_per_s() for measurement in measurements if measurement.samples}
-    result = {}
-    for name, (ours, theirs) in RATIOS.items():
-        if ours in found and theirs in found:
-            paired = [mine / other for mine, other in zip(found[ours], found[theirs], strict=False)]
-            median = statistics.median(found[ours]) / statistics.median(found[theirs])
-            result[name] = Spread(median, min(paired), max(paired))
-    return result
-
-
-def expected_s(nbytes: int, measurements: Sequence[Measurement]) -> float | None:
-    """Seconds that one copy of `nbytes` takes at the median copy rate; None while that is not known."""
-    for measurement in measurements:
-        if measurement.name == MEMCPY and measurement.samples:
-            return nbytes / statistics.median(measurement.rates_bytes_per_s())
-    return None
+    def first_layers(self) -> dict[str, FirstLayer]:
+        """Times to the first layer against their limit."""
+        return first_layers(self.measured, self.layer_bytes)
 
 
 def to_json(report: Report) -> dict[str, Any]:
     """The report as plain values, raw samples included."""
-    found = ratios(report.measurements)
     return {
         "bench": report.bench,
-        "state": "warm",
         "verified": report.problem is None,
         "problem": report.problem,
         **report.origin,
         "settings": dict(report.settings),
-        "ratios": {name: ratio.median for name, ratio in found.items()},
-        "ratio_spreads": {name: asdict(ratio) for name, ratio in found.items()},
-        "server_peak_rss_bytes": report.server_peak_rss_bytes,
-        "measurements": {m.name: _measurement_json(m, report) for m in report.measurements if m.samples},
+        "remarks": dict(report.remarks),
+        "ratios": {name: ratio.median for name, ratio in report.ratios().items()},
+        "ratio_details": {name: _ratio_json(ratio) for name, ratio in report.ratios().items()},
+        "further_ratios": {name: _ratio_json(ratio) for name, ratio in report.further_ratios().items()},
+        "first_layers": {
+            key: {**asdict(first), "is_met": first.is_met} for key, first in report.first_layers().items()
+        },
+        "peers_missing": dict(report.missing),
+        "server_peak_rss_bytes": dict(report.server_peak_rss_bytes),
+        "measurements": {each.key: _measurement_json(each) for each in report.measured},
     }
 
 
 def table(report: Report) -> str:
     """The report for people: settings, one line a measurement, ratios, memory and verdict."""
     lines = [
-        f"{report.bench}, warm (stored moments ago, one round not counted), {_counts(report.measurements)}",
+        f"{report.bench}, one round not counted, {_counts(report.measured)}",
         *(f"{name}: {_plain(value)}" for name, value in {**report.origin, "settings": report.settings}.items()),
+        *(f"{state}: {remark}" for state, remark in report.remarks.items()),
         "",
-        f"{'':24}{'GB/s':>8}{'min':>8}{'max':>8}{'ms':>10}{'expected':>10}{'1st layer':>11}{'expected':>10}",
+        f"{'':44}{'GB/s':>8}{'min':>8}{'max':>8}{'ms':>10}{'1st layer':>11}",
     ]
-    lines += [_row(measurement, report) for measurement in report.measurements if measurement.samples]
-    lines += ["  (median of the runs; expected: ms for one copy of the bytes, bytes / memcpy rate)", ""]
-    lines += [f"{'ratio of throughputs':32}{'medians':>8}{'min':>8}{'max':>8}"]
-    for name, ratio in ratios(report.measurements).items():
-        lines.append(f"{name:32}{ratio.median:8.2f}{ratio.min:8.2f}{ratio.max:8.2f}")
-    peak = report.server_peak_rss_bytes
-    lines += ["", f"server peak RSS: {'unknown' if peak is None else format_bytes(peak)}"]
+    lines += [_row(measurement) for measurement in report.measured]
+    lines += ["", f"{'ratio of throughputs, by rounds':44}{'median':>8}{'min':>8}{'max':>8}{'target':>8}"]
+    lines += [_ratio_row(name, ratio) for name, ratio in report.ratios().items()]
+    lines += [_ratio_row(name, ratio) for name, ratio in report.further_ratios().items()]
+    lines += ["", f"{'first layer, ms':44}{'median':>8}{'limit':>8}"]
+    for key, first in report.first_layers().items():
+        lines.append(f"{key:44}{first.median_s * 1e3:8.2f}{first.limit_s * 1e3:8.2f}  {_met(first.is_met)}")
+    lines += ["", *(f"{name} did not run: {reason}" for name, reason in report.missing.items())]
+    for phase, peak in report.server_peak_rss_bytes.items():
+        lines.append(f"server's peak memory, {phase}: {'unknown' if peak is None else format_bytes(peak)}")
     lines += ["every byte verified" if report.problem is None else f"WRONG BYTES: {report.problem}"]
     return "\n".join(lines)
 
 
 def plot(report: Report, path: Path) -> None:
-    """A bar chart of the throughputs, whiskers from least to greatest. Needs matplotlib (the extra `plot`)."""
+    """Bars of the throughputs, a panel for each state, whiskers from least to greatest. Needs matplotlib."""
     from matplotlib.figure import Figure
 
-    measured = [measurement for measurement in report.measurements if measurement.samples]
-    spreads = [spread([rate / 1e9 for rate in measurement.rates_bytes_per_s()]) for measurement in measured]
-    figure = Figure(figsize=(9, 0.5 * len(measured) + 1.5), layout="constrained")
-    axes = figure.add_subplot()
-    names = [measurement.name.replace("_", " ") for measurement in measured]
-    whiskers = [[each.median - each.min for each in spreads], [each.max - each.median for each in spreads]]
-    colors = ["tab:blue" if name.startswith(("ucx", "http")) else "tab:gray" for name in names]
-    bars = axes.barh(names, [each.median for each in spreads], xerr=whiskers, color=colors, capsize=3)
-    axes.bar_label(bars, fmt="%.2f", padding=4)
-    axes.margins(x=0.1)
-    axes.invert_yaxis()
-    axes.set_xlabel("GB/s, median; whiskers: least and greatest")
-    axes.set_title(f"{report.bench}, warm, {_counts(report.measurements)}")
+    panels = [(state, [each for each in report.measured if each.state is state]) for state in State]
+    panels = [(state, found) for state, found in panels if found]
+    heights = [len(found) + 1 for _, found in panels]
+    figure = Figure(figsize=(10, 0.32 * sum(heights) + 1.5), layout="constrained")
+    grid = figure.subplots(max(1, len(panels)), 1, squeeze=False, sharex=True, height_ratios=heights or [1])
+    for axes, (state, found) in zip(grid[:, 0], panels, strict=False):
+        spreads = [spread([rate / 1e9 for rate in each.rates_bytes_per_s()]) for each in found]
+        names = [each.key.removeprefix(f"{state.value}/").replace("_", " ") for each in found]
+        whiskers = [[each.median - each.min for each in spreads], [each.max - each.median for each in spreads]]
+        colors = ["tab:blue" if each.name.startswith(OURS) else _color_of(each.name) for each in found]
+        bars = axes.barh(names, [each.median for each in spreads], xerr=whiskers, color=colors, capsize=2)
+        axes.bar_label(bars, fmt="%.2f", padding=4, fontsize=7)
+        axes.tick_params(labelsize=7)
+        axes.margins(x=0.1)
+        axes.invert_yaxis()
+        axes.set_title(state.value.replace("_", " "), fontsize=9, loc="left")
+    grid[-1, 0].set_xlabel("GB/s, median; whiskers: least and greatest. Blue: ours, grey: raw limits, orange: peers")
+    figure.suptitle(f"{report.bench}, {_counts(report.measured)}")
     figure.savefig(path, dpi=120)
 
 
@@ -163,38 +130,55 @@ def format_bytes(nbytes: int) -> str:
     return f"{nbytes} B"
 
 
-def _measurement_json(measurement: Measurement, report: Report) -> dict[str, Any]:
-    first_layers_s = [sample.first_layer_s for sample in measurement.samples if sample.first_layer_s is not None]
+def _color_of(name: str) -> str:
+    return "tab:gray" if name == MEMCPY or name.startswith("raw_") else "tab:orange"
+
+
+def _measurement_json(measurement: Measurement) -> dict[str, Any]:
+    first_layers_s = measurement.first_layers_s()
     return {
+        "name": measurement.name,
+        "state": measurement.state.value,
+        "chunk_tokens": measurement.chunk_tokens,
         "nbytes": measurement.nbytes,
         "note": measurement.note,
         "sample_count": len(measurement.samples),
         "throughput_bytes_per_s": asdict(spread(measurement.rates_bytes_per_s())),
         "duration_s": asdict(spread([sample.duration_s for sample in measurement.samples])),
-        "expected_duration_s": expected_s(measurement.nbytes, report.measurements),
         "first_layer_s": asdict(spread(first_layers_s)) if first_layers_s else None,
-        "expected_first_layer_s": expected_s(report.layer_bytes, report.measurements) if first_layers_s else None,
         "samples": [asdict(sample) for sample in measurement.samples],
     }
 
 
-def _row(measurement: Measurement, report: Report) -> str:
-    values = _measurement_json(measurement, report)
+def _ratio_json(ratio: Ratio) -> dict[str, Any]:
+    return {**asdict(ratio), "is_met": ratio.is_met}
+
+
+def _row(measurement: Measurement) -> str:
+    values = _measurement_json(measurement)
     rate, first = values["throughput_bytes_per_s"], values["first_layer_s"]
+    first_layer = "-" if first is None else f"{first['median'] * 1e3:.2f}"
     return (
-        f"{measurement.name:24}{rate['median'] / 1e9:8.3f}{rate['min'] / 1e9:8.3f}{rate['max'] / 1e9:8.3f}"
-        f"{_milliseconds(values['duration_s']['median']):>10}{_milliseconds(values['expected_duration_s']):>10}"
-        f"{_milliseconds(first['median'] if first else None):>11}{_milliseconds(values['expected_first_layer_s']):>10}"
+        f"{measurement.key:44}{rate['median'] / 1e9:8.3f}{rate['min'] / 1e9:8.3f}{rate['max'] / 1e9:8.3f}"
+        f"{values['duration_s']['median'] * 1e3:10.2f}{first_layer:>11}"
         + (f"  {measurement.note}" if measurement.note else "")
     )
 
 
-def _milliseconds(seconds: float | None) -> str:
-    return "-" if seconds is None else f"{seconds * 1e3:.2f}"
+def _ratio_row(name: str, ratio: Ratio) -> str:
+    target = "" if ratio.target is None else f"{ratio.target:8.2f}  {_met(ratio.is_met)}"
+    if ratio.median is None or ratio.least is None or ratio.greatest is None:
+        return f"{name:44}{'-':>8}{'':16}{target}  ({ratio.reason})"
+    figures = f"{ratio.median:8.2f}{ratio.least:8.2f}{ratio.greatest:8.2f}"
+    return f"{name:44}{figures}{target or ' ' * 8}  ({ratio.ours} over {ratio.theirs})"
+
+
+def _met(is_met: bool | None) -> str:
+    return {True: "met", False: "missed", None: ""}[is_met]
 
 
 def _counts(measurements: Sequence[Measurement]) -> str:
-    counts = sorted({len(measurement.samples) for measurement in measurements if measurement.samples})
+    counts = sorted({len(measurement.samples) for measurement in measurements})
     return f"samples: {'-'.join(map(str, counts)) or 0}"
 
 

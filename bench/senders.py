@@ -18,7 +18,7 @@ from collections.abc import Iterator, Sequence
 
 import numpy as np
 
-from adapters.nixl_agent import Agent, Memory, Write, WriteState, leave
+from adapters.nixl_agent import Agent, Memory, PostedTransfer, TransferState, leave
 from bench.content import Bytes
 from bench.objects import ObjectContent, make_object_content
 
@@ -104,7 +104,7 @@ def write_spans(total_bytes: int, write_bytes: int, source_bytes: int) -> Iterat
 
 def _write_all(agent: Agent, peer: str, source: int, target: int, spans: Sequence[tuple[int, int, int]]) -> None:
     """Post every span, a few in flight; `source` and `target` are addresses."""
-    in_flight: deque[Write] = deque()
+    in_flight: deque[PostedTransfer] = deque()
     for source_offset, target_offset, nbytes in spans:
         while len(in_flight) >= WRITES_IN_FLIGHT_MAX:
             _end_write(in_flight.popleft())
@@ -116,8 +116,8 @@ def _write_all(agent: Agent, peer: str, source: int, target: int, spans: Sequenc
         _end_write(in_flight.popleft())
 
 
-def _end_write(write: Write) -> None:
-    while write.poll() is WriteState.IN_FLIGHT:
+def _end_write(write: PostedTransfer) -> None:
+    while write.poll() is TransferState.IN_FLIGHT:
         pass
     write.release()
 

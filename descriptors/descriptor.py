@@ -131,9 +131,14 @@ def invalid(field: str, problem: str) -> CallerError:
     return CallerError(ErrorCode.INVALID_DESCRIPTOR, f"{field} {problem}", field=field)
 
 
+def is_request_id(value: str) -> bool:
+    """Whether a text has the form of a request id."""
+    return _REQUEST_ID.match(value) is not None
+
+
 def require_request_id(value: str) -> str:
     """A request id is 16 to 64 of A-Z a-z 0-9 . _ -"""
-    if not isinstance(value, str) or not _REQUEST_ID.match(value):
+    if not isinstance(value, str) or not is_request_id(value):
         raise invalid("request_id", "must be 16 to 64 characters of A-Z a-z 0-9 . _ -")
     return value
 

@@ -45,16 +45,23 @@ class Region:
 
 @dataclass(frozen=True, slots=True)
 class AgentRegistration:
-    """A NIXL agent's metadata and the regions in it that descriptors may name; held for `lifetime_s` seconds."""
+    """A NIXL agent's metadata, or the ticket of a connection over which shared memory was handed in, and the regions in
+    it that descriptors may name; held for `lifetime_s` seconds. One of the two is given. `host_id`, where given, tells
+    a server whether it is on the same host; only speed depends on it.
+    """
 
     metadata: bytes
     regions: tuple[Region, ...]
     lifetime_s: float
+    shm_ticket: str | None = None
+    host_id: str = ""
 
 
 @dataclass(frozen=True, slots=True)
 class AgentRenewal:
-    """A longer life for a registered agent and, when it registered more memory, its new metadata and regions."""
+    """A longer life for a registered agent and, when its memory has changed, its regions, with new metadata where it is
+    a NIXL agent.
+    """
 
     lifetime_s: float
     metadata: bytes | None = None
@@ -67,6 +74,16 @@ class AgentLease:
 
     agent_id: str
     expires_at: float
+
+
+@dataclass(frozen=True, slots=True)
+class Transports:
+    """Which ways besides http a server offers: `shm_socket` is the abstract Unix socket to hand memory in at; it can be
+    reached from its own host only, and only that tells that a client is there.
+    """
+
+    ucx: bool
+    shm_socket: str | None
 
 
 class _Model(BaseModel):
@@ -89,7 +106,9 @@ _Lifetime = Annotated[float, Field(gt=0, le=AGENT_LIFETIME_S_MAX, allow_inf_nan=
 
 
 class _RegistrationModel(_Model):
-    metadata: Base64Bytes
+    metadata: Base64Bytes | None = None
+    shm_ticket: Annotated[str, Field(min_length=1, max_length=64)] | None = None
+    host_id: Annotated[str, Field(max_length=64)] = ""
     regions: Annotated[list[_RegionModel], Field(min_length=1, max_length=AGENT_REGIONS_MAX, fail_fast=True)]
     lifetime_s: _Lifetime
 
@@ -112,14 +131,19 @@ def parse_lookup(body: bytes) -> LookupRequest:
 def parse_registration(body: bytes) -> AgentRegistration:
     """Raises CallerError(InvalidArgument) naming the field."""
     model = parse_body(_RegistrationModel, body, _refuse)
-    _check_metadata(model.metadata)
-    return AgentRegistration(model.metadata, _regions(model.regions), model.lifetime_s)
+    if (model.metadata is None) == (model.shm_ticket is None):
+        raise _refuse("metadata", "or shm_ticket is needed, and not both")
+    if model.metadata is not None:
+        _check_metadata(model.metadata)
+    return AgentRegistration(
+        model.metadata or b"", _regions(model.regions), model.lifetime_s, model.shm_ticket, model.host_id
+    )
 
 
 def parse_renewal(body: bytes) -> AgentRenewal:
-    """Raises CallerError(InvalidArgument) naming the field. New metadata and new regions come together."""
+    """Raises CallerError(InvalidArgument) naming the field. New metadata never comes without regions."""
     model = parse_body(_RenewalModel, body, _refuse)
-    if (model.metadata is None) != (not model.regions):
+    if model.metadata is not None and not model.regions:
         raise _refuse("regions", "and metadata are renewed together or not at all")
     if model.metadata is not None:
         _check_metadata(model.metadata)
@@ -133,13 +157,17 @@ def lookup_body(request: LookupRequest) -> bytes:
 
 def registration_body(request: AgentRegistration) -> bytes:
     """The JSON `parse_registration` reads."""
-    return _dump(
-        {
-            "metadata": base64.b64encode(request.metadata).decode(),
-            "regions": [_region_fields(region) for region in request.regions],
-            "lifetime_s": request.lifetime_s,
-        }
-    )
+    fields: dict[str, object] = {
+        "regions": [_region_fields(region) for region in request.regions],
+        "lifetime_s": request.lifetime_s,
+    }
+    if request.shm_ticket is not None:
+        fields["shm_ticket"] = request.shm_ticket
+    else:
+        fields["metadata"] = base64.b64encode(request.metadata).decode()
+    if request.host_id:
+        fields["host_id"] = request.host_id
+    return _dump(fields)
 
 
 def renewal_body(request: AgentRenewal) -> bytes:
@@ -147,6 +175,7 @@ def renewal_body(request: AgentRenewal) -> bytes:
     fields: dict[str, object] = {"lifetime_s": request.lifetime_s}
     if request.metadata is not None:
         fields["metadata"] = base64.b64encode(request.metadata).decode()
+    if request.regions:
         fields["regions"] = [_region_fields(region) for region in request.regions]
     return _dump(fields)
 

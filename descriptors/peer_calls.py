@@ -40,7 +40,10 @@ PLAIN_CALLS = (
     "abort_upload",
     "list_parts",
     "list_uploads",
+    "transports",
     "delete_agent",
+    "get_object_into",
+    "put_object_from",
     "cancel",
 )
 
@@ -69,7 +72,11 @@ class PlainCall:
         self._types = CallTypes(name)
         self._method = getattr(storage, name)
 
-    async def answer(self, arguments: dict[str, Any]) -> bytes:
+    async def make(self, arguments: dict[str, Any]) -> Any:
         """Make the call. Raises ObjectCacheError, and ValidationError for arguments of other types."""
         values = {name: codec.validate_python(arguments[name]) for name, codec in self._types.arguments.items()}
-        return self._types.result.dump_json(await self._method(**values))
+        return await self._method(**values)
+
+    def encode(self, result: Any) -> bytes:
+        """The JSON of what the call gave."""
+        return self._types.result.dump_json(result)

@@ -11,10 +11,14 @@ from contextlib import AbstractAsyncContextManager
 from dataclasses import dataclass
 from typing import Protocol
 
+import numpy as np
+import numpy.typing as npt
+
 from descriptors.conditions import NO_WRITE_CONDITION, WriteCondition
 from descriptors.descriptor import Descriptor
+from descriptors.errors import ErrorCode
 from descriptors.lifecycle import LifecycleRule
-from descriptors.messages import AgentLease, AgentRegistration, AgentRenewal, LookupRequest
+from descriptors.messages import AgentLease, AgentRegistration, AgentRenewal, LookupRequest, Transports
 from descriptors.notices import Mode
 from descriptors.objects import (
     BodyDigests,
@@ -37,6 +41,7 @@ from descriptors.objects import (
     UploadRef,
     UploadRequest,
 )
+from descriptors.rdma_token import RdmaToken
 
 Piece = bytes | bytearray | memoryview
 """A run of body bytes."""
@@ -98,21 +103,77 @@ class DeliveryStart:
 
 
 @dataclass(frozen=True, slots=True)
+class DeliveryTiming:
+    """Where a delivery's time went on the storage side, one part after the other: planning, waiting for bytes to be
+    gathered, waiting for the transport. Gathers run ahead of the transport, so the second is what they could not hide.
+    """
+
+    plan_s: float
+    gather_s: float
+    transfer_s: float
+
+
+@dataclass(frozen=True, slots=True)
 class DeliveryOutcome:
     """How a descriptor GET ended well. `transferred_bytes` is what the transport itself counted."""
 
     start: DeliveryStart
     transferred_bytes: int
+    timing: DeliveryTiming
+
+
+Spans = npt.NDArray[np.int64]
+"""Memory of this process, one run after the other: rows of (address, nbytes)."""
+
+
+@dataclass(frozen=True, slots=True)
+class ObjectDelivery:
+    """One object, or a part of it, in the client's memory. `transferred_bytes` is what the transport itself counted,
+    `transfer_s` how long bytes were in flight.
+    """
+
+    head: ReadHead
+    transferred_bytes: int
+    transfer_s: float
+
+
+@dataclass(frozen=True, slots=True)
+class ObjectStored:
+    """An object stored out of the client's memory; `transfer_s` as above."""
+
+    info: ObjectInfo
+    transfer_s: float
+
+
+@dataclass(frozen=True, slots=True)
+class ChunkPut:
+    """What became of one chunk of many: stored and durable, with its bare `etag`, or not, and why."""
+
+    key: str
+    etag: str | None
+    code: ErrorCode | None = None
+    message: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class ChunksPut:
+    """What became of every chunk, in order; `transfer_s` as above."""
+
+    puts: list[ChunkPut]
+    transfer_s: float
 
 
 class BodySink(Protocol):
-    """Where an http delivery writes. `write` returns when the view's memory may be used again."""
+    """Where an http delivery writes. `write` and `send` return when the memory may be used again."""
 
     async def begin(self, start: DeliveryStart) -> None:
         """Called once, before the first byte."""
 
     async def write(self, view: memoryview) -> None:
-        """Send the view; the memory is the caller's again on return."""
+        """Send the view."""
+
+    async def send(self, spans: Spans) -> None:
+        """Send memory."""
 
     def abort(self) -> None:
         """Cut the body short: no byte of any view is read after this returns."""
@@ -188,6 +249,8 @@ class StorageApi(Protocol):
 
     async def lookup(self, bucket: str, request: LookupRequest) -> int: ...
 
+    async def transports(self) -> Transports: ...
+
     async def register_agent(self, access_key: str, registration: AgentRegistration) -> AgentLease: ...
 
     async def renew_agent(self, access_key: str, agent_id: str, renewal: AgentRenewal) -> AgentLease: ...
@@ -197,5 +260,18 @@ class StorageApi(Protocol):
     async def deliver(
         self, access_key: str, bucket: str, descriptor: Descriptor, sink: BodySink
     ) -> DeliveryOutcome: ...
+
+    async def get_object_into(self, access_key: str, request: ReadRequest, token: RdmaToken) -> ObjectDelivery:
+        """As `open_object`, the bytes written into the client's memory when this returns. NotImplemented with the
+        token's header as field: declined, and nothing was moved.
+        """
+
+    async def put_object_from(
+        self, access_key: str, request: PutRequest, token: RdmaToken, said: BodyDigests
+    ) -> ObjectStored:
+        """As `put_object`, the bytes read from the client's memory; `said` is what they must hash to."""
+
+    async def put_chunks_from(self, access_key: str, bucket: str, descriptor: Descriptor) -> ChunksPut:
+        """Every chunk read from the descriptor's target and stored, or not."""
 
     async def cancel(self, access_key: str, request_id: str) -> None: ...

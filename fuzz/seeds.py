@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from descriptors.descriptor import Delivery, Descriptor, RdmaTarget
 from descriptors.descriptor_codec import encode_binary, encode_json
+from descriptors.rdma_token import ObjectPath, RdmaToken, encode_token
 from gateway.aws_chunked import SignatureChain
 from gateway.payload_form import PayloadForm
 
@@ -21,6 +22,7 @@ def seeds(target: str) -> list[bytes]:
         "host": [b"kvc.s3.example.com:9000", b"kvc.localhost", b"127.0.0.1", b"[::1]:9000"],
         "chunks": _chunks(),
         "descriptor": _descriptors(),
+        "token": _tokens(),
         "xml_delete": [
             (
                 f"<Delete {_XMLNS}><Quiet>true</Quiet><Object><Key>a</Key><VersionId>null</VersionId></Object></Delete>"
@@ -105,6 +107,12 @@ def _chunks() -> list[bytes]:
     hello = "2cf24dba5fb0a30e26e83b2ac5b9e29e1b161e5c1fa7425e73043362938b9824"
     head = f"5;chunk-signature={chain.chunk(hello)}\r\nhello\r\n0;chunk-signature={chain.chunk(_EMPTY_SHA256)}\r\n\r\n"
     return [unsigned, bytes([5, forms.index(PayloadForm.SIGNED_CHUNKS), 3]) + head.encode()]
+
+
+def _tokens() -> list[bytes]:
+    text = encode_token(RdmaToken("agent-1", "region", 4096, 1 << 20, "request-0123456789", ObjectPath.BUFFER))
+    fields = b'{"agent_id":"a","region_id":"kv","offset":0,"length":1,"request_id":"request-0123456789"}'
+    return [text.encode(), fields]
 
 
 def _descriptors() -> list[bytes]:

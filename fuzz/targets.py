@@ -5,11 +5,13 @@ Where input may come in pieces, a target also checks that the pieces make no dif
 
 from __future__ import annotations
 
+import base64
 import contextlib
 from collections.abc import Callable, Iterator
 
 from descriptors.descriptor_codec import decode_descriptor
 from descriptors.errors import CallerError
+from descriptors.rdma_token import encode_token, parse_token
 from gateway.addressing import bucket_from_host
 from gateway.aws_chunked import ChunkedDecoder, SignatureChain
 from gateway.conditions import delete_condition, read_condition, write_condition
@@ -125,6 +127,15 @@ def fuzz_descriptor(data: bytes) -> None:
         decode_descriptor(data)
 
 
+def fuzz_token(data: bytes) -> None:
+    """An RDMA token as its header's value, and as what the value encodes; what is read is written the same."""
+    wrapped = "objectcache-1." + base64.urlsafe_b64encode(data).decode().rstrip("=")
+    for text in (data.decode("utf-8", "surrogateescape"), wrapped):
+        with answered():
+            token = parse_token(text)
+            assert token is None or parse_token(encode_token(token)) == token
+
+
 def _xml(parse: Callable[[bytes], object]) -> Callable[[bytes], None]:
     def fuzz_xml(data: bytes) -> None:
         with answered():
@@ -140,6 +151,7 @@ TARGETS: dict[str, Callable[[bytes], None]] = {
     "host": fuzz_host,
     "chunks": fuzz_chunks,
     "descriptor": fuzz_descriptor,
+    "token": fuzz_token,
     "xml_delete": _xml(parse_delete),
     "xml_complete": _xml(parse_complete),
     "xml_tagging": _xml(parse_tagging),

@@ -10,9 +10,12 @@ from urllib.parse import unquote
 
 from aiohttp import web
 
+from adapters.request_log import RequestLine, log_request, logs_requests
 from adapters.response_sink import abort_if_begun, cutting, fulfil_headers, promise_headers
+from descriptors.descriptor import is_request_id
 from descriptors.errors import CallerError, ErrorCode, ObjectCacheError, ServerError
 from descriptors.storage_api import StorageApi
+from descriptors.tracing import REQUEST_ID_HEADER, TIMING_HEADER, timing_header
 from gateway import sigv4, xml
 from gateway.body import CONTINUED, expects_continue
 from gateway.call import Call
@@ -22,13 +25,18 @@ from gateway.handlers import HANDLERS, LAYERWISE
 from gateway.request import SERVICE_PREFIX, S3Request, parse_target, without_chunk_coding
 from gateway.routing import Operation, route
 from gateway.settings import GatewaySettings as GatewaySettings
+from gateway.trace import RequestTrace, follow, timed
 
 RETRY_AFTER_S = 1
 HEALTH_NAME = "health"
 ARGUMENT_CHARACTERS_MAX = 1024
 SERVER = "ObjectCache"
 _BODY_LOST = frozenset({ErrorCode.REQUEST_TIMEOUT, ErrorCode.INCOMPLETE_BODY})
-_WITH_BODY = frozenset({Operation.LAYERWISE, Operation.LOOKUP, Operation.REGISTER_AGENT, Operation.RENEW_AGENT})
+_WITH_BODY = frozenset(
+    {
+        Operation.LAYERWISE, Operation.LOOKUP, Operation.PUT_CHUNKS, Operation.REGISTER_AGENT, Operation.RENEW_AGENT,
+    }
+)  # fmt: skip
 _log = logging.getLogger(__name__)
 
 
@@ -36,7 +44,7 @@ class Gateway:
     """S3 in, StorageApi out. Holds no state but its settings and credentials."""
 
     def __init__(self, storage: StorageApi, credentials: CredentialBook, settings: GatewaySettings) -> None:
-        self._storage = storage
+        self._storage = timed(storage)
         self._credentials = credentials
         self._settings = settings
         self._host_id = secrets.token_urlsafe(24)
@@ -47,49 +55,60 @@ class Gateway:
 
     async def handle(self, http: web.BaseRequest) -> web.StreamResponse:
         """Answer one request; every ObjectCacheError becomes its S3 answer, anything else InternalError."""
-        trace_id = _make_trace_id()
-        promise_headers(http, self._identity(trace_id))
-        started = time.perf_counter()
+        trace = self._traced(http)
+        status, code = 0, ""
         try:
-            response = await self._answer(http, trace_id)
-        except ObjectCacheError as error:
-            abort_if_begun(http)
-            context = xml.ErrorContext(trace_id, self._settings.region, _argument_value(http, error))
-            response = _refusal(http.method, http.raw_path, error, context)
-        except ConnectionError:
-            raise
-        except Exception:
-            _log.exception("request %s failed", trace_id)
-            abort_if_begun(http)
-            unknown = ServerError(ErrorCode.INTERNAL_ERROR, "we failed; quote the request id", retryable=True)
-            response = _refusal(http.method, http.raw_path, unknown, xml.ErrorContext(trace_id))
-        if not response.prepared:
-            fulfil_headers(http, response)
-            if expects_continue(http) and CONTINUED not in http:
-                response.force_close()  # the body may or may not come: nothing after it could be told apart
-        _log.debug(
-            "%s %s %s %d %.1f ms",
-            trace_id,
-            http.method,
-            http.raw_path,
-            response.status,
-            1e3 * (time.perf_counter() - started),
-        )
-        return response
+            try:
+                response = await self._answer(http, trace)
+            except ObjectCacheError as error:
+                code = error.code.value
+                abort_if_begun(http)
+                context = xml.ErrorContext(trace.trace_id, self._settings.region, _argument_value(http, error))
+                response = _refusal(http.method, http.raw_path, error, context)
+            except ConnectionError:
+                raise
+            except Exception:
+                code = ErrorCode.INTERNAL_ERROR.value
+                _log.exception("request %s failed", trace.trace_id)
+                abort_if_begun(http)
+                unknown = ServerError(ErrorCode.INTERNAL_ERROR, "we failed; quote the request id", retryable=True)
+                response = _refusal(http.method, http.raw_path, unknown, xml.ErrorContext(trace.trace_id))
+            status = response.status
+            if not response.prepared:
+                response.headers[TIMING_HEADER] = timing_header(trace.timing())
+                fulfil_headers(http, response)
+                if expects_continue(http) and CONTINUED not in http:
+                    response.force_close()  # the body may or may not come: nothing after it could be told apart
+            return response
+        finally:
+            if logs_requests():
+                log_request(_line(trace, status, code))
 
-    async def _answer(self, http: web.BaseRequest, trace_id: str) -> web.StreamResponse:
+    def _traced(self, http: web.BaseRequest) -> RequestTrace:
+        trace_id = _make_trace_id()
+        trace = RequestTrace(trace_id, self._identity(trace_id))
+        named = http.headers.get(REQUEST_ID_HEADER)
+        if named is not None and is_request_id(named):
+            trace.name(named)
+        promise_headers(http, trace.headers)
+        follow(trace)
+        return trace
+
+    async def _answer(self, http: web.BaseRequest, trace: RequestTrace) -> web.StreamResponse:
         request = parse_target(http.method, http.raw_path, _joined_headers(http), self._settings.domains)
+        trace.bucket, trace.key = request.bucket, request.key
         if request.method == "GET" and request.bucket == SERVICE_PREFIX and request.key == HEALTH_NAME:
             return web.Response(body=b'{"status":"ok"}', content_type="application/json")
         claim = sigv4.read_claim(request)
         credential = self._credentials.find(claim.access_key)
         key = sigv4.verify(request, claim, credential.secret_key, self._settings.region, time.time())
         operation = route(request)
+        trace.operation = operation.name.lower()
         if operation in LAYERWISE:
             _demand_signature(operation, claim)
         authorize(credential, operation.action, _policy_bucket(request))
         request = replace(request, headers=without_chunk_coding(request.headers))
-        call = Call(request, http, claim, self._storage, trace_id, self._settings, key, credential)
+        call = Call(request, http, claim, self._storage, trace, self._settings, key, credential)
         return await HANDLERS[operation](call)
 
     def _identity(self, trace_id: str) -> dict[str, str]:
@@ -98,9 +117,20 @@ class Gateway:
     def _refuse_unparsed(self, error: ObjectCacheError) -> web.Response:
         """The answer to what never became a request."""
         trace_id = _make_trace_id()
+        trace = RequestTrace(trace_id, self._identity(trace_id))
         response = _refusal("", "", error, xml.ErrorContext(trace_id))
-        response.headers.update(self._identity(trace_id))
+        response.headers.update(trace.headers)
+        if logs_requests():
+            log_request(_line(trace, response.status, error.code.value))
         return response
+
+
+def _line(trace: RequestTrace, status: int, code: str) -> RequestLine:
+    nbytes = trace.nbytes if status < 400 else 0
+    return RequestLine(
+        "gateway", trace.request_id, trace.operation, status, nbytes, trace.timing(),
+        trace.trace_id, trace.bucket, trace.key, code,
+    )  # fmt: skip
 
 
 def _refusal(method: str, raw_path: str, error: ObjectCacheError, context: xml.ErrorContext) -> web.Response:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import time
 from collections.abc import AsyncIterator
 from dataclasses import replace
 
@@ -37,6 +38,8 @@ class RequestBody:
         self._chain = chain
         self._idle_timeout_s = idle_timeout_s
         self._digests: BodyDigests | None = None
+        self.waited_s = 0.0
+        """How long the client's bytes were waited for."""
 
     @property
     def has_sha256(self) -> bool:
@@ -98,6 +101,7 @@ class RequestBody:
             await http.writer.write(b"HTTP/1.1 100 Continue\r\n\r\n")
             http.writer.output_size = 0  # the answer proper has not begun
         while True:
+            began_s = time.perf_counter()
             try:
                 async with asyncio.timeout(self._idle_timeout_s):
                     piece = await http.content.readany()
@@ -109,6 +113,7 @@ class RequestBody:
                     f"no byte of the body came for {self._idle_timeout_s:g} s; the connection is closed",
                     field="body",
                 ) from None
+            self.waited_s += time.perf_counter() - began_s
             if not piece:
                 return
             yield piece

@@ -9,7 +9,7 @@ from aiohttp import web
 
 from descriptors.errors import CallerError, ErrorCode
 from descriptors.objects import ChecksumAlgorithm
-from descriptors.storage_api import Body, StorageApi
+from descriptors.storage_api import StorageApi
 from gateway.aws_chunked import SignatureChain
 from gateway.body import RequestBody
 from gateway.credentials import NOBODY, Credential
@@ -17,6 +17,7 @@ from gateway.payload_form import PayloadForm
 from gateway.request import S3Request
 from gateway.settings import GatewaySettings
 from gateway.sigv4 import Claim
+from gateway.trace import RequestTrace
 from gateway.upload import LENGTH_NEEDED, BodyPlan, check_digests, plan_body, plan_document
 
 _CHAINED = (PayloadForm.SIGNED_CHUNKS, PayloadForm.SIGNED_CHUNKS_TRAILER)
@@ -28,7 +29,7 @@ class Upload:
 
     nbytes: int
     checksum: ChecksumAlgorithm | None
-    body: Body
+    body: RequestBody
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,7 +40,7 @@ class Call:
     http: web.BaseRequest
     claim: Claim
     storage: StorageApi
-    trace_id: str
+    trace: RequestTrace
     settings: GatewaySettings = field(default_factory=GatewaySettings)
     signing_key: bytes = field(default=b"", repr=False)
     credential: Credential = NOBODY
@@ -59,7 +60,9 @@ class Call:
         plan = plan_body(self.request, self.claim.form, self.claim.body_sha256)
         if plan.nbytes is None:
             raise CallerError(ErrorCode.MISSING_CONTENT_LENGTH, LENGTH_NEEDED, field="content-length")
-        return Upload(plan.nbytes, plan.checksum, self._body(plan))
+        body = self._body(plan)
+        self.trace.upload, self.trace.nbytes = body, plan.nbytes
+        return Upload(plan.nbytes, plan.checksum, body)
 
     async def body(self, nbytes_max: int) -> bytes:
         """A whole small body, checked against every digest the request gives.

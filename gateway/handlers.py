@@ -8,7 +8,17 @@ from aiohttp import web
 
 from descriptors.errors import CallerError, ErrorCode
 from gateway.call import Call
-from gateway.operations import buckets, copies, deletes, layerwise, listings, object_details, objects, uploads
+from gateway.operations import (
+    buckets,
+    copies,
+    deletes,
+    layerwise,
+    listings,
+    object_details,
+    objects,
+    rdma_objects,
+    uploads,
+)
 from gateway.operations.answers import EXPECTED_OWNER, check_expected_owner
 from gateway.request import check_bucket_name
 from gateway.routing import Operation
@@ -19,6 +29,8 @@ LAYERWISE: dict[Operation, Handler] = {
     Operation.LAYERWISE: layerwise.layerwise,
     Operation.LAYERWISE_HEADER: layerwise.layerwise_header,
     Operation.LOOKUP: layerwise.lookup,
+    Operation.PUT_CHUNKS: rdma_objects.put_chunks,
+    Operation.TRANSPORTS: layerwise.transports,
     Operation.REGISTER_AGENT: layerwise.register_agent,
     Operation.RENEW_AGENT: layerwise.renew_agent,
     Operation.DELETE_AGENT: layerwise.delete_agent,

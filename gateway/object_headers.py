@@ -41,10 +41,10 @@ _NOT_IN_HEADERS = re.compile("[\0-\x08\x0a-\x1f\x7f\ud800-\udfff]")
 
 
 def refuse_rdma_token(headers: Mapping[str, str]) -> None:
-    """A token is not executed, and an answer that looked like success would lose the object. Raises CallerError."""
+    """A token that is not executed: an answer that looked like success would lose the object. Raises CallerError."""
     for name in RDMA_TOKEN_HEADERS:
         if name in headers:
-            raise _not_implemented("RDMA tokens are not executed here; send the body", "x-amz-rdma-token")
+            raise _not_implemented("this RDMA token is not executed here; send the body", "x-amz-rdma-token")
 
 
 def refuse_encryption(headers: Mapping[str, str]) -> None:
@@ -55,8 +55,13 @@ def refuse_encryption(headers: Mapping[str, str]) -> None:
 
 
 def refuse_unsupported(headers: Mapping[str, str]) -> None:
-    """Raises CallerError(NotImplemented) for what S3 would keep with a new object and we do not."""
+    """Raises CallerError(NotImplemented) for what S3 would keep with a new object and we do not, and for tokens."""
     refuse_rdma_token(headers)
+    refuse_not_kept(headers)
+
+
+def refuse_not_kept(headers: Mapping[str, str]) -> None:
+    """Raises CallerError(NotImplemented) for what S3 would keep with a new object and we do not."""
     refuse_encryption(headers)
     for name in headers:
         if name.startswith(_REFUSED):

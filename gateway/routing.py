@@ -50,6 +50,8 @@ class Operation(Enum):
     LAYERWISE = "GetObject:layerwise"
     LAYERWISE_HEADER = "GetObject:layerwise-header"
     LOOKUP = "GetObject:lookup"
+    PUT_CHUNKS = "PutObject:chunks"
+    TRANSPORTS = "RegisterAgent:transports"
     REGISTER_AGENT = "RegisterAgent"
     RENEW_AGENT = "RegisterAgent:renew"
     DELETE_AGENT = "RegisterAgent:delete"
@@ -159,15 +161,20 @@ def _route_object(request: S3Request, names: set[str]) -> Operation:
 
 
 def _route_layerwise(request: S3Request, names: set[str]) -> Operation:
-    if request.method != "POST" or not request.bucket or request.key:
-        raise CallerError(ErrorCode.METHOD_NOT_ALLOWED, "?layerwise and ?lookup are POST requests to a bucket")
+    is_put = request.method == "PUT" and "layerwise" in names
+    if (request.method != "POST" and not is_put) or not request.bucket or request.key:
+        raise CallerError(ErrorCode.METHOD_NOT_ALLOWED, "POST goes with ?layerwise and ?lookup, PUT with ?layerwise")
     if {"layerwise", "lookup"} <= names:
         raise CallerError(ErrorCode.INVALID_REQUEST, "?layerwise and ?lookup exclude each other", field="lookup")
+    if is_put:
+        return Operation.PUT_CHUNKS
     return Operation.LAYERWISE if "layerwise" in names else Operation.LOOKUP
 
 
 def _route_service(request: S3Request) -> Operation:
     kind, _, name = request.key.partition("/")
+    if request.key == "transports":
+        return _pick({("GET", ""): Operation.TRANSPORTS}, request, set())
     if kind == "agents" and not name:
         return _pick({("POST", ""): Operation.REGISTER_AGENT}, request, set())
     if kind == "agents" and "/" not in name:

@@ -13,6 +13,7 @@ from typing import Any, cast
 import aiohttp
 from pydantic import TypeAdapter
 
+from adapters.request_log import Stopwatch
 from descriptors.conditions import NO_WRITE_CONDITION, WriteCondition
 from descriptors.descriptor import Descriptor
 from descriptors.descriptor_codec import encode_binary
@@ -23,6 +24,7 @@ from descriptors.messages import (
     AgentRegistration,
     AgentRenewal,
     LookupRequest,
+    Transports,
     lookup_body,
     registration_body,
     renewal_body,
@@ -50,7 +52,21 @@ from descriptors.objects import (
 )
 from descriptors.peer_auth import AUTH_HEADER, CALL_HEADER, STREAMED_BODY, sign_call
 from descriptors.peer_calls import ARGUMENT_BYTES_MAX, PLAIN_CALLS, RESULT_HEADER, CallTypes
-from descriptors.storage_api import Body, BodySink, DeliveryOutcome, DeliveryStart, ObjectRead, Piece
+from descriptors.rdma_token import ObjectPath, RdmaToken, declined
+from descriptors.storage_api import (
+    Body,
+    BodySink,
+    ChunksPut,
+    DeliveryOutcome,
+    DeliveryStart,
+    DeliveryTiming,
+    ObjectDelivery,
+    ObjectRead,
+    ObjectStored,
+    Piece,
+)
+from descriptors.tracing import PEER_REQUEST_ID_HEADER
+from gateway.trace import current_request_id
 
 CONNECT_TIMEOUT_S = 5.0
 _TYPES = {name: CallTypes(name) for name in PLAIN_CALLS}
@@ -64,6 +80,7 @@ _LEASE = TypeAdapter(AgentLease)
 _READ = TypeAdapter(ReadHead)
 _START = TypeAdapter(DeliveryStart)
 _OUTCOME = TypeAdapter(DeliveryOutcome)
+_CHUNKS_PUT = TypeAdapter(ChunksPut)
 
 
 class StorageUnreachableError(ServerError):
@@ -182,6 +199,9 @@ class RemoteStorage:
         call = {"access_key": access_key, "agent_id": agent_id}
         return _LEASE.validate_json(await self._call("renew_agent", call, renewal_body(renewal)))
 
+    async def transports(self) -> Transports:
+        return cast(Transports, await self._plain("transports"))
+
     async def delete_agent(self, access_key: str, agent_id: str) -> None:
         await self._plain("delete_agent", access_key, agent_id)
 
@@ -189,33 +209,59 @@ class RemoteStorage:
         call = {"access_key": access_key, "bucket": bucket}
         if descriptor.rdma_target is not None:
             return await self._deliver_past(access_key, call, descriptor)
+        began_s, sending = time.perf_counter(), Stopwatch()
         async with self._open("deliver", call, encode_binary(descriptor)) as response:
             start = _START.validate_json(_result(response))
+            plan_s = time.perf_counter() - began_s
             await sink.begin(start)
             relayed_bytes = 0
             try:
                 async for piece in _body(response):
-                    await sink.write(memoryview(piece))
+                    with sending:
+                        await sink.write(memoryview(piece))
                     relayed_bytes += len(piece)
             except BaseException:
                 sink.abort()
                 raise
-            return DeliveryOutcome(start, relayed_bytes)
+            gather_s = time.perf_counter() - began_s - plan_s - sending.total_s
+            return DeliveryOutcome(start, relayed_bytes, DeliveryTiming(plan_s, gather_s, sending.total_s))
 
     async def _deliver_past(self, access_key: str, call: dict[str, str], descriptor: Descriptor) -> DeliveryOutcome:
-        """A delivery whose bytes do not pass here. An answer tells the client that its buffer is free, so when the
-        storage server's own answer is lost there must be none until it is known to have drained.
+        """A delivery whose bytes do not pass here."""
+        async with self._past(access_key, descriptor.request_id or ""):
+            return _OUTCOME.validate_json(await self._call("deliver", call, encode_binary(descriptor)))
+
+    async def get_object_into(self, access_key: str, request: ReadRequest, token: RdmaToken) -> ObjectDelivery:
+        _refuse_staging(token)
+        async with self._past(access_key, token.request_id):
+            return cast(ObjectDelivery, await self._plain("get_object_into", access_key, request, token))
+
+    async def put_object_from(
+        self, access_key: str, request: PutRequest, token: RdmaToken, said: BodyDigests
+    ) -> ObjectStored:
+        _refuse_staging(token)
+        async with self._past(access_key, token.request_id):
+            return cast(ObjectStored, await self._plain("put_object_from", access_key, request, token, said))
+
+    async def put_chunks_from(self, access_key: str, bucket: str, descriptor: Descriptor) -> ChunksPut:
+        call = {"access_key": access_key, "bucket": bucket}
+        async with self._past(access_key, descriptor.request_id or ""):
+            return _CHUNKS_PUT.validate_json(await self._call("put_chunks_from", call, encode_binary(descriptor)))
+
+    @asynccontextmanager
+    async def _past(self, access_key: str, request_id: str) -> AsyncIterator[None]:
+        """A call whose bytes do not pass here. An answer tells the client that its buffer is free, so when the storage
+        server's own answer is lost there must be none until the request is known to have drained.
 
         Raises ConnectionResetError, which drops the client's connection unanswered, when that cannot be known.
         """
         try:
-            async with self._open("deliver", call, encode_binary(descriptor)) as response:
-                return _OUTCOME.validate_json(await response.read())
+            yield
         except StorageUnreachableError as lost:
             try:
-                await self.cancel(access_key, descriptor.request_id or "")
+                await self.cancel(access_key, request_id)
             except ObjectCacheError as error:
-                raise ConnectionResetError("the storage server may still be writing") from error
+                raise ConnectionResetError("the storage server may still be moving bytes") from error
             raise lost
 
     async def cancel(self, access_key: str, request_id: str) -> None:
@@ -275,6 +321,9 @@ class RemoteStorage:
             CALL_HEADER: text,
             AUTH_HEADER: sign_call(self._secret, operation, text, body_sha256, time.time()),
         }
+        request_id = current_request_id()
+        if request_id is not None:
+            headers[PEER_REQUEST_ID_HEADER] = request_id
         try:
             async with self._session.post(f"{self._base}/v1/{operation}", data=body, headers=headers) as response:
                 if response.status != 200:
@@ -282,6 +331,12 @@ class RemoteStorage:
                 yield response
         except (aiohttp.ClientError, TimeoutError) as error:
             raise StorageUnreachableError(error) from error
+
+
+def _refuse_staging(token: RdmaToken) -> None:
+    """A gateway apart from the storage server has no UCX of its own. Raises CallerError(NotImplemented)."""
+    if token.path is ObjectPath.BUFFER:
+        raise declined("this gateway has no ucx transport to send from its own memory")
 
 
 def _result(response: aiohttp.ClientResponse) -> bytes:

@@ -12,34 +12,36 @@ import threading
 import uuid
 from collections.abc import AsyncIterator, Coroutine, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import replace
-from enum import Enum
+from contextlib import ExitStack
+from dataclasses import dataclass, replace
 from typing import Any
+
+import numpy as np
+import numpy.typing as npt
 
 from adapters.nixl_agent import NixlFailure, is_available
 from descriptors.descriptor import Delivery, Descriptor, OnMissing, RdmaTarget
 from descriptors.errors import ErrorCode, ObjectCacheError
 from descriptors.layout import ChunkLayout
 from descriptors.messages import LookupRequest, lookup_body
+from nixl_client import shared_memory
 from nixl_client.buffers import Buffer, as_buffer
 from nixl_client.fetch import Layer, LayerFetch
 from nixl_client.fetch_http import HttpFetches
-from nixl_client.fetch_ucx import UcxFetches
+from nixl_client.fetch_one_sided import OneSidedFetches
 from nixl_client.http import SignedHttp
-from nixl_client.receiver import Receiver
+from nixl_client.links import Link, UcxLink
+from nixl_client.objects import ObjectPaths, Registered
 from nixl_client.registration import LIFETIME_S, AgentSession
+from nixl_client.shm_link import ShmLink, ShmUnavailableError
+from nixl_client.transport import Transport
 
 FETCHES_MAX = 64
 PUT_THREADS = 8
+UNSUPPORTED = frozenset({ErrorCode.NOT_IMPLEMENTED, ErrorCode.METHOD_NOT_ALLOWED, ErrorCode.INVALID_URI})
+"""What a server says that has no such transport, or has never heard of it."""
 _log = logging.getLogger(__name__)
-
-
-class Transport(Enum):
-    """How layers reach the buffer. AUTO is UCX where NIXL is installed here and the server offers it, else HTTP."""
-
-    AUTO = "auto"
-    UCX = "ucx"
-    HTTP = "http"
+__all__ = ["ObjectCacheClient", "Transport"]
 
 
 class ObjectCacheClient:
@@ -74,8 +76,8 @@ class ObjectCacheClient:
         self._wanted = Transport(transport)
         self._lock = threading.Lock()
         self._http_fetches = HttpFetches(self._http, bucket, fetch_timeout_s)
-        self._ucx_fetches: UcxFetches | None = None
-        self._http_only = self._wanted is Transport.HTTP
+        self._one_sided: dict[Transport, OneSidedFetches] = {}
+        self._unavailable: set[Transport] = set()
         self._fetchers = ThreadPoolExecutor(FETCHES_MAX, "objectcache-fetch")
         self._waiters = ThreadPoolExecutor(FETCHES_MAX, "objectcache-wait")
         self._putters = ThreadPoolExecutor(PUT_THREADS, "objectcache-put")
@@ -84,8 +86,9 @@ class ObjectCacheClient:
     def close(self) -> None:
         """Deregister from the gateway, which waits for writes in flight, and free everything."""
         try:
-            if self._ucx_fetches is not None:
-                self._ucx_fetches.close()
+            with ExitStack() as closing:
+                for fetches in self._one_sided.values():
+                    closing.callback(fetches.close)
         finally:
             for pool in (self._fetchers, self._waiters, self._putters):
                 pool.shutdown()
@@ -126,18 +129,25 @@ class ObjectCacheClient:
         body = lookup_body(LookupRequest(tuple(chunk_keys), lease_s))
         return int(self._http.request("POST", f"/{self.bucket}", {"lookup": ""}, body).json()["matched"])
 
+    def allocate_buffer(self, nbytes: int) -> npt.NDArray[np.uint8]:
+        """A uint8 array any transport can fill, and the only kind SHM can: its memory may be handed to a server on this
+        host. Raises OSError when there is not that much.
+        """
+        return shared_memory.allocate(nbytes)
+
     def register_buffer(self, array: Any) -> Transport:
-        """Register a buffer for one-sided writes ahead of its first fetch; the transport fetches into it will use.
+        """Make a buffer known to the server ahead of its first fetch; the transport fetches into it will use.
 
         Buffers stay registered, and referenced, until `release_buffer` or `close`.
         """
-        return Transport.HTTP if self._register(as_buffer(array), array)[0] is None else Transport.UCX
+        return self._way(as_buffer(array), array).transport
 
     def release_buffer(self, array: Any) -> None:
         """Deregister a buffer: on return the server cannot write into it."""
         buffer = as_buffer(array)
-        if self._ucx_fetches is not None:
-            self._ucx_fetches.session.release(buffer)
+        for transport, fetches in self._one_sided.items():
+            shared = shared_memory.find(buffer.memory) if transport is Transport.SHM else None
+            fetches.session.release(shared.buffer if shared is not None else buffer)
         self._buffers.pop(buffer.memory.address, None)
 
     def fetch(
@@ -157,7 +167,7 @@ class ObjectCacheClient:
         fetch is settled: `wait` returned, or `cancel` did.
         """
         target = as_buffer(buffer)
-        ucx, region_id = self._register(target, buffer)
+        way = self._way(target, buffer)
         descriptor = Descriptor(
             chunk_keys=tuple(chunk_keys),
             num_layers=layout.num_layers,
@@ -170,13 +180,15 @@ class ObjectCacheClient:
         )
         if offset < 0 or offset + descriptor.payload_bytes > target.nbytes:
             raise ValueError(f"{descriptor.payload_bytes} bytes from {offset} on do not fit {target.nbytes}")
-        way: UcxFetches | HttpFetches = self._http_fetches
-        if ucx is not None:
-            rdma_target = RdmaTarget(ucx.session.agent_id(), region_id, offset, descriptor.payload_bytes)
-            descriptor = replace(descriptor, rdma_target=rdma_target)
-            way = ucx
-        fetch = LayerFetch(descriptor, target, offset, way.cancel)
-        self._fetchers.submit(way.run, fetch)
+        if way.fetches is not None:
+            agent_id = way.fetches.session.agent_id()
+            start = way.region_offset + offset
+            descriptor = replace(
+                descriptor, rdma_target=RdmaTarget(agent_id, way.region_id, start, descriptor.payload_bytes)
+            )
+        fetches = way.fetches or self._http_fetches
+        fetch = LayerFetch(descriptor, target, offset, fetches.cancel, way.transport)
+        self._fetchers.submit(fetches.run, fetch)
         return fetch
 
     async def fetch_layers(
@@ -205,34 +217,83 @@ class ObjectCacheClient:
         """`lookup` for event loops."""
         return await asyncio.get_running_loop().run_in_executor(self._waiters, self.lookup, chunk_keys, lease_s)
 
-    def _register(self, buffer: Buffer, array: Any) -> tuple[UcxFetches | None, str]:
-        """How to fetch into the buffer over ucx and its region id there; None where http is to be used."""
-        if self._http_only:
-            if buffer.memory.device != "cpu":
-                raise ValueError("the http transport needs a buffer in host memory")
-            return None, ""
-        try:
-            ucx = self._ucx()
-            region_id = ucx.session.region_of(buffer)
-        except (ImportError, NixlFailure, ObjectCacheError) as error:
-            unsupported = not isinstance(error, ObjectCacheError) or error.code is ErrorCode.NOT_IMPLEMENTED
-            if self._wanted is Transport.UCX or not unsupported:
-                raise
-            _log.info("ucx is not to be had here, using http: %s", error)
-            self._http_only = True
-            return self._register(buffer, array)
-        self._buffers[buffer.memory.address] = array
-        return ucx, region_id
+    @property
+    def objects(self) -> ObjectPaths:
+        """Whole objects of the bucket, and puts of many chunks, by each of the paper's S3 paths."""
+        return ObjectPaths(self._http, self.bucket, self._register_for_ucx, self._fetch_timeout_s)
 
-    def _ucx(self) -> UcxFetches:
+    def _register_for_ucx(self, array: Any) -> Registered:
+        buffer = as_buffer(array)
+        fetches = self._fetches_over(Transport.UCX)
+        region_id = fetches.session.region_of(buffer)
+        self._buffers[buffer.memory.address] = array
+        return Registered(fetches.session, fetches.link, region_id)
+
+    def _way(self, buffer: Buffer, array: Any) -> _Way:
+        """The first transport that can fill this buffer, its region registered there."""
+        for transport in self._candidates(buffer):
+            if transport is Transport.HTTP:
+                if buffer.memory.device != "cpu":
+                    raise ValueError("the http transport needs a buffer in host memory")
+                return _Way(Transport.HTTP)
+            try:
+                way = self._registered(transport, buffer)
+            except (ImportError, NixlFailure, ShmUnavailableError, ObjectCacheError) as error:
+                is_unavailable = not isinstance(error, ObjectCacheError) or error.code in UNSUPPORTED
+                if self._wanted is not Transport.AUTO or not is_unavailable:
+                    raise
+                _log.info("%s is not to be had here: %s", transport.value, error)
+                self._unavailable.add(transport)
+                continue
+            self._buffers[buffer.memory.address] = array
+            return way
+        raise ValueError(f"no transport fills this buffer ({self._wanted.value} was asked for)")
+
+    def _candidates(self, buffer: Buffer) -> list[Transport]:
+        if self._wanted is not Transport.AUTO:
+            return [self._wanted]
+        order = [Transport.SHM] if shared_memory.find(buffer.memory) is not None else []
+        return [
+            transport for transport in (*order, Transport.UCX, Transport.HTTP) if transport not in self._unavailable
+        ]
+
+    def _registered(self, transport: Transport, buffer: Buffer) -> _Way:
+        shared = shared_memory.find(buffer.memory) if transport is Transport.SHM else None
+        if transport is Transport.SHM and shared is None:
+            raise ValueError("the shm transport fills buffers of allocate_buffer only")
+        fetches = self._fetches_over(transport)
+        whole = buffer if shared is None else shared.buffer
+        region_id = fetches.session.region_of(whole)
+        return _Way(transport, fetches, region_id, buffer.memory.address - whole.memory.address)
+
+    def _fetches_over(self, transport: Transport) -> OneSidedFetches:
         with self._lock:
-            if self._ucx_fetches is None:
-                if not is_available():
-                    raise ImportError("NIXL is not installed: pip install 'objectcache[ucx]'")
-                receiver = Receiver()
-                session = AgentSession(self._http, receiver, self._agent_lifetime_s)
-                self._ucx_fetches = UcxFetches(self._http, self.bucket, self._fetch_timeout_s, receiver, session)
-            return self._ucx_fetches
+            if transport not in self._one_sided:
+                link: Link
+                if transport is Transport.SHM:
+                    link = ShmLink(self._shm_socket)
+                else:
+                    if not is_available():
+                        raise ImportError("NIXL is not installed: pip install 'objectcache[ucx]'")
+                    link = UcxLink()
+                session = AgentSession(self._http, link, self._agent_lifetime_s)
+                fetches = OneSidedFetches(self._http, self.bucket, self._fetch_timeout_s, link, session)
+                self._one_sided[transport] = fetches
+            return self._one_sided[transport]
+
+    def _shm_socket(self) -> str | None:
+        address = self._http.request("GET", "/_objectcache/transports").json().get("shm_socket")
+        return None if address is None else str(address)
+
+
+@dataclass(frozen=True, slots=True)
+class _Way:
+    """How a buffer is filled: for one-sided transports its region, and where the buffer starts in it."""
+
+    transport: Transport
+    fetches: OneSidedFetches | None = None
+    region_id: str = ""
+    region_offset: int = 0
 
 
 def _cancel_started(starting: asyncio.Future[LayerFetch]) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -13,6 +13,8 @@ from descriptors.errors import ErrorCode, ObjectCacheError, ServerError
 from descriptors.notices import Mode, Notice
 from nixl_client.buffers import Buffer
 from nixl_client.ledger import Ledger, ProtocolViolationError
+from nixl_client.timing import Timing, split_time
+from nixl_client.transport import Transport
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,23 +31,32 @@ class Layer:
 
 @dataclass(frozen=True, slots=True)
 class FetchResult:
-    """How a fetch ended well. `transferred_bytes` is what the server's transport counted."""
+    """How a fetch ended well. `transferred_bytes` is what the server's transport counted, `timing` where
+    the time from the fetch's start to its end went.
+    """
 
     mode: Mode
     chunk_count: int
     transferred_bytes: int
+    timing: Timing
 
 
 class LayerFetch:
-    """A running fetch. Every wait takes a deadline in seconds and raises TimeoutError past it.
+    """A running fetch, over `transport`. Every wait takes a deadline in seconds and raises TimeoutError past it.
 
     Errors of the request itself are raised by the wait that meets them: CallerError, ChunkUnavailable (with the index
     of the first bad chunk: recompute from there), ServerError. Layers that were ready before stay good.
     """
 
     def __init__(
-        self, descriptor: Descriptor, buffer: Buffer, offset: int, cancel: Callable[[LayerFetch], None]
+        self,
+        descriptor: Descriptor,
+        buffer: Buffer,
+        offset: int,
+        cancel: Callable[[LayerFetch], None],
+        transport: Transport,
     ) -> None:
+        self.transport = transport
         self.descriptor = descriptor
         self.request_id = descriptor.request_id or ""
         self._buffer = buffer
@@ -55,6 +66,8 @@ class LayerFetch:
         self._changed = threading.Condition()
         self._ready_at_s: dict[int, float] = {}
         self._transferred_bytes = 0
+        self._timing = Timing(0.0, 0.0, 0.0, 0.0)
+        self._began_s = time.monotonic()
         self._settled = False
         self._violation: ProtocolViolationError | None = None
 
@@ -79,7 +92,7 @@ class LayerFetch:
         with self._changed:
             self._wait_for(lambda: self._ledger.is_complete and self._settled, timeout_s, "the fetch is not finished")
             mode, chunk_count = self._shape()
-            return FetchResult(mode, chunk_count, self._transferred_bytes)
+            return FetchResult(mode, chunk_count, self._transferred_bytes, self._timing)
 
     @property
     def is_settled(self) -> bool:
@@ -134,9 +147,12 @@ class LayerFetch:
         """The http transport read the answer's head."""
         self._update(lambda: self._ledger.set_shape(mode, chunk_count))
 
-    def on_answer(self, mode: Mode, chunk_count: int, transferred_bytes: int) -> None:
-        """The request was answered with success."""
+    def on_answer(
+        self, mode: Mode, chunk_count: int, transferred_bytes: int, headers: Mapping[str, str], body_s: float = 0.0
+    ) -> None:
+        """The request was answered with success, and with these headers; reading the body took `body_s`."""
         self._transferred_bytes = transferred_bytes
+        self._timing = split_time(time.monotonic() - self._began_s, headers, body_s)
         self._update(lambda: self._ledger.answer(mode, chunk_count))
         self.settle()
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import logging
+import time
 
 from descriptors.descriptor_codec import encode_binary
 from descriptors.errors import ErrorCode, ObjectCacheError, ServerError
@@ -53,6 +54,7 @@ class HttpFetches:
         fetch.wait_settled()
 
     def _read(self, fetch: LayerFetch, stream: Stream) -> None:
+        began_s = time.monotonic()
         mode, chunk_count = payload_shape(stream.headers)
         fetch.on_start(mode, chunk_count)
         layout = fetch.descriptor.layout
@@ -64,4 +66,5 @@ class HttpFetches:
                 fetch.on_layer(layer_index)
         else:
             stream.read_into(view[: layout.payload_bytes(chunk_count)])
-        fetch.on_answer(mode, chunk_count, layout.payload_bytes(chunk_count))
+        body_s = time.monotonic() - began_s
+        fetch.on_answer(mode, chunk_count, layout.payload_bytes(chunk_count), stream.headers, body_s)

@@ -110,9 +110,10 @@ class SignedHttp:
         query: Mapping[str, str] | None = None,
         body: bytes | memoryview = b"",
         timeout_s: float | None = None,
+        headers: Mapping[str, str] | None = None,
     ) -> Answer:
-        """Send and read the whole answer. `path` is not yet percent-encoded."""
-        stream = self.stream(method, path, query, body, timeout_s)
+        """Send and read the whole answer. `path` is not yet percent-encoded; `headers` are signed with the rest."""
+        stream = self.stream(method, path, query, body, timeout_s, headers)
         try:
             return Answer(stream.headers, stream._response.read())
         except (OSError, http.client.HTTPException) as error:
@@ -127,16 +128,17 @@ class SignedHttp:
         query: Mapping[str, str] | None = None,
         body: bytes | memoryview = b"",
         timeout_s: float | None = None,
+        headers: Mapping[str, str] | None = None,
     ) -> Stream:
         """Send and read the answer's head."""
         target = quote(path, safe="/-_.~") + (f"?{urlencode(query, quote_via=quote)}" if query else "")
-        headers = self._sign(method, target, body)
+        signed = self._sign(method, target, body, headers or {})
         connection = self._connection()
         connection.timeout = timeout_s or self._timeout_s
         if connection.sock is not None:
             connection.sock.settimeout(connection.timeout)
         try:
-            connection.request(method, target, body=body or None, headers=headers)
+            connection.request(method, target, body=body or None, headers=signed)
             response = connection.getresponse()
         except (OSError, http.client.HTTPException) as error:
             connection.close()
@@ -153,9 +155,9 @@ class SignedHttp:
         for connection in idle:
             connection.close()
 
-    def _sign(self, method: str, target: str, body: bytes | memoryview) -> dict[str, str]:
+    def _sign(self, method: str, target: str, body: bytes | memoryview, extra: Mapping[str, str]) -> dict[str, str]:
         data = bytes(body) if isinstance(body, memoryview) else body
-        request = AWSRequest(method=method, url=self._endpoint + target, data=data)
+        request = AWSRequest(method=method, url=self._endpoint + target, data=data, headers=dict(extra))
         S3SigV4Auth(self._credentials, "s3", self._region).add_auth(request)
         headers = dict(request.headers.items())
         headers.setdefault("Content-Length", str(len(data)))

@@ -69,11 +69,12 @@ class Receiver:
 
     def listen(self, request_id: str, on_notice: Callable[[Notice], None]) -> None:
         """From now on hand notices of this request to `on_notice`, in this object's thread."""
-        self._call(lambda: self._listeners.__setitem__(request_id, on_notice))
+        self._listeners[request_id] = on_notice
+        self._commands.put(_nothing)  # the thread may be asleep
 
     def forget(self, request_id: str) -> None:
         """Drop notices of this request from now on."""
-        self._commands.put(lambda: self._listeners.pop(request_id, None) and None)
+        self._listeners.pop(request_id, None)
 
     def stop(self) -> None:
         """End the thread; registered memory is let go with the agent."""
@@ -119,6 +120,10 @@ class Receiver:
             listener = self._listeners.get(notice.request_id)
             if listener is not None:
                 _guard(listener, notice)
+
+
+def _nothing() -> None:
+    pass
 
 
 def _guard(listener: Callable[[Notice], None], notice: Notice) -> None:

@@ -9,12 +9,11 @@ import logging
 import threading
 import uuid
 
-from adapters.nixl_agent import Registration
 from descriptors.errors import ErrorCode, ObjectCacheError
-from descriptors.messages import AgentRegistration, AgentRenewal, Region, registration_body, renewal_body
+from descriptors.messages import AgentRenewal, Region, registration_body, renewal_body
 from nixl_client.buffers import Buffer
 from nixl_client.http import SignedHttp
-from nixl_client.receiver import Receiver
+from nixl_client.links import Link
 
 LIFETIME_S = 60.0
 AGENTS_PATH = "/_objectcache/agents"
@@ -23,51 +22,51 @@ GONE = frozenset({ErrorCode.NO_SUCH_AGENT, ErrorCode.EXPIRED_TOKEN})
 
 
 class AgentSession:
-    """Keeps the gateway's view of our agent in step with the memory we registered. Safe from any thread."""
+    """Keeps the gateway's view of our agent in step with the memory we offered. Safe from any thread."""
 
-    def __init__(self, http: SignedHttp, receiver: Receiver, lifetime_s: float = LIFETIME_S) -> None:
+    def __init__(self, http: SignedHttp, link: Link, lifetime_s: float = LIFETIME_S) -> None:
         self._http = http
-        self._receiver = receiver
+        self._link = link
         self._lifetime_s = lifetime_s
         self._lock = threading.Lock()
-        self._regions: dict[str, tuple[Buffer, Registration]] = {}
+        self._regions: dict[str, Buffer] = {}
         self._agent_id: str | None = None
         self._closing = threading.Event()
         self._heartbeat = threading.Thread(target=self._keep_renewing, name="objectcache-heartbeat", daemon=True)
         self._heartbeat.start()
 
     def region_of(self, buffer: Buffer) -> str:
-        """The region id of a buffer, registering it first where needed. Raises ObjectCacheError, NixlFailure."""
+        """The region id of a buffer, offering it first where needed. Raises ObjectCacheError, or as the link."""
         with self._lock:
-            for region_id, (known, _) in self._regions.items():
+            for region_id, known in self._regions.items():
                 if known.memory == buffer.memory:
                     return region_id
             region_id = uuid.uuid4().hex
-            registration = self._receiver.register(buffer.memory)
-            self._regions[region_id] = (buffer, registration)
+            self._link.offer(region_id, buffer)
+            self._regions[region_id] = buffer
             try:
                 self._announce()
             except BaseException:
                 del self._regions[region_id]
-                self._receiver.deregister(registration)
+                self._link.withdraw(region_id)
                 raise
             return region_id
 
     def release(self, buffer: Buffer) -> None:
         """Take a buffer back: after this the server cannot write into it."""
         with self._lock:
-            found = [region_id for region_id, (known, _) in self._regions.items() if known.memory == buffer.memory]
+            found = [region_id for region_id, known in self._regions.items() if known.memory == buffer.memory]
             for region_id in found:
-                entry = self._regions.pop(region_id)
+                known = self._regions.pop(region_id)
                 try:
                     if self._regions and self._agent_id is not None:
                         self._announce()
                     else:
                         self._withdraw()
                 except BaseException:  # not released: the server may still write into it
-                    self._regions[region_id] = entry
+                    self._regions[region_id] = known
                     raise
-                self._receiver.deregister(entry[1])
+                self._link.withdraw(region_id)
 
     def agent_id(self) -> str:
         """The id descriptors name; registers anew where the gateway has forgotten us."""
@@ -93,21 +92,20 @@ class AgentSession:
             try:
                 self._withdraw()
             finally:
-                for _, registration in regions.values():
-                    self._receiver.deregister(registration)
+                for region_id in regions:
+                    self._link.withdraw(region_id)
 
     def _announce(self) -> None:
         """Register, or renew with the regions as they are now."""
-        metadata = self._receiver.metadata()
-        regions = tuple(
+        regions = [
             Region(region_id, buffer.memory.address, buffer.memory.nbytes, buffer.memory.device)
-            for region_id, (buffer, _) in self._regions.items()
-        )
+            for region_id, buffer in self._regions.items()
+        ]
         if self._agent_id is not None:
-            self._renew(AgentRenewal(self._lifetime_s, metadata, regions))
+            self._renew(self._link.renewal(regions, self._lifetime_s))
         if self._agent_id is None:
-            body = registration_body(AgentRegistration(metadata, regions, self._lifetime_s))
-            answer = self._receiver.greeted_by(lambda: self._http.request("POST", AGENTS_PATH, body=body))
+            body = registration_body(self._link.registration(regions, self._lifetime_s))
+            answer = self._link.greeted_by(lambda: self._http.request("POST", AGENTS_PATH, body=body))
             self._agent_id = answer.json()["agent_id"]
 
     def _renew(self, renewal: AgentRenewal) -> None:

@@ -13,6 +13,7 @@ from pathlib import Path
 from adapters.nixl_agent import leave
 from gateway.storage_client import RemoteStorage
 from objectcache import serve
+from objectcache.calibrate import add_calibrate
 from objectcache.config import Config, ConfigError, load_config, load_credentials, load_peer_secret
 from objectcache.workers import StorageBeside
 from storage_server.settings import StorageSettings
@@ -107,6 +108,13 @@ def _parser() -> argparse.ArgumentParser:
     scrub.add_argument("--json", type=Path, metavar="FILE", help="write the report here as JSON; - is standard output")
     scrub.set_defaults(command=_scrub)
 
+    compact = commands.add_parser("compact", help="rewrite sparse segments of a store that is not being served")
+    compact.add_argument("--data", type=Path, required=True, metavar="DIR", help="a store, not served")
+    compact.add_argument("--json", type=Path, metavar="FILE", help="write what was done here; - is standard output")
+    _add_common(compact)
+    compact.set_defaults(command=_compact)
+
+    add_calibrate(commands)
     commands.add_parser("bench", help="measure; each figure comes with what it is a ratio of")
     return parser
 
@@ -129,7 +137,10 @@ def _add_common(parser: argparse.ArgumentParser) -> None:
 
 
 def _add_storage(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--no-ucx", action="store_true", help="serve over http only")
+    parser.add_argument("--no-ucx", action="store_true", help="serve without the ucx transport")
+    parser.add_argument(
+        "--dram-bytes", type=int, metavar="N", help="memory for chunks that are asked for repeatedly; 0: none"
+    )
     parser.add_argument(
         "--durability",
         choices=[mode.value for mode in Durability],
@@ -192,6 +203,12 @@ def _scrub(options: argparse.Namespace) -> int:
     return run_scrub(options.data, options.json)
 
 
+def _compact(options: argparse.Namespace) -> int:
+    from objectcache.compact import run as run_compact
+
+    return run_compact(load_config(options.config).storage_settings(options.data, ucx=False), options.json)
+
+
 def _config(options: argparse.Namespace) -> Config:
     """The config file, with what the command line says instead."""
     config = load_config(options.config)
@@ -205,9 +222,12 @@ def _config(options: argparse.Namespace) -> Config:
 
 
 def _storage_settings(config: Config, options: argparse.Namespace) -> StorageSettings:
-    if options.durability is not None:
-        storage = config.storage.model_copy(update={"durability": Durability(options.durability)})
-        config = config.model_copy(update={"storage": storage})
+    chosen = {
+        "durability": None if options.durability is None else Durability(options.durability),
+        "dram_bytes": options.dram_bytes,
+    }
+    said = {name: value for name, value in chosen.items() if value is not None}
+    config = config.model_copy(update={"storage": config.storage.model_copy(update=said)})
     return config.storage_settings(options.data, ucx=not options.no_ucx)
 
 

@@ -14,7 +14,7 @@ import sys
 import tomllib
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
@@ -24,6 +24,7 @@ from storage_server.settings import StorageSettings
 from storage_server.store.durability import Durability
 
 PEER_SECRET_BYTES = 32
+TransportName = Literal["shm", "ucx", "http"]
 
 
 class ConfigError(Exception):
@@ -64,18 +65,57 @@ class StorageConfig(_Model):
     aggregation_bytes: int | None = None
     staging_bytes: int | None = None
     window_bytes: int | None = None
+    shm_payload_bytes: int | None = None
+    dram_bytes: int | None = None
     deliveries_max: int | None = None
     agents_max: int | None = None
     open_files_max: int | None = None
+    resolved_keys_max: int | None = None
     object_bytes_max: int | None = None
     packed_bytes_max: int | None = None
     buffer_bytes: int | None = None
+    rdma_buffer_bytes: Annotated[int, Field(ge=0)] | None = None
     durability: Durability | None = None
+    compact_interval_s: Annotated[float, Field(ge=0)] | None = None
+    compact_live_fraction_max: float | None = None
+    compact_bytes_per_s: float | None = None
     lifecycle_interval_s: Annotated[float, Field(gt=0)] | None = None
     lifecycle_day_s: Annotated[float, Field(gt=0)] | None = None
     gather_threads: int | None = None
     stall_timeout_s: float | None = None
     ucx: bool | None = None
+    shm: bool | None = None
+
+
+class CostsConfig(_Model):
+    """What a delivery costs: seconds for each request, chunk and layer, and bytes/s for the rest."""
+
+    request_s: Annotated[float, Field(ge=0)]
+    chunk_s: Annotated[float, Field(ge=0)]
+    layer_s: Annotated[float, Field(ge=0)]
+    bytes_per_s: Annotated[float, Field(gt=0)]
+
+
+class TransportCostsConfig(_Model):
+    """The costs of one transport in either order."""
+
+    chunk_major: CostsConfig
+    layer_major: CostsConfig
+
+
+class CalibrationConfig(_Model):
+    """The `[calibration]` table, which `objectcache calibrate` writes: costs by where chunks are and by transport."""
+
+    measured_at: str
+    machine: str
+    commit: str = ""
+    rounds: Annotated[int, Field(gt=0)]
+    theta_low_bytes: Annotated[int, Field(ge=0)]
+    theta_high_bytes: Annotated[int, Field(ge=0)]
+    theta_side: Literal["between", "below_all", "above_all"]
+    dram: dict[TransportName, TransportCostsConfig] = {}
+    page_cache: dict[TransportName, TransportCostsConfig] = {}
+    cold: dict[TransportName, TransportCostsConfig] = {}
 
 
 class Config(_Model):
@@ -84,6 +124,7 @@ class Config(_Model):
     gateway: GatewayConfig = GatewayConfig()
     storage: StorageConfig = StorageConfig()
     credentials: tuple[CredentialConfig, ...] = ()
+    calibration: CalibrationConfig | None = None
 
     def gateway_settings(self) -> GatewaySettings:
         """What a gateway needs."""

@@ -12,13 +12,17 @@ from descriptors.messages import AgentLease, AgentRegistration, AgentRenewal, Re
 
 @dataclass(frozen=True, slots=True)
 class RegisteredAgent:
-    """An agent as registered: `peer` is its NIXL name, `access_key` its owner."""
+    """An agent as registered: `peer` is its NIXL name, or the ticket of its connection, `access_key` its owner. To one
+    that `takes_pieces` writing many pieces costs no more than writing one of their size.
+    """
 
     agent_id: str
     access_key: str
     peer: str
     regions: tuple[Region, ...]
     expires_at: float
+    is_shm: bool = False
+    takes_pieces: bool = False
 
     def lease(self) -> AgentLease:
         """What its owner is told."""
@@ -47,11 +51,21 @@ class AgentTable:
             problem = f"{self._agents_max} agents of this access key are registered already"
             raise ServerError(ErrorCode.SLOW_DOWN, problem, retryable=True)
 
-    def add(self, access_key: str, peer: str, registration: AgentRegistration, now_s: float) -> RegisteredAgent:
+    def add(
+        self, access_key: str, peer: str, registration: AgentRegistration, now_s: float, *, takes_pieces: bool = False
+    ) -> RegisteredAgent:
         """Register a name nobody holds any more. Errors as `check_name`."""
         self.check_name(access_key, peer, now_s)
         expires_at = now_s + registration.lifetime_s
-        agent = RegisteredAgent(secrets.token_hex(16), access_key, peer, registration.regions, expires_at)
+        agent = RegisteredAgent(
+            secrets.token_hex(16),
+            access_key,
+            peer,
+            registration.regions,
+            expires_at,
+            is_shm=registration.shm_ticket is not None,
+            takes_pieces=takes_pieces,
+        )
         self._by_id[agent.agent_id] = agent
         return agent
 
@@ -93,17 +107,22 @@ class AgentTable:
 
 def target_region(agent: RegisteredAgent, target: RdmaTarget) -> Region:
     """The region a target names. Raises CallerError(InvalidDescriptor) when the target is not inside one."""
-    region = next((region for region in agent.regions if region.region_id == target.region_id), None)
+    return region_span(agent, target.region_id, target.offset, target.length, "rdma_target")
+
+
+def region_span(agent: RegisteredAgent, region_id: str, offset: int, length: int, field: str) -> Region:
+    """The region that holds `length` bytes from `offset`. Raises CallerError(InvalidDescriptor) when there is none."""
+    region = next((region for region in agent.regions if region.region_id == region_id), None)
     if region is None:
         raise CallerError(
             ErrorCode.INVALID_DESCRIPTOR,
-            f"rdma_target.region_id: the agent has no region {target.region_id}",
-            field="rdma_target.region_id",
+            f"{field}.region_id: the agent has no region {region_id}",
+            field=f"{field}.region_id",
         )
-    if target.offset + target.length > region.length:
+    if offset + length > region.length:
         raise CallerError(
             ErrorCode.INVALID_DESCRIPTOR,
-            f"rdma_target: offset + length is {target.offset + target.length}, the region has {region.length} bytes",
-            field="rdma_target.length",
+            f"{field}: offset + length is {offset + length}, the region has {region.length} bytes",
+            field=f"{field}.length",
         )
     return region

@@ -15,15 +15,24 @@ from typing import Any
 from aiohttp import web
 from pydantic import TypeAdapter
 
+from adapters.request_log import RequestLine, Stopwatch, log_request, logs_requests
 from adapters.response_sink import ResponseSink, abort_if_begun, begin_answer, cutting
-from descriptors.descriptor import DESCRIPTOR_BYTES_MAX
+from descriptors.descriptor import DESCRIPTOR_BYTES_MAX, is_request_id
 from descriptors.descriptor_codec import decode_descriptor
 from descriptors.errors import CallerError, ErrorCode, ObjectCacheError, ServerError
 from descriptors.messages import AgentLease, parse_lookup, parse_registration, parse_renewal
 from descriptors.objects import ObjectInfo, PartInfo, PartRequest, PutRequest, ReadHead, ReadRequest
 from descriptors.peer_auth import AUTH_HEADER, CALL_HEADER, STREAMED_BODY, check_call
 from descriptors.peer_calls import CALL_BYTES_MAX, PLAIN_CALLS, RESULT_HEADER, PlainCall
-from descriptors.storage_api import DeliveryOutcome, DeliveryStart, StorageApi
+from descriptors.storage_api import (
+    ChunksPut,
+    DeliveryOutcome,
+    DeliveryStart,
+    ObjectDelivery,
+    ObjectStored,
+    StorageApi,
+)
+from descriptors.tracing import PEER_REQUEST_ID_HEADER, ServerTiming
 from storage_server.peer_body import PeerBody, arriving
 
 _PUT = TypeAdapter(PutRequest)
@@ -31,6 +40,32 @@ _PART = TypeAdapter(PartRequest)
 _READ = TypeAdapter(ReadRequest)
 _BODY_SHA256 = web.RequestKey("body sha256", str)
 _log = logging.getLogger(__name__)
+
+
+class _Trace:
+    """One call: whose id it has, and where its time goes."""
+
+    def __init__(self, request_id: str) -> None:
+        self.request_id = request_id if is_request_id(request_id) else ""
+        self.operation = "-"
+        self.nbytes = 0
+        self.transfer = Stopwatch()
+        self._began_s = time.perf_counter()
+
+    def moved(self, nbytes: int, transfer_s: float) -> None:
+        """What a call that moved payload says of it."""
+        self.nbytes = nbytes
+        self.transfer.add(transfer_s)
+
+    def line(self, status: int, code: str) -> RequestLine:
+        """What is logged when the call is over."""
+        transfer_s = self.transfer.total_s
+        timing = ServerTiming(0.0, max(0.0, time.perf_counter() - self._began_s - transfer_s), transfer_s)
+        nbytes = self.nbytes if status < 400 else 0
+        return RequestLine("storage", self.request_id, self.operation, status, nbytes, timing, code=code)
+
+
+_TRACE = web.RequestKey("trace", _Trace)
 
 
 class StorageHttp:
@@ -47,6 +82,7 @@ class StorageHttp:
             "register_agent": self._register_agent,
             "renew_agent": self._renew_agent,
             "deliver": self._deliver,
+            "put_chunks_from": self._put_chunks_from,
         }
         self._plain = {name: PlainCall(storage, name) for name in PLAIN_CALLS}
 
@@ -62,23 +98,42 @@ class StorageHttp:
 
     async def handle(self, http: web.BaseRequest) -> web.StreamResponse:
         """Answer one call; errors travel as JSON and become the same errors on the other side."""
+        trace = http[_TRACE] = _Trace(http.headers.get(PEER_REQUEST_ID_HEADER, ""))
+        status, code = 0, ""
         try:
-            if http.method == "GET" and http.path == "/health":
-                return _json_bytes(b'{"status":"ok"}')
-            operation, call = self._authenticated(http)
-            plain = self._plain.get(operation)
-            if plain is not None:
-                return _json_bytes(await plain.answer(await self._arguments(call, http)))
+            try:
+                response = await self._answer(http, trace)
+            except ObjectCacheError as error:
+                code = error.code.value
+                abort_if_begun(http)
+                response = _refusal(error)
+            except ConnectionError:
+                raise
+            except Exception:
+                code = ErrorCode.INTERNAL_ERROR.value
+                _log.exception("%s failed, request %s", http.path, trace.request_id or "-")
+                abort_if_begun(http)
+                response = _refusal(ServerError(ErrorCode.INTERNAL_ERROR, "the storage server failed", retryable=True))
+            status = response.status
+            return response
+        finally:
+            if logs_requests():
+                log_request(trace.line(status, code))
+
+    async def _answer(self, http: web.BaseRequest, trace: _Trace) -> web.StreamResponse:
+        if http.method == "GET" and http.path == "/health":
+            return _json_bytes(b'{"status":"ok"}')
+        operation, call = self._authenticated(http)
+        trace.operation = operation
+        plain = self._plain.get(operation)
+        if plain is None:
             return await self._streamed[operation](call, http)
-        except ObjectCacheError as error:
-            abort_if_begun(http)
-            return _refusal(error)
-        except ConnectionError:
-            raise
-        except Exception:
-            _log.exception("%s failed", http.path)
-            abort_if_begun(http)
-            return _refusal(ServerError(ErrorCode.INTERNAL_ERROR, "the storage server failed", retryable=True))
+        result = await plain.make(await self._arguments(call, http))
+        if isinstance(result, ObjectDelivery):
+            trace.moved(result.transferred_bytes, result.transfer_s)
+        elif isinstance(result, ObjectStored):
+            trace.moved(result.info.nbytes, result.transfer_s)
+        return _json_bytes(plain.encode(result))
 
     def _authenticated(self, http: web.BaseRequest) -> tuple[str, dict[str, Any]]:
         operation = http.path.removeprefix("/v1/")
@@ -102,12 +157,12 @@ class StorageHttp:
 
     async def _put_object(self, call: dict[str, Any], http: web.BaseRequest) -> web.StreamResponse:
         request = _PUT.validate_python(call["request"])
-        body = PeerBody(http, request.nbytes, has_sha256=call["has_sha256"])
+        body = _body(call, http, request.nbytes)
         return _json(ObjectInfo, await self._storage.put_object(request, body))
 
     async def _put_part(self, call: dict[str, Any], http: web.BaseRequest) -> web.StreamResponse:
         request = _PART.validate_python(call["request"])
-        body = PeerBody(http, request.nbytes, has_sha256=call["has_sha256"])
+        body = _body(call, http, request.nbytes)
         return _json(PartInfo, await self._storage.put_part(request, body))
 
     async def _open_object(self, call: dict[str, Any], http: web.BaseRequest) -> web.StreamResponse:
@@ -116,9 +171,12 @@ class StorageHttp:
             response = web.StreamResponse(headers=_result(ReadHead, read.head))
             response.content_length = read.head.range.length
             await begin_answer(http, response)
-            await response.write(bytes(first))
-            async for piece in read.body:
-                await response.write(bytes(piece))
+            trace, piece = http[_TRACE], first
+            while piece:
+                with trace.transfer:
+                    await response.write(bytes(piece))
+                trace.nbytes += len(piece)
+                piece = await anext(read.body, b"")
             await response.write_eof()
             return response
 
@@ -139,16 +197,31 @@ class StorageHttp:
         descriptor = decode_descriptor(await _checked_body(http))
         sink = ResponseSink(http, lambda start: _result(DeliveryStart, start))
         outcome = await self._storage.deliver(call["access_key"], call["bucket"], descriptor, sink)
+        http[_TRACE].request_id = outcome.start.request_id
+        http[_TRACE].moved(outcome.transferred_bytes, outcome.timing.transfer_s)
         if sink.response is None:
             return _json(DeliveryOutcome, outcome)
         await sink.response.write_eof()
         return sink.response
 
+    async def _put_chunks_from(self, call: dict[str, Any], http: web.BaseRequest) -> web.StreamResponse:
+        descriptor = decode_descriptor(await _checked_body(http))
+        puts = await self._storage.put_chunks_from(call["access_key"], call["bucket"], descriptor)
+        stored_count = sum(put.etag is not None for put in puts.puts)
+        http[_TRACE].moved(stored_count * descriptor.layout.chunk_bytes, puts.transfer_s)
+        return _json(ChunksPut, puts)
+
+
+def _body(call: dict[str, Any], http: web.BaseRequest, nbytes: int) -> PeerBody:
+    trace = http[_TRACE]
+    trace.nbytes = nbytes
+    return PeerBody(http, nbytes, trace.transfer, has_sha256=call["has_sha256"])
+
 
 async def _checked_body(http: web.BaseRequest) -> bytes:
     """A bounded body with the hash its gateway vouched for."""
     data = bytearray()
-    async for piece in arriving(http):
+    async for piece in arriving(http, http[_TRACE].transfer):
         data += piece
         if len(data) > DESCRIPTOR_BYTES_MAX:
             raise CallerError(

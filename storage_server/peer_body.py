@@ -7,6 +7,7 @@ from collections.abc import AsyncIterator
 from aiohttp import web
 from pydantic import TypeAdapter, ValidationError
 
+from adapters.request_log import Stopwatch
 from descriptors.errors import CallerError, ErrorCode
 from descriptors.objects import BodyDigests
 from descriptors.peer_calls import DIGESTS_BYTES_MAX
@@ -16,17 +17,20 @@ _DIGESTS = TypeAdapter(BodyDigests)
 
 
 class PeerBody:
-    """Implements descriptors.storage_api.Body over a request of `nbytes` object bytes and a trailer."""
+    """Implements descriptors.storage_api.Body over a request of `nbytes` object bytes and a trailer. `waiting` runs while
+    they are waited for.
+    """
 
-    def __init__(self, http: web.BaseRequest, nbytes: int, *, has_sha256: bool) -> None:
+    def __init__(self, http: web.BaseRequest, nbytes: int, waiting: Stopwatch, *, has_sha256: bool) -> None:
         self._http = http
+        self._waiting = waiting
         self._nbytes = nbytes
         self._trailer = bytearray()
         self.has_sha256 = has_sha256
 
     async def __aiter__(self) -> AsyncIterator[Piece]:
         left = self._nbytes
-        async for piece in arriving(self._http):
+        async for piece in arriving(self._http, self._waiting):
             if left:
                 yield piece[:left]
             self._trailer += piece[left:]
@@ -44,10 +48,14 @@ class PeerBody:
             raise CallerError(ErrorCode.INCOMPLETE_BODY, "the body ended without its digests", field="body") from error
 
 
-async def arriving(http: web.BaseRequest) -> AsyncIterator[bytes]:
+async def arriving(http: web.BaseRequest, waiting: Stopwatch) -> AsyncIterator[bytes]:
     """The request's bytes as they come. Raises CallerError(IncompleteBody) when the connection ends early."""
     try:
-        async for piece in http.content.iter_any():
+        while True:
+            with waiting:
+                piece = await http.content.readany()
+            if not piece:
+                return
             yield piece
     except (web.RequestPayloadError, ConnectionError) as error:
         raise CallerError(ErrorCode.INCOMPLETE_BODY, "the body ended early", field="body") from error

@@ -3,35 +3,59 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable
+import time
+from collections.abc import Awaitable, Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from functools import partial
 
+import numpy as np
+
+from adapters.threads import finished, to_end
 from descriptors.descriptor import Descriptor, OnMissing
 from descriptors.errors import ChunkUnavailable
-from descriptors.storage_api import DeliveryOutcome, DeliveryStart
+from descriptors.storage_api import DeliveryOutcome, DeliveryStart, DeliveryTiming, Spans
 from storage_server.gather.plan import DeliveryPlan, Payload, plan_delivery
 from storage_server.gather.read import gather
-from storage_server.gather.staging import Slot, StagingPool, Window
+from storage_server.gather.rows import SourceTable, make_table, spans_of
 from storage_server.scheduler.admission import Admission
 from storage_server.scheduler.mode import choose_mode
 from storage_server.settings import StorageSettings
 from storage_server.store.embedded import EmbeddedStore
-from storage_server.store.extents import Extent
-from storage_server.threads import to_end
-from storage_server.transport.transfer import Transfer
+from storage_server.tiers.dram import DramTier
+from storage_server.transport.transfer import Room, Route, Transfer
 
-MakeTransfer = Callable[[DeliveryPlan], Transfer]
 Gate = Callable[[str, Payload], Awaitable[None]]
 """Called with request id and payload before each gather; tests hold layers back with it."""
+GATHERED_AHEAD_MAX = 2
+
+
+@dataclass(frozen=True, slots=True)
+class _Gathering:
+    """A payload on its way into `room`, or lying in `spans` already."""
+
+    payload: Payload
+    spans: Spans
+    room: Room | None
+    reading: asyncio.Future[None] | None
+
+
+async def _abandon(gatherings: Sequence[_Gathering]) -> None:
+    """Not to be sent: memory is given back once nobody writes to it."""
+    for gathering in gatherings:
+        if gathering.reading is not None:
+            await finished(gathering.reading)
+        if gathering.room is not None:
+            gathering.room.release()
 
 
 class Pipeline:
-    """Carries descriptors out over one store, one staging pool and one set of gather threads."""
+    """Carries descriptors out over one store, its DRAM tier and one set of gather threads."""
 
-    def __init__(self, settings: StorageSettings, store: EmbeddedStore, staging: StagingPool) -> None:
+    def __init__(self, settings: StorageSettings, store: EmbeddedStore, dram: DramTier) -> None:
         self._settings = settings
         self._store = store
-        self._staging = staging
+        self._dram = dram
         self._admission = Admission(settings.deliveries_max)
         self._gatherers = ThreadPoolExecutor(settings.gather_threads, "gather")
         self.gate: Gate | None = None
@@ -40,14 +64,13 @@ class Pipeline:
         """Wait for running gathers."""
         self._gatherers.shutdown()
 
-    async def run(
-        self, bucket: str, descriptor: Descriptor, request_id: str, make_transfer: MakeTransfer
-    ) -> DeliveryOutcome:
+    async def run(self, bucket: str, descriptor: Descriptor, request_id: str, route: Route) -> DeliveryOutcome:
         """Deliver what `descriptor` names.
 
         Raises ChunkUnavailable (nothing sent yet, or announced as failed), ServerError(TargetUnreachable, SlowDown).
         However it ends, nothing is in flight, and memory, pins and rate are given back.
         """
+        clock = _Clock()
         layout = descriptor.layout
         prefix_only = descriptor.on_missing is OnMissing.PREFIX
         async with (
@@ -56,58 +79,95 @@ class Pipeline:
                 bucket, descriptor.chunk_keys, layout.chunk_bytes, prefix_only=prefix_only
             ) as chunks,
         ):
-            payload_bytes = layout.payload_bytes(len(chunks))
-            mode = choose_mode(descriptor.delivery, payload_bytes, self._settings.theta_bytes)
-            plan = plan_delivery(mode, layout, len(chunks), self._settings.aggregation_bytes)
-            start = DeliveryStart(request_id, mode, len(chunks), payload_bytes)
-            transfer = make_transfer(plan)
-            try:
-                await transfer.start(start, grant)
-                await self._send_all(plan, chunks, transfer, request_id)
-                return DeliveryOutcome(start, await transfer.finish())
-            except ChunkUnavailable as missing:
-                await transfer.fail(missing.layer or 0, missing.index or 0)
-                raise
-            finally:
-                await to_end(asyncio.ensure_future(transfer.close()))
+            with self._dram.lent([extent for chunk in chunks for extent in chunk]) as addresses:
+                payload_bytes = layout.payload_bytes(len(chunks))
+                mode = choose_mode(descriptor.delivery, payload_bytes, self._settings.theta_bytes)
+                plan = plan_delivery(mode, layout, len(chunks), route.payload_bytes_max)
+                table = make_table(chunks, addresses)
+                start = DeliveryStart(request_id, mode, len(chunks), payload_bytes)
+                transfer = route.make_transfer(plan)
+                try:
+                    clock.planned()
+                    await transfer.start(start, grant)
+                    await self._send_all(plan, table, transfer, request_id, clock, past_cache=route.past_cache)
+                    transferred_bytes = await transfer.finish()
+                    return DeliveryOutcome(start, transferred_bytes, clock.timing())
+                except ChunkUnavailable as missing:
+                    await transfer.fail(missing.layer or 0, missing.index or 0)
+                    raise
+                finally:
+                    await to_end(asyncio.ensure_future(transfer.close()))
 
     async def _send_all(
-        self, plan: DeliveryPlan, chunks: list[list[Extent]], transfer: Transfer, request_id: str
+        self,
+        plan: DeliveryPlan,
+        table: SourceTable,
+        transfer: Transfer,
+        request_id: str,
+        clock: _Clock,
+        *,
+        past_cache: bool,
     ) -> None:
-        """Gather payload n+1 while payload n is sent: one task fills slots ahead of the sender."""
-        window = self._staging.window(self._settings.window_bytes // self._settings.aggregation_bytes)
-        filled: asyncio.Queue[tuple[Payload, Slot] | None] = asyncio.Queue(maxsize=2)
+        """Gather later payloads while payload n is sent: one task starts gathers ahead of the sender."""
+        begun: asyncio.Queue[_Gathering | None] = asyncio.Queue(GATHERED_AHEAD_MAX)
+        held: list[_Gathering] = []
+
+        async def begin_all() -> None:
+            for payload in plan.payloads():
+                if self.gate is not None:
+                    await self.gate(request_id, payload)
+                gathering = await self._begin(table, payload, transfer, past_cache=past_cache)
+                held.append(gathering)
+                await begun.put(gathering)
+            await begun.put(None)
+
         try:
             async with asyncio.TaskGroup() as tasks:
-                tasks.create_task(self._fill(plan, chunks, window, filled, request_id))
-                while (item := await filled.get()) is not None:
-                    await transfer.send(*item)
+                tasks.create_task(begin_all())
+                while (gathering := await begun.get()) is not None:
+                    if gathering.reading is not None:
+                        await asyncio.shield(gathering.reading)
+                    clock.gathered()
+                    held.remove(gathering)
+                    await transfer.send(gathering.payload, gathering.spans, gathering.room)
+                    clock.sent()
         except BaseExceptionGroup as group:
             raise group.exceptions[0] from None
         finally:
-            while not filled.empty():
-                if (item := filled.get_nowait()) is not None:
-                    item[1].release()
+            await to_end(asyncio.ensure_future(_abandon(held)))
 
-    async def _fill(
-        self,
-        plan: DeliveryPlan,
-        chunks: list[list[Extent]],
-        window: Window,
-        filled: asyncio.Queue[tuple[Payload, Slot] | None],
-        request_id: str,
-    ) -> None:
-        loop = asyncio.get_running_loop()
-        for payload in plan.payloads():
-            if self.gate is not None:
-                await self.gate(request_id, payload)
-            slot = await window.take()
-            try:
-                await to_end(
-                    loop.run_in_executor(self._gatherers, gather, self._store.files, chunks, payload, slot.view)
-                )
-                await filled.put((payload, slot))
-            except BaseException:
-                slot.release()
-                raise
-        await filled.put(None)
+    async def _begin(self, table: SourceTable, payload: Payload, transfer: Transfer, *, past_cache: bool) -> _Gathering:
+        rows = table.rows(payload)
+        room = await transfer.room(payload, is_resident=table.is_resident)
+        if room is None:
+            return _Gathering(payload, spans_of(rows), None, None)
+        work = partial(gather, self._store.files, table, payload, rows, room.address, past_cache=past_cache)
+        reading = asyncio.get_running_loop().run_in_executor(self._gatherers, work)
+        return _Gathering(payload, np.array([[room.address, payload.nbytes]], dtype=np.int64), room, reading)
+
+
+class _Clock:
+    """Where one delivery's time goes, from its start on."""
+
+    def __init__(self) -> None:
+        self._at_s = time.monotonic()
+        self._plan_s = self._gather_s = self._transfer_s = 0.0
+
+    def planned(self) -> None:
+        self._plan_s += self._lap()
+
+    def gathered(self) -> None:
+        """The sender has waited for bytes until now."""
+        self._gather_s += self._lap()
+
+    def sent(self) -> None:
+        self._transfer_s += self._lap()
+
+    def timing(self) -> DeliveryTiming:
+        """What is left, up to now, was spent on the transfer."""
+        self.sent()
+        return DeliveryTiming(self._plan_s, self._gather_s, self._transfer_s)
+
+    def _lap(self) -> float:
+        before, self._at_s = self._at_s, time.monotonic()
+        return self._at_s - before

@@ -5,17 +5,19 @@ from __future__ import annotations
 import asyncio
 import secrets
 from collections import OrderedDict, defaultdict
+from typing import Any
 
 from descriptors.errors import CallerError, ErrorCode, ServerError
 from descriptors.messages import Region
-from descriptors.storage_api import DeliveryOutcome
 
 REMEMBER_S = 30 * 60
 """A signature is valid from 15 minutes before to 15 minutes after its date, so an id can come back for 30."""
 
 
 class ActiveRequest:
-    """A delivery under way. `drained` is set when none of its writes can reach the client's buffer any more."""
+    """A request under way that moves a client's registered memory, or a delivery over http. `drained` is set when
+    nothing of it can reach the client's buffer any more.
+    """
 
     def __init__(self, access_key: str, request_id: str) -> None:
         self.access_key = access_key
@@ -24,7 +26,7 @@ class ActiveRequest:
         self.region: Region | None = None
         self.cancelled_by_caller = False
         self.drained = asyncio.Event()
-        self.task: asyncio.Task[DeliveryOutcome] | None = None
+        self.task: asyncio.Task[Any] | None = None
 
     def cancel(self) -> None:
         """Stop at the next await; the pipeline drains before it ends."""

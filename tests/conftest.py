@@ -40,7 +40,7 @@ def keys(local: LocalStack) -> list[str]:
     return made
 
 
-@pytest.fixture(params=["ucx", "http"])
+@pytest.fixture(params=["ucx", "shm", "http"])
 def transport(request: pytest.FixtureRequest) -> str:
     """Each transport."""
     return str(request.param)

@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import json
 import os
+import sys
 from collections.abc import Sequence
+from contextlib import ExitStack
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -12,9 +15,23 @@ import numpy as np
 import pytest
 
 from bench import aggregate
+from bench.aggregate_bed import Chunks, Contender, peer_contenders, run_rounds
 from bench.cli import run
 from bench.content import Content, VerificationError, make_content, verify_payload
-from bench.report import Measurement, Report, Sample, Spread, expected_s, plot, ratios, spread, table, to_json
+from bench.kv_peers import running
+from bench.kv_peers.running import PeerFailed, PeerName, PeerRun, Peers, Program
+from bench.kv_peers.work import (
+    Capability,
+    Outcome,
+    S3Target,
+    Work,
+    capabilities_from_line,
+    capabilities_to_line,
+    verify_first_layers,
+)
+from bench.ratios import FirstLayer, Ratio, grain_ratios
+from bench.report import Report, plot, table, to_json
+from bench.samples import Measurement, Sample, Spread, State, spread
 from bench.senders import write_spans
 from descriptors.descriptor import Delivery
 from descriptors.layout import ChunkLayout
@@ -34,52 +51,76 @@ def payload_of(content: Content, delivery: Delivery, order: Sequence[int] = rang
 
 
 def test_smoke_measures_everything_and_verifies_every_byte(tmp_path: Path) -> None:
-    """CI runs the smoke; whoever reads the JSON relies on these names."""
+    """CI runs the smoke; whoever reads the JSON relies on these names, and on peers that did not run being named."""
     file = tmp_path / "result.json"
-    assert run(["aggregate", "--smoke", "--json", str(file)]) == 0
+    assert run(["aggregate", "--smoke", "--peers", "none", "--json", str(file)]) == 0
     result = json.loads(file.read_text())
     assert result["verified"] is True
-    assert result["state"] == "warm"
     assert result["settings"]["seed"] == 1
     assert result["machine"]["cpu_model"]
-    assert result["server_peak_rss_bytes"] > 0
-    assert set(result["ratios"]) >= {
+    assert set(result["ratios"]) == {
+        "shm_over_memcpy",
+        "shm_over_memcpy_page_cache",
         "ucx_over_raw_nixl_write",
         "http_over_raw_socket",
-        "ucx_over_memcpy",
-        "http_over_memcpy",
-        "ucx_over_naive_range_gets",
+        "ucx_tcp_over_mooncake_tcp_layerwise",
+        "best_over_mooncake_best_layerwise",
+        "best_over_mooncake_best_chunkwise",
+        "best_over_lmcache_s3",
+        "best_over_nixl_obj",
+        "best_over_native_range_gets",
+        "g16_over_g256",
     }
-    for name in ("ucx_layer_major", "ucx_chunk_major", "http_layer_major", "http_chunk_major"):
-        measured = result["measurements"][name]
-        assert measured["nbytes"] == 16 * 4 * 4096
-        assert measured["sample_count"] == len(measured["samples"]) == 1
-        assert measured["first_layer_s"]["median"] <= measured["duration_s"]["median"]
+    assert result["ratios"]["shm_over_memcpy"] > 0
+    assert result["ratios"]["best_over_lmcache_s3"] is None
+    assert result["ratio_details"]["best_over_lmcache_s3"]["is_met"] is False
+    assert all(peak > 0 for peak in result["server_peak_rss_bytes"].values())
+    for state in ("page_cache", "dram"):
+        for grain in (16, 64):
+            for name in ("shm", "ucx", "http"):
+                measured = result["measurements"][f"{state}/g{grain}/{name}_layer_major"]
+                assert measured["nbytes"] == 16 * 4 * 4096
+                assert measured["sample_count"] == len(measured["samples"]) == 1
+                assert measured["first_layer_s"]["median"] <= measured["duration_s"]["median"]
+                assert f"{state}/g{grain}/{name}_chunk_major" in result["measurements"]
+    assert {"cold/g16/shm_layer_major", "cold/raw_cold_read"} <= set(result["measurements"])
+    assert "stayed" in result["remarks"]["cold g16,g64"]
 
 
-def test_ucx_tls_is_recorded_and_put_back(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The setting is for this run and not for whatever the process does next."""
+def test_ucx_tls_is_for_the_tcp_phase_only(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """The setting is not for whatever the process does next."""
     monkeypatch.delenv("UCX_TLS", raising=False)
     file = tmp_path / "result.json"
-    shape = ["-N", "3", "-L", "2", "-S", "1KiB", "--transports", "ucx", "--naive-slices", "2"]
-    assert run(["aggregate", "--smoke", *shape, "--ucx-tls", "tcp", "--json", str(file)]) == 0
+    shape = ["-N", "3", "-L", "2", "-S", "1KiB", "-G", "16", "--states", "tcp", "--transports", "ucx"]
+    assert run(["aggregate", "--smoke", *shape, "--peers", "none", "--json", str(file)]) == 0
     result = json.loads(file.read_text())
-    assert result["settings"]["ucx_tls"] == "tcp"
-    assert result["measurements"]["naive_range_gets"]["note"] == "boto3, a sample of 2 of 6 slices"
-    assert not any(name.startswith("http") for name in result["measurements"])
+    assert "tcp/g16/ucx_layer_major" in result["measurements"]
     assert "UCX_TLS" not in os.environ
+
+
+def test_peers_do_the_same_work_and_are_checked(tmp_path: Path) -> None:
+    """Those that need no environment of their own."""
+    file = tmp_path / "result.json"
+    chosen = ["--states", "dram", "--transports", "http", "--peers", "nixl_obj,native_range_gets", "-G", "16"]
+    assert run(["aggregate", "--smoke", *chosen, "--json", str(file)]) == 0
+    result = json.loads(file.read_text())
+    assert result["peers_missing"] == {}
+    for name in ("nixl_obj_via_ours", "native_range_gets_via_ours"):
+        assert result["measurements"][f"dram/g16/{name}"]["nbytes"] == 16 * 4 * 4096
+    assert result["ratios"]["best_over_native_range_gets"] > 0
 
 
 def test_wrong_bytes_end_the_benchmark_with_a_failure(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A fast wrong answer is no result."""
     fill = aggregate._fill
 
-    def fill_swapped(server: Any, keys: Sequence[str], content: Content) -> None:
-        fill(server, [keys[1], keys[0], *keys[2:]], content)
+    def fill_swapped(server: Any, chunks: Chunks) -> None:
+        fill(server, replace(chunks, keys=[chunks.keys[1], chunks.keys[0], *chunks.keys[2:]]))
 
     monkeypatch.setattr(aggregate, "_fill", fill_swapped)
     file = tmp_path / "result.json"
-    assert run(["aggregate", "--smoke", "--transports", "http", "--json", str(file)]) == 1
+    chosen = ["--states", "page_cache", "--transports", "http", "--peers", "none"]
+    assert run(["aggregate", "--smoke", *chosen, "--json", str(file)]) == 1
     result = json.loads(file.read_text())
     assert result["verified"] is False
     assert "chunk 0, layer 0" in result["problem"]
@@ -95,6 +136,10 @@ def test_wrong_bytes_end_the_benchmark_with_a_failure(tmp_path: Path, monkeypatc
         ["aggregate", "--runs", "0"],
         ["aggregate", "--transports", "tcp"],
         ["aggregate", "--transports", "ucx,ucx"],
+        ["aggregate", "--states", "warm"],
+        ["aggregate", "--peers", "redis"],
+        ["aggregate", "-G", "64,16"],
+        ["aggregate", "-G", "16,24"],
     ],
 )
 def test_wrong_use_is_refused(arguments: list[str]) -> None:
@@ -181,20 +226,32 @@ def test_raw_writes_cover_the_buffer_once_from_within_the_source(total: int, wri
     assert at == total
 
 
+def measured(name: str, *seconds: float, state: State = State.DRAM, grain: int | None = 16) -> Measurement:
+    """Runs of 100 bytes, whose first layer takes a tenth of the time."""
+    samples = tuple(Sample(each, each / 10 if name.endswith("layer_major") else None) for each in seconds)
+    return Measurement(name, state, grain, 100, samples, f"note of {name}")
+
+
 def measurements() -> list[Measurement]:
-    """Copy rate 100 B/s; ucx 40, 50 and 25 B/s; raw 50, 100 and 50 B/s."""
+    """Copy rate 100 B/s; shm 50, 40 and 80 B/s, ucx slower; Mooncake's two ways over TCP 5 and 10 B/s."""
     return [
-        Measurement("memcpy", 200, tuple(Sample(seconds) for seconds in (2.0, 2.0, 2.0))),
-        Measurement("raw_nixl_write_layer", 100, tuple(Sample(seconds) for seconds in (2.0, 1.0, 2.0))),
-        Measurement("ucx_layer_major", 100, (Sample(2.5, 0.5), Sample(2.0, 0.25), Sample(4.0, 1.0)), "a note"),
-        Measurement("raw_socket", 100, ()),
+        measured("memcpy", 1.0, 1.0, 2.0, grain=None),
+        measured("shm_layer_major", 2.0, 2.5, 1.25),
+        measured("ucx_layer_major", 4.0, 4.0, 4.0),
+        measured("shm_layer_major", 2.0, 2.0, 2.0, grain=256),
+        measured("mooncake_tcp_layer_major", 20.0, 20.0, 20.0),
+        measured("mooncake_tcp_session_layer_major", 10.0, 10.0, 10.0),
+        measured("mooncake_shm_at_once_layer_major", 1.0, 1.0, 1.0),
+        measured("raw_socket", grain=None),
     ]
 
 
 def report(problem: str | None = None) -> Report:
     """A report of them."""
     origin = {"commit": "abc", "machine": {"cpu_model": "a CPU"}}
-    return Report("aggregate", origin, {"seed": 3}, measurements(), 10, 5 << 20, problem)
+    missing = {"lmcache_s3": "not installed"}
+    remarks, peaks = {"dram g16": "how it was made"}, {"dram g16": 5 << 20}
+    return Report("aggregate", origin, {"seed": 3}, measurements(), 10, missing, remarks, peaks, problem)
 
 
 def test_spread_is_median_and_extremes() -> None:
@@ -205,41 +262,69 @@ def test_spread_is_median_and_extremes() -> None:
         spread([])
 
 
-def test_ratios_are_of_medians_and_their_spread_of_runs_of_one_round() -> None:
-    """Pairs of which one was not measured are left out."""
-    assert ratios(measurements()) == {
-        "ucx_over_raw_nixl_write": Spread(40 / 50, 0.5, 0.8),
-        "ucx_over_memcpy": Spread(0.4, 0.25, 0.5),
-    }
+def test_a_ratio_is_the_median_of_the_rounds_ratios() -> None:
+    """Runs of one round saw the same machine."""
+    found = report().ratios()["shm_over_memcpy"]
+    assert found == Ratio(0.75, 0.5, 0.4, 1.6, "dram/g16/shm_layer_major", "dram/memcpy")
+    assert found.is_met is False
 
 
-def test_the_expected_time_is_one_copy_at_the_copy_rate() -> None:
-    """Bytes over bytes per second; unknown until the copy rate is."""
-    assert expected_s(50, measurements()) == 0.5
-    assert expected_s(50, measurements()[1:]) is None
+def test_the_best_of_ours_meets_the_best_of_theirs_that_hands_over_layers() -> None:
+    """A peer is taken at its fastest; one whose layers come all at the end has a ratio of its own."""
+    found = report().ratios()["best_over_mooncake_best_layerwise"]
+    assert (found.ours, found.theirs) == ("dram/g16/shm_layer_major", "dram/g16/mooncake_tcp_session_layer_major")
+    assert found.median == 5.0
+    at_once = report().further_ratios()["best_over_mooncake_best_at_once"]
+    assert (at_once.theirs, at_once.median) == ("dram/g16/mooncake_shm_at_once_layer_major", 0.5)
+
+
+def test_fine_chunks_are_compared_with_coarse_ones_over_the_fastest_transport() -> None:
+    """Finest over coarsest, under the target's name and for each transport."""
+    found = report().ratios()["g16_over_g256"]
+    assert (found.ours, found.theirs, found.median) == (
+        "dram/g16/shm_layer_major",
+        "dram/g256/shm_layer_major",
+        1.0,
+    )
+    assert found.is_met is True
+    assert list(grain_ratios(measurements()[:3])) == ["g16_over_g256"]
+
+
+def test_what_was_not_measured_misses_its_target_with_the_reason() -> None:
+    """A peer that could not run must not look like one that was beaten."""
+    found = report().ratios()
+    assert found["best_over_lmcache_s3"].is_met is False
+    assert found["best_over_lmcache_s3"].reason == "lmcache_s3: not installed"
+    assert found["http_over_raw_socket"].reason == "http_layer_major: not measured"
+    assert found["best_over_nixl_obj"].is_met is None
+
+
+def test_the_first_layer_may_take_five_milliseconds_and_its_transfer() -> None:
+    """At the rate of the raw limit, 100 B/s here."""
+    assert report().first_layers()["dram/g16/shm_layer_major"] == FirstLayer(0.2, 0.005 + 10 / 100)
 
 
 def test_json_has_samples_spreads_and_origin() -> None:
     """Enough to compute every figure again."""
     result = json.loads(json.dumps(to_json(report())))
-    assert (result["commit"], result["settings"], result["server_peak_rss_bytes"]) == ("abc", {"seed": 3}, 5 << 20)
-    assert result["ratios"]["ucx_over_memcpy"] == 0.4
-    assert result["ratio_spreads"]["ucx_over_memcpy"] == {"median": 0.4, "min": 0.25, "max": 0.5}
-    assert set(result["measurements"]) == {"memcpy", "raw_nixl_write_layer", "ucx_layer_major"}
-    ucx = result["measurements"]["ucx_layer_major"]
-    assert ucx["samples"][1] == {"duration_s": 2.0, "first_layer_s": 0.25}
-    assert ucx["throughput_bytes_per_s"] == {"median": 40.0, "min": 25.0, "max": 50.0}
-    assert ucx["first_layer_s"] == {"median": 0.5, "min": 0.25, "max": 1.0}
-    assert (ucx["expected_duration_s"], ucx["expected_first_layer_s"]) == (1.0, 0.1)
-    assert result["measurements"]["memcpy"]["first_layer_s"] is None
+    assert (result["commit"], result["settings"]) == ("abc", {"seed": 3})
+    assert result["ratios"]["shm_over_memcpy"] == 0.5
+    assert result["ratio_details"]["shm_over_memcpy"]["is_met"] is False
+    assert result["peers_missing"] == {"lmcache_s3": "not installed"}
+    assert "dram/raw_socket" not in result["measurements"]
+    ucx = result["measurements"]["dram/g16/ucx_layer_major"]
+    assert ucx["samples"][1] == {"duration_s": 4.0, "first_layer_s": 0.4}
+    assert ucx["throughput_bytes_per_s"] == {"median": 25.0, "min": 25.0, "max": 25.0}
+    assert result["measurements"]["dram/memcpy"]["first_layer_s"] is None
 
 
-def test_the_table_says_what_was_expected_and_whether_bytes_were_right() -> None:
-    """Measured and expected stand side by side."""
+def test_the_table_says_what_was_missed_and_whether_bytes_were_right() -> None:
+    """Targets stand beside the figures."""
     lines = table(report()).splitlines()
-    row = next(line for line in lines if line.startswith("ucx_layer_major"))
-    assert row.split()[4:] == ["2500.00", "1000.00", "500.00", "100.00", "a", "note"]
-    assert "server peak RSS: 5 MiB" in lines
+    row = next(line for line in lines if line.startswith("shm_over_memcpy "))
+    assert row.split()[1:6] == ["0.50", "0.40", "1.60", "0.75", "missed"]
+    assert "lmcache_s3 did not run: not installed" in lines
+    assert "server's peak memory, dram g16: 5 MiB" in lines
     assert lines[-1] == "every byte verified"
     assert table(report("chunk 1, layer 2")).splitlines()[-1] == "WRONG BYTES: chunk 1, layer 2"
 
@@ -249,3 +334,79 @@ def test_the_chart_is_drawn(tmp_path: Path) -> None:
     pytest.importorskip("matplotlib")
     plot(report(), tmp_path / "chart.png")
     assert (tmp_path / "chart.png").read_bytes().startswith(b"\x89PNG")
+
+
+def work(**changes: Any) -> Work:
+    """Eight chunks of three layers."""
+    return replace(Work(tuple(f"k{index}" for index in range(CHUNKS)), 3, 16, 64, 7, 1000), **changes)
+
+
+def test_work_and_answers_travel_unchanged() -> None:
+    """Between this process and a peer's, which may have other versions of everything."""
+    target = S3Target("http://127.0.0.1:1", "access", "secret", "bucket", "region")
+    capability = Capability("a peer", Delivery.LAYER_MAJOR, 5, "a note")
+    for each in (work(), work(s3=target)):
+        assert Work.from_json(each.to_json()) == each
+    assert capabilities_from_line(capabilities_to_line([capability])) == [capability]
+    assert Outcome.from_line(Outcome(1.5, 0.5).to_line()) == Outcome(1.5, 0.5)
+
+
+@pytest.mark.parametrize(("slices_max", "layers"), [(1, 1), (8, 1), (23, 2), (24, 3), (1000, 3)])
+def test_a_sample_of_slices_is_whole_layers(slices_max: int, layers: int) -> None:
+    """The time to the first layer is then that of a layer; no sample is empty."""
+    assert work().layers_within(slices_max) == layers
+
+
+def test_a_peer_that_fails_loses_its_samples_and_the_others_go_on() -> None:
+    """Whatever it brought before cannot be trusted, and the bench is not about it."""
+    outcomes = iter([Outcome(1.0), Outcome(1.0)])
+
+    def failing() -> Outcome:
+        try:
+            return next(outcomes)
+        except StopIteration:
+            raise PeerFailed("chunk 1, layer 2: wrong bytes") from None
+
+    with ExitStack() as stack:
+        peers = Peers(stack)
+        peers.runs.append(PeerRun(Capability("a_peer", Delivery.LAYER_MAJOR, 100, ""), failing))
+        ours = Contender("ours", 16, 100, lambda: Sample(1.0))
+        found = run_rounds(State.DRAM, [ours, *peer_contenders(peers, 16)], peers, runs=3)
+    assert [len(each.samples) for each in found] == [3, 0]
+    assert peers.missing == {"a_peer": "chunk 1, layer 2: wrong bytes"}
+
+
+def test_a_peer_that_is_not_installed_is_named(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """With what would help."""
+    absent = Program(tmp_path / "absent", "mooncake.store", "mooncake_reader", True)
+    broken = Program(Path(sys.executable), "no_such_module_at_all", "lmcache_reader", True)
+    monkeypatch.setattr(running, "PROGRAMS", {PeerName.MOONCAKE_TCP: absent, PeerName.LMCACHE_S3: broken})
+    with ExitStack() as stack:
+        peers = Peers(stack)
+        peers.start([PeerName.MOONCAKE_TCP, PeerName.LMCACHE_S3], work(), {}, tmp_path)
+    assert peers.runs == []
+    assert peers.missing == {
+        "mooncake_tcp": "not installed: python -m bench.kv_peers.install",
+        "lmcache_s3": "ModuleNotFoundError: No module named 'no_such_module_at_all'",
+    }
+
+
+def test_a_peer_with_the_data_in_its_own_memory_is_spared_large_payloads(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Two more copies of 7 GiB do not fit beside ours."""
+    program = Program(Path(sys.executable), "json", "mooncake_reader", True)
+    monkeypatch.setattr(running, "PROGRAMS", {PeerName.MOONCAKE_TCP: program})
+    with ExitStack() as stack:
+        peers = Peers(stack)
+        peers.start([PeerName.MOONCAKE_TCP], work(per_layer_chunk_bytes=1 << 28), {}, None)
+    assert "up to 2 GiB only" in peers.missing["mooncake_tcp"]
+
+
+def test_wrong_bytes_of_a_peer_are_found() -> None:
+    """In the layers that were asked for."""
+    content = work().content()
+    payload = payload_of(content, Delivery.LAYER_MAJOR)
+    verify_first_layers(payload, content, 3)
+    payload[LAYOUT.layer_bytes(CHUNKS)] ^= 1
+    verify_first_layers(payload, content, 1)
+    with pytest.raises(VerificationError, match="chunk 0, layer 1"):
+        verify_first_layers(payload, content, 2)

@@ -25,6 +25,7 @@ from descriptors.errors import CallerError, ChunkUnavailable, ErrorCode, ObjectC
 from descriptors.layout import ChunkLayout
 from nixl_client.client import ObjectCacheClient
 from nixl_client.fetch import LayerFetch
+from nixl_client.shared_memory import allocate
 from tests.support import (
     LAYOUT,
     OWNER,
@@ -48,7 +49,7 @@ def is_idle(local: LocalStack) -> bool:
         and storage.pipeline._admission.active_count == 0
         and storage.staging.free_count == storage.staging.slot_count
         and storage.store.files.pinned_count == 0
-        and storage.engine.in_flight_count == 0
+        and storage.registrar.engine.in_flight_count == 0
     )
 
 
@@ -70,7 +71,7 @@ def raw_request(local: LocalStack, body: bytes) -> bytes:
 def test_cancel_drains_and_gives_everything_back(local: LocalStack, keys: list[str], transport: str) -> None:
     """After `cancel` returns the buffer is the caller's: not one byte changes any more."""
     released = local.hold_from_layer(2)
-    buffer = np.zeros(LAYOUT.payload_bytes(N), dtype=np.uint8)
+    buffer = allocate(LAYOUT.payload_bytes(N))
     with local.client("chunks", transport) as client:
         fetch = begin(local, client, keys, buffer)
         fetch.cancel()
@@ -102,7 +103,7 @@ def test_a_dropped_connection_frees_everything_at_once(local: LocalStack, keys: 
 def test_a_dropped_control_connection_stops_the_writes(local: LocalStack, keys: list[str]) -> None:
     """Over ucx the data goes past the connection, but its end is the request's end."""
     local.hold_from_layer(2)
-    buffer = np.zeros(LAYOUT.payload_bytes(N), dtype=np.uint8)
+    buffer = allocate(LAYOUT.payload_bytes(N))
     with local.client("chunks", "ucx") as client:
         connections = []
         take = client._http._connection
@@ -126,7 +127,7 @@ def test_a_flipped_bit_fails_its_layer_and_is_never_announced(
     """The layers before stay good, the rest is an error with the chunk's index."""
     released = local.hold_from_layer(3)
     chunks = make_chunks(N, LAYOUT)[1]
-    buffer = np.zeros(LAYOUT.payload_bytes(N), dtype=np.uint8)
+    buffer = allocate(LAYOUT.payload_bytes(N))
     with local.client("chunks", transport) as client:
         fetch = begin(local, client, keys, buffer)
         fetch.wait_layer(2, 30)
@@ -134,7 +135,7 @@ def test_a_flipped_bit_fails_its_layer_and_is_never_announced(
         released.set()
         with pytest.raises(ObjectCacheError) as failed:
             fetch.wait_layer(3, 30)
-        if transport == "ucx":
+        if transport != "http":
             assert isinstance(failed.value, ChunkUnavailable)
             assert (failed.value.code, failed.value.index, failed.value.layer) == (ErrorCode.CHUNK_CORRUPT, 5, 3)
         fetch.wait_settled(30)
@@ -155,7 +156,7 @@ def test_a_bit_flipped_in_the_first_layer_is_a_clean_500(local: LocalStack, keys
 
 def test_deleting_the_agent_stops_its_deliveries_first(local: LocalStack, keys: list[str]) -> None:
     local.hold_from_layer(2)
-    buffer = np.zeros(LAYOUT.payload_bytes(N), dtype=np.uint8)
+    buffer = allocate(LAYOUT.payload_bytes(N))
     client = local.client("chunks", "ucx")
     fetch = begin(local, client, keys, buffer)
     client.release_buffer(buffer)
@@ -169,7 +170,7 @@ def test_deleting_the_agent_stops_its_deliveries_first(local: LocalStack, keys: 
 
 def test_releasing_one_buffer_leaves_fetches_into_others_alone(local: LocalStack, keys: list[str]) -> None:
     released = local.hold_from_layer(2)
-    first, second = (np.zeros(LAYOUT.payload_bytes(N), dtype=np.uint8) for _ in range(2))
+    first, second = (allocate(LAYOUT.payload_bytes(N)) for _ in range(2))
     with local.client("chunks", "ucx") as client:
         client.register_buffer(second)
         fetch = begin(local, client, keys, first)
@@ -199,7 +200,7 @@ def test_more_deliveries_than_allowed_are_told_to_slow_down(tmp_path: Path) -> N
 
 def test_a_full_pool_shares_memory_between_deliveries(local: LocalStack, keys: list[str], transport: str) -> None:
     """More deliveries than staging slots: all finish, none holds more than its window."""
-    buffers = [np.zeros(LAYOUT.payload_bytes(N), dtype=np.uint8) for _ in range(12)]
+    buffers = [allocate(LAYOUT.payload_bytes(N)) for _ in range(12)]
     expected = make_chunks(N, LAYOUT)[1].ravel()
     with local.client("chunks", transport) as client:
         fetches = [client.fetch(keys, LAYOUT, buffer, delivery=Delivery.CHUNK_MAJOR) for buffer in buffers]
@@ -228,7 +229,7 @@ layout = ChunkLayout(16, 16, slice_bytes)
 keys = [f"{9:08x}{index:056x}" for index in range(count)]
 client = ObjectCacheClient(url, "chunks", access_key="OWNERKEY", secret_key="owner-secret-1", transport=transport,
                             agent_lifetime_s=3)
-buffer = np.zeros(layout.payload_bytes(count), np.uint8)
+buffer = client.allocate_buffer(layout.payload_bytes(count))
 client.register_buffer(buffer)
 print("registered", flush=True)
 while True:
@@ -254,10 +255,10 @@ def test_clients_killed_in_mid_transfer_leave_nothing_behind(tmp_path: Path, kin
         keys, chunks = make_chunks(count, layout, seed=9)
         with running.client("chunks", "http") as client:
             client.put_chunks(keys, list(chunks))
-        for transport in ("ucx", "http"):
+        for transport in ("ucx", "shm", "http"):
             end_client(running, transport, signal.SIGKILL, count, environment)
         before, rss_before = settled_footprint(running), running.rss_bytes()
-        for transport in ("ucx", "http", "ucx", "http"):
+        for transport in ("ucx", "shm", "http", "ucx", "shm", "http"):
             end_client(running, transport, signal.SIGKILL, count, environment)
         end_client(running, "ucx", signal.SIGSTOP, count, environment)
         # UCX opens one connection to itself, two descriptors, at a moment of its own; five leaks would be more
@@ -317,7 +318,7 @@ def test_a_server_killed_in_mid_transfer_ends_the_fetch_with_an_error(tmp_path: 
         keys, chunks = make_chunks(64, layout)
         client = running.client("chunks", transport)
         client.put_chunks(keys, list(chunks))
-        buffer = np.zeros(layout.payload_bytes(64), np.uint8)
+        buffer = allocate(layout.payload_bytes(64))
         fetch = client.fetch(keys, layout, buffer, delivery=Delivery.LAYER_MAJOR)
         fetch.wait_layer(0, 30)
         running.processes[0].kill()
@@ -342,7 +343,7 @@ def fetch_until_it_fails(
 
 def test_a_client_the_server_forgot_registers_anew(local: LocalStack, keys: list[str]) -> None:
     """A suspended client, or a restarted server: refused before anything is planned, so it is safe to ask again."""
-    buffer = np.zeros(LAYOUT.payload_bytes(N), dtype=np.uint8)
+    buffer = allocate(LAYOUT.payload_bytes(N))
     with local.client("chunks", "ucx") as client:
         client.register_buffer(buffer)
         (agent,) = local.storage.agents._by_id.values()
@@ -376,7 +377,7 @@ async def test_a_slow_reader_holds_no_more_than_its_window(local: LocalStack, ke
         await asyncio.sleep(0.3)
         held = local.storage.staging.slot_count - local.storage.staging.free_count
         assert held <= 4
-        buffer = np.zeros(LAYOUT.payload_bytes(N), dtype=np.uint8)
+        buffer = allocate(LAYOUT.payload_bytes(N))
 
         def fetch() -> None:
             with local.client("chunks", "http") as client:

@@ -18,6 +18,7 @@ from descriptors.errors import CallerError, ChunkUnavailable, ErrorCode
 from descriptors.layout import ChunkLayout
 from descriptors.notices import Mode
 from nixl_client.client import ObjectCacheClient, Transport
+from nixl_client.shared_memory import allocate
 from tests.support import LAYOUT, OWNER, LocalStack, N, Stack, eventually, layer_of, make_chunks, repository
 
 
@@ -34,7 +35,7 @@ def test_layers_are_those_that_were_put(
     servers: Stack, stored: tuple[list[str], np.ndarray], transport: str, delivery: Delivery
 ) -> None:
     keys, chunks = stored
-    buffer = np.zeros(LAYOUT.payload_bytes(N) + 333, dtype=np.uint8)
+    buffer = allocate(LAYOUT.payload_bytes(N) + 333)
     with servers.client("chunks", transport) as client:
         assert client.lookup([*keys, "not-there"]) == N
         for _ in range(2):
@@ -77,7 +78,7 @@ def test_on_missing_prefix_serves_what_is_before_the_gap(
     """k chunks, laid out for k and not for N."""
     keys, chunks = stored
     wanted = [*keys[:4], "absent", *keys[5:]]
-    buffer = np.zeros(LAYOUT.payload_bytes(N), dtype=np.uint8)
+    buffer = allocate(LAYOUT.payload_bytes(N))
     with servers.client("chunks", transport) as client:
         fetch = client.fetch(wanted, LAYOUT, buffer, on_missing=OnMissing.PREFIX, delivery=Delivery.LAYER_MAJOR)
         assert fetch.wait(30).chunk_count == 4
@@ -85,7 +86,7 @@ def test_on_missing_prefix_serves_what_is_before_the_gap(
             expected = layer_of(chunks[:4], LAYOUT, layer_index)
             assert np.array_equal(fetch.wait_layer(layer_index, 1).data, expected)
         with pytest.raises(ChunkUnavailable) as error:
-            client.fetch(["absent", *keys], LAYOUT, np.zeros(2 << 20, np.uint8), on_missing=OnMissing.PREFIX).wait(30)
+            client.fetch(["absent", *keys], LAYOUT, allocate(2 << 20), on_missing=OnMissing.PREFIX).wait(30)
         assert error.value.index == 0
 
 
@@ -96,7 +97,7 @@ def test_a_missing_or_odd_chunk_moves_nothing(
     """404 with the index of the first bad chunk, and not one byte in the buffer."""
     keys, _ = stored
     servers.s3().put_object(Bucket="chunks", Key="odd", Body=b"x" * (LAYOUT.chunk_bytes - 1))
-    buffer = np.zeros(LAYOUT.payload_bytes(N), dtype=np.uint8)
+    buffer = allocate(LAYOUT.payload_bytes(N))
     with servers.client("chunks", transport) as client:
         fetch = client.fetch([*keys[:3], bad, *keys[4:]], LAYOUT, buffer)
         with pytest.raises(ChunkUnavailable) as error:
@@ -111,7 +112,7 @@ async def test_async_iterator_yields_layers_in_order_and_leaving_cancels(
     servers: Stack, stored: tuple[list[str], np.ndarray], transport: str
 ) -> None:
     keys, chunks = stored
-    buffer = np.zeros(LAYOUT.payload_bytes(N), dtype=np.uint8)
+    buffer = allocate(LAYOUT.payload_bytes(N))
     client = await asyncio.to_thread(servers.client, "chunks", transport)
     try:
         seen = []
@@ -153,16 +154,42 @@ async def test_puts_from_an_event_loop(servers: Stack) -> None:
 
 def test_torch_buffers_receive_in_place(servers: Stack, stored: tuple[list[str], np.ndarray], transport: str) -> None:
     keys, chunks = stored
-    buffer = torch.zeros(LAYOUT.payload_bytes(N) // 4, dtype=torch.float32)
+    buffer = torch.from_numpy(allocate(LAYOUT.payload_bytes(N))).view(torch.float32)
     with servers.client("chunks", transport) as client:
         layer = client.fetch(keys, LAYOUT, buffer, delivery=Delivery.CHUNK_MAJOR).wait_layer(2, 30)
         assert torch.equal(layer.data, torch.from_numpy(layer_of(chunks, LAYOUT, 2).copy()))
         assert buffer.view(torch.uint8)[:100].tolist() == chunks[0][:100].tolist()
 
 
-def test_auto_takes_ucx_where_both_sides_have_it(servers: Stack) -> None:
+def test_auto_takes_shared_memory_here_and_ucx_for_any_other(servers: Stack) -> None:
+    """And every fetch says which."""
+    keys, chunks = make_chunks(2, LAYOUT, seed=45)
     with servers.client("chunks") as client:
-        assert client.register_buffer(np.zeros(4096, np.uint8)) is Transport.UCX
+        client.put_chunks(keys, list(chunks))
+        for buffer, transport in (
+            (client.allocate_buffer(LAYOUT.payload_bytes(2)), Transport.SHM),
+            (np.zeros(LAYOUT.payload_bytes(2), np.uint8), Transport.UCX),
+        ):
+            assert client.register_buffer(buffer) is transport
+            fetch = client.fetch(keys, LAYOUT, buffer, delivery=Delivery.CHUNK_MAJOR)
+            fetch.wait(30)
+            assert fetch.transport is transport
+            assert np.array_equal(buffer, chunks.ravel())
+
+
+def test_shm_fills_parts_of_a_buffer_and_no_other_memory(servers: Stack) -> None:
+    """A view of an allocation is as good as the whole; what was never allocated for it is refused."""
+    keys, chunks = make_chunks(3, LAYOUT, seed=46)
+    with servers.client("chunks", "shm") as client:
+        client.put_chunks(keys, list(chunks))
+        whole = client.allocate_buffer(LAYOUT.payload_bytes(3) + 10_001)
+        part = whole[5_001:-4_000]
+        client.fetch(keys, LAYOUT, part, offset=1_000, delivery=Delivery.CHUNK_MAJOR).wait(30)
+        assert np.array_equal(part[1_000:], chunks.ravel())
+        assert not whole[:6_001].any()
+        assert not whole[-4_000:].any()
+        with pytest.raises(ValueError, match="allocate_buffer"):
+            client.register_buffer(np.zeros(4096, np.uint8))
 
 
 def test_auto_falls_back_to_http_and_ucx_says_why_not(tmp_path: Path) -> None:
@@ -170,7 +197,7 @@ def test_auto_falls_back_to_http_and_ucx_says_why_not(tmp_path: Path) -> None:
     keys, chunks = make_chunks(2, LAYOUT)
     with LocalStack(tmp_path / "data", ucx=False) as local:
         local.call(local.storage.create_bucket("OWNERKEY", "chunks"))
-        buffer = np.zeros(LAYOUT.payload_bytes(2), dtype=np.uint8)
+        buffer = np.zeros(LAYOUT.payload_bytes(2), np.uint8)
         with local.client("chunks") as client:
             client.put_chunks(keys, list(chunks))
             assert client.register_buffer(buffer) is Transport.HTTP
@@ -184,7 +211,7 @@ def test_theta_chooses_the_mode_when_the_caller_does_not(tmp_path: Path, transpo
     keys, chunks = make_chunks(4, LAYOUT)
     with LocalStack(tmp_path / "data", theta_bytes=LAYOUT.payload_bytes(3)) as local:
         local.call(local.storage.create_bucket("OWNERKEY", "chunks"))
-        buffer = np.zeros(LAYOUT.payload_bytes(4), dtype=np.uint8)
+        buffer = allocate(LAYOUT.payload_bytes(4))
         with local.client("chunks", transport) as client:
             client.put_chunks(keys, list(chunks))
             assert client.fetch(keys[:2], LAYOUT, buffer).wait(30).mode is Mode.CHUNK_MAJOR
@@ -195,7 +222,7 @@ def test_a_layer_held_back_is_not_announced_and_the_one_before_is(local: LocalSt
     """With layer 3 held back, layers 0 to 2 arrive and layer 3 does not, until it is let go."""
     keys, chunks = make_chunks(N, LAYOUT)
     released = local.hold_from_layer(3)
-    buffer = np.zeros(LAYOUT.payload_bytes(N), dtype=np.uint8)
+    buffer = allocate(LAYOUT.payload_bytes(N))
     with local.client("chunks", transport) as client:
         client.put_chunks(keys, list(chunks))
         fetch = client.fetch(keys, LAYOUT, buffer, delivery=Delivery.LAYER_MAJOR)
@@ -212,13 +239,13 @@ def test_a_layer_held_back_is_not_announced_and_the_one_before_is(local: LocalSt
 def test_ucx_answers_with_an_empty_body_and_nixls_own_count(local: LocalStack) -> None:
     """The payload moves by one-sided writes; the HTTP answer carries no byte of it."""
     keys, chunks = make_chunks(N, LAYOUT)
-    buffer = np.zeros(LAYOUT.payload_bytes(N), dtype=np.uint8)
+    buffer = allocate(LAYOUT.payload_bytes(N))
     counted: list[int] = []
-    engine = local.storage.engine
+    engine = local.storage.registrar.engine
     end = engine._end
 
     def counting(flight: object, failure: object) -> None:
-        counted.append(flight.write.transferred_bytes())  # type: ignore[attr-defined]
+        counted.append(flight.transfer.transferred_bytes())  # type: ignore[attr-defined]
         end(flight, failure)
 
     engine._end = counting
@@ -249,7 +276,7 @@ def test_many_fetches_at_once_each_get_their_own_bytes(servers: Stack, transport
         sets = [make_chunks(5, layout, seed=100 + i) for i in range(12)]
         for keys, chunks in sets:
             client.put_chunks(keys, list(chunks))
-        buffers = [np.zeros(layout.payload_bytes(5), dtype=np.uint8) for _ in sets]
+        buffers = [allocate(layout.payload_bytes(5)) for _ in sets]
         fetches = [
             client.fetch(keys, layout, buffer, delivery=Delivery.CHUNK_MAJOR)
             for (keys, _), buffer in zip(sets, buffers, strict=True)
@@ -282,7 +309,7 @@ def test_overwriting_or_deleting_in_mid_read_never_mixes_versions(local: LocalSt
     keys, old = make_chunks(N, LAYOUT)
     _, new = make_chunks(N, LAYOUT, seed=2)
     released = local.hold_from_layer(2)
-    buffer = np.zeros(LAYOUT.payload_bytes(N), dtype=np.uint8)
+    buffer = allocate(LAYOUT.payload_bytes(N))
     files = local.storage.store.files
     with local.client("chunks", transport) as client:
         client.put_chunks(keys, list(old))
@@ -309,7 +336,7 @@ def test_client_is_safe_from_many_threads(servers: Stack, stored: tuple[list[str
 
         def work() -> None:
             try:
-                buffer = np.zeros(LAYOUT.payload_bytes(N), dtype=np.uint8)
+                buffer = allocate(LAYOUT.payload_bytes(N))
                 client.fetch(keys, LAYOUT, buffer, delivery=Delivery.CHUNK_MAJOR).wait(60)
                 assert np.array_equal(buffer, chunks.ravel())
                 client.release_buffer(buffer)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import ctypes
 import time
 from collections.abc import AsyncIterator
 
@@ -17,12 +18,17 @@ from descriptors.errors import ErrorCode, ServerError
 from descriptors.layout import ChunkLayout
 from descriptors.messages import Region
 from descriptors.notices import Admitted, Done, Failed, LayerReady, Mode, Notice
-from descriptors.storage_api import DeliveryStart
+from descriptors.storage_api import DeliveryStart, Spans
+from nixl_client.buffers import as_buffer
 from nixl_client.receiver import Receiver
+from nixl_client.shared_memory import allocate
+from nixl_client.shm_link import ShmLink
 from storage_server.gather.plan import DeliveryPlan, plan_delivery
 from storage_server.gather.staging import StagingPool
 from storage_server.scheduler.admission import Grant
 from storage_server.transport.http import HttpTransfer
+from storage_server.transport.shm import ShmTransfer
+from storage_server.transport.shm_door import ShmDoor
 from storage_server.transport.transfer import Transfer
 from storage_server.transport.ucx import UcxTransfer
 from storage_server.transport.write_engine import WriteEngine
@@ -49,18 +55,30 @@ class MemorySink:
             raise ConnectionResetError("gone")
         self.data += view
 
+    async def send(self, spans: Spans) -> None:
+        for address, nbytes in spans:
+            await self.write(memoryview(ctypes.string_at(int(address), int(nbytes))))
+
     def abort(self) -> None:
         self.aborted = True
+
+
+def heard(notices: list[Notice], kind: type) -> bool:
+    deadline = time.monotonic() + 0.5
+    while time.monotonic() < deadline and not any(isinstance(notice, kind) for notice in notices):
+        time.sleep(0.01)
+    return any(isinstance(notice, kind) for notice in notices)
 
 
 class HttpEnd:
     """The far end of an HttpTransfer."""
 
-    def __init__(self) -> None:
+    def __init__(self, pool: StagingPool) -> None:
         self.sink = MemorySink()
+        self.pool = pool
 
     def transfer(self, _: DeliveryPlan) -> Transfer:
-        return HttpTransfer(self.sink, 5.0)
+        return HttpTransfer(self.sink, self.pool.window(3), 5.0)
 
     def lose_client(self) -> None:
         self.sink.gone = True
@@ -82,6 +100,7 @@ class UcxEnd:
     """The far end of a UcxTransfer: a real agent with registered memory."""
 
     def __init__(self, pool: StagingPool) -> None:
+        self.pool = pool
         self.engine = WriteEngine(Memory(pool.address, pool.nbytes))
         self.receiver = Receiver()
         self.buffer = np.zeros(LAYOUT.payload_bytes(K), dtype=np.uint8)
@@ -103,7 +122,7 @@ class UcxEnd:
 
     def transfer(self, plan: DeliveryPlan) -> Transfer:
         target = RdmaTarget("agent", "kv", 0, self.buffer.nbytes)
-        return UcxTransfer(self.engine, self.peer, self.region, target, plan, 5.0, lambda: None)
+        return UcxTransfer(self.engine, self.peer, self.region, target, plan, self.pool.window(3), 5.0, lambda: None, from_resident=True)
 
     def lose_client(self) -> None:
         self.engine.remove_peer(self.peer).result()
@@ -112,16 +131,10 @@ class UcxEnd:
         return self.buffer.tobytes()
 
     def is_told_of_success(self) -> bool:
-        return self._heard(Done)
+        return heard(self.notices, Done)
 
     def is_told_of_failure(self) -> bool:
-        return self._heard(Failed)
-
-    def _heard(self, kind: type) -> bool:
-        deadline = time.monotonic() + 0.5
-        while time.monotonic() < deadline and not any(isinstance(notice, kind) for notice in self.notices):
-            time.sleep(0.01)
-        return any(isinstance(notice, kind) for notice in self.notices)
+        return heard(self.notices, Failed)
 
     def close(self) -> None:
         self.receiver.deregister(self.registration)
@@ -129,16 +142,63 @@ class UcxEnd:
         self.engine.stop()
 
 
+class ShmEnd:
+    """The far end of a ShmTransfer: a real connection to a door, and memory handed in at it."""
+
+    def __init__(self, door: ShmDoor) -> None:
+        self.door = door
+        self.buffer = allocate(LAYOUT.payload_bytes(K))
+        self.link = ShmLink(lambda: door.address)
+        self.notices: list[Notice] = []
+        self.link.listen(ID, self.notices.append)
+        self.link.offer("kv", as_buffer(self.buffer))
+        self.ticket = self.link.registration([], 60.0).shm_ticket or ""
+
+    def transfer(self, plan: DeliveryPlan) -> Transfer:
+        client = self.door.client(self.ticket)
+        assert client is not None
+        return ShmTransfer(client, client.regions["kv"].address, plan)
+
+    def lose_client(self) -> None:
+        self.link.stop()
+        while self.door.client(self.ticket) is not None:
+            time.sleep(0.01)
+
+    def received(self) -> bytes:
+        return self.buffer.tobytes()
+
+    def is_told_of_success(self) -> bool:
+        return heard(self.notices, Done)
+
+    def is_told_of_failure(self) -> bool:
+        return heard(self.notices, Failed)
+
+    def close(self) -> None:
+        self.link.stop()
+
+
+End = HttpEnd | UcxEnd | ShmEnd
+
+
 @pytest.fixture
 async def pool() -> StagingPool:
     return StagingPool(100_000, 6)
 
 
-@pytest.fixture(params=["http", "ucx"])
-async def end(request: pytest.FixtureRequest, pool: StagingPool) -> AsyncIterator[HttpEnd | UcxEnd]:
-    made: HttpEnd | UcxEnd = HttpEnd() if request.param == "http" else await asyncio.to_thread(UcxEnd, pool)
+@pytest.fixture(params=["http", "ucx", "shm"])
+async def end(request: pytest.FixtureRequest, pool: StagingPool) -> AsyncIterator[End]:
+    door = ShmDoor(lambda _: None)
+    door.start()
+    made: End
+    if request.param == "http":
+        made = HttpEnd(pool)
+    elif request.param == "ucx":
+        made = await asyncio.to_thread(UcxEnd, pool)
+    else:
+        made = await asyncio.to_thread(ShmEnd, door)
     yield made
     await asyncio.to_thread(made.close)
+    await door.close()
 
 
 def expected() -> np.ndarray:
@@ -146,20 +206,20 @@ def expected() -> np.ndarray:
 
 
 async def send(transfer: Transfer, plan: DeliveryPlan, pool: StagingPool, upto: int | None = None) -> None:
-    window = pool.window(3)
     data = expected()
     await transfer.start(DeliveryStart(ID, plan.mode, K, plan.payload_bytes), Grant())
     for index, payload in enumerate(plan.payloads()):
         if index == upto:
             return
-        slot = await window.take()
+        room = await transfer.room(payload, is_resident=False)
+        assert room is not None
         span = slice(payload.target_offset, payload.target_offset + payload.nbytes)
-        slot.view[: payload.nbytes] = data[span].tobytes()
-        await transfer.send(payload, slot)
+        ctypes.memmove(room.address, data[span].tobytes(), payload.nbytes)
+        await transfer.send(payload, np.array([[room.address, payload.nbytes]]), room)
 
 
 @pytest.mark.parametrize("mode", list(Mode))
-async def test_a_finished_transfer_delivered_every_byte(end: HttpEnd | UcxEnd, pool: StagingPool, mode: Mode) -> None:
+async def test_a_finished_transfer_delivered_every_byte(end: End, pool: StagingPool, mode: Mode) -> None:
     plan = plan_delivery(mode, LAYOUT, K, 100_000)
     transfer = end.transfer(plan)
     await send(transfer, plan, pool)
@@ -171,7 +231,7 @@ async def test_a_finished_transfer_delivered_every_byte(end: HttpEnd | UcxEnd, p
     assert pool.free_count == pool.slot_count
 
 
-async def test_a_failed_transfer_is_told_and_holds_nothing(end: HttpEnd | UcxEnd, pool: StagingPool) -> None:
+async def test_a_failed_transfer_is_told_and_holds_nothing(end: End, pool: StagingPool) -> None:
     plan = plan_delivery(Mode.LAYER_MAJOR, LAYOUT, K, 100_000)
     transfer = end.transfer(plan)
     await send(transfer, plan, pool, upto=5)
@@ -182,7 +242,7 @@ async def test_a_failed_transfer_is_told_and_holds_nothing(end: HttpEnd | UcxEnd
     assert pool.free_count == pool.slot_count
 
 
-async def test_a_transfer_closed_halfway_is_never_a_success(end: HttpEnd | UcxEnd, pool: StagingPool) -> None:
+async def test_a_transfer_closed_halfway_is_never_a_success(end: End, pool: StagingPool) -> None:
     plan = plan_delivery(Mode.LAYER_MAJOR, LAYOUT, K, 100_000)
     transfer = end.transfer(plan)
     await send(transfer, plan, pool, upto=5)
@@ -191,7 +251,7 @@ async def test_a_transfer_closed_halfway_is_never_a_success(end: HttpEnd | UcxEn
     assert pool.free_count == pool.slot_count
 
 
-async def test_a_lost_client_ends_the_transfer_with_an_error(end: HttpEnd | UcxEnd, pool: StagingPool) -> None:
+async def test_a_lost_client_ends_the_transfer_with_an_error(end: End, pool: StagingPool) -> None:
     plan = plan_delivery(Mode.LAYER_MAJOR, LAYOUT, K, 100_000)
     transfer = end.transfer(plan)
     await asyncio.to_thread(end.lose_client)

@@ -20,12 +20,12 @@ from descriptors.messages import (
     parse_renewal,
 )
 from descriptors.storage_api import DeliveryStart
+from descriptors.tracing import REQUEST_ID_HEADER, TIMING_HEADER, timing_header
 from gateway.call import Call
 from gateway.routing import DESCRIPTOR_HEADER
 
 MODE_HEADER = "x-amz-objectcache-mode"
 CHUNKS_HEADER = "x-amz-objectcache-chunks"
-REQUEST_HEADER = "x-amz-objectcache-request-id"
 RDMA_REPLY_HEADER = "x-amz-rdma-reply"
 RDMA_BYTES_HEADER = "x-amz-rdma-bytes-transferred"
 
@@ -56,6 +56,12 @@ async def lookup(call: Call) -> web.StreamResponse:
     return _json({"matched": await call.storage.lookup(call.request.bucket, request)})
 
 
+async def transports(call: Call) -> web.StreamResponse:
+    """GET /_objectcache/transports: the ways to a client's memory the storage server offers."""
+    offered = await call.storage.transports()
+    return _json({"ucx": offered.ucx, "shm_socket": offered.shm_socket})
+
+
 async def register_agent(call: Call) -> web.StreamResponse:
     registration = parse_registration(await call.body(2 * AGENT_METADATA_BYTES_MAX))
     return _lease(await call.storage.register_agent(call.claim.access_key, registration))
@@ -79,8 +85,16 @@ async def cancel_request(call: Call) -> web.StreamResponse:
 
 
 async def _deliver(call: Call, descriptor: Descriptor) -> web.StreamResponse:
-    sink = ResponseSink(call.http, lambda start: {**_headers(start), "x-amz-request-id": call.trace_id})
+    trace = call.trace
+    trace.name(descriptor.request_id)
+
+    def head(start: DeliveryStart) -> dict[str, str]:
+        trace.name(start.request_id)
+        return {**_headers(start), TIMING_HEADER: timing_header(trace.timing())}
+
+    sink = ResponseSink(call.http, head)
     outcome = await call.storage.deliver(call.claim.access_key, call.request.bucket, descriptor, sink)
+    trace.moved(outcome.transferred_bytes, outcome.timing.transfer_s)
     if sink.response is not None:
         await sink.response.write_eof()
         return sink.response
@@ -94,7 +108,7 @@ def _headers(start: DeliveryStart) -> dict[str, str]:
     return {
         MODE_HEADER: start.mode.value,
         CHUNKS_HEADER: str(start.chunk_count),
-        REQUEST_HEADER: start.request_id,
+        REQUEST_ID_HEADER: start.request_id,
     }
 
 

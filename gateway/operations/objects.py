@@ -1,9 +1,10 @@
-"""Objects: put, get, head."""
+"""Objects: put, get, head. With a token of ours their bytes go past HTTP (`rdma_objects`)."""
 
 from __future__ import annotations
 
 from collections.abc import Awaitable, Callable
 from dataclasses import replace
+from functools import partial
 
 from aiohttp import web
 
@@ -11,7 +12,9 @@ from adapters.pump_socket import send_by_pump, takes_pump
 from adapters.response_sink import begin_answer
 from descriptors.errors import CallerError, ErrorCode
 from descriptors.objects import PutRequest, ReadHead, ReadRequest
-from descriptors.storage_api import Piece
+from descriptors.rdma_token import RdmaToken, is_declined
+from descriptors.storage_api import ObjectRead, Piece
+from descriptors.tracing import TIMING_HEADER, timing_header
 from descriptors.units import KIB
 from gateway import xml
 from gateway.call import Call
@@ -27,6 +30,7 @@ from gateway.object_headers import (
     refuse_unsupported,
 )
 from gateway.operations.answers import stored_headers_of
+from gateway.operations.rdma_objects import answer_past, get_into, own_token, put_from
 from gateway.parameters import check_version, part_number
 from gateway.request import check_key, parse_range
 
@@ -35,8 +39,11 @@ STEP_BYTES = 128 * KIB
 
 
 async def put_object(call: Call) -> web.StreamResponse:
-    """A token's empty body creates nothing: tokens are refused before the body is looked at."""
+    """A foreign token's empty body creates nothing: such tokens are refused before the body is looked at."""
     request = call.request
+    token = own_token(call)
+    if token is not None:
+        return await put_from(call, token)
     check_key(request.key)
     refuse_unsupported(request.headers)
     attributes = new_attributes(request.headers)
@@ -48,7 +55,8 @@ async def put_object(call: Call) -> web.StreamResponse:
 
 
 async def get_object(call: Call) -> web.StreamResponse:
-    return await _answer(call, _get)
+    token = own_token(call)
+    return await _answer(call, _get if token is None else partial(_get_into, token))
 
 
 async def head_object(call: Call) -> web.StreamResponse:
@@ -101,21 +109,47 @@ async def _head(call: Call, request: ReadRequest, overrides: dict[str, str]) -> 
 
 
 async def _get(call: Call, request: ReadRequest, overrides: dict[str, str]) -> web.StreamResponse:
+    trace = call.trace
     async with call.storage.open_object(request) as read:
         response = _head_of_answer(call, request, read.head, overrides)
         if read.pump is not None and takes_pump(call.http):
-            await read.pump.prime()
+            with trace.storage:
+                await read.pump.prime()
+            response.headers[TIMING_HEADER] = timing_header(trace.timing())
             await begin_answer(call.http, response)
-            await send_by_pump(call.http, read.pump, call.settings.send_idle_timeout_s)
+            with trace.storage, trace.transfer:
+                await send_by_pump(call.http, read.pump, call.settings.send_idle_timeout_s)
+            trace.nbytes = read.head.range.length
         else:
-            first = await anext(read.body, b"")
+            piece = await _next(call, read)
+            response.headers[TIMING_HEADER] = timing_header(trace.timing())
             await begin_answer(call.http, response)
             call.bound_write_queue()
-            await _write(response, first)
-            async for piece in read.body:
-                await _write(response, piece)
+            while piece:
+                with trace.storage, trace.transfer:
+                    await _write(response, piece)
+                trace.nbytes += len(piece)
+                piece = await _next(call, read)
         await response.write_eof()
         return response
+
+
+async def _get_into(
+    token: RdmaToken, call: Call, request: ReadRequest, overrides: dict[str, str]
+) -> web.StreamResponse:
+    """Into the client's memory; where that is declined, in the body, without the header that says so."""
+    try:
+        delivery = await get_into(call, request, token)
+    except CallerError as error:
+        if is_declined(error):
+            return await _get(call, request, overrides)
+        raise
+    return answer_past(_head_of_answer(call, request, delivery.head, overrides), delivery)
+
+
+async def _next(call: Call, read: ObjectRead) -> Piece:
+    with call.trace.storage:
+        return await anext(read.body, b"")
 
 
 async def _write(response: web.StreamResponse, piece: Piece) -> None:
@@ -158,7 +192,7 @@ async def _unsatisfiable(call: Call, request: ReadRequest, error: CallerError) -
         b""
         if call.request.method == "HEAD"
         else xml.range_error_document(
-            error, call.request.path, call.trace_id, call.request.headers.get("range", ""), info.nbytes
+            error, call.request.path, call.trace.trace_id, call.request.headers.get("range", ""), info.nbytes
         )
     )
     headers = {"Content-Range": f"bytes */{info.nbytes}"}

@@ -58,7 +58,7 @@ class StoreBeside:
         self._files = FilesBeside(directory, open_files_max, Disk())
         self._index = IndexReader(directory / "index.sqlite3")
         self._io = IoThreads(IO_THREADS)
-        self.reads = Reads(self._index, self._files, BodyReader(self._files, BufferShare(buffer_bytes), self._io))
+        self.reads = Reads(self._index, self._files, BodyReader(self._files, BufferShare(buffer_bytes), self._io), None)
         self._closing: asyncio.Task[None] | None = None
 
     async def start(self) -> None:

@@ -7,6 +7,7 @@ from collections.abc import AsyncGenerator, AsyncIterator, Iterator, Sequence
 from contextlib import aclosing, asynccontextmanager, closing, contextmanager
 from functools import partial
 
+from adapters.threads import finished
 from descriptors.errors import CallerError, ErrorCode, ServerError
 from descriptors.objects import BodyDigests, ByteRange, ChecksumAlgorithm
 from descriptors.storage_api import Body, Piece, Pump
@@ -20,7 +21,6 @@ from storage_server.store.io_threads import IoThreads
 from storage_server.store.pump import ExtentPump
 from storage_server.store.rows import StoredPart
 from storage_server.store.segments import ExtentWriter, Pending, Segments
-from storage_server.threads import finished
 
 SYNC_ALONE_BYTES_MIN = MIB
 AT_ONCE_BYTES_MAX = 64 * KIB

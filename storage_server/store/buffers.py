@@ -31,6 +31,11 @@ class BufferShare:
             self._active -= 1
 
     @property
+    def is_used(self) -> bool:
+        """Whether any body is under way."""
+        return self._active > 0
+
+    @property
     def piece_bytes(self) -> int:
         """How large a piece may be now: whole blocks, from PIECE_BYTES_MIN to PIECE_BYTES_MAX."""
         return piece_bytes(self._total_bytes, self._active)

@@ -26,6 +26,7 @@ from descriptors.errors import ErrorCode, ServerError
 from storage_server.store.disk import Disk, disk_error
 from storage_server.store.durability import Durability
 from storage_server.store.reserve import Reserve
+from storage_server.store.resolved import ResolvedKeys
 from storage_server.store.schema import connect, create, next_version
 from storage_server.store.segments import Pending, WriteFile
 from storage_server.store.transaction import Transaction, version_counter
@@ -60,8 +61,9 @@ class _Job:
 
 
 class Committer:
-    """Owns the index's writing connection. In its thread, `dispose` is called with files no row names, and `punch` with
-    places in other files (file, offset, bytes), `punch_delay_s` after nobody here can find them any more.
+    """Owns the index's writing connection. `resolved` forgets what a transaction changed. In its thread, `dispose` is
+    called with files no row names, and `punch` with places in other files (file, offset, bytes), `punch_delay_s`
+    after nobody here can find them any more.
     """
 
     def __init__(
@@ -72,6 +74,7 @@ class Committer:
         dispose: Callable[[str], None],
         punch: Callable[[str, int, int], None],
         punch_delay_s: float,
+        resolved: ResolvedKeys,
     ) -> None:
         self._path = path
         self._durability = durability
@@ -79,6 +82,7 @@ class Committer:
         self._dispose = dispose
         self._punch = punch
         self._punch_delay_s = punch_delay_s
+        self._resolved = resolved
         self._holes: list[tuple[str, int, int]] = []
         self._punches: deque[tuple[float, str, int, int]] = deque()
         self._queue: queue.SimpleQueue[_Job | str | None] = queue.SimpleQueue()
@@ -125,6 +129,11 @@ class Committer:
             return await future
         finally:
             self._pending -= 1
+
+    @property
+    def is_used(self) -> bool:
+        """Whether a change is under way."""
+        return self._pending > 0
 
     def require_room(self) -> None:
         """Raises ServerError(InsufficientStorage) while the disk is full: what room there is, is for making more."""
@@ -241,9 +250,17 @@ class Committer:
             self._in_doubt = True
             self._rollback()
             raise
+        finally:  # whatever a commit that failed has left behind
+            self._forget(tx)
         self._in_doubt = False
         self._holes += holes
         return dead
+
+    def _forget(self, tx: Transaction) -> None:
+        if tx.has_moved:
+            self._resolved.forget_all()
+        elif tx.changed:
+            self._resolved.forget(tx.changed)
 
     def _rollback(self) -> None:
         if not self.db.in_transaction:

@@ -58,6 +58,19 @@ class Disk:
         finally:
             os.close(fd)
 
+    def size(self, path: Path) -> int:
+        """A file's length."""
+        return path.stat().st_size
+
+    def free_bytes(self, path: Path) -> int:
+        """What the file system of `path` still takes."""
+        found = os.statvfs(path)
+        return found.f_bavail * found.f_frsize
+
+    def drop_cached(self, fd: int) -> None:
+        """Read from the disk next time, where the file system can do that; what is not synced yet stays."""
+        os.posix_fadvise(fd, 0, 0, os.POSIX_FADV_DONTNEED)
+
     def open(self, path: Path) -> int:
         """A file for reading."""
         return os.open(path, os.O_RDONLY | os.O_CLOEXEC)

@@ -17,6 +17,7 @@ from collections.abc import Callable
 from dataclasses import replace
 from typing import TypeVar
 
+from adapters.threads import to_end
 from descriptors.conditions import NO_WRITE_CONDITION, WriteCondition, check_read, check_write
 from descriptors.errors import CallerError, ErrorCode
 from descriptors.lifecycle import LifecycleRule
@@ -34,17 +35,18 @@ from storage_server.store.bodies import BodyReader, BodyWriter
 from storage_server.store.body_hashes import BodyHashes
 from storage_server.store.buffers import BufferShare
 from storage_server.store.committer import Committer
+from storage_server.store.compaction import Compactor
 from storage_server.store.disk import Disk
 from storage_server.store.extents import ExtentFiles
 from storage_server.store.io_threads import IoThreads
 from storage_server.store.reader import IndexReader
 from storage_server.store.reads import Reads
 from storage_server.store.recovery import drop_unsynced
+from storage_server.store.resolved import ResolvedKeys
 from storage_server.store.rows import StoredObject
 from storage_server.store.segments import Segments
 from storage_server.store.transaction import Transaction
 from storage_server.store.uploads import Uploads
-from storage_server.threads import to_end
 
 IO_THREADS = 4
 COPY_ATTEMPTS_MAX = 8
@@ -63,18 +65,30 @@ class EmbeddedStore:
         index = settings.data_dir / "index.sqlite3"
         self.files = ExtentFiles(settings.data_dir, settings.open_files_max, disk)
         self.files.start()
+        resolved = ResolvedKeys(settings.resolved_keys_max)
         self._committer = Committer(
-            index, settings.durability, disk, self._dispose, self.files.punch, settings.punch_delay_s
+            index, settings.durability, disk, self._dispose, self.files.punch, settings.punch_delay_s, resolved
         )
         self._segments = Segments(
             settings.data_dir, self.files, disk, settings.packed_bytes_max, self._committer.consider
         )
         self.reader = IndexReader(index)
         self._io = IoThreads(IO_THREADS)
-        share = BufferShare(settings.buffer_bytes)
+        self._share = share = BufferShare(settings.buffer_bytes)
         self._bodies = BodyWriter(self._segments, disk, settings.durability, share, self._io)
-        self.reads = Reads(self.reader, self.files, BodyReader(self.files, share, self._io))
+        self.reads = Reads(self.reader, self.files, BodyReader(self.files, share, self._io), resolved)
         self.uploads = Uploads(self.reader, self._committer, self._bodies, settings.object_bytes_max, self.reads)
+        self.compactor = Compactor(
+            settings.data_dir,
+            self.reader,
+            self._committer,
+            self._segments,
+            self.files,
+            disk,
+            self._io,
+            settings.compact_live_fraction_max,
+            self._is_busy,
+        )
 
     async def start(self) -> int:
         """Remove what a crash left behind: files no row names, and rows whose bytes never reached the disk.
@@ -100,6 +114,10 @@ class EmbeddedStore:
         self._segments.retire(file_id)
         if not self._segments.is_written(file_id):
             self.files.dispose(file_id)
+
+    def _is_busy(self, pinned_by_compaction: int) -> bool:
+        """Whether somebody reads or writes."""
+        return self.files.pinned_count > pinned_by_compaction or self._share.is_used or self._committer.is_used
 
     async def change(self, change: Callable[[Transaction], _T], *, frees: bool = False) -> _T:
         """Carry out a change of the index to its end, whatever becomes of the caller."""

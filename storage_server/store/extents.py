@@ -14,7 +14,7 @@ import os
 import resource
 import threading
 from collections import Counter, OrderedDict
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -42,6 +42,14 @@ class CorruptExtentError(Exception):
     """Stored bytes are not what was written: too short, unreadable, or a block fails its checksum."""
 
 
+class MissingFileError(CorruptExtentError):
+    """A file the index names is not there."""
+
+    def __init__(self, file_id: str) -> None:
+        super().__init__(f"{file_id} is missing")
+        self.file_id = file_id
+
+
 def extent_path(directory: Path, file_id: str) -> Path:
     """Where a file of extents lies."""
     return directory / "extents" / file_id[:2] / file_id
@@ -61,6 +69,8 @@ class ExtentFiles:
         self._fds: OrderedDict[str, int] = OrderedDict()
         self._doomed: set[str] = set()
         self._holes: dict[str, list[tuple[int, int]]] = {}
+        self._punched: dict[str, int] = {}
+        self.punch_count = 0
 
     def start(self) -> None:
         """Make the directories."""
@@ -178,6 +188,19 @@ class ExtentFiles:
             raise OSError(errno.EMFILE, "too many files are open")
         return fd
 
+    @contextlib.contextmanager
+    def lent(self, file_ids: Iterable[str]) -> Iterator[list[int]]:
+        """Descriptors of pinned files until the block ends. Raises MissingFileError, OSError."""
+        lent: list[tuple[int, bool]] = []
+        try:
+            for file_id in file_ids:
+                lent.append(self._descriptor(file_id))
+            yield [fd for fd, _ in lent]
+        finally:
+            for fd, transient in lent:
+                if transient:
+                    os.close(fd)
+
     def _descriptor(self, file_id: str) -> tuple[int, bool]:
         with self._lock:
             fd = self._fds.get(file_id)
@@ -187,7 +210,7 @@ class ExtentFiles:
             try:
                 fd = self._disk.open(extent_path(self._directory, file_id))
             except FileNotFoundError as error:
-                raise CorruptExtentError(f"{file_id} is missing") from error
+                raise MissingFileError(file_id) from error
             self._close_idle(self._open_files_max - 1)
             if len(self._fds) >= self._open_files_max:
                 return fd, True
@@ -201,11 +224,21 @@ class ExtentFiles:
         for file_id in [name for name in self._fds if not self._pins.get(name)][: len(self._fds) - keep]:
             os.close(self._fds.pop(file_id))
 
+    def is_punched(self, extents: Iterable[Extent], since: int) -> bool:
+        """Whether any of these files has given space back after `punch_count` was `since`."""
+        if self.punch_count == since:
+            return False
+        with self._lock:
+            return any(self._punched.get(file_id, 0) > since for file_id in {extent.file_id for extent in extents})
+
     def _punch(self, file_id: str, offset: int, nbytes: int) -> None:
+        self.punch_count += 1
+        self._punched[file_id] = self.punch_count
         with contextlib.suppress(OSError):  # the space comes back with the file, then
             self._disk.punch(extent_path(self._directory, file_id), offset, nbytes)
 
     def _remove(self, file_id: str) -> None:
+        self._punched.pop(file_id, None)
         fd = self._fds.pop(file_id, None)
         if fd is not None:
             os.close(fd)

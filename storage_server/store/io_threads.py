@@ -7,8 +7,8 @@ from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from typing import TypeVar
 
+from adapters.threads import to_end
 from storage_server.store.disk import disk_error
-from storage_server.threads import to_end
 
 _T = TypeVar("_T")
 

@@ -105,16 +105,6 @@ def prefix(db: sqlite3.Connection, name: str, keys: Sequence[str]) -> list[list[
     return found
 
 
-def matched(db: sqlite3.Connection, name: str, keys: Sequence[str]) -> int:
-    """How many of `keys`, from the first, are stored without a gap."""
-    require_bucket(db, name)
-    sql = "SELECT 1 FROM objects WHERE bucket = ? AND key = ?"
-    for index, key in enumerate(keys):
-        if db.execute(sql, (name, key)).fetchone() is None:
-            return index
-    return len(keys)
-
-
 def page(db: sqlite3.Connection, name: str, start: str, inclusive: bool, wanted: str, limit: int) -> list[ObjectInfo]:
     """Up to `limit` objects from `start` on whose keys start with `wanted`, in UTF-8 byte order."""
     return [found.info for found in stored_page(db, name, start, inclusive, wanted, limit)]

@@ -5,18 +5,18 @@ from __future__ import annotations
 import asyncio
 import sqlite3
 import threading
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import TypeVar
 
+from adapters.threads import to_end
 from descriptors.errors import ErrorCode, ServerError
 from storage_server.store.committer import index_error
 from storage_server.store.disk import disk_error
 from storage_server.store.extents import Extent, ExtentFiles, PinSet
 from storage_server.store.schema import connect
-from storage_server.threads import to_end
 
 READ_THREADS = 2
 REREADS_MAX = 64
@@ -52,31 +52,34 @@ class IndexReader:
         loop = asyncio.get_running_loop()
         return await to_end(loop.run_in_executor(self._threads, lambda: _translated(query, self._local.connection)))
 
-    @asynccontextmanager
-    async def pinned(
-        self, files: ExtentFiles, query: Query[tuple[_T, Sequence[Extent]]], *, long: bool
-    ) -> AsyncIterator[tuple[_T, Sequence[Extent]]]:
-        """What `query` found, with the files of its extents readable until the block ends.
-
-        A file that went between the query and the pin means that the index has changed: it is asked again.
-        """
-        pins = PinSet(files)
-        try:
-            for _ in range(REREADS_MAX):
-                found, extents = await self.threaded(query) if long else self.here(query)
-                if _kept(pins, extents):
-                    break
-            else:
-                raise ServerError(ErrorCode.SLOW_DOWN, "the object changes faster than it can be read", retryable=True)
-            yield found, extents
-        finally:
-            pins.release()
-
     def _open_one(self, everyone: threading.Barrier) -> None:
         """Each thread opens its connection now, so that no request pays for it."""
         self._local.connection = connect(self._path)
         self._opened.append(self._local.connection)
         everyone.wait()
+
+
+@asynccontextmanager
+async def pinned(
+    files: ExtentFiles, find: Callable[[], Awaitable[tuple[_T, Sequence[Extent]]]]
+) -> AsyncIterator[tuple[_T, Sequence[Extent]]]:
+    """What `find` found, with the files of its extents readable until the block ends.
+
+    A file that went between the look and the pin, or gave space back, means that the index has changed: it is asked
+    again.
+    """
+    pins = PinSet(files)
+    try:
+        for _ in range(REREADS_MAX):
+            before = files.punch_count
+            found, extents = await find()
+            if _kept(pins, extents) and not files.is_punched(extents, before):
+                break
+        else:
+            raise ServerError(ErrorCode.SLOW_DOWN, "the object changes faster than it can be read", retryable=True)
+        yield found, extents
+    finally:
+        pins.release()
 
 
 def _kept(pins: PinSet, extents: Sequence[Extent]) -> bool:

@@ -24,17 +24,23 @@ from storage_server.store import queries, transaction
 from storage_server.store.bodies import BodyReader
 from storage_server.store.extents import Extent, ExtentFiles
 from storage_server.store.listing import list_page
-from storage_server.store.reader import IndexReader
+from storage_server.store.reader import IndexReader, pinned
 from storage_server.store.reading import resolve_range, usable_prefix
+from storage_server.store.resolved import ResolvedKeys
+
+LOOKUP_KEYS = 1024
 
 
 class Reads:
     """The reading calls of the StorageApi, and the chunks of a descriptor."""
 
-    def __init__(self, index: IndexReader, files: ExtentFiles, bodies: BodyReader) -> None:
+    def __init__(
+        self, index: IndexReader, files: ExtentFiles, bodies: BodyReader, resolved: ResolvedKeys | None
+    ) -> None:
         self._index = index
         self._files = files
         self._bodies = bodies
+        self._resolved = resolved
 
     async def head_bucket(self, bucket: str) -> BucketInfo:
         return self._index.here(lambda db: queries.bucket(db, bucket))
@@ -53,15 +59,25 @@ class Reads:
     async def open_object(self, request: ReadRequest) -> AsyncIterator[ObjectRead]:
         """The object as it is now; its bytes stay readable until the context ends."""
 
-        def find(db: sqlite3.Connection) -> tuple[ReadHead, list[Extent]]:
-            return _find_read(db, request, with_extents=True)
+        async def find() -> tuple[ReadHead, list[Extent]]:
+            return self._index.here(lambda db: _find_read(db, request, with_extents=True))
 
         async with (
-            self._index.pinned(self._files, find, long=False) as (head, extents),
+            pinned(self._files, find) as (head, extents),
             aclosing(self._bodies.pieces(extents, head.range)) as pieces,
         ):
             with self._bodies.pump(extents, head.range) as pump:
                 yield ObjectRead(head, pieces, pump)
+
+    @asynccontextmanager
+    async def open_extents(self, request: ReadRequest) -> AsyncIterator[tuple[ReadHead, Sequence[Extent]]]:
+        """As `open_object`, for those who read the bytes themselves."""
+
+        async def find() -> tuple[ReadHead, list[Extent]]:
+            return self._index.here(lambda db: _find_read(db, request, with_extents=True))
+
+        async with pinned(self._files, find) as found:
+            yield found
 
     async def object_parts(self, bucket: str, key: str) -> list[ObjectPart]:
         return await self._index.threaded(lambda db: queries.object_parts(db, bucket, key))
@@ -85,16 +101,36 @@ class Reads:
         Errors as in `storage_server.store.reading.usable_prefix`.
         """
 
-        def find(db: sqlite3.Connection) -> tuple[list[list[Extent]], list[Extent]]:
-            usable = usable_prefix(queries.prefix(db, bucket, keys), chunk_bytes, prefix_only=prefix_only)
+        async def find() -> tuple[list[list[Extent]], list[Extent]]:
+            usable = usable_prefix(await self._resolve(bucket, keys), chunk_bytes, prefix_only=prefix_only)
             return usable, [extent for chunk in usable for extent in chunk]
 
-        async with self._index.pinned(self._files, find, long=True) as (chunks, _):
+        async with pinned(self._files, find) as (chunks, _):
             yield chunks
 
+    async def _resolve(self, bucket: str, keys: Sequence[str]) -> list[list[Extent] | None]:
+        """The extents of each key's object, None where there is none."""
+        if self._resolved is None:
+            return await self._index.threaded(lambda db: queries.prefix(db, bucket, keys))
+        since, found = self._resolved.find(bucket, keys)
+        unknown = [index for index, extents in enumerate(found) if extents is None]
+        if unknown:
+            wanted = [keys[index] for index in unknown]
+            looked_up = await self._index.threaded(lambda db: queries.prefix(db, bucket, wanted))
+            self._resolved.remember(since, bucket, zip(wanted, looked_up, strict=True))
+            for index, extents in zip(unknown, looked_up, strict=True):
+                found[index] = extents
+        return found
+
     async def matched(self, bucket: str, keys: Sequence[str]) -> int:
-        """How many of `keys`, from the first, are stored without a gap."""
-        return await self._index.threaded(lambda db: queries.matched(db, bucket, keys))
+        """How many of `keys`, from the first, are stored without a gap. What is found is remembered for the descriptor
+        that follows.
+        """
+        for start in range(0, len(keys), LOOKUP_KEYS):
+            found = await self._resolve(bucket, keys[start : start + LOOKUP_KEYS])
+            if None in found:
+                return start + found.index(None)
+        return len(keys)
 
 
 def _find_read(db: sqlite3.Connection, request: ReadRequest, *, with_extents: bool) -> tuple[ReadHead, list[Extent]]:

@@ -24,6 +24,7 @@ async def drop_unsynced(
 
     def drop(tx: Transaction) -> None:
         for version, number in bad:
+            tx.has_moved = True
             if tx.db.execute("DELETE FROM objects WHERE version = ?", (version,)).rowcount:
                 tx.drop_extents(version)
             else:

@@ -29,7 +29,8 @@ CREATE TABLE IF NOT EXISTS extents (
     version INTEGER NOT NULL, part_number INTEGER NOT NULL, object_offset INTEGER NOT NULL, nbytes INTEGER NOT NULL,
     file_id TEXT NOT NULL, file_offset INTEGER NOT NULL, etag TEXT NOT NULL, modified_at REAL NOT NULL, checksum TEXT,
     synced INTEGER NOT NULL, blocks BLOB NOT NULL, PRIMARY KEY (version, part_number)) WITHOUT ROWID;
-CREATE INDEX IF NOT EXISTS extents_by_file ON extents (file_id);
+DROP INDEX IF EXISTS extents_by_file;
+CREATE INDEX IF NOT EXISTS extents_by_place ON extents (file_id, file_offset, nbytes);
 CREATE INDEX IF NOT EXISTS extents_unsynced ON extents (version) WHERE synced = 0;
 """
 

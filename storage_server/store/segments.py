@@ -110,17 +110,48 @@ class Segments:
         self._disk = disk
         self._on_closed = on_closed
         self._packed_bytes_max = packed_bytes_max
-        self._segment_bytes_max = SEGMENT_EXTENTS_MAX * packed_bytes_max
         self._lock = threading.RLock()
         self._current: WriteFile | None = None
         self._writing: set[str] = set()
         self._used_bytes = 0
         self._extent_count = 0
 
+    @property
+    def packed_bytes_max(self) -> int:
+        """What is larger has a file of its own."""
+        return self._packed_bytes_max
+
+    @property
+    def extents_max(self) -> int:
+        """How many extents share a file."""
+        return SEGMENT_EXTENTS_MAX
+
+    @property
+    def bytes_max(self) -> int:
+        """How large a segment may become."""
+        return SEGMENT_EXTENTS_MAX * self._packed_bytes_max
+
+    def new_file(self) -> WriteFile:
+        """A file nobody else writes to, its name on the disk; the caller holds it. Raises OSError."""
+        file_id = uuid.uuid4().hex
+        path = extent_path(self._directory, file_id)
+        fd = self._disk.create(path)
+        try:
+            self._disk.sync_directory(path.parent)
+        except OSError:
+            os.close(fd)
+            with contextlib.suppress(OSError):
+                self._disk.unlink(path)
+            raise
+        self._files.add(file_id)
+        with self._lock:
+            self._writing.add(file_id)
+        return WriteFile(path, fd, self._disk, self._closed)
+
     def writer(self, nbytes: int, hashes: BodyHashes) -> ExtentWriter:
         """A place for `nbytes` (more than 0) of body. Raises OSError."""
         if nbytes > self._packed_bytes_max:
-            return ExtentWriter(self._create(), 0, nbytes, hashes)
+            return ExtentWriter(self.new_file(), 0, nbytes, hashes)
         with self._lock:
             segment = self._current
             if segment is None or segment.failed or not self._fits(nbytes):
@@ -164,10 +195,10 @@ class Segments:
             last.release()
 
     def _fits(self, nbytes: int) -> bool:
-        return self._extent_count < SEGMENT_EXTENTS_MAX and self._used_bytes + nbytes <= self._segment_bytes_max
+        return self._extent_count < self.extents_max and self._used_bytes + nbytes <= self.bytes_max
 
     def _next_segment(self) -> WriteFile:
-        full, self._current = self._current, self._create()
+        full, self._current = self._current, self.new_file()
         self._used_bytes = self._extent_count = 0
         if full is not None:
             full.release()
@@ -177,22 +208,6 @@ class Segments:
         with self._lock:
             self._writing.discard(file_id)
         self._on_closed(file_id)
-
-    def _create(self) -> WriteFile:
-        file_id = uuid.uuid4().hex
-        path = extent_path(self._directory, file_id)
-        fd = self._disk.create(path)
-        try:
-            self._disk.sync_directory(path.parent)
-        except OSError:
-            os.close(fd)
-            with contextlib.suppress(OSError):
-                self._disk.unlink(path)
-            raise
-        self._files.add(file_id)
-        with self._lock:
-            self._writing.add(file_id)
-        return WriteFile(path, fd, self._disk, self._closed)
 
 
 class ExtentWriter:

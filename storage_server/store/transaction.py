@@ -22,7 +22,8 @@ RULES = TypeAdapter(list[LifecycleRule])
 
 class Transaction:
     """One transaction of the writing connection. `released` collects the files that lost a row, `lost` the places in
-    them: file, offset, bytes.
+    them: file, offset, bytes; `changed` the objects that show something else, as bucket and key; `has_moved` says that
+    bytes of others lie elsewhere.
     """
 
     def __init__(self, db: sqlite3.Connection, versions: Iterator[int], *, synced: bool) -> None:
@@ -30,6 +31,8 @@ class Transaction:
         self.synced = synced
         self.released: set[str] = set()
         self.lost: set[tuple[str, int, int]] = set()
+        self.changed: set[tuple[str, str]] = set()
+        self.has_moved = False
         self._versions = versions
 
     def new_version(self) -> int:
@@ -98,6 +101,7 @@ class Transaction:
 
     def put_row(self, bucket: str, info: ObjectInfo, version: int, upload_id: str | None = None) -> None:
         """Publish: the key shows this version from the commit on. What it showed before is forgotten."""
+        self.changed.add((bucket, info.key))
         before = find_object(self.db, bucket, info.key)
         if before is not None:
             self.drop_extents(before.version)
@@ -242,6 +246,7 @@ def rules_of(text: str) -> list[LifecycleRule]:
 
 
 def _remove(tx: Transaction, bucket: str, found: StoredObject) -> None:
+    tx.changed.add((bucket, found.info.key))
     tx.drop_extents(found.version)
     tx.db.execute("DELETE FROM objects WHERE bucket = ? AND key = ?", (bucket, found.info.key))
 

@@ -8,6 +8,7 @@ import time
 from collections.abc import AsyncIterator, Callable
 from typing import TypeVar
 
+from adapters.threads import to_end
 from descriptors.errors import CallerError, ErrorCode
 from descriptors.objects import (
     PART_NUMBER_MAX,
@@ -36,7 +37,6 @@ from storage_server.store.rows import StoredPart
 from storage_server.store.segments import Pending
 from storage_server.store.transaction import Transaction
 from storage_server.store.upload_changes import require_upload
-from storage_server.threads import to_end
 
 _T = TypeVar("_T")
 

@@ -5,17 +5,21 @@ from __future__ import annotations
 import asyncio
 
 from descriptors.errors import ErrorCode, ServerError
-from descriptors.storage_api import BodySink, DeliveryStart
+from descriptors.storage_api import BodySink, DeliveryStart, Spans
 from storage_server.gather.plan import Payload
-from storage_server.gather.staging import Slot
+from storage_server.gather.staging import Window
 from storage_server.scheduler.admission import Grant
+from storage_server.transport.transfer import Room
 
 
 class HttpTransfer:
-    """Writes into a BodySink. The answer's head waits for the first payload, so an early failure is a clean error."""
+    """Writes into a BodySink, from the window's slots or straight from resident memory. The answer's head waits for the
+    first payload, so an early failure is a clean error.
+    """
 
-    def __init__(self, sink: BodySink, stall_timeout_s: float) -> None:
+    def __init__(self, sink: BodySink, window: Window, stall_timeout_s: float) -> None:
         self._sink = sink
+        self._window = window
         self._stall_timeout_s = stall_timeout_s
         self._start: DeliveryStart | None = None
         self._begun = False
@@ -25,13 +29,16 @@ class HttpTransfer:
     async def start(self, start: DeliveryStart, grant: Grant) -> None:
         self._start = start
 
-    async def send(self, payload: Payload, slot: Slot) -> None:
+    async def room(self, payload: Payload, *, is_resident: bool) -> Room | None:
+        return None if is_resident else await self._window.take()
+
+    async def send(self, payload: Payload, spans: Spans, room: Room | None) -> None:
         try:
             async with asyncio.timeout(self._stall_timeout_s):
                 if not self._begun and self._start is not None:
                     self._begun = True
                     await self._sink.begin(self._start)
-                await self._sink.write(slot.view[: payload.nbytes])
+                await self._sink.send(spans)
             self._sent_bytes += payload.nbytes
         except (ConnectionError, TimeoutError) as error:
             self._sink.abort()
@@ -41,7 +48,8 @@ class HttpTransfer:
             self._sink.abort()
             raise
         finally:
-            slot.release()
+            if room is not None:
+                room.release()
 
     async def finish(self) -> int:
         self._finished = True

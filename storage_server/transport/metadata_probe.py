@@ -19,7 +19,7 @@ import uuid
 from collections.abc import Sequence
 
 from adapters.nixl_agent import Agent, Memory, NixlFailure, leave
-from storage_server.threads import to_end
+from adapters.threads import to_end
 
 ANSWER_TIMEOUT_S = 20.0
 LINE_BYTES_MAX = 8 << 20

@@ -2,16 +2,28 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Protocol
 
-from descriptors.storage_api import DeliveryStart
-from storage_server.gather.plan import Payload
-from storage_server.gather.staging import Slot
+from descriptors.storage_api import DeliveryStart, Spans
+from storage_server.gather.plan import DeliveryPlan, Payload
 from storage_server.scheduler.admission import Grant
 
 
+class Room(Protocol):
+    """Memory a payload is gathered into."""
+
+    @property
+    def address(self) -> int: ...
+
+    def release(self) -> None:
+        """Nobody uses it any more; later calls do nothing."""
+
+
 class Transfer(Protocol):
-    """Calls come in this order: `start`, `send` for every payload of the plan, `finish` or `fail`; `close` always.
+    """Calls come in this order: `start`, then `room` and `send` for every payload of the plan, `finish` or `fail`;
+    `close` always. Rooms may be asked for ahead of the sends.
 
     Every method may raise ServerError(TargetUnreachable) once the client is gone.
     """
@@ -19,8 +31,11 @@ class Transfer(Protocol):
     async def start(self, start: DeliveryStart, grant: Grant) -> None:
         """Say what is coming."""
 
-    async def send(self, payload: Payload, slot: Slot) -> None:
-        """Carry the payload in `slot`; the transfer releases the slot when its memory may be used again."""
+    async def room(self, payload: Payload, *, is_resident: bool) -> Room | None:
+        """Where to gather the payload; None, possible only where all of it is resident, to send it from where it is."""
+
+    async def send(self, payload: Payload, spans: Spans, room: Room | None) -> None:
+        """Carry the payload, which lies in `spans`; the room is released when its memory may be used again."""
 
     async def finish(self) -> int:
         """Wait until every byte is there and say so; how many the transport itself counted."""
@@ -29,4 +44,15 @@ class Transfer(Protocol):
         """Say that nothing from this layer on will come, once nothing is in flight."""
 
     async def close(self) -> None:
-        """Return when nothing is in flight and every slot is back; after `finish` there is nothing to do."""
+        """Return when nothing is in flight and every room is back; after `finish` there is nothing to do."""
+
+
+@dataclass(frozen=True, slots=True)
+class Route:
+    """How a delivery will go: payloads of up to `payload_bytes_max`; `past_cache` where nobody here reads what was
+    gathered.
+    """
+
+    make_transfer: Callable[[DeliveryPlan], Transfer]
+    payload_bytes_max: int
+    past_cache: bool = False

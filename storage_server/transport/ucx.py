@@ -15,15 +15,18 @@ from descriptors.descriptor import RdmaTarget
 from descriptors.errors import ErrorCode, ServerError
 from descriptors.messages import Region
 from descriptors.notices import Admitted, Done, Failed, LayerReady, Mode, Notice, encode_notice
-from descriptors.storage_api import DeliveryStart
+from descriptors.storage_api import DeliveryStart, Spans
 from storage_server.gather.plan import DeliveryPlan, Payload
-from storage_server.gather.staging import Slot
+from storage_server.gather.staging import Window
 from storage_server.scheduler.admission import Grant
+from storage_server.transport.transfer import Room
 from storage_server.transport.write_engine import WriteEngine
 
 
 class UcxTransfer:
-    """Writes into `target` of a peer's `region`. Lives on one event loop."""
+    """Writes into `target` of a peer's `region`, from the window's slots, or with `from_resident` straight from where
+    chunks lie in registered memory, as many bytes in flight. Lives on one event loop.
+    """
 
     def __init__(
         self,
@@ -32,14 +35,20 @@ class UcxTransfer:
         region: Region,
         target: RdmaTarget,
         plan: DeliveryPlan,
+        window: Window,
         stall_timeout_s: float,
         on_peer_lost: Callable[[], None],
+        *,
+        from_resident: bool,
     ) -> None:
         self._engine = engine
         self._peer = peer
         self._region = region
         self._base_address = region.address + target.offset
         self._plan = plan
+        self._window = window
+        self._from_resident = from_resident
+        self._permits = asyncio.Semaphore(window.slots_max)
         self._stall_timeout_s = stall_timeout_s
         self._on_peer_lost = on_peer_lost
         self._loop = asyncio.get_running_loop()
@@ -58,13 +67,20 @@ class UcxTransfer:
         self._watch = asyncio.create_task(self._watch_for_stall())
         self._notify(Admitted(start.request_id, start.mode, start.chunk_count, grant.rate_bytes_per_s, grant.epoch))
 
-    async def send(self, payload: Payload, slot: Slot) -> None:
+    async def room(self, payload: Payload, *, is_resident: bool) -> Room | None:
+        if is_resident and self._from_resident:
+            return None
+        return await self._window.take()
+
+    async def send(self, payload: Payload, spans: Spans, room: Room | None) -> None:
         if self._failure is not None:
-            slot.release()
+            if room is not None:
+                room.release()
             raise self._failure
-        source = Memory(slot.address, payload.nbytes)
         target = Memory(self._base_address + payload.target_offset, payload.nbytes, self._region.device)
         group = payload.group_index
+        if room is None:
+            await self._permits.acquire()
         self._in_flight += 1
         self._posted += 1
         self._pending[group] += 1
@@ -72,12 +88,15 @@ class UcxTransfer:
             self._closed_groups.add(group)
 
         def on_written(counted: int, failure: NixlFailure | None) -> None:
-            self._loop.call_soon_threadsafe(self._written, slot, group, counted, failure)
+            self._loop.call_soon_threadsafe(self._written, room, group, counted, failure)
 
-        self._engine.write(self._peer, source, target, on_written)
+        self._engine.write_spans(self._peer, spans, target, on_written)
 
-    def _written(self, slot: Slot, group: int, counted: int, failure: NixlFailure | None) -> None:
-        slot.release()
+    def _written(self, room: Room | None, group: int, counted: int, failure: NixlFailure | None) -> None:
+        if room is not None:
+            room.release()
+        else:
+            self._permits.release()
         self._in_flight -= 1
         self._pending[group] -= 1
         self._transferred_bytes += counted

@@ -1,7 +1,7 @@
-"""The thread that owns the NIXL agent: it posts writes, polls them, sends notices, and knows the peers.
+"""The thread that owns the NIXL agent: it posts writes and reads, polls them, sends notices, and knows the peers.
 
 Work arrives through a queue and results leave through callbacks, called in the engine's thread. Over shared memory a
-post copies the bytes itself; over TCP or RDMA writes stay in flight and are polled with a short sleep.
+post copies the bytes itself; over TCP or RDMA transfers stay in flight and are polled with a short sleep.
 """
 
 from __future__ import annotations
@@ -18,8 +18,9 @@ from concurrent.futures import Future
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
-from adapters.nixl_agent import Agent, Memory, NixlFailure, PeerLost, Write, WriteState
+from adapters.nixl_agent import Agent, Memory, NixlFailure, PeerLost, PostedTransfer, Registration, TransferState
 from descriptors.notices import GREETING
+from descriptors.storage_api import Spans
 
 POLL_INTERVAL_S = 50e-6
 _FIRST, _AFTER = 0, 1
@@ -29,15 +30,15 @@ CONNECTION_WORK_S = 1.0
 _T = TypeVar("_T")
 _log = logging.getLogger(__name__)
 
-OnWritten = Callable[[int, NixlFailure | None], None]
-"""(bytes NIXL counted, failure): called once for every posted write, when its source memory may be used again."""
+OnEnded = Callable[[int, NixlFailure | None], None]
+"""(bytes NIXL counted, failure): called once for every write and read, when our side's memory is no longer in use."""
 
 
 @dataclass(slots=True)
 class _InFlight:
     peer: str
-    write: Write
-    on_written: OnWritten
+    transfer: PostedTransfer
+    on_ended: OnEnded
 
 
 class WriteEngine:
@@ -63,7 +64,11 @@ class WriteEngine:
 
     def _start(self, staging: Memory) -> None:
         self._agent = Agent(str(uuid.uuid4()))
-        self._registration = self._agent.register(staging)
+        self._registrations: list[Registration] = [self._agent.register(staging)]
+
+    def register(self, memory: Memory) -> Future[None]:
+        """Register more memory of ours, until the engine stops. NixlFailure when that cannot be done."""
+        return self._submit(lambda: self._registrations.append(self._agent.register(memory)))
 
     def add_peer(self, name: str, metadata: bytes, offered: Sequence[Memory]) -> Future[None]:
         """Load a peer's metadata, check that it is the one named and offers this memory, and open the connection, so
@@ -86,7 +91,7 @@ class WriteEngine:
         return self._submit(add)
 
     def remove_peer(self, name: str) -> Future[None]:
-        """Disconnect and forget a peer; its writes in flight fail."""
+        """Disconnect and forget a peer; its transfers in flight fail."""
 
         def remove() -> None:
             self._lost.discard(name)
@@ -95,9 +100,20 @@ class WriteEngine:
 
         return self._submit(remove)
 
-    def write(self, peer: str, source: Memory, target: Memory, on_written: OnWritten) -> None:
-        """Post a write; `on_written` hears how it ended."""
-        self._put(_AFTER, lambda: self._post(peer, source, target, on_written))
+    def write(self, peer: str, source: Memory, target: Memory, on_ended: OnEnded) -> None:
+        """Post a write; `on_ended` hears how it ended."""
+        self._put(_AFTER, lambda: self._post(peer, lambda: self._agent.post_write(peer, source, target), on_ended))
+
+    def write_spans(self, peer: str, spans: Spans, target: Memory, on_ended: OnEnded) -> None:
+        """Post a write of registered memory, span after span; `on_ended` hears how it ended."""
+        self._put(
+            _AFTER,
+            lambda: self._post(peer, lambda: self._agent.post_gathered_write(peer, spans, target), on_ended),
+        )
+
+    def read(self, peer: str, sources: Sequence[Memory], target: Memory, on_ended: OnEnded) -> None:
+        """Post a read of `sources`, one after the other, into `target`; `on_ended` hears how it ended."""
+        self._put(_AFTER, lambda: self._post(peer, lambda: self._agent.post_read(peer, sources, target), on_ended))
 
     def notify(self, peer: str, message: bytes) -> Future[None]:
         """Send a notice."""
@@ -105,7 +121,7 @@ class WriteEngine:
 
     @property
     def in_flight_count(self) -> int:
-        """Writes posted and not yet ended."""
+        """Transfers posted and not yet ended."""
         return len(self._in_flight)
 
     def stop(self) -> None:
@@ -139,9 +155,10 @@ class WriteEngine:
                 self._progress()
                 time.sleep(POLL_INTERVAL_S)
         for flight in self._in_flight:
-            flight.write.release()
-        if hasattr(self, "_registration"):
-            self._registration.close()
+            flight.transfer.release()
+        for registration in getattr(self, "_registrations", []):
+            registration.close()
+        if hasattr(self, "_agent"):
             del self._agent
 
     def _progress(self) -> None:
@@ -163,18 +180,18 @@ class WriteEngine:
             _log.exception("a command of the write engine failed")
         return True
 
-    def _post(self, peer: str, source: Memory, target: Memory, on_written: OnWritten) -> None:
+    def _post(self, peer: str, post: Callable[[], tuple[PostedTransfer, TransferState]], on_ended: OnEnded) -> None:
         if peer in self._lost:
-            on_written(0, PeerLost(f"agent {peer} is gone"))
+            _tell(on_ended, 0, PeerLost(f"agent {peer} is gone"))
             return
         try:
-            write, state = self._agent.post_write(peer, source, target)
+            transfer, state = post()
         except NixlFailure as failure:
             self._note_failure(peer, failure)
-            on_written(0, failure)
+            _tell(on_ended, 0, failure)
             return
-        flight = _InFlight(peer, write, on_written)
-        if state is WriteState.DONE:
+        flight = _InFlight(peer, transfer, on_ended)
+        if state is TransferState.DONE:
             self._end(flight, None)
         else:
             self._in_flight.append(flight)
@@ -183,7 +200,7 @@ class WriteEngine:
         still = []
         for flight in self._in_flight:
             try:
-                if flight.write.poll() is WriteState.IN_FLIGHT:
+                if flight.transfer.poll() is TransferState.IN_FLIGHT:
                     still.append(flight)
                     continue
                 failure = None
@@ -197,14 +214,11 @@ class WriteEngine:
         counted = 0
         if failure is None:
             try:
-                counted = flight.write.transferred_bytes()
+                counted = flight.transfer.transferred_bytes()
             except NixlFailure as error:
                 failure = error
-        flight.write.release()
-        try:
-            flight.on_written(counted, failure)
-        except RuntimeError:  # the event loop has closed; nobody is left to hear
-            _log.debug("a write ended after its loop")
+        flight.transfer.release()
+        _tell(flight.on_ended, counted, failure)
 
     def _note_failure(self, peer: str, failure: NixlFailure) -> None:
         if isinstance(failure, PeerLost) and peer not in self._lost:
@@ -216,6 +230,13 @@ class WriteEngine:
             self._agent.remove_peer(name)
         except NixlFailure as failure:
             _log.debug("removing agent %s: %s", name, failure)
+
+
+def _tell(on_ended: OnEnded, counted: int, failure: NixlFailure | None) -> None:
+    try:
+        on_ended(counted, failure)
+    except RuntimeError:  # the event loop has closed; nobody is left to hear
+        _log.debug("a transfer ended after its loop")
 
 
 def _settle(future: Future[Any], action: Callable[[], Any]) -> None:

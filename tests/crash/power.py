@@ -32,6 +32,7 @@ OPERATIONS_MAX = 250
 STEPS = 12
 SYNC_INTERVAL_S = 0.02
 SEGMENT_EXTENTS_MAX = 8
+COMPACT_INTERVAL_S = 0.01
 
 
 @dataclass(frozen=True, slots=True)
@@ -144,8 +145,10 @@ class Machine:
         self.cuts.append(Cut(number, self._is_after_kill, target, loss, histories, now, self._horizon, states, log))
 
 
-def opened(directory: Path, durability: Durability, disk: PowerDisk) -> EmbeddedStorage:
-    """A small store."""
+def opened(
+    directory: Path, durability: Durability, disk: PowerDisk, compact_interval_s: float = COMPACT_INTERVAL_S
+) -> EmbeddedStorage:
+    """A small store. It compacts all the time whatever is worth it, or with an interval of 0 nothing."""
     settings = StorageSettings(
         data_dir=directory,
         durability=durability,
@@ -154,13 +157,16 @@ def opened(directory: Path, durability: Durability, disk: PowerDisk) -> Embedded
         aggregation_bytes=4096,
         window_bytes=4096,
         staging_bytes=4096,
+        compact_interval_s=compact_interval_s,
+        compact_live_fraction_max=0.95,
+        compact_bytes_per_s=1e9,
     )
     return EmbeddedStorage(settings, disk)
 
 
 async def compare(cut: Cut, durability: Durability, graveyard: Path) -> None:
     """Open what a cut left. Raises CrashFailure for whatever is wrong."""
-    storage = opened(cut.directory, durability, PowerDisk(graveyard))
+    storage = opened(cut.directory, durability, PowerDisk(graveyard), compact_interval_s=0.0)
     wrong: list[str] = []
     try:
         await storage.start()

@@ -57,7 +57,19 @@ class Server:
         self._output = directory / "server-output"
         self._output.unlink(missing_ok=True)
         data_dir = data_dir or directory / "data"
-        arguments = ["serve", "--data", str(data_dir), "--port", "0", "--no-ucx", "--config", str(config), *options]
+        arguments = [
+            "--log-level",
+            "info",
+            "serve",
+            "--data",
+            str(data_dir),
+            "--port",
+            "0",
+            "--no-ucx",
+            "--config",
+            str(config),
+            *options,
+        ]
         self._popen: subprocess.Popen[bytes] | None = None
         self._forked: multiprocessing.process.BaseProcess | None = None
         self.began_s = time.monotonic()

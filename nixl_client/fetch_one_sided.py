@@ -1,5 +1,5 @@
-"""Fetches over ucx: the server writes into the registered buffer, notices say which layers are there, and the answer to
-the request comes last.
+"""Fetches over ucx and shm: the server writes into the registered buffer, notices say which layers are there, and the
+answer to the request comes last.
 """
 
 from __future__ import annotations
@@ -13,30 +13,29 @@ from descriptors.errors import ErrorCode, ObjectCacheError, ServerError
 from nixl_client.answers import RDMA_BYTES_HEADER, payload_shape
 from nixl_client.fetch import LayerFetch
 from nixl_client.http import Answer, SignedHttp, UnansweredError
-from nixl_client.receiver import Receiver
+from nixl_client.links import Link
 from nixl_client.registration import GONE, AgentSession
 
 _log = logging.getLogger(__name__)
 
 
-class UcxFetches:
-    """Runs fetches of one bucket over ucx. `session` is who we are to the server."""
+class OneSidedFetches:
+    """Runs fetches of one bucket over one link. `session` is who we are to the server."""
 
-    def __init__(
-        self, http: SignedHttp, bucket: str, timeout_s: float, receiver: Receiver, session: AgentSession
-    ) -> None:
+    def __init__(self, http: SignedHttp, bucket: str, timeout_s: float, link: Link, session: AgentSession) -> None:
         self._http = http
         self._path = f"/{bucket}"
         self._timeout_s = timeout_s
-        self._receiver = receiver
+        self.link = link
         self.session = session
 
     def run(self, fetch: LayerFetch) -> None:
         """POST the descriptor; its answer comes when every write is done. What may have started is never sent twice."""
-        self._receiver.listen(fetch.request_id, fetch.on_notice)
+        self.link.listen(fetch.request_id, fetch.on_notice)
         try:
             answer = self._post(fetch)
-            fetch.on_answer(*payload_shape(answer.headers), int(answer.headers[RDMA_BYTES_HEADER]))
+            headers = answer.headers
+            fetch.on_answer(*payload_shape(headers), int(headers[RDMA_BYTES_HEADER]), headers)
         except UnansweredError as error:
             fetch.on_failure(error)
             with contextlib.suppress(ObjectCacheError):  # the caller's own cancel meets the error again
@@ -48,7 +47,7 @@ class UcxFetches:
             _log.exception("fetch %s", fetch.request_id)
             fetch.on_failure(ServerError(ErrorCode.INTERNAL_ERROR, f"the client failed: {error}"))
         finally:
-            self._receiver.forget(fetch.request_id)
+            self.link.forget(fetch.request_id)
 
     def cancel(self, fetch: LayerFetch) -> None:
         """The server answers when nothing is in flight. Raises ObjectCacheError when it cannot be asked."""
@@ -56,11 +55,11 @@ class UcxFetches:
         fetch.settle()
 
     def close(self) -> None:
-        """Deregister, which waits for writes in flight, and end the receiver."""
+        """Deregister, which waits for writes in flight, and end the link."""
         try:
             self.session.close()
         finally:
-            self._receiver.stop()
+            self.link.stop()
 
     def _post(self, fetch: LayerFetch) -> Answer:
         """Where the server has forgotten our agent (it restarted, or we were suspended), register anew and ask again:

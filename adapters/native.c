@@ -1,0 +1,415 @@
+/* The loops over slices and blocks: reading, proving, copying and sending, without the interpreter.
+
+   Everything here works on arrays that Python planned (storage_server.gather.plan) and decides nothing. Signatures and
+   meaning are in native.pyi. The interpreter lock is released except for short checksums. */
+
+#define _GNU_SOURCE
+#define PY_SSIZE_T_CLEAN
+#define Py_LIMITED_API 0x030B0000
+#include <Python.h>
+
+#include <errno.h>
+#include <fcntl.h>
+#include <poll.h>
+#include <stdint.h>
+#include <string.h>
+#include <sys/socket.h>
+#include <sys/uio.h>
+#include <unistd.h>
+
+#define BLOCK_BYTES 16384
+#define LANES 4                       /* crc32 takes 3 cycles and a new one may start each cycle */
+#define READ_BYTES (16 * BLOCK_BYTES) /* read, then proved while still in the second-level cache */
+#define AHEAD_BYTES (4 * 65536)        /* four layers of a small model's chunk at a time keep a disk busier than one */
+#define SEND_SPANS 64
+#define SEND_BYTES (1 << 20)
+#define SHORT_BYTES (1 << 20) /* giving the interpreter up costs up to a switch interval to get it back */
+
+/* CRC-32C, Castagnoli, reflected, polynomial 0x1EDC6F41 (RFC 3720, appendix B.4) */
+
+static uint32_t software_table[8][256];
+
+static void make_software_table(void)
+{
+    for (uint32_t value = 0; value < 256; value++) {
+        uint32_t crc = value;
+        for (int bit = 0; bit < 8; bit++)
+            crc = crc & 1 ? crc >> 1 ^ 0x82F63B78u : crc >> 1;
+        software_table[0][value] = crc;
+    }
+    for (int row = 1; row < 8; row++)
+        for (int value = 0; value < 256; value++) {
+            uint32_t before = software_table[row - 1][value];
+            software_table[row][value] = before >> 8 ^ software_table[0][before & 255];
+        }
+}
+
+static uint32_t crc_software(uint32_t crc, const uint8_t *data, size_t nbytes)
+{
+    for (; nbytes >= 8; data += 8, nbytes -= 8) {
+        uint32_t low = crc ^ (data[0] | data[1] << 8 | data[2] << 16 | (uint32_t)data[3] << 24);
+        crc = software_table[7][low & 255] ^ software_table[6][low >> 8 & 255] ^ software_table[5][low >> 16 & 255] ^
+              software_table[4][low >> 24] ^ software_table[3][data[4]] ^ software_table[2][data[5]] ^
+              software_table[1][data[6]] ^ software_table[0][data[7]];
+    }
+    for (; nbytes; data++, nbytes--)
+        crc = crc >> 8 ^ software_table[0][(crc ^ *data) & 255];
+    return crc;
+}
+
+static void crc_lanes_software(uint32_t crcs[LANES], const uint8_t *data)
+{
+    for (int lane = 0; lane < LANES; lane++)
+        crcs[lane] = crc_software(~0u, data + lane * BLOCK_BYTES, BLOCK_BYTES);
+}
+
+#if defined(__x86_64__)
+#include <immintrin.h>
+#define HARDWARE __attribute__((target("sse4.2")))
+#define CRC_WORD(crc, word) _mm_crc32_u64(crc, word)
+#define CRC_BYTE(crc, byte) _mm_crc32_u8(crc, byte)
+static int has_hardware_crc(void)
+{
+    __builtin_cpu_init();
+    return __builtin_cpu_supports("sse4.2");
+}
+#elif defined(__aarch64__)
+#include <arm_acle.h>
+#include <sys/auxv.h>
+#define HARDWARE __attribute__((target("+crc")))
+#define CRC_WORD(crc, word) __crc32cd((uint32_t)(crc), word)
+#define CRC_BYTE(crc, byte) __crc32cb(crc, byte)
+static int has_hardware_crc(void)
+{
+    return (getauxval(AT_HWCAP) & 1 << 7) != 0; /* HWCAP_CRC32 */
+}
+#endif
+
+#ifdef HARDWARE
+HARDWARE static uint32_t crc_hardware(uint32_t crc, const uint8_t *data, size_t nbytes)
+{
+    uint64_t wide = crc, word;
+    for (; nbytes >= 8; data += 8, nbytes -= 8) {
+        memcpy(&word, data, 8);
+        wide = CRC_WORD(wide, word);
+    }
+    crc = (uint32_t)wide;
+    for (; nbytes; data++, nbytes--)
+        crc = CRC_BYTE(crc, *data);
+    return crc;
+}
+
+HARDWARE static void crc_lanes_hardware(uint32_t crcs[LANES], const uint8_t *data)
+{
+    uint64_t a = ~0u, b = ~0u, c = ~0u, d = ~0u, word;
+    for (size_t at = 0; at < BLOCK_BYTES; at += 8) {
+        memcpy(&word, data + at, 8);
+        a = CRC_WORD(a, word);
+        memcpy(&word, data + at + BLOCK_BYTES, 8);
+        b = CRC_WORD(b, word);
+        memcpy(&word, data + at + 2 * BLOCK_BYTES, 8);
+        c = CRC_WORD(c, word);
+        memcpy(&word, data + at + 3 * BLOCK_BYTES, 8);
+        d = CRC_WORD(d, word);
+    }
+    crcs[0] = (uint32_t)a, crcs[1] = (uint32_t)b, crcs[2] = (uint32_t)c, crcs[3] = (uint32_t)d;
+}
+#endif
+
+static uint32_t (*crc_run)(uint32_t, const uint8_t *, size_t) = crc_software;
+static void (*crc_lanes)(uint32_t[LANES], const uint8_t *) = crc_lanes_software;
+
+/* The first block of `data` whose checksum is not in `words`, or -1. */
+static int64_t first_bad(const uint8_t *data, size_t nbytes, const uint8_t *words)
+{
+    int64_t block = 0;
+    uint32_t expected[LANES], found[LANES];
+    for (; nbytes >= LANES * BLOCK_BYTES; block += LANES, data += LANES * BLOCK_BYTES, nbytes -= LANES * BLOCK_BYTES) {
+        memcpy(expected, words + 4 * block, sizeof expected);
+        crc_lanes(found, data);
+        for (int lane = 0; lane < LANES; lane++)
+            if (~found[lane] != expected[lane])
+                return block + lane;
+    }
+    while (nbytes) {
+        size_t count = nbytes < BLOCK_BYTES ? nbytes : BLOCK_BYTES;
+        memcpy(expected, words + 4 * block, 4);
+        if (~crc_run(~0u, data, count) != expected[0])
+            return block;
+        block++, data += count, nbytes -= count;
+    }
+    return -1;
+}
+
+/* Stores that leave the cache alone: a payload that another process will read much later would only evict others. */
+static void copy_past_cache(uint8_t *target, const uint8_t *source, size_t nbytes)
+{
+#if defined(__x86_64__)
+    size_t head = -(uintptr_t)target & 63;
+    if (nbytes < 4096 + head) {
+        memcpy(target, source, nbytes);
+        return;
+    }
+    memcpy(target, source, head);
+    target += head, source += head, nbytes -= head;
+    for (; nbytes >= 64; target += 64, source += 64, nbytes -= 64) {
+        _mm_prefetch((const char *)source + 1024, _MM_HINT_NTA);
+        __m128i a = _mm_loadu_si128((const __m128i *)source), b = _mm_loadu_si128((const __m128i *)(source + 16));
+        __m128i c = _mm_loadu_si128((const __m128i *)(source + 32)), d = _mm_loadu_si128((const __m128i *)(source + 48));
+        _mm_stream_si128((__m128i *)target, a);
+        _mm_stream_si128((__m128i *)(target + 16), b);
+        _mm_stream_si128((__m128i *)(target + 32), c);
+        _mm_stream_si128((__m128i *)(target + 48), d);
+    }
+    _mm_sfence();
+#endif
+    memcpy(target, source, nbytes);
+}
+
+typedef struct {
+    int64_t fd, offset, start, nbytes, extent_bytes, first_word, target;
+} Row;
+
+typedef enum { GOOD, CORRUPT, SHORT, FAILED, COLD } Outcome;
+typedef enum { WAIT, NOWAIT } Patience; /* NOWAIT: what is not in the page cache is COLD */
+
+static Outcome read_all(int fd, uint8_t *target, size_t nbytes, off_t offset, Patience patience)
+{
+    while (nbytes) {
+        struct iovec vector = {target, nbytes};
+        ssize_t count = preadv2(fd, &vector, 1, offset, patience == NOWAIT ? RWF_NOWAIT : 0);
+        if (count < 0 && errno == EINTR)
+            continue;
+        if (count < 0 && patience == NOWAIT && (errno == EAGAIN || errno == EOPNOTSUPP))
+            return COLD;
+        if (count <= 0)
+            return count < 0 ? FAILED : SHORT;
+        target += count, offset += count, nbytes -= count;
+    }
+    return GOOD;
+}
+
+/* Read blocks from `at`, a block's start, to the end of block or extent at `at + nbytes`. */
+static Outcome read_blocks(const Row *row, const uint8_t *words, int64_t *at, size_t nbytes, uint8_t *target,
+                           Patience patience)
+{
+    Outcome outcome = read_all((int)row->fd, target, nbytes, row->offset + *at, patience);
+    if (outcome != GOOD)
+        return outcome;
+    int64_t bad = first_bad(target, nbytes, words + 4 * (row->first_word + *at / BLOCK_BYTES));
+    if (bad < 0)
+        return GOOD;
+    *at += bad * BLOCK_BYTES;
+    return CORRUPT;
+}
+
+/* Whole blocks go straight to their place; of a block cut by the row's ends only the wanted part does. `failed_at` is
+   how far into the row the failure lies. */
+static Outcome read_row(const Row *row, const uint8_t *words, uint8_t *target, int64_t *failed_at, Patience patience)
+{
+    uint8_t block[BLOCK_BYTES];
+    int64_t at = row->start, end = row->start + row->nbytes;
+    while (at < end) {
+        int64_t skip = at % BLOCK_BYTES, first = at - skip;
+        int64_t block_end = first + BLOCK_BYTES < row->extent_bytes ? first + BLOCK_BYTES : row->extent_bytes;
+        Outcome outcome;
+        int64_t taken, bad_at;
+        if (skip == 0 && block_end <= end) {
+            taken = end - at < READ_BYTES ? end - at : READ_BYTES;
+            if (at + taken < row->extent_bytes)
+                taken -= taken % BLOCK_BYTES;
+            bad_at = at;
+            outcome = read_blocks(row, words, &bad_at, taken, target, patience);
+        } else {
+            taken = (block_end < end ? block_end : end) - at;
+            bad_at = first;
+            outcome = read_blocks(row, words, &bad_at, block_end - first, block, patience);
+            if (outcome == GOOD)
+                memcpy(target, block + skip, taken);
+        }
+        if (outcome != GOOD) {
+            *failed_at = bad_at > row->start ? bad_at - row->start : 0;
+            return outcome;
+        }
+        at += taken, target += taken;
+    }
+    return GOOD;
+}
+
+/* Start reading what a cold row wants, and what follows it in its extent: the next layers of that chunk come next. */
+static void read_ahead(const Row *row)
+{
+    int64_t nbytes = row->nbytes < AHEAD_BYTES ? AHEAD_BYTES : row->nbytes;
+    if (nbytes > row->extent_bytes - row->start)
+        nbytes = row->extent_bytes - row->start;
+    posix_fadvise((int)row->fd, row->offset + row->start, nbytes, POSIX_FADV_WILLNEED);
+}
+
+static Outcome carry_out(const Row *row, const uint8_t *words, uint8_t *base, int past_cache, int64_t *failed_at,
+                         Patience patience)
+{
+    if (row->fd >= 0)
+        return read_row(row, words, base + row->target, failed_at, patience);
+    const uint8_t *source = (const uint8_t *)(uintptr_t)row->offset + row->start;
+    if (past_cache)
+        copy_past_cache(base + row->target, source, row->nbytes);
+    else
+        memcpy(base + row->target, source, row->nbytes);
+    return GOOD;
+}
+
+/* What is at hand first; of the rest every read is started before the first is waited for, so that the disk has as many
+   at once as there are rows. */
+static PyObject *gather(PyObject *module, PyObject *args)
+{
+    Py_buffer rows, words;
+    unsigned long long address;
+    int past_cache;
+    if (!PyArg_ParseTuple(args, "y*y*Kp", &rows, &words, &address, &past_cache))
+        return NULL;
+    const Row *row = rows.buf;
+    Py_ssize_t count = rows.len / (Py_ssize_t)sizeof(Row), index, cold_count = 0, failed_index = 0;
+    Py_ssize_t *cold = PyMem_Malloc((count ? count : 1) * sizeof *cold);
+    if (cold == NULL) {
+        PyBuffer_Release(&rows);
+        PyBuffer_Release(&words);
+        return PyErr_NoMemory();
+    }
+    uint8_t *base = (uint8_t *)(uintptr_t)address;
+    Outcome outcome = GOOD;
+    int64_t failed_at = 0;
+    int failure = 0;
+    Py_BEGIN_ALLOW_THREADS
+    for (index = 0; index < count && outcome == GOOD; index++) {
+        outcome = carry_out(row + index, words.buf, base, past_cache, &failed_at, NOWAIT);
+        if (outcome == COLD) {
+            read_ahead(row + index);
+            cold[cold_count++] = index;
+            outcome = GOOD;
+        } else if (outcome != GOOD) {
+            failed_index = index;
+            failure = errno;
+        }
+    }
+    for (index = 0; index < cold_count && outcome == GOOD; index++) {
+        outcome = carry_out(row + cold[index], words.buf, base, past_cache, &failed_at, WAIT);
+        if (outcome != GOOD) {
+            failed_index = cold[index];
+            failure = errno;
+        }
+    }
+    Py_END_ALLOW_THREADS
+    PyMem_Free(cold);
+    PyBuffer_Release(&rows);
+    PyBuffer_Release(&words);
+    return outcome == GOOD ? PyTuple_New(0) : Py_BuildValue("nLii", failed_index, (long long)failed_at, (int)outcome, failure);
+}
+
+static PyObject *send_spans(PyObject *module, PyObject *args)
+{
+    Py_buffer spans;
+    int fd, patience_ms;
+    Py_ssize_t start;
+    if (!PyArg_ParseTuple(args, "iy*ni", &fd, &spans, &start, &patience_ms))
+        return NULL;
+    const int64_t *span = spans.buf, *end = span + spans.len / 8;
+    Py_ssize_t sent = 0;
+    ssize_t count = 1;
+    int failure = 0;
+    Py_BEGIN_ALLOW_THREADS
+    for (; span < end && start >= span[1]; span += 2)
+        start -= span[1];
+    while (span < end && count > 0) {
+        struct iovec vectors[SEND_SPANS];
+        struct msghdr message = {.msg_iov = vectors};
+        size_t total = 0;
+        for (const int64_t *next = span; next < end && message.msg_iovlen < SEND_SPANS && total < SEND_BYTES; next += 2) {
+            size_t skip = next == span ? start : 0, nbytes = next[1] - skip;
+            if (nbytes > SEND_BYTES - total)
+                nbytes = SEND_BYTES - total;
+            vectors[message.msg_iovlen++] = (struct iovec){(uint8_t *)(uintptr_t)next[0] + skip, nbytes};
+            total += nbytes;
+        }
+        struct pollfd ready = {.fd = fd, .events = POLLOUT};
+        do
+            count = sendmsg(fd, &message, MSG_NOSIGNAL | MSG_DONTWAIT);
+        while (count < 0 && (errno == EINTR || (errno == EAGAIN && poll(&ready, 1, patience_ms) > 0)));
+        if (count < 0)
+            failure = errno;
+        else
+            for (sent += count, start += count; span < end && start >= span[1]; span += 2)
+                start -= span[1];
+    }
+    Py_END_ALLOW_THREADS
+    PyBuffer_Release(&spans);
+    if (failure && failure != EAGAIN) {
+        errno = failure;
+        return PyErr_SetFromErrno(PyExc_OSError);
+    }
+    return PyLong_FromSsize_t(sent);
+}
+
+static PyObject *first_bad_block(PyObject *module, PyObject *args)
+{
+    Py_buffer data, words;
+    Py_ssize_t first;
+    if (!PyArg_ParseTuple(args, "y*y*n", &data, &words, &first))
+        return NULL;
+    int64_t bad;
+    Py_ssize_t blocks = (data.len + BLOCK_BYTES - 1) / BLOCK_BYTES, known = words.len / 4 - first;
+    if (first < 0 || known < blocks) {
+        bad = known > 0 ? known : 0;
+    } else if (data.len <= SHORT_BYTES) {
+        bad = first_bad(data.buf, data.len, (const uint8_t *)words.buf + 4 * first);
+    } else {
+        Py_BEGIN_ALLOW_THREADS
+        bad = first_bad(data.buf, data.len, (const uint8_t *)words.buf + 4 * first);
+        Py_END_ALLOW_THREADS
+    }
+    PyBuffer_Release(&data);
+    PyBuffer_Release(&words);
+    return bad < 0 ? Py_NewRef(Py_None) : PyLong_FromLongLong(first + bad);
+}
+
+static PyObject *crc32c(PyObject *module, PyObject *args)
+{
+    Py_buffer data;
+    unsigned int crc = 0;
+    if (!PyArg_ParseTuple(args, "y*|I", &data, &crc))
+        return NULL;
+    if (data.len <= SHORT_BYTES) {
+        crc = ~crc_run(~crc, data.buf, data.len);
+    } else {
+        Py_BEGIN_ALLOW_THREADS
+        crc = ~crc_run(~crc, data.buf, data.len);
+        Py_END_ALLOW_THREADS
+    }
+    PyBuffer_Release(&data);
+    return PyLong_FromUnsignedLong(crc);
+}
+
+static PyMethodDef methods[] = {
+    {"gather", gather, METH_VARARGS, NULL},
+    {"send_spans", send_spans, METH_VARARGS, NULL},
+    {"first_bad_block", first_bad_block, METH_VARARGS, NULL},
+    {"crc32c", crc32c, METH_VARARGS, NULL},
+    {NULL, NULL, 0, NULL},
+};
+
+static struct PyModuleDef definition = {
+    .m_base = PyModuleDef_HEAD_INIT,
+    .m_name = "adapters.native",
+    .m_methods = methods,
+};
+
+PyMODINIT_FUNC PyInit_native(void)
+{
+    make_software_table();
+#ifdef HARDWARE
+    if (has_hardware_crc()) {
+        crc_run = crc_hardware;
+        crc_lanes = crc_lanes_hardware;
+    }
+#endif
+    return PyModule_Create(&definition);
+}

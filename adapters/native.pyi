@@ -1,0 +1,30 @@
+"""The loops over slices and blocks, in C (native.c). Arrays are C-contiguous; words are little-endian CRC-32C, one for
+each block of 16 KiB.
+"""
+
+import numpy as np
+import numpy.typing as npt
+from _typeshed import ReadableBuffer
+
+_Array = npt.NDArray[np.int64]
+
+def gather(
+    rows: _Array, words: ReadableBuffer, address: int, past_cache: bool, /
+) -> tuple[int, int, int, int] | tuple[()]:
+    """Carry out rows of storage_server.gather.rows (int64, seven columns) into memory from `address` on.
+
+    Empty when all is there and proved; otherwise which row failed, how many bytes
+    into it, how (storage_server.gather.read.Outcome), and errno.
+    `past_cache`: copies from memory go around the processor's cache.
+    """
+
+def send_spans(fd: int, spans: _Array, start: int, patience_ms: int, /) -> int:
+    """Send memory, int64 rows of (address, nbytes), from byte `start` of all of it on, until the connection has taken
+    none for `patience_ms`: how many bytes it took. Raises OSError.
+    """
+
+def first_bad_block(data: ReadableBuffer, words: ReadableBuffer, first: int, /) -> int | None:
+    """The index of the first block of `data`, which starts at block `first`, whose checksum is not in `words`."""
+
+def crc32c(data: ReadableBuffer, crc: int = 0, /) -> int:
+    """CRC-32C of `data`, or of what had `crc` with `data` after it."""

@@ -1,0 +1,1 @@
+"""What `objectcache calibrate` measures, and what follows from it for Theta and the scheduler."""

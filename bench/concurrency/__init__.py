@@ -1,0 +1,1 @@
+"""`objectcache bench concurrency`: many descriptor GETs at once."""

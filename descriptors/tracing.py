@@ -1,0 +1,48 @@
+"""A request's id and where its time went, as client, gateway and storage server tell each other (paper, section 4.4).
+
+    x-amz-objectcache-timing: gateway;dur=0.310, storage;dur=2.100, transfer;dur=5.000
+
+Milliseconds, in the syntax of Server-Timing.
+"""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+
+REQUEST_ID_HEADER = "x-amz-objectcache-request-id"
+PEER_REQUEST_ID_HEADER = "x-objectcache-request-id"
+"""The same between gateway and storage server."""
+TIMING_HEADER = "x-amz-objectcache-timing"
+TIMING_CHARACTERS_MAX = 256
+_PART = re.compile(r"[ \t]*(gateway|storage|transfer);dur=([0-9]{1,12}(?:\.[0-9]{1,9})?)[ \t]*\Z")
+
+
+@dataclass(frozen=True, slots=True)
+class ServerTiming:
+    """The servers' parts of a request: storage is planning, lookups and waiting for bytes, transfer waiting for the
+    transport, gateway the rest.
+    """
+
+    gateway_s: float = 0.0
+    storage_s: float = 0.0
+    transfer_s: float = 0.0
+
+
+def timing_header(timing: ServerTiming) -> str:
+    """The header's value."""
+    return (
+        f"gateway;dur={1e3 * timing.gateway_s:.3f}, storage;dur={1e3 * timing.storage_s:.3f}, "
+        f"transfer;dur={1e3 * timing.transfer_s:.3f}"
+    )
+
+
+def parse_timing(text: str | None) -> ServerTiming:
+    """What an answer's header says; parts that are missing or not understood are 0."""
+    parts: dict[str, float] = {}
+    if text is not None and len(text) <= TIMING_CHARACTERS_MAX:
+        for entry in text.split(","):
+            match = _PART.match(entry)
+            if match is not None:
+                parts.setdefault(match[1], float(match[2]) / 1e3)
+    return ServerTiming(parts.get("gateway", 0.0), parts.get("storage", 0.0), parts.get("transfer", 0.0))

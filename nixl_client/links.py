@@ -1,0 +1,70 @@
+"""Our side of a one-sided transport: offering memory, and hearing what the server says of it. One Protocol, ucx here,
+shm in nixl_client.shm_link.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Protocol, TypeVar
+
+from adapters.nixl_agent import Registration, host_id
+from descriptors.messages import AgentRegistration, AgentRenewal, Region
+from descriptors.notices import Notice
+from nixl_client.buffers import Buffer
+from nixl_client.receiver import Receiver
+
+_T = TypeVar("_T")
+
+
+class Link(Protocol):
+    """Safe from any thread."""
+
+    def offer(self, region_id: str, buffer: Buffer) -> None:
+        """Make memory ready to be written by a server that learns of it."""
+
+    def withdraw(self, region_id: str) -> None:
+        """Undo `offer`, after the server has forgotten the region."""
+
+    def registration(self, regions: Sequence[Region], lifetime_s: float) -> AgentRegistration:
+        """How to introduce ourselves, everything having been offered."""
+
+    def renewal(self, regions: Sequence[Region], lifetime_s: float) -> AgentRenewal:
+        """How to say that our regions have changed."""
+
+    def greeted_by(self, register: Callable[[], _T]) -> _T:
+        """Run `register` and wait until the first fetch would find everything open."""
+
+    def listen(self, request_id: str, on_notice: Callable[[Notice], None]) -> None:
+        """From now on hand notices of this request to `on_notice`, in a thread of ours."""
+
+    def forget(self, request_id: str) -> None:
+        """Drop notices of this request from now on."""
+
+    def stop(self) -> None:
+        """End threads and connections."""
+
+
+class UcxLink:
+    """A NIXL agent. Raises ImportError or NixlFailure where UCX cannot run."""
+
+    def __init__(self) -> None:
+        self._receiver = Receiver()
+        self._registrations: dict[str, Registration] = {}
+        self.listen = self._receiver.listen
+        self.forget = self._receiver.forget
+        self.stop = self._receiver.stop
+
+    def offer(self, region_id: str, buffer: Buffer) -> None:
+        self._registrations[region_id] = self._receiver.register(buffer.memory)
+
+    def withdraw(self, region_id: str) -> None:
+        self._receiver.deregister(self._registrations.pop(region_id))
+
+    def registration(self, regions: Sequence[Region], lifetime_s: float) -> AgentRegistration:
+        return AgentRegistration(self._receiver.metadata(), tuple(regions), lifetime_s, host_id=host_id())
+
+    def renewal(self, regions: Sequence[Region], lifetime_s: float) -> AgentRenewal:
+        return AgentRenewal(lifetime_s, self._receiver.metadata(), tuple(regions))
+
+    def greeted_by(self, register: Callable[[], _T]) -> _T:
+        return self._receiver.greeted_by(register)

@@ -1,0 +1,260 @@
+"""One object, or many chunks, between the store and a registered buffer, by each of the paper's S3 paths (section 4.1).
+
+Blocking, and safe from any thread. Besides what they name, calls raise ObjectCacheError for what the server refuses.
+"""
+
+from __future__ import annotations
+
+import time
+import uuid
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from enum import Enum
+from typing import Any, TypeVar
+
+from descriptors.descriptor import Delivery, Descriptor, RdmaTarget
+from descriptors.descriptor_codec import encode_binary
+from descriptors.errors import ErrorCode, ObjectCacheError, ServerError, make_error
+from descriptors.layout import ChunkLayout
+from descriptors.rdma_token import TOKEN_HEADER, ObjectPath, RdmaToken, encode_token
+from descriptors.tracing import REQUEST_ID_HEADER
+from nixl_client.buffers import Buffer, as_buffer
+from nixl_client.http import Answer, SignedHttp, Stream, UnansweredError
+from nixl_client.links import Link
+from nixl_client.registration import GONE, AgentSession
+from nixl_client.timing import Timing, split_time
+
+RDMA_REPLY_HEADER = "x-amz-rdma-reply"
+RDMA_BYTES_HEADER = "x-amz-rdma-bytes-transferred"
+_T = TypeVar("_T")
+
+
+class Path(Enum):
+    """How the bytes of one object go: S3TCP, S3RDMA Buffer, S3RDMA Direct."""
+
+    TCP = "tcp"
+    BUFFER = "buffer"
+    DIRECT = "direct"
+
+
+_TOKEN_PATHS = {Path.BUFFER: ObjectPath.BUFFER, Path.DIRECT: ObjectPath.DIRECT}
+
+
+@dataclass(frozen=True, slots=True)
+class ObjectMoved:
+    """`nbytes` are in the buffer, or stored. `path` is the way they went: a GET the server declines to write past HTTP
+    comes as TCP. `headers` are the answer's, lower-case. `request_id` is in the servers' logs; `timing` is where the
+    time went once the buffer was registered.
+    """
+
+    nbytes: int
+    path: Path
+    etag: str
+    headers: Mapping[str, str]
+    request_id: str
+    timing: Timing
+
+
+@dataclass(frozen=True, slots=True)
+class Registered:
+    """A buffer the server may reach: who we are to it, and the buffer's region."""
+
+    session: AgentSession
+    link: Link
+    region_id: str
+
+
+@dataclass(frozen=True, slots=True)
+class _Going:
+    """A move under way; `registered` where it goes past HTTP."""
+
+    request_id: str
+    registered: Registered | None
+    began_s: float
+
+    def moved(self, nbytes: int, path: Path, headers: Mapping[str, str], body_s: float = 0.0) -> ObjectMoved:
+        timing = split_time(time.monotonic() - self.began_s, headers, body_s)
+        return ObjectMoved(nbytes, path, headers["etag"].strip('"'), headers, self.request_id, timing)
+
+
+class BufferInUseError(ServerError):
+    """The request's end is not known and the server could not be asked: the buffer must not be used again."""
+
+    def __init__(self, cause: ObjectCacheError) -> None:
+        super().__init__(ErrorCode.INTERNAL_ERROR, f"the buffer may still be in use: {cause.message}")
+
+
+class ObjectPaths:
+    """Objects of one bucket. `register` makes a buffer known to the server, once, and keeps it referenced."""
+
+    def __init__(self, http: SignedHttp, bucket: str, register: Callable[[Any], Registered], timeout_s: float) -> None:
+        self._http = http
+        self._bucket = bucket
+        self._register = register
+        self._timeout_s = timeout_s
+
+    def get_object(
+        self,
+        key: str,
+        buffer: Any,
+        *,
+        offset: int = 0,
+        length: int | None = None,
+        path: Path = Path.DIRECT,
+        byte_range: tuple[int, int] | None = None,
+    ) -> ObjectMoved:
+        """Get an object, or its bytes from the first to the last of `byte_range`, into at most `length` bytes (the
+        rest of the buffer) from `offset` on. Raises ValueError where that is outside the buffer, or a body is longer.
+        """
+        target = as_buffer(buffer)
+        length = _checked_length(target, offset, length)
+        headers = {} if byte_range is None else {"Range": f"bytes={byte_range[0]}-{byte_range[1]}"}
+        going = self._begin(path, buffer)
+        if path is Path.TCP:
+            named = {**headers, REQUEST_ID_HEADER: going.request_id}
+            stream = self._http.stream("GET", self._at(key), timeout_s=self._timeout_s, headers=named)
+        else:
+            stream = self._with_token("GET", key, headers, going, offset, length, path)
+        body_s = 0.0
+        try:
+            if RDMA_REPLY_HEADER not in stream.headers:
+                head_at_s = time.monotonic()
+                nbytes, path = _read_body(stream, target, offset, length), Path.TCP
+                body_s = time.monotonic() - head_at_s
+            else:
+                nbytes = int(stream.headers[RDMA_BYTES_HEADER])
+        finally:
+            stream.close()
+        return going.moved(nbytes, path, stream.headers, body_s)
+
+    def put_object(
+        self,
+        key: str,
+        buffer: Any,
+        *,
+        offset: int = 0,
+        length: int | None = None,
+        path: Path = Path.DIRECT,
+        headers: Mapping[str, str] | None = None,
+    ) -> ObjectMoved:
+        """Store `length` bytes (the rest of the buffer) from `offset` on. `headers` are those of any PUT; Content-MD5
+        and checksums are the object's. Raises ValueError where that is outside the buffer.
+        """
+        target = as_buffer(buffer)
+        length = _checked_length(target, offset, length)
+        going = self._begin(path, buffer)
+        if path is Path.TCP:
+            body = target.host_view()[offset : offset + length]
+            named = {**(headers or {}), REQUEST_ID_HEADER: going.request_id}
+            answer = self._http.request("PUT", self._at(key), None, body, self._timeout_s, named)
+            return going.moved(length, path, answer.headers)
+        stream = self._with_token("PUT", key, headers or {}, going, offset, length, path)
+        stream.close()
+        if RDMA_REPLY_HEADER not in stream.headers:
+            raise ServerError(ErrorCode.INTERNAL_ERROR, "the answer does not say that the token was executed")
+        return going.moved(length, path, stream.headers)
+
+    def put_chunks(
+        self,
+        chunk_keys: Sequence[str],
+        layout: ChunkLayout,
+        buffer: Any,
+        *,
+        offset: int = 0,
+        delivery: Delivery = Delivery.CHUNK_MAJOR,
+    ) -> list[str]:
+        """Store chunks that lie in the buffer chunk after chunk (S3RDMA Batch) or layer after layer (S3RDMA Agg), in
+        one request; their ETags. Raises the error of the first chunk that was not stored, with its index; the others
+        may have been. Raises ValueError where N*L*S bytes from `offset` on are outside the buffer.
+        """
+        length = layout.payload_bytes(len(chunk_keys))
+        _checked_length(as_buffer(buffer), offset, length)
+        registered, request_id = self._register(buffer), uuid.uuid4().hex
+
+        def send(agent_id: str) -> Answer:
+            descriptor = Descriptor(
+                chunk_keys=tuple(chunk_keys),
+                num_layers=layout.num_layers,
+                chunk_tokens=layout.chunk_tokens,
+                per_layer_chunk_bytes=layout.per_layer_chunk_bytes,
+                delivery=delivery,
+                rdma_target=RdmaTarget(agent_id, registered.region_id, offset, length),
+                request_id=request_id,
+            )
+            body = encode_binary(descriptor)
+            return self._http.request("PUT", f"/{self._bucket}", {"layerwise": ""}, body, self._timeout_s)
+
+        puts = self._past(registered, request_id, send).json()["chunks"]
+        for index, put in enumerate(puts):
+            if "etag" not in put:
+                raise make_error(ErrorCode(put["code"]), put["message"], index=index)
+        return [put["etag"] for put in puts]
+
+    def _with_token(
+        self, method: str, key: str, headers: Mapping[str, str], going: _Going, offset: int, length: int, path: Path
+    ) -> Stream:
+        if going.registered is None:
+            raise ValueError(f"{path} needs no token")
+        region_id = going.registered.region_id
+
+        def send(agent_id: str) -> Stream:
+            token = RdmaToken(agent_id, region_id, offset, length, going.request_id, _TOKEN_PATHS[path])
+            with_token = {**headers, TOKEN_HEADER: encode_token(token)}
+            return self._http.stream(method, self._at(key), timeout_s=self._timeout_s, headers=with_token)
+
+        return self._past(going.registered, going.request_id, send)
+
+    def _begin(self, path: Path, buffer: Any) -> _Going:
+        registered = None if path is Path.TCP else self._register(buffer)
+        return _Going(uuid.uuid4().hex, registered, time.monotonic())
+
+    def _past(self, registered: Registered, request_id: str, send: Callable[[str], _T]) -> _T:
+        """Send a request whose bytes go past HTTP; its answer comes when they have. Our side is polled meanwhile: over
+        TCP nothing moves otherwise. An agent the server has forgotten is registered anew, and the request sent again:
+        such a refusal comes before anything is moved. What may have started is stopped before an error is raised.
+        """
+        session, link = registered.session, registered.link
+        link.listen(request_id, lambda _: None)
+        try:
+            agent_id = session.agent_id()
+            try:
+                return send(agent_id)
+            except ObjectCacheError as error:
+                if error.code not in GONE:
+                    raise
+                session.forget(agent_id)
+                return send(session.agent_id())
+        except ObjectCacheError as error:
+            if isinstance(error, UnansweredError):
+                self._stop(request_id)
+            raise
+        except BaseException:
+            self._stop(request_id)
+            raise
+        finally:
+            link.forget(request_id)
+
+    def _stop(self, request_id: str) -> None:
+        """The server answers when nothing is in flight."""
+        try:
+            self._http.request("DELETE", f"/_objectcache/requests/{request_id}")
+        except ObjectCacheError as error:
+            raise BufferInUseError(error) from error
+
+    def _at(self, key: str) -> str:
+        return f"/{self._bucket}/{key}"
+
+
+def _checked_length(target: Buffer, offset: int, length: int | None) -> int:
+    wanted = target.nbytes - offset if length is None else length
+    if offset < 0 or wanted < 0 or offset + wanted > target.nbytes:
+        raise ValueError(f"{wanted} bytes from {offset} on are not within the buffer's {target.nbytes}")
+    return wanted
+
+
+def _read_body(stream: Stream, target: Buffer, offset: int, length: int) -> int:
+    nbytes = int(stream.headers["content-length"])
+    if nbytes > length:
+        raise ValueError(f"the object's {nbytes} bytes do not fit {length}")
+    stream.read_into(target.host_view()[offset : offset + nbytes])
+    return nbytes

@@ -1,0 +1,156 @@
+"""The client's side of shm: memory is handed in at the server's Unix socket, and notices come back over it."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import queue
+import socket
+import threading
+from collections.abc import Callable, Sequence
+from typing import TypeVar
+
+from descriptors.messages import AgentRegistration, AgentRenewal, Region
+from descriptors.notices import Notice, NoticeError, decode_notice
+from descriptors.shm_messages import MESSAGE_BYTES_MAX, RegionOffer, offer_message, parse_greeting, parse_reply
+from nixl_client.buffers import Buffer
+from nixl_client.shared_memory import SharedMemory, find
+
+REPLY_TIMEOUT_S = 30.0
+_T = TypeVar("_T")
+_log = logging.getLogger(__name__)
+
+
+class ShmUnavailableError(Exception):
+    """The server is not on this host, or does not take this memory."""
+
+
+class ShmLink:
+    """One connection at a time to where `find_socket` says (None: the server has no shm transport); made when first
+    needed. A ticket is good for one registration: for the next there is a new connection, and everything is handed in
+    again.
+    """
+
+    def __init__(self, find_socket: Callable[[], str | None]) -> None:
+        self._find_socket = find_socket
+        self._lock = threading.RLock()
+        self._offered: dict[str, SharedMemory] = {}
+        self._connection: _Connection | None = None
+        self._is_ticket_used = False
+        self._listeners: dict[str, Callable[[Notice], None]] = {}
+
+    def offer(self, region_id: str, buffer: Buffer) -> None:
+        """Hand a whole allocation in. Raises ShmUnavailableError."""
+        shared = find(buffer.memory)
+        if shared is None:
+            raise ShmUnavailableError("the shm transport needs a buffer of allocate_buffer")
+        with self._lock:
+            self._current(with_ticket=False).hand_in(region_id, shared)
+            self._offered[region_id] = shared
+
+    def withdraw(self, region_id: str) -> None:
+        with self._lock:
+            self._offered.pop(region_id, None)
+
+    def registration(self, regions: Sequence[Region], lifetime_s: float) -> AgentRegistration:
+        """Raises ShmUnavailableError."""
+        with self._lock:
+            connection = self._current(with_ticket=True)
+            self._is_ticket_used = True
+            return AgentRegistration(b"", tuple(regions), lifetime_s, connection.ticket)
+
+    def renewal(self, regions: Sequence[Region], lifetime_s: float) -> AgentRenewal:
+        return AgentRenewal(lifetime_s, None, tuple(regions))
+
+    def greeted_by(self, register: Callable[[], _T]) -> _T:
+        """The connection is open since the memory was handed in."""
+        return register()
+
+    def listen(self, request_id: str, on_notice: Callable[[Notice], None]) -> None:
+        self._listeners[request_id] = on_notice
+
+    def forget(self, request_id: str) -> None:
+        self._listeners.pop(request_id, None)
+
+    def stop(self) -> None:
+        with self._lock:
+            connection, self._connection = self._connection, None
+        if connection is not None:
+            connection.close()
+
+    def _current(self, *, with_ticket: bool) -> _Connection:
+        """The connection, or a new one where it has ended or its ticket is wanted and used up."""
+        connection = self._connection
+        if connection is not None and not connection.has_ended and not (with_ticket and self._is_ticket_used):
+            return connection
+        if connection is not None:
+            connection.close()
+        self._connection = connection = _Connection(self._find_socket(), self._hear)
+        self._is_ticket_used = False
+        for region_id, shared in self._offered.items():
+            connection.hand_in(region_id, shared)
+        return connection
+
+    def _hear(self, notice: Notice) -> None:
+        listener = self._listeners.get(notice.request_id)
+        if listener is None:
+            return
+        try:
+            listener(notice)
+        except Exception:  # one fetch must not take the others' thread with it
+            _log.exception("entering %r failed", notice)
+
+
+class _Connection:
+    """A connection and the thread that reads it. Raises ShmUnavailableError where there is no such server here."""
+
+    def __init__(self, address: str | None, hear: Callable[[Notice], None]) -> None:
+        if address is None or not address.startswith("@"):
+            raise ShmUnavailableError("the server has no shm transport")
+        self._hear = hear
+        self._replies: queue.SimpleQueue[bytes] = queue.SimpleQueue()
+        self._socket = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        self._socket.settimeout(REPLY_TIMEOUT_S)
+        try:
+            self._socket.connect("\0" + address[1:])
+            self.ticket = parse_greeting(self._socket.recv(MESSAGE_BYTES_MAX))
+        except (OSError, ValueError) as error:
+            self._socket.close()
+            raise ShmUnavailableError(f"the server is not on this host: {error}") from error
+        self._socket.settimeout(None)
+        self.has_ended = False
+        self._thread = threading.Thread(target=self._read, name="objectcache-shm", daemon=True)
+        self._thread.start()
+
+    def hand_in(self, region_id: str, shared: SharedMemory) -> None:
+        """Raises ShmUnavailableError where the server does not take it."""
+        message = offer_message(RegionOffer(region_id, shared.nbytes))
+        try:
+            socket.send_fds(self._socket, [message], [shared.fd])
+            refusal = parse_reply(self._replies.get(timeout=REPLY_TIMEOUT_S))
+        except (OSError, ValueError, queue.Empty) as error:
+            raise ShmUnavailableError(f"handing memory in failed: {error}") from error
+        if refusal is not None:
+            raise ShmUnavailableError(f"the server does not take the memory: {refusal}")
+
+    def close(self) -> None:
+        """Hang up, and wait for the thread unless it is the caller's own."""
+        with contextlib.suppress(OSError):
+            self._socket.shutdown(socket.SHUT_RDWR)
+        if self._thread is not threading.current_thread():
+            self._thread.join()
+        self._socket.close()
+
+    def _read(self) -> None:
+        try:
+            while data := self._socket.recv(MESSAGE_BYTES_MAX):
+                if data.startswith(b"{"):
+                    self._replies.put(data)
+                    continue
+                with contextlib.suppress(NoticeError):
+                    self._hear(decode_notice(data))
+        except OSError as error:
+            _log.debug("the shm connection ended: %s", error)
+        finally:
+            self.has_ended = True
+            self._replies.put(b"")

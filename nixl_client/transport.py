@@ -1,0 +1,16 @@
+"""The names of the ways layers reach a buffer."""
+
+from __future__ import annotations
+
+from enum import Enum
+
+
+class Transport(Enum):
+    """AUTO is SHM for buffers of `allocate_buffer` where the server is on this host, else UCX where NIXL is installed
+    here and the server offers it, else HTTP.
+    """
+
+    AUTO = "auto"
+    SHM = "shm"
+    UCX = "ucx"
+    HTTP = "http"

@@ -1,0 +1,54 @@
+"""`objectcache compact`: rewrite sparse and small segments of a store nobody serves, as fast as the disk goes."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import sys
+from dataclasses import asdict
+from pathlib import Path
+
+from descriptors.errors import ObjectCacheError
+from storage_server.settings import StorageSettings
+from storage_server.store.compaction import Tally
+from storage_server.store.embedded import EmbeddedStore
+
+DONE, FAILED, NO_STORE = 0, 1, 2
+
+
+def run(settings: StorageSettings, report: Path | None) -> int:
+    """0: done; 1: segments are damaged, or it could not be done; 2: this is no store. Raises OSError where it is
+    being served.
+    """
+    index = settings.data_dir / "index.sqlite3"
+    if not index.exists():
+        print(f"objectcache: {index}: no such file", file=sys.stderr)
+        return NO_STORE
+    try:
+        tally = asyncio.run(_compact(settings))
+    except ObjectCacheError as error:
+        print(f"objectcache: {error}", file=sys.stderr)
+        return FAILED
+    for damaged in tally.damaged:
+        print(f"segment {damaged.file_id} stays as it is: {damaged.reason}")
+    if report is not None:
+        text = json.dumps(asdict(tally), indent=2) + "\n"
+        if str(report) == "-":
+            sys.stdout.write(text)
+        else:
+            report.write_text(text)
+    else:
+        print(
+            f"{tally.segments_read} segments became {tally.segments_written}:"
+            f" {tally.extents} extents, {tally.nbytes} bytes moved; {len(tally.damaged)} segments damaged"
+        )
+    return FAILED if tally.damaged else DONE
+
+
+async def _compact(settings: StorageSettings) -> Tally:
+    store = EmbeddedStore(settings)
+    try:
+        await store.start()
+        return await store.compactor.compact()
+    finally:
+        store.close()

@@ -1,0 +1,124 @@
+"""S3RDMA Buffer: an object staged whole in this process's memory between the store and the client's.
+
+The gateway of `objectcache serve` runs in the storage server's process and stages here; a gateway elsewhere has no UCX
+and declines. (ObjectCache paper, section 4.1.)
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Sequence
+from contextlib import asynccontextmanager
+
+from adapters.nixl_agent import Memory
+from adapters.threads import to_end
+from descriptors.objects import BodyDigests
+from descriptors.storage_api import Piece
+from descriptors.units import MIB
+from storage_server.gather.staging import Slot, StagingPool
+from storage_server.put_plan import one_run
+from storage_server.transport.one_sided import OneSided
+from storage_server.transport.write_engine import WriteEngine
+
+SLOT_BYTES = MIB
+
+
+class BufferStaging:
+    """`nbytes` of memory for whole objects, made and registered when the first needs it. An object waits until there
+    is room for all of it, so that objects in the making cannot block each other.
+    """
+
+    def __init__(self, nbytes: int) -> None:
+        self._slot_count = nbytes // SLOT_BYTES
+        self._pool: StagingPool | None = None
+        self._taking = asyncio.Lock()
+
+    @property
+    def nbytes(self) -> int:
+        """The largest object that can be staged; 0 when none can."""
+        return self._slot_count * SLOT_BYTES
+
+    @asynccontextmanager
+    async def lent(self, engine: WriteEngine, nbytes: int) -> AsyncIterator[list[Slot]]:
+        """Slots for `nbytes` bytes until the block ends, when nothing may be in flight in them."""
+        slots: list[Slot] = []
+        try:
+            async with self._taking:
+                pool = await self._made(engine)
+                window = pool.window(pool.slot_count)
+                for _ in range(-(-nbytes // SLOT_BYTES)):
+                    slots.append(await window.take())
+            yield slots
+        finally:
+            for slot in slots:
+                slot.release()
+
+    async def _made(self, engine: WriteEngine) -> StagingPool:
+        if self._pool is None:
+            pool = StagingPool(SLOT_BYTES, self._slot_count)
+            await to_end(asyncio.wrap_future(engine.register(Memory(pool.address, pool.nbytes))))
+            self._pool = pool
+        return self._pool
+
+
+class StagedBody:
+    """Implements descriptors.storage_api.Body over staged bytes."""
+
+    def __init__(self, slots: Sequence[Slot], nbytes: int, said: BodyDigests) -> None:
+        self._slots = slots
+        self._nbytes = nbytes
+        self._said = said
+
+    @property
+    def has_sha256(self) -> bool:
+        """Whether a SHA-256 of the object is known."""
+        return self._said.sha256 is not None
+
+    def digests(self) -> BodyDigests:
+        """What the caller says the object hashes to."""
+        return self._said
+
+    async def __aiter__(self) -> AsyncIterator[Piece]:
+        for index, slot in enumerate(self._slots):
+            yield slot.view[: _bytes_in(index, self._nbytes)]
+
+
+async def stage_body(body: AsyncIterator[Piece], slots: Sequence[Slot]) -> int:
+    """Copy a body into the slots; how many bytes it had."""
+    at = 0
+    async for piece in body:
+        view = memoryview(piece)
+        while view:
+            index, within = divmod(at, SLOT_BYTES)
+            count = min(len(view), SLOT_BYTES - within)
+            slots[index].view[within : within + count] = view[:count]
+            view, at = view[count:], at + count
+    return at
+
+
+def write_slots(one_sided: OneSided, slots: Sequence[Slot], nbytes: int) -> None:
+    """Begin to write the slots' first `nbytes` bytes to the target. Raises ServerError(TargetUnreachable)."""
+    for index, slot in enumerate(slots):
+        one_sided.write(slot, _bytes_in(index, nbytes), index * SLOT_BYTES, _stay_staged)
+
+
+async def read_into_slots(one_sided: OneSided, slots: Sequence[Slot], nbytes: int) -> None:
+    """Read the target's first `nbytes` bytes into the slots. Raises ServerError(TargetUnreachable)."""
+    for index, slot in enumerate(slots):
+        reading = one_sided.read(slot, one_run(index * SLOT_BYTES, _bytes_in(index, nbytes)))
+        reading.add_done_callback(_retrieve)
+    await one_sided.finish()
+
+
+def _stay_staged() -> None:
+    """All slots of an object are given back together."""
+
+
+def _bytes_in(index: int, nbytes: int) -> int:
+    return min(SLOT_BYTES, nbytes - index * SLOT_BYTES)
+
+
+def _retrieve(reading: asyncio.Future[None]) -> None:
+    """Its failure is the request's, and told there."""
+    if not reading.cancelled():
+        reading.exception()

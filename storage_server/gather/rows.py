@@ -1,0 +1,157 @@
+"""The reads of one payload as an array: one row per run of bytes, vectorised over chunks. Pure arithmetic.
+
+A `SourceTable` says once per request where every chunk's bytes lie; each payload's rows follow from it by a handful of
+array operations, however many slices it has. `adapters.native.gather` carries rows out.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from enum import IntEnum
+
+import numpy as np
+import numpy.typing as npt
+
+from storage_server.gather.plan import Payload
+from storage_server.store.block_checksums import BLOCK_BYTES
+from storage_server.store.extents import Extent
+
+Rows = npt.NDArray[np.int64]
+RESIDENT = -1
+"""In place of a file: the bytes are in memory, and proved."""
+
+
+class Row(IntEnum):
+    """Columns of a payload's rows, as adapters/native.c reads them: `NBYTES` bytes from `START` of the extent that lies
+    at `OFFSET` of `SOURCE`, to byte `TARGET` of the payload. SOURCE is a file's number in the table, then its
+    descriptor; for RESIDENT bytes OFFSET is an address.
+    """
+
+    SOURCE = 0
+    OFFSET = 1
+    START = 2
+    NBYTES = 3
+    EXTENT_BYTES = 4
+    FIRST_WORD = 5
+    TARGET = 6
+
+
+class _Source(IntEnum):
+    """Columns of a table's rows, one per extent, chunk after chunk."""
+
+    SOURCE = 0
+    OFFSET = 1
+    NBYTES = 2
+    OBJECT_OFFSET = 3
+    FIRST_WORD = 4
+    CHUNK = 5
+
+
+@dataclass(frozen=True, slots=True)
+class SourceTable:
+    """Where the chunks of a prefix lie: `files` by number, extents as rows of `_Source`, and all their block checksums
+    one after the other. `first_row[i]` is chunk i's first extent; it has one entry more than there are chunks.
+    """
+
+    files: tuple[str, ...]
+    extents: Rows
+    first_row: Rows
+    words: bytes
+
+    @property
+    def chunk_count(self) -> int:
+        """k."""
+        return len(self.first_row) - 1
+
+    @property
+    def is_resident(self) -> bool:
+        """Whether no file has to be read."""
+        return not self.files
+
+    def rows(self, payload: Payload) -> Rows:
+        """The rows of one payload, neighbours in file and payload joined: int64 of shape (n, 7)."""
+        chunks = slice(payload.first_chunk, payload.first_chunk + payload.chunk_count)
+        extents = self.extents[self.first_row[chunks.start] : self.first_row[chunks.stop]]
+        first = np.maximum(payload.source_offset - extents[:, _Source.OBJECT_OFFSET], 0)
+        end = payload.source_offset + payload.piece_bytes - extents[:, _Source.OBJECT_OFFSET]
+        nbytes = np.minimum(end, extents[:, _Source.NBYTES]) - first
+        rows = np.empty((len(extents), len(Row)), dtype=np.int64)
+        rows[:, Row.SOURCE] = extents[:, _Source.SOURCE]
+        rows[:, Row.OFFSET] = extents[:, _Source.OFFSET]
+        rows[:, Row.START] = first
+        rows[:, Row.NBYTES] = nbytes
+        rows[:, Row.EXTENT_BYTES] = extents[:, _Source.NBYTES]
+        rows[:, Row.FIRST_WORD] = extents[:, _Source.FIRST_WORD]
+        rows[:, Row.TARGET] = (
+            (extents[:, _Source.CHUNK] - payload.first_chunk) * payload.piece_bytes
+            + extents[:, _Source.OBJECT_OFFSET]
+            + first
+            - payload.source_offset
+        )
+        if len(extents) != payload.chunk_count:
+            rows = rows[nbytes > 0]
+        return joined(rows)
+
+    def chunk_of(self, payload: Payload, target: int) -> int:
+        """Which chunk byte `target` of the payload comes from."""
+        return payload.first_chunk + target // payload.piece_bytes
+
+
+def joined(rows: Rows) -> Rows:
+    """Rows with neighbours made one: whole extents that follow each other in file, checksums and payload alike."""
+    if len(rows) < 2 or rows[0, Row.START] or rows[0, Row.NBYTES] != rows[0, Row.EXTENT_BYTES]:
+        return rows
+    before, after = rows[:-1], rows[1:]
+    follows = (
+        (before[:, Row.SOURCE] == after[:, Row.SOURCE])
+        & (before[:, Row.START] == 0)
+        & (before[:, Row.NBYTES] == before[:, Row.EXTENT_BYTES])
+        & (after[:, Row.START] == 0)
+        & (after[:, Row.NBYTES] == after[:, Row.EXTENT_BYTES])
+        & (before[:, Row.EXTENT_BYTES] % BLOCK_BYTES == 0)
+        & (before[:, Row.OFFSET] + before[:, Row.EXTENT_BYTES] == after[:, Row.OFFSET])
+        & (before[:, Row.FIRST_WORD] + before[:, Row.EXTENT_BYTES] // BLOCK_BYTES == after[:, Row.FIRST_WORD])
+        & (before[:, Row.TARGET] + before[:, Row.NBYTES] == after[:, Row.TARGET])
+    )
+    if not follows.any():
+        return rows
+    starts = np.flatnonzero(np.concatenate(([True], ~follows)))
+    made = rows[starts]
+    made[:, Row.NBYTES] = np.add.reduceat(rows[:, Row.NBYTES], starts)
+    made[:, Row.EXTENT_BYTES] = made[:, Row.NBYTES]
+    return made
+
+
+def spans_of(rows: Rows) -> Rows:
+    """Resident rows as (address, nbytes), in payload order."""
+    spans = np.empty((len(rows), 2), dtype=np.int64)
+    spans[:, 0] = rows[:, Row.OFFSET] + rows[:, Row.START]
+    spans[:, 1] = rows[:, Row.NBYTES]
+    return spans
+
+
+def make_table(chunks: Sequence[Sequence[Extent]], addresses: Sequence[int | None] | None = None) -> SourceTable:
+    """The table of a prefix. `addresses` has one entry for every extent, in order: where its bytes are in memory, or
+    None where they must be read.
+    """
+    extents = [extent for chunk in chunks for extent in chunk]
+    counts = np.array([len(chunk) for chunk in chunks], dtype=np.int64)
+    table = np.empty((len(extents), len(_Source)), dtype=np.int64)
+    files: dict[str, int] = {}
+    if addresses is None:
+        addresses = [None] * len(extents)
+    table[:, _Source.SOURCE] = [
+        files.setdefault(extent.file_id, len(files)) if address is None else RESIDENT
+        for extent, address in zip(extents, addresses, strict=True)
+    ]
+    table[:, _Source.OFFSET] = [
+        extent.offset if address is None else address for extent, address in zip(extents, addresses, strict=True)
+    ]
+    table[:, _Source.NBYTES] = [extent.nbytes for extent in extents]
+    table[:, _Source.OBJECT_OFFSET] = [extent.object_offset for extent in extents]
+    words = np.array([len(extent.checksums) // 4 for extent in extents], dtype=np.int64)
+    table[:, _Source.FIRST_WORD] = np.cumsum(words) - words
+    table[:, _Source.CHUNK] = np.repeat(np.arange(len(chunks)), counts)
+    first_row = np.concatenate(([0], np.cumsum(counts))).astype(np.int64)
+    return SourceTable(tuple(files), table, first_row, b"".join([extent.checksums for extent in extents]))

@@ -1,0 +1,170 @@
+"""Moving objects between the store and a client's memory. Each move is over only when nothing of it is in flight, and
+whatever it held is given back.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Callable, Iterator, Sequence
+
+from descriptors.descriptor import Descriptor
+from descriptors.errors import ErrorCode, ObjectCacheError
+from descriptors.notices import Mode
+from descriptors.objects import BodyDigests, PutRequest, ReadHead, ReadRequest
+from descriptors.rdma_token import bad_token, declined
+from descriptors.storage_api import ChunkPut, ChunksPut, ObjectDelivery, ObjectStored
+from storage_server.buffer_path import BufferStaging, StagedBody, read_into_slots, stage_body, write_slots
+from storage_server.gather.staging import StagingPool, Window
+from storage_server.put_plan import chunk_spans, one_run
+from storage_server.region_body import RegionBody
+from storage_server.scheduler.admission import Admission
+from storage_server.settings import StorageSettings
+from storage_server.store.bodies import AT_ONCE_BYTES_MAX, corrupt_is_internal
+from storage_server.store.embedded import EmbeddedStore
+from storage_server.store.extents import Extent, read_object
+from storage_server.store.io_threads import IoThreads
+from storage_server.transport.one_sided import OneSided
+from storage_server.transport.write_engine import WriteEngine
+
+CHUNK_PUTS_MAX = 8
+"""Chunks of one request stored at once: they share the committer's syncs."""
+SLOTS_AHEAD_MAX = 4
+OpenOneSided = Callable[[WriteEngine], OneSided]
+_log = logging.getLogger(__name__)
+
+
+class ObjectMoves:
+    """Moves over one store and one staging pool. `room_bytes` is what the client's memory has room for."""
+
+    def __init__(self, settings: StorageSettings, store: EmbeddedStore, staging: StagingPool) -> None:
+        self._window_slots = max(1, settings.window_bytes // staging.slot_bytes)
+        self._store = store
+        self._staging = staging
+        self._buffer = BufferStaging(settings.rdma_buffer_bytes)
+        self._admission = Admission(settings.deliveries_max)
+        self._io = IoThreads(settings.gather_threads)
+
+    def close(self) -> None:
+        """Wait for running reads."""
+        self._io.close()
+
+    def require_buffer(self, nbytes: int) -> None:
+        """Raises CallerError(NotImplemented) for what cannot be staged whole."""
+        if nbytes > self._buffer.nbytes:
+            raise declined(f"{nbytes} bytes do not fit the {self._buffer.nbytes} of the gateway's buffer")
+
+    async def get_direct(
+        self, engine: WriteEngine, open_one_sided: OpenOneSided, request: ReadRequest, room_bytes: int
+    ) -> ObjectDelivery:
+        """S3RDMA Direct: piece after piece through the staging pool."""
+        async with (
+            self._admission.admit(),
+            self._store.reads.open_extents(request) as (head, extents),
+            open_one_sided(engine) as one_sided,
+        ):
+            _require_room(head, room_bytes)
+            window, slot_bytes = self._ahead(), self._staging.slot_bytes
+            for start in range(0, head.range.length, slot_bytes):
+                nbytes = min(slot_bytes, head.range.length - start)
+                slot = await window.take()
+                try:
+                    await self._read(extents, head.range.start + start, slot.view[:nbytes])
+                    one_sided.write(slot, nbytes, start, slot.release)
+                except BaseException:
+                    slot.release()
+                    raise
+            return ObjectDelivery(head, await one_sided.finish(), one_sided.busy_s)
+
+    async def get_staged(
+        self, engine: WriteEngine, open_one_sided: OpenOneSided, request: ReadRequest, room_bytes: int
+    ) -> ObjectDelivery:
+        """S3RDMA Buffer: the whole object into the gateway's memory, then on from there."""
+        async with self._admission.admit(), self._store.reads.open_object(request) as read:
+            nbytes = read.head.range.length
+            _require_room(read.head, room_bytes)
+            self.require_buffer(nbytes)
+            async with self._buffer.lent(engine, nbytes) as slots, open_one_sided(engine) as one_sided:
+                await stage_body(read.body, slots)
+                write_slots(one_sided, slots, nbytes)
+                return ObjectDelivery(read.head, await one_sided.finish(), one_sided.busy_s)
+
+    async def put_direct(
+        self, engine: WriteEngine, open_one_sided: OpenOneSided, request: PutRequest, said: BodyDigests
+    ) -> ObjectStored:
+        """S3RDMA Direct: the client's memory is read as the store takes it."""
+        async with (
+            self._admission.admit(),
+            open_one_sided(engine) as one_sided,
+            RegionBody(one_sided, self._ahead(), self._staging.slot_bytes, request.nbytes, one_run, said) as body,
+        ):
+            return ObjectStored(await self._store.put_object(request, body), one_sided.busy_s)
+
+    async def put_staged(
+        self, engine: WriteEngine, open_one_sided: OpenOneSided, request: PutRequest, said: BodyDigests
+    ) -> ObjectStored:
+        """S3RDMA Buffer: all of the client's bytes into the gateway's memory, then to the store."""
+        async with self._admission.admit(), self._buffer.lent(engine, request.nbytes) as slots:
+            async with open_one_sided(engine) as one_sided:
+                await read_into_slots(one_sided, slots, request.nbytes)
+            info = await self._store.put_object(request, StagedBody(slots, request.nbytes, said))
+            return ObjectStored(info, one_sided.busy_s)
+
+    async def put_chunks(
+        self, engine: WriteEngine, open_one_sided: OpenOneSided, bucket: str, descriptor: Descriptor, mode: Mode
+    ) -> ChunksPut:
+        """S3RDMA Batch and Agg."""
+        puts: dict[int, ChunkPut] = {}
+        window = self._staging.window(self._window_slots)
+        waiting = iter(range(descriptor.chunk_count))
+
+        async def put_some(one_sided: OneSided, indices: Iterator[int]) -> None:
+            for index in indices:
+                puts[index] = await self._put_chunk(one_sided, window, bucket, descriptor, mode, index)
+
+        async with self._admission.admit(), open_one_sided(engine) as one_sided:
+            try:
+                async with asyncio.TaskGroup() as tasks:
+                    for _ in range(min(descriptor.chunk_count, CHUNK_PUTS_MAX)):
+                        tasks.create_task(put_some(one_sided, waiting))
+            except BaseExceptionGroup as group:
+                raise group.exceptions[0] from None
+        return ChunksPut([puts[index] for index in range(descriptor.chunk_count)], one_sided.busy_s)
+
+    async def _put_chunk(
+        self, one_sided: OneSided, window: Window, bucket: str, descriptor: Descriptor, mode: Mode, index: int
+    ) -> ChunkPut:
+        """One chunk stored, or why it is not: the others go on."""
+        key, layout = descriptor.chunk_keys[index], descriptor.layout
+        spans_of = chunk_spans(mode, layout, descriptor.chunk_count, index)
+        try:
+            if one_sided.failure is not None:
+                raise one_sided.failure
+            async with RegionBody(one_sided, window, self._staging.slot_bytes, layout.chunk_bytes, spans_of) as body:
+                info = await self._store.put_object(PutRequest(bucket, key, layout.chunk_bytes), body)
+        except ObjectCacheError as error:
+            return ChunkPut(key, None, error.code, error.message)
+        except Exception:
+            _log.exception("putting chunk %d", index)
+            return ChunkPut(key, None, ErrorCode.INTERNAL_ERROR, "the chunk could not be stored")
+        return ChunkPut(key, info.etag)
+
+    def _ahead(self) -> Window:
+        return self._staging.window(min(SLOTS_AHEAD_MAX, self._window_slots))
+
+    async def _read(self, extents: Sequence[Extent], start: int, view: memoryview) -> None:
+        """Fill `view`, every byte proved by its checksum; what is small and in memory is read where we are."""
+        files = self._store.files
+        with corrupt_is_internal():
+            if len(view) <= AT_ONCE_BYTES_MAX:
+                try:
+                    read_object(files.read_cached_into, extents, start, view)
+                    return
+                except BlockingIOError:
+                    pass
+            await self._io.run(lambda: read_object(files.read_into, extents, start, view))
+
+
+def _require_room(head: ReadHead, room_bytes: int) -> None:
+    if head.range.length > room_bytes:
+        raise bad_token(f"length is {room_bytes}, {head.range.length} bytes are to be written")

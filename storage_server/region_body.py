@@ -1,0 +1,103 @@
+"""An object's bytes out of a client's registered memory, read one-sided and handed to the store as any other body.
+
+Several slots are read ahead; the window bounds them. The store's writer (`storage_server.store.bodies`) writes a piece
+of PIECE_BYTES_MAX or more before it asks for the next, and smaller ones later: those are copied, but for the last,
+whose slot is kept until the body is closed.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator
+
+from adapters.threads import finished, to_end
+from descriptors.objects import BodyDigests
+from descriptors.storage_api import Piece
+from storage_server.gather.staging import Slot, Window
+from storage_server.put_plan import SpansOf
+from storage_server.store.buffers import PIECE_BYTES_MAX
+from storage_server.transport.one_sided import OneSided
+
+
+class RegionBody:
+    """Implements descriptors.storage_api.Body over `nbytes` bytes. Use as a context: its end waits for what is in
+    flight and gives every slot back.
+    """
+
+    def __init__(
+        self,
+        one_sided: OneSided,
+        window: Window,
+        slot_bytes: int,
+        nbytes: int,
+        spans_of: SpansOf,
+        said: BodyDigests = BodyDigests(),  # noqa: B008 - frozen
+    ) -> None:
+        self._one_sided = one_sided
+        self._window = window
+        self._slot_bytes = slot_bytes
+        self._nbytes = nbytes
+        self._spans_of = spans_of
+        self._said = said
+        self._arriving: asyncio.Queue[tuple[Slot, int] | None] = asyncio.Queue()
+        self._held: dict[Slot, asyncio.Future[None]] = {}
+        self._filling: asyncio.Task[None] | None = None
+
+    async def __aenter__(self) -> RegionBody:
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        await to_end(asyncio.ensure_future(self._close()))
+
+    @property
+    def has_sha256(self) -> bool:
+        """Whether a SHA-256 of the object is known."""
+        return self._said.sha256 is not None
+
+    def digests(self) -> BodyDigests:
+        """What the caller says the object hashes to."""
+        return self._said
+
+    async def __aiter__(self) -> AsyncIterator[Piece]:
+        """Raises ServerError(TargetUnreachable) when the client's memory cannot be read."""
+        self._filling = asyncio.create_task(self._fill())
+        left = self._nbytes
+        while (item := await self._arriving.get()) is not None:
+            slot, nbytes = item
+            await asyncio.shield(self._held[slot])
+            left -= nbytes
+            if left and nbytes < PIECE_BYTES_MAX:
+                piece = bytes(slot.view[:nbytes])
+                self._give_back(slot)
+                yield piece
+                continue
+            yield slot.view[:nbytes]
+            if left:
+                self._give_back(slot)
+        await self._filling
+
+    async def _fill(self) -> None:
+        try:
+            for start in range(0, self._nbytes, self._slot_bytes):
+                nbytes = min(self._slot_bytes, self._nbytes - start)
+                slot = await self._window.take()
+                try:
+                    self._held[slot] = self._one_sided.read(slot, self._spans_of(start, nbytes))
+                except BaseException:
+                    slot.release()
+                    raise
+                self._arriving.put_nowait((slot, nbytes))
+        finally:
+            self._arriving.put_nowait(None)
+
+    def _give_back(self, slot: Slot) -> None:
+        del self._held[slot]
+        slot.release()
+
+    async def _close(self) -> None:
+        if self._filling is not None:
+            self._filling.cancel()
+            await finished(self._filling)
+        for slot, reading in list(self._held.items()):
+            await finished(reading)
+            self._give_back(slot)

@@ -1,0 +1,1 @@
+"""Where chunks live besides the store: memory."""

@@ -1,0 +1,112 @@
+"""The DRAM tier: chunks that are asked for again and again, in huge pages. Bytes are proved once, on their way in.
+
+Used from one event loop; filling runs in a thread of its own, behind every delivery.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import mmap
+import time
+from collections import deque
+from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+
+import numpy as np
+
+from adapters.threads import finished
+from storage_server.store.extents import CorruptExtentError, Extent, ExtentFiles, PinSet
+from storage_server.tiers.residency import Residency
+
+ASKED_MAX = 262_144
+_log = logging.getLogger(__name__)
+
+
+class DramTier:
+    """`nbytes` of memory for extents of `files`; it is taken from the system as it is first used."""
+
+    def __init__(self, nbytes: int, files: ExtentFiles) -> None:
+        self.nbytes = -(-nbytes // mmap.PAGESIZE) * mmap.PAGESIZE
+        self._files = files
+        self._residency = Residency(self.nbytes, ASKED_MAX)
+        self._fillers = ThreadPoolExecutor(1, "dram-fill")
+        self._filling: set[asyncio.Task[None]] = set()
+        self._closed = False
+        self.address = 0
+        if self.nbytes:
+            self._map = mmap.mmap(-1, self.nbytes)
+            if hasattr(mmap, "MADV_HUGEPAGE"):
+                self._map.madvise(mmap.MADV_HUGEPAGE)
+            self._view = memoryview(self._map)
+            self.address = int(np.frombuffer(self._map, dtype=np.uint8).ctypes.data)
+
+    @property
+    def resident_count(self) -> int:
+        """Extents in memory."""
+        return self._residency.resident_count
+
+    @contextmanager
+    def lent(self, extents: Sequence[Extent]) -> Iterator[list[int | None]]:
+        """The address of each extent that is here, None for the others, until the block ends. What had to be read then
+        may come in.
+        """
+        if not self.nbytes:
+            yield [None] * len(extents)
+            return
+        offsets = self._residency.pin(extents, time.monotonic())
+        try:
+            yield [None if offset is None else self.address + offset for offset in offsets]
+        finally:
+            self._residency.unpin(extents, offsets)
+            missing = [extent for extent, offset in zip(extents, offsets, strict=True) if offset is None]
+            if missing:
+                asyncio.get_running_loop().call_soon(self._take_in, missing)  # not while its caller waits
+
+    async def close(self) -> None:
+        """Finish what is being filled, take in no more."""
+        self._closed = True
+        for task in list(self._filling):
+            await finished(task)
+        self._fillers.shutdown()
+
+    def _take_in(self, missing: Sequence[Extent]) -> None:
+        if self._closed:
+            return
+        coming = self._residency.ask(missing, time.monotonic())
+        if not coming:
+            return
+        pins = PinSet(self._files)
+        if not pins.keep([extent for extent, _ in coming]):  # deleted meanwhile
+            for extent, _ in coming:
+                self._residency.dropped(extent)
+            return
+        task = asyncio.create_task(self._fill(coming, pins))
+        self._filling.add(task)
+        task.add_done_callback(self._filling.discard)
+
+    async def _fill(self, coming: Sequence[tuple[Extent, int]], pins: PinSet) -> None:
+        loop = asyncio.get_running_loop()
+        left = deque(coming)
+        try:
+            while left and not self._closed:
+                extent, offset = left[0]
+                is_good = await loop.run_in_executor(self._fillers, self._read, extent, offset)
+                left.popleft()
+                if is_good:
+                    self._residency.filled(extent)
+                else:
+                    self._residency.dropped(extent)
+        finally:
+            for extent, _ in left:
+                self._residency.dropped(extent)
+            pins.release()
+
+    def _read(self, extent: Extent, offset: int) -> bool:
+        try:
+            self._files.read_into(extent, 0, self._view[offset : offset + extent.nbytes])
+        except (CorruptExtentError, OSError) as error:
+            _log.warning("an extent was not taken into memory: %s", error)
+            return False
+        return True

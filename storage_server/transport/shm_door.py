@@ -1,0 +1,230 @@
+"""The door for clients on this host: a Unix socket over which they hand in the memory they want filled.
+
+A client connects, is greeted with a ticket, and passes a memfd for every region; with the ticket it then registers
+itself at the gateway, signed like any request (docs/protocol.md). Notices go back over the same connection, and its end
+is the client's end. A descriptor proves that the client may write there itself; the seal against shrinking proves that
+our own writes cannot miss the memory, whatever the client does later; that every page exists already, that mapping it
+costs the client's memory and not ours.
+
+Messages both ways, one per packet: JSON, or notices (descriptors.notices).
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import fcntl
+import mmap
+import os
+import secrets
+import socket
+import stat
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import numpy as np
+
+from descriptors.messages import AGENT_REGIONS_MAX
+from descriptors.shm_messages import MESSAGE_BYTES_MAX, RegionOffer, greeting, parse_offer, reply
+
+UNREGISTERED_MAX = 64
+UNREGISTERED_S = 10.0
+BACKLOG = 64
+
+
+class OfferError(ValueError):
+    """Memory that cannot be taken; the message says why."""
+
+
+@dataclass(frozen=True, slots=True)
+class SharedRegion:
+    """A client's memory as we see it: `address` is ours."""
+
+    address: int
+    nbytes: int
+    mapping: mmap.mmap
+
+
+class ShmClient:
+    """One connection. Lives on the event loop; `regions` are mapped until `close`."""
+
+    def __init__(self, connection: socket.socket, ticket: str) -> None:
+        self.ticket = ticket
+        self.regions: dict[str, SharedRegion] = {}
+        self.is_registered = False
+        self._connection: socket.socket | None = connection
+
+    @property
+    def is_gone(self) -> bool:
+        """Whether the connection has ended."""
+        return self._connection is None
+
+    def notify(self, message: bytes) -> None:
+        """Send a notice; one that a client with a full socket does not take is lost, as any notice may be."""
+        if self._connection is not None:
+            with contextlib.suppress(OSError):
+                self._connection.send(message, socket.MSG_DONTWAIT | socket.MSG_NOSIGNAL)
+
+    def forget(self, region_id: str) -> None:
+        """Unmap a region nothing is written to any more."""
+        region = self.regions.pop(region_id, None)
+        if region is not None:
+            region.mapping.close()
+
+    def hang_up(self) -> None:
+        """End the connection, which whoever reads it then closes; the regions stay mapped."""
+        connection, self._connection = self._connection, None
+        if connection is not None:
+            with contextlib.suppress(OSError):
+                connection.shutdown(socket.SHUT_RDWR)
+
+    def close(self) -> None:
+        """Nothing writes for this client any more: let go of everything."""
+        self.hang_up()
+        for region_id in list(self.regions):
+            self.forget(region_id)
+
+
+class ShmDoor:
+    """Listens at `address`, an abstract Unix socket of this network namespace. `on_gone` hears the ticket of a
+    registered client whose connection has ended.
+    """
+
+    def __init__(self, on_gone: Callable[[str], None]) -> None:
+        self.address = f"@objectcache-{secrets.token_hex(16)}"
+        self._on_gone = on_gone
+        self._listener: socket.socket | None = None
+        self._clients: dict[str, ShmClient] = {}
+        self._tasks: set[asyncio.Task[None]] = set()
+
+    def start(self) -> None:
+        """Listen. Raises OSError."""
+        listener = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET | socket.SOCK_NONBLOCK)
+        try:
+            listener.bind("\0" + self.address[1:])
+            listener.listen(BACKLOG)
+        except OSError:
+            listener.close()
+            raise
+        self._listener = listener
+        asyncio.get_running_loop().add_reader(listener.fileno(), self._accept)
+
+    async def close(self) -> None:
+        """Hang up on everybody. Deliveries must have ended."""
+        if self._listener is not None:
+            asyncio.get_running_loop().remove_reader(self._listener.fileno())
+            self._listener.close()
+        for task in list(self._tasks):
+            task.cancel()
+        await asyncio.gather(*self._tasks, return_exceptions=True)
+        for ticket in list(self._clients):
+            self.dismiss(ticket)
+
+    def client(self, ticket: str) -> ShmClient | None:
+        """The connection a ticket was given to, while it lasts."""
+        client = self._clients.get(ticket)
+        return None if client is None or client.is_gone else client
+
+    def dismiss(self, ticket: str) -> None:
+        """Let go of a client nothing is written for any more."""
+        client = self._clients.pop(ticket, None)
+        if client is not None:
+            client.close()
+
+    def _accept(self) -> None:
+        if self._listener is None:
+            return
+        try:
+            connection, _ = self._listener.accept()
+        except OSError:
+            return
+        if sum(not client.is_registered for client in self._clients.values()) >= UNREGISTERED_MAX:
+            connection.close()
+            return
+        connection.setblocking(False)
+        client = ShmClient(connection, secrets.token_hex(16))
+        self._clients[client.ticket] = client
+        client.notify(greeting(client.ticket))
+        task = asyncio.create_task(self._serve(client, connection))
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+
+    async def _serve(self, client: ShmClient, connection: socket.socket) -> None:
+        """Take offers until the connection ends. Who does not register in time is sent away."""
+        loop = asyncio.get_running_loop()
+        late = loop.call_later(UNREGISTERED_S, self._send_away, client)
+        try:
+            while True:
+                await _readable(connection)
+                await self._take(client, connection)
+        except (OSError, EOFError):
+            pass
+        finally:
+            late.cancel()
+            client.hang_up()
+            connection.close()
+            if client.is_registered:
+                self._on_gone(client.ticket)
+            else:
+                self.dismiss(client.ticket)
+
+    def _send_away(self, client: ShmClient) -> None:
+        if not client.is_registered:
+            client.hang_up()
+
+    async def _take(self, client: ShmClient, connection: socket.socket) -> None:
+        """One offer. Raises OSError, EOFError when the connection has ended."""
+        data, fds, _, _ = socket.recv_fds(connection, MESSAGE_BYTES_MAX, 1)
+        try:
+            if not data:
+                raise EOFError
+            try:
+                offer = parse_offer(data)
+                if not fds:
+                    raise OfferError("no descriptor came with it")
+                if len(client.regions) >= AGENT_REGIONS_MAX or offer.region_id in client.regions:
+                    raise OfferError("the region is known already, or there are too many")
+                client.regions[offer.region_id] = await asyncio.to_thread(map_region, fds[0], offer)
+            except (OfferError, ValueError, OSError) as error:
+                client.notify(reply(str(error)))
+            else:
+                client.notify(reply(None))
+        finally:
+            for fd in fds:
+                os.close(fd)
+
+
+async def _readable(connection: socket.socket) -> None:
+    loop = asyncio.get_running_loop()
+    ready: asyncio.Future[None] = loop.create_future()
+    loop.add_reader(connection.fileno(), _set, ready)
+    try:
+        await ready
+    finally:
+        loop.remove_reader(connection.fileno())
+
+
+def _set(ready: asyncio.Future[None]) -> None:
+    if not ready.done():
+        ready.set_result(None)
+
+
+def map_region(fd: int, offer: RegionOffer) -> SharedRegion:
+    """Map what a client offers. Raises OfferError where writing into it could fail, OSError."""
+    found = os.fstat(fd)
+    if not stat.S_ISREG(found.st_mode):
+        raise OfferError("the descriptor is not of memory")
+    try:
+        seals = fcntl.fcntl(fd, fcntl.F_GET_SEALS)
+    except OSError as error:
+        raise OfferError("the descriptor is not of a memfd") from error
+    if not seals & fcntl.F_SEAL_SHRINK:
+        raise OfferError("the memory is not sealed against shrinking")
+    if offer.nbytes > found.st_size:
+        raise OfferError(f"the memory has {found.st_size} bytes")
+    if found.st_blocks * 512 < offer.nbytes:
+        raise OfferError("the memory is not allocated yet")
+    flags = mmap.MAP_SHARED | mmap.MAP_POPULATE
+    mapping = mmap.mmap(fd, offer.nbytes, flags, mmap.PROT_READ | mmap.PROT_WRITE)
+    address = int(np.frombuffer(mapping, dtype=np.uint8).ctypes.data)
+    return SharedRegion(address, offer.nbytes, mapping)

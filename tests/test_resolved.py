@@ -1,0 +1,112 @@
+"""What is remembered of the index is never older than what anybody was told."""
+
+from __future__ import annotations
+
+import asyncio
+from pathlib import Path
+
+import pytest
+
+from descriptors.objects import PutRequest
+from storage_server.store.extents import Extent, read_object
+from storage_server.store.resolved import ResolvedKeys
+from tests.faulty_disk import FaultyDisk
+from tests.store_bed import opened
+from tests.support import BytesBody
+
+OLD, NEW = [Extent("old", 0, 1, b"")], [Extent("new", 0, 1, b"")]
+
+
+def test_what_was_looked_up_is_found_again_up_to_a_bound() -> None:
+    resolved = ResolvedKeys(2)
+    since, found = resolved.find("b", ["x", "y", "z"])
+    assert found == [None, None, None]
+    resolved.remember(since, "b", [("x", OLD), ("y", OLD), ("z", OLD)])
+    assert resolved.find("b", ["x", "y", "z"])[1] == [None, OLD, OLD]
+    assert resolved.find("c", ["z"])[1] == [None]
+
+
+def test_absence_is_not_remembered() -> None:
+    """Somebody may be storing the chunk right now."""
+    resolved = ResolvedKeys(10)
+    resolved.remember(resolved.find("b", ["x"])[0], "b", [("x", None)])
+    assert resolved.find("b", ["x"])[1] == [None]
+
+
+def test_what_changed_after_the_look_is_not_remembered_after_it() -> None:
+    resolved = ResolvedKeys(10)
+    since, _ = resolved.find("b", ["x", "y"])
+    resolved.forget([("b", "x")])
+    resolved.remember(since, "b", [("x", OLD), ("y", OLD)])
+    assert resolved.find("b", ["x", "y"])[1] == [None, OLD]
+    since, _ = resolved.find("b", ["x"])
+    resolved.remember(since, "b", [("x", NEW)])
+    assert resolved.find("b", ["x"])[1] == [NEW]
+
+
+def test_after_a_move_nothing_older_is_remembered() -> None:
+    resolved = ResolvedKeys(10)
+    since, _ = resolved.find("b", ["x"])
+    resolved.forget_all()
+    resolved.remember(since, "b", [("x", OLD)])
+    assert resolved.find("b", ["x"])[1] == [None]
+
+
+def test_more_changes_than_are_noted_forbid_remembering(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("storage_server.store.resolved.RECENT_MAX", 2)
+    resolved = ResolvedKeys(10)
+    since, _ = resolved.find("b", ["x"])
+    for key in ("x", "p", "q"):
+        resolved.forget([("b", key)])
+    resolved.remember(since, "b", [("x", OLD)])
+    assert resolved.find("b", ["x"])[1] == [None]
+
+
+async def test_a_prefix_is_never_older_than_the_last_answer(tmp_path: Path) -> None:
+    """Writers overwrite and delete while readers resolve: a reader sees at least what was acknowledged before it began,
+    and the bytes it names are there.
+    """
+    store = await opened(tmp_path / "data", FaultyDisk())
+    await store.create_bucket("k", "bbb")
+    keys = [f"key-{number}" for number in range(8)]
+    acknowledged = dict.fromkeys(keys, 0)
+    sizes = 5_000
+
+    async def put(key: str, turn: int) -> None:
+        await store.put_object(PutRequest("bbb", key, sizes), BytesBody(turn.to_bytes(4, "little") * (sizes // 4)))
+        acknowledged[key] = turn
+
+    for key in keys:
+        await put(key, 1)
+
+    async def write(key: str) -> None:
+        for turn in range(2, 40):
+            if turn % 7 == 0:
+                await store.delete_object("bbb", key)
+            await put(key, turn)
+
+    async def read() -> int:
+        seen = 0
+        while not writing.done():
+            before = dict(acknowledged)
+            assert await store.reads.matched("bbb", keys[:1]) in (0, 1)
+            async with store.reads.open_prefix("bbb", keys[:1], sizes, prefix_only=False) as chunks:
+                data = memoryview(bytearray(sizes))
+                read_object(store.files.read_into, chunks[0], 0, data)
+            turn = int.from_bytes(data[:4], "little")
+            assert turn >= before[keys[0]]
+            assert bytes(data) == turn.to_bytes(4, "little") * (sizes // 4)
+            seen += 1
+            await asyncio.sleep(0)
+        return seen
+
+    async def write_without_gaps(key: str) -> None:
+        for turn in range(2, 60):
+            await put(key, turn)
+
+    writing = asyncio.gather(write_without_gaps(keys[0]), *(write(key) for key in keys[1:]))
+    counts = await asyncio.gather(*(read() for _ in range(3)))
+    await writing
+    assert min(counts) > 5
+    assert store.files.pinned_count == 0
+    store.close()

@@ -1,0 +1,211 @@
+"""The shm door takes only memory a client offers itself, and only such that writing to it cannot hurt the server."""
+
+from __future__ import annotations
+
+import fcntl
+import json
+import os
+import socket
+import tempfile
+import time
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import numpy as np
+import pytest
+
+from descriptors.descriptor import Delivery
+from descriptors.errors import CallerError, ErrorCode
+from nixl_client.client import Transport
+from storage_server.transport import shm_door
+from tests.support import LAYOUT, OTHER, OWNER, LocalStack, N, Stack, eventually, make_chunks, request
+
+SIZE = 65_536
+
+
+def memfd(*, size: int = SIZE, seals: int = fcntl.F_SEAL_SHRINK, allocated: bool = True) -> int:
+    fd = os.memfd_create("test", os.MFD_ALLOW_SEALING)
+    if allocated:
+        os.posix_fallocate(fd, 0, size)
+    else:
+        os.ftruncate(fd, size)
+    fcntl.fcntl(fd, fcntl.F_ADD_SEALS, seals)
+    return fd
+
+
+def plain_file() -> int:
+    with tempfile.TemporaryFile() as file:
+        file.write(bytes(SIZE))
+        file.flush()
+        return os.dup(file.fileno())
+
+
+def pipe() -> int:
+    reading, writing = os.pipe()
+    os.close(writing)
+    return reading
+
+
+class Caller:
+    """A connection to the door by hand."""
+
+    def __init__(self, address: str) -> None:
+        self.socket = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        self.socket.settimeout(20)
+        self.socket.connect("\0" + address[1:])
+        self.ticket: str = json.loads(self.socket.recv(4096))["ticket"]
+
+    def offer(self, fds: list[int], message: object = None) -> str | None:
+        data = message if isinstance(message, bytes) else json.dumps(message or {"region_id": "kv", "length": SIZE})
+        socket.send_fds(self.socket, [data if isinstance(data, bytes) else data.encode()], fds)
+        for fd in fds:
+            os.close(fd)
+        error: str | None = json.loads(self.socket.recv(4096))["error"]
+        return error
+
+
+@pytest.fixture
+def caller(local: LocalStack) -> Iterator[Caller]:
+    assert local.storage.registrar.door is not None
+    made = Caller(local.storage.registrar.door.address)
+    yield made
+    made.socket.close()
+
+
+@pytest.mark.parametrize(
+    ("make", "why"),
+    [
+        (lambda: memfd(seals=0), "not sealed"),
+        (lambda: memfd(size=SIZE - 4096), "memory has 61440"),
+        (lambda: memfd(allocated=False), "not allocated"),
+        (plain_file, "not of a memfd"),
+        (pipe, "not of memory"),
+    ],
+)
+def test_memory_that_could_hurt_us_is_refused(caller: Caller, make: Callable[[], int], why: str) -> None:
+    """What may shrink under our writes, is not there yet, or is no memory; the connection goes on."""
+    assert why in str(caller.offer([make()]))
+    assert caller.offer([memfd()]) is None
+
+
+@pytest.mark.parametrize(
+    "message",
+    [
+        b"garbage",
+        b"{}",
+        b'{"region_id":"kv"}',
+        b'{"region_id":"","length":1}',
+        b'{"region_id":"kv","length":0}',
+        b"[1]",
+    ],
+)
+def test_garbage_is_answered_with_what_is_wrong(caller: Caller, message: bytes) -> None:
+    assert caller.offer([memfd()], message) is not None
+    assert caller.offer([]) == "no descriptor came with it"
+    assert caller.offer([memfd()]) is None
+    assert "known already" in str(caller.offer([memfd()]))
+
+
+def register(local: LocalStack, ticket: str, regions: list[dict[str, object]], key: tuple[str, str] = OWNER) -> str:
+    body = json.dumps({"shm_ticket": ticket, "regions": regions, "lifetime_s": 60}).encode()
+    reply = request(local.url, "POST", "/_objectcache/agents", body=body, key=key)
+    return reply.code if reply.status != 200 else str(json.loads(reply.body)["agent_id"])
+
+
+def test_a_ticket_is_good_once_and_for_what_was_handed_in(local: LocalStack, caller: Caller) -> None:
+    region = {"region_id": "kv", "address": 0, "length": SIZE}
+    assert register(local, caller.ticket, [region]) == "InvalidArgument"
+    caller.offer([memfd()])
+    assert register(local, caller.ticket, [{**region, "length": SIZE + 1}]) == "InvalidArgument"
+    assert register(local, caller.ticket, [{**region, "region_id": "other"}]) == "InvalidArgument"
+    assert register(local, "0" * 32, [region]) == "NoSuchAgent"
+    assert len(register(local, caller.ticket, [region])) == 32
+    assert register(local, caller.ticket, [region]) == "AgentConflict"
+    assert register(local, caller.ticket, [region], OTHER) == "AgentConflict"
+
+
+def test_who_hangs_up_is_forgotten_with_the_memory(local: LocalStack, caller: Caller) -> None:
+    region = {"region_id": "kv", "address": 0, "length": SIZE}
+    caller.offer([memfd()])
+    agent_id = register(local, caller.ticket, [region])
+    assert len(local.storage.agents) == 1
+    caller.socket.close()
+    assert eventually(lambda: len(local.storage.agents) == 0)
+    door = local.storage.registrar.door
+    assert door is not None
+    assert eventually(lambda: not door._clients)
+    assert request(local.url, "DELETE", f"/_objectcache/agents/{agent_id}").code == "NoSuchAgent"
+
+
+def test_strangers_are_few_and_do_not_stay(local: LocalStack, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Connections that never register are bounded in number and time."""
+    monkeypatch.setattr(shm_door, "UNREGISTERED_S", 0.3)
+    monkeypatch.setattr(shm_door, "UNREGISTERED_MAX", 3)
+    door = local.storage.registrar.door
+    assert door is not None
+    callers = [Caller(door.address) for _ in range(3)]
+    with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as fourth:
+        fourth.connect("\0" + door.address[1:])
+        assert fourth.recv(10) == b""
+    assert eventually(lambda: not door._clients)
+    for caller in callers:
+        assert caller.socket.recv(10) == b""
+        caller.socket.close()
+
+
+def test_a_client_that_reads_no_notices_loses_only_notices(local: LocalStack, keys: list[str]) -> None:
+    """Its socket is full; the delivery ends all the same, and the answer says so."""
+    chunks = make_chunks(N, LAYOUT)[1]
+    with local.client("chunks", "shm") as client:
+        buffer = client.allocate_buffer(LAYOUT.payload_bytes(N))
+        client.fetch(keys, LAYOUT, buffer).wait(30)
+        link: Any = client._one_sided[Transport.SHM].link
+        link._connection._hear = lambda _: time.sleep(0.2)
+        for _ in range(3):
+            buffer[:] = 0
+            client.fetch(keys, LAYOUT, buffer, delivery=Delivery.CHUNK_MAJOR).wait(30)
+            assert buffer.tobytes() == chunks.tobytes()
+
+
+def test_a_released_buffer_is_never_written_again(servers: Stack) -> None:
+    """Its region is gone at the server, in whatever arrangement; others go on."""
+    keys, chunks = make_chunks(3, LAYOUT, seed=81)
+    with servers.client("chunks", "shm") as client:
+        client.put_chunks(keys, list(chunks))
+        first, second = (client.allocate_buffer(LAYOUT.payload_bytes(3)) for _ in range(2))
+        for buffer in (first, second):
+            client.fetch(keys, LAYOUT, buffer, delivery=Delivery.CHUNK_MAJOR).wait(30)
+        client.release_buffer(first)
+        first[:] = 0
+        client.fetch(keys, LAYOUT, second, delivery=Delivery.CHUNK_MAJOR).wait(30)
+        assert not first.any()
+        client.fetch(keys, LAYOUT, first, delivery=Delivery.CHUNK_MAJOR).wait(30)
+        assert first.tobytes() == chunks.tobytes()
+
+
+def test_a_server_without_shm_says_so(tmp_path: object) -> None:
+    with LocalStack(tmp_path / "data", shm=False) as local:  # type: ignore[operator]
+        local.call(local.storage.create_bucket("OWNERKEY", "chunks"))
+        with local.client("chunks", "shm") as client:
+            buffer = client.allocate_buffer(SIZE)
+            with pytest.raises(Exception, match="no shm transport"):
+                client.register_buffer(buffer)
+        with local.client("chunks") as client:
+            assert client.register_buffer(client.allocate_buffer(SIZE)) is Transport.UCX
+
+
+def test_another_keys_region_cannot_be_named(local: LocalStack, caller: Caller) -> None:
+    """Who registered it is who may have it written to."""
+    keys, chunks = make_chunks(2, LAYOUT, seed=9)
+    region = {"region_id": "kv", "address": 0, "length": SIZE}
+    caller.offer([memfd()])
+    agent_id = register(local, caller.ticket, [region], OTHER)
+    with local.client("chunks", "shm") as client:
+        client.put_chunks(keys, list(chunks))
+        session = client._fetches_over(Transport.SHM).session
+        session.agent_id = lambda: agent_id  # type: ignore[method-assign]
+        buffer = client.allocate_buffer(LAYOUT.payload_bytes(2))
+        with pytest.raises(CallerError) as refused:
+            client.fetch(keys, LAYOUT, buffer).wait(30)
+        assert refused.value.code is ErrorCode.ACCESS_DENIED
+    assert np.frombuffer(buffer, np.uint8).sum() == 0
