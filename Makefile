@@ -29,6 +29,8 @@ types: $(STAMP)
 bench-smoke: $(STAMP)
 	$(BIN)/objectcache bench aggregate --smoke
 	$(BIN)/objectcache bench s3 --smoke
+	$(BIN)/objectcache bench ladder --smoke
+	$(BIN)/objectcache bench concurrency --smoke
 
 # the S3 clients the tests run, in environments of their own
 clients: $(STAMP)

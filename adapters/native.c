@@ -21,8 +21,8 @@
 #define LANES 4                       /* crc32 takes 3 cycles and a new one may start each cycle */
 #define READ_BYTES (16 * BLOCK_BYTES) /* read, then proved while still in the second-level cache */
 #define AHEAD_BYTES (4 * 65536)        /* four layers of a small model's chunk at a time keep a disk busier than one */
-#define SEND_SPANS 64
-#define SEND_BYTES (1 << 20)
+#define SEND_SPANS 512 /* half of what the kernel takes at once; the fewer calls, the fewer copies it interrupts */
+#define SEND_BYTES (8 << 20)
 #define SHORT_BYTES (1 << 20) /* giving the interpreter up costs up to a switch interval to get it back */
 
 /* CRC-32C, Castagnoli, reflected, polynomial 0x1EDC6F41 (RFC 3720, appendix B.4) */

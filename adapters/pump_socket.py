@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import os
 import socket
+from collections.abc import Callable
 from typing import cast
 
 from aiohttp import web
@@ -27,12 +28,20 @@ def takes_pump(http: web.BaseRequest) -> bool:
     )
 
 
-async def send_by_pump(http: web.BaseRequest, pump: Pump, idle_timeout_s: float) -> None:
-    """Send the body of an answer that has begun. Raises ConnectionError; a client that takes nothing for
-    `idle_timeout_s` is one.
+async def send_by_pump(
+    http: web.BaseRequest, pump: Pump, idle_timeout_s: float, on_sent: Callable[[int], None]
+) -> None:
+    """Send the body of an answer that has begun, telling `on_sent`, in any thread, what the connection has taken.
+    Raises ConnectionError; a client that takes nothing for `idle_timeout_s` is one.
     """
     with await _drained(http) as own:
-        while not await pump.send(own.send, own.fileno()):
+
+        def send_some(view: memoryview) -> int:
+            count = own.send(view)
+            on_sent(count)
+            return count
+
+        while not await pump.send(send_some, own.fileno()):
             await _writable(own, idle_timeout_s)
 
 

@@ -11,6 +11,8 @@ from descriptors.tracing import ServerTiming
 
 NAME_CHARACTERS_MAX = 128
 """Of a bucket or key: a line stays below 4 KiB whatever is asked for."""
+CLIENT_GONE = "ClientGone"
+"""The code where the connection ended before we were done; every byte may have been taken all the same."""
 _log = logging.getLogger("objectcache.requests")
 
 
@@ -44,8 +46,8 @@ class Stopwatch:
 
 @dataclass(frozen=True, slots=True)
 class RequestLine:
-    """What is logged of a request: `by` whom, `status` 0 where the connection ended unanswered, `nbytes` of objects or
-    chunks moved. `bucket` and `key` may be anything a client sends.
+    """What is logged of a request: `by` whom; `status` as answered, 0 where it was not; `code` of the error, or
+    CLIENT_GONE; `nbytes` of objects or chunks moved. `bucket` and `key` may be anything a client sends.
     """
 
     by: str

@@ -21,7 +21,7 @@ from descriptors.units import KIB
 
 DRAIN_BYTES = 64 * KIB
 _log = logging.getLogger(__name__)
-_BEGUN = web.RequestKey("answer begun", bool)
+_BEGUN = web.RequestKey("status of the answer begun", int)
 _STANDING = web.RequestKey("headers of every answer", dict[str, str])
 
 
@@ -37,9 +37,15 @@ def fulfil_headers(http: web.BaseRequest, response: web.StreamResponse) -> None:
 
 async def begin_answer(http: web.BaseRequest, response: web.StreamResponse) -> None:
     """Send the head of an answer whose body is streamed."""
-    http[_BEGUN] = True
+    http[_BEGUN] = response.status
     fulfil_headers(http, response)
     await response.prepare(http)
+
+
+def begun_status(http: web.BaseRequest) -> int:
+    """The status of an answer whose body has begun to be streamed; 0 before."""
+    status: int = http.get(_BEGUN, 0)
+    return status
 
 
 def abort_if_begun(http: web.BaseRequest) -> None:

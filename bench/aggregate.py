@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import os
 import tempfile
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
@@ -34,14 +34,14 @@ from bench.server import BenchServer, running_server
 from descriptors.layout import ChunkLayout
 from descriptors.prefix_keys import Namespace, chunk_keys
 from descriptors.units import GIB, MIB
-from nixl_client.client import Transport
+from nixl_client.client import ObjectCacheClient, Transport
 from storage_server.settings import StorageSettings
 
 FILL_BATCH_BYTES = 64 * MIB
 JOINT_BYTES_MAX = 5 * GIB // 4
 """Up to this payload all sizes of chunks are in one server and in the same rounds."""
 DRAM_SPARE_BYTES = 256 * MIB
-OVER_TCP = "tcp"
+IN_DRAM = (State.DRAM, State.TCP)
 REMARKS = {
     State.PAGE_CACHE: "stored moments ago, the server's DRAM tier off",
     State.DRAM: "fetched until all of it was in the server's DRAM tier",
@@ -54,8 +54,8 @@ REMARKS = {
 class AggregateSettings:
     """What to measure. `chunk_count` and `per_layer_chunk_bytes` are those of the first of `grains` (G, ascending).
 
-    `peers` run beside the states DRAM and TCP, where Ceph RGW is one more S3 server if `rgw`; those that ask for single
-    slices get `slices_max` of them. `folder` is where the stores go for the time being.
+    `peers` run in the states DRAM and TCP on chunks of the first size; Ceph RGW is one more S3 server if `rgw`;
+    those that ask for single slices get `slices_max` of them. `folder` is where the stores go for the time being.
     """
 
     chunk_count: int
@@ -132,44 +132,52 @@ def measure_aggregate(settings: AggregateSettings) -> Report:
 
 
 def _measure_phase(settings: AggregateSettings, state: State, chunks: dict[int, Chunks], found: _Found) -> None:
-    phase = _phase(state, chunks)
-    payload_bytes = max(each.payload_bytes for each in chunks.values())
-    dram_bytes = 0
-    if state in (State.DRAM, State.TCP):
-        dram_bytes = sum(each.payload_bytes for each in chunks.values()) + DRAM_SPARE_BYTES
-    transports = (Transport.UCX,) if state is State.TCP else settings.transports
-    if not set(transports) <= set(settings.transports):
+    if state is State.TCP and Transport.UCX not in settings.transports:
         return
+    transports = (Transport.UCX,) if state is State.TCP else settings.transports
+    phase = f"{state.value} {','.join(f'g{grain}' for grain in chunks)}"
     with ExitStack() as stack:
-        stack.enter_context(_ucx_tls(OVER_TCP if state is State.TCP else None))
-        folder = Path(
-            stack.enter_context(tempfile.TemporaryDirectory(prefix="objectcache-aggregate-", dir=settings.folder))
-        )
-        server = stack.enter_context(running_server(folder, ["--dram-bytes", str(dram_bytes)]))
-        for each in chunks.values():
-            _fill(server, each)
-        clients = [(stack.enter_context(server.client(transport)), transport) for transport in transports]
-        buffer = clients[0][0].allocate_buffer(payload_bytes)
-        buffer.fill(0xFF)
-        files = _data_files(folder) if state is State.COLD else []
-        bed = Bed(state, server, StorageSettings(data_dir=Path()), chunks, buffer, files)
+        bed, clients = _open_bed(settings, state, chunks, transports, stack)
         contenders = raw_limits(bed, settings.memcpy_bytes, transports, stack)
-        for client, transport in clients:
+        for client, transport in zip(clients, transports, strict=True):
             contenders += fetches(bed, client, transport)
-        if dram_bytes:
-            resident_bytes = warm(bed, clients[0][0])
-            found.remarks[phase] = f"{REMARKS[state]} (server's memory then: {format_bytes(resident_bytes)})"
+        remark = REMARKS[state]
         peers = Peers(stack)
-        if state in (State.DRAM, State.TCP):
-            _start_peers(settings, bed, peers)
-        contenders += peer_contenders(peers, next(iter(chunks)))
+        if state in IN_DRAM:
+            remark += f" (server's memory then: {format_bytes(warm(bed, clients[0]))})"
+            if settings.grains[0] in chunks:
+                _start_peers(settings, bed, peers)
+                contenders += peer_contenders(peers, settings.grains[0])
         found.measurements += run_rounds(state, contenders, peers, settings.runs)
         found.missing.update(peers.missing)
         if state is State.COLD:
-            share = max(bed.shares, default=0.0)
-            found.remarks[phase] = f"{REMARKS[state]}; at most {share:.1%} of them stayed"
-        found.remarks.setdefault(phase, REMARKS[state])
-        found.peak_rss_bytes[phase] = server.peak_rss_bytes()
+            remark += f"; at most {max(bed.shares):.1%} of them stayed"
+        found.remarks[phase] = remark
+        found.peak_rss_bytes[phase] = bed.server.peak_rss_bytes()
+
+
+def _open_bed(
+    settings: AggregateSettings,
+    state: State,
+    chunks: dict[int, Chunks],
+    transports: Sequence[Transport],
+    stack: ExitStack,
+) -> tuple[Bed, list[ObjectCacheClient]]:
+    """A filled server of its own, a client for each transport and the buffer; `stack` takes them down."""
+    dram_bytes = 0
+    if state in IN_DRAM:
+        dram_bytes = sum(each.payload_bytes for each in chunks.values()) + DRAM_SPARE_BYTES
+    stack.enter_context(_ucx_tls("tcp" if state is State.TCP else None))
+    temporary = tempfile.TemporaryDirectory(prefix="objectcache-aggregate-", dir=settings.folder)
+    folder = Path(stack.enter_context(temporary))
+    server = stack.enter_context(running_server(folder, ["--dram-bytes", str(dram_bytes)]))
+    for each in chunks.values():
+        _fill(server, each)
+    clients = [stack.enter_context(server.client(transport)) for transport in transports]
+    buffer = clients[0].allocate_buffer(max(each.payload_bytes for each in chunks.values()))
+    buffer.fill(0xFF)
+    files = _data_files(folder) if state is State.COLD else []
+    return Bed(state, server, StorageSettings(data_dir=Path()), chunks, buffer, files), clients
 
 
 def _start_peers(settings: AggregateSettings, bed: Bed, peers: Peers) -> None:
@@ -219,10 +227,6 @@ def _fill(server: BenchServer, chunks: Chunks) -> None:
 def _data_files(folder: Path) -> list[Path]:
     """The store's files of chunks; its index stays warm."""
     return sorted(folder.rglob("data/extents/*/*"))
-
-
-def _phase(state: State, chunks: Mapping[int, Chunks]) -> str:
-    return f"{state.value} " + ",".join(f"g{grain}" for grain in chunks)
 
 
 def _described(settings: AggregateSettings) -> dict[str, Any]:

@@ -22,7 +22,7 @@ from bench.content import Bytes
 from bench.kv_peers.memory import huge_page_memory
 from bench.senders import PATTERN
 
-MEMCPY_PASSES = 4
+MEMCPY_PASSES = 8
 READ_BYTES = 4 << 20
 READERS = 4
 ALIGNMENT_BYTES = 4096

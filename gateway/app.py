@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import logging
 import secrets
 import time
@@ -10,8 +11,8 @@ from urllib.parse import unquote
 
 from aiohttp import web
 
-from adapters.request_log import RequestLine, log_request, logs_requests
-from adapters.response_sink import abort_if_begun, cutting, fulfil_headers, promise_headers
+from adapters.request_log import CLIENT_GONE, RequestLine, log_request, logs_requests
+from adapters.response_sink import abort_if_begun, begun_status, cutting, fulfil_headers, promise_headers
 from descriptors.descriptor import is_request_id
 from descriptors.errors import CallerError, ErrorCode, ObjectCacheError, ServerError
 from descriptors.storage_api import StorageApi
@@ -65,7 +66,8 @@ class Gateway:
                 abort_if_begun(http)
                 context = xml.ErrorContext(trace.trace_id, self._settings.region, _argument_value(http, error))
                 response = _refusal(http.method, http.raw_path, error, context)
-            except ConnectionError:
+            except (ConnectionError, asyncio.CancelledError):
+                code = CLIENT_GONE
                 raise
             except Exception:
                 code = ErrorCode.INTERNAL_ERROR.value
@@ -82,7 +84,7 @@ class Gateway:
             return response
         finally:
             if logs_requests():
-                log_request(_line(trace, status, code))
+                log_request(_line(trace, status or begun_status(http), code))
 
     def _traced(self, http: web.BaseRequest) -> RequestTrace:
         trace_id = _make_trace_id()

@@ -13,20 +13,22 @@ from contextlib import AbstractAsyncContextManager
 from contextvars import ContextVar
 from typing import Any, cast
 
-from adapters.request_log import Stopwatch
 from descriptors.objects import ReadRequest
 from descriptors.storage_api import ObjectRead, StorageApi
 from descriptors.tracing import REQUEST_ID_HEADER, ServerTiming
 from gateway.body import RequestBody
 
+_GATEWAY, _STORAGE, _TRANSFER = range(3)
+
 
 class RequestTrace:
     """`trace_id` is ours, `request_id` the client's where it has named one, `headers` what every answer carries.
-    `storage` runs during storage calls, `transfer` while payload moves in them; `upload` waits on its own.
+
+    Time is told apart by saying, where a stretch begins, whose it is; before, it is the gateway's.
     """
 
     __slots__ = (
-        "_began_s", "bucket", "headers", "key", "nbytes", "operation", "request_id", "storage", "trace_id", "transfer",
+        "_at_s", "_spent_s", "_whose", "bucket", "headers", "key", "nbytes", "operation", "request_id", "trace_id",
         "upload",
     )  # fmt: skip
 
@@ -38,10 +40,10 @@ class RequestTrace:
         self.bucket = ""
         self.key = ""
         self.nbytes = 0
-        self.storage = Stopwatch()
-        self.transfer = Stopwatch()
         self.upload: RequestBody | None = None
-        self._began_s = time.perf_counter()
+        self._spent_s = [0.0, 0.0, 0.0]
+        self._whose = _GATEWAY
+        self._at_s = time.perf_counter()
 
     def name(self, request_id: str | None) -> None:
         """The client's own id: the answer repeats it, an error too."""
@@ -49,19 +51,39 @@ class RequestTrace:
             self.request_id = request_id
             self.headers[REQUEST_ID_HEADER] = request_id
 
+    def work(self) -> None:
+        """From now on it is the gateway that takes its time."""
+        self._turn(_GATEWAY)
+
+    def wait_for_storage(self) -> None:
+        """From now on the storage side is waited for."""
+        self._turn(_STORAGE)
+
+    def wait_for_client(self) -> None:
+        """From now on the client's connection is waited for."""
+        self._turn(_TRANSFER)
+
+    def _turn(self, whose: int) -> None:
+        now_s = time.perf_counter()
+        self._spent_s[self._whose] += now_s - self._at_s
+        self._at_s, self._whose = now_s, whose
+
+    def add_bytes(self, nbytes: int) -> None:
+        """So many more of the answer's body are on their way."""
+        self.nbytes += nbytes
+
     def moved(self, nbytes: int, transfer_s: float) -> None:
-        """What a storage call that moved payload past this process says of it."""
+        """What a storage call that moved the payload says of it, when it is over."""
         self.nbytes = nbytes
-        self.transfer.add(transfer_s)
+        self._spent_s[_STORAGE] -= transfer_s
+        self._spent_s[_TRANSFER] += transfer_s
 
     def timing(self) -> ServerTiming:
-        """The split until now. Two clocks may disagree by a little; no part is less than nothing."""
-        total_s = time.perf_counter() - self._began_s
-        storage_s = self.storage.total_s
-        transfer_s = self.transfer.total_s
-        if self.upload is not None:
-            transfer_s += self.upload.waited_s
-        return ServerTiming(max(0.0, total_s - storage_s), max(0.0, storage_s - transfer_s), transfer_s)
+        """The split until now. Two clocks may disagree by a little: nothing is below 0."""
+        self._turn(self._whose)
+        gateway_s, storage_s, transfer_s = self._spent_s
+        waited_s = 0.0 if self.upload is None else self.upload.waited_s
+        return ServerTiming(gateway_s, max(0.0, storage_s - waited_s), transfer_s + waited_s)
 
 
 _CURRENT: ContextVar[RequestTrace | None] = ContextVar("request trace", default=None)
@@ -79,7 +101,9 @@ def current_request_id() -> str | None:
 
 
 def timed(storage: StorageApi) -> StorageApi:
-    """The same storage, with the time of each call entered in the trace of the request that makes it."""
+    """The same storage, with the time of each call entered in the trace of the request that makes it; but for
+    `open_object`, whose caller knows what it waits for.
+    """
     return cast(StorageApi, _Timed(storage))
 
 
@@ -90,7 +114,7 @@ class _Timed:
             setattr(self, name, _timed_call(storage, name))
 
     def open_object(self, request: ReadRequest) -> AbstractAsyncContextManager[ObjectRead]:
-        return _Opening(self._storage.open_object(request))
+        return self._storage.open_object(request)
 
 
 def _timed_call(storage: StorageApi, name: str) -> Callable[..., Awaitable[Any]]:
@@ -98,26 +122,10 @@ def _timed_call(storage: StorageApi, name: str) -> Callable[..., Awaitable[Any]]
         trace = _CURRENT.get()
         if trace is None:
             return await getattr(storage, name)(*arguments)
-        with trace.storage:
+        trace.wait_for_storage()
+        try:
             return await getattr(storage, name)(*arguments)
+        finally:
+            trace.work()
 
     return call
-
-
-class _Opening:
-    """Opening is the storage's time; what is done while the object is open is for its reader to say."""
-
-    __slots__ = ("_opening",)
-
-    def __init__(self, opening: AbstractAsyncContextManager[ObjectRead]) -> None:
-        self._opening = opening
-
-    async def __aenter__(self) -> ObjectRead:
-        trace = _CURRENT.get()
-        if trace is None:
-            return await self._opening.__aenter__()
-        with trace.storage:
-            return await self._opening.__aenter__()
-
-    async def __aexit__(self, *raised: Any) -> bool | None:
-        return await self._opening.__aexit__(*raised)

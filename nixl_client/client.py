@@ -12,34 +12,28 @@ import threading
 import uuid
 from collections.abc import AsyncIterator, Coroutine, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import ExitStack
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
-from adapters.nixl_agent import NixlFailure, is_available
 from descriptors.descriptor import Delivery, Descriptor, OnMissing, RdmaTarget
-from descriptors.errors import ErrorCode, ObjectCacheError
+from descriptors.errors import ObjectCacheError
 from descriptors.layout import ChunkLayout
 from descriptors.messages import LookupRequest, lookup_body
 from nixl_client import shared_memory
-from nixl_client.buffers import Buffer, as_buffer
+from nixl_client.buffers import as_buffer
 from nixl_client.fetch import Layer, LayerFetch
 from nixl_client.fetch_http import HttpFetches
-from nixl_client.fetch_one_sided import OneSidedFetches
 from nixl_client.http import SignedHttp
-from nixl_client.links import Link, UcxLink
 from nixl_client.objects import ObjectPaths, Registered
-from nixl_client.registration import LIFETIME_S, AgentSession
-from nixl_client.shm_link import ShmLink, ShmUnavailableError
+from nixl_client.registration import LIFETIME_S
 from nixl_client.transport import Transport
+from nixl_client.ways import Ways
 
 FETCHES_MAX = 64
 PUT_THREADS = 8
-UNSUPPORTED = frozenset({ErrorCode.NOT_IMPLEMENTED, ErrorCode.METHOD_NOT_ALLOWED, ErrorCode.INVALID_URI})
-"""What a server says that has no such transport, or has never heard of it."""
 _log = logging.getLogger(__name__)
 __all__ = ["ObjectCacheClient", "Transport"]
 
@@ -72,28 +66,20 @@ class ObjectCacheClient:
         self.bucket = bucket
         self._http = SignedHttp(endpoint, access_key, secret_key, region, timeout_s)
         self._fetch_timeout_s = fetch_timeout_s
-        self._agent_lifetime_s = agent_lifetime_s
-        self._wanted = Transport(transport)
-        self._lock = threading.Lock()
         self._http_fetches = HttpFetches(self._http, bucket, fetch_timeout_s)
-        self._one_sided: dict[Transport, OneSidedFetches] = {}
-        self._unavailable: set[Transport] = set()
+        self._ways = Ways(self._http, bucket, Transport(transport), fetch_timeout_s, agent_lifetime_s)
         self._fetchers = ThreadPoolExecutor(FETCHES_MAX, "objectcache-fetch")
         self._waiters = ThreadPoolExecutor(FETCHES_MAX, "objectcache-wait")
         self._putters = ThreadPoolExecutor(PUT_THREADS, "objectcache-put")
-        self._buffers: dict[int, Any] = {}
 
     def close(self) -> None:
         """Deregister from the gateway, which waits for writes in flight, and free everything."""
         try:
-            with ExitStack() as closing:
-                for fetches in self._one_sided.values():
-                    closing.callback(fetches.close)
+            self._ways.close()
         finally:
             for pool in (self._fetchers, self._waiters, self._putters):
                 pool.shutdown()
             self._http.close()
-            self._buffers.clear()
 
     def __enter__(self) -> ObjectCacheClient:
         return self
@@ -140,15 +126,11 @@ class ObjectCacheClient:
 
         Buffers stay registered, and referenced, until `release_buffer` or `close`.
         """
-        return self._way(as_buffer(array), array).transport
+        return self._ways.find(array).transport
 
     def release_buffer(self, array: Any) -> None:
         """Deregister a buffer: on return the server cannot write into it."""
-        buffer = as_buffer(array)
-        for transport, fetches in self._one_sided.items():
-            shared = shared_memory.find(buffer.memory) if transport is Transport.SHM else None
-            fetches.session.release(shared.buffer if shared is not None else buffer)
-        self._buffers.pop(buffer.memory.address, None)
+        self._ways.release(array)
 
     def fetch(
         self,
@@ -167,7 +149,7 @@ class ObjectCacheClient:
         fetch is settled: `wait` returned, or `cancel` did.
         """
         target = as_buffer(buffer)
-        way = self._way(target, buffer)
+        way = self._ways.find(buffer)
         descriptor = Descriptor(
             chunk_keys=tuple(chunk_keys),
             num_layers=layout.num_layers,
@@ -223,77 +205,10 @@ class ObjectCacheClient:
         return ObjectPaths(self._http, self.bucket, self._register_for_ucx, self._fetch_timeout_s)
 
     def _register_for_ucx(self, array: Any) -> Registered:
-        buffer = as_buffer(array)
-        fetches = self._fetches_over(Transport.UCX)
-        region_id = fetches.session.region_of(buffer)
-        self._buffers[buffer.memory.address] = array
-        return Registered(fetches.session, fetches.link, region_id)
-
-    def _way(self, buffer: Buffer, array: Any) -> _Way:
-        """The first transport that can fill this buffer, its region registered there."""
-        for transport in self._candidates(buffer):
-            if transport is Transport.HTTP:
-                if buffer.memory.device != "cpu":
-                    raise ValueError("the http transport needs a buffer in host memory")
-                return _Way(Transport.HTTP)
-            try:
-                way = self._registered(transport, buffer)
-            except (ImportError, NixlFailure, ShmUnavailableError, ObjectCacheError) as error:
-                is_unavailable = not isinstance(error, ObjectCacheError) or error.code in UNSUPPORTED
-                if self._wanted is not Transport.AUTO or not is_unavailable:
-                    raise
-                _log.info("%s is not to be had here: %s", transport.value, error)
-                self._unavailable.add(transport)
-                continue
-            self._buffers[buffer.memory.address] = array
-            return way
-        raise ValueError(f"no transport fills this buffer ({self._wanted.value} was asked for)")
-
-    def _candidates(self, buffer: Buffer) -> list[Transport]:
-        if self._wanted is not Transport.AUTO:
-            return [self._wanted]
-        order = [Transport.SHM] if shared_memory.find(buffer.memory) is not None else []
-        return [
-            transport for transport in (*order, Transport.UCX, Transport.HTTP) if transport not in self._unavailable
-        ]
-
-    def _registered(self, transport: Transport, buffer: Buffer) -> _Way:
-        shared = shared_memory.find(buffer.memory) if transport is Transport.SHM else None
-        if transport is Transport.SHM and shared is None:
-            raise ValueError("the shm transport fills buffers of allocate_buffer only")
-        fetches = self._fetches_over(transport)
-        whole = buffer if shared is None else shared.buffer
-        region_id = fetches.session.region_of(whole)
-        return _Way(transport, fetches, region_id, buffer.memory.address - whole.memory.address)
-
-    def _fetches_over(self, transport: Transport) -> OneSidedFetches:
-        with self._lock:
-            if transport not in self._one_sided:
-                link: Link
-                if transport is Transport.SHM:
-                    link = ShmLink(self._shm_socket)
-                else:
-                    if not is_available():
-                        raise ImportError("NIXL is not installed: pip install 'objectcache[ucx]'")
-                    link = UcxLink()
-                session = AgentSession(self._http, link, self._agent_lifetime_s)
-                fetches = OneSidedFetches(self._http, self.bucket, self._fetch_timeout_s, link, session)
-                self._one_sided[transport] = fetches
-            return self._one_sided[transport]
-
-    def _shm_socket(self) -> str | None:
-        address = self._http.request("GET", "/_objectcache/transports").json().get("shm_socket")
-        return None if address is None else str(address)
-
-
-@dataclass(frozen=True, slots=True)
-class _Way:
-    """How a buffer is filled: for one-sided transports its region, and where the buffer starts in it."""
-
-    transport: Transport
-    fetches: OneSidedFetches | None = None
-    region_id: str = ""
-    region_offset: int = 0
+        way = self._ways.over(Transport.UCX, array)
+        if way.fetches is None:
+            raise RuntimeError("ucx is a one-sided transport")
+        return Registered(way.fetches.session, way.fetches.link, way.region_id)
 
 
 def _cancel_started(starting: asyncio.Future[LayerFetch]) -> None:

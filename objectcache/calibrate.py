@@ -160,18 +160,19 @@ def _measured(options: argparse.Namespace, plan: CalibrationPlan, config: Config
     from bench.samples import State
     from bench.server import BenchServerError
     from descriptors.errors import ObjectCacheError
-    from nixl_client.transport import Transport
 
     storage = config.storage_settings(Path(), ucx=True)
     written = config.storage.model_dump(mode="json", exclude_none=True, exclude={"theta_bytes"})
     where = Where(options.data, storage, "\n".join([*table_lines(("storage",), written), ""]))
     states = [warm_state(plan, storage) if name == "warm" else State.COLD for name in options.states]
     is_auto = options.transport == "auto"
-    transports = [Transport(name) for name in (TRANSPORTS if is_auto else (options.transport,))]
+    transports = TRANSPORTS if is_auto else (options.transport,)
     now = datetime.now(UTC).isoformat(timespec="seconds")
     origin = {"measured_at": now, **describe_commit(), "machine": describe_machine()}
     try:
-        found = measure(plan, states, transports, where, all_needed=not is_auto)
+        found = measure(plan, states, transports, where)
+        if found.missing and not is_auto:
+            return f"{options.transport} cannot run here: {found.missing[options.transport]}"
         return conclude(
             found.points,
             [compute_us / 1e6 for compute_us in options.compute_us],

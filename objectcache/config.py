@@ -65,7 +65,7 @@ class StorageConfig(_Model):
     aggregation_bytes: int | None = None
     staging_bytes: int | None = None
     window_bytes: int | None = None
-    shm_payload_bytes: int | None = None
+    direct_payload_bytes: int | None = None
     dram_bytes: int | None = None
     deliveries_max: int | None = None
     agents_max: int | None = None

@@ -41,7 +41,11 @@ def with_calibration(text: str, theta_bytes: int, calibration: Table) -> str:
         "storage": {**storage, "theta_bytes": theta_bytes},
         "calibration": calibration,
     }
-    if _parsed(edited) != wanted:
+    try:
+        is_right = _parsed(edited) == wanted
+    except ConfigTextError:
+        is_right = False
+    if not is_right:
         raise ConfigTextError("its [storage] or [calibration] is written in a way that cannot be edited safely")
     return edited
 

@@ -18,7 +18,7 @@ from descriptors.units import MIB
 from storage_server.gather.staging import Slot, StagingPool
 from storage_server.put_plan import one_run
 from storage_server.transport.one_sided import OneSided
-from storage_server.transport.write_engine import WriteEngine
+from storage_server.transport.one_sided_engine import OneSidedEngine
 
 SLOT_BYTES = MIB
 
@@ -39,7 +39,7 @@ class BufferStaging:
         return self._slot_count * SLOT_BYTES
 
     @asynccontextmanager
-    async def lent(self, engine: WriteEngine, nbytes: int) -> AsyncIterator[list[Slot]]:
+    async def lent(self, engine: OneSidedEngine, nbytes: int) -> AsyncIterator[list[Slot]]:
         """Slots for `nbytes` bytes until the block ends, when nothing may be in flight in them."""
         slots: list[Slot] = []
         try:
@@ -53,7 +53,7 @@ class BufferStaging:
             for slot in slots:
                 slot.release()
 
-    async def _made(self, engine: WriteEngine) -> StagingPool:
+    async def _made(self, engine: OneSidedEngine) -> StagingPool:
         if self._pool is None:
             pool = StagingPool(SLOT_BYTES, self._slot_count)
             await to_end(asyncio.wrap_future(engine.register(Memory(pool.address, pool.nbytes))))

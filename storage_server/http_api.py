@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import base64
 import binascii
 import hashlib
@@ -15,8 +16,8 @@ from typing import Any
 from aiohttp import web
 from pydantic import TypeAdapter
 
-from adapters.request_log import RequestLine, Stopwatch, log_request, logs_requests
-from adapters.response_sink import ResponseSink, abort_if_begun, begin_answer, cutting
+from adapters.request_log import CLIENT_GONE, RequestLine, Stopwatch, log_request, logs_requests
+from adapters.response_sink import ResponseSink, abort_if_begun, begin_answer, begun_status, cutting
 from descriptors.descriptor import DESCRIPTOR_BYTES_MAX, is_request_id
 from descriptors.descriptor_codec import decode_descriptor
 from descriptors.errors import CallerError, ErrorCode, ObjectCacheError, ServerError
@@ -107,7 +108,8 @@ class StorageHttp:
                 code = error.code.value
                 abort_if_begun(http)
                 response = _refusal(error)
-            except ConnectionError:
+            except (ConnectionError, asyncio.CancelledError):
+                code = CLIENT_GONE
                 raise
             except Exception:
                 code = ErrorCode.INTERNAL_ERROR.value
@@ -118,7 +120,7 @@ class StorageHttp:
             return response
         finally:
             if logs_requests():
-                log_request(trace.line(status, code))
+                log_request(trace.line(status or begun_status(http), code))
 
     async def _answer(self, http: web.BaseRequest, trace: _Trace) -> web.StreamResponse:
         if http.method == "GET" and http.path == "/health":

@@ -25,12 +25,12 @@ from storage_server.store.embedded import EmbeddedStore
 from storage_server.store.extents import Extent, read_object
 from storage_server.store.io_threads import IoThreads
 from storage_server.transport.one_sided import OneSided
-from storage_server.transport.write_engine import WriteEngine
+from storage_server.transport.one_sided_engine import OneSidedEngine
 
 CHUNK_PUTS_MAX = 8
 """Chunks of one request stored at once: they share the committer's syncs."""
 SLOTS_AHEAD_MAX = 4
-OpenOneSided = Callable[[WriteEngine], OneSided]
+OpenOneSided = Callable[[OneSidedEngine], OneSided]
 _log = logging.getLogger(__name__)
 
 
@@ -55,7 +55,7 @@ class ObjectMoves:
             raise declined(f"{nbytes} bytes do not fit the {self._buffer.nbytes} of the gateway's buffer")
 
     async def get_direct(
-        self, engine: WriteEngine, open_one_sided: OpenOneSided, request: ReadRequest, room_bytes: int
+        self, engine: OneSidedEngine, open_one_sided: OpenOneSided, request: ReadRequest, room_bytes: int
     ) -> ObjectDelivery:
         """S3RDMA Direct: piece after piece through the staging pool."""
         async with (
@@ -77,7 +77,7 @@ class ObjectMoves:
             return ObjectDelivery(head, await one_sided.finish(), one_sided.busy_s)
 
     async def get_staged(
-        self, engine: WriteEngine, open_one_sided: OpenOneSided, request: ReadRequest, room_bytes: int
+        self, engine: OneSidedEngine, open_one_sided: OpenOneSided, request: ReadRequest, room_bytes: int
     ) -> ObjectDelivery:
         """S3RDMA Buffer: the whole object into the gateway's memory, then on from there."""
         async with self._admission.admit(), self._store.reads.open_object(request) as read:
@@ -90,7 +90,7 @@ class ObjectMoves:
                 return ObjectDelivery(read.head, await one_sided.finish(), one_sided.busy_s)
 
     async def put_direct(
-        self, engine: WriteEngine, open_one_sided: OpenOneSided, request: PutRequest, said: BodyDigests
+        self, engine: OneSidedEngine, open_one_sided: OpenOneSided, request: PutRequest, said: BodyDigests
     ) -> ObjectStored:
         """S3RDMA Direct: the client's memory is read as the store takes it."""
         async with (
@@ -101,7 +101,7 @@ class ObjectMoves:
             return ObjectStored(await self._store.put_object(request, body), one_sided.busy_s)
 
     async def put_staged(
-        self, engine: WriteEngine, open_one_sided: OpenOneSided, request: PutRequest, said: BodyDigests
+        self, engine: OneSidedEngine, open_one_sided: OpenOneSided, request: PutRequest, said: BodyDigests
     ) -> ObjectStored:
         """S3RDMA Buffer: all of the client's bytes into the gateway's memory, then to the store."""
         async with self._admission.admit(), self._buffer.lent(engine, request.nbytes) as slots:
@@ -111,7 +111,7 @@ class ObjectMoves:
             return ObjectStored(info, one_sided.busy_s)
 
     async def put_chunks(
-        self, engine: WriteEngine, open_one_sided: OpenOneSided, bucket: str, descriptor: Descriptor, mode: Mode
+        self, engine: OneSidedEngine, open_one_sided: OpenOneSided, bucket: str, descriptor: Descriptor, mode: Mode
     ) -> ChunksPut:
         """S3RDMA Batch and Agg."""
         puts: dict[int, ChunkPut] = {}

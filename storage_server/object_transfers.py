@@ -25,7 +25,7 @@ from storage_server.requests import ActiveRequest, RequestTable
 from storage_server.settings import StorageSettings
 from storage_server.store.embedded import EmbeddedStore, check_size
 from storage_server.transport.one_sided import OneSided
-from storage_server.transport.write_engine import WriteEngine
+from storage_server.transport.one_sided_engine import OneSidedEngine
 
 _MODES = {Delivery.LAYER_MAJOR: Mode.LAYER_MAJOR, Delivery.CHUNK_MAJOR: Mode.CHUNK_MAJOR}
 _T = TypeVar("_T")
@@ -41,7 +41,7 @@ class ObjectTransfers:
         staging: StagingPool,
         agents: AgentTable,
         requests: RequestTable,
-        engine: Callable[[], WriteEngine | None],
+        engine: Callable[[], OneSidedEngine | None],
     ) -> None:
         self._settings = settings
         self._store = store
@@ -106,7 +106,7 @@ class ObjectTransfers:
         one_sided = self._opening(agent, region, target.offset)
         return await self._run(active, self._moves.put_chunks(engine, one_sided, bucket, descriptor, mode))
 
-    def _of_token(self, access_key: str, token: RdmaToken) -> tuple[WriteEngine, RegisteredAgent, Region]:
+    def _of_token(self, access_key: str, token: RdmaToken) -> tuple[OneSidedEngine, RegisteredAgent, Region]:
         """Engine, agent and region, once the token has been found to name memory of the caller's."""
         engine = self._engine()
         if engine is None:

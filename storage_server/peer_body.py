@@ -17,8 +17,8 @@ _DIGESTS = TypeAdapter(BodyDigests)
 
 
 class PeerBody:
-    """Implements descriptors.storage_api.Body over a request of `nbytes` object bytes and a trailer. `waiting` runs while
-    they are waited for.
+    """Implements descriptors.storage_api.Body over a request of `nbytes` object bytes and a trailer. `waiting` runs
+    while they are waited for.
     """
 
     def __init__(self, http: web.BaseRequest, nbytes: int, waiting: Stopwatch, *, has_sha256: bool) -> None:

@@ -82,8 +82,9 @@ class Pipeline:
             with self._dram.lent([extent for chunk in chunks for extent in chunk]) as addresses:
                 payload_bytes = layout.payload_bytes(len(chunks))
                 mode = choose_mode(descriptor.delivery, payload_bytes, self._settings.theta_bytes)
-                plan = plan_delivery(mode, layout, len(chunks), route.payload_bytes_max)
                 table = make_table(chunks, addresses)
+                payload_bytes_max = route.payload_bytes_max(is_resident=table.is_resident)
+                plan = plan_delivery(mode, layout, len(chunks), payload_bytes_max)
                 start = DeliveryStart(request_id, mode, len(chunks), payload_bytes)
                 transfer = route.make_transfer(plan)
                 try:

@@ -17,8 +17,8 @@ from descriptors.messages import AgentLease, AgentRegistration, AgentRenewal, Re
 from storage_server.agents import AgentTable, RegisteredAgent
 from storage_server.requests import ActiveRequest, RequestTable
 from storage_server.transport.metadata_probe import MetadataProbe
+from storage_server.transport.one_sided_engine import OneSidedEngine
 from storage_server.transport.shm_door import ShmClient, ShmDoor
-from storage_server.transport.write_engine import WriteEngine
 
 SWEEP_INTERVAL_S = 1.0
 
@@ -28,13 +28,13 @@ class Registrar:
 
     def __init__(self, agents: AgentTable, requests: RequestTable) -> None:
         self.agents = agents
-        self.engine: WriteEngine | None = None
+        self.engine: OneSidedEngine | None = None
         self.door: ShmDoor | None = None
         self._requests = requests
         self._probe = MetadataProbe()
         self._names = _NameLocks()
 
-    def start(self, engine: WriteEngine | None, door: ShmDoor | None) -> None:
+    def start(self, engine: OneSidedEngine | None, door: ShmDoor | None) -> None:
         """Serve these transports."""
         self.engine, self.door = engine, door
         if engine is not None:
@@ -158,7 +158,7 @@ class Registrar:
                 ErrorCode.INVALID_ARGUMENT, f"metadata cannot be used for these regions: {failure}", field="metadata"
             ) from failure
 
-    def _require_engine(self) -> WriteEngine:
+    def _require_engine(self) -> OneSidedEngine:
         return require_engine(self.engine)
 
     async def _forget(self, agent: RegisteredAgent) -> None:
@@ -177,7 +177,7 @@ class Registrar:
                 await self._forget(agent)
 
 
-def require_engine(engine: WriteEngine | None) -> WriteEngine:
+def require_engine(engine: OneSidedEngine | None) -> OneSidedEngine:
     """Raises CallerError(NotImplemented) where ucx is off."""
     if engine is None:
         raise CallerError(

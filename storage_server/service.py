@@ -50,11 +50,11 @@ from storage_server.store.disk import Disk
 from storage_server.store.embedded import EmbeddedStore
 from storage_server.tiers.dram import DramTier
 from storage_server.transport.http import HttpTransfer
+from storage_server.transport.one_sided_engine import OneSidedEngine
 from storage_server.transport.shm import ShmTransfer
 from storage_server.transport.shm_door import ShmDoor
 from storage_server.transport.transfer import Route
 from storage_server.transport.ucx import UcxTransfer
-from storage_server.transport.write_engine import WriteEngine
 
 _log = logging.getLogger(__name__)
 
@@ -110,11 +110,11 @@ class EmbeddedStorage:
         await self.dram.close()
         self.store.close()
 
-    async def _start_ucx(self) -> WriteEngine | None:
+    async def _start_ucx(self) -> OneSidedEngine | None:
         if not self.settings.ucx:
             return None
         try:
-            engine = await asyncio.to_thread(WriteEngine, Memory(self.staging.address, self.staging.nbytes))
+            engine = await asyncio.to_thread(OneSidedEngine, Memory(self.staging.address, self.staging.nbytes))
             if self.dram.nbytes:
                 await asyncio.wrap_future(engine.register(Memory(self.dram.address, self.dram.nbytes)))
             return engine
@@ -267,13 +267,14 @@ class EmbeddedStorage:
         window = self.staging.window(settings.window_bytes // settings.aggregation_bytes)
         if target is None:
             http = HttpTransfer(sink, window, settings.stall_timeout_s)
-            return Route(lambda _: http, settings.aggregation_bytes), None
+            return Route(lambda _: http, settings.aggregation_bytes, settings.direct_payload_bytes), None
         agent = self.agents.owned(access_key, target.agent_id, time.time(), "rdma_target.agent_id")
         region = target_region(agent, target)
         if agent.is_shm:
             client = self.registrar.shm_client(agent)
             address = client.regions[region.region_id].address + target.offset
-            return Route(lambda plan: ShmTransfer(client, address, plan), settings.shm_payload_bytes, True), region
+            direct = settings.direct_payload_bytes
+            return Route(lambda plan: ShmTransfer(client, address, plan), direct, direct, past_cache=True), region
         engine = require_engine(self.registrar.engine)
 
         def make_transfer(plan: DeliveryPlan) -> UcxTransfer:
@@ -289,4 +290,4 @@ class EmbeddedStorage:
                 from_resident=agent.takes_pieces,
             )
 
-        return Route(make_transfer, settings.aggregation_bytes), region
+        return Route(make_transfer, settings.aggregation_bytes, settings.aggregation_bytes), region

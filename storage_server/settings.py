@@ -15,8 +15,8 @@ class StorageSettings:
     """`theta_bytes` is the paper's threshold: payloads below it go chunk-major when the caller leaves the choice.
 
     `staging_bytes` bounds the memory of all deliveries together, `window_bytes` that of one; both are cut into slots
-    of `aggregation_bytes`, the size of one payload on the wire. Into shared memory, which needs no staging, payloads of
-    `shm_payload_bytes` go. `dram_bytes` of memory keep chunks that are asked for repeatedly; 0 turns that off.
+    of `aggregation_bytes`, the size of one payload on the wire. Payloads that need no staging, into shared memory or out of the
+    DRAM tier over http, are of `direct_payload_bytes`. `dram_bytes` of memory keep chunks that are asked for repeatedly; 0 turns that off.
 
     `rdma_buffer_bytes` holds the objects of the S3RDMA Buffer path, each whole; larger ones are declined.
 
@@ -34,7 +34,7 @@ class StorageSettings:
     aggregation_bytes: int = 4 * MIB
     staging_bytes: int = 128 * MIB
     window_bytes: int = 32 * MIB
-    shm_payload_bytes: int = 16 * MIB
+    direct_payload_bytes: int = 16 * MIB
     dram_bytes: int = GIB
     deliveries_max: int = 256
     agents_max: int = 4096
@@ -71,7 +71,7 @@ class StorageSettings:
             "request_ids_max",
             "gather_threads",
             "packed_bytes_max",
-            "shm_payload_bytes",
+            "direct_payload_bytes",
             "dram_bytes",
         ):
             if getattr(self, name) < (0 if name in ("theta_bytes", "dram_bytes") else 1):

@@ -138,10 +138,8 @@ def test_costs_are_recovered_from_exact_times() -> None:
     """Least squares on what the model itself would take finds what it was made of."""
     points = make_points()
     chunk, layer = chunk_major_costs(points), layer_major_costs(points)
-    assert (chunk.request_s, chunk.layer_s, chunk.bytes_per_s) == pytest.approx((REQUEST_S, 0, BYTES_PER_S), abs=1e-9)
-    assert (layer.request_s, layer.layer_s, layer.bytes_per_s) == pytest.approx(
-        (REQUEST_S, LAYER_S, BYTES_PER_S), abs=1e-9
-    )
+    assert (chunk.request_s, chunk.layer_s, chunk.bytes_per_s) == pytest.approx((REQUEST_S, 0, BYTES_PER_S))
+    assert (layer.request_s, layer.layer_s, layer.bytes_per_s) == pytest.approx((REQUEST_S, LAYER_S, BYTES_PER_S))
     assert max(chunk.error, layer.error) < 1e-6
 
 
@@ -252,7 +250,9 @@ def test_a_linked_config_file_stays_a_link(tmp_path: Path) -> None:
     assert load_config(kept).storage.theta_bytes == 5
 
 
-@pytest.mark.parametrize("change", [{"surprise": 1}, {"theta_side": "left"}, {"rounds": 0}, {"dram": {"pigeon": {}}}])
+@pytest.mark.parametrize(
+    "change", [{"surprise": 1}, {"theta_side": "left"}, {"rounds": 0}, {"dram": {"pigeon": {"x": 1}}}]
+)
 def test_the_calibration_table_is_checked(tmp_path: Path, change: dict[str, object]) -> None:
     """A typing error there is one anywhere."""
     path = tmp_path / "objectcache.toml"
@@ -328,6 +328,17 @@ def test_wrong_bytes_end_it_and_nothing_is_written(
     assert calibrate.calibrate(options(config=path, data=tmp_path), TINY) == 1
     assert not path.exists()
     assert "chunk 3, layer 1" in capsys.readouterr().err
+
+
+def test_a_transport_that_cannot_run_is_said_when_it_was_asked_for(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """With auto the others are measured; asked for by name there is nothing else to measure."""
+    path = tmp_path / "objectcache.toml"
+    path.write_text("[storage]\nshm = false\n")
+    assert calibrate.calibrate(options(config=path, transport="shm"), TINY) == 1
+    assert "shm cannot run here" in capsys.readouterr().err
+    assert path.read_text() == "[storage]\nshm = false\n"
 
 
 def test_a_file_that_cannot_be_edited_is_refused_before_anything_is_measured(tmp_path: Path) -> None:

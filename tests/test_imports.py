@@ -44,6 +44,7 @@ PURE = (
     "nixl_client/ledger.py",
     "storage_server/agents.py",
     "storage_server/gather/plan.py",
+    "storage_server/gather/rows.py",
     "storage_server/leases.py",
     "storage_server/put_plan.py",
     "storage_server/scheduler/mode.py",
@@ -53,9 +54,22 @@ PURE = (
     "storage_server/store/listing.py",
     "storage_server/store/reading.py",
     "storage_server/store/rows.py",
+    "storage_server/tiers/residency.py",
 )
 IMPURE_MODULES = {"aiohttp", "asyncio", "boto3", "http", "os", "socket", "sqlite3", "subprocess", "threading", "time"}
-STORAGE_STAGES = ["store", "gather", "scheduler", "transport", "pipeline", "service", "http_api"]
+STORAGE_STAGES = [
+    "store",
+    "tiers",
+    "gather",
+    "scheduler",
+    "transport",
+    "registrar",
+    "pipeline",
+    "object_moves",
+    "object_transfers",
+    "service",
+    "http_api",
+]
 
 
 def imported(path: Path) -> set[str]:

@@ -159,7 +159,7 @@ def test_a_client_that_reads_no_notices_loses_only_notices(local: LocalStack, ke
     with local.client("chunks", "shm") as client:
         buffer = client.allocate_buffer(LAYOUT.payload_bytes(N))
         client.fetch(keys, LAYOUT, buffer).wait(30)
-        link: Any = client._one_sided[Transport.SHM].link
+        link: Any = client._ways._one_sided[Transport.SHM].link
         link._connection._hear = lambda _: time.sleep(0.2)
         for _ in range(3):
             buffer[:] = 0
@@ -202,7 +202,7 @@ def test_another_keys_region_cannot_be_named(local: LocalStack, caller: Caller) 
     agent_id = register(local, caller.ticket, [region], OTHER)
     with local.client("chunks", "shm") as client:
         client.put_chunks(keys, list(chunks))
-        session = client._fetches_over(Transport.SHM).session
+        session = client._ways._fetches_over(Transport.SHM).session
         session.agent_id = lambda: agent_id  # type: ignore[method-assign]
         buffer = client.allocate_buffer(LAYOUT.payload_bytes(2))
         with pytest.raises(CallerError) as refused:

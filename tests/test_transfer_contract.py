@@ -27,11 +27,11 @@ from storage_server.gather.plan import DeliveryPlan, plan_delivery
 from storage_server.gather.staging import StagingPool
 from storage_server.scheduler.admission import Grant
 from storage_server.transport.http import HttpTransfer
+from storage_server.transport.one_sided_engine import OneSidedEngine
 from storage_server.transport.shm import ShmTransfer
 from storage_server.transport.shm_door import ShmDoor
 from storage_server.transport.transfer import Transfer
 from storage_server.transport.ucx import UcxTransfer
-from storage_server.transport.write_engine import WriteEngine
 
 LAYOUT = ChunkLayout(num_layers=3, chunk_tokens=16, per_layer_chunk_bytes=70_000)
 K = 4
@@ -101,7 +101,7 @@ class UcxEnd:
 
     def __init__(self, pool: StagingPool) -> None:
         self.pool = pool
-        self.engine = WriteEngine(Memory(pool.address, pool.nbytes))
+        self.engine = OneSidedEngine(Memory(pool.address, pool.nbytes))
         self.receiver = Receiver()
         self.buffer = np.zeros(LAYOUT.payload_bytes(K), dtype=np.uint8)
         memory = Memory(int(self.buffer.ctypes.data), self.buffer.nbytes)

@@ -18,6 +18,9 @@ from numpy.typing import NDArray
 
 from bench.calibration.points import Point
 
+GAIN_MIN, LOSS_MIN = 0.01, 1e-12
+"""A further cost must explain something: N and W hardly differ where all chunks are of one size."""
+
 
 @dataclass(frozen=True, slots=True)
 class Costs:
@@ -62,7 +65,7 @@ def fit(rows: Sequence[tuple[float, float, float, float]], times_s: Sequence[flo
             if (solved <= 0).any():
                 continue
             loss = float(((scaled[:, columns] @ solved - 1) ** 2).sum())
-            if best is None or loss < best[0]:
+            if best is None or loss < best[0] * (1 - GAIN_MIN) - LOSS_MIN:
                 coefficients = np.zeros(4)
                 coefficients[columns] = solved
                 best = loss, coefficients

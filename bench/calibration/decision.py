@@ -4,7 +4,8 @@
 
 Chunk-major delivery: TTFT = when everything is there, plus L*C. Layer-major: Eq. 3 with the measured X. A threshold
 (Eq. 2) costs, for each payload, what its choice takes longer than the better of both orders would. Theta is the
-threshold of the least mean relative cost; between the two sizes that enclose it, it lies where the orders are level.
+threshold of the least cost as a factor, in the geometric mean, which one disturbed round does not sway; between the two
+sizes that enclose it, it lies where the orders are level.
 Sizes are told apart by powers of two, so that no threshold is fitted between payloads that are nearly the same.
 """
 
@@ -63,8 +64,9 @@ class Theta:
 
 @dataclass(frozen=True, slots=True)
 class Sensitivity:
-    """What another threshold does to TTFT, relative to Theta's: on average and at the payload hit hardest; and its mean
-    cost over always choosing the better order. `factor` is None for the extremes: 0 (always layer-major) and infinite.
+    """What another threshold does to TTFT, relative to Theta's: in the geometric mean and at the payload hit hardest;
+    and its mean cost over always choosing the better order. `factor` is None for the extremes: 0 (always layer-major)
+    and infinite.
     """
 
     name: str
@@ -137,26 +139,25 @@ def _sensitivity(
     other = np.where(sizes < other_bytes, chunk, layer)
     change = other / chosen - 1
     worst = int(change.argmax())
-    cost = other / np.minimum(chunk, layer) - 1
     return Sensitivity(
         name,
         factor,
         other_bytes,
-        float(change.mean()),
+        _mean_growth(other / chosen),
         float(change[worst]),
         float(other[worst] - chosen[worst]),
         _cases(curves)[worst],
-        float(cost.mean()),
+        _mean_growth(other / np.minimum(chunk, layer)),
     )
 
 
 def _least_cost(sizes: NDArray[np.int64], chunk: Floats, layer: Floats) -> tuple[int, Side]:
     """The threshold for medians of one column each."""
-    best = np.minimum(chunk, layer)
+    gain = np.log(chunk / layer)
     octaves = np.round(np.log2(sizes))
     groups = [octaves == octave for octave in np.unique(octaves)]
-    of_chunk = np.array([(chunk / best - 1)[group].sum() for group in groups])
-    of_layer = np.array([(layer / best - 1)[group].sum() for group in groups])
+    of_chunk = np.array([np.maximum(gain[group], 0).sum() for group in groups])
+    of_layer = np.array([np.maximum(-gain[group], 0).sum() for group in groups])
     # cost of a split before group i: chunk-major below it, layer-major from it on
     costs = np.concatenate(([0.0], np.cumsum(of_chunk))) + np.concatenate((np.cumsum(of_layer[::-1])[::-1], [0.0]))
     split = int(costs.argmin())
@@ -165,7 +166,7 @@ def _least_cost(sizes: NDArray[np.int64], chunk: Floats, layer: Floats) -> tuple
     if split == len(groups):
         return int(sizes.max()) + 1, Side.ABOVE_ALL
     below, above = groups[split - 1], groups[split]
-    gains = [float(((chunk - layer) / best)[group].mean()) for group in (below, above)]
+    gains = [float(gain[group].mean()) for group in (below, above)]
     return _level(int(sizes[below].max()), int(sizes[above].min()), *gains), Side.BETWEEN
 
 
@@ -175,6 +176,10 @@ def _level(below_bytes: int, above_bytes: int, gain_below: float, gain_above: fl
     theta_bytes = math.exp(math.log(below_bytes) * (1 - share) + math.log(above_bytes) * share)
     stepped = round(theta_bytes / THETA_STEP_BYTES) * THETA_STEP_BYTES
     return min(max(stepped, below_bytes + 1), above_bytes)
+
+
+def _mean_growth(factors: Floats) -> float:
+    return math.expm1(float(np.log(factors).mean()))
 
 
 def _joined(curves: Sequence[Curve], of: Callable[[Curve], NDArray[np.int64] | Floats]) -> Floats:

@@ -69,10 +69,8 @@ def warm_state(plan: CalibrationPlan, storage: StorageSettings) -> State:
     return State.DRAM if storage.dram_bytes >= plan.stored_bytes * 9 // 8 else State.PAGE_CACHE
 
 
-def measure(
-    plan: CalibrationPlan, states: Sequence[State], transports: Sequence[Transport], where: Where, *, all_needed: bool
-) -> Found:
-    """Measure each state in a server of its own. With `all_needed` a transport that cannot run is an error.
+def measure(plan: CalibrationPlan, states: Sequence[State], transports: Sequence[str], where: Where) -> Found:
+    """Measure each state in a server of its own; `transports` are values of Transport.
 
     Raises BenchServerError, ObjectCacheError, NixlFailure, VerificationError, TimeoutError and OSError.
     """
@@ -87,7 +85,8 @@ def measure(
             config.write_text(where.config_text)
             options = ["--config", str(config)] + (["--dram-bytes", "0"] if state is not State.DRAM else [])
             server = stack.enter_context(running_server(folder, options))
-            _measure_state(plan, state, transports, where, found, stored, server, folder, stack, all_needed=all_needed)
+            wanted = [Transport(name) for name in transports]
+            _measure_state(plan, state, wanted, where, found, stored, server, folder, stack)
     return found
 
 
@@ -101,14 +100,14 @@ def _measure_state(
     server: BenchServer,
     folder: Path,
     stack: ExitStack,
-    *,
-    all_needed: bool,
 ) -> None:
     for _, chunks in stored:
         _fill(server, chunks)
     anyone = stack.enter_context(server.client(Transport.HTTP))
     buffer = anyone.allocate_buffer(plan.payload_bytes_max)
-    clients = dict(_clients(server, transports, buffer, found, stack, all_needed=all_needed))
+    clients = dict(_clients(server, transports, buffer, found, stack))
+    if not clients:
+        return
     files = _data_files(folder) if state is State.COLD else []
     bed = Bed(state, server, where.storage, {index: chunks for index, (_, chunks) in enumerate(stored)}, buffer, files)
     if state is State.DRAM:
@@ -167,16 +166,12 @@ def _clients(
     buffer: Bytes,
     found: Found,
     stack: ExitStack,
-    *,
-    all_needed: bool,
 ) -> Iterator[tuple[Transport, ObjectCacheClient]]:
     for transport in transports:
         client = stack.enter_context(server.client(transport))
         try:
             client.register_buffer(buffer)
         except (ImportError, NixlFailure, ShmUnavailableError, ObjectCacheError) as error:
-            if all_needed:
-                raise
             found.missing[transport.value] = str(error)
             continue
         yield transport, client

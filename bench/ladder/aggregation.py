@@ -42,7 +42,7 @@ def aggregation(session: Session) -> Figure:
     with ExitStack() as stack:
         tasks: list[Task] = []
         for aggregation_bytes in sizes.aggregation_bytes:
-            config = f"[storage]\naggregation_bytes = {aggregation_bytes}\nshm_payload_bytes = {aggregation_bytes}\n"
+            config = f"[storage]\naggregation_bytes = {aggregation_bytes}\ndirect_payload_bytes = {aggregation_bytes}\n"
             server = stack.enter_context(served_folder(settings, config)).server
             for prefix in prefixes:
                 store_prefix(server, prefix, f"figure A8: storing, {aggregation_bytes >> 10} KiB")

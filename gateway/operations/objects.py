@@ -13,7 +13,7 @@ from adapters.response_sink import begin_answer
 from descriptors.errors import CallerError, ErrorCode
 from descriptors.objects import PutRequest, ReadHead, ReadRequest
 from descriptors.rdma_token import RdmaToken, is_declined
-from descriptors.storage_api import ObjectRead, Piece
+from descriptors.storage_api import Piece
 from descriptors.tracing import TIMING_HEADER, timing_header
 from descriptors.units import KIB
 from gateway import xml
@@ -110,26 +110,32 @@ async def _head(call: Call, request: ReadRequest, overrides: dict[str, str]) -> 
 
 async def _get(call: Call, request: ReadRequest, overrides: dict[str, str]) -> web.StreamResponse:
     trace = call.trace
+    trace.wait_for_storage()
     async with call.storage.open_object(request) as read:
+        trace.work()
         response = _head_of_answer(call, request, read.head, overrides)
         if read.pump is not None and takes_pump(call.http):
-            with trace.storage:
-                await read.pump.prime()
+            trace.wait_for_storage()
+            await read.pump.prime()
+            trace.work()
             response.headers[TIMING_HEADER] = timing_header(trace.timing())
             await begin_answer(call.http, response)
-            with trace.storage, trace.transfer:
-                await send_by_pump(call.http, read.pump, call.settings.send_idle_timeout_s)
-            trace.nbytes = read.head.range.length
+            trace.wait_for_client()
+            await send_by_pump(call.http, read.pump, call.settings.send_idle_timeout_s, trace.add_bytes)
         else:
-            piece = await _next(call, read)
+            trace.wait_for_storage()
+            piece = await anext(read.body, b"")
+            trace.work()
             response.headers[TIMING_HEADER] = timing_header(trace.timing())
             await begin_answer(call.http, response)
             call.bound_write_queue()
             while piece:
-                with trace.storage, trace.transfer:
-                    await _write(response, piece)
-                trace.nbytes += len(piece)
-                piece = await _next(call, read)
+                trace.wait_for_client()
+                await _write(response, piece)
+                trace.add_bytes(len(piece))
+                trace.wait_for_storage()
+                piece = await anext(read.body, b"")
+        trace.work()
         await response.write_eof()
         return response
 
@@ -145,11 +151,6 @@ async def _get_into(
             return await _get(call, request, overrides)
         raise
     return answer_past(_head_of_answer(call, request, delivery.head, overrides), delivery)
-
-
-async def _next(call: Call, read: ObjectRead) -> Piece:
-    with call.trace.storage:
-        return await anext(read.body, b"")
 
 
 async def _write(response: web.StreamResponse, piece: Piece) -> None:

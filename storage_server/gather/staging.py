@@ -85,7 +85,6 @@ class Window:
 
     def __init__(self, pool: StagingPool, slots_max: int) -> None:
         self._pool = pool
-        self.slots_max = slots_max
         self._permits = asyncio.Semaphore(slots_max)
 
     async def take(self) -> Slot:

@@ -17,7 +17,7 @@ from descriptors.errors import ErrorCode, ServerError
 from descriptors.messages import Region
 from storage_server.gather.staging import Slot
 from storage_server.put_plan import Span
-from storage_server.transport.write_engine import WriteEngine
+from storage_server.transport.one_sided_engine import OneSidedEngine
 
 
 class OneSided:
@@ -25,7 +25,7 @@ class OneSided:
 
     def __init__(
         self,
-        engine: WriteEngine,
+        engine: OneSidedEngine,
         peer: str,
         region: Region,
         offset: int,

@@ -49,10 +49,15 @@ class Transfer(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class Route:
-    """How a delivery will go: payloads of up to `payload_bytes_max`; `past_cache` where nobody here reads what was
-    gathered.
+    """How a delivery will go: in payloads of up to `staged_bytes_max`, or `direct_bytes_max` where every chunk is in
+    memory and nothing need be staged; `past_cache` where nobody here reads what was gathered.
     """
 
     make_transfer: Callable[[DeliveryPlan], Transfer]
-    payload_bytes_max: int
+    staged_bytes_max: int
+    direct_bytes_max: int
     past_cache: bool = False
+
+    def payload_bytes_max(self, *, is_resident: bool) -> int:
+        """How large payloads may be."""
+        return self.direct_bytes_max if is_resident else self.staged_bytes_max

@@ -7,6 +7,7 @@ bytes. `done` and `failed` are sent only when nothing is in flight: after either
 from __future__ import annotations
 
 import asyncio
+import threading
 from collections import Counter
 from collections.abc import Callable
 
@@ -19,18 +20,20 @@ from descriptors.storage_api import DeliveryStart, Spans
 from storage_server.gather.plan import DeliveryPlan, Payload
 from storage_server.gather.staging import Window
 from storage_server.scheduler.admission import Grant
+from storage_server.transport.one_sided_engine import OneSidedEngine
 from storage_server.transport.transfer import Room
-from storage_server.transport.write_engine import WriteEngine
+
+DIRECT_WRITES_MAX = 4
 
 
 class UcxTransfer:
     """Writes into `target` of a peer's `region`, from the window's slots, or with `from_resident` straight from where
-    chunks lie in registered memory, as many bytes in flight. Lives on one event loop.
+    chunks lie in registered memory, DIRECT_WRITES_MAX at once. Lives on one event loop.
     """
 
     def __init__(
         self,
-        engine: WriteEngine,
+        engine: OneSidedEngine,
         peer: str,
         region: Region,
         target: RdmaTarget,
@@ -48,14 +51,13 @@ class UcxTransfer:
         self._plan = plan
         self._window = window
         self._from_resident = from_resident
-        self._permits = asyncio.Semaphore(window.slots_max)
+        self._permits = asyncio.Semaphore(DIRECT_WRITES_MAX)
         self._stall_timeout_s = stall_timeout_s
         self._on_peer_lost = on_peer_lost
         self._loop = asyncio.get_running_loop()
         self._request_id = ""
         self._in_flight = 0
-        self._pending: Counter[int] = Counter()
-        self._closed_groups: set[int] = set()
+        self._groups = _Groups()
         self._transferred_bytes = 0
         self._failure: ServerError | None = None
         self._changed = asyncio.Event()
@@ -83,29 +85,26 @@ class UcxTransfer:
             await self._permits.acquire()
         self._in_flight += 1
         self._posted += 1
-        self._pending[group] += 1
-        if payload.ends_group:
-            self._closed_groups.add(group)
+        self._groups.posted(group, is_last=payload.ends_group)
 
         def on_written(counted: int, failure: NixlFailure | None) -> None:
-            self._loop.call_soon_threadsafe(self._written, room, group, counted, failure)
+            """In the engine's thread: a layer is announced before the next post, which may copy megabytes."""
+            if self._groups.ended(group, is_good=failure is None):
+                self._announce(group)
+            self._loop.call_soon_threadsafe(self._written, room, counted, failure)
 
         self._engine.write_spans(self._peer, spans, target, on_written)
 
-    def _written(self, room: Room | None, group: int, counted: int, failure: NixlFailure | None) -> None:
+    def _written(self, room: Room | None, counted: int, failure: NixlFailure | None) -> None:
         if room is not None:
             room.release()
         else:
             self._permits.release()
         self._in_flight -= 1
-        self._pending[group] -= 1
         self._transferred_bytes += counted
         self._changed.set()
         if failure is not None:
             self._fail_with(failure)
-        elif self._pending[group] == 0 and group in self._closed_groups and self._failure is None:
-            self._closed_groups.discard(group)
-            self._announce(group)
 
     def _announce(self, group: int) -> None:
         if self._plan.mode is Mode.LAYER_MAJOR:
@@ -159,3 +158,32 @@ class UcxTransfer:
 
     def _notify(self, notice: Notice) -> None:
         self._engine.notify(self._peer, encode_notice(notice))
+
+
+class _Groups:
+    """Which groups are written: posts are counted in one thread, their ends in another."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._pending: Counter[int] = Counter()
+        self._whole: set[int] = set()
+        self._has_failed = False
+
+    def posted(self, group: int, *, is_last: bool) -> None:
+        """One more write of the group; with `is_last` all of it is posted."""
+        with self._lock:
+            self._pending[group] += 1
+            if is_last:
+                self._whole.add(group)
+
+    def ended(self, group: int, *, is_good: bool) -> bool:
+        """One write less; whether that was the group's last, nothing having failed so far."""
+        with self._lock:
+            self._pending[group] -= 1
+            self._has_failed |= not is_good
+            is_complete = group in self._whole and not self._pending[group] and not self._has_failed
+            if not self._pending[group]:
+                del self._pending[group]
+            if is_complete:
+                self._whole.discard(group)
+            return is_complete

@@ -41,7 +41,7 @@ class _InFlight:
     on_ended: OnEnded
 
 
-class WriteEngine:
+class OneSidedEngine:
     """One per storage server. Start-up raises NixlFailure or ImportError where UCX cannot run."""
 
     def __init__(self, staging: Memory) -> None:
@@ -51,7 +51,7 @@ class WriteEngine:
         self._lost: set[str] = set()
         self._stopping = False
         self._busy_until_s = 0.0
-        self._thread = threading.Thread(target=self._run, name="ucx-write-engine", daemon=True)
+        self._thread = threading.Thread(target=self._run, name="ucx-engine", daemon=True)
         started: Future[None] = Future()
         self._put(_FIRST, lambda: _settle(started, lambda: self._start(staging)))
         self._thread.start()
