@@ -31,6 +31,7 @@ bench-smoke: $(STAMP)
 	$(BIN)/objectcache bench s3 --smoke
 	$(BIN)/objectcache bench ladder --smoke
 	$(BIN)/objectcache bench concurrency --smoke
+	$(BIN)/objectcache calibrate --smoke
 
 # the S3 clients the tests run, in environments of their own
 clients: $(STAMP)

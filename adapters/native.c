@@ -15,6 +15,7 @@
 #include <string.h>
 #include <sys/socket.h>
 #include <sys/uio.h>
+#include <time.h>
 #include <unistd.h>
 
 #define BLOCK_BYTES 16384
@@ -305,13 +306,35 @@ static PyObject *gather(PyObject *module, PyObject *args)
     return outcome == GOOD ? PyTuple_New(0) : Py_BuildValue("nLii", failed_index, (long long)failed_at, (int)outcome, failure);
 }
 
+static int64_t monotonic_ns(void)
+{
+    struct timespec now;
+    clock_gettime(CLOCK_MONOTONIC, &now);
+    return now.tv_sec * 1000000000 + now.tv_nsec;
+}
+
+/* Wait for the connection out of what patience is left: all waits of one call together, or a reader that takes a little
+   at a time would keep the thread. */
+static int becomes_writable(int fd, int64_t *patience_ns)
+{
+    struct pollfd ready = {.fd = fd, .events = POLLOUT};
+    if (*patience_ns <= 0)
+        return 0;
+    int64_t began_ns = monotonic_ns();
+    int found = poll(&ready, 1, (int)((*patience_ns + 999999) / 1000000));
+    *patience_ns -= monotonic_ns() - began_ns;
+    return found > 0;
+}
+
 static PyObject *send_spans(PyObject *module, PyObject *args)
 {
     Py_buffer spans;
     int fd, patience_ms;
+    int64_t patience_ns;
     Py_ssize_t start;
     if (!PyArg_ParseTuple(args, "iy*ni", &fd, &spans, &start, &patience_ms))
         return NULL;
+    patience_ns = (int64_t)patience_ms * 1000000;
     const int64_t *span = spans.buf, *end = span + spans.len / 8;
     Py_ssize_t sent = 0;
     ssize_t count = 1;
@@ -330,10 +353,9 @@ static PyObject *send_spans(PyObject *module, PyObject *args)
             vectors[message.msg_iovlen++] = (struct iovec){(uint8_t *)(uintptr_t)next[0] + skip, nbytes};
             total += nbytes;
         }
-        struct pollfd ready = {.fd = fd, .events = POLLOUT};
         do
             count = sendmsg(fd, &message, MSG_NOSIGNAL | MSG_DONTWAIT);
-        while (count < 0 && (errno == EINTR || (errno == EAGAIN && poll(&ready, 1, patience_ms) > 0)));
+        while (count < 0 && (errno == EINTR || (errno == EAGAIN && becomes_writable(fd, &patience_ns))));
         if (count < 0)
             failure = errno;
         else

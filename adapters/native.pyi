@@ -19,8 +19,8 @@ def gather(
     """
 
 def send_spans(fd: int, spans: _Array, start: int, patience_ms: int, /) -> int:
-    """Send memory, int64 rows of (address, nbytes), from byte `start` of all of it on, until the connection has taken
-    none for `patience_ms`: how many bytes it took. Raises OSError.
+    """Send memory, int64 rows of (address, nbytes), from byte `start` of all of it on, until all is sent or
+    `patience_ms` have been spent waiting for a full connection: how many bytes it took. Raises OSError.
     """
 
 def first_bad_block(data: ReadableBuffer, words: ReadableBuffer, first: int, /) -> int | None:

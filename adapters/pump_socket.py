@@ -13,9 +13,11 @@ from aiohttp import web
 from adapters import native
 from adapters.threads import to_end
 from descriptors.storage_api import Pump, Spans
+from descriptors.units import KIB
 
-PATIENCE_MS = 5
-"""How long a thread waits for a connection that is full before the event loop does."""
+HERE_BYTES_MAX = 256 * KIB
+PATIENCE_MS = 20
+"""How long a thread waits for a connection that is full, in all, before the event loop does."""
 
 
 def takes_pump(http: web.BaseRequest) -> bool:
@@ -51,14 +53,14 @@ async def send_spans(http: web.BaseRequest, spans: Spans) -> None:
     """
     loop = asyncio.get_running_loop()
     nbytes = int(spans[:, 1].sum())
-    sent = 0
     with await _drained(http) as own:
-        while True:
+        # a little is sent here: handing it to a thread would cost more
+        sent = native.send_spans(own.fileno(), spans, 0, 0) if nbytes <= HERE_BYTES_MAX else 0
+        while sent < nbytes:
             sending = loop.run_in_executor(None, native.send_spans, own.fileno(), spans, sent, PATIENCE_MS)
             sent += await to_end(sending)
-            if sent == nbytes:
-                return
-            await _writable(own)
+            if sent < nbytes:
+                await _writable(own)
 
 
 async def _drained(http: web.BaseRequest) -> socket.socket:

@@ -111,6 +111,7 @@ def measure_aggregate(settings: AggregateSettings) -> Report:
 
     Raises BaselineError, BenchServerError, ObjectCacheError, NixlFailure, TimeoutError and OSError.
     """
+    load = os.getloadavg()
     found = _Found()
     chunks = {grain: _make_chunks(settings, grain) for grain in settings.grains}
     try:
@@ -120,7 +121,7 @@ def measure_aggregate(settings: AggregateSettings) -> Report:
         found.problem = str(error)
     return Report(
         "aggregate",
-        {**describe_commit(), "machine": describe_machine()},
+        {**describe_commit(), "machine": describe_machine(), "load_average_before": list(load)},
         _described(settings),
         found.measurements,
         chunks[settings.grains[0]].layer_bytes,

@@ -57,24 +57,9 @@ class Gateway:
     async def handle(self, http: web.BaseRequest) -> web.StreamResponse:
         """Answer one request; every ObjectCacheError becomes its S3 answer, anything else InternalError."""
         trace = self._traced(http)
-        status, code = 0, ""
+        status = 0
         try:
-            try:
-                response = await self._answer(http, trace)
-            except ObjectCacheError as error:
-                code = error.code.value
-                abort_if_begun(http)
-                context = xml.ErrorContext(trace.trace_id, self._settings.region, _argument_value(http, error))
-                response = _refusal(http.method, http.raw_path, error, context)
-            except (ConnectionError, asyncio.CancelledError):
-                code = CLIENT_GONE
-                raise
-            except Exception:
-                code = ErrorCode.INTERNAL_ERROR.value
-                _log.exception("request %s failed", trace.trace_id)
-                abort_if_begun(http)
-                unknown = ServerError(ErrorCode.INTERNAL_ERROR, "we failed; quote the request id", retryable=True)
-                response = _refusal(http.method, http.raw_path, unknown, xml.ErrorContext(trace.trace_id))
+            response = await self._answer_or_refuse(http, trace)
             status = response.status
             if not response.prepared:
                 response.headers[TIMING_HEADER] = timing_header(trace.timing())
@@ -84,7 +69,26 @@ class Gateway:
             return response
         finally:
             if logs_requests():
-                log_request(_line(trace, status or begun_status(http), code))
+                log_request(_line(trace, status or begun_status(http)))
+            trace.upload = None  # the connection's task keeps the trace until its next request
+
+    async def _answer_or_refuse(self, http: web.BaseRequest, trace: RequestTrace) -> web.StreamResponse:
+        try:
+            return await self._answer(http, trace)
+        except ObjectCacheError as error:
+            trace.code = error.code.value
+            abort_if_begun(http)
+            context = xml.ErrorContext(trace.trace_id, self._settings.region, _argument_value(http, error))
+            return _refusal(http.method, http.raw_path, error, context)
+        except (ConnectionError, asyncio.CancelledError):
+            trace.code = CLIENT_GONE
+            raise
+        except Exception:
+            trace.code = ErrorCode.INTERNAL_ERROR.value
+            _log.exception("request %s failed", trace.trace_id)
+            abort_if_begun(http)
+            unknown = ServerError(ErrorCode.INTERNAL_ERROR, "we failed; quote the request id", retryable=True)
+            return _refusal(http.method, http.raw_path, unknown, xml.ErrorContext(trace.trace_id))
 
     def _traced(self, http: web.BaseRequest) -> RequestTrace:
         trace_id = _make_trace_id()
@@ -121,17 +125,18 @@ class Gateway:
         trace_id = _make_trace_id()
         trace = RequestTrace(trace_id, self._identity(trace_id))
         response = _refusal("", "", error, xml.ErrorContext(trace_id))
-        response.headers.update(trace.headers)
+        response.headers.update({**trace.headers, TIMING_HEADER: timing_header(trace.timing())})
         if logs_requests():
-            log_request(_line(trace, response.status, error.code.value))
+            trace.code = error.code.value
+            log_request(_line(trace, response.status))
         return response
 
 
-def _line(trace: RequestTrace, status: int, code: str) -> RequestLine:
+def _line(trace: RequestTrace, status: int) -> RequestLine:
     nbytes = trace.nbytes if status < 400 else 0
     return RequestLine(
         "gateway", trace.request_id, trace.operation, status, nbytes, trace.timing(),
-        trace.trace_id, trace.bucket, trace.key, code,
+        trace.trace_id, trace.bucket, trace.key, trace.code,
     )  # fmt: skip
 
 

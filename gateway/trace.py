@@ -28,8 +28,8 @@ class RequestTrace:
     """
 
     __slots__ = (
-        "_at_s", "_spent_s", "_whose", "bucket", "headers", "key", "nbytes", "operation", "request_id", "trace_id",
-        "upload",
+        "_at_s", "_spent_s", "_whose", "bucket", "code", "headers", "key", "nbytes", "operation", "request_id",
+        "trace_id", "upload",
     )  # fmt: skip
 
     def __init__(self, trace_id: str, headers: dict[str, str]) -> None:
@@ -37,6 +37,7 @@ class RequestTrace:
         self.request_id = trace_id
         self.headers = headers
         self.operation = "-"
+        self.code = ""
         self.bucket = ""
         self.key = ""
         self.nbytes = 0

@@ -15,6 +15,7 @@ from adapters.threads import finished, to_end
 from descriptors.descriptor import Descriptor, OnMissing
 from descriptors.errors import ChunkUnavailable
 from descriptors.storage_api import DeliveryOutcome, DeliveryStart, DeliveryTiming, Spans
+from descriptors.units import KIB
 from storage_server.gather.plan import DeliveryPlan, Payload, plan_delivery
 from storage_server.gather.read import gather
 from storage_server.gather.rows import SourceTable, make_table, spans_of
@@ -28,6 +29,8 @@ from storage_server.transport.transfer import Room, Route, Transfer
 Gate = Callable[[str, Payload], Awaitable[None]]
 """Called with request id and payload before each gather; tests hold layers back with it."""
 GATHERED_AHEAD_MAX = 2
+HERE_BYTES_MAX = 256 * KIB
+"""Copied in tens of microseconds, which is less than handing it to a thread costs; files may have to be waited for."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -142,9 +145,13 @@ class Pipeline:
         room = await transfer.room(payload, is_resident=table.is_resident)
         if room is None:
             return _Gathering(payload, spans_of(rows), None, None)
+        spans = np.array([[room.address, payload.nbytes]], dtype=np.int64)
         work = partial(gather, self._store.files, table, payload, rows, room.address, past_cache=past_cache)
+        if table.is_resident and payload.nbytes <= HERE_BYTES_MAX:
+            work()
+            return _Gathering(payload, spans, room, None)
         reading = asyncio.get_running_loop().run_in_executor(self._gatherers, work)
-        return _Gathering(payload, np.array([[room.address, payload.nbytes]], dtype=np.int64), room, reading)
+        return _Gathering(payload, spans, room, reading)
 
 
 class _Clock:

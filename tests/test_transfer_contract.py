@@ -122,7 +122,17 @@ class UcxEnd:
 
     def transfer(self, plan: DeliveryPlan) -> Transfer:
         target = RdmaTarget("agent", "kv", 0, self.buffer.nbytes)
-        return UcxTransfer(self.engine, self.peer, self.region, target, plan, self.pool.window(3), 5.0, lambda: None, from_resident=True)
+        return UcxTransfer(
+            self.engine,
+            self.peer,
+            self.region,
+            target,
+            plan,
+            self.pool.window(3),
+            5.0,
+            lambda: None,
+            from_resident=True,
+        )
 
     def lose_client(self) -> None:
         self.engine.remove_peer(self.peer).result()

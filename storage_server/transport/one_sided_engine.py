@@ -177,7 +177,7 @@ class OneSidedEngine:
         try:
             command()
         except Exception:  # the thread serves every delivery: one bad command must not end it
-            _log.exception("a command of the write engine failed")
+            _log.exception("a command of the ucx engine failed")
         return True
 
     def _post(self, peer: str, post: Callable[[], tuple[PostedTransfer, TransferState]], on_ended: OnEnded) -> None:
