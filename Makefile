@@ -5,7 +5,7 @@ BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 CODE := adapters bench demo descriptors fuzz gateway nixl_client objectcache storage_server tests
 
-.PHONY: demo test check format lint types bench-smoke clients compatibility crash fuzz install clean
+.PHONY: demo test check format lint types bench-smoke clients compatibility crash fuzz peers install clean
 
 demo: $(STAMP)
 	$(BIN)/python -m demo
@@ -43,6 +43,11 @@ compatibility: clients
 # kill the server at random points of a mixed load, 200 times, and check everything it had answered
 crash: $(STAMP)
 	$(BIN)/python -m tests.crash --rounds 200
+
+# other software `bench aggregate` is measured beside
+peers: $(STAMP)
+	$(BIN)/pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[bench]'
+	$(BIN)/python -m bench.kv_peers.install
 
 fuzz: $(STAMP)
 	$(BIN)/pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[fuzz]'

@@ -181,8 +181,8 @@ static Outcome read_all(int fd, uint8_t *target, size_t nbytes, off_t offset, Pa
         ssize_t count = preadv2(fd, &vector, 1, offset, patience == NOWAIT ? RWF_NOWAIT : 0);
         if (count < 0 && errno == EINTR)
             continue;
-        if (count < 0 && patience == NOWAIT && (errno == EAGAIN || errno == EOPNOTSUPP))
-            return COLD;
+        if (count <= 0 && patience == NOWAIT)
+            return COLD; /* whatever it is, waiting for it tells; some kernels say 0 for what is not there yet */
         if (count <= 0)
             return count < 0 ? FAILED : SHORT;
         target += count, offset += count, nbytes -= count;
@@ -364,7 +364,7 @@ static PyObject *send_spans(PyObject *module, PyObject *args)
     }
     Py_END_ALLOW_THREADS
     PyBuffer_Release(&spans);
-    if (failure && failure != EAGAIN) {
+    if (failure && failure != EAGAIN && failure != EINTR) {
         errno = failure;
         return PyErr_SetFromErrno(PyExc_OSError);
     }

@@ -47,9 +47,9 @@ async def send_by_pump(
             await _writable(own, idle_timeout_s)
 
 
-async def send_spans(http: web.BaseRequest, spans: Spans) -> None:
+async def send_spans(http: web.BaseRequest, spans: Spans, idle_timeout_s: float) -> None:
     """Send memory as the next bytes of an answer that has begun; it is not read any more on return. Raises
-    ConnectionError. The caller bounds the time.
+    ConnectionError; a client that takes nothing for `idle_timeout_s` is one.
     """
     loop = asyncio.get_running_loop()
     nbytes = int(spans[:, 1].sum())
@@ -60,7 +60,7 @@ async def send_spans(http: web.BaseRequest, spans: Spans) -> None:
             sending = loop.run_in_executor(None, native.send_spans, own.fileno(), spans, sent, PATIENCE_MS)
             sent += await to_end(sending)
             if sent < nbytes:
-                await _writable(own)
+                await _writable(own, idle_timeout_s)
 
 
 async def _drained(http: web.BaseRequest) -> socket.socket:
@@ -78,7 +78,7 @@ async def _drained(http: web.BaseRequest) -> socket.socket:
     return socket.socket(fileno=os.dup(transport.get_extra_info("socket").fileno()))
 
 
-async def _writable(own: socket.socket, idle_timeout_s: float | None = None) -> None:
+async def _writable(own: socket.socket, idle_timeout_s: float) -> None:
     loop = asyncio.get_running_loop()
     ready: asyncio.Future[None] = loop.create_future()
     loop.add_writer(own.fileno(), _set, ready)

@@ -20,6 +20,8 @@ from descriptors.storage_api import DeliveryStart, Spans
 from descriptors.units import KIB
 
 DRAIN_BYTES = 64 * KIB
+STEP_BYTES = 256 * KIB
+"""A client that takes none of so many bytes for a while is idle."""
 _log = logging.getLogger(__name__)
 _BEGUN = web.RequestKey("status of the answer begun", int)
 _STANDING = web.RequestKey("headers of every answer", dict[str, str])
@@ -113,15 +115,18 @@ class ResponseSink:
         # aiohttp waits for the transport only past 64 KiB; anything smaller is copied instead
         await self.response.write(view if len(view) > DRAIN_BYTES else bytes(view))
 
-    async def send(self, spans: Spans) -> None:
+    async def send(self, spans: Spans, idle_timeout_s: float) -> None:
         """Straight into the connection, by a thread; where TLS has to encrypt first, by way of the event loop."""
         if self.response is None:
             raise ConnectionResetError("send before begin")
         if takes_pump(self._http):
-            await send_spans(self._http, spans)
+            await send_spans(self._http, spans, idle_timeout_s)
             return
         for address, nbytes in spans:
-            await self.write(memoryview((ctypes.c_char * int(nbytes)).from_address(int(address))).cast("B"))
+            view = memoryview((ctypes.c_char * int(nbytes)).from_address(int(address))).cast("B")
+            for start in range(0, len(view), STEP_BYTES):
+                async with asyncio.timeout(idle_timeout_s):
+                    await self.write(view[start : start + STEP_BYTES])
 
     def abort(self) -> None:
         abort_connection(self._http)

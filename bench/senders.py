@@ -124,7 +124,7 @@ def _end_write(write: PostedTransfer) -> None:
 
 def _source(nbytes: int) -> Bytes:
     """Prefaulted memory on huge pages where there are any, like the server's staging pool."""
-    memory = mmap.mmap(-1, nbytes)
+    memory = mmap.mmap(-1, nbytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
     if hasattr(mmap, "MADV_HUGEPAGE"):
         memory.madvise(mmap.MADV_HUGEPAGE)
     source = np.frombuffer(memory, dtype=np.uint8)

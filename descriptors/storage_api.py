@@ -172,8 +172,8 @@ class BodySink(Protocol):
     async def write(self, view: memoryview) -> None:
         """Send the view."""
 
-    async def send(self, spans: Spans) -> None:
-        """Send memory."""
+    async def send(self, spans: Spans, idle_timeout_s: float) -> None:
+        """Send memory. Raises TimeoutError or ConnectionError when the client takes nothing for that long."""
 
     def abort(self) -> None:
         """Cut the body short: no byte of any view is read after this returns."""

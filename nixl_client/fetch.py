@@ -95,6 +95,11 @@ class LayerFetch:
             return FetchResult(mode, chunk_count, self._transferred_bytes, self._timing)
 
     @property
+    def is_complete(self) -> bool:
+        """Whether every layer is there."""
+        return self._ledger.is_complete
+
+    @property
     def is_settled(self) -> bool:
         """Whether the fetch is over, well or not, and nothing writes into the buffer any more."""
         return self._settled

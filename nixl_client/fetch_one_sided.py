@@ -37,17 +37,24 @@ class OneSidedFetches:
             headers = answer.headers
             fetch.on_answer(*payload_shape(headers), int(headers[RDMA_BYTES_HEADER]), headers)
         except UnansweredError as error:
-            fetch.on_failure(error)
-            with contextlib.suppress(ObjectCacheError):  # the caller's own cancel meets the error again
-                self.cancel(fetch)
+            self._end_unanswered(fetch, error)
         except ObjectCacheError as error:
             fetch.on_failure(error)
             fetch.settle()
         except Exception as error:
             _log.exception("fetch %s", fetch.request_id)
-            fetch.on_failure(ServerError(ErrorCode.INTERNAL_ERROR, f"the client failed: {error}"))
+            self._end_unanswered(fetch, ServerError(ErrorCode.INTERNAL_ERROR, f"the client failed: {error}"))
         finally:
             self.link.forget(fetch.request_id)
+
+    def _end_unanswered(self, fetch: LayerFetch, error: ObjectCacheError) -> None:
+        """A server that has said `done` does not touch the buffer any more; any other is asked to stop."""
+        fetch.on_failure(error)
+        if fetch.is_complete:
+            fetch.settle()
+            return
+        with contextlib.suppress(ObjectCacheError):  # the caller's own cancel meets the error again
+            self.cancel(fetch)
 
     def cancel(self, fetch: LayerFetch) -> None:
         """The server answers when nothing is in flight. Raises ObjectCacheError when it cannot be asked."""

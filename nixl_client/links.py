@@ -31,6 +31,9 @@ class Link(Protocol):
     def renewal(self, regions: Sequence[Region], lifetime_s: float) -> AgentRenewal:
         """How to say that our regions have changed."""
 
+    def unregistered(self) -> None:
+        """The server has forgotten us."""
+
     def greeted_by(self, register: Callable[[], _T]) -> _T:
         """Run `register` and wait until the first fetch would find everything open."""
 
@@ -65,6 +68,9 @@ class UcxLink:
 
     def renewal(self, regions: Sequence[Region], lifetime_s: float) -> AgentRenewal:
         return AgentRenewal(lifetime_s, self._receiver.metadata(), tuple(regions))
+
+    def unregistered(self) -> None:
+        """The agent can be registered again as it is."""
 
     def greeted_by(self, register: Callable[[], _T]) -> _T:
         return self._receiver.greeted_by(register)

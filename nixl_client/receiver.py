@@ -19,6 +19,8 @@ from adapters.nixl_agent import Agent, Memory, NixlFailure, Registration
 from descriptors.notices import GREETING, Notice, NoticeError, decode_notice
 
 POLL_INTERVAL_S = 100e-6
+BUSY_POLL_S = 50e-6
+"""A poll that takes this long has moved bytes itself, as over TCP: there are likely to be more."""
 GREETING_S = 1.0
 _GREETING_ID = ""
 _T = TypeVar("_T")
@@ -98,8 +100,10 @@ class Receiver:
             try:
                 self._commands.get(block=not self._listeners)()
             except queue.Empty:
+                began_s = time.monotonic()
                 self._take_notices()
-                time.sleep(POLL_INTERVAL_S)
+                if time.monotonic() - began_s < BUSY_POLL_S:
+                    time.sleep(POLL_INTERVAL_S)
         if hasattr(self, "_agent"):
             del self._agent
 

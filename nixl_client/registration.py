@@ -136,3 +136,4 @@ class AgentSession:
             if error.code not in GONE:
                 raise
         self._agent_id = None
+        self._link.unregistered()

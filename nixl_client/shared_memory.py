@@ -5,7 +5,6 @@ from __future__ import annotations
 import fcntl
 import mmap
 import os
-import threading
 import weakref
 from dataclasses import dataclass
 
@@ -15,8 +14,8 @@ import numpy.typing as npt
 from adapters.nixl_agent import Memory
 from nixl_client.buffers import Buffer, as_buffer
 
-_lock = threading.Lock()
 _allocated: dict[int, SharedMemory] = {}
+"""By address. No lock: a finalizer may run in the midst of anything, and single operations of a dict are atomic."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,19 +58,16 @@ def allocate(nbytes: int) -> npt.NDArray[np.uint8]:
         raise
     array = np.frombuffer(mapping, dtype=np.uint8, count=nbytes)
     address = int(array.ctypes.data)
-    with _lock:
-        _allocated[address] = SharedMemory(address, size, fd, weakref.ref(mapping))
+    _allocated[address] = SharedMemory(address, size, fd, weakref.ref(mapping))
     weakref.finalize(mapping, _forget, address, fd)
     return array
 
 
 def find(memory: Memory) -> SharedMemory | None:
     """The allocation `memory` lies in; None for memory of another kind."""
-    with _lock:
-        return next((shared for shared in _allocated.values() if shared.holds(memory)), None)
+    return next((shared for shared in list(_allocated.values()) if shared.holds(memory)), None)
 
 
 def _forget(address: int, fd: int) -> None:
-    with _lock:
-        _allocated.pop(address, None)
+    _allocated.pop(address, None)
     os.close(fd)

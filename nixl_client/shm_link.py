@@ -22,7 +22,11 @@ _log = logging.getLogger(__name__)
 
 
 class ShmUnavailableError(Exception):
-    """The server is not on this host, or does not take this memory."""
+    """The server is not on this host, or does not take this memory now."""
+
+
+class NoShmError(ShmUnavailableError):
+    """The server has no shm transport."""
 
 
 class ShmLink:
@@ -45,7 +49,12 @@ class ShmLink:
         if shared is None:
             raise ShmUnavailableError("the shm transport needs a buffer of allocate_buffer")
         with self._lock:
-            self._current(with_ticket=False).hand_in(region_id, shared)
+            connection = self._current(with_ticket=False)
+            try:
+                connection.hand_in(region_id, shared)
+            except ConnectionError:  # it ended before we knew: the server has restarted, or has forgotten us
+                connection.has_ended = True
+                self._current(with_ticket=False).hand_in(region_id, shared)
             self._offered[region_id] = shared
 
     def withdraw(self, region_id: str) -> None:
@@ -62,6 +71,13 @@ class ShmLink:
     def renewal(self, regions: Sequence[Region], lifetime_s: float) -> AgentRenewal:
         return AgentRenewal(lifetime_s, None, tuple(regions))
 
+    def unregistered(self) -> None:
+        """The server hangs up on whom it has forgotten."""
+        with self._lock:
+            connection, self._connection = self._connection, None
+        if connection is not None:
+            connection.close()
+
     def greeted_by(self, register: Callable[[], _T]) -> _T:
         """The connection is open since the memory was handed in."""
         return register()
@@ -73,10 +89,7 @@ class ShmLink:
         self._listeners.pop(request_id, None)
 
     def stop(self) -> None:
-        with self._lock:
-            connection, self._connection = self._connection, None
-        if connection is not None:
-            connection.close()
+        self.unregistered()
 
     def _current(self, *, with_ticket: bool) -> _Connection:
         """The connection, or a new one where it has ended or its ticket is wanted and used up."""
@@ -106,7 +119,7 @@ class _Connection:
 
     def __init__(self, address: str | None, hear: Callable[[Notice], None]) -> None:
         if address is None or not address.startswith("@"):
-            raise ShmUnavailableError("the server has no shm transport")
+            raise NoShmError("the server has no shm transport")
         self._hear = hear
         self._replies: queue.SimpleQueue[bytes] = queue.SimpleQueue()
         self._socket = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
@@ -123,12 +136,18 @@ class _Connection:
         self._thread.start()
 
     def hand_in(self, region_id: str, shared: SharedMemory) -> None:
-        """Raises ShmUnavailableError where the server does not take it."""
+        """Raises ShmUnavailableError where the server does not take it, ConnectionError where it has hung up."""
         message = offer_message(RegionOffer(region_id, shared.nbytes))
         try:
             socket.send_fds(self._socket, [message], [shared.fd])
-            refusal = parse_reply(self._replies.get(timeout=REPLY_TIMEOUT_S))
+            said = self._replies.get(timeout=REPLY_TIMEOUT_S)
+            if not said:
+                raise ConnectionResetError("the server has hung up")
+            refusal = parse_reply(said)
+        except ConnectionError:
+            raise
         except (OSError, ValueError, queue.Empty) as error:
+            self.close()  # a reply that comes later must not be taken for the next offer's
             raise ShmUnavailableError(f"handing memory in failed: {error}") from error
         if refusal is not None:
             raise ShmUnavailableError(f"the server does not take the memory: {refusal}")

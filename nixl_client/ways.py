@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import logging
+import math
 import threading
+import time
 from contextlib import ExitStack
 from dataclasses import dataclass
 from typing import Any
 
-from adapters.nixl_agent import NixlFailure, is_available
+from adapters.nixl_agent import Memory, NixlFailure, is_available
 from descriptors.errors import ErrorCode, ObjectCacheError
 from nixl_client import shared_memory
 from nixl_client.buffers import Buffer, as_buffer
@@ -16,11 +18,13 @@ from nixl_client.fetch_one_sided import OneSidedFetches
 from nixl_client.http import SignedHttp
 from nixl_client.links import Link, UcxLink
 from nixl_client.registration import AgentSession
-from nixl_client.shm_link import ShmLink, ShmUnavailableError
+from nixl_client.shm_link import NoShmError, ShmLink, ShmUnavailableError
 from nixl_client.transport import Transport
 
 UNSUPPORTED = frozenset({ErrorCode.NOT_IMPLEMENTED, ErrorCode.METHOD_NOT_ALLOWED, ErrorCode.INVALID_URI})
 """What a server says that has no such transport, or has never heard of it."""
+RETRY_S = 10.0
+"""After this a transport is tried again that could not be had just now."""
 _log = logging.getLogger(__name__)
 
 
@@ -49,8 +53,8 @@ class Ways:
         self._agent_lifetime_s = agent_lifetime_s
         self._lock = threading.Lock()
         self._one_sided: dict[Transport, OneSidedFetches] = {}
-        self._unavailable: set[Transport] = set()
-        self._arrays: dict[int, Any] = {}
+        self._unavailable_until_s: dict[Transport, float] = {}
+        self._arrays: dict[tuple[Transport, Memory], dict[Memory, Any]] = {}
 
     def find(self, array: Any) -> Way:
         """The first transport that can fill this buffer, its region registered there. Raises ValueError for a buffer
@@ -69,7 +73,8 @@ class Ways:
                 if self._wanted is not Transport.AUTO or not is_unavailable:
                     raise
                 _log.info("%s is not to be had here: %s", transport.value, error)
-                self._unavailable.add(transport)
+                is_passing = isinstance(error, ShmUnavailableError) and not isinstance(error, NoShmError)
+                self._unavailable_until_s[transport] = time.monotonic() + RETRY_S if is_passing else math.inf
         raise ValueError(f"no transport fills this buffer ({self._wanted.value} was asked for)")
 
     def over(self, transport: Transport, array: Any) -> Way:
@@ -81,16 +86,23 @@ class Ways:
         fetches = self._fetches_over(transport)
         whole = buffer if shared is None else shared.buffer
         region_id = fetches.session.region_of(whole)
-        self._arrays[buffer.memory.address] = array
+        self._arrays.setdefault((transport, whole.memory), {})[buffer.memory] = array
         return Way(transport, fetches, region_id, buffer.memory.address - whole.memory.address)
 
     def release(self, array: Any) -> None:
-        """On return no server can write into the buffer."""
+        """On return no server can write into the buffer, unless it is part of an allocation other parts of which are
+        still in use: those are known to the server as a whole.
+        """
         buffer = as_buffer(array)
         for transport, fetches in self._one_sided.items():
             shared = shared_memory.find(buffer.memory) if transport is Transport.SHM else None
-            fetches.session.release(shared.buffer if shared is not None else buffer)
-        self._arrays.pop(buffer.memory.address, None)
+            whole = shared.buffer if shared is not None else buffer
+            users = self._arrays.get((transport, whole.memory), {})
+            if set(users) <= {buffer.memory}:
+                fetches.session.release(whole)
+                self._arrays.pop((transport, whole.memory), None)
+            else:
+                users.pop(buffer.memory, None)
 
     def close(self) -> None:
         """Deregister everything, which waits for writes in flight."""
@@ -107,7 +119,8 @@ class Ways:
         order = [Transport.UCX, Transport.HTTP]
         if shared_memory.find(buffer.memory) is not None:
             order.insert(0, Transport.SHM)
-        return [transport for transport in order if transport not in self._unavailable]
+        now_s = time.monotonic()
+        return [transport for transport in order if self._unavailable_until_s.get(transport, 0.0) <= now_s]
 
     def _fetches_over(self, transport: Transport) -> OneSidedFetches:
         with self._lock:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import secrets
+from collections.abc import Collection
 from dataclasses import dataclass, replace
 
 from descriptors.descriptor import RdmaTarget
@@ -74,6 +75,11 @@ class AgentTable:
         renewed = replace(agent, expires_at=now_s + renewal.lifetime_s, regions=renewal.regions or agent.regions)
         self._by_id[agent.agent_id] = renewed
         return renewed
+
+    def restrict(self, agent: RegisteredAgent, regions: Collection[Region]) -> None:
+        """From now on no delivery may begin into a region that is not among these."""
+        kept = tuple(region for region in agent.regions if region in regions)
+        self._by_id[agent.agent_id] = replace(agent, regions=kept)
 
     def owned(self, access_key: str, agent_id: str, now_s: float, field: str) -> RegisteredAgent:
         """The caller's live agent. Raises CallerError: NoSuchAgent, AccessDenied (another key's), ExpiredToken."""

@@ -82,6 +82,7 @@ class Registrar:
                 raise CallerError(
                     ErrorCode.INVALID_ARGUMENT, "regions and metadata are renewed together", field="regions"
                 )
+            agent = self.agents.owned(access_key, agent_id, time.time(), "agent_id")  # it may have gone meanwhile
             return self.agents.renew(agent, renewal, time.time()).lease()
 
     async def delete(self, access_key: str, agent_id: str) -> None:
@@ -144,6 +145,8 @@ class Registrar:
                 client.forget(region.region_id)
 
     async def _stop_outside(self, agent: RegisteredAgent, regions: Sequence[Region]) -> None:
+        """Nothing begins into other memory of the agent any more, and what has begun ends."""
+        self.agents.restrict(agent, regions)
         active = self._requests.active_for_agent(agent.agent_id)
         await _stop([request for request in active if request.region not in regions])
 

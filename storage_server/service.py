@@ -104,9 +104,9 @@ class EmbeddedStorage:
         await self.registrar.close()
         if self.registrar.engine is not None:
             await asyncio.to_thread(self.registrar.engine.stop)
+        self.pipeline.close()
         if self.registrar.door is not None:
             await self.registrar.door.close()
-        self.pipeline.close()
         await self.dram.close()
         self.store.close()
 

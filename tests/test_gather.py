@@ -85,7 +85,7 @@ class Chunks:
 @given(
     layout=LAYOUTS,
     count=st.integers(1, 6),
-    cuts=st.lists(st.integers(0, 1 << 20), max_size=3),
+    cuts=st.lists(st.one_of(st.integers(0, 1 << 20), st.integers(1, 12).map(lambda n: n * BLOCK_BYTES)), max_size=3),
     resident=st.sets(st.integers(0, 5)),
     aggregation_bytes=st.sampled_from([4_096, 50_000, 300_000]),
     mode=st.sampled_from(Mode),
@@ -139,6 +139,19 @@ def test_whole_neighbours_are_one_read_and_others_are_not(tmp_path: Path) -> Non
     assert rows_of([neighbours[0], Extent("g", nbytes, nbytes, words)]) == [nbytes, nbytes]
     odd = checksums_of(bytes(5_000))
     assert rows_of([Extent("f", 0, 5_000, odd), Extent("f", 5_000, 5_000, odd)]) == [5_000, 5_000]
+
+
+def test_a_row_cut_off_beside_joined_ones_keeps_its_extent(tmp_path: Path) -> None:
+    """Three extents of a chunk: two whole neighbours, and the start of a third, which ends within a block."""
+    layout = ChunkLayout(2, 16, 2 * BLOCK_BYTES + 5_001)
+    chunks = Chunks(tmp_path, layout, 1, [BLOCK_BYTES, 2 * BLOCK_BYTES], set())
+    table = chunks.table()
+    target = np.zeros(layout.payload_bytes(1), dtype=np.uint8)
+    for payload in plan_delivery(Mode.LAYER_MAJOR, layout, 1, 1 << 20).payloads():
+        rows = table.rows(payload)
+        gather(chunks.files, table, payload, rows, int(target.ctypes.data) + payload.target_offset, past_cache=False)
+    chunks.files.close()
+    assert target.tobytes() == chunks.data[0]
 
 
 def test_joining_leaves_rows_of_slices_alone() -> None:

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 import fcntl
 import json
 import os
 import socket
 import tempfile
+import threading
 import time
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -15,8 +17,8 @@ import numpy as np
 import pytest
 
 from descriptors.descriptor import Delivery
-from descriptors.errors import CallerError, ErrorCode
-from nixl_client.client import Transport
+from descriptors.errors import CallerError, ErrorCode, ObjectCacheError
+from nixl_client.client import ObjectCacheClient, Transport
 from storage_server.transport import shm_door
 from tests.support import LAYOUT, OTHER, OWNER, LocalStack, N, Stack, eventually, make_chunks, request
 
@@ -25,10 +27,9 @@ SIZE = 65_536
 
 def memfd(*, size: int = SIZE, seals: int = fcntl.F_SEAL_SHRINK, allocated: bool = True) -> int:
     fd = os.memfd_create("test", os.MFD_ALLOW_SEALING)
+    os.ftruncate(fd, size)
     if allocated:
-        os.posix_fallocate(fd, 0, size)
-    else:
-        os.ftruncate(fd, size)
+        os.pwrite(fd, bytes(size), 0)
     fcntl.fcntl(fd, fcntl.F_ADD_SEALS, seals)
     return fd
 
@@ -209,3 +210,104 @@ def test_another_keys_region_cannot_be_named(local: LocalStack, caller: Caller) 
             client.fetch(keys, LAYOUT, buffer).wait(30)
         assert refused.value.code is ErrorCode.ACCESS_DENIED
     assert np.frombuffer(buffer, np.uint8).sum() == 0
+
+
+def test_a_hole_below_allocated_pages_is_no_memory(caller: Caller) -> None:
+    """What is allocated elsewhere in the file says nothing of the region."""
+    fd = os.memfd_create("test", os.MFD_ALLOW_SEALING)
+    os.ftruncate(fd, 2 * SIZE)
+    os.pwrite(fd, bytes(SIZE), SIZE)
+    fcntl.fcntl(fd, fcntl.F_ADD_SEALS, fcntl.F_SEAL_SHRINK)
+    assert "not allocated" in str(caller.offer([fd]))
+
+
+def test_a_stranger_hands_in_only_a_few_regions(caller: Caller) -> None:
+    for number in range(shm_door.UNREGISTERED_REGIONS_MAX):
+        assert caller.offer([memfd()], {"region_id": f"r{number}", "length": SIZE}) is None
+    assert "at most" in str(caller.offer([memfd()]))
+
+
+def test_buffers_may_be_released_while_they_are_fetched_into(servers: Stack) -> None:
+    """No delivery begins into a region that is being taken back, and the server outlives it."""
+    keys, chunks = make_chunks(4, LAYOUT, seed=91)
+    failures: list[str] = []
+    with servers.client("chunks", "shm") as client:
+        client.put_chunks(keys, list(chunks))
+        kept, shared = (client.allocate_buffer(LAYOUT.payload_bytes(4)) for _ in range(2))
+        for _ in range(3):
+            client.fetch(keys, LAYOUT, kept).wait(30)
+        ended = threading.Event()
+
+        def fetch() -> None:
+            while not ended.is_set():
+                try:
+                    client.fetch(keys, LAYOUT, shared, delivery=Delivery.CHUNK_MAJOR).wait(30)
+                except ObjectCacheError as error:
+                    if error.code not in (ErrorCode.CANCELLED, ErrorCode.INVALID_DESCRIPTOR):
+                        failures.append(str(error))
+
+        threads = [threading.Thread(target=fetch) for _ in range(3)]
+        for thread in threads:
+            thread.start()
+        for _ in range(40):
+            time.sleep(0.01)
+            client.release_buffer(shared)
+        ended.set()
+        for thread in threads:
+            thread.join(60)
+        client.fetch(keys, LAYOUT, kept, delivery=Delivery.CHUNK_MAJOR).wait(30)
+        assert kept.tobytes() == chunks.tobytes()
+    assert not failures
+
+
+def test_who_hangs_up_during_a_renewal_stays_gone(local: LocalStack, keys: list[str]) -> None:
+    """A renewal that waits for a delivery to drain does not bring back an agent that has gone meanwhile."""
+    released = local.hold_from_layer(2)
+    client = local.client("chunks", "shm")
+    first, second = (client.allocate_buffer(LAYOUT.payload_bytes(N)) for _ in range(2))
+    client.register_buffer(second)
+    fetch = client.fetch(keys, LAYOUT, first, delivery=Delivery.LAYER_MAJOR)
+    fetch.wait_layer(1, 30)
+    releasing = threading.Thread(target=_quietly, args=(client, first))
+    releasing.start()
+    time.sleep(0.2)
+    client._ways._one_sided[Transport.SHM].link.stop()
+    released.set()
+    releasing.join(30)
+    assert eventually(lambda: len(local.storage.agents) == 0)
+    with contextlib.suppress(ObjectCacheError):
+        client.close()
+
+
+def _quietly(client: ObjectCacheClient, buffer: np.ndarray) -> None:
+    with contextlib.suppress(ObjectCacheError):
+        client.release_buffer(buffer)
+
+
+def test_releasing_the_last_buffer_and_taking_another_stays_on_shm(servers: Stack) -> None:
+    """The server hangs up on an agent that is gone; the client knows, and makes a new connection."""
+    keys, chunks = make_chunks(2, LAYOUT, seed=92)
+    with servers.client("chunks") as client:
+        client.put_chunks(keys, list(chunks))
+        for _ in range(30):
+            buffer = client.allocate_buffer(LAYOUT.payload_bytes(2))
+            fetch = client.fetch(keys, LAYOUT, buffer, delivery=Delivery.CHUNK_MAJOR)
+            fetch.wait(30)
+            assert fetch.transport is Transport.SHM
+            assert buffer.tobytes() == chunks.tobytes()
+            client.release_buffer(buffer)
+
+
+def test_a_part_of_an_allocation_stays_in_use_when_another_is_released(local: LocalStack, keys: list[str]) -> None:
+    chunks = make_chunks(N, LAYOUT)[1]
+    with local.client("chunks", "shm") as client:
+        whole = client.allocate_buffer(2 * LAYOUT.payload_bytes(N))
+        one, other = whole[: LAYOUT.payload_bytes(N)], whole[LAYOUT.payload_bytes(N) :]
+        released = local.hold_from_layer(3)
+        client.register_buffer(one)
+        fetch = client.fetch(keys, LAYOUT, other, delivery=Delivery.LAYER_MAJOR)
+        fetch.wait_layer(1, 30)
+        client.release_buffer(one)
+        released.set()
+        fetch.wait(30)
+        assert np.array_equal(other.reshape(6, N, -1), chunks.reshape(N, 6, -1).transpose(1, 0, 2))

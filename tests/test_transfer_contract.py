@@ -55,7 +55,7 @@ class MemorySink:
             raise ConnectionResetError("gone")
         self.data += view
 
-    async def send(self, spans: Spans) -> None:
+    async def send(self, spans: Spans, idle_timeout_s: float) -> None:
         for address, nbytes in spans:
             await self.write(memoryview(ctypes.string_at(int(address), int(nbytes))))
 

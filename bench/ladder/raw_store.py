@@ -199,7 +199,7 @@ def _opened(blocks: Sequence[Block], flags: int) -> Iterator[dict[Path, int]]:
 
 def _memory(nbytes: int) -> Bytes:
     """Page-aligned, as O_DIRECT needs, on huge pages where there are any, and prefaulted."""
-    memory = mmap.mmap(-1, nbytes)
+    memory = mmap.mmap(-1, nbytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
     if hasattr(mmap, "MADV_HUGEPAGE"):
         memory.madvise(mmap.MADV_HUGEPAGE)
     target = np.frombuffer(memory, dtype=np.uint8)

@@ -11,7 +11,7 @@ from enum import IntEnum
 import numpy as np
 
 from adapters import native
-from descriptors.errors import ChunkUnavailable, ErrorCode
+from descriptors.errors import ChunkUnavailable, ErrorCode, ServerError
 from storage_server.gather.plan import Payload
 from storage_server.gather.rows import RESIDENT, Row, Rows, SourceTable
 from storage_server.store.disk import disk_error
@@ -32,8 +32,8 @@ def gather(
     """Put the payload's bytes to `address`; every one has passed its checksum. `past_cache` for bytes nobody here will
     read.
 
-    Raises ChunkUnavailable(ChunkCorrupt) with the chunk's index where that is not so, ServerError(SlowDown) when too
-    many files are open.
+    Raises ChunkUnavailable(ChunkCorrupt) with the chunk's index where that is not so; ServerError: SlowDown when too
+    many files are open, TargetUnreachable when there is no memory at `address` any more.
     """
     if table.is_resident:
         native.gather(rows, table.words, address, past_cache)
@@ -50,6 +50,10 @@ def gather(
         raise _corrupt(payload, table.chunk_of(payload, int(rows[index, Row.TARGET]))) from error
     if failure:
         index, failed_at, outcome, error_number = failure
+        if outcome == Outcome.FAILED and error_number == errno.EFAULT:
+            raise ServerError(
+                ErrorCode.TARGET_UNREACHABLE, "the client's memory cannot be written", field="rdma_target"
+            )
         if outcome == Outcome.FAILED and error_number in (errno.ENOMEM, errno.EMFILE, errno.ENFILE):
             raise disk_error(OSError(error_number, os.strerror(error_number)), "reading a chunk")
         raise _corrupt(payload, table.chunk_of(payload, int(rows[index, Row.TARGET]) + failed_at))

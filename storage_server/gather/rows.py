@@ -15,7 +15,7 @@ import numpy.typing as npt
 
 from storage_server.gather.plan import Payload
 from storage_server.store.block_checksums import BLOCK_BYTES
-from storage_server.store.extents import Extent
+from storage_server.store.extents import CorruptExtentError, Extent
 
 Rows = npt.NDArray[np.int64]
 RESIDENT = -1
@@ -119,7 +119,7 @@ def joined(rows: Rows) -> Rows:
     starts = np.flatnonzero(np.concatenate(([True], ~follows)))
     made = rows[starts]
     made[:, Row.NBYTES] = np.add.reduceat(rows[:, Row.NBYTES], starts)
-    made[:, Row.EXTENT_BYTES] = made[:, Row.NBYTES]
+    made[:, Row.EXTENT_BYTES] = np.add.reduceat(rows[:, Row.EXTENT_BYTES], starts)
     return made
 
 
@@ -151,6 +151,8 @@ def make_table(chunks: Sequence[Sequence[Extent]], addresses: Sequence[int | Non
     table[:, _Source.NBYTES] = [extent.nbytes for extent in extents]
     table[:, _Source.OBJECT_OFFSET] = [extent.object_offset for extent in extents]
     words = np.array([len(extent.checksums) // 4 for extent in extents], dtype=np.int64)
+    if (words * BLOCK_BYTES < table[:, _Source.NBYTES]).any():
+        raise CorruptExtentError("the index has no checksums for all blocks of an extent")
     table[:, _Source.FIRST_WORD] = np.cumsum(words) - words
     table[:, _Source.CHUNK] = np.repeat(np.arange(len(chunks)), counts)
     first_row = np.concatenate(([0], np.cumsum(counts))).astype(np.int64)

@@ -38,7 +38,8 @@ class StagingPool:
 
     def __init__(self, slot_bytes: int, slot_count: int) -> None:
         stride = -(-slot_bytes // mmap.PAGESIZE) * mmap.PAGESIZE
-        self._map = mmap.mmap(-1, stride * slot_count)
+        # shared anonymous memory, the default, gets no huge pages
+        self._map = mmap.mmap(-1, stride * slot_count, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
         if hasattr(mmap, "MADV_HUGEPAGE"):
             self._map.madvise(mmap.MADV_HUGEPAGE)
         self.nbytes = stride * slot_count

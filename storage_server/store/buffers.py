@@ -51,7 +51,11 @@ class BufferPool:
 
     def take(self) -> memoryview:
         """A buffer, its content as somebody left it."""
-        return self._spare.pop() if self._spare else memoryview(mmap.mmap(-1, PIECE_BYTES_MAX))
+        return (
+            self._spare.pop()
+            if self._spare
+            else memoryview(mmap.mmap(-1, PIECE_BYTES_MAX, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS))
+        )
 
     def give_back(self, buffer: memoryview) -> None:
         """Nobody uses it any more; a few are kept for the next."""

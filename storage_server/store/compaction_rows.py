@@ -76,7 +76,6 @@ def move_rows(tx: Transaction, file_id: str, moves: Sequence[Move]) -> int:
     tx.db.executemany(
         "UPDATE extents SET file_id = ?, file_offset = ?, synced = 1 WHERE version = ? AND part_number = ?", found
     )
-    tx.has_moved = True
     tx.has_moved = tx.has_moved or bool(found)
     used = {target for _, target, _, _ in found}
     tx.released.update(sources)

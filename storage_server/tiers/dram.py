@@ -36,7 +36,8 @@ class DramTier:
         self._closed = False
         self.address = 0
         if self.nbytes:
-            self._map = mmap.mmap(-1, self.nbytes)
+            # shared anonymous memory, the default, gets no huge pages
+            self._map = mmap.mmap(-1, self.nbytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
             if hasattr(mmap, "MADV_HUGEPAGE"):
                 self._map.madvise(mmap.MADV_HUGEPAGE)
             self._view = memoryview(self._map)
@@ -62,7 +63,8 @@ class DramTier:
             self._residency.unpin(extents, offsets)
             missing = [extent for extent, offset in zip(extents, offsets, strict=True) if offset is None]
             if missing:
-                asyncio.get_running_loop().call_soon(self._take_in, missing)  # not while its caller waits
+                looked_at = self._files.punch_count
+                asyncio.get_running_loop().call_soon(self._take_in, missing, looked_at)  # not while its caller waits
 
     async def close(self) -> None:
         """Finish what is being filled, take in no more."""
@@ -71,14 +73,16 @@ class DramTier:
             await finished(task)
         self._fillers.shutdown()
 
-    def _take_in(self, missing: Sequence[Extent]) -> None:
+    def _take_in(self, missing: Sequence[Extent], looked_at: int) -> None:
         if self._closed:
             return
         coming = self._residency.ask(missing, time.monotonic())
         if not coming:
             return
         pins = PinSet(self._files)
-        if not pins.keep([extent for extent, _ in coming]):  # deleted meanwhile
+        extents = [extent for extent, _ in coming]
+        if not pins.keep(extents) or self._files.is_punched(extents, looked_at):  # deleted meanwhile
+            pins.release()
             for extent, _ in coming:
                 self._residency.dropped(extent)
             return

@@ -69,6 +69,7 @@ class Residency:
     """Up to `total_bytes` of extents, and the memory of up to `asked_max` asks. Times never go back."""
 
     def __init__(self, total_bytes: int, asked_max: int) -> None:
+        self._total_bytes = total_bytes
         self._free = FreeSpace(total_bytes)
         self._asked_max = asked_max
         self._resident: OrderedDict[Key, _Resident] = OrderedDict()
@@ -110,17 +111,19 @@ class Residency:
         or `dropped`.
         """
         coming = []
+        no_room_for = self._total_bytes + 1
         for extent in extents:
             key = key_of(extent)
             if key in self._resident:
                 continue
             asked_at_s = self._asked.pop(key, None)
-            if asked_at_s is not None and asked_at_s < now_s:
+            if asked_at_s is not None and asked_at_s < now_s and _padded(extent.nbytes) < no_room_for:
                 offset = self._make_room(_padded(extent.nbytes), asked_at_s)
                 if offset is not None:
                     self._resident[key] = _Resident(offset, _padded(extent.nbytes), now_s)
                     coming.append((extent, offset))
                     continue
+                no_room_for = _padded(extent.nbytes)  # none for others of this request either
             self._asked[key] = now_s
             if len(self._asked) > self._asked_max:
                 self._asked.popitem(last=False)

@@ -34,11 +34,11 @@ class HttpTransfer:
 
     async def send(self, payload: Payload, spans: Spans, room: Room | None) -> None:
         try:
-            async with asyncio.timeout(self._stall_timeout_s):
-                if not self._begun and self._start is not None:
-                    self._begun = True
+            if not self._begun and self._start is not None:
+                self._begun = True
+                async with asyncio.timeout(self._stall_timeout_s):
                     await self._sink.begin(self._start)
-                await self._sink.send(spans)
+            await self._sink.send(spans, self._stall_timeout_s)
             self._sent_bytes += payload.nbytes
         except (ConnectionError, TimeoutError) as error:
             self._sink.abort()

@@ -3,8 +3,8 @@
 A client connects, is greeted with a ticket, and passes a memfd for every region; with the ticket it then registers
 itself at the gateway, signed like any request (docs/protocol.md). Notices go back over the same connection, and its end
 is the client's end. A descriptor proves that the client may write there itself; the seal against shrinking proves that
-our own writes cannot miss the memory, whatever the client does later; that every page exists already, that mapping it
-costs the client's memory and not ours.
+our own writes cannot miss the memory, whatever the client does later; every page must exist already, so that mapping it
+takes no memory that was not the client's before.
 
 Messages both ways, one per packet: JSON, or notices (descriptors.notices).
 """
@@ -13,36 +13,25 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import fcntl
-import mmap
+import logging
 import os
 import secrets
 import socket
-import stat
 from collections.abc import Callable
-from dataclasses import dataclass
 
-import numpy as np
-
+from adapters.threads import to_end
 from descriptors.messages import AGENT_REGIONS_MAX
-from descriptors.shm_messages import MESSAGE_BYTES_MAX, RegionOffer, greeting, parse_offer, reply
+from descriptors.shm_messages import MESSAGE_BYTES_MAX, greeting, parse_offer, reply
+from storage_server.transport.shared_region import OfferError, SharedRegion
 
 UNREGISTERED_MAX = 64
 UNREGISTERED_S = 10.0
+UNREGISTERED_REGIONS_MAX = 16
+ACCEPT_PAUSE_S = 1.0
+REGIONS_MAX = 16_384
+"""Of all clients: a process may have some 65,000 mappings."""
 BACKLOG = 64
-
-
-class OfferError(ValueError):
-    """Memory that cannot be taken; the message says why."""
-
-
-@dataclass(frozen=True, slots=True)
-class SharedRegion:
-    """A client's memory as we see it: `address` is ours."""
-
-    address: int
-    nbytes: int
-    mapping: mmap.mmap
+_log = logging.getLogger(__name__)
 
 
 class ShmClient:
@@ -66,10 +55,10 @@ class ShmClient:
                 self._connection.send(message, socket.MSG_DONTWAIT | socket.MSG_NOSIGNAL)
 
     def forget(self, region_id: str) -> None:
-        """Unmap a region nothing is written to any more."""
+        """Let go of a region nothing is written to any more; a thread unmaps it."""
         region = self.regions.pop(region_id, None)
         if region is not None:
-            region.mapping.close()
+            asyncio.get_running_loop().run_in_executor(None, region.unmap)
 
     def hang_up(self) -> None:
         """End the connection, which whoever reads it then closes; the regions stay mapped."""
@@ -136,7 +125,13 @@ class ShmDoor:
             return
         try:
             connection, _ = self._listener.accept()
-        except OSError:
+        except BlockingIOError:
+            return
+        except OSError as error:  # no descriptor left: the caller waits in the queue, and we do not spin
+            _log.warning("the shm door is closed for %.0f s: %s", ACCEPT_PAUSE_S, error)
+            loop = asyncio.get_running_loop()
+            loop.remove_reader(self._listener.fileno())
+            loop.call_later(ACCEPT_PAUSE_S, self._listen_again)
             return
         if sum(not client.is_registered for client in self._clients.values()) >= UNREGISTERED_MAX:
             connection.close()
@@ -148,6 +143,10 @@ class ShmDoor:
         task = asyncio.create_task(self._serve(client, connection))
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
+
+    def _listen_again(self) -> None:
+        if self._listener is not None and self._listener.fileno() >= 0:
+            asyncio.get_running_loop().add_reader(self._listener.fileno(), self._accept)
 
     async def _serve(self, client: ShmClient, connection: socket.socket) -> None:
         """Take offers until the connection ends. Who does not register in time is sent away."""
@@ -182,9 +181,8 @@ class ShmDoor:
                 offer = parse_offer(data)
                 if not fds:
                     raise OfferError("no descriptor came with it")
-                if len(client.regions) >= AGENT_REGIONS_MAX or offer.region_id in client.regions:
-                    raise OfferError("the region is known already, or there are too many")
-                client.regions[offer.region_id] = await asyncio.to_thread(map_region, fds[0], offer)
+                self._require_room(client, offer.region_id)
+                client.regions[offer.region_id] = await to_end(self._mapping(fds[0], offer.nbytes))
             except (OfferError, ValueError, OSError) as error:
                 client.notify(reply(str(error)))
             else:
@@ -192,6 +190,18 @@ class ShmDoor:
         finally:
             for fd in fds:
                 os.close(fd)
+
+    def _require_room(self, client: ShmClient, region_id: str) -> None:
+        if region_id in client.regions:
+            raise OfferError("the region is known already")
+        own_max = AGENT_REGIONS_MAX if client.is_registered else UNREGISTERED_REGIONS_MAX
+        if len(client.regions) >= own_max:
+            raise OfferError(f"at most {own_max} regions")
+        if sum(len(other.regions) for other in self._clients.values()) >= REGIONS_MAX:
+            raise OfferError("the server has as many regions as it takes")
+
+    def _mapping(self, fd: int, nbytes: int) -> asyncio.Future[SharedRegion]:
+        return asyncio.get_running_loop().run_in_executor(None, SharedRegion.map, fd, nbytes)
 
 
 async def _readable(connection: socket.socket) -> None:
@@ -207,24 +217,3 @@ async def _readable(connection: socket.socket) -> None:
 def _set(ready: asyncio.Future[None]) -> None:
     if not ready.done():
         ready.set_result(None)
-
-
-def map_region(fd: int, offer: RegionOffer) -> SharedRegion:
-    """Map what a client offers. Raises OfferError where writing into it could fail, OSError."""
-    found = os.fstat(fd)
-    if not stat.S_ISREG(found.st_mode):
-        raise OfferError("the descriptor is not of memory")
-    try:
-        seals = fcntl.fcntl(fd, fcntl.F_GET_SEALS)
-    except OSError as error:
-        raise OfferError("the descriptor is not of a memfd") from error
-    if not seals & fcntl.F_SEAL_SHRINK:
-        raise OfferError("the memory is not sealed against shrinking")
-    if offer.nbytes > found.st_size:
-        raise OfferError(f"the memory has {found.st_size} bytes")
-    if found.st_blocks * 512 < offer.nbytes:
-        raise OfferError("the memory is not allocated yet")
-    flags = mmap.MAP_SHARED | mmap.MAP_POPULATE
-    mapping = mmap.mmap(fd, offer.nbytes, flags, mmap.PROT_READ | mmap.PROT_WRITE)
-    address = int(np.frombuffer(mapping, dtype=np.uint8).ctypes.data)
-    return SharedRegion(address, offer.nbytes, mapping)
