@@ -290,4 +290,5 @@ class EmbeddedStorage:
                 from_resident=agent.takes_pieces,
             )
 
-        return Route(make_transfer, settings.aggregation_bytes, settings.aggregation_bytes), region
+        direct = settings.direct_payload_bytes if agent.takes_pieces else settings.aggregation_bytes
+        return Route(make_transfer, settings.aggregation_bytes, direct), region

@@ -16,7 +16,7 @@ class StorageSettings:
 
     `staging_bytes` bounds the memory of all deliveries together, `window_bytes` that of one; both are cut into slots
     of `aggregation_bytes`, the size of one payload on the wire. Payloads that need no staging, into shared memory or
-    out of the DRAM tier over http, are of `direct_payload_bytes`. `dram_bytes` of memory keep chunks that are asked
+    out of the DRAM tier, are of `direct_payload_bytes`. `dram_bytes` of memory keep chunks that are asked
     for repeatedly; 0 turns that off.
 
     `rdma_buffer_bytes` holds the objects of the S3RDMA Buffer path, each whole; larger ones are declined.
