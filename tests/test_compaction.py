@@ -267,6 +267,7 @@ async def test_the_new_place_of_what_was_deleted_meanwhile_is_given_back(tmp_pat
     (name,) = {file_id for file_id, _, _ in places(store)}
     path = extent_path(tmp_path, name)
     await until(lambda: path.stat().st_blocks * 512 < path.stat().st_size - SMALL // 2)
+    assert await shown(store) == {key: data for key, data in LEFT.items() if key != "key-08"}
     store.close()
 
 
