@@ -31,6 +31,9 @@ bench-smoke: $(STAMP)
 	$(BIN)/objectcache bench s3 --smoke
 	$(BIN)/objectcache bench ladder --smoke
 	$(BIN)/objectcache bench concurrency --smoke
+	$(BIN)/objectcache bench scheduler --smoke
+	$(BIN)/objectcache bench ttft --smoke
+	$(BIN)/objectcache bench overlap --smoke
 	$(BIN)/objectcache calibrate --smoke
 
 # the S3 clients the tests run, in environments of their own

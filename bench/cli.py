@@ -16,10 +16,13 @@ from bench.concurrency.command import add_concurrency
 from bench.content import STAMP_BYTES
 from bench.kv_peers.running import PeerName
 from bench.ladder.command import add_ladder
+from bench.overlap.command import add_overlap
 from bench.report import Report, plot, table, to_json
 from bench.s3_cli import add_s3
 from bench.samples import State
+from bench.scheduler.command import add_scheduler
 from bench.server import BenchServerError
+from bench.ttft.command import add_ttft
 from descriptors.descriptor import CHUNK_COUNT_MAX, CHUNK_TOKENS_MAX, NUM_LAYERS_MAX, PER_LAYER_CHUNK_BYTES_MAX
 from descriptors.errors import ObjectCacheError
 from descriptors.units import KIB, MIB
@@ -80,6 +83,9 @@ def _parser() -> argparse.ArgumentParser:
     add_s3(commands)
     add_ladder(commands)
     add_concurrency(commands)
+    add_scheduler(commands)
+    add_ttft(commands)
+    add_overlap(commands)
     return parser
 
 

@@ -144,6 +144,7 @@ class ObjectCacheError(Exception):
     """
 
     retryable = False
+    retry_after_s: int | None = None
 
     def __init__(
         self,
@@ -174,6 +175,7 @@ class ObjectCacheError(Exception):
             "field": self.field,
             "index": self.index,
             "layer": self.layer,
+            "retry_after_s": self.retry_after_s,
         }
         return {name: value for name, value in parts.items() if value is not None}
 
@@ -187,7 +189,7 @@ class ChunkUnavailable(ObjectCacheError):
 
 
 class ServerError(ObjectCacheError):
-    """We failed. `retryable` says whether sending the same request again can help."""
+    """We failed. `retryable` says whether sending the same request again can help, `retry_after_s` when."""
 
     def __init__(
         self,
@@ -198,9 +200,11 @@ class ServerError(ObjectCacheError):
         field: str | None = None,
         index: int | None = None,
         layer: int | None = None,
+        retry_after_s: int | None = None,
     ) -> None:
         super().__init__(code, message, field=field, index=index, layer=layer)
         self.retryable = retryable
+        self.retry_after_s = retry_after_s
 
 
 CHUNK_CODES = frozenset({ErrorCode.NO_SUCH_CHUNK, ErrorCode.CHUNK_SIZE_MISMATCH, ErrorCode.CHUNK_CORRUPT})
@@ -208,14 +212,28 @@ RETRYABLE_CODES = frozenset({ErrorCode.SLOW_DOWN, ErrorCode.INTERNAL_ERROR, Erro
 
 
 def make_error(
-    code: ErrorCode, message: str, *, field: str | None = None, index: int | None = None, layer: int | None = None
+    code: ErrorCode,
+    message: str,
+    *,
+    field: str | None = None,
+    index: int | None = None,
+    layer: int | None = None,
+    retry_after_s: int | None = None,
 ) -> ObjectCacheError:
     """The error of the family `code` belongs to."""
     if code in CHUNK_CODES:
         return ChunkUnavailable(code, message, field=field, index=index, layer=layer)
     if HTTP_STATUS[code] < 500 or code is ErrorCode.NOT_IMPLEMENTED:
         return CallerError(code, message, field=field, index=index, layer=layer)
-    return ServerError(code, message, retryable=code in RETRYABLE_CODES, field=field, index=index, layer=layer)
+    return ServerError(
+        code,
+        message,
+        retryable=code in RETRYABLE_CODES,
+        field=field,
+        index=index,
+        layer=layer,
+        retry_after_s=retry_after_s,
+    )
 
 
 def error_from_fields(fields: dict[str, Any]) -> ObjectCacheError:
@@ -225,4 +243,5 @@ def error_from_fields(fields: dict[str, Any]) -> ObjectCacheError:
         code = ErrorCode(fields.get("code"))
     except ValueError:
         code, message = ErrorCode.INTERNAL_ERROR, f"{fields.get('code')}: {message}"
-    return make_error(code, message, field=fields.get("field"), index=fields.get("index"), layer=fields.get("layer"))
+    parts = {name: fields.get(name) for name in ("field", "index", "layer", "retry_after_s")}
+    return make_error(code, message, **parts)

@@ -13,9 +13,18 @@ from typing import Annotated
 
 from pydantic import Base64Bytes, BaseModel, ConfigDict, Field
 
-from descriptors.descriptor import ADDRESS_MAX, CHUNK_COUNT_MAX, OBJECT_KEY_BYTES_MAX, key_bytes, require_name
+from descriptors.descriptor import (
+    ADDRESS_MAX,
+    CHUNK_COUNT_MAX,
+    OBJECT_KEY_BYTES_MAX,
+    PAYLOAD_BYTES_MAX,
+    key_bytes,
+    require_name,
+)
 from descriptors.errors import CallerError, ErrorCode
 from descriptors.json_body import parse_body
+from descriptors.recompute import Advice, AdviceRequest
+from descriptors.recompute_json import advice_fields, advice_from_fields, compute_fields, parse_compute
 
 LEASE_S_MAX = 3_600
 AGENT_LIFETIME_S_MAX = 86_400
@@ -27,10 +36,21 @@ _DEVICE = re.compile(r"(cpu|cuda:\d{1,3})\Z")
 
 @dataclass(frozen=True, slots=True)
 class LookupRequest:
-    """Which prefix of `chunk_keys` is stored? `lease_s` > 0 asks to keep it from eviction that many seconds."""
+    """Which prefix of `chunk_keys` is stored? `lease_s` > 0 asks to keep it from eviction that many seconds, `compute`
+    whether it is worth loading.
+    """
 
     chunk_keys: tuple[str, ...]
     lease_s: float = 0.0
+    compute: AdviceRequest | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class LookupAnswer:
+    """How many keys, from the first, are stored without a gap; advice where it was asked for."""
+
+    matched: int
+    advice: Advice | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,6 +97,22 @@ class AgentLease:
 
 
 @dataclass(frozen=True, slots=True)
+class SchedulerStatus:
+    """What the scheduler of a storage server is doing. Without a link rate nothing is paced or counted."""
+
+    policy: str
+    rates: str
+    link_bytes_per_s: float | None
+    margin_bytes_per_s: float
+    epoch: int
+    layerwise_active: int
+    layerwise_waiting: int
+    chunkwise_active: int
+    chunkwise_waiting: int
+    queued_bytes: int
+
+
+@dataclass(frozen=True, slots=True)
 class Transports:
     """Which ways besides http a server offers: `shm_socket` is the abstract Unix socket to hand memory in at; it can be
     reached from its own host only, and only that tells that a client is there.
@@ -93,6 +129,7 @@ class _Model(BaseModel):
 class _LookupModel(_Model):
     chunk_keys: Annotated[list[str], Field(min_length=1, max_length=CHUNK_COUNT_MAX, fail_fast=True)]
     lease_s: Annotated[float, Field(ge=0, le=LEASE_S_MAX, allow_inf_nan=False)] = 0.0
+    compute: dict[str, object] | None = None
 
 
 class _RegionModel(_Model):
@@ -125,7 +162,13 @@ def parse_lookup(body: bytes) -> LookupRequest:
     for index, key in enumerate(model.chunk_keys):
         if not 1 <= key_bytes(key) <= OBJECT_KEY_BYTES_MAX:
             raise _refuse(f"chunk_keys[{index}]", f"must be a key of 1 to {OBJECT_KEY_BYTES_MAX} bytes of UTF-8")
-    return LookupRequest(tuple(model.chunk_keys), model.lease_s)
+    compute = None if model.compute is None else parse_compute(model.compute, _refuse)
+    if compute is not None:
+        payload_bytes = compute.layout.payload_bytes(len(model.chunk_keys))
+        if payload_bytes > PAYLOAD_BYTES_MAX:
+            problem = f"makes N*L*S {payload_bytes} bytes, at most {PAYLOAD_BYTES_MAX}"
+            raise _refuse("compute.per_layer_chunk_bytes", problem)
+    return LookupRequest(tuple(model.chunk_keys), model.lease_s, compute)
 
 
 def parse_registration(body: bytes) -> AgentRegistration:
@@ -152,7 +195,25 @@ def parse_renewal(body: bytes) -> AgentRenewal:
 
 def lookup_body(request: LookupRequest) -> bytes:
     """The JSON `parse_lookup` reads."""
-    return _dump({"chunk_keys": list(request.chunk_keys), "lease_s": request.lease_s})
+    fields: dict[str, object] = {"chunk_keys": list(request.chunk_keys), "lease_s": request.lease_s}
+    if request.compute is not None:
+        fields["compute"] = compute_fields(request.compute)
+    return _dump(fields)
+
+
+def lookup_answer_body(answer: LookupAnswer) -> bytes:
+    """The JSON `parse_lookup_answer` reads."""
+    fields: dict[str, object] = {"matched": answer.matched}
+    if answer.advice is not None:
+        fields["advice"] = advice_fields(answer.advice)
+    return json.dumps(fields).encode()
+
+
+def parse_lookup_answer(body: bytes) -> LookupAnswer:
+    """Raises KeyError and ValueError for what is no answer; fields it does not know are passed over."""
+    fields = json.loads(body)
+    advice = fields.get("advice")
+    return LookupAnswer(int(fields["matched"]), None if advice is None else advice_from_fields(advice))
 
 
 def registration_body(request: AgentRegistration) -> bytes:

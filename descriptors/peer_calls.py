@@ -41,6 +41,7 @@ PLAIN_CALLS = (
     "list_parts",
     "list_uploads",
     "transports",
+    "scheduler",
     "delete_agent",
     "get_object_into",
     "put_object_from",

@@ -18,7 +18,15 @@ from descriptors.conditions import NO_WRITE_CONDITION, WriteCondition
 from descriptors.descriptor import Descriptor
 from descriptors.errors import ErrorCode
 from descriptors.lifecycle import LifecycleRule
-from descriptors.messages import AgentLease, AgentRegistration, AgentRenewal, LookupRequest, Transports
+from descriptors.messages import (
+    AgentLease,
+    AgentRegistration,
+    AgentRenewal,
+    LookupAnswer,
+    LookupRequest,
+    SchedulerStatus,
+    Transports,
+)
 from descriptors.notices import Mode
 from descriptors.objects import (
     BodyDigests,
@@ -93,24 +101,37 @@ class ObjectRead:
 
 
 @dataclass(frozen=True, slots=True)
+class Grant:
+    """What a delivery may use of the link: its rate in bytes/s (0: not limited), held or expected on the whole, and the
+    epoch that gave it.
+    """
+
+    rate_bytes_per_s: int = 0
+    epoch: int = 0
+
+
+@dataclass(frozen=True, slots=True)
 class DeliveryStart:
-    """What is fixed before the first byte: the mode, k, the payload's size and the request's id."""
+    """What is fixed before the first byte: the mode, k, the payload's size, the request's id and its rate."""
 
     request_id: str
     mode: Mode
     chunk_count: int
     payload_bytes: int
+    grant: Grant = Grant()
 
 
 @dataclass(frozen=True, slots=True)
 class DeliveryTiming:
     """Where a delivery's time went on the storage side, one part after the other: planning, waiting for bytes to be
-    gathered, waiting for the transport. Gathers run ahead of the transport, so the second is what they could not hide.
+    gathered, waiting for the transport, and waiting for the link while others had it. Gathers run ahead of the
+    transport, so the second is what they could not hide.
     """
 
     plan_s: float
     gather_s: float
     transfer_s: float
+    wait_s: float = 0.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -247,9 +268,12 @@ class StorageApi(Protocol):
 
     async def list_uploads(self, request: UploadListRequest) -> UploadPage: ...
 
-    async def lookup(self, bucket: str, request: LookupRequest) -> int: ...
+    async def lookup(self, access_key: str, bucket: str, request: LookupRequest) -> LookupAnswer:
+        """Advice, where it is asked for, assumes the rate this access key would be offered now."""
 
     async def transports(self) -> Transports: ...
+
+    async def scheduler(self) -> SchedulerStatus: ...
 
     async def register_agent(self, access_key: str, registration: AgentRegistration) -> AgentLease: ...
 

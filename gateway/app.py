@@ -145,7 +145,7 @@ def _refusal(method: str, raw_path: str, error: ObjectCacheError, context: xml.E
         _log.warning("request %s: %s", context.request_id, error)
     if error.code is ErrorCode.NOT_MODIFIED:
         return web.Response(status=error.http_status)
-    headers = {"Retry-After": str(RETRY_AFTER_S)} if error.code is ErrorCode.SLOW_DOWN else {}
+    headers = {"Retry-After": str(error.retry_after_s or RETRY_AFTER_S)} if error.code is ErrorCode.SLOW_DOWN else {}
     resource = unquote(raw_path.partition("?")[0], errors="replace")
     body = b"" if method == "HEAD" else xml.error_document(error, resource, context)
     response = web.Response(status=error.http_status, body=body, content_type="application/xml", headers=headers)

@@ -31,6 +31,7 @@ LAYERWISE: dict[Operation, Handler] = {
     Operation.LOOKUP: layerwise.lookup,
     Operation.PUT_CHUNKS: rdma_objects.put_chunks,
     Operation.TRANSPORTS: layerwise.transports,
+    Operation.SCHEDULER: layerwise.scheduler,
     Operation.REGISTER_AGENT: layerwise.register_agent,
     Operation.RENEW_AGENT: layerwise.renew_agent,
     Operation.DELETE_AGENT: layerwise.delete_agent,

@@ -52,6 +52,7 @@ class Operation(Enum):
     LOOKUP = "GetObject:lookup"
     PUT_CHUNKS = "PutObject:chunks"
     TRANSPORTS = "RegisterAgent:transports"
+    SCHEDULER = "RegisterAgent:scheduler"
     REGISTER_AGENT = "RegisterAgent"
     RENEW_AGENT = "RegisterAgent:renew"
     DELETE_AGENT = "RegisterAgent:delete"
@@ -175,6 +176,8 @@ def _route_service(request: S3Request) -> Operation:
     kind, _, name = request.key.partition("/")
     if request.key == "transports":
         return _pick({("GET", ""): Operation.TRANSPORTS}, request, set())
+    if request.key == "scheduler":
+        return _pick({("GET", ""): Operation.SCHEDULER}, request, set())
     if kind == "agents" and not name:
         return _pick({("POST", ""): Operation.REGISTER_AGENT}, request, set())
     if kind == "agents" and "/" not in name:

@@ -23,9 +23,12 @@ from descriptors.messages import (
     AgentLease,
     AgentRegistration,
     AgentRenewal,
+    LookupAnswer,
     LookupRequest,
+    SchedulerStatus,
     Transports,
     lookup_body,
+    parse_lookup_answer,
     registration_body,
     renewal_body,
 )
@@ -188,8 +191,9 @@ class RemoteStorage:
     async def list_uploads(self, request: UploadListRequest) -> UploadPage:
         return cast(UploadPage, await self._plain("list_uploads", request))
 
-    async def lookup(self, bucket: str, request: LookupRequest) -> int:
-        return int(await self._call("lookup", {"bucket": bucket}, lookup_body(request)))
+    async def lookup(self, access_key: str, bucket: str, request: LookupRequest) -> LookupAnswer:
+        call = {"access_key": access_key, "bucket": bucket}
+        return parse_lookup_answer(await self._call("lookup", call, lookup_body(request)))
 
     async def register_agent(self, access_key: str, registration: AgentRegistration) -> AgentLease:
         body = registration_body(registration)
@@ -198,6 +202,9 @@ class RemoteStorage:
     async def renew_agent(self, access_key: str, agent_id: str, renewal: AgentRenewal) -> AgentLease:
         call = {"access_key": access_key, "agent_id": agent_id}
         return _LEASE.validate_json(await self._call("renew_agent", call, renewal_body(renewal)))
+
+    async def scheduler(self) -> SchedulerStatus:
+        return cast(SchedulerStatus, await self._plain("scheduler"))
 
     async def transports(self) -> Transports:
         return cast(Transports, await self._plain("transports"))

@@ -21,7 +21,9 @@ import numpy.typing as npt
 from descriptors.descriptor import Delivery, Descriptor, OnMissing, RdmaTarget
 from descriptors.errors import ObjectCacheError
 from descriptors.layout import ChunkLayout
-from descriptors.messages import LookupRequest, lookup_body
+from descriptors.messages import LookupRequest, lookup_body, parse_lookup_answer
+from descriptors.recompute import Advice, AdviceRequest
+from descriptors.recompute import advise as advise_here
 from nixl_client import shared_memory
 from nixl_client.buffers import as_buffer
 from nixl_client.fetch import Layer, LayerFetch
@@ -115,6 +117,14 @@ class ObjectCacheClient:
         body = lookup_body(LookupRequest(tuple(chunk_keys), lease_s))
         return int(self._http.request("POST", f"/{self.bucket}", {"lookup": ""}, body).json()["matched"])
 
+    def advise(self, chunk_keys: Sequence[str], compute: AdviceRequest, lease_s: float = 0.0) -> tuple[int, Advice]:
+        """`lookup`, and whether to load what is stored or to recompute it, at the rate the server would offer now."""
+        if not chunk_keys:
+            return 0, advise_here(0, compute)
+        body = lookup_body(LookupRequest(tuple(chunk_keys), lease_s, compute))
+        answer = parse_lookup_answer(self._http.request("POST", f"/{self.bucket}", {"lookup": ""}, body).body)
+        return answer.matched, answer.advice or advise_here(answer.matched, compute)
+
     def allocate_buffer(self, nbytes: int) -> npt.NDArray[np.uint8]:
         """A uint8 array any transport can fill, and the only kind SHM can: its memory may be handed to a server on this
         host. Raises OSError when there is not that much.
@@ -198,6 +208,13 @@ class ObjectCacheClient:
     async def lookup_async(self, chunk_keys: Sequence[str], lease_s: float = 0.0) -> int:
         """`lookup` for event loops."""
         return await asyncio.get_running_loop().run_in_executor(self._waiters, self.lookup, chunk_keys, lease_s)
+
+    async def advise_async(
+        self, chunk_keys: Sequence[str], compute: AdviceRequest, lease_s: float = 0.0
+    ) -> tuple[int, Advice]:
+        """`advise` for event loops."""
+        loop = asyncio.get_running_loop()
+        return await loop.run_in_executor(self._waiters, self.advise, chunk_keys, compute, lease_s)
 
     @property
     def objects(self) -> ObjectPaths:

@@ -11,6 +11,7 @@ from typing import Any
 from descriptors.descriptor import Descriptor
 from descriptors.errors import ErrorCode, ObjectCacheError, ServerError
 from descriptors.notices import Mode, Notice
+from descriptors.storage_api import Grant
 from nixl_client.buffers import Buffer
 from nixl_client.ledger import Ledger, ProtocolViolationError
 from nixl_client.timing import Timing, split_time
@@ -95,6 +96,11 @@ class LayerFetch:
             return FetchResult(mode, chunk_count, self._transferred_bytes, self._timing)
 
     @property
+    def grant(self) -> Grant:
+        """The rate and the epoch that the server's scheduler gave; known once admitted, 0 where it does not pace."""
+        return self._ledger.grant
+
+    @property
     def is_complete(self) -> bool:
         """Whether every layer is there."""
         return self._ledger.is_complete
@@ -148,9 +154,9 @@ class LayerFetch:
         """The http transport read this layer to its end."""
         self._update(lambda: self._ledger.mark_ready(layer_index))
 
-    def on_start(self, mode: Mode, chunk_count: int) -> None:
+    def on_start(self, mode: Mode, chunk_count: int, grant: Grant) -> None:
         """The http transport read the answer's head."""
-        self._update(lambda: self._ledger.set_shape(mode, chunk_count))
+        self._update(lambda: self._ledger.start(mode, chunk_count, grant))
 
     def on_answer(
         self, mode: Mode, chunk_count: int, transferred_bytes: int, headers: Mapping[str, str], body_s: float = 0.0

@@ -9,7 +9,7 @@ import time
 from descriptors.descriptor_codec import encode_binary
 from descriptors.errors import ErrorCode, ObjectCacheError, ServerError
 from descriptors.notices import Mode
-from nixl_client.answers import payload_shape
+from nixl_client.answers import grant, payload_shape
 from nixl_client.fetch import LayerFetch
 from nixl_client.http import SignedHttp, Stream
 
@@ -56,7 +56,7 @@ class HttpFetches:
     def _read(self, fetch: LayerFetch, stream: Stream) -> None:
         began_s = time.monotonic()
         mode, chunk_count = payload_shape(stream.headers)
-        fetch.on_start(mode, chunk_count)
+        fetch.on_start(mode, chunk_count, grant(stream.headers))
         layout = fetch.descriptor.layout
         view = fetch.host_view()
         if mode is Mode.LAYER_MAJOR:

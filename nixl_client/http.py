@@ -193,11 +193,13 @@ class SignedHttp:
             self._keep(connection)
         else:
             connection.close()
-        return parse_error(response.status, body)
+        return parse_error(response.status, body, response.getheader("Retry-After"))
 
 
-def parse_error(status: int, body: bytes) -> ObjectCacheError:
-    """The error an S3 Error document describes; what is no such document becomes InternalError with the status."""
+def parse_error(status: int, body: bytes, retry_after: str | None = None) -> ObjectCacheError:
+    """The error an S3 Error document describes; what is no such document becomes InternalError with the status. In
+    seconds, `retry_after` is when to ask again.
+    """
     try:
         root = ElementTree.fromstring(body)
     except ElementTree.ParseError:
@@ -214,5 +216,6 @@ def parse_error(status: int, body: bytes) -> ObjectCacheError:
             "field": root.findtext("ArgumentName"),
             "index": number("ChunkIndex"),
             "layer": number("LayerIndex"),
+            "retry_after_s": int(retry_after) if retry_after is not None and retry_after.isdecimal() else None,
         }
     )

@@ -10,6 +10,7 @@ from __future__ import annotations
 from descriptors.errors import ChunkUnavailable, ErrorCode, ObjectCacheError
 from descriptors.layout import ChunkLayout
 from descriptors.notices import Admitted, Done, Failed, LayerReady, Mode, Notice
+from descriptors.storage_api import Grant
 
 
 class ProtocolViolationError(Exception):
@@ -24,7 +25,8 @@ class Ledger:
         self.layout = layout
         self.chunk_count: int | None = None
         self.mode: Mode | None = None
-        self.rate_bytes_per_s = 0
+        self.grant = Grant()
+        """What the server said of rate and epoch when it admitted the request."""
         self.failure: ObjectCacheError | None = None
         self.is_complete = False
         self._chunk_count_max = chunk_count_max
@@ -52,7 +54,7 @@ class Ledger:
             raise ProtocolViolationError(f"{notice.parts} parts, {self._parts} before")
         match notice:
             case Admitted():
-                self._admit(notice)
+                self.start(notice.mode, notice.chunk_count, Grant(notice.rate_bytes_per_s, notice.epoch))
             case LayerReady():
                 self._enter_layer(notice)
             case Done():
@@ -77,9 +79,10 @@ class Ledger:
         if self.failure is None and not self.is_complete:
             self.failure = error
 
-    def _admit(self, notice: Admitted) -> None:
-        self.set_shape(notice.mode, notice.chunk_count)
-        self.rate_bytes_per_s = notice.rate_bytes_per_s
+    def start(self, mode: Mode, chunk_count: int, grant: Grant) -> None:
+        """The request was admitted."""
+        self.set_shape(mode, chunk_count)
+        self.grant = grant
 
     def mark_ready(self, layer_index: int) -> None:
         """The layer was read to its end by ourselves; no notice is needed."""

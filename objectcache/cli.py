@@ -177,6 +177,7 @@ def _serve(options: argparse.Namespace) -> int:
     serve.run(
         "objectcache",
         lambda: serve.Together(settings, gateway, credentials, listen, options.workers, worker_command, secret),
+        read_scheduler=lambda: load_config(options.config).scheduler_settings(),
     )
     return 0
 
@@ -250,7 +251,11 @@ def _storage_server(options: argparse.Namespace) -> int:
     settings = _storage_settings(config, options)
     secret = load_peer_secret(options.peer_secret_file or options.data / "peer-secret", create=True)
     listen = _parse_listen(options.listen or f"unix:{options.data / 'storage.sock'}")
-    serve.run("objectcache storage-server", lambda: serve.StorageServer(settings, secret, listen))
+    serve.run(
+        "objectcache storage-server",
+        lambda: serve.StorageServer(settings, secret, listen),
+        read_scheduler=lambda: load_config(options.config).scheduler_settings(),
+    )
     return 0
 
 

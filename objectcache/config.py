@@ -12,7 +12,8 @@ import secrets
 import string
 import sys
 import tomllib
-from collections.abc import Mapping
+from collections import Counter
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Annotated, Literal
 
@@ -20,6 +21,11 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from gateway.app import GatewaySettings
 from gateway.credentials import Credential
+from storage_server.scheduler.flow import Tenant
+from storage_server.scheduler.policies import Policy
+from storage_server.scheduler.pool import PoolSettings
+from storage_server.scheduler.profiles import ComputeProfile
+from storage_server.scheduler.settings import SchedulerSettings
 from storage_server.settings import StorageSettings
 from storage_server.store.durability import Durability
 
@@ -32,7 +38,7 @@ class ConfigError(Exception):
 
 
 class _Model(BaseModel):
-    model_config = ConfigDict(extra="forbid")
+    model_config = ConfigDict(extra="forbid", allow_inf_nan=False)
 
 
 class CredentialConfig(_Model):
@@ -87,6 +93,63 @@ class StorageConfig(_Model):
     shm: bool | None = None
 
 
+class SchedulerConfig(_Model):
+    """The `[scheduler]` table; rates in bytes/s. Unset values keep the defaults of SchedulerSettings."""
+
+    link_bytes_per_s: float | None = None
+    policy: Literal["slack", "equal", "kv-prop", "bw-prop", "stall-opt", "calibrated"] = "slack"
+    rates: Literal["held", "work-conserving"] = "held"
+    margin_bytes_per_s: Annotated[float, Field(ge=0, le=1e15)] | None = None
+    epoch_s_max: Annotated[float, Field(gt=0, le=3600)] | None = None
+    gather_s: Annotated[float, Field(ge=0, le=10)] | None = None
+    chunkwise_fraction: float | None = None
+    chunkwise_slots: int | None = None
+    queued_bytes_max: int | None = None
+
+    def settings(self, tenants: Sequence[TenantConfig], profiles: Sequence[ComputeProfileConfig]) -> SchedulerSettings:
+        """What the scheduler needs. Raises ValueError."""
+        twice = [name for name, count in Counter(each.access_key for each in tenants).items() if count > 1]
+        if twice:
+            raise ValueError(f"tenants: {twice[0]} appears twice")
+        of_pool = {"policy", "rates", "margin_bytes_per_s", "epoch_s_max", "gather_s"}
+        pool = PoolSettings(
+            policy=None if self.policy == "slack" else Policy(self.policy),
+            is_work_conserving=self.rates == "work-conserving",
+            **self.model_dump(include=of_pool - {"policy", "rates"}, exclude_none=True),
+        )
+        return SchedulerSettings(
+            pool=pool,
+            tenants={each.access_key: each.tenant() for each in tenants},
+            profiles=tuple(ComputeProfile(**each.model_dump()) for each in profiles),
+            **self.model_dump(exclude=of_pool, exclude_none=True),
+        )
+
+
+class TenantConfig(_Model):
+    """One `[[tenants]]` table: an access key's part of the link."""
+
+    access_key: str
+    weight: Annotated[float, Field(gt=0)] = 1.0
+    bytes_per_s_max: Annotated[float, Field(ge=1)] | None = None
+    priority: Annotated[int, Field(ge=0, le=7)] = 0
+
+    def tenant(self) -> Tenant:
+        """The same for the scheduler."""
+        return Tenant(self.access_key, self.weight, self.bytes_per_s_max, self.priority)
+
+
+class ComputeProfileConfig(_Model):
+    """One `[[compute_profiles]]` table: what a model's prefill costs, for descriptors that do not say."""
+
+    name: str
+    num_layers: Annotated[int, Field(ge=1, le=1024)]
+    token_layer_bytes: Annotated[int, Field(ge=1)]
+    request_us: Annotated[float, Field(ge=0)]
+    token_us: Annotated[float, Field(ge=0)]
+    token_pair_us: Annotated[float, Field(ge=0)]
+    hit_rate: Annotated[float, Field(gt=0, le=1)]
+
+
 class CostsConfig(_Model):
     """What a delivery costs: seconds for each request, chunk and layer, and bytes/s for the rest."""
 
@@ -123,6 +186,9 @@ class Config(_Model):
 
     gateway: GatewayConfig = GatewayConfig()
     storage: StorageConfig = StorageConfig()
+    scheduler: SchedulerConfig = SchedulerConfig()
+    tenants: tuple[TenantConfig, ...] = ()
+    compute_profiles: tuple[ComputeProfileConfig, ...] = ()
     credentials: tuple[CredentialConfig, ...] = ()
     calibration: CalibrationConfig | None = None
 
@@ -134,10 +200,18 @@ class Config(_Model):
         """What a storage server needs. Raises ConfigError when sizes do not fit each other."""
         chosen = self.storage.model_dump(exclude_none=True)
         chosen["ucx"] = ucx and chosen.get("ucx", True)
+        scheduler = self.scheduler_settings()
         try:
-            return StorageSettings(data_dir=data_dir, **chosen)
+            return StorageSettings(data_dir=data_dir, scheduler=scheduler, **chosen)
         except ValueError as error:
             raise ConfigError(f"[storage]: {error}") from None
+
+    def scheduler_settings(self) -> SchedulerSettings:
+        """What the scheduler needs. Raises ConfigError."""
+        try:
+            return self.scheduler.settings(self.tenants, self.compute_profiles)
+        except ValueError as error:
+            raise ConfigError(f"[scheduler]: {error}") from None
 
 
 def load_config(path: Path | None) -> Config:

@@ -27,6 +27,7 @@ from gateway.credentials import Credential, CredentialBook
 from gateway.storage_client import RemoteStorage
 from objectcache.workers import Workers
 from storage_server.http_api import StorageHttp
+from storage_server.scheduler.settings import SchedulerSettings
 from storage_server.service import EmbeddedStorage
 from storage_server.settings import StorageSettings
 from storage_server.store.disk import Disk
@@ -170,17 +171,29 @@ class GatewayServer:
 Server = Together | StorageServer | GatewayServer
 
 
-def run(name: str, make_server: Callable[[], Server], *, until_stdin_ends: bool = False) -> None:
+def run(
+    name: str,
+    make_server: Callable[[], Server],
+    *,
+    until_stdin_ends: bool = False,
+    read_scheduler: Callable[[], SchedulerSettings] | None = None,
+) -> None:
     """Build the server on a uvloop event loop, say where it listens, and stop on SIGINT or SIGTERM; a worker also when
-    whoever started it is gone.
+    whoever started it is gone. SIGHUP reads the scheduler's settings anew where there are any.
     """
     raise_file_limit()
     sys.setswitchinterval(SWITCH_INTERVAL_S)
     with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
-        runner.run(_until_stopped(name, make_server, until_stdin_ends=until_stdin_ends))
+        runner.run(_until_stopped(name, make_server, read_scheduler, until_stdin_ends=until_stdin_ends))
 
 
-async def _until_stopped(name: str, make_server: Callable[[], Server], *, until_stdin_ends: bool) -> None:
+async def _until_stopped(
+    name: str,
+    make_server: Callable[[], Server],
+    read_scheduler: Callable[[], SchedulerSettings] | None,
+    *,
+    until_stdin_ends: bool,
+) -> None:
     stop = asyncio.Event()
     loop = asyncio.get_running_loop()
     for number in (signal.SIGINT, signal.SIGTERM):
@@ -190,11 +203,24 @@ async def _until_stopped(name: str, make_server: Callable[[], Server], *, until_
     server = make_server()
     try:
         await server.start()
+        if read_scheduler is not None and not isinstance(server, GatewayServer):  # UCX, once started, takes this signal
+            loop.add_signal_handler(signal.SIGHUP, _reconfigure, server.storage, read_scheduler)
         print(f"{name} is listening on {server.url}", flush=True)
         await stop.wait()
         _log.info("stopping")
     finally:
         await server.close()
+
+
+def _reconfigure(storage: EmbeddedStorage, read_scheduler: Callable[[], SchedulerSettings]) -> None:
+    """Go by the file as it is now; a file that cannot be used changes nothing."""
+    try:
+        settings = read_scheduler()
+    except Exception as error:
+        _log.error("the scheduler goes on as it was: %s", error)
+        return
+    storage.pipeline.link.reconfigure(settings)
+    _log.info("the scheduler goes by %s", settings)
 
 
 def _wait_for_stdin(loop: asyncio.AbstractEventLoop, stop: asyncio.Event) -> None:

@@ -21,7 +21,7 @@ from adapters.response_sink import ResponseSink, abort_if_begun, begin_answer, b
 from descriptors.descriptor import DESCRIPTOR_BYTES_MAX, is_request_id
 from descriptors.descriptor_codec import decode_descriptor
 from descriptors.errors import CallerError, ErrorCode, ObjectCacheError, ServerError
-from descriptors.messages import AgentLease, parse_lookup, parse_registration, parse_renewal
+from descriptors.messages import AgentLease, lookup_answer_body, parse_lookup, parse_registration, parse_renewal
 from descriptors.objects import ObjectInfo, PartInfo, PartRequest, PutRequest, ReadHead, ReadRequest
 from descriptors.peer_auth import AUTH_HEADER, CALL_HEADER, STREAMED_BODY, check_call
 from descriptors.peer_calls import CALL_BYTES_MAX, PLAIN_CALLS, RESULT_HEADER, PlainCall
@@ -184,7 +184,8 @@ class StorageHttp:
 
     async def _lookup(self, call: dict[str, Any], http: web.BaseRequest) -> web.StreamResponse:
         request = parse_lookup(await _checked_body(http))
-        return _json(int, await self._storage.lookup(call["bucket"], request))
+        answer = await self._storage.lookup(call["access_key"], call["bucket"], request)
+        return _json_bytes(lookup_answer_body(answer))
 
     async def _register_agent(self, call: dict[str, Any], http: web.BaseRequest) -> web.StreamResponse:
         registration = parse_registration(await _checked_body(http))

@@ -20,7 +20,9 @@ from storage_server.gather.plan import DeliveryPlan, Payload, plan_delivery
 from storage_server.gather.read import gather
 from storage_server.gather.rows import SourceTable, make_table, spans_of
 from storage_server.scheduler.admission import Admission
+from storage_server.scheduler.link import Link, Place
 from storage_server.scheduler.mode import choose_mode
+from storage_server.scheduler.profiles import compute_s
 from storage_server.settings import StorageSettings
 from storage_server.store.embedded import EmbeddedStore
 from storage_server.tiers.dram import DramTier
@@ -60,15 +62,19 @@ class Pipeline:
         self._store = store
         self._dram = dram
         self._admission = Admission(settings.deliveries_max)
+        self.link = Link(settings.scheduler, settings.staging_bytes // settings.aggregation_bytes // 2)
         self._gatherers = ThreadPoolExecutor(settings.gather_threads, "gather")
         self.gate: Gate | None = None
 
     def close(self) -> None:
         """Wait for running gathers."""
+        self.link.close()
         self._gatherers.shutdown()
 
-    async def run(self, bucket: str, descriptor: Descriptor, request_id: str, route: Route) -> DeliveryOutcome:
-        """Deliver what `descriptor` names.
+    async def run(
+        self, access_key: str, bucket: str, descriptor: Descriptor, request_id: str, route: Route
+    ) -> DeliveryOutcome:
+        """Deliver what `descriptor` names, at the rate the link has for `access_key`.
 
         Raises ChunkUnavailable (nothing sent yet, or announced as failed), ServerError(TargetUnreachable, SlowDown).
         However it ends, nothing is in flight, and memory, pins and rate are given back.
@@ -77,36 +83,47 @@ class Pipeline:
         layout = descriptor.layout
         prefix_only = descriptor.on_missing is OnMissing.PREFIX
         async with (
-            self._admission.admit() as grant,
+            self._admission.admit(),
             self._store.reads.open_prefix(
                 bucket, descriptor.chunk_keys, layout.chunk_bytes, prefix_only=prefix_only
             ) as chunks,
         ):
             with self._dram.lent([extent for chunk in chunks for extent in chunk]) as addresses:
-                payload_bytes = layout.payload_bytes(len(chunks))
-                mode = choose_mode(descriptor.delivery, payload_bytes, self._settings.theta_bytes)
+                mode = choose_mode(descriptor.delivery, layout.payload_bytes(len(chunks)), self._settings.theta_bytes)
                 table = make_table(chunks, addresses)
                 payload_bytes_max = route.payload_bytes_max(is_resident=table.is_resident)
                 plan = plan_delivery(mode, layout, len(chunks), payload_bytes_max)
-                start = DeliveryStart(request_id, mode, len(chunks), payload_bytes)
-                transfer = route.make_transfer(plan)
-                try:
+                layer_compute_s = compute_s(descriptor, len(chunks), self.link.settings.profiles)
+                async with self.link.place(
+                    access_key, mode, plan.group_sizes, plan.group_count, layer_compute_s
+                ) as place:
                     clock.planned()
-                    await transfer.start(start, grant)
-                    await self._send_all(plan, table, transfer, request_id, clock, past_cache=route.past_cache)
-                    transferred_bytes = await transfer.finish()
-                    return DeliveryOutcome(start, transferred_bytes, clock.timing())
-                except ChunkUnavailable as missing:
-                    await transfer.fail(missing.layer or 0, missing.index or 0)
-                    raise
-                finally:
-                    await to_end(asyncio.ensure_future(transfer.close()))
+                    return await self._deliver(plan, table, place, request_id, route, clock)
+
+    async def _deliver(
+        self, plan: DeliveryPlan, table: SourceTable, place: Place, request_id: str, route: Route, clock: _Clock
+    ) -> DeliveryOutcome:
+        transfer = route.make_transfer(plan)
+        try:
+            grant = await place.admitted()
+            clock.waited()
+            start = DeliveryStart(request_id, plan.mode, plan.chunk_count, plan.payload_bytes, grant)
+            await transfer.start(start)
+            await self._send_all(plan, table, transfer, place, request_id, clock, past_cache=route.past_cache)
+            transferred_bytes = await transfer.finish()
+            return DeliveryOutcome(start, transferred_bytes, clock.timing())
+        except ChunkUnavailable as missing:
+            await transfer.fail(missing.layer or 0, missing.index or 0)
+            raise
+        finally:
+            await to_end(asyncio.ensure_future(transfer.close()))
 
     async def _send_all(
         self,
         plan: DeliveryPlan,
         table: SourceTable,
         transfer: Transfer,
+        place: Place,
         request_id: str,
         clock: _Clock,
         *,
@@ -117,9 +134,10 @@ class Pipeline:
         held: list[_Gathering] = []
 
         async def begin_all() -> None:
-            for payload in plan.payloads():
+            for index, payload in enumerate(plan.payloads()):
                 if self.gate is not None:
                     await self.gate(request_id, payload)
+                await place.near(index)
                 gathering = await self._begin(table, payload, transfer, past_cache=past_cache)
                 held.append(gathering)
                 await begun.put(gathering)
@@ -128,13 +146,18 @@ class Pipeline:
         try:
             async with asyncio.TaskGroup() as tasks:
                 tasks.create_task(begin_all())
+                index = 0
                 while (gathering := await begun.get()) is not None:
                     if gathering.reading is not None:
                         await asyncio.shield(gathering.reading)
                     clock.gathered()
+                    await place.turn(index)
+                    clock.waited()
                     held.remove(gathering)
                     await transfer.send(gathering.payload, gathering.spans, gathering.room)
+                    place.took()
                     clock.sent()
+                    index += 1
         except BaseExceptionGroup as group:
             raise group.exceptions[0] from None
         finally:
@@ -159,10 +182,14 @@ class _Clock:
 
     def __init__(self) -> None:
         self._at_s = time.monotonic()
-        self._plan_s = self._gather_s = self._transfer_s = 0.0
+        self._plan_s = self._wait_s = self._gather_s = self._transfer_s = 0.0
 
     def planned(self) -> None:
         self._plan_s += self._lap()
+
+    def waited(self) -> None:
+        """The link was others' until now."""
+        self._wait_s += self._lap()
 
     def gathered(self) -> None:
         """The sender has waited for bytes until now."""
@@ -174,7 +201,7 @@ class _Clock:
     def timing(self) -> DeliveryTiming:
         """What is left, up to now, was spent on the transfer."""
         self.sent()
-        return DeliveryTiming(self._plan_s, self._gather_s, self._transfer_s)
+        return DeliveryTiming(self._plan_s, self._gather_s, self._transfer_s, self._wait_s)
 
     def _lap(self) -> float:
         before, self._at_s = self._at_s, time.monotonic()

@@ -12,7 +12,16 @@ from descriptors.conditions import NO_WRITE_CONDITION, WriteCondition
 from descriptors.descriptor import Descriptor, require_request_id
 from descriptors.errors import CallerError, ErrorCode
 from descriptors.lifecycle import LifecycleRule
-from descriptors.messages import AgentLease, AgentRegistration, AgentRenewal, LookupRequest, Region, Transports
+from descriptors.messages import (
+    AgentLease,
+    AgentRegistration,
+    AgentRenewal,
+    LookupAnswer,
+    LookupRequest,
+    Region,
+    SchedulerStatus,
+    Transports,
+)
 from descriptors.objects import (
     BodyDigests,
     BucketInfo,
@@ -35,6 +44,7 @@ from descriptors.objects import (
     UploadRequest,
 )
 from descriptors.rdma_token import RdmaToken
+from descriptors.recompute import advise
 from descriptors.storage_api import Body, BodySink, ChunksPut, DeliveryOutcome, ObjectDelivery, ObjectRead, ObjectStored
 from storage_server.agents import AgentTable, target_region
 from storage_server.gather.plan import DeliveryPlan
@@ -199,11 +209,17 @@ class EmbeddedStorage:
     async def list_uploads(self, request: UploadListRequest) -> UploadPage:
         return await self.store.uploads.list_uploads(request)
 
-    async def lookup(self, bucket: str, request: LookupRequest) -> int:
+    async def lookup(self, access_key: str, bucket: str, request: LookupRequest) -> LookupAnswer:
         matched = await self.store.reads.matched(bucket, request.chunk_keys)
         if request.lease_s > 0:
             self.leases.grant(bucket, request.chunk_keys[:matched], time.monotonic(), request.lease_s)
-        return matched
+        if request.compute is None:
+            return LookupAnswer(matched)
+        offered = self.pipeline.link.offered_rate_bytes_per_s(access_key)
+        return LookupAnswer(matched, advise(matched, request.compute, offered))
+
+    async def scheduler(self) -> SchedulerStatus:
+        return self.pipeline.link.status()
 
     async def transports(self) -> Transports:
         door = self.registrar.door
@@ -228,7 +244,7 @@ class EmbeddedStorage:
         request = self.requests.begin(access_key, descriptor.request_id, time.monotonic())
         if descriptor.rdma_target is not None:
             request.agent_id, request.region = descriptor.rdma_target.agent_id, region
-        task = asyncio.create_task(self.pipeline.run(bucket, descriptor, request.request_id, route))
+        task = asyncio.create_task(self.pipeline.run(access_key, bucket, descriptor, request.request_id, route))
         request.task = task
         self._running.add(task)
         task.add_done_callback(lambda _: self._ended(request, task))

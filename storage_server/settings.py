@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 
 from descriptors.lifecycle import DAY_S
 from descriptors.units import GIB, MIB
+from storage_server.scheduler.settings import SchedulerSettings
 from storage_server.store.durability import Durability
 
 
@@ -57,6 +58,7 @@ class StorageSettings:
     stall_timeout_s: float = 30.0
     ucx: bool = True
     shm: bool = True
+    scheduler: SchedulerSettings = field(default_factory=SchedulerSettings)
 
     def __post_init__(self) -> None:
         if not 4096 <= self.aggregation_bytes <= self.window_bytes <= self.staging_bytes:

@@ -25,7 +25,6 @@ from nixl_client.shared_memory import allocate
 from nixl_client.shm_link import ShmLink
 from storage_server.gather.plan import DeliveryPlan, plan_delivery
 from storage_server.gather.staging import StagingPool
-from storage_server.scheduler.admission import Grant
 from storage_server.transport.http import HttpTransfer
 from storage_server.transport.one_sided_engine import OneSidedEngine
 from storage_server.transport.shm import ShmTransfer
@@ -217,7 +216,7 @@ def expected() -> np.ndarray:
 
 async def send(transfer: Transfer, plan: DeliveryPlan, pool: StagingPool, upto: int | None = None) -> None:
     data = expected()
-    await transfer.start(DeliveryStart(ID, plan.mode, K, plan.payload_bytes), Grant())
+    await transfer.start(DeliveryStart(ID, plan.mode, K, plan.payload_bytes))
     for index, payload in enumerate(plan.payloads()):
         if index == upto:
             return

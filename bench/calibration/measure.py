@@ -3,31 +3,22 @@
 from __future__ import annotations
 
 import tempfile
-import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field
 from pathlib import Path
 
-import numpy as np
-
-from adapters.nixl_agent import NixlFailure
 from bench.aggregate_bed import Bed, Chunks, warm
+from bench.calibration.fetching import chunks_of, fetch_checked, fill, part, state_of_warm
+from bench.calibration.fetching import clients as clients_of
 from bench.calibration.points import CalibrationPlan, Family, Point, Run
-from bench.content import Bytes, Content, VerificationError, make_content, verify_payload
 from bench.progress import progress_bar
 from bench.samples import State
 from bench.server import BenchServer, running_server
 from descriptors.descriptor import Delivery
-from descriptors.errors import ObjectCacheError
-from descriptors.prefix_keys import Namespace, chunk_keys
-from descriptors.units import MIB
 from nixl_client.client import ObjectCacheClient, Transport
-from nixl_client.shm_link import ShmUnavailableError
 from storage_server.settings import StorageSettings
 
-FETCH_TIMEOUT_S = 300.0
-FILL_BATCH_BYTES = 64 * MIB
 INDEX_NAME = "index"
 
 
@@ -65,8 +56,8 @@ class _Task:
 
 
 def warm_state(plan: CalibrationPlan, storage: StorageSettings) -> State:
-    """Where chunks that are asked for again are found: the DRAM tier, where it is large enough for all of these."""
-    return State.DRAM if storage.dram_bytes >= plan.stored_bytes * 9 // 8 else State.PAGE_CACHE
+    """Of this plan's chunks."""
+    return state_of_warm(plan.stored_bytes, storage)
 
 
 def measure(plan: CalibrationPlan, states: Sequence[State], transports: Sequence[str], where: Where) -> Found:
@@ -75,7 +66,7 @@ def measure(plan: CalibrationPlan, states: Sequence[State], transports: Sequence
     Raises BenchServerError, ObjectCacheError, NixlFailure, VerificationError, TimeoutError and OSError.
     """
     found = Found()
-    stored = [(family, _make_chunks(family, plan.seed + index)) for index, family in enumerate(plan.families)]
+    stored = [(family, chunks_of(family, plan.seed + index)) for index, family in enumerate(plan.families)]
     for state in states:
         with ExitStack() as stack:
             folder = Path(
@@ -102,10 +93,10 @@ def _measure_state(
     stack: ExitStack,
 ) -> None:
     for _, chunks in stored:
-        _fill(server, chunks)
+        fill(server, chunks)
     anyone = stack.enter_context(server.client(Transport.HTTP))
     buffer = anyone.allocate_buffer(plan.payload_bytes_max)
-    clients = dict(_clients(server, transports, buffer, found, stack))
+    clients = dict(clients_of(server, transports, buffer, found.missing, stack))
     if not clients:
         return
     files = _data_files(folder) if state is State.COLD else []
@@ -113,7 +104,7 @@ def _measure_state(
     if state is State.DRAM:
         warm(bed, next(iter(clients.values())))
     tasks = [
-        _Task(family, _prefix(chunks, count), transport, client, [])
+        _Task(family, part(chunks, 0, count), transport, client, [])
         for family, chunks in stored
         for count in family.counts
         for transport, client in clients.items()
@@ -146,57 +137,8 @@ def _one_round(bed: Bed, task: _Task, *, chunk_major_first: bool) -> Run:
 
 def _fetch(bed: Bed, task: _Task, delivery: Delivery) -> tuple[float, ...]:
     """When each layer was there, in seconds since the request."""
-    content = task.chunks.content
-    buffer = bed.buffer[: task.chunks.payload_bytes]
-    buffer.fill(0)
     bed.make_cold()
-    started_s = time.monotonic()
-    with task.client.fetch(task.chunks.keys, content.layout, bed.buffer, delivery=delivery) as fetch:
-        result = fetch.wait(FETCH_TIMEOUT_S)
-        layers = [fetch.wait_layer(index) for index in range(content.layout.num_layers)]
-    if result.mode.value != delivery.value or fetch.transport is not task.transport:
-        raise VerificationError(f"{result} over {fetch.transport} came of {delivery.value} over {task.transport}")
-    verify_payload(buffer, content, delivery)
-    return tuple(layer.ready_at_s - started_s for layer in layers)
-
-
-def _clients(
-    server: BenchServer,
-    transports: Sequence[Transport],
-    buffer: Bytes,
-    found: Found,
-    stack: ExitStack,
-) -> Iterator[tuple[Transport, ObjectCacheClient]]:
-    for transport in transports:
-        client = stack.enter_context(server.client(transport))
-        try:
-            client.register_buffer(buffer)
-        except (ImportError, NixlFailure, ShmUnavailableError, ObjectCacheError) as error:
-            found.missing[transport.value] = str(error)
-            continue
-        yield transport, client
-
-
-def _make_chunks(family: Family, seed: int) -> Chunks:
-    count, layout = family.counts[-1], family.layout
-    tokens = np.random.default_rng(seed).integers(0, 1 << 32, count * layout.chunk_tokens, dtype=np.uint32)
-    namespace = Namespace(model=f"calibrate {seed}", dtype="uint8", block_tokens=layout.chunk_tokens)
-    return Chunks(chunk_keys(namespace.text(), tokens, layout.chunk_tokens), make_content(count, layout, seed))
-
-
-def _prefix(chunks: Chunks, count: int) -> Chunks:
-    whole = chunks.content
-    return Chunks(chunks.keys[:count], Content(whole.layout, count, whole.base, whole.stamps[:, :count]))
-
-
-def _fill(server: BenchServer, chunks: Chunks) -> None:
-    keys, content = chunks.keys, chunks.content
-    batch = max(1, FILL_BATCH_BYTES // content.layout.chunk_bytes)
-    with server.client(Transport.HTTP) as client, progress_bar(len(keys), "storing chunks") as advance:
-        for first in range(0, len(keys), batch):
-            some = keys[first : first + batch]
-            client.put_chunks(some, [content.chunk(first + index) for index in range(len(some))])
-            advance(len(some))
+    return fetch_checked(task.client, task.transport, task.chunks, bed.buffer, delivery)
 
 
 def _data_files(folder: Path) -> list[Path]:

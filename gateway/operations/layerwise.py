@@ -5,6 +5,7 @@ from __future__ import annotations
 import base64
 import binascii
 import json
+from dataclasses import asdict
 
 from aiohttp import web
 
@@ -15,6 +16,7 @@ from descriptors.errors import CallerError, ErrorCode
 from descriptors.messages import (
     AGENT_METADATA_BYTES_MAX,
     AgentLease,
+    lookup_answer_body,
     parse_lookup,
     parse_registration,
     parse_renewal,
@@ -26,6 +28,8 @@ from gateway.routing import DESCRIPTOR_HEADER
 
 MODE_HEADER = "x-amz-objectcache-mode"
 CHUNKS_HEADER = "x-amz-objectcache-chunks"
+RATE_HEADER = "x-amz-objectcache-rate"
+EPOCH_HEADER = "x-amz-objectcache-epoch"
 RDMA_REPLY_HEADER = "x-amz-rdma-reply"
 RDMA_BYTES_HEADER = "x-amz-rdma-bytes-transferred"
 
@@ -51,15 +55,21 @@ async def layerwise_header(call: Call) -> web.StreamResponse:
 
 
 async def lookup(call: Call) -> web.StreamResponse:
-    """POST /{bucket}?lookup: how many of these keys, from the first, are stored."""
+    """POST /{bucket}?lookup: how many of these keys, from the first, are stored, and whether to load them."""
     request = parse_lookup(await call.body(DESCRIPTOR_BYTES_MAX))
-    return _json({"matched": await call.storage.lookup(call.request.bucket, request)})
+    answer = await call.storage.lookup(call.claim.access_key, call.request.bucket, request)
+    return web.Response(body=lookup_answer_body(answer), content_type="application/json")
 
 
 async def transports(call: Call) -> web.StreamResponse:
     """GET /_objectcache/transports: the ways to a client's memory the storage server offers."""
     offered = await call.storage.transports()
     return _json({"ucx": offered.ucx, "shm_socket": offered.shm_socket})
+
+
+async def scheduler(call: Call) -> web.StreamResponse:
+    """GET /_objectcache/scheduler: what the scheduler goes by and how much is under way."""
+    return _json(asdict(await call.storage.scheduler()))
 
 
 async def register_agent(call: Call) -> web.StreamResponse:
@@ -105,11 +115,15 @@ async def _deliver(call: Call, descriptor: Descriptor) -> web.StreamResponse:
 
 
 def _headers(start: DeliveryStart) -> dict[str, str]:
-    return {
+    headers = {
         MODE_HEADER: start.mode.value,
         CHUNKS_HEADER: str(start.chunk_count),
         REQUEST_ID_HEADER: start.request_id,
     }
+    if start.grant.epoch:
+        headers[RATE_HEADER] = str(start.grant.rate_bytes_per_s)
+        headers[EPOCH_HEADER] = str(start.grant.epoch)
+    return headers
 
 
 def _refuse_range(call: Call) -> None:

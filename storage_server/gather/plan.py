@@ -35,6 +35,24 @@ class Payload:
 
 
 @dataclass(frozen=True, slots=True)
+class PayloadSizes:
+    """The bytes of a group's payloads, in order: `run_count` runs of `run_length`, of `nbytes` each but the last one of
+    a run.
+    """
+
+    nbytes: int
+    last_bytes: int
+    run_length: int
+    run_count: int
+
+    def __len__(self) -> int:
+        return self.run_length * self.run_count
+
+    def __getitem__(self, index: int) -> int:
+        return self.nbytes if (index + 1) % self.run_length else self.last_bytes
+
+
+@dataclass(frozen=True, slots=True)
 class DeliveryPlan:
     """Payloads of one delivery, in sending order."""
 
@@ -61,6 +79,17 @@ class DeliveryPlan:
             per_payload = self.aggregation_bytes // self.slice_bytes
             return self.group_count * -(-self.chunk_count // per_payload)
         return self.group_count * self.chunk_count * -(-self.slice_bytes // self.aggregation_bytes)
+
+    @property
+    def group_sizes(self) -> PayloadSizes:
+        """The sizes of the payloads of one group, the same for each."""
+        if self.slice_bytes <= self.aggregation_bytes:
+            full = self.aggregation_bytes // self.slice_bytes * self.slice_bytes
+            count = -(-self.group_bytes // full)
+            return PayloadSizes(full, self.group_bytes - (count - 1) * full, count, 1)
+        count = -(-self.slice_bytes // self.aggregation_bytes)
+        last_bytes = self.slice_bytes - (count - 1) * self.aggregation_bytes
+        return PayloadSizes(self.aggregation_bytes, last_bytes, count, self.chunk_count)
 
     def payloads(self) -> Iterator[Payload]:
         """Group after group; within a group in prefix order."""

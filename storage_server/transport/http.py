@@ -8,7 +8,6 @@ from descriptors.errors import ErrorCode, ServerError
 from descriptors.storage_api import BodySink, DeliveryStart, Spans
 from storage_server.gather.plan import Payload
 from storage_server.gather.staging import Window
-from storage_server.scheduler.admission import Grant
 from storage_server.transport.transfer import Room
 
 
@@ -26,7 +25,7 @@ class HttpTransfer:
         self._finished = False
         self._sent_bytes = 0
 
-    async def start(self, start: DeliveryStart, grant: Grant) -> None:
+    async def start(self, start: DeliveryStart) -> None:
         self._start = start
 
     async def room(self, payload: Payload, *, is_resident: bool) -> Room | None:

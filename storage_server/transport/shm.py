@@ -10,12 +10,11 @@ import asyncio
 from dataclasses import dataclass
 
 from descriptors.errors import ErrorCode, ServerError
-from descriptors.notices import Admitted, Done, Failed, LayerReady, Mode, encode_notice
+from descriptors.notices import Done, Failed, LayerReady, Mode, encode_notice
 from descriptors.storage_api import DeliveryStart, Spans
 from storage_server.gather.plan import DeliveryPlan, Payload
-from storage_server.scheduler.admission import Grant
 from storage_server.transport.shm_door import ShmClient
-from storage_server.transport.transfer import Room
+from storage_server.transport.transfer import Room, admitted
 
 AHEAD_MAX = 4
 
@@ -42,14 +41,10 @@ class ShmTransfer:
         self._request_id = ""
         self._sent_bytes = 0
 
-    async def start(self, start: DeliveryStart, grant: Grant) -> None:
+    async def start(self, start: DeliveryStart) -> None:
         self._request_id = start.request_id
         self._require_client()
-        self._client.notify(
-            encode_notice(
-                Admitted(start.request_id, start.mode, start.chunk_count, grant.rate_bytes_per_s, grant.epoch)
-            )
-        )
+        self._client.notify(encode_notice(admitted(start)))
 
     async def room(self, payload: Payload, *, is_resident: bool) -> Room | None:
         await self._permits.acquire()

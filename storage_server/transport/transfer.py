@@ -6,9 +6,9 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Protocol
 
+from descriptors.notices import Admitted
 from descriptors.storage_api import DeliveryStart, Spans
 from storage_server.gather.plan import DeliveryPlan, Payload
-from storage_server.scheduler.admission import Grant
 
 
 class Room(Protocol):
@@ -28,7 +28,7 @@ class Transfer(Protocol):
     Every method may raise ServerError(TargetUnreachable) once the client is gone.
     """
 
-    async def start(self, start: DeliveryStart, grant: Grant) -> None:
+    async def start(self, start: DeliveryStart) -> None:
         """Say what is coming."""
 
     async def room(self, payload: Payload, *, is_resident: bool) -> Room | None:
@@ -45,6 +45,12 @@ class Transfer(Protocol):
 
     async def close(self) -> None:
         """Return when nothing is in flight and every room is back; after `finish` there is nothing to do."""
+
+
+def admitted(start: DeliveryStart) -> Admitted:
+    """What a client's agent is told before the first layer."""
+    grant = start.grant
+    return Admitted(start.request_id, start.mode, start.chunk_count, grant.rate_bytes_per_s, grant.epoch)
 
 
 @dataclass(frozen=True, slots=True)

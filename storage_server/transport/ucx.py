@@ -15,13 +15,12 @@ from adapters.nixl_agent import Memory, NixlFailure, PeerLost
 from descriptors.descriptor import RdmaTarget
 from descriptors.errors import ErrorCode, ServerError
 from descriptors.messages import Region
-from descriptors.notices import Admitted, Done, Failed, LayerReady, Mode, Notice, encode_notice
+from descriptors.notices import Done, Failed, LayerReady, Mode, Notice, encode_notice
 from descriptors.storage_api import DeliveryStart, Spans
 from storage_server.gather.plan import DeliveryPlan, Payload
 from storage_server.gather.staging import Window
-from storage_server.scheduler.admission import Grant
 from storage_server.transport.one_sided_engine import OneSidedEngine
-from storage_server.transport.transfer import Room
+from storage_server.transport.transfer import Room, admitted
 
 DIRECT_WRITES_MAX = 4
 
@@ -64,10 +63,10 @@ class UcxTransfer:
         self._posted = 0
         self._watch: asyncio.Task[None] | None = None
 
-    async def start(self, start: DeliveryStart, grant: Grant) -> None:
+    async def start(self, start: DeliveryStart) -> None:
         self._request_id = start.request_id
         self._watch = asyncio.create_task(self._watch_for_stall())
-        self._notify(Admitted(start.request_id, start.mode, start.chunk_count, grant.rate_bytes_per_s, grant.epoch))
+        self._notify(admitted(start))
 
     async def room(self, payload: Payload, *, is_resident: bool) -> Room | None:
         if is_resident and self._from_resident:

@@ -1,0 +1,207 @@
+"""Recompute or load: which part of a matched prefix is worth fetching, and how. Pure.
+
+P context_tokens   n chunks loaded   h = n*G cached tokens   C(h) prefill of tokens [h, P)   c = C(h)/L   r rate
+
+    recompute   C(0)
+    chunkwise   request + n*chunk + n*L*S/r + C(h)
+    layerwise   X_0 + (L-1)*max(X, c) + c       Eq. 3: X = layer + n*S/r, X_0 = request + n*chunk + X
+
+Every n is weighed, up to the chunks that are stored and leave a token to compute: a prefill always computes one at
+least. No load takes less time at a lower rate, so there is one rate below which none beats recomputing: the break-even.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from enum import Enum
+from itertools import pairwise
+
+import numpy as np
+import numpy.typing as npt
+
+from descriptors.descriptor import Delivery
+from descriptors.layout import ChunkLayout
+
+Floats = npt.NDArray[np.float64]
+_US = 1e-6
+
+
+class Choice(Enum):
+    """What to do with a prefix that is stored. Where times are equal the first in this order is taken."""
+
+    RECOMPUTE = "recompute"
+    CHUNKWISE = "chunkwise"
+    LAYERWISE = "layerwise"
+    PREFIX = "prefix"
+
+
+@dataclass(frozen=True, slots=True)
+class DeliveryCosts:
+    """What a delivery takes besides the offered rate: seconds for the request, each chunk and each layer (chunk-major
+    has none), and the bytes/s the way itself carries (0: no limit).
+    """
+
+    request_s: float = 0.0
+    chunk_s: float = 0.0
+    layer_s: float = 0.0
+    bytes_per_s: float = 0.0
+
+
+@dataclass(frozen=True, slots=True)
+class PrefillCosts:
+    """The prefill of tokens [h, P) takes request_us + token_us*(P-h) + token_pair_us*(P^2-h^2)/2."""
+
+    token_us: float
+    token_pair_us: float = 0.0
+    request_us: float = 0.0
+
+    def prefill_s(self, context_tokens: int, cached_tokens: Floats) -> Floats:
+        """C(h) in seconds for each h."""
+        rest = context_tokens - cached_tokens
+        pairs = rest * (context_tokens + cached_tokens) / 2
+        return (self.request_us + self.token_us * rest + self.token_pair_us * pairs) * _US
+
+
+@dataclass(frozen=True, slots=True)
+class MeasuredPrefill:
+    """Prefill times measured at the prompt's own length: (cached_tokens, prefill_us), by cached_tokens, the first at 0.
+    Between two points they are interpolated; beyond the last its time stays, since no saving was measured there.
+    """
+
+    points: tuple[tuple[int, int], ...]
+
+    def __post_init__(self) -> None:
+        problem = measured_problem(self.points)
+        if problem is not None:
+            raise ValueError(problem)
+
+    def prefill_s(self, context_tokens: int, cached_tokens: Floats) -> Floats:
+        """C(h) in seconds for each h."""
+        known, times_us = zip(*self.points, strict=True)
+        prefill_us: Floats = np.interp(cached_tokens, known, times_us)
+        return prefill_us * _US
+
+
+def measured_problem(points: tuple[tuple[int, int], ...]) -> str | None:
+    """What is wrong with a table of measured prefills."""
+    if not points or points[0][0] != 0:
+        return "must begin at 0 cached tokens"
+    if any(after[0] <= before[0] for before, after in pairwise(points)):
+        return "must be in order of cached tokens, each once"
+    return None
+
+
+@dataclass(frozen=True, slots=True)
+class AdviceRequest:
+    """A prompt of `context_tokens`, the shape of its chunks and what computing it costs. `bytes_per_s` is what the
+    caller knows of its own link (0: nothing); the costs are those of either order of delivery.
+    """
+
+    context_tokens: int
+    layout: ChunkLayout
+    prefill: PrefillCosts | MeasuredPrefill
+    bytes_per_s: float = 0.0
+    layer_major: DeliveryCosts = DeliveryCosts()
+    chunk_major: DeliveryCosts = DeliveryCosts()
+
+
+@dataclass(frozen=True, slots=True)
+class Advice:
+    """Fetch the first `chunk_count` chunks with `delivery` (None: nothing) and compute the rest.
+
+    `ttft_s` has the time of every choice there is: CHUNKWISE and LAYERWISE load all that can be loaded, PREFIX is the
+    best of all shorter prefixes. `break_even_bytes_per_s` is the offered rate at which the best load takes as long as
+    recomputing (None: no rate makes loading faster), `rate_bytes_per_s` the one assumed (None: not limited).
+    """
+
+    choice: Choice
+    chunk_count: int
+    delivery: Delivery | None
+    ttft_s: dict[Choice, float]
+    break_even_bytes_per_s: float | None
+    rate_bytes_per_s: float | None
+
+
+def advise(matched: int, request: AdviceRequest, offered_bytes_per_s: float = 0.0) -> Advice:
+    """What to do with `matched` stored chunks at the rate the storage side offers (0: not limited by it). The lower of
+    that and the request's own bytes/s is assumed; with neither, the costs are all that limits a load.
+    """
+    loadable = loadable_chunks(matched, request)
+    rate = min((known for known in (offered_bytes_per_s, request.bytes_per_s) if known > 0), default=None)
+    prefill_s = request.prefill.prefill_s(
+        request.context_tokens, np.arange(loadable + 1, dtype=np.float64) * request.layout.chunk_tokens
+    )
+    recompute_s, computes_s = float(prefill_s[0]), prefill_s[1:]
+    ttft_s = {Choice.RECOMPUTE: recompute_s}
+    plans: dict[Choice, tuple[int, Delivery | None]] = {Choice.RECOMPUTE: (0, None)}
+    if loadable:
+        loads_s = np.stack([_chunkwise_s(request, computes_s, rate), _layerwise_s(request, computes_s, rate)])
+        ttft_s |= {Choice.CHUNKWISE: float(loads_s[0, -1]), Choice.LAYERWISE: float(loads_s[1, -1])}
+        plans |= {
+            Choice.CHUNKWISE: (loadable, Delivery.CHUNK_MAJOR),
+            Choice.LAYERWISE: (loadable, Delivery.LAYER_MAJOR),
+        }
+    if loadable > 1:
+        shorter = int(loads_s[:, :-1].min(axis=0).argmin())
+        way = int(loads_s[:, shorter].argmin())
+        ttft_s[Choice.PREFIX] = float(loads_s[way, shorter])
+        plans[Choice.PREFIX] = (shorter + 1, (Delivery.CHUNK_MAJOR, Delivery.LAYER_MAJOR)[way])
+    choice = min(ttft_s, key=ttft_s.__getitem__)
+    chunk_count, delivery = plans[choice]
+    return Advice(choice, chunk_count, delivery, ttft_s, _break_even(request, recompute_s, computes_s), rate)
+
+
+def loadable_chunks(matched: int, request: AdviceRequest) -> int:
+    """The stored chunks that leave a token to compute."""
+    return max(0, min(matched, (request.context_tokens - 1) // request.layout.chunk_tokens))
+
+
+def _chunkwise_s(request: AdviceRequest, computes_s: Floats, rate: float | None) -> Floats:
+    costs, counts = request.chunk_major, _counts(computes_s)
+    moving_s = counts * request.layout.chunk_bytes * _byte_s(costs, rate)
+    return computes_s + (costs.request_s + counts * costs.chunk_s + moving_s)
+
+
+def _layerwise_s(request: AdviceRequest, computes_s: Floats, rate: float | None) -> Floats:
+    """Eq. 3 as compute, the first layer, and the stalls (Eq. 4) of the others."""
+    costs, counts, layers = request.layer_major, _counts(computes_s), request.layout.num_layers
+    layer_s = costs.layer_s + counts * request.layout.per_layer_chunk_bytes * _byte_s(costs, rate)
+    stall_s: Floats = np.maximum(0.0, layer_s - computes_s / layers)
+    return computes_s + (costs.request_s + counts * costs.chunk_s + layer_s) + (layers - 1) * stall_s
+
+
+def _counts(computes_s: Floats) -> Floats:
+    return np.arange(1, len(computes_s) + 1, dtype=np.float64)
+
+
+def _byte_s(costs: DeliveryCosts, rate: float | None) -> float:
+    """Seconds a byte takes: the slower of the offered rate and the way itself."""
+    return max(_inverse(rate or 0.0), _inverse(costs.bytes_per_s))
+
+
+def _inverse(bytes_per_s: float) -> float:
+    return 1 / bytes_per_s if bytes_per_s > 0 else 0.0
+
+
+def _break_even(request: AdviceRequest, recompute_s: float, computes_s: Floats) -> float | None:
+    """Each load is solved for the time a byte may take; the most any of them can bear is the break-even.
+
+    Chunkwise is linear in it, layerwise the greater of two linear functions (no layer stalls, all do) and so reaches
+    recompute_s at the lesser of their solutions.
+    """
+    layout, counts = request.layout, _counts(computes_s)
+    layers, layer_bytes = layout.num_layers, counts * layout.per_layer_chunk_bytes
+    chunk_major, layer_major = request.chunk_major, request.layer_major
+    saved_s = recompute_s - computes_s - (chunk_major.request_s + counts * chunk_major.chunk_s)
+    chunkwise = saved_s / (layers * layer_bytes)
+    begun_s = layer_major.request_s + counts * layer_major.chunk_s
+    hidden = (recompute_s - computes_s - begun_s - layer_major.layer_s) / layer_bytes
+    stalled = (recompute_s - computes_s / layers - begun_s - layers * layer_major.layer_s) / (layers * layer_bytes)
+    bearable = [
+        float(byte_s)
+        for costs, solved in ((chunk_major, chunkwise), (layer_major, np.minimum(hidden, stalled)))
+        if (byte_s := solved.max(initial=0.0)) > 0 and byte_s >= _inverse(costs.bytes_per_s)
+    ]
+    rate = 1 / max(bearable) if bearable else math.inf
+    return rate if math.isfinite(rate) else None

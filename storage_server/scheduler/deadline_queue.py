@@ -1,0 +1,91 @@
+"""Whose layer is due first among those that may send; the requests of a capped tenant wait together. Pure."""
+
+from __future__ import annotations
+
+import heapq
+import math
+from collections import defaultdict
+
+from storage_server.scheduler.flow import Flow, Tenant
+
+CATCH_UP_S = 0.05
+"""What a tenant did not use of its cap is made up for so far."""
+
+Entry = tuple[float, int, Flow]
+
+
+class DeadlineQueue:
+    """Flows by deadline. What is taken out is charged to its tenant's cap, where it has one."""
+
+    def __init__(self) -> None:
+        self._dues: dict[Flow, float] = {}
+        self._lanes: dict[Tenant | None, list[Entry]] = defaultdict(list)
+        """By capped tenant; None for all that have no cap."""
+        self._heads: list[tuple[float, int, Tenant | None]] = []
+        self._held: list[tuple[float, int, Tenant]] = []
+        """Capped tenants that may not send before that time."""
+        self._free_s: dict[Tenant, float] = {}
+
+    def __len__(self) -> int:
+        return len(self._dues)
+
+    def push(self, flow: Flow, due_s: float) -> None:
+        """The flow has a payload, due then; one that is here already has it due then instead."""
+        if self._dues.get(flow) == due_s:
+            return
+        self._dues[flow] = due_s
+        lane = None if flow.tenant.rate_max_bytes_per_s is None else flow.tenant
+        heapq.heappush(self._lanes[lane], (due_s, flow.number, flow))
+        if self._lanes[lane][0][2] is flow:
+            heapq.heappush(self._heads, (due_s, flow.number, lane))
+
+    def discard(self, flow: Flow) -> None:
+        """The flow has none, or is gone."""
+        self._dues.pop(flow, None)
+
+    def clear(self, now: float) -> None:
+        """Nothing waits; what tenants have used is known as long as it holds them back."""
+        self._dues.clear()
+        self._lanes.clear()
+        self._heads.clear()
+        self._held.clear()
+        self._free_s = {tenant: at_s for tenant, at_s in self._free_s.items() if at_s > now - CATCH_UP_S}
+
+    def pop(self, now: float) -> Flow | None:
+        """The first that may send now."""
+        while self._held and self._held[0][0] <= now:
+            self._offer(heapq.heappop(self._held)[2])
+        while self._heads:
+            due_s, number, tenant = heapq.heappop(self._heads)
+            lane = self._lanes.get(tenant)
+            if not lane or lane[0][:2] != (due_s, number):
+                continue
+            if self._dues.get(lane[0][2]) != due_s:
+                heapq.heappop(lane)
+                self._offer(tenant)
+            elif tenant is not None and self._free_s.get(tenant, -math.inf) > now:
+                heapq.heappush(self._held, (self._free_s[tenant], number, tenant))
+            else:
+                flow = heapq.heappop(lane)[2]
+                del self._dues[flow]
+                self._offer(tenant)
+                return flow
+        return None
+
+    def charge(self, tenant: Tenant, sent_bytes: int, now: float) -> None:
+        """The tenant has sent so much."""
+        if tenant.rate_max_bytes_per_s is not None:
+            since_s = max(self._free_s.get(tenant, -math.inf), now - CATCH_UP_S)
+            self._free_s[tenant] = since_s + sent_bytes / tenant.rate_max_bytes_per_s
+
+    def free_s(self) -> float:
+        """When `pop` may find something; infinity where nothing waits."""
+        if self._heads:
+            return -math.inf
+        return self._held[0][0] if self._held else math.inf
+
+    def _offer(self, tenant: Tenant | None) -> None:
+        if lane := self._lanes.get(tenant):
+            heapq.heappush(self._heads, (lane[0][0], lane[0][1], tenant))
+        else:
+            self._lanes.pop(tenant, None)

@@ -1,0 +1,185 @@
+"""The pool of layerwise requests that share a link: who is in, since which epoch, and by which dispatch. Pure.
+
+An epoch admits a batch of requests. With rates held, it ends when all its requests have their bytes or `epoch_s_max`
+has passed; rates are stable within it, what ends sooner frees its rate for the next, and who comes meanwhile waits.
+Work-conserving, every arrival and every end begins an epoch; among many requests, a few together do. A link without
+requests waits `gather_s` for company before it begins one.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+from storage_server.scheduler.flow import Flow
+from storage_server.scheduler.held_rates import HeldRates
+from storage_server.scheduler.policies import MARGIN_BYTES_PER_S, Policy
+from storage_server.scheduler.slack import SlackDispatch
+from storage_server.scheduler.steady_clock import SteadyClock
+
+EPOCH_S_MAX = 1.0
+EPOCH_S_PER_FLOW = 0.0001
+"""Work-conserving epochs are as far apart as this times the requests: what solving anew costs stays bounded."""
+GATHER_S = 0.005
+
+
+@dataclass(frozen=True, slots=True)
+class PoolSettings:
+    """`policy` None is slack-aware dispatch, which is always work-conserving."""
+
+    policy: Policy | None = None
+    is_work_conserving: bool = False
+    margin_bytes_per_s: float = MARGIN_BYTES_PER_S
+    epoch_s_max: float = EPOCH_S_MAX
+    gather_s: float | None = None
+
+    @property
+    def wait_s(self) -> float:
+        """How long the first requests of a link wait for company; unsaid, only where rates are then held."""
+        return self.gather_s if self.gather_s is not None else 0.0 if self.is_continuous else GATHER_S
+
+    @property
+    def is_continuous(self) -> bool:
+        """Whether every arrival and every end begins an epoch."""
+        return self.policy is None or self.is_work_conserving
+
+
+class Dispatch(Protocol):
+    """Says when payloads go."""
+
+    def set_budget(self, budget_bytes_per_s: float, now: float) -> None: ...
+
+    def set_link_rate(self, rate_bytes_per_s: float, now: float) -> None: ...
+
+    def share(self, flows: Sequence[Flow], now: float) -> None: ...
+
+    def resume(self, flow: Flow, now: float) -> None: ...
+
+    def remove(self, flow: Flow, now: float) -> None: ...
+
+    def due(self, now: float) -> list[Flow]: ...
+
+    def wake_at(self) -> float: ...
+
+
+class Pool:
+    """The requests of one link."""
+
+    def __init__(self, settings: PoolSettings, budget_bytes_per_s: float) -> None:
+        self._settings = settings
+        self._is_continuous = settings.is_continuous
+        self._dispatch: Dispatch = (
+            SlackDispatch(budget_bytes_per_s, settings.margin_bytes_per_s)
+            if settings.policy is None
+            else HeldRates(settings.policy, settings.margin_bytes_per_s, budget_bytes_per_s)
+        )
+        self._clock = SteadyClock()
+        self._waiting: list[Flow] = []
+        self._active: dict[Flow, None] = {}
+        self._gathers_since_s: float | None = None
+        self._epoch_began_s = -math.inf
+        self._is_stale = False
+        self.epoch = 0
+
+    @property
+    def active_count(self) -> int:
+        """Requests that have a rate and bytes left."""
+        return len(self._active)
+
+    @property
+    def waiting_count(self) -> int:
+        """Requests that wait for an epoch."""
+        return len(self._waiting)
+
+    def flows(self) -> list[Flow]:
+        """All of them."""
+        return [*self._active, *self._waiting]
+
+    def join(self, flow: Flow) -> None:
+        """A request comes; `due` admits it."""
+        self._waiting.append(flow)
+
+    def leave(self, flow: Flow, now: float) -> None:
+        """A request is over or given up; leaving twice does nothing."""
+        if flow in self._active:
+            self._end(flow, self._steady(now))
+            self._is_stale = True
+        elif flow in self._waiting:
+            self._waiting.remove(flow)
+
+    def resume(self, flow: Flow, now: float) -> None:
+        """The transport took a payload."""
+        if flow in self._active:
+            self._dispatch.resume(flow, self._steady(now))
+
+    def set_budget(self, budget_bytes_per_s: float, now: float) -> None:
+        """The link changes: an epoch begins."""
+        now = self._steady(now)
+        self._dispatch.set_budget(budget_bytes_per_s, now)
+        if self._active:
+            self._begin(now)
+
+    def set_link_rate(self, rate_bytes_per_s: float, now: float) -> None:
+        """The link carries so much for a while, which is no less than the budget: plans stay as they are."""
+        self._dispatch.set_link_rate(rate_bytes_per_s, self._steady(now))
+
+    def due(self, now: float) -> list[Flow]:
+        """Whose payloads go now, in order; a flow appears once a payload. Begins an epoch where it is time for one."""
+        now = self._steady(now)
+        if self._waiting and not self._active and self._gathers_since_s is None:
+            self._gathers_since_s = now
+        if now >= self._may_begin_s():
+            self._begin(now)
+        going = self._dispatch.due(now)
+        ended = [flow for flow in going if flow.is_over and flow in self._active]
+        for flow in dict.fromkeys(ended):
+            self._end(flow, now)
+            # Slack-aware dispatch sends ahead of its plan anyhow, and the plan has counted with the end.
+            self._is_stale = self._is_stale or self._settings.policy is not None
+        if ended and now >= self._may_begin_s():
+            self._begin(now)
+        return going
+
+    def wake_at(self) -> float:
+        """When to ask again; infinity while nothing is under way."""
+        return self._clock.callers(self._wake_s())
+
+    def _wake_s(self) -> float:
+        return min(self._dispatch.wake_at(), self._may_begin_s())
+
+    def _steady(self, now: float) -> float:
+        return self._clock.steady(now, self._wake_s())
+
+    def _may_begin_s(self) -> float:
+        """When the next epoch may begin; infinity where it would change nothing."""
+        if not self._active:
+            if not self._waiting:
+                return math.inf
+            since_s = self._gathers_since_s
+            return -math.inf if since_s is None else since_s + self._settings.wait_s
+        if not self._waiting and not self._is_stale:
+            return math.inf
+        if self._is_continuous:
+            return self._epoch_began_s + EPOCH_S_PER_FLOW * len(self._active)
+        return self._epoch_began_s + self._settings.epoch_s_max
+
+    def _end(self, flow: Flow, now: float) -> None:
+        del self._active[flow]
+        self._dispatch.remove(flow, now)
+
+    def _begin(self, now: float) -> None:
+        self.epoch += 1
+        self._epoch_began_s = now
+        self._is_stale = False
+        self._gathers_since_s = None
+        for flow in self._waiting:
+            flow.epoch = self.epoch
+            self._active[flow] = None
+        self._waiting = []
+        counts = Counter(flow.tenant.name for flow in self._active)
+        for flow in self._active:
+            flow.share_tenant(counts[flow.tenant.name])
+        self._dispatch.share(list(self._active), now)

@@ -1,0 +1,207 @@
+"""Slack-aware dispatch: the layer whose planned deadline is earliest goes next, over the whole link. Pure: `now` is an
+argument.
+
+A request's plan (`slack_plan`) is the stall D its GPU is to bear; layer l is then due at start + D + l*c. Plans are
+made anew whenever requests come or are given up, the link changes, or a layer was late. The link always carries
+something while anything is left, so layers come before their deadlines where they can.
+
+Only `COMPUTE_TRUST` of a compute time that a client states is counted on: one that is shorter than stated would
+otherwise leave its GPU waiting for layers that were rightly thought not to be urgent.
+
+A client that stops reading is not served, and what it was promised is put off by as long as it stopped, beyond
+`CATCH_UP_S`.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from storage_server.scheduler.deadline_queue import DeadlineQueue
+from storage_server.scheduler.equal_share import EqualShare
+from storage_server.scheduler.flow import Flow
+from storage_server.scheduler.policies import Policy, allocate
+from storage_server.scheduler.serial import CATCH_UP_S, SerialLink
+from storage_server.scheduler.slack_plan import plan_stalls
+from storage_server.scheduler.slack_steps import Floats, Remaining
+
+COMPUTE_TRUST = 0.9
+REPLAN_S_MIN = 0.05
+"""Between plans that lateness alone calls for; longer for many requests (`REPLAN_S_PER_FLOW`)."""
+REPLAN_S_PER_FLOW = 0.0005
+
+
+@dataclass(slots=True)
+class _Course:
+    """Of one request: layer l is due at `start_s` + `stall_s` + l*`compute_s`."""
+
+    compute_s: float
+    start_s: float
+    stall_s: float = math.inf
+    incurred_s: float = 0.0
+    blocked_s: float | None = None
+    """Since when its transport is behind."""
+
+    def due_s(self, flow: Flow) -> float:
+        """When the next payload's layer is due."""
+        return self.start_s + self.stall_s + flow.layer_index * self.compute_s
+
+
+class SlackDispatch:
+    """Dispatch by deadlines for the requests of one link."""
+
+    def __init__(self, budget_bytes_per_s: float, margin_bytes_per_s: float) -> None:
+        self._budget = budget_bytes_per_s
+        self._margin = margin_bytes_per_s
+        self._shadow = EqualShare(budget_bytes_per_s)
+        self._link = SerialLink(budget_bytes_per_s, self._earliest, self._went)
+        self._courses: dict[Flow, _Course] = {}
+        self._queue = DeadlineQueue()
+        self._planned_s = -math.inf
+        self._is_behind = False
+
+    def __len__(self) -> int:
+        """Flows it still knows of."""
+        return max(len(self._courses), len(self._queue))
+
+    def set_budget(self, budget_bytes_per_s: float, now: float) -> None:
+        """The link carries so much from now on."""
+        self._budget = budget_bytes_per_s
+        self._shadow.set_rate(budget_bytes_per_s, now)
+        self._link.set_rate(budget_bytes_per_s, now)
+
+    def set_link_rate(self, rate_bytes_per_s: float, now: float) -> None:
+        """The link carries so much; plans go by the budget."""
+        self._link.set_rate(rate_bytes_per_s, now)
+
+    def share(self, flows: Sequence[Flow], now: float) -> None:
+        """These are the requests; make a plan for them."""
+        self._shadow.advance(now)
+        weights = sum(flow.demand.weight for flow in flows)
+        come = [flow for flow in flows if flow not in self._courses]
+        for flow in flows:
+            if flow in self._courses:
+                self._shadow.reweigh(flow.number, flow.demand.weight, now)
+        for flow in come:
+            demand = flow.demand
+            stated = demand.stated_compute_s
+            if stated is None:
+                stated = demand.layer_bytes * weights / (self._budget * demand.weight)
+            compute_s = COMPUTE_TRUST * stated
+            self._courses[flow] = _Course(compute_s, now - flow.layer_index * compute_s)
+            layers_left = demand.layer_count - flow.layer_index
+            self._shadow.join(flow.number, demand.layer_bytes, layers_left, compute_s, demand.weight, now)
+        self._plan(now)
+        for flow in come:
+            due_s = self._courses[flow].due_s(flow)
+            end_s = due_s + (flow.demand.layer_count - flow.layer_index - 1) * self._courses[flow].compute_s
+            flow.rate_bytes_per_s = min(self._budget, flow.left_bytes / max(end_s - now, 1e-9))
+
+    def resume(self, flow: Flow, now: float) -> None:
+        """The transport has room for the flow again."""
+        course = self._courses.get(flow)
+        if course is None or flow.is_blocked:
+            return
+        course.start_s += self._put_off_s(course, now)
+        course.blocked_s = None
+        if not self._link.carries(flow):
+            self._queue.push(flow, course.due_s(flow))
+
+    def remove(self, flow: Flow, now: float) -> None:
+        """The flow is over, or given up."""
+        self._link.drop(flow)
+        self._queue.discard(flow)
+        self._courses.pop(flow, None)
+        if flow.is_over:
+            self._shadow.over(flow.number)
+        else:
+            self._shadow.abandon(flow.number, now)
+
+    def due(self, now: float) -> list[Flow]:
+        """Whose payloads go now, in order; a flow appears once a payload."""
+        going = self._link.due(now)
+        if self._is_behind and now >= self._planned_s + max(REPLAN_S_MIN, REPLAN_S_PER_FLOW * len(self._courses)):
+            self._plan(now)
+        return going
+
+    def wake_at(self) -> float:
+        """When to ask again; infinity while nothing is under way."""
+        at_s = self._link.wake_at()
+        return at_s if at_s < math.inf else self._queue.free_s()
+
+    def _earliest(self, now: float) -> Flow | None:
+        return self._queue.pop(now)
+
+    def _went(self, flow: Flow, now: float) -> None:
+        """A payload has crossed; where it was its layer's last, that is when the layer is there."""
+        course = self._courses[flow]
+        self._queue.charge(flow.tenant, flow.layer_payloads[flow.payload_index - 1], now)
+        if flow.payload_index == 0:
+            late_s = now - course.start_s - (flow.layer_index - 1) * course.compute_s
+            course.incurred_s = max(course.incurred_s, late_s)
+            if late_s > course.stall_s + CATCH_UP_S:
+                self._is_behind = True
+        if flow.is_blocked:
+            course.blocked_s = now
+        else:
+            self._queue.push(flow, course.due_s(flow))
+
+    def _put_off_s(self, course: _Course, now: float) -> float:
+        """By how much a client that stopped reading is served later."""
+        return 0.0 if course.blocked_s is None else max(0.0, now - course.blocked_s - CATCH_UP_S)
+
+    def _plan(self, now: float) -> None:
+        self._is_behind = False
+        self._planned_s = now
+        flows = [flow for flow in self._courses if not flow.is_over]
+        promised = self._shadow.stalls()
+        remaining = [self._remaining(flow, promised.get(flow.number, 0.0), now) for flow in flows]
+        earlier = [
+            min(self._courses[flow].stall_s, each.stall_max_s) for flow, each in zip(flows, remaining, strict=True)
+        ]
+        starts = [self._by_rates(flows, remaining), np.array(earlier)] if flows else []
+        stalls = plan_stalls(remaining, self._budget, starts)
+        self._queue.clear(now)
+        for flow, stall_s in zip(flows, stalls.tolist(), strict=True):
+            course = self._courses[flow]
+            course.stall_s = stall_s
+            if not flow.is_blocked and not self._link.carries(flow):
+                self._queue.push(flow, course.due_s(flow))
+
+    def _remaining(self, flow: Flow, promised_s: float, now: float) -> Remaining:
+        course = self._courses[flow]
+        demand = flow.demand
+        first_due_s = course.start_s + self._put_off_s(course, now) + flow.layer_index * course.compute_s - now
+        layer_count = demand.layer_count - flow.layer_index
+        least_s = course.incurred_s
+        if demand.rate_max_bytes_per_s is not None:
+            for layer in (0, layer_count - 1):  # a straight line is furthest from another at its ends
+                there_s = (flow.layer_left_bytes + layer * demand.layer_bytes) / demand.rate_max_bytes_per_s
+                least_s = max(least_s, there_s - first_due_s - layer * course.compute_s)
+        return Remaining(
+            first_bytes=flow.layer_left_bytes,
+            layer_bytes=demand.layer_bytes,
+            layer_count=layer_count,
+            first_due_s=first_due_s,
+            compute_s=course.compute_s,
+            stall_s=least_s,
+            stall_max_s=max(promised_s, least_s),
+            weight=demand.weight,
+            priority=demand.priority,
+            computing_s=demand.layer_count * course.compute_s,
+        )
+
+    def _by_rates(self, flows: Sequence[Flow], remaining: Sequence[Remaining]) -> Floats:
+        """The stalls that Calibrated Stall-opt would have from now on: a plan that `plan_stalls` must not fall behind
+        where it keeps the promises.
+        """
+        rates = allocate(Policy.CALIBRATED_STALL_OPT, [flow.demand for flow in flows], self._budget, self._margin)
+        firsts = np.array([each.first_bytes for each in remaining]) / rates
+        laters = np.array([(each.layer_count - 1) * each.layer_bytes for each in remaining]) / rates
+        due = np.array([each.first_due_s for each in remaining])
+        computes = np.array([(each.layer_count - 1) * each.compute_s for each in remaining])
+        incurred = np.array([each.stall_s for each in remaining])
+        return np.maximum(incurred, np.maximum(firsts - due, firsts + laters - due - computes))

@@ -1,0 +1,147 @@
+"""The plan of slack-aware dispatch: how long each request's GPU may stall, so that all of it can be kept. Pure.
+
+    s layer bytes   c compute time of a layer   D stall, the added TTFT   B link rate   t = 0 now
+
+A request whose GPU may stall for D in all needs layer l by D + l*c after its start, and stalls for D = max over l of
+(arrival of l) - l*c. Which stalls can be had together is the feasibility of deadlines on one link: earliest deadline
+first keeps any set that can be kept, and a set can be kept when, by every deadline, no more bytes are due than the link
+has carried. So, with the others' deadlines given, the least stall of one request has a closed form (`Steps.tighten`),
+and a plan is found by giving requests, one after the other, the least stall that leaves the others theirs.
+
+The first stalls are bounds that can be kept: what each request would stall on an equal share of the link. Which request
+is served first matters: a few orders are tried, each is improved by exchanging neighbours, and the plan of least
+weighted stall is taken, high priorities before low. The work is bounded (`TRIALS_MAX`, `WORK_MAX`), not the requests.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+
+import numpy as np
+
+from storage_server.scheduler.slack_steps import TOLERANCE_S, Floats, Line, Remaining, Steps
+
+TRIALS_MAX = 160
+"""Computations of one request's least stall."""
+WORK_MAX = 1 << 20
+"""Deadlines looked at in all of them."""
+FACTOR_MAX = 4.0
+FACTOR_STEPS = 7
+"""Halvings of the range from 1 to `FACTOR_MAX`."""
+
+
+def plan_stalls(remaining: Sequence[Remaining], rate_bytes_per_s: float, starts: Sequence[Floats] = ()) -> Floats:
+    """D of each request in seconds, in order. `starts` are further sets of stalls, such as those of a policy run
+    forward; where one can be kept and keeps the promises, the plan is no worse.
+    """
+    if not remaining:
+        return np.zeros(0)
+    steps = Steps(remaining, rate_bytes_per_s)
+    promised = _kept_promises(steps)
+    lines = [steps.line(promised)]
+    for start in starts:
+        if (start <= promised + TOLERANCE_S).all() and steps.can_be_kept(start):
+            lines.append(steps.line(np.maximum(start, steps.incurred)))
+    search = _Search(steps, lines)
+    for line in lines:
+        tried = set()
+        for order in _orders(remaining):
+            if tuple(order) not in tried:
+                tried.add(tuple(order))
+                search.try_order(line, order)
+    return search.best
+
+
+def kept_promises(remaining: Sequence[Remaining], rate_bytes_per_s: float) -> Floats:
+    """The stalls promised, where they can be kept; else all TTFTs later by the same factor, the least that can be kept
+    up to `FACTOR_MAX`; else what an equal share of the link from now on gives.
+    """
+    return _kept_promises(Steps(remaining, rate_bytes_per_s)) if remaining else np.zeros(0)
+
+
+def shared_stalls(remaining: Sequence[Remaining], rate_bytes_per_s: float) -> Floats:
+    """D of each request were the link shared by weight from now on."""
+    return Steps(remaining, rate_bytes_per_s).shared() if remaining else np.zeros(0)
+
+
+def can_be_kept(remaining: Sequence[Remaining], rate_bytes_per_s: float, stalls: Floats) -> bool:
+    """Whether these stalls can be had together."""
+    return not remaining or Steps(remaining, rate_bytes_per_s).can_be_kept(stalls)
+
+
+def _kept_promises(steps: Steps) -> Floats:
+    promised = steps.promised
+    if steps.can_be_kept(promised):
+        return promised
+    kept = np.maximum(promised, steps.shared())
+    low, high = 1.0, FACTOR_MAX
+    if steps.can_be_kept(later := steps.delayed(high)):
+        kept = later
+        for _ in range(FACTOR_STEPS):
+            middle = (low + high) / 2
+            if steps.can_be_kept(later := steps.delayed(middle)):
+                kept, high = later, middle
+            else:
+                low = middle
+    return kept
+
+
+def _orders(remaining: Sequence[Remaining]) -> Iterable[list[int]]:
+    """Who may choose first: the small, the short of time, the cheap to please, the needy; high priority before low."""
+    sizes = np.array([max(each.layer_bytes, 1.0) for each in remaining])
+    left = sizes * np.array([each.layer_count for each in remaining])
+    computes = np.array([each.compute_s for each in remaining])
+    weights = np.array([each.weight for each in remaining])
+    priorities = np.array([-each.priority for each in remaining])
+    for key in (left / weights, sizes / weights, computes / sizes, computes, -computes / sizes):
+        yield np.lexsort((key, priorities)).tolist()
+
+
+class _Search:
+    """The best plan so far, and how much may still be tried."""
+
+    def __init__(self, steps: Steps, lines: Sequence[Line]) -> None:
+        self._steps = steps
+        self._left = min(TRIALS_MAX, max(1, WORK_MAX // steps.count))
+        self._has_tried = False
+        self.best = lines[0].stalls
+        for line in lines:
+            self._consider(line.stalls)
+
+    def try_order(self, start: Line, order: list[int]) -> None:
+        """Let requests choose in this order, then better it by exchanging neighbours of one priority."""
+        order = [index for index in order if start.stalls[index] > self._steps.alone[index] + TOLERANCE_S]
+        if self._has_tried and self._left < len(order):
+            return
+        self._has_tried = True
+        priorities = self._steps.priorities
+        lines = self._tightened([start], order)
+        self._consider(lines[-1].stalls)
+        reserve = self._left // 2
+        improving = True
+        while improving:
+            improving = False
+            for at in range(len(order) - 1):
+                first, second = order[at], order[at + 1]
+                if priorities[first] != priorities[second]:
+                    continue
+                if self._left - (len(order) - at) < reserve:
+                    return
+                other = [*order[:at], second, first, *order[at + 2 :]]
+                found = self._tightened(lines[: at + 1], other)
+                if self._steps.is_better(found[-1].stalls, lines[-1].stalls):
+                    order, lines, improving = other, found, True
+                    self._consider(lines[-1].stalls)
+
+    def _tightened(self, lines: list[Line], order: Sequence[int]) -> list[Line]:
+        """The lines before each choice and after the last; the first of them are given."""
+        lines = lines.copy()
+        for index in order[len(lines) - 1 :]:
+            if self._left > 0:
+                self._left -= 1
+                lines.append(self._steps.tighten(lines[-1], index))
+        return lines
+
+    def _consider(self, stalls: Floats) -> None:
+        if self._steps.is_better(stalls, self.best):
+            self.best = stalls
