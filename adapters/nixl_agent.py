@@ -112,6 +112,7 @@ def leave(status: int) -> None:
 def _load() -> ModuleType:
     if not has_infiniband():
         os.environ.setdefault("UCX_MODULES", "^ib")
+    os.environ.setdefault("UCX_DEBUG_SIGNO", "0")  # SIGHUP by default, which is ours
     os.environ.setdefault("NIXL_LOG_LEVEL", "ERROR")
     logging.getLogger("nixl").setLevel(logging.WARNING)
     for name in _MODULES:

@@ -1,54 +1,66 @@
-"""`objectcache calibrate`: measure both delivery orders on this machine, and write what follows into the config."""
+"""`objectcache calibrate` on the command line: measure this machine, and write what follows into the config file."""
 
 from __future__ import annotations
 
 import argparse
 import importlib.util
-import json
 import os
 import sys
-import tempfile
-from datetime import UTC, datetime
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
-
-from objectcache.config import CalibrationConfig, Config, ConfigError, load_config
-from objectcache.config_text import ConfigTextError, Table, table_lines, with_calibration
-
-if TYPE_CHECKING:
-    from bench.calibration.points import CalibrationPlan
-    from bench.calibration.report import Calibration
 
 RUNS, RUNS_SMOKE = 5, 2
+RUNS_LINK = 7
 RUNS_MAX = 1000
 COMPUTES_US = "100,500,2000"
 STATES = ("warm", "cold")
-TRANSPORTS = ("shm", "ucx", "http")
-DONE, FAILED, WRONG_USE = 0, 1, 2
+HIT_RATE = 0.5
+WRONG_USE = 2
 
 
 def add_calibrate(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
     """Add the sub-command."""
     parser = commands.add_parser(
         "calibrate",
-        help="measure this machine and write theta_bytes and its delivery costs into the config file",
-        description="Start servers on loopback with the config file's [storage], fetch payloads of many sizes in both "
-        "orders, every byte compared, and find the payload from which layer-major is the better one.",
+        help="measure this machine and write what the server should know of it into the config file",
+        description="By itself: start servers on loopback with the config file's [storage], fetch payloads of many "
+        "sizes in both orders, every byte compared, and find the payload from which layer-major is the better one "
+        "(theta_bytes). With --link or --model: measure that instead.",
+    )
+    what = parser.add_mutually_exclusive_group()
+    what.add_argument(
+        "--link",
+        action="store_true",
+        help="measure what a transport moves and the margin its rates need: [scheduler] link_bytes_per_s and "
+        "margin_bytes_per_s; needs --transport where it is to be written",
+    )
+    what.add_argument(
+        "--model", metavar="NAME", help="measure a layer of that model: [[compute_profiles]]; needs the extra 'torch'"
     )
     parser.add_argument("--config", type=Path, metavar="FILE", help="TOML, edited in place or made; without: printed")
     parser.add_argument("--data", type=Path, metavar="DIR", help="on the disk to be measured; default: temporary files")
     parser.add_argument(
-        "--transport", choices=("auto", *TRANSPORTS), default="auto", help="auto (default): each that can run here"
+        "--transport",
+        choices=("auto", "shm", "ucx", "http"),
+        default="auto",
+        help="auto (default): each that can run here",
     )
-    parser.add_argument("--states", type=_states, default=STATES, metavar="LIST", help="default: warm,cold")
-    parser.add_argument("--runs", type=_runs, metavar="N", help=f"counted rounds; default: {RUNS}")
+    parser.add_argument("--states", type=_states, metavar="LIST", help="for theta; default: warm,cold")
+    parser.add_argument(
+        "--runs", type=_runs, metavar="N", help=f"counted rounds; default: {RUNS}, with --link {RUNS_LINK}"
+    )
     parser.add_argument(
         "--compute-us",
         type=_computes,
-        default=_computes(COMPUTES_US),
         metavar="LIST",
-        help=f"compute times of a layer, in microseconds, to weigh the orders by; default: {COMPUTES_US}",
+        help=f"for theta: compute times of a layer, in microseconds, to weigh the orders by; default: {COMPUTES_US}",
     )
+    parser.add_argument(
+        "--hit-rate",
+        type=_hit_rate,
+        metavar="F",
+        help=f"for --model: how much of a context servers take to be cached; default: {HIT_RATE}",
+    )
+    parser.add_argument("--device", choices=("cpu", "cuda"), help="for --model; default: cpu")
     parser.add_argument("--json", type=Path, metavar="FILE", help="write everything there, raw samples included")
     parser.add_argument("--plot", type=Path, metavar="FILE", help="draw the curve; needs the extra 'plot'")
     parser.add_argument("--dry-run", action="store_true", help="measure and show, write no config")
@@ -60,142 +72,28 @@ def add_calibrate(commands: argparse._SubParsersAction[argparse.ArgumentParser])
 
 def run(options: argparse.Namespace) -> int:
     """0: done; 1: could not be measured, or wrong bytes; 2: wrong use. Raises ConfigError."""
-    from bench.calibration.points import full_plan, smoke_plan
-
-    runs = options.runs or (RUNS_SMOKE if options.smoke else RUNS)
-    return calibrate(options, smoke_plan(runs) if options.smoke else full_plan(runs))
-
-
-def calibrate(options: argparse.Namespace, plan: CalibrationPlan) -> int:
-    """Measure `plan`; as `run`."""
     problem = _problem(options)
     if problem is not None:
         print(f"objectcache calibrate: {problem}", file=sys.stderr)
         return WRONG_USE
-    config = load_config(options.config if options.config is not None and options.config.exists() else None)
-    target = None if options.dry_run or options.smoke else options.config
-    if target is not None:
-        try:
-            with_calibration(_text(target), 1, _placeholder())  # before the minutes of measuring
-        except ConfigTextError as error:
-            raise ConfigError(f"{target}: {error}") from None
-    calibration = _measured(options, plan, config)
-    if isinstance(calibration, str):
-        print(f"objectcache calibrate: {calibration}", file=sys.stderr)
-        return FAILED
-    _show(options, calibration)
-    found = calibration_table(calibration)
-    if target is not None:
-        try:
-            write_calibration(target, calibration.theta.theta_bytes, found)
-        except ConfigTextError as error:
-            raise ConfigError(f"{target}: {error}") from None
-        print(f"\n{target}: theta_bytes and [calibration] are written")
-    else:
-        print("\nnothing was written; a config file would have:\n")
-        print("\n".join(["[storage]", f"theta_bytes = {calibration.theta.theta_bytes}", ""]))
-        print("\n".join(table_lines(("calibration",), found)))
-    return DONE
+    runs = options.runs or (RUNS_SMOKE if options.smoke else RUNS_LINK if options.link else RUNS)
+    options.states = options.states or STATES
+    options.compute_us = options.compute_us or _computes(COMPUTES_US)
+    options.hit_rate = options.hit_rate or HIT_RATE
+    options.device = options.device or "cpu"
+    if options.link:
+        from bench.calibration.link_points import full_link_plan, smoke_link_plan
+        from objectcache.calibrate_link import calibrate_link
 
+        return calibrate_link(options, smoke_link_plan(runs) if options.smoke else full_link_plan(runs))
+    if options.model is not None:
+        from objectcache.calibrate_model import calibrate_model
 
-def write_calibration(path: Path, theta_bytes: int, calibration: Table) -> None:
-    """Edit the file, or make it. It is replaced in one step: whatever happens, the old or the new one is there. Raises
-    ConfigTextError, OSError.
-    """
-    place = path.resolve()  # a link stays one
-    text = with_calibration(_text(place), theta_bytes, calibration)
-    CalibrationConfig.model_validate(calibration)
-    fd, name = tempfile.mkstemp(prefix=f".{place.name}.", dir=place.parent)
-    try:
-        with os.fdopen(fd, "w", encoding="utf-8", newline="") as file:
-            file.write(text)
-            if place.exists():
-                old = place.stat()
-                os.fchmod(file.fileno(), old.st_mode & 0o7777)
-                if (old.st_uid, old.st_gid) != (os.geteuid(), os.getegid()):
-                    os.fchown(file.fileno(), old.st_uid, old.st_gid)
-            file.flush()
-            os.fsync(file.fileno())
-        Path(name).replace(place)
-    except BaseException:
-        Path(name).unlink(missing_ok=True)
-        raise
-    folder = os.open(place.parent, os.O_RDONLY | os.O_DIRECTORY)
-    try:
-        os.fsync(folder)
-    finally:
-        os.close(folder)
+        return calibrate_model(options, runs)
+    from bench.calibration.points import full_plan, smoke_plan
+    from objectcache.calibrate_theta import calibrate_theta
 
-
-def calibration_table(calibration: Calibration) -> dict[str, Any]:
-    """What goes under `[calibration]`; figures of six significant digits, which is more than any of them has."""
-    origin = calibration.origin
-    table: dict[str, Any] = {"measured_at": origin["measured_at"], "machine": _machine(origin["machine"])}
-    if origin["commit"] is not None:
-        table["commit"] = origin["commit"] + (" with local changes" if origin["has_local_changes"] else "")
-    table |= {
-        "rounds": calibration.settings["runs"],
-        "theta_low_bytes": calibration.theta.low_bytes,
-        "theta_high_bytes": calibration.theta.high_bytes,
-        "theta_side": calibration.theta.side.value,
-    }
-    for each in calibration.costs:
-        table.setdefault(each.state.value, {})[each.transport] = {
-            order: {
-                name: float(f"{getattr(costs, name):.6g}")
-                for name in ("request_s", "chunk_s", "layer_s", "bytes_per_s")
-            }
-            for order, costs in (("chunk_major", each.chunk_major), ("layer_major", each.layer_major))
-        }
-    return table
-
-
-def _measured(options: argparse.Namespace, plan: CalibrationPlan, config: Config) -> Calibration | str:
-    """The calibration, or why there is none."""
-    from adapters.nixl_agent import NixlFailure
-    from bench.calibration.measure import Where, measure, warm_state
-    from bench.calibration.report import conclude
-    from bench.content import VerificationError
-    from bench.machine import describe_commit, describe_machine
-    from bench.samples import State
-    from bench.server import BenchServerError
-    from descriptors.errors import ObjectCacheError
-
-    storage = config.storage_settings(Path(), ucx=True)
-    written = config.storage.model_dump(mode="json", exclude_none=True, exclude={"theta_bytes"})
-    where = Where(options.data, storage, "\n".join([*table_lines(("storage",), written), ""]))
-    states = [warm_state(plan, storage) if name == "warm" else State.COLD for name in options.states]
-    is_auto = options.transport == "auto"
-    transports = TRANSPORTS if is_auto else (options.transport,)
-    now = datetime.now(UTC).isoformat(timespec="seconds")
-    origin = {"measured_at": now, **describe_commit(), "machine": describe_machine()}
-    try:
-        found = measure(plan, states, transports, where)
-        if found.missing and not is_auto:
-            return f"{options.transport} cannot run here: {found.missing[options.transport]}"
-        return conclude(
-            found.points,
-            [compute_us / 1e6 for compute_us in options.compute_us],
-            plan.seed,
-            origin,
-            {"runs": plan.runs, "seed": plan.seed, "compute_us": list(options.compute_us), "storage": written},
-            found.missing,
-            found.remarks,
-        )
-    except VerificationError as error:
-        return f"WRONG BYTES: {error}"
-    except (BenchServerError, ObjectCacheError, NixlFailure, ImportError, TimeoutError, ValueError) as error:
-        return str(error)
-
-
-def _show(options: argparse.Namespace, calibration: Calibration) -> None:
-    from bench.calibration.report import plot, table, to_json
-
-    print(table(calibration))
-    if options.json is not None:
-        options.json.write_text(json.dumps(to_json(calibration), indent=2) + "\n")
-    if options.plot is not None:
-        plot(calibration, options.plot)
+    return calibrate_theta(options, smoke_plan(runs) if options.smoke else full_plan(runs))
 
 
 def _problem(options: argparse.Namespace) -> str | None:
@@ -209,25 +107,31 @@ def _problem(options: argparse.Namespace) -> str | None:
         return "--plot needs matplotlib: pip install 'objectcache[plot]'"
     if options.config is not None and not os.access(options.config.resolve().parent, os.W_OK):
         return f"{options.config}: its folder cannot be written to"
+    return _problem_of_what(options)
+
+
+def _problem_of_what(options: argparse.Namespace) -> str | None:
+    """What does not go with what is measured."""
+    is_theta = not options.link and options.model is None
+    if not is_theta and (options.states is not None or options.compute_us is not None):
+        return "--states and --compute-us are for theta: not with --link or --model"
+    if options.model is None:
+        if options.hit_rate is not None or options.device is not None:
+            return "--hit-rate and --device are for --model"
+        will_write = options.config is not None and not options.dry_run and not options.smoke
+        if options.link and options.transport == "auto" and will_write:
+            return "--link writes the figures of one transport: pass --transport, or --dry-run to see all of them"
+        return None
+    from bench.compute.shapes import SHAPES
+
+    if options.transport != "auto" or options.data is not None:
+        return "--transport and --data do not go with --model"
+    names = [shape.name for shape in SHAPES]
+    if options.model not in names:
+        return f"--model: must be one of {', '.join(names)}"
+    if importlib.util.find_spec("torch") is None:
+        return "--model needs torch: pip install 'objectcache[torch]'"
     return None
-
-
-def _text(path: Path) -> str:
-    """The file's text with its own line ends; empty where there is none."""
-    try:
-        return path.read_bytes().decode("utf-8")
-    except FileNotFoundError:
-        return ""
-    except UnicodeDecodeError:
-        raise ConfigTextError("it is not UTF-8") from None
-
-
-def _placeholder() -> dict[str, Any]:
-    return {"rounds": 1}
-
-
-def _machine(machine: dict[str, Any]) -> str:
-    return f"{machine['cpu_model']}, {machine['cpu_count']} processors, {machine['memory_bytes']} bytes of memory"
 
 
 def _states(text: str) -> tuple[str, ...]:
@@ -250,4 +154,14 @@ def _computes(text: str) -> tuple[float, ...]:
         raise argparse.ArgumentTypeError(f"{text!r} is no list of numbers") from None
     if not all(0 <= compute_us < 1e9 for compute_us in found) or len(set(found)) != len(found):
         raise argparse.ArgumentTypeError("must be different times in microseconds")
+    return found
+
+
+def _hit_rate(text: str) -> float:
+    try:
+        found = float(text)
+    except ValueError:
+        found = 0.0
+    if not 0 < found < 1:
+        raise argparse.ArgumentTypeError("must be a number between 0 and 1")
     return found

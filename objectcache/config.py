@@ -15,9 +15,9 @@ import tomllib
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import Annotated, Literal, Self
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
 from gateway.app import GatewaySettings
 from gateway.credentials import Credential
@@ -166,19 +166,47 @@ class TransportCostsConfig(_Model):
     layer_major: CostsConfig
 
 
-class CalibrationConfig(_Model):
-    """The `[calibration]` table, which `objectcache calibrate` writes: costs by where chunks are and by transport."""
+class LinkCalibrationConfig(_Model):
+    """What one transport moves and the margin it needs, with the least and the greatest that was seen; rates in
+    bytes/s.
+    """
 
     measured_at: str
     machine: str
     commit: str = ""
     rounds: Annotated[int, Field(gt=0)]
-    theta_low_bytes: Annotated[int, Field(ge=0)]
-    theta_high_bytes: Annotated[int, Field(ge=0)]
-    theta_side: Literal["between", "below_all", "above_all"]
+    bytes_per_s: Annotated[float, Field(gt=0)]
+    low_bytes_per_s: Annotated[float, Field(gt=0)]
+    high_bytes_per_s: Annotated[float, Field(gt=0)]
+    margin_bytes_per_s: Annotated[float, Field(ge=0)]
+    margin_low_bytes_per_s: Annotated[float, Field(ge=0)]
+    margin_high_bytes_per_s: Annotated[float, Field(ge=0)]
+
+
+class CalibrationConfig(_Model):
+    """The `[calibration]` table, which `objectcache calibrate` writes: where Theta came from, with costs by where
+    chunks are and by transport, and links by transport. Either may be absent.
+    """
+
+    measured_at: str | None = None
+    machine: str | None = None
+    commit: str = ""
+    rounds: Annotated[int, Field(gt=0)] | None = None
+    theta_low_bytes: Annotated[int, Field(ge=0)] | None = None
+    theta_high_bytes: Annotated[int, Field(ge=0)] | None = None
+    theta_side: Literal["between", "below_all", "above_all"] | None = None
     dram: dict[TransportName, TransportCostsConfig] = {}
     page_cache: dict[TransportName, TransportCostsConfig] = {}
     cold: dict[TransportName, TransportCostsConfig] = {}
+    link: dict[TransportName, LinkCalibrationConfig] = {}
+
+    @model_validator(mode="after")
+    def _has_all_of_theta_or_none(self) -> Self:
+        wanted = {"measured_at", "machine", "rounds", "theta_low_bytes", "theta_high_bytes", "theta_side"}
+        missing = sorted(wanted - self.model_fields_set)
+        if missing and self.model_fields_set - {"link"}:
+            raise ValueError(f"{', '.join(missing)}: missing")
+        return self
 
 
 class Config(_Model):

@@ -7,12 +7,12 @@ from __future__ import annotations
 
 import re
 import tomllib
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass
 
 Scalar = str | int | float | bool
 Table = Mapping[str, "Scalar | Table"]
-_HEADER = re.compile(r"\s*\[\[?\s*(?P<name>[^\[\]#]+?)\s*\]\]?\s*(#.*)?$")
-_THETA = re.compile(r"(?P<before>\s*theta_bytes\s*=\s*)(?P<value>[^#\s]+)(?P<after>\s*(#.*)?)$")
+_HEADER = re.compile(r"\s*(?P<opening>\[\[?)\s*(?P<name>[^\[\]#]+?)\s*\]\]?\s*(#.*)?$")
 WRITTEN_BY = "# written by `objectcache calibrate`; its next run replaces this table"
 
 
@@ -20,44 +20,94 @@ class ConfigTextError(Exception):
     """The text is not one that can be edited safely."""
 
 
+@dataclass(frozen=True, slots=True)
+class _Header:
+    path: tuple[str, ...]
+    is_array: bool
+
+
 def with_calibration(text: str, theta_bytes: int, calibration: Table) -> str:
-    """`text` with `theta_bytes` in `[storage]` and `[calibration]` replaced or added. Raises ConfigTextError, also for
-    what is no TOML.
+    """`text` with `theta_bytes` in `[storage]`, and `[calibration]` but for its links replaced or added. Raises
+    ConfigTextError, also for what is no TOML.
+    """
+    edited = with_values(text, "storage", {"theta_bytes": theta_bytes})
+    return with_table(edited, ("calibration",), calibration, kept=("link",))
+
+
+def with_link(text: str, transport: str, scheduler: Mapping[str, Scalar], calibration: Table) -> str:
+    """`text` with the values in `[scheduler]`, and `[calibration.link.TRANSPORT]` replaced or added. Raises
+    ConfigTextError.
+    """
+    edited = with_values(text, "scheduler", scheduler)
+    return with_table(edited, ("calibration", "link", transport), calibration)
+
+
+def with_profile(text: str, profile: Mapping[str, Scalar]) -> str:
+    """`text` with the `[[compute_profiles]]` of that name changed to `profile`, or added. Raises ConfigTextError."""
+    return with_entry(text, "compute_profiles", profile)
+
+
+def with_values(text: str, name: str, values: Mapping[str, Scalar]) -> str:
+    """Values in the table `[name]`, which is added where it is missing. Raises ConfigTextError."""
+    before = _parsed(text)
+    old = before.get(name, {})
+    if not isinstance(old, dict):
+        raise ConfigTextError(f"{name} is no table")
+    lines = text.splitlines()
+    at = next((index for index, line in enumerate(lines) if _header(line) == _Header((name,), is_array=False)), None)
+    if at is None:
+        lines = [*lines, *([""] if lines else []), f"[{name}]"]
+        at = len(lines) - 1
+    lines = _with_values(lines, at, _changed(old, values))
+    return _proved(text, lines, {**before, name: {**old, **values}}, f"[{name}]")
+
+
+def with_entry(text: str, name: str, entry: Mapping[str, Scalar]) -> str:
+    """The entry of the array of tables `[[name]]` that has the same `name`, changed; or a new one at the end. Raises
+    ConfigTextError.
     """
     before = _parsed(text)
-    newline = "\r\n" if "\r\n" in text else "\n"
-    lines = _without_calibration(text.splitlines())
-    lines = _with_theta(lines, theta_bytes)
-    while lines and not lines[-1].strip():
-        lines.pop()
-    ours = table_lines(("calibration",), calibration)
+    entries = before.get(name, [])
+    if not isinstance(entries, list) or not all(isinstance(each, dict) for each in entries):
+        raise ConfigTextError(f"{name} is no array of tables")
+    found = [index for index, each in enumerate(entries) if each.get("name") == entry["name"]]
+    if len(found) > 1:
+        raise ConfigTextError(f"more than one of its [[{name}]] is named {entry['name']}")
+    lines = text.splitlines()
+    if not found:
+        lines = [*_trimmed(lines), *([""] if lines else []), f"[[{name}]]", *_entries(entry)]
+        return _proved(text, lines, {**before, name: [*entries, dict(entry)]}, f"[[{name}]]")
+    heads = [index for index, line in enumerate(lines) if _header(line) == _Header((name,), is_array=True)]
+    wanted = [dict(entry) if index == found[0] else each for index, each in enumerate(entries)]
+    if len(heads) == len(entries):
+        lines = _with_values(lines, heads[found[0]], _changed(entries[found[0]], entry))
+    return _proved(text, lines, {**before, name: wanted}, f"[[{name}]]")
+
+
+def with_table(text: str, path: tuple[str, ...], table: Table, kept: Collection[str] = ()) -> str:
+    """The table `[path]` and those within it replaced, or added at the end; `kept` are those within it that stay.
+    Raises ConfigTextError.
+    """
+    before = _parsed(text)
+    lines = _trimmed(_without(text.splitlines(), path, kept))
+    ours = table_lines(path, table)
     lines += [*([""] if lines else []), ours[0], WRITTEN_BY, *ours[1:]]
-    edited = newline.join([*lines, ""])
-    storage = before.get("storage", {})
-    if not isinstance(storage, dict):
-        raise ConfigTextError("storage is no table")
-    wanted = {
-        **before,
-        "storage": {**storage, "theta_bytes": theta_bytes},
-        "calibration": calibration,
-    }
-    try:
-        is_right = _parsed(edited) == wanted
-    except ConfigTextError:
-        is_right = False
-    if not is_right:
-        raise ConfigTextError("its [storage] or [calibration] is written in a way that cannot be edited safely")
-    return edited
+    return _proved(text, lines, _replaced(before, path, table, kept), f"[{'.'.join(path)}]")
 
 
 def table_lines(name: Sequence[str], table: Table) -> list[str]:
     """A table and those within it as TOML, one line an entry; a header only where it has entries of its own."""
-    entries = [f"{key} = {literal(value)}" for key, value in table.items() if not isinstance(value, Mapping)]
+    entries = _entries({key: value for key, value in table.items() if not isinstance(value, Mapping)})
     lines = [f"[{'.'.join(name)}]", *entries] if entries else []
     for key, value in table.items():
         if isinstance(value, Mapping):
             lines += [*([""] if lines else []), *table_lines((*name, key), value)]
     return lines
+
+
+def entry_lines(name: str, entry: Mapping[str, Scalar]) -> list[str]:
+    """One entry of an array of tables as TOML."""
+    return [f"[[{name}]]", *_entries(entry)]
 
 
 def literal(value: Scalar) -> str:
@@ -67,6 +117,10 @@ def literal(value: Scalar) -> str:
     if isinstance(value, str):
         return '"' + "".join(map(_escaped, value)) + '"'
     return repr(value)
+
+
+def _entries(values: Mapping[str, Scalar]) -> list[str]:
+    return [f"{key} = {literal(value)}" for key, value in values.items()]
 
 
 def _escaped(letter: str) -> str:
@@ -82,22 +136,70 @@ def _parsed(text: str) -> dict[str, object]:
         raise ConfigTextError(str(error)) from None
 
 
-def _without_calibration(lines: Sequence[str]) -> list[str]:
-    kept: list[str] = []
+def _proved(old: str, lines: Sequence[str], wanted: Mapping[str, object], what: str) -> str:
+    """The lines as a text with the old one's line ends, if they say what is wanted."""
+    newline = "\r\n" if "\r\n" in old else "\n"
+    edited = newline.join([*_trimmed(lines), ""])
+    try:
+        is_right = _parsed(edited) == wanted
+    except ConfigTextError:
+        is_right = False
+    if not is_right:
+        raise ConfigTextError(f"its {what} is written in a way that cannot be edited safely")
+    return edited
+
+
+def _replaced(old: Mapping[str, object], path: Sequence[str], table: Table, kept: Collection[str]) -> dict[str, object]:
+    inner = old.get(path[0], {})
+    if not isinstance(inner, Mapping):
+        raise ConfigTextError(f"{path[0]} is no table")
+    if len(path) > 1:
+        return {**old, path[0]: _replaced(inner, path[1:], table, kept)}
+    return {**old, path[0]: {**table, **{key: value for key, value in inner.items() if key in kept}}}
+
+
+def _changed(old: Mapping[str, object], values: Mapping[str, Scalar]) -> dict[str, Scalar]:
+    return {key: value for key, value in values.items() if key not in old or old[key] != value}
+
+
+def _header(line: str) -> _Header | None:
+    found = _HEADER.match(line)
+    if found is None:
+        return None
+    return _Header(tuple(part.strip() for part in found["name"].split(".")), found["opening"] == "[[")
+
+
+def _with_values(lines: Sequence[str], at: int, values: Mapping[str, Scalar]) -> list[str]:
+    """Values of the table whose header is line `at`: changed in their lines, or put in behind the header."""
+    edited = list(lines)
+    end = next((index for index in range(at + 1, len(lines)) if _header(lines[index]) is not None), len(lines))
+    new = []
+    for key, value in values.items():
+        pattern = re.compile(rf"(?P<before>\s*{re.escape(key)}\s*=\s*)[^#\s]+(?P<after>\s*(#.*)?)$")
+        for index in range(at + 1, end):
+            if (found := pattern.match(lines[index])) is not None:
+                edited[index] = f"{found['before']}{literal(value)}{found['after']}"
+                break
+        else:
+            new.append(f"{key} = {literal(value)}")
+    return [*edited[: at + 1], *new, *edited[at + 1 :]]
+
+
+def _without(lines: Sequence[str], path: tuple[str, ...], kept: Collection[str]) -> list[str]:
+    """The lines but for the table's and those of tables within it."""
+    left: list[str] = []
     dropping: list[str] = []
     is_ours = False
     for line in lines:
-        header = _HEADER.match(line)
+        header = _header(line)
         if header is not None:
-            was_ours, is_ours = is_ours, header["name"].partition(".")[0].strip() == "calibration"
+            was_ours = is_ours
+            is_ours = header.path[: len(path)] == path and not set(header.path[len(path) : len(path) + 1]) & set(kept)
             if was_ours and not is_ours:
-                kept += _trailing_remarks(dropping)
+                left += _trailing_remarks(dropping)
             dropping = []
-        if is_ours:
-            dropping.append(line)
-        else:
-            kept.append(line)
-    return kept + (_trailing_remarks(dropping) if is_ours else [])
+        (dropping if is_ours else left).append(line)
+    return left + (_trailing_remarks(dropping) if is_ours else [])
 
 
 def _trailing_remarks(lines: Sequence[str]) -> list[str]:
@@ -108,18 +210,9 @@ def _trailing_remarks(lines: Sequence[str]) -> list[str]:
     return [line for line in lines[start:] if line != WRITTEN_BY]
 
 
-def _with_theta(lines: Sequence[str], theta_bytes: int) -> list[str]:
-    edited = list(lines)
-    storage_at = None
-    is_storage = False
-    for index, line in enumerate(lines):
-        header = _HEADER.match(line)
-        if header is not None:
-            is_storage = header["name"] == "storage"
-            storage_at = index if is_storage else storage_at
-        elif is_storage and (found := _THETA.match(line)) is not None:
-            edited[index] = f"{found['before']}{theta_bytes}{found['after']}"
-            return edited
-    if storage_at is None:
-        return [*edited, *([""] if edited else []), "[storage]", f"theta_bytes = {theta_bytes}"]
-    return [*edited[: storage_at + 1], f"theta_bytes = {theta_bytes}", *edited[storage_at + 1 :]]
+def _trimmed(lines: Sequence[str]) -> list[str]:
+    """Without blank lines at the end."""
+    end = len(lines)
+    while end and not lines[end - 1].strip():
+        end -= 1
+    return list(lines[:end])

@@ -17,7 +17,8 @@ from storage_server.scheduler.flow import Flow, Tenant
 from storage_server.scheduler.pool import Pool
 
 Floats = NDArray[np.float64]
-MOVES_MAX = 2_000_000
+MOVES_MAX = 200_000
+CLOCK_STEP_S = 1e-9
 
 
 @dataclass(frozen=True, slots=True)
@@ -142,7 +143,7 @@ def play(
             while events and events[0][0] <= now:
                 heapq.heappop(events)[2](now)
         else:
-            now = max(now, wake_s + late_s())
+            now = max(now + CLOCK_STEP_S, wake_s + late_s())
         for flow in pool.due(now + offset):
             outcome = by_flow[flow]
             sent = len(outcome.payloads)

@@ -14,7 +14,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from bench.calibration import measure as measuring
+from bench.calibration import fetching
 from bench.calibration.costs import chunk_major_costs, fit, layer_major_costs
 from bench.calibration.decision import Side, find_theta, make_curves, sensitivities, sign_changes, ttft_s
 from bench.calibration.points import CalibrationPlan, Family, Point, Run, full_plan, smoke_plan
@@ -22,9 +22,10 @@ from bench.content import VerificationError
 from bench.samples import State
 from descriptors.layout import ChunkLayout
 from descriptors.units import KIB, MIB
-from objectcache import calibrate
+from objectcache.calibrate_theta import calibrate_theta
 from objectcache.cli import run
 from objectcache.config import Config, ConfigError, load_config
+from objectcache.config_file import edit_file
 from objectcache.config_text import ConfigTextError, literal, with_calibration
 
 LAYERS = 8
@@ -220,6 +221,11 @@ def test_every_string_survives_as_a_literal(text: str) -> None:
     assert tomllib.loads(f"x = {literal(text)}") == {"x": text}
 
 
+def calibrated(text: str) -> str:
+    """The edit that a calibration makes."""
+    return with_calibration(text, 5, MEASURED)
+
+
 def test_writing_replaces_the_file_in_one_step(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A failure at the last moment leaves the old file, and nothing else."""
     path = tmp_path / "objectcache.toml"
@@ -232,10 +238,10 @@ def test_writing_replaces_the_file_in_one_step(tmp_path: Path, monkeypatch: pyte
     with monkeypatch.context() as patched:
         patched.setattr(os, "fsync", refuse)
         with pytest.raises(OSError, match="No space"):
-            calibrate.write_calibration(path, 5, MEASURED)
+            edit_file(path, calibrated)
     assert path.read_text() == OWN
     assert list(tmp_path.iterdir()) == [path]
-    calibrate.write_calibration(path, 5, MEASURED)
+    edit_file(path, calibrated)
     assert load_config(path).storage.theta_bytes == 5
     assert path.stat().st_mode & 0o777 == 0o640
 
@@ -245,7 +251,7 @@ def test_a_linked_config_file_stays_a_link(tmp_path: Path) -> None:
     kept, link = tmp_path / "kept.toml", tmp_path / "link.toml"
     kept.write_text(OWN)
     link.symlink_to(kept)
-    calibrate.write_calibration(link, 5, MEASURED)
+    edit_file(link, calibrated)
     assert link.is_symlink()
     assert load_config(kept).storage.theta_bytes == 5
 
@@ -280,7 +286,7 @@ def options(**changes: object) -> argparse.Namespace:
 def test_a_calibration_makes_the_config_file(tmp_path: Path) -> None:
     """Measured with the settings of the file, or the defaults where there is none; a server then accepts it."""
     path = tmp_path / "objectcache.toml"
-    assert calibrate.calibrate(options(config=path, data=tmp_path), TINY) == 0
+    assert calibrate_theta(options(config=path, data=tmp_path), TINY) == 0
     config = load_config(path)
     assert config.calibration is not None
     assert set(config.calibration.dram) == {"http"}
@@ -292,7 +298,7 @@ def test_servers_run_with_the_storage_settings_of_the_file(tmp_path: Path) -> No
     """But without its credentials; with little DRAM for chunks these come from the page cache."""
     path = tmp_path / "objectcache.toml"
     path.write_text(OWN)
-    assert calibrate.calibrate(options(config=path, data=tmp_path), TINY) == 0
+    assert calibrate_theta(options(config=path, data=tmp_path), TINY) == 0
     found = load_config(path)
     assert found.credentials[0].access_key == "KVREADER"
     assert found.calibration is not None
@@ -323,9 +329,9 @@ def test_wrong_bytes_end_it_and_nothing_is_written(
     def find_wrong_bytes(*_: object) -> None:
         raise VerificationError("chunk 3, layer 1: wrong bytes")
 
-    monkeypatch.setattr(measuring, "verify_payload", find_wrong_bytes)
+    monkeypatch.setattr(fetching, "verify_payload", find_wrong_bytes)
     path = tmp_path / "objectcache.toml"
-    assert calibrate.calibrate(options(config=path, data=tmp_path), TINY) == 1
+    assert calibrate_theta(options(config=path, data=tmp_path), TINY) == 1
     assert not path.exists()
     assert "chunk 3, layer 1" in capsys.readouterr().err
 
@@ -336,7 +342,7 @@ def test_a_transport_that_cannot_run_is_said_when_it_was_asked_for(
     """With auto the others are measured; asked for by name there is nothing else to measure."""
     path = tmp_path / "objectcache.toml"
     path.write_text("[storage]\nshm = false\n")
-    assert calibrate.calibrate(options(config=path, transport="shm"), TINY) == 1
+    assert calibrate_theta(options(config=path, transport="shm"), TINY) == 1
     assert "shm cannot run here" in capsys.readouterr().err
     assert path.read_text() == "[storage]\nshm = false\n"
 
@@ -346,7 +352,7 @@ def test_a_file_that_cannot_be_edited_is_refused_before_anything_is_measured(tmp
     path = tmp_path / "objectcache.toml"
     path.write_text("storage = {theta_bytes = 1}\n")
     with pytest.raises(ConfigError, match="edited safely"):
-        calibrate.calibrate(options(config=path, data=tmp_path), smoke_plan(1))
+        calibrate_theta(options(config=path, data=tmp_path), smoke_plan(1))
 
 
 @pytest.mark.parametrize(

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import math
+from random import Random
 
 import numpy as np
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from bench.paper import WORKLOADS, PaperPolicy, workload
@@ -48,9 +49,7 @@ budgets = st.floats(1e6, 1e12)
 
 def floors_of(some: list[Demand], budget: float) -> list[float]:
     weights = sum(each.weight for each in some)
-    return [
-        min(SHARE_MIN * budget * each.weight / weights, each.rate_max_bytes_per_s or math.inf) for each in some
-    ]
+    return [min(SHARE_MIN * budget * each.weight / weights, each.rate_max_bytes_per_s or math.inf) for each in some]
 
 
 def caps_of(policy: Policy, some: list[Demand], budget: float, margin: float) -> list[float]:
@@ -78,6 +77,7 @@ def test_table_a9_has_seventy_rates() -> None:
     assert len(TABLE_A9) == 70
 
 
+@settings(deadline=None)
 @given(policies, demands, budgets)
 def test_rates_are_above_0_finite_within_their_caps_and_the_budget_and_use_all_that_the_caps_allow(
     policy: Policy, some: list[Demand], budget: float
@@ -90,6 +90,7 @@ def test_rates_are_above_0_finite_within_their_caps_and_the_budget_and_use_all_t
     assert sum(rates) == pytest.approx(min(budget, sum(caps)), rel=1e-9)
 
 
+@settings(deadline=None)
 @given(policies, demands, budgets)
 def test_nobody_gets_less_than_a_hundredth_of_its_equal_share(
     policy: Policy, some: list[Demand], budget: float
@@ -99,15 +100,19 @@ def test_nobody_gets_less_than_a_hundredth_of_its_equal_share(
     assert all(rate >= floor * (1 - 1e-9) for rate, floor in zip(rates, floors, strict=True))
 
 
+@settings(deadline=None)
 @given(policies, demands, budgets, st.randoms())
-def test_the_order_of_requests_does_not_matter(policy: Policy, some: list[Demand], budget: float, random: object) -> None:
+def test_the_order_of_requests_does_not_matter(
+    policy: Policy, some: list[Demand], budget: float, random: Random
+) -> None:
     order = list(range(len(some)))
-    random.shuffle(order)  # type: ignore[attr-defined]
+    random.shuffle(order)
     rates = allocate(policy, some, budget)
     shuffled = allocate(policy, [some[index] for index in order], budget)
     assert np.allclose(shuffled, rates[order], rtol=1e-6)
 
 
+@settings(deadline=None)
 @given(policies, demands, budgets, st.sampled_from([2, 10, 1000]))
 def test_bytes_and_budget_scaled_together_scale_the_rates(
     policy: Policy, some: list[Demand], budget: float, factor: int
@@ -127,6 +132,7 @@ def test_bytes_and_budget_scaled_together_scale_the_rates(
     assert np.allclose(allocate(policy, scaled, budget * factor, 625e6 * factor), rates * factor, rtol=1e-6)
 
 
+@settings(deadline=None)
 @given(st.sampled_from(STALL_POLICIES), demands, budgets, st.data())
 def test_no_transfer_of_rate_between_two_requests_lowers_the_cost(
     policy: Policy, some: list[Demand], budget: float, data: st.DataObject
@@ -148,6 +154,7 @@ def test_no_transfer_of_rate_between_two_requests_lowers_the_cost(
     assert cost(pair, [others[giver], others[taker]]) >= cost(pair, [rates[giver], rates[taker]]) * (1 - 1e-9)
 
 
+@settings(deadline=None)
 @given(policies, ranked, budgets)
 def test_what_a_priority_gets_does_not_depend_on_lower_ones_but_for_their_floors(
     policy: Policy, some: list[Demand], budget: float
@@ -177,7 +184,8 @@ def test_what_a_capped_tenant_leaves_goes_to_the_others(policy: Policy) -> None:
 @pytest.mark.parametrize("compute_s", [0.0, 1e-300, -5.0])
 def test_a_claim_counts_for_no_more_than_two_links(compute_s: float) -> None:
     """A client that says it computes nothing takes no more of BW-prop than one that needs the link twice."""
-    liar, honest = allocate(Policy.BW_PROP, [Demand(1 << 20, 32, compute_s), Demand(1 << 27, 32, (1 << 27) / BUDGET)], BUDGET)
+    some = [Demand(1 << 20, 32, compute_s), Demand(1 << 27, 32, (1 << 27) / BUDGET)]
+    liar, honest = allocate(Policy.BW_PROP, some, BUDGET)
     assert liar == pytest.approx(2 * honest)
 
 

@@ -1,4 +1,4 @@
-"""What every measurement of a calibration shares: chunks in a server, a client for each transport, and checked fetches."""
+"""What all measurements of a calibration share: chunks in a server, a client for each transport, checked fetches."""
 
 from __future__ import annotations
 

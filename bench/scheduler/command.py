@@ -134,9 +134,9 @@ def _run(options: argparse.Namespace) -> int:
     origin = {**describe_commit(), "machine": describe_machine()}
     try:
         report = run_parts(settings, lambda part, so_far: print(part_text(part, so_far) + "\n", flush=True))
-    except (TraceError, OSError, ValueError) as error:
+    except TraceError as error:
         return complain(str(error), 2)
-    except (BaselineError, BenchServerError, ObjectCacheError, NixlFailure, TimeoutError) as error:
+    except (BaselineError, BenchServerError, ObjectCacheError, NixlFailure, OSError) as error:
         return complain(str(error), 1)
     if options.json is not None:
         options.json.write_text(json.dumps(report_json(report, origin), indent=2) + "\n")

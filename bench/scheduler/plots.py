@@ -7,7 +7,7 @@ from pathlib import Path
 
 from bench.paper import workload
 from bench.scheduler.random_workloads import RandomOutcome
-from bench.scheduler.results import Cell, paper_rates_gbps
+from bench.scheduler.results import Cell
 from bench.scheduler.run import SchedulerReport
 from descriptors.units import gbps_from_bytes_per_s
 
@@ -46,14 +46,10 @@ def plot_workloads(cells: Sequence[Cell], title: str, path: Path) -> None:
             rates = [gbps_from_bytes_per_s(cell.rates_bytes_per_s()[index]) for cell in here]
             left.bar(places, rates, bottom=bottoms, label=request.name)
             bottoms = [bottom + rate for bottom, rate in zip(bottoms, rates, strict=True)]
-        for place, cell in zip(places, here, strict=True):
-            paper = paper_rates_gbps(cell)
-            if paper is not None:
-                left.plot([place - 0.4, place + 0.4], [sum(paper)] * 2, color="black", linewidth=1)
         left.axhline(workload(name).cap_gbps, linestyle="--", color="black", linewidth=0.8)
         left.set_ylabel("Gbps")
-        left.set_title(f"{name}: allocation (black: the paper's sum)")
-        left.legend(fontsize=7, loc="lower right")
+        left.set_title(f"{name}: allocation")
+        left.legend(fontsize=7, loc="upper left", bbox_to_anchor=(1.0, 1.0))
         added = [cell.added() for cell in here]
         medians = [each.median for each in added]
         below = [each.median - each.min for each in added]

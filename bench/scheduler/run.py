@@ -83,9 +83,7 @@ class SchedulerReport:
 
 
 def run_parts(settings: SchedulerBenchSettings, show: Callable[[Part, SchedulerReport], None]) -> SchedulerReport:
-    """One after the other; each is shown when it is there. Raises what the live run raises, OSError, TraceError, and
-    ValueError for a trace of which nothing is cached.
-    """
+    """One after the other; each is shown when it is there. Raises what the live run raises, and TraceError."""
     report = SchedulerReport(settings)
     for part in settings.parts:
         _run(part, settings, report)

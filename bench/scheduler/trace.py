@@ -25,7 +25,7 @@ EXCERPT = Path(__file__).resolve().parent.parent / "data" / "mooncake_conversati
 
 
 class TraceError(Exception):
-    """The file is no such trace; the message names the line."""
+    """The file cannot be read, or is no such trace; the message names the line."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,36 +38,42 @@ class TraceEntry:
 
 
 def read_trace(path: Path, count_max: int | None = None) -> list[TraceEntry]:
-    """The first requests of the file, by their time. Raises OSError, TraceError."""
+    """The first requests of the file, by their time. Raises TraceError."""
+    try:
+        text = path.read_text()
+    except (OSError, UnicodeDecodeError) as error:
+        raise TraceError(f"{path}: {error}") from None
     entries: list[TraceEntry] = []
     seen: set[int] = set()
-    with path.open() as lines:
-        for number, line in enumerate(lines, 1):
-            if count_max is not None and len(entries) == count_max:
-                break
-            try:
-                fields = json.loads(line)
-                came_s = float(fields["timestamp"]) / 1e3
-                tokens = int(fields["input_length"])
-                blocks = [int(block) for block in fields["hash_ids"]]
-            except (ValueError, KeyError, TypeError) as error:
-                raise TraceError(f"{path}, line {number}: {error!r}") from None
-            if tokens < 1 or came_s < 0:
-                raise TraceError(f"{path}, line {number}: {tokens} tokens at {came_s} s")
-            entries.append(TraceEntry(came_s, tokens, min(_known(blocks, seen) * BLOCK_TOKENS, tokens - 1)))
-            seen.update(blocks)
+    for number, line in enumerate(text.splitlines(), 1):
+        if count_max is not None and len(entries) == count_max:
+            break
+        try:
+            fields = json.loads(line)
+            came_s = float(fields["timestamp"]) / 1e3
+            tokens = int(fields["input_length"])
+            blocks = [int(block) for block in fields["hash_ids"]]
+        except (ValueError, KeyError, TypeError) as error:
+            raise TraceError(f"{path}, line {number}: {error!r}") from None
+        if tokens < 1 or came_s < 0:
+            raise TraceError(f"{path}, line {number}: {tokens} tokens at {came_s} s")
+        entries.append(TraceEntry(came_s, tokens, min(_known(blocks, seen) * BLOCK_TOKENS, tokens - 1)))
+        seen.update(blocks)
     if not entries:
         raise TraceError(f"{path}: no requests")
     return sorted(entries, key=lambda entry: entry.came_s)
 
 
 def trace_requests(entries: Iterable[TraceEntry]) -> list[SimulatedRequest]:
-    """Those that load something, each of a tenant of its own: the trace names none."""
-    return [
+    """Those that load something, each of a tenant of its own: the trace names none. Raises TraceError without any."""
+    requests = [
         make_request(entry.cached_tokens, entry.context_tokens, Tenant(f"r{index}"), entry.came_s)
         for index, entry in enumerate(entries)
         if entry.cached_tokens
     ]
+    if not requests:
+        raise TraceError("no request of the trace finds anything cached")
+    return requests
 
 
 def _known(blocks: Iterable[int], seen: set[int]) -> int:

@@ -47,7 +47,7 @@ class EqualShare:
     ) -> None:
         """A request comes."""
         self.advance(now)
-        layers = np.arange(layer_count)
+        layers = np.arange(layer_count, dtype=np.float64)
         marks: Floats = self._served + (layers + 1) * (layer_bytes / weight)
         deadlines: Floats = self._now + layers * compute_s
         self._sharers[number] = _Sharer(weight, marks, deadlines)

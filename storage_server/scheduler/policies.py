@@ -109,7 +109,7 @@ def fill(shape: Floats, caps: Floats, floors: Floats, budget: float) -> Floats:
     if caps.sum() <= budget:
         return caps.copy()
     if floors.sum() >= budget:
-        return floors * (budget / floors.sum())
+        return floors * float(budget / floors.sum())
     # The sum is piecewise linear and rising in k; its corners are where a floor is left or a cap is met.
     leaves, meets = floors / shape, caps / shape
     corners = np.unique(np.concatenate([leaves, meets[np.isfinite(meets)]]))

@@ -50,6 +50,8 @@ class PoolSettings:
 class Dispatch(Protocol):
     """Says when payloads go."""
 
+    def __len__(self) -> int: ...
+
     def set_budget(self, budget_bytes_per_s: float, now: float) -> None: ...
 
     def set_link_rate(self, rate_bytes_per_s: float, now: float) -> None: ...
@@ -80,9 +82,15 @@ class Pool:
         self._waiting: list[Flow] = []
         self._active: dict[Flow, None] = {}
         self._gathers_since_s: float | None = None
+        self._tenant_counts: Counter[str] = Counter()
+        """Requests of each, when the epoch began."""
         self._epoch_began_s = -math.inf
         self._is_stale = False
         self.epoch = 0
+
+    def __len__(self) -> int:
+        """Requests of which anything is kept."""
+        return max(len(self._waiting) + len(self._active), len(self._dispatch))
 
     @property
     def active_count(self) -> int:
@@ -137,8 +145,9 @@ class Pool:
         ended = [flow for flow in going if flow.is_over and flow in self._active]
         for flow in dict.fromkeys(ended):
             self._end(flow, now)
-            # Slack-aware dispatch sends ahead of its plan anyhow, and the plan has counted with the end.
-            self._is_stale = self._is_stale or self._settings.policy is not None
+            # A plan of slack-aware dispatch has counted with the end, but not with what it leaves to the same tenant.
+            if self._settings.policy is not None or self._tenant_counts[flow.tenant.name] > 1:
+                self._is_stale = True
         if ended and now >= self._may_begin_s():
             self._begin(now)
         return going
@@ -179,7 +188,7 @@ class Pool:
             flow.epoch = self.epoch
             self._active[flow] = None
         self._waiting = []
-        counts = Counter(flow.tenant.name for flow in self._active)
+        self._tenant_counts = Counter(flow.tenant.name for flow in self._active)
         for flow in self._active:
-            flow.share_tenant(counts[flow.tenant.name])
+            flow.share_tenant(self._tenant_counts[flow.tenant.name])
         self._dispatch.share(list(self._active), now)

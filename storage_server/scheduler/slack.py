@@ -36,14 +36,24 @@ REPLAN_S_PER_FLOW = 0.0005
 
 @dataclass(slots=True)
 class _Course:
-    """Of one request: layer l is due at `start_s` + `stall_s` + l*`compute_s`."""
+    """Of one request: layer l is due at `start_s` + `stall_s` + l*`compute_s`, the time for which a layer is computed
+    or, where that is longer, for which its tenant's cap carries one.
+    """
 
-    compute_s: float
+    counted_s: float
     start_s: float
+    compute_s: float = 0.0
     stall_s: float = math.inf
     incurred_s: float = 0.0
     blocked_s: float | None = None
     """Since when its transport is behind."""
+
+    def set_pace(self, flow: Flow) -> None:
+        """The tenant's cap may be split otherwise; the next layer is due when it was."""
+        cap = flow.demand.rate_max_bytes_per_s
+        compute_s = self.counted_s if cap is None else max(self.counted_s, flow.demand.layer_bytes / cap)
+        self.start_s += flow.layer_index * (self.compute_s - compute_s)
+        self.compute_s = compute_s
 
     def due_s(self, flow: Flow) -> float:
         """When the next payload's layer is due."""
@@ -65,7 +75,7 @@ class SlackDispatch:
 
     def __len__(self) -> int:
         """Flows it still knows of."""
-        return max(len(self._courses), len(self._queue))
+        return max(len(self._courses), len(self._queue), len(self._shadow))
 
     def set_budget(self, budget_bytes_per_s: float, now: float) -> None:
         """The link carries so much from now on."""
@@ -83,17 +93,18 @@ class SlackDispatch:
         weights = sum(flow.demand.weight for flow in flows)
         come = [flow for flow in flows if flow not in self._courses]
         for flow in flows:
-            if flow in self._courses:
+            if (course := self._courses.get(flow)) is not None:
                 self._shadow.reweigh(flow.number, flow.demand.weight, now)
+                course.set_pace(flow)
         for flow in come:
             demand = flow.demand
-            stated = demand.stated_compute_s
-            if stated is None:
-                stated = demand.layer_bytes * weights / (self._budget * demand.weight)
-            compute_s = COMPUTE_TRUST * stated
-            self._courses[flow] = _Course(compute_s, now - flow.layer_index * compute_s)
+            stated_s = demand.stated_compute_s
+            if stated_s is None:
+                stated_s = demand.layer_bytes * weights / (self._budget * demand.weight)
+            course = self._courses[flow] = _Course(COMPUTE_TRUST * stated_s, now)
+            course.set_pace(flow)
             layers_left = demand.layer_count - flow.layer_index
-            self._shadow.join(flow.number, demand.layer_bytes, layers_left, compute_s, demand.weight, now)
+            self._shadow.join(flow.number, demand.layer_bytes, layers_left, course.compute_s, demand.weight, now)
         self._plan(now)
         for flow in come:
             due_s = self._courses[flow].due_s(flow)
@@ -119,6 +130,8 @@ class SlackDispatch:
             self._shadow.over(flow.number)
         else:
             self._shadow.abandon(flow.number, now)
+        if not self._courses:
+            self._shadow = EqualShare(self._budget)  # nobody is left to whom anything was promised
 
     def due(self, now: float) -> list[Flow]:
         """Whose payloads go now, in order; a flow appears once a payload."""
@@ -175,16 +188,13 @@ class SlackDispatch:
         course = self._courses[flow]
         demand = flow.demand
         first_due_s = course.start_s + self._put_off_s(course, now) + flow.layer_index * course.compute_s - now
-        layer_count = demand.layer_count - flow.layer_index
         least_s = course.incurred_s
         if demand.rate_max_bytes_per_s is not None:
-            for layer in (0, layer_count - 1):  # a straight line is furthest from another at its ends
-                there_s = (flow.layer_left_bytes + layer * demand.layer_bytes) / demand.rate_max_bytes_per_s
-                least_s = max(least_s, there_s - first_due_s - layer * course.compute_s)
+            least_s = max(least_s, flow.layer_left_bytes / demand.rate_max_bytes_per_s - first_due_s)
         return Remaining(
             first_bytes=flow.layer_left_bytes,
             layer_bytes=demand.layer_bytes,
-            layer_count=layer_count,
+            layer_count=demand.layer_count - flow.layer_index,
             first_due_s=first_due_s,
             compute_s=course.compute_s,
             stall_s=least_s,
@@ -204,4 +214,5 @@ class SlackDispatch:
         due = np.array([each.first_due_s for each in remaining])
         computes = np.array([(each.layer_count - 1) * each.compute_s for each in remaining])
         incurred = np.array([each.stall_s for each in remaining])
-        return np.maximum(incurred, np.maximum(firsts - due, firsts + laters - due - computes))
+        stalls: Floats = np.maximum(incurred, np.maximum(firsts - due, firsts + laters - due - computes))
+        return stalls

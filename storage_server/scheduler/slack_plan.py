@@ -73,7 +73,7 @@ def _kept_promises(steps: Steps) -> Floats:
     promised = steps.promised
     if steps.can_be_kept(promised):
         return promised
-    kept = np.maximum(promised, steps.shared())
+    kept: Floats = np.maximum(promised, steps.shared())
     low, high = 1.0, FACTOR_MAX
     if steps.can_be_kept(later := steps.delayed(high)):
         kept = later

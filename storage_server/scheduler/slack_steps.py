@@ -82,7 +82,8 @@ class Steps:
     def delayed(self, factor: float) -> Floats:
         """The stalls with which every TTFT is so many times the promised one."""
         later: Floats = self.promised + (factor - 1) * (self.promised + self._computing_s)
-        return np.maximum(self.incurred, later)
+        delayed: Floats = np.maximum(self.incurred, later)
+        return delayed
 
     def line(self, stalls: Floats) -> Line:
         """These stalls' deadlines."""
@@ -134,11 +135,13 @@ class Steps:
         times = np.cumsum(np.diff(left[order], prepend=0.0) * active)
         marks = self._need / self._weights[self._owner]
         there = np.interp(marks, np.concatenate([[0.0], left[order]]), np.concatenate([[0.0], times]))
-        return np.maximum(self.incurred, self._latest(there))
+        shared: Floats = np.maximum(self.incurred, self._latest(there))
+        return shared
 
     def _latest(self, there: Floats) -> Floats:
         """The stall of each request whose layers are there at these times."""
-        return np.maximum.reduceat(there - self._at, self._begins)
+        latest: Floats = np.maximum.reduceat(there - self._at, self._begins)
+        return latest
 
     def _merged(
         self, due: Floats, size: Floats, owner: Indices, begin: int, end: int, stall: float

@@ -6,7 +6,7 @@ from __future__ import annotations
 
 import math
 
-LEAP_S_MAX = 1.0
+LEAP_S_MAX = 0.25
 """A wake-up that comes later than this is taken to come this late."""
 
 
@@ -28,5 +28,7 @@ class SteadyClock:
         return self._now
 
     def callers(self, at_s: float) -> float:
-        """A time of this clock as the caller counts."""
-        return at_s - self._ahead_s
+        """A time of this clock as the caller counts, and none too early by rounding."""
+        if at_s == math.inf or not self._ahead_s:
+            return at_s
+        return at_s - self._ahead_s + math.ulp(max(abs(at_s), abs(self._ahead_s)))

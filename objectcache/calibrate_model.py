@@ -1,0 +1,86 @@
+"""`objectcache calibrate --model`: what a model's prefill costs here, for descriptors that state no compute times."""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Sequence
+
+from bench.calibration.model_report import model_json, model_table, plot_model
+from bench.calibration.origin import describe_origin
+from bench.compute.cost_model import Fit
+from bench.compute.layer import Device, Dtype, is_present
+from bench.compute.measure import ComputePlan, compute_plan, measure_compute, smoke_plan
+from bench.compute.profile import Profile, compute_profile
+from bench.compute.shapes import shape
+from descriptors.recompute import PrefillCosts
+from objectcache.calibrate_run import (
+    DONE,
+    WRONG_USE,
+    config_of,
+    failure,
+    print_unwritten,
+    target_of,
+    write_json,
+)
+from objectcache.config import ComputeProfileConfig
+from objectcache.config_file import check_edit, edit_file
+from objectcache.config_text import entry_lines, with_profile
+
+SEED = 1
+DTYPE = Dtype.BFLOAT16
+"""What models are served in."""
+
+
+def calibrate_model(options: argparse.Namespace, runs: int) -> int:
+    """0: done; 1: could not be measured; 2: no such device here. Raises ConfigError."""
+    config = config_of(options)
+    target = target_of(options)
+    device = Device(options.device)
+    if not is_present(device):
+        failure("torch sees no CUDA device here")
+        return WRONG_USE
+    model = shape(options.model)
+    if target is not None:  # before the minutes of measuring
+        nothing = compute_profile(model, Fit(PrefillCosts(0.0, 0.0, 0.0), ()), options.hit_rate)
+        check_edit(target, lambda text: with_profile(text, nothing))
+    plan = smoke_plan(device, DTYPE, SEED) if options.smoke else compute_plan(device, DTYPE, runs, SEED)
+    origin = describe_origin()
+    try:
+        measured = measure_compute(model, plan)
+    except (RuntimeError, ValueError, MemoryError) as error:
+        return failure(f"torch: {error}")
+    profile = compute_profile(model, measured.fit, options.hit_rate)
+    print(model_table(measured, profile, origin))
+    write_json(options, model_json(measured, profile, origin, _settings(plan)))
+    if options.plot is not None:
+        plot_model(measured, options.plot)
+    if target is not None:
+        edit_file(target, lambda text: with_profile(text, profile))
+        print(f"\n{target}: [[compute_profiles]] has {model.name}")
+    else:
+        print_unwritten(entry_lines("compute_profiles", profile))
+    first = goes_by(config.compute_profiles, profile)
+    if first != model.name:
+        print(f"\nbut {first} has the same layers and bytes a token, and comes first: descriptors go by that one")
+    return DONE
+
+
+def goes_by(profiles: Sequence[ComputeProfileConfig], profile: Profile) -> str:
+    """The name of the one that a server takes for descriptors of the profile's shape once it is written: the first of
+    that shape.
+    """
+    wanted = (profile["num_layers"], profile["token_layer_bytes"])
+    for each in profiles:
+        if each.name == profile["name"] or (each.num_layers, each.token_layer_bytes) == wanted:
+            return each.name
+    return str(profile["name"])
+
+
+def _settings(plan: ComputePlan) -> dict[str, object]:
+    return {
+        "device": plan.device.value,
+        "dtype": plan.dtype.value,
+        "runs": plan.runs,
+        "seed": plan.seed,
+        "is_smoke": plan.is_smoke,
+    }
