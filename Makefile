@@ -35,6 +35,8 @@ bench-smoke: $(STAMP)
 	$(BIN)/objectcache bench ttft --smoke
 	$(BIN)/objectcache bench overlap --smoke
 	$(BIN)/objectcache calibrate --smoke
+	$(BIN)/objectcache calibrate --link --smoke
+	$(BIN)/objectcache calibrate --model llama-3.1-8b --smoke
 
 # the S3 clients the tests run, in environments of their own
 clients: $(STAMP)

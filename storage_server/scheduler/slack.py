@@ -2,7 +2,7 @@
 argument.
 
 A request's plan (`slack_plan`) is the stall D its GPU is to bear; layer l is then due at start + D + l*c. Plans are
-made anew whenever requests come or are given up, the link changes, or a layer was late. The link always carries
+made anew when requests have come or were given up, the link has changed, or a layer was late. The link always carries
 something while anything is left, so layers come before their deadlines where they can.
 
 Only `COMPUTE_TRUST` of a compute time that a client states is counted on: one that is shorter than stated would
@@ -25,13 +25,16 @@ from storage_server.scheduler.equal_share import EqualShare
 from storage_server.scheduler.flow import Flow
 from storage_server.scheduler.policies import Policy, allocate
 from storage_server.scheduler.serial import CATCH_UP_S, SerialLink
-from storage_server.scheduler.slack_plan import plan_stalls
+from storage_server.scheduler.slack_plan import amend_stalls, plan_stalls
 from storage_server.scheduler.slack_steps import Floats, Remaining
 
 COMPUTE_TRUST = 0.9
-REPLAN_S_MIN = 0.05
-"""Between plans that lateness alone calls for; longer for many requests (`REPLAN_S_PER_FLOW`)."""
-REPLAN_S_PER_FLOW = 0.0005
+PLAN_S_PER_FLOW = 0.005
+PLAN_S_MIN = 0.02
+PLAN_S_MAX = 0.5
+"""Between plans: the more requests, the longer, so that planning takes a small part of a processor. Who comes between
+two plans is given a place in the last one.
+"""
 
 
 @dataclass(slots=True)
@@ -71,7 +74,7 @@ class SlackDispatch:
         self._courses: dict[Flow, _Course] = {}
         self._queue = DeadlineQueue()
         self._planned_s = -math.inf
-        self._is_behind = False
+        self._is_stale = False
 
     def __len__(self) -> int:
         """Flows it still knows of."""
@@ -105,7 +108,10 @@ class SlackDispatch:
             course.set_pace(flow)
             layers_left = demand.layer_count - flow.layer_index
             self._shadow.join(flow.number, demand.layer_bytes, layers_left, course.compute_s, demand.weight, now)
-        self._plan(now)
+        if now >= self._may_plan_s():
+            self._plan(now)
+        else:
+            self._amend(come, now)
         for flow in come:
             due_s = self._courses[flow].due_s(flow)
             end_s = due_s + (flow.demand.layer_count - flow.layer_index - 1) * self._courses[flow].compute_s
@@ -136,7 +142,7 @@ class SlackDispatch:
     def due(self, now: float) -> list[Flow]:
         """Whose payloads go now, in order; a flow appears once a payload."""
         going = self._link.due(now)
-        if self._is_behind and now >= self._planned_s + max(REPLAN_S_MIN, REPLAN_S_PER_FLOW * len(self._courses)):
+        if self._is_stale and now >= self._may_plan_s():
             self._plan(now)
         return going
 
@@ -156,7 +162,7 @@ class SlackDispatch:
             late_s = now - course.start_s - (flow.layer_index - 1) * course.compute_s
             course.incurred_s = max(course.incurred_s, late_s)
             if late_s > course.stall_s + CATCH_UP_S:
-                self._is_behind = True
+                self._is_stale = True
         if flow.is_blocked:
             course.blocked_s = now
         else:
@@ -166,17 +172,38 @@ class SlackDispatch:
         """By how much a client that stopped reading is served later."""
         return 0.0 if course.blocked_s is None else max(0.0, now - course.blocked_s - CATCH_UP_S)
 
+    def _may_plan_s(self) -> float:
+        """When the next plan may be made."""
+        return self._planned_s + min(PLAN_S_MAX, max(PLAN_S_MIN, PLAN_S_PER_FLOW * len(self._courses)))
+
     def _plan(self, now: float) -> None:
-        self._is_behind = False
+        self._is_stale = False
         self._planned_s = now
+        flows, remaining, earlier = self._state(now)
+        if flows:
+            starts = [self._by_rates(flows, remaining), earlier]
+            self._follow(flows, plan_stalls(remaining, self._budget, starts), now)
+
+    def _amend(self, come: Sequence[Flow], now: float) -> None:
+        """Keep to the last plan, with those who have come given a place in it."""
+        self._is_stale = True
+        flows, remaining, earlier = self._state(now)
+        if flows:
+            new = {id(flow) for flow in come}
+            indices = [index for index, flow in enumerate(flows) if id(flow) in new]
+            self._follow(flows, amend_stalls(remaining, self._budget, earlier, indices), now)
+
+    def _state(self, now: float) -> tuple[list[Flow], list[Remaining], Floats]:
+        """Who has something left, where they are, and their stalls as planned so far, or promised."""
         flows = [flow for flow in self._courses if not flow.is_over]
         promised = self._shadow.stalls()
         remaining = [self._remaining(flow, promised.get(flow.number, 0.0), now) for flow in flows]
         earlier = [
             min(self._courses[flow].stall_s, each.stall_max_s) for flow, each in zip(flows, remaining, strict=True)
         ]
-        starts = [self._by_rates(flows, remaining), np.array(earlier)] if flows else []
-        stalls = plan_stalls(remaining, self._budget, starts)
+        return flows, remaining, np.array(earlier)
+
+    def _follow(self, flows: Sequence[Flow], stalls: Floats, now: float) -> None:
         self._queue.clear(now)
         for flow, stall_s in zip(flows, stalls.tolist(), strict=True):
             course = self._courses[flow]

@@ -23,7 +23,7 @@ from storage_server.scheduler.slack_steps import TOLERANCE_S, Floats, Line, Rema
 
 TRIALS_MAX = 160
 """Computations of one request's least stall."""
-WORK_MAX = 1 << 20
+WORK_MAX = 1 << 19
 """Deadlines looked at in all of them."""
 FACTOR_MAX = 4.0
 FACTOR_STEPS = 7
@@ -37,11 +37,7 @@ def plan_stalls(remaining: Sequence[Remaining], rate_bytes_per_s: float, starts:
     if not remaining:
         return np.zeros(0)
     steps = Steps(remaining, rate_bytes_per_s)
-    promised = _kept_promises(steps)
-    lines = [steps.line(promised)]
-    for start in starts:
-        if (start <= promised + TOLERANCE_S).all() and steps.can_be_kept(start):
-            lines.append(steps.line(np.maximum(start, steps.incurred)))
+    lines = _lines(steps, starts)
     search = _Search(steps, lines)
     for line in lines:
         tried = set()
@@ -50,6 +46,29 @@ def plan_stalls(remaining: Sequence[Remaining], rate_bytes_per_s: float, starts:
                 tried.add(tuple(order))
                 search.try_order(line, order)
     return search.best
+
+
+def amend_stalls(
+    remaining: Sequence[Remaining], rate_bytes_per_s: float, earlier: Floats, come: Sequence[int]
+) -> Floats:
+    """`earlier` stalls, where they can still be kept, and the least for each of those who have `come` that leaves the
+    others theirs: no search, for the time until the next plan.
+    """
+    steps = Steps(remaining, rate_bytes_per_s)
+    line = _lines(steps, [earlier])[-1]
+    for index in come:
+        line = steps.tighten(line, index)
+    return line.stalls
+
+
+def _lines(steps: Steps, starts: Sequence[Floats]) -> list[Line]:
+    """The promises, and those of `starts` that can be kept and keep them."""
+    promised = _kept_promises(steps)
+    lines = [steps.line(promised)]
+    for start in starts:
+        if (start <= promised + TOLERANCE_S).all() and steps.can_be_kept(start):
+            lines.append(steps.line(np.maximum(start, steps.incurred)))
+    return lines
 
 
 def kept_promises(remaining: Sequence[Remaining], rate_bytes_per_s: float) -> Floats:
