@@ -94,9 +94,7 @@ class Pipeline:
                 payload_bytes_max = route.payload_bytes_max(is_resident=table.is_resident)
                 plan = plan_delivery(mode, layout, len(chunks), payload_bytes_max)
                 layer_compute_s = compute_s(descriptor, len(chunks), self.link.settings.profiles)
-                async with self.link.place(
-                    access_key, mode, plan.group_sizes, plan.group_count, layer_compute_s
-                ) as place:
+                async with self.link.place(access_key, plan, layer_compute_s) as place:
                     clock.planned()
                     return await self._deliver(plan, table, place, request_id, route, clock)
 

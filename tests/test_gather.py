@@ -278,3 +278,15 @@ def test_sending_to_nobody_is_an_error_and_no_signal() -> None:
     with pytest.raises(OSError, match="Broken pipe"):
         native.send_spans(ours.fileno(), np.array([[data.ctypes.data, data.nbytes]]), 0, 0)
     ours.close()
+
+
+@pytest.mark.parametrize("mode", list(Mode))
+@pytest.mark.parametrize("aggregation_bytes", [4096, 5000, 20_000, 100_000, 1 << 20])
+def test_the_sizes_of_a_groups_payloads_are_known_without_making_them(mode: Mode, aggregation_bytes: int) -> None:
+    """The scheduler counts with them before the first is gathered, however many there are."""
+    plan = plan_delivery(mode, ChunkLayout(3, 16, 20_000), 7, aggregation_bytes)
+    sizes = plan.group_sizes
+    expected = [payload.nbytes for payload in plan.payloads()]
+    assert len(sizes) * plan.group_count == len(expected)
+    assert [sizes[index] for index in range(len(sizes))] * plan.group_count == expected
+    assert sizes[-1] == expected[-1]

@@ -11,6 +11,7 @@ import pytest
 
 from descriptors.errors import ErrorCode, ServerError
 from descriptors.notices import Mode
+from storage_server.gather.plan import DeliveryPlan
 from storage_server.scheduler.admission import RETRY_AFTER_S_MAX, refuse_backlog
 from storage_server.scheduler.flow import AHEAD_MAX, Tenant
 from storage_server.scheduler.link import Link, Place
@@ -30,7 +31,8 @@ def link_of(policy: Policy | None = None, **changes: object) -> Link:
 
 @asynccontextmanager
 async def placed(link: Link, mode: Mode = Mode.LAYER_MAJOR, key: str = "KEY") -> AsyncIterator[Place]:
-    async with link.place(key, mode, (PAYLOAD,), LAYERS if mode is Mode.LAYER_MAJOR else 1, 0.001) as place:
+    plan = DeliveryPlan(mode, LAYERS if mode is Mode.LAYER_MAJOR else 1, 1, PAYLOAD, PAYLOAD)
+    async with link.place(key, plan, 0.001) as place:
         yield place
 
 

@@ -17,9 +17,10 @@ from dataclasses import replace
 from descriptors.messages import SchedulerStatus
 from descriptors.notices import Mode
 from descriptors.storage_api import Grant
+from storage_server.gather.plan import DeliveryPlan
 from storage_server.scheduler.admission import refuse_backlog
 from storage_server.scheduler.demand import Demand
-from storage_server.scheduler.flow import Flow, PayloadBytes
+from storage_server.scheduler.flow import Flow
 from storage_server.scheduler.link_schedule import LinkSchedule
 from storage_server.scheduler.settings import SchedulerSettings
 
@@ -113,10 +114,8 @@ class Link:
         self._timer_at_s = math.inf
 
     @asynccontextmanager
-    async def place(
-        self, access_key: str, mode: Mode, layer_payloads: PayloadBytes, layer_count: int, compute_s: float | None
-    ) -> AsyncIterator[Place]:
-        """Hold a place for a delivery of `layer_count` layers of these payloads each; one layer for a chunk-major one.
+    async def place(self, access_key: str, plan: DeliveryPlan, compute_s: float | None) -> AsyncIterator[Place]:
+        """Hold a place for a delivery, whose layers are computed in `compute_s` each.
 
         Raises ServerError(SlowDown) when too much waits already.
         """
@@ -124,8 +123,7 @@ class Link:
             yield Place(self, None)
             return
         now = time.monotonic()
-        layer_bytes = sum(layer_payloads[index] for index in range(len(layer_payloads)))
-        demand = Demand(layer_bytes, layer_count, compute_s)
+        demand = Demand(plan.group_bytes, plan.group_count, compute_s)
         refusal = refuse_backlog(
             self._queued_bytes(),
             demand.payload_bytes,
@@ -139,9 +137,9 @@ class Link:
             self._numbers,
             self.settings.tenant(access_key),
             demand,
-            layer_payloads,
+            plan.group_sizes,
             now,
-            is_chunkwise=mode is Mode.CHUNK_MAJOR,
+            is_chunkwise=plan.mode is Mode.CHUNK_MAJOR,
         )
         place = Place(self, flow)
         self._places[flow] = place
