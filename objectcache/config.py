@@ -144,10 +144,10 @@ class ComputeProfileConfig(_Model):
     name: str
     num_layers: Annotated[int, Field(ge=1, le=1024)]
     token_layer_bytes: Annotated[int, Field(ge=1)]
-    request_us: Annotated[float, Field(ge=0)]
-    token_us: Annotated[float, Field(ge=0)]
-    token_pair_us: Annotated[float, Field(ge=0)]
-    hit_rate: Annotated[float, Field(gt=0, le=1)]
+    request_us: Annotated[float, Field(ge=0, le=3.6e9)]
+    token_us: Annotated[float, Field(ge=0, le=3.6e9)]
+    token_pair_us: Annotated[float, Field(ge=0, le=3.6e9)]
+    hit_rate: Annotated[float, Field(ge=0.001, le=1)]
 
 
 class CostsConfig(_Model):

@@ -198,6 +198,7 @@ async def _until_stopped(
     loop = asyncio.get_running_loop()
     for number in (signal.SIGINT, signal.SIGTERM):
         loop.add_signal_handler(number, stop.set)
+    loop.add_signal_handler(signal.SIGHUP, _log.info, "SIGHUP: there is nothing to read anew")
     if until_stdin_ends:
         threading.Thread(target=_wait_for_stdin, args=(loop, stop), daemon=True).start()
     server = make_server()

@@ -107,7 +107,7 @@ class Pipeline:
             clock.waited()
             start = DeliveryStart(request_id, plan.mode, plan.chunk_count, plan.payload_bytes, grant)
             await transfer.start(start)
-            await self._send_all(plan, table, transfer, place, request_id, clock, past_cache=route.past_cache)
+            await self._send_all(plan, table, transfer, place, request_id, clock, route)
             transferred_bytes = await transfer.finish()
             return DeliveryOutcome(start, transferred_bytes, clock.timing())
         except ChunkUnavailable as missing:
@@ -124,10 +124,10 @@ class Pipeline:
         place: Place,
         request_id: str,
         clock: _Clock,
-        *,
-        past_cache: bool,
+        route: Route,
     ) -> None:
         """Gather later payloads while payload n is sent: one task starts gathers ahead of the sender."""
+        is_staged = route.is_staged(is_resident=table.is_resident)
         begun: asyncio.Queue[_Gathering | None] = asyncio.Queue(GATHERED_AHEAD_MAX)
         held: list[_Gathering] = []
 
@@ -135,8 +135,8 @@ class Pipeline:
             for index, payload in enumerate(plan.payloads()):
                 if self.gate is not None:
                     await self.gate(request_id, payload)
-                await place.near(index)
-                gathering = await self._begin(table, payload, transfer, past_cache=past_cache)
+                await place.near(index, is_staged=is_staged)
+                gathering = await self._begin(table, payload, transfer, past_cache=route.past_cache)
                 held.append(gathering)
                 await begun.put(gathering)
             await begun.put(None)

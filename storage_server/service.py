@@ -290,7 +290,10 @@ class EmbeddedStorage:
             client = self.registrar.shm_client(agent)
             address = client.regions[region.region_id].address + target.offset
             direct = settings.direct_payload_bytes
-            return Route(lambda plan: ShmTransfer(client, address, plan), direct, direct, past_cache=True), region
+            route = Route(
+                lambda plan: ShmTransfer(client, address, plan), direct, direct, past_cache=True, stages=False
+            )
+            return route, region
         engine = require_engine(self.registrar.engine)
 
         def make_transfer(plan: DeliveryPlan) -> UcxTransfer:
@@ -307,4 +310,5 @@ class EmbeddedStorage:
             )
 
         direct = settings.direct_payload_bytes if agent.takes_pieces else settings.aggregation_bytes
-        return Route(make_transfer, settings.aggregation_bytes, direct), region
+        route = Route(make_transfer, settings.aggregation_bytes, direct, stages_resident=not agent.takes_pieces)
+        return route, region

@@ -38,7 +38,7 @@ async def placed(link: Link, mode: Mode = Mode.LAYER_MAJOR, key: str = "KEY") ->
 
 async def carry(place: Place, count: int = LAYERS) -> None:
     for index in range(count):
-        await place.near(index)
+        await place.near(index, is_staged=True)
         await place.turn(index)
         place.took()
 
@@ -114,14 +114,18 @@ async def test_few_deliveries_gather_before_their_first_turn() -> None:
     """The memory that payloads are gathered into is kept for those that may send."""
     link = Link(SchedulerSettings(link_bytes_per_s=1000.0, pool=PoolSettings(gather_s=0.0)), early_max=1)
     async with placed(link) as one:
-        await asyncio.wait_for(one.near(0), 5)
-        async with placed(link) as two:
-            waiting = asyncio.create_task(two.near(0))
+        await asyncio.wait_for(one.near(0, is_staged=True), 5)
+        async with placed(link) as two, placed(link) as three:
+            waiting = [asyncio.create_task(place.near(0, is_staged=True)) for place in (two, three)]
+            await asyncio.wait_for(two.near(0, is_staged=False), 5)
             await asyncio.sleep(0.01)
-            assert is_blocked(waiting)
-            waiting.cancel()
-    async with placed(link) as three:
-        await asyncio.wait_for(three.near(0), 5)
+            assert all(map(is_blocked, waiting))
+            one.end()
+            await asyncio.wait_for(waiting[0], 5)
+            assert is_blocked(waiting[1])
+            two.end()
+            await asyncio.wait_for(waiting[1], 5)
+    assert link._early_left == 1
 
 
 async def test_a_link_rate_that_is_changed_holds_for_what_is_under_way() -> None:
@@ -225,3 +229,44 @@ async def test_neither_side_of_the_link_starves_the_other() -> None:
         await asyncio.wait_for(carry(place), 5)
         await asyncio.wait_for(chunk_major(), 5)
     stream.cancel()
+
+
+async def test_a_delivery_behind_its_turns_holds_one_payload_that_others_could_need() -> None:
+    """What is let go is gathered one by one while the transport is behind, unless there is memory to spare."""
+    link = Link(SchedulerSettings(link_bytes_per_s=RATE, pool=PoolSettings(gather_s=0.0)), early_max=0)
+    async with placed(link) as place:
+        await place.near(0, is_staged=True)
+        await place.turn(AHEAD_MAX - 1)
+        behind = asyncio.create_task(place.near(1, is_staged=True))
+        await asyncio.sleep(0.01)
+        assert is_blocked(behind)
+        place.took()
+        await asyncio.wait_for(behind, 5)
+
+
+async def test_a_delivery_admitted_before_the_rules_change_knows_its_grant(monkeypatch: pytest.MonkeyPatch) -> None:
+    """All of it may have been let go before anybody looked."""
+    link = link_of()
+    async with placed(link) as place:
+        while place.flow is not None and not place.flow.is_over:
+            place._let_go_count and place.took()
+            await asyncio.sleep(0.001)
+        link.reconfigure(SchedulerSettings(link_bytes_per_s=RATE, pool=PoolSettings(Policy.EQUAL)))
+        grant = await asyncio.wait_for(place.admitted(), 5)
+        assert grant.epoch == 1
+
+
+@pytest.mark.parametrize("call", ["join", "leave", "took", "due", "wake_at"])
+async def test_any_fault_of_the_scheduler_leaves_deliveries_going(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, call: str
+) -> None:
+    link = link_of()
+    async with placed(link) as place:
+        monkeypatch.setattr(link._schedule, call, lambda *_: 1 / 0)
+        if call == "join":
+            async with placed(link) as other:
+                await asyncio.wait_for(carry(other), 5)
+        if call != "leave":
+            await asyncio.wait_for(carry(place), 5)
+    assert "the scheduler failed" in caplog.text
+    assert not link._places

@@ -196,6 +196,7 @@ def test_a_tenant_with_many_requests_leaves_another_its_share(tmp_path: Path) ->
         ('[scheduler]\npolicy = "fair"', "policy"),
         ('[scheduler]\nrates = "sometimes"', "rates"),
         ("[scheduler]\nchunkwise_fraction = 0.0", "chunkwise_fraction"),
+        ("[scheduler]\nchunkwise_fraction = 5e-324", "chunkwise_fraction"),
         ("[scheduler]\nchunkwise_slots = 0", "chunkwise_slots"),
         ("[scheduler]\nqueued_bytes_max = 0", "queued_bytes_max"),
         ("[scheduler]\nmargin_bytes_per_s = -1", "margin_bytes_per_s"),
@@ -228,3 +229,12 @@ def test_a_compute_profile_stands_in_for_what_a_descriptor_does_not_say(tmp_path
     assert compute_s(known, 2, profiles) == pytest.approx((3200 + 32 * 128) / 32 / 1e6)
     assert compute_s(Descriptor(("a",), 32, 64, 64 * 2048), 1, profiles) is None
     assert compute_s(Descriptor(("a",), 32, 64, 64 * 4096, layer_compute_us=(500,)), 1, profiles) == 500e-6
+
+
+def test_a_server_without_a_scheduler_survives_sighup(tmp_path: Path) -> None:
+    """A gateway apart has nothing to read anew, and a reload of all processes must not end it."""
+    with stack("apart", tmp_path) as servers:
+        for process in servers.processes:
+            os.kill(process.pid, signal.SIGHUP)
+        assert status(servers)["policy"] == "slack"
+        assert all(process.poll() is None for process in servers.processes)

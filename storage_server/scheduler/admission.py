@@ -5,44 +5,68 @@ to slow down, and when to come back.
 from __future__ import annotations
 
 import math
+from collections import Counter
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 
 from descriptors.errors import ErrorCode, ServerError
 
+RETRY_AFTER_S = 1
 RETRY_AFTER_S_MAX = 60
+TENANT_BOUND_FROM = 4
+"""Deliveries in all: of fewer, one access key may hold every one."""
 
 
 class Admission:
-    """Counts deliveries, those that wait for the link included; beyond `deliveries_max`: ServerError(SlowDown)."""
+    """Counts deliveries, those that wait for the link included; beyond `deliveries_max`: ServerError(SlowDown). One
+    access key holds at most half of them, where that is two or more, so that others always find a place.
+    """
 
     def __init__(self, deliveries_max: int) -> None:
         self._deliveries_max = deliveries_max
+        self._tenant_max = deliveries_max // 2 if deliveries_max >= TENANT_BOUND_FROM else deliveries_max
+        self._tenant_counts: Counter[str] = Counter()
         self.active_count = 0
 
     @asynccontextmanager
-    async def admit(self) -> AsyncIterator[None]:
-        """Hold a place while the context lasts."""
+    async def admit(self, tenant_name: str = "", retry_after_s: int = RETRY_AFTER_S) -> AsyncIterator[None]:
+        """Hold a place while the context lasts. Without a name only the bound for all holds."""
         if self.active_count >= self._deliveries_max:
-            raise ServerError(
-                ErrorCode.SLOW_DOWN, f"{self._deliveries_max} deliveries are active already", retryable=True
-            )
+            raise _slow_down(f"{self._deliveries_max} deliveries are active already", retry_after_s)
+        if tenant_name and self._tenant_counts[tenant_name] >= self._tenant_max:
+            message = f"{self._tenant_max} deliveries of this access key are active already, as many as one may have"
+            raise _slow_down(message, retry_after_s)
         self.active_count += 1
+        if tenant_name:
+            self._tenant_counts[tenant_name] += 1
         try:
             yield
         finally:
             self.active_count -= 1
+            if tenant_name:
+                self._tenant_counts[tenant_name] -= 1
+                if not self._tenant_counts[tenant_name]:
+                    del self._tenant_counts[tenant_name]
 
 
 def refuse_backlog(
-    queued_bytes: int, payload_bytes: int, queued_bytes_max: int, link_bytes_per_s: float
+    queued_bytes: int,
+    payload_bytes: int,
+    queued_bytes_max: int,
+    link_bytes_per_s: float,
+    *,
+    whose: str = "",
 ) -> ServerError | None:
     """The answer to a delivery that would make the backlog too large: SlowDown, with when enough will have gone. One
-    that nothing is ahead of is never refused.
+    that nothing is ahead of is never refused. `whose` is said of the bytes that wait.
     """
     if not queued_bytes or queued_bytes + payload_bytes <= queued_bytes_max:
         return None
     excess = min(queued_bytes, queued_bytes + payload_bytes - queued_bytes_max)
-    wait_s = max(1, min(RETRY_AFTER_S_MAX, math.ceil(excess / link_bytes_per_s)))
-    message = f"{queued_bytes} bytes wait for the link already; at most {queued_bytes_max} may"
-    return ServerError(ErrorCode.SLOW_DOWN, message, retryable=True, retry_after_s=wait_s)
+    wait_s = max(RETRY_AFTER_S, min(RETRY_AFTER_S_MAX, math.ceil(excess / link_bytes_per_s)))
+    message = f"{queued_bytes} bytes{whose and f' {whose}'} wait for the link already; at most {queued_bytes_max} may"
+    return _slow_down(message, wait_s)
+
+
+def _slow_down(message: str, retry_after_s: int) -> ServerError:
+    return ServerError(ErrorCode.SLOW_DOWN, message, retryable=True, retry_after_s=retry_after_s)

@@ -37,36 +37,35 @@ class Place:
     def __init__(self, link: Link, flow: Flow | None) -> None:
         self._link = link
         self.flow = flow
+        self._grant: Grant | None = None
         self._let_go_count = 0
+        self._taken_count = 0
         self._changed = asyncio.Event()
-        self._holds_early = False
+        self._early: set[int] = set()
+        """Payloads that were gathered by leave of the link."""
 
     async def admitted(self) -> Grant:
         """Wait for the epoch that gives the delivery its rate."""
-        if self.flow is None or self.flow.is_chunkwise:
+        if self.flow is not None and self.flow.is_chunkwise:
             return Grant()
-        await self._until(lambda: self.flow is None or self.flow.epoch > 0)
-        return Grant() if self.flow is None else Grant(int(self.flow.rate_bytes_per_s), self.flow.epoch)
+        await self._until(lambda: self.flow is None or self._grant is not None)
+        return self._grant or Grant()
 
-    async def near(self, index: int) -> None:
-        """Wait until payload `index` may be gathered into memory that others could use: one ahead of its turn for
-        deliveries that are being served, and for as many others as the link allows.
+    async def near(self, index: int, *, is_staged: bool) -> None:
+        """Wait until payload `index` may be gathered: when its turn has come and nothing before it is in hand, or, by
+        leave of the link where memory is used that others need, up to one payload before its turn.
         """
-        if self.flow is None or self._let_go_count >= max(index, 1):
-            return
-        if index == 0 and self._link.take_early():
-            self._holds_early = True
-            return
-        await self._until(lambda: self.flow is None or self._let_go_count >= max(index, 1))
+        await self._until(lambda: self.flow is None or self._may_gather(index, is_staged=is_staged))
 
     async def turn(self, index: int) -> None:
         """Wait until payload `index` may go."""
-        if self.flow is not None and self._let_go_count <= index:
-            await self._until(lambda: self.flow is None or self._let_go_count > index)
-        self.give_early()
+        await self._until(lambda: self.flow is None or self._let_go_count > index)
 
     def took(self) -> None:
         """The transport has taken a payload."""
+        self._give_early(self._taken_count)
+        self._taken_count += 1
+        self._changed.set()
         if self.flow is not None:
             self._link.took(self.flow)
 
@@ -86,13 +85,29 @@ class Place:
         self._changed.set()
 
     def look(self) -> None:
-        """The flow may have been admitted."""
+        """The flow may have been admitted, or may gather."""
+        if self._grant is None and self.flow is not None and self.flow.epoch:
+            self._grant = Grant(int(self.flow.rate_bytes_per_s), self.flow.epoch)
         self._changed.set()
 
-    def give_early(self) -> None:
-        """Memory that was gathered into ahead of the first turn is in its turn now, or free."""
-        if self._holds_early:
-            self._holds_early = False
+    def end(self) -> None:
+        """Nothing is in hand any more."""
+        for index in list(self._early):
+            self._give_early(index)
+
+    def _may_gather(self, index: int, *, is_staged: bool) -> bool:
+        if index > self._let_go_count:
+            return False
+        if not is_staged or (index < self._let_go_count and index == self._taken_count):
+            return True
+        if self._link.take_early(self):
+            self._early.add(index)
+            return True
+        return False
+
+    def _give_early(self, index: int) -> None:
+        if index in self._early:
+            self._early.remove(index)
             self._link.give_early()
 
     async def _until(self, is_so: Callable[[], bool]) -> None:
@@ -102,11 +117,12 @@ class Place:
 
 
 class Link:
-    """The link of one storage server, on one event loop. `early_max` deliveries may gather before their first turn."""
+    """The link of one storage server, on one event loop. `early_max` payloads may be gathered before their turn."""
 
     def __init__(self, settings: SchedulerSettings, early_max: int) -> None:
         self.settings = settings
         self._early_left = early_max
+        self._wants_early: dict[Place, None] = {}
         self._schedule = _schedule(settings)
         self._places: dict[Flow, Place] = {}
         self._numbers = 0
@@ -144,32 +160,35 @@ class Link:
         place = Place(self, flow)
         self._places[flow] = place
         try:
-            self._schedule.join(flow, now)
-            self._pump()
+            self._change(lambda schedule: schedule.join(flow, now))
             yield place
         finally:
-            place.give_early()
-            if (flow_now := place.flow) is not None and self._schedule is not None:
-                del self._places[flow_now]
-                self._schedule.leave(flow_now, time.monotonic())
-                self._pump()
+            self._wants_early.pop(place, None)
+            place.end()
+            if (flow_now := place.flow) is not None:
+                self._places.pop(flow_now, None)
+                self._change(lambda schedule: schedule.leave(flow_now, time.monotonic()))
 
     def took(self, flow: Flow) -> None:
         """The transport has taken a payload of the flow."""
-        if self._schedule is not None and flow in self._places:
-            self._schedule.took(flow, time.monotonic())
-            self._pump()
+        self._change(lambda schedule: schedule.took(flow, time.monotonic()))
 
-    def take_early(self) -> bool:
-        """Whether one more delivery may gather before its first turn."""
+    def take_early(self, place: Place) -> bool:
+        """Whether one more payload may be gathered before its turn; if not, the place is told when to ask again."""
         if not self._early_left:
+            self._wants_early[place] = None
             return False
+        self._wants_early.pop(place, None)
         self._early_left -= 1
         return True
 
     def give_early(self) -> None:
-        """A delivery that gathered early has its turn, or is gone."""
+        """A payload that was gathered early has gone, or is given up."""
         self._early_left += 1
+        if self._wants_early:
+            place = next(iter(self._wants_early))
+            del self._wants_early[place]
+            place.look()
 
     def reconfigure(self, settings: SchedulerSettings) -> None:
         """Go by other settings from now on: deliveries that are under way stay, at their new rates; those that were not
@@ -178,10 +197,11 @@ class Link:
         now = time.monotonic()
         old, self.settings = self.settings, settings
         if self._schedule is not None and settings.link_bytes_per_s is not None and _same_rules(old, settings):
-            self._schedule.set_budget(settings.link_bytes_per_s, now)
+            budget = settings.link_bytes_per_s
+            self._change(lambda schedule: schedule.set_budget(budget, now))
         else:
-            self._replace_schedule(now)
-        self._pump()
+            self._replace_schedule()
+            self._change(lambda schedule: self._join_again(schedule, now))
 
     def offered_rate_bytes_per_s(self, access_key: str) -> float:
         """What a request of the access key that came now could count on, by weight; 0.0 is not limited."""
@@ -220,7 +240,8 @@ class Link:
     def _queued_bytes(self) -> int:
         return sum(flow.left_bytes for flow in self._places)
 
-    def _replace_schedule(self, now: float) -> None:
+    def _replace_schedule(self) -> None:
+        """Other rules: what was let go stays let go."""
         self._schedule = _schedule(self.settings)
         places, self._places = self._places, {}
         for flow, place in places.items():
@@ -230,14 +251,18 @@ class Link:
             again = flow.again(self.settings.tenant(flow.tenant.name))
             place.move_to(again)
             self._places[again] = place
-            if not again.is_over:
-                self._schedule.join(again, now)
 
-    def _pump(self) -> None:
-        """Let go what is due, and set the timer for what will be."""
+    def _join_again(self, schedule: LinkSchedule, now: float) -> None:
+        for flow in self._places:
+            if not flow.is_over:
+                schedule.join(flow, now)
+
+    def _change(self, change: Callable[[LinkSchedule], None]) -> None:
+        """Make a change, let go what is due then, and set the timer for what will be."""
         if self._schedule is None:
             return
         try:
+            change(self._schedule)
             epoch = self._schedule.pool.epoch
             for flow in self._schedule.due(time.monotonic()):
                 self._places[flow].let_go()
@@ -255,6 +280,7 @@ class Link:
         for place in places.values():
             place.free()
         self._schedule = _schedule(self.settings)
+        self._set_timer(math.inf)
 
     def _set_timer(self, at_s: float) -> None:
         if self._timer is not None:
@@ -269,7 +295,7 @@ class Link:
 
     def _woken(self) -> None:
         self._timer = None
-        self._pump()
+        self._change(lambda schedule: None)
 
 
 def _schedule(settings: SchedulerSettings) -> LinkSchedule | None:
@@ -277,4 +303,10 @@ def _schedule(settings: SchedulerSettings) -> LinkSchedule | None:
 
 
 def _same_rules(old: SchedulerSettings, new: SchedulerSettings) -> bool:
-    return replace(old, link_bytes_per_s=new.link_bytes_per_s) == new
+    same = replace(
+        old,
+        link_bytes_per_s=new.link_bytes_per_s,
+        queued_bytes_max=new.queued_bytes_max,
+        profiles=new.profiles,
+    )
+    return same == new

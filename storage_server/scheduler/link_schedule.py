@@ -1,32 +1,30 @@
 """One link and everything that is delivered over it: layer-major requests in their pool, chunk-major ones in slots.
 Pure: `now` is an argument.
 
-Chunk-major requests go by weighted deficit round robin at their fraction of the link while the pool has requests, and
-at all of it while it has none; the pool plans with the rest. So neither can starve the other.
+Chunk-major requests have their fraction of the link while the pool sends, and all of it while it does not; the pool
+plans with the rest. So neither can starve the other, and each uses what the other leaves idle.
 """
 
 from __future__ import annotations
 
-from collections import deque
-
+from storage_server.scheduler.chunkwise import Chunkwise
 from storage_server.scheduler.flow import Flow
 from storage_server.scheduler.pool import Pool
-from storage_server.scheduler.round_robin import RoundRobin
-from storage_server.scheduler.serial import SerialLink
 from storage_server.scheduler.settings import SchedulerSettings
+from storage_server.scheduler.tenant_meter import TenantMeter
 
 
 class LinkSchedule:
-    """The flows of one link of `budget_bytes_per_s`."""
+    """The flows of one link of `budget_bytes_per_s`. `meter` knows what tenants have used before."""
 
-    def __init__(self, settings: SchedulerSettings, budget_bytes_per_s: float) -> None:
+    def __init__(
+        self, settings: SchedulerSettings, budget_bytes_per_s: float, meter: TenantMeter | None = None
+    ) -> None:
         self._settings = settings
         self._budget = budget_bytes_per_s
+        self.meter = TenantMeter() if meter is None else meter
         self.pool = Pool(settings.pool, self._pool_budget)
-        self._ready = RoundRobin()
-        self._chunkwise_link = SerialLink(budget_bytes_per_s, self._next_chunkwise, self._chunkwise_went)
-        self._chunkwise: list[Flow] = []
-        self._queued: deque[Flow] = deque()
+        self._chunkwise = Chunkwise(settings.chunkwise_slots, budget_bytes_per_s, self.meter)
 
     @property
     def _pool_budget(self) -> float:
@@ -35,41 +33,32 @@ class LinkSchedule:
     @property
     def chunkwise_active_count(self) -> int:
         """Chunk-major requests in a slot."""
-        return len(self._chunkwise)
+        return self._chunkwise.active_count
 
     @property
     def chunkwise_queued_count(self) -> int:
-        """Chunk-major requests that wait for a slot."""
-        return len(self._queued)
+        """Chunk-major requests that wait for a slot, or for their clients."""
+        return self._chunkwise.queued_count
 
     def join(self, flow: Flow, now: float) -> None:
         """A request comes; `due` admits it."""
         if flow.is_chunkwise:
-            flow.share_tenant(1)
-            self._queued.append(flow)
-            self._fill_slots()
+            self._chunkwise.join(flow, now)
         else:
             self.pool.join(flow)
-        self._set_rates(now)
 
     def leave(self, flow: Flow, now: float) -> None:
         """A request is over or given up; leaving twice does nothing."""
-        if flow in self._chunkwise:
-            self._chunkwise.remove(flow)
-            self._ready.remove(flow)
-            self._chunkwise_link.drop(flow)
-            self._fill_slots()
-        elif flow in self._queued:
-            self._queued.remove(flow)
+        if flow.is_chunkwise:
+            self._chunkwise.leave(flow, now)
         else:
             self.pool.leave(flow, now)
-        self._set_rates(now)
 
     def took(self, flow: Flow, now: float) -> None:
         """The transport took a payload of the flow."""
         flow.ahead_count -= 1
-        if flow in self._chunkwise:
-            self._make_ready(flow)
+        if flow.is_chunkwise:
+            self._chunkwise.took(flow, now)
         else:
             self.pool.resume(flow, now)
 
@@ -81,42 +70,21 @@ class LinkSchedule:
 
     def due(self, now: float) -> list[Flow]:
         """Whose payloads go now; a flow appears once a payload."""
-        going = self.pool.due(now) + self._chunkwise_link.due(now)
-        for flow in going:
-            if flow.is_over and flow in self._chunkwise:
-                self._chunkwise.remove(flow)
-                self._fill_slots()
-        if going:
-            self._set_rates(now)
-            going += self._chunkwise_link.due(now)
+        going = self.pool.due(now) + self._chunkwise.due(now)
+        self._set_rates(now)
         return going
 
     def wake_at(self) -> float:
         """When to ask again; infinity while nothing is under way."""
-        return min(self.pool.wake_at(), self._chunkwise_link.wake_at())
+        return min(self.pool.wake_at(), self._chunkwise.wake_at())
 
     def flows(self) -> list[Flow]:
         """All of the pool's, then all others."""
-        return [*self.pool.flows(), *self._chunkwise, *self._queued]
-
-    def _fill_slots(self) -> None:
-        while self._queued and len(self._chunkwise) < self._settings.chunkwise_slots:
-            flow = self._queued.popleft()
-            self._chunkwise.append(flow)
-            self._make_ready(flow)
-
-    def _make_ready(self, flow: Flow) -> None:
-        if not flow.is_blocked and not self._chunkwise_link.carries(flow):
-            self._ready.add(flow, flow.demand.weight)
-
-    def _next_chunkwise(self, now: float) -> Flow | None:
-        return self._ready.next()
-
-    def _chunkwise_went(self, flow: Flow, now: float) -> None:
-        self._make_ready(flow)
+        return [*self.pool.flows(), *self._chunkwise.flows()]
 
     def _set_rates(self, now: float) -> None:
         """Each side may use what the other leaves idle."""
-        has_layerwise = self.pool.active_count > 0
-        self._chunkwise_link.set_rate(self._budget * (self._settings.chunkwise_fraction if has_layerwise else 1), now)
-        self.pool.set_link_rate(self._pool_budget if self._chunkwise else self._budget, now)
+        least = self._budget * self._settings.chunkwise_fraction
+        used = self._pool_budget if self.pool.active_count else 0.0
+        self._chunkwise.set_rate(max(least, self._budget - used), now)
+        self.pool.set_link_rate(self._pool_budget if self._chunkwise.is_sending else self._budget, now)

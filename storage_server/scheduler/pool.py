@@ -21,7 +21,7 @@ from storage_server.scheduler.slack import SlackDispatch
 from storage_server.scheduler.steady_clock import SteadyClock
 
 EPOCH_S_MAX = 1.0
-EPOCH_S_PER_FLOW = 0.0001
+EPOCH_S_PER_FLOW = 0.0002
 """Work-conserving epochs are as far apart as this times the requests: what solving anew costs stays bounded."""
 GATHER_S = 0.005
 

@@ -43,10 +43,12 @@ class SerialLink:
         """Whether the flow's next payload is on the link."""
         return self._carried is flow
 
-    def due(self, now: float) -> list[Flow]:
-        """Whose payloads have crossed, in order; the next one is put on the link."""
+    def due(self, now: float, *, makes_up: bool = False) -> list[Flow]:
+        """Whose payloads have crossed, in order; the next one is put on the link, and where it `makes_up`, that counts
+        from when the link became free.
+        """
         going: list[Flow] = []
-        start_s = now
+        start_s = max(self._free_s, now - CATCH_UP_S) if makes_up and self._free_s < now else now
         while True:
             if self._carried is not None:
                 if self._free_s > now:

@@ -33,8 +33,8 @@ class SchedulerSettings:
     def __post_init__(self) -> None:
         if self.link_bytes_per_s is not None and not 1 <= self.link_bytes_per_s <= 1e15:
             raise ValueError("link_bytes_per_s must be from 1 to 1e15")
-        if not 0 < self.chunkwise_fraction < 1:
-            raise ValueError("chunkwise_fraction must be above 0 and below 1")
+        if not 1e-6 <= self.chunkwise_fraction <= 0.999:
+            raise ValueError("chunkwise_fraction must be from 0.000001 to 0.999")
         if self.chunkwise_slots < 1:
             raise ValueError("chunkwise_slots must be at least 1")
         if self.queued_bytes_max < 1:

@@ -29,11 +29,11 @@ from storage_server.scheduler.slack_plan import amend_stalls, plan_stalls
 from storage_server.scheduler.slack_steps import Floats, Remaining
 
 COMPUTE_TRUST = 0.9
-PLAN_S_PER_FLOW = 0.005
+PLAN_S_PER_LAYER = 0.00015
 PLAN_S_MIN = 0.02
-PLAN_S_MAX = 0.5
-"""Between plans: the more requests, the longer, so that planning takes a small part of a processor. Who comes between
-two plans is given a place in the last one.
+PLAN_S_MAX = 2.0
+"""Between plans: the more layers are left, the longer, so that planning takes a small part of a processor. Who comes
+between two plans is given a place in the last one.
 """
 
 
@@ -74,7 +74,10 @@ class SlackDispatch:
         self._courses: dict[Flow, _Course] = {}
         self._queue = DeadlineQueue()
         self._planned_s = -math.inf
+        self._planned_layers = 0
         self._is_stale = False
+        self._makes_up = False
+        """The link stood idle while a transport was behind."""
 
     def __len__(self) -> int:
         """Flows it still knows of."""
@@ -87,8 +90,10 @@ class SlackDispatch:
         self._link.set_rate(budget_bytes_per_s, now)
 
     def set_link_rate(self, rate_bytes_per_s: float, now: float) -> None:
-        """The link carries so much; plans go by the budget."""
-        self._link.set_rate(rate_bytes_per_s, now)
+        """The link carries so much for a while."""
+        if rate_bytes_per_s != self._budget:
+            self.set_budget(rate_bytes_per_s, now)
+            self._is_stale = True
 
     def share(self, flows: Sequence[Flow], now: float) -> None:
         """These are the requests; make a plan for them."""
@@ -123,6 +128,7 @@ class SlackDispatch:
         if course is None or flow.is_blocked:
             return
         course.start_s += self._put_off_s(course, now)
+        self._makes_up |= course.blocked_s is not None
         course.blocked_s = None
         if not self._link.carries(flow):
             self._queue.push(flow, course.due_s(flow))
@@ -141,7 +147,8 @@ class SlackDispatch:
 
     def due(self, now: float) -> list[Flow]:
         """Whose payloads go now, in order; a flow appears once a payload."""
-        going = self._link.due(now)
+        going = self._link.due(now, makes_up=self._makes_up)
+        self._makes_up = False
         if self._is_stale and now >= self._may_plan_s():
             self._plan(now)
         return going
@@ -174,12 +181,13 @@ class SlackDispatch:
 
     def _may_plan_s(self) -> float:
         """When the next plan may be made."""
-        return self._planned_s + min(PLAN_S_MAX, max(PLAN_S_MIN, PLAN_S_PER_FLOW * len(self._courses)))
+        return self._planned_s + min(PLAN_S_MAX, max(PLAN_S_MIN, PLAN_S_PER_LAYER * self._planned_layers))
 
     def _plan(self, now: float) -> None:
         self._is_stale = False
         self._planned_s = now
         flows, remaining, earlier = self._state(now)
+        self._planned_layers = sum(each.layer_count for each in remaining)
         if flows:
             starts = [self._by_rates(flows, remaining), earlier]
             self._follow(flows, plan_stalls(remaining, self._budget, starts), now)

@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 
 Floats = NDArray[np.float64]
 Indices = NDArray[np.int64]
-STEPS_MAX = 1 << 17
+STEPS_MAX = 1 << 15
 """Deadlines of all requests together; beyond it several layers share the first one's."""
 TOLERANCE_S = 1e-9
 

@@ -56,14 +56,21 @@ def admitted(start: DeliveryStart) -> Admitted:
 @dataclass(frozen=True, slots=True)
 class Route:
     """How a delivery will go: in payloads of up to `staged_bytes_max`, or `direct_bytes_max` where every chunk is in
-    memory and nothing need be staged; `past_cache` where nobody here reads what was gathered.
+    memory and nothing need be staged; `past_cache` where nobody here reads what was gathered. `stages` and
+    `stages_resident` say whether payloads lie in our own memory until they have gone.
     """
 
     make_transfer: Callable[[DeliveryPlan], Transfer]
     staged_bytes_max: int
     direct_bytes_max: int
     past_cache: bool = False
+    stages: bool = True
+    stages_resident: bool = False
 
     def payload_bytes_max(self, *, is_resident: bool) -> int:
         """How large payloads may be."""
         return self.direct_bytes_max if is_resident else self.staged_bytes_max
+
+    def is_staged(self, *, is_resident: bool) -> bool:
+        """Whether payloads take memory that others need."""
+        return self.stages_resident if is_resident else self.stages
