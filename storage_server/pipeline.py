@@ -83,7 +83,7 @@ class Pipeline:
         layout = descriptor.layout
         prefix_only = descriptor.on_missing is OnMissing.PREFIX
         async with (
-            self._admission.admit(),
+            self._admission.admit(access_key, self.link.drained_s()),
             self._store.reads.open_prefix(
                 bucket, descriptor.chunk_keys, layout.chunk_bytes, prefix_only=prefix_only
             ) as chunks,

@@ -20,6 +20,8 @@ class StorageSettings:
     out of the DRAM tier, are of `direct_payload_bytes`. `dram_bytes` of memory keep chunks that are asked
     for repeatedly; 0 turns that off.
 
+    One access key may have half of `deliveries_max` at once.
+
     `rdma_buffer_bytes` holds the objects of the S3RDMA Buffer path, each whole; larger ones are declined.
 
     Objects and parts up to `packed_bytes_max` share segments. `buffer_bytes` bounds what plain S3 bodies hold in
@@ -38,7 +40,7 @@ class StorageSettings:
     window_bytes: int = 32 * MIB
     direct_payload_bytes: int = 16 * MIB
     dram_bytes: int = GIB
-    deliveries_max: int = 256
+    deliveries_max: int = 512
     agents_max: int = 4096
     request_ids_max: int = 262_144
     open_files_max: int = 8192

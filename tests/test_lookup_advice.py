@@ -186,7 +186,9 @@ def test_advice_assumes_the_rate_the_server_offers_the_access_key(
 ) -> None:
     """A limited key is told to load less; what another is offered does not matter."""
     rates = {"OWNERKEY": 5e6}
-    monkeypatch.setattr(local.storage.pipeline.link, "offered_rate_bytes_per_s", lambda access_key: rates.get(access_key, 0.0))
+    monkeypatch.setattr(
+        local.storage.pipeline.link, "offered_rate_bytes_per_s", lambda access_key: rates.get(access_key, 0.0)
+    )
     request = AdviceRequest(200, LAYOUT, PrefillCosts(1000.0))
     with local.client("chunks", "http") as client:
         _, advice = client.advise(keys, request)

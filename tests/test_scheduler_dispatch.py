@@ -19,6 +19,7 @@ from storage_server.scheduler.pool import Pool, PoolSettings
 from storage_server.scheduler.round_robin import RoundRobin
 from storage_server.scheduler.serial import SerialLink
 from storage_server.scheduler.steady_clock import LEAP_S_MAX, SteadyClock
+from storage_server.scheduler.tenant_meter import TenantMeter
 from tests.scheduling import Asked, play
 
 MIB = 1 << 20
@@ -185,7 +186,7 @@ def test_the_queue_gives_the_earliest_deadline_of_those_that_wait(moves: list[tu
     """Whatever has been pushed again, taken out or discarded; tenants with and without a cap alike."""
     capped = Tenant("capped", rate_max_bytes_per_s=1e12)
     flows = [flow(number, tenant=capped if number % 2 else None) for number in range(6)]
-    queue, dues = DeadlineQueue(), {}
+    queue, dues = DeadlineQueue(TenantMeter()), {}
     for what, number, due_s in moves:
         match what:
             case "push":
@@ -204,7 +205,7 @@ def test_the_queue_gives_the_earliest_deadline_of_those_that_wait(moves: list[tu
 
 
 def test_a_tenant_over_its_cap_is_passed_over_until_its_time_has_come() -> None:
-    queue = DeadlineQueue()
+    queue = DeadlineQueue(TenantMeter())
     capped = Tenant("capped", rate_max_bytes_per_s=float(MIB))
     first, second, other = flow(1, tenant=capped), flow(2, tenant=capped), flow(3)
     for each, due_s in ((first, 1.0), (second, 2.0), (other, 3.0)):

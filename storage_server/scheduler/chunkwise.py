@@ -2,15 +2,16 @@
 `now` is an argument.
 
 Slots are given to tenants in turn, those of higher priority first but for one slot in `OLDEST_EACH`, so that nobody
-waits for ever; in slots, tenants share by weight (`round_robin`). Who cannot send for `IDLE_S`, because its client does
-not read or its tenant has used its cap, makes room, and is the first of its tenant to get a slot again.
+waits for ever; in slots, tenants share by weight (`round_robin`). Who cannot send, because its client has not read for
+`IDLE_S` or its tenant has used its cap, makes room, and is the first of its tenant to get a slot again; so is the last
+of the tenant with the most slots, where one that has none comes and its priority is no lower.
 """
 
 from __future__ import annotations
 
 import heapq
 import math
-from collections import OrderedDict, deque
+from collections import Counter, OrderedDict, deque
 
 from storage_server.scheduler.flow import Flow, Tenant
 from storage_server.scheduler.round_robin import TenantRoundRobin
@@ -109,6 +110,10 @@ class Chunkwise:
         self._held: list[tuple[float, str, Tenant]] = []
         """Capped tenants that may not send before that time."""
         self._held_names: set[str] = set()
+        self._slot_counts: Counter[str] = Counter()
+        """By tenant."""
+        self._could_make_room: dict[str, None] = {}
+        """Tenants that hold slots and may not send."""
 
     @property
     def active_count(self) -> int:
@@ -139,7 +144,7 @@ class Chunkwise:
             self._stopped[flow] = None
         else:
             self._waiting.add(flow)
-        self._fill(now)
+            self._claim(flow, now)
 
     def leave(self, flow: Flow, now: float) -> None:
         """A request is over or given up; leaving twice does nothing."""
@@ -158,7 +163,7 @@ class Chunkwise:
         if flow in self._stopped:
             del self._stopped[flow]
             self._waiting.add(flow, first=True)
-            self._fill(now)
+            self._claim(flow, now)
         elif flow in self._slots:
             self._behind.pop(flow, None)
             if not self._link.carries(flow):
@@ -173,6 +178,8 @@ class Chunkwise:
     def wake_at(self) -> float:
         """When to ask again; infinity while nothing is under way."""
         at_s = self._link.wake_at()
+        if at_s == math.inf and self._ready.has_turns:
+            return -math.inf
         if at_s == math.inf and self._held:
             at_s = self._held[0][0]
         if self._behind and len(self._waiting):
@@ -185,9 +192,8 @@ class Chunkwise:
             if not self._is_held(flow.tenant, now):
                 return flow
             self._ready.hold(flow)
-            if self._meter.free_s(flow.tenant) > now + IDLE_S:
-                self._let_tenant_make_room(flow.tenant)
-                self._fill(now)
+            self._could_make_room[flow.tenant.name] = None
+            self._fill(now)
         return None
 
     def _went(self, flow: Flow, now: float) -> None:
@@ -202,14 +208,39 @@ class Chunkwise:
 
     def _fill(self, now: float) -> None:
         self._free(now)
-        while len(self._slots) < self._slots_max and (tenant := self._waiting.turn()) is not None:
+        while self._may_have_room() and (tenant := self._waiting.turn()) is not None:
             if not self._is_held(tenant, now):
-                flow = self._waiting.take(tenant)
-                self._slots[flow] = None
-                self._ready.add(flow)
+                if len(self._slots) >= self._slots_max:
+                    self._let_tenant_make_room(next(iter(self._could_make_room)))
+                self._give_slot(self._waiting.take(tenant))
+
+    def _claim(self, flow: Flow, now: float) -> None:
+        """It waits for a slot; where its tenant has none, one that has several makes room."""
+        self._fill(now)
+        if flow not in self._waiting or self._slot_counts[flow.tenant.name] or self._is_held(flow.tenant, now):
+            return
+        last = {each.tenant.name: each for each in self._slots if not self._link.carries(each)}
+        some = [each for each in last.values() if each.tenant.priority <= flow.tenant.priority]
+        most = max(some, key=lambda each: self._slot_counts[each.tenant.name], default=None)
+        if most is not None and self._slot_counts[most.tenant.name] > 1:
+            self._make_room(most)
+            self._waiting.remove(flow)
+            self._give_slot(flow)
+
+    def _give_slot(self, flow: Flow) -> None:
+        self._slots[flow] = None
+        self._slot_counts[flow.tenant.name] += 1
+        self._ready.add(flow)
+
+    def _may_have_room(self) -> bool:
+        return len(self._slots) < self._slots_max or bool(self._could_make_room)
 
     def _give_up(self, flow: Flow) -> None:
         del self._slots[flow]
+        self._slot_counts[flow.tenant.name] -= 1
+        if not self._slot_counts[flow.tenant.name]:
+            del self._slot_counts[flow.tenant.name]
+            self._could_make_room.pop(flow.tenant.name, None)
         self._behind.pop(flow, None)
         self._ready.remove(flow)
 
@@ -221,13 +252,16 @@ class Chunkwise:
             self._give_up(flow)
             self._stopped[flow] = None
 
-    def _let_tenant_make_room(self, tenant: Tenant) -> None:
-        for flow in [flow for flow in reversed(self._slots) if flow.tenant.name == tenant.name]:
-            self._give_up(flow)
-            if flow.is_blocked:
-                self._stopped[flow] = None
-            else:
-                self._waiting.add(flow, first=True)
+    def _let_tenant_make_room(self, name: str) -> None:
+        for flow in [flow for flow in reversed(self._slots) if flow.tenant.name == name]:
+            self._make_room(flow)
+
+    def _make_room(self, flow: Flow) -> None:
+        self._give_up(flow)
+        if flow.is_blocked:
+            self._stopped[flow] = None
+        else:
+            self._waiting.add(flow, first=True)
 
     def _is_held(self, tenant: Tenant, now: float) -> bool:
         """Whether the tenant has used its cap; it is thought of when it may send again."""
@@ -245,5 +279,6 @@ class Chunkwise:
             tenant = heapq.heappop(self._held)[2]
             self._held_names.discard(tenant.name)
             if not self._is_held(tenant, now):
+                self._could_make_room.pop(tenant.name, None)
                 self._ready.offer(tenant.name)
                 self._waiting.offer(tenant)

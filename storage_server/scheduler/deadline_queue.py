@@ -7,24 +7,22 @@ import math
 from collections import defaultdict
 
 from storage_server.scheduler.flow import Flow, Tenant
-
-CATCH_UP_S = 0.05
-"""What a tenant did not use of its cap is made up for so far."""
+from storage_server.scheduler.tenant_meter import TenantMeter
 
 Entry = tuple[float, int, Flow]
 
 
 class DeadlineQueue:
-    """Flows by deadline. What is taken out is charged to its tenant's cap, where it has one."""
+    """Flows by deadline. Whether a tenant with a cap may send is for the meter to say."""
 
-    def __init__(self) -> None:
+    def __init__(self, meter: TenantMeter) -> None:
+        self._meter = meter
         self._dues: dict[Flow, float] = {}
         self._lanes: dict[Tenant | None, list[Entry]] = defaultdict(list)
         """By capped tenant; None for all that have no cap."""
         self._heads: list[tuple[float, int, Tenant | None]] = []
         self._held: list[tuple[float, int, Tenant]] = []
         """Capped tenants that may not send before that time."""
-        self._free_s: dict[Tenant, float] = {}
 
     def __len__(self) -> int:
         return len(self._dues)
@@ -44,12 +42,12 @@ class DeadlineQueue:
         self._dues.pop(flow, None)
 
     def clear(self, now: float) -> None:
-        """Nothing waits; what tenants have used is known as long as it holds them back."""
+        """Nothing waits."""
         self._dues.clear()
         self._lanes.clear()
         self._heads.clear()
         self._held.clear()
-        self._free_s = {tenant: at_s for tenant, at_s in self._free_s.items() if at_s > now - CATCH_UP_S}
+        self._meter.forget(now)
 
     def pop(self, now: float) -> Flow | None:
         """The first that may send now."""
@@ -63,8 +61,8 @@ class DeadlineQueue:
             if self._dues.get(lane[0][2]) != due_s:
                 heapq.heappop(lane)
                 self._offer(tenant)
-            elif tenant is not None and self._free_s.get(tenant, -math.inf) > now:
-                heapq.heappush(self._held, (self._free_s[tenant], number, tenant))
+            elif tenant is not None and self._meter.free_s(tenant) > now:
+                heapq.heappush(self._held, (self._meter.free_s(tenant), number, tenant))
             else:
                 flow = heapq.heappop(lane)[2]
                 del self._dues[flow]
@@ -74,9 +72,7 @@ class DeadlineQueue:
 
     def charge(self, tenant: Tenant, sent_bytes: int, now: float) -> None:
         """The tenant has sent so much."""
-        if tenant.rate_max_bytes_per_s is not None:
-            since_s = max(self._free_s.get(tenant, -math.inf), now - CATCH_UP_S)
-            self._free_s[tenant] = since_s + sent_bytes / tenant.rate_max_bytes_per_s
+        self._meter.charge(tenant, sent_bytes, now)
 
     def free_s(self) -> float:
         """When `pop` may find something; infinity where nothing waits."""

@@ -18,7 +18,7 @@ from descriptors.messages import SchedulerStatus
 from descriptors.notices import Mode
 from descriptors.storage_api import Grant
 from storage_server.gather.plan import DeliveryPlan
-from storage_server.scheduler.admission import refuse_backlog
+from storage_server.scheduler.admission import RETRY_AFTER_S_MAX, refuse_backlog
 from storage_server.scheduler.demand import Demand
 from storage_server.scheduler.flow import Flow
 from storage_server.scheduler.link_schedule import LinkSchedule
@@ -140,14 +140,7 @@ class Link:
             return
         now = time.monotonic()
         demand = Demand(plan.group_bytes, plan.group_count, compute_s)
-        refusal = refuse_backlog(
-            self._queued_bytes(),
-            demand.payload_bytes,
-            self.settings.queued_bytes_max,
-            self.settings.link_bytes_per_s or 1.0,
-        )
-        if refusal is not None:
-            raise refusal
+        self._refuse_backlog(access_key, demand.payload_bytes)
         self._numbers += 1
         flow = Flow(
             self._numbers,
@@ -216,6 +209,11 @@ class Link:
             share = min(share, tenant.rate_max_bytes_per_s)
         return share / (own + 1)
 
+    def drained_s(self) -> int:
+        """When a good part of what waits will have gone, in whole seconds: for those who are told to come back."""
+        link = self.settings.link_bytes_per_s
+        return 1 if link is None else max(1, min(RETRY_AFTER_S_MAX, math.ceil(self._queued_bytes() / link / 2)))
+
     def status(self) -> SchedulerStatus:
         """What the link is doing."""
         schedule = self._schedule
@@ -237,12 +235,24 @@ class Link:
         if self._timer is not None:
             self._timer.cancel()
 
+    def _refuse_backlog(self, access_key: str, payload_bytes: int) -> None:
+        """One access key may fill half of the backlog. Raises ServerError(SlowDown)."""
+        link = self.settings.link_bytes_per_s or 1.0
+        cap = self.settings.tenant(access_key).rate_max_bytes_per_s
+        bytes_max = self.settings.queued_bytes_max
+        own = sum(flow.left_bytes for flow in self._places if flow.tenant.name == access_key)
+        refusal = refuse_backlog(self._queued_bytes(), payload_bytes, bytes_max, link) or refuse_backlog(
+            own, payload_bytes, bytes_max // 2, min(link, cap or link), whose="of this access key"
+        )
+        if refusal is not None:
+            raise refusal
+
     def _queued_bytes(self) -> int:
         return sum(flow.left_bytes for flow in self._places)
 
     def _replace_schedule(self) -> None:
         """Other rules: what was let go stays let go."""
-        self._schedule = _schedule(self.settings)
+        self._schedule = _schedule(self.settings, self._schedule)
         places, self._places = self._places, {}
         for flow, place in places.items():
             if self._schedule is None:
@@ -298,8 +308,11 @@ class Link:
         self._change(lambda schedule: None)
 
 
-def _schedule(settings: SchedulerSettings) -> LinkSchedule | None:
-    return None if settings.link_bytes_per_s is None else LinkSchedule(settings, settings.link_bytes_per_s)
+def _schedule(settings: SchedulerSettings, before: LinkSchedule | None = None) -> LinkSchedule | None:
+    """A new one, which knows what tenants have used `before`."""
+    if settings.link_bytes_per_s is None:
+        return None
+    return LinkSchedule(settings, settings.link_bytes_per_s, None if before is None else before.meter)
 
 
 def _same_rules(old: SchedulerSettings, new: SchedulerSettings) -> bool:

@@ -2,12 +2,16 @@
 Pure: `now` is an argument.
 
 Chunk-major requests have their fraction of the link while the pool sends, and all of it while it does not; the pool
-plans with the rest. So neither can starve the other, and each uses what the other leaves idle.
+plans with the rest. So neither can starve the other, and each uses what the other leaves idle. A side that pauses for
+less than `IDLE_S`, because its transports are behind or, the chunk-major one, for whatever reason, is not idle: it
+makes up for it, or its rate would go up and down with every payload.
 """
 
 from __future__ import annotations
 
-from storage_server.scheduler.chunkwise import Chunkwise
+import math
+
+from storage_server.scheduler.chunkwise import IDLE_S, Chunkwise
 from storage_server.scheduler.flow import Flow
 from storage_server.scheduler.pool import Pool
 from storage_server.scheduler.settings import SchedulerSettings
@@ -23,8 +27,13 @@ class LinkSchedule:
         self._settings = settings
         self._budget = budget_bytes_per_s
         self.meter = TenantMeter() if meter is None else meter
-        self.pool = Pool(settings.pool, self._pool_budget)
+        self.pool = Pool(settings.pool, self._pool_budget, self.meter)
         self._chunkwise = Chunkwise(settings.chunkwise_slots, budget_bytes_per_s, self.meter)
+        self._behind_s = -math.inf
+        """When the transport of a layer-major request was last found to be behind."""
+        self._chunkwise_sent_s = -math.inf
+        self._look_again_s = math.inf
+        """When a side that pauses will be idle."""
 
     @property
     def _pool_budget(self) -> float:
@@ -70,13 +79,16 @@ class LinkSchedule:
 
     def due(self, now: float) -> list[Flow]:
         """Whose payloads go now; a flow appears once a payload."""
-        going = self.pool.due(now) + self._chunkwise.due(now)
+        going = self.pool.due(now)
+        if any(flow.is_blocked and not flow.is_over for flow in going):
+            self._behind_s = now
+        going += self._chunkwise.due(now)
         self._set_rates(now)
         return going
 
     def wake_at(self) -> float:
         """When to ask again; infinity while nothing is under way."""
-        return min(self.pool.wake_at(), self._chunkwise.wake_at())
+        return min(self.pool.wake_at(), self._chunkwise.wake_at(), self._look_again_s)
 
     def flows(self) -> list[Flow]:
         """All of the pool's, then all others."""
@@ -84,7 +96,26 @@ class LinkSchedule:
 
     def _set_rates(self, now: float) -> None:
         """Each side may use what the other leaves idle."""
+        self._look_again_s = math.inf
         least = self._budget * self._settings.chunkwise_fraction
-        used = self._pool_budget if self.pool.active_count else 0.0
-        self._chunkwise.set_rate(max(least, self._budget - used), now)
-        self.pool.set_link_rate(self._pool_budget if self._chunkwise.is_sending else self._budget, now)
+        self._chunkwise.set_rate(max(least, self._budget - self._used_by_pool(now)), now)
+        self.pool.set_link_rate(self._pool_budget if self._is_chunkwise_using(now) else self._budget, now)
+
+    def _used_by_pool(self, now: float) -> float:
+        used = min(self._pool_budget, self.pool.used_bytes_per_s)
+        if used or not self.pool.active_count or not self._pauses(self._behind_s, now):
+            return used
+        return self._pool_budget
+
+    def _is_chunkwise_using(self, now: float) -> bool:
+        if self._chunkwise.is_sending:
+            self._chunkwise_sent_s = now
+            return True
+        is_empty = not self._chunkwise.active_count and not self._chunkwise.queued_count
+        return not is_empty and self.pool.active_count > 0 and self._pauses(self._chunkwise_sent_s, now)
+
+    def _pauses(self, since_s: float, now: float) -> bool:
+        if now >= since_s + IDLE_S:
+            return False
+        self._look_again_s = min(self._look_again_s, since_s + IDLE_S)
+        return True

@@ -19,6 +19,7 @@ from storage_server.scheduler.held_rates import HeldRates
 from storage_server.scheduler.policies import MARGIN_BYTES_PER_S, Policy
 from storage_server.scheduler.slack import SlackDispatch
 from storage_server.scheduler.steady_clock import SteadyClock
+from storage_server.scheduler.tenant_meter import TenantMeter
 
 EPOCH_S_MAX = 1.0
 EPOCH_S_PER_FLOW = 0.0002
@@ -52,6 +53,12 @@ class Dispatch(Protocol):
 
     def __len__(self) -> int: ...
 
+    @property
+    def wants_epoch(self) -> bool: ...
+
+    @property
+    def used_bytes_per_s(self) -> float: ...
+
     def set_budget(self, budget_bytes_per_s: float, now: float) -> None: ...
 
     def set_link_rate(self, rate_bytes_per_s: float, now: float) -> None: ...
@@ -68,15 +75,22 @@ class Dispatch(Protocol):
 
 
 class Pool:
-    """The requests of one link."""
+    """The requests of one link. `meter` is charged with what tenants with a cap send."""
 
-    def __init__(self, settings: PoolSettings, budget_bytes_per_s: float) -> None:
+    def __init__(self, settings: PoolSettings, budget_bytes_per_s: float, meter: TenantMeter | None = None) -> None:
+        meter = TenantMeter() if meter is None else meter
         self._settings = settings
         self._is_continuous = settings.is_continuous
         self._dispatch: Dispatch = (
-            SlackDispatch(budget_bytes_per_s, settings.margin_bytes_per_s)
+            SlackDispatch(budget_bytes_per_s, settings.margin_bytes_per_s, meter)
             if settings.policy is None
-            else HeldRates(settings.policy, settings.margin_bytes_per_s, budget_bytes_per_s)
+            else HeldRates(
+                settings.policy,
+                settings.margin_bytes_per_s,
+                budget_bytes_per_s,
+                meter,
+                is_work_conserving=settings.is_work_conserving,
+            )
         )
         self._clock = SteadyClock()
         self._waiting: list[Flow] = []
@@ -96,6 +110,11 @@ class Pool:
     def active_count(self) -> int:
         """Requests that have a rate and bytes left."""
         return len(self._active)
+
+    @property
+    def used_bytes_per_s(self) -> float:
+        """Of the link; what is left of it is idle."""
+        return self._dispatch.used_bytes_per_s
 
     @property
     def waiting_count(self) -> int:
@@ -169,7 +188,7 @@ class Pool:
                 return math.inf
             since_s = self._gathers_since_s
             return -math.inf if since_s is None else since_s + self._settings.wait_s
-        if not self._waiting and not self._is_stale:
+        if not self._waiting and not self._is_stale and not self._dispatch.wants_epoch:
             return math.inf
         if self._is_continuous:
             return self._epoch_began_s + EPOCH_S_PER_FLOW * len(self._active)

@@ -63,6 +63,11 @@ class TenantRoundRobin:
         """Flows it still knows of."""
         return sum(map(len, self._lanes.values())) + len(self._heads)
 
+    @property
+    def has_turns(self) -> bool:
+        """Whether `next` finds somebody."""
+        return len(self._tenants) > 0 or self._last in self._lanes
+
     def add(self, flow: Flow) -> None:
         """It has a payload to send; a flow that is here already stays where it is."""
         name = flow.tenant.name

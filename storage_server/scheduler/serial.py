@@ -30,7 +30,7 @@ class SerialLink:
 
     def set_rate(self, rate_bytes_per_s: float, now: float) -> None:
         """What is left of the payload on the link goes at the new rate."""
-        if self._carried is not None and rate_bytes_per_s != self._rate:
+        if self._carried is not None and self._free_s > now:
             self._free_s = now + (self._free_s - now) * self._rate / rate_bytes_per_s
         self._rate = rate_bytes_per_s
 

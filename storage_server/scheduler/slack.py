@@ -27,6 +27,7 @@ from storage_server.scheduler.policies import Policy, allocate
 from storage_server.scheduler.serial import CATCH_UP_S, SerialLink
 from storage_server.scheduler.slack_plan import amend_stalls, plan_stalls
 from storage_server.scheduler.slack_steps import Floats, Remaining
+from storage_server.scheduler.tenant_meter import TenantMeter
 
 COMPUTE_TRUST = 0.9
 PLAN_S_PER_LAYER = 0.00015
@@ -66,13 +67,16 @@ class _Course:
 class SlackDispatch:
     """Dispatch by deadlines for the requests of one link."""
 
-    def __init__(self, budget_bytes_per_s: float, margin_bytes_per_s: float) -> None:
+    wants_epoch = False
+    """Requests come and go in epochs; all else is seen to in plans."""
+
+    def __init__(self, budget_bytes_per_s: float, margin_bytes_per_s: float, meter: TenantMeter) -> None:
         self._budget = budget_bytes_per_s
         self._margin = margin_bytes_per_s
         self._shadow = EqualShare(budget_bytes_per_s)
         self._link = SerialLink(budget_bytes_per_s, self._earliest, self._went)
         self._courses: dict[Flow, _Course] = {}
-        self._queue = DeadlineQueue()
+        self._queue = DeadlineQueue(meter)
         self._planned_s = -math.inf
         self._planned_layers = 0
         self._is_stale = False
@@ -82,6 +86,11 @@ class SlackDispatch:
     def __len__(self) -> int:
         """Flows it still knows of."""
         return max(len(self._courses), len(self._queue), len(self._shadow))
+
+    @property
+    def used_bytes_per_s(self) -> float:
+        """Of the budget: all while something is on the link."""
+        return self._budget if self._link.wake_at() < math.inf else 0.0
 
     def set_budget(self, budget_bytes_per_s: float, now: float) -> None:
         """The link carries so much from now on."""
