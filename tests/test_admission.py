@@ -46,7 +46,9 @@ async def test_where_there_are_few_places_one_access_key_may_hold_all(deliveries
     async with AsyncExitStack() as stack:
         for _ in range(deliveries_max):
             await stack.enter_async_context(admission.admit("ONE"))
+        assert admission.active_count == deliveries_max
         await refusal_of(admission, "ONE")
+    assert admission.active_count == 0
 
 
 async def test_without_a_name_only_the_bound_for_all_holds() -> None:

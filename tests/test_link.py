@@ -213,21 +213,29 @@ async def test_chunk_major_deliveries_beyond_the_slots_wait_and_all_end() -> Non
 
 
 async def test_neither_side_of_the_link_starves_the_other() -> None:
-    """Chunk-major traffic without end, and a layer-major delivery of long standing."""
+    """Traffic of both orders without end: some of each comes through."""
     link = link_of(Policy.EQUAL, chunkwise_fraction=0.2)
 
+    ended_count = 0
+
     async def chunk_major() -> None:
+        nonlocal ended_count
         async with placed(link, Mode.CHUNK_MAJOR) as place:
             await carry(place, 1)
+        ended_count += 1
 
     async def without_end() -> None:
         while True:
             await asyncio.gather(*(chunk_major() for _ in range(4)))
 
     stream = asyncio.create_task(without_end())
-    async with placed(link) as place:
-        await asyncio.wait_for(carry(place), 5)
-        await asyncio.wait_for(chunk_major(), 5)
+    carried_count = 0
+    async with asyncio.timeout(10):
+        while ended_count < 8 or carried_count < 3:
+            async with placed(link) as place:
+                await carry(place)
+            carried_count += 1
+    assert not stream.done()
     stream.cancel()
 
 
