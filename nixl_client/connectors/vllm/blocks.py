@@ -1,0 +1,118 @@
+"""The engine's paged blocks of one layer, read and written as KV_L2TD.
+
+vLLM shows a layer as (block, kv head, token, 2 * head_dim). On GPUs the last dimension is a token's key, then its value.
+On CPUs the first half of a head's bytes in a block are keys, the second values, each packed for the machine's
+instructions (on AVX-512 keys of 32 tokens are transposed). Which packing it is is found by asking the engine's own
+kernel, and one that is not known is refused.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+
+Write = Callable[[torch.Tensor, torch.Tensor, torch.Tensor], None]
+"""(keys, values, cache): have the engine write tokens (token, head, dim) into block 0 of a cache."""
+
+
+@dataclass(frozen=True, slots=True)
+class Packing:
+    """`tokens` tokens lie together, and of each `elements` elements of the head dimension in a row: (token / tokens,
+    dim / elements, tokens, elements). (1, 1) is token after token.
+    """
+
+    tokens: int
+    elements: int
+
+
+TOKEN_MAJOR = Packing(1, 1)
+_PACKINGS = [TOKEN_MAJOR] + [Packing(tokens, elements) for tokens in (2, 4, 8, 16, 32, 64) for elements in (1, 2, 4)]
+
+
+@dataclass(frozen=True, slots=True)
+class PagedLayer:
+    """Keys and values of one layer as strided views of the engine's memory, both of shape (block, token / n, n, head,
+    dim / e, e) for their packing's n and e.
+    """
+
+    keys: torch.Tensor
+    values: torch.Tensor
+
+    @property
+    def block_tokens(self) -> int:
+        """B."""
+        return int(self.keys.shape[1] * self.keys.shape[2])
+
+    @property
+    def token_bytes(self) -> int:
+        """Bytes of one token's key, or value."""
+        return int(self.keys.shape[3:].numel() * self.keys.itemsize)
+
+    def read(self, blocks: torch.Tensor, skip: int, count: int, part: int) -> torch.Tensor:
+        """Keys (`part` 0) or values (1) of `count` tokens, the first being the `skip`th of the first block: (count,
+        head, dim) in memory of their own.
+        """
+        states = self._part(part)[blocks]
+        heads, head_dim = states.shape[3], states.shape[4] * states.shape[5]
+        return states.reshape(-1, heads, head_dim)[skip : skip + count]
+
+    def write(self, blocks: torch.Tensor, states: torch.Tensor, part: int) -> None:
+        """Fill whole blocks with (token, head, dim)."""
+        paged = self._part(part)
+        paged[blocks] = states.reshape(len(blocks), *paged.shape[1:]).to(paged.device)
+
+    def _part(self, part: int) -> torch.Tensor:
+        return self.keys if part == 0 else self.values
+
+
+def plain_layer(cache: torch.Tensor) -> PagedLayer:
+    """A layer (block, head, token, 2 * dim) whose last dimension is a key, then a value."""
+    half = cache.shape[-1] // 2
+    keys, values = (part.permute(0, 2, 1, 3)[:, :, None, :, :, None] for part in cache.split(half, dim=-1))
+    return PagedLayer(keys, values)
+
+
+def packed_layer(cache: torch.Tensor, packings: tuple[Packing, Packing]) -> PagedLayer:
+    """A layer whose blocks hold, for each head, all keys and then all values, so packed."""
+    block_count, heads, tokens, width = cache.shape
+    halves = cache.view(block_count, heads, 2, tokens * width // 2)
+    return PagedLayer(*(_unpacked(halves[:, :, part], tokens, packings[part]) for part in (0, 1)))
+
+
+def find_packings(
+    block_tokens: int, heads: int, head_dim: int, dtype: torch.dtype, write: Write
+) -> tuple[Packing, Packing]:
+    """How the engine packs keys and values. Raises ValueError when it is no way that is known."""
+    generator = torch.Generator().manual_seed(1)
+    shape = (block_tokens, heads, head_dim)
+    states = [torch.randn(shape, generator=generator).to(dtype) for _ in range(2)]
+    cache = torch.zeros((1, heads, block_tokens, 2 * head_dim), dtype=dtype)
+    write(states[0], states[1], cache)
+    found = []
+    for part in (0, 1):
+        fitting = [packing for packing in _PACKINGS if _fits(packing, block_tokens, head_dim)]
+        matching = [
+            packing
+            for packing in fitting
+            if torch.equal(_read_part(packed_layer(cache, (packing, packing)), part, block_tokens), states[part])
+        ]
+        if not matching:
+            raise ValueError(f"the engine packs {'values' if part else 'keys'} in a way that is not known")
+        found.append(matching[0])
+    return found[0], found[1]
+
+
+def _fits(packing: Packing, block_tokens: int, head_dim: int) -> bool:
+    return block_tokens % packing.tokens == 0 and head_dim % packing.elements == 0
+
+
+def _read_part(layer: PagedLayer, part: int, tokens: int) -> torch.Tensor:
+    return layer.read(torch.tensor([0]), 0, tokens, part)
+
+
+def _unpacked(half: torch.Tensor, tokens: int, packing: Packing) -> torch.Tensor:
+    block_count, heads, size = half.shape
+    n, e = packing.tokens, packing.elements
+    return half.unflatten(2, (tokens // n, size // tokens // e, n, e)).permute(0, 2, 4, 1, 3, 5)

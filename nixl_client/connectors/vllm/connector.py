@@ -1,0 +1,208 @@
+"""`ObjectCacheConnector`: vLLM's calls, handed to the part they are for. Made once in the scheduler and once in each
+worker. Where this engine's KV cannot be cached, it says so once and does nothing.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Iterable
+from typing import Any
+
+import torch
+from vllm.distributed.kv_transfer.kv_connector.v1.base import (
+    KVConnectorBase_V1,
+    KVConnectorMetadata,
+    KVConnectorRole,
+    KVConnectorWorkerMetadata,
+)
+
+from nixl_client.client import ObjectCacheClient
+from nixl_client.connectors.vllm import engine
+from nixl_client.connectors.vllm.ledger import Ledger
+from nixl_client.connectors.vllm.metrics import ObjectCachePromMetrics, ObjectCacheStats, StepMetadata, WorkerReport
+from nixl_client.connectors.vllm.options import Options
+from nixl_client.connectors.vllm.scheduling import SchedulerSide
+from nixl_client.connectors.vllm.stats import Counters
+from nixl_client.connectors.vllm.steps import Step
+from nixl_client.connectors.vllm.working import WorkerSide
+
+_log = logging.getLogger(__name__)
+
+
+class ObjectCacheConnector(KVConnectorBase_V1):  # type: ignore[misc]  # vLLM is not installed where types are checked
+    """Reuses prefixes through ObjectCache. Options: `nixl_client.connectors.vllm.options`."""
+
+    def __init__(self, vllm_config: Any, role: KVConnectorRole, kv_cache_config: Any) -> None:
+        super().__init__(vllm_config=vllm_config, role=role, kv_cache_config=kv_cache_config)
+        self.counters = Counters()
+        self._options = Options.of(self._kv_transfer_config.kv_connector_extra_config)
+        self._scheduler: SchedulerSide | None = None
+        self._ledger: Ledger | None = None
+        self._worker: WorkerSide | None = None
+        self._client: ObjectCacheClient | None = None
+        try:
+            spec = engine.attention_spec(kv_cache_config)
+            self._deployment = engine.deployment(vllm_config, self._options, spec)
+        except engine.UnsupportedError as error:
+            _log.error("ObjectCache is not used: %s", error)
+            return
+        self._spec = spec
+        self._grid = engine.grid(self._options, spec)
+        if role == KVConnectorRole.SCHEDULER:
+            self._init_scheduler()
+
+    @property
+    def requires_kv_delivery(self) -> bool:
+        """A store that is dropped is only a miss later."""
+        return False
+
+    @classmethod
+    def requires_piecewise_for_cudagraph(cls, extra_config: dict[str, Any]) -> bool:
+        """Layers are waited for between the pieces."""
+        return True
+
+    @classmethod
+    def build_kv_connector_stats(cls, data: dict[str, Any] | None = None) -> ObjectCacheStats:
+        """Stats of these sums."""
+        return ObjectCacheStats(data=data or {})
+
+    @classmethod
+    def build_prom_metrics(cls, *args: Any) -> ObjectCachePromMetrics:
+        """The counters for Prometheus."""
+        return ObjectCachePromMetrics(*args)
+
+    # The scheduler's side.
+
+    def get_num_new_matched_tokens(self, request: Any, num_computed_tokens: int) -> tuple[int | None, bool]:
+        """Tokens to load, during the step that needs them."""
+        if self._scheduler is None or not self._kv_transfer_config.is_kv_consumer:
+            return 0, False
+        return self._scheduler.match(request, num_computed_tokens), False
+
+    def update_state_after_alloc(self, request: Any, blocks: Any, num_external_tokens: int) -> None:
+        """The offer was taken, or not."""
+        if self._scheduler is not None:
+            self._scheduler.allocated(request, blocks.get_block_ids()[0], num_external_tokens)
+
+    def build_connector_meta(self, scheduler_output: Any) -> KVConnectorMetadata:
+        """The step's loads and stores."""
+        if self._scheduler is None or self._ledger is None:
+            return StepMetadata(Step())
+        state = scheduler_output.kv_connector_block_state
+        for request_id in scheduler_output.num_scheduled_tokens:
+            block_ids = state.get_block_ids(request_id)
+            if block_ids is not None:
+                self._scheduler.scheduled(request_id, block_ids[0])
+        return StepMetadata(self._ledger.take_step(self._rewritten(scheduler_output)))
+
+    def request_finished(self, request: Any, block_ids: list[int]) -> tuple[bool, dict[str, Any] | None]:
+        """Whether the blocks must be kept until they have been read."""
+        if self._scheduler is None:
+            return False, None
+        return self._scheduler.finished(request, block_ids), None
+
+    def update_connector_output(self, connector_output: Any) -> None:
+        """What workers have read."""
+        report = connector_output.kv_connector_worker_meta
+        if self._ledger is not None and isinstance(report, WorkerReport):
+            self._ledger.report(report.report)
+
+    # The workers' side.
+
+    def register_kv_caches(self, kv_caches: dict[str, torch.Tensor]) -> None:
+        """The engine's memory."""
+        if not hasattr(self, "_spec"):
+            return
+        names = engine.ordered_layers(list(kv_caches))
+        try:
+            layers = engine.paged_layers(self._vllm_config, self._spec, [kv_caches[name] for name in names])
+        except engine.UnsupportedError as error:
+            _log.error("ObjectCache is not used for loads and stores: %s", error)
+            raise
+        rank = engine.worker_rank(self._deployment.tp_size)
+        self._worker = WorkerSide(self._options, rank, self._grid, names, layers, self.counters)
+
+    def handle_preemptions(self, kv_connector_metadata: KVConnectorMetadata) -> None:
+        """Called before the step changes any block."""
+        if self._worker is not None and isinstance(kv_connector_metadata, StepMetadata):
+            self._worker.void(kv_connector_metadata.step.rewritten)
+
+    def start_load_kv(self, forward_context: Any, **kwargs: Any) -> None:
+        """Start this step's fetches."""
+        if self._worker is not None:
+            self._worker.start_loads(self._step().loads)
+
+    def wait_for_layer_load(self, layer_name: str) -> None:
+        """Return when this layer is in its blocks."""
+        if self._worker is not None:
+            self._worker.wait_layer(layer_name)
+
+    def save_kv_layer(self, layer_name: str, kv_layer: torch.Tensor, attn_metadata: Any, **kwargs: Any) -> None:
+        """Nothing: a chunk is read in the background, once the step that computed it is known to have gone well."""
+
+    def wait_for_save(self) -> None:
+        """The forward pass is over: end loads, hand stores to the writer."""
+        if self._worker is not None:
+            self._worker.end_step(self._step())
+
+    def get_finished(self, finished_req_ids: set[str]) -> tuple[set[str] | None, set[str] | None]:
+        """Requests whose blocks nothing reads any more."""
+        if self._worker is None:
+            return None, None
+        return self._worker.take_freed(finished_req_ids) or None, None
+
+    def get_block_ids_with_load_errors(self) -> set[int]:
+        """Blocks to recompute."""
+        return set() if self._worker is None else self._worker.take_lost_blocks()
+
+    def build_connector_worker_meta(self) -> KVConnectorWorkerMetadata | None:
+        """What has been read since the last step."""
+        report = None if self._worker is None else self._worker.take_report()
+        return WorkerReport(report) if report is not None and report.read_jobs else None
+
+    def get_kv_connector_stats(self) -> ObjectCacheStats | None:
+        """What was counted since the last step."""
+        taken = self.counters.take()
+        return ObjectCacheStats(data=dict(taken)) if taken else None
+
+    def shutdown(self) -> None:
+        """Write what waits, for a bounded time, and end."""
+        began_s = time.monotonic()
+        if self._worker is not None:
+            self._worker.close()
+        if self._client is not None:
+            self._client.close()
+        self._worker, self._client = None, None
+        _log.info("shut down in %.1f s: %s", time.monotonic() - began_s, self.counters.totals)
+
+    def _init_scheduler(self) -> None:
+        options = self._options
+        layer_count = len(self._kv_cache_config.kv_cache_groups[0].layer_names)
+        chunk_bytes = self._spec.page_size_bytes * layer_count * self._grid.chunk_tokens // self._spec.block_size
+        is_storing = options.store and self._kv_transfer_config.is_kv_producer
+        self._ledger = Ledger(self._deployment, self._grid, options.staging_bytes // chunk_bytes, is_storing)
+        self._client = ObjectCacheClient(options.endpoint, options.bucket, timeout_s=options.lookup_timeout_s)
+        self._scheduler = SchedulerSide(self._client, options, self._grid, self._ledger, self.counters)
+
+    def _rewritten(self, scheduler_output: Any) -> frozenset[int]:
+        """Every block given out for this step: its bytes may change, be it by zeroing, loading or computing."""
+        blocks: set[int] = set(scheduler_output.new_block_ids_to_zero or ())
+        for job in self._ledger.loads if self._ledger is not None else ():
+            blocks.update(job.span.blocks)
+        cached = scheduler_output.scheduled_cached_reqs
+        requests: Iterable[tuple[str, int, Any]] = [
+            *((new.req_id, new.num_computed_tokens, new.block_ids) for new in scheduler_output.scheduled_new_reqs),
+            *zip(cached.req_ids, cached.num_computed_tokens, cached.new_block_ids, strict=True),
+        ]
+        new_ids = {new.req_id for new in scheduler_output.scheduled_new_reqs} | cached.resumed_req_ids
+        for request_id, computed_tokens, block_ids in requests:
+            if block_ids is None:
+                continue
+            first = computed_tokens // self._spec.block_size if request_id in new_ids else 0
+            blocks.update(block_ids[0][first:])
+        return frozenset(blocks)
+
+    def _step(self) -> Step:
+        metadata = self._get_connector_metadata()
+        return metadata.step if isinstance(metadata, StepMetadata) else Step()

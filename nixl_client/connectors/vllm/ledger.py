@@ -1,0 +1,132 @@
+"""The scheduler side's books: what is stored of each request, what to load and to write, which reads are outstanding.
+
+No clock, no network. The engine's own counts are passed in.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+from nixl_client.connectors.vllm.naming import Deployment, KeyChain
+from nixl_client.connectors.vllm.plan import Grid
+from nixl_client.connectors.vllm.steps import LoadJob, Report, Step, StoreJob
+
+
+@dataclass(slots=True)
+class Tracked:
+    """One request. `matched_chunks` is None until looked up, `next_chunk` the first not yet given to be written."""
+
+    chains: tuple[KeyChain, ...]
+    matched_chunks: int | None = None
+    looked_up_s: float = 0.0
+    computed_tokens: int = 0
+    next_chunk: int = 0
+    unread_jobs: set[int] = field(default_factory=set)
+
+
+class Ledger:
+    """Requests from their first lookup to their end."""
+
+    def __init__(self, deployment: Deployment, grid: Grid, room_chunks: int, is_storing: bool) -> None:
+        self._deployment = deployment
+        self._grid = grid
+        self._room_chunks = room_chunks
+        self._room_left = room_chunks
+        self._is_storing = is_storing
+        self._requests: dict[str, Tracked] = {}
+        self._loads: list[LoadJob] = []
+        self._stores: list[StoreJob] = []
+        self._awaited: set[str] = set()
+        self._job_id = 0
+        self._owners: dict[int, str] = {}
+        self._acks: dict[int, int] = {}
+
+    def track(self, request_id: str, lora: str, salt: str) -> Tracked:
+        """The request's entry, made when there is none."""
+        tracked = self._requests.get(request_id)
+        if tracked is None:
+            ranks = range(self._deployment.rank_count)
+            namespaces = [self._deployment.namespace(rank, lora, salt) for rank in ranks]
+            tracked = Tracked(tuple(KeyChain(text, self._grid.chunk_tokens) for text in namespaces))
+            self._requests[request_id] = tracked
+        return tracked
+
+    def lookup_keys(self, tracked: Tracked, tokens: Sequence[int]) -> tuple[tuple[str, ...], ...]:
+        """For each rank the keys of the whole chunks of `tokens`."""
+        chunk_count = len(tokens) // self._grid.chunk_tokens
+        return tuple(chain.keys(tokens, chunk_count) for chain in tracked.chains)
+
+    def matched(self, tracked: Tracked, chunk_count: int, now_s: float) -> None:
+        """The store has the first `chunk_count` chunks on every rank."""
+        tracked.matched_chunks = chunk_count
+        tracked.looked_up_s = now_s
+        tracked.next_chunk = max(tracked.next_chunk, chunk_count)
+
+    def loadable(self, tracked: Tracked, token_count: int, computed_tokens: int) -> int:
+        """Tokens to load after `computed_tokens`, within the room this step has left."""
+        tracked.computed_tokens = computed_tokens
+        matched_chunks = tracked.matched_chunks or 0
+        return self._grid.loadable_tokens(token_count, computed_tokens, matched_chunks, self._room_left)
+
+    def load(self, request_id: str, tokens: Sequence[int], token_count: int, block_ids: Sequence[int]) -> None:
+        """The engine took the offer: load `token_count` tokens into these blocks in the coming step."""
+        tracked = self._requests[request_id]
+        span = self._grid.load_span(tracked.computed_tokens, token_count, block_ids)
+        self._room_left -= span.chunk_count
+        self._loads.append(LoadJob(request_id, span, self._keys(tracked, tokens, span.first_chunk, span.end_chunk)))
+
+    def computed(self, request_id: str, tokens: Sequence[int], token_count: int, block_ids: Sequence[int]) -> None:
+        """The KV of the first `token_count` of `tokens` is known to be in these blocks, and right: write the chunks that
+        are missing.
+        """
+        tracked = self._requests.get(request_id)
+        if tracked is None or tracked.matched_chunks is None or not self._is_storing:
+            return
+        end_chunk = min(token_count, len(tokens)) // self._grid.chunk_tokens
+        first_chunk = tracked.next_chunk
+        if end_chunk <= first_chunk:
+            return
+        span = self._grid.store_span(first_chunk, end_chunk, block_ids)
+        self._job_id += 1
+        keys = self._keys(tracked, tokens, first_chunk, end_chunk)
+        self._stores.append(StoreJob(self._job_id, request_id, span, keys))
+        self._owners[self._job_id] = request_id
+        tracked.unread_jobs.add(self._job_id)
+        tracked.next_chunk = end_chunk
+
+    def finish(self, request_id: str) -> bool:
+        """The request has ended. Whether its blocks must be kept, until a worker says that nothing reads them."""
+        tracked = self._requests.pop(request_id, None)
+        self._loads = [job for job in self._loads if job.request_id != request_id]
+        if tracked is None or not tracked.unread_jobs:
+            return False
+        self._awaited.add(request_id)
+        return True
+
+    def report(self, report: Report) -> None:
+        """Workers have done with the blocks of these store jobs."""
+        for job_id, count in report.read_jobs.items():
+            acks = self._acks.get(job_id, 0) + count
+            if acks < self._deployment.rank_count:
+                self._acks[job_id] = acks
+                continue
+            self._acks.pop(job_id, None)
+            tracked = self._requests.get(self._owners.pop(job_id, ""))
+            if tracked is not None:
+                tracked.unread_jobs.discard(job_id)
+
+    @property
+    def loads(self) -> tuple[LoadJob, ...]:
+        """The coming step's loads."""
+        return tuple(self._loads)
+
+    def take_step(self, rewritten: frozenset[int]) -> Step:
+        """The coming step's work; the books are then empty for the next."""
+        step = Step(tuple(self._loads), tuple(self._stores), rewritten, frozenset(self._awaited))
+        self._loads, self._stores, self._awaited = [], [], set()
+        self._room_left = self._room_chunks
+        return step
+
+    def _keys(self, tracked: Tracked, tokens: Sequence[int], first: int, end: int) -> tuple[tuple[str, ...], ...]:
+        return tuple(chain.keys(tokens, end)[first:end] for chain in tracked.chains)

@@ -1,0 +1,96 @@
+"""The connector's counters in vLLM's own forms."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorMetadata, KVConnectorWorkerMetadata
+from vllm.distributed.kv_transfer.kv_connector.v1.metrics import KVConnectorPromMetrics, KVConnectorStats
+from vllm.v1.metrics.utils import create_metric_per_engine
+
+from nixl_client.connectors.vllm.steps import Report, Step
+
+COUNTERS = {
+    "prompt_tokens": "Tokens of requests that were admitted",
+    "hbm_hit_tokens": "Tokens found in the engine's own blocks",
+    "store_hit_tokens": "Tokens to be loaded from the store",
+    "lookups": "Lookups",
+    "lookup_failures": "Lookups that failed and were taken as misses",
+    "lookup_s": "Seconds spent in lookups",
+    "loads": "Loads that ended well",
+    "loaded_tokens": "Tokens loaded",
+    "loaded_chunks": "Chunks loaded",
+    "loaded_bytes": "Bytes loaded",
+    "load_wait_s": "Seconds attention waited for layers",
+    "load_copy_s": "Seconds spent copying layers into blocks",
+    "load_failures": "Loads, or parts of loads, that failed",
+    "lost_tokens": "Tokens to be recomputed since they were not loaded",
+    "stored_chunks": "Chunks written",
+    "stored_bytes": "Bytes written",
+    "stored_already_chunks": "Chunks not written since they were stored already",
+    "store_failures": "Stores that failed",
+    "dropped_chunks": "Chunks not written for want of time or room",
+}
+
+
+class StepMetadata(KVConnectorMetadata):  # type: ignore[misc]  # vLLM is not installed where types are checked
+    """A step, as vLLM carries it to the workers."""
+
+    def __init__(self, step: Step) -> None:
+        self.step = step
+
+
+class WorkerReport(KVConnectorWorkerMetadata):  # type: ignore[misc]
+    """A report, as vLLM carries it to the scheduler."""
+
+    def __init__(self, report: Report) -> None:
+        self.report = report
+
+    def aggregate(self, other: KVConnectorWorkerMetadata) -> KVConnectorWorkerMetadata:
+        """Both in one."""
+        return WorkerReport(self.report.add(other.report))
+
+
+class ObjectCacheStats(KVConnectorStats):  # type: ignore[misc]
+    """Sums by name."""
+
+    def reset(self) -> None:
+        """Nothing counted."""
+        self.data = {}
+
+    def aggregate(self, other: KVConnectorStats) -> KVConnectorStats:
+        """Add the other's sums."""
+        for name, amount in other.data.items():
+            self.data[name] = self.data.get(name, 0) + amount
+        return self
+
+    def reduce(self) -> dict[str, int | float]:
+        """The sums, for the log."""
+        return {name: round(amount, 3) for name, amount in sorted(self.data.items())}
+
+    def is_empty(self) -> bool:
+        """Whether nothing was counted."""
+        return not self.data
+
+
+class ObjectCachePromMetrics(KVConnectorPromMetrics):  # type: ignore[misc]
+    """One Prometheus counter for each name, `vllm:objectcache_<name>`."""
+
+    def __init__(self, *args: Any) -> None:
+        super().__init__(*args)
+        self._counters = {
+            name: create_metric_per_engine(
+                self._counter_cls(name=f"vllm:objectcache_{name}", documentation=text, labelnames=self._labelnames),
+                self.per_engine_labelvalues,
+            )
+            for name, text in COUNTERS.items()
+        }
+
+    def observe(self, transfer_stats_data: dict[str, Any], engine_idx: int = 0) -> None:
+        """Count on."""
+        for name, amount in transfer_stats_data.items():
+            if name in self._counters:
+                self._counters[name][engine_idx].inc(amount)
+
+
+__all__ = ["ObjectCachePromMetrics", "ObjectCacheStats", "StepMetadata", "WorkerReport"]

@@ -1,0 +1,66 @@
+"""Keys of a request's chunks: which namespace each rank's KV is in, and the rolling hash, taken further as tokens come."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from descriptors.prefix_keys import Namespace
+
+
+@dataclass(frozen=True, slots=True)
+class Deployment:
+    """What all requests of one engine have in common and KV bytes depend on."""
+
+    model: str
+    dtype: str
+    block_tokens: int
+    tp_size: int = 1
+    pp_size: int = 1
+
+    @property
+    def rank_count(self) -> int:
+        """Ranks that hold a part of each token's KV."""
+        return self.tp_size * self.pp_size
+
+    def namespace(self, rank: int, lora: str, salt: str) -> str:
+        """The namespace of one rank (pipeline rank times `tp_size`, plus tensor rank) for requests of this adapter and
+        this tenant.
+        """
+        pp_rank, tp_rank = divmod(rank, self.tp_size)
+        return Namespace(
+            model=self.model,
+            dtype=self.dtype,
+            block_tokens=self.block_tokens,
+            tp_rank=tp_rank,
+            tp_size=self.tp_size,
+            pp_rank=pp_rank,
+            pp_size=self.pp_size,
+            lora=lora,
+            salt=salt,
+        ).text()
+
+
+class KeyChain:
+    """The keys of one prefix in one namespace, as `descriptors.prefix_keys.chunk_keys` gives them, each hashed once."""
+
+    def __init__(self, namespace: str, chunk_tokens: int) -> None:
+        self._digest = hashlib.sha256(namespace.encode()).digest()
+        self._chunk_tokens = chunk_tokens
+        self._keys: list[str] = []
+
+    def keys(self, tokens: Sequence[int], chunk_count: int) -> tuple[str, ...]:
+        """The first `chunk_count` keys. `tokens` must go on from those of the calls before."""
+        known = len(self._keys)
+        step = self._chunk_tokens
+        if chunk_count > known:
+            packed = np.asarray(tokens[known * step : chunk_count * step], dtype="<u4").tobytes()
+            if len(packed) != 4 * step * (chunk_count - known):
+                raise ValueError(f"{len(tokens)} tokens have no {chunk_count} chunks of {step}")
+            for start in range(0, len(packed), 4 * step):
+                self._digest = hashlib.sha256(self._digest + packed[start : start + 4 * step]).digest()
+                self._keys.append(self._digest.hex())
+        return tuple(self._keys[:chunk_count])

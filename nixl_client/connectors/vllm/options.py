@@ -1,0 +1,80 @@
+"""What `kv_connector_extra_config` may say."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, fields
+
+from descriptors.descriptor import CHUNK_TOKENS_MAX
+from nixl_client.transport import Transport
+
+
+@dataclass(frozen=True, slots=True)
+class Options:
+    """The connector's options, checked. Every time is in seconds and bounds a wait of the engine."""
+
+    endpoint: str
+    bucket: str
+    transport: Transport = Transport.AUTO
+    chunk_tokens: int = 0
+    """G; 0 is one chunk to a block of the engine."""
+    model: str = ""
+    """Names the weights in the keys; empty is the model's name and configuration as the engine knows them."""
+    staging_bytes: int = 256 << 20
+    """The buffer layers arrive in; what one step of the engine loads fits into it."""
+    load_timeout_s: float = 30.0
+    """From a load's start to its last layer; past it the blocks are recomputed."""
+    lookup_timeout_s: float = 2.0
+    """A lookup that takes longer is a miss."""
+    retry_s: float = 5.0
+    """After a lookup that failed nothing is looked up for so long."""
+    lease_s: float = 60.0
+    """What a lookup matched is kept from eviction so long."""
+    min_load_tokens: int = 0
+    """Fewer tokens than these are recomputed, not loaded."""
+    store: bool = True
+    """Whether to write what is missing."""
+    store_queue_chunks: int = 1024
+    """Chunks that may wait to be written; past it stores are dropped."""
+    store_wait_s: float = 10.0
+    """A store that has waited so long is dropped: it keeps blocks from being reused."""
+    store_timeout_s: float = 30.0
+    drain_s: float = 10.0
+    """How long a shutdown waits for stores under way."""
+
+    def __post_init__(self) -> None:
+        if not self.endpoint or not self.bucket:
+            raise ValueError("kv_connector_extra_config needs endpoint and bucket")
+        if not 0 <= self.chunk_tokens <= CHUNK_TOKENS_MAX:
+            raise ValueError(f"chunk_tokens must be from 1 to {CHUNK_TOKENS_MAX}, or 0 for the engine's block size")
+        for name in ("load_timeout_s", "lookup_timeout_s", "store_wait_s", "store_timeout_s"):
+            if not 0 < getattr(self, name) <= 3600:
+                raise ValueError(f"{name} must be more than 0 and at most 3600")
+        for name in ("retry_s", "lease_s", "drain_s"):
+            if not 0 <= getattr(self, name) <= 3600:
+                raise ValueError(f"{name} must be from 0 to 3600")
+        if self.staging_bytes < 1 or self.store_queue_chunks < 1 or self.min_load_tokens < 0:
+            raise ValueError("staging_bytes and store_queue_chunks must be at least 1, min_load_tokens at least 0")
+
+    @classmethod
+    def of(cls, extra: Mapping[str, object]) -> Options:
+        """Options from the engine's JSON. Raises ValueError for unknown names and for values of the wrong type."""
+        known = {field.name for field in fields(cls)}
+        unknown = sorted(set(extra) - known)
+        if unknown:
+            raise ValueError(f"unknown in kv_connector_extra_config: {', '.join(unknown)}")
+        values = dict(extra)
+        for name in ("endpoint", "bucket"):
+            values.setdefault(name, "")
+        if "transport" in values:
+            values["transport"] = Transport(values["transport"])
+        for field in fields(cls):
+            value = values.get(field.name)
+            wanted = {"str": str, "int": int, "float": (int, float), "bool": bool}.get(str(field.type))
+            if (
+                wanted is not None
+                and value is not None
+                and (not isinstance(value, wanted) or (isinstance(value, bool) and field.type != "bool"))
+            ):
+                raise ValueError(f"{field.name} must be of type {field.type}, not {value!r}")
+        return cls(**values)  # type: ignore[arg-type]  # checked just now

@@ -1,0 +1,103 @@
+"""A worker's side: loads into the engine's blocks, and the background writer out of them."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from descriptors.layout import ChunkLayout, slice_bytes
+from nixl_client.client import ObjectCacheClient
+from nixl_client.connectors.vllm.blocks import PagedLayer
+from nixl_client.connectors.vllm.loads import Loads
+from nixl_client.connectors.vllm.options import Options
+from nixl_client.connectors.vllm.plan import Grid
+from nixl_client.connectors.vllm.stats import Counters
+from nixl_client.connectors.vllm.steps import LoadJob, Report, Step
+from nixl_client.connectors.vllm.store_book import StoreBook
+from nixl_client.connectors.vllm.writer import Writer
+
+
+class WorkerSide:
+    """One rank's loads and stores."""
+
+    def __init__(
+        self,
+        options: Options,
+        rank: int,
+        grid: Grid,
+        layer_names: Sequence[str],
+        layers: Sequence[PagedLayer],
+        counters: Counters,
+    ) -> None:
+        states = layers[0].keys
+        heads, head_dim = states.shape[3], states.shape[4] * states.shape[5]
+        layout = ChunkLayout(
+            len(layers), grid.chunk_tokens, slice_bytes(grid.chunk_tokens, heads, head_dim, states.itemsize)
+        )
+        self._drain_s = options.drain_s
+        self._layer_indexes = {name: index for index, name in enumerate(layer_names)}
+        self._load_client = ObjectCacheClient(
+            options.endpoint,
+            options.bucket,
+            transport=options.transport,
+            timeout_s=options.load_timeout_s,
+            fetch_timeout_s=options.load_timeout_s,
+        )
+        self._store_client = ObjectCacheClient(options.endpoint, options.bucket, timeout_s=options.store_timeout_s)
+        self._loads = Loads(
+            self._load_client,
+            rank,
+            grid,
+            layout,
+            layers,
+            states.dtype,
+            options.staging_bytes,
+            options.load_timeout_s,
+            counters,
+        )
+        book = StoreBook(options.store_queue_chunks, options.store_wait_s)
+        self._writer = Writer(self._store_client, rank, grid, layout, layers, book, self._loads.is_idle, counters)
+        self._awaited: frozenset[str] = frozenset()
+        self._report = Report()
+
+    def void(self, blocks: frozenset[int]) -> None:
+        """These blocks are about to change."""
+        self._writer.void(blocks)
+
+    def start_loads(self, jobs: Sequence[LoadJob]) -> None:
+        """Start fetching."""
+        self._loads.start(jobs)
+
+    def wait_layer(self, layer_name: str) -> None:
+        """Return when the layer is in its blocks."""
+        index = self._layer_indexes.get(layer_name)
+        if index is not None:
+            self._loads.wait_layer(index)
+
+    def end_step(self, step: Step) -> None:
+        """The forward pass is over."""
+        self._loads.finish()
+        self._writer.add(step.stores)
+        self._awaited |= step.awaited
+
+    def take_freed(self, finished: set[str]) -> set[str]:
+        """Ended requests whose blocks nothing reads any more."""
+        freed, report = self._writer.poll(self._awaited, finished)
+        self._awaited = frozenset()
+        self._report = self._report.add(report)
+        return freed
+
+    def take_lost_blocks(self) -> set[int]:
+        """Blocks that were not loaded."""
+        return self._loads.take_lost_blocks()
+
+    def take_report(self) -> Report:
+        """Jobs that have been read."""
+        report, self._report = self._report, Report()
+        return report
+
+    def close(self) -> None:
+        """Bring everything to an end."""
+        self._writer.close(self._drain_s)
+        self._loads.close(self._drain_s)
+        self._store_client.close()
+        self._load_client.close()
