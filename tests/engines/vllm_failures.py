@@ -1,6 +1,6 @@
 """vLLM over an ObjectCache server that fails: tokens stay right, requests end, the log says what happened.
 
-    python -m tests.engines.vllm_failures [--only NAME]
+python -m tests.engines.vllm_failures [--only NAME]
 """
 
 from __future__ import annotations
@@ -70,7 +70,9 @@ def report(name: str, run: dict[str, Any], wanted: list[list[int]], is_wrong_wan
     """Compare tokens; show counters and warnings."""
     bad = different(run["tokens"], wanted)
     is_right = bool(bad) if is_wrong_wanted else not bad
-    result = not check(name, is_right, {"different": bad, **run["counters"], "times": [round(t, 2) for t in run["times"]]})
+    result = not check(
+        name, is_right, {"different": bad, **run["counters"], "times": [round(t, 2) for t in run["times"]]}
+    )
     lines = [line for line in run["log"].splitlines() if "recomputed" in line or "KV load failure" in line]
     print("     " + "\n     ".join(line[:230] for line in lines[:4]), flush=True)
     return int(result)

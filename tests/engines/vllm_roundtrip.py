@@ -106,7 +106,9 @@ def run_engine(work: dict[str, Any]) -> dict[str, Any]:
         core = llm.llm_engine.engine_core.engine_core
         worker = get_kv_transfer_group()
         nothing = SamplingParams(temperature=0.0, max_tokens=1, detokenize=False)
-        for _ in range(3):  # an ended request's last chunks go out with the next step, its blocks come back with a later
+        for _ in range(
+            3
+        ):  # an ended request's last chunks go out with the next step, its blocks come back with a later
             llm.generate([TokensPrompt(prompt_token_ids=[1, 2])], nothing, use_tqdm=False)
             await_writer(worker._worker._writer)
         for side in (core.scheduler.connector.counters, worker.counters):

@@ -1,7 +1,7 @@
 """The engine's paged blocks of one layer, read and written as KV_L2TD.
 
-vLLM shows a layer as (block, kv head, token, 2 * head_dim). On GPUs the last dimension is a token's key, then its value.
-On CPUs the first half of a head's bytes in a block are keys, the second values, each packed for the machine's
+vLLM shows a layer as (block, kv head, token, 2 * head_dim). On GPUs the last dimension is a token's key, then its
+value. On CPUs the first half of a head's bytes in a block are keys, the second values, each packed for the machine's
 instructions (on AVX-512 keys of 32 tokens are transposed). Which packing it is is found by asking the engine's own
 kernel, and one that is not known is refused.
 """
@@ -70,7 +70,7 @@ class PagedLayer:
 def plain_layer(cache: torch.Tensor) -> PagedLayer:
     """A layer (block, head, token, 2 * dim) whose last dimension is a key, then a value."""
     half = cache.shape[-1] // 2
-    keys, values = (part.permute(0, 2, 1, 3)[:, :, None, :, :, None] for part in cache.split(half, dim=-1))
+    keys, values = (part.permute(0, 2, 1, 3)[:, :, None, :, :, None] for part in (cache[..., :half], cache[..., half:]))
     return PagedLayer(keys, values)
 
 
@@ -113,6 +113,6 @@ def _read_part(layer: PagedLayer, part: int, tokens: int) -> torch.Tensor:
 
 
 def _unpacked(half: torch.Tensor, tokens: int, packing: Packing) -> torch.Tensor:
-    block_count, heads, size = half.shape
     n, e = packing.tokens, packing.elements
-    return half.unflatten(2, (tokens // n, size // tokens // e, n, e)).permute(0, 2, 4, 1, 3, 5)
+    digits = (tokens // n, half.shape[2] // tokens // e, n, e)
+    return half.view(*half.shape[:2], *digits).permute(0, 2, 4, 1, 3, 5)

@@ -77,8 +77,8 @@ class Ledger:
         self._loads.append(LoadJob(request_id, span, self._keys(tracked, tokens, span.first_chunk, span.end_chunk)))
 
     def computed(self, request_id: str, tokens: Sequence[int], token_count: int, block_ids: Sequence[int]) -> None:
-        """The KV of the first `token_count` of `tokens` is known to be in these blocks, and right: write the chunks that
-        are missing.
+        """The KV of the first `token_count` of `tokens` is known to be in these blocks, and right: write the chunks
+        that are missing.
         """
         tracked = self._requests.get(request_id)
         if tracked is None or tracked.matched_chunks is None or not self._is_storing:

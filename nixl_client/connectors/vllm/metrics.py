@@ -56,7 +56,7 @@ class ObjectCacheStats(KVConnectorStats):  # type: ignore[misc]
 
     def reset(self) -> None:
         """Nothing counted."""
-        self.data = {}
+        self.data: dict[str, float] = {}
 
     def aggregate(self, other: KVConnectorStats) -> KVConnectorStats:
         """Add the other's sums."""

@@ -8,6 +8,8 @@ from dataclasses import dataclass, fields
 from descriptors.descriptor import CHUNK_TOKENS_MAX
 from nixl_client.transport import Transport
 
+_TYPES: dict[str, tuple[type, ...]] = {"str": (str,), "int": (int,), "float": (int, float), "bool": (bool,)}
+
 
 @dataclass(frozen=True, slots=True)
 class Options:
@@ -70,7 +72,7 @@ class Options:
             values["transport"] = Transport(values["transport"])
         for field in fields(cls):
             value = values.get(field.name)
-            wanted = {"str": str, "int": int, "float": (int, float), "bool": bool}.get(str(field.type))
+            wanted = _TYPES.get(str(field.type))
             if (
                 wanted is not None
                 and value is not None

@@ -1,6 +1,7 @@
 """Which chunks and which paged blocks hold the same tokens.
 
-G tokens make a chunk, B tokens a block of the engine; one divides the other. Tokens are counted from the prompt's start.
+G tokens make a chunk, B tokens a block of the engine; one divides the other. Tokens are counted from the
+prompt's start.
 """
 
 from __future__ import annotations
@@ -40,7 +41,7 @@ class Grid:
             raise ValueError("chunks and blocks have at least one token")
         if self.chunk_tokens % self.block_tokens and self.block_tokens % self.chunk_tokens:
             raise ValueError(
-                f"chunk_tokens {self.chunk_tokens} must be a multiple or a divisor of the block size {self.block_tokens}"
+                f"chunk_tokens {self.chunk_tokens} is no multiple and no divisor of the block size {self.block_tokens}"
             )
 
     def loadable_tokens(self, prompt_tokens: int, computed_tokens: int, matched_chunks: int, room_chunks: int) -> int:

@@ -144,7 +144,7 @@ class Writer:
             for index, layer in enumerate(self._layers):
                 for part in (0, 1):
                     states = layer.read(blocks, skip, count, part)
-                    self._batch[: end - first, index, part] = states.unflatten(0, (end - first, -1)).to("cpu")
+                    self._batch[: end - first, index, part] = states.view(end - first, -1, *states.shape[1:]).to("cpu")
         finally:
             with self._changed:
                 self._is_gathering = False
