@@ -36,7 +36,7 @@ class TestOptions:
     def test_types_and_unknown_names_are_refused(self) -> None:
         """A misspelt option must not be silently without effect."""
         for extra in ({"endpoint": "e"}, {"bucket": "b", "endpoint": "e", "chunktokens": 1}):
-            with pytest.raises(ValueError, match="endpoint|chunktokens"):
+            with pytest.raises(ValueError, match=r"endpoint|chunktokens"):
                 Options.of(extra)
         for name, value in {"chunk_tokens": "32", "store": 1, "lease_s": "1", "load_timeout_s": 0.0}.items():
             with pytest.raises(ValueError, match=name):
@@ -138,6 +138,34 @@ class TestLedger:
             ledger.computed("a", tokens, count, list(range(7)))
         spans = [(job.span.first_chunk, job.span.end_chunk) for job in ledger.take_step(frozenset()).stores]
         assert spans == [(2, 3), (3, 5), (5, 6)]
+
+    def test_a_chunk_that_could_not_be_read_is_written_again(self) -> None:
+        """Or every later request would lose time on it."""
+        ledger = self.ledger()
+        tokens = list(range(200))
+        ledger.matched(ledger.track("a", "", ""), 5, 0.0)
+        ledger.report(Report({}, {"a": 2}))
+        ledger.computed("a", tokens, 64, list(range(7)))
+        assert not ledger.take_step(frozenset()).stores
+        ledger.computed("a", tokens, 200, list(range(7)))
+        spans = [
+            (job.span.first_chunk, job.span.end_chunk, job.is_repair) for job in ledger.take_step(frozenset()).stores
+        ]
+        assert spans == [(2, 3, True), (3, 6, False)]
+
+    def test_what_a_request_was_let_in_with_is_not_written_before_its_first_step_is_over(self) -> None:
+        """Blocks found in HBM may be those another request is loading in this very step, in vain."""
+        ledger = self.ledger()
+        tokens = list(range(200))
+        tracked = ledger.track("a", "", "")
+        ledger.matched(tracked, 0, 0.0)
+        ledger.loadable(tracked, 200, 128)
+        ledger.load("a", tokens, 0, list(range(7)))
+        ledger.computed("a", tokens, 128, list(range(7)))
+        assert not ledger.take_step(frozenset()).stores
+        ledger.computed("a", tokens, 192, list(range(7)))
+        (job,) = ledger.take_step(frozenset()).stores
+        assert (job.span.first_chunk, job.span.end_chunk) == (0, 6)
 
     def test_no_lookup_no_store(self) -> None:
         """Without an answer it is not known what is missing; a store that is down must not be written to."""

@@ -71,7 +71,14 @@ def report(name: str, run: dict[str, Any], wanted: list[list[int]], is_wrong_wan
     bad = different(run["tokens"], wanted)
     is_right = bool(bad) if is_wrong_wanted else not bad
     result = not check(
-        name, is_right, {"different": bad, **run["counters"], "times": [round(t, 2) for t in run["times"]]}
+        name,
+        is_right,
+        {
+            "different": bad,
+            **run["counters"],
+            "async": run["async_scheduling"],
+            "times": [round(t, 2) for t in run["times"]],
+        },
     )
     lines = [line for line in run["log"].splitlines() if "recomputed" in line or "KV load failure" in line]
     print("     " + "\n     ".join(line[:230] for line in lines[:4]), flush=True)
@@ -94,14 +101,18 @@ def chunk_of_wrong_size(name, work, wanted, prompts, endpoint, process, data) ->
 
 def flipped(name, work, wanted, prompts, endpoint, process, data) -> int:
     in_process(work)
-    files = sorted((path for path in data.rglob("*") if path.is_file()), key=lambda path: path.stat().st_size)
+    import time
+
+    time.sleep(2)
+    files = [path for path in data.rglob("*") if path.is_file() and "reserve" not in path.name]
+    files = sorted((path for path in files if "index" not in path.name), key=lambda path: path.stat().st_size)
     with files[-1].open("r+b") as stream:
         stream.seek(files[-1].stat().st_size // 3)
         byte = stream.read(1)
         stream.seek(-1, 1)
         stream.write(bytes([byte[0] ^ 255]))
     print("     flipped a byte of", files[-1].name)
-    return report(name, in_process(work), wanted)
+    return report(name, in_process(work), wanted) + report(name + ", repaired", in_process(work), wanted)
 
 
 def deleted(name, work, wanted, prompts, endpoint, process, data) -> int:

@@ -69,16 +69,16 @@ def run_engine(work: dict[str, Any]) -> dict[str, Any]:
     from vllm import LLM, SamplingParams, TokensPrompt
     from vllm.distributed.kv_transfer import get_kv_transfer_group
 
-    options = dict(
-        model=work["model"],
-        skip_tokenizer_init=True,
-        block_size=BLOCK_TOKENS,
-        dtype="float32",
-        max_model_len=2048,
-        seed=0,
-        enforce_eager=True,
-        disable_log_stats=False,
-    )
+    options: dict[str, Any] = {
+        "model": work["model"],
+        "skip_tokenizer_init": True,
+        "block_size": BLOCK_TOKENS,
+        "dtype": "float32",
+        "max_model_len": 2048,
+        "seed": 0,
+        "enforce_eager": True,
+        "disable_log_stats": False,
+    }
     if work.get("extra") is not None:
         options["kv_transfer_config"] = {
             "kv_connector": "ObjectCacheConnector",

@@ -159,7 +159,7 @@ class ObjectCacheConnector(KVConnectorBase_V1):  # type: ignore[misc]  # vLLM is
     def build_connector_worker_meta(self) -> KVConnectorWorkerMetadata | None:
         """What has been read since the last step."""
         report = None if self._worker is None else self._worker.take_report()
-        return WorkerReport(report) if report is not None and report.read_jobs else None
+        return WorkerReport(report) if report is not None and not report.is_empty else None
 
     def get_kv_connector_stats(self) -> ObjectCacheStats | None:
         """What was counted since the last step."""

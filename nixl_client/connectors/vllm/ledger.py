@@ -15,13 +15,18 @@ from nixl_client.connectors.vllm.steps import LoadJob, Report, Step, StoreJob
 
 @dataclass(slots=True)
 class Tracked:
-    """One request. `matched_chunks` is None until looked up, `next_chunk` the first not yet given to be written."""
+    """One request. `matched_chunks` is None until looked up, `next_chunk` the first not yet given to be written,
+    `bad_chunk` one that is stored and could not be read, `admitted_tokens` what was not computed but found when the
+    request was let in.
+    """
 
     chains: tuple[KeyChain, ...]
     matched_chunks: int | None = None
     looked_up_s: float = 0.0
     computed_tokens: int = 0
     next_chunk: int = 0
+    bad_chunk: int | None = None
+    admitted_tokens: int = 0
     unread_jobs: set[int] = field(default_factory=set)
 
 
@@ -70,30 +75,50 @@ class Ledger:
         return self._grid.loadable_tokens(token_count, computed_tokens, matched_chunks, self._room_left)
 
     def load(self, request_id: str, tokens: Sequence[int], token_count: int, block_ids: Sequence[int]) -> None:
-        """The engine took the offer: load `token_count` tokens into these blocks in the coming step."""
+        """The engine took the offer, if it was one: load `token_count` tokens into these blocks in the coming step."""
         tracked = self._requests[request_id]
+        tracked.admitted_tokens = tracked.computed_tokens + token_count
+        if not token_count:
+            return
         span = self._grid.load_span(tracked.computed_tokens, token_count, block_ids)
         self._room_left -= span.chunk_count
         self._loads.append(LoadJob(request_id, span, self._keys(tracked, tokens, span.first_chunk, span.end_chunk)))
 
     def computed(self, request_id: str, tokens: Sequence[int], token_count: int, block_ids: Sequence[int]) -> None:
-        """The KV of the first `token_count` of `tokens` is known to be in these blocks, and right: write the chunks
-        that are missing.
+        """Steps that are over have computed the first `token_count` of `tokens`, which are in these blocks: write the
+        chunks that are missing. What a request was let in with may still be on its way, for itself or for another
+        request; that it came is known once the engine counts a token more.
         """
         tracked = self._requests.get(request_id)
         if tracked is None or tracked.matched_chunks is None or not self._is_storing:
             return
-        end_chunk = min(token_count, len(tokens)) // self._grid.chunk_tokens
-        first_chunk = tracked.next_chunk
-        if end_chunk <= first_chunk:
+        if token_count <= tracked.admitted_tokens:
             return
+        end_chunk = min(token_count, len(tokens)) // self._grid.chunk_tokens
+        if tracked.bad_chunk is not None and tracked.bad_chunk < end_chunk:
+            self._store(request_id, tracked, tokens, block_ids, (tracked.bad_chunk, tracked.bad_chunk + 1), True)
+            tracked.next_chunk = max(tracked.next_chunk, tracked.bad_chunk + 1)
+            tracked.bad_chunk = None
+        if tracked.next_chunk < end_chunk:
+            self._store(request_id, tracked, tokens, block_ids, (tracked.next_chunk, end_chunk), False)
+            tracked.next_chunk = end_chunk
+
+    def _store(
+        self,
+        request_id: str,
+        tracked: Tracked,
+        tokens: Sequence[int],
+        block_ids: Sequence[int],
+        chunks: tuple[int, int],
+        is_repair: bool,
+    ) -> None:
+        first_chunk, end_chunk = chunks
         span = self._grid.store_span(first_chunk, end_chunk, block_ids)
         self._job_id += 1
         keys = self._keys(tracked, tokens, first_chunk, end_chunk)
-        self._stores.append(StoreJob(self._job_id, request_id, span, keys))
+        self._stores.append(StoreJob(self._job_id, request_id, span, keys, is_repair))
         self._owners[self._job_id] = request_id
         tracked.unread_jobs.add(self._job_id)
-        tracked.next_chunk = end_chunk
 
     def finish(self, request_id: str) -> bool:
         """The request has ended. Whether its blocks must be kept, until a worker says that nothing reads them."""
@@ -105,7 +130,15 @@ class Ledger:
         return True
 
     def report(self, report: Report) -> None:
-        """Workers have done with the blocks of these store jobs."""
+        """Workers have done with the blocks of these store jobs, and could not load these chunks: those are written
+        again, and those after them where they are missing, once they have been computed.
+        """
+        for request_id, index in report.bad_chunks.items():
+            tracked = self._requests.get(request_id)
+            if tracked is not None:
+                tracked.bad_chunk = index
+                tracked.next_chunk = index + 1
+                tracked.matched_chunks = min(tracked.matched_chunks or 0, index)
         for job_id, count in report.read_jobs.items():
             acks = self._acks.get(job_id, 0) + count
             if acks < self._deployment.rank_count:

@@ -75,6 +75,7 @@ class Loads:
         self._used = 0
         self._active: list[ActiveLoad] = []
         self._lost_blocks: set[int] = set()
+        self._bad_chunks: dict[str, int] = {}
         self._retired: queue.Queue[tuple[tuple[LayerFetch, ...], object] | None] = queue.Queue()
         self._reaper: threading.Thread | None = None
         self.is_idle = threading.Event()
@@ -117,6 +118,11 @@ class Loads:
         lost, self._lost_blocks = self._lost_blocks, set()
         return lost
 
+    def take_bad_chunks(self) -> dict[str, int]:
+        """By request the first chunk that was missing or damaged, since the last call."""
+        bad, self._bad_chunks = self._bad_chunks, {}
+        return bad
+
     def close(self, timeout_s: float) -> None:
         """Give up what is under way."""
         for load in list(self._active):
@@ -152,6 +158,7 @@ class Loads:
             waited_s = time.monotonic() - began_s
             if layer.chunk_count < load.chunk_count:
                 self._shorten(load, layer.chunk_count, "chunks are missing")
+                self._bad_chunks[load.job.request_id] = load.job.span.first_chunk + layer.chunk_count
             self._scatter(load, layer.data)
         except ChunkUnavailable as error:
             self._again(load, error)
@@ -176,6 +183,7 @@ class Loads:
 
     def _again(self, load: ActiveLoad, error: ChunkUnavailable) -> None:
         """A chunk turned out bad: fetch those before it once more, and recompute only from it on."""
+        self._bad_chunks[load.job.request_id] = load.job.span.first_chunk + (error.index or 0)
         if not error.index or load.is_retried:
             self._give_up(load, error)
             return

@@ -1,4 +1,4 @@
-"""Keys of a request's chunks: which namespace each rank's KV is in, and the rolling hash, taken further as tokens come."""
+"""Keys of a request's chunks: which namespace each rank's KV is in, and their hash, taken on as tokens come."""
 
 from __future__ import annotations
 

@@ -75,8 +75,7 @@ class SchedulerSide:
             hbm_hit_tokens=self._ledger.track(request.request_id, "", "").computed_tokens,
             store_hit_tokens=token_count,
         )
-        if token_count:
-            self._ledger.load(request.request_id, request.all_token_ids, token_count, block_ids)
+        self._ledger.load(request.request_id, request.all_token_ids, token_count, block_ids)
 
     def scheduled(self, request_id: str, block_ids: Sequence[int]) -> None:
         """The request runs in the coming step; what earlier steps computed can be written."""

@@ -93,7 +93,7 @@ class WorkerSide:
     def take_report(self) -> Report:
         """Jobs that have been read."""
         report, self._report = self._report, Report()
-        return report
+        return report.add(Report({}, self._loads.take_bad_chunks()))
 
     def close(self) -> None:
         """Bring everything to an end."""

@@ -116,7 +116,7 @@ class Writer:
 
     def _store(self, entry: Entry) -> None:
         keys, span = entry.job.keys[self._rank], entry.job.span
-        stored = self._client.lookup(keys)
+        stored = 0 if entry.job.is_repair else self._client.lookup(keys)
         self._counters.add(stored_already_chunks=stored)
         for first in range(stored, len(keys), self._batch_chunks):
             end = min(first + self._batch_chunks, len(keys))
