@@ -95,8 +95,13 @@ def chunk_of_wrong_size(name, work, wanted, prompts, endpoint, process, data) ->
     cold = in_process(work)
     shorten(endpoint, keys_in_order(endpoint, prompts[0], cold))
     failures = report(name, in_process(work), wanted)
-    asynchronous = work | {"engine": {"async_scheduling": True}, "multiprocessing": True}
-    return failures + report(name + ", asynchronous", in_process(asynchronous), wanted)
+    shorten(endpoint, keys_in_order(endpoint, prompts[0], cold))
+    asynchronous = work | {"engine": {"async_scheduling": True}}
+    failures += report(name + ", asynchronous", in_process(asynchronous), wanted)
+    shorten(endpoint, keys_in_order(endpoint, prompts[0], cold))
+    return failures + report(
+        name + ", asynchronous, together", in_process(asynchronous | {"groups": [prompts]}), wanted
+    )
 
 
 def flipped(name, work, wanted, prompts, endpoint, process, data) -> int:
@@ -128,7 +133,7 @@ def killed(name, work, wanted, prompts, endpoint, process, data) -> int:
 
 
 def preemption(name, work, wanted, prompts, endpoint, process, data) -> int:
-    small = work | {"engine": {"num_gpu_blocks_override": 30}, "groups": [prompts]}
+    small = work | {"engine": {"num_gpu_blocks_override": 40, "max_model_len": 1024}, "groups": [prompts]}
     failures = report(name + ", cold", in_process(small), wanted)
     return failures + report(name + ", warm", in_process(small), wanted)
 

@@ -37,6 +37,7 @@ class ObjectCacheConnector(KVConnectorBase_V1):  # type: ignore[misc]  # vLLM is
         super().__init__(vllm_config=vllm_config, role=role, kv_cache_config=kv_cache_config)
         self.counters = Counters()
         self._options = Options.of(self._kv_transfer_config.kv_connector_extra_config)
+        engine.check_failure_handling(vllm_config)
         self._scheduler: SchedulerSide | None = None
         self._ledger: Ledger | None = None
         self._worker: WorkerSide | None = None

@@ -21,6 +21,15 @@ class UnsupportedError(Exception):
     """This engine's KV cannot be cached; it runs as if nothing were ever stored."""
 
 
+def check_failure_handling(vllm_config: Any) -> None:
+    """Raises ValueError where a load that fails could cost a wrong token: with asynchronous scheduling vLLM 0.32 also
+    takes the output of the step it had already scheduled on top of the failed one.
+    """
+    policy = vllm_config.kv_transfer_config.kv_load_failure_policy
+    if vllm_config.scheduler_config.async_scheduling and policy == "recompute":
+        raise ValueError('kv_load_failure_policy "recompute" needs --no-async-scheduling')
+
+
 def attention_spec(kv_cache_config: Any) -> FullAttentionSpec:
     """The spec of the one cache group. Raises UnsupportedError for models that have several, or whose layers do not
     keep every token.
