@@ -363,7 +363,8 @@ class Worker:
         self.store = PlayedStore(self.layout)
         self.counters = Counters()
         client: Any = self.store
-        self.loads = Loads(client, 0, grid, self.layout, layers, torch.float32, 1 << 20, 5.0, self.counters)
+        options = Options("http://127.0.0.1:1", "b", staging_bytes=1 << 20, load_timeout_s=5.0)
+        self.loads = Loads(client, 0, grid, self.layout, layers, torch.float32, options, self.counters)
         self.book = StoreBook(100, 10.0)
         self.writer = Writer(client, 0, grid, self.layout, layers, self.book, threading.Event(), self.counters)
         self.writer._loads_idle.set()

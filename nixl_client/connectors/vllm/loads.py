@@ -10,15 +10,18 @@ import threading
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 
-from descriptors.descriptor import Delivery, OnMissing
+from descriptors.descriptor import OnMissing
 from descriptors.errors import ChunkUnavailable, ObjectCacheError
 from descriptors.layout import ChunkLayout
 from nixl_client.client import ObjectCacheClient
 from nixl_client.connectors.vllm.blocks import PagedLayer
+from nixl_client.connectors.vllm.options import Options
 from nixl_client.connectors.vllm.plan import Grid
+from nixl_client.connectors.vllm.staging import Staging
 from nixl_client.connectors.vllm.stats import Counters
 from nixl_client.connectors.vllm.steps import LoadJob
 from nixl_client.fetch import LayerFetch
@@ -34,6 +37,7 @@ class ActiveLoad:
     """A load under way. `good_blocks` of its blocks are still expected to be filled, out of `chunk_count` chunks."""
 
     job: LoadJob
+    blocks: torch.Tensor
     fetch: LayerFetch
     offset: int
     deadline_s: float
@@ -58,8 +62,7 @@ class Loads:
         layout: ChunkLayout,
         layers: Sequence[PagedLayer],
         dtype: torch.dtype,
-        staging_bytes: int,
-        timeout_s: float,
+        options: Options,
         counters: Counters,
     ) -> None:
         self._client = client
@@ -68,23 +71,27 @@ class Loads:
         self._layout = layout
         self._layers = layers
         self._dtype = dtype
-        self._timeout_s = timeout_s
+        self._delivery = options.delivery
+        self._timeout_s = options.load_timeout_s
         self._counters = counters
-        self._staging_bytes = staging_bytes
-        self._staging = client.allocate_buffer(staging_bytes)
+        self._device = layers[0].keys.device
+        self._new_staging = lambda: Staging(client, options.staging_bytes, self._device, options.staging)
+        self._staging = self._new_staging()
         self._used = 0
         self._active: list[ActiveLoad] = []
         self._lost_blocks: set[int] = set()
         self._bad_chunks: dict[str, int] = {}
-        self._retired: queue.Queue[tuple[tuple[LayerFetch, ...], object] | None] = queue.Queue()
+        self._retired: queue.Queue[tuple[tuple[LayerFetch, ...], Staging] | None] = queue.Queue()
         self._reaper: threading.Thread | None = None
         self.is_idle = threading.Event()
         self.is_idle.set()
 
     def start(self, jobs: Sequence[LoadJob]) -> None:
         """Start these loads; what cannot be started is lost at once."""
-        for job in jobs:
+        if jobs:
             self.is_idle.clear()
+            self._staging.await_read()
+        for job in jobs:
             try:
                 self._start(job)
             except FAILURES as error:
@@ -110,6 +117,7 @@ class Loads:
             self._active.remove(load)
             self._counters.add(loads=1, loaded_chunks=load.chunk_count, loaded_bytes=self._bytes(load.chunk_count))
             self._counters.add(loaded_tokens=load.good_blocks * self._grid.block_tokens)
+        self._staging.mark_read()
         self._used = 0
         self.is_idle.set()
 
@@ -134,20 +142,23 @@ class Loads:
 
     def _start(self, job: LoadJob) -> None:
         offset, nbytes = self._used, self._bytes(job.span.chunk_count)
-        if offset + nbytes > self._staging_bytes:
+        if offset + nbytes > self._staging.nbytes:
             raise ValueError(f"{nbytes} bytes do not fit what is left of the staging buffer")
         self._used += nbytes
         fetch = self._fetch(job, job.span.chunk_count, offset)
         deadline_s = time.monotonic() + self._timeout_s
-        self._active.append(ActiveLoad(job, fetch, offset, deadline_s, job.span.chunk_count, len(job.span.blocks)))
+        blocks = torch.tensor(job.span.blocks, device=self._device)
+        self._active.append(
+            ActiveLoad(job, blocks, fetch, offset, deadline_s, job.span.chunk_count, len(job.span.blocks))
+        )
 
     def _fetch(self, job: LoadJob, chunk_count: int, offset: int) -> LayerFetch:
         return self._client.fetch(
             job.keys[self._rank][:chunk_count],
             self._layout,
-            self._staging,
+            self._staging.array,
             offset=offset,
-            delivery=Delivery.LAYER_MAJOR,
+            delivery=self._delivery,
             on_missing=OnMissing.PREFIX,
         )
 
@@ -169,14 +180,13 @@ class Loads:
         self._counters.add(load_wait_s=waited_s, load_copy_s=time.monotonic() - began_s - waited_s)
         load.next_layer += 1
 
-    def _scatter(self, load: ActiveLoad, data: object) -> None:
+    def _scatter(self, load: ActiveLoad, data: Any) -> None:
         layer = self._layers[load.next_layer]
         heads, head_dim = layer.keys.shape[3], layer.keys.shape[4] * layer.keys.shape[5]
-        rows = data if isinstance(data, torch.Tensor) else torch.from_numpy(data)
-        chunks = rows[: load.chunk_count].view(self._dtype)
+        chunks = self._staging.rows(data[: load.chunk_count]).view(self._dtype)
         states = chunks.view(load.chunk_count, 2, self._grid.chunk_tokens, heads, head_dim)
         first, count = load.job.span.chunk_skip, load.good_blocks * self._grid.block_tokens
-        blocks = torch.tensor(load.job.span.blocks[: load.good_blocks])
+        blocks = load.blocks[: load.good_blocks]
         for part in (0, 1):
             tokens = states[:, part].reshape(-1, heads, head_dim)[first : first + count]
             layer.write(blocks, tokens, part)
@@ -236,7 +246,7 @@ class Loads:
         for load in list(self._active):
             self._active.remove(load)
             self._lose(load.job, 0, "its buffer is given up with that of another load")
-        self._staging = self._client.allocate_buffer(self._staging_bytes)
+        self._staging = self._new_staging()
         self._used = 0
 
     def _reap(self) -> None:
@@ -248,7 +258,7 @@ class Loads:
                 except FAILURES as error:
                     _log.warning("cancelling fetch %s failed: %s", fetch.request_id, error)
             try:
-                self._client.release_buffer(staging)
+                staging.release()
             except FAILURES as error:
                 _log.warning("a buffer could not be released: %s", error)
 

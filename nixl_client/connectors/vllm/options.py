@@ -4,11 +4,19 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, fields
+from enum import Enum
 
-from descriptors.descriptor import CHUNK_TOKENS_MAX
+from descriptors.descriptor import CHUNK_TOKENS_MAX, Delivery
 from nixl_client.transport import Transport
 
 _TYPES: dict[str, tuple[type, ...]] = {"str": (str,), "int": (int,), "float": (int, float), "bool": (bool,)}
+
+
+class StagingPlace(Enum):
+    """Which memory a buffer is in."""
+
+    HOST = "host"
+    DEVICE = "device"
 
 
 @dataclass(frozen=True, slots=True)
@@ -22,8 +30,12 @@ class Options:
     """G; 0 is one chunk to a block of the engine."""
     model: str = ""
     """Names the weights in the keys; empty is the model's name and configuration as the engine knows them."""
+    delivery: Delivery = Delivery.AUTO
+    """Layer by layer under the computation, in chunks as they lie, or as the server finds better for the size."""
     staging_bytes: int = 256 << 20
     """The buffer layers arrive in; what one step of the engine loads fits into it."""
+    staging: StagingPlace = StagingPlace.HOST
+    """Where that buffer is: in host memory, or on the GPU where UCX can write there."""
     load_timeout_s: float = 30.0
     """From a load's start to its last layer; past it the blocks are recomputed."""
     lookup_timeout_s: float = 2.0
@@ -68,8 +80,9 @@ class Options:
         values = dict(extra)
         for name in ("endpoint", "bucket"):
             values.setdefault(name, "")
-        if "transport" in values:
-            values["transport"] = Transport(values["transport"])
+        for name, kind in (("transport", Transport), ("delivery", Delivery), ("staging", StagingPlace)):
+            if name in values:
+                values[name] = _member(name, kind, values[name])
         for field in fields(cls):
             value = values.get(field.name)
             wanted = _TYPES.get(str(field.type))
@@ -80,3 +93,11 @@ class Options:
             ):
                 raise ValueError(f"{field.name} must be of type {field.type}, not {value!r}")
         return cls(**values)  # type: ignore[arg-type]  # checked just now
+
+
+def _member(name: str, kind: type[Enum], value: object) -> Enum:
+    try:
+        return kind(value)
+    except ValueError:
+        known = ", ".join(str(each.value) for each in kind)
+        raise ValueError(f"{name} must be one of {known}, not {value!r}") from None

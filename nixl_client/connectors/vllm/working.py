@@ -43,17 +43,7 @@ class WorkerSide:
             fetch_timeout_s=options.load_timeout_s,
         )
         self._store_client = ObjectCacheClient(options.endpoint, options.bucket, timeout_s=options.store_timeout_s)
-        self._loads = Loads(
-            self._load_client,
-            rank,
-            grid,
-            layout,
-            layers,
-            states.dtype,
-            options.staging_bytes,
-            options.load_timeout_s,
-            counters,
-        )
+        self._loads = Loads(self._load_client, rank, grid, layout, layers, states.dtype, options, counters)
         book = StoreBook(options.store_queue_chunks, options.store_wait_s)
         self._writer = Writer(self._store_client, rank, grid, layout, layers, book, self._loads.is_idle, counters)
         self._awaited: frozenset[str] = frozenset()
