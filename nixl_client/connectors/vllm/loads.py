@@ -71,11 +71,9 @@ class Loads:
         self._layout = layout
         self._layers = layers
         self._dtype = dtype
-        self._delivery = options.delivery
-        self._timeout_s = options.load_timeout_s
         self._counters = counters
         self._device = layers[0].keys.device
-        self._new_staging = lambda: Staging(client, options.staging_bytes, self._device, options.staging)
+        self._options = options
         self._staging = self._new_staging()
         self._used = 0
         self._active: list[ActiveLoad] = []
@@ -146,7 +144,7 @@ class Loads:
             raise ValueError(f"{nbytes} bytes do not fit what is left of the staging buffer")
         self._used += nbytes
         fetch = self._fetch(job, job.span.chunk_count, offset)
-        deadline_s = time.monotonic() + self._timeout_s
+        deadline_s = time.monotonic() + self._options.load_timeout_s
         blocks = torch.tensor(job.span.blocks, device=self._device)
         self._active.append(
             ActiveLoad(job, blocks, fetch, offset, deadline_s, job.span.chunk_count, len(job.span.blocks))
@@ -158,7 +156,7 @@ class Loads:
             self._layout,
             self._staging.array,
             offset=offset,
-            delivery=self._delivery,
+            delivery=self._options.delivery,
             on_missing=OnMissing.PREFIX,
         )
 
@@ -239,7 +237,7 @@ class Loads:
             self._reaper = threading.Thread(target=self._reap, name="objectcache-reaper", daemon=True)
             self._reaper.start()
         if self._retired.qsize() >= RETIRED_MAX:
-            fetch.wait_settled(self._timeout_s)
+            fetch.wait_settled(self._options.load_timeout_s)
             return
         others = tuple(load.fetch for load in self._active)
         self._retired.put(((fetch, *others), self._staging))
@@ -248,6 +246,9 @@ class Loads:
             self._lose(load.job, 0, "its buffer is given up with that of another load")
         self._staging = self._new_staging()
         self._used = 0
+
+    def _new_staging(self) -> Staging:
+        return Staging(self._client, self._options.staging_bytes, self._device, self._options.staging)
 
     def _reap(self) -> None:
         while (item := self._retired.get()) is not None:
