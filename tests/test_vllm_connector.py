@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import json
 import threading
 from collections.abc import Sequence
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -25,6 +27,7 @@ from nixl_client.connectors.vllm.scheduling import SchedulerSide  # noqa: E402
 from nixl_client.connectors.vllm.stats import Counters  # noqa: E402
 from nixl_client.connectors.vllm.steps import LoadJob, Report, StoreJob  # noqa: E402
 from nixl_client.connectors.vllm.store_book import StoreBook  # noqa: E402
+from nixl_client.connectors.vllm.weights import Adapters, fingerprint  # noqa: E402
 from nixl_client.connectors.vllm.writer import Writer  # noqa: E402
 from nixl_client.transport import Transport  # noqa: E402
 
@@ -134,6 +137,7 @@ class TestLedger:
         ledger = self.ledger()
         tokens = list(range(200))
         ledger.matched(ledger.track("a", "", ""), 2, 0.0)
+        ledger.admit("a", 0)
         for count in (64, 100, 100, 170, 200):
             ledger.computed("a", tokens, count, list(range(7)))
         spans = [(job.span.first_chunk, job.span.end_chunk) for job in ledger.take_step(frozenset()).stores]
@@ -144,7 +148,10 @@ class TestLedger:
         ledger = self.ledger()
         tokens = list(range(200))
         ledger.matched(ledger.track("a", "", ""), 5, 0.0)
-        ledger.report(Report({}, {"a": 2}))
+        ledger.load("a", tokens, 160, list(range(7)))
+        (job,) = ledger.take_step(frozenset()).loads
+        ledger.report(Report(bad_chunks={job.job_id: 2}), 0.0)
+        ledger.admit("a", 0)
         ledger.computed("a", tokens, 64, list(range(7)))
         assert not ledger.take_step(frozenset()).stores
         ledger.computed("a", tokens, 200, list(range(7)))
@@ -161,11 +168,38 @@ class TestLedger:
         ledger.matched(tracked, 0, 0.0)
         ledger.loadable(tracked, 200, 128)
         ledger.load("a", tokens, 0, list(range(7)))
+        assert ledger.admit("a", 128)
         ledger.computed("a", tokens, 128, list(range(7)))
         assert not ledger.take_step(frozenset()).stores
         ledger.computed("a", tokens, 192, list(range(7)))
         (job,) = ledger.take_step(frozenset()).stores
         assert (job.span.first_chunk, job.span.end_chunk) == (0, 6)
+
+    def test_blocks_are_loading_until_every_rank_has_said_that_they_are_not(self) -> None:
+        ledger = self.ledger(Deployment("m", "bf16", 32, tp_size=2))
+        tokens = list(range(129))
+        ledger.matched(ledger.track("a", "", ""), 4, 0.0)
+        ledger.load("a", tokens, 64, [1, 2, 3, 4, 5], [b"x", b"y"])
+        (job,) = ledger.take_step(frozenset()).loads
+        for _ in range(2):
+            assert ledger.is_loading([b"q", b"y"])
+            assert not ledger.is_loading([b"q"])
+            ledger.report(Report(ended_loads={job.job_id: 1}), 0.0)
+        assert not ledger.is_loading([b"x"])
+
+    def test_after_a_reset_nothing_is_known_and_names_are_new(self) -> None:
+        """The weights may have been replaced: what is stored belongs to the old ones."""
+        ledger = self.ledger()
+        tokens = list(range(64))
+        before = ledger.lookup_keys(ledger.track("a", "", ""), tokens)
+        ledger.matched(ledger.track("a", "", ""), 0, 0.0)
+        ledger.admit("a", 0)
+        ledger.reset("epoch")
+        ledger.computed("a", tokens, 64, [1, 2])
+        assert not ledger.take_step(frozenset()).stores
+        after = ledger.lookup_keys(ledger.track("a", "", ""), tokens)
+        ledger.reset("another")
+        assert len({before, after, ledger.lookup_keys(ledger.track("a", "", ""), tokens)}) == 3
 
     def test_no_lookup_no_store(self) -> None:
         """Without an answer it is not known what is missing; a store that is down must not be written to."""
@@ -179,9 +213,10 @@ class TestLedger:
         ledger = self.ledger(Deployment("m", "bf16", 32, tp_size=2))
         for request_id, reports, is_kept in (("a", 1, True), ("b", 2, False)):
             ledger.matched(ledger.track(request_id, "", ""), 0, 0.0)
+            ledger.admit(request_id, 0)
             ledger.computed(request_id, list(range(64)), 64, [1, 2])
             (job,) = ledger.take_step(frozenset()).stores
-            ledger.report(Report({job.job_id: 1}).add(Report({job.job_id: reports - 1})))
+            ledger.report(Report({job.job_id: 1}).add(Report({job.job_id: reports - 1})), 0.0)
             assert ledger.finish(request_id) is is_kept
             assert ledger.take_step(frozenset()).awaited == ({request_id} if is_kept else set())
 
@@ -297,13 +332,18 @@ class TestBlocks:
 class PlayedFetch:
     """A fetch whose layers are there at once, but for what is to go wrong."""
 
-    def __init__(self, payload: Any, chunk_count: int, failure: Exception | None, failing_layer: int) -> None:
+    def __init__(
+        self, payload: Any, chunk_count: int, failure: Exception | None, failing_layer: int, settles: bool
+    ) -> None:
         self._payload = payload
         self._chunk_count = chunk_count
         self._failure = failure
         self._failing_layer = failing_layer
-        self.is_settled = True
+        self.is_settled = settles
         self.request_id = "played"
+
+    def cancel(self) -> None:
+        self.is_settled = True
 
     def wait_layer(self, layer_index: int, timeout_s: float) -> Any:
         if self._failure is not None and layer_index >= self._failing_layer:
@@ -328,11 +368,22 @@ class PlayedStore:
         self.failing_layer = 0
         self.fetched: list[int] = []
         self.put_failure: Exception | None = None
+        self.lookup_failure: Exception | None = None
+        self.settles = True
+        self.released = threading.Event()
+        self.is_out_of_memory = False
 
     def allocate_buffer(self, nbytes: int) -> Any:
+        if self.is_out_of_memory:
+            raise OSError("no memory")
         return np.zeros(nbytes, np.uint8)
 
+    def release_buffer(self, array: Any) -> None:
+        self.released.set()
+
     def lookup(self, keys: Sequence[str], lease_s: float = 0.0) -> int:
+        if self.lookup_failure is not None:
+            raise self.lookup_failure
         return next((index for index, key in enumerate(keys) if key not in self.chunks), len(keys))
 
     def put_chunks(self, keys: Sequence[str], chunks: Sequence[Any]) -> None:
@@ -346,7 +397,7 @@ class PlayedStore:
         rows = [np.frombuffer(self.chunks[key], np.uint8) for key in keys[:count]]
         payload = np.stack(rows).reshape(count, layout.num_layers, -1).transpose(1, 0, 2).copy()
         failure, self.failure = self.failure, None
-        return PlayedFetch(payload, count, failure, self.failing_layer)
+        return PlayedFetch(payload, count, failure, self.failing_layer, failure is None or self.settles)
 
 
 HEADS, HEAD_DIM, LAYERS = 2, 8, 3
@@ -379,7 +430,7 @@ class Worker:
     def load(self, blocks: tuple[int, ...], computed: int, count: int) -> set[int]:
         span = self.grid.load_span(computed, count, blocks)
         keys = tuple(f"key{index}" for index in range(span.first_chunk, span.end_chunk))
-        self.loads.start([LoadJob("r", span, (keys,))])
+        self.loads.start([LoadJob(1, "r", span, (keys,))])
         for layer_index in range(LAYERS):
             self.loads.wait_layer(layer_index)
         self.loads.finish()
@@ -440,7 +491,7 @@ class TestLoadsAndStores:
         assert worker.store.fetched == [3, 2]
 
     @pytest.mark.parametrize(
-        "failure", [ServerError(ErrorCode.INTERNAL_ERROR, "gone"), TimeoutError("slow"), ValueError("shape")]
+        "failure", [ServerError(ErrorCode.INTERNAL_ERROR, "gone"), TimeoutError("slow"), RuntimeError("whatever")]
     )
     def test_a_load_that_fails_loses_all_its_blocks_and_the_next_works(self, failure: Exception) -> None:
         worker = Worker(Grid(16, 16))
@@ -450,6 +501,47 @@ class TestLoadsAndStores:
         assert worker.load((7, 6), 0, 32) == {7, 6}
         assert worker.load((7, 6), 0, 32) == set()
         assert worker.same((1, 2), (7, 6))
+
+    def load_two(self, worker: Worker) -> set[int]:
+        """Two loads in one step, of which the first fails."""
+        span = worker.grid.load_span(0, 32, (7, 6)), worker.grid.load_span(0, 32, (5, 4))
+        jobs = [LoadJob(index, f"r{index}", span[index], (("key0", "key1"),)) for index in (0, 1)]
+        worker.loads.start(jobs)
+        for layer_index in range(LAYERS):
+            worker.loads.wait_layer(layer_index)
+        worker.loads.finish()
+        assert worker.loads.take_report().ended_loads == {0: 1, 1: 1}
+        return worker.loads.take_lost_blocks()
+
+    @pytest.mark.parametrize("failing_layer", [0, 2, LAYERS])
+    def test_a_load_whose_server_may_still_write_costs_the_others_nothing(self, failing_layer: int) -> None:
+        """Its buffer is not used again, but what others of the same step get in it is good."""
+        worker = Worker(Grid(16, 16))
+        worker.save((1, 2), 0, 2)
+        worker.store.failure, worker.store.failing_layer = TimeoutError("slow"), failing_layer
+        worker.store.settles = False
+        assert self.load_two(worker) == ({7, 6} if failing_layer < LAYERS else set())
+        assert worker.same((1, 2), (5, 4))
+        assert worker.store.released.wait(10)
+        assert worker.load((7, 6), 0, 32) == set()
+        assert worker.same((1, 2), (7, 6))
+
+    def test_without_memory_for_another_buffer_loads_are_lost_until_there_is(self) -> None:
+        worker = Worker(Grid(16, 16))
+        worker.save((1, 2), 0, 2)
+        worker.store.failure, worker.store.settles = TimeoutError("slow"), False
+        worker.load((7, 6), 0, 32)
+        worker.store.is_out_of_memory = True
+        assert self.load_two(worker) == {7, 6, 5, 4}
+        worker.store.is_out_of_memory = False
+        assert worker.load((7, 6), 0, 32) == set()
+
+    def test_chunks_that_fill_no_block_are_no_use(self) -> None:
+        """Half a block came: the block is recomputed as a whole."""
+        worker = Worker(Grid(8, 16))
+        worker.save((1, 2), 0, 4)
+        del worker.store.chunks["key1"]
+        assert worker.load((7, 6), 0, 32) == {7, 6}
 
     def test_a_failed_put_writes_nothing_more_and_frees_the_blocks(self) -> None:
         worker = Worker(Grid(16, 16))
@@ -469,6 +561,7 @@ class Request:
         self.all_token_ids = tokens
         self.prompt_token_ids = tokens
         self.num_tokens = len(tokens)
+        self.block_hashes = [bytes([index]) for index in range(len(tokens) // 32)]
         self.num_computed_tokens = 0
         self.num_in_flight_tokens = 0
         self.lora_request = None
@@ -476,6 +569,51 @@ class Request:
         self.mm_features: list[object] = []
         self.prompt_embeds = None
         self.__dict__.update(changes)
+
+
+class TestWeights:
+    def weights(self, path: Path, fill: int, names: Sequence[str] = ("a", "b")) -> Path:
+        path.mkdir(exist_ok=True)
+        starts = [index * 8192 for index in range(len(names))]
+        entries = {name: {"data_offsets": [start, start + 8192]} for name, start in zip(names, starts, strict=True)}
+        header = json.dumps(entries).encode()
+        body = bytes(8192 * (len(names) - 1)) + bytes([fill]) * 8192
+        (path / "model.safetensors").write_bytes(len(header).to_bytes(8, "little") + header + body)
+        return path
+
+    def test_the_same_weights_are_the_same_wherever_they_are(self, tmp_path: Path) -> None:
+        assert fingerprint(self.weights(tmp_path / "x", 1)) == fingerprint(self.weights(tmp_path / "y", 1))
+
+    def test_other_weights_are_others(self, tmp_path: Path) -> None:
+        """Of the same size, with the same header, at the same path."""
+        first = fingerprint(self.weights(tmp_path / "x", 1))
+        assert fingerprint(self.weights(tmp_path / "x", 2)) != first
+        assert fingerprint(self.weights(tmp_path / "y", 1, ("a", "c"))) != first
+
+    def test_an_adapter_replaced_under_its_number_is_not_cached(self, tmp_path: Path) -> None:
+        """The engine may still hold the old one."""
+        adapters = Adapters()
+        path = self.weights(tmp_path / "x", 1)
+        (path / "adapter_config.json").write_text('{"lora_alpha": 8}')
+        first = adapters.fingerprint(1, path)
+        assert first is not None
+        assert adapters.fingerprint(1, path) == first
+        (path / "adapter_config.json").write_text('{"lora_alpha": 16}')
+        assert adapters.fingerprint(1, path) is None
+        assert adapters.fingerprint(1, path) is None
+        assert adapters.fingerprint(2, path) not in (None, first)
+
+    @pytest.mark.parametrize("content", [b"", b"1234", b"\xff" * 64, (20).to_bytes(8, "little") + b"[1]" + bytes(40)])
+    def test_files_that_are_no_safetensors_are_taken_as_bytes(self, content: bytes, tmp_path: Path) -> None:
+        path = tmp_path / "model.safetensors"
+        path.write_bytes(content)
+        before = fingerprint(path)
+        path.write_bytes(content + b"x")
+        assert fingerprint(path) != before
+
+    def test_a_folder_without_weights_has_none(self, tmp_path: Path) -> None:
+        with pytest.raises(FileNotFoundError, match="no weights"):
+            fingerprint(tmp_path)
 
 
 class TestSchedulerSide:
@@ -496,6 +634,19 @@ class TestSchedulerSide:
         assert side.match(Request(tokens), 96) == 32
         assert side.match(Request(tokens), 128) == 0
 
+    def test_who_finds_blocks_that_are_being_loaded_waits(self) -> None:
+        """Should the load fail, vLLM has only one of the requests compute the blocks again."""
+        side, store, ledger = self.side()
+        first, second = Request(list(range(200))), Request(list(range(200)))
+        second.request_id = "s"
+        store.chunks.update((key, b"") for key in chunk_keys(ONE_RANK.namespace(0, "", ""), range(200), 32))
+        assert side.match(first, 0) == 192
+        side.allocated(first, list(range(7)), 192)
+        (job,) = ledger.take_step(frozenset()).loads
+        assert side.match(second, 192) is None
+        ledger.report(Report(ended_loads={job.job_id: 1}), 0.0)
+        assert side.match(second, 192) == 0
+
     def test_another_salt_is_a_miss(self) -> None:
         side, store, _ = self.side()
         tokens = list(range(100))
@@ -512,6 +663,13 @@ class TestSchedulerSide:
             side.allocated(request, [1, 2, 3, 4], 0)
             assert not side.finished(request, [1, 2, 3, 4])
         assert not ledger.take_step(frozenset()).stores
+
+    @pytest.mark.parametrize("answer", [KeyError("matched"), ValueError("JSON"), OverflowError("token")])
+    def test_whatever_a_lookup_meets_is_a_miss(self, answer: Exception) -> None:
+        """Another server may answer there."""
+        side, store, _ = self.side()
+        store.lookup_failure = answer
+        assert side.match(Request(list(range(200))), 0) == 0
 
     def test_a_lookup_that_fails_is_a_miss_and_is_not_repeated_at_once(self) -> None:
         """A store that is down must not slow every request by the lookup's deadline."""
@@ -531,6 +689,8 @@ class TestSchedulerSide:
         side, _, ledger = self.side()
         request = Request(list(range(200)))
         side.match(request, 0)
+        side.scheduled("r", list(range(7)))
+        assert ledger.take_step(frozenset()).stores == ()
         request.num_computed_tokens, request.num_in_flight_tokens = 128, 64
         side.scheduled("r", list(range(7)))
         (job,) = ledger.take_step(frozenset()).stores
@@ -539,3 +699,17 @@ class TestSchedulerSide:
         assert side.finished(request, list(range(4)))
         (job,) = ledger.take_step(frozenset()).stores
         assert (job.span.first_chunk, job.span.end_chunk) == (2, 4)
+
+    def test_what_another_connector_loads_is_written_only_once_a_token_more_is_computed(self) -> None:
+        """Its bytes may be on their way in the very step in which the engine counts them as computed."""
+        side, _, ledger = self.side()
+        request = Request(list(range(200)))
+        side.match(request, 0)
+        side.allocated(request, list(range(7)), 0)
+        request.num_computed_tokens = 128
+        side.scheduled("r", list(range(7)))
+        assert ledger.take_step(frozenset()).stores == ()
+        request.num_computed_tokens = 160
+        side.scheduled("r", list(range(7)))
+        (job,) = ledger.take_step(frozenset()).stores
+        assert (job.span.first_chunk, job.span.end_chunk) == (0, 5)

@@ -1,6 +1,7 @@
 """Makes the environments of peers that need one, leaving alone what is up to date: `python -m bench.kv_peers.install`.
 
-Each is a folder of `.venv-peers`, built from requirements/NAME.txt with nothing but the pinned packages.
+Each is a folder of `.venv-peers`, or of what OBJECTCACHE_ENVIRONMENTS names (checkouts can then share them), built from
+requirements/NAME.txt with nothing but the pinned packages.
 """
 
 from __future__ import annotations
@@ -8,6 +9,7 @@ from __future__ import annotations
 import argparse
 import fcntl
 import hashlib
+import os
 import shutil
 import subprocess
 import sys
@@ -19,7 +21,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 HERE = Path(__file__).resolve().parent
-ROOT = HERE.parent.parent / ".venv-peers"
+ROOT = Path(os.environ.get("OBJECTCACHE_ENVIRONMENTS") or HERE.parent.parent / ".venv-peers").absolute()
 STEP_TIMEOUT_S = 900
 _PIP = ("--quiet", "--disable-pip-version-check", "--no-input", "--no-deps")
 
@@ -73,14 +75,16 @@ class Environment:
         return self.folder / ".installed"
 
     def _fingerprint(self) -> str:
-        digest = hashlib.sha256(f"{sys.version} {sys.prefix} {self}".encode())
+        lender = sys.prefix if self.borrows else ""
+        digest = hashlib.sha256(f"{sys.version} {lender} {self}".encode())
         digest.update(self._pins.read_bytes())
         return digest.hexdigest()
 
 
 MOONCAKE = Environment("mooncake")
 LMCACHE = Environment("lmcache", borrows=True)
-ENVIRONMENTS = (MOONCAKE, LMCACHE)
+ENGINES = Environment("engines")
+ENVIRONMENTS = (MOONCAKE, LMCACHE, ENGINES)
 
 
 def _run(*command: str) -> None:
@@ -92,7 +96,7 @@ def _run(*command: str) -> None:
 @contextmanager
 def _locked() -> Iterator[None]:
     """One installation at a time, also across processes."""
-    ROOT.mkdir(exist_ok=True)
+    ROOT.mkdir(parents=True, exist_ok=True)
     (ROOT / ".gitignore").write_text("*\n")
     with (ROOT / ".lock").open("w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)

@@ -4,12 +4,15 @@ worker. Where this engine's KV cannot be cached, it says so once and does nothin
 
 from __future__ import annotations
 
+import itertools
 import logging
 import time
-from collections.abc import Iterable
+from collections import deque
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import torch
+from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
 from vllm.distributed.kv_transfer.kv_connector.v1.base import (
     KVConnectorBase_V1,
     KVConnectorMetadata,
@@ -42,9 +45,10 @@ class ObjectCacheConnector(KVConnectorBase_V1):  # type: ignore[misc]  # vLLM is
         self._ledger: Ledger | None = None
         self._worker: WorkerSide | None = None
         self._client: ObjectCacheClient | None = None
+        self._given: set[int] = set()
+        """Blocks the engine has given out for tokens that some connector loads, since the last step."""
         try:
-            spec = engine.attention_spec(kv_cache_config)
-            self._deployment = engine.deployment(vllm_config, self._options, spec)
+            spec = engine.attention_spec(vllm_config, kv_cache_config)
         except engine.UnsupportedError as error:
             _log.error("ObjectCache is not used: %s", error)
             return
@@ -76,25 +80,31 @@ class ObjectCacheConnector(KVConnectorBase_V1):  # type: ignore[misc]  # vLLM is
     # The scheduler's side.
 
     def get_num_new_matched_tokens(self, request: Any, num_computed_tokens: int) -> tuple[int | None, bool]:
-        """Tokens to load, during the step that needs them."""
-        if self._scheduler is None or not self._kv_transfer_config.is_kv_consumer:
+        """Tokens to load, during the step that needs them; None to ask again later."""
+        if self._scheduler is None:
             return 0, False
-        return self._scheduler.match(request, num_computed_tokens), False
+        count = self._scheduler.match(request, num_computed_tokens)
+        return count if count is None or self._kv_transfer_config.is_kv_consumer else 0, False
 
     def update_state_after_alloc(self, request: Any, blocks: Any, num_external_tokens: int) -> None:
         """The offer was taken, or not."""
         if self._scheduler is not None:
-            self._scheduler.allocated(request, blocks.get_block_ids()[0], num_external_tokens)
+            block_ids = blocks.get_block_ids()[0]
+            self._given.update(block_ids[self._scheduler.found_tokens(request) // self._spec.block_size :])
+            self._scheduler.allocated(request, block_ids, num_external_tokens)
 
     def build_connector_meta(self, scheduler_output: Any) -> KVConnectorMetadata:
         """The step's loads and stores."""
         if self._scheduler is None or self._ledger is None:
             return StepMetadata(Step())
         state = scheduler_output.kv_connector_block_state
+        tables = []
         for request_id in scheduler_output.num_scheduled_tokens:
             block_ids = state.get_block_ids(request_id)
             if block_ids is not None:
                 self._scheduler.scheduled(request_id, block_ids[0])
+                tables.append(block_ids[0])
+        self._tables.append(tables)
         return StepMetadata(self._ledger.take_step(self._rewritten(scheduler_output)))
 
     def request_finished(self, request: Any, block_ids: list[int]) -> tuple[bool, dict[str, Any] | None]:
@@ -104,10 +114,17 @@ class ObjectCacheConnector(KVConnectorBase_V1):  # type: ignore[misc]  # vLLM is
         return self._scheduler.finished(request, block_ids), None
 
     def update_connector_output(self, connector_output: Any) -> None:
-        """What workers have read."""
+        """What workers have read, and what they could not load."""
+        self._evict(connector_output.invalid_block_ids)
         report = connector_output.kv_connector_worker_meta
-        if self._ledger is not None and isinstance(report, WorkerReport):
-            self._ledger.report(report.report)
+        if self._scheduler is not None and isinstance(report, WorkerReport):
+            self._scheduler.report(report.report)
+
+    def reset_cache(self) -> bool:
+        """Have nothing of what is stored, as if the weights were others: they may be."""
+        if self._scheduler is not None:
+            self._scheduler.reset()
+        return True
 
     # The workers' side.
 
@@ -121,13 +138,13 @@ class ObjectCacheConnector(KVConnectorBase_V1):  # type: ignore[misc]  # vLLM is
         except engine.UnsupportedError as error:
             _log.error("ObjectCache is not used for loads and stores: %s", error)
             raise
-        rank = engine.worker_rank(self._deployment.tp_size)
+        rank = engine.worker_rank(self._vllm_config.parallel_config.tensor_parallel_size)
         self._worker = WorkerSide(self._options, rank, self._grid, names, layers, self.counters)
 
     def handle_preemptions(self, kv_connector_metadata: KVConnectorMetadata) -> None:
         """Called before the step changes any block."""
         if self._worker is not None and isinstance(kv_connector_metadata, StepMetadata):
-            self._worker.void(kv_connector_metadata.step.rewritten)
+            self._worker.void(kv_connector_metadata.step)
 
     def start_load_kv(self, forward_context: Any, **kwargs: Any) -> None:
         """Start this step's fetches."""
@@ -172,25 +189,42 @@ class ObjectCacheConnector(KVConnectorBase_V1):  # type: ignore[misc]  # vLLM is
         began_s = time.monotonic()
         if self._worker is not None:
             self._worker.close()
+        if self._scheduler is not None:
+            self._scheduler.close()
         if self._client is not None:
             self._client.close()
-        self._worker, self._client = None, None
+        self._worker, self._scheduler, self._client = None, None, None
         _log.info("shut down in %.1f s: %s", time.monotonic() - began_s, self.counters.totals)
 
     def _init_scheduler(self) -> None:
         options = self._options
-        layer_count = len(self._kv_cache_config.kv_cache_groups[0].layer_names)
-        chunk_bytes = self._spec.page_size_bytes * layer_count * self._grid.chunk_tokens // self._spec.block_size
+        group = self._kv_cache_config.kv_cache_groups[0]
+        chunk_bytes = self._spec.page_size_bytes * len(group.layer_names) * self._grid.chunk_tokens
+        room_chunks = options.staging_bytes * self._spec.block_size // chunk_bytes
+        if room_chunks < 1:
+            raise ValueError(f"staging_bytes: a chunk is of {chunk_bytes // self._spec.block_size} bytes")
         is_storing = options.store and self._kv_transfer_config.is_kv_producer
-        self._ledger = Ledger(self._deployment, self._grid, options.staging_bytes // chunk_bytes, is_storing)
+        self._tables: deque[list[Sequence[int]]] = deque(maxlen=self._vllm_config.max_concurrent_batches + 1)
+        self._deployment = engine.deployment(self._vllm_config, group, options)
+        self._ledger = Ledger(self._deployment, self._grid, room_chunks, is_storing)
         self._client = ObjectCacheClient(options.endpoint, options.bucket, timeout_s=options.lookup_timeout_s)
         self._scheduler = SchedulerSide(self._client, options, self._grid, self._ledger, self.counters)
 
+    def _evict(self, lost_blocks: set[int]) -> None:
+        """Take lost blocks, and those computed on top of them, out of the engine's prefix cache. vLLM puts blocks there
+        when it gives them out, and leaves them there for the request to compute again: but a request may be aborted.
+        """
+        if not lost_blocks or self._kv_cache_manager is None:
+            return
+        stale: set[int] = set()
+        for block_ids in itertools.chain.from_iterable(self._tables):
+            stale.update(itertools.dropwhile(lambda block_id: block_id not in lost_blocks, block_ids))
+        self._kv_cache_manager.evict_blocks(stale)
+
     def _rewritten(self, scheduler_output: Any) -> frozenset[int]:
         """Every block given out for this step: its bytes may change, be it by zeroing, loading or computing."""
-        blocks: set[int] = set(scheduler_output.new_block_ids_to_zero or ())
-        for job in self._ledger.loads if self._ledger is not None else ():
-            blocks.update(job.span.blocks)
+        blocks = self._given | set(scheduler_output.new_block_ids_to_zero or ())
+        self._given = set()
         cached = scheduler_output.scheduled_cached_reqs
         requests: Iterable[tuple[str, int, Any]] = [
             *((new.req_id, new.num_computed_tokens, new.block_ids) for new in scheduler_output.scheduled_new_reqs),
@@ -207,3 +241,8 @@ class ObjectCacheConnector(KVConnectorBase_V1):  # type: ignore[misc]  # vLLM is
     def _step(self) -> Step:
         metadata = self._get_connector_metadata()
         return metadata.step if isinstance(metadata, StepMetadata) else Step()
+
+
+if ObjectCacheConnector.__name__ not in KVConnectorFactory._registry:
+    # MultiConnector finds the classes of its statistics by name alone
+    KVConnectorFactory.register_connector(ObjectCacheConnector.__name__, __name__, ObjectCacheConnector.__name__)

@@ -3,17 +3,24 @@
 from __future__ import annotations
 
 import hashlib
+import logging
 import re
+from pathlib import Path
 from typing import Any
 
 import torch
-from vllm.v1.kv_cache_interface import FullAttentionSpec
+from huggingface_hub import try_to_load_from_cache
+from vllm import envs
+from vllm.config import get_current_vllm_config_or_none
+from vllm.v1.kv_cache_interface import FullAttentionSpec, KVQuantMode
 
 from nixl_client.connectors.vllm.blocks import PagedLayer, find_packings, packed_layer, plain_layer
 from nixl_client.connectors.vllm.naming import Deployment
 from nixl_client.connectors.vllm.options import Options
 from nixl_client.connectors.vllm.plan import Grid
+from nixl_client.connectors.vllm.weights import fingerprint
 
+_log = logging.getLogger(__name__)
 _NUMBER = re.compile(r"\d+")
 
 
@@ -22,25 +29,45 @@ class UnsupportedError(Exception):
 
 
 def check_failure_handling(vllm_config: Any) -> None:
-    """Raises ValueError where a load that fails could cost a wrong token: with asynchronous scheduling vLLM 0.32 also
-    takes the output of the step it had already scheduled on top of the failed one.
+    """Raises ValueError where a load that fails could cost a wrong token: with several steps under way vLLM 0.32 also
+    takes the output of those it had already scheduled on top of the failed one.
     """
-    policy = vllm_config.kv_transfer_config.kv_load_failure_policy
-    if vllm_config.scheduler_config.async_scheduling and policy == "recompute":
-        raise ValueError('kv_load_failure_policy "recompute" needs --no-async-scheduling')
+    configs = [vllm_config.kv_transfer_config]
+    current = get_current_vllm_config_or_none()
+    if current is not None and current.kv_transfer_config is not None:
+        configs.append(current.kv_transfer_config)  # MultiConnector's own, which decides, where it made this connector
+    is_recomputed = any(config.kv_load_failure_policy == "recompute" for config in configs)
+    if is_recomputed and vllm_config.max_concurrent_batches > 1:
+        raise ValueError(
+            'kv_load_failure_policy "recompute" needs --no-async-scheduling and a pipeline_parallel_size of 1'
+        )
 
 
-def attention_spec(kv_cache_config: Any) -> FullAttentionSpec:
-    """The spec of the one cache group. Raises UnsupportedError for models that have several, or whose layers do not
-    keep every token.
+def attention_spec(vllm_config: Any, kv_cache_config: Any) -> FullAttentionSpec:
+    """The spec of the one cache group. Raises UnsupportedError where a prefix's KV is not the same bytes whenever it is
+    computed, or not all there: several groups, layers that do not keep every token, prefixes that later tokens or other
+    ranks have a part in, and scales that lie elsewhere. (Layers with a window are fine where vLLM keeps all their
+    tokens, as it does in models that mix both, unless every connector can do with less.)
     """
     groups = kv_cache_config.kv_cache_groups
     if len(groups) != 1 or type(groups[0].kv_cache_spec) is not FullAttentionSpec:
         kinds = ", ".join(type(group.kv_cache_spec).__name__ for group in groups)
         raise UnsupportedError(f"one group of full attention layers is supported, not {kinds}")
-    spec = groups[0].kv_cache_spec
-    if getattr(spec, "sliding_window", None) or getattr(spec, "attention_chunk_size", None):
-        raise UnsupportedError("windowed attention is not supported")
+    spec: FullAttentionSpec = groups[0].kv_cache_spec
+    model, parallel, cache = vllm_config.model_config, vllm_config.parallel_config, vllm_config.cache_config
+    is_split = parallel.decode_context_parallel_size > 1 or getattr(parallel, "prefill_context_parallel_size", 1) > 1
+    is_packed = spec.num_head_slots is not None or spec.state_content_bytes is not None or spec.tokens_per_state != 1
+    obstacles = {
+        "context parallelism": is_split,
+        "attention to later tokens": spec.non_causal or model.is_diffusion or not model.is_prefix_caching_supported,
+        "scales of each token": spec.kv_quant_mode not in (KVQuantMode.NONE, KVQuantMode.FP8_PER_TENSOR),
+        "scales found at run time": bool(getattr(cache, "calculate_kv_scales", False)),
+        "keys and values of different sizes": spec.head_size_v != spec.head_size,
+        "packed states": is_packed,
+    }
+    for what, is_there in obstacles.items():
+        if is_there:
+            raise UnsupportedError(f"{what}: not supported")
     return spec
 
 
@@ -49,24 +76,42 @@ def grid(options: Options, spec: FullAttentionSpec) -> Grid:
     return Grid(options.chunk_tokens or spec.block_size, spec.block_size)
 
 
-def deployment(vllm_config: Any, options: Options, spec: FullAttentionSpec) -> Deployment:
-    """What the keys say about the engine. Raises UnsupportedError for context parallelism."""
-    parallel = vllm_config.parallel_config
-    if parallel.decode_context_parallel_size > 1 or getattr(parallel, "prefill_context_parallel_size", 1) > 1:
-        raise UnsupportedError("context parallelism is not supported")
-    model = vllm_config.model_config
-    name = options.model
-    if not name:
-        config = model.hf_config.to_json_string(use_diff=False)
-        digest = hashlib.sha256(config.encode()).hexdigest()
-        name = f"{model.model}@{model.revision or ''} {model.quantization or ''} {digest}"
+def deployment(vllm_config: Any, group: Any, options: Options) -> Deployment:
+    """What the keys say about the engine: weights, configuration and whatever else KV bytes depend on. `group` is the
+    one cache group.
+    """
+    parallel, model, spec = vllm_config.parallel_config, vllm_config.model_config, group.kv_cache_spec
+    config: str = model.hf_config.to_json_string(use_diff=False)
+    parts = [config, f"{len(group.layer_names)} layers", f"{spec.page_size_bytes} bytes", str(model.quantization)]
+    if "longrope" in config:
+        parts.append(f"max_model_len={model.max_model_len}")  # decides which factors positions are rotated with
+    speculation = vllm_config.speculative_config
+    if speculation is not None:
+        parts.append(f"{speculation.method} {speculation.model}")  # its layers may be in the group
+    if parallel.pipeline_parallel_size > 1:
+        parts.append(str(envs.VLLM_PP_LAYER_PARTITION))
+    digest = hashlib.sha256("\n".join(parts).encode()).hexdigest()
     return Deployment(
-        model=name,
+        model=f"{options.model or weights_name(vllm_config)} {digest}",
         dtype=f"{spec.dtype} {vllm_config.cache_config.cache_dtype} {model.dtype}",
         block_tokens=spec.block_size,
         tp_size=parallel.tensor_parallel_size,
         pp_size=parallel.pipeline_parallel_size,
     )
+
+
+def weights_name(vllm_config: Any) -> str:
+    """The fingerprint of the weights the engine has loaded; where they are not in files, the name they go by."""
+    model, load = vllm_config.model_config, vllm_config.load_config
+    path = Path(model.model)
+    if not path.exists():
+        cached = try_to_load_from_cache(model.model, "config.json", load.download_dir, model.revision)
+        path = Path(cached).parent if isinstance(cached, str) else path
+    try:
+        return fingerprint(path)
+    except OSError as error:
+        _log.warning("keys are told apart by the model's name alone: %s", error)
+        return f"{model.model}@{model.revision or ''} {load.load_format}"
 
 
 def worker_rank(tp_size: int) -> int:

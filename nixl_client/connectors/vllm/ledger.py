@@ -5,19 +5,24 @@ No clock, no network. The engine's own counts are passed in.
 
 from __future__ import annotations
 
+from collections import OrderedDict
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from nixl_client.connectors.vllm.naming import Deployment, KeyChain
 from nixl_client.connectors.vllm.plan import Grid
 from nixl_client.connectors.vllm.steps import LoadJob, Report, Step, StoreJob
 
+BAD_S = 300.0
+"""How long nobody is offered a chunk that could not be read: somebody else may have written it again by then."""
+BAD_KEYS_MAX = 4096
+
 
 @dataclass(slots=True)
 class Tracked:
     """One request. `matched_chunks` is None until looked up, `next_chunk` the first not yet given to be written,
-    `bad_chunk` one that is stored and could not be read, `admitted_tokens` what was not computed but found when the
-    request was let in.
+    `bad_chunk` one that is stored and could not be read, `admitted_tokens` what the engine
+    counted as computed when the request first ran: found, or loaded by whatever connector; None until it runs.
     """
 
     chains: tuple[KeyChain, ...]
@@ -26,7 +31,7 @@ class Tracked:
     computed_tokens: int = 0
     next_chunk: int = 0
     bad_chunk: int | None = None
-    admitted_tokens: int = 0
+    admitted_tokens: int | None = None
     unread_jobs: set[int] = field(default_factory=set)
 
 
@@ -41,6 +46,9 @@ class Ledger:
         self._is_storing = is_storing
         self._requests: dict[str, Tracked] = {}
         self._loads: list[LoadJob] = []
+        self._loading: dict[int, tuple[LoadJob, frozenset[bytes]]] = {}
+        self._bad_until_s: OrderedDict[str, float] = OrderedDict()
+        self._is_reset = False
         self._stores: list[StoreJob] = []
         self._awaited: set[str] = set()
         self._job_id = 0
@@ -63,7 +71,11 @@ class Ledger:
         return tuple(chain.keys(tokens, chunk_count) for chain in tracked.chains)
 
     def matched(self, tracked: Tracked, chunk_count: int, now_s: float) -> None:
-        """The store has the first `chunk_count` chunks on every rank."""
+        """The store has the first `chunk_count` chunks on every rank. It does not know of those that cannot be read."""
+        keys = tracked.chains[0].keys((), chunk_count) if self._bad_until_s else ()
+        bad = next((index for index, key in enumerate(keys) if self._bad_until_s.get(key, 0.0) > now_s), None)
+        if bad is not None:
+            chunk_count = tracked.bad_chunk = bad
         tracked.matched_chunks = chunk_count
         tracked.looked_up_s = now_s
         tracked.next_chunk = max(tracked.next_chunk, chunk_count)
@@ -74,15 +86,47 @@ class Ledger:
         matched_chunks = tracked.matched_chunks or 0
         return self._grid.loadable_tokens(token_count, computed_tokens, matched_chunks, self._room_left)
 
-    def load(self, request_id: str, tokens: Sequence[int], token_count: int, block_ids: Sequence[int]) -> None:
-        """The engine took the offer, if it was one: load `token_count` tokens into these blocks in the coming step."""
+    def found_tokens(self, request_id: str) -> int:
+        """Tokens that were in the engine's own blocks when the request was last looked at."""
+        tracked = self._requests.get(request_id)
+        return 0 if tracked is None else tracked.computed_tokens
+
+    def is_loading(self, hashes: Sequence[bytes]) -> bool:
+        """Whether one of the blocks with these hashes is being loaded, by all that workers have said."""
+        return any(not loading.isdisjoint(hashes) for _, loading in self._loading.values())
+
+    def load(
+        self,
+        request_id: str,
+        tokens: Sequence[int],
+        token_count: int,
+        block_ids: Sequence[int],
+        hashes: Sequence[bytes] = (),
+    ) -> None:
+        """The engine took the offer, if it was one: load `token_count` tokens into these blocks in the coming step.
+        `hashes` are what the engine knows the blocks by.
+        """
         tracked = self._requests[request_id]
-        tracked.admitted_tokens = tracked.computed_tokens + token_count
+        tracked.admitted_tokens = None
         if not token_count:
             return
         span = self._grid.load_span(tracked.computed_tokens, token_count, block_ids)
         self._room_left -= span.chunk_count
-        self._loads.append(LoadJob(request_id, span, self._keys(tracked, tokens, span.first_chunk, span.end_chunk)))
+        self._job_id += 1
+        keys = self._keys(tracked, tokens, span.first_chunk, span.end_chunk)
+        job = LoadJob(self._job_id, request_id, span, keys)
+        self._loads.append(job)
+        self._loading[self._job_id] = job, frozenset(hashes)
+
+    def admit(self, request_id: str, token_count: int) -> bool:
+        """The request runs in the coming step, with so many tokens counted as computed. Whether it is its first since
+        it was let in: only that one counts.
+        """
+        tracked = self._requests.get(request_id)
+        if tracked is None or tracked.admitted_tokens is not None:
+            return False
+        tracked.admitted_tokens = token_count
+        return True
 
     def computed(self, request_id: str, tokens: Sequence[int], token_count: int, block_ids: Sequence[int]) -> None:
         """Steps that are over have computed the first `token_count` of `tokens`, which are in these blocks: write the
@@ -92,11 +136,12 @@ class Ledger:
         tracked = self._requests.get(request_id)
         if tracked is None or tracked.matched_chunks is None or not self._is_storing:
             return
-        if token_count <= tracked.admitted_tokens:
+        if tracked.admitted_tokens is None or token_count <= tracked.admitted_tokens:
             return
         end_chunk = min(token_count, len(tokens)) // self._grid.chunk_tokens
         if tracked.bad_chunk is not None and tracked.bad_chunk < end_chunk:
             self._store(request_id, tracked, tokens, block_ids, (tracked.bad_chunk, tracked.bad_chunk + 1), True)
+            self._bad_until_s.pop(tracked.chains[0].keys(tokens, tracked.bad_chunk + 1)[-1], None)
             tracked.next_chunk = max(tracked.next_chunk, tracked.bad_chunk + 1)
             tracked.bad_chunk = None
         if tracked.next_chunk < end_chunk:
@@ -123,28 +168,36 @@ class Ledger:
     def finish(self, request_id: str) -> bool:
         """The request has ended. Whether its blocks must be kept, until a worker says that nothing reads them."""
         tracked = self._requests.pop(request_id, None)
-        self._loads = [job for job in self._loads if job.request_id != request_id]
+        for job in [job for job in self._loads if job.request_id == request_id]:
+            self._loads.remove(job)
+            self._loading.pop(job.job_id)
         if tracked is None or not tracked.unread_jobs:
             return False
         self._awaited.add(request_id)
         return True
 
-    def report(self, report: Report) -> None:
+    def reset(self, epoch: str) -> None:
+        """Forget every request, and name chunks as no engine did before."""
+        model = self._deployment.model.partition("\n")[0]
+        self._deployment = replace(self._deployment, model=f"{model}\n{epoch}")
+        self._requests.clear()
+        self._loads, self._stores, self._loading = [], [], {}
+        self._is_reset = True
+
+    def report(self, report: Report, now_s: float) -> None:
         """Workers have done with the blocks of these store jobs, and could not load these chunks: those are written
-        again, and those after them where they are missing, once they have been computed.
+        again, and those after them where they are missing, once they have been computed. Until then, or for BAD_S, no
+        request is offered them.
         """
-        for request_id, index in report.bad_chunks.items():
-            tracked = self._requests.get(request_id)
-            if tracked is not None:
-                tracked.bad_chunk = index
-                tracked.next_chunk = index + 1
-                tracked.matched_chunks = min(tracked.matched_chunks or 0, index)
+        for job_id, index in report.bad_chunks.items():
+            if job_id in self._loading:
+                self._note_bad(self._loading[job_id][0], index, now_s)
+        for job_id, count in report.ended_loads.items():
+            if self._is_told_by_all(job_id, count):
+                self._loading.pop(job_id, None)
         for job_id, count in report.read_jobs.items():
-            acks = self._acks.get(job_id, 0) + count
-            if acks < self._deployment.rank_count:
-                self._acks[job_id] = acks
+            if not self._is_told_by_all(job_id, count):
                 continue
-            self._acks.pop(job_id, None)
             tracked = self._requests.get(self._owners.pop(job_id, ""))
             if tracked is not None:
                 tracked.unread_jobs.discard(job_id)
@@ -156,10 +209,27 @@ class Ledger:
 
     def take_step(self, rewritten: frozenset[int]) -> Step:
         """The coming step's work; the books are then empty for the next."""
-        step = Step(tuple(self._loads), tuple(self._stores), rewritten, frozenset(self._awaited))
-        self._loads, self._stores, self._awaited = [], [], set()
+        step = Step(tuple(self._loads), tuple(self._stores), rewritten, frozenset(self._awaited), self._is_reset)
+        self._loads, self._stores, self._awaited, self._is_reset = [], [], set(), False
         self._room_left = self._room_chunks
         return step
+
+    def _note_bad(self, job: LoadJob, index: int, now_s: float) -> None:
+        key = job.keys[0][index - job.span.first_chunk]
+        self._bad_until_s[key] = now_s + BAD_S
+        if len(self._bad_until_s) > BAD_KEYS_MAX:
+            self._bad_until_s.popitem(last=False)
+        tracked = self._requests.get(job.request_id)
+        if tracked is not None:
+            tracked.bad_chunk = index
+            tracked.next_chunk = index + 1
+            tracked.matched_chunks = min(tracked.matched_chunks or 0, index)
+
+    def _is_told_by_all(self, job_id: int, count: int) -> bool:
+        acks = self._acks.pop(job_id, 0) + count
+        if acks < self._deployment.rank_count:
+            self._acks[job_id] = acks
+        return acks >= self._deployment.rank_count
 
     def _keys(self, tracked: Tracked, tokens: Sequence[int], first: int, end: int) -> tuple[tuple[str, ...], ...]:
         return tuple(chain.keys(tokens, end)[first:end] for chain in tracked.chains)

@@ -11,6 +11,9 @@ from nixl_client.transport import Transport
 
 _TYPES: dict[str, tuple[type, ...]] = {"str": (str,), "int": (int,), "float": (int, float), "bool": (bool,)}
 
+WAIT_MAX_S = 120
+"""vLLM takes a step of five minutes for a worker that hangs."""
+
 
 class StagingPlace(Enum):
     """Which memory a buffer is in."""
@@ -37,11 +40,11 @@ class Options:
     staging: StagingPlace = StagingPlace.HOST
     """Where that buffer is: in host memory, or on the GPU where UCX can write there."""
     load_timeout_s: float = 30.0
-    """From a load's start to its last layer; past it the blocks are recomputed."""
+    """From a load's start to its last layer; past it the blocks are recomputed. The whole step waits so long."""
     lookup_timeout_s: float = 2.0
     """A lookup that takes longer is a miss."""
     retry_s: float = 5.0
-    """After a lookup that failed nothing is looked up for so long."""
+    """After a lookup or a load that failed nothing is looked up for so long; twice as long each time, to a minute."""
     lease_s: float = 60.0
     """What a lookup matched is kept from eviction so long."""
     min_load_tokens: int = 0
@@ -62,8 +65,8 @@ class Options:
         if not 0 <= self.chunk_tokens <= CHUNK_TOKENS_MAX:
             raise ValueError(f"chunk_tokens must be from 1 to {CHUNK_TOKENS_MAX}, or 0 for the engine's block size")
         for name in ("load_timeout_s", "lookup_timeout_s", "store_wait_s", "store_timeout_s"):
-            if not 0 < getattr(self, name) <= 3600:
-                raise ValueError(f"{name} must be more than 0 and at most 3600")
+            if not 0 < getattr(self, name) <= WAIT_MAX_S:
+                raise ValueError(f"{name} must be more than 0 and at most {WAIT_MAX_S}")
         for name in ("retry_s", "lease_s", "drain_s"):
             if not 0 <= getattr(self, name) <= 3600:
                 raise ValueError(f"{name} must be from 0 to 3600")

@@ -2,25 +2,26 @@
 
 from __future__ import annotations
 
-import logging
 import time
+import uuid
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Protocol
 
-from descriptors.errors import ObjectCacheError
 from nixl_client.client import ObjectCacheClient
 from nixl_client.connectors.vllm.ledger import Ledger, Tracked
+from nixl_client.connectors.vllm.lookups import Lookups
 from nixl_client.connectors.vllm.options import Options
 from nixl_client.connectors.vllm.plan import Grid
 from nixl_client.connectors.vllm.stats import Counters
-
-LOOKUP_KEYS_MAX = 65_536
-_log = logging.getLogger(__name__)
+from nixl_client.connectors.vllm.steps import Report
+from nixl_client.connectors.vllm.weights import Adapters
 
 
 class Lora(Protocol):
     """The part of vLLM's LoRARequest that decides what KV bytes mean."""
 
+    lora_int_id: int
     lora_name: str
     lora_path: str
 
@@ -38,6 +39,7 @@ class EngineRequest(Protocol):
     mm_features: Sequence[object]
     prompt_embeds: object | None
     prompt_token_ids: Sequence[int] | None
+    block_hashes: Sequence[bytes]
 
 
 class SchedulerSide:
@@ -46,75 +48,112 @@ class SchedulerSide:
     def __init__(
         self, client: ObjectCacheClient, options: Options, grid: Grid, ledger: Ledger, counters: Counters
     ) -> None:
-        self._client = client
+        self._lookups = Lookups(client, options, counters)
         self._options = options
         self._grid = grid
         self._ledger = ledger
         self._counters = counters
-        self._silent_until_s = 0.0
         self._requests: dict[str, EngineRequest] = {}
+        self._adapters = Adapters()
 
-    def match(self, request: EngineRequest, computed_tokens: int) -> int:
-        """Tokens that can be loaded after the `computed_tokens` in the engine's own blocks."""
-        if not _is_text(request):
+    def match(self, request: EngineRequest, computed_tokens: int) -> int | None:
+        """Tokens that can be loaded after the `computed_tokens` in the engine's own blocks. None while that is not
+        known, and while some of those blocks are being loaded for another request: should that fail, vLLM has only one
+        of the two compute them again.
+        """
+        found = request.block_hashes[: computed_tokens // self._grid.block_tokens]
+        if self._ledger.is_loading(found):
+            return None
+        adapter = self._adapter(request.lora_request)
+        if adapter is None or not _is_text(request):
             return 0
-        lora = request.lora_request
-        name = "" if lora is None else f"{lora.lora_name}\n{lora.lora_path}"
-        tracked = self._ledger.track(request.request_id, name, request.cache_salt or "")
+        tracked = self._ledger.track(request.request_id, adapter, request.cache_salt or "")
         self._requests[request.request_id] = request
-        self._look_up(tracked, request)
+        if not self._is_looked_up(tracked, request):
+            return None
         count = self._ledger.loadable(tracked, request.num_tokens, computed_tokens)
         return count if count >= self._options.min_load_tokens else 0
+
+    def found_tokens(self, request: EngineRequest) -> int:
+        """Tokens that were in the engine's own blocks when the request was last let in; 0 where that is not known."""
+        return self._ledger.found_tokens(request.request_id)
 
     def allocated(self, request: EngineRequest, block_ids: Sequence[int], token_count: int) -> None:
         """The engine has blocks for the request, and loads so many tokens."""
         if request.request_id not in self._requests:
             return
-        self._counters.add(
-            prompt_tokens=request.num_tokens,
-            hbm_hit_tokens=self._ledger.track(request.request_id, "", "").computed_tokens,
-            store_hit_tokens=token_count,
-        )
-        self._ledger.load(request.request_id, request.all_token_ids, token_count, block_ids)
+        self._counters.add(store_hit_tokens=token_count)
+        first = self.found_tokens(request) // self._grid.block_tokens
+        hashes = request.block_hashes[first : first + token_count // self._grid.block_tokens]
+        self._ledger.load(request.request_id, request.all_token_ids, token_count, block_ids, hashes)
 
     def scheduled(self, request_id: str, block_ids: Sequence[int]) -> None:
         """The request runs in the coming step; what earlier steps computed can be written."""
         request = self._requests.get(request_id)
         if request is not None:
+            if self._ledger.admit(request_id, request.num_computed_tokens):
+                self._counters.add(prompt_tokens=request.num_tokens, hbm_hit_tokens=self.found_tokens(request))
             self._write(request, block_ids)
 
     def finished(self, request: EngineRequest, block_ids: Sequence[int]) -> bool:
         """The request has ended; whether its blocks must be kept for now."""
         if self._requests.pop(request.request_id, None) is None:
             return False
+        self._lookups.forget(request.request_id)
         self._write(request, block_ids)
         return self._ledger.finish(request.request_id)
 
+    def report(self, report: Report) -> None:
+        """What workers have done."""
+        self._ledger.report(report, time.monotonic())
+        if report.failed_loads:
+            self._lookups.silence()
+        elif report.ended_loads:
+            self._lookups.end_silence()
+
+    def close(self) -> None:
+        """Ask nothing more."""
+        self._lookups.close()
+
+    def reset(self) -> None:
+        """The weights may be others from now on: have nothing stored, and store under names nobody had before. What is
+        running goes on without the store.
+        """
+        for request_id in self._requests:
+            self._lookups.forget(request_id)
+        self._requests.clear()
+        self._ledger.reset(uuid.uuid4().hex)
+
+    def _adapter(self, lora: Lora | None) -> str | None:
+        """Tells adapters apart by name and, where they are files of this host, by weights; None: cannot be told."""
+        if lora is None:
+            return ""
+        try:
+            found = self._adapters.fingerprint(lora.lora_int_id, Path(lora.lora_path))
+        except OSError:
+            found = lora.lora_path
+        return None if found is None else f"{lora.lora_name}\n{found}"
+
     def _write(self, request: EngineRequest, block_ids: Sequence[int]) -> None:
+        if not _is_text(request):
+            return
         sure_tokens = max(0, request.num_computed_tokens - request.num_in_flight_tokens)
         held_tokens = min(sure_tokens, len(block_ids) * self._grid.block_tokens)
         self._ledger.computed(request.request_id, request.all_token_ids, held_tokens, block_ids)
 
-    def _look_up(self, tracked: Tracked, request: EngineRequest) -> None:
+    def _is_looked_up(self, tracked: Tracked, request: EngineRequest) -> bool:
         now_s = time.monotonic()
+        if self._lookups.is_silent:
+            self._lookups.forget(request.request_id)
+            tracked.matched_chunks = None
+            return True
         if tracked.matched_chunks is not None and now_s - tracked.looked_up_s <= self._options.lease_s / 2:
-            return
-        if now_s < self._silent_until_s:
-            return
-        keys_of_ranks = self._ledger.lookup_keys(tracked, request.all_token_ids)
-        if not keys_of_ranks[0]:
-            self._ledger.matched(tracked, 0, now_s)
-            return
-        try:
-            self._counters.add(lookups=1)
-            counts = [self._client.lookup(keys[:LOOKUP_KEYS_MAX], self._options.lease_s) for keys in keys_of_ranks]
-        except (ObjectCacheError, OSError) as error:
-            _log.warning("request %s: the lookup failed, taken as a miss: %s", request.request_id, error)
-            self._counters.add(lookup_failures=1)
-            self._silent_until_s = time.monotonic() + self._options.retry_s
-            return
-        self._counters.add(lookup_s=time.monotonic() - now_s)
-        self._ledger.matched(tracked, min(counts), now_s)
+            return True
+        tokens = request.all_token_ids
+        count = self._lookups.ask(request.request_id, lambda: self._ledger.lookup_keys(tracked, tokens))
+        if count is not None and not self._lookups.is_silent:
+            self._ledger.matched(tracked, count, now_s)
+        return count is not None
 
 
 def _is_text(request: EngineRequest) -> bool:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from dataclasses import dataclass, field
 
 from nixl_client.connectors.vllm.plan import Span
@@ -11,6 +12,7 @@ from nixl_client.connectors.vllm.plan import Span
 class LoadJob:
     """Load `span` for a request before this step's attention reads it. `keys` are the span's, for each rank."""
 
+    job_id: int
     request_id: str
     span: Span
     keys: tuple[tuple[str, ...], ...]
@@ -31,36 +33,41 @@ class StoreJob:
 
 @dataclass(frozen=True, slots=True)
 class Step:
-    """One step's work. `rewritten` are blocks whose bytes this step may change, `awaited` requests that have ended and
-    whose blocks are free once nothing reads them.
+    """One step's work. `rewritten` are blocks whose bytes this step may change, all of them where `is_reset`; `awaited`
+    are requests that have ended and whose blocks are free once nothing reads them.
     """
 
     loads: tuple[LoadJob, ...] = ()
     stores: tuple[StoreJob, ...] = ()
     rewritten: frozenset[int] = frozenset()
     awaited: frozenset[str] = frozenset()
+    is_reset: bool = False
 
 
 @dataclass(slots=True)
 class Report:
-    """Store jobs whose blocks are not read any more: how many workers say so, by job. And the first chunk that could
-    not be loaded, missing or damaged, by request.
+    """Store jobs whose blocks are not read any more, and load jobs that are over: how many workers say so, by job. By
+    load job the first chunk of the prefix that is missing or damaged. And how many loads failed for other reasons.
     """
 
     read_jobs: dict[int, int] = field(default_factory=dict)
-    bad_chunks: dict[str, int] = field(default_factory=dict)
+    ended_loads: dict[int, int] = field(default_factory=dict)
+    bad_chunks: dict[int, int] = field(default_factory=dict)
+    failed_loads: int = 0
 
     @property
     def is_empty(self) -> bool:
         """Whether there is nothing to tell."""
-        return not self.read_jobs and not self.bad_chunks
+        return not self.read_jobs and not self.ended_loads
 
     def add(self, other: Report) -> Report:
         """Both reports in one."""
-        counts = dict(self.read_jobs)
-        for job_id, count in other.read_jobs.items():
-            counts[job_id] = counts.get(job_id, 0) + count
         bad_chunks = dict(self.bad_chunks)
-        for request_id, index in other.bad_chunks.items():
-            bad_chunks[request_id] = min(index, bad_chunks.get(request_id, index))
-        return Report(counts, bad_chunks)
+        for job_id, index in other.bad_chunks.items():
+            bad_chunks[job_id] = min(index, bad_chunks.get(job_id, index))
+        return Report(
+            Counter(self.read_jobs) + Counter(other.read_jobs),
+            Counter(self.ended_loads) + Counter(other.ended_loads),
+            bad_chunks,
+            self.failed_loads + other.failed_loads,
+        )

@@ -87,13 +87,17 @@ class StoreBook:
         self._drop_waiting(lambda entry: entry.job.request_id == request_id)
         self._forget_ended()
 
-    def void(self, blocks: frozenset[int]) -> Entry | None:
-        """These blocks get other bytes now: drop the jobs that have not read them. Returns the job under way if it is
-        one of them: a read that has begun must end before the bytes change, another must not begin.
+    def void(self, blocks: frozenset[int] | None) -> Entry | None:
+        """These blocks, or with None all, get other bytes now: drop the jobs that have not read them. Returns the job
+        under way if it is one of them: a read that has begun must end before the bytes change, another must not begin.
         """
-        self._drop_waiting(lambda entry: not blocks.isdisjoint(entry.job.span.blocks))
+
+        def is_hit(entry: Entry) -> bool:
+            return blocks is None or not blocks.isdisjoint(entry.job.span.blocks)
+
+        self._drop_waiting(is_hit)
         entry = self._current
-        if entry is None or entry.is_read or blocks.isdisjoint(entry.job.span.blocks):
+        if entry is None or entry.is_read or not is_hit(entry):
             return None
         entry.is_void = True
         return entry

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Sequence
 
 from descriptors.layout import ChunkLayout, slice_bytes
@@ -14,6 +15,8 @@ from nixl_client.connectors.vllm.stats import Counters
 from nixl_client.connectors.vllm.steps import LoadJob, Report, Step
 from nixl_client.connectors.vllm.store_book import StoreBook
 from nixl_client.connectors.vllm.writer import Writer
+
+_log = logging.getLogger(__name__)
 
 
 class WorkerSide:
@@ -49,9 +52,9 @@ class WorkerSide:
         self._awaited: frozenset[str] = frozenset()
         self._report = Report()
 
-    def void(self, blocks: frozenset[int]) -> None:
-        """These blocks are about to change."""
-        self._writer.void(blocks)
+    def void(self, step: Step) -> None:
+        """The step is about to change blocks."""
+        self._writer.void(None if step.is_reset else step.rewritten)
 
     def start_loads(self, jobs: Sequence[LoadJob]) -> None:
         """Start fetching."""
@@ -81,13 +84,16 @@ class WorkerSide:
         return self._loads.take_lost_blocks()
 
     def take_report(self) -> Report:
-        """Jobs that have been read."""
+        """Jobs that have been read, or loaded."""
         report, self._report = self._report, Report()
-        return report.add(Report({}, self._loads.take_bad_chunks()))
+        return report.add(self._loads.take_report())
 
     def close(self) -> None:
-        """Bring everything to an end."""
+        """Bring everything to an end; what cannot be is said, and the rest goes on."""
         self._writer.close(self._drain_s)
         self._loads.close(self._drain_s)
-        self._store_client.close()
-        self._load_client.close()
+        for client in (self._store_client, self._load_client):
+            try:
+                client.close()
+            except Exception as error:
+                _log.warning("a client could not be closed: %r", error)

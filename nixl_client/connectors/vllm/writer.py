@@ -67,9 +67,9 @@ class Writer:
                 self._thread = threading.Thread(target=self._run, name="objectcache-store", daemon=True)
                 self._thread.start()
 
-    def void(self, blocks: frozenset[int]) -> None:
-        """On return nothing reads these blocks."""
-        if not blocks:
+    def void(self, blocks: frozenset[int] | None) -> None:
+        """On return nothing reads these blocks; None: no block at all."""
+        if blocks is not None and not blocks:
             return
         with self._changed:
             if self._book.void(blocks) is not None:

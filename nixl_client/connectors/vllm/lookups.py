@@ -1,0 +1,108 @@
+"""Lookups beside the scheduler: a server that is slow to answer must not hold up the requests that run."""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor, wait
+from dataclasses import dataclass
+
+from nixl_client.client import ObjectCacheClient
+from nixl_client.connectors.vllm.options import Options
+from nixl_client.connectors.vllm.stats import Counters
+
+KEYS_MAX = 65_536
+THREADS = 8
+PENDING_MAX = 64
+FIRST_WAIT_S = 0.02
+"""How long the scheduler waits for an answer at first; most come in a few milliseconds."""
+NEXT_WAIT_S = 0.001
+SILENCE_MAX_S = 60.0
+Keys = tuple[tuple[str, ...], ...]
+_log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True)
+class _Pending:
+    future: Future[int]
+    since_s: float
+
+
+class Lookups:
+    """What is stored of each request, asked in threads. After a failure nothing is asked for `retry_s`, twice as long
+    after each further one. Used by the scheduler's thread.
+    """
+
+    def __init__(self, client: ObjectCacheClient, options: Options, counters: Counters) -> None:
+        self._client = client
+        self._options = options
+        self._counters = counters
+        self._pool = ThreadPoolExecutor(THREADS, "objectcache-lookup")
+        self._pending: dict[str, _Pending] = {}
+        self._silent_until_s = 0.0
+        self._silence_s = 0.0
+
+    @property
+    def is_silent(self) -> bool:
+        """Whether nothing is asked for now."""
+        return time.monotonic() < self._silent_until_s
+
+    def ask(self, request_id: str, keys: Callable[[], Keys]) -> int | None:
+        """How many chunks are stored on every rank; None: not known yet, ask again. `keys` are each rank's. What fails
+        is 0: the engine can do without.
+        """
+        pending = self._pending.get(request_id)
+        if pending is None:
+            if len(self._pending) >= PENDING_MAX:
+                return None
+            try:
+                asked = keys()
+            except Exception as error:
+                return self._fail(request_id, error)
+            if not asked[0]:
+                return 0
+            self._counters.add(lookups=1)
+            pending = _Pending(self._pool.submit(self._look_up, asked), time.monotonic())
+            self._pending[request_id] = pending
+            wait([pending.future], FIRST_WAIT_S)
+        elif not pending.future.done():
+            wait([pending.future], NEXT_WAIT_S)
+        waited_s = time.monotonic() - pending.since_s
+        if not pending.future.done() and waited_s < self._options.lookup_timeout_s:
+            return None
+        self.forget(request_id)
+        self._counters.add(lookup_s=waited_s)
+        try:
+            return pending.future.result(0)
+        except Exception as error:
+            return self._fail(request_id, error)
+
+    def forget(self, request_id: str) -> None:
+        """Nobody waits for the answer any more."""
+        pending = self._pending.pop(request_id, None)
+        if pending is not None:
+            pending.future.cancel()
+
+    def silence(self) -> None:
+        """Ask nothing for a while: the store does not serve."""
+        first_s = self._options.retry_s
+        self._silence_s = min(max(2 * self._silence_s, first_s), max(first_s, SILENCE_MAX_S))
+        self._silent_until_s = time.monotonic() + self._silence_s
+
+    def end_silence(self) -> None:
+        """The store serves: the next silence is a short one."""
+        self._silence_s = 0.0
+
+    def close(self) -> None:
+        """Drop what is under way."""
+        self._pool.shutdown(wait=False, cancel_futures=True)
+
+    def _look_up(self, keys: Sequence[Sequence[str]]) -> int:
+        return min(self._client.lookup(each[:KEYS_MAX], self._options.lease_s) for each in keys)
+
+    def _fail(self, request_id: str, error: Exception) -> int:
+        _log.warning("request %s: the lookup failed, taken as a miss: %r", request_id, error)
+        self._counters.add(lookup_failures=1)
+        self.silence()
+        return 0
