@@ -284,7 +284,9 @@ class TestStoreBook:
         book.fail("a")
         assert not book.add(store_job(1, "a", (1,)), 0.0)
         book.forget(["a"])
-        assert book.add(store_job(2, "a", (1,)), 0.0)
+        assert not book.add(store_job(2, "a", (1,)), 0.0)
+        book.forget([])
+        assert book.add(store_job(3, "a", (1,)), 0.0)
 
 
 def engine_write(packing: Packing, values: Packing) -> Any:

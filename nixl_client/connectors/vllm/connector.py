@@ -132,14 +132,15 @@ class ObjectCacheConnector(KVConnectorBase_V1):  # type: ignore[misc]  # vLLM is
         """The engine's memory."""
         if not hasattr(self, "_spec"):
             return
-        names = engine.ordered_layers(list(kv_caches))
+        indexes = engine.layer_indexes(kv_caches)
+        caches = {index: kv_caches[name] for name, index in indexes.items()}
         try:
-            layers = engine.paged_layers(self._vllm_config, self._spec, [kv_caches[name] for name in names])
+            layers = engine.paged_layers(self._vllm_config, self._spec, [caches[index] for index in sorted(caches)])
         except engine.UnsupportedError as error:
             _log.error("ObjectCache is not used for loads and stores: %s", error)
             raise
         rank = engine.worker_rank(self._vllm_config.parallel_config.tensor_parallel_size)
-        self._worker = WorkerSide(self._options, rank, self._grid, names, layers, self.counters)
+        self._worker = WorkerSide(self._options, rank, self._grid, indexes, layers, self.counters)
 
     def handle_preemptions(self, kv_connector_metadata: KVConnectorMetadata) -> None:
         """Called before the step changes any block."""

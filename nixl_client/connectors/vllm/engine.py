@@ -121,9 +121,13 @@ def worker_rank(tp_size: int) -> int:
     return int(get_pp_group().rank_in_group * tp_size + get_tp_group().rank_in_group)
 
 
-def ordered_layers(names: list[str]) -> list[str]:
-    """By the numbers in their names, as the model runs them."""
-    return sorted(names, key=lambda name: [int(number) for number in _NUMBER.findall(name)])
+def layer_indexes(kv_caches: dict[str, torch.Tensor]) -> dict[str, int]:
+    """The place of each layer's memory by the numbers in the names, as the model runs them; layers that share another's
+    memory share its place.
+    """
+    names = sorted(kv_caches, key=lambda name: [int(number) for number in _NUMBER.findall(name)])
+    places: dict[int, int] = {}
+    return {name: places.setdefault(kv_caches[name].data_ptr(), len(places)) for name in names}
 
 
 def paged_layers(vllm_config: Any, spec: FullAttentionSpec, caches: list[torch.Tensor]) -> list[PagedLayer]:

@@ -31,6 +31,7 @@ class StoreBook:
         self._broken: set[str] = set()
         self._awaited: set[str] = set()
         self._ended: set[str] = set()
+        self._ended_last: set[str] = set()
         self._report = Report()
         self._dropped_chunks = 0
 
@@ -123,8 +124,9 @@ class StoreBook:
         return freed
 
     def forget(self, request_ids: Iterable[str]) -> None:
-        """These requests have ended: what is known of them goes with their last job."""
-        self._ended.update(request_ids)
+        """These requests have ended: what is known of them goes with their last job, which may come in this step."""
+        self._ended |= self._ended_last
+        self._ended_last = set(request_ids)
         self._forget_ended()
 
     def take_report(self) -> Report:

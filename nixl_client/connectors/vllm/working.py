@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Sequence
+import threading
+from collections.abc import Mapping, Sequence
 
 from descriptors.layout import ChunkLayout, slice_bytes
 from nixl_client.client import ObjectCacheClient
@@ -16,6 +17,7 @@ from nixl_client.connectors.vllm.steps import LoadJob, Report, Step
 from nixl_client.connectors.vllm.store_book import StoreBook
 from nixl_client.connectors.vllm.writer import Writer
 
+CLOSE_S = 5.0
 _log = logging.getLogger(__name__)
 
 
@@ -27,7 +29,7 @@ class WorkerSide:
         options: Options,
         rank: int,
         grid: Grid,
-        layer_names: Sequence[str],
+        layer_indexes: Mapping[str, int],
         layers: Sequence[PagedLayer],
         counters: Counters,
     ) -> None:
@@ -37,7 +39,7 @@ class WorkerSide:
             len(layers), grid.chunk_tokens, slice_bytes(grid.chunk_tokens, heads, head_dim, states.itemsize)
         )
         self._drain_s = options.drain_s
-        self._layer_indexes = {name: index for index, name in enumerate(layer_names)}
+        self._layer_indexes = layer_indexes
         self._load_client = ObjectCacheClient(
             options.endpoint,
             options.bucket,
@@ -89,7 +91,14 @@ class WorkerSide:
         return report.add(self._loads.take_report())
 
     def close(self) -> None:
-        """Bring everything to an end; what cannot be is said, and the rest goes on."""
+        """Bring everything to an end; what cannot be in time is left to the process's own end."""
+        closing = threading.Thread(target=self._close, name="objectcache-close", daemon=True)
+        closing.start()
+        closing.join(3 * self._drain_s + CLOSE_S)
+        if closing.is_alive():
+            _log.warning("stores or loads under way did not end in time")
+
+    def _close(self) -> None:
         self._writer.close(self._drain_s)
         self._loads.close(self._drain_s)
         for client in (self._store_client, self._load_client):
