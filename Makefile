@@ -5,13 +5,17 @@ BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 CODE := adapters bench demo descriptors fuzz gateway nixl_client objectcache storage_server tests
 
-.PHONY: demo test check format lint types bench-smoke clients compatibility crash fuzz peers install clean
+.PHONY: demo test test-engines check format lint types bench-smoke clients engines compatibility crash fuzz peers install clean
 
 demo: $(STAMP)
 	$(BIN)/python -m demo
 
-test: $(STAMP) clients
+test: $(STAMP) clients engines
 	$(BIN)/python -m pytest
+
+# what `test` leaves out of the tests with vLLM and LMCache: minutes each
+test-engines: $(STAMP) engines
+	$(BIN)/python -m pytest -m engines_full tests/engines
 
 check: lint types test bench-smoke
 
@@ -42,6 +46,10 @@ bench-smoke: $(STAMP)
 clients: $(STAMP)
 	$(BIN)/python -m tests.clients.install
 
+# vLLM and LMCache, in an environment of their own
+engines: $(STAMP)
+	$(BIN)/python -m bench.kv_peers.install engines
+
 compatibility: clients
 	$(BIN)/python -m tests.clients --write docs/compatibility.md
 
@@ -52,7 +60,7 @@ crash: $(STAMP)
 # other software `bench aggregate` is measured beside
 peers: $(STAMP)
 	$(BIN)/pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[bench]'
-	$(BIN)/python -m bench.kv_peers.install
+	$(BIN)/python -m bench.kv_peers.install mooncake lmcache
 
 fuzz: $(STAMP)
 	$(BIN)/pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[fuzz]'

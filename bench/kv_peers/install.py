@@ -1,7 +1,7 @@
 """Makes the environments of peers that need one, leaving alone what is up to date: `python -m bench.kv_peers.install`.
 
-Each is a folder of `.venv-peers`, or of what OBJECTCACHE_ENVIRONMENTS names (checkouts can then share them), built from
-requirements/NAME.txt with nothing but the pinned packages.
+Each is a folder of `.venv-peers`, built from requirements/NAME.txt with nothing but the pinned packages. Checkouts share
+them in the folder that OBJECTCACHE_ENVIRONMENTS names, where each version of an environment is kept.
 """
 
 from __future__ import annotations
@@ -21,7 +21,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 HERE = Path(__file__).resolve().parent
-ROOT = Path(os.environ.get("OBJECTCACHE_ENVIRONMENTS") or HERE.parent.parent / ".venv-peers").absolute()
+SHARED = os.environ.get("OBJECTCACHE_ENVIRONMENTS")
+ROOT = Path(SHARED or HERE.parent.parent / ".venv-peers").absolute()
 STEP_TIMEOUT_S = 900
 _PIP = ("--quiet", "--disable-pip-version-check", "--no-input", "--no-deps")
 
@@ -40,7 +41,7 @@ class Environment:
     @property
     def folder(self) -> Path:
         """Where it lies."""
-        return ROOT / self.name
+        return ROOT / (f"{self.name}-{self._fingerprint()[:12]}" if SHARED else self.name)
 
     @property
     def python(self) -> Path:
