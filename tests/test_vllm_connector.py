@@ -17,7 +17,7 @@ torch = pytest.importorskip("torch")
 from descriptors.errors import ChunkUnavailable, ErrorCode, ServerError  # noqa: E402
 from descriptors.layout import ChunkLayout  # noqa: E402
 from descriptors.prefix_keys import chunk_keys  # noqa: E402
-from nixl_client.connectors.vllm.blocks import Packing, find_packings, packed_layer, plain_layer  # noqa: E402
+from nixl_client.connectors.vllm.blocks import Blocks, Packing, Run, find_packings, find_runs, packed_layer, plain_layer  # noqa: E402
 from nixl_client.connectors.vllm.ledger import Ledger  # noqa: E402
 from nixl_client.connectors.vllm.loads import Loads  # noqa: E402
 from nixl_client.connectors.vllm.naming import Deployment, KeyChain  # noqa: E402
@@ -293,7 +293,7 @@ def engine_write(packing: Packing, values: Packing) -> Any:
     def write(keys: Any, value_states: Any, cache: Any) -> None:
         layer = packed_layer(cache, (packing, values))
         for part, states in enumerate((keys, value_states)):
-            layer.write(torch.tensor([0]), states, part)
+            layer.write(Blocks([0]), states, part)
 
     return write
 
@@ -319,15 +319,15 @@ class TestBlocks:
         layer = make(cache)
         states = torch.randn(2, 64, 2, 8)
         for part in (0, 1):
-            layer.write(torch.tensor([3, 1]), states[part], part)
+            layer.write(Blocks([3, 1]), states[part], part)
         for part in (0, 1):
-            assert torch.equal(layer.read(torch.tensor([3, 1]), 0, 64, part), states[part])
-            assert torch.equal(layer.read(torch.tensor([1]), 16, 8, part), states[part][48:56])
+            assert torch.equal(layer.read(Blocks([3, 1]), 0, 64, part), states[part])
+            assert torch.equal(layer.read(Blocks([1]), 16, 8, part), states[part][48:56])
         assert not cache[[0, 2, 4]].any()
 
     def test_plain_layers_are_keys_beside_values(self) -> None:
         cache = torch.arange(1 * 2 * 4 * 6).view(1, 2, 4, 6)
-        values = plain_layer(cache).read(torch.tensor([0]), 0, 4, 1)
+        values = plain_layer(cache).read(Blocks([0]), 0, 4, 1)
         assert torch.equal(values, cache[0, :, :, 3:].permute(1, 0, 2))
 
 
@@ -440,6 +440,20 @@ class Worker:
 
     def same(self, left: Sequence[int], right: Sequence[int]) -> bool:
         return all(torch.equal(cache[list(left)], cache[list(right)]) for cache in self.caches)
+
+
+class TestRuns:
+    @pytest.mark.parametrize(
+        ("ids", "runs"),
+        [
+            ((), ()),
+            ((4,), ((0, 4, 1),)),
+            ((4, 5, 6), ((0, 4, 3),)),
+            ((4, 3, 5, 6, 6), ((0, 4, 1), (1, 3, 1), (2, 5, 2), (4, 6, 1))),
+        ],
+    )
+    def test_neighbours_make_a_run(self, ids: tuple[int, ...], runs: tuple[tuple[int, int, int], ...]) -> None:
+        assert find_runs(ids) == tuple(Run(*run) for run in runs)
 
 
 class TestLoadsAndStores:

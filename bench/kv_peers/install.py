@@ -1,7 +1,7 @@
 """Makes the environments of peers that need one, leaving alone what is up to date: `python -m bench.kv_peers.install`.
 
-Each is a folder of `.venv-peers`, built from requirements/NAME.txt with nothing but the pinned packages. Checkouts share
-them in the folder that OBJECTCACHE_ENVIRONMENTS names, where each version of an environment is kept.
+Each is a folder of `.venv-peers`, built from requirements/NAME.txt with nothing but the pinned packages. Checkouts
+share them in the folder that OBJECTCACHE_ENVIRONMENTS names, where each version of an environment is kept.
 """
 
 from __future__ import annotations

@@ -8,7 +8,7 @@ kernel, and one that is not known is refused.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -25,6 +25,41 @@ class Packing:
 
     tokens: int
     elements: int
+
+
+@dataclass(frozen=True, slots=True)
+class Run:
+    """`count` blocks from `first` on, the `place`th of a list and those after it."""
+
+    place: int
+    first: int
+    count: int
+
+
+class Blocks:
+    """Block numbers, in a request's order. GPUs copy by number in one go; CPUs do best with runs of neighbours."""
+
+    def __init__(self, ids: Sequence[int]) -> None:
+        self.ids = tuple(ids)
+        self.runs = find_runs(self.ids)
+        self._on_device: torch.Tensor | None = None
+
+    def first(self, count: int) -> Blocks:
+        """The first `count` of them."""
+        return self if count == len(self.ids) else Blocks(self.ids[:count])
+
+    def on(self, device: torch.device) -> torch.Tensor:
+        """The numbers in the device's memory."""
+        if self._on_device is None:
+            self._on_device = torch.tensor(self.ids, dtype=torch.long, device=device)
+        return self._on_device
+
+
+def find_runs(ids: Sequence[int]) -> tuple[Run, ...]:
+    """The longest runs of numbers that follow each other."""
+    starts = [place for place in range(len(ids)) if not place or ids[place] != ids[place - 1] + 1]
+    ends = [*starts[1:], len(ids)] if starts else []
+    return tuple(Run(start, ids[start], end - start) for start, end in zip(starts, ends, strict=True))
 
 
 TOKEN_MAJOR = Packing(1, 1)
@@ -50,18 +85,29 @@ class PagedLayer:
         """Bytes of one token's key, or value."""
         return int(self.keys.shape[3:].numel() * self.keys.itemsize)
 
-    def read(self, blocks: torch.Tensor, skip: int, count: int, part: int) -> torch.Tensor:
+    def read(self, blocks: Blocks, skip: int, count: int, part: int) -> torch.Tensor:
         """Keys (`part` 0) or values (1) of `count` tokens, the first being the `skip`th of the first block: (count,
         head, dim) in memory of their own.
         """
-        states = self._part(part)[blocks]
-        heads, head_dim = states.shape[3], states.shape[4] * states.shape[5]
+        paged = self._part(part)
+        heads, head_dim = paged.shape[3], paged.shape[4] * paged.shape[5]
+        if paged.device.type == "cpu":
+            states = paged.new_empty((len(blocks.ids), *paged.shape[1:]))
+            for run in blocks.runs:
+                states[run.place : run.place + run.count] = paged[run.first : run.first + run.count]
+        else:
+            states = paged[blocks.on(paged.device)]
         return states.reshape(-1, heads, head_dim)[skip : skip + count]
 
-    def write(self, blocks: torch.Tensor, states: torch.Tensor, part: int) -> None:
+    def write(self, blocks: Blocks, states: torch.Tensor, part: int) -> None:
         """Fill whole blocks with (token, head, dim)."""
         paged = self._part(part)
-        paged[blocks] = states.reshape(len(blocks), *paged.shape[1:]).to(paged.device)
+        cut = states.reshape(len(blocks.ids), *paged.shape[1:])
+        if paged.device.type == "cpu":
+            for run in blocks.runs:
+                paged[run.first : run.first + run.count] = cut[run.place : run.place + run.count]
+        else:
+            paged[blocks.on(paged.device)] = cut
 
     def _part(self, part: int) -> torch.Tensor:
         return self.keys if part == 0 else self.values
@@ -109,7 +155,7 @@ def _fits(packing: Packing, block_tokens: int, head_dim: int) -> bool:
 
 
 def _read_part(layer: PagedLayer, part: int, tokens: int) -> torch.Tensor:
-    return layer.read(torch.tensor([0]), 0, tokens, part)
+    return layer.read(Blocks((0,)), 0, tokens, part)
 
 
 def _unpacked(half: torch.Tensor, tokens: int, packing: Packing) -> torch.Tensor:

@@ -17,7 +17,7 @@ from descriptors.descriptor import OnMissing
 from descriptors.errors import ChunkUnavailable
 from descriptors.layout import ChunkLayout
 from nixl_client.client import ObjectCacheClient
-from nixl_client.connectors.vllm.blocks import PagedLayer
+from nixl_client.connectors.vllm.blocks import Blocks, PagedLayer
 from nixl_client.connectors.vllm.options import Options
 from nixl_client.connectors.vllm.plan import Grid
 from nixl_client.connectors.vllm.retired import Retired
@@ -35,7 +35,7 @@ class ActiveLoad:
     """A load under way. `good_blocks` of its blocks are still expected to be filled, out of `chunk_count` chunks."""
 
     job: LoadJob
-    blocks: torch.Tensor
+    blocks: Blocks
     staging: Staging
     fetch: LayerFetch
     offset: int
@@ -160,10 +160,18 @@ class Loads:
         if offset + nbytes > staging.nbytes:
             raise ValueError(f"{nbytes} bytes do not fit what is left of the staging buffer")
         self._used += nbytes
-        blocks = torch.tensor(job.span.blocks, dtype=torch.long, device=self._layers[0].keys.device)
         fetch = self._fetch(job, job.span.chunk_count, staging, offset)
         self._active.append(
-            ActiveLoad(job, blocks, staging, fetch, offset, deadline_s, job.span.chunk_count, len(job.span.blocks))
+            ActiveLoad(
+                job,
+                Blocks(job.span.blocks),
+                staging,
+                fetch,
+                offset,
+                deadline_s,
+                job.span.chunk_count,
+                len(job.span.blocks),
+            )
         )
 
     def _fetch(self, job: LoadJob, chunk_count: int, staging: Staging, offset: int) -> LayerFetch:
@@ -203,10 +211,10 @@ class Loads:
         chunks = load.staging.rows(data[: load.chunk_count]).view(self._dtype)
         states = chunks.view(load.chunk_count, 2, self._grid.chunk_tokens, heads, head_dim)
         first, count = load.job.span.chunk_skip, load.good_blocks * self._grid.block_tokens
-        blocks = load.blocks[: load.good_blocks]
+        load.blocks = load.blocks.first(load.good_blocks)
         for part in (0, 1):
             tokens = states[:, part].reshape(-1, heads, head_dim)[first : first + count]
-            layer.write(blocks, tokens, part)
+            layer.write(load.blocks, tokens, part)
 
     def _again(self, load: ActiveLoad, error: ChunkUnavailable) -> None:
         """A chunk turned out bad: fetch those before it once more, and recompute only from it on."""

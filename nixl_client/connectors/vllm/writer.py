@@ -12,7 +12,7 @@ import torch
 from descriptors.errors import ObjectCacheError
 from descriptors.layout import ChunkLayout
 from nixl_client.client import ObjectCacheClient
-from nixl_client.connectors.vllm.blocks import PagedLayer
+from nixl_client.connectors.vllm.blocks import Blocks, PagedLayer
 from nixl_client.connectors.vllm.plan import Grid, Span
 from nixl_client.connectors.vllm.stats import Counters
 from nixl_client.connectors.vllm.steps import Report, StoreJob
@@ -140,7 +140,7 @@ class Writer:
             start = span.block_skip + first * self._grid.chunk_tokens
             first_block, skip = divmod(start, self._grid.block_tokens)
             count = (end - first) * self._grid.chunk_tokens
-            blocks = torch.tensor(span.blocks[first_block : -(-(start + count) // self._grid.block_tokens)])
+            blocks = Blocks(span.blocks[first_block : -(-(start + count) // self._grid.block_tokens)])
             for index, layer in enumerate(self._layers):
                 for part in (0, 1):
                     states = layer.read(blocks, skip, count, part)
