@@ -133,7 +133,7 @@ def find_packings(
     """How the engine packs keys and values. Raises ValueError when it is no way that is known."""
     generator = torch.Generator().manual_seed(1)
     shape = (block_tokens, heads, head_dim)
-    states = [torch.randn(shape, generator=generator).to(dtype) for _ in range(2)]
+    states = [_samples(shape, dtype, generator) for _ in range(2)]
     cache = torch.zeros((1, heads, block_tokens, 2 * head_dim), dtype=dtype)
     write(states[0], states[1], cache)
     found = []
@@ -148,6 +148,12 @@ def find_packings(
             raise ValueError(f"the engine packs {'values' if part else 'keys'} in a way that is not known")
         found.append(matching[0])
     return found[0], found[1]
+
+
+def _samples(shape: tuple[int, ...], dtype: torch.dtype, generator: torch.Generator) -> torch.Tensor:
+    if dtype != torch.uint8:
+        return torch.randn(shape, generator=generator).to(dtype)
+    return torch.randint(1, 120, shape, generator=generator, dtype=torch.uint8)  # numbers in any 8-bit float
 
 
 def _fits(packing: Packing, block_tokens: int, head_dim: int) -> bool:

@@ -38,6 +38,7 @@ class ObjectCacheConnector(KVConnectorBase_V1):  # type: ignore[misc]  # vLLM is
 
     def __init__(self, vllm_config: Any, role: KVConnectorRole, kv_cache_config: Any) -> None:
         super().__init__(vllm_config=vllm_config, role=role, kv_cache_config=kv_cache_config)
+        engine.join_log()
         self.counters = Counters()
         self._options = Options.of(self._kv_transfer_config.kv_connector_extra_config)
         engine.check_failure_handling(vllm_config)

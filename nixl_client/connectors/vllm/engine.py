@@ -28,6 +28,14 @@ class UnsupportedError(Exception):
     """This engine's KV cannot be cached; it runs as if nothing were ever stored."""
 
 
+def join_log() -> None:
+    """Have our lines in vLLM's log, which only its own loggers write to, unless the application has said otherwise."""
+    ours, theirs = logging.getLogger("nixl_client"), logging.getLogger("vllm")
+    if not ours.handlers and not logging.getLogger().handlers:
+        ours.handlers = list(theirs.handlers)
+        ours.setLevel(theirs.level)
+
+
 def check_failure_handling(vllm_config: Any) -> None:
     """Raises ValueError where a load that fails could cost a wrong token: with several steps under way vLLM 0.32 also
     takes the output of those it had already scheduled on top of the failed one.
@@ -154,6 +162,9 @@ def _cpu_write(vllm_config: Any, spec: FullAttentionSpec) -> Any:
     isa = _get_attn_isa(vllm_config.model_config.dtype, spec.block_size, spec.head_size, kind)
 
     def write(keys: torch.Tensor, values: torch.Tensor, cache: torch.Tensor) -> None:
+        if spec.dtype == torch.uint8:
+            eight_bit = torch.float8_e5m2 if kind == "fp8_e5m2" else torch.float8_e4m3fn
+            keys, values = (states.view(eight_bit).to(vllm_config.model_config.dtype) for states in (keys, values))
         blocks, heads, tokens, width = cache.shape
         halves = cache.view(blocks, heads, 2 * tokens, width // 2).chunk(2, dim=2)
         slots = torch.arange(tokens)

@@ -1,0 +1,236 @@
+"""LMCache's multiprocess server: an L2 adapter of type `plugin`, class `ObjectCacheL2Adapter`.
+
+The server's controllers submit tasks and are told by an event descriptor when some are over. Keys come for several
+ranks and groups of layers at once, each a prefix of its own.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from typing import Any
+
+from lmcache.lmcache_native import Bitmap
+from lmcache.v1.distributed.api import MemoryLayoutDesc, ObjectKey
+from lmcache.v1.distributed.internal_api import L2StoreResult
+from lmcache.v1.distributed.l2_adapters.base import L2AdapterInterface
+from lmcache.v1.memory_management import MemoryObj
+from lmcache.v1.platform import create_event_notifier
+
+from nixl_client.connectors.lmcache.jobs import Jobs
+from nixl_client.connectors.lmcache.naming import ChunkSpace, object_name
+from nixl_client.connectors.lmcache.options import Options
+from nixl_client.connectors.lmcache.store import ChunkStore
+
+LOOKUP_THREADS = 4
+_log = logging.getLogger(__name__)
+
+
+class ObjectCacheL2Adapter(L2AdapterInterface):  # type: ignore[misc]  # LMCache is not installed where types are checked
+    """`adapter_params` are `nixl_client.connectors.lmcache.options`."""
+
+    def __init__(self, params: Mapping[str, object], l1_memory_desc: object = None) -> None:
+        super().__init__()
+        self._options = Options.of(params)
+        self.store = ChunkStore(self._options)
+        self._jobs = Jobs(self._options.store_queue_chunks)
+        self._lookers = ThreadPoolExecutor(LOOKUP_THREADS, "objectcache-lookup")
+        self._loaders = ThreadPoolExecutor(self._options.loads_max, "objectcache-load")
+        self._lock = threading.Lock()
+        self._next_task = 0
+        self._layouts: dict[_Shard, dict[str, int]] = {}
+        self._stores, self._lookups, self._loads = _Ended(), _Ended(), _Ended()
+
+    def get_store_event_fd(self) -> int:
+        """Readable when a store is over."""
+        return self._stores.fileno()
+
+    def get_lookup_and_lock_event_fd(self) -> int:
+        """Readable when a lookup is over."""
+        return self._lookups.fileno()
+
+    def get_load_event_fd(self) -> int:
+        """Readable when a load is over."""
+        return self._loads.fileno()
+
+    def submit_store_task(self, keys: list[ObjectKey], objects: list[MemoryObj]) -> int:
+        """Store what is missing; fails at once when too much waits already. The caller keeps the objects until then."""
+        task = self._task()
+        self.store.counters.add(given_chunks=len(keys))
+        if not self._options.store:
+            self._stores.end(task, L2StoreResult(False, 0))
+            return task
+        outcome = [L2StoreResult(False, 0)]
+
+        def work() -> bool:
+            outcome[0] = self._put(keys, objects)
+            return True
+
+        if self._jobs.add(len(keys), work, lambda: self._stores.end(task, outcome[0])) is None:
+            self.store.counters.add(dropped_chunks=len(keys))
+            self._stores.end(task, outcome[0])
+        return task
+
+    def pop_completed_store_tasks(self) -> dict[int, L2StoreResult]:
+        """Stores that are over, each told once."""
+        return self._stores.take_all()
+
+    def submit_lookup_and_lock_task(
+        self, keys: list[ObjectKey], group_layout_descs: dict[int, MemoryLayoutDesc]
+    ) -> int:
+        """Look up, in one request for each rank and group; what is found is leased, which ends by itself."""
+        layouts = {group: _layout(desc.shapes, desc.dtypes) for group, desc in group_layout_descs.items()}
+
+        def work() -> Bitmap:
+            found = Bitmap(len(keys))
+            hits: list[ObjectKey] = []
+            for names in _by_prefix(keys, [layouts.get(key.object_group_id) for key in keys]).values():
+                for index, _ in names[: self.store.lookup([name for _, name in names])]:
+                    found.set(index)
+                    hits.append(keys[index])
+            if hits:
+                self._notify_keys_accessed(hits)
+            return found
+
+        return self._start(self._lookers, work, self._lookups, len(keys))
+
+    def query_lookup_and_lock_result(self, task_id: int) -> Bitmap | None:
+        """Which were found, told once."""
+        return self._lookups.take(task_id)
+
+    def submit_unlock(self, keys: list[ObjectKey]) -> None:
+        """Nothing: leases end by themselves."""
+
+    def submit_load_task(self, keys: list[ObjectKey], objects: list[MemoryObj]) -> int:
+        """Load, in one request for each rank and group; after the first chunk of a prefix that cannot be had, none."""
+
+        def work() -> Bitmap:
+            loaded = Bitmap(len(keys))
+            for names in _by_prefix(keys, [_layout(each.get_shapes(), each.get_dtypes()) for each in objects]).values():
+                targets = [_bytes(objects[index]) for index, _ in names]
+                result = self.store.load([name for _, name in names], targets)
+                if result.unusable is not None:
+                    self.store.discard(result.unusable)
+                for index, _ in names[: result.chunk_count]:
+                    loaded.set(index)
+            return loaded
+
+        return self._start(self._loaders, work, self._loads, len(keys))
+
+    def query_load_result(self, task_id: int) -> Bitmap | None:
+        """Which were loaded, told once."""
+        return self._loads.take(task_id)
+
+    def delete(self, keys: list[ObjectKey]) -> None:
+        """Delete chunks, of every layout seen here."""
+        for key in keys:
+            for layout, nbytes in list(self._layouts.get(_shard(key), {}).items()):
+                if self.store.delete((object_name(_space(key, layout), key.chunk_hash),)):
+                    self._notify_keys_deleted([key], [nbytes])
+
+    def report_status(self) -> dict[str, Any]:
+        """For LMCache's status pages."""
+        return {"is_healthy": self.store.is_answering(), "type": type(self).__name__, **self.store.counters.totals}
+
+    def close(self) -> None:
+        """Write what waits, for a time, and free everything."""
+        self._jobs.close(self._options.drain_s)
+        for pool in (self._lookers, self._loaders):
+            pool.shutdown(cancel_futures=True)
+        self.store.close()
+        for ended in (self._stores, self._lookups, self._loads):
+            ended.close()
+
+    def _put(self, keys: list[ObjectKey], objects: list[MemoryObj]) -> L2StoreResult:
+        layouts = [_layout(each.get_shapes(), each.get_dtypes()) for each in objects]
+        for key, layout, each in zip(keys, layouts, objects, strict=True):
+            self._layouts.setdefault(_shard(key), {})[layout] = each.get_size()
+        for names in _by_prefix(keys, layouts).values():
+            if not self.store.put([name for _, name in names], [_bytes(objects[index]) for index, _ in names]):
+                return L2StoreResult(False, 0)
+        sizes = [each.get_size() for each in objects]
+        self._notify_keys_stored(keys, sizes)
+        return L2StoreResult(True, sum(sizes))
+
+    def _task(self) -> int:
+        with self._lock:
+            self._next_task += 1
+            return self._next_task
+
+    def _start(self, pool: ThreadPoolExecutor, work: Callable[[], Bitmap], ended: _Ended, key_count: int) -> int:
+        task = self._task()
+
+        def end(future: Future[Bitmap]) -> None:
+            if future.cancelled() or future.exception() is not None:
+                if not future.cancelled():
+                    _log.error("task %d failed", task, exc_info=future.exception())
+                ended.end(task, Bitmap(key_count))
+            else:
+                ended.end(task, future.result())
+
+        pool.submit(work).add_done_callback(end)
+        return task
+
+
+class _Ended:
+    """Results of tasks that are over, and the event descriptor that says so."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._results: dict[int, Any] = {}
+        self._event: Any = create_event_notifier()
+
+    def fileno(self) -> int:
+        return int(self._event.fileno())
+
+    def end(self, task: int, result: Any) -> None:
+        with self._lock:
+            self._results[task] = result
+            if self._event is not None:
+                self._event.notify()
+
+    def take(self, task: int) -> Any:
+        with self._lock:
+            return self._results.pop(task, None)
+
+    def take_all(self) -> dict[int, Any]:
+        with self._lock:
+            results, self._results = self._results, {}
+            return results
+
+    def close(self) -> None:
+        with self._lock:
+            self._event.close()
+            self._event = None
+
+
+_Shard = tuple[str, int, int]
+
+
+def _shard(key: ObjectKey) -> _Shard:
+    return key.model_name, key.kv_rank, key.object_group_id
+
+
+def _layout(shapes: Sequence[Any], dtypes: Sequence[Any]) -> str:
+    return f"{[tuple(shape) for shape in shapes]} {[str(dtype) for dtype in dtypes]}"
+
+
+def _space(key: ObjectKey, layout: str) -> ChunkSpace:
+    rank = f"{key.kv_rank:08x} group {key.object_group_id}"
+    return ChunkSpace("multiprocess", key.model_name, rank, "", layout, (("salt", key.cache_salt),))
+
+
+def _by_prefix(keys: Sequence[ObjectKey], layouts: Sequence[str | None]) -> dict[str, list[tuple[int, str]]]:
+    """By what they have in common, the chunks' indexes and names, in order. Those of unknown layout are left out."""
+    names: dict[str, list[tuple[int, str]]] = {}
+    for index, (key, layout) in enumerate(zip(keys, layouts, strict=True)):
+        if layout is not None:
+            prefix = _space(key, layout).prefix()
+            names.setdefault(prefix, []).append((index, prefix + key.chunk_hash.hex()))
+    return names
+
+
+def _bytes(chunk: MemoryObj) -> memoryview:
+    return memoryview(chunk.byte_array).cast("B")

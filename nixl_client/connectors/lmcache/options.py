@@ -1,0 +1,71 @@
+"""What LMCache's configuration may say to us, the same for both modes."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, fields
+
+from nixl_client.transport import Transport
+
+_KINDS: dict[str, tuple[type, ...]] = {"str": (str,), "int": (int,), "float": (int, float), "bool": (bool,)}
+
+
+@dataclass(frozen=True, slots=True)
+class Options:
+    """The options, checked. Every time is in seconds and bounds a wait."""
+
+    endpoint: str
+    bucket: str
+    transport: Transport = Transport.AUTO
+    staging_bytes: int = 256 << 20
+    """A buffer that chunks arrive in; a larger batch is fetched in several requests."""
+    loads_max: int = 2
+    """Loads at a time, each with a buffer of its own."""
+    load_timeout_s: float = 8.0
+    """Of one batch, whatever its size."""
+    lookup_timeout_s: float = 2.0
+    """A lookup that takes longer is a miss."""
+    retry_s: float = 5.0
+    """After a request that was not answered nothing is asked for so long."""
+    lease_s: float = 60.0
+    """What a lookup matched is kept from eviction so long."""
+    store: bool = True
+    """Whether to write what is missing, and to delete what is damaged."""
+    store_queue_chunks: int = 256
+    """Chunks that may wait to be written; past it stores are dropped."""
+    store_timeout_s: float = 30.0
+    drain_s: float = 10.0
+    """How long a shutdown waits for stores under way."""
+
+    def __post_init__(self) -> None:
+        if not self.endpoint or not self.bucket:
+            raise ValueError("endpoint and bucket are needed")
+        for name in ("load_timeout_s", "lookup_timeout_s", "store_timeout_s"):
+            if not 0 < getattr(self, name) <= 3600:
+                raise ValueError(f"{name} must be more than 0 and at most 3600")
+        for name in ("retry_s", "lease_s", "drain_s"):
+            if not 0 <= getattr(self, name) <= 3600:
+                raise ValueError(f"{name} must be from 0 to 3600")
+        for name in ("staging_bytes", "store_queue_chunks"):
+            if getattr(self, name) < 1:
+                raise ValueError(f"{name} must be at least 1")
+        if not 1 <= self.loads_max <= 64:
+            raise ValueError("loads_max must be from 1 to 64")
+
+    @classmethod
+    def of(cls, given: Mapping[str, object]) -> Options:
+        """Options from JSON or YAML. Raises ValueError for unknown names and for values of the wrong type."""
+        kinds = {field.name: str(field.type) for field in fields(cls)}
+        if unknown := sorted(set(given) - set(kinds)):
+            raise ValueError(f"unknown options: {', '.join(unknown)}")
+        values: dict[str, object] = {"endpoint": "", "bucket": "", **given}
+        for name, value in values.items():
+            wanted = _KINDS.get(kinds[name], (str,))
+            if not isinstance(value, wanted) or (isinstance(value, bool) and kinds[name] != "bool"):
+                raise ValueError(f"{name} must be of type {kinds[name]}, not {value!r}")
+        if "transport" in values:
+            names = [each.value for each in Transport]
+            if values["transport"] not in names:
+                raise ValueError(f"transport must be one of {', '.join(names)}, not {values['transport']!r}")
+            values["transport"] = Transport(values["transport"])
+        return cls(**values)  # type: ignore[arg-type]  # checked just now

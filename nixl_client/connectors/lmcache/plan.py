@@ -1,0 +1,55 @@
+"""How LMCache's chunks are asked for: pure arithmetic.
+
+A chunk of LMCache is [2, L, T, hidden] (or whatever one group of layers is in its memory), and LMCache wants all of it
+or nothing. It is therefore stored as its bytes lie, and declared as a layout whose slices only keep the protocol's
+limits. Taking it apart into layers (KV_L2TD) would cost a transposing copy at each end and serve nobody: other engines
+name their chunks by other hashes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from descriptors.descriptor import CHUNK_COUNT_MAX, NUM_LAYERS_MAX, PER_LAYER_CHUNK_BYTES_MAX
+from descriptors.layout import ChunkLayout
+
+
+def opaque_layout(chunk_bytes: int) -> ChunkLayout:
+    """The layout with the fewest slices whose objects are `chunk_bytes` long. Raises ValueError where there is none."""
+    least = -(-chunk_bytes // PER_LAYER_CHUNK_BYTES_MAX)
+    for count in range(max(1, least), NUM_LAYERS_MAX + 1):
+        if chunk_bytes > 0 and chunk_bytes % count == 0:
+            return ChunkLayout(count, 1, chunk_bytes // count)
+    raise ValueError(f"no layout has objects of {chunk_bytes} bytes")
+
+
+def batches(chunk_count: int, chunk_bytes: int, batch_bytes: int) -> Iterator[tuple[int, int]]:
+    """First and end of each request: as many chunks as fit, at least one."""
+    step = min(max(1, batch_bytes // chunk_bytes), CHUNK_COUNT_MAX)
+    for first in range(0, chunk_count, step):
+        yield first, min(first + step, chunk_count)
+
+
+def partial_tokens(nbytes: int, token_bytes: int, chunk_tokens: int) -> int:
+    """Tokens of a chunk that is not full; 0 for what is none."""
+    tokens, odd = divmod(nbytes, token_bytes)
+    return tokens if not odd and 0 < tokens < chunk_tokens else 0
+
+
+class Breaker:
+    """After a request that was not answered, no more for a while: an engine must not wait for a dead server each time.
+
+    Times are monotonic seconds.
+    """
+
+    def __init__(self, retry_s: float) -> None:
+        self._retry_s = retry_s
+        self._closed_at_s = float("-inf")
+
+    def is_open(self, now_s: float) -> bool:
+        """Whether to ask nothing now."""
+        return now_s < self._closed_at_s
+
+    def trip(self, now_s: float) -> None:
+        """A request was not answered."""
+        self._closed_at_s = now_s + self._retry_s

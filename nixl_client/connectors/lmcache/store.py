@@ -1,0 +1,223 @@
+"""Whole chunks of one bucket, in batches: what both of LMCache's modes do with the store. Blocking, safe from any
+thread, and never raising for what the store does: a failure is a miss, or a store that did not happen.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from descriptors.descriptor import CHUNK_COUNT_MAX, Delivery, OnMissing
+from descriptors.errors import ChunkUnavailable, ObjectCacheError
+from nixl_client.client import ObjectCacheClient
+from nixl_client.connectors.lmcache.options import Options
+from nixl_client.connectors.lmcache.plan import Breaker, batches, opaque_layout, partial_tokens
+from nixl_client.connectors.lmcache.staging import Staging
+from nixl_client.connectors.vllm.stats import Counters
+from nixl_client.http import SignedHttp, UnansweredError
+from nixl_client.objects import Path
+
+TOKENS_HEADER = "x-amz-meta-lmcache-tokens"
+FAILURES = (ObjectCacheError, OSError, TimeoutError)
+_log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True)
+class Loaded:
+    """How many chunks, from the first, are in their buffers, and, where the server says that the next one is missing,
+    damaged or of another size, its key.
+    """
+
+    chunk_count: int
+    unusable: str | None = None
+
+
+class ChunkStore:
+    """Chunks are byte buffers (memoryviews); keys are object names, those of one prefix in order."""
+
+    def __init__(self, options: Options) -> None:
+        self.counters = Counters()
+        self._options = options
+        self._breaker = Breaker(options.retry_s)
+        self._lookups = ObjectCacheClient(options.endpoint, options.bucket, timeout_s=options.lookup_timeout_s)
+        self._loads = ObjectCacheClient(
+            options.endpoint,
+            options.bucket,
+            transport=options.transport,
+            timeout_s=options.load_timeout_s,
+            fetch_timeout_s=options.load_timeout_s,
+        )
+        self._stores = ObjectCacheClient(
+            options.endpoint,
+            options.bucket,
+            timeout_s=options.store_timeout_s,
+            fetch_timeout_s=options.store_timeout_s,
+        )
+        access_key, secret_key = os.environ["AWS_ACCESS_KEY_ID"], os.environ["AWS_SECRET_ACCESS_KEY"]
+        self._http = SignedHttp(options.endpoint, access_key, secret_key, "us-east-1", options.lookup_timeout_s)
+        self._staging = Staging(self._loads, options.staging_bytes, options.loads_max)
+
+    def close(self) -> None:
+        """Free everything; waits for what is under way, which has deadlines."""
+        for close in (
+            self._staging.close,
+            self._lookups.close,
+            self._loads.close,
+            self._stores.close,
+            self._http.close,
+        ):
+            try:
+                close()
+            except FAILURES as error:
+                _log.warning("closing: %s", error)
+
+    def is_answering(self) -> bool:
+        """Ask the server something small."""
+        try:
+            self._lookups.lookup(("lmcache/ping",))
+        except FAILURES as error:
+            self._fail("ping", error)
+            return False
+        return True
+
+    def lookup(self, keys: Sequence[str]) -> int:
+        """How many chunks, from the first, are stored; they are kept from eviction for the time of the lease."""
+        if not keys or self._is_resting():
+            return 0
+        try:
+            matched = self._lookups.lookup(keys[:CHUNK_COUNT_MAX], self._options.lease_s)
+        except FAILURES as error:
+            self._fail("lookup", error)
+            return 0
+        self.counters.add(lookups=1, looked_up_chunks=len(keys), matched_chunks=matched)
+        return matched
+
+    def load(self, keys: Sequence[str], targets: Sequence[memoryview]) -> Loaded:
+        """Fill buffers of one size."""
+        deadline_s = time.monotonic() + self._options.load_timeout_s
+        chunk_bytes = targets[0].nbytes
+        count, unusable = 0, None
+        for first, end in batches(len(keys), chunk_bytes, self._options.staging_bytes):
+            if self._is_resting():
+                break
+            batch = self._load_batch(keys[first:end], targets[first:end], deadline_s)
+            count, unusable = count + batch.chunk_count, batch.unusable
+            if batch.chunk_count < end - first:
+                break
+        self.counters.add(loaded_chunks=count, loaded_bytes=count * chunk_bytes, lost_chunks=len(keys) - count)
+        return Loaded(count, unusable)
+
+    def put(self, keys: Sequence[str], chunks: Sequence[memoryview]) -> bool:
+        """Store what is missing of a prefix; whether all of it is stored. After a failure no further chunk is begun."""
+        if self._is_resting():
+            return False
+        try:
+            stored = self._stores.lookup(keys)
+            self._stores.put_chunks(keys[stored:], chunks[stored:])
+        except FAILURES as error:
+            self._fail("store", error)
+            self.counters.add(store_failures=1)
+            return False
+        nbytes = sum(chunk.nbytes for chunk in chunks[stored:])
+        self.counters.add(stored_chunks=len(keys) - stored, stored_bytes=nbytes, stored_already_chunks=stored)
+        return True
+
+    def put_partial(self, key: str, chunk: memoryview, tokens: int) -> bool:
+        """Store a chunk that is not full, and say so: its size alone could be that of a chunk cut short."""
+        if self._is_resting():
+            return False
+        try:
+            headers = {TOKENS_HEADER: str(tokens)}
+            self._stores.objects.put_object(key, chunk, path=Path.TCP, headers=headers)
+        except FAILURES as error:
+            self._fail("store", error)
+            self.counters.add(store_failures=1)
+            return False
+        self.counters.add(stored_chunks=1, stored_bytes=chunk.nbytes)
+        return True
+
+    def load_partial(self, key: str, target: memoryview, token_bytes: int) -> int:
+        """Load a chunk that is not full into the first bytes of a full one's buffer; its tokens, 0 when there is none
+        such.
+        """
+        if self._is_resting():
+            return 0
+        try:
+            moved = self._loads.objects.get_object(key, target, path=Path.TCP)
+        except (*FAILURES, ValueError) as error:
+            self._fail("load", error)
+            return 0
+        tokens = partial_tokens(moved.nbytes, token_bytes, target.nbytes // token_bytes)
+        if moved.headers.get(TOKENS_HEADER) != str(tokens):
+            return 0
+        self.counters.add(loaded_chunks=1, loaded_bytes=moved.nbytes)
+        return tokens
+
+    def delete(self, keys: Sequence[str]) -> int:
+        """Delete chunks; how many requests were answered."""
+        answered = 0
+        for key in keys:
+            try:
+                self._http.request("DELETE", f"/{self._options.bucket}/{key}")
+                answered += 1
+            except FAILURES as error:
+                self._fail("delete", error)
+                break
+        return answered
+
+    def discard(self, key: str) -> None:
+        """A chunk is stored under this key that cannot be used: away with it, where we are to write at all."""
+        if self._options.store and not self._is_resting():
+            self.counters.add(discarded_chunks=self.delete((key,)))
+
+    def _load_batch(self, keys: Sequence[str], targets: Sequence[memoryview], deadline_s: float) -> Loaded:
+        """One fetch, and where a chunk turns out damaged another one for those before it."""
+        count, unusable = 0, None
+        wanted = len(keys)
+        try:
+            for _ in range(2):
+                try:
+                    count = self._fetch(keys[:wanted], targets[:wanted], deadline_s) if wanted else 0
+                except ChunkUnavailable as error:
+                    _log.warning("chunk %s cannot be loaded: %s", keys[error.index or 0], error)
+                    wanted = error.index or 0
+                    unusable = keys[wanted]
+                    continue
+                unusable = keys[count] if count < len(keys) else None
+                break
+        except FAILURES as error:
+            self._fail("load", error)
+        return Loaded(count, unusable)
+
+    def _fetch(self, keys: Sequence[str], targets: Sequence[memoryview], deadline_s: float) -> int:
+        chunk_bytes = targets[0].nbytes
+        layout = opaque_layout(chunk_bytes)
+        buffer = self._staging.take(layout.payload_bytes(len(keys)), deadline_s)
+        try:
+            fetch = self._loads.fetch(keys, layout, buffer, delivery=Delivery.CHUNK_MAJOR, on_missing=OnMissing.PREFIX)
+        except BaseException:
+            self._staging.give(buffer)
+            raise
+        try:
+            served = fetch.wait(max(0.0, deadline_s - time.monotonic())).chunk_count
+            for index, target in enumerate(targets[:served]):
+                np.copyto(np.frombuffer(target, np.uint8), buffer[index * chunk_bytes : (index + 1) * chunk_bytes])
+        finally:
+            self._staging.end(buffer, fetch)
+        self.counters.add(fetches=1)
+        return served
+
+    def _is_resting(self) -> bool:
+        return self._breaker.is_open(time.monotonic())
+
+    def _fail(self, what: str, error: Any) -> None:
+        if not isinstance(error, ObjectCacheError) or isinstance(error, UnansweredError):
+            self._breaker.trip(time.monotonic())
+        self.counters.add(failures=1)
+        _log.warning("%s: %s", what, error)
