@@ -25,9 +25,10 @@ from nixl_client.connectors.vllm.options import Options  # noqa: E402
 from nixl_client.connectors.vllm.plan import Grid  # noqa: E402
 from nixl_client.connectors.vllm.scheduling import SchedulerSide  # noqa: E402
 from nixl_client.connectors.vllm.stats import Counters  # noqa: E402
-from nixl_client.connectors.vllm.steps import LoadJob, Report, StoreJob  # noqa: E402
+from nixl_client.connectors.vllm.steps import LoadJob, Report, Step, StoreJob  # noqa: E402
 from nixl_client.connectors.vllm.store_book import StoreBook  # noqa: E402
 from nixl_client.connectors.vllm.weights import Adapters, fingerprint  # noqa: E402
+from nixl_client.connectors.vllm.working import IdleWorker  # noqa: E402
 from nixl_client.connectors.vllm.writer import Writer  # noqa: E402
 from nixl_client.transport import Transport  # noqa: E402
 
@@ -186,6 +187,16 @@ class TestLedger:
             assert not ledger.is_loading([b"q"])
             ledger.report(Report(ended_loads={job.job_id: 1}), 0.0)
         assert not ledger.is_loading([b"x"])
+
+    def test_a_report_that_never_comes_is_not_waited_for_for_ever(self) -> None:
+        ledger = self.ledger()
+        ledger.matched(ledger.track("a", "", ""), 4, 0.0)
+        ledger.load("a", list(range(129)), 64, [1, 2, 3, 4, 5], [b"x", b"y"])
+        steps = 0
+        while ledger.is_loading([b"x"]):
+            ledger.take_step(frozenset())
+            steps += 1
+        assert steps > 64
 
     def test_after_a_reset_nothing_is_known_and_names_are_new(self) -> None:
         """The weights may have been replaced: what is stored belongs to the old ones."""
@@ -585,6 +596,19 @@ class Request:
         self.mm_features: list[object] = []
         self.prompt_embeds = None
         self.__dict__.update(changes)
+
+
+class TestIdleWorker:
+    def test_every_load_is_lost_and_every_store_dropped(self) -> None:
+        """The scheduler does not see that a worker cannot: blocks must not pass for loaded, nor be kept for ever."""
+        worker = IdleWorker()
+        span = Grid(32, 32).load_span(0, 64, [4, 5])
+        worker.start_loads([LoadJob(7, "a", span, (("k", "l"),))])
+        worker.end_step(Step(stores=(store_job(8, "b", (1,)),), awaited=frozenset({"b"})))
+        assert worker.take_freed(set()) == {"b"}
+        assert worker.take_lost_blocks() == {4, 5}
+        assert worker.take_report() == Report({8: 1}, {7: 1}, {}, 1)
+        assert worker.take_report().is_empty
 
 
 class TestWeights:

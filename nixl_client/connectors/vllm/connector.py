@@ -28,7 +28,7 @@ from nixl_client.connectors.vllm.options import Options
 from nixl_client.connectors.vllm.scheduling import SchedulerSide
 from nixl_client.connectors.vllm.stats import Counters
 from nixl_client.connectors.vllm.steps import Step
-from nixl_client.connectors.vllm.working import WorkerSide
+from nixl_client.connectors.vllm.working import IdleWorker, WorkerSide
 
 _log = logging.getLogger(__name__)
 
@@ -40,11 +40,11 @@ class ObjectCacheConnector(KVConnectorBase_V1):  # type: ignore[misc]  # vLLM is
         super().__init__(vllm_config=vllm_config, role=role, kv_cache_config=kv_cache_config)
         engine.join_log()
         self.counters = Counters()
-        self._options = Options.of(self._kv_transfer_config.kv_connector_extra_config)
+        options = Options.of(self._kv_transfer_config.kv_connector_extra_config)
         engine.check_failure_handling(vllm_config)
         self._scheduler: SchedulerSide | None = None
         self._ledger: Ledger | None = None
-        self._worker: WorkerSide | None = None
+        self._worker: WorkerSide | IdleWorker | None = None
         self._client: ObjectCacheClient | None = None
         self._given: set[int] = set()
         """Blocks the engine has given out for tokens that some connector loads, since the last step."""
@@ -54,7 +54,10 @@ class ObjectCacheConnector(KVConnectorBase_V1):  # type: ignore[misc]  # vLLM is
             _log.error("ObjectCache is not used: %s", error)
             return
         self._spec = spec
-        self._grid = engine.grid(self._options, spec)
+        self._grid = engine.grid(options, spec)
+        self._chunk_bytes = engine.chunk_bytes(vllm_config, kv_cache_config.kv_cache_groups[0], self._grid)
+        prompt_chunks = -(-vllm_config.model_config.max_model_len // self._grid.chunk_tokens)
+        self._options = options.with_staging_for(prompt_chunks * self._chunk_bytes)
         if role == KVConnectorRole.SCHEDULER:
             self._init_scheduler()
 
@@ -132,6 +135,7 @@ class ObjectCacheConnector(KVConnectorBase_V1):  # type: ignore[misc]  # vLLM is
     def register_kv_caches(self, kv_caches: dict[str, torch.Tensor]) -> None:
         """The engine's memory."""
         if not hasattr(self, "_spec"):
+            self._worker = IdleWorker()
             return
         indexes = engine.layer_indexes(kv_caches)
         caches = {index: kv_caches[name] for name, index in indexes.items()}
@@ -201,10 +205,9 @@ class ObjectCacheConnector(KVConnectorBase_V1):  # type: ignore[misc]  # vLLM is
     def _init_scheduler(self) -> None:
         options = self._options
         group = self._kv_cache_config.kv_cache_groups[0]
-        chunk_bytes = self._spec.page_size_bytes * len(group.layer_names) * self._grid.chunk_tokens
-        room_chunks = options.staging_bytes * self._spec.block_size // chunk_bytes
+        room_chunks = options.staging_bytes // self._chunk_bytes
         if room_chunks < 1:
-            raise ValueError(f"staging_bytes: a chunk is of {chunk_bytes // self._spec.block_size} bytes")
+            raise ValueError(f"staging_bytes: a chunk is of {self._chunk_bytes} bytes")
         is_storing = options.store and self._kv_transfer_config.is_kv_producer
         self._tables: deque[list[Sequence[int]]] = deque(maxlen=self._vllm_config.max_concurrent_batches + 1)
         self._deployment = engine.deployment(self._vllm_config, group, options)

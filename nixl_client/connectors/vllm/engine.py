@@ -12,6 +12,7 @@ import torch
 from huggingface_hub import try_to_load_from_cache
 from vllm import envs
 from vllm.config import get_current_vllm_config_or_none
+from vllm.distributed.utils import get_pp_indices
 from vllm.v1.kv_cache_interface import FullAttentionSpec, KVQuantMode
 
 from nixl_client.connectors.vllm.blocks import PagedLayer, find_packings, packed_layer, plain_layer
@@ -82,6 +83,18 @@ def attention_spec(vllm_config: Any, kv_cache_config: Any) -> FullAttentionSpec:
 def grid(options: Options, spec: FullAttentionSpec) -> Grid:
     """G and B."""
     return Grid(options.chunk_tokens or spec.block_size, spec.block_size)
+
+
+def chunk_bytes(vllm_config: Any, group: Any, grid: Grid) -> int:
+    """Bytes of a chunk on the pipeline rank that has most layers; the scheduler's group has those of the first."""
+    ranks = vllm_config.parallel_config.pipeline_parallel_size
+    layer_count = len(group.layer_names)
+    if ranks > 1:
+        total = vllm_config.model_config.get_total_num_hidden_layers()
+        spans = [get_pp_indices(total, rank, ranks) for rank in range(ranks)]
+        layer_count = max(layer_count, *(end - start for start, end in spans))
+    spec = group.kv_cache_spec
+    return int(spec.page_size_bytes * layer_count * grid.chunk_tokens // spec.block_size)
 
 
 def deployment(vllm_config: Any, group: Any, options: Options) -> Deployment:

@@ -16,6 +16,8 @@ from nixl_client.connectors.vllm.steps import LoadJob, Report, Step, StoreJob
 BAD_S = 300.0
 """How long nobody is offered a chunk that could not be read: somebody else may have written it again by then."""
 BAD_KEYS_MAX = 4096
+LOADING_STEPS_MAX = 256
+"""No engine has so many steps under way: the report of a load that is older was lost, and nobody waits for it."""
 
 
 @dataclass(slots=True)
@@ -46,7 +48,8 @@ class Ledger:
         self._is_storing = is_storing
         self._requests: dict[str, Tracked] = {}
         self._loads: list[LoadJob] = []
-        self._loading: dict[int, tuple[LoadJob, frozenset[bytes]]] = {}
+        self._loading: dict[int, tuple[LoadJob, frozenset[bytes], int]] = {}
+        self._step = 0
         self._bad_until_s: OrderedDict[str, float] = OrderedDict()
         self._is_reset = False
         self._stores: list[StoreJob] = []
@@ -93,7 +96,7 @@ class Ledger:
 
     def is_loading(self, hashes: Sequence[bytes]) -> bool:
         """Whether one of the blocks with these hashes is being loaded, by all that workers have said."""
-        return any(not loading.isdisjoint(hashes) for _, loading in self._loading.values())
+        return any(not loading.isdisjoint(hashes) for _, loading, _ in self._loading.values())
 
     def load(
         self,
@@ -116,7 +119,7 @@ class Ledger:
         keys = self._keys(tracked, tokens, span.first_chunk, span.end_chunk)
         job = LoadJob(self._job_id, request_id, span, keys)
         self._loads.append(job)
-        self._loading[self._job_id] = job, frozenset(hashes)
+        self._loading[self._job_id] = job, frozenset(hashes), self._step
 
     def admit(self, request_id: str, token_count: int) -> bool:
         """The request runs in the coming step, with so many tokens counted as computed. Whether it is its first since
@@ -212,6 +215,10 @@ class Ledger:
         step = Step(tuple(self._loads), tuple(self._stores), rewritten, frozenset(self._awaited), self._is_reset)
         self._loads, self._stores, self._awaited, self._is_reset = [], [], set(), False
         self._room_left = self._room_chunks
+        self._step += 1
+        for job_id, (_, _, begun) in list(self._loading.items()):
+            if self._step - begun > LOADING_STEPS_MAX:
+                del self._loading[job_id]
         return step
 
     def _note_bad(self, job: LoadJob, index: int, now_s: float) -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from enum import Enum
 
 from descriptors.descriptor import CHUNK_TOKENS_MAX, Delivery
@@ -11,6 +11,7 @@ from nixl_client.transport import Transport
 
 _TYPES: dict[str, tuple[type, ...]] = {"str": (str,), "int": (int,), "float": (int, float), "bool": (bool,)}
 
+STAGING_BYTES_MAX = 1 << 30
 WAIT_MAX_S = 120
 """vLLM takes a step of five minutes for a worker that hangs."""
 
@@ -35,8 +36,10 @@ class Options:
     """Names the weights in the keys; empty is the model's name and configuration as the engine knows them."""
     delivery: Delivery = Delivery.AUTO
     """Layer by layer under the computation, in chunks as they lie, or as the server finds better for the size."""
-    staging_bytes: int = 256 << 20
-    """The buffer layers arrive in; what one step of the engine loads fits into it."""
+    staging_bytes: int = 0
+    """The buffer layers arrive in; what one step of the engine loads fits into it. 0 is room for the longest prompt, at
+    most STAGING_BYTES_MAX.
+    """
     staging: StagingPlace = StagingPlace.HOST
     """Where that buffer is: in host memory, or on the GPU where UCX can write there."""
     load_timeout_s: float = 30.0
@@ -70,8 +73,12 @@ class Options:
         for name in ("retry_s", "lease_s", "drain_s"):
             if not 0 <= getattr(self, name) <= 3600:
                 raise ValueError(f"{name} must be from 0 to 3600")
-        if self.staging_bytes < 1 or self.store_queue_chunks < 1 or self.min_load_tokens < 0:
-            raise ValueError("staging_bytes and store_queue_chunks must be at least 1, min_load_tokens at least 0")
+        if self.staging_bytes < 0 or self.store_queue_chunks < 1 or self.min_load_tokens < 0:
+            raise ValueError("store_queue_chunks must be at least 1, staging_bytes and min_load_tokens at least 0")
+
+    def with_staging_for(self, prompt_bytes: int) -> Options:
+        """These, with `staging_bytes` chosen where it was left open."""
+        return self if self.staging_bytes else replace(self, staging_bytes=min(prompt_bytes, STAGING_BYTES_MAX))
 
     @classmethod
     def of(cls, extra: Mapping[str, object]) -> Options:

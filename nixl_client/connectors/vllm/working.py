@@ -106,3 +106,50 @@ class WorkerSide:
                 client.close()
             except Exception as error:
                 _log.warning("a client could not be closed: %r", error)
+
+
+class IdleWorker:
+    """A rank whose KV cannot be cached, though the scheduler, which does not see all of it, has work for it: every load
+    is lost, every store dropped.
+    """
+
+    def __init__(self) -> None:
+        self._book = StoreBook(queue_chunks=0, wait_s=1.0)
+        self._lost_blocks: set[int] = set()
+        self._report = Report()
+
+    def void(self, step: Step) -> None:
+        """Nothing reads blocks here."""
+
+    def start_loads(self, jobs: Sequence[LoadJob]) -> None:
+        """Lose them."""
+        self._lost_blocks.update(block for job in jobs for block in job.span.blocks)
+        ended = dict.fromkeys((job.job_id for job in jobs), 1)
+        self._report = self._report.add(Report({}, ended, {}, len(jobs)))
+
+    def wait_layer(self, layer_name: str) -> None:
+        """Nothing comes."""
+
+    def end_step(self, step: Step) -> None:
+        """Drop the stores."""
+        for job in step.stores:
+            self._book.add(job, 0.0)
+        self._book.await_free(step.awaited)
+
+    def take_freed(self, finished: set[str]) -> set[str]:
+        """Every request that waits for it."""
+        self._book.forget(finished)
+        return self._book.take_freed()
+
+    def take_lost_blocks(self) -> set[int]:
+        """Blocks that were not loaded."""
+        lost, self._lost_blocks = self._lost_blocks, set()
+        return lost
+
+    def take_report(self) -> Report:
+        """Jobs that were dropped or lost."""
+        report, self._report = self._report, Report()
+        return report.add(self._book.take_report())
+
+    def close(self) -> None:
+        """Nothing to end."""
