@@ -14,6 +14,8 @@ from bench.arguments import complain, number, writable
 from bench.child import BaselineError
 from bench.concurrency.command import add_concurrency
 from bench.content import STAMP_BYTES
+from bench.device.command import add_copies, add_recompute
+from bench.engine.command import add_engine
 from bench.kv_peers.running import PeerName
 from bench.ladder.command import add_ladder
 from bench.overlap.command import add_overlap
@@ -86,6 +88,9 @@ def _parser() -> argparse.ArgumentParser:
     add_scheduler(commands)
     add_ttft(commands)
     add_overlap(commands)
+    add_recompute(commands)
+    add_copies(commands)
+    add_engine(commands)
     return parser
 
 

@@ -304,7 +304,7 @@ def engine_write(packing: Packing, values: Packing) -> Any:
     def write(keys: Any, value_states: Any, cache: Any) -> None:
         layer = packed_layer(cache, (packing, values))
         for part, states in enumerate((keys, value_states)):
-            layer.write(Blocks([0]), states, part)
+            layer.write(Blocks([0]), states[None], 0, part)
 
     return write
 
@@ -330,7 +330,7 @@ class TestBlocks:
         layer = make(cache)
         states = torch.randn(2, 64, 2, 8)
         for part in (0, 1):
-            layer.write(Blocks([3, 1]), states[part], part)
+            layer.write(Blocks([3, 1]), states[part][None], 0, part)
         for part in (0, 1):
             assert torch.equal(layer.read(Blocks([3, 1]), 0, 64, part), states[part])
             assert torch.equal(layer.read(Blocks([1]), 16, 8, part), states[part][48:56])
@@ -454,6 +454,21 @@ class Worker:
 
 
 class TestRuns:
+    @pytest.mark.parametrize("chunk_tokens", [8, 16, 32, 64])
+    @pytest.mark.parametrize(("skip_blocks", "ids"), [(0, [2, 3, 4]), (1, [7, 5, 6]), (3, [1])])
+    def test_chunks_of_any_size_fill_blocks_wherever_they_begin(
+        self, chunk_tokens: int, skip_blocks: int, ids: list[int]
+    ) -> None:
+        """The same tokens whether copied in runs, in pieces of chunks or token by token."""
+        cache = torch.zeros((9, 2, 16, 8))
+        tokens = torch.randn(128, 2, 4)
+        chunks = torch.stack([tokens, tokens]).unflatten(1, (-1, chunk_tokens)).transpose(0, 1)[:, 0]
+        plain_layer(cache).write(Blocks(ids), chunks, skip_blocks * 16, 0)
+        read = plain_layer(cache).read(Blocks(ids), 0, 16 * len(ids), 0)
+        assert torch.equal(read, tokens[skip_blocks * 16 :][: 16 * len(ids)])
+        others = [block for block in range(9) if block not in ids]
+        assert not cache[others].any()
+
     @pytest.mark.parametrize(
         ("ids", "runs"),
         [

@@ -13,6 +13,7 @@ from typing import TypeVar
 from adapters.nixl_agent import NixlFailure, is_available
 from bench.arguments import complain, number, writable
 from bench.child import BaselineError
+from bench.device.command import add_device_options, run_on_device
 from bench.machine import describe_commit, describe_machine
 from bench.server import BenchServerError
 from bench.ttft.bed import BedSettings
@@ -66,7 +67,10 @@ def add_ttft(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> N
         "--time-scale", type=_real(1e-4, 1), metavar="F", help="of windows, and once more of bytes; default: 1"
     )
     parser.add_argument(
-        "--link-gbps", type=_real(0, 1e5), default=LINK_GBPS, metavar="R", help="unscaled; 0: not limited; default: 100"
+        "--link-gbps",
+        type=_real(0, 1e5),
+        metavar="R",
+        help="unscaled; 0: not limited; default: 100, with --device not limited",
     )
     parser.add_argument("--cap-gbps", type=_real(0.01, 1e5), default=CAP_GBPS, metavar="R", help="default: 10")
     parser.add_argument(
@@ -76,6 +80,7 @@ def add_ttft(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> N
         "--gather-ms", type=_real(0, 1e4), metavar="MS", help="the scheduler's gather_s; default: the server's"
     )
     parser.add_argument("--transport", choices=[each.value for each in Transport], default="shm", help="default: shm")
+    add_device_options(parser)
     parser.add_argument("--runs", type=number(1, 1000), metavar="K", help=f"counted rounds; default: {RUNS}")
     parser.add_argument("--sweep-runs", type=number(1, 1000), metavar="K", help=f"of figure 15; default: {SWEEP_RUNS}")
     parser.add_argument("--seed", type=number(0, 1 << 62), default=1, help="default: 1")
@@ -88,6 +93,8 @@ def add_ttft(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> N
 
 def _run(options: argparse.Namespace) -> int:
     settings = settings_of(options)
+    if options.device is not None:
+        return run_on_device(options, settings)
     if settings.bed.transport is Transport.UCX and not is_available():
         return complain("NIXL is not installed: pip install 'objectcache[ucx]', or pass --transport shm", 2)
     if options.plot is not None and importlib.util.find_spec("matplotlib") is None:
@@ -118,7 +125,8 @@ def _run(options: argparse.Namespace) -> int:
 def settings_of(options: argparse.Namespace) -> TtftSettings:
     """Explicit options win over the size of the run."""
     is_smoke = options.smoke
-    link_bytes_per_s = bytes_per_s_from_gbps(options.link_gbps) or None
+    link_gbps = LINK_GBPS if options.link_gbps is None else options.link_gbps
+    link_bytes_per_s = bytes_per_s_from_gbps(link_gbps) or None
     figures = options.figures if link_bytes_per_s is not None else (FigureName.OVERHEAD,)
     chunk_tokens = options.chunk_tokens or ((SWEEP_CHUNK_TOKENS,) if is_smoke else CHUNK_TOKENS)
     return TtftSettings(

@@ -8,7 +8,7 @@ kernel, and one that is not known is refused.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -34,6 +34,14 @@ class Run:
     place: int
     first: int
     count: int
+
+    def pieces(self, size: int, skip: int) -> Iterator[Run]:
+        """Its parts in each `size` places of the list, where `skip` places come before the list's first."""
+        done = 0
+        while done < self.count:
+            count = min(size - (skip + self.place + done) % size, self.count - done)
+            yield Run(self.place + done, self.first + done, count)
+            done += count
 
 
 class Blocks:
@@ -99,15 +107,25 @@ class PagedLayer:
             states = paged[blocks.on(paged.device)]
         return states.reshape(-1, heads, head_dim)[skip : skip + count]
 
-    def write(self, blocks: Blocks, states: torch.Tensor, part: int) -> None:
-        """Fill whole blocks with (token, head, dim)."""
-        paged = self._part(part)
-        cut = states.reshape(len(blocks.ids), *paged.shape[1:])
-        if paged.device.type == "cpu":
+    def write(self, blocks: Blocks, chunks: torch.Tensor, skip: int, part: int) -> None:
+        """Fill whole blocks from chunks of tokens (chunk, token, head, dim), beginning with the `skip`th token."""
+        paged, count = self._part(part), len(blocks.ids)
+        chunk_blocks, rest = divmod(chunks.shape[1], self.block_tokens)
+        if rest or skip % self.block_tokens:
+            tokens = chunks.reshape(-1, *chunks.shape[2:])[skip : skip + count * self.block_tokens]
+            chunks, skip, chunk_blocks = tokens.reshape(count, self.block_tokens, *tokens.shape[1:]), 0, 1
+        cut = chunks.reshape(len(chunks), chunk_blocks, *paged.shape[1:])
+        first = skip // self.block_tokens
+        if paged.device.type != "cpu":
+            paged[blocks.on(paged.device)] = cut.flatten(0, 1)[first : first + count]
+        elif chunk_blocks == 1:
             for run in blocks.runs:
-                paged[run.first : run.first + run.count] = cut[run.place : run.place + run.count]
+                paged[run.first : run.first + run.count] = cut[first + run.place : first + run.place + run.count, 0]
         else:
-            paged[blocks.on(paged.device)] = cut
+            for run in blocks.runs:
+                for piece in run.pieces(chunk_blocks, first):
+                    chunk, at = divmod(first + piece.place, chunk_blocks)
+                    paged[piece.first : piece.first + piece.count] = cut[chunk, at : at + piece.count]
 
     def _part(self, part: int) -> torch.Tensor:
         return self.keys if part == 0 else self.values

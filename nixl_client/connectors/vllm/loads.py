@@ -210,11 +210,9 @@ class Loads:
         heads, head_dim = layer.keys.shape[3], layer.keys.shape[4] * layer.keys.shape[5]
         chunks = load.staging.rows(data[: load.chunk_count]).view(self._dtype)
         states = chunks.view(load.chunk_count, 2, self._grid.chunk_tokens, heads, head_dim)
-        first, count = load.job.span.chunk_skip, load.good_blocks * self._grid.block_tokens
         load.blocks = load.blocks.first(load.good_blocks)
         for part in (0, 1):
-            tokens = states[:, part].reshape(-1, heads, head_dim)[first : first + count]
-            layer.write(load.blocks, tokens, part)
+            layer.write(load.blocks, states[:, part], load.job.span.chunk_skip, part)
 
     def _again(self, load: ActiveLoad, error: ChunkUnavailable) -> None:
         """A chunk turned out bad: fetch those before it once more, and recompute only from it on."""

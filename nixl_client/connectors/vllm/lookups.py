@@ -17,7 +17,8 @@ THREADS = 8
 PENDING_MAX = 64
 FIRST_WAIT_S = 0.02
 """How long the scheduler waits for an answer at first; most come in a few milliseconds."""
-NEXT_WAIT_S = 0.001
+NEXT_WAIT_S = 0.002
+"""And in each step after that, so that an engine that has nothing else to do does not spin."""
 SILENCE_MAX_S = 60.0
 Keys = tuple[tuple[str, ...], ...]
 _log = logging.getLogger(__name__)
@@ -65,9 +66,11 @@ class Lookups:
             self._counters.add(lookups=1)
             pending = _Pending(self._pool.submit(self._look_up, asked), time.monotonic())
             self._pending[request_id] = pending
-            wait([pending.future], FIRST_WAIT_S)
-        elif not pending.future.done():
-            wait([pending.future], NEXT_WAIT_S)
+            wait_s = FIRST_WAIT_S
+        else:
+            wait_s = NEXT_WAIT_S
+        if request_id == next(iter(self._pending)):  # one wait a step, however many are asked for
+            wait([pending.future], wait_s)
         waited_s = time.monotonic() - pending.since_s
         if not pending.future.done() and waited_s < self._options.lookup_timeout_s:
             return None

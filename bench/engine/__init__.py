@@ -1,0 +1,1 @@
+"""TTFT of vLLM with and without stored prefixes: `objectcache bench engine`."""
