@@ -30,13 +30,17 @@ lint: $(STAMP)
 types: $(STAMP)
 	$(BIN)/mypy
 
-bench-smoke: $(STAMP)
+bench-smoke: $(STAMP) engines
 	$(BIN)/objectcache bench aggregate --smoke
 	$(BIN)/objectcache bench s3 --smoke
 	$(BIN)/objectcache bench ladder --smoke
 	$(BIN)/objectcache bench concurrency --smoke
 	$(BIN)/objectcache bench scheduler --smoke
 	$(BIN)/objectcache bench ttft --smoke
+	$(BIN)/objectcache bench ttft --device cpu --smoke
+	$(BIN)/objectcache bench recompute --device cpu --smoke
+	$(BIN)/objectcache bench copies --device cpu --smoke
+	$(BIN)/objectcache bench engine --smoke
 	$(BIN)/objectcache bench overlap --smoke
 	$(BIN)/objectcache calibrate --smoke
 	$(BIN)/objectcache calibrate --link --smoke

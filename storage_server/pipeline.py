@@ -13,7 +13,7 @@ import numpy as np
 
 from adapters.threads import finished, to_end
 from descriptors.descriptor import Descriptor, OnMissing
-from descriptors.errors import ChunkUnavailable
+from descriptors.errors import ChunkUnavailable, ErrorCode
 from descriptors.storage_api import DeliveryOutcome, DeliveryStart, DeliveryTiming, Spans
 from descriptors.units import KIB
 from storage_server.gather.plan import DeliveryPlan, Payload, plan_delivery
@@ -94,12 +94,23 @@ class Pipeline:
                 payload_bytes_max = route.payload_bytes_max(is_resident=table.is_resident)
                 plan = plan_delivery(mode, layout, len(chunks), payload_bytes_max)
                 layer_compute_s = compute_s(descriptor, len(chunks), self.link.settings.profiles)
+
+                def note_damage(index: int) -> None:
+                    self._store.reads.damaged.note(bucket, descriptor.chunk_keys[index], chunks[index])
+
                 async with self.link.place(access_key, plan, layer_compute_s) as place:
                     clock.planned()
-                    return await self._deliver(plan, table, place, request_id, route, clock)
+                    return await self._deliver(plan, table, place, request_id, route, clock, note_damage)
 
     async def _deliver(
-        self, plan: DeliveryPlan, table: SourceTable, place: Place, request_id: str, route: Route, clock: _Clock
+        self,
+        plan: DeliveryPlan,
+        table: SourceTable,
+        place: Place,
+        request_id: str,
+        route: Route,
+        clock: _Clock,
+        note_damage: Callable[[int], None],
     ) -> DeliveryOutcome:
         transfer = route.make_transfer(plan)
         try:
@@ -111,6 +122,8 @@ class Pipeline:
             transferred_bytes = await transfer.finish()
             return DeliveryOutcome(start, transferred_bytes, clock.timing())
         except ChunkUnavailable as missing:
+            if missing.code is ErrorCode.CHUNK_CORRUPT:
+                note_damage(missing.index or 0)
             await transfer.fail(missing.layer or 0, missing.index or 0)
             raise
         finally:

@@ -146,6 +146,21 @@ def test_a_flipped_bit_fails_its_layer_and_is_never_announced(
     assert eventually(lambda: is_idle(local))
 
 
+def test_a_lookup_stops_at_what_was_found_damaged_until_it_is_written_again(
+    local: LocalStack, keys: list[str], transport: str
+) -> None:
+    """Over http a client may not learn which chunk it was: it must not be sent there again and again."""
+    local.damage("chunks", keys[5], 70_000)
+    buffer = allocate(LAYOUT.payload_bytes(N))
+    with local.client("chunks", transport) as client:
+        assert client.lookup(keys) == N
+        with pytest.raises(ObjectCacheError):
+            client.fetch(keys, LAYOUT, buffer).wait(30)
+        assert client.lookup(keys) == 5
+        client.put_chunks(keys[5:6], [make_chunks(N, LAYOUT)[1][5]])
+        assert client.lookup(keys) == N
+
+
 def test_a_bit_flipped_in_the_first_layer_is_a_clean_500(local: LocalStack, keys: list[str]) -> None:
     """Nothing was sent yet, so http can still say what is wrong."""
     local.damage("chunks", keys[0], 5)

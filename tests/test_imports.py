@@ -41,6 +41,8 @@ PURE = (
     "gateway/xml_lifecycle.py",
     "gateway/xml_tree.py",
     "gateway/xml_uploads.py",
+    "nixl_client/connectors/lmcache/naming.py",
+    "nixl_client/connectors/lmcache/plan.py",
     "nixl_client/connectors/vllm/ledger.py",
     "nixl_client/connectors/vllm/naming.py",
     "nixl_client/connectors/vllm/plan.py",

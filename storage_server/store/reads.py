@@ -22,6 +22,7 @@ from descriptors.objects import (
 from descriptors.storage_api import ObjectRead
 from storage_server.store import queries, transaction
 from storage_server.store.bodies import BodyReader
+from storage_server.store.damaged import DamagedObjects
 from storage_server.store.extents import Extent, ExtentFiles
 from storage_server.store.listing import list_page
 from storage_server.store.reader import IndexReader, pinned
@@ -41,6 +42,7 @@ class Reads:
         self._files = files
         self._bodies = bodies
         self._resolved = resolved
+        self.damaged = DamagedObjects()
 
     async def head_bucket(self, bucket: str) -> BucketInfo:
         return self._index.here(lambda db: queries.bucket(db, bucket))
@@ -123,13 +125,14 @@ class Reads:
         return found
 
     async def matched(self, bucket: str, keys: Sequence[str]) -> int:
-        """How many of `keys`, from the first, are stored without a gap. What is found is remembered for the descriptor
-        that follows.
+        """How many of `keys`, from the first, are stored without a gap, and were not found damaged. What is found is
+        remembered for the descriptor that follows.
         """
         for start in range(0, len(keys), LOOKUP_KEYS):
-            found = await self._resolve(bucket, keys[start : start + LOOKUP_KEYS])
-            if None in found:
-                return start + found.index(None)
+            part = keys[start : start + LOOKUP_KEYS]
+            for index, extents in enumerate(await self._resolve(bucket, part)):
+                if extents is None or self.damaged.has(bucket, part[index], extents):
+                    return start + index
         return len(keys)
 
 

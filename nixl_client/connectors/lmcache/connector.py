@@ -73,6 +73,8 @@ class ObjectCacheConnector(RemoteConnector):  # type: ignore[misc]
         self._options = replace(options, load_timeout_s=timeout_s)
         self._memory = context.local_cpu_backend
         self.store = ChunkStore(self._options)
+        if self._metadata.role != "scheduler":
+            self.store.warm()
         self._jobs = Jobs(options.store_queue_chunks)
         self._callers = ThreadPoolExecutor(options.loads_max + 2, "objectcache-lmcache")
 

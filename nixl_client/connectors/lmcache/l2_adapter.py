@@ -35,6 +35,7 @@ class ObjectCacheL2Adapter(L2AdapterInterface):  # type: ignore[misc]  # LMCache
         super().__init__()
         self._options = Options.of(params)
         self.store = ChunkStore(self._options)
+        self.store.warm()
         self._jobs = Jobs(self._options.store_queue_chunks)
         self._lookers = ThreadPoolExecutor(LOOKUP_THREADS, "objectcache-lookup")
         self._loaders = ThreadPoolExecutor(self._options.loads_max, "objectcache-load")

@@ -31,6 +31,10 @@ class Staging:
         self._changed = threading.Condition()
         self._reaper = ThreadPoolExecutor(1, "objectcache-reaper")
 
+    def warm(self) -> None:
+        """Make one buffer, and the server acquainted with it, before the first load has to wait for that; elsewhere."""
+        self._reaper.submit(self._warm)
+
     def take(self, nbytes: int, deadline_s: float) -> Array:
         """A buffer of at least so many bytes. Raises TimeoutError when none is free in time, OSError without memory."""
         with self._changed:
@@ -62,6 +66,20 @@ class Staging:
     def close(self) -> None:
         """Return when nothing is given up any more."""
         self._reaper.shutdown()
+
+    def _warm(self) -> None:
+        kept: Array | None = None
+        try:
+            kept = self.take(self._nbytes, time.monotonic())
+        except (OSError, TimeoutError) as error:
+            _log.warning("no staging buffer yet: %s", error)
+            return
+        try:
+            self._client.register_buffer(kept)
+        except Exception as error:
+            _log.warning("the staging buffer is not registered yet: %s", error)
+        finally:
+            self.give(kept)
 
     def _reap(self, array: Array, fetch: LayerFetch) -> None:
         kept: Array | None = None

@@ -9,7 +9,6 @@ import os
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import numpy as np
 
@@ -44,7 +43,7 @@ class ChunkStore:
     def __init__(self, options: Options) -> None:
         self.counters = Counters()
         self._options = options
-        self._breaker = Breaker(options.retry_s)
+        self._breaker, self._store_breaker = Breaker(options.retry_s), Breaker(options.retry_s)
         self._lookups = ObjectCacheClient(options.endpoint, options.bucket, timeout_s=options.lookup_timeout_s)
         self._loads = ObjectCacheClient(
             options.endpoint,
@@ -62,6 +61,10 @@ class ChunkStore:
         access_key, secret_key = os.environ["AWS_ACCESS_KEY_ID"], os.environ["AWS_SECRET_ACCESS_KEY"]
         self._http = SignedHttp(options.endpoint, access_key, secret_key, "us-east-1", options.lookup_timeout_s)
         self._staging = Staging(self._loads, options.staging_bytes, options.loads_max)
+
+    def warm(self) -> None:
+        """Prepare for loads, in the background."""
+        self._staging.warm()
 
     def close(self) -> None:
         """Free everything; waits for what is under way, which has deadlines."""
@@ -115,13 +118,13 @@ class ChunkStore:
 
     def put(self, keys: Sequence[str], chunks: Sequence[memoryview]) -> bool:
         """Store what is missing of a prefix; whether all of it is stored. After a failure no further chunk is begun."""
-        if self._is_resting():
+        if self._store_breaker.is_open(time.monotonic()):
             return False
         try:
             stored = self._stores.lookup(keys)
             self._stores.put_chunks(keys[stored:], chunks[stored:])
         except FAILURES as error:
-            self._fail("store", error)
+            self._fail("store", error, self._store_breaker)
             self.counters.add(store_failures=1)
             return False
         nbytes = sum(chunk.nbytes for chunk in chunks[stored:])
@@ -130,13 +133,13 @@ class ChunkStore:
 
     def put_partial(self, key: str, chunk: memoryview, tokens: int) -> bool:
         """Store a chunk that is not full, and say so: its size alone could be that of a chunk cut short."""
-        if self._is_resting():
+        if self._store_breaker.is_open(time.monotonic()):
             return False
         try:
             headers = {TOKENS_HEADER: str(tokens)}
             self._stores.objects.put_object(key, chunk, path=Path.TCP, headers=headers)
         except FAILURES as error:
-            self._fail("store", error)
+            self._fail("store", error, self._store_breaker)
             self.counters.add(store_failures=1)
             return False
         self.counters.add(stored_chunks=1, stored_bytes=chunk.nbytes)
@@ -191,9 +194,31 @@ class ChunkStore:
                     continue
                 unusable = keys[count] if count < len(keys) else None
                 break
+        except UnansweredError as error:
+            _log.warning("load: %s", error)
+            if self.is_answering():
+                return self._search(keys, targets, deadline_s)
         except FAILURES as error:
             self._fail("load", error)
         return Loaded(count, unusable)
+
+    def _search(self, keys: Sequence[str], targets: Sequence[memoryview], deadline_s: float) -> Loaded:
+        """The answer broke off and the server is there: over http that is all it says of a damaged chunk. Find it."""
+        good, bad = 0, len(keys)
+        while bad - good > 1:
+            middle = (good + bad) // 2
+            try:
+                served = self._fetch(keys[good:middle], targets[good:middle], deadline_s)
+            except (UnansweredError, ChunkUnavailable):
+                bad = middle
+                continue
+            except FAILURES as error:
+                self._fail("load", error)
+                return Loaded(good)
+            if served < middle - good:
+                bad = good + served + 1
+            good += served
+        return Loaded(good, keys[good])
 
     def _fetch(self, keys: Sequence[str], targets: Sequence[memoryview], deadline_s: float) -> int:
         chunk_bytes = targets[0].nbytes
@@ -216,8 +241,8 @@ class ChunkStore:
     def _is_resting(self) -> bool:
         return self._breaker.is_open(time.monotonic())
 
-    def _fail(self, what: str, error: Any) -> None:
+    def _fail(self, what: str, error: Exception, breaker: Breaker | None = None) -> None:
         if not isinstance(error, ObjectCacheError) or isinstance(error, UnansweredError):
-            self._breaker.trip(time.monotonic())
+            (breaker or self._breaker).trip(time.monotonic())
         self.counters.add(failures=1)
         _log.warning("%s: %s", what, error)

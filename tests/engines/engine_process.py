@@ -1,0 +1,180 @@
+"""An engine, in the engines' environment, driven by a test over a loopback connection.
+
+python -m tests.engines.engine_process PORT
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import socket
+import sys
+import time
+import traceback
+from typing import IO, Any
+
+from tests.engines.disturb import hooked
+from tests.engines.messages import EngineSettings, Moment, Operation
+
+SETTLE_S = 60.0
+_PREFIX = "vllm:objectcache_"
+
+
+def drive(port: int) -> None:
+    """Start the engine the test describes and do what it asks, until it says stop or goes away."""
+    with socket.create_connection(("127.0.0.1", port)) as connection, connection.makefile("rw") as stream:
+        _answer(stream, {"pid": os.getpid()})
+        try:
+            engine = RunningEngine(EngineSettings(**json.loads(stream.readline())), stream)
+            _answer(stream, {})
+            for line in stream:
+                request = json.loads(line)
+                operation = Operation(request.pop("operation"))
+                _answer(stream, getattr(engine, operation.value)(**request))
+                if operation == Operation.STOP:
+                    return
+        except Exception:
+            _answer(stream, {"error": traceback.format_exc()})
+
+
+class RunningEngine:
+    """`vllm.LLM`; the methods that answer are named as operations are."""
+
+    def __init__(self, settings: EngineSettings, stream: IO[str]) -> None:
+        os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = str(int(settings.is_multiprocess))
+        from vllm import LLM
+
+        options: dict[str, Any] = {
+            "skip_tokenizer_init": True,
+            "block_size": 32,
+            "dtype": "float32",
+            "max_model_len": 1024,
+            "num_gpu_blocks_override": 400,
+            "seed": 0,
+            "enforce_eager": True,
+            "disable_log_stats": False,
+            "async_scheduling": False,
+        }
+        if settings.connector is not None:
+            options["kv_transfer_config"] = {
+                "kv_connector": "ObjectCacheConnector",
+                "kv_connector_module_path": "nixl_client.connectors.vllm",
+                "kv_role": "kv_both",
+                "kv_load_failure_policy": "recompute",
+                "kv_connector_extra_config": settings.connector,
+            }
+        self._stream = stream
+        self._llm = LLM(model=settings.model, **(options | settings.options))
+        self._core = None if settings.is_multiprocess else self._llm.llm_engine.engine_core.engine_core
+        self._has_connector = settings.connector is not None
+
+    def generate(self, prompts: list[dict[str, Any]], max_tokens: list[int], moment: str | None) -> dict[str, Any]:
+        """Greedy tokens of these prompts, all at once, and what was counted. `max_tokens` is for each."""
+        before = self._metrics(), self._counters()
+        has_happened = False
+        if moment is None:
+            tokens = self._generate(prompts, max_tokens)
+            lost_blocks = self._settle()
+        else:
+            with hooked(Moment(moment), *self._connectors(), self._reach) as once:
+                tokens = self._generate(prompts, max_tokens)
+                lost_blocks = self._settle()
+            has_happened = once.has_happened
+        metrics, counters = _since(before[0], self._metrics()), _since(before[1], self._counters())
+        return {
+            "tokens": tokens,
+            "counters": counters,
+            "prometheus": {name[len(_PREFIX) :]: value for name, value in metrics.items() if name.startswith(_PREFIX)},
+            "preemptions": int(metrics.get("vllm:num_preemptions", 0)),
+            "lost_blocks": lost_blocks,
+            "has_happened": has_happened,
+        }
+
+    def forget(self) -> dict[str, Any]:
+        """Empty the engine's prefix cache."""
+        return {"is_done": bool(self._llm.reset_prefix_cache())}
+
+    def keys(self, tokens: list[int], salt: str) -> dict[str, Any]:
+        """The keys of the prompt's whole chunks, in order."""
+        from nixl_client.connectors.vllm.naming import KeyChain
+
+        scheduler, _ = self._connectors()
+        chunk_tokens = scheduler._grid.chunk_tokens
+        chain = KeyChain(scheduler._deployment.namespace(0, "", salt), chunk_tokens)
+        return {"keys": list(chain.keys(tokens, len(tokens) // chunk_tokens))}
+
+    def stop(self) -> dict[str, Any]:
+        """Shut the engine down."""
+        self._llm.llm_engine.engine_core.shutdown()
+        return {}
+
+    def _generate(self, prompts: list[dict[str, Any]], max_tokens: list[int]) -> list[list[int]]:
+        from vllm import SamplingParams, TokensPrompt
+
+        texts = []
+        for prompt in prompts:
+            text = TokensPrompt(prompt_token_ids=prompt["tokens"])
+            if prompt["salt"]:
+                text["cache_salt"] = prompt["salt"]
+            texts.append(text)
+        sampling = [
+            SamplingParams(temperature=0.0, max_tokens=count, ignore_eos=True, detokenize=False) for count in max_tokens
+        ]
+        return [list(output.outputs[0].token_ids) for output in self._llm.generate(texts, sampling, use_tqdm=False)]
+
+    def _settle(self) -> int:
+        """Step until nothing is left to do, as the engine's own loop does, and everything is written. The blocks that
+        are not free then.
+        """
+        if self._core is None:
+            return 0
+        scheduler, deadline_s = self._core.scheduler, time.monotonic() + SETTLE_S
+        while (scheduler.has_requests() or not self._is_written()) and time.monotonic() < deadline_s:
+            self._llm.llm_engine.step()
+            time.sleep(0.002)
+        pool = scheduler.kv_cache_manager.block_pool
+        return int(pool.num_gpu_blocks - 1 - pool.get_num_free_blocks())
+
+    def _is_written(self) -> bool:
+        if not self._has_connector:
+            return True
+        worker = self._connectors()[1]._worker
+        return worker is None or bool(worker._writer._book.is_idle)
+
+    def _connectors(self) -> tuple[Any, Any]:
+        from vllm.distributed.kv_transfer import get_kv_transfer_group
+
+        assert self._core is not None
+        return self._core.scheduler.connector, get_kv_transfer_group()
+
+    def _counters(self) -> dict[str, float]:
+        if self._core is None or not self._has_connector:
+            return {}
+        scheduler, worker = self._connectors()
+        return {**scheduler.counters.totals, **worker.counters.totals}
+
+    def _metrics(self) -> dict[str, float]:
+        sums: dict[str, float] = {}
+        for metric in self._llm.get_metrics():
+            if hasattr(metric, "value"):
+                sums[metric.name] = sums.get(metric.name, 0) + metric.value
+        return sums
+
+    def _reach(self) -> None:
+        """Tell the test that the moment has come, and wait for it."""
+        _answer(self._stream, {"is_reached": True})
+        if not self._stream.readline():
+            raise ConnectionError("the test has gone away")
+
+
+def _since(before: dict[str, float], after: dict[str, float]) -> dict[str, float]:
+    return {name: value - before.get(name, 0) for name, value in after.items() if value != before.get(name, 0)}
+
+
+def _answer(stream: IO[str], answer: dict[str, Any]) -> None:
+    stream.write(json.dumps(answer) + "\n")
+    stream.flush()
+
+
+if __name__ == "__main__":
+    drive(int(sys.argv[1]))

@@ -1,0 +1,43 @@
+"""Finds the interpreter that has vLLM. This project is not installed there: it is found by PYTHONPATH."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+from bench.kv_peers.install import ENGINES
+from tests.support import OWNER, repository
+
+OVERRIDE = "OBJECTCACHE_ENGINES_PYTHON"
+
+
+class EnvironmentMissingError(Exception):
+    """The engines are not installed."""
+
+
+def engine_python() -> Path:
+    """The interpreter engines run in. Raises EnvironmentMissingError."""
+    if named := os.environ.get(OVERRIDE):
+        if not Path(named).exists():
+            raise EnvironmentMissingError(f"{OVERRIDE} names {named}, which is not there")
+        return Path(named)
+    if not ENGINES.is_installed:
+        raise EnvironmentMissingError("the engines' environment is missing or out of date: run `make engines`")
+    return ENGINES.python
+
+
+def engine_variables() -> dict[str, str]:
+    """The environment of an engine's process: one thread each, nothing from the network, the engine in the process."""
+    return {
+        **os.environ,
+        "PYTHONPATH": str(repository()),
+        "AWS_ACCESS_KEY_ID": OWNER[0],
+        "AWS_SECRET_ACCESS_KEY": OWNER[1],
+        "HF_HUB_OFFLINE": "1",
+        "TRANSFORMERS_OFFLINE": "1",
+        "VLLM_NO_USAGE_STATS": "1",
+        "VLLM_CPU_KVCACHE_SPACE": "1",
+        "VLLM_CPU_OMP_THREADS_BIND": "nobind",
+        "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
+        "OMP_NUM_THREADS": "1",
+    }

@@ -1,0 +1,167 @@
+"""LMCache itself over the connector, in both its modes: what it stores comes back from the store byte by byte, and
+whatever happens to the store is a miss.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+
+import pytest
+
+from tests.engines.lmcache_run import LMCache, lmcache
+from tests.engines.store import BUCKET, Store, free_port, running_store
+
+CHUNK_TOKENS = 16
+PATIENCE_S = 10.0
+"""More than every deadline below; a hang would last for ever."""
+RETRY_S = 0.5
+PLUGIN = {
+    "bucket": BUCKET,
+    "staging_bytes": 1 << 20,
+    "lookup_timeout_s": 1.0,
+    "load_timeout_s": 2.0,
+    "store_timeout_s": 2.0,
+    "retry_s": RETRY_S,
+}
+_seeds = itertools.count(1)
+
+pytestmark = pytest.mark.timeout(240)
+
+
+@dataclass
+class Bench:
+    """A store and LMCache over it."""
+
+    mode: str
+    store: Store
+    cache: LMCache
+    restart: Callable[[], None]
+    """Start the store's server again, with what it has stored."""
+
+    @property
+    def ranks(self) -> int:
+        return 1 if self.mode == "in-process" else 2
+
+    def stored(self, chunk_count: int = 6) -> int:
+        """The seed of a prompt that is stored, and no longer in LMCache's memory."""
+        seed = next(_seeds)
+        self.cache.put(seed, chunk_count * CHUNK_TOKENS)
+        self.cache.forget()
+        return seed
+
+    def got(self, seed: int, chunk_count: int = 6) -> int:
+        """How many chunks come back; nothing of them stays referred to."""
+        tokens = self.cache.get(seed, chunk_count * CHUNK_TOKENS)
+        self.cache.forget()
+        return tokens // CHUNK_TOKENS
+
+
+@pytest.fixture(scope="module", params=["in-process", "multiprocess"])
+def bench(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Bench]:
+    """One of LMCache's modes."""
+    folder, port = tmp_path_factory.mktemp("lmcache"), free_port()
+    with contextlib.ExitStack() as ends:
+
+        def start() -> Store:
+            return ends.enter_context(running_store(folder / "store", port=port))
+
+        def restart() -> None:
+            made.store = start()
+
+        store = start()
+        plugin = {**PLUGIN, "endpoint": store.endpoint}
+        cache = ends.enter_context(lmcache(request.param, folder / "log", plugin=plugin))
+        made = Bench(request.param, store, cache, restart)
+        yield made
+        cache.close()
+
+
+def test_what_is_stored_comes_back_by_one_request(bench: Bench) -> None:
+    """One descriptor request a prefix, whatever the number of chunks: each rank has its own."""
+    seed = bench.stored()
+    before = bench.cache.counters()
+    assert bench.got(seed) == 6
+    after = bench.cache.counters()
+    moved = {name: after[name] - before.get(name, 0) for name in ("fetches", "loaded_chunks", "matched_chunks")}
+    assert moved == {"fetches": bench.ranks, "loaded_chunks": 6 * bench.ranks, "matched_chunks": 6 * bench.ranks}
+
+
+def test_a_longer_prompt_reuses_the_shorter_one(bench: Bench) -> None:
+    """Only what is missing is written."""
+    seed = bench.stored(4)
+    assert bench.cache.find(seed, 6 * CHUNK_TOKENS) == 4 * CHUNK_TOKENS
+    before = bench.cache.counters()
+    bench.cache.put(seed, 6 * CHUNK_TOKENS)
+    bench.cache.forget()
+    assert bench.cache.counters()["stored_chunks"] - before["stored_chunks"] == 2 * bench.ranks
+    assert bench.got(seed) == 6
+
+
+def test_a_chunk_deleted_between_lookup_and_load_is_a_miss(bench: Bench) -> None:
+    seed = bench.stored()
+    bench.cache.lose_before_load(bench.cache.names(seed, 6 * CHUNK_TOKENS)[3])
+    assert bench.got(seed) == 3
+
+
+def test_a_damaged_chunk_is_a_miss_and_is_written_again(bench: Bench) -> None:
+    seed = bench.stored()
+    bench.store.damage(bench.cache.names(seed, 6 * CHUNK_TOKENS)[2], 1000)
+    assert bench.got(seed) == 2
+    bench.cache.put(seed, 6 * CHUNK_TOKENS)
+    bench.cache.forget()
+    assert bench.got(seed) == 6
+
+
+def test_a_chunk_of_another_size_is_a_miss_and_is_written_again(bench: Bench) -> None:
+    """Half the size is the size of a chunk of half the tokens: still nothing to be used."""
+    seed = bench.stored()
+    name = bench.cache.names(seed, 6 * CHUNK_TOKENS)[5]
+    bench.store.put(name, bench.store.get(name)[: 2 * 3 * 8 * 64 * 2])
+    assert bench.got(seed) == 5
+    bench.cache.put(seed, 6 * CHUNK_TOKENS)
+    bench.cache.forget()
+    assert bench.got(seed) == 6
+
+
+def test_a_store_that_hangs_is_a_miss_within_its_deadlines(bench: Bench) -> None:
+    """And one that answers again is used again."""
+    seed = bench.stored()
+    bench.store.stop()
+    try:
+        began_s = time.monotonic()
+        assert bench.got(seed) == 0
+        assert time.monotonic() - began_s < PATIENCE_S
+        other = next(_seeds)
+        bench.cache.put(other, 2 * CHUNK_TOKENS)
+        bench.cache.forget()
+    finally:
+        bench.store.go_on()
+    time.sleep(RETRY_S)
+    assert bench.got(seed) == 6
+    assert bench.got(other, 2) == 0
+
+
+def test_a_part_of_a_chunk_is_kept_where_lmcache_has_such(bench: Bench) -> None:
+    """In process a prompt's last chunk may be shorter; the server's mode has whole ones only."""
+    seed = next(_seeds)
+    bench.cache.put(seed, 2 * CHUNK_TOKENS + 5)
+    bench.cache.forget()
+    whole = 2 * CHUNK_TOKENS
+    assert bench.cache.get(seed, whole + 5) == (whole + 5 if bench.mode == "in-process" else whole)
+    bench.cache.forget()
+
+
+def test_a_killed_store_is_a_miss_and_a_new_one_is_used(bench: Bench) -> None:
+    """LMCache runs on without it."""
+    seed = bench.stored()
+    bench.store.server.kill()
+    began_s = time.monotonic()
+    assert bench.got(seed) == 0
+    assert time.monotonic() - began_s < PATIENCE_S
+    bench.restart()
+    time.sleep(RETRY_S)
+    assert bench.got(seed) == 6
