@@ -47,7 +47,6 @@ def test_a_server_killed_during_a_load_costs_a_recomputation(
         others = engine.generate(PROMPTS)
         assert others.tokens == reference.tokens(PROMPTS)
         assert others.lost_blocks == 0
-        assert engine.has_said(LOOKUP_FAILED)
         engine.stop()
 
 
