@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Iterator
+from typing import Any
 
 import numpy as np
 import pytest
@@ -13,8 +14,10 @@ import transformers
 from descriptors.descriptor import Delivery
 from descriptors.errors import ChunkUnavailable, ErrorCode
 from descriptors.notices import Mode
+from descriptors.prefix_keys import Namespace, chunk_keys
 from nixl_client.connectors.transformers import KvShape, WaitingCache, chunks_from_cache
 from nixl_client.fetch import Layer
+from tests.support import repository
 
 CHUNK_TOKENS = 4
 CHUNKS = 6
@@ -322,3 +325,21 @@ def test_with_a_layer_held_back_at_the_server_the_model_stops_before_it(local, m
         fetch.wait(TIMEOUT_S)
     assert all(done.is_set() for done in finished)
     assert torch.equal(logits[0], model(QUESTION, past_key_values=cache).logits)
+
+
+def test_the_documented_prefill_loads_what_it_stored(local, model):
+    """docs/client.md, as it is printed."""
+    text = (repository() / "docs" / "client.md").read_text()
+    names: dict[str, Any] = {}
+    exec(text.split("## transformers")[1].split("```python\n")[1].split("```")[0], names)
+    prompt = tokens(41).flatten().tolist()
+    wanted = model(torch.tensor([prompt])).logits[0, -1]
+    local.call(local.storage.create_bucket("OWNERKEY", "documented"))
+    with local.client("documented", "shm") as client:
+        for stored_before, stored_after in ((0, 10), (10, 10)):
+            keys = chunk_keys(Namespace("", "torch.float32", 4).text(), prompt, 4)
+            assert client.lookup(keys) == stored_before
+            logits, cache = names["prefill"](model, client, prompt, chunk_tokens=4)
+            assert client.lookup(keys) == stored_after
+            assert isinstance(cache, WaitingCache) is (stored_before > 0)
+            assert largest_difference(logits, wanted) < 1e-4

@@ -17,6 +17,7 @@ torch = pytest.importorskip("torch")
 from descriptors.errors import ChunkUnavailable, ErrorCode, ServerError  # noqa: E402
 from descriptors.layout import ChunkLayout  # noqa: E402
 from descriptors.prefix_keys import chunk_keys  # noqa: E402
+from nixl_client.connectors.counters import Counters  # noqa: E402
 from nixl_client.connectors.vllm.blocks import Blocks, Packing, Run, find_packings, find_runs, packed_layer, plain_layer  # noqa: E402
 from nixl_client.connectors.vllm.ledger import Ledger  # noqa: E402
 from nixl_client.connectors.vllm.loads import Loads  # noqa: E402
@@ -24,7 +25,6 @@ from nixl_client.connectors.vllm.naming import Deployment, KeyChain  # noqa: E40
 from nixl_client.connectors.vllm.options import Options  # noqa: E402
 from nixl_client.connectors.vllm.plan import Grid  # noqa: E402
 from nixl_client.connectors.vllm.scheduling import SchedulerSide  # noqa: E402
-from nixl_client.connectors.vllm.stats import Counters  # noqa: E402
 from nixl_client.connectors.vllm.steps import LoadJob, Report, Step, StoreJob  # noqa: E402
 from nixl_client.connectors.vllm.store_book import StoreBook  # noqa: E402
 from nixl_client.connectors.vllm.weights import Adapters, fingerprint  # noqa: E402

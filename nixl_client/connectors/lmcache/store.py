@@ -15,10 +15,10 @@ import numpy as np
 from descriptors.descriptor import CHUNK_COUNT_MAX, Delivery, OnMissing
 from descriptors.errors import ChunkUnavailable, ObjectCacheError
 from nixl_client.client import ObjectCacheClient
+from nixl_client.connectors.counters import Counters
 from nixl_client.connectors.lmcache.options import Options
 from nixl_client.connectors.lmcache.plan import Breaker, batches, opaque_layout, partial_tokens
 from nixl_client.connectors.lmcache.staging import Staging
-from nixl_client.connectors.vllm.stats import Counters
 from nixl_client.http import SignedHttp, UnansweredError
 from nixl_client.objects import Path
 

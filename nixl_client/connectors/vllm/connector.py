@@ -21,12 +21,12 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
 )
 
 from nixl_client.client import ObjectCacheClient
+from nixl_client.connectors.counters import Counters
 from nixl_client.connectors.vllm import engine
 from nixl_client.connectors.vllm.ledger import Ledger
 from nixl_client.connectors.vllm.metrics import ObjectCachePromMetrics, ObjectCacheStats, StepMetadata, WorkerReport
 from nixl_client.connectors.vllm.options import Options
 from nixl_client.connectors.vllm.scheduling import SchedulerSide
-from nixl_client.connectors.vllm.stats import Counters
 from nixl_client.connectors.vllm.steps import Step
 from nixl_client.connectors.vllm.working import IdleWorker, WorkerSide
 

@@ -17,12 +17,12 @@ from descriptors.descriptor import OnMissing
 from descriptors.errors import ChunkUnavailable
 from descriptors.layout import ChunkLayout
 from nixl_client.client import ObjectCacheClient
+from nixl_client.connectors.counters import Counters
 from nixl_client.connectors.vllm.blocks import Blocks, PagedLayer
 from nixl_client.connectors.vllm.options import Options
 from nixl_client.connectors.vllm.plan import Grid
 from nixl_client.connectors.vllm.retired import Retired
 from nixl_client.connectors.vllm.staging import Staging
-from nixl_client.connectors.vllm.stats import Counters
 from nixl_client.connectors.vllm.steps import LoadJob, Report
 from nixl_client.fetch import LayerFetch
 

@@ -9,8 +9,8 @@ from concurrent.futures import Future, ThreadPoolExecutor, wait
 from dataclasses import dataclass
 
 from nixl_client.client import ObjectCacheClient
+from nixl_client.connectors.counters import Counters
 from nixl_client.connectors.vllm.options import Options
-from nixl_client.connectors.vllm.stats import Counters
 
 KEYS_MAX = 65_536
 THREADS = 8

@@ -9,11 +9,11 @@ from pathlib import Path
 from typing import Protocol
 
 from nixl_client.client import ObjectCacheClient
+from nixl_client.connectors.counters import Counters
 from nixl_client.connectors.vllm.ledger import Ledger, Tracked
 from nixl_client.connectors.vllm.lookups import Lookups
 from nixl_client.connectors.vllm.options import Options
 from nixl_client.connectors.vllm.plan import Grid
-from nixl_client.connectors.vllm.stats import Counters
 from nixl_client.connectors.vllm.steps import Report
 from nixl_client.connectors.vllm.weights import Adapters
 

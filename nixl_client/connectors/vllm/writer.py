@@ -12,9 +12,9 @@ import torch
 from descriptors.errors import ObjectCacheError
 from descriptors.layout import ChunkLayout
 from nixl_client.client import ObjectCacheClient
+from nixl_client.connectors.counters import Counters
 from nixl_client.connectors.vllm.blocks import Blocks, PagedLayer
 from nixl_client.connectors.vllm.plan import Grid, Span
-from nixl_client.connectors.vllm.stats import Counters
 from nixl_client.connectors.vllm.steps import Report, StoreJob
 from nixl_client.connectors.vllm.store_book import Entry, StoreBook
 
