@@ -41,6 +41,7 @@ PURE = (
     "gateway/xml_lifecycle.py",
     "gateway/xml_tree.py",
     "gateway/xml_uploads.py",
+    "nixl_client/connectors/given_options.py",
     "nixl_client/connectors/lmcache/naming.py",
     "nixl_client/connectors/lmcache/plan.py",
     "nixl_client/connectors/vllm/ledger.py",

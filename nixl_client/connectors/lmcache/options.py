@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 
+from nixl_client.connectors.given_options import arguments
 from nixl_client.transport import Transport
-
-_KINDS: dict[str, tuple[type, ...]] = {"str": (str,), "int": (int,), "float": (int, float), "bool": (bool,)}
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,18 +53,5 @@ class Options:
 
     @classmethod
     def of(cls, given: Mapping[str, object]) -> Options:
-        """Options from JSON or YAML. Raises ValueError for unknown names and for values of the wrong type."""
-        kinds = {field.name: str(field.type) for field in fields(cls)}
-        if unknown := sorted(set(given) - set(kinds)):
-            raise ValueError(f"unknown options: {', '.join(unknown)}")
-        values: dict[str, object] = {"endpoint": "", "bucket": "", **given}
-        for name, value in values.items():
-            wanted = _KINDS.get(kinds[name], (str,))
-            if not isinstance(value, wanted) or (isinstance(value, bool) and kinds[name] != "bool"):
-                raise ValueError(f"{name} must be of type {kinds[name]}, not {value!r}")
-        if "transport" in values:
-            names = [each.value for each in Transport]
-            if values["transport"] not in names:
-                raise ValueError(f"transport must be one of {', '.join(names)}, not {values['transport']!r}")
-            values["transport"] = Transport(values["transport"])
-        return cls(**values)  # type: ignore[arg-type]  # checked just now
+        """Options from JSON or YAML. Raises ValueError for unknown names and for values that cannot be."""
+        return cls(**{"endpoint": "", "bucket": "", **arguments(cls, given, {"transport": Transport})})

@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, replace
 from enum import Enum
 
 from descriptors.descriptor import CHUNK_TOKENS_MAX, Delivery
+from nixl_client.connectors.given_options import arguments
 from nixl_client.transport import Transport
-
-_TYPES: dict[str, tuple[type, ...]] = {"str": (str,), "int": (int,), "float": (int, float), "bool": (bool,)}
 
 STAGING_BYTES_MAX = 1 << 30
 WAIT_MAX_S = 120
@@ -82,32 +81,6 @@ class Options:
 
     @classmethod
     def of(cls, extra: Mapping[str, object]) -> Options:
-        """Options from the engine's JSON. Raises ValueError for unknown names and for values of the wrong type."""
-        known = {field.name for field in fields(cls)}
-        unknown = sorted(set(extra) - known)
-        if unknown:
-            raise ValueError(f"unknown in kv_connector_extra_config: {', '.join(unknown)}")
-        values = dict(extra)
-        for name in ("endpoint", "bucket"):
-            values.setdefault(name, "")
-        for name, kind in (("transport", Transport), ("delivery", Delivery), ("staging", StagingPlace)):
-            if name in values:
-                values[name] = _member(name, kind, values[name])
-        for field in fields(cls):
-            value = values.get(field.name)
-            wanted = _TYPES.get(str(field.type))
-            if (
-                wanted is not None
-                and value is not None
-                and (not isinstance(value, wanted) or (isinstance(value, bool) and field.type != "bool"))
-            ):
-                raise ValueError(f"{field.name} must be of type {field.type}, not {value!r}")
-        return cls(**values)  # type: ignore[arg-type]  # checked just now
-
-
-def _member(name: str, kind: type[Enum], value: object) -> Enum:
-    try:
-        return kind(value)
-    except ValueError:
-        known = ", ".join(str(each.value) for each in kind)
-        raise ValueError(f"{name} must be one of {known}, not {value!r}") from None
+        """Options from the engine's JSON. Raises ValueError for unknown names and for values that cannot be."""
+        enums = {"transport": Transport, "delivery": Delivery, "staging": StagingPlace}
+        return cls(**{"endpoint": "", "bucket": "", **arguments(cls, extra, enums)})
