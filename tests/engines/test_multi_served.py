@@ -123,8 +123,9 @@ def test_a_server_shows_what_it_loads_and_ends_with_everything_stored_if_it_is_g
     wanted = reference.tokens(prompts, OUTPUT_TOKENS)
     with served(tmp_path / "model", store, tmp_path / "first.log", "--shutdown-timeout", "30") as server:
         assert server.tokens(prompts[0]) == wanted[0]
-        await_true(lambda: server.metrics()["stored_chunks"] == 28)
-        assert server.tokens(prompts[1]) == wanted[1]
+        await_true(lambda: len(store.keys()) == 28)
+        assert server.tokens(prompts[1]) == wanted[1]  # what was written since the last step is counted with the next
+        await_true(lambda: server.metrics()["stored_chunks"] >= 28)
         server.terminate()
     assert len(store.keys()) == 2 * 28
 
