@@ -38,8 +38,6 @@ bench-smoke: $(STAMP) engines
 	$(BIN)/objectcache bench scheduler --smoke
 	$(BIN)/objectcache bench ttft --smoke
 	$(BIN)/objectcache bench ttft --device cpu --smoke
-	$(BIN)/objectcache bench recompute --device cpu --smoke
-	$(BIN)/objectcache bench copies --device cpu --smoke
 	$(BIN)/objectcache bench engine --smoke
 	$(BIN)/objectcache bench overlap --smoke
 	$(BIN)/objectcache calibrate --smoke

@@ -22,7 +22,7 @@ CASES: dict[str, tuple[int, dict[str, Json], dict[str, Json]]] = {
     "chunked prefill": (32, {}, {"max_num_batched_tokens": 128, "max_num_seqs": 4}),
     "blocks of 64, over http": (64, {"transport": "http"}, {"block_size": 64}),
 }
-LONG_SET = {"blocks of 64, over http"}
+LONG_SET = {"blocks of 64, over http", "two chunks to a block"}
 
 
 @pytest.mark.parametrize(
@@ -110,6 +110,7 @@ def test_another_salt_does_not_hit(engines: Engines, reference: Reference, store
         assert set.union(*keys) <= store.keys()
 
 
+@pytest.mark.engines_full
 def test_an_engine_in_a_process_of_its_own_loads_and_counts(
     engines: Engines, reference: Reference, store: Store
 ) -> None:

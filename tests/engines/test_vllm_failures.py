@@ -169,6 +169,7 @@ def fill(store: Store) -> set[str]:
     return stored
 
 
+@pytest.mark.engines_full
 def test_a_server_that_hangs_during_a_put_keeps_no_blocks(engines: Engines, reference: Reference, store: Store) -> None:
     with engines.cached(store.connector(**QUICK)) as engine:
         outcome = engine.generate(PROMPTS, at=Moment.PUT, do=store.stop)
