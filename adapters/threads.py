@@ -3,9 +3,21 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Callable
 from typing import TypeVar
 
+from descriptors.units import KIB
+
+HERE_BYTES_MAX = 64 * KIB
+"""A document of this size is parsed in less time than handing it to a thread takes."""
 _T = TypeVar("_T")
+
+
+async def parsed(parse: Callable[[bytes], _T], document: bytes) -> _T:
+    """`parse(document)`, in a thread where the document is large: the event loop goes on meanwhile."""
+    if len(document) <= HERE_BYTES_MAX:
+        return parse(document)
+    return await to_end(asyncio.get_running_loop().run_in_executor(None, parse, document))
 
 
 async def finished(future: asyncio.Future[_T]) -> None:

@@ -6,12 +6,13 @@ pydantic checks what arrives; the rest of the code sees frozen values. Refusals 
 from __future__ import annotations
 
 import base64
+import binascii
 import json
 import re
 from dataclasses import dataclass
 from typing import Annotated
 
-from pydantic import Base64Bytes, BaseModel, ConfigDict, Field
+from pydantic import BaseModel, ConfigDict, Field
 
 from descriptors.descriptor import (
     ADDRESS_MAX,
@@ -143,7 +144,7 @@ _Lifetime = Annotated[float, Field(gt=0, le=AGENT_LIFETIME_S_MAX, allow_inf_nan=
 
 
 class _RegistrationModel(_Model):
-    metadata: Base64Bytes | None = None
+    metadata: str | None = None
     shm_ticket: Annotated[str, Field(min_length=1, max_length=64)] | None = None
     host_id: Annotated[str, Field(max_length=64)] = ""
     regions: Annotated[list[_RegionModel], Field(min_length=1, max_length=AGENT_REGIONS_MAX, fail_fast=True)]
@@ -152,7 +153,7 @@ class _RegistrationModel(_Model):
 
 class _RenewalModel(_Model):
     lifetime_s: _Lifetime
-    metadata: Base64Bytes | None = None
+    metadata: str | None = None
     regions: Annotated[list[_RegionModel], Field(max_length=AGENT_REGIONS_MAX, fail_fast=True)] = []
 
 
@@ -176,10 +177,8 @@ def parse_registration(body: bytes) -> AgentRegistration:
     model = parse_body(_RegistrationModel, body, _refuse)
     if (model.metadata is None) == (model.shm_ticket is None):
         raise _refuse("metadata", "or shm_ticket is needed, and not both")
-    if model.metadata is not None:
-        _check_metadata(model.metadata)
     return AgentRegistration(
-        model.metadata or b"", _regions(model.regions), model.lifetime_s, model.shm_ticket, model.host_id
+        _metadata(model.metadata) or b"", _regions(model.regions), model.lifetime_s, model.shm_ticket, model.host_id
     )
 
 
@@ -188,9 +187,7 @@ def parse_renewal(body: bytes) -> AgentRenewal:
     model = parse_body(_RenewalModel, body, _refuse)
     if model.metadata is not None and not model.regions:
         raise _refuse("regions", "and metadata are renewed together or not at all")
-    if model.metadata is not None:
-        _check_metadata(model.metadata)
-    return AgentRenewal(model.lifetime_s, model.metadata, _regions(model.regions))
+    return AgentRenewal(model.lifetime_s, _metadata(model.metadata), _regions(model.regions))
 
 
 def lookup_body(request: LookupRequest) -> bytes:
@@ -270,9 +267,16 @@ def _regions(models: list[_RegionModel]) -> tuple[Region, ...]:
     return tuple(regions)
 
 
-def _check_metadata(metadata: bytes) -> None:
+def _metadata(text: str | None) -> bytes | None:
+    if text is None:
+        return None
+    try:
+        metadata = base64.b64decode(text)
+    except (binascii.Error, ValueError):
+        raise _refuse("metadata", "is not base64") from None
     if not 1 <= len(metadata) <= AGENT_METADATA_BYTES_MAX:
         raise _refuse("metadata", f"must be 1 to {AGENT_METADATA_BYTES_MAX} bytes, not {len(metadata)}")
+    return metadata
 
 
 def _refuse(field: str, problem: str) -> CallerError:

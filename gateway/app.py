@@ -22,6 +22,7 @@ from gateway.body import CONTINUED, expects_continue
 from gateway.call import Call
 from gateway.connections import LimitedServer
 from gateway.credentials import CredentialBook, authorize
+from gateway.document_budget import DocumentBudget
 from gateway.handlers import HANDLERS, LAYERWISE
 from gateway.request import SERVICE_PREFIX, S3Request, parse_target, without_chunk_coding
 from gateway.routing import Operation, route
@@ -42,12 +43,13 @@ _log = logging.getLogger(__name__)
 
 
 class Gateway:
-    """S3 in, StorageApi out. Holds no state but its settings and credentials."""
+    """S3 in, StorageApi out. Holds no state but its settings, credentials and what documents take now."""
 
     def __init__(self, storage: StorageApi, credentials: CredentialBook, settings: GatewaySettings) -> None:
         self._storage = timed(storage)
         self._credentials = credentials
         self._settings = settings
+        self._documents = DocumentBudget(settings.document_bytes, settings.document_key_bytes)
         self._host_id = secrets.token_urlsafe(24)
 
     def server(self) -> web.Server:
@@ -114,7 +116,7 @@ class Gateway:
             _demand_signature(operation, claim)
         authorize(credential, operation.action, _policy_bucket(request))
         request = replace(request, headers=without_chunk_coding(request.headers))
-        call = Call(request, http, claim, self._storage, trace, self._settings, key, credential)
+        call = Call(request, http, claim, self._storage, trace, self._documents, self._settings, key, credential)
         return await HANDLERS[operation](call)
 
     def _identity(self, trace_id: str) -> dict[str, str]:

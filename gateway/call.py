@@ -3,16 +3,20 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Callable
 from dataclasses import dataclass, field
+from typing import TypeVar
 
 from aiohttp import web
 
+from adapters.threads import parsed
 from descriptors.errors import CallerError, ErrorCode
 from descriptors.objects import ChecksumAlgorithm
 from descriptors.storage_api import StorageApi
 from gateway.aws_chunked import SignatureChain
 from gateway.body import RequestBody
 from gateway.credentials import NOBODY, Credential
+from gateway.document_budget import DocumentBudget
 from gateway.payload_form import PayloadForm
 from gateway.request import S3Request
 from gateway.settings import GatewaySettings
@@ -20,6 +24,7 @@ from gateway.sigv4 import Claim
 from gateway.trace import RequestTrace
 from gateway.upload import LENGTH_NEEDED, BodyPlan, check_digests, plan_body, plan_document
 
+_T = TypeVar("_T")
 _CHAINED = (PayloadForm.SIGNED_CHUNKS, PayloadForm.SIGNED_CHUNKS_TRAILER)
 
 
@@ -41,6 +46,7 @@ class Call:
     claim: Claim
     storage: StorageApi
     trace: RequestTrace
+    documents: DocumentBudget
     settings: GatewaySettings = field(default_factory=GatewaySettings)
     signing_key: bytes = field(default=b"", repr=False)
     credential: Credential = NOBODY
@@ -64,23 +70,35 @@ class Call:
         self.trace.upload, self.trace.nbytes = body, plan.nbytes
         return Upload(plan.nbytes, plan.checksum, body)
 
-    async def body(self, nbytes_max: int) -> bytes:
-        """A whole small body, checked against every digest the request gives.
+    async def document(self, parse: Callable[[bytes], _T], nbytes_max: int) -> _T:
+        """A whole small body, checked against every digest the request gives, and parsed. It is held within the
+        gateway's budget for documents, and a large one is parsed beside the event loop.
 
-        Raises CallerError: EntityTooLarge, XAmzContentSHA256Mismatch, BadDigest, and what `upload` and its body raise.
+        Raises CallerError: EntityTooLarge, XAmzContentSHA256Mismatch, BadDigest, RequestTimeout, and what `upload` and
+        its body raise; ServerError(SlowDown); what `parse` raises.
         """
         plan = plan_document(self.request, self.claim.form, self.claim.body_sha256)
         if plan.nbytes is not None and plan.nbytes > nbytes_max:
             raise _too_large(nbytes_max)
-        body = self._body(plan)
-        data = bytearray()
-        async for piece in body:
-            data += piece
-            if len(data) > nbytes_max:
-                raise _too_large(nbytes_max)
-        whole = bytes(data)
-        check_digests(whole, plan.checksum, body.digests())
-        return whole
+        body, data = self._body(plan), bytearray()
+        held_bytes = 0
+        try:
+            async with asyncio.timeout(self.settings.document_timeout_s):
+                async for piece in body:
+                    if len(data) + len(piece) > nbytes_max:
+                        raise _too_large(nbytes_max)
+                    self.documents.take(self.claim.access_key, len(piece))
+                    held_bytes += len(piece)
+                    data += piece
+            whole = bytes(data)
+            del data
+            check_digests(whole, plan.checksum, body.digests())
+            return await parsed(parse, whole)
+        except TimeoutError:
+            problem = f"the body did not come whole within {self.settings.document_timeout_s:g} s"
+            raise CallerError(ErrorCode.REQUEST_TIMEOUT, problem, field="body") from None
+        finally:
+            self.documents.give_back(self.claim.access_key, held_bytes)
 
     def _body(self, plan: BodyPlan) -> RequestBody:
         claim = self.claim

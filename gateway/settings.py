@@ -4,6 +4,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from descriptors.descriptor import DESCRIPTOR_BYTES_MAX
+from descriptors.units import MIB
+
 
 @dataclass(frozen=True, slots=True)
 class GatewaySettings:
@@ -12,6 +15,9 @@ class GatewaySettings:
     A connection is given up when: no byte of an awaited body came for `body_idle_timeout_s`; a request's head is not
     whole after `header_timeout_s`; no request came for `keepalive_timeout_s`; or the client took no byte of an answer
     for `send_idle_timeout_s`. Above `connections_max` new ones are refused.
+
+    A document (a body that is parsed as a whole) must have arrived within `document_timeout_s`. All documents on their
+    way hold at most `document_bytes` of memory, those of one access key `document_key_bytes`.
     """
 
     region: str = "us-east-1"
@@ -21,3 +27,10 @@ class GatewaySettings:
     keepalive_timeout_s: float = 75.0
     send_idle_timeout_s: float = 60.0
     connections_max: int = 16_384
+    document_timeout_s: float = 30.0
+    document_bytes: int = 256 * MIB
+    document_key_bytes: int = 64 * MIB
+
+    def __post_init__(self) -> None:
+        if not DESCRIPTOR_BYTES_MAX <= self.document_key_bytes <= self.document_bytes:
+            raise ValueError(f"need {DESCRIPTOR_BYTES_MAX} <= document_key_bytes <= document_bytes")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Collection
 from dataclasses import dataclass, field
 from xml.parsers import expat
@@ -11,6 +12,11 @@ from descriptors.errors import CallerError, ErrorCode
 DEPTH_MAX = 16
 ELEMENTS_MAX = 80_000
 """10,000 parts with every field S3 knows."""
+MARKUP_BYTES_MAX = 65_536
+"""A tag with the text after it. No field of S3 is nearly as long, and a tag with a million attributes is one step of expat
+that nothing can interrupt.
+"""
+_LONG_MARKUP = re.compile(rb"<[^<]{%d}" % MARKUP_BYTES_MAX)
 
 
 @dataclass(slots=True)
@@ -66,6 +72,8 @@ class Node:
 
 def parse_tree(data: bytes, root: str) -> Node:
     """The document's root, which must be named `root`. Raises CallerError(MalformedXML)."""
+    if _LONG_MARKUP.search(data):
+        raise malformed(f"a tag and the text after it have at most {MARKUP_BYTES_MAX} bytes")
     builder = _Builder(root)
     parser = expat.ParserCreate(encoding="UTF-8")
     parser.buffer_text = True
@@ -91,6 +99,7 @@ class _Builder:
         self._root = root
         self.document = Node("")
         self._open = [self.document]
+        self._texts: list[list[str]] = [[]]
         self._count = 0
 
     def start(self, name: str, _: dict[str, str]) -> None:
@@ -102,12 +111,14 @@ class _Builder:
         node = Node(_local(name))
         self._open[-1].children.append(node)
         self._open.append(node)
+        self._texts.append([])
 
     def end(self, _: str) -> None:
-        self._open.pop()
+        self._open.pop().text = "".join(self._texts.pop())
 
     def characters(self, text: str) -> None:
-        self._open[-1].text += text
+        """Pieces are joined when the element ends: appending to a string copies it whenever a wider character comes."""
+        self._texts[-1].append(text)
 
     def refuse_doctype(self, *_: object) -> None:
         raise malformed("a document type is not allowed")

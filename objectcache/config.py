@@ -19,6 +19,7 @@ from typing import Annotated, Literal, Self
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
+from descriptors.units import MIB
 from gateway.app import GatewaySettings
 from gateway.credentials import Credential
 from storage_server.scheduler.flow import Tenant
@@ -62,6 +63,9 @@ class GatewayConfig(_Model):
     keepalive_timeout_s: Annotated[float, Field(gt=0)] = 75.0
     send_idle_timeout_s: Annotated[float, Field(gt=0)] = 60.0
     connections_max: Annotated[int, Field(gt=0)] = 16_384
+    document_timeout_s: Annotated[float, Field(gt=0)] = 30.0
+    document_bytes: Annotated[int, Field(gt=0)] = 256 * MIB
+    document_key_bytes: Annotated[int, Field(gt=0)] = 64 * MIB
 
 
 class StorageConfig(_Model):
@@ -221,8 +225,11 @@ class Config(_Model):
     calibration: CalibrationConfig | None = None
 
     def gateway_settings(self) -> GatewaySettings:
-        """What a gateway needs."""
-        return GatewaySettings(**self.gateway.model_dump(exclude={"tls_certificate", "tls_key"}))
+        """What a gateway needs. Raises ConfigError when sizes do not fit each other."""
+        try:
+            return GatewaySettings(**self.gateway.model_dump(exclude={"tls_certificate", "tls_key"}))
+        except ValueError as error:
+            raise ConfigError(f"[gateway]: {error}") from None
 
     def storage_settings(self, data_dir: Path, *, ucx: bool) -> StorageSettings:
         """What a storage server needs. Raises ConfigError when sizes do not fit each other."""

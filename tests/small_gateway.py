@@ -26,6 +26,7 @@ from descriptors.storage_api import Body, ObjectRead, Piece
 from gateway.app import Gateway
 from gateway.connections import LimitedServer
 from gateway.credentials import Credential, CredentialBook
+from gateway.document_budget import DocumentBudget
 from gateway.settings import GatewaySettings
 from gateway.upload import check_digests
 
@@ -87,6 +88,7 @@ class SmallGateway:
     port: int
     storage: DictStorage
     server: LimitedServer
+    documents: DocumentBudget
 
     @property
     def url(self) -> str:
@@ -107,7 +109,7 @@ def small_gateway(**settings: Any) -> Iterator[SmallGateway]:
     storage = DictStorage()
     book = CredentialBook([Credential(*KEY)])
     started, stop = threading.Event(), mock.Mock()
-    found: list[tuple[int, LimitedServer]] = []
+    found: list[tuple[int, LimitedServer, DocumentBudget]] = []
 
     async def serve() -> None:
         gateway = Gateway(storage, book, GatewaySettings(**settings))  # type: ignore[arg-type]
@@ -118,7 +120,7 @@ def small_gateway(**settings: Any) -> Iterator[SmallGateway]:
         with socket.create_server(("127.0.0.1", 0), backlog=4096) as bound:
             site = web.SockSite(runner, bound, backlog=4096)
             await site.start()
-            found.append((bound.getsockname()[1], server))
+            found.append((bound.getsockname()[1], server, gateway._documents))
             ended, loop = asyncio.Event(), asyncio.get_running_loop()
             stop.now = lambda: loop.call_soon_threadsafe(ended.set)
             started.set()
@@ -133,8 +135,8 @@ def small_gateway(**settings: Any) -> Iterator[SmallGateway]:
     thread.start()
     assert started.wait(10)
     try:
-        port, server = found[0]
-        yield SmallGateway(port, storage, server)
+        port, server, documents = found[0]
+        yield SmallGateway(port, storage, server, documents)
     finally:
         stop.now()
         thread.join(20)

@@ -49,7 +49,7 @@ async def create_bucket(call: Call) -> web.StreamResponse:
     if headers.get(_OWNERSHIP, "BucketOwnerEnforced") != "BucketOwnerEnforced":
         problem = "objects belong to the bucket's owner (BucketOwnerEnforced)"
         raise CallerError(ErrorCode.NOT_IMPLEMENTED, problem, field=_OWNERSHIP)
-    location = parse_create_bucket(await call.body(DOCUMENT_BYTES_MAX))
+    location = await call.document(parse_create_bucket, DOCUMENT_BYTES_MAX)
     if location not in ("", call.settings.region):
         problem = f"buckets here are in {call.settings.region}"
         raise CallerError(ErrorCode.ILLEGAL_LOCATION, problem, field="LocationConstraint")
@@ -92,14 +92,17 @@ async def put_acl(call: Call) -> web.StreamResponse:
 async def check_new_acl(call: Call, owner: str) -> None:
     """The ACL in headers or body must mean: the owner alone. Raises CallerError."""
     check_acl(call.request.headers)
-    body = await call.body(DOCUMENT_BYTES_MAX)
-    if "x-amz-acl" in call.request.headers:
-        if body:
+    has_header = "x-amz-acl" in call.request.headers
+
+    def check(body: bytes) -> None:
+        if has_header and body:
             raise CallerError(ErrorCode.INVALID_REQUEST, "an ACL goes into a header or the body", field="x-amz-acl")
-        return
-    if not body:
-        raise CallerError(ErrorCode.MISSING_REQUEST_BODY, "an ACL is needed, in a header or the body", field="body")
-    parse_acl(body, owner)
+        if not has_header and not body:
+            raise CallerError(ErrorCode.MISSING_REQUEST_BODY, "an ACL is needed, in a header or the body", field="body")
+        if not has_header:
+            parse_acl(body, owner)
+
+    await call.document(check, DOCUMENT_BYTES_MAX)
 
 
 async def get_lifecycle(call: Call) -> web.StreamResponse:
@@ -110,7 +113,7 @@ async def get_lifecycle(call: Call) -> web.StreamResponse:
 
 
 async def put_lifecycle(call: Call) -> web.StreamResponse:
-    rules = parse_lifecycle(await call.body(DOCUMENT_BYTES_MAX))
+    rules = await call.document(parse_lifecycle, DOCUMENT_BYTES_MAX)
     await call.storage.set_lifecycle(call.request.bucket, rules)
     return web.Response()
 

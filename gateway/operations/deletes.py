@@ -32,7 +32,7 @@ async def delete_object(call: Call) -> web.StreamResponse:
 async def delete_objects(call: Call) -> web.StreamResponse:
     """Keys without a condition of their own go in one step; each of the others by itself."""
     _check_has_digest(call.request.headers)
-    manifest = parse_delete(await call.body(DOCUMENT_BYTES_MAX))
+    manifest = await call.document(parse_delete, DOCUMENT_BYTES_MAX)
     deleted: list[tuple[str, str | None]] = []
     failures: list[xml.DeleteFailure] = []
     together: list[DeleteEntry] = []

@@ -37,7 +37,7 @@ RDMA_BYTES_HEADER = "x-amz-rdma-bytes-transferred"
 async def layerwise(call: Call) -> web.StreamResponse:
     """POST /{bucket}?layerwise with the descriptor in the body."""
     _refuse_range(call)
-    return await _deliver(call, decode_descriptor(await call.body(DESCRIPTOR_BYTES_MAX)))
+    return await _deliver(call, await call.document(decode_descriptor, DESCRIPTOR_BYTES_MAX))
 
 
 async def layerwise_header(call: Call) -> web.StreamResponse:
@@ -56,7 +56,7 @@ async def layerwise_header(call: Call) -> web.StreamResponse:
 
 async def lookup(call: Call) -> web.StreamResponse:
     """POST /{bucket}?lookup: how many of these keys, from the first, are stored, and whether to load them."""
-    request = parse_lookup(await call.body(DESCRIPTOR_BYTES_MAX))
+    request = await call.document(parse_lookup, DESCRIPTOR_BYTES_MAX)
     answer = await call.storage.lookup(call.claim.access_key, call.request.bucket, request)
     return web.Response(body=lookup_answer_body(answer), content_type="application/json")
 
@@ -73,12 +73,12 @@ async def scheduler(call: Call) -> web.StreamResponse:
 
 
 async def register_agent(call: Call) -> web.StreamResponse:
-    registration = parse_registration(await call.body(2 * AGENT_METADATA_BYTES_MAX))
+    registration = await call.document(parse_registration, 2 * AGENT_METADATA_BYTES_MAX)
     return _lease(await call.storage.register_agent(call.claim.access_key, registration))
 
 
 async def renew_agent(call: Call) -> web.StreamResponse:
-    renewal = parse_renewal(await call.body(2 * AGENT_METADATA_BYTES_MAX))
+    renewal = await call.document(parse_renewal, 2 * AGENT_METADATA_BYTES_MAX)
     return _lease(await call.storage.renew_agent(call.claim.access_key, _last_segment(call), renewal))
 
 

@@ -32,7 +32,7 @@ async def get_tagging(call: Call) -> web.StreamResponse:
 async def put_tagging(call: Call) -> web.StreamResponse:
     check_key(call.request.key)
     check_version(call.request)
-    tags = parse_tagging(await call.body(DOCUMENT_BYTES_MAX))
+    tags = await call.document(parse_tagging, DOCUMENT_BYTES_MAX)
     await call.storage.set_tags(call.request.bucket, call.request.key, tags)
     return web.Response()
 

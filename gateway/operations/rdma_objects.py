@@ -89,7 +89,7 @@ async def put_from(call: Call, token: RdmaToken) -> web.StreamResponse:
 
 async def put_chunks(call: Call) -> web.StreamResponse:
     """PUT /{bucket}?layerwise: store every chunk of the descriptor in the body out of its rdma_target."""
-    descriptor = decode_descriptor(await call.body(DESCRIPTOR_BYTES_MAX))
+    descriptor = await call.document(decode_descriptor, DESCRIPTOR_BYTES_MAX)
     call.trace.name(descriptor.request_id)
     chunks = await call.storage.put_chunks_from(call.claim.access_key, call.request.bucket, descriptor)
     stored_count = sum(put.etag is not None for put in chunks.puts)

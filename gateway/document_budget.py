@@ -1,0 +1,46 @@
+"""How many bytes of request documents a gateway holds: at most so many in all, and for each access key. Pure state.
+
+A document is a body that is parsed as a whole (a descriptor, a lookup, S3's XML). Its bytes are counted as they arrive
+and until it has been parsed, so that what a client announces but does not send costs nobody anything.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+
+from descriptors.errors import ErrorCode, ServerError
+
+
+class DocumentBudget:
+    """`total_bytes` for all keys together, `key_bytes` for one."""
+
+    def __init__(self, total_bytes: int, key_bytes: int) -> None:
+        self._total_bytes = total_bytes
+        self._key_bytes = key_bytes
+        self._held: Counter[str] = Counter()
+        self._held_bytes = 0
+
+    @property
+    def held_bytes(self) -> int:
+        """Held for all keys."""
+        return self._held_bytes
+
+    def take(self, access_key: str, nbytes: int) -> None:
+        """Count bytes that have come. Raises ServerError(SlowDown), and counts nothing, where they are too many."""
+        if self._held[access_key] + nbytes > self._key_bytes:
+            whose = "this access key's requests"
+        elif self._held_bytes + nbytes > self._total_bytes:
+            whose = "all requests together"
+        else:
+            self._held[access_key] += nbytes
+            self._held_bytes += nbytes
+            return
+        problem = f"the documents of {whose} hold as much memory as they may; send this one again"
+        raise ServerError(ErrorCode.SLOW_DOWN, problem, field="body", retryable=True)
+
+    def give_back(self, access_key: str, nbytes: int) -> None:
+        """What `take` counted."""
+        self._held_bytes -= nbytes
+        self._held[access_key] -= nbytes
+        if not self._held[access_key]:
+            del self._held[access_key]
