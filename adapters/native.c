@@ -10,10 +10,15 @@
 
 #include <errno.h>
 #include <fcntl.h>
+#include <linux/userfaultfd.h>
 #include <poll.h>
+#include <setjmp.h>
+#include <signal.h>
 #include <stdint.h>
 #include <string.h>
+#include <sys/ioctl.h>
 #include <sys/socket.h>
+#include <sys/syscall.h>
 #include <sys/uio.h>
 #include <time.h>
 #include <unistd.h>
@@ -190,18 +195,32 @@ static Outcome read_all(int fd, uint8_t *target, size_t nbytes, off_t offset, Pa
     return GOOD;
 }
 
-/* Read blocks from `at`, a block's start, to the end of block or extent at `at + nbytes`. */
+/* Read blocks from `at`, a block's start, to the end of block or extent at `at + nbytes`. The target may be memory that
+   others write too, so a block that fails there is read and proved once more in memory of our own: only that tells of
+   the store, and a client cannot make sound objects count as damaged. */
 static Outcome read_blocks(const Row *row, const uint8_t *words, int64_t *at, size_t nbytes, uint8_t *target,
                            Patience patience)
 {
+    uint8_t block[BLOCK_BYTES];
     Outcome outcome = read_all((int)row->fd, target, nbytes, row->offset + *at, patience);
-    if (outcome != GOOD)
-        return outcome;
-    int64_t bad = first_bad(target, nbytes, words + 4 * (row->first_word + *at / BLOCK_BYTES));
-    if (bad < 0)
-        return GOOD;
-    *at += bad * BLOCK_BYTES;
-    return CORRUPT;
+    while (outcome == GOOD) {
+        const uint8_t *expected = words + 4 * (row->first_word + *at / BLOCK_BYTES);
+        int64_t bad = first_bad(target, nbytes, expected);
+        if (bad < 0)
+            return GOOD;
+        size_t skip = bad * BLOCK_BYTES, count = nbytes - skip < BLOCK_BYTES ? nbytes - skip : BLOCK_BYTES;
+        *at += skip, target += skip, nbytes -= skip;
+        outcome = read_all((int)row->fd, block, count, row->offset + *at, patience);
+        if (outcome != GOOD)
+            return outcome;
+        if (first_bad(block, count, expected + 4 * bad) >= 0)
+            return CORRUPT;
+        memcpy(target, block, count);
+        if (nbytes == count)
+            return GOOD;
+        *at += count, target += count, nbytes -= count;
+    }
+    return outcome;
 }
 
 /* Whole blocks go straight to their place; of a block cut by the row's ends only the wanted part does. `failed_at` is
@@ -259,6 +278,48 @@ static Outcome carry_out(const Row *row, const uint8_t *words, uint8_t *base, in
     return GOOD;
 }
 
+/* Memory that clients hand in may lose pages at any moment. Where it is guarded (`guard_missing`), touching a page that is
+   gone is SIGBUS instead of a new page of ours; in a gather that ends the gather, as EFAULT does in a system call. */
+static __thread sigjmp_buf *volatile gathering;
+static struct sigaction sigbus_before;
+
+static void on_sigbus(int number, siginfo_t *info, void *context)
+{
+    if (gathering != NULL)
+        siglongjmp(*gathering, 1);
+    sigaction(SIGBUS, &sigbus_before, NULL); /* not ours: it comes again, to whoever was there before */
+}
+
+static PyObject *open_guard(PyObject *module, PyObject *args)
+{
+    struct uffdio_api api = {.api = UFFD_API, .features = UFFD_FEATURE_SIGBUS | UFFD_FEATURE_MISSING_SHMEM};
+    struct sigaction action = {.sa_sigaction = on_sigbus, .sa_flags = SA_SIGINFO}, found;
+    int fd = (int)syscall(SYS_userfaultfd, O_CLOEXEC | O_NONBLOCK | UFFD_USER_MODE_ONLY);
+    if (fd < 0)
+        return PyErr_SetFromErrno(PyExc_OSError);
+    if (ioctl(fd, UFFDIO_API, &api) < 0 || sigaction(SIGBUS, NULL, &found) < 0)
+        goto failed;
+    if (found.sa_sigaction != on_sigbus && sigaction(SIGBUS, &action, &sigbus_before) < 0)
+        goto failed;
+    return PyLong_FromLong(fd);
+failed:
+    PyErr_SetFromErrno(PyExc_OSError);
+    close(fd);
+    return NULL;
+}
+
+static PyObject *guard_missing(PyObject *module, PyObject *args)
+{
+    int fd;
+    unsigned long long address, nbytes;
+    if (!PyArg_ParseTuple(args, "iKK", &fd, &address, &nbytes))
+        return NULL;
+    struct uffdio_register guarded = {.range = {.start = address, .len = nbytes}, .mode = UFFDIO_REGISTER_MODE_MISSING};
+    if (ioctl(fd, UFFDIO_REGISTER, &guarded) < 0)
+        return PyErr_SetFromErrno(PyExc_OSError);
+    return Py_NewRef(Py_None);
+}
+
 /* What is at hand first; of the rest every read is started before the first is waited for, so that the disk has as many
    at once as there are rows. */
 static PyObject *gather(PyObject *module, PyObject *args)
@@ -269,7 +330,8 @@ static PyObject *gather(PyObject *module, PyObject *args)
     if (!PyArg_ParseTuple(args, "y*y*Kp", &rows, &words, &address, &past_cache))
         return NULL;
     const Row *row = rows.buf;
-    Py_ssize_t count = rows.len / (Py_ssize_t)sizeof(Row), index, cold_count = 0, failed_index = 0;
+    Py_ssize_t count = rows.len / (Py_ssize_t)sizeof(Row), cold_count = 0;
+    volatile Py_ssize_t index = 0, failed_index = 0;
     Py_ssize_t *cold = PyMem_Malloc((count ? count : 1) * sizeof *cold);
     if (cold == NULL) {
         PyBuffer_Release(&rows);
@@ -277,10 +339,16 @@ static PyObject *gather(PyObject *module, PyObject *args)
         return PyErr_NoMemory();
     }
     uint8_t *base = (uint8_t *)(uintptr_t)address;
-    Outcome outcome = GOOD;
+    volatile Outcome outcome = GOOD;
     int64_t failed_at = 0;
-    int failure = 0;
+    volatile int failure = 0;
+    sigjmp_buf here;
     Py_BEGIN_ALLOW_THREADS
+    if (sigsetjmp(here, 1)) {
+        outcome = FAILED, failed_at = 0, failure = EFAULT;
+        goto ended;
+    }
+    gathering = &here;
     for (index = 0; index < count && outcome == GOOD; index++) {
         outcome = carry_out(row + index, words.buf, base, past_cache, &failed_at, NOWAIT);
         if (outcome == COLD) {
@@ -299,11 +367,13 @@ static PyObject *gather(PyObject *module, PyObject *args)
             failure = errno;
         }
     }
+ended:
+    gathering = NULL;
     Py_END_ALLOW_THREADS
     PyMem_Free(cold);
     PyBuffer_Release(&rows);
     PyBuffer_Release(&words);
-    return outcome == GOOD ? PyTuple_New(0) : Py_BuildValue("nLii", failed_index, (long long)failed_at, (int)outcome, failure);
+    return outcome == GOOD ? PyTuple_New(0) : Py_BuildValue("nLii", (Py_ssize_t)failed_index, (long long)failed_at, (int)outcome, failure);
 }
 
 static int64_t monotonic_ns(void)
@@ -412,6 +482,8 @@ static PyObject *crc32c(PyObject *module, PyObject *args)
 
 static PyMethodDef methods[] = {
     {"gather", gather, METH_VARARGS, NULL},
+    {"guard_missing", guard_missing, METH_VARARGS, NULL},
+    {"open_guard", open_guard, METH_NOARGS, NULL},
     {"send_spans", send_spans, METH_VARARGS, NULL},
     {"first_bad_block", first_bad_block, METH_VARARGS, NULL},
     {"crc32c", crc32c, METH_VARARGS, NULL},

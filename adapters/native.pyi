@@ -28,3 +28,13 @@ def first_bad_block(data: ReadableBuffer, words: ReadableBuffer, first: int, /) 
 
 def crc32c(data: ReadableBuffer, crc: int = 0, /) -> int:
     """CRC-32C of `data`, or of what had `crc` with `data` after it."""
+
+def open_guard() -> int:
+    """A userfaultfd for `guard_missing`; from now on a `gather` that meets a missing page of guarded memory fails with
+    EFAULT. Raises OSError where the kernel has none or a container forbids it.
+    """
+
+def guard_missing(fd: int, address: int, nbytes: int, /) -> None:
+    """Make touching a missing page of a shared mapping a fault that fails instead of a new page, until it is unmapped.
+    Raises OSError.
+    """

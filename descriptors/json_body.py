@@ -1,7 +1,7 @@
 """JSON bodies into pydantic models, at a bounded cost whatever they contain.
 
-A document is measured before it is parsed: an empty list takes 3 bytes on the wire and more than 60 in memory, so a body
-of 16 MiB could otherwise become hundreds of megabytes.
+A document is measured before it is parsed: an empty list takes 3 bytes on the wire and more than 60 in memory, so a
+body of 16 MiB could otherwise become hundreds of megabytes.
 """
 
 from __future__ import annotations
@@ -90,8 +90,8 @@ def _string_end(body: bytes, at: int) -> int:
 
 
 def _parsed(body: bytes) -> Any:
-    """Two parsers, each where it is quick: json is slow for text beyond U+FFFF, from_json for escapes. (16 MiB: 26 to 44
-    ms and 47 ms; the other way round 475 and 85 ms.)
+    """Two parsers, each where it is quick: json is slow for text beyond U+FFFF, from_json for escapes. (16 MiB: 26 to
+    44 ms and 47 ms; the other way round 475 and 85 ms.)
     """
     if body.isascii():
         return json.loads(body.decode("ascii"))

@@ -13,8 +13,8 @@ DEPTH_MAX = 16
 ELEMENTS_MAX = 80_000
 """10,000 parts with every field S3 knows."""
 MARKUP_BYTES_MAX = 65_536
-"""A tag with the text after it. No field of S3 is nearly as long, and a tag with a million attributes is one step of expat
-that nothing can interrupt.
+"""A tag with the text after it. No field of S3 is nearly as long, and a tag with a million attributes is one step of
+expat that nothing can interrupt.
 """
 _LONG_MARKUP = re.compile(rb"<[^<]{%d}" % MARKUP_BYTES_MAX)
 

@@ -10,6 +10,11 @@ from descriptors.descriptor import RdmaTarget
 from descriptors.errors import CallerError, ErrorCode, ServerError
 from descriptors.messages import AgentLease, AgentRegistration, AgentRenewal, Region
 
+REGIONS_MAX = 16_384
+"""Of all agents: a process may have some 65,000 mappings."""
+KEY_REGIONS_MAX = REGIONS_MAX // 8
+"""Of one access key."""
+
 
 @dataclass(frozen=True, slots=True)
 class RegisteredAgent:
@@ -31,7 +36,9 @@ class RegisteredAgent:
 
 
 class AgentTable:
-    """At most `agents_max` agents per access key, one per NIXL name, each bound to the key that registered it."""
+    """At most `agents_max` agents per access key, one per NIXL name, each bound to the key that registered it; at most
+    KEY_REGIONS_MAX regions of one key and REGIONS_MAX of all.
+    """
 
     def __init__(self, agents_max: int) -> None:
         self._agents_max = agents_max
@@ -51,6 +58,19 @@ class AgentTable:
         if holder is None and owned_count >= self._agents_max:
             problem = f"{self._agents_max} agents of this access key are registered already"
             raise ServerError(ErrorCode.SLOW_DOWN, problem, retryable=True)
+
+    def check_room(self, access_key: str, region_count: int, but: RegisteredAgent | None) -> None:
+        """Raises ServerError(SlowDown) where an agent of so many regions is too much, `but` being replaced by it."""
+        others = [agent for agent in self._by_id.values() if but is None or agent.agent_id != but.agent_id]
+        of_key = sum(len(agent.regions) for agent in others if agent.access_key == access_key)
+        of_all = sum(len(agent.regions) for agent in others)
+        if of_key + region_count > KEY_REGIONS_MAX:
+            problem = f"this access key has {of_key} regions registered, and may have {KEY_REGIONS_MAX}"
+        elif of_all + region_count > REGIONS_MAX:
+            problem = f"{of_all} regions are registered, and at most {REGIONS_MAX} may be"
+        else:
+            return
+        raise ServerError(ErrorCode.SLOW_DOWN, problem, field="regions", retryable=True)
 
     def add(
         self, access_key: str, peer: str, registration: AgentRegistration, now_s: float, *, takes_pieces: bool = False

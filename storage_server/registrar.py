@@ -18,6 +18,7 @@ from storage_server.agents import AgentTable, RegisteredAgent
 from storage_server.requests import ActiveRequest, RequestTable
 from storage_server.transport.metadata_probe import MetadataProbe
 from storage_server.transport.one_sided_engine import OneSidedEngine
+from storage_server.transport.shared_region import OfferError
 from storage_server.transport.shm_door import ShmClient, ShmDoor
 
 SWEEP_INTERVAL_S = 1.0
@@ -51,12 +52,14 @@ class Registrar:
         peer = self._peer(registration)
         async with self._names.locked(peer):
             self.agents.check_name(access_key, peer, time.time())
+            self.agents.check_room(access_key, len(registration.regions), self.agents.holder(peer))
             holder = self.agents.holder(peer)
             if registration.shm_ticket is not None:
                 client = self._connected(peer, "shm_ticket")
                 if holder is not None:
                     raise CallerError(ErrorCode.AGENT_CONFLICT, "the ticket is registered already", field="shm_ticket")
                 _check_handed_in(client, registration.regions)
+                await self._map(client, registration.regions)
                 client.is_registered = True
             else:
                 if holder is not None:
@@ -76,6 +79,7 @@ class Registrar:
             elif renewal.metadata is not None:
                 if _nixl_name(renewal.metadata) != peer:
                     raise CallerError(ErrorCode.INVALID_ARGUMENT, "metadata is of another NIXL agent", field="metadata")
+                self.agents.check_room(access_key, len(renewal.regions), agent)
                 await self._stop_outside(agent, renewal.regions)
                 await self._load_metadata(peer, renewal.metadata, renewal.regions)
             elif renewal.regions:
@@ -131,6 +135,17 @@ class Registrar:
             raise CallerError(ErrorCode.NO_SUCH_AGENT, "no such connection to this storage server", field=field)
         return client
 
+    async def _map(self, client: ShmClient, regions: Sequence[Region]) -> None:
+        """Raises CallerError: InvalidArgument for memory that cannot be mapped, NoSuchAgent when the client is gone."""
+        try:
+            if self.door is not None:
+                await self.door.map(client, regions)
+        except ConnectionError as error:
+            raise CallerError(ErrorCode.NO_SUCH_AGENT, "the connection has ended", field="shm_ticket") from error
+        except (OfferError, OSError) as error:
+            problem = f"the memory cannot be used: {error}"
+            raise CallerError(ErrorCode.INVALID_ARGUMENT, problem, field="regions") from error
+
     async def _renew_shm(self, agent: RegisteredAgent, renewal: AgentRenewal) -> None:
         if renewal.metadata is not None:
             raise CallerError(ErrorCode.INVALID_ARGUMENT, "the agent is not a NIXL agent", field="metadata")
@@ -138,6 +153,8 @@ class Registrar:
             return
         client = self._connected(agent.peer, "agent_id")
         _check_handed_in(client, renewal.regions)
+        self.agents.check_room(agent.access_key, len(renewal.regions), agent)
+        await self._map(client, renewal.regions)
         await self._stop_outside(agent, renewal.regions)
         offered = {region.region_id for region in renewal.regions}
         for region in agent.regions:
@@ -223,8 +240,7 @@ async def _stop(active: Sequence[ActiveRequest]) -> None:
 def _check_handed_in(client: ShmClient, regions: Sequence[Region]) -> None:
     """Raises CallerError(InvalidArgument) for a region that was not, or not as large."""
     for index, region in enumerate(regions):
-        mapped = client.regions.get(region.region_id)
-        if mapped is None or mapped.nbytes != region.length:
+        if not client.knows(region):
             raise CallerError(
                 ErrorCode.INVALID_ARGUMENT,
                 f"regions[{index}] is not as it was handed in over the socket",

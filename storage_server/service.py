@@ -139,7 +139,7 @@ class EmbeddedStorage:
         try:
             door.start()
         except OSError as error:
-            _log.warning("the shm transport is off: %s", error)
+            _log.warning("the shm transport is off: %s (it needs userfaultfd; containers must be given it)", error)
             return None
         return door
 

@@ -78,7 +78,7 @@ def test_a_document_of_one_long_text_is_parsed_as_json_says(text: str) -> None:
 
 def test_a_refusal_does_not_repeat_the_document() -> None:
     """Each field that was missing cost a copy of all the others."""
-    body = json.dumps({"chunk_keys": ["%064x" % index for index in range(60_000)]}).encode()
+    body = json.dumps({"chunk_keys": [f"{index:064x}" for index in range(60_000)]}).encode()
     tracemalloc.start()
     try:
         with pytest.raises(CallerError) as refused:

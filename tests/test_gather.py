@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import ctypes
+import errno
+import mmap
 import os
 import socket
 import threading
@@ -25,6 +28,7 @@ from storage_server.gather.rows import Row, SourceTable, joined, make_table, spa
 from storage_server.store.block_checksums import BLOCK_BYTES, BlockChecksums
 from storage_server.store.disk import Disk
 from storage_server.store.extents import Extent, ExtentFiles, extent_path
+from tests.memory_holes import punch
 
 LAYOUTS = st.builds(
     ChunkLayout,
@@ -290,3 +294,68 @@ def test_the_sizes_of_a_groups_payloads_are_known_without_making_them(mode: Mode
     assert len(sizes) * plan.group_count == len(expected)
     assert [sizes[index] for index in range(len(sizes))] * plan.group_count == expected
     assert sizes[-1] == expected[-1]
+
+
+@pytest.fixture
+def folded() -> np.ndarray:
+    """A megabyte of addresses over one block of memory: what is written to one block appears in all."""
+    fd = os.memfd_create("folded")
+    os.ftruncate(fd, BLOCK_BYTES)
+    libc = ctypes.CDLL(None, use_errno=True)
+    libc.mmap.restype = ctypes.c_void_p
+    libc.mmap.argtypes = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int, ctypes.c_int, ctypes.c_int, ctypes.c_long)
+    whole = mmap.mmap(-1, 64 * BLOCK_BYTES)
+    array = np.frombuffer(whole, dtype=np.uint8)
+    for index in range(64):
+        address = array.ctypes.data + index * BLOCK_BYTES
+        assert libc.mmap(address, BLOCK_BYTES, 3, mmap.MAP_SHARED | 0x10, fd, 0) == address
+    os.close(fd)
+    return array
+
+
+def test_what_happens_to_the_target_is_no_verdict_on_the_store(tmp_path: Path, folded: np.ndarray) -> None:
+    """The target may be a client's memory, which the client writes too. Here every block overwrites the one before, so
+    none is what was read when it is proved; the store is sound all the same.
+    """
+    data = os.urandom(40 * BLOCK_BYTES + 100)
+    file = tmp_path / "extent"
+    file.write_bytes(data)
+    fd = os.open(file, os.O_RDONLY)
+    row = np.array([[fd, 0, 0, len(data), len(data), 0, 0]], dtype=np.int64)
+    assert native.gather(row, checksums_of(data), int(folded.ctypes.data), False) == ()
+    damaged = bytearray(data)
+    damaged[25 * BLOCK_BYTES + 3] ^= 1
+    file.write_bytes(damaged)
+    failed = native.gather(row, checksums_of(data), int(folded.ctypes.data), False)
+    assert failed[1:3] == (25 * BLOCK_BYTES, 1)
+    os.close(fd)
+
+
+@pytest.mark.parametrize("from_file", [True, False])
+def test_a_page_that_is_gone_ends_the_gather_and_is_not_made_again(tmp_path: Path, from_file: bool) -> None:
+    """Guarded memory of a client: a hole in it is an error, and takes no page of ours."""
+    guard, size = native.open_guard(), 64 * BLOCK_BYTES
+    fd = os.memfd_create("client", os.MFD_ALLOW_SEALING)
+    os.posix_fallocate(fd, 0, size)
+    with mmap.mmap(fd, size) as mapping:
+        address = int(np.frombuffer(mapping, dtype=np.uint8).ctypes.data)
+        native.guard_missing(guard, address, size)
+        data = os.urandom(size)
+        file = tmp_path / "extent"
+        file.write_bytes(data)
+        source = os.open(file, os.O_RDONLY)
+        kept = np.frombuffer(data, dtype=np.uint8)
+        row = np.array([[source, 0, 0, size, size, 0, 0]], dtype=np.int64)
+        if not from_file:
+            row[0, :2] = -1, int(kept.ctypes.data)
+        for past_cache in (True, False):
+            assert native.gather(row, checksums_of(data), address, past_cache) == ()
+            assert mapping[:] == data
+        punch(fd, 40 * BLOCK_BYTES, 8192)
+        left = os.fstat(fd).st_blocks
+        for past_cache in (True, False):
+            assert native.gather(row, checksums_of(data), address, past_cache)[2:] == (3, errno.EFAULT)
+        assert os.fstat(fd).st_blocks == left
+        os.close(source)
+    os.close(fd)
+    os.close(guard)

@@ -18,8 +18,12 @@ import pytest
 
 from descriptors.descriptor import Delivery
 from descriptors.errors import CallerError, ErrorCode, ObjectCacheError
+from nixl_client import shared_memory
+from nixl_client.buffers import as_buffer
 from nixl_client.client import ObjectCacheClient, Transport
+from storage_server import agents
 from storage_server.transport import shm_door
+from tests.memory_holes import punch
 from tests.support import LAYOUT, OTHER, OWNER, LocalStack, N, Stack, eventually, make_chunks, request
 
 SIZE = 65_536
@@ -138,10 +142,11 @@ def test_who_hangs_up_is_forgotten_with_the_memory(local: LocalStack, caller: Ca
     assert request(local.url, "DELETE", f"/_objectcache/agents/{agent_id}").code == "NoSuchAgent"
 
 
-def test_strangers_are_few_and_do_not_stay(local: LocalStack, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Connections that never register are bounded in number and time."""
+@pytest.mark.parametrize("limit", ["UNREGISTERED_MAX", "UNREGISTERED_UID_MAX"])
+def test_strangers_are_few_and_do_not_stay(local: LocalStack, monkeypatch: pytest.MonkeyPatch, limit: str) -> None:
+    """Connections that never register are bounded in number and time, those of one user of the host below all."""
     monkeypatch.setattr(shm_door, "UNREGISTERED_S", 0.3)
-    monkeypatch.setattr(shm_door, "UNREGISTERED_MAX", 3)
+    monkeypatch.setattr(shm_door, limit, 3)
     door = local.storage.registrar.door
     assert door is not None
     callers = [Caller(door.address) for _ in range(3)]
@@ -311,3 +316,108 @@ def test_a_part_of_an_allocation_stays_in_use_when_another_is_released(local: Lo
         released.set()
         fetch.wait(30)
         assert np.array_equal(other.reshape(6, N, -1), chunks.reshape(N, 6, -1).transpose(1, 0, 2))
+
+
+def test_nothing_is_mapped_before_the_signed_registration(local: LocalStack, caller: Caller) -> None:
+    """A user of the host without a key costs a connection and descriptors, and no mapping."""
+    region = {"region_id": "kv", "address": 0, "length": SIZE}
+    assert caller.offer([memfd()]) is None
+    assert "memfd:test" not in maps()
+    assert len(register(local, caller.ticket, [region])) == 32
+    assert "memfd:test" in maps()
+    caller.socket.close()
+    assert eventually(lambda: "memfd:test" not in maps())
+
+
+def maps() -> str:
+    with open("/proc/self/maps") as file:
+        return file.read()
+
+
+def test_pages_punched_out_after_they_were_handed_in_are_not_made_by_us(local: LocalStack, caller: Caller) -> None:
+    """Between the check and the mapping, a hole would have been filled with pages charged to the server."""
+    fd = memfd()
+    assert caller.offer([os.dup(fd)]) is None
+    punch(fd, 0, SIZE)
+    assert register(local, caller.ticket, [{"region_id": "kv", "address": 0, "length": SIZE}]) == "InvalidArgument"
+    assert os.fstat(fd).st_blocks == 0
+    os.close(fd)
+
+
+def test_a_fetch_into_memory_without_pages_fails_and_fills_nothing(local: LocalStack, keys: list[str]) -> None:
+    """The pages go while the agent is registered: the fetch ends with TargetUnreachable, others go on, and no chunk
+    counts as damaged.
+    """
+    chunks = make_chunks(N, LAYOUT)[1]
+    with local.client("chunks", "shm") as client:
+        for _ in range(3):  # from files, and then from the DRAM tier
+            buffer = client.allocate_buffer(LAYOUT.payload_bytes(N))
+            client.fetch(keys, LAYOUT, buffer).wait(30)
+            shared = shared_memory.find(as_buffer(buffer).memory)
+            assert shared is not None
+            punch(shared.fd, 0, shared.nbytes)
+            with pytest.raises(ObjectCacheError) as failed:
+                client.fetch(keys, LAYOUT, buffer).wait(30)
+            assert failed.value.code is ErrorCode.TARGET_UNREACHABLE
+            assert os.fstat(shared.fd).st_blocks == 0
+        assert client.lookup(keys) == N
+        good = client.allocate_buffer(LAYOUT.payload_bytes(N))
+        client.fetch(keys, LAYOUT, good, delivery=Delivery.CHUNK_MAJOR).wait(30)
+        assert good.tobytes() == chunks.tobytes()
+
+
+def test_a_client_that_goes_while_its_memory_is_mapped_leaves_nothing(
+    local: LocalStack, caller: Caller, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A mapping made for nobody would stay until the server ends."""
+    mapping, may_go_on = threading.Event(), threading.Event()
+    real = shm_door.FaultGuard.map
+
+    def slow(guard: shm_door.FaultGuard, fd: int, nbytes: int) -> object:
+        mapping.set()
+        may_go_on.wait(20)
+        return real(guard, fd, nbytes)
+
+    monkeypatch.setattr(shm_door.FaultGuard, "map", slow)
+    assert caller.offer([memfd()]) is None
+    codes: list[str] = []
+    region = {"region_id": "kv", "address": 0, "length": SIZE}
+    registering = threading.Thread(target=lambda: codes.append(register(local, caller.ticket, [region])))
+    registering.start()
+    assert mapping.wait(20)
+    caller.socket.close()
+    door = local.storage.registrar.door
+    assert eventually(lambda: not door._clients)
+    may_go_on.set()
+    registering.join(20)
+    assert codes == ["NoSuchAgent"]
+    assert eventually(lambda: "memfd:test" not in maps())
+    assert len(local.storage.agents) == 0
+
+
+def test_one_access_key_does_not_take_every_region(local: LocalStack, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Regions are a bounded good of all keys: one took all of them, for a day, in seconds."""
+    monkeypatch.setattr(agents, "KEY_REGIONS_MAX", 3)
+    monkeypatch.setattr(agents, "REGIONS_MAX", 5)
+    door = local.storage.registrar.door
+    callers = [Caller(door.address) for _ in range(4)]
+
+    def take(caller: Caller, count: int, key: tuple[str, str]) -> str:
+        names = [f"r{index}" for index in range(count)]
+        for name in names:
+            if name not in door._clients[caller.ticket].offered:
+                assert caller.offer([memfd()], {"region_id": name, "length": SIZE}) is None
+        regions: list[dict[str, object]] = [{"region_id": name, "address": 0, "length": SIZE} for name in names]
+        return register(local, caller.ticket, regions, key)
+
+    assert len(take(callers[0], 2, OWNER)) == 32
+    assert take(callers[1], 2, OWNER) == "SlowDown"
+    assert len(take(callers[2], 2, OTHER)) == 32
+    assert take(callers[3], 2, OTHER) == "SlowDown"
+    assert len(take(callers[1], 1, OWNER)) == 32
+    assert take(callers[3], 1, OTHER) == "SlowDown", "of all"
+    callers[0].socket.close()
+    assert eventually(lambda: len(local.storage.agents) == 2)
+    assert len(take(callers[3], 1, OTHER)) == 32
+    for caller in callers:
+        caller.socket.close()

@@ -205,6 +205,9 @@ async def end(request: pytest.FixtureRequest, pool: StagingPool) -> AsyncIterato
         made = await asyncio.to_thread(UcxEnd, pool)
     else:
         made = await asyncio.to_thread(ShmEnd, door)
+        client = door.client(made.ticket)
+        assert client is not None
+        await door.map(client, [Region("kv", 0, client.offered["kv"][1])])
     yield made
     await asyncio.to_thread(made.close)
     await door.close()

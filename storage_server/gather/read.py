@@ -36,7 +36,7 @@ def gather(
     many files are open, TargetUnreachable when there is no memory at `address` any more.
     """
     if table.is_resident:
-        native.gather(rows, table.words, address, past_cache)
+        _check(native.gather(rows, table.words, address, past_cache), table, payload, rows)
         return
     numbers = np.unique(rows[:, Row.SOURCE])
     numbers = numbers[numbers != RESIDENT]
@@ -48,15 +48,19 @@ def gather(
     except MissingFileError as error:
         index = int(np.argmax(rows[:, Row.SOURCE] == table.files.index(error.file_id)))
         raise _corrupt(payload, table.chunk_of(payload, int(rows[index, Row.TARGET]))) from error
-    if failure:
-        index, failed_at, outcome, error_number = failure
-        if outcome == Outcome.FAILED and error_number == errno.EFAULT:
-            raise ServerError(
-                ErrorCode.TARGET_UNREACHABLE, "the client's memory cannot be written", field="rdma_target"
-            )
-        if outcome == Outcome.FAILED and error_number in (errno.ENOMEM, errno.EMFILE, errno.ENFILE):
-            raise disk_error(OSError(error_number, os.strerror(error_number)), "reading a chunk")
-        raise _corrupt(payload, table.chunk_of(payload, int(rows[index, Row.TARGET]) + failed_at))
+    _check(failure, table, payload, rows)
+
+
+def _check(failure: tuple[int, int, int, int] | tuple[()], table: SourceTable, payload: Payload, rows: Rows) -> None:
+    """Raises what a failure of the native gather means."""
+    if not failure:
+        return
+    index, failed_at, outcome, error_number = failure
+    if outcome == Outcome.FAILED and error_number == errno.EFAULT:
+        raise ServerError(ErrorCode.TARGET_UNREACHABLE, "the client's memory cannot be written", field="rdma_target")
+    if outcome == Outcome.FAILED and error_number in (errno.ENOMEM, errno.EMFILE, errno.ENFILE):
+        raise disk_error(OSError(error_number, os.strerror(error_number)), "reading a chunk")
+    raise _corrupt(payload, table.chunk_of(payload, int(rows[index, Row.TARGET]) + failed_at))
 
 
 def _opened(rows: Rows, numbers: Rows, descriptors: list[int]) -> Rows:

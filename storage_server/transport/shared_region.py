@@ -1,15 +1,21 @@
-"""Mapping memory a client has handed in: checked, so that writing to it later cannot fail, and in steps and outside the
-interpreter, so that neither mapping nor unmapping gigabytes holds anybody up.
+"""Mapping memory a client has handed in: in steps and outside the interpreter, so that neither mapping nor unmapping
+gigabytes holds anybody up.
+
+The memory stays the client's, and so do its pages: the client can punch holes into it at any time, and a page that we
+touched in a hole would be charged to us. So mappings are guarded by a userfaultfd, and writing to a missing page fails.
 """
 
 from __future__ import annotations
 
 import ctypes
+import errno
 import fcntl
 import mmap
 import os
 import stat
 from dataclasses import dataclass
+
+from adapters import native
 
 STEP_BYTES = 64 << 20
 _MADV_POPULATE_WRITE = 23  # linux/mman.h, Linux 5.14
@@ -27,21 +33,10 @@ class OfferError(ValueError):
 
 @dataclass(frozen=True, slots=True)
 class SharedRegion:
-    """A client's memory as we see it: `address` is ours. Both methods run in worker threads."""
+    """A client's memory as we see it: `address` is ours. Its methods run in worker threads."""
 
     address: int
     nbytes: int
-
-    @staticmethod
-    def map(fd: int, nbytes: int) -> SharedRegion:
-        """Map the first `nbytes` of a memfd. Raises OfferError where writing into it could fail, OSError."""
-        _check(fd, nbytes)
-        address = _libc.mmap(None, nbytes, mmap.PROT_READ | mmap.PROT_WRITE, mmap.MAP_SHARED, fd, 0)
-        if address is None or address == _FAILED:
-            raise OSError(ctypes.get_errno(), "the memory cannot be mapped")
-        for start in range(0, nbytes, STEP_BYTES):  # an older kernel does not know how, and faults page by page later
-            _libc.madvise(address + start, min(STEP_BYTES, nbytes - start), _MADV_POPULATE_WRITE)
-        return SharedRegion(address, nbytes)
 
     def unmap(self) -> None:
         """Nothing writes into it any more."""
@@ -49,7 +44,41 @@ class SharedRegion:
             _libc.munmap(self.address + start, min(STEP_BYTES, self.nbytes - start))
 
 
-def _check(fd: int, nbytes: int) -> None:
+class FaultGuard:
+    """Maps memory of clients so that none of its pages is ever ours. Raises OSError where the kernel has no
+    userfaultfd, or does not let this process have one (containers: the seccomp profile).
+    """
+
+    def __init__(self) -> None:
+        self._fd = native.open_guard()
+
+    def map(self, fd: int, nbytes: int) -> SharedRegion:
+        """Map the first `nbytes` of a memfd. Raises OfferError where writing into it would fail, OSError."""
+        check_offer(fd, nbytes)
+        length = -(-nbytes // mmap.PAGESIZE) * mmap.PAGESIZE
+        address = _libc.mmap(None, length, mmap.PROT_READ | mmap.PROT_WRITE, mmap.MAP_SHARED, fd, 0)
+        if address is None or address == _FAILED:
+            raise OSError(ctypes.get_errno(), "the memory cannot be mapped")
+        region = SharedRegion(address, length)
+        try:
+            native.guard_missing(self._fd, address, length)
+            _populate(region)
+        except BaseException:
+            region.unmap()
+            raise
+        return region
+
+    def close(self) -> None:
+        """What is mapped still must be unmapped first: it would be guarded no longer."""
+        fd, self._fd = self._fd, -1
+        if fd >= 0:
+            os.close(fd)
+
+
+def check_offer(fd: int, nbytes: int) -> None:
+    """Raises OfferError for a descriptor that is no memory of ordinary pages, sealed against shrinking, every page in
+    place. Only what a client cannot undo later is relied on; the rest tells it early what it has forgotten.
+    """
     found = os.fstat(fd)
     if not stat.S_ISREG(found.st_mode):
         raise OfferError("the descriptor is not of memory")
@@ -65,3 +94,16 @@ def _check(fd: int, nbytes: int) -> None:
         raise OfferError(f"the memory has {found.st_size} bytes")
     if os.lseek(fd, 0, os.SEEK_HOLE) < nbytes:
         raise OfferError("the memory is not allocated yet")
+
+
+def _populate(region: SharedRegion) -> None:
+    """Enter the pages that are there. Raises OfferError for a hole, which is not filled."""
+    for start in range(0, region.nbytes, STEP_BYTES):
+        count = min(STEP_BYTES, region.nbytes - start)
+        if _libc.madvise(region.address + start, count, _MADV_POPULATE_WRITE) == 0:
+            continue
+        number = ctypes.get_errno()
+        if number == errno.EFAULT:
+            raise OfferError("the memory has lost pages")
+        if number != errno.EINVAL:  # Linux before 5.14 does not know how, and faults page by page later
+            raise OSError(number, "the memory cannot be entered")

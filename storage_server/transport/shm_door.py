@@ -1,10 +1,10 @@
 """The door for clients on this host: a Unix socket over which they hand in the memory they want filled.
 
 A client connects, is greeted with a ticket, and passes a memfd for every region; with the ticket it then registers
-itself at the gateway, signed like any request (docs/protocol.md). Notices go back over the same connection, and its end
-is the client's end. A descriptor proves that the client may write there itself; the seal against shrinking proves that
-our own writes cannot miss the memory, whatever the client does later; every page must exist already, so that mapping it
-takes no memory that was not the client's before.
+itself at the gateway, signed like any request (docs/protocol.md). Only then is its memory mapped: until its key is
+known, a caller costs a connection and a few descriptors. Notices go back over the same connection, and its end is the
+client's end. A descriptor proves that the client may write there itself; what it does to its pages later can only make
+our writes fail (`shared_region`).
 
 Messages both ways, one per packet: JSON, or notices (descriptors.notices).
 """
@@ -17,30 +17,39 @@ import logging
 import os
 import secrets
 import socket
-from collections.abc import Callable
+import struct
+from collections import Counter
+from collections.abc import Callable, Sequence
 
 from adapters.threads import to_end
-from descriptors.messages import AGENT_REGIONS_MAX
+from descriptors.messages import AGENT_REGIONS_MAX, Region
 from descriptors.shm_messages import MESSAGE_BYTES_MAX, greeting, parse_offer, reply
-from storage_server.transport.shared_region import OfferError, SharedRegion
+from storage_server.transport.shared_region import FaultGuard, OfferError, SharedRegion, check_offer
 
 UNREGISTERED_MAX = 64
+UNREGISTERED_UID_MAX = 16
+"""Of one user of this host: nobody takes every place from the others."""
 UNREGISTERED_S = 10.0
 UNREGISTERED_REGIONS_MAX = 16
 ACCEPT_PAUSE_S = 1.0
-REGIONS_MAX = 16_384
-"""Of all clients: a process may have some 65,000 mappings."""
 BACKLOG = 64
+_CREDENTIALS = struct.Struct("iII")
 _log = logging.getLogger(__name__)
 
 
 class ShmClient:
-    """One connection. Lives on the event loop; `regions` are mapped until `close`."""
+    """One connection of a process of user `uid`. Lives on the event loop. `offered` descriptors are ours until they are
+    mapped or the connection ends; `regions` are mapped until `close`.
+    """
 
-    def __init__(self, connection: socket.socket, ticket: str) -> None:
+    def __init__(self, connection: socket.socket, ticket: str, uid: int) -> None:
         self.ticket = ticket
+        self.uid = uid
+        self.offered: dict[str, tuple[int, int]] = {}
+        """Region id to descriptor and length in bytes."""
         self.regions: dict[str, SharedRegion] = {}
         self.is_registered = False
+        self._is_closed = False
         self._connection: socket.socket | None = connection
 
     @property
@@ -54,11 +63,44 @@ class ShmClient:
             with contextlib.suppress(OSError):
                 self._connection.send(message, socket.MSG_DONTWAIT | socket.MSG_NOSIGNAL)
 
+    async def map(self, wanted: Sequence[Region], guard: FaultGuard) -> None:
+        """Map regions that were handed in as these are. Raises OfferError, OSError, and ConnectionError where the
+        client has gone meanwhile; what was mapped before the failure stays until `close`.
+        """
+        loop = asyncio.get_running_loop()
+        for region in wanted:
+            if region.region_id in self.regions:
+                continue
+            fd, nbytes = self.offered.pop(region.region_id)
+            mapping = loop.run_in_executor(None, guard.map, fd, nbytes)
+            try:
+                mapped = await to_end(mapping)
+            except asyncio.CancelledError:
+                if not mapping.cancelled() and mapping.exception() is None:
+                    _unmap(mapping.result())
+                raise
+            finally:
+                os.close(fd)
+            if self._is_closed:  # while the thread was at it: nobody would ever unmap it
+                _unmap(mapped)
+                raise ConnectionResetError("the client is gone")
+            self.regions[region.region_id] = mapped
+
+    def knows(self, region: Region) -> bool:
+        """Whether the region was handed in, and is as large."""
+        offered = self.offered.get(region.region_id)
+        mapped = self.regions.get(region.region_id)
+        if mapped is not None:
+            return mapped.nbytes >= region.length
+        return offered is not None and offered[1] == region.length
+
     def forget(self, region_id: str) -> None:
         """Let go of a region nothing is written to any more; a thread unmaps it."""
-        region = self.regions.pop(region_id, None)
+        offered, region = self.offered.pop(region_id, None), self.regions.pop(region_id, None)
+        if offered is not None:
+            os.close(offered[0])
         if region is not None:
-            asyncio.get_running_loop().run_in_executor(None, region.unmap)
+            _unmap(region)
 
     def hang_up(self) -> None:
         """End the connection, which whoever reads it then closes; the regions stay mapped."""
@@ -70,32 +112,36 @@ class ShmClient:
     def close(self) -> None:
         """Nothing writes for this client any more: let go of everything."""
         self.hang_up()
-        for region_id in list(self.regions):
+        self._is_closed = True
+        for region_id in [*self.offered, *self.regions]:
             self.forget(region_id)
 
 
 class ShmDoor:
-    """Listens at `address`, an abstract Unix socket of this network namespace. `on_gone` hears the ticket of a
-    registered client whose connection has ended.
+    """Listens at `address`, an abstract Unix socket of this network namespace; the name is no secret. `on_gone` hears
+    the ticket of a registered client whose connection has ended.
     """
 
     def __init__(self, on_gone: Callable[[str], None]) -> None:
         self.address = f"@objectcache-{secrets.token_hex(16)}"
         self._on_gone = on_gone
         self._listener: socket.socket | None = None
+        self._guard: FaultGuard | None = None
         self._clients: dict[str, ShmClient] = {}
         self._tasks: set[asyncio.Task[None]] = set()
 
     def start(self) -> None:
-        """Listen. Raises OSError."""
+        """Listen. Raises OSError, also where memory cannot be mapped safely."""
+        guard = FaultGuard()
         listener = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET | socket.SOCK_NONBLOCK)
         try:
             listener.bind("\0" + self.address[1:])
             listener.listen(BACKLOG)
         except OSError:
             listener.close()
+            guard.close()
             raise
-        self._listener = listener
+        self._listener, self._guard = listener, guard
         asyncio.get_running_loop().add_reader(listener.fileno(), self._accept)
 
     async def close(self) -> None:
@@ -108,6 +154,14 @@ class ShmDoor:
         await asyncio.gather(*self._tasks, return_exceptions=True)
         for ticket in list(self._clients):
             self.dismiss(ticket)
+        if self._guard is not None:
+            self._guard.close()  # nobody writes any more, to what is still being unmapped either
+
+    async def map(self, client: ShmClient, regions: Sequence[Region]) -> None:
+        """As `ShmClient.map`."""
+        if self._guard is None:
+            raise ConnectionResetError("the door is closed")
+        await client.map(regions, self._guard)
 
     def client(self, ticket: str) -> ShmClient | None:
         """The connection a ticket was given to, while it lasts."""
@@ -133,11 +187,13 @@ class ShmDoor:
             loop.remove_reader(self._listener.fileno())
             loop.call_later(ACCEPT_PAUSE_S, self._listen_again)
             return
-        if sum(not client.is_registered for client in self._clients.values()) >= UNREGISTERED_MAX:
+        uid = _uid_of(connection)
+        waiting = Counter(client.uid for client in self._clients.values() if not client.is_registered)
+        if waiting.total() >= UNREGISTERED_MAX or waiting[uid] >= UNREGISTERED_UID_MAX:
             connection.close()
             return
         connection.setblocking(False)
-        client = ShmClient(connection, secrets.token_hex(16))
+        client = ShmClient(connection, secrets.token_hex(16), uid)
         self._clients[client.ticket] = client
         client.notify(greeting(client.ticket))
         task = asyncio.create_task(self._serve(client, connection))
@@ -181,27 +237,37 @@ class ShmDoor:
                 offer = parse_offer(data)
                 if not fds:
                     raise OfferError("no descriptor came with it")
-                self._require_room(client, offer.region_id)
-                client.regions[offer.region_id] = await to_end(self._mapping(fds[0], offer.nbytes))
+                _require_room(client, offer.region_id)
+                check_offer(fds[0], offer.nbytes)
             except (OfferError, ValueError, OSError) as error:
                 client.notify(reply(str(error)))
             else:
+                client.offered[offer.region_id] = (fds.pop(0), offer.nbytes)
                 client.notify(reply(None))
         finally:
             for fd in fds:
                 os.close(fd)
 
-    def _require_room(self, client: ShmClient, region_id: str) -> None:
-        if region_id in client.regions:
-            raise OfferError("the region is known already")
-        own_max = AGENT_REGIONS_MAX if client.is_registered else UNREGISTERED_REGIONS_MAX
-        if len(client.regions) >= own_max:
-            raise OfferError(f"at most {own_max} regions")
-        if sum(len(other.regions) for other in self._clients.values()) >= REGIONS_MAX:
-            raise OfferError("the server has as many regions as it takes")
 
-    def _mapping(self, fd: int, nbytes: int) -> asyncio.Future[SharedRegion]:
-        return asyncio.get_running_loop().run_in_executor(None, SharedRegion.map, fd, nbytes)
+def _require_room(client: ShmClient, region_id: str) -> None:
+    if region_id in client.regions or region_id in client.offered:
+        raise OfferError("the region is known already")
+    own_max = AGENT_REGIONS_MAX if client.is_registered else UNREGISTERED_REGIONS_MAX
+    if len(client.regions) + len(client.offered) >= own_max:
+        raise OfferError(f"at most {own_max} regions")
+    if len(client.offered) >= UNREGISTERED_REGIONS_MAX:
+        raise OfferError(f"at most {UNREGISTERED_REGIONS_MAX} regions that are not registered yet")
+
+
+def _unmap(region: SharedRegion) -> None:
+    asyncio.get_running_loop().run_in_executor(None, region.unmap)
+
+
+def _uid_of(connection: socket.socket) -> int:
+    """The user of the process that connected."""
+    raw = connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size)
+    uid: int = _CREDENTIALS.unpack(raw)[1]
+    return uid
 
 
 async def _readable(connection: socket.socket) -> None:
