@@ -37,8 +37,8 @@ _DEVICE = re.compile(r"(cpu|cuda:\d{1,3})\Z")
 
 @dataclass(frozen=True, slots=True)
 class LookupRequest:
-    """Which prefix of `chunk_keys` is stored? `lease_s` > 0 asks to keep it from eviction that many seconds, `compute`
-    whether it is worth loading.
+    """Which prefix of `chunk_keys` is stored? `lease_s` > 0 asks to keep it that many seconds (nothing evicts
+    stored chunks yet, so nothing comes of it), `compute` whether it is worth loading.
     """
 
     chunk_keys: tuple[str, ...]

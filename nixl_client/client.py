@@ -111,7 +111,9 @@ class ObjectCacheClient:
         _raise_first(waiting)
 
     def lookup(self, chunk_keys: Sequence[str], lease_s: float = 0.0) -> int:
-        """How many chunks, from the first, are stored without a gap; `lease_s` keeps them from eviction that long."""
+        """How many chunks, from the first, are stored without a gap; `lease_s` asks to keep them that long,
+        which a server that evicts nothing needs not be asked.
+        """
         if not chunk_keys:
             return 0
         body = lookup_body(LookupRequest(tuple(chunk_keys), lease_s))

@@ -8,9 +8,11 @@ import os
 import sqlite3
 import sys
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 
 from adapters.nixl_agent import leave
+from descriptors.errors import ObjectCacheError
 from gateway.storage_client import RemoteStorage
 from objectcache import serve
 from objectcache.calibrate import add_calibrate
@@ -18,6 +20,7 @@ from objectcache.config import Config, ConfigError, load_config, load_credential
 from objectcache.workers import StorageBeside
 from storage_server.settings import StorageSettings
 from storage_server.store.durability import Durability
+from storage_server.store.identity import IndexMismatchError
 
 
 def main() -> None:
@@ -38,6 +41,12 @@ def run(arguments: Sequence[str]) -> int:
     except ConfigError as error:
         print(f"objectcache: {error}", file=sys.stderr)
         return 2
+    except IndexMismatchError as error:
+        print(f"objectcache: {error}", file=sys.stderr)
+        return 1
+    except ObjectCacheError as error:
+        print(f"objectcache: the server cannot start: {error.message}", file=sys.stderr)
+        return 1
     except sqlite3.Error as error:
         print(f"objectcache: the index cannot be opened: {error}", file=sys.stderr)
         return 1
@@ -137,6 +146,11 @@ def _add_common(parser: argparse.ArgumentParser) -> None:
 
 
 def _add_storage(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "--adopt-index",
+        action="store_true",
+        help="go on with an index that is older than the data files, or empty; files it does not know are set aside",
+    )
     parser.add_argument("--no-ucx", action="store_true", help="serve without the ucx transport")
     parser.add_argument(
         "--dram-bytes", type=int, metavar="N", help="memory for chunks that are asked for repeatedly; 0: none"
@@ -229,7 +243,8 @@ def _storage_settings(config: Config, options: argparse.Namespace) -> StorageSet
     }
     said = {name: value for name, value in chosen.items() if value is not None}
     config = config.model_copy(update={"storage": config.storage.model_copy(update=said)})
-    return config.storage_settings(options.data, ucx=not options.no_ucx)
+    settings = config.storage_settings(options.data, ucx=not options.no_ucx)
+    return replace(settings, adopt_index=options.adopt_index)
 
 
 def _tls(config: Config) -> serve.Tls | None:

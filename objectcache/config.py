@@ -81,6 +81,7 @@ class StorageConfig(_Model):
     agents_max: int | None = None
     open_files_max: int | None = None
     resolved_keys_max: int | None = None
+    resolved_bytes_max: Annotated[int, Field(ge=0)] | None = None
     object_bytes_max: int | None = None
     packed_bytes_max: int | None = None
     buffer_bytes: int | None = None

@@ -1,7 +1,10 @@
-"""Registered agents: who may be written to, where, and for how long. Pure state; the caller supplies the time."""
+"""Registered agents: who may be written to, where, and for how long. Pure state; the caller supplies the time, in
+seconds of a clock that never leaps: the time of day may be set, and must not expire every agent at once.
+"""
 
 from __future__ import annotations
 
+import math
 import secrets
 from collections.abc import Collection
 from dataclasses import dataclass, replace
@@ -26,13 +29,13 @@ class RegisteredAgent:
     access_key: str
     peer: str
     regions: tuple[Region, ...]
-    expires_at: float
+    expires_s: float
     is_shm: bool = False
     takes_pieces: bool = False
 
-    def lease(self) -> AgentLease:
-        """What its owner is told."""
-        return AgentLease(self.agent_id, self.expires_at)
+    def lease(self, now_s: float, unix_s: float) -> AgentLease:
+        """What its owner is told: `unix_s` is the time of day now."""
+        return AgentLease(self.agent_id, unix_s + self.expires_s - now_s)
 
 
 class AgentTable:
@@ -50,7 +53,7 @@ class AgentTable:
     def check_name(self, access_key: str, peer: str, now_s: float) -> None:
         """Raises CallerError(AgentConflict) when another key holds the name, ServerError(SlowDown) when full."""
         holder = self.holder(peer)
-        if holder is not None and holder.access_key != access_key and holder.expires_at > now_s:
+        if holder is not None and holder.access_key != access_key and holder.expires_s > now_s:
             raise CallerError(
                 ErrorCode.AGENT_CONFLICT, "the NIXL agent name is registered by another access key", field="metadata"
             )
@@ -77,13 +80,13 @@ class AgentTable:
     ) -> RegisteredAgent:
         """Register a name nobody holds any more. Errors as `check_name`."""
         self.check_name(access_key, peer, now_s)
-        expires_at = now_s + registration.lifetime_s
+        expires_s = now_s + registration.lifetime_s
         agent = RegisteredAgent(
             secrets.token_hex(16),
             access_key,
             peer,
             registration.regions,
-            expires_at,
+            expires_s,
             is_shm=registration.shm_ticket is not None,
             takes_pieces=takes_pieces,
         )
@@ -92,7 +95,7 @@ class AgentTable:
 
     def renew(self, agent: RegisteredAgent, renewal: AgentRenewal, now_s: float) -> RegisteredAgent:
         """Extend a live agent; new regions replace the old ones."""
-        renewed = replace(agent, expires_at=now_s + renewal.lifetime_s, regions=renewal.regions or agent.regions)
+        renewed = replace(agent, expires_s=now_s + renewal.lifetime_s, regions=renewal.regions or agent.regions)
         self._by_id[agent.agent_id] = renewed
         return renewed
 
@@ -108,7 +111,7 @@ class AgentTable:
             raise CallerError(ErrorCode.NO_SUCH_AGENT, f"no agent {agent_id} is registered", field=field)
         if agent.access_key != access_key:
             raise CallerError(ErrorCode.ACCESS_DENIED, "the agent was registered by another access key", field=field)
-        if agent.expires_at <= now_s:
+        if agent.expires_s <= now_s:
             raise CallerError(ErrorCode.EXPIRED_TOKEN, "the agent's registration has expired", field=field)
         return agent
 
@@ -120,11 +123,11 @@ class AgentTable:
         """Its time is up now: the process behind it is gone."""
         agent = self._by_id.get(agent_id)
         if agent is not None:
-            self._by_id[agent_id] = replace(agent, expires_at=0.0)
+            self._by_id[agent_id] = replace(agent, expires_s=-math.inf)
 
     def expired(self, now_s: float) -> list[RegisteredAgent]:
         """Agents whose time is up."""
-        return [agent for agent in self._by_id.values() if agent.expires_at <= now_s]
+        return [agent for agent in self._by_id.values() if agent.expires_s <= now_s]
 
     def holder(self, peer: str) -> RegisteredAgent | None:
         """Who holds a NIXL name, live or expired."""

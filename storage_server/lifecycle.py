@@ -15,16 +15,41 @@ from storage_server.store.rows import StoredObject, StoredUpload
 from storage_server.store.transaction import Transaction
 
 ROWS_PER_STEP = 500
+LEAP_S_MAX = 300.0
+"""Between two sweeps a clock that is slewed moves less than this against the steady one."""
 _log = logging.getLogger(__name__)
+
+
+class TimeOfDay:
+    """The time of day, which cannot leap forward: after a leap it goes on as the steady clock does. What expires late
+    can expire later; what a wrong clock has expired is lost. Times in seconds.
+    """
+
+    def __init__(self, unix_s: float, monotonic_s: float) -> None:
+        self._ahead_s = unix_s - monotonic_s
+
+    def now(self, unix_s: float, monotonic_s: float) -> float:
+        """The earlier of the time of day and what it should be by the steady clock."""
+        ahead_s = unix_s - monotonic_s
+        if ahead_s - self._ahead_s > LEAP_S_MAX:
+            leap_s = ahead_s - self._ahead_s
+            _log.warning(
+                "the clock has leapt %.0f s ahead: lifecycle rules go by the time before, until a restart", leap_s
+            )
+            return monotonic_s + self._ahead_s
+        self._ahead_s = ahead_s
+        return unix_s
 
 
 async def sweep_lifecycle(store: EmbeddedStore, interval_s: float, day_s: float) -> None:
     """Carry out every bucket's rules, again and again, until cancelled."""
+    day = TimeOfDay(time.time(), time.monotonic())
     while True:
         await asyncio.sleep(interval_s)
+        now_s = day.now(time.time(), time.monotonic())
         try:
             for bucket in await store.reads.list_buckets():
-                await carry_out(store, bucket.name, await store.reads.get_lifecycle(bucket.name), time.time(), day_s)
+                await carry_out(store, bucket.name, await store.reads.get_lifecycle(bucket.name), now_s, day_s)
         except ObjectCacheError as error:
             _log.warning("lifecycle: %s", error)
         except Exception:

@@ -95,7 +95,7 @@ class ObjectTransfers:
         if engine is None:
             problem = "this storage server has no ucx transport; put the chunks one by one"
             raise CallerError(ErrorCode.NOT_IMPLEMENTED, problem, field="rdma_target")
-        agent = self._agents.owned(access_key, target.agent_id, time.time(), "rdma_target.agent_id")
+        agent = self._agents.owned(access_key, target.agent_id, time.monotonic(), "rdma_target.agent_id")
         if agent.is_shm:
             problem = "the agent's memory is shared, not registered with NIXL; put the chunks one by one"
             raise CallerError(ErrorCode.NOT_IMPLEMENTED, problem, field="rdma_target")
@@ -111,7 +111,7 @@ class ObjectTransfers:
         engine = self._engine()
         if engine is None:
             raise declined("this storage server has no ucx transport")
-        agent = self._agents.owned(access_key, token.agent_id, time.time(), TOKEN_HEADER)
+        agent = self._agents.owned(access_key, token.agent_id, time.monotonic(), TOKEN_HEADER)
         if agent.is_shm:
             raise declined("the agent's memory is shared, not registered with NIXL")
         return engine, agent, region_span(agent, token.region_id, token.offset, token.length, TOKEN_HEADER)

@@ -51,7 +51,7 @@ class Registrar:
         """
         peer = self._peer(registration)
         async with self._names.locked(peer):
-            self.agents.check_name(access_key, peer, time.time())
+            self.agents.check_name(access_key, peer, time.monotonic())
             self.agents.check_room(access_key, len(registration.regions), self.agents.holder(peer))
             holder = self.agents.holder(peer)
             if registration.shm_ticket is not None:
@@ -66,14 +66,14 @@ class Registrar:
                     await self._forget(holder)
                 await self._load_metadata(peer, registration.metadata, registration.regions)
             takes_pieces = writes_pieces_well(registration.host_id)
-            added = self.agents.add(access_key, peer, registration, time.time(), takes_pieces=takes_pieces)
-            return added.lease()
+            added = self.agents.add(access_key, peer, registration, time.monotonic(), takes_pieces=takes_pieces)
+            return added.lease(time.monotonic(), time.time())
 
     async def renew(self, access_key: str, agent_id: str, renewal: AgentRenewal) -> AgentLease:
         """Deliveries into memory that is no longer offered are stopped and drained first."""
-        peer = self.agents.owned(access_key, agent_id, time.time(), "agent_id").peer
+        peer = self.agents.owned(access_key, agent_id, time.monotonic(), "agent_id").peer
         async with self._names.locked(peer):
-            agent = self.agents.owned(access_key, agent_id, time.time(), "agent_id")
+            agent = self.agents.owned(access_key, agent_id, time.monotonic(), "agent_id")
             if agent.is_shm:
                 await self._renew_shm(agent, renewal)
             elif renewal.metadata is not None:
@@ -86,14 +86,14 @@ class Registrar:
                 raise CallerError(
                     ErrorCode.INVALID_ARGUMENT, "regions and metadata are renewed together", field="regions"
                 )
-            agent = self.agents.owned(access_key, agent_id, time.time(), "agent_id")  # it may have gone meanwhile
-            return self.agents.renew(agent, renewal, time.time()).lease()
+            agent = self.agents.owned(access_key, agent_id, time.monotonic(), "agent_id")  # it may have gone meanwhile
+            return self.agents.renew(agent, renewal, time.monotonic()).lease(time.monotonic(), time.time())
 
     async def delete(self, access_key: str, agent_id: str) -> None:
         """Returns when nothing writes into the agent's memory any more."""
-        peer = self.agents.owned(access_key, agent_id, time.time(), "agent_id").peer
+        peer = self.agents.owned(access_key, agent_id, time.monotonic(), "agent_id").peer
         async with self._names.locked(peer):
-            await self._forget(self.agents.owned(access_key, agent_id, time.time(), "agent_id"))
+            await self._forget(self.agents.owned(access_key, agent_id, time.monotonic(), "agent_id"))
 
     def client_gone(self, ticket: str) -> None:
         """A shm client has hung up: nobody reads what is written for it."""
@@ -116,7 +116,7 @@ class Registrar:
             while True:
                 await asyncio.sleep(SWEEP_INTERVAL_S)
                 sweeps = {agent_id: task for agent_id, task in sweeps.items() if not task.done()}
-                for agent in self.agents.expired(time.time()):
+                for agent in self.agents.expired(time.monotonic()):
                     if agent.agent_id not in sweeps:
                         sweeps[agent.agent_id] = asyncio.create_task(self._forget_expired(agent))
         finally:
@@ -193,7 +193,7 @@ class Registrar:
 
     async def _forget_expired(self, agent: RegisteredAgent) -> None:
         async with self._names.locked(agent.peer):
-            if agent in self.agents.expired(time.time()):
+            if agent in self.agents.expired(time.monotonic()):
                 await self._forget(agent)
 
 

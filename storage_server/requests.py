@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import secrets
 from collections import OrderedDict, defaultdict
+from collections.abc import Callable
 from typing import Any
 
 from descriptors.errors import CallerError, ErrorCode, ServerError
@@ -36,10 +37,13 @@ class ActiveRequest:
 
 
 class RequestTable:
-    """Remembers at most `ids_max` ids per access key; a key that used more within half an hour is told to slow down."""
+    """Remembers at most `ids_max` ids per access key; a key that used more within half an hour is told to slow down.
+    `on_used` hears each id before its request begins.
+    """
 
-    def __init__(self, ids_max: int) -> None:
+    def __init__(self, ids_max: int, on_used: Callable[[str, str], None] = lambda access_key, request_id: None) -> None:
         self._ids_max = ids_max
+        self._on_used = on_used
         self._used: defaultdict[str, OrderedDict[str, float]] = defaultdict(OrderedDict)
         self._active: dict[tuple[str, str], ActiveRequest] = {}
 
@@ -47,6 +51,10 @@ class RequestTable:
     def active_count(self) -> int:
         """Deliveries under way."""
         return len(self._active)
+
+    def restore(self, access_key: str, request_id: str, used_s: float) -> None:
+        """An id that was used before this table was made. Oldest first."""
+        self._used[access_key][request_id] = used_s
 
     def active_for_agent(self, agent_id: str) -> list[ActiveRequest]:
         """Deliveries that write into this agent's memory."""
@@ -86,4 +94,5 @@ class RequestTable:
             )
         if len(used) >= self._ids_max:
             raise ServerError(ErrorCode.SLOW_DOWN, "this access key has used too many request ids", retryable=True)
+        self._on_used(access_key, request_id)
         used[request_id] = now_s

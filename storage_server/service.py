@@ -49,12 +49,12 @@ from descriptors.storage_api import Body, BodySink, ChunksPut, DeliveryOutcome, 
 from storage_server.agents import AgentTable, target_region
 from storage_server.gather.plan import DeliveryPlan
 from storage_server.gather.staging import StagingPool
-from storage_server.leases import LeaseTable
 from storage_server.lifecycle import sweep_lifecycle
 from storage_server.object_transfers import ObjectTransfers
 from storage_server.pipeline import Pipeline
 from storage_server.registrar import Registrar, require_engine
-from storage_server.requests import ActiveRequest, RequestTable
+from storage_server.request_id_log import RequestIdLog, UsedId
+from storage_server.requests import REMEMBER_S, ActiveRequest, RequestTable
 from storage_server.settings import StorageSettings
 from storage_server.store.disk import Disk
 from storage_server.store.embedded import EmbeddedStore
@@ -79,12 +79,15 @@ class EmbeddedStorage:
         self.dram = DramTier(settings.dram_bytes, self.store.files)
         self.pipeline = Pipeline(settings, self.store, self.dram)
         self.agents = AgentTable(settings.agents_max)
-        self.requests = RequestTable(settings.request_ids_max)
+        self._id_log = RequestIdLog(settings.data_dir, REMEMBER_S)
+        self.requests = RequestTable(
+            settings.request_ids_max,
+            lambda access_key, request_id: self._id_log.append(UsedId(access_key, request_id, time.time())),
+        )
         self.registrar = Registrar(self.agents, self.requests)
         self._objects = ObjectTransfers(
             settings, self.store, self.staging, self.agents, self.requests, lambda: self.registrar.engine
         )
-        self.leases = LeaseTable()
         self._running: set[asyncio.Task[DeliveryOutcome]] = set()
         self._sweepers: list[asyncio.Task[None]] = []
 
@@ -92,7 +95,10 @@ class EmbeddedStorage:
         """Sweep the store, start the transports that can run."""
         removed = await self.store.start()
         if removed:
-            _log.info("removed %d files and rows that a crash left behind", removed)
+            _log.warning("%d files and rows that a crash left behind are removed, or set aside", removed)
+        unix_s, now_s = time.time(), time.monotonic()
+        for used in sorted(self._id_log.load(unix_s), key=lambda used: used.unix_s):
+            self.requests.restore(used.access_key, used.request_id, now_s - max(0.0, unix_s - used.unix_s))
         self.registrar.start(await self._start_ucx(), self._start_shm())
         lifecycle = sweep_lifecycle(self.store, self.settings.lifecycle_interval_s, self.settings.lifecycle_day_s)
         self._sweepers = [asyncio.create_task(self.registrar.sweep()), asyncio.create_task(lifecycle)]
@@ -118,6 +124,7 @@ class EmbeddedStorage:
         if self.registrar.door is not None:
             await self.registrar.door.close()
         await self.dram.close()
+        self._id_log.close()
         self.store.close()
 
     async def _start_ucx(self) -> OneSidedEngine | None:
@@ -211,8 +218,6 @@ class EmbeddedStorage:
 
     async def lookup(self, access_key: str, bucket: str, request: LookupRequest) -> LookupAnswer:
         matched = await self.store.reads.matched(bucket, request.chunk_keys)
-        if request.lease_s > 0:
-            self.leases.grant(bucket, request.chunk_keys[:matched], time.monotonic(), request.lease_s)
         if request.compute is None:
             return LookupAnswer(matched)
         offered = self.pipeline.link.offered_rate_bytes_per_s(access_key)
@@ -284,7 +289,7 @@ class EmbeddedStorage:
         if target is None:
             http = HttpTransfer(sink, window, settings.stall_timeout_s)
             return Route(lambda _: http, settings.aggregation_bytes, settings.direct_payload_bytes), None
-        agent = self.agents.owned(access_key, target.agent_id, time.time(), "rdma_target.agent_id")
+        agent = self.agents.owned(access_key, target.agent_id, time.monotonic(), "rdma_target.agent_id")
         region = target_region(agent, target)
         if agent.is_shm:
             client = self.registrar.shm_client(agent)

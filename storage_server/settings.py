@@ -25,7 +25,9 @@ class StorageSettings:
     `rdma_buffer_bytes` holds the objects of the S3RDMA Buffer path, each whole; larger ones are declined.
 
     Objects and parts up to `packed_bytes_max` share segments. `buffer_bytes` bounds what plain S3 bodies hold in
-    memory; what the index said of the last `resolved_keys_max` keys of descriptors stays there, about 1 KiB each.
+    memory; what the index said of the last `resolved_keys_max` keys of descriptors stays there, in at most
+    `resolved_bytes_max`: about 1 KiB for a chunk of 2 MiB, and 600 bytes for each further MiB.
+    `adopt_index` goes on with an index that does not know all files: those are set aside.
     Lifecycle rules are carried out every `lifecycle_interval_s`; a shorter `lifecycle_day_s` is for trying them out.
     Deleted bytes of a segment are given back `punch_delay_s` later, for readers elsewhere.
 
@@ -45,6 +47,8 @@ class StorageSettings:
     request_ids_max: int = 262_144
     open_files_max: int = 8192
     resolved_keys_max: int = 65_536
+    resolved_bytes_max: int = 64 * MIB
+    adopt_index: bool = False
     object_bytes_max: int = 5 * GIB
     packed_bytes_max: int = 8 * MIB
     buffer_bytes: int = 128 * MIB

@@ -176,9 +176,10 @@ def retried(client: Client, key: str, data: bytes) -> Reply:
     return reply
 
 
-def test_a_server_starts_on_a_full_disk_and_can_be_emptied(small_disk: SmallDisk) -> None:
+@pytest.mark.parametrize("mode", Durability)
+def test_a_server_starts_on_a_full_disk_and_can_be_emptied(small_disk: SmallDisk, mode: Durability) -> None:
     """Killed when full, and full when it comes back: what it cleans up must not need room."""
-    with small_disk.served() as (server, client):
+    with small_disk.served(mode) as (server, client):
         stored = put_some(client)
         fill(client, stored, 2 * MIB, "large")
         fill(client, stored, 1, "small")
@@ -187,7 +188,7 @@ def test_a_server_starts_on_a_full_disk_and_can_be_emptied(small_disk: SmallDisk
     with contextlib.suppress(OSError), ballast.open("wb", buffering=0) as file:
         while file.write(bytes(KIB)):
             pass
-    with small_disk.served() as (_, client):
+    with small_disk.served(mode) as (_, client):
         assert_all_there(client, stored)
         ballast.unlink()
         assert client.call("DELETE", "large/00000").status == 204

@@ -31,11 +31,13 @@ from descriptors.messages import AgentRegistration, Region, registration_body
 from descriptors.objects import ListRequest, PutRequest
 from nixl_client.http import UnansweredError
 from nixl_client.receiver import Receiver
+from storage_server.request_id_log import RequestIdLog, UsedId
 from storage_server.requests import REMEMBER_S, RequestTable
 from storage_server.settings import StorageSettings
 from storage_server.store.embedded import EmbeddedStore
 from tests.support import (
     LAYOUT,
+    OTHER,
     OWNER,
     BytesBody,
     LocalStack,
@@ -274,6 +276,42 @@ def test_an_id_stays_taken_while_its_request_runs() -> None:
         table.begin("k", "same", REMEMBER_S + 1.0)
     table.end(first)
     table.end(table.begin("k", "same", REMEMBER_S + 2.0))
+
+
+def test_an_id_stays_used_across_a_restart(tmp_path: Path) -> None:
+    """A signature outlives the process that carried it out."""
+    body = encode_json(Descriptor(("0" * 64,), 6, 16, 20_000, request_id="used-before-restart"))
+    for expected in ("NoSuchBucket", "RequestReplayed", "RequestReplayed"):
+        with LocalStack(tmp_path / "data", ucx=False, shm=False) as running:
+            assert request(running.url, "POST", "/nowhere?layerwise=", body=body).code == expected
+            other = request(running.url, "POST", "/nowhere?layerwise=", body=body, key=OTHER)
+            assert other.code == expected, "the other key's own"
+
+
+def test_the_log_of_ids_forgets_what_cannot_be_replayed_and_survives_garbage(tmp_path: Path) -> None:
+    """Two files, of which the older is started anew; a torn line is passed over."""
+    log = RequestIdLog(tmp_path, keep_s=100.0)
+    assert log.load(0.0) == []
+    for unix_s in range(0, 1000, 10):
+        log.append(UsedId("k", f"id-{unix_s}", float(unix_s)))
+    log.close()
+    with (tmp_path / "request-ids.0").open("ab") as file:
+        file.write(b'[1, "k"\n\xff\n{"a":1}\n[995.0, "torn')
+    kept = {used.request_id for used in RequestIdLog(tmp_path, keep_s=100.0).load(1000.0)}
+    assert kept == {f"id-{unix_s}" for unix_s in range(910, 1000, 10)}
+    assert sum(path.stat().st_size for path in tmp_path.iterdir()) < 2000
+
+
+def test_a_clock_that_leaps_expires_no_agent(local: LocalStack, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Time of day is set by people and NTP; how long a registration lasts is not theirs to change."""
+    with local.client("chunks", "shm") as client:
+        client.register_buffer(client.allocate_buffer(4096))
+        real = time.time
+        monkeypatch.setattr(time, "time", lambda: real() + 10 * 365 * 86_400)
+        time.sleep(2.5)
+        assert len(local.storage.agents.expired(time.monotonic())) == 0
+        assert len(local.storage.agents) == 1
+        monkeypatch.undo()
 
 
 def test_layerwise_requests_cannot_be_presigned(local: LocalStack, keys: list[str]) -> None:

@@ -53,7 +53,6 @@ PURE = (
     "storage_server/agents.py",
     "storage_server/gather/plan.py",
     "storage_server/gather/rows.py",
-    "storage_server/leases.py",
     "storage_server/put_plan.py",
     "storage_server/scheduler/chunkwise.py",
     "storage_server/scheduler/deadline_queue.py",

@@ -9,7 +9,7 @@ import pytest
 
 from descriptors.objects import PutRequest
 from storage_server.store.extents import Extent, read_object
-from storage_server.store.resolved import ResolvedKeys
+from storage_server.store.resolved import ResolvedKeys, entry_bytes
 from tests.faulty_disk import FaultyDisk
 from tests.store_bed import opened
 from tests.support import BytesBody
@@ -18,7 +18,7 @@ OLD, NEW = [Extent("old", 0, 1, b"")], [Extent("new", 0, 1, b"")]
 
 
 def test_what_was_looked_up_is_found_again_up_to_a_bound() -> None:
-    resolved = ResolvedKeys(2)
+    resolved = ResolvedKeys(2, 1 << 20)
     since, found = resolved.find("b", ["x", "y", "z"])
     assert found == [None, None, None]
     resolved.remember(since, "b", [("x", OLD), ("y", OLD), ("z", OLD)])
@@ -28,13 +28,13 @@ def test_what_was_looked_up_is_found_again_up_to_a_bound() -> None:
 
 def test_absence_is_not_remembered() -> None:
     """Somebody may be storing the chunk right now."""
-    resolved = ResolvedKeys(10)
+    resolved = ResolvedKeys(10, 1 << 20)
     resolved.remember(resolved.find("b", ["x"])[0], "b", [("x", None)])
     assert resolved.find("b", ["x"])[1] == [None]
 
 
 def test_what_changed_after_the_look_is_not_remembered_after_it() -> None:
-    resolved = ResolvedKeys(10)
+    resolved = ResolvedKeys(10, 1 << 20)
     since, _ = resolved.find("b", ["x", "y"])
     resolved.forget([("b", "x")])
     resolved.remember(since, "b", [("x", OLD), ("y", OLD)])
@@ -45,7 +45,7 @@ def test_what_changed_after_the_look_is_not_remembered_after_it() -> None:
 
 
 def test_after_a_move_nothing_older_is_remembered() -> None:
-    resolved = ResolvedKeys(10)
+    resolved = ResolvedKeys(10, 1 << 20)
     since, _ = resolved.find("b", ["x"])
     resolved.forget_all()
     resolved.remember(since, "b", [("x", OLD)])
@@ -54,7 +54,7 @@ def test_after_a_move_nothing_older_is_remembered() -> None:
 
 def test_more_changes_than_are_noted_forbid_remembering(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("storage_server.store.resolved.RECENT_MAX", 2)
-    resolved = ResolvedKeys(10)
+    resolved = ResolvedKeys(10, 1 << 20)
     since, _ = resolved.find("b", ["x"])
     for key in ("x", "p", "q"):
         resolved.forget([("b", key)])
@@ -110,3 +110,20 @@ async def test_a_prefix_is_never_older_than_the_last_answer(tmp_path: Path) -> N
     assert min(counts) > 5
     assert store.files.pinned_count == 0
     store.close()
+
+
+def test_memory_is_bounded_in_bytes_too() -> None:
+    """The checksums of a chunk of 128 MiB are 32 KiB: entries alone bound nothing."""
+    large = [Extent("f", 0, 128 << 20, bytes(32_768))]
+    each = entry_bytes("b", "key-00", large)
+    resolved = ResolvedKeys(1000, 3 * each)
+    for index in range(10):
+        since, _ = resolved.find("b", [f"key-{index:02}"])
+        resolved.remember(since, "b", [(f"key-{index:02}", large)])
+        resolved.remember(since, "b", [(f"key-{index:02}", large)])
+        assert resolved.nbytes <= 3 * each
+    assert [found is not None for found in resolved.find("b", ["key-06", "key-07", "key-09"])[1]] == [False, True, True]
+    resolved.forget([("b", "key-07")])
+    assert resolved.nbytes == 2 * each
+    resolved.forget_all()
+    assert resolved.nbytes == 0

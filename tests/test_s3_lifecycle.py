@@ -13,6 +13,7 @@ from descriptors.errors import CallerError, ErrorCode
 from descriptors.lifecycle import LifecycleRule
 from gateway.xml import lifecycle_document
 from gateway.xml_in import parse_lifecycle
+from storage_server.lifecycle import TimeOfDay
 from tests.s3_calls import fresh_bucket, headers_of, refused, status_of
 from tests.support import Stack
 
@@ -154,3 +155,13 @@ def test_documents_read_back_as_the_rules_they_show() -> None:
 def test_a_prefix_outside_a_filter_is_the_older_form() -> None:
     found = parse_lifecycle(rule("<ID>x</ID><Prefix>old/</Prefix>" + DAYS))
     assert found == [LifecycleRule("x", prefix="old/", expire_days=3, legacy_prefix=True)]
+
+
+def test_a_clock_that_leaps_ahead_expires_nothing() -> None:
+    """The rules go on by the time before; a clock that is slewed, or set back, is followed."""
+    day = TimeOfDay(1_000_000.0, 50.0)
+    assert day.now(1_003_600.0, 3_650.0) == 1_003_600.0
+    assert day.now(1_007_300.0, 7_250.0) == 1_007_300.0, "slewed by 100 s"
+    assert day.now(9_999_999.0, 10_850.0) == 1_010_900.0
+    assert day.now(9_999_999.0 + 3_600, 14_450.0) == 1_014_500.0
+    assert day.now(1_014_000.0, 18_050.0) == 1_014_000.0

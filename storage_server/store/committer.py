@@ -25,6 +25,7 @@ from typing import Any, TypeVar
 from descriptors.errors import ErrorCode, ServerError
 from storage_server.store.disk import Disk, disk_error
 from storage_server.store.durability import Durability
+from storage_server.store.identity import Identity, Mark, count_transaction, read_identity
 from storage_server.store.reserve import Reserve
 from storage_server.store.resolved import ResolvedKeys
 from storage_server.store.schema import connect, create, next_version
@@ -63,7 +64,7 @@ class _Job:
 class Committer:
     """Owns the index's writing connection. `resolved` forgets what a transaction changed. In its thread, `dispose` is
     called with files no row names, and `punch` with places in other files (file, offset, bytes), `punch_delay_s`
-    after nobody here can find them any more.
+    after nobody here can find them any more. `mark` says how far the index has come.
     """
 
     def __init__(
@@ -75,8 +76,10 @@ class Committer:
         punch: Callable[[str, int, int], None],
         punch_delay_s: float,
         resolved: ResolvedKeys,
+        mark: Mark,
     ) -> None:
         self._path = path
+        self._marked = mark
         self._durability = durability
         self._disk = disk
         self._dispose = dispose
@@ -91,11 +94,11 @@ class Committer:
         self._unsynced: dict[str, WriteFile] = {}
         self._dead: list[str] = []
         self._synced_at = time.monotonic()
-        self._in_doubt = False
         self._is_dirty = False
         self._reserve = Reserve(path.parent)
         self.db = _opened(path, self._reserve)
         self._reserve.keep()
+        self._store_number = read_identity(self.db).number
         self._versions = version_counter(next_version(self.db))
         self._thread = threading.Thread(target=self._run, name="committer", daemon=True)
         self._thread.start()
@@ -105,6 +108,7 @@ class Committer:
         self._queue.put(None)
         self._thread.join()
         self.db.close()
+        self._marked.close()
 
     async def commit(
         self, change: Callable[[Transaction], _T], pending: Pending | None = None, *, frees: bool = False
@@ -241,20 +245,25 @@ class Committer:
             for job in batch:
                 if job.error is None:
                     _carry_out_one(tx, job)
-            if self._in_doubt:  # overwrite what a commit that failed may have left in the log, before files it named go
-                self.db.execute("INSERT INTO meta VALUES ('doubts', 1) ON CONFLICT DO UPDATE SET value = value + 1")
+            # counting also overwrites what a commit that failed may have left in the log, before files it named go
+            transactions = count_transaction(self.db)
             dead = tx.dead_files()
             holes = tx.holes(dead)
             self.db.execute("COMMIT")
         except BaseException:
-            self._in_doubt = True
             self._rollback()
             raise
         finally:  # whatever a commit that failed has left behind
             self._forget(tx)
-        self._in_doubt = False
+        if strict:
+            self._mark(transactions)
         self._holes += holes
         return dead
+
+    def _mark(self, transactions: int) -> None:
+        """The transaction is durable: an index without it is an old one."""
+        with contextlib.suppress(OSError):  # a mark that stays behind only notices less
+            self._marked.write(Identity(self._store_number, transactions))
 
     def _forget(self, tx: Transaction) -> None:
         if tx.has_moved:
@@ -289,11 +298,12 @@ class Committer:
             self.db.execute("PRAGMA synchronous=FULL")
             self.db.execute("BEGIN IMMEDIATE")
             self.db.executemany("UPDATE extents SET synced = 1 WHERE file_id = ? AND synced = 0", marks)
-            self.db.execute("INSERT INTO meta VALUES ('syncs', 1) ON CONFLICT DO UPDATE SET value = value + 1")
+            transactions = count_transaction(self.db)
             self.db.execute("COMMIT")
         except sqlite3.Error:
             self._rollback()
             return
+        self._mark(transactions)
         for file in self._unsynced.values():
             file.release()
         self._unsynced.clear()

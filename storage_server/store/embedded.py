@@ -9,6 +9,7 @@ Until its commit, and after any failure, a key shows what it showed before. docs
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import fcntl
 import os
 import sqlite3
@@ -19,7 +20,7 @@ from typing import TypeVar
 
 from adapters.threads import to_end
 from descriptors.conditions import NO_WRITE_CONDITION, WriteCondition, check_read, check_write
-from descriptors.errors import CallerError, ErrorCode
+from descriptors.errors import CallerError, ErrorCode, ServerError
 from descriptors.lifecycle import LifecycleRule
 from descriptors.objects import (
     Attributes,
@@ -38,6 +39,7 @@ from storage_server.store.committer import Committer
 from storage_server.store.compaction import Compactor
 from storage_server.store.disk import Disk
 from storage_server.store.extents import ExtentFiles
+from storage_server.store.identity import Identity, IndexMismatchError, Mark, mismatch, read_identity
 from storage_server.store.io_threads import IoThreads
 from storage_server.store.reader import IndexReader
 from storage_server.store.reads import Reads
@@ -50,6 +52,10 @@ from storage_server.store.uploads import Uploads
 
 IO_THREADS = 4
 COPY_ATTEMPTS_MAX = 8
+WHAT_TO_DO = (
+    "Put the right index.sqlite3 back; or start with --adopt-index to go on with this one: files it does not know are"
+    " then moved to the directory set-aside, and nothing is deleted"
+)
 _T = TypeVar("_T")
 
 
@@ -59,15 +65,17 @@ class EmbeddedStore:
     def __init__(self, settings: StorageSettings, disk: Disk | None = None) -> None:
         self._settings = settings
         disk = disk or Disk()
-        settings.data_dir.mkdir(parents=True, exist_ok=True)
+        settings.data_dir.mkdir(parents=True, exist_ok=True, mode=0o700)
         disk.sync_directory(settings.data_dir.parent)
         self._lock = _lock_directory(settings)
         index = settings.data_dir / "index.sqlite3"
         self.files = ExtentFiles(settings.data_dir, settings.open_files_max, disk)
         self.files.start()
-        resolved = ResolvedKeys(settings.resolved_keys_max)
+        resolved = ResolvedKeys(settings.resolved_keys_max, settings.resolved_bytes_max)
+        mark = Mark(settings.data_dir)
+        self._marked = mark.read()
         self._committer = Committer(
-            index, settings.durability, disk, self._dispose, self.files.punch, settings.punch_delay_s, resolved
+            index, settings.durability, disk, self._dispose, self.files.punch, settings.punch_delay_s, resolved, mark
         )
         self._segments = Segments(
             settings.data_dir, self.files, disk, settings.packed_bytes_max, self._committer.consider
@@ -93,12 +101,23 @@ class EmbeddedStore:
     async def start(self) -> int:
         """Remove what a crash left behind: files no row names, and rows whose bytes never reached the disk.
 
-        Returns how many files and rows that was.
+        Returns how many files and rows that was. Raises IndexMismatchError, and touches nothing, where the index does
+        not know of files it should; with `adopt_index` such files are set aside instead.
         """
+        file_count = await self._io.run(self.files.count)
+        set_aside = self._marked is None or self._settings.adopt_index
+        if not self._settings.adopt_index:
+            identity, is_empty = await self.reader.threaded(_identity)
+            problem = mismatch(identity, self._marked, index_is_empty=is_empty, file_count=file_count)
+            if problem is not None:
+                raise IndexMismatchError(f"{self._settings.data_dir}: {problem}. {WHAT_TO_DO}")
         suspects = await self.reader.threaded(queries.unsynced)
         dropped = await drop_unsynced(suspects, self.files, self._committer, self._io)
         live = await self.reader.threaded(queries.file_ids)
-        return dropped + await self._io.run(lambda: self.files.sweep(live))
+        removed = await self._io.run(lambda: self.files.sweep(live, set_aside=set_aside))
+        with contextlib.suppress(ServerError):  # on a full disk the mark stays as it was
+            await self.change(lambda tx: None, frees=True)  # from now on the mark is this index's
+        return dropped + removed
 
     def close(self) -> None:
         """Finish running work and close every file."""
@@ -185,6 +204,11 @@ class EmbeddedStore:
 
     async def set_tags(self, bucket: str, key: str, tags: dict[str, str]) -> None:
         await self.change(lambda tx: transaction.set_tags(tx, bucket, key, tags))
+
+
+def _identity(db: sqlite3.Connection) -> tuple[Identity, bool]:
+    is_empty = db.execute("SELECT 1 FROM extents LIMIT 1").fetchone() is None
+    return read_identity(db), is_empty
 
 
 def check_size(nbytes: int, nbytes_max: int) -> None:

@@ -11,6 +11,7 @@ from __future__ import annotations
 import contextlib
 import errno
 import os
+import re
 import resource
 import threading
 from collections import Counter, OrderedDict
@@ -22,6 +23,7 @@ from storage_server.store.block_checksums import BLOCK_BYTES, first_bad_block
 from storage_server.store.disk import Disk
 
 IDLE_FILES_MAX = 512
+_FILE_ID = re.compile(r"[0-9a-f]{32}\Z")
 Read = Callable[[int, memoryview, int], int]
 
 
@@ -245,16 +247,30 @@ class ExtentFiles:
         with contextlib.suppress(OSError):  # what stays is swept at the next start
             self._disk.unlink(extent_path(self._directory, file_id))
 
-    def sweep(self, live: set[str]) -> int:
-        """Know the files the index names, and remove what a crash left beside them. Returns how many it removed."""
-        removed = 0
+    def count(self) -> int:
+        """Files of extents in the directory."""
+        return sum(1 for _ in self._stored())
+
+    def sweep(self, live: set[str], *, set_aside: bool) -> int:
+        """Know the files the index names. Others are what a crash left behind, and are removed; or moved to the
+        directory set-aside, where it is not certain that the index knows of all. Returns how many that was.
+        """
         with self._lock:
             self._live = set(live)
-        for path in (self._directory / "extents").glob("*/*"):
-            if path.name not in live:
+        unknown = [path for path in self._stored() if path.name not in live]
+        aside = self._directory / "set-aside"
+        if set_aside and unknown:
+            aside.mkdir(exist_ok=True, mode=0o700)
+        for path in unknown:
+            if set_aside:
+                path.rename(aside / path.name)
+            else:
                 path.unlink()
-                removed += 1
-        return removed
+        return len(unknown)
+
+    def _stored(self) -> Iterator[Path]:
+        """What has the name of a file of ours; anything else in the directory is left alone."""
+        return (path for path in (self._directory / "extents").glob("*/*") if _FILE_ID.match(path.name))
 
     def close(self) -> None:
         """Close every descriptor."""

@@ -31,7 +31,7 @@ async def drop_unsynced(
                 tx.drop_extents(version, [number])
         tx.db.execute("UPDATE extents SET synced = 1 WHERE synced = 0")
 
-    await committer.commit(drop)
+    await committer.commit(drop, frees=True)
     return len(bad)
 
 

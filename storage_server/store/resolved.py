@@ -14,15 +14,21 @@ from itertools import takewhile
 from storage_server.store.extents import Extent
 
 RECENT_MAX = 65_536
+ENTRY_BYTES = 300
+EXTENT_BYTES = 250
 Key = tuple[str, str]
 """Bucket and key."""
 
 
 class ResolvedKeys:
-    """The extents of up to `count_max` objects, the ones not asked for longest leaving first."""
+    """The extents of up to `count_max` objects in up to `bytes_max` of memory, the ones not asked for longest leaving
+    first.
+    """
 
-    def __init__(self, count_max: int) -> None:
+    def __init__(self, count_max: int, bytes_max: int) -> None:
         self._count_max = count_max
+        self._bytes_max = bytes_max
+        self._nbytes = 0
         self._lock = threading.Lock()
         self._extents: OrderedDict[Key, list[Extent]] = OrderedDict()
         self._generation = 0
@@ -47,16 +53,18 @@ class ResolvedKeys:
             changed = {key for _, key in later}
             for key, extents in looked_up:
                 if extents is not None and (bucket, key) not in changed:
+                    self._drop((bucket, key))
                     self._extents[bucket, key] = extents
-            while len(self._extents) > self._count_max:
-                self._extents.popitem(last=False)
+                    self._nbytes += entry_bytes(bucket, key, extents)
+            while len(self._extents) > self._count_max or self._nbytes > self._bytes_max:
+                self._drop(next(iter(self._extents)))
 
     def forget(self, changed: Iterable[Key]) -> None:
         """These keys show something else from now on."""
         with self._lock:
             self._generation += 1
             for key in changed:
-                self._extents.pop(key, None)
+                self._drop(key)
                 if len(self._recent) == RECENT_MAX:
                     self._complete_since = self._recent[0][0]
                 self._recent.append((self._generation, key))
@@ -67,4 +75,20 @@ class ResolvedKeys:
             self._generation += 1
             self._complete_since = self._generation
             self._extents.clear()
+            self._nbytes = 0
             self._recent.clear()
+
+    @property
+    def nbytes(self) -> int:
+        """Memory in use, about."""
+        return self._nbytes
+
+    def _drop(self, name: Key) -> None:
+        extents = self._extents.pop(name, None)
+        if extents is not None:
+            self._nbytes -= entry_bytes(*name, extents)
+
+
+def entry_bytes(bucket: str, key: str, extents: Sequence[Extent]) -> int:
+    """What an entry takes, about: its checksums grow with the object."""
+    return ENTRY_BYTES + len(bucket) + len(key) + sum(EXTENT_BYTES + len(extent.checksums) for extent in extents)

@@ -8,8 +8,12 @@ Unix seconds; `attributes` is the JSON of storage_server.store.rows.
 
 from __future__ import annotations
 
+import contextlib
+import os
 import sqlite3
 from pathlib import Path
+
+from storage_server.store.identity import draw_identity
 
 SCHEMA_VERSION = 2
 
@@ -37,6 +41,7 @@ CREATE INDEX IF NOT EXISTS extents_unsynced ON extents (version) WHERE synced = 
 
 def connect(path: Path) -> sqlite3.Connection:
     """A connection for one thread at a time; statements commit by themselves unless BEGIN was said."""
+    _make_private(path)
     connection = sqlite3.connect(path, isolation_level=None, check_same_thread=False, timeout=30)
     connection.execute("PRAGMA journal_mode=WAL")
     connection.execute("PRAGMA synchronous=FULL")
@@ -50,7 +55,18 @@ def create(connection: sqlite3.Connection) -> None:
     if found not in (0, SCHEMA_VERSION):
         raise RuntimeError(f"the index has schema {found}; this release reads {SCHEMA_VERSION}")
     connection.executescript(_SCHEMA)
+    draw_identity(connection)
     connection.execute(f"PRAGMA user_version={SCHEMA_VERSION}")
+
+
+def _make_private(path: Path) -> None:
+    """Keys and sizes of every tenant are in the index and its log: they are the server's user's only."""
+    os.close(os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600))
+    for suffix in ("", "-wal", "-shm"):
+        part = path.with_name(path.name + suffix)
+        with contextlib.suppress(FileNotFoundError, PermissionError):
+            if part.stat().st_mode & 0o077:
+                part.chmod(0o600)
 
 
 def next_version(connection: sqlite3.Connection) -> int:
