@@ -12,6 +12,7 @@ import logging
 import os
 import pathlib
 import sys
+import threading
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -170,12 +171,34 @@ class Registration:
                 self._agent.deregister_memory(descriptors)
 
 
-class Agent:
-    """One NIXL agent. Raises NixlFailure when NIXL cannot start."""
+_DEVICES = "UCX_NET_DEVICES"
+_making = threading.Lock()
 
-    def __init__(self, name: str) -> None:
+
+@contextmanager
+def _listening_on(devices: str | None) -> Iterator[None]:
+    """What UCX is made with meanwhile uses these devices only; it reads them from the environment. Where the user has
+    set them, or `devices` is None, they stay.
+    """
+    if devices is None or _DEVICES in os.environ:
+        yield
+        return
+    with _making:
+        os.environ[_DEVICES] = devices
+        try:
+            yield
+        finally:
+            os.environ.pop(_DEVICES, None)
+
+
+class Agent:
+    """One NIXL agent, on `devices` as UCX_NET_DEVICES names them (None: all). Raises NixlFailure when NIXL cannot
+    start.
+    """
+
+    def __init__(self, name: str, devices: str | None = None) -> None:
         module = _load()
-        with _translated():
+        with _translated(), _listening_on(devices):
             # NIXL's progress thread spins on a core even when idle; our own polling makes progress instead
             config = module.nixl_agent_config(enable_prog_thread=False, backends=["UCX"], capture_telemetry=True)
             self._agent = module.nixl_agent(name, config)

@@ -108,7 +108,7 @@ def _start(folder: Path, options: Sequence[str], access_key: str, secret_key: st
         "AWS_SECRET_ACCESS_KEY": secret_key,
         "PYTHONPATH": os.pathsep.join(filter(None, (str(ROOT), os.environ.get("PYTHONPATH")))),
     }
-    serve = [sys.executable, "-m", "objectcache.cli", "serve", "--data", str(folder / "data"), "--port", "0"]
+    serve = [sys.executable, "-m", "objectcache.cli", "serve", "--data", str(folder / "data"), "--port", "0", "--ucx"]
     return subprocess.Popen([*serve, *options], stdout=subprocess.PIPE, text=True, env=environment)
 
 

@@ -11,6 +11,7 @@ from urllib.parse import unquote
 
 from aiohttp import web
 
+from adapters.limited_server import LimitedServer
 from adapters.request_log import CLIENT_GONE, RequestLine, log_request, logs_requests
 from adapters.response_sink import abort_if_begun, begun_status, cutting, fulfil_headers, promise_headers
 from descriptors.descriptor import is_request_id
@@ -20,7 +21,6 @@ from descriptors.tracing import REQUEST_ID_HEADER, TIMING_HEADER, timing_header
 from gateway import sigv4, xml
 from gateway.body import CONTINUED, expects_continue
 from gateway.call import Call
-from gateway.connections import LimitedServer
 from gateway.credentials import CredentialBook, authorize
 from gateway.document_budget import DocumentBudget
 from gateway.handlers import HANDLERS, LAYERWISE
@@ -54,7 +54,7 @@ class Gateway:
 
     def server(self) -> web.Server:
         """The aiohttp server; to be called on the event loop it runs on."""
-        return LimitedServer(cutting(self.handle), self._refuse_unparsed, self._settings)
+        return LimitedServer(cutting(self.handle), self._refuse_unparsed, self._settings.connection_limits)
 
     async def handle(self, http: web.BaseRequest) -> web.StreamResponse:
         """Answer one request; every ObjectCacheError becomes its S3 answer, anything else InternalError."""

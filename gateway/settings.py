@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from adapters.limited_server import ConnectionLimits
 from descriptors.descriptor import DESCRIPTOR_BYTES_MAX
 from descriptors.units import MIB
 
@@ -30,6 +31,13 @@ class GatewaySettings:
     document_timeout_s: float = 30.0
     document_bytes: int = 256 * MIB
     document_key_bytes: int = 64 * MIB
+
+    @property
+    def connection_limits(self) -> ConnectionLimits:
+        """What holds for each connection."""
+        return ConnectionLimits(
+            self.header_timeout_s, self.keepalive_timeout_s, self.send_idle_timeout_s, self.connections_max
+        )
 
     def __post_init__(self) -> None:
         if not DESCRIPTOR_BYTES_MAX <= self.document_key_bytes <= self.document_bytes:

@@ -103,6 +103,11 @@ class SignedHttp:
         self._lock = threading.Lock()
         self._closed = False
 
+    @property
+    def address(self) -> tuple[str, int]:
+        """Host and port of the endpoint."""
+        return self._host, self._port or (443 if self._tls else 80)
+
     def request(
         self,
         method: str,

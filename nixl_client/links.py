@@ -7,6 +7,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Protocol, TypeVar
 
+from adapters.interfaces import interface_towards, ucx_devices
 from adapters.nixl_agent import Registration, host_id
 from descriptors.messages import AgentRegistration, AgentRenewal, Region
 from descriptors.notices import Notice
@@ -48,10 +49,12 @@ class Link(Protocol):
 
 
 class UcxLink:
-    """A NIXL agent. Raises ImportError or NixlFailure where UCX cannot run."""
+    """A NIXL agent on the interface that leads to the server, `host` and `port`: nobody on another network can reach
+    the memory of this process. Raises ImportError, OSError or NixlFailure where UCX cannot run.
+    """
 
-    def __init__(self) -> None:
-        self._receiver = Receiver()
+    def __init__(self, host: str, port: int) -> None:
+        self._receiver = Receiver(ucx_devices([interface_towards(host, port)]))
         self._registrations: dict[str, Registration] = {}
         self.listen = self._receiver.listen
         self.forget = self._receiver.forget

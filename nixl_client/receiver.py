@@ -28,9 +28,10 @@ _log = logging.getLogger(__name__)
 
 
 class Receiver:
-    """Start-up raises ImportError or NixlFailure where UCX cannot run."""
+    """`devices` are those UCX uses, None for all. Start-up raises ImportError or NixlFailure where UCX cannot run."""
 
-    def __init__(self) -> None:
+    def __init__(self, devices: str | None = None) -> None:
+        self._devices = devices
         self._commands: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
         self._listeners: dict[str, Callable[[Notice], None]] = {}
         self._greeted = threading.Event()
@@ -85,7 +86,7 @@ class Receiver:
         atexit.unregister(self.stop)
 
     def _start(self) -> None:
-        self._agent = Agent(str(uuid.uuid4()))
+        self._agent = Agent(str(uuid.uuid4()), self._devices)
 
     def _stop(self) -> None:
         self._stopping = True

@@ -10,6 +10,7 @@ from contextlib import ExitStack
 from dataclasses import dataclass
 from typing import Any
 
+from adapters.interfaces import UnknownInterfaceError
 from adapters.nixl_agent import Memory, NixlFailure, is_available
 from descriptors.errors import ErrorCode, ObjectCacheError
 from nixl_client import shared_memory
@@ -136,7 +137,10 @@ class Ways:
             return ShmLink(self._shm_socket)
         if not is_available():
             raise ImportError("NIXL is not installed: pip install 'objectcache[ucx]'")
-        return UcxLink()
+        try:
+            return UcxLink(*self._http.address)
+        except (OSError, UnknownInterfaceError) as error:
+            raise NixlFailure(f"no interface leads to the server: {error}") from error
 
     def _shm_socket(self) -> str | None:
         address = self._http.request("GET", "/_objectcache/transports").json().get("shm_socket")

@@ -46,7 +46,7 @@ def storage_of(config: Config) -> dict[str, Any]:
 def where_of(options: argparse.Namespace, config: Config) -> Where:
     """Servers of our own run with the file's [storage] and nothing else of it."""
     text = "\n".join([*table_lines(("storage",), storage_of(config)), ""])
-    return Where(options.data, config.storage_settings(Path(), ucx=True), text)
+    return Where(options.data, config.storage_settings(Path()), text)
 
 
 def failure(error: Exception | str) -> int:

@@ -11,7 +11,8 @@ from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
-from adapters.nixl_agent import leave
+from adapters.interfaces import LOOPBACK, UnknownInterfaceError
+from adapters.nixl_agent import NixlFailure, leave
 from descriptors.errors import ObjectCacheError
 from gateway.storage_client import RemoteStorage
 from objectcache import serve
@@ -41,6 +42,9 @@ def run(arguments: Sequence[str]) -> int:
     except ConfigError as error:
         print(f"objectcache: {error}", file=sys.stderr)
         return 2
+    except (NixlFailure, UnknownInterfaceError) as error:
+        print(f"objectcache: the ucx transport cannot be offered: {error}", file=sys.stderr)
+        return 1
     except IndexMismatchError as error:
         print(f"objectcache: {error}", file=sys.stderr)
         return 1
@@ -151,7 +155,15 @@ def _add_storage(parser: argparse.ArgumentParser) -> None:
         action="store_true",
         help="go on with an index that is older than the data files, or empty; files it does not know are set aside",
     )
-    parser.add_argument("--no-ucx", action="store_true", help="serve without the ucx transport")
+    parser.add_argument(
+        "--ucx",
+        nargs="?",
+        const=LOOPBACK,
+        type=lambda text: tuple(text.split(",")),
+        metavar="IF[,IF]",
+        help="offer the ucx transport on these network interfaces; loopback where none is named. Whoever reaches them"
+        " can read and change what ucx clients are sent: docs/security.md",
+    )
     parser.add_argument(
         "--dram-bytes", type=int, metavar="N", help="memory for chunks that are asked for repeatedly; 0: none"
     )
@@ -201,7 +213,7 @@ def _worker(options: argparse.Namespace) -> int:
     secret = load_peer_secret(options.peer_secret_file, create=False)
     credentials = load_credentials(config, os.environ, options.data / "credentials.json")
     listen = serve.Listen(options.host, options.port, tls=_tls(config), shares_port=True)
-    settings = config.storage_settings(options.data, ucx=False)
+    settings = config.storage_settings(options.data)
     serve.run(
         "objectcache worker",
         lambda: serve.GatewayServer(
@@ -221,7 +233,7 @@ def _scrub(options: argparse.Namespace) -> int:
 def _compact(options: argparse.Namespace) -> int:
     from objectcache.compact import run as run_compact
 
-    return run_compact(load_config(options.config).storage_settings(options.data, ucx=False), options.json)
+    return run_compact(load_config(options.config).storage_settings(options.data), options.json)
 
 
 def _config(options: argparse.Namespace) -> Config:
@@ -240,10 +252,11 @@ def _storage_settings(config: Config, options: argparse.Namespace) -> StorageSet
     chosen = {
         "durability": None if options.durability is None else Durability(options.durability),
         "dram_bytes": options.dram_bytes,
+        "ucx": options.ucx,
     }
     said = {name: value for name, value in chosen.items() if value is not None}
     config = config.model_copy(update={"storage": config.storage.model_copy(update=said)})
-    settings = config.storage_settings(options.data, ucx=not options.no_ucx)
+    settings = config.storage_settings(options.data)
     return replace(settings, adopt_index=options.adopt_index)
 
 

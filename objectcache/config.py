@@ -19,6 +19,7 @@ from typing import Annotated, Literal, Self
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
+from adapters.interfaces import LOOPBACK
 from descriptors.units import MIB
 from gateway.app import GatewaySettings
 from gateway.credentials import Credential
@@ -94,7 +95,8 @@ class StorageConfig(_Model):
     lifecycle_day_s: Annotated[float, Field(gt=0)] | None = None
     gather_threads: int | None = None
     stall_timeout_s: float | None = None
-    ucx: bool | None = None
+    ucx: bool | tuple[str, ...] | None = None
+    ucx_maps_dram: bool | None = None
     shm: bool | None = None
 
 
@@ -232,10 +234,11 @@ class Config(_Model):
         except ValueError as error:
             raise ConfigError(f"[gateway]: {error}") from None
 
-    def storage_settings(self, data_dir: Path, *, ucx: bool) -> StorageSettings:
+    def storage_settings(self, data_dir: Path) -> StorageSettings:
         """What a storage server needs. Raises ConfigError when sizes do not fit each other."""
         chosen = self.storage.model_dump(exclude_none=True)
-        chosen["ucx"] = ucx and chosen.get("ucx", True)
+        if isinstance(chosen.get("ucx"), bool):
+            chosen["ucx"] = (LOOPBACK,) if chosen["ucx"] else ()
         scheduler = self.scheduler_settings()
         try:
             return StorageSettings(data_dir=data_dir, scheduler=scheduler, **chosen)

@@ -129,6 +129,10 @@ class AgentTable:
         """Agents whose time is up."""
         return [agent for agent in self._by_id.values() if agent.expires_s <= now_s]
 
+    def all(self) -> list[RegisteredAgent]:
+        """Every agent, live or expired."""
+        return list(self._by_id.values())
+
     def holder(self, peer: str) -> RegisteredAgent | None:
         """Who holds a NIXL name, live or expired."""
         return next((agent for agent in self._by_id.values() if agent.peer == peer), None)

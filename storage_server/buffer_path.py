@@ -10,55 +10,42 @@ import asyncio
 from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
 
-from adapters.nixl_agent import Memory
-from adapters.threads import to_end
 from descriptors.objects import BodyDigests
 from descriptors.storage_api import Piece
-from descriptors.units import MIB
 from storage_server.gather.staging import Slot, StagingPool
 from storage_server.put_plan import one_run
 from storage_server.transport.one_sided import OneSided
-from storage_server.transport.one_sided_engine import OneSidedEngine
-
-SLOT_BYTES = MIB
+from storage_server.transport.ucx_memory import WHOLE_SLOT_BYTES
 
 
 class BufferStaging:
-    """`nbytes` of memory for whole objects, made and registered when the first needs it. An object waits until there
-    is room for all of it, so that objects in the making cannot block each other.
+    """Memory for whole objects: `pool` has slots of WHOLE_SLOT_BYTES; None where there is none. An object waits until
+    there is room for all of it, so that objects in the making cannot block each other.
     """
 
-    def __init__(self, nbytes: int) -> None:
-        self._slot_count = nbytes // SLOT_BYTES
-        self._pool: StagingPool | None = None
+    def __init__(self, pool: StagingPool | None) -> None:
+        self._pool = pool
         self._taking = asyncio.Lock()
 
     @property
     def nbytes(self) -> int:
         """The largest object that can be staged; 0 when none can."""
-        return self._slot_count * SLOT_BYTES
+        return 0 if self._pool is None else self._pool.slot_count * WHOLE_SLOT_BYTES
 
     @asynccontextmanager
-    async def lent(self, engine: OneSidedEngine, nbytes: int) -> AsyncIterator[list[Slot]]:
+    async def lent(self, access_key: str, nbytes: int) -> AsyncIterator[list[Slot]]:
         """Slots for `nbytes` bytes until the block ends, when nothing may be in flight in them."""
         slots: list[Slot] = []
         try:
             async with self._taking:
-                pool = await self._made(engine)
-                window = pool.window(pool.slot_count)
-                for _ in range(-(-nbytes // SLOT_BYTES)):
-                    slots.append(await window.take())
+                if self._pool is not None:
+                    window = self._pool.window(access_key, self._pool.slot_count)
+                    for _ in range(-(-nbytes // WHOLE_SLOT_BYTES)):
+                        slots.append(await window.take())
             yield slots
         finally:
             for slot in slots:
                 slot.release()
-
-    async def _made(self, engine: OneSidedEngine) -> StagingPool:
-        if self._pool is None:
-            pool = StagingPool(SLOT_BYTES, self._slot_count)
-            await to_end(asyncio.wrap_future(engine.register(Memory(pool.address, pool.nbytes))))
-            self._pool = pool
-        return self._pool
 
 
 class StagedBody:
@@ -79,8 +66,9 @@ class StagedBody:
         return self._said
 
     async def __aiter__(self) -> AsyncIterator[Piece]:
+        """Copies: other ucx peers may write into a slot between the digest and the disk."""
         for index, slot in enumerate(self._slots):
-            yield slot.view[: _bytes_in(index, self._nbytes)]
+            yield bytes(slot.view[: _bytes_in(index, self._nbytes)])
 
 
 async def stage_body(body: AsyncIterator[Piece], slots: Sequence[Slot]) -> int:
@@ -89,8 +77,8 @@ async def stage_body(body: AsyncIterator[Piece], slots: Sequence[Slot]) -> int:
     async for piece in body:
         view = memoryview(piece)
         while view:
-            index, within = divmod(at, SLOT_BYTES)
-            count = min(len(view), SLOT_BYTES - within)
+            index, within = divmod(at, WHOLE_SLOT_BYTES)
+            count = min(len(view), WHOLE_SLOT_BYTES - within)
             slots[index].view[within : within + count] = view[:count]
             view, at = view[count:], at + count
     return at
@@ -99,13 +87,13 @@ async def stage_body(body: AsyncIterator[Piece], slots: Sequence[Slot]) -> int:
 def write_slots(one_sided: OneSided, slots: Sequence[Slot], nbytes: int) -> None:
     """Begin to write the slots' first `nbytes` bytes to the target. Raises ServerError(TargetUnreachable)."""
     for index, slot in enumerate(slots):
-        one_sided.write(slot, _bytes_in(index, nbytes), index * SLOT_BYTES, _stay_staged)
+        one_sided.write(slot, _bytes_in(index, nbytes), index * WHOLE_SLOT_BYTES, _stay_staged)
 
 
 async def read_into_slots(one_sided: OneSided, slots: Sequence[Slot], nbytes: int) -> None:
     """Read the target's first `nbytes` bytes into the slots. Raises ServerError(TargetUnreachable)."""
     for index, slot in enumerate(slots):
-        reading = one_sided.read(slot, one_run(index * SLOT_BYTES, _bytes_in(index, nbytes)))
+        reading = one_sided.read(slot, one_run(index * WHOLE_SLOT_BYTES, _bytes_in(index, nbytes)))
         reading.add_done_callback(_retrieve)
     await one_sided.finish()
 
@@ -115,7 +103,7 @@ def _stay_staged() -> None:
 
 
 def _bytes_in(index: int, nbytes: int) -> int:
-    return min(SLOT_BYTES, nbytes - index * SLOT_BYTES)
+    return min(WHOLE_SLOT_BYTES, nbytes - index * WHOLE_SLOT_BYTES)
 
 
 def _retrieve(reading: asyncio.Future[None]) -> None:

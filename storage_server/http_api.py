@@ -16,6 +16,7 @@ from typing import Any
 from aiohttp import web
 from pydantic import TypeAdapter
 
+from adapters.limited_server import ConnectionLimits, LimitedServer
 from adapters.request_log import CLIENT_GONE, RequestLine, Stopwatch, log_request, logs_requests
 from adapters.response_sink import ResponseSink, abort_if_begun, begin_answer, begun_status, cutting
 from descriptors.descriptor import DESCRIPTOR_BYTES_MAX, is_request_id
@@ -40,6 +41,8 @@ _PUT = TypeAdapter(PutRequest)
 _PART = TypeAdapter(PartRequest)
 _READ = TypeAdapter(ReadRequest)
 _BODY_SHA256 = web.RequestKey("body sha256", str)
+PEER_LIMITS = ConnectionLimits(header_bytes_max=CALL_BYTES_MAX, connections_max=4096)
+"""Gateways keep their connections; a stranger's is given up when its request's head does not come."""
 _log = logging.getLogger(__name__)
 
 
@@ -88,14 +91,8 @@ class StorageHttp:
         self._plain = {name: PlainCall(storage, name) for name in PLAIN_CALLS}
 
     def server(self) -> web.Server:
-        """The aiohttp server."""
-        return web.Server(
-            cutting(self.handle),
-            handler_cancellation=True,
-            auto_decompress=False,
-            max_field_size=CALL_BYTES_MAX,
-            access_log=None,
-        )
+        """The aiohttp server, with the same limits on connections as a gateway's."""
+        return LimitedServer(cutting(self.handle), _refusal, PEER_LIMITS)
 
     async def handle(self, http: web.BaseRequest) -> web.StreamResponse:
         """Answer one call; errors travel as JSON and become the same errors on the other side."""

@@ -25,23 +25,27 @@ from storage_server.store.embedded import EmbeddedStore
 from storage_server.store.extents import Extent, read_object
 from storage_server.store.io_threads import IoThreads
 from storage_server.transport.one_sided import OneSided
-from storage_server.transport.one_sided_engine import OneSidedEngine
+from storage_server.transport.ucx_process import UcxProcess
 
 CHUNK_PUTS_MAX = 8
 """Chunks of one request stored at once: they share the committer's syncs."""
 SLOTS_AHEAD_MAX = 4
-OpenOneSided = Callable[[OneSidedEngine], OneSided]
+OpenOneSided = Callable[[UcxProcess], OneSided]
 _log = logging.getLogger(__name__)
 
 
 class ObjectMoves:
-    """Moves over one store and one staging pool. `room_bytes` is what the client's memory has room for."""
+    """Moves over one store and one staging pool; `whole` is for objects staged whole. `room_bytes` is what the client's
+    memory has room for.
+    """
 
-    def __init__(self, settings: StorageSettings, store: EmbeddedStore, staging: StagingPool) -> None:
+    def __init__(
+        self, settings: StorageSettings, store: EmbeddedStore, staging: StagingPool, whole: StagingPool | None
+    ) -> None:
         self._window_slots = max(1, settings.window_bytes // staging.slot_bytes)
         self._store = store
         self._staging = staging
-        self._buffer = BufferStaging(settings.rdma_buffer_bytes)
+        self._buffer = BufferStaging(whole)
         self._admission = Admission(settings.deliveries_max)
         self._io = IoThreads(settings.gather_threads)
 
@@ -55,16 +59,16 @@ class ObjectMoves:
             raise declined(f"{nbytes} bytes do not fit the {self._buffer.nbytes} of the gateway's buffer")
 
     async def get_direct(
-        self, engine: OneSidedEngine, open_one_sided: OpenOneSided, request: ReadRequest, room_bytes: int
+        self, access_key: str, engine: UcxProcess, open_one_sided: OpenOneSided, request: ReadRequest, room_bytes: int
     ) -> ObjectDelivery:
         """S3RDMA Direct: piece after piece through the staging pool."""
         async with (
-            self._admission.admit(),
+            self._admission.admit(access_key),
             self._store.reads.open_extents(request) as (head, extents),
             open_one_sided(engine) as one_sided,
         ):
             _require_room(head, room_bytes)
-            window, slot_bytes = self._ahead(), self._staging.slot_bytes
+            window, slot_bytes = self._ahead(access_key), self._staging.slot_bytes
             for start in range(0, head.range.length, slot_bytes):
                 nbytes = min(slot_bytes, head.range.length - start)
                 slot = await window.take()
@@ -77,52 +81,60 @@ class ObjectMoves:
             return ObjectDelivery(head, await one_sided.finish(), one_sided.busy_s)
 
     async def get_staged(
-        self, engine: OneSidedEngine, open_one_sided: OpenOneSided, request: ReadRequest, room_bytes: int
+        self, access_key: str, engine: UcxProcess, open_one_sided: OpenOneSided, request: ReadRequest, room_bytes: int
     ) -> ObjectDelivery:
         """S3RDMA Buffer: the whole object into the gateway's memory, then on from there."""
-        async with self._admission.admit(), self._store.reads.open_object(request) as read:
+        async with self._admission.admit(access_key), self._store.reads.open_object(request) as read:
             nbytes = read.head.range.length
             _require_room(read.head, room_bytes)
             self.require_buffer(nbytes)
-            async with self._buffer.lent(engine, nbytes) as slots, open_one_sided(engine) as one_sided:
+            async with self._buffer.lent(access_key, nbytes) as slots, open_one_sided(engine) as one_sided:
                 await stage_body(read.body, slots)
                 write_slots(one_sided, slots, nbytes)
                 return ObjectDelivery(read.head, await one_sided.finish(), one_sided.busy_s)
 
     async def put_direct(
-        self, engine: OneSidedEngine, open_one_sided: OpenOneSided, request: PutRequest, said: BodyDigests
+        self, access_key: str, engine: UcxProcess, open_one_sided: OpenOneSided, request: PutRequest, said: BodyDigests
     ) -> ObjectStored:
         """S3RDMA Direct: the client's memory is read as the store takes it."""
         async with (
-            self._admission.admit(),
+            self._admission.admit(access_key),
             open_one_sided(engine) as one_sided,
-            RegionBody(one_sided, self._ahead(), self._staging.slot_bytes, request.nbytes, one_run, said) as body,
+            RegionBody(
+                one_sided, self._ahead(access_key), self._staging.slot_bytes, request.nbytes, one_run, said
+            ) as body,
         ):
             return ObjectStored(await self._store.put_object(request, body), one_sided.busy_s)
 
     async def put_staged(
-        self, engine: OneSidedEngine, open_one_sided: OpenOneSided, request: PutRequest, said: BodyDigests
+        self, access_key: str, engine: UcxProcess, open_one_sided: OpenOneSided, request: PutRequest, said: BodyDigests
     ) -> ObjectStored:
         """S3RDMA Buffer: all of the client's bytes into the gateway's memory, then to the store."""
-        async with self._admission.admit(), self._buffer.lent(engine, request.nbytes) as slots:
+        async with self._admission.admit(access_key), self._buffer.lent(access_key, request.nbytes) as slots:
             async with open_one_sided(engine) as one_sided:
                 await read_into_slots(one_sided, slots, request.nbytes)
             info = await self._store.put_object(request, StagedBody(slots, request.nbytes, said))
             return ObjectStored(info, one_sided.busy_s)
 
     async def put_chunks(
-        self, engine: OneSidedEngine, open_one_sided: OpenOneSided, bucket: str, descriptor: Descriptor, mode: Mode
+        self,
+        access_key: str,
+        engine: UcxProcess,
+        open_one_sided: OpenOneSided,
+        bucket: str,
+        descriptor: Descriptor,
+        mode: Mode,
     ) -> ChunksPut:
         """S3RDMA Batch and Agg."""
         puts: dict[int, ChunkPut] = {}
-        window = self._staging.window(self._window_slots)
+        window = self._staging.window(access_key, self._window_slots)
         waiting = iter(range(descriptor.chunk_count))
 
         async def put_some(one_sided: OneSided, indices: Iterator[int]) -> None:
             for index in indices:
                 puts[index] = await self._put_chunk(one_sided, window, bucket, descriptor, mode, index)
 
-        async with self._admission.admit(), open_one_sided(engine) as one_sided:
+        async with self._admission.admit(access_key), open_one_sided(engine) as one_sided:
             try:
                 async with asyncio.TaskGroup() as tasks:
                     for _ in range(min(descriptor.chunk_count, CHUNK_PUTS_MAX)):
@@ -149,8 +161,8 @@ class ObjectMoves:
             return ChunkPut(key, None, ErrorCode.INTERNAL_ERROR, "the chunk could not be stored")
         return ChunkPut(key, info.etag)
 
-    def _ahead(self) -> Window:
-        return self._staging.window(min(SLOTS_AHEAD_MAX, self._window_slots))
+    def _ahead(self, access_key: str) -> Window:
+        return self._staging.window(access_key, min(SLOTS_AHEAD_MAX, self._window_slots))
 
     async def _read(self, extents: Sequence[Extent], start: int, view: memoryview) -> None:
         """Fill `view`, every byte proved by its checksum; what is small and in memory is read where we are."""

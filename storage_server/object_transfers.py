@@ -25,7 +25,7 @@ from storage_server.requests import ActiveRequest, RequestTable
 from storage_server.settings import StorageSettings
 from storage_server.store.embedded import EmbeddedStore, check_size
 from storage_server.transport.one_sided import OneSided
-from storage_server.transport.one_sided_engine import OneSidedEngine
+from storage_server.transport.ucx_process import UcxProcess
 
 _MODES = {Delivery.LAYER_MAJOR: Mode.LAYER_MAJOR, Delivery.CHUNK_MAJOR: Mode.CHUNK_MAJOR}
 _T = TypeVar("_T")
@@ -39,16 +39,17 @@ class ObjectTransfers:
         settings: StorageSettings,
         store: EmbeddedStore,
         staging: StagingPool,
+        whole: StagingPool | None,
         agents: AgentTable,
         requests: RequestTable,
-        engine: Callable[[], OneSidedEngine | None],
+        engine: Callable[[], UcxProcess | None],
     ) -> None:
         self._settings = settings
         self._store = store
         self._agents = agents
         self._requests = requests
         self._engine = engine
-        self._moves = ObjectMoves(settings, store, staging)
+        self._moves = ObjectMoves(settings, store, staging, whole)
         self._running: set[asyncio.Task[Any]] = set()
 
     async def close(self) -> None:
@@ -68,7 +69,7 @@ class ObjectTransfers:
             self._moves.require_buffer((await self._store.reads.head_object(request)).range.length)
         active = self._begin(access_key, token.request_id, agent, region)
         one_sided = self._opening(agent, region, token.offset)
-        return await self._run(active, move(engine, one_sided, request, token.length))
+        return await self._run(active, move(access_key, engine, one_sided, request, token.length))
 
     async def put_from(self, access_key: str, request: PutRequest, token: RdmaToken, said: BodyDigests) -> ObjectStored:
         """Store an object out of the client's memory; `said` is what its bytes must hash to."""
@@ -82,7 +83,7 @@ class ObjectTransfers:
             self._moves.require_buffer(request.nbytes)
         active = self._begin(access_key, token.request_id, agent, region)
         one_sided = self._opening(agent, region, token.offset)
-        return await self._run(active, move(engine, one_sided, request, said))
+        return await self._run(active, move(access_key, engine, one_sided, request, said))
 
     async def put_chunks(self, access_key: str, bucket: str, descriptor: Descriptor) -> ChunksPut:
         """Store every chunk of a descriptor out of its target."""
@@ -104,9 +105,9 @@ class ObjectTransfers:
         await self._store.reads.head_bucket(bucket)
         active = self._begin(access_key, descriptor.request_id, agent, region)
         one_sided = self._opening(agent, region, target.offset)
-        return await self._run(active, self._moves.put_chunks(engine, one_sided, bucket, descriptor, mode))
+        return await self._run(active, self._moves.put_chunks(access_key, engine, one_sided, bucket, descriptor, mode))
 
-    def _of_token(self, access_key: str, token: RdmaToken) -> tuple[OneSidedEngine, RegisteredAgent, Region]:
+    def _of_token(self, access_key: str, token: RdmaToken) -> tuple[UcxProcess, RegisteredAgent, Region]:
         """Engine, agent and region, once the token has been found to name memory of the caller's."""
         engine = self._engine()
         if engine is None:

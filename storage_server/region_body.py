@@ -1,8 +1,7 @@
 """An object's bytes out of a client's registered memory, read one-sided and handed to the store as any other body.
 
-Several slots are read ahead; the window bounds them. The store's writer (`storage_server.store.bodies`) writes a piece
-of PIECE_BYTES_MAX or more before it asks for the next, and smaller ones later: those are copied, but for the last,
-whose slot is kept until the body is closed.
+Several slots are read ahead; the window bounds them. What has arrived is copied before it is handed on: other ucx peers
+may write into a slot between the digest and the disk.
 """
 
 from __future__ import annotations
@@ -15,7 +14,6 @@ from descriptors.objects import BodyDigests
 from descriptors.storage_api import Piece
 from storage_server.gather.staging import Slot, Window
 from storage_server.put_plan import SpansOf
-from storage_server.store.buffers import PIECE_BYTES_MAX
 from storage_server.transport.one_sided import OneSided
 
 
@@ -66,14 +64,9 @@ class RegionBody:
             slot, nbytes = item
             await asyncio.shield(self._held[slot])
             left -= nbytes
-            if left and nbytes < PIECE_BYTES_MAX:
-                piece = bytes(slot.view[:nbytes])
-                self._give_back(slot)
-                yield piece
-                continue
-            yield slot.view[:nbytes]
-            if left:
-                self._give_back(slot)
+            piece = bytes(slot.view[:nbytes])
+            self._give_back(slot)
+            yield piece
         await self._filling
 
     async def _fill(self) -> None:

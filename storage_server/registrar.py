@@ -5,6 +5,7 @@ only when nothing is in flight.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import time
 from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
@@ -12,14 +13,14 @@ from contextlib import asynccontextmanager
 from adapters.nixl_agent import Memory, NixlFailure, writes_pieces_well
 from adapters.nixl_metadata import agent_name
 from adapters.threads import to_end
-from descriptors.errors import CallerError, ErrorCode
+from descriptors.errors import CallerError, ErrorCode, ServerError
 from descriptors.messages import AgentLease, AgentRegistration, AgentRenewal, Region
 from storage_server.agents import AgentTable, RegisteredAgent
 from storage_server.requests import ActiveRequest, RequestTable
 from storage_server.transport.metadata_probe import MetadataProbe
-from storage_server.transport.one_sided_engine import OneSidedEngine
 from storage_server.transport.shared_region import OfferError
 from storage_server.transport.shm_door import ShmClient, ShmDoor
+from storage_server.transport.ucx_process import UcxProcess
 
 SWEEP_INTERVAL_S = 1.0
 
@@ -29,21 +30,24 @@ class Registrar:
 
     def __init__(self, agents: AgentTable, requests: RequestTable) -> None:
         self.agents = agents
-        self.engine: OneSidedEngine | None = None
+        self.engine: UcxProcess | None = None
         self.door: ShmDoor | None = None
+        self.maps_dram = False
+        """Whether the engine can send from the DRAM tier."""
         self._requests = requests
-        self._probe = MetadataProbe()
+        self._probe: MetadataProbe | None = None
         self._names = _NameLocks()
 
-    def start(self, engine: OneSidedEngine | None, door: ShmDoor | None) -> None:
-        """Serve these transports."""
-        self.engine, self.door = engine, door
-        if engine is not None:
-            self._probe.start()
+    def start(self, engine: UcxProcess | None, probe: MetadataProbe | None, door: ShmDoor | None) -> None:
+        """Serve these transports; `probe` looks at metadata before the engine does."""
+        self.engine, self._probe, self.door = engine, probe, door
+        if probe is not None:
+            probe.start()
 
     async def close(self) -> None:
         """End the child that probes metadata."""
-        await self._probe.close()
+        if self._probe is not None:
+            await self._probe.close()
 
     async def register(self, access_key: str, registration: AgentRegistration) -> AgentLease:
         """Known to its transport, connection open, when it returns. What the name was registered as before is stopped
@@ -65,7 +69,7 @@ class Registrar:
                 if holder is not None:
                     await self._forget(holder)
                 await self._load_metadata(peer, registration.metadata, registration.regions)
-            takes_pieces = writes_pieces_well(registration.host_id)
+            takes_pieces = self.maps_dram and writes_pieces_well(registration.host_id)
             added = self.agents.add(access_key, peer, registration, time.monotonic(), takes_pieces=takes_pieces)
             return added.lease(time.monotonic(), time.time())
 
@@ -104,6 +108,12 @@ class Registrar:
                 request.cancel()
         elif self.door is not None:
             self.door.dismiss(ticket)
+
+    def engine_gone(self) -> None:
+        """The ucx process has ended, and with it every connection of a NIXL agent: they must register anew."""
+        for agent in self.agents.all():
+            if not agent.is_shm:
+                self.agents.expire(agent.agent_id)
 
     def shm_client(self, agent: RegisteredAgent) -> ShmClient:
         """The connection of a shm agent. Raises CallerError(NoSuchAgent) when it is gone."""
@@ -171,14 +181,15 @@ class Registrar:
         """Make the peer known to the engine. Raises CallerError(InvalidArgument) when that cannot be done."""
         offered = [Memory(region.address, region.length, region.device) for region in regions]
         try:
-            await self._probe.check(metadata, offered)
-            await to_end(asyncio.wrap_future(self._require_engine().add_peer(peer, metadata, offered)))
+            if self._probe is not None:
+                await self._probe.check(metadata, offered)
+            await self._require_engine().add_peer(peer, metadata, offered)
         except NixlFailure as failure:
             raise CallerError(
                 ErrorCode.INVALID_ARGUMENT, f"metadata cannot be used for these regions: {failure}", field="metadata"
             ) from failure
 
-    def _require_engine(self) -> OneSidedEngine:
+    def _require_engine(self) -> UcxProcess:
         return require_engine(self.engine)
 
     async def _forget(self, agent: RegisteredAgent) -> None:
@@ -189,7 +200,8 @@ class Registrar:
             if self.door is not None:
                 self.door.dismiss(agent.peer)
         elif self.engine is not None:
-            await to_end(asyncio.wrap_future(self.engine.remove_peer(agent.peer)))
+            with contextlib.suppress(NixlFailure):  # a process that has ended knows no peers
+                await to_end(asyncio.ensure_future(self.engine.remove_peer(agent.peer)))
 
     async def _forget_expired(self, agent: RegisteredAgent) -> None:
         async with self._names.locked(agent.peer):
@@ -197,14 +209,16 @@ class Registrar:
                 await self._forget(agent)
 
 
-def require_engine(engine: OneSidedEngine | None) -> OneSidedEngine:
-    """Raises CallerError(NotImplemented) where ucx is off."""
+def require_engine(engine: UcxProcess | None) -> UcxProcess:
+    """Raises CallerError(NotImplemented) where ucx is off, ServerError(SlowDown) where its process is starting."""
     if engine is None:
         raise CallerError(
             ErrorCode.NOT_IMPLEMENTED,
             "this storage server has no ucx transport; ask for the body instead",
             field="rdma_target",
         )
+    if not engine.is_running:
+        raise ServerError(ErrorCode.SLOW_DOWN, "the ucx process is being started again", retryable=True)
     return engine
 
 

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import os
 import time
 from contextlib import AbstractAsyncContextManager
 
-from adapters.nixl_agent import Memory, NixlFailure
+from adapters.interfaces import ucx_devices
 from descriptors.conditions import NO_WRITE_CONDITION, WriteCondition
 from descriptors.descriptor import Descriptor, require_request_id
 from descriptors.errors import CallerError, ErrorCode
@@ -50,6 +51,7 @@ from storage_server.agents import AgentTable, target_region
 from storage_server.gather.plan import DeliveryPlan
 from storage_server.gather.staging import StagingPool
 from storage_server.lifecycle import sweep_lifecycle
+from storage_server.memory_area import PrivateArea
 from storage_server.object_transfers import ObjectTransfers
 from storage_server.pipeline import Pipeline
 from storage_server.registrar import Registrar, require_engine
@@ -60,11 +62,13 @@ from storage_server.store.disk import Disk
 from storage_server.store.embedded import EmbeddedStore
 from storage_server.tiers.dram import DramTier
 from storage_server.transport.http import HttpTransfer
-from storage_server.transport.one_sided_engine import OneSidedEngine
+from storage_server.transport.metadata_probe import MetadataProbe
 from storage_server.transport.shm import ShmTransfer
 from storage_server.transport.shm_door import ShmDoor
 from storage_server.transport.transfer import Route
 from storage_server.transport.ucx import UcxTransfer
+from storage_server.transport.ucx_memory import UcxMemory
+from storage_server.transport.ucx_process import UcxProcess, child_environment
 
 _log = logging.getLogger(__name__)
 
@@ -75,8 +79,11 @@ class EmbeddedStorage:
     def __init__(self, settings: StorageSettings, disk: Disk | None = None) -> None:
         self.settings = settings
         self.store = EmbeddedStore(settings, disk)
-        self.staging = StagingPool(settings.aggregation_bytes, settings.staging_bytes // settings.aggregation_bytes)
-        self.dram = DramTier(settings.dram_bytes, self.store.files)
+        slot_count = settings.staging_bytes // settings.aggregation_bytes
+        self.staging = StagingPool(settings.aggregation_bytes, slot_count)
+        self._ucx = UcxMemory(settings) if settings.ucx else None
+        make_area = self._ucx.dram_area if self._ucx is not None and settings.ucx_maps_dram else PrivateArea
+        self.dram = DramTier(settings.dram_bytes, self.store.files, make_area)
         self.pipeline = Pipeline(settings, self.store, self.dram)
         self.agents = AgentTable(settings.agents_max)
         self._id_log = RequestIdLog(settings.data_dir, REMEMBER_S)
@@ -86,7 +93,13 @@ class EmbeddedStorage:
         )
         self.registrar = Registrar(self.agents, self.requests)
         self._objects = ObjectTransfers(
-            settings, self.store, self.staging, self.agents, self.requests, lambda: self.registrar.engine
+            settings,
+            self.store,
+            self.staging if self._ucx is None else self._ucx.staging,
+            None if self._ucx is None else self._ucx.whole,
+            self.agents,
+            self.requests,
+            lambda: self.registrar.engine,
         )
         self._running: set[asyncio.Task[DeliveryOutcome]] = set()
         self._sweepers: list[asyncio.Task[None]] = []
@@ -99,7 +112,7 @@ class EmbeddedStorage:
         unix_s, now_s = time.time(), time.monotonic()
         for used in sorted(self._id_log.load(unix_s), key=lambda used: used.unix_s):
             self.requests.restore(used.access_key, used.request_id, now_s - max(0.0, unix_s - used.unix_s))
-        self.registrar.start(await self._start_ucx(), self._start_shm())
+        await self._start_ucx()
         lifecycle = sweep_lifecycle(self.store, self.settings.lifecycle_interval_s, self.settings.lifecycle_day_s)
         self._sweepers = [asyncio.create_task(self.registrar.sweep()), asyncio.create_task(lifecycle)]
         if self.settings.compact_interval_s > 0:
@@ -119,7 +132,9 @@ class EmbeddedStorage:
         await self._objects.close()
         await self.registrar.close()
         if self.registrar.engine is not None:
-            await asyncio.to_thread(self.registrar.engine.stop)
+            await self.registrar.engine.stop()
+        if self._ucx is not None:
+            self._ucx.close()
         self.pipeline.close()
         if self.registrar.door is not None:
             await self.registrar.door.close()
@@ -127,17 +142,16 @@ class EmbeddedStorage:
         self._id_log.close()
         self.store.close()
 
-    async def _start_ucx(self) -> OneSidedEngine | None:
-        if not self.settings.ucx:
-            return None
-        try:
-            engine = await asyncio.to_thread(OneSidedEngine, Memory(self.staging.address, self.staging.nbytes))
-            if self.dram.nbytes:
-                await asyncio.wrap_future(engine.register(Memory(self.dram.address, self.dram.nbytes)))
-            return engine
-        except (ImportError, NixlFailure) as error:
-            _log.warning("the ucx transport is off: %s", error)
-            return None
+    async def _start_ucx(self) -> None:
+        """Raises NixlFailure, UnknownInterfaceError where the ucx transport was asked for and cannot run."""
+        engine, probe = None, None
+        if self._ucx is not None:
+            devices = ucx_devices(self.settings.ucx)
+            engine = UcxProcess(self._ucx.areas, devices, self.registrar.engine_gone)
+            await engine.start()
+            probe = MetadataProbe(child_environment(os.environ, devices))
+        self.registrar.maps_dram = self.settings.ucx_maps_dram
+        self.registrar.start(engine, probe, self._start_shm())
 
     def _start_shm(self) -> ShmDoor | None:
         if not self.settings.shm:
@@ -228,7 +242,8 @@ class EmbeddedStorage:
 
     async def transports(self) -> Transports:
         door = self.registrar.door
-        return Transports(self.registrar.engine is not None, None if door is None else door.address)
+        engine = self.registrar.engine
+        return Transports(engine is not None and engine.is_running, None if door is None else door.address)
 
     async def register_agent(self, access_key: str, registration: AgentRegistration) -> AgentLease:
         return await self.registrar.register(access_key, registration)
@@ -285,8 +300,9 @@ class EmbeddedStorage:
         """Which transport the descriptor asks for; its target is checked here, before anything is planned."""
         settings = self.settings
         target = descriptor.rdma_target
-        window = self.staging.window(settings.window_bytes // settings.aggregation_bytes)
+        window_slots = settings.window_bytes // settings.aggregation_bytes
         if target is None:
+            window = self.staging.window(access_key, window_slots)
             http = HttpTransfer(sink, window, settings.stall_timeout_s)
             return Route(lambda _: http, settings.aggregation_bytes, settings.direct_payload_bytes), None
         agent = self.agents.owned(access_key, target.agent_id, time.monotonic(), "rdma_target.agent_id")
@@ -300,6 +316,8 @@ class EmbeddedStorage:
             )
             return route, region
         engine = require_engine(self.registrar.engine)
+        pool = self.staging if self._ucx is None else self._ucx.staging
+        window = pool.window(access_key, window_slots)
 
         def make_transfer(plan: DeliveryPlan) -> UcxTransfer:
             return UcxTransfer(

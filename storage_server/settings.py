@@ -15,12 +15,15 @@ from storage_server.store.durability import Durability
 class StorageSettings:
     """`theta_bytes` is the paper's threshold: payloads below it go chunk-major when the caller leaves the choice.
 
-    `staging_bytes` bounds the memory of all deliveries together, `window_bytes` that of one; both are cut into slots
-    of `aggregation_bytes`, the size of one payload on the wire. Payloads that need no staging, into shared memory or
-    out of the DRAM tier, are of `direct_payload_bytes`. `dram_bytes` of memory keep chunks that are asked
-    for repeatedly; 0 turns that off.
+    `staging_bytes` bounds the memory of all deliveries together, `window_bytes` that of one; both are cut into slots of
+    `aggregation_bytes`, the size of one payload on the wire. What goes over ucx has as much again. Payloads that need
+    no staging, into shared memory or out of the DRAM tier, are of `direct_payload_bytes`. `dram_bytes` of memory keep
+    chunks that are asked for repeatedly; 0 turns that off.
 
     One access key may have half of `deliveries_max` at once.
+
+    `ucx` are the interfaces the ucx transport listens on; without any it is off. Its process maps staging memory and,
+    with `ucx_maps_dram`, the DRAM tier, for reading; every ucx peer can then read that, too.
 
     `rdma_buffer_bytes` holds the objects of the S3RDMA Buffer path, each whole; larger ones are declined.
 
@@ -62,7 +65,8 @@ class StorageSettings:
     lifecycle_day_s: float = DAY_S
     gather_threads: int = 2
     stall_timeout_s: float = 30.0
-    ucx: bool = True
+    ucx: tuple[str, ...] = ()
+    ucx_maps_dram: bool = False
     shm: bool = True
     scheduler: SchedulerSettings = field(default_factory=SchedulerSettings)
 

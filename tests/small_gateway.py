@@ -20,11 +20,11 @@ from botocore.auth import S3SigV4Auth
 from botocore.awsrequest import AWSRequest
 from botocore.credentials import Credentials
 
+from adapters.limited_server import LimitedServer
 from descriptors.errors import CallerError, ErrorCode
 from descriptors.objects import ByteRange, ObjectInfo, PutRequest, ReadHead, ReadRequest
 from descriptors.storage_api import Body, ObjectRead, Piece
 from gateway.app import Gateway
-from gateway.connections import LimitedServer
 from gateway.credentials import Credential, CredentialBook
 from gateway.document_budget import DocumentBudget
 from gateway.settings import GatewaySettings

@@ -130,11 +130,23 @@ def stack(kind: str, directory: Path, config: str = CONFIG, **environment: str) 
     data = directory / "data"
     common = ("--config", str(file))
     if kind == "together":
-        with started("serve", "--data", str(data), "--port", "0", *common, environment=environment) as (url, process):
+        with started("serve", "--data", str(data), "--port", "0", "--ucx", *common, environment=environment) as (
+            url,
+            process,
+        ):
             yield Stack(url, data, process.pid, [process])
         return
     secret = directory / "peer-secret"
-    storage = ("storage-server", "--data", str(data), "--listen", "127.0.0.1:0", "--peer-secret-file", str(secret))
+    storage = (
+        "storage-server",
+        "--data",
+        str(data),
+        "--listen",
+        "127.0.0.1:0",
+        "--peer-secret-file",
+        str(secret),
+        "--ucx",
+    )
     with started(*storage, *common, environment=environment) as (storage_url, storage_process):
         front = ("gateway", "--storage", storage_url, "--peer-secret-file", str(secret), "--port", "0")
         with started(*front, *common, environment=environment) as (url, process):
@@ -145,7 +157,7 @@ class LocalStack:
     """Gateway and storage server in a thread of this process, so that a test can hold layers back."""
 
     def __init__(self, directory: Path, **settings: Any) -> None:
-        self._settings = StorageSettings(data_dir=directory, **settings)
+        self._settings = StorageSettings(data_dir=directory, **{"ucx": ("lo",), **settings})
         self._loop = asyncio.new_event_loop()
         self._thread = threading.Thread(target=self._loop.run_forever, daemon=True)
 

@@ -67,7 +67,7 @@ async def test_a_power_cut_takes_no_more_than_the_mode_allows(memory_path: Path,
 
 @pytest.fixture
 async def relaxed(tmp_path: Path) -> AsyncIterator[EmbeddedStorage]:
-    storage = EmbeddedStorage(StorageSettings(data_dir=tmp_path, durability=Durability.RELAXED, ucx=False))
+    storage = EmbeddedStorage(StorageSettings(data_dir=tmp_path, durability=Durability.RELAXED, ucx=()))
     await storage.start()
     await storage.create_bucket("k", "bbb")
     yield storage

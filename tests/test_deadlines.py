@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterator
 
 import pytest
 
-from gateway.deadlines import HEAD_BYTES_MAX, ConnectionWatch, Deadlines, Verdict
+from adapters.deadlines import HEAD_BYTES_MAX, ConnectionWatch, Deadlines, Verdict
 from tests.small_gateway import SmallGateway, answer, signed_head, small_gateway
 
 DEADLINES = Deadlines(header_timeout_s=30.0, send_idle_timeout_s=60.0)

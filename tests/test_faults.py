@@ -48,6 +48,7 @@ def is_idle(local: LocalStack) -> bool:
         storage.requests.active_count == 0
         and storage.pipeline._admission.active_count == 0
         and storage.staging.free_count == storage.staging.slot_count
+        and storage._ucx.staging.free_count == storage._ucx.staging.slot_count
         and storage.store.files.pinned_count == 0
         and storage.registrar.engine.in_flight_count == 0
     )
@@ -226,7 +227,7 @@ def test_a_full_pool_shares_memory_between_deliveries(local: LocalStack, keys: l
 
 
 def test_a_request_id_table_full_of_live_ids_says_slow_down(tmp_path: Path) -> None:
-    with LocalStack(tmp_path / "data", request_ids_max=3, ucx=False) as local:
+    with LocalStack(tmp_path / "data", request_ids_max=3, ucx=()) as local:
         for _ in range(3):
             local.call(local.storage.cancel("K", uuid.uuid4().hex))
         with pytest.raises(ServerError, match="SlowDown"):

@@ -259,7 +259,7 @@ def faulty(tmp_path: Path) -> Iterator[tuple[FaultyDisk, Client]]:
     disk = FaultyDisk()
     with (
         patch("objectcache.serve.EmbeddedStorage", lambda settings, _: EmbeddedStorage(settings, disk)),
-        LocalStack(tmp_path / "data", ucx=False, packed_bytes_max=64 * KIB) as running,
+        LocalStack(tmp_path / "data", ucx=(), packed_bytes_max=64 * KIB) as running,
         contextlib.closing(Client(running.url, BUCKET)) as client,
     ):
         assert client.call("PUT").status == 200

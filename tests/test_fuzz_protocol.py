@@ -14,10 +14,10 @@ import pytest
 from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 
+from adapters.deadlines import ConnectionWatch, Deadlines, Verdict
 from fuzz.seeds import seeds
 from fuzz.targets import TARGETS, TRAILER, decode_in_steps
 from gateway.aws_chunked import CHUNK_HEADER_BYTES_MAX, TRAILER_BYTES_MAX, ChunkedDecoder
-from gateway.deadlines import ConnectionWatch, Deadlines, Verdict
 from gateway.payload_form import PayloadForm
 from gateway.request import parse_range
 from tests.small_gateway import SmallGateway, small_gateway

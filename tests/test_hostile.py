@@ -140,7 +140,7 @@ def test_readers_that_stop_reading_are_dropped_and_others_served(tmp_path: Path)
     """More stalled readers than the pool has memory for: each is cut off after the stall limit."""
     layout = ChunkLayout(4, 16, 1 << 20)
     settings = {"aggregation_bytes": 1 << 20, "window_bytes": 2 << 20, "staging_bytes": 4 << 20, "stall_timeout_s": 1.0}
-    with LocalStack(tmp_path / "data", ucx=False, **settings) as local, contextlib.ExitStack() as held:
+    with LocalStack(tmp_path / "data", ucx=(), **settings) as local, contextlib.ExitStack() as held:
         local.call(local.storage.create_bucket("OWNERKEY", "chunks"))
         keys, chunks = make_chunks(4, layout)
         with local.client("chunks", "http") as client:
@@ -282,7 +282,7 @@ def test_an_id_stays_used_across_a_restart(tmp_path: Path) -> None:
     """A signature outlives the process that carried it out."""
     body = encode_json(Descriptor(("0" * 64,), 6, 16, 20_000, request_id="used-before-restart"))
     for expected in ("NoSuchBucket", "RequestReplayed", "RequestReplayed"):
-        with LocalStack(tmp_path / "data", ucx=False, shm=False) as running:
+        with LocalStack(tmp_path / "data", ucx=(), shm=False) as running:
             assert request(running.url, "POST", "/nowhere?layerwise=", body=body).code == expected
             other = request(running.url, "POST", "/nowhere?layerwise=", body=body, key=OTHER)
             assert other.code == expected, "the other key's own"

@@ -25,7 +25,7 @@ PURE = (
     "gateway/conditions.py",
     "gateway/copy_headers.py",
     "gateway/credentials.py",
-    "gateway/deadlines.py",
+    "adapters/deadlines.py",
     "gateway/markup.py",
     "gateway/object_headers.py",
     "gateway/parameters.py",

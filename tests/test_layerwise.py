@@ -19,6 +19,7 @@ from descriptors.layout import ChunkLayout
 from descriptors.notices import Mode
 from nixl_client.client import ObjectCacheClient, Transport
 from nixl_client.shared_memory import allocate
+from storage_server.transport.ucx_commands import Reply
 from tests.support import LAYOUT, OWNER, LocalStack, N, Stack, eventually, layer_of, make_chunks, repository
 
 
@@ -195,7 +196,7 @@ def test_shm_fills_parts_of_a_buffer_and_no_other_memory(servers: Stack) -> None
 def test_auto_falls_back_to_http_and_ucx_says_why_not(tmp_path: Path) -> None:
     """A server without UCX declines registration; the client that insisted is told."""
     keys, chunks = make_chunks(2, LAYOUT)
-    with LocalStack(tmp_path / "data", ucx=False) as local:
+    with LocalStack(tmp_path / "data", ucx=()) as local:
         local.call(local.storage.create_bucket("OWNERKEY", "chunks"))
         buffer = np.zeros(LAYOUT.payload_bytes(2), np.uint8)
         with local.client("chunks") as client:
@@ -244,9 +245,10 @@ def test_ucx_answers_with_an_empty_body_and_nixls_own_count(local: LocalStack) -
     engine = local.storage.registrar.engine
     end = engine._end
 
-    def counting(flight: object, failure: object) -> None:
-        counted.append(flight.transfer.transferred_bytes())  # type: ignore[attr-defined]
-        end(flight, failure)
+    def counting(reply: Reply) -> None:
+        if reply.counted:
+            counted.append(reply.counted)
+        end(reply)
 
     engine._end = counting
     replies: list[dict[str, str]] = []

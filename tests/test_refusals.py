@@ -322,7 +322,7 @@ def test_an_id_cancelled_before_it_arrives_is_refused_when_it_does(servers: Stac
 def test_calls_past_the_gateway_need_the_peer_secret(tmp_path: Path) -> None:
     """A storage server on loopback answers its gateways and nobody else."""
     (tmp_path / "d").mkdir()
-    with started("storage-server", "--data", str(tmp_path / "d"), "--listen", "127.0.0.1:0", "--no-ucx") as (url, _):
+    with started("storage-server", "--data", str(tmp_path / "d"), "--listen", "127.0.0.1:0") as (url, _):
         secret = (tmp_path / "d" / "peer-secret").read_text().strip().encode()
         call = base64.urlsafe_b64encode(b"{}").decode()
         empty = hashlib.sha256(b"").hexdigest()

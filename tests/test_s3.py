@@ -165,7 +165,6 @@ def test_objects_and_generated_credentials_survive_a_restart(tmp_path: Path) -> 
         str(tmp_path / "d"),
         "--port",
         "0",
-        "--no-ucx",
     ]
     environment = {n: v for n, v in os.environ.items() if not n.startswith("AWS_")}
 

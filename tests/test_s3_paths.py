@@ -363,7 +363,7 @@ def test_a_gateway_elsewhere_declines_to_stage(servers: Stack, agent: Agent) -> 
 
 def test_without_ucx_every_token_is_declined(tmp_path: Any, agent: Agent) -> None:
     environment = {"AWS_ACCESS_KEY_ID": OWNER[0], "AWS_SECRET_ACCESS_KEY": OWNER[1]}
-    with started("serve", "--data", str(tmp_path), "--port", "0", "--no-ucx", environment=environment) as (
+    with started("serve", "--data", str(tmp_path), "--port", "0", environment=environment) as (
         url,
         process,
     ):
@@ -381,7 +381,7 @@ def test_without_ucx_every_token_is_declined(tmp_path: Any, agent: Agent) -> Non
 def test_any_worker_passes_tokens_on_to_the_stores_owner(tmp_path: Any, agent: Agent) -> None:
     """It has neither the client's agent nor UCX; every request here comes over a connection of its own."""
     environment = {"AWS_ACCESS_KEY_ID": OWNER[0], "AWS_SECRET_ACCESS_KEY": OWNER[1]}
-    serve = ("serve", "--data", str(tmp_path), "--port", "0", "--workers", "3")
+    serve = ("serve", "--data", str(tmp_path), "--port", "0", "--workers", "3", "--ucx")
     with started(*serve, environment=environment) as (url, process):
         servers = Stack(url, tmp_path, process.pid, [process])
         servers.s3().create_bucket(Bucket="chunks")

@@ -59,6 +59,7 @@ class HeldEngine:
     """
 
     def __init__(self, local: LocalStack, allowed: int) -> None:
+        self._loop = local._loop
         self._engine = local.storage.registrar.engine
         self._calls = (self._engine.read, self._engine.write)
         self._lock = threading.Lock()
@@ -86,7 +87,7 @@ class HeldEngine:
             self._left = 1 << 60
             held, self._held = self._held, []
         for call in held:
-            call()
+            self._loop.call_soon_threadsafe(call)
 
 
 def is_idle(local: LocalStack) -> bool:
@@ -95,6 +96,7 @@ def is_idle(local: LocalStack) -> bool:
         storage.requests.active_count == 0
         and storage._objects._moves._admission.active_count == 0
         and storage.staging.free_count == storage.staging.slot_count
+        and _buffer_is_free(storage._ucx.staging)
         and storage.store.files.pinned_count == 0
         and storage.registrar.engine.in_flight_count == 0
         and _buffer_is_free(storage._objects._moves._buffer._pool)

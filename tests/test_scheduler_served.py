@@ -111,7 +111,7 @@ def test_a_cancelled_fetch_gives_its_rate_back(tmp_path: Path, transport: str) -
 
 def test_a_backlog_is_refused_with_503_and_when_to_come_back(tmp_path: Path) -> None:
     settings = SchedulerSettings(link_bytes_per_s=50_000.0, queued_bytes_max=1, pool=PoolSettings(gather_s=0.0))
-    with LocalStack(tmp_path / "data", scheduler=settings, ucx=False, **SMALL) as local:
+    with LocalStack(tmp_path / "data", scheduler=settings, ucx=(), **SMALL) as local:
         local.call(local.storage.create_bucket(OWNER[0], "chunks"))
         with local.client("chunks", "http") as client:
             keys, _ = put(client)
@@ -212,7 +212,7 @@ def test_settings_that_cannot_be_are_refused_by_name(tmp_path: Path, text: str, 
     file = tmp_path / "config.toml"
     file.write_text(text)
     with pytest.raises(ConfigError, match=named):
-        load_config(file).storage_settings(tmp_path, ucx=False)
+        load_config(file).storage_settings(tmp_path)
 
 
 def test_a_compute_profile_stands_in_for_what_a_descriptor_does_not_say(tmp_path: Path) -> None:

@@ -87,10 +87,10 @@ def test_a_worker_that_dies_is_started_again_and_all_end_with_the_server(tmp_pat
 
 
 def test_a_port_that_is_taken_is_refused_although_workers_share_theirs(tmp_path: Path, config: Path) -> None:
-    serve = ("serve", "--port", "0", "--workers", "2", "--no-ucx", "--config", str(config))
+    serve = ("serve", "--port", "0", "--workers", "2", "--config", str(config))
     with started(*serve, "--data", str(tmp_path / "one")) as (url, _):
         port = url.rpartition(":")[2]
-        second = ("serve", "--port", port, "--workers", "2", "--no-ucx", "--config", str(config))
+        second = ("serve", "--port", port, "--workers", "2", "--config", str(config))
         done = cli(*second, "--data", str(tmp_path / "two"))
         assert done.returncode == 1
         assert "in use" in done.stderr
@@ -147,7 +147,7 @@ def test_large_bodies_take_little_memory(tmp_path: Path) -> None:
 
 def test_relaxed_durability_can_be_chosen(tmp_path: Path) -> None:
     keys = {"AWS_ACCESS_KEY_ID": OWNER[0], "AWS_SECRET_ACCESS_KEY": OWNER[1]}
-    serve = ("serve", "--data", str(tmp_path / "d"), "--port", "0", "--no-ucx", "--durability", "relaxed")
+    serve = ("serve", "--data", str(tmp_path / "d"), "--port", "0", "--durability", "relaxed")
     with started(*serve, environment=keys) as (url, process):
         server = Stack(url, tmp_path / "d", process.pid, [process])
         server.s3().create_bucket(Bucket="bbb")

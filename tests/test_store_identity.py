@@ -1,5 +1,5 @@
-"""An index that does not know the files beside it stops the start: what it does not know would be taken for what a crash
-left behind, and deleted.
+"""An index that does not know the files beside it stops the start: what it does not know would be taken for what a
+crash left behind, and deleted.
 """
 
 from __future__ import annotations

@@ -11,7 +11,7 @@ from collections.abc import AsyncIterator
 import numpy as np
 import pytest
 
-from adapters.nixl_agent import Memory
+from adapters.nixl_agent import Memory, Registration
 from adapters.nixl_metadata import agent_name
 from descriptors.descriptor import RdmaTarget
 from descriptors.errors import ErrorCode, ServerError
@@ -24,13 +24,13 @@ from nixl_client.receiver import Receiver
 from nixl_client.shared_memory import allocate
 from nixl_client.shm_link import ShmLink
 from storage_server.gather.plan import DeliveryPlan, plan_delivery
-from storage_server.gather.staging import StagingPool
+from storage_server.gather.staging import StagingPool, stride_of
 from storage_server.transport.http import HttpTransfer
-from storage_server.transport.one_sided_engine import OneSidedEngine
 from storage_server.transport.shm import ShmTransfer
 from storage_server.transport.shm_door import ShmDoor
 from storage_server.transport.transfer import Transfer
 from storage_server.transport.ucx import UcxTransfer
+from storage_server.transport.ucx_process import SharedArea, UcxProcess
 
 LAYOUT = ChunkLayout(num_layers=3, chunk_tokens=16, per_layer_chunk_bytes=70_000)
 K = 4
@@ -77,9 +77,9 @@ class HttpEnd:
         self.pool = pool
 
     def transfer(self, _: DeliveryPlan) -> Transfer:
-        return HttpTransfer(self.sink, self.pool.window(3), 5.0)
+        return HttpTransfer(self.sink, self.pool.window("key", 3), 5.0)
 
-    def lose_client(self) -> None:
+    async def lose_client(self) -> None:
         self.sink.gone = True
 
     def received(self) -> bytes:
@@ -91,27 +91,43 @@ class HttpEnd:
     def is_told_of_failure(self) -> bool:
         return self.sink.aborted
 
-    def close(self) -> None:
+    async def close(self) -> None:
         pass
 
 
 class UcxEnd:
     """The far end of a UcxTransfer: a real agent with registered memory."""
 
-    def __init__(self, pool: StagingPool) -> None:
-        self.pool = pool
-        self.engine = OneSidedEngine(Memory(pool.address, pool.nbytes))
-        self.receiver = Receiver()
-        self.buffer = np.zeros(LAYOUT.payload_bytes(K), dtype=np.uint8)
-        memory = Memory(int(self.buffer.ctypes.data), self.buffer.nbytes)
-        self.registration = self.receiver.register(memory)
-        self.notices: list[Notice] = []
-        self.seen: dict[int, bytes] = {}
-        self.receiver.listen(ID, self._note)
-        metadata = self.receiver.metadata()
-        self.peer = agent_name(metadata)
-        self.engine.add_peer(self.peer, metadata, [memory]).result()
-        self.region = Region("kv", memory.address, memory.nbytes)
+    pool: StagingPool
+    engine: UcxProcess
+    receiver: Receiver
+    buffer: np.ndarray
+    registration: Registration
+    notices: list[Notice]
+    seen: dict[int, bytes]
+    peer: str
+    region: Region
+
+    @staticmethod
+    async def made(pool: StagingPool) -> UcxEnd:
+        end = UcxEnd()
+        end.pool = pool
+        area = pool._area
+        assert isinstance(area, SharedArea)
+        end.engine = UcxProcess([area], "lo", lambda: None)
+        await end.engine.start()
+        end.receiver = await asyncio.to_thread(Receiver)
+        end.buffer = np.zeros(LAYOUT.payload_bytes(K), dtype=np.uint8)
+        memory = Memory(int(end.buffer.ctypes.data), end.buffer.nbytes)
+        end.registration = end.receiver.register(memory)
+        end.notices = []
+        end.seen = {}
+        end.receiver.listen(ID, end._note)
+        metadata = end.receiver.metadata()
+        end.peer = agent_name(metadata)
+        await end.engine.add_peer(end.peer, metadata, [memory])
+        end.region = Region("kv", memory.address, memory.nbytes)
+        return end
 
     def _note(self, notice: Notice) -> None:
         self.notices.append(notice)
@@ -127,14 +143,14 @@ class UcxEnd:
             self.region,
             target,
             plan,
-            self.pool.window(3),
+            self.pool.window("key", 3),
             5.0,
             lambda: None,
             from_resident=True,
         )
 
-    def lose_client(self) -> None:
-        self.engine.remove_peer(self.peer).result()
+    async def lose_client(self) -> None:
+        await self.engine.remove_peer(self.peer)
 
     def received(self) -> bytes:
         return self.buffer.tobytes()
@@ -145,10 +161,10 @@ class UcxEnd:
     def is_told_of_failure(self) -> bool:
         return heard(self.notices, Failed)
 
-    def close(self) -> None:
+    async def close(self) -> None:
+        await self.engine.stop()
         self.receiver.deregister(self.registration)
         self.receiver.stop()
-        self.engine.stop()
 
 
 class ShmEnd:
@@ -168,10 +184,10 @@ class ShmEnd:
         assert client is not None
         return ShmTransfer(client, client.regions["kv"].address, plan)
 
-    def lose_client(self) -> None:
+    async def lose_client(self) -> None:
         self.link.stop()
-        while self.door.client(self.ticket) is not None:
-            time.sleep(0.01)
+        while self.door.client(self.ticket) is not None:  # noqa: ASYNC110 - another thread hangs up
+            await asyncio.sleep(0.01)
 
     def received(self) -> bytes:
         return self.buffer.tobytes()
@@ -182,7 +198,7 @@ class ShmEnd:
     def is_told_of_failure(self) -> bool:
         return heard(self.notices, Failed)
 
-    def close(self) -> None:
+    async def close(self) -> None:
         self.link.stop()
 
 
@@ -191,7 +207,7 @@ End = HttpEnd | UcxEnd | ShmEnd
 
 @pytest.fixture
 async def pool() -> StagingPool:
-    return StagingPool(100_000, 6)
+    return StagingPool(100_000, 6, SharedArea(6 * stride_of(100_000)), key_slots_max=6)
 
 
 @pytest.fixture(params=["http", "ucx", "shm"])
@@ -202,14 +218,14 @@ async def end(request: pytest.FixtureRequest, pool: StagingPool) -> AsyncIterato
     if request.param == "http":
         made = HttpEnd(pool)
     elif request.param == "ucx":
-        made = await asyncio.to_thread(UcxEnd, pool)
+        made = await UcxEnd.made(pool)
     else:
         made = await asyncio.to_thread(ShmEnd, door)
         client = door.client(made.ticket)
         assert client is not None
         await door.map(client, [Region("kv", 0, client.offered["kv"][1])])
     yield made
-    await asyncio.to_thread(made.close)
+    await made.close()
     await door.close()
 
 
@@ -266,7 +282,7 @@ async def test_a_transfer_closed_halfway_is_never_a_success(end: End, pool: Stag
 async def test_a_lost_client_ends_the_transfer_with_an_error(end: End, pool: StagingPool) -> None:
     plan = plan_delivery(Mode.LAYER_MAJOR, LAYOUT, K, 100_000)
     transfer = end.transfer(plan)
-    await asyncio.to_thread(end.lose_client)
+    await end.lose_client()
     with pytest.raises(ServerError) as lost:
         await send_and_finish(transfer, plan, pool)
     assert lost.value.code is ErrorCode.TARGET_UNREACHABLE
@@ -281,7 +297,7 @@ async def send_and_finish(transfer: Transfer, plan: DeliveryPlan, pool: StagingP
 
 async def test_every_announced_layer_was_complete_when_it_was_announced(pool: StagingPool) -> None:
     """What ucx adds: when a notice is read its bytes are there, and `admitted` names the shape."""
-    end = await asyncio.to_thread(UcxEnd, pool)
+    end = await UcxEnd.made(pool)
     try:
         plan = plan_delivery(Mode.LAYER_MAJOR, LAYOUT, K, 100_000)
         transfer = end.transfer(plan)
@@ -295,13 +311,13 @@ async def test_every_announced_layer_was_complete_when_it_was_announced(pool: St
             assert end.seen[layer_index] == data[start : start + plan.group_bytes].tobytes()
         assert Admitted(ID, Mode.LAYER_MAJOR, K) in end.notices
     finally:
-        await asyncio.to_thread(end.close)
+        await end.close()
 
 
 async def test_windows_and_pool_bound_what_is_held_and_serve_in_order() -> None:
     """First come, first served; a cancelled waiter loses nothing."""
     pool = StagingPool(100, 2)
-    window = pool.window(1)
+    window = pool.window("key", 1)
     first = await window.take()
     second = asyncio.create_task(window.take())
     await asyncio.sleep(0)
@@ -310,7 +326,7 @@ async def test_windows_and_pool_bound_what_is_held_and_serve_in_order() -> None:
     first.release()
     other = await second
     assert pool.free_count == 1
-    wide = pool.window(5)
+    wide = pool.window("key", 5)
     held = await wide.take()
     waiting = [asyncio.create_task(wide.take()) for _ in range(2)]
     await asyncio.sleep(0)

@@ -1,25 +1,34 @@
 """Staging memory: one fixed pool, cut into slots of one payload each. It bounds the memory of every delivery.
 
-Waiting is first come, first served. A `Window` limits what one delivery may hold of the pool.
+An access key holds at most half of a pool, unless the pool is made otherwise. Among the keys that wait, the one that
+holds the fewest slots is served first, and within a key who came first. A `Window` limits what one delivery may hold of
+the pool.
 """
 
 from __future__ import annotations
 
 import asyncio
 import mmap
-from collections import deque
+from collections import Counter, deque
 
 import numpy as np
+
+from storage_server.memory_area import Area, PrivateArea
+
+KEY_BOUND_FROM = 4
+"""Slots in all: of fewer, one access key may hold every one."""
 
 
 class Slot:
     """One payload's memory; `release` gives it back exactly once."""
 
-    __slots__ = ("_window", "address", "view")
+    __slots__ = ("_window", "address", "last_key", "view")
 
     def __init__(self, view: memoryview, address: int) -> None:
         self.view = view
         self.address = address
+        self.last_key: str | None = None
+        """Whose bytes may still lie in it."""
         self._window: Window | None = None
 
     def release(self) -> None:
@@ -28,75 +37,134 @@ class Slot:
         if window is not None:
             window._give_back(self)
 
+    def wipe(self) -> None:
+        """Nobody's bytes lie in it any more."""
+        np.frombuffer(self.view, dtype=np.uint8).fill(0)
+        self.last_key = None
+
     def _lend(self, window: Window) -> Slot:
         self._window = window
         return self
 
 
-class StagingPool:
-    """`slot_count` slots of `slot_bytes`, page-aligned and prefaulted by first use. Used from one event loop."""
+def stride_of(slot_bytes: int) -> int:
+    """What a slot takes of its area, in bytes."""
+    return -(-slot_bytes // mmap.PAGESIZE) * mmap.PAGESIZE
 
-    def __init__(self, slot_bytes: int, slot_count: int) -> None:
-        stride = -(-slot_bytes // mmap.PAGESIZE) * mmap.PAGESIZE
-        # shared anonymous memory, the default, gets no huge pages
-        self._map = mmap.mmap(-1, stride * slot_count, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-        if hasattr(mmap, "MADV_HUGEPAGE"):
-            self._map.madvise(mmap.MADV_HUGEPAGE)
+
+class StagingPool:
+    """`slot_count` slots of `slot_bytes`, page-aligned, from `offset` of an area, or in private memory. Used from one
+    event loop. With `wipes` a slot is wiped when it passes from one access key to another: others can read the area.
+    """
+
+    def __init__(
+        self,
+        slot_bytes: int,
+        slot_count: int,
+        area: Area | None = None,
+        offset: int = 0,
+        *,
+        key_slots_max: int | None = None,
+        wipes: bool = False,
+    ) -> None:
+        stride = stride_of(slot_bytes)
         self.nbytes = stride * slot_count
+        self._area = area = area or PrivateArea(self.nbytes)
+        self._wipes = wipes
         self.slot_bytes = slot_bytes
         self.slot_count = slot_count
-        self.address = int(np.frombuffer(self._map, dtype=np.uint8).ctypes.data)
-        view = memoryview(self._map)
-        starts = range(0, self.nbytes, stride)
-        self._free = deque(Slot(view[start : start + slot_bytes], self.address + start) for start in starts)
-        self._waiters: deque[asyncio.Future[Slot]] = deque()
+        half = slot_count // 2 if slot_count >= KEY_BOUND_FROM else slot_count
+        self._key_slots_max = key_slots_max or half
+        view = memoryview(area.map)
+        starts = range(offset, offset + self.nbytes, stride)
+        self._free = deque(Slot(view[start : start + slot_bytes], area.address + start) for start in starts)
+        self._held: Counter[str] = Counter()
+        self._waiters: dict[str, deque[asyncio.Future[Slot]]] = {}
 
     @property
     def free_count(self) -> int:
         """Slots nobody holds."""
         return len(self._free)
 
-    def window(self, slots_max: int) -> Window:
-        """A delivery's share: at most `slots_max` slots at once."""
-        return Window(self, slots_max)
+    @property
+    def key_slots_max(self) -> int:
+        """How many one access key may hold at once."""
+        return self._key_slots_max
 
-    async def _take(self) -> Slot:
-        if self._free and not self._waiters:
-            return self._free.pop()  # the slot used last is the likeliest to be in a cache and in memory at all
+    def window(self, access_key: str, slots_max: int) -> Window:
+        """A delivery's share: at most `slots_max` slots at once, in the name of `access_key`."""
+        return Window(self, access_key, slots_max)
+
+    async def _take(self, access_key: str) -> Slot:
         waiter: asyncio.Future[Slot] = asyncio.get_running_loop().create_future()
-        self._waiters.append(waiter)
+        self._waiters.setdefault(access_key, deque()).append(waiter)
+        self._serve()
         try:
             return await waiter
         except asyncio.CancelledError:
             if waiter.done() and not waiter.cancelled():
-                self._put(waiter.result())
+                self._put(access_key, waiter.result())
             raise
 
-    def _put(self, slot: Slot) -> None:
-        while self._waiters:
-            waiter = self._waiters.popleft()
-            if not waiter.done():
-                waiter.set_result(slot)
-                return
+    def _put(self, access_key: str, slot: Slot) -> None:
+        self._held[access_key] -= 1
+        if not self._held[access_key]:
+            del self._held[access_key]
         self._free.append(slot)
+        self._serve()
+
+    def _serve(self) -> None:
+        """Give free slots to those who wait for them and may have one."""
+        while self._free:
+            access_key = self._next_key()
+            if access_key is None:
+                return
+            waiting = self._waiters[access_key]
+            waiter = waiting.popleft()
+            if not waiting:
+                del self._waiters[access_key]
+            if waiter.done():
+                continue
+            self._held[access_key] += 1
+            waiter.set_result(self._slot_for(access_key))
+
+    def _next_key(self) -> str | None:
+        """The key that holds the fewest of those that wait, and is below its bound."""
+        waiting = [key for key in self._waiters if self._held[key] < self._key_slots_max]
+        return min(waiting, key=lambda key: self._held[key]) if waiting else None
+
+    def _slot_for(self, access_key: str) -> Slot:
+        """The slot used last is the likeliest to be in a cache and in memory at all; where passing one on costs a wipe,
+        one the key had before is better.
+        """
+        if not self._wipes:
+            return self._free.pop()
+        own = next((slot for slot in reversed(self._free) if slot.last_key in (access_key, None)), None)
+        if own is None:
+            own = self._free[-1]
+            own.wipe()
+        self._free.remove(own)
+        own.last_key = access_key
+        return own
 
 
 class Window:
     """What one delivery holds of the pool."""
 
-    def __init__(self, pool: StagingPool, slots_max: int) -> None:
+    def __init__(self, pool: StagingPool, access_key: str, slots_max: int) -> None:
         self._pool = pool
+        self._access_key = access_key
         self._permits = asyncio.Semaphore(slots_max)
 
     async def take(self) -> Slot:
         """A free slot, waiting for this window's limit and then for the pool."""
         await self._permits.acquire()
         try:
-            return (await self._pool._take())._lend(self)
+            return (await self._pool._take(self._access_key))._lend(self)
         except BaseException:
             self._permits.release()
             raise
 
     def _give_back(self, slot: Slot) -> None:
         self._permits.release()
-        self._pool._put(slot)
+        self._pool._put(self._access_key, slot)

@@ -10,13 +10,12 @@ import logging
 import mmap
 import time
 from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 
-import numpy as np
-
 from adapters.threads import finished
+from storage_server.memory_area import Area, PrivateArea
 from storage_server.store.extents import CorruptExtentError, Extent, ExtentFiles, PinSet
 from storage_server.tiers.residency import Residency
 
@@ -25,9 +24,11 @@ _log = logging.getLogger(__name__)
 
 
 class DramTier:
-    """`nbytes` of memory for extents of `files`; it is taken from the system as it is first used."""
+    """`nbytes` of memory for extents of `files`; it is taken from the system as it is first used. With `make_area` it
+    is not made here.
+    """
 
-    def __init__(self, nbytes: int, files: ExtentFiles) -> None:
+    def __init__(self, nbytes: int, files: ExtentFiles, make_area: Callable[[int], Area] = PrivateArea) -> None:
         self.nbytes = -(-nbytes // mmap.PAGESIZE) * mmap.PAGESIZE
         self._files = files
         self._residency = Residency(self.nbytes, ASKED_MAX)
@@ -36,12 +37,9 @@ class DramTier:
         self._closed = False
         self.address = 0
         if self.nbytes:
-            # shared anonymous memory, the default, gets no huge pages
-            self._map = mmap.mmap(-1, self.nbytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-            if hasattr(mmap, "MADV_HUGEPAGE"):
-                self._map.madvise(mmap.MADV_HUGEPAGE)
-            self._view = memoryview(self._map)
-            self.address = int(np.frombuffer(self._map, dtype=np.uint8).ctypes.data)
+            self._area = make_area(self.nbytes)
+            self._view = memoryview(self._area.map)
+            self.address = self._area.address
 
     @property
     def resident_count(self) -> int:

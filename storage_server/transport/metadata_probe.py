@@ -16,7 +16,7 @@ import json
 import signal
 import sys
 import uuid
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 from adapters.nixl_agent import Agent, Memory, NixlFailure, leave
 from adapters.threads import to_end
@@ -27,9 +27,12 @@ _OK = "ok"
 
 
 class MetadataProbe:
-    """One child at a time; checks queue for it. Start it to have the child warm before the first registration."""
+    """One child at a time; checks queue for it. Start it to have the child warm before the first registration. The
+    child knows `environment` and nothing else of ours: its agent, too, can be reached by others.
+    """
 
-    def __init__(self) -> None:
+    def __init__(self, environment: Mapping[str, str]) -> None:
+        self._environment = environment
         self._child: asyncio.subprocess.Process | None = None
         self._lock = asyncio.Lock()
         self._warming: asyncio.Task[None] | None = None
@@ -88,12 +91,15 @@ class MetadataProbe:
         if self._child is None or self._child.returncode is not None:
             self._child = await asyncio.create_subprocess_exec(
                 sys.executable,
+                "-P",
                 "-m",
                 __name__,
                 stdin=asyncio.subprocess.PIPE,
                 stdout=asyncio.subprocess.PIPE,
                 stderr=asyncio.subprocess.DEVNULL,
                 limit=LINE_BYTES_MAX,
+                env=self._environment,
+                cwd="/",
             )
         return self._child
 

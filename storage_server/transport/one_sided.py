@@ -11,13 +11,15 @@ import time
 from collections.abc import Callable, Sequence
 from functools import partial
 
+import numpy as np
+
 from adapters.nixl_agent import Memory, NixlFailure, PeerLost
 from adapters.threads import to_end
 from descriptors.errors import ErrorCode, ServerError
 from descriptors.messages import Region
 from storage_server.gather.staging import Slot
 from storage_server.put_plan import Span
-from storage_server.transport.one_sided_engine import OneSidedEngine
+from storage_server.transport.ucx_process import UcxProcess
 
 
 class OneSided:
@@ -25,7 +27,7 @@ class OneSided:
 
     def __init__(
         self,
-        engine: OneSidedEngine,
+        engine: UcxProcess,
         peer: str,
         region: Region,
         offset: int,
@@ -62,10 +64,10 @@ class OneSided:
         """
         if self.failure is not None:
             raise self.failure
-        source = Memory(slot.address, nbytes)
+        spans = np.array([[slot.address, nbytes]], dtype=np.int64)
         target = Memory(self._address + offset, nbytes, self._device)
         self._posted()
-        self._engine.write(self._peer, source, target, self._hears(nbytes, lambda _: then()))
+        self._engine.write(self._peer, spans, target, None, self._hears(nbytes, lambda _: then()))
 
     def read(self, slot: Slot, spans: Sequence[Span]) -> asyncio.Future[None]:
         """Read the spans, one after the other, into the slot, whose memory is in use until the future is done. Errors
@@ -86,7 +88,7 @@ class OneSided:
                 done.set_exception(failure)
 
         self._posted()
-        self._engine.read(self._peer, sources, Memory(slot.address, nbytes), self._hears(nbytes, settle))
+        self._engine.read(self._peer, sources, slot.address, self._hears(nbytes, settle))
         return done
 
     async def finish(self) -> int:
@@ -115,12 +117,12 @@ class OneSided:
     def _hears(
         self, nbytes: int, then: Callable[[ServerError | None], None]
     ) -> Callable[[int, NixlFailure | None], None]:
-        """What the engine calls, in its thread, when a transfer has ended."""
+        """What the engine calls when a transfer has ended."""
 
         def on_ended(counted: int, failure: NixlFailure | None) -> None:
             if failure is None and counted != nbytes:
                 failure = NixlFailure(f"{counted} of {nbytes} bytes were moved")
-            self._loop.call_soon_threadsafe(self._ended, counted, failure, then)
+            self._ended(counted, failure, then)
 
         return on_ended
 
@@ -145,7 +147,7 @@ class OneSided:
             return
         if ended_count == self._ended_count and self.failure is None:
             self._fail_with(PeerLost(f"nothing moved for {self._stall_timeout_s} s"))
-            self._engine.remove_peer(self._peer)
+            self._engine.disconnect(self._peer)
         self._watch_from(self._ended_count)
 
     def _fail_with(self, failure: NixlFailure) -> None:

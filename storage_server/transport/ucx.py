@@ -1,14 +1,13 @@
 """The ucx transfer: one-sided writes into the client's registered buffer, a notice when a layer is complete.
 
 A layer-ready notice is sent only after NIXL reports every payload of that layer done, so no notice can overtake its
-bytes. `done` and `failed` are sent only when nothing is in flight: after either, the buffer is the client's again.
+bytes: the ucx process sees to that. `done` and `failed` are sent only when nothing is in flight: after either, the
+buffer is the client's again.
 """
 
 from __future__ import annotations
 
 import asyncio
-import threading
-from collections import Counter
 from collections.abc import Callable
 
 from adapters.nixl_agent import Memory, NixlFailure, PeerLost
@@ -19,8 +18,9 @@ from descriptors.notices import Done, Failed, LayerReady, Mode, Notice, encode_n
 from descriptors.storage_api import DeliveryStart, Spans
 from storage_server.gather.plan import DeliveryPlan, Payload
 from storage_server.gather.staging import Window
-from storage_server.transport.one_sided_engine import OneSidedEngine
 from storage_server.transport.transfer import Room, admitted
+from storage_server.transport.ucx_commands import Group
+from storage_server.transport.ucx_process import UcxProcess
 
 DIRECT_WRITES_MAX = 4
 
@@ -32,7 +32,7 @@ class UcxTransfer:
 
     def __init__(
         self,
-        engine: OneSidedEngine,
+        engine: UcxProcess,
         peer: str,
         region: Region,
         target: RdmaTarget,
@@ -56,7 +56,7 @@ class UcxTransfer:
         self._loop = asyncio.get_running_loop()
         self._request_id = ""
         self._in_flight = 0
-        self._groups = _Groups()
+        self._flight = engine.begin_flight()
         self._transferred_bytes = 0
         self._failure: ServerError | None = None
         self._changed = asyncio.Event()
@@ -79,20 +79,16 @@ class UcxTransfer:
                 room.release()
             raise self._failure
         target = Memory(self._base_address + payload.target_offset, payload.nbytes, self._region.device)
-        group = payload.group_index
         if room is None:
             await self._permits.acquire()
         self._in_flight += 1
         self._posted += 1
-        self._groups.posted(group, is_last=payload.ends_group)
+        group = Group(self._flight, payload.group_index, payload.ends_group, self._ready_notice(payload))
 
         def on_written(counted: int, failure: NixlFailure | None) -> None:
-            """In the engine's thread: a layer is announced before the next post, which may copy megabytes."""
-            if self._groups.ended(group, is_good=failure is None):
-                self._announce(group)
-            self._loop.call_soon_threadsafe(self._written, room, counted, failure)
+            self._written(room, counted, failure)
 
-        self._engine.write_spans(self._peer, spans, target, on_written)
+        self._engine.write(self._peer, spans, target, group, on_written)
 
     def _written(self, room: Room | None, counted: int, failure: NixlFailure | None) -> None:
         if room is not None:
@@ -105,10 +101,12 @@ class UcxTransfer:
         if failure is not None:
             self._fail_with(failure)
 
-    def _announce(self, group: int) -> None:
-        if self._plan.mode is Mode.LAYER_MAJOR:
-            nbytes = self._plan.group_bytes
-            self._notify(LayerReady(self._request_id, group, group * nbytes, nbytes))
+    def _ready_notice(self, payload: Payload) -> bytes:
+        """What the client is sent when the payload's layer is complete; nothing in chunk-major mode."""
+        if self._plan.mode is not Mode.LAYER_MAJOR:
+            return b""
+        layer, nbytes = payload.group_index, self._plan.group_bytes
+        return encode_notice(LayerReady(self._request_id, layer, layer * nbytes, nbytes))
 
     async def finish(self) -> int:
         await self._drain()
@@ -126,6 +124,7 @@ class UcxTransfer:
         try:
             await self._drain()
         finally:
+            self._engine.end_flight(self._flight)
             if self._watch is not None:
                 self._watch.cancel()
 
@@ -145,7 +144,7 @@ class UcxTransfer:
             elif now_s - changed_at_s >= self._stall_timeout_s and not is_disconnected:
                 is_disconnected = True
                 self._fail_with(PeerLost(f"no write completed for {self._stall_timeout_s} s"))
-                self._engine.remove_peer(self._peer)
+                self._engine.disconnect(self._peer)
 
     def _fail_with(self, failure: NixlFailure) -> None:
         if self._failure is None:
@@ -157,32 +156,3 @@ class UcxTransfer:
 
     def _notify(self, notice: Notice) -> None:
         self._engine.notify(self._peer, encode_notice(notice))
-
-
-class _Groups:
-    """Which groups are written: posts are counted in one thread, their ends in another."""
-
-    def __init__(self) -> None:
-        self._lock = threading.Lock()
-        self._pending: Counter[int] = Counter()
-        self._whole: set[int] = set()
-        self._has_failed = False
-
-    def posted(self, group: int, *, is_last: bool) -> None:
-        """One more write of the group; with `is_last` all of it is posted."""
-        with self._lock:
-            self._pending[group] += 1
-            if is_last:
-                self._whole.add(group)
-
-    def ended(self, group: int, *, is_good: bool) -> bool:
-        """One write less; whether that was the group's last, nothing having failed so far."""
-        with self._lock:
-            self._pending[group] -= 1
-            self._has_failed |= not is_good
-            is_complete = group in self._whole and not self._pending[group] and not self._has_failed
-            if not self._pending[group]:
-                del self._pending[group]
-            if is_complete:
-                self._whole.discard(group)
-            return is_complete

@@ -153,7 +153,7 @@ def opened(
         data_dir=directory,
         durability=durability,
         packed_bytes_max=PACKED_BYTES_MAX,
-        ucx=False,
+        ucx=(),
         aggregation_bytes=4096,
         window_bytes=4096,
         staging_bytes=4096,

@@ -65,7 +65,6 @@ class Server:
             str(data_dir),
             "--port",
             "0",
-            "--no-ucx",
             "--config",
             str(config),
             *options,

@@ -9,17 +9,16 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import Awaitable, Callable
+from dataclasses import dataclass
 from typing import Any, cast
 
 from aiohttp import StreamReader, web
 from aiohttp.http_exceptions import BadHttpMessage, LineTooLong
 
+from adapters.deadlines import HEAD_BYTES_MAX, ConnectionWatch, Deadlines, Verdict
 from adapters.response_sink import cut
 from descriptors.errors import CallerError, ErrorCode, ObjectCacheError, ServerError
-from gateway.deadlines import HEAD_BYTES_MAX, ConnectionWatch, Deadlines, Verdict
-from gateway.settings import GatewaySettings
 
-HEADER_BYTES_MAX = 16_384
 HEADER_COUNT_MAX = 256
 LINGER_S = 3.0
 """How long the rest of a refused body is read and dropped: closed at once, many clients would not see the refusal."""
@@ -29,16 +28,30 @@ Handler = Callable[[web.BaseRequest], Awaitable[web.StreamResponse]]
 Refuse = Callable[[ObjectCacheError], web.Response]
 
 
+@dataclass(frozen=True, slots=True)
+class ConnectionLimits:
+    """A connection is given up when a request's head is not whole after `header_timeout_s`, no request came for
+    `keepalive_timeout_s`, or the other side took no byte of an answer for `send_idle_timeout_s`. A header has at most
+    `header_bytes_max`. Above `connections_max` new ones are refused.
+    """
+
+    header_timeout_s: float = 30.0
+    keepalive_timeout_s: float = 75.0
+    send_idle_timeout_s: float = 60.0
+    connections_max: int = 16_384
+    header_bytes_max: int = 16_384
+
+
 class LimitedServer(web.Server):
     """`refuse` makes the answer to what never became a request. A client that disconnects cancels its handler; bodies
     arrive as they were sent.
     """
 
-    def __init__(self, handler: Handler, refuse: Refuse, settings: GatewaySettings) -> None:
+    def __init__(self, handler: Handler, refuse: Refuse, limits: ConnectionLimits) -> None:
         super().__init__(_watched(handler), handler_cancellation=True)
         self.refuse = refuse
-        self.settings = settings
-        self.deadlines = Deadlines(settings.header_timeout_s, settings.send_idle_timeout_s)
+        self.limits = limits
+        self.deadlines = Deadlines(limits.header_timeout_s, limits.send_idle_timeout_s)
         self.open_count = 0
 
     def __call__(self) -> web.RequestHandler:
@@ -48,21 +61,21 @@ class LimitedServer(web.Server):
 class Connection(web.RequestHandler):
     """One client's connection."""
 
-    __slots__ = ("_body", "_check", "_clock", "_limits", "_watch", "_wire")
+    __slots__ = ("_body", "_check", "_clock", "_limited", "_watch", "_wire")
 
     def __init__(self, server: LimitedServer, loop: asyncio.AbstractEventLoop) -> None:
         super().__init__(
             server,
             loop=loop,
-            keepalive_timeout=server.settings.keepalive_timeout_s,
+            keepalive_timeout=server.limits.keepalive_timeout_s,
             auto_decompress=False,
-            max_line_size=HEADER_BYTES_MAX,
-            max_field_size=HEADER_BYTES_MAX,
+            max_line_size=server.limits.header_bytes_max,
+            max_field_size=server.limits.header_bytes_max,
             max_headers=HEADER_COUNT_MAX,
             lingering_time=LINGER_S,
             access_log=cast(Any, None),
         )
-        self._limits = server
+        self._limited = server
         self._clock = loop
         self._watch = ConnectionWatch(server.deadlines)
         self._wire: asyncio.Transport | None = None
@@ -71,17 +84,17 @@ class Connection(web.RequestHandler):
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         wire = cast(asyncio.Transport, transport)
-        self._limits.open_count += 1
+        self._limited.open_count += 1
         self._wire = wire
-        if self._limits.open_count > self._limits.settings.connections_max:
-            _log.warning("%d connections are open: refused one more", self._limits.open_count - 1)
+        if self._limited.open_count > self._limited.limits.connections_max:
+            _log.warning("%d connections are open: refused one more", self._limited.open_count - 1)
             wire.abort()
             return
         super().connection_made(transport)
         self._schedule()
 
     def connection_lost(self, exc: BaseException | None) -> None:
-        self._limits.open_count -= 1
+        self._limited.open_count -= 1
         self._wire = None
         if self._check is not None:
             self._check.cancel()
@@ -117,12 +130,12 @@ class Connection(web.RequestHandler):
         """What aiohttp could not parse, answered as S3 answers it; aiohttp's own text would be no XML."""
         if request.writer.output_size > 0:
             raise ConnectionError("an answer has begun")
-        response = self._limits.refuse(_as_error(status, exc))
+        response = self._limited.refuse(_as_error(status, exc, self._limited.limits.header_bytes_max))
         response.force_close()
         return response
 
     def _schedule(self) -> None:
-        self._check = self._clock.call_later(self._limits.deadlines.check_s, self._on_check)
+        self._check = self._clock.call_later(self._limited.deadlines.check_s, self._on_check)
 
     def _on_check(self) -> None:
         wire = self._wire
@@ -140,7 +153,7 @@ class Connection(web.RequestHandler):
         wire = self._wire
         if wire is None or wire.is_closing():
             return
-        answer = self._limits.refuse(CallerError(ErrorCode.REQUEST_HEADERS_TOO_LARGE, problem, field="headers"))
+        answer = self._limited.refuse(CallerError(ErrorCode.REQUEST_HEADERS_TOO_LARGE, problem, field="headers"))
         body = cast(bytes, answer.body)
         names = "".join(f"{name}: {value}\r\n" for name, value in answer.headers.items() if name != "Content-Length")
         head = (
@@ -164,11 +177,11 @@ def _watched(handler: Handler) -> Handler:
     return handle
 
 
-def _as_error(status: int, exc: BaseException | None) -> ObjectCacheError:
+def _as_error(status: int, exc: BaseException | None, header_bytes_max: int) -> ObjectCacheError:
     if isinstance(exc, LineTooLong):
         return CallerError(
             ErrorCode.REQUEST_HEADERS_TOO_LARGE,
-            f"the request line or a header has more than {HEADER_BYTES_MAX} bytes",
+            f"the request line or a header has more than {header_bytes_max} bytes",
             field="headers",
         )
     if isinstance(exc, BadHttpMessage) or status < 500:

@@ -1,0 +1,316 @@
+"""The server's side of the ucx process: starts it, gives it memory, and hears how each command ended.
+
+When the process ends, every command under way fails, its peers are forgotten, and it is started again: a peer that
+spoils it costs the ucx deliveries in flight, and nothing else.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import fcntl
+import itertools
+import logging
+import mmap
+import os
+import socket
+import sys
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+
+import storage_server
+from adapters.nixl_agent import Memory, NixlFailure, PeerLost
+from adapters.threads import to_end
+from descriptors.storage_api import Spans
+from storage_server.transport.ucx_commands import (
+    REPLY_BYTES_MAX,
+    AddPeer,
+    Command,
+    EndFlight,
+    Group,
+    Notify,
+    Read,
+    RemovePeer,
+    Reply,
+    Write,
+    decode_reply,
+    encode_command,
+    places_of,
+)
+
+START_TIMEOUT_S = 60.0
+STOP_TIMEOUT_S = 10.0
+ANSWER_TIMEOUT_S = 10.0
+RESTART_S, RESTART_S_MAX = 0.1, 30.0
+"""The wait before a restart doubles while the process does not live for RESTART_S_MAX."""
+_KEPT = ("PATH", "HOME", "LANG", "LC_ALL", "TZ", "LD_LIBRARY_PATH", "LD_PRELOAD", "VIRTUAL_ENV", "TMPDIR")
+_KEPT_PREFIXES = ("UCX_", "NIXL_", "CUDA_", "NVIDIA_", "ASAN_")
+_F_SEAL_FUTURE_WRITE = 0x10  # linux/fcntl.h, Linux 5.1
+_log = logging.getLogger(__name__)
+
+OnEnded = Callable[[int, NixlFailure | None], None]
+"""(bytes NIXL counted, failure): called once for every write and read, when our side's memory is no longer in use."""
+
+
+class SharedArea:
+    """Memory of ours that the ucx process maps too: for writing, or, when `is_read_only`, for reading. Taken from the
+    system as it is first used.
+    """
+
+    def __init__(self, nbytes: int, *, is_read_only: bool = False) -> None:
+        self.nbytes = -(-nbytes // mmap.PAGESIZE) * mmap.PAGESIZE
+        self.is_read_only = is_read_only
+        self.fd = os.memfd_create("objectcache-ucx", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
+        try:
+            os.ftruncate(self.fd, self.nbytes)
+            self.map = mmap.mmap(self.fd, self.nbytes, mmap.MAP_SHARED)
+            seals = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW
+            if is_read_only:  # nobody else can map it for writing from now on
+                seals |= _F_SEAL_FUTURE_WRITE
+            fcntl.fcntl(self.fd, fcntl.F_ADD_SEALS, seals | fcntl.F_SEAL_SEAL)
+        except BaseException:
+            os.close(self.fd)
+            raise
+        self.address = int(np.frombuffer(self.map, dtype=np.uint8).ctypes.data)
+
+    def close(self) -> None:
+        """No process is given it any more; what maps it keeps it."""
+        fd, self.fd = self.fd, -1
+        if fd >= 0:
+            os.close(fd)
+
+
+def child_environment(environment: Mapping[str, str], devices: str) -> dict[str, str]:
+    """What a process with a UCX agent may know of ours: nothing that is secret. `devices` are those it listens on."""
+    kept = {name: value for name, value in environment.items() if name in _KEPT or name.startswith(_KEPT_PREFIXES)}
+    root = str(Path(storage_server.__file__).resolve().parent.parent)
+    return {**kept, "UCX_NET_DEVICES": devices, "PYTHONPATH": root}
+
+
+@dataclass(slots=True)
+class _Waiting:
+    peer: str
+    on_ended: OnEnded
+
+
+class UcxProcess:
+    """One per storage server. Lives on one event loop. `on_gone` is called when the process has ended by itself."""
+
+    def __init__(self, areas: Sequence[SharedArea], devices: str, on_gone: Callable[[], None]) -> None:
+        self._areas = areas
+        self._places = [(area.address, area.nbytes) for area in areas]
+        self._devices = devices
+        self._on_gone = on_gone
+        self._numbers = itertools.count(1)
+        self._flights = itertools.count(1)
+        self._waiting: dict[int, _Waiting] = {}
+        self._child: asyncio.subprocess.Process | None = None
+        self._writer: asyncio.StreamWriter | None = None
+        self._keeper: asyncio.Task[None] | None = None
+        self._is_stopping = False
+
+    @property
+    def is_running(self) -> bool:
+        """Whether commands can be given now."""
+        return self._writer is not None
+
+    @property
+    def pid(self) -> int | None:
+        """The process's id."""
+        return None if self._child is None else self._child.pid
+
+    @property
+    def in_flight_count(self) -> int:
+        """Commands given and not yet ended."""
+        return len(self._waiting)
+
+    async def start(self) -> None:
+        """Raises NixlFailure where UCX cannot run."""
+        reader = await self._launch()
+        self._keeper = asyncio.create_task(self._keep(reader))
+
+    async def stop(self) -> None:
+        """End the process; what is under way fails."""
+        self._is_stopping = True
+        writer, self._writer = self._writer, None
+        if writer is not None:
+            writer.close()
+        if self._keeper is not None:
+            try:
+                async with asyncio.timeout(STOP_TIMEOUT_S):
+                    await asyncio.shield(self._keeper)
+            except TimeoutError:
+                self._kill()
+                await self._keeper
+
+    async def add_peer(self, name: str, metadata: bytes, offered: Sequence[Memory]) -> None:
+        """Make a peer known, and open the connection, so that the first write does not pay for it. NixlFailure when it
+        is not good for that; the name is then forgotten. When the caller is cancelled it is forgotten, too.
+        """
+        adding = asyncio.ensure_future(self._ask(AddPeer(name, metadata, tuple(offered))))
+        try:
+            await to_end(adding)
+        except asyncio.CancelledError:
+            with contextlib.suppress(NixlFailure):
+                await to_end(asyncio.ensure_future(self.remove_peer(name)))
+            raise
+
+    async def remove_peer(self, name: str) -> None:
+        """Disconnect and forget a peer; its transfers in flight fail. NixlFailure where the process is gone."""
+        await self._ask(RemovePeer(name))
+
+    def disconnect(self, name: str) -> None:
+        """`remove_peer`, not waited for. A process that does not even answer that is ended."""
+        loop = asyncio.get_running_loop()
+        too_late = loop.call_later(ANSWER_TIMEOUT_S, self._kill)
+        self._give(RemovePeer(name), name, lambda counted, failure: too_late.cancel())
+
+    def begin_flight(self) -> int:
+        """A number for the writes of one delivery."""
+        return next(self._flights)
+
+    def end_flight(self, flight: int) -> None:
+        """Nothing more of it comes."""
+        self._send(0, EndFlight(flight))
+
+    def write(self, peer: str, spans: Spans, target: Memory, group: Group | None, on_ended: OnEnded) -> None:
+        """Write our memory, span after span; `on_ended` hears how it ended."""
+        places = places_of(self._places, [(int(address), int(nbytes)) for address, nbytes in spans])
+        self._give(Write(peer, places, target, group), peer, on_ended)
+
+    def read(self, peer: str, sources: Sequence[Memory], address: int, on_ended: OnEnded) -> None:
+        """Read `sources`, one after the other, to our `address`; `on_ended` hears how it ended."""
+        nbytes = sum(source.nbytes for source in sources)
+        (place,) = places_of(self._places, [(address, nbytes)])
+        self._give(Read(peer, tuple(sources), place), peer, on_ended)
+
+    def notify(self, peer: str, message: bytes) -> None:
+        """Send a notice; it may be lost."""
+        self._send(0, Notify(peer, message))
+
+    async def _ask(self, command: Command) -> None:
+        done: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+
+        def settle(_: int, failure: NixlFailure | None) -> None:
+            if done.cancelled():
+                return
+            if failure is None:
+                done.set_result(None)
+            else:
+                done.set_exception(failure)
+
+        self._give(command, "", settle)
+        await done
+
+    def _give(self, command: Command, peer: str, on_ended: OnEnded) -> None:
+        number = next(self._numbers)
+        self._waiting[number] = _Waiting(peer, on_ended)
+        if not self._send(number, command):
+            self._end(Reply(number, 0, "the ucx process is not running", is_peer_lost=True))
+
+    def _send(self, number: int, command: Command) -> bool:
+        if self._writer is None:
+            return False
+        self._writer.write(encode_command(number, command))
+        return True
+
+    def _end(self, reply: Reply) -> None:
+        waiting = self._waiting.pop(reply.number, None)
+        if waiting is None:
+            return
+        failure = None
+        if reply.reason is not None:
+            failure = PeerLost(reply.reason) if reply.is_peer_lost else NixlFailure(reply.reason)
+        try:
+            waiting.on_ended(reply.counted, failure)
+        except Exception:  # the others must hear, too
+            _log.exception("hearing how a transfer ended")
+
+    async def _launch(self) -> asyncio.StreamReader:
+        """Start the process and wait until it can take commands. Raises NixlFailure."""
+        ours, theirs = socket.socketpair()
+        try:
+            shared = [f"{area.fd}:{area.nbytes}:{'ro' if area.is_read_only else 'rw'}" for area in self._areas]
+            command = [sys.executable, "-P", "-m", "storage_server.transport.ucx_engine", str(theirs.fileno()), *shared]
+            self._child = await asyncio.create_subprocess_exec(
+                *command,
+                stdin=asyncio.subprocess.DEVNULL,
+                stdout=asyncio.subprocess.DEVNULL,
+                pass_fds=(theirs.fileno(), *[area.fd for area in self._areas]),
+                env=child_environment(os.environ, self._devices),
+                cwd="/",
+            )
+        except OSError as error:
+            ours.close()
+            raise NixlFailure(f"the ucx process cannot be started: {error}") from error
+        finally:
+            theirs.close()
+        try:
+            reader, writer = await asyncio.open_unix_connection(sock=ours, limit=REPLY_BYTES_MAX)
+            async with asyncio.timeout(START_TIMEOUT_S):
+                first = decode_reply(await reader.readline())
+            if first.reason is not None:
+                raise NixlFailure(first.reason)
+        except (ValueError, TimeoutError, NixlFailure) as error:
+            ours.close()
+            self._kill()
+            await self._child.wait()
+            raise NixlFailure(f"the ucx process does not start: {error}") from error
+        except BaseException:
+            self._kill()
+            raise
+        self._writer = writer
+        return reader
+
+    async def _keep(self, reader: asyncio.StreamReader) -> None:
+        """Hear replies; start the process again when it has ended."""
+        pause_s = RESTART_S
+        while True:
+            began_s = time.monotonic()
+            await self._hear(reader)
+            await self._gone()
+            if self._is_stopping:
+                return
+            if time.monotonic() - began_s > RESTART_S_MAX:
+                pause_s = RESTART_S
+            while True:
+                await asyncio.sleep(pause_s)
+                pause_s = min(2 * pause_s, RESTART_S_MAX)
+                if self._is_stopping:
+                    return
+                try:
+                    reader = await self._launch()
+                    break
+                except NixlFailure as failure:
+                    _log.warning("%s; it is tried again in %.1f s", failure, pause_s)
+
+    async def _hear(self, reader: asyncio.StreamReader) -> None:
+        try:
+            while line := await reader.readline():
+                self._end(decode_reply(line))
+        except (ValueError, OSError) as error:
+            if not self._is_stopping:
+                _log.warning("the ucx process says what it should not (%s): it is ended", error)
+
+    async def _gone(self) -> None:
+        """Nothing of it is in flight once it has been waited for: its memory is ours again."""
+        writer, self._writer = self._writer, None
+        if writer is not None:
+            writer.close()
+        if not self._is_stopping:
+            self._kill()
+        status = await self._child.wait() if self._child is not None else 0
+        for number in list(self._waiting):
+            self._end(Reply(number, 0, "the ucx process has ended", is_peer_lost=True))
+        if not self._is_stopping:
+            _log.warning("the ucx process ended with status %d and is started again", status)
+            self._on_gone()
+
+    def _kill(self) -> None:
+        if self._child is not None:
+            with contextlib.suppress(ProcessLookupError):
+                self._child.kill()
