@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import asyncio
+import fcntl
 import os
 import socket
+import termios
 from collections.abc import Callable
 from typing import cast
 
 from aiohttp import web
 
 from adapters import native
+from adapters.reading_pace import ReadingPace
 from adapters.threads import to_end
 from descriptors.storage_api import Pump, Spans
 from descriptors.units import KIB
@@ -30,11 +33,9 @@ def takes_pump(http: web.BaseRequest) -> bool:
     )
 
 
-async def send_by_pump(
-    http: web.BaseRequest, pump: Pump, idle_timeout_s: float, on_sent: Callable[[int], None]
-) -> None:
+async def send_by_pump(http: web.BaseRequest, pump: Pump, pace: ReadingPace, on_sent: Callable[[int], None]) -> None:
     """Send the body of an answer that has begun, telling `on_sent`, in any thread, what the connection has taken.
-    Raises ConnectionError; a client that takes nothing for `idle_timeout_s` is one.
+    Raises ConnectionError; a client that takes it too slowly is one.
     """
     with await _drained(http) as own:
 
@@ -44,12 +45,12 @@ async def send_by_pump(
             return count
 
         while not await pump.send(send_some, own.fileno()):
-            await _writable(own, idle_timeout_s)
+            await _writable(own, pace)
 
 
-async def send_spans(http: web.BaseRequest, spans: Spans, idle_timeout_s: float) -> None:
+async def send_spans(http: web.BaseRequest, spans: Spans, pace: ReadingPace) -> None:
     """Send memory as the next bytes of an answer that has begun; it is not read any more on return. Raises
-    ConnectionError; a client that takes nothing for `idle_timeout_s` is one.
+    ConnectionError; a client that takes it too slowly is one.
     """
     loop = asyncio.get_running_loop()
     nbytes = int(spans[:, 1].sum())
@@ -60,7 +61,7 @@ async def send_spans(http: web.BaseRequest, spans: Spans, idle_timeout_s: float)
             sending = loop.run_in_executor(None, native.send_spans, own.fileno(), spans, sent, PATIENCE_MS)
             sent += await to_end(sending)
             if sent < nbytes:
-                await _writable(own, idle_timeout_s)
+                await _writable(own, pace)
 
 
 async def _drained(http: web.BaseRequest) -> socket.socket:
@@ -78,17 +79,30 @@ async def _drained(http: web.BaseRequest) -> socket.socket:
     return socket.socket(fileno=os.dup(transport.get_extra_info("socket").fileno()))
 
 
-async def _writable(own: socket.socket, idle_timeout_s: float) -> None:
+async def _writable(own: socket.socket, pace: ReadingPace) -> None:
+    """Wait until the connection takes more. The kernel says so only when a third of its buffer is free, which a slow
+    reader may take minutes for; what the client has acknowledged is looked at meanwhile.
+    """
     loop = asyncio.get_running_loop()
     ready: asyncio.Future[None] = loop.create_future()
     loop.add_writer(own.fileno(), _set, ready)
     try:
-        async with asyncio.timeout(idle_timeout_s):
-            await ready
-    except TimeoutError as error:
-        raise ConnectionResetError("the client takes nothing") from error
+        began_s, unsent_bytes = loop.time(), _unacknowledged(own)
+        while True:
+            done, _ = await asyncio.wait([ready], timeout=pace.check_s)
+            now_s, left_bytes = loop.time(), _unacknowledged(own)
+            if pace.is_too_slow(now_s - began_s, unsent_bytes - left_bytes):
+                raise ConnectionResetError("the client takes too little")
+            if done:
+                return
+            began_s, unsent_bytes = now_s, left_bytes
     finally:
         loop.remove_writer(own.fileno())
+
+
+def _unacknowledged(own: socket.socket) -> int:
+    """Bytes in the connection's send queue."""
+    return int.from_bytes(fcntl.ioctl(own.fileno(), termios.TIOCOUTQ, bytes(4)), "little")
 
 
 def _set(ready: asyncio.Future[None]) -> None:

@@ -16,7 +16,8 @@ from typing import Any, cast
 from aiohttp import web
 
 from adapters.pump_socket import send_spans, takes_pump
-from descriptors.storage_api import DeliveryStart, Spans
+from adapters.reading_pace import ReadingPace
+from descriptors.storage_api import DeliveryStart, Patience, Spans
 from descriptors.units import KIB
 
 DRAIN_BYTES = 64 * KIB
@@ -98,6 +99,7 @@ class ResponseSink:
         self._http = http
         self._headers = headers
         self.response: web.StreamResponse | None = None
+        self._pace: ReadingPace | None = None
 
     async def begin(self, start: DeliveryStart) -> None:
         transport = self._http.transport
@@ -115,18 +117,24 @@ class ResponseSink:
         # aiohttp waits for the transport only past 64 KiB; anything smaller is copied instead
         await self.response.write(view if len(view) > DRAIN_BYTES else bytes(view))
 
-    async def send(self, spans: Spans, idle_timeout_s: float) -> None:
+    async def send(self, spans: Spans, patience: Patience) -> None:
         """Straight into the connection, by a thread; where TLS has to encrypt first, by way of the event loop."""
         if self.response is None:
             raise ConnectionResetError("send before begin")
+        if self._pace is None:
+            self._pace = ReadingPace(patience)
         if takes_pump(self._http):
-            await send_spans(self._http, spans, idle_timeout_s)
+            await send_spans(self._http, spans, self._pace)
             return
+        loop = asyncio.get_running_loop()
         for address, nbytes in spans:
             view = memoryview((ctypes.c_char * int(nbytes)).from_address(int(address))).cast("B")
             for start in range(0, len(view), STEP_BYTES):
-                async with asyncio.timeout(idle_timeout_s):
-                    await self.write(view[start : start + STEP_BYTES])
+                step, began_s = view[start : start + STEP_BYTES], loop.time()
+                async with asyncio.timeout(patience.window_s):
+                    await self.write(step)
+                if self._pace.is_too_slow(loop.time() - began_s, len(step)):
+                    raise ConnectionResetError("the client takes too little")
 
     def abort(self) -> None:
         abort_connection(self._http)

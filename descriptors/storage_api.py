@@ -184,6 +184,16 @@ class ChunksPut:
     transfer_s: float
 
 
+@dataclass(frozen=True, slots=True)
+class Patience:
+    """How slowly a client may take an answer: while it is waited for, at least `least_bytes_per_s` over any
+    `window_s`, and one byte.
+    """
+
+    window_s: float
+    least_bytes_per_s: float = 0.0
+
+
 class BodySink(Protocol):
     """Where an http delivery writes. `write` and `send` return when the memory may be used again."""
 
@@ -193,8 +203,8 @@ class BodySink(Protocol):
     async def write(self, view: memoryview) -> None:
         """Send the view."""
 
-    async def send(self, spans: Spans, idle_timeout_s: float) -> None:
-        """Send memory. Raises TimeoutError or ConnectionError when the client takes nothing for that long."""
+    async def send(self, spans: Spans, patience: Patience) -> None:
+        """Send memory. Raises TimeoutError or ConnectionError when the client takes it more slowly than that."""
 
     def abort(self) -> None:
         """Cut the body short: no byte of any view is read after this returns."""

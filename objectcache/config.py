@@ -95,6 +95,7 @@ class StorageConfig(_Model):
     lifecycle_day_s: Annotated[float, Field(gt=0)] | None = None
     gather_threads: int | None = None
     stall_timeout_s: float | None = None
+    least_bytes_per_s: Annotated[float, Field(ge=0)] | None = None
     ucx: bool | tuple[str, ...] | None = None
     ucx_maps_dram: bool | None = None
     shm: bool | None = None

@@ -46,7 +46,16 @@ from descriptors.objects import (
 )
 from descriptors.rdma_token import RdmaToken
 from descriptors.recompute import advise
-from descriptors.storage_api import Body, BodySink, ChunksPut, DeliveryOutcome, ObjectDelivery, ObjectRead, ObjectStored
+from descriptors.storage_api import (
+    Body,
+    BodySink,
+    ChunksPut,
+    DeliveryOutcome,
+    ObjectDelivery,
+    ObjectRead,
+    ObjectStored,
+    Patience,
+)
 from storage_server.agents import AgentTable, target_region
 from storage_server.gather.plan import DeliveryPlan
 from storage_server.gather.staging import StagingPool
@@ -303,7 +312,7 @@ class EmbeddedStorage:
         window_slots = settings.window_bytes // settings.aggregation_bytes
         if target is None:
             window = self.staging.window(access_key, window_slots)
-            http = HttpTransfer(sink, window, settings.stall_timeout_s)
+            http = HttpTransfer(sink, window, Patience(settings.stall_timeout_s, settings.least_bytes_per_s))
             return Route(lambda _: http, settings.aggregation_bytes, settings.direct_payload_bytes), None
         agent = self.agents.owned(access_key, target.agent_id, time.monotonic(), "rdma_target.agent_id")
         region = target_region(agent, target)

@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from descriptors.lifecycle import DAY_S
-from descriptors.units import GIB, MIB
+from descriptors.units import GIB, KIB, MIB
 from storage_server.scheduler.settings import SchedulerSettings
 from storage_server.store.durability import Durability
 
@@ -21,6 +21,9 @@ class StorageSettings:
     chunks that are asked for repeatedly; 0 turns that off.
 
     One access key may have half of `deliveries_max` at once.
+
+    Over http a client that takes less than `least_bytes_per_s` in `stall_timeout_s` in which it is waited for is cut
+    off: it holds memory that others wait for.
 
     `ucx` are the interfaces the ucx transport listens on; without any it is off. Its process maps staging memory and,
     with `ucx_maps_dram`, the DRAM tier, for reading; every ucx peer can then read that, too.
@@ -65,6 +68,7 @@ class StorageSettings:
     lifecycle_day_s: float = DAY_S
     gather_threads: int = 2
     stall_timeout_s: float = 30.0
+    least_bytes_per_s: float = 64 * KIB
     ucx: tuple[str, ...] = ()
     ucx_maps_dram: bool = False
     shm: bool = True

@@ -2,15 +2,26 @@
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import os
 import socket
+import threading
+import time
+from collections.abc import Iterator
 from pathlib import Path
 from urllib.parse import urlsplit
 
+import numpy as np
 import pytest
 
-from tests.support import OWNER, LocalStack, eventually, request, signed
+from adapters.reading_pace import ReadingPace
+from descriptors.descriptor import Delivery, Descriptor
+from descriptors.descriptor_codec import encode_json
+from descriptors.layout import ChunkLayout
+from descriptors.storage_api import Patience
+from storage_server.gather.staging import StagingPool
+from tests.support import OTHER, OWNER, LocalStack, eventually, make_chunks, request, signed
 
 MIB = 1 << 20
 STALLED = 40
@@ -84,3 +95,114 @@ def test_senders_that_stall_keep_nobody_waiting_and_store_nothing(local: LocalSt
         assert request(local.url, "GET", "/chunks/whole").body == body
     listed = request(local.url, "GET", "/chunks?list-type=2&prefix=half").body
     assert b"<KeyCount>0</KeyCount>" in listed
+
+
+def begin_descriptor(url: str, keys: list[str], layout: ChunkLayout, key: tuple[str, str] = OWNER) -> socket.socket:
+    """A descriptor GET over http whose answer is not read yet."""
+    place = urlsplit(url)
+    body = encode_json(Descriptor(tuple(keys), layout.num_layers, layout.chunk_tokens, layout.per_layer_chunk_bytes))
+    headers = signed(url, "POST", "/chunks?layerwise=", body, {}, key)
+    connection = socket.create_connection((place.hostname, place.port), timeout=30)
+    lines = "".join(f"{name}: {value}\r\n" for name, value in headers.items())
+    head = f"POST /chunks?layerwise= HTTP/1.1\r\nHost: {place.netloc}\r\nContent-Length: {len(body)}\r\n{lines}\r\n"
+    connection.sendall(head.encode() + body)
+    return connection
+
+
+def read_at(connection: socket.socket, bytes_per_s: float, upto: int) -> int:
+    """Read steadily; how many bytes came before the connection ended."""
+    got, began_s = 0, time.monotonic()
+    with contextlib.suppress(OSError):
+        while got < upto:
+            piece = connection.recv(min(upto - got, int(bytes_per_s / 20)))
+            if not piece:
+                break
+            got += len(piece)
+            time.sleep(max(0.0, began_s + got / bytes_per_s - time.monotonic()))
+    return got
+
+
+@pytest.fixture
+def impatient(tmp_path: Path) -> Iterator[tuple[LocalStack, list[str], ChunkLayout]]:
+    """A server that waits half a second, and a prefix of 12 MB."""
+    layout = ChunkLayout(4, 16, MIB)
+    settings = {"aggregation_bytes": MIB, "window_bytes": 4 * MIB, "staging_bytes": 8 * MIB, "stall_timeout_s": 0.5}
+    with LocalStack(tmp_path / "data", ucx=(), dram_bytes=0, **settings) as running:
+        running.call(running.storage.create_bucket(OWNER[0], "chunks"))
+        keys, chunks = make_chunks(3, layout)
+        with running.client("chunks", "http") as client:
+            client.put_chunks(keys, list(chunks))
+        yield running, keys, layout
+
+
+def test_a_slow_but_steady_reader_gets_everything(impatient: tuple[LocalStack, list[str], ChunkLayout]) -> None:
+    """The kernel calls a connection writable when a third of its buffer is free, which takes this reader longer than
+    the server waits; what it has acknowledged shows that it reads.
+    """
+    running, keys, layout = impatient
+    with begin_descriptor(running.url, keys, layout) as connection:
+        assert read_at(connection, 3 * MIB, layout.payload_bytes(3)) == layout.payload_bytes(3)
+
+
+def test_a_reader_below_the_least_rate_is_cut(impatient: tuple[LocalStack, list[str], ChunkLayout]) -> None:
+    """A byte now and then kept all staging memory for as long as it liked."""
+    running, keys, layout = impatient
+    with begin_descriptor(running.url, keys, layout) as connection:
+        connection.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 65_536)
+        reader = threading.Thread(target=read_at, args=(connection, 20_000, layout.payload_bytes(3)))
+        reader.start()
+        assert eventually(lambda: running.storage.requests.active_count == 1)
+        assert eventually(lambda: running.storage.requests.active_count == 0)
+        assert running.storage.staging.free_count == running.storage.staging.slot_count
+        connection.shutdown(socket.SHUT_RDWR)
+        reader.join(30)
+
+
+def test_one_keys_stalled_readers_leave_half_of_staging_to_others(tmp_path: Path) -> None:
+    """Sixty connections of one key held every slot; another key's descriptor got nothing."""
+    layout = ChunkLayout(4, 16, MIB)
+    settings = {"aggregation_bytes": MIB, "window_bytes": 4 * MIB, "staging_bytes": 8 * MIB, "stall_timeout_s": 60.0}
+    with LocalStack(tmp_path / "data", ucx=(), dram_bytes=0, **settings) as running, contextlib.ExitStack() as stack:
+        running.call(running.storage.create_bucket(OWNER[0], "chunks"))
+        keys, chunks = make_chunks(3, layout)
+        with running.client("chunks", "http") as client:
+            client.put_chunks(keys, list(chunks))
+        for _ in range(20):
+            stack.enter_context(begin_descriptor(running.url, keys, layout))
+        assert eventually(lambda: running.storage.staging.free_count == 4)
+        with running.client("chunks", "http", OTHER) as client:
+            buffer = np.zeros(layout.payload_bytes(3), dtype=np.uint8)
+            client.fetch(keys, layout, buffer, delivery=Delivery.CHUNK_MAJOR).wait(30)
+        assert buffer.tobytes() == chunks.tobytes()
+
+
+async def test_slots_go_to_the_key_that_holds_the_fewest() -> None:
+    pool = StagingPool(4096, 4)
+    busy, modest = pool.window("busy", 9), pool.window("modest", 9)
+    held = [await busy.take() for _ in range(2)]
+    waiting = [asyncio.create_task(window.take()) for window in (busy, modest, modest)]
+    await asyncio.sleep(0)
+    assert [task.done() for task in waiting] == [False, True, True], "busy has its half"
+    held[0].release()
+    await asyncio.sleep(0)
+    assert waiting[0].done()
+    for slot in (held[1], *[task.result() for task in waiting]):
+        slot.release()
+    assert pool.free_count == 4
+
+
+@pytest.mark.parametrize(
+    ("least", "looks", "slow"),
+    [
+        (0.0, [(5.0, 0), (4.9, 1)], [False, False]),
+        (0.0, [(5.0, 0), (5.0, 0)], [False, True]),
+        (100.0, [(10.0, 999)], [True]),
+        (100.0, [(10.0, 1000)], [False]),
+        (100.0, [(10.0, 5000), (10.0, 0)], [False, True]),
+    ],
+)
+def test_a_pace_counts_what_was_taken_while_it_was_waited_for(
+    least: float, looks: list[tuple[float, int]], slow: list[bool]
+) -> None:
+    pace = ReadingPace(Patience(10.0, least))
+    assert [pace.is_too_slow(*look) for look in looks] == slow

@@ -18,7 +18,7 @@ from descriptors.errors import ErrorCode, ServerError
 from descriptors.layout import ChunkLayout
 from descriptors.messages import Region
 from descriptors.notices import Admitted, Done, Failed, LayerReady, Mode, Notice
-from descriptors.storage_api import DeliveryStart, Spans
+from descriptors.storage_api import DeliveryStart, Patience, Spans
 from nixl_client.buffers import as_buffer
 from nixl_client.receiver import Receiver
 from nixl_client.shared_memory import allocate
@@ -54,7 +54,7 @@ class MemorySink:
             raise ConnectionResetError("gone")
         self.data += view
 
-    async def send(self, spans: Spans, idle_timeout_s: float) -> None:
+    async def send(self, spans: Spans, patience: Patience) -> None:
         for address, nbytes in spans:
             await self.write(memoryview(ctypes.string_at(int(address), int(nbytes))))
 
@@ -77,7 +77,7 @@ class HttpEnd:
         self.pool = pool
 
     def transfer(self, _: DeliveryPlan) -> Transfer:
-        return HttpTransfer(self.sink, self.pool.window("key", 3), 5.0)
+        return HttpTransfer(self.sink, self.pool.window("key", 3), Patience(5.0))
 
     async def lose_client(self) -> None:
         self.sink.gone = True

@@ -9,11 +9,12 @@ from functools import partial
 from aiohttp import web
 
 from adapters.pump_socket import send_by_pump, takes_pump
+from adapters.reading_pace import ReadingPace
 from adapters.response_sink import begin_answer
 from descriptors.errors import CallerError, ErrorCode
 from descriptors.objects import PutRequest, ReadHead, ReadRequest
 from descriptors.rdma_token import RdmaToken, is_declined
-from descriptors.storage_api import Piece
+from descriptors.storage_api import Patience, Piece
 from descriptors.tracing import TIMING_HEADER, timing_header
 from descriptors.units import KIB
 from gateway import xml
@@ -121,7 +122,9 @@ async def _get(call: Call, request: ReadRequest, overrides: dict[str, str]) -> w
             response.headers[TIMING_HEADER] = timing_header(trace.timing())
             await begin_answer(call.http, response)
             trace.wait_for_client()
-            await send_by_pump(call.http, read.pump, call.settings.send_idle_timeout_s, trace.add_bytes)
+            await send_by_pump(
+                call.http, read.pump, ReadingPace(Patience(call.settings.send_idle_timeout_s)), trace.add_bytes
+            )
         else:
             trace.wait_for_storage()
             piece = await anext(read.body, b"")

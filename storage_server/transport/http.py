@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 
 from descriptors.errors import ErrorCode, ServerError
-from descriptors.storage_api import BodySink, DeliveryStart, Spans
+from descriptors.storage_api import BodySink, DeliveryStart, Patience, Spans
 from storage_server.gather.plan import Payload
 from storage_server.gather.staging import Window
 from storage_server.transport.transfer import Room
@@ -16,10 +16,10 @@ class HttpTransfer:
     first payload, so an early failure is a clean error.
     """
 
-    def __init__(self, sink: BodySink, window: Window, stall_timeout_s: float) -> None:
+    def __init__(self, sink: BodySink, window: Window, patience: Patience) -> None:
         self._sink = sink
         self._window = window
-        self._stall_timeout_s = stall_timeout_s
+        self._patience = patience
         self._start: DeliveryStart | None = None
         self._begun = False
         self._finished = False
@@ -35,13 +35,13 @@ class HttpTransfer:
         try:
             if not self._begun and self._start is not None:
                 self._begun = True
-                async with asyncio.timeout(self._stall_timeout_s):
+                async with asyncio.timeout(self._patience.window_s):
                     await self._sink.begin(self._start)
-            await self._sink.send(spans, self._stall_timeout_s)
+            await self._sink.send(spans, self._patience)
             self._sent_bytes += payload.nbytes
         except (ConnectionError, TimeoutError) as error:
             self._sink.abort()
-            problem = "stopped reading" if isinstance(error, TimeoutError) else "closed the connection"
+            problem = "stopped reading" if isinstance(error, TimeoutError) else f"is gone, or was too slow: {error}"
             raise ServerError(ErrorCode.TARGET_UNREACHABLE, f"the client {problem}") from error
         except BaseException:
             self._sink.abort()

@@ -1,0 +1,34 @@
+"""Whether a client takes what it is sent fast enough. Pure: the caller measures.
+
+Only time in which the client is waited for counts, and only bytes it has acknowledged: a full socket buffer says
+nothing of a client that reads slowly but steadily.
+"""
+
+from __future__ import annotations
+
+from descriptors.storage_api import Patience
+
+
+class ReadingPace:
+    """One answer's reader. With a least rate of 0 any byte will do."""
+
+    def __init__(self, patience: Patience) -> None:
+        self._patience = patience
+        self._waited_s = 0.0
+        self._taken_bytes = 0
+
+    @property
+    def check_s(self) -> float:
+        """How often to look while the client is waited for."""
+        return self._patience.window_s / 8
+
+    def is_too_slow(self, waited_s: float, taken_bytes: int) -> bool:
+        """So long has been waited since the last look, and so much was taken meanwhile."""
+        self._waited_s += waited_s
+        self._taken_bytes += taken_bytes
+        if self._waited_s < self._patience.window_s:
+            return False
+        least_bytes = max(1.0, self._patience.least_bytes_per_s * self._waited_s)
+        is_slow = self._taken_bytes < least_bytes
+        self._waited_s, self._taken_bytes = 0.0, 0
+        return is_slow
