@@ -15,10 +15,12 @@ class ErrorCode(Enum):
     """S3 error codes; where S3 has no word for it, a name in the same style."""
 
     ACCESS_DENIED = "AccessDenied"
+    ACCESS_FORBIDDEN = "AccessForbidden"
     AGENT_CONFLICT = "AgentConflict"
     AUTHORIZATION_HEADER_MALFORMED = "AuthorizationHeaderMalformed"
     AUTHORIZATION_QUERY_ERROR = "AuthorizationQueryParametersError"
     BAD_DIGEST = "BadDigest"
+    BAD_REQUEST = "BadRequest"
     BUCKET_ALREADY_EXISTS = "BucketAlreadyExists"
     BUCKET_ALREADY_OWNED = "BucketAlreadyOwnedByYou"
     BUCKET_NOT_EMPTY = "BucketNotEmpty"
@@ -59,11 +61,19 @@ class ErrorCode(Enum):
     NO_SUCH_BUCKET = "NoSuchBucket"
     NO_SUCH_CHUNK = "NoSuchChunk"
     NO_SUCH_KEY = "NoSuchKey"
+    NO_SUCH_CORS = "NoSuchCORSConfiguration"
+    NO_SUCH_ENCRYPTION = "ServerSideEncryptionConfigurationNotFoundError"
     NO_SUCH_LIFECYCLE = "NoSuchLifecycleConfiguration"
+    NO_SUCH_OBJECT_LOCK = "ObjectLockConfigurationNotFoundError"
+    NO_SUCH_OWNERSHIP_CONTROLS = "OwnershipControlsNotFoundError"
+    NO_SUCH_POLICY = "NoSuchBucketPolicy"
+    NO_SUCH_PUBLIC_ACCESS_BLOCK = "NoSuchPublicAccessBlockConfiguration"
+    NO_SUCH_REPLICATION = "ReplicationConfigurationNotFoundError"
+    NO_SUCH_TAG_SET = "NoSuchTagSet"
     NO_SUCH_UPLOAD = "NoSuchUpload"
     NO_SUCH_VERSION = "NoSuchVersion"
+    NO_SUCH_WEBSITE = "NoSuchWebsiteConfiguration"
     PRECONDITION_FAILED = "PreconditionFailed"
-    REQUEST_EXPIRED = "RequestExpired"
     REQUEST_HEADERS_TOO_LARGE = "RequestHeaderSectionTooLarge"
     REQUEST_REPLAYED = "RequestReplayed"
     REQUEST_TIMEOUT = "RequestTimeout"
@@ -76,10 +86,12 @@ class ErrorCode(Enum):
 
 HTTP_STATUS: dict[ErrorCode, int] = {
     ErrorCode.ACCESS_DENIED: 403,
+    ErrorCode.ACCESS_FORBIDDEN: 403,
     ErrorCode.AGENT_CONFLICT: 409,
     ErrorCode.AUTHORIZATION_HEADER_MALFORMED: 400,
     ErrorCode.AUTHORIZATION_QUERY_ERROR: 400,
     ErrorCode.BAD_DIGEST: 400,
+    ErrorCode.BAD_REQUEST: 400,
     ErrorCode.BUCKET_ALREADY_EXISTS: 409,
     ErrorCode.BUCKET_ALREADY_OWNED: 409,
     ErrorCode.BUCKET_NOT_EMPTY: 409,
@@ -120,11 +132,19 @@ HTTP_STATUS: dict[ErrorCode, int] = {
     ErrorCode.NO_SUCH_BUCKET: 404,
     ErrorCode.NO_SUCH_CHUNK: 404,
     ErrorCode.NO_SUCH_KEY: 404,
+    ErrorCode.NO_SUCH_CORS: 404,
+    ErrorCode.NO_SUCH_ENCRYPTION: 404,
     ErrorCode.NO_SUCH_LIFECYCLE: 404,
+    ErrorCode.NO_SUCH_OBJECT_LOCK: 404,
+    ErrorCode.NO_SUCH_OWNERSHIP_CONTROLS: 404,
+    ErrorCode.NO_SUCH_POLICY: 404,
+    ErrorCode.NO_SUCH_PUBLIC_ACCESS_BLOCK: 404,
+    ErrorCode.NO_SUCH_REPLICATION: 404,
+    ErrorCode.NO_SUCH_TAG_SET: 404,
+    ErrorCode.NO_SUCH_WEBSITE: 404,
     ErrorCode.NO_SUCH_UPLOAD: 404,
     ErrorCode.NO_SUCH_VERSION: 404,
     ErrorCode.PRECONDITION_FAILED: 412,
-    ErrorCode.REQUEST_EXPIRED: 403,
     ErrorCode.REQUEST_HEADERS_TOO_LARGE: 400,
     ErrorCode.REQUEST_REPLAYED: 409,
     ErrorCode.REQUEST_TIMEOUT: 400,

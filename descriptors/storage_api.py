@@ -65,6 +65,10 @@ class Body(Protocol):
     @property
     def has_sha256(self) -> bool: ...
 
+    @property
+    def is_held_back(self) -> bool:
+        """Whether the sender waits to be told that the body is wanted, which iterating does."""
+
     def __aiter__(self) -> AsyncIterator[Piece]: ...
 
     def digests(self) -> BodyDigests: ...

@@ -11,6 +11,7 @@ from urllib.parse import unquote
 
 from aiohttp import web
 
+from adapters.leave_to_send import is_held_back
 from adapters.limited_server import LimitedServer
 from adapters.request_log import CLIENT_GONE, RequestLine, log_request, logs_requests
 from adapters.response_sink import abort_if_begun, begun_status, cutting, fulfil_headers, promise_headers
@@ -18,14 +19,13 @@ from descriptors.descriptor import is_request_id
 from descriptors.errors import CallerError, ErrorCode, ObjectCacheError, ServerError
 from descriptors.storage_api import StorageApi
 from descriptors.tracing import REQUEST_ID_HEADER, TIMING_HEADER, timing_header
-from gateway import sigv4, xml
-from gateway.body import CONTINUED, expects_continue
+from gateway import sigv2, sigv4, xml
 from gateway.call import Call
-from gateway.credentials import CredentialBook, authorize
+from gateway.credentials import Credential, CredentialBook, authorize
 from gateway.document_budget import DocumentBudget
 from gateway.handlers import HANDLERS, LAYERWISE
 from gateway.request import SERVICE_PREFIX, S3Request, parse_target, without_chunk_coding
-from gateway.routing import Operation, route
+from gateway.routing import Operation, is_list_buckets, route
 from gateway.settings import GatewaySettings as GatewaySettings
 from gateway.trace import RequestTrace, follow, timed
 
@@ -39,6 +39,7 @@ _WITH_BODY = frozenset(
         Operation.LAYERWISE, Operation.LOOKUP, Operation.PUT_CHUNKS, Operation.REGISTER_AGENT, Operation.RENEW_AGENT,
     }
 )  # fmt: skip
+_VERSION_2 = frozenset({Operation.GET_OBJECT, Operation.HEAD_OBJECT, Operation.PUT_OBJECT})
 _log = logging.getLogger(__name__)
 
 
@@ -66,7 +67,7 @@ class Gateway:
             if not response.prepared:
                 response.headers[TIMING_HEADER] = timing_header(trace.timing())
                 fulfil_headers(http, response)
-                if expects_continue(http) and CONTINUED not in http:
+                if is_held_back(http):
                     response.force_close()  # the body may or may not come: nothing after it could be told apart
             return response
         finally:
@@ -107,17 +108,36 @@ class Gateway:
         trace.bucket, trace.key = request.bucket, request.key
         if request.method == "GET" and request.bucket == SERVICE_PREFIX and request.key == HEALTH_NAME:
             return web.Response(body=b'{"status":"ok"}', content_type="application/json")
-        claim = sigv4.read_claim(request)
-        credential = self._credentials.find(claim.access_key)
-        key = sigv4.verify(request, claim, credential.secret_key, self._settings.region, time.time())
+        if request.method == "OPTIONS":
+            raise _refused_preflight(request)
+        request, claim, credential, key = self._authenticated(request)
         operation = route(request)
         trace.operation = operation.name.lower()
         if operation in LAYERWISE:
             _demand_signature(operation, claim)
+        if claim.is_version_2 and operation not in _VERSION_2:
+            problem = "a Version 2 signature is taken for GET, HEAD and PUT of objects only; use AWS4-HMAC-SHA256"
+            raise CallerError(ErrorCode.ACCESS_DENIED, problem, field="Signature")
         authorize(credential, operation.action, _policy_bucket(request))
         request = replace(request, headers=without_chunk_coding(request.headers))
-        call = Call(request, http, claim, self._storage, trace, self._documents, self._settings, key, credential)
+        call = Call(
+            operation, request, http, claim, self._storage, trace, self._documents, self._settings, key, credential
+        )
         return await HANDLERS[operation](call)
+
+    def _authenticated(self, request: S3Request) -> tuple[S3Request, sigv4.Claim, Credential, bytes]:
+        """The request, who makes it, and the key that signs chunks of its body. Raises CallerError."""
+        now_s = time.time()
+        if self._settings.allows_sigv2 and sigv2.is_presigned(request):
+            claim = sigv2.read_claim(request)
+            credential = self._credentials.find(claim.access_key)
+            sigv2.verify(request, claim, credential.secret_key, now_s)
+            return sigv2.with_signed_headers(request), claim, credential, b""
+        claim = sigv4.read_claim(request)
+        credential = self._credentials.find(claim.access_key)
+        # buckets of every region are listed everywhere, so a client may sign with its own
+        region = claim.region if is_list_buckets(request) else self._settings.region
+        return request, claim, credential, sigv4.verify(request, claim, credential.secret_key, region, now_s)
 
     def _identity(self, trace_id: str) -> dict[str, str]:
         return {"x-amz-request-id": trace_id, "x-amz-id-2": self._host_id, "Server": SERVER}
@@ -175,6 +195,14 @@ def _demand_signature(operation: Operation, claim: sigv4.Claim) -> None:
     if operation in _WITH_BODY and not claim.form.is_signed:
         problem = "this request's body must be signed: x-amz-content-sha256 must be its SHA-256"
         raise CallerError(ErrorCode.INVALID_REQUEST, problem, field="x-amz-content-sha256")
+
+
+def _refused_preflight(request: S3Request) -> CallerError:
+    """The answer to OPTIONS, which is never signed: no bucket here allows other origins."""
+    if "origin" not in request.headers:
+        problem = "Insufficient information. Origin request header needed."
+        return CallerError(ErrorCode.BAD_REQUEST, problem, field="origin")
+    return CallerError(ErrorCode.ACCESS_FORBIDDEN, "CORSResponse: CORS is not enabled for this bucket.", field="origin")
 
 
 def _make_trace_id() -> str:

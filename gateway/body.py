@@ -9,6 +9,7 @@ from dataclasses import replace
 
 from aiohttp import web
 
+from adapters.leave_to_send import give_leave, is_held_back
 from descriptors.errors import CallerError, ErrorCode
 from descriptors.objects import BodyDigests
 from descriptors.storage_api import Piece
@@ -16,15 +17,9 @@ from descriptors.units import KIB
 from gateway.aws_chunked import ChunkedDecoder, SignatureChain
 from gateway.upload import BodyPlan, decode_checksum
 
-CONTINUED = web.RequestKey("continued", bool)
 SMALL_PIECE_BYTES = 4 * KIB
 JOINED_PIECE_BYTES = 64 * KIB
 PIECES_A_TURN = 64
-
-
-def expects_continue(http: web.BaseRequest) -> bool:
-    """Whether the client holds its body back until it is told to go on."""
-    return http.headers.get("Expect", "").lower() == "100-continue"
 
 
 class RequestBody:
@@ -45,6 +40,11 @@ class RequestBody:
     def has_sha256(self) -> bool:
         """Whether the payload was signed whole."""
         return self._plan.digests.sha256 is not None
+
+    @property
+    def is_held_back(self) -> bool:
+        """Whether the client waits for leave to send."""
+        return is_held_back(self._http)
 
     def __aiter__(self) -> AsyncIterator[Piece]:
         return self._decoded() if self._plan.form.is_chunked else self._plain()
@@ -96,10 +96,7 @@ class RequestBody:
         Raises CallerError: IncompleteBody, RequestTimeout.
         """
         http = self._http
-        if expects_continue(http) and CONTINUED not in http:
-            http[CONTINUED] = True
-            await http.writer.write(b"HTTP/1.1 100 Continue\r\n\r\n")
-            http.writer.output_size = 0  # the answer proper has not begun
+        await give_leave(http)
         while True:
             began_s = time.perf_counter()
             try:

@@ -19,6 +19,7 @@ from gateway.credentials import NOBODY, Credential
 from gateway.document_budget import DocumentBudget
 from gateway.payload_form import PayloadForm
 from gateway.request import S3Request
+from gateway.routing import Operation
 from gateway.settings import GatewaySettings
 from gateway.sigv4 import Claim
 from gateway.trace import RequestTrace
@@ -41,6 +42,7 @@ class Upload:
 class Call:
     """`request` is what was asked, `http` where its body comes from and the answer goes."""
 
+    operation: Operation
     request: S3Request
     http: web.BaseRequest
     claim: Claim

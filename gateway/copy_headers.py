@@ -34,7 +34,8 @@ def parse_copy_source(headers: Mapping[str, str]) -> ReadRequest:
     if version not in ("", NULL_VERSION):
         raise CallerError(ErrorCode.NO_SUCH_VERSION, "the only version there is is null", field=COPY_SOURCE_HEADER)
     try:
-        path = unquote_to_bytes(text.encode(errors="surrogateescape")).decode()
+        # the header is form-encoded: a plus is a space, and %2B a plus
+        path = unquote_to_bytes(text.replace("+", " ").encode(errors="surrogateescape")).decode()
     except UnicodeError:
         raise _invalid("is not UTF-8, percent-encoded", COPY_SOURCE_HEADER) from None
     bucket, slash, key = path.removeprefix("/").partition("/")

@@ -9,6 +9,7 @@ from aiohttp import web
 from descriptors.errors import CallerError, ErrorCode
 from gateway.call import Call
 from gateway.operations import (
+    absent,
     buckets,
     copies,
     deletes,
@@ -53,6 +54,7 @@ _IN_BUCKET: dict[Operation, Handler] = {
     Operation.GET_LIFECYCLE: buckets.get_lifecycle,
     Operation.PUT_LIFECYCLE: buckets.put_lifecycle,
     Operation.DELETE_LIFECYCLE: buckets.delete_lifecycle,
+    **dict.fromkeys(absent.CODES, absent.get_absent),
     Operation.LIST_OBJECTS: listings.list_objects,
     Operation.LIST_OBJECTS_V2: listings.list_objects_v2,
     Operation.LIST_OBJECT_VERSIONS: listings.list_object_versions,

@@ -49,8 +49,10 @@ def bare_document(name: str, children: Iterable[str]) -> bytes:
 
 
 def timestamp(unix_s: float) -> str:
-    """ISO 8601 in UTC as S3 writes it: the second that is in Last-Modified, and zeros for milliseconds."""
-    return _second(math.floor(unix_s))
+    """ISO 8601 in UTC as S3 writes it: the second that is in Last-Modified, and zeros for milliseconds. It is the next
+    whole second, so that no object is older than the file it was made of (`aws s3 sync` compares the two).
+    """
+    return _second(math.ceil(unix_s))
 
 
 @lru_cache(4096)

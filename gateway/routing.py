@@ -25,6 +25,15 @@ class Operation(Enum):
     GET_LIFECYCLE = "GetLifecycleConfiguration"
     PUT_LIFECYCLE = "PutLifecycleConfiguration"
     DELETE_LIFECYCLE = "PutLifecycleConfiguration:delete"
+    GET_BUCKET_POLICY = "GetBucketPolicy"
+    GET_BUCKET_CORS = "GetBucketCORS"
+    GET_BUCKET_ENCRYPTION = "GetEncryptionConfiguration"
+    GET_BUCKET_TAGGING = "GetBucketTagging"
+    GET_BUCKET_WEBSITE = "GetBucketWebsite"
+    GET_PUBLIC_ACCESS_BLOCK = "GetBucketPublicAccessBlock"
+    GET_OWNERSHIP_CONTROLS = "GetBucketOwnershipControls"
+    GET_REPLICATION = "GetReplicationConfiguration"
+    GET_OBJECT_LOCK = "GetBucketObjectLockConfiguration"
     LIST_OBJECTS = "ListBucket:v1"
     LIST_OBJECTS_V2 = "ListBucket"
     LIST_OBJECT_VERSIONS = "ListBucketVersions"
@@ -93,6 +102,15 @@ _BUCKET: _Table = {
     ("GET", "lifecycle"): Operation.GET_LIFECYCLE,
     ("PUT", "lifecycle"): Operation.PUT_LIFECYCLE,
     ("DELETE", "lifecycle"): Operation.DELETE_LIFECYCLE,
+    ("GET", "policy"): Operation.GET_BUCKET_POLICY,
+    ("GET", "cors"): Operation.GET_BUCKET_CORS,
+    ("GET", "encryption"): Operation.GET_BUCKET_ENCRYPTION,
+    ("GET", "tagging"): Operation.GET_BUCKET_TAGGING,
+    ("GET", "website"): Operation.GET_BUCKET_WEBSITE,
+    ("GET", "publicAccessBlock"): Operation.GET_PUBLIC_ACCESS_BLOCK,
+    ("GET", "ownershipControls"): Operation.GET_OWNERSHIP_CONTROLS,
+    ("GET", "replication"): Operation.GET_REPLICATION,
+    ("GET", "object-lock"): Operation.GET_OBJECT_LOCK,
     ("POST", "delete"): Operation.DELETE_OBJECTS,
 }
 _OBJECT: _Table = {
@@ -118,6 +136,12 @@ _NO_VERSION = frozenset(
 )
 _AGENT: _Table = {("POST", ""): Operation.RENEW_AGENT, ("DELETE", ""): Operation.DELETE_AGENT}
 _S3_METHODS = frozenset({"GET", "HEAD", "PUT", "POST", "DELETE"})
+
+
+def is_list_buckets(request: S3Request) -> bool:
+    """Whether `route` will find ListBuckets."""
+    names = {name for name, _ in request.query}
+    return request.method == "GET" and not request.bucket and not request.key and not names & SUBRESOURCES
 
 
 def route(request: S3Request) -> Operation:

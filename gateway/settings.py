@@ -17,6 +17,8 @@ class GatewaySettings:
     whole after `header_timeout_s`; no request came for `keepalive_timeout_s`; or the client took no byte of an answer
     for `send_idle_timeout_s`. Above `connections_max` new ones are refused.
 
+    With `allows_sigv2` presigned URLs with a Version 2 signature are taken for GET, HEAD and PUT of objects.
+
     A document (a body that is parsed as a whole) must have arrived within `document_timeout_s`. All documents on their
     way hold at most `document_bytes` of memory, those of one access key `document_key_bytes`.
     """
@@ -29,6 +31,7 @@ class GatewaySettings:
     send_idle_timeout_s: float = 60.0
     connections_max: int = 16_384
     document_timeout_s: float = 30.0
+    allows_sigv2: bool = True
     document_bytes: int = 256 * MIB
     document_key_bytes: int = 64 * MIB
 

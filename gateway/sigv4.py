@@ -27,6 +27,7 @@ SIGNING_KEYS_MAX = 256
 PRESIGNED_S_MAX = 7 * 24 * 3600
 UNSUPPORTED = "The authorization mechanism you have provided is not supported. Please use AWS4-HMAC-SHA256."
 _DATE = re.compile(r"[0-9]{8}T[0-9]{6}Z\Z")
+_SPACES = re.compile(r" +")
 _NUMBER = re.compile(r"-?[0-9]{1,19}\Z")
 _ASYMMETRIC = "AWS4-ECDSA-P256-SHA256"
 
@@ -42,6 +43,16 @@ class Claim:
     signature: str
     payload_hash: str
     presigned_s: int | None
+
+    @property
+    def is_version_2(self) -> bool:
+        """Whether the signature is one of Version 2, which has no scope."""
+        return not self.scope
+
+    @property
+    def region(self) -> str:
+        """The region the scope names."""
+        return self.scope.split("/")[1]
 
     @property
     def form(self) -> PayloadForm:
@@ -72,7 +83,7 @@ def read_claim(request: S3Request) -> Claim:
 def verify(request: S3Request, claim: Claim, secret_key: str, region: str, now_s: float) -> bytes:
     """The signing key, which signs chunks too.
 
-    Raises CallerError: RequestTimeTooSkewed, RequestExpired, AuthorizationHeaderMalformed, AccessDenied,
+    Raises CallerError: RequestTimeTooSkewed, AuthorizationHeaderMalformed, AccessDenied,
     SignatureDoesNotMatch, InvalidRequest.
     """
     _check_time(claim, now_s)
@@ -81,7 +92,7 @@ def verify(request: S3Request, claim: Claim, secret_key: str, region: str, now_s
     key = signing_key(secret_key, claim.scope)
     # most clients sign the path as S3 encodes it, some (curl) as they send it; both mean the path that was sent
     paths = dict.fromkeys((encoded_path(request), request.raw_path or "/"))
-    if not any(_is_signed(request, claim, path, key) for path in paths):
+    if not any(_is_signed(request, claim, path, key, trim) for trim in _TRIMS for path in paths):
         if claim.presigned_s is None and PAYLOAD_HASH not in request.headers:
             raise _payload_hash_missing()  # what the client signed in its place is not known
         raise CallerError(
@@ -98,11 +109,27 @@ def encoded_path(request: S3Request) -> str:
     return quote(request.path, safe="/-_.~")
 
 
-def canonical_request(request: S3Request, claim: Claim, path: str) -> str:
+def trimmed(value: str) -> str:
+    """A header's value as S3's canonical request has it: no spaces around it, and one where there were several. Other
+    spaces than U+0020 are characters like any.
+    """
+    return _SPACES.sub(" ", value.strip(" "))
+
+
+def trimmed_widely(value: str) -> str:
+    """As botocore signs it: every kind of space counts."""
+    return " ".join(value.split())
+
+
+_TRIMS = (trimmed, trimmed_widely)
+"""Both mean the value that was sent."""
+
+
+def canonical_request(request: S3Request, claim: Claim, path: str, trim: Callable[[str], str] = trimmed) -> str:
     """The canonical request: method, path, query, headers, signed names, payload hash."""
     skip = "X-Amz-Signature" if claim.presigned_s is not None else None
     query = sorted((_encode(name), _encode(value)) for name, value in request.query if name != skip)
-    headers = [f"{name}:{' '.join(request.headers.get(name, '').split())}\n" for name in claim.signed_headers]
+    headers = [f"{name}:{trim(request.headers.get(name, ''))}\n" for name in claim.signed_headers]
     return "\n".join(
         (
             request.method,
@@ -115,8 +142,8 @@ def canonical_request(request: S3Request, claim: Claim, path: str) -> str:
     )
 
 
-def _is_signed(request: S3Request, claim: Claim, path: str, key: bytes) -> bool:
-    hashed = hashlib.sha256(_bytes(canonical_request(request, claim, path))).hexdigest()
+def _is_signed(request: S3Request, claim: Claim, path: str, key: bytes, trim: Callable[[str], str]) -> bool:
+    hashed = hashlib.sha256(_bytes(canonical_request(request, claim, path, trim))).hexdigest()
     string_to_sign = "\n".join((ALGORITHM, claim.date, claim.scope, hashed))
     expected = hmac.digest(key, _bytes(string_to_sign), "sha256").hex()
     return hmac.compare_digest(expected.encode(), _bytes(claim.signature))
@@ -244,7 +271,7 @@ def _check_time(claim: Claim, now_s: float) -> None:
         if now_s < signed_at - SKEW_S:
             raise CallerError(ErrorCode.ACCESS_DENIED, "the presigned URL is not valid yet", field="X-Amz-Date")
         if now_s > signed_at + claim.presigned_s:
-            raise CallerError(ErrorCode.REQUEST_EXPIRED, "the presigned URL has expired", field="X-Amz-Expires")
+            raise CallerError(ErrorCode.ACCESS_DENIED, "Request has expired", field="X-Amz-Expires")
     elif abs(now_s - signed_at) > SKEW_S:
         raise CallerError(
             ErrorCode.REQUEST_TIME_TOO_SKEWED,

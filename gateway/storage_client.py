@@ -297,7 +297,8 @@ class RemoteStorage:
                 raise
 
         try:
-            return await self._call(name, {"request": request, "has_sha256": body.has_sha256}, pieces())
+            arguments = {"request": request, "has_sha256": body.has_sha256}
+            return await self._call(name, arguments, pieces(), waits_for_leave=body.is_held_back)
         except ObjectCacheError:
             if failures:
                 raise failures[0] from None
@@ -308,8 +309,10 @@ class RemoteStorage:
         operation: str,
         call: Mapping[str, Any],
         body: bytes | AsyncIterator[Piece] = b"",
+        *,
+        waits_for_leave: bool = False,
     ) -> bytes:
-        async with self._open(operation, call, body) as response:
+        async with self._open(operation, call, body, waits_for_leave=waits_for_leave) as response:
             return await response.read()
 
     @asynccontextmanager
@@ -318,8 +321,12 @@ class RemoteStorage:
         operation: str,
         call: Mapping[str, Any],
         body: bytes | AsyncIterator[Piece] = b"",
+        *,
+        waits_for_leave: bool = False,
     ) -> AsyncIterator[aiohttp.ClientResponse]:
-        """POST one call; errors the storage server names are raised as they were there."""
+        """POST one call; errors the storage server names are raised as they were there. A body that waits for leave is
+        sent when the storage server has found the request worth it.
+        """
         if self._session is None:
             raise RuntimeError("start() was not called")
         text = base64.urlsafe_b64encode(json.dumps(call).encode()).decode()
@@ -332,7 +339,8 @@ class RemoteStorage:
         if request_id is not None:
             headers[PEER_REQUEST_ID_HEADER] = request_id
         try:
-            async with self._session.post(f"{self._base}/v1/{operation}", data=body, headers=headers) as response:
+            url = f"{self._base}/v1/{operation}"
+            async with self._session.post(url, data=body, headers=headers, expect100=waits_for_leave) as response:
                 if response.status != 200:
                     raise error_from_fields(await response.json())
                 yield response

@@ -183,7 +183,7 @@ def delete_document(deleted: list[tuple[str, str | None]], failures: list[Delete
 
 def tagging_document(tags: dict[str, str]) -> bytes:
     """Tagging."""
-    listed = [branch("Tag", [leaf("Key", name), leaf("Value", value)]) for name, value in tags.items()]
+    listed = [branch("Tag", [leaf("Key", name), leaf("Value", value)]) for name, value in sorted(tags.items())]
     return document("Tagging", [branch("TagSet", listed)])
 
 

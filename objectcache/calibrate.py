@@ -6,6 +6,7 @@ import argparse
 import importlib.util
 import os
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 
 RUNS, RUNS_SMOKE = 5, 2
@@ -17,10 +18,13 @@ HIT_RATE = 0.5
 WRONG_USE = 2
 
 
-def add_calibrate(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
-    """Add the sub-command."""
+def add_calibrate(
+    commands: argparse._SubParsersAction[argparse.ArgumentParser], parents: Sequence[argparse.ArgumentParser]
+) -> None:
+    """Add the sub-command, with the options of `parents`."""
     parser = commands.add_parser(
         "calibrate",
+        parents=parents,
         help="measure this machine and write what the server should know of it into the config file",
         description="By itself: start servers on loopback with the config file's [storage], fetch payloads of many "
         "sizes in both orders, every byte compared, and find the payload from which layer-major is the better one "

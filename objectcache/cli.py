@@ -64,12 +64,15 @@ def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="objectcache", description="S3-compatible object storage that serves LLM KV caches layer by layer."
     )
-    parser.add_argument(
-        "--log-level", default="warning", choices=("debug", "info", "warning", "error"), help="default: warning"
-    )
+    levels = ("debug", "info", "warning", "error")
+    parser.add_argument("--log-level", default="warning", choices=levels, help="default: warning")
+    logs = argparse.ArgumentParser(add_help=False)
+    logs.add_argument("--log-level", default=argparse.SUPPRESS, choices=levels, help="default: warning")
     commands = parser.add_subparsers(required=True, metavar="COMMAND")
 
-    both = commands.add_parser("serve", help="gateway and storage server together, on an embedded store")
+    both = commands.add_parser(
+        "serve", help="gateway and storage server together, on an embedded store", parents=[logs]
+    )
     both.add_argument("--data", type=Path, required=True, metavar="DIR", help="where objects are kept")
     both.add_argument(
         "--workers", type=int, default=1, metavar="N", help="processes that answer S3 requests; default: 1"
@@ -79,7 +82,9 @@ def _parser() -> argparse.ArgumentParser:
     _add_storage(both)
     both.set_defaults(command=_serve)
 
-    storage = commands.add_parser("storage-server", help="the storage server alone, for gateways elsewhere")
+    storage = commands.add_parser(
+        "storage-server", help="the storage server alone, for gateways elsewhere", parents=[logs]
+    )
     storage.add_argument("--data", type=Path, required=True, metavar="DIR", help="where objects are kept")
     storage.add_argument(
         "--listen", default=None, metavar="ADDRESS", help="unix:PATH or HOST:PORT; default: unix:DIR/storage.sock"
@@ -94,7 +99,9 @@ def _parser() -> argparse.ArgumentParser:
     _add_storage(storage)
     storage.set_defaults(command=_storage_server)
 
-    gateway = commands.add_parser("gateway", help="the S3 gateway alone, over a storage server elsewhere")
+    gateway = commands.add_parser(
+        "gateway", help="the S3 gateway alone, over a storage server elsewhere", parents=[logs]
+    )
     gateway.add_argument("--storage", required=True, metavar="ADDRESS", help="unix:PATH or http://HOST:PORT")
     gateway.add_argument("--peer-secret-file", type=Path, required=True, metavar="FILE", help="the storage server's")
     gateway.add_argument(
@@ -108,7 +115,9 @@ def _parser() -> argparse.ArgumentParser:
     _add_common(gateway)
     gateway.set_defaults(command=_gateway)
 
-    worker = commands.add_parser("worker")  # what `serve --workers` starts: not listed, and of no use by hand
+    worker = commands.add_parser(
+        "worker", parents=[logs]
+    )  # what `serve --workers` starts: not listed, and of no use by hand
     worker.add_argument("--data", type=Path, required=True)
     worker.add_argument("--socket", type=Path, required=True)
     worker.add_argument("--peer-secret-file", type=Path, required=True)
@@ -116,18 +125,22 @@ def _parser() -> argparse.ArgumentParser:
     _add_common(worker)
     worker.set_defaults(command=_worker)
 
-    scrub = commands.add_parser("scrub", help="read everything stored and report what is not what was put")
+    scrub = commands.add_parser(
+        "scrub", help="read everything stored and report what is not what was put", parents=[logs]
+    )
     scrub.add_argument("--data", type=Path, required=True, metavar="DIR", help="a store, served or not")
     scrub.add_argument("--json", type=Path, metavar="FILE", help="write the report here as JSON; - is standard output")
     scrub.set_defaults(command=_scrub)
 
-    compact = commands.add_parser("compact", help="rewrite sparse segments of a store that is not being served")
+    compact = commands.add_parser(
+        "compact", help="rewrite sparse segments of a store that is not being served", parents=[logs]
+    )
     compact.add_argument("--data", type=Path, required=True, metavar="DIR", help="a store, not served")
     compact.add_argument("--json", type=Path, metavar="FILE", help="write what was done here; - is standard output")
     _add_common(compact)
     compact.set_defaults(command=_compact)
 
-    add_calibrate(commands)
+    add_calibrate(commands, [logs])
     commands.add_parser("bench", help="measure; each figure comes with what it is a ratio of")
     return parser
 

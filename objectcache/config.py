@@ -65,6 +65,7 @@ class GatewayConfig(_Model):
     send_idle_timeout_s: Annotated[float, Field(gt=0)] = 60.0
     connections_max: Annotated[int, Field(gt=0)] = 16_384
     document_timeout_s: Annotated[float, Field(gt=0)] = 30.0
+    allows_sigv2: bool = True
     document_bytes: Annotated[int, Field(gt=0)] = 256 * MIB
     document_key_bytes: Annotated[int, Field(gt=0)] = 64 * MIB
 

@@ -61,6 +61,11 @@ class StagedBody:
         """Whether a SHA-256 of the object is known."""
         return self._said.sha256 is not None
 
+    @property
+    def is_held_back(self) -> bool:
+        """It is read, not sent."""
+        return False
+
     def digests(self) -> BodyDigests:
         """What the caller says the object hashes to."""
         return self._said

@@ -16,6 +16,7 @@ from typing import Any
 from aiohttp import web
 from pydantic import TypeAdapter
 
+from adapters.leave_to_send import is_held_back
 from adapters.limited_server import ConnectionLimits, LimitedServer
 from adapters.request_log import CLIENT_GONE, RequestLine, Stopwatch, log_request, logs_requests
 from adapters.response_sink import ResponseSink, abort_if_begun, begin_answer, begun_status, cutting
@@ -105,6 +106,8 @@ class StorageHttp:
                 code = error.code.value
                 abort_if_begun(http)
                 response = _refusal(error)
+                if is_held_back(http):
+                    response.force_close()  # the body may or may not come: nothing after it could be told apart
             except (ConnectionError, asyncio.CancelledError):
                 code = CLIENT_GONE
                 raise

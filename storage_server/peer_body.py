@@ -7,6 +7,7 @@ from collections.abc import AsyncIterator
 from aiohttp import web
 from pydantic import TypeAdapter, ValidationError
 
+from adapters.leave_to_send import give_leave, is_held_back
 from adapters.request_log import Stopwatch
 from descriptors.errors import CallerError, ErrorCode
 from descriptors.objects import BodyDigests
@@ -27,6 +28,11 @@ class PeerBody:
         self._nbytes = nbytes
         self._trailer = bytearray()
         self.has_sha256 = has_sha256
+
+    @property
+    def is_held_back(self) -> bool:
+        """Whether the gateway's client waits for leave, and the gateway with it."""
+        return is_held_back(self._http)
 
     async def __aiter__(self) -> AsyncIterator[Piece]:
         left = self._nbytes
@@ -49,8 +55,11 @@ class PeerBody:
 
 
 async def arriving(http: web.BaseRequest, waiting: Stopwatch) -> AsyncIterator[bytes]:
-    """The request's bytes as they come. Raises CallerError(IncompleteBody) when the connection ends early."""
+    """The request's bytes as they come; a sender that waits for leave gets it. Raises CallerError(IncompleteBody) when
+    the connection ends early.
+    """
     try:
+        await give_leave(http)
         while True:
             with waiting:
                 piece = await http.content.readany()

@@ -92,7 +92,7 @@ def s3_client(url: str, key: tuple[str, str] = OWNER, **config: Any) -> Any:
         region_name="us-east-1",
         aws_access_key_id=key[0],
         aws_secret_access_key=key[1],
-        config=Config(s3={"addressing_style": "path"}, signature_version="s3v4", **config),
+        config=Config(s3={"addressing_style": "path"}, **config),
     )
 
 
@@ -299,6 +299,10 @@ class BytesBody:
     @property
     def has_sha256(self) -> bool:
         return self._digests.sha256 is not None
+
+    @property
+    def is_held_back(self) -> bool:
+        return False
 
     async def __aiter__(self) -> AsyncIterator[bytes]:
         for start in range(0, len(self._data), self._step):

@@ -30,7 +30,7 @@ def test_tags_are_set_replaced_and_taken_away(servers: Stack, bucket: str) -> No
     before = s3.head_object(**name)
     assert s3.get_object_tagging(**name)["TagSet"] == []
     s3.put_object_tagging(**name, Tagging=tag_set(b="2", a="1", empty=""))
-    assert s3.get_object_tagging(**name)["TagSet"] == tag_set(b="2", a="1", empty="")["TagSet"]
+    assert s3.get_object_tagging(**name)["TagSet"] == tag_set(a="1", b="2", empty="")["TagSet"]
     assert s3.get_object(**name)["TagCount"] == 3
     s3.put_object_tagging(**name, Tagging=tag_set(c="3"))
     assert s3.get_object_tagging(**name)["TagSet"] == tag_set(c="3")["TagSet"]
@@ -47,7 +47,7 @@ def test_tags_are_set_replaced_and_taken_away(servers: Stack, bucket: str) -> No
 def test_tags_come_with_the_object(servers: Stack, bucket: str) -> None:
     s3 = servers.s3()
     s3.put_object(Bucket=bucket, Key="k", Body=b"x", Tagging="a=1&sp%20ace=%C3%A9+x&none")
-    tags = {"a": "1", "sp ace": "\u00e9 x", "none": ""}
+    tags = {"a": "1", "none": "", "sp ace": "\u00e9 x"}
     assert s3.get_object_tagging(Bucket=bucket, Key="k")["TagSet"] == tag_set(**tags)["TagSet"]
     s3.put_object(Bucket=bucket, Key="k", Body=b"x")
     assert s3.get_object_tagging(Bucket=bucket, Key="k")["TagSet"] == []

@@ -84,7 +84,7 @@ def test_published_list_example_verifies() -> None:
 def test_published_presigned_example_verifies_until_it_expires() -> None:
     check(presigned_example())
     check(presigned_example(), now=NOW + 86_399)
-    assert refused(presigned_example(), now=NOW + 86_401) is ErrorCode.REQUEST_EXPIRED
+    assert refused(presigned_example(), now=NOW + 86_401) is ErrorCode.ACCESS_DENIED
     assert refused(presigned_example(), now=NOW - 3600) is ErrorCode.ACCESS_DENIED
     assert refused(presigned_example("86401")) is ErrorCode.SIGNATURE_DOES_NOT_MATCH
     assert refused(presigned_example("604801")) is ErrorCode.AUTHORIZATION_QUERY_ERROR

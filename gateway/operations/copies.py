@@ -75,7 +75,7 @@ async def _range_of(call: Call, source: ReadRequest, wanted: ByteRange) -> ReadR
     info = (await call.storage.head_object(replace(source, range=None))).info
     if wanted.start + wanted.length > info.nbytes:
         problem = f"the range is not inside the source, which has {info.nbytes} bytes"
-        raise CallerError(ErrorCode.INVALID_RANGE, problem, field=COPY_RANGE_HEADER)
+        raise CallerError(ErrorCode.INVALID_ARGUMENT, problem, field=COPY_RANGE_HEADER)
     same = replace(source.condition, if_match=source.condition.if_match or (info.etag,))
     spec = RangeSpec(first=wanted.start, last=wanted.start + wanted.length - 1)
     return replace(source, range=spec, condition=same)

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import sqlite3
+from itertools import pairwise
 
 from descriptors.conditions import check_write
 from descriptors.errors import CallerError, ErrorCode
 from descriptors.objects import (
     Checksum,
+    ChecksumAlgorithm,
     ChecksumType,
     ClaimedPart,
     CompleteRequest,
@@ -142,12 +144,10 @@ def claimed_parts(claimed: list[ClaimedPart], stored: dict[int, PartInfo]) -> li
     """The stored parts a completion names, in its order. Pure; errors as in `complete_upload`."""
     if not claimed:
         raise CallerError(ErrorCode.MALFORMED_XML, "an object is made of at least one part", field="Part")
+    if any(after.part_number <= before.part_number for before, after in pairwise(claimed)):
+        raise CallerError(ErrorCode.INVALID_PART_ORDER, "part numbers must rise from part to part", field="PartNumber")
     parts: list[PartInfo] = []
     for claim in claimed:
-        if parts and claim.part_number <= parts[-1].part_number:
-            raise CallerError(
-                ErrorCode.INVALID_PART_ORDER, "part numbers must rise from part to part", field="PartNumber"
-            )
         part = stored.get(claim.part_number)
         if part is None or part.etag != claim.etag or not _same(claim.checksum, part.checksum):
             raise CallerError(
@@ -178,6 +178,13 @@ def object_checksum(request: CompleteRequest, upload: UploadInfo, parts: list[Pa
             f"the upload was begun with {upload.checksum.value}, not {said.algorithm.value}",
             field=said.algorithm.header,
         )
+    unsaid = next((claim.part_number for claim in request.parts if claim.checksum is None), None)
+    if unsaid is not None and upload.checksum in (ChecksumAlgorithm.SHA1, ChecksumAlgorithm.SHA256):
+        problem = (
+            f"The upload was created using a {upload.checksum.value.lower()} checksum. The complete request must"
+            f" include the checksum for each part. It was missing for part {unsaid} in the request."
+        )
+        raise CallerError(ErrorCode.INVALID_REQUEST, problem, field="Part")
     values = [(part.checksum.value, part.nbytes) for part in parts if part.checksum is not None]
     if len(values) < len(parts):
         raise CallerError(ErrorCode.INVALID_PART, "a part has no checksum of the upload's algorithm", field="Part")

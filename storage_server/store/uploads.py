@@ -113,6 +113,7 @@ class _CopiedBody:
     """Stored bytes as a body; they were checked when they were read."""
 
     has_sha256 = False
+    is_held_back = False
 
     def __init__(self, read: ObjectRead) -> None:
         self._read = read
