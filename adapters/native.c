@@ -290,11 +290,27 @@ static void on_sigbus(int number, siginfo_t *info, void *context)
     sigaction(SIGBUS, &sigbus_before, NULL); /* not ours: it comes again, to whoever was there before */
 }
 
+/* The system call, or, where a container forbids it, the device it may have been given (Linux 6.1). */
+static int open_userfaultfd(void)
+{
+    int flags = O_CLOEXEC | O_NONBLOCK | UFFD_USER_MODE_ONLY;
+    int fd = (int)syscall(SYS_userfaultfd, flags), failure = errno, device;
+    if (fd >= 0 || (device = open("/dev/userfaultfd", O_RDWR | O_CLOEXEC)) < 0) {
+        errno = failure;
+        return fd;
+    }
+    fd = ioctl(device, _IO(0xAA, 0), flags); /* USERFAULTFD_IOC_NEW, which older headers do not have */
+    failure = errno;
+    close(device);
+    errno = failure;
+    return fd;
+}
+
 static PyObject *open_guard(PyObject *module, PyObject *args)
 {
     struct uffdio_api api = {.api = UFFD_API, .features = UFFD_FEATURE_SIGBUS | UFFD_FEATURE_MISSING_SHMEM};
     struct sigaction action = {.sa_sigaction = on_sigbus, .sa_flags = SA_SIGINFO}, found;
-    int fd = (int)syscall(SYS_userfaultfd, O_CLOEXEC | O_NONBLOCK | UFFD_USER_MODE_ONLY);
+    int fd = open_userfaultfd();
     if (fd < 0)
         return PyErr_SetFromErrno(PyExc_OSError);
     if (ioctl(fd, UFFDIO_API, &api) < 0 || sigaction(SIGBUS, NULL, &found) < 0)

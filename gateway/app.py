@@ -31,6 +31,8 @@ from gateway.trace import RequestTrace, follow, timed
 
 RETRY_AFTER_S = 1
 HEALTH_NAME = "health"
+HEALTH_KEPT_S = 1.0
+HEALTH_TIMEOUT_S = 3.0
 ARGUMENT_CHARACTERS_MAX = 1024
 SERVER = "ObjectCache"
 _BODY_LOST = frozenset({ErrorCode.REQUEST_TIMEOUT, ErrorCode.INCOMPLETE_BODY})
@@ -51,6 +53,7 @@ class Gateway:
         self._credentials = credentials
         self._settings = settings
         self._documents = DocumentBudget(settings.document_bytes, settings.document_key_bytes)
+        self._healthy_until_s = 0.0
         self._host_id = secrets.token_urlsafe(24)
 
     def server(self) -> web.Server:
@@ -107,7 +110,7 @@ class Gateway:
         request = parse_target(http.method, http.raw_path, _joined_headers(http), self._settings.domains)
         trace.bucket, trace.key = request.bucket, request.key
         if request.method == "GET" and request.bucket == SERVICE_PREFIX and request.key == HEALTH_NAME:
-            return web.Response(body=b'{"status":"ok"}', content_type="application/json")
+            return await self._health()
         if request.method == "OPTIONS":
             raise _refused_preflight(request)
         request, claim, credential, key = self._authenticated(request)
@@ -124,6 +127,22 @@ class Gateway:
             operation, request, http, claim, self._storage, trace, self._documents, self._settings, key, credential
         )
         return await HANDLERS[operation](call)
+
+    async def _health(self) -> web.Response:
+        """Whether requests can be served: that includes the storage side, which is asked once a second at most, however
+        many ask us.
+        """
+        now_s = time.monotonic()
+        if now_s >= self._healthy_until_s:
+            try:
+                async with asyncio.timeout(HEALTH_TIMEOUT_S):
+                    await self._storage.transports()
+            except (ObjectCacheError, TimeoutError) as error:
+                _log.warning("the storage side does not answer: %s", error)
+                body = b'{"status":"the storage side does not answer"}'
+                return web.Response(status=503, body=body, content_type="application/json")
+            self._healthy_until_s = now_s + HEALTH_KEPT_S
+        return web.Response(body=b'{"status":"ok"}', content_type="application/json")
 
     def _authenticated(self, request: S3Request) -> tuple[S3Request, sigv4.Claim, Credential, bytes]:
         """The request, who makes it, and the key that signs chunks of its body. Raises CallerError."""

@@ -6,8 +6,8 @@ from enum import Enum
 
 
 class Transport(Enum):
-    """AUTO is SHM for buffers of `allocate_buffer` where the server is on this host, else UCX where NIXL is installed
-    here and the server offers it, else HTTP.
+    """AUTO is SHM for buffers of `allocate_buffer` where the server is on this host; else UCX where this host has an
+    RDMA device, or the buffer is a GPU's, and the server offers it; else HTTP.
     """
 
     AUTO = "auto"

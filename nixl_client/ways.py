@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from adapters.interfaces import UnknownInterfaceError
-from adapters.nixl_agent import Memory, NixlFailure, is_available
+from adapters.nixl_agent import Memory, NixlFailure, has_infiniband, is_available
 from descriptors.errors import ErrorCode, ObjectCacheError
 from nixl_client import shared_memory
 from nixl_client.buffers import Buffer, as_buffer
@@ -117,7 +117,9 @@ class Ways:
     def _candidates(self, buffer: Buffer) -> list[Transport]:
         if self._wanted is not Transport.AUTO:
             return [self._wanted]
-        order = [Transport.UCX, Transport.HTTP]
+        # without RDMA http moves more than ucx over TCP does (README); a device's memory only ucx can fill
+        is_ucx_first = has_infiniband() or buffer.memory.device != "cpu"
+        order = [Transport.UCX, Transport.HTTP] if is_ucx_first else [Transport.HTTP]
         if shared_memory.find(buffer.memory) is not None:
             order.insert(0, Transport.SHM)
         now_s = time.monotonic()

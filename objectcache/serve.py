@@ -34,6 +34,7 @@ from storage_server.store.disk import Disk
 
 BACKLOG = 4096
 SHUTDOWN_S = 5.0
+HANDSHAKE_S = 10.0
 WORKER_READ_S = 30.0
 """How long a worker may go on reading an object of a segment after it was deleted; then its answer is cut."""
 SWITCH_INTERVAL_S = 0.0005
@@ -257,6 +258,24 @@ def _bound(listen: Listen) -> socket.socket:
     return bound
 
 
+class _Site(web.SockSite):
+    """aiohttp's, with a bound on how long a TLS handshake may take: until it is done, a connection is nobody's."""
+
+    async def start(self) -> None:
+        await web.BaseSite.start(self)
+        loop = asyncio.get_running_loop()
+        if self._runner.server is None:
+            raise RuntimeError("the runner is not set up")
+        timeout_s = HANDSHAKE_S if self._ssl_context is not None else None
+        self._server = await loop.create_server(
+            self._runner.server,
+            sock=self._sock,
+            ssl=self._ssl_context,
+            backlog=self._backlog,
+            ssl_handshake_timeout=timeout_s,
+        )
+
+
 async def _listen(server: web.Server, listen: Listen) -> tuple[web.ServerRunner, str]:
     runner = web.ServerRunner(server, shutdown_timeout=SHUTDOWN_S)
     await runner.setup()
@@ -269,7 +288,7 @@ async def _listen(server: web.Server, listen: Listen) -> tuple[web.ServerRunner,
         return runner, f"unix:{listen.socket_path}"
     bound = _bound(listen)
     tls = listen.tls.context() if listen.tls is not None else None
-    site = web.SockSite(runner, bound, backlog=BACKLOG, ssl_context=tls)
+    site = _Site(runner, bound, backlog=BACKLOG, ssl_context=tls)
     await site.start()
     host = f"[{listen.host}]" if ":" in listen.host else listen.host
     return runner, f"{'http' if tls is None else 'https'}://{host}:{bound.getsockname()[1]}"

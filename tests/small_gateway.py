@@ -22,6 +22,7 @@ from botocore.credentials import Credentials
 
 from adapters.limited_server import LimitedServer
 from descriptors.errors import CallerError, ErrorCode
+from descriptors.messages import Transports
 from descriptors.objects import ByteRange, ObjectInfo, PutRequest, ReadHead, ReadRequest
 from descriptors.storage_api import Body, ObjectRead, Piece
 from gateway.app import Gateway
@@ -65,6 +66,9 @@ class DictStorage:
     async def head_object(self, request: ReadRequest) -> ReadHead:
         info = self._info(request.bucket, request.key)
         return ReadHead(info, ByteRange(0, info.nbytes))
+
+    async def transports(self) -> Transports:
+        return Transports(False, None)
 
     async def get_lifecycle(self, bucket: str) -> list[Any]:
         return []

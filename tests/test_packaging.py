@@ -36,6 +36,7 @@ def test_compose_runs_commands_the_cli_has() -> None:
         assert service["volumes"] == ["objects:/var/lib/objectcache"]
         assert _parser().parse_args(service["command"]).command
     assert "objects" in compose["volumes"]
+    assert compose["services"]["storage-server"]["devices"] == ["/dev/userfaultfd:/dev/userfaultfd"]
 
 
 def test_readme_names_only_make_targets_that_exist() -> None:

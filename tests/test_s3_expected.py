@@ -17,7 +17,7 @@ from botocore.exceptions import ClientError
 
 from gateway.sigv4 import trimmed, trimmed_widely
 from tests.small_gateway import small_gateway
-from tests.support import OWNER, Reply, Stack, request, s3_client, signed, started
+from tests.support import OWNER, Reply, Stack, request, s3_client, signed, stack, started
 
 
 def refused(call: object, **arguments: object) -> str:
@@ -206,6 +206,18 @@ def test_the_log_level_goes_before_or_after_the_command(words: tuple[str, ...], 
     (tmp_path / "file").write_text("no folder")
     done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
     assert (done.returncode, "Not a directory" in done.stderr) == (1, True)
+
+
+def test_health_includes_the_storage_side(tmp_path: Path) -> None:
+    """A gateway whose storage server is gone serves nothing, and a load balancer should know."""
+    with stack("apart", tmp_path) as running:
+        health = "/_objectcache/health"
+        assert request(running.url, "GET", health, key=None).status == 200
+        storage = running.processes[0]
+        storage.kill()
+        storage.wait()
+        time.sleep(1.1)
+        assert request(running.url, "GET", health, key=None).status == 503
 
 
 def test_an_answer_of_a_gateway_without_storage_has_the_same_times() -> None:

@@ -6,12 +6,14 @@ import contextlib
 import json
 import os
 import signal
+import socket
 import ssl
 import subprocess
 import sys
 import urllib.request
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from urllib.parse import urlsplit
 
 import psutil
 import pytest
@@ -103,6 +105,19 @@ def test_https_with_a_given_certificate(tmp_path: Path) -> None:
         assert endpoint.startswith("https://")
         with urllib.request.urlopen(f"{endpoint}/_objectcache/health", context=context) as answer:
             assert answer.read() == b'{"status":"ok"}'
+
+
+def test_a_tls_handshake_that_stalls_is_given_up(tmp_path: Path) -> None:
+    """Before it is done a connection counts for nobody's limits, so it must not last."""
+    with tls_server(tmp_path) as (endpoint, _):
+        place = urlsplit(endpoint)
+        with contextlib.ExitStack() as held:
+            for garbage in (b"", b"\x16\x03\x01\x02\x00", b"GET / HTTP/1.1\r\n\r\n"):
+                sock = held.enter_context(socket.create_connection((place.hostname, place.port), timeout=30))
+                sock.sendall(garbage)
+                with contextlib.suppress(ConnectionError):
+                    while sock.recv(4096):
+                        continue
 
 
 def test_tls_files_that_cannot_be_used_are_a_configuration_error(tmp_path: Path) -> None:

@@ -197,7 +197,7 @@ def test_a_server_without_shm_says_so(tmp_path: object) -> None:
             with pytest.raises(Exception, match="no shm transport"):
                 client.register_buffer(buffer)
         with local.client("chunks") as client:
-            assert client.register_buffer(client.allocate_buffer(SIZE)) is Transport.UCX
+            assert client.register_buffer(client.allocate_buffer(SIZE)) is Transport.HTTP
 
 
 def test_another_keys_region_cannot_be_named(local: LocalStack, caller: Caller) -> None:
