@@ -6,11 +6,12 @@ Blocking calls are safe from any thread; `fetch_layers` and the `_async` methods
 from __future__ import annotations
 
 import asyncio
+import copy
 import logging
 import os
 import threading
 import uuid
-from collections.abc import AsyncIterator, Coroutine, Sequence
+from collections.abc import AsyncIterator, Callable, Coroutine, Iterable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import replace
 from typing import Any
@@ -26,9 +27,10 @@ from descriptors.recompute import Advice, AdviceRequest
 from descriptors.recompute import advise as advise_here
 from nixl_client import shared_memory
 from nixl_client.buffers import as_buffer
+from nixl_client.choices import chosen
 from nixl_client.fetch import Layer, LayerFetch
 from nixl_client.fetch_http import HttpFetches
-from nixl_client.http import SignedHttp
+from nixl_client.http import Answer, SignedHttp
 from nixl_client.objects import ObjectPaths, Registered
 from nixl_client.registration import LIFETIME_S
 from nixl_client.transport import Transport
@@ -41,11 +43,14 @@ __all__ = ["ObjectCacheClient", "Transport"]
 
 
 class ObjectCacheClient:
-    """A client of one bucket. Credentials default to AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY. `timeout_s` bounds
-    each wait for the gateway, `fetch_timeout_s` the silence on a fetch's own request. The agent is renewed every third
-    of `agent_lifetime_s`; a client that stops doing so is forgotten by the server after that time.
+    """A client of one bucket; `in_bucket` gives clients of others that share its connections, threads and buffers.
+    Credentials default to AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY. `timeout_s` bounds each wait for the gateway,
+    `fetch_timeout_s` the silence on a fetch's own request; calls take another in their own `timeout_s`. The agent is
+    renewed every third of `agent_lifetime_s`; a client that stops doing so is forgotten by the server after that time.
 
-    Every method raises ObjectCacheError (CallerError, ChunkUnavailable, ServerError) for what the server refuses.
+    `transport`, `delivery`, `on_missing` and `path` may be given by name; a name that there is not raises ValueError at
+    the call. Every method raises ObjectCacheError (CallerError, ChunkUnavailable, ServerError) for what the server
+    refuses.
     """
 
     def __init__(
@@ -61,6 +66,7 @@ class ObjectCacheClient:
         fetch_timeout_s: float = 600.0,
         agent_lifetime_s: float = LIFETIME_S,
     ) -> None:
+        wanted = chosen(Transport, transport, "transport")
         access_key = access_key or os.environ.get("AWS_ACCESS_KEY_ID")
         secret_key = secret_key or os.environ.get("AWS_SECRET_ACCESS_KEY")
         if not access_key or not secret_key:
@@ -68,14 +74,25 @@ class ObjectCacheClient:
         self.bucket = bucket
         self._http = SignedHttp(endpoint, access_key, secret_key, region, timeout_s)
         self._fetch_timeout_s = fetch_timeout_s
-        self._http_fetches = HttpFetches(self._http, bucket, fetch_timeout_s)
-        self._ways = Ways(self._http, bucket, Transport(transport), fetch_timeout_s, agent_lifetime_s)
+        self._http_fetches = HttpFetches(self._http)
+        self._ways = Ways(self._http, wanted, agent_lifetime_s)
+        self._is_own = True
         self._fetchers = ThreadPoolExecutor(FETCHES_MAX, "objectcache-fetch")
         self._waiters = ThreadPoolExecutor(FETCHES_MAX, "objectcache-wait")
         self._putters = ThreadPoolExecutor(PUT_THREADS, "objectcache-put")
 
+    def in_bucket(self, bucket: str) -> ObjectCacheClient:
+        """A client of another bucket with the connections, threads and registered buffers of this one, which must be
+        closed last; closing the new one does nothing. Both may be used by any threads.
+        """
+        other = copy.copy(self)
+        other.bucket, other._is_own = bucket, False
+        return other
+
     def close(self) -> None:
         """Deregister from the gateway, which waits for writes in flight, and free everything."""
+        if not self._is_own:
+            return
         try:
             self._ways.close()
         finally:
@@ -89,43 +106,63 @@ class ObjectCacheClient:
     def __exit__(self, *_: object) -> None:
         self.close()
 
-    def put_chunks(self, chunk_keys: Sequence[str], chunks: Sequence[Any]) -> None:
+    def put_chunks(self, chunk_keys: Sequence[str], chunks: Sequence[Any], *, timeout_s: float | None = None) -> None:
         """Store whole chunk objects (L*S bytes each, KV_L2TD), several at a time.
 
         The first failure is raised after the puts under way have ended; later chunks are then not started.
         """
         if len(chunk_keys) != len(chunks):
             raise ValueError(f"{len(chunk_keys)} keys, {len(chunks)} chunks")
-        failed = threading.Event()
 
         def put(key: str, chunk: Any) -> None:
+            self._http.request("PUT", f"/{self.bucket}/{key}", None, memoryview(chunk).cast("B"), timeout_s)
+
+        self._each(put, zip(chunk_keys, chunks, strict=True))
+
+    def delete(self, chunk_keys: Sequence[str], *, timeout_s: float | None = None) -> None:
+        """Delete objects, several at a time; one that is missing is deleted already. Failures as in `put_chunks`."""
+
+        def delete(key: str) -> None:
+            self._http.request("DELETE", f"/{self.bucket}/{key}", timeout_s=timeout_s)
+
+        self._each(delete, [(key,) for key in chunk_keys])
+
+    def _each(self, work: Callable[..., None], arguments: Iterable[tuple[Any, ...]]) -> None:
+        """Do all of it in our threads, until one fails; raises the first failure when none is under way any more."""
+        failed = threading.Event()
+
+        def do(*given: Any) -> None:
             if failed.is_set():
                 return
             try:
-                self._http.request("PUT", f"/{self.bucket}/{key}", body=memoryview(chunk).cast("B"))
+                work(*given)
             except BaseException:
                 failed.set()
                 raise
 
-        waiting = [self._putters.submit(put, key, chunk) for key, chunk in zip(chunk_keys, chunks, strict=True)]
-        _raise_first(waiting)
+        _raise_first([self._putters.submit(do, *given) for given in arguments])
 
-    def lookup(self, chunk_keys: Sequence[str], lease_s: float = 0.0) -> int:
+    def lookup(self, chunk_keys: Sequence[str], lease_s: float = 0.0, *, timeout_s: float | None = None) -> int:
         """How many chunks, from the first, are stored without a gap; `lease_s` asks to keep them that long,
         which a server that evicts nothing needs not be asked.
         """
         if not chunk_keys:
             return 0
         body = lookup_body(LookupRequest(tuple(chunk_keys), lease_s))
-        return int(self._http.request("POST", f"/{self.bucket}", {"lookup": ""}, body).json()["matched"])
+        return int(self._lookup(body, timeout_s).json()["matched"])
 
-    def advise(self, chunk_keys: Sequence[str], compute: AdviceRequest, lease_s: float = 0.0) -> tuple[int, Advice]:
+    def advise(
+        self, chunk_keys: Sequence[str], compute: AdviceRequest, lease_s: float = 0.0, *, timeout_s: float | None = None
+    ) -> tuple[int, Advice]:
         """`lookup`, and whether to load what is stored or to recompute it, at the rate the server would offer now."""
         if not chunk_keys:
             return 0, advise_here(0, compute)
         body = lookup_body(LookupRequest(tuple(chunk_keys), lease_s, compute))
-        answer = parse_lookup_answer(self._http.request("POST", f"/{self.bucket}", {"lookup": ""}, body).body)
+        answer = parse_lookup_answer(self._lookup(body, timeout_s).body)
         return answer.matched, answer.advice or advise_here(answer.matched, compute)
+
+    def _lookup(self, body: bytes, timeout_s: float | None) -> Answer:
+        return self._http.request("POST", f"/{self.bucket}", {"lookup": ""}, body, timeout_s)
 
     def allocate_buffer(self, nbytes: int) -> npt.NDArray[np.uint8]:
         """A uint8 array any transport can fill, and the only kind SHM can: its memory may be handed to a server on this
@@ -151,15 +188,18 @@ class ObjectCacheClient:
         buffer: Any,
         *,
         offset: int = 0,
-        delivery: Delivery = Delivery.AUTO,
-        on_missing: OnMissing = OnMissing.FAIL,
+        delivery: Delivery | str = Delivery.AUTO,
+        on_missing: OnMissing | str = OnMissing.FAIL,
         layer_compute_us: Sequence[int] = (),
+        timeout_s: float | None = None,
     ) -> LayerFetch:
         """Start fetching into `buffer` (numpy, torch or bytes-like) from byte `offset` on, and return at once.
 
         The buffer needs N*L*S bytes from `offset`. It must not be touched, but for layers that are ready, until the
         fetch is settled: `wait` returned, or `cancel` did.
         """
+        delivery = chosen(Delivery, delivery, "delivery")
+        on_missing = chosen(OnMissing, on_missing, "on_missing")
         target = as_buffer(buffer)
         way = self._ways.find(buffer)
         descriptor = Descriptor(
@@ -181,7 +221,8 @@ class ObjectCacheClient:
                 descriptor, rdma_target=RdmaTarget(agent_id, way.region_id, start, descriptor.payload_bytes)
             )
         fetches = way.fetches or self._http_fetches
-        fetch = LayerFetch(descriptor, target, offset, fetches.cancel, way.transport)
+        silence_s = timeout_s or self._fetch_timeout_s
+        fetch = LayerFetch(descriptor, target, offset, fetches.cancel, way.transport, self.bucket, silence_s)
         self._fetchers.submit(fetches.run, fetch)
         return fetch
 

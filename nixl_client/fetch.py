@@ -43,7 +43,8 @@ class FetchResult:
 
 
 class LayerFetch:
-    """A running fetch, over `transport`. Every wait takes a deadline in seconds and raises TimeoutError past it.
+    """A running fetch of chunks of `bucket`, over `transport`; `timeout_s` bounds the silence on its request. Every
+    wait takes a deadline in seconds and raises TimeoutError past it.
 
     Errors of the request itself are raised by the wait that meets them: CallerError, ChunkUnavailable (with the index
     of the first bad chunk: recompute from there), ServerError. Layers that were ready before stay good.
@@ -56,8 +57,12 @@ class LayerFetch:
         offset: int,
         cancel: Callable[[LayerFetch], None],
         transport: Transport,
+        bucket: str,
+        timeout_s: float,
     ) -> None:
         self.transport = transport
+        self.bucket = bucket
+        self.timeout_s = timeout_s
         self.descriptor = descriptor
         self.request_id = descriptor.request_id or ""
         self._buffer = buffer

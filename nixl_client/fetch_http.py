@@ -17,12 +17,10 @@ _log = logging.getLogger(__name__)
 
 
 class HttpFetches:
-    """Runs fetches of one bucket over http."""
+    """Runs fetches over http."""
 
-    def __init__(self, http: SignedHttp, bucket: str, timeout_s: float) -> None:
+    def __init__(self, http: SignedHttp) -> None:
         self._http = http
-        self._path = f"/{bucket}"
-        self._timeout_s = timeout_s
         self._streams: dict[str, Stream] = {}
 
     def run(self, fetch: LayerFetch) -> None:
@@ -30,7 +28,7 @@ class HttpFetches:
         stream: Stream | None = None
         try:
             body = encode_binary(fetch.descriptor)
-            stream = self._http.stream("POST", self._path, {"layerwise": ""}, body, self._timeout_s)
+            stream = self._http.stream("POST", f"/{fetch.bucket}", {"layerwise": ""}, body, fetch.timeout_s)
             self._streams[fetch.request_id] = stream
             self._read(fetch, stream)
         except ObjectCacheError as error:

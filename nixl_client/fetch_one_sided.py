@@ -20,12 +20,10 @@ _log = logging.getLogger(__name__)
 
 
 class OneSidedFetches:
-    """Runs fetches of one bucket over one link. `session` is who we are to the server."""
+    """Runs fetches over one link. `session` is who we are to the server."""
 
-    def __init__(self, http: SignedHttp, bucket: str, timeout_s: float, link: Link, session: AgentSession) -> None:
+    def __init__(self, http: SignedHttp, link: Link, session: AgentSession) -> None:
         self._http = http
-        self._path = f"/{bucket}"
-        self._timeout_s = timeout_s
         self.link = link
         self.session = session
 
@@ -85,4 +83,4 @@ class OneSidedFetches:
 
     def _post_once(self, fetch: LayerFetch) -> Answer:
         body = encode_binary(fetch.descriptor)
-        return self._http.request("POST", self._path, {"layerwise": ""}, body, self._timeout_s)
+        return self._http.request("POST", f"/{fetch.bucket}", {"layerwise": ""}, body, fetch.timeout_s)

@@ -19,6 +19,7 @@ from descriptors.layout import ChunkLayout
 from descriptors.rdma_token import TOKEN_HEADER, ObjectPath, RdmaToken, encode_token
 from descriptors.tracing import REQUEST_ID_HEADER
 from nixl_client.buffers import Buffer, as_buffer
+from nixl_client.choices import chosen
 from nixl_client.http import Answer, SignedHttp, Stream, UnansweredError
 from nixl_client.links import Link
 from nixl_client.registration import GONE, AgentSession
@@ -100,13 +101,13 @@ class ObjectPaths:
         *,
         offset: int = 0,
         length: int | None = None,
-        path: Path = Path.DIRECT,
+        path: Path | str = Path.DIRECT,
         byte_range: tuple[int, int] | None = None,
     ) -> ObjectMoved:
         """Get an object, or its bytes from the first to the last of `byte_range`, into at most `length` bytes (the
         rest of the buffer) from `offset` on. Raises ValueError where that is outside the buffer, or a body is longer.
         """
-        target = as_buffer(buffer)
+        path, target = chosen(Path, path, "path"), as_buffer(buffer)
         length = _checked_length(target, offset, length)
         headers = {} if byte_range is None else {"Range": f"bytes={byte_range[0]}-{byte_range[1]}"}
         going = self._begin(path, buffer)
@@ -134,13 +135,13 @@ class ObjectPaths:
         *,
         offset: int = 0,
         length: int | None = None,
-        path: Path = Path.DIRECT,
+        path: Path | str = Path.DIRECT,
         headers: Mapping[str, str] | None = None,
     ) -> ObjectMoved:
         """Store `length` bytes (the rest of the buffer) from `offset` on. `headers` are those of any PUT; Content-MD5
         and checksums are the object's. Raises ValueError where that is outside the buffer.
         """
-        target = as_buffer(buffer)
+        path, target = chosen(Path, path, "path"), as_buffer(buffer)
         length = _checked_length(target, offset, length)
         going = self._begin(path, buffer)
         if path is Path.TCP:
@@ -161,12 +162,13 @@ class ObjectPaths:
         buffer: Any,
         *,
         offset: int = 0,
-        delivery: Delivery = Delivery.CHUNK_MAJOR,
+        delivery: Delivery | str = Delivery.CHUNK_MAJOR,
     ) -> list[str]:
         """Store chunks that lie in the buffer chunk after chunk (S3RDMA Batch) or layer after layer (S3RDMA Agg), in
         one request; their ETags. Raises the error of the first chunk that was not stored, with its index; the others
         may have been. Raises ValueError where N*L*S bytes from `offset` on are outside the buffer.
         """
+        delivery = chosen(Delivery, delivery, "delivery")
         length = layout.payload_bytes(len(chunk_keys))
         _checked_length(as_buffer(buffer), offset, length)
         registered, request_id = self._register(buffer), uuid.uuid4().hex

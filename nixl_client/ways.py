@@ -44,13 +44,9 @@ class Ways:
     until `release` or `close`.
     """
 
-    def __init__(
-        self, http: SignedHttp, bucket: str, wanted: Transport, fetch_timeout_s: float, agent_lifetime_s: float
-    ) -> None:
+    def __init__(self, http: SignedHttp, wanted: Transport, agent_lifetime_s: float) -> None:
         self._http = http
-        self._bucket = bucket
         self._wanted = wanted
-        self._fetch_timeout_s = fetch_timeout_s
         self._agent_lifetime_s = agent_lifetime_s
         self._lock = threading.Lock()
         self._one_sided: dict[Transport, OneSidedFetches] = {}
@@ -130,7 +126,7 @@ class Ways:
             if transport not in self._one_sided:
                 link = self._link(transport)
                 session = AgentSession(self._http, link, self._agent_lifetime_s)
-                fetches = OneSidedFetches(self._http, self._bucket, self._fetch_timeout_s, link, session)
+                fetches = OneSidedFetches(self._http, link, session)
                 self._one_sided[transport] = fetches
             return self._one_sided[transport]
 

@@ -45,8 +45,10 @@ def run(notices: list[Any]) -> LayerFetch:
     http: Any = LostHttp(says)
     link: Any = QuietLink()
     session: Any = None
-    fetches = OneSidedFetches(http, "bucket", 5.0, link, session)
-    fetch = LayerFetch(DESCRIPTOR, as_buffer(np.zeros(4_000, np.uint8)), 0, fetches.cancel, Transport.SHM)
+    fetches = OneSidedFetches(http, link, session)
+    fetch = LayerFetch(
+        DESCRIPTOR, as_buffer(np.zeros(4_000, np.uint8)), 0, fetches.cancel, Transport.SHM, "bucket", 5.0
+    )
     fetches.run(fetch)
     return fetch
 

@@ -152,7 +152,7 @@ def test_readers_that_stop_reading_are_dropped_and_others_served(tmp_path: Path)
                 sock.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
                 sock.connect((address.hostname, address.port))
                 sock.sendall(raw_request(local, body))
-            assert eventually(lambda: local.storage.staging.free_count == 0)
+            assert eventually(lambda: local.storage.staging.free_count == 2), "one key's half"
             buffer = np.zeros(layout.payload_bytes(4), dtype=np.uint8)
             client.fetch(keys, layout, buffer, delivery=Delivery.LAYER_MAJOR).wait(60)
         assert np.array_equal(buffer[: layout.layer_bytes(4)], layer_of(chunks, layout, 0).ravel())

@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import http.client
 import json
+import math
 import os
 import signal
 import socket
@@ -394,7 +395,7 @@ def test_a_client_that_lets_nothing_move_is_cut_off(tmp_path: Path, threads: Thr
         token = RdmaToken(child.agent_id, "kv", 0, 9 * MIB, uuid.uuid4().hex)
         asking = threads.submit(send, local.url, method, "old" if method == "GET" else "stalled", token)
         assert eventually(lambda: held.held_count > 0)
-        assert eventually(lambda: all(agent.expires_at == 0 for agent in local.storage.agents._by_id.values()))
+        assert eventually(lambda: all(agent.expires_s == -math.inf for agent in local.storage.agents._by_id.values()))
         assert not asking.done()
         held.release()
         reply = asking.result(20)

@@ -4,6 +4,7 @@ crash left behind, and deleted.
 
 from __future__ import annotations
 
+import asyncio
 import shutil
 import sqlite3
 import subprocess
@@ -107,22 +108,22 @@ async def test_a_directory_of_the_release_before_has_no_mark_and_opens(tmp_path:
 
 
 @pytest.mark.parametrize(
-    ("index", "mark", "is_empty", "file_count", "why"),
+    ("index", "mark", "is_new", "file_count", "why"),
     [
         (Identity(1, 5), Identity(1, 5), False, 3, None),
         (Identity(1, 6), Identity(1, 5), False, 3, None),
-        (Identity(1, 5), Identity(1, 5), True, 3, None),
+        (Identity(2, 0), Identity(1, 5), True, 3, "another"),
         (Identity(2, 0), Identity(1, 5), True, 0, None),
         (Identity(1, 4), Identity(1, 5), False, 3, "older"),
         (Identity(2, 9), Identity(1, 5), False, 3, "another"),
-        (Identity(1, 0), None, True, 3, "empty"),
+        (Identity(1, 0), None, True, 3, "no index"),
         (Identity(1, 0), None, False, 3, None),
     ],
 )
 def test_which_index_belongs_to_the_files(
-    index: Identity, mark: Identity | None, is_empty: bool, file_count: int, why: str | None
+    index: Identity, mark: Identity | None, is_new: bool, file_count: int, why: str | None
 ) -> None:
-    problem = mismatch(index, mark, index_is_empty=is_empty, file_count=file_count)
+    problem = mismatch(index, mark, index_is_new=is_new, file_count=file_count)
     assert problem is None if why is None else why in str(problem)
 
 
@@ -168,4 +169,26 @@ async def test_nobody_else_on_the_host_can_read_the_index(tmp_path: Path) -> Non
     assert [path for path in directory.iterdir() if path.is_file() and path.stat().st_mode & 0o077] == []
     assert (directory / "index.sqlite3-wal").exists()
     assert directory.stat().st_mode & 0o077 == 0
+    store.close()
+
+
+async def test_another_process_that_reads_the_index_takes_nothing_away(tmp_path: Path) -> None:
+    """SQLite's locks end when the process that holds them closes any descriptor of the file: a reader elsewhere that
+    ends then takes itself for the last one, and removes the log that is being written.
+    """
+    store = await opened(tmp_path)
+    await store.create_bucket("k", "bbb")
+    read = "import sqlite3, sys; db = sqlite3.connect(sys.argv[1]); db.execute('SELECT 1 FROM objects'); db.close()"
+    for number in range(3):
+        await put(store, f"key-{number}", b"x")
+        command = [sys.executable, "-c", read, str(tmp_path / "index.sqlite3")]
+        await asyncio.to_thread(subprocess.run, command, check=True, timeout=60)
+        assert (tmp_path / "index.sqlite3-wal").exists()
+    copied = tmp_path / "copied"
+    copied.mkdir()
+    for path in tmp_path.glob("index.sqlite3*"):  # noqa: ASYNC240
+        shutil.copy(path, copied)
+    database = sqlite3.connect(copied / "index.sqlite3")
+    assert database.execute("SELECT count(*) FROM objects").fetchone() == (3,)
+    database.close()
     store.close()

@@ -39,7 +39,7 @@ from storage_server.store.committer import Committer
 from storage_server.store.compaction import Compactor
 from storage_server.store.disk import Disk
 from storage_server.store.extents import ExtentFiles
-from storage_server.store.identity import Identity, IndexMismatchError, Mark, mismatch, read_identity
+from storage_server.store.identity import IndexMismatchError, Mark, mismatch, read_identity
 from storage_server.store.io_threads import IoThreads
 from storage_server.store.reader import IndexReader
 from storage_server.store.reads import Reads
@@ -69,6 +69,7 @@ class EmbeddedStore:
         disk.sync_directory(settings.data_dir.parent)
         self._lock = _lock_directory(settings)
         index = settings.data_dir / "index.sqlite3"
+        self._index_is_new = not index.exists() or index.stat().st_size == 0
         self.files = ExtentFiles(settings.data_dir, settings.open_files_max, disk)
         self.files.start()
         resolved = ResolvedKeys(settings.resolved_keys_max, settings.resolved_bytes_max)
@@ -107,8 +108,8 @@ class EmbeddedStore:
         file_count = await self._io.run(self.files.count)
         set_aside = self._marked is None or self._settings.adopt_index
         if not self._settings.adopt_index:
-            identity, is_empty = await self.reader.threaded(_identity)
-            problem = mismatch(identity, self._marked, index_is_empty=is_empty, file_count=file_count)
+            identity = await self.reader.threaded(read_identity)
+            problem = mismatch(identity, self._marked, index_is_new=self._index_is_new, file_count=file_count)
             if problem is not None:
                 raise IndexMismatchError(f"{self._settings.data_dir}: {problem}. {WHAT_TO_DO}")
         suspects = await self.reader.threaded(queries.unsynced)
@@ -204,11 +205,6 @@ class EmbeddedStore:
 
     async def set_tags(self, bucket: str, key: str, tags: dict[str, str]) -> None:
         await self.change(lambda tx: transaction.set_tags(tx, bucket, key, tags))
-
-
-def _identity(db: sqlite3.Connection) -> tuple[Identity, bool]:
-    is_empty = db.execute("SELECT 1 FROM extents LIMIT 1").fetchone() is None
-    return read_identity(db), is_empty
 
 
 def check_size(nbytes: int, nbytes_max: int) -> None:

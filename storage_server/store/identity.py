@@ -48,14 +48,14 @@ def read_identity(db: sqlite3.Connection) -> Identity:
     return Identity(found.get("store", 0), found.get("transactions", 0))
 
 
-def mismatch(index: Identity, mark: Identity | None, *, index_is_empty: bool, file_count: int) -> str | None:
-    """Why a server may not go on with this index, or None. Without a mark (a directory of an earlier release) only an
-    empty index beside files is suspicious.
+def mismatch(index: Identity, mark: Identity | None, *, index_is_new: bool, file_count: int) -> str | None:
+    """Why a server may not go on with this index, or None. Without a mark (a directory of an earlier release, or one
+    that lost power early) only an index that was just made is suspicious.
     """
     if not file_count:
         return None
     if mark is None:
-        return f"the index is empty, but there are {file_count} data files" if index_is_empty else None
+        return f"there is no index, but there are {file_count} data files" if index_is_new else None
     if index.number != mark.number:
         return f"the index is missing or another store's: it does not belong to the {file_count} data files here"
     if index.transactions < mark.transactions:

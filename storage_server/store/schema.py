@@ -60,8 +60,13 @@ def create(connection: sqlite3.Connection) -> None:
 
 
 def _make_private(path: Path) -> None:
-    """Keys and sizes of every tenant are in the index and its log: they are the server's user's only."""
-    os.close(os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600))
+    """Keys and sizes of every tenant are in the index and its log: they are the server's user's only.
+
+    A file that is there is never opened here: closing it would drop the locks that SQLite holds on it in this process,
+    and another process would take the log away under us (sqlite.org/howtocorrupt.html, section 2.2).
+    """
+    with contextlib.suppress(FileExistsError):
+        os.close(os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600))
     for suffix in ("", "-wal", "-shm"):
         part = path.with_name(path.name + suffix)
         with contextlib.suppress(FileNotFoundError, PermissionError):
