@@ -95,7 +95,8 @@ def measured_problem(points: tuple[tuple[int, int], ...]) -> str | None:
 @dataclass(frozen=True, slots=True)
 class AdviceRequest:
     """A prompt of `context_tokens`, the shape of its chunks and what computing it costs. `bytes_per_s` is what the
-    caller knows of its own link (0: nothing); the costs are those of either order of delivery.
+    caller knows of its own link (0: nothing); the costs are those of either order of delivery. Of the tokens the caller
+    holds `held_tokens` itself: the chunks before need no loading (not on the wire: a server need not know).
     """
 
     context_tokens: int
@@ -104,11 +105,18 @@ class AdviceRequest:
     bytes_per_s: float = 0.0
     layer_major: DeliveryCosts = DeliveryCosts()
     chunk_major: DeliveryCosts = DeliveryCosts()
+    held_tokens: int = 0
+
+    @property
+    def held_chunks(self) -> int:
+        """Chunks that need no loading."""
+        return self.held_tokens // self.layout.chunk_tokens
 
 
 @dataclass(frozen=True, slots=True)
 class Advice:
-    """Fetch the first `chunk_count` chunks with `delivery` (None: nothing) and compute the rest.
+    """Have the first `chunk_count` chunks, those that are held and those fetched with `delivery` (None: nothing) and
+    compute the rest.
 
     `ttft_s` has the time of every choice there is: CHUNKWISE and LAYERWISE load all that can be loaded, PREFIX is the
     best of all shorter prefixes. `break_even_bytes_per_s` is the offered rate at which the best load takes as long as
@@ -127,34 +135,35 @@ def advise(matched: int, request: AdviceRequest, offered_bytes_per_s: float = 0.
     """What to do with `matched` stored chunks at the rate the storage side offers (0: not limited by it). The lower of
     that and the request's own bytes/s is assumed; with neither, the costs are all that limits a load.
     """
-    loadable = loadable_chunks(matched, request)
+    held, loadable = request.held_chunks, loadable_chunks(matched, request)
     rate = min((known for known in (offered_bytes_per_s, request.bytes_per_s) if known > 0), default=None)
-    prefill_s = request.prefill.prefill_s(
-        request.context_tokens, np.arange(loadable + 1, dtype=np.float64) * request.layout.chunk_tokens
-    )
+    cached_tokens = np.arange(held, held + loadable + 1, dtype=np.float64) * request.layout.chunk_tokens
+    cached_tokens[0] = request.held_tokens
+    prefill_s = request.prefill.prefill_s(request.context_tokens, cached_tokens)
     recompute_s, computes_s = float(prefill_s[0]), prefill_s[1:]
     ttft_s = {Choice.RECOMPUTE: recompute_s}
-    plans: dict[Choice, tuple[int, Delivery | None]] = {Choice.RECOMPUTE: (0, None)}
+    plans: dict[Choice, tuple[int, Delivery | None]] = {Choice.RECOMPUTE: (held, None)}
     if loadable:
         loads_s = np.stack([_chunkwise_s(request, computes_s, rate), _layerwise_s(request, computes_s, rate)])
         ttft_s |= {Choice.CHUNKWISE: float(loads_s[0, -1]), Choice.LAYERWISE: float(loads_s[1, -1])}
         plans |= {
-            Choice.CHUNKWISE: (loadable, Delivery.CHUNK_MAJOR),
-            Choice.LAYERWISE: (loadable, Delivery.LAYER_MAJOR),
+            Choice.CHUNKWISE: (held + loadable, Delivery.CHUNK_MAJOR),
+            Choice.LAYERWISE: (held + loadable, Delivery.LAYER_MAJOR),
         }
     if loadable > 1:
         shorter = int(loads_s[:, :-1].min(axis=0).argmin())
         way = int(loads_s[:, shorter].argmin())
         ttft_s[Choice.PREFIX] = float(loads_s[way, shorter])
-        plans[Choice.PREFIX] = (shorter + 1, (Delivery.CHUNK_MAJOR, Delivery.LAYER_MAJOR)[way])
+        plans[Choice.PREFIX] = (held + shorter + 1, (Delivery.CHUNK_MAJOR, Delivery.LAYER_MAJOR)[way])
     choice = min(ttft_s, key=ttft_s.__getitem__)
     chunk_count, delivery = plans[choice]
     return Advice(choice, chunk_count, delivery, ttft_s, _break_even(request, recompute_s, computes_s), rate)
 
 
 def loadable_chunks(matched: int, request: AdviceRequest) -> int:
-    """The stored chunks that leave a token to compute."""
-    return max(0, min(matched, (request.context_tokens - 1) // request.layout.chunk_tokens))
+    """The stored chunks that are not held and leave a token to compute."""
+    leaving_one = min(matched, (request.context_tokens - 1) // request.layout.chunk_tokens)
+    return max(0, leaving_one - request.held_chunks)
 
 
 def _chunkwise_s(request: AdviceRequest, computes_s: Floats, rate: float | None) -> Floats:

@@ -4,18 +4,22 @@ from __future__ import annotations
 
 import json
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from descriptors.descriptor import LAYER_COMPUTE_US_MAX
 from descriptors.errors import ErrorCode, ServerError
 from descriptors.layout import ChunkLayout
 from descriptors.prefix_keys import chunk_keys
+from descriptors.recompute import PrefillCosts
+from nixl_client.connectors.compute_fit import Work
 from nixl_client.connectors.counters import Counters
 from nixl_client.connectors.vllm.ledger import Ledger
 from nixl_client.connectors.vllm.naming import Deployment, KeyChain
-from nixl_client.connectors.vllm.options import Options
+from nixl_client.connectors.vllm.options import LoadPolicy, Options
 from nixl_client.connectors.vllm.plan import Grid
 from nixl_client.connectors.vllm.scheduling import SchedulerSide
 from nixl_client.connectors.vllm.steps import Report
@@ -288,7 +292,8 @@ class TestSchedulerSide:
         store = PlayedStore(ChunkLayout(1, 32, 64))
         ledger = Ledger(ONE_RANK, Grid(32, 32), 100, is_storing=True)
         client: Any = store
-        return SchedulerSide(client, options, Grid(32, 32), ledger, Counters()), store, ledger
+        side = SchedulerSide(client, options, Grid(32, 32), ledger, Counters(), ChunkLayout(1, 32, 65_536))
+        return side, store, ledger
 
     def fill(self, store: PlayedStore, tokens: list[int], salt: str = "") -> None:
         store.chunks.update((key, b"") for key in chunk_keys(ONE_RANK.namespace(0, "", salt), tokens, 32))
@@ -300,6 +305,77 @@ class TestSchedulerSide:
         assert side.match(Request(tokens), 0) == 128
         assert side.match(Request(tokens), 96) == 32
         assert side.match(Request(tokens), 128) == 0
+
+    def known(self, side: SchedulerSide, token_us: float = 100.0, bytes_per_s: float = 0.0) -> None:
+        """A worker has said what steps cost."""
+        side.report(Report(costs=PrefillCosts(token_us), bytes_per_s=bytes_per_s))
+
+    def test_without_costs_everything_is_offered_and_nothing_is_stated(self) -> None:
+        side, store, _ = self.side()
+        store.rate_bytes_per_s = 1.0
+        tokens = list(range(200))
+        self.fill(store, tokens[:128])
+        assert side.match(Request(tokens), 0) == 128
+        assert store.asked_with == []
+        assert side.take_step(frozenset(), Work.of([(200, 0)])).layer_compute_us == 0
+
+    def test_what_is_sooner_computed_is_not_loaded(self) -> None:
+        """100 us a token and 64 KiB a chunk of 32 tokens: break-even at 20.5 MB/s."""
+        tokens = list(range(200))
+        for rate, offered in ((1e9, 192), (1e6, 0)):
+            side, store, _ = self.side()
+            store.rate_bytes_per_s = rate
+            self.known(side)
+            self.fill(store, tokens)
+            assert side.match(Request(tokens), 0) == offered, rate
+            (compute,) = store.asked_with
+            assert (compute.context_tokens, compute.prefill) == (200, PrefillCosts(100.0))
+
+    def test_of_what_the_engine_has_in_part_only_the_rest_is_weighed(self) -> None:
+        side, store, _ = self.side()
+        store.rate_bytes_per_s = 1e6
+        self.known(side)
+        tokens = list(range(200))
+        self.fill(store, tokens)
+        assert side.match(Request(tokens), 96) == 0
+        assert side._counters.totals["advised_against_tokens"] == 96
+
+    def test_all_is_loaded_where_nobody_asks_for_advice(self) -> None:
+        side, store, _ = self.side(replace(OPTIONS, load=LoadPolicy.ALL))
+        store.rate_bytes_per_s = 1.0
+        self.known(side)
+        tokens = list(range(200))
+        self.fill(store, tokens)
+        assert side.match(Request(tokens), 0) == 192
+        assert store.asked_with == []
+
+    def test_where_the_server_paces_nothing_what_loads_have_moved_counts(self) -> None:
+        tokens = list(range(200))
+        for bytes_per_s, offered in ((1e9, 192), (1e6, 0)):
+            side, store, _ = self.side()
+            self.known(side, bytes_per_s=bytes_per_s)
+            self.fill(store, tokens)
+            assert side.match(Request(tokens), 0) == offered
+
+    def test_what_is_not_loaded_though_stored_is_not_written_again(self) -> None:
+        side, store, ledger = self.side()
+        store.rate_bytes_per_s = 1e6
+        self.known(side)
+        request = Request(list(range(200)))
+        self.fill(store, list(range(192)))
+        assert side.match(request, 0) == 0
+        side.allocated(request, list(range(7)), 0)
+        side.scheduled("r", list(range(7)))
+        request.num_computed_tokens = 200
+        side.scheduled("r", list(range(7)))
+        assert ledger.take_step(frozenset()).stores == ()
+
+    def test_a_step_states_what_its_layers_take(self) -> None:
+        """All of its requests together: the engine computes them in one pass."""
+        side, _, _ = self.side()
+        self.known(side, token_us=50.0)
+        assert side.take_step(frozenset(), Work.of([(100, 0), (20, 500)])).layer_compute_us == 6_000
+        assert side.take_step(frozenset(), Work.of([(10**9, 0)])).layer_compute_us == LAYER_COMPUTE_US_MAX
 
     def test_who_finds_blocks_that_are_being_loaded_waits(self) -> None:
         """Should the load fail, vLLM has only one of the requests compute the blocks again."""

@@ -169,6 +169,23 @@ class Worker:
         return all(torch.equal(cache[list(left)], cache[list(right)]) for cache in self.caches)
 
 
+class TestLoadsMeasure:
+    def test_loads_state_the_steps_compute_and_know_what_they_moved(self) -> None:
+        """Nobody paced them; what was waited for is not the engine's own time."""
+        worker = Worker(Grid(8, 8))
+        keys = worker.save((0, 1, 2, 3), 0, 4)
+        span = worker.grid.load_span(0, 32, (4, 5, 6, 7))
+        worker.loads.start([LoadJob(1, "r", span, (keys,))], layer_compute_us=250)
+        for layer_index in range(LAYERS):
+            worker.loads.wait_layer(layer_index)
+        worker.loads.finish()
+        assert worker.store.stated_us == [(250,)]
+        assert worker.loads.waited_s > 0
+        assert worker.loads.bytes_per_s == 0, "too little to tell"
+        worker.loads.start([])
+        assert worker.loads.waited_s == 0
+
+
 class TestRuns:
     @pytest.mark.parametrize("chunk_tokens", [8, 16, 32, 64])
     @pytest.mark.parametrize(("skip_blocks", "ids"), [(0, [2, 3, 4]), (1, [7, 5, 6]), (3, [1])])
@@ -316,7 +333,7 @@ class TestIdleWorker:
         """The scheduler does not see that a worker cannot: blocks must not pass for loaded, nor be kept for ever."""
         worker = IdleWorker()
         span = Grid(32, 32).load_span(0, 64, [4, 5])
-        worker.start_loads([LoadJob(7, "a", span, (("k", "l"),))])
+        worker.start_loads(Step((LoadJob(7, "a", span, (("k", "l"),)),)))
         worker.end_step(Step(stores=(store_job(8, "b", (1,)),), awaited=frozenset({"b"})))
         assert worker.take_freed(set()) == {"b"}
         assert worker.take_lost_blocks() == {4, 5}

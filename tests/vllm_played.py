@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+import time
 from collections.abc import Sequence
 from types import SimpleNamespace
 from typing import Any
@@ -10,6 +11,8 @@ from typing import Any
 import numpy as np
 
 from descriptors.layout import ChunkLayout
+from descriptors.recompute import Advice, AdviceRequest, advise
+from descriptors.storage_api import Grant
 from nixl_client.connectors.vllm.naming import Deployment
 from nixl_client.connectors.vllm.options import Options
 from nixl_client.connectors.vllm.plan import Grid
@@ -36,6 +39,7 @@ class PlayedFetch:
         self._failing_layer = failing_layer
         self.is_settled = settles
         self.request_id = "played"
+        self.grant = Grant()
 
     def cancel(self) -> None:
         self.is_settled = True
@@ -43,7 +47,8 @@ class PlayedFetch:
     def wait_layer(self, layer_index: int, timeout_s: float) -> Any:
         if self._failure is not None and layer_index >= self._failing_layer:
             raise self._failure
-        return SimpleNamespace(chunk_count=self._chunk_count, data=self._payload[layer_index])
+        ready_at_s = time.monotonic()
+        return SimpleNamespace(chunk_count=self._chunk_count, data=self._payload[layer_index], ready_at_s=ready_at_s)
 
     def wait(self, timeout_s: float) -> None:
         if self._failure is not None:
@@ -62,6 +67,9 @@ class PlayedStore:
         self.failure: Exception | None = None
         self.failing_layer = 0
         self.fetched: list[int] = []
+        self.stated_us: list[tuple[int, ...]] = []
+        self.asked_with: list[AdviceRequest] = []
+        self.rate_bytes_per_s = 0.0
         self.put_failure: Exception | None = None
         self.lookup_failure: Exception | None = None
         self.settles = True
@@ -81,6 +89,11 @@ class PlayedStore:
             raise self.lookup_failure
         return next((index for index, key in enumerate(keys) if key not in self.chunks), len(keys))
 
+    def advise(self, keys: Sequence[str], compute: AdviceRequest, lease_s: float = 0.0) -> tuple[int, Advice]:
+        self.asked_with.append(compute)
+        matched = self.lookup(keys, lease_s)
+        return matched, advise(matched, compute, self.rate_bytes_per_s)
+
     def put_chunks(self, keys: Sequence[str], chunks: Sequence[Any]) -> None:
         if self.put_failure is not None:
             raise self.put_failure
@@ -88,6 +101,7 @@ class PlayedStore:
 
     def fetch(self, keys: Sequence[str], layout: ChunkLayout, buffer: Any, **options: Any) -> PlayedFetch:
         self.fetched.append(len(keys))
+        self.stated_us.append(tuple(options["layer_compute_us"]))
         count = self.lookup(keys)
         rows = [np.frombuffer(self.chunks[key], np.uint8) for key in keys[:count]]
         payload = np.stack(rows).reshape(count, layout.num_layers, -1).transpose(1, 0, 2).copy()

@@ -25,6 +25,7 @@ from vllm.v1.outputs import KVConnectorOutput, ModelRunnerOutput
 from vllm.v1.request import Request, RequestStatus
 from vllm.v1.structured_output import StructuredOutputManager
 
+from descriptors.recompute import Advice, AdviceRequest, advise
 from nixl_client.connectors.vllm import connector as connector_module
 from nixl_client.connectors.vllm import lookups
 from nixl_client.connectors.vllm.metrics import StepMetadata, WorkerReport
@@ -61,6 +62,11 @@ class FakeStore:
         if self.failure is not None:
             raise self.failure
         return sum(1 for _ in itertools.takewhile(self.keys.__contains__, keys))
+
+    def advise(self, keys: Sequence[str], compute: AdviceRequest, lease_s: float = 0.0) -> tuple[int, Advice]:
+        """What `lookup` says, of a server that paces nothing."""
+        matched = self.lookup(keys, lease_s)
+        return matched, advise(matched, compute)
 
     def close(self) -> None:
         """Nothing is open."""

@@ -20,6 +20,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
     KVConnectorWorkerMetadata,
 )
 
+from descriptors.layout import ChunkLayout
 from nixl_client.client import ObjectCacheClient
 from nixl_client.connectors.counters import Counters
 from nixl_client.connectors.vllm import engine
@@ -109,7 +110,8 @@ class ObjectCacheConnector(KVConnectorBase_V1):  # type: ignore[misc]  # vLLM is
                 self._scheduler.scheduled(request_id, block_ids[0])
                 tables.append(block_ids[0])
         self._tables.append(tables)
-        return StepMetadata(self._ledger.take_step(self._rewritten(scheduler_output)))
+        work = engine.step_work(scheduler_output)
+        return StepMetadata(self._scheduler.take_step(self._rewritten(scheduler_output), work))
 
     def request_finished(self, request: Any, block_ids: list[int]) -> tuple[bool, dict[str, Any] | None]:
         """Whether the blocks must be kept until they have been read."""
@@ -155,7 +157,7 @@ class ObjectCacheConnector(KVConnectorBase_V1):  # type: ignore[misc]  # vLLM is
     def start_load_kv(self, forward_context: Any, **kwargs: Any) -> None:
         """Start this step's fetches."""
         if self._worker is not None:
-            self._worker.start_loads(self._step().loads)
+            self._worker.start_loads(self._step())
 
     def wait_for_layer_load(self, layer_name: str) -> None:
         """Return when this layer is in its blocks."""
@@ -213,7 +215,12 @@ class ObjectCacheConnector(KVConnectorBase_V1):  # type: ignore[misc]  # vLLM is
         self._deployment = engine.deployment(self._vllm_config, group, options)
         self._ledger = Ledger(self._deployment, self._grid, room_chunks, is_storing)
         self._client = ObjectCacheClient(options.endpoint, options.bucket, timeout_s=options.lookup_timeout_s)
-        self._scheduler = SchedulerSide(self._client, options, self._grid, self._ledger, self.counters)
+        self._scheduler = SchedulerSide(self._client, options, self._grid, self._ledger, self.counters, self._layout())
+
+    def _layout(self) -> ChunkLayout:
+        """One rank's chunks."""
+        layers = len(self._kv_cache_config.kv_cache_groups[0].layer_names)
+        return ChunkLayout(layers, self._grid.chunk_tokens, self._chunk_bytes // layers)
 
     def _evict(self, lost_blocks: set[int]) -> None:
         """Take lost blocks, and those computed on top of them, out of the engine's prefix cache. vLLM puts blocks there

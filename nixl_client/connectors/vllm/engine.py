@@ -15,6 +15,7 @@ from vllm.config import get_current_vllm_config_or_none
 from vllm.distributed.utils import get_pp_indices
 from vllm.v1.kv_cache_interface import FullAttentionSpec, KVQuantMode
 
+from nixl_client.connectors.compute_fit import Work
 from nixl_client.connectors.vllm.blocks import PagedLayer, find_packings, packed_layer, plain_layer
 from nixl_client.connectors.vllm.naming import Deployment
 from nixl_client.connectors.vllm.options import Options
@@ -186,3 +187,12 @@ def _cpu_write(vllm_config: Any, spec: FullAttentionSpec) -> Any:
         )
 
     return write
+
+
+def step_work(scheduler_output: Any) -> Work:
+    """What the coming step computes, of all its requests."""
+    cached = scheduler_output.scheduled_cached_reqs
+    before = {new.req_id: new.num_computed_tokens for new in scheduler_output.scheduled_new_reqs}
+    before |= dict(zip(cached.req_ids, cached.num_computed_tokens, strict=True))
+    scheduled = scheduler_output.num_scheduled_tokens
+    return Work.of((new_tokens, before.get(request_id, 0)) for request_id, new_tokens in scheduled.items())

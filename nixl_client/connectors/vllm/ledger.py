@@ -9,6 +9,7 @@ from collections import OrderedDict
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 
+from nixl_client.connectors.compute_fit import NO_WORK, Work
 from nixl_client.connectors.vllm.naming import Deployment, KeyChain
 from nixl_client.connectors.vllm.plan import Grid
 from nixl_client.connectors.vllm.steps import LoadJob, Report, Step, StoreJob
@@ -29,6 +30,7 @@ class Tracked:
 
     chains: tuple[KeyChain, ...]
     matched_chunks: int | None = None
+    rate_bytes_per_s: float = 0.0
     looked_up_s: float = 0.0
     computed_tokens: int = 0
     next_chunk: int = 0
@@ -83,10 +85,16 @@ class Ledger:
         tracked.looked_up_s = now_s
         tracked.next_chunk = max(tracked.next_chunk, chunk_count)
 
-    def loadable(self, tracked: Tracked, token_count: int, computed_tokens: int) -> int:
-        """Tokens to load after `computed_tokens`, within the room this step has left."""
+    def loadable(
+        self, tracked: Tracked, token_count: int, computed_tokens: int, worth_chunks: int | None = None
+    ) -> int:
+        """Tokens to load after `computed_tokens`, within the room this step has left, and of no chunk past the
+        `worth_chunks` that are worth it (None: all are).
+        """
         tracked.computed_tokens = computed_tokens
         matched_chunks = tracked.matched_chunks or 0
+        if worth_chunks is not None:
+            matched_chunks = min(matched_chunks, worth_chunks)
         return self._grid.loadable_tokens(token_count, computed_tokens, matched_chunks, self._room_left)
 
     def found_tokens(self, request_id: str) -> int:
@@ -210,9 +218,19 @@ class Ledger:
         """The coming step's loads."""
         return tuple(self._loads)
 
-    def take_step(self, rewritten: frozenset[int]) -> Step:
-        """The coming step's work; the books are then empty for the next."""
-        step = Step(tuple(self._loads), tuple(self._stores), rewritten, frozenset(self._awaited), self._is_reset)
+    def take_step(self, rewritten: frozenset[int], work: Work = NO_WORK, layer_compute_us: int = 0) -> Step:
+        """The coming step's work, `work` being what the engine computes in it, in layers that should take so long; the
+        books are then empty for the next.
+        """
+        step = Step(
+            tuple(self._loads),
+            tuple(self._stores),
+            rewritten,
+            frozenset(self._awaited),
+            self._is_reset,
+            work,
+            layer_compute_us,
+        )
         self._loads, self._stores, self._awaited, self._is_reset = [], [], set(), False
         self._room_left = self._room_chunks
         self._step += 1

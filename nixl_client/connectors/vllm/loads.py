@@ -7,8 +7,10 @@ from __future__ import annotations
 import logging
 import threading
 import time
+from collections import deque
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from statistics import median
 from typing import Any
 
 import torch
@@ -27,6 +29,9 @@ from nixl_client.connectors.vllm.steps import LoadJob, Report
 from nixl_client.fetch import LayerFetch
 
 RETIRED_MAX = 4
+RATES_KEPT = 9
+RATE_BYTES_MIN = 1 << 20
+"""Less than this tells of the request and not of the way."""
 _log = logging.getLogger(__name__)
 
 
@@ -44,6 +49,8 @@ class ActiveLoad:
     good_blocks: int
     next_layer: int = 0
     is_retried: bool = False
+    began_s: float = field(default_factory=time.monotonic)
+    ready_at_s: float = 0.0
 
     def left_s(self) -> float:
         """Seconds until the deadline, 0 past it."""
@@ -80,15 +87,21 @@ class Loads:
         self._lost_blocks: set[int] = set()
         self._bad_chunks: dict[int, int] = {}
         self._failed = 0
+        self._layer_compute_us: tuple[int, ...] = ()
+        self.waited_s = 0.0
+        """How long this step's layers were waited for and copied."""
+        self._rates: deque[float] = deque(maxlen=RATES_KEPT)
         self._retired = Retired(RETIRED_MAX)
         self.is_idle = threading.Event()
         self.is_idle.set()
         self._ready_staging()
 
-    def start(self, jobs: Sequence[LoadJob]) -> None:
-        """Start these loads; what cannot be started is lost at once."""
+    def start(self, jobs: Sequence[LoadJob], layer_compute_us: int = 0) -> None:
+        """Start these loads, in a step whose layers should take so long; what cannot be started is lost at once."""
+        self.waited_s = 0.0
         if not jobs:
             return
+        self._layer_compute_us = (layer_compute_us,) if layer_compute_us else ()
         self.is_idle.clear()
         self._ended += [job.job_id for job in jobs]
         deadline_s = time.monotonic() + self._options.load_timeout_s
@@ -182,7 +195,13 @@ class Loads:
             offset=offset,
             delivery=self._options.delivery,
             on_missing=OnMissing.PREFIX,
+            layer_compute_us=self._layer_compute_us,
         )
+
+    @property
+    def bytes_per_s(self) -> float:
+        """What loads that nobody paced have moved lately, in the middle; 0 where that is not known."""
+        return median(self._rates) if self._rates else 0.0
 
     def _take_layer(self, load: ActiveLoad) -> None:
         began_s = time.monotonic()
@@ -202,8 +221,11 @@ class Loads:
             return
         if not load.good_blocks:
             self._drop(load)
-        self._counters.add(load_wait_s=waited_s, load_copy_s=time.monotonic() - began_s - waited_s)
+        spent_s = time.monotonic() - began_s
+        self.waited_s += spent_s
+        self._counters.add(load_wait_s=waited_s, load_copy_s=spent_s - waited_s)
         load.next_layer += 1
+        load.ready_at_s = layer.ready_at_s
 
     def _scatter(self, load: ActiveLoad, data: Any) -> None:
         layer = self._layers[load.next_layer]
@@ -252,6 +274,9 @@ class Loads:
     def _count(self, load: ActiveLoad) -> None:
         nbytes = self._layout.payload_bytes(load.chunk_count)
         tokens = load.good_blocks * self._grid.block_tokens
+        moving_s = load.ready_at_s - load.began_s
+        if nbytes >= RATE_BYTES_MIN and moving_s > 0 and not load.fetch.grant.rate_bytes_per_s and not load.is_retried:
+            self._rates.append(nbytes / moving_s)
         self._counters.add(loads=1, loaded_chunks=load.chunk_count, loaded_bytes=nbytes, loaded_tokens=tokens)
 
     def _lose(self, job: LoadJob, first_block: int, why: object, end_block: int | None = None) -> None:

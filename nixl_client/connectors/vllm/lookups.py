@@ -8,6 +8,7 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from dataclasses import dataclass
 
+from descriptors.recompute import AdviceRequest
 from nixl_client.client import ObjectCacheClient
 from nixl_client.connectors.counters import Counters
 from nixl_client.connectors.vllm.options import Options
@@ -25,8 +26,18 @@ _log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True)
+class Found:
+    """How many chunks, from the first, are stored on every rank, and the rate the server offers one of them (0: it
+    paces nothing, or was not asked).
+    """
+
+    chunk_count: int = 0
+    rate_bytes_per_s: float = 0.0
+
+
+@dataclass(frozen=True, slots=True)
 class _Pending:
-    future: Future[int]
+    future: Future[Found]
     since_s: float
 
 
@@ -49,9 +60,9 @@ class Lookups:
         """Whether nothing is asked for now."""
         return time.monotonic() < self._silent_until_s
 
-    def ask(self, request_id: str, keys: Callable[[], Keys]) -> int | None:
-        """How many chunks are stored on every rank; None: not known yet, ask again. `keys` are each rank's. What fails
-        is 0: the engine can do without.
+    def ask(self, request_id: str, keys: Callable[[], Keys], compute: AdviceRequest | None = None) -> Found | None:
+        """What is stored; None: not known yet, ask again. `keys` are each rank's; with `compute` the server is told
+        what the engine's steps cost, and asked for its rate. What fails is nothing: the engine can do without.
         """
         pending = self._pending.get(request_id)
         if pending is None:
@@ -62,9 +73,9 @@ class Lookups:
             except Exception as error:
                 return self._fail(request_id, error)
             if not asked[0]:
-                return 0
+                return Found()
             self._counters.add(lookups=1)
-            pending = _Pending(self._pool.submit(self._look_up, asked), time.monotonic())
+            pending = _Pending(self._pool.submit(self._look_up, asked, compute), time.monotonic())
             self._pending[request_id] = pending
             wait_s = FIRST_WAIT_S
         else:
@@ -101,11 +112,16 @@ class Lookups:
         """Drop what is under way."""
         self._pool.shutdown(wait=False, cancel_futures=True)
 
-    def _look_up(self, keys: Sequence[Sequence[str]]) -> int:
-        return min(self._client.lookup(each[:KEYS_MAX], self._options.lease_s) for each in keys)
+    def _look_up(self, keys: Sequence[Sequence[str]], compute: AdviceRequest | None) -> Found:
+        """Ranks load at the same time: each has its part of the rate."""
+        if compute is None:
+            return Found(min(self._client.lookup(each[:KEYS_MAX], self._options.lease_s) for each in keys))
+        answers = [self._client.advise(each[:KEYS_MAX], compute, self._options.lease_s) for each in keys]
+        rate = min(advice.rate_bytes_per_s or 0.0 for _, advice in answers)
+        return Found(min(matched for matched, _ in answers), rate / len(keys))
 
-    def _fail(self, request_id: str, error: Exception) -> int:
+    def _fail(self, request_id: str, error: Exception) -> Found:
         _log.warning("request %s: the lookup failed, taken as a miss: %r", request_id, error)
         self._counters.add(lookup_failures=1)
         self.silence()
-        return 0
+        return Found()

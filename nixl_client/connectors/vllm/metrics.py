@@ -17,6 +17,7 @@ COUNTERS = {
     "lookups": "Lookups",
     "lookup_failures": "Lookups that failed and were taken as misses",
     "lookup_s": "Seconds spent in lookups",
+    "advised_against_tokens": "Tokens that are stored and were sooner computed",
     "loads": "Loads that ended well",
     "loaded_tokens": "Tokens loaded",
     "loaded_chunks": "Chunks loaded",

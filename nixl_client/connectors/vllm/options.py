@@ -22,6 +22,13 @@ class StagingPlace(Enum):
     DEVICE = "device"
 
 
+class LoadPolicy(Enum):
+    """How much of what is stored is loaded."""
+
+    ADVISED = "advised"
+    ALL = "all"
+
+
 @dataclass(frozen=True, slots=True)
 class Options:
     """The connector's options, checked. Every time is in seconds and bounds a wait of the engine."""
@@ -49,6 +56,8 @@ class Options:
     """After a lookup or a load that failed nothing is looked up for so long; twice as long each time, to a minute."""
     lease_s: float = 60.0
     """What a lookup matched is kept from eviction so long."""
+    load: LoadPolicy = LoadPolicy.ADVISED
+    """Load the prefix that is sooner there than computed, at the rate the server offers; or all that is stored."""
     min_load_tokens: int = 0
     """Fewer tokens than these are recomputed, not loaded."""
     store: bool = True
@@ -82,5 +91,5 @@ class Options:
     @classmethod
     def of(cls, extra: Mapping[str, object]) -> Options:
         """Options from the engine's JSON. Raises ValueError for unknown names and for values that cannot be."""
-        enums = {"transport": Transport, "delivery": Delivery, "staging": StagingPlace}
+        enums = {"transport": Transport, "delivery": Delivery, "staging": StagingPlace, "load": LoadPolicy}
         return cls(**{"endpoint": "", "bucket": "", **arguments(cls, extra, enums)})

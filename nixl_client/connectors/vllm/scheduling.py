@@ -8,13 +8,17 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Protocol
 
+from descriptors.descriptor import LAYER_COMPUTE_US_MAX
+from descriptors.layout import ChunkLayout
+from descriptors.recompute import AdviceRequest, PrefillCosts, advise, loadable_chunks
 from nixl_client.client import ObjectCacheClient
+from nixl_client.connectors.compute_fit import Work, step_s
 from nixl_client.connectors.counters import Counters
 from nixl_client.connectors.vllm.ledger import Ledger, Tracked
 from nixl_client.connectors.vllm.lookups import Lookups
-from nixl_client.connectors.vllm.options import Options
+from nixl_client.connectors.vllm.options import LoadPolicy, Options
 from nixl_client.connectors.vllm.plan import Grid
-from nixl_client.connectors.vllm.steps import Report
+from nixl_client.connectors.vllm.steps import Report, Step
 from nixl_client.connectors.vllm.weights import Adapters
 
 
@@ -46,7 +50,13 @@ class SchedulerSide:
     """All of one scheduler's requests."""
 
     def __init__(
-        self, client: ObjectCacheClient, options: Options, grid: Grid, ledger: Ledger, counters: Counters
+        self,
+        client: ObjectCacheClient,
+        options: Options,
+        grid: Grid,
+        ledger: Ledger,
+        counters: Counters,
+        layout: ChunkLayout,
     ) -> None:
         self._lookups = Lookups(client, options, counters)
         self._options = options
@@ -55,6 +65,9 @@ class SchedulerSide:
         self._counters = counters
         self._requests: dict[str, EngineRequest] = {}
         self._adapters = Adapters()
+        self._layout = layout
+        self._costs: PrefillCosts | None = None
+        self._way_bytes_per_s = 0.0
 
     def match(self, request: EngineRequest, computed_tokens: int) -> int | None:
         """Tokens that can be loaded after the `computed_tokens` in the engine's own blocks. None while that is not
@@ -71,7 +84,8 @@ class SchedulerSide:
         self._requests[request.request_id] = request
         if not self._is_looked_up(tracked, request):
             return None
-        count = self._ledger.loadable(tracked, request.num_tokens, computed_tokens)
+        worth_chunks = self._worth_chunks(tracked, request.num_tokens, computed_tokens)
+        count = self._ledger.loadable(tracked, request.num_tokens, computed_tokens, worth_chunks)
         return count if count >= self._options.min_load_tokens else 0
 
     def found_tokens(self, request: EngineRequest) -> int:
@@ -106,10 +120,17 @@ class SchedulerSide:
     def report(self, report: Report) -> None:
         """What workers have done."""
         self._ledger.report(report, time.monotonic())
+        self._costs = report.costs or self._costs
+        self._way_bytes_per_s = report.bytes_per_s or self._way_bytes_per_s
         if report.failed_loads:
             self._lookups.silence()
         elif report.ended_loads:
             self._lookups.end_silence()
+
+    def take_step(self, rewritten: frozenset[int], work: Work) -> Step:
+        """The coming step's work; `work` is what the engine computes in it."""
+        layer_s = 0.0 if self._costs is None else step_s(self._costs, work) / self._layout.num_layers
+        return self._ledger.take_step(rewritten, work, min(round(layer_s * 1e6), LAYER_COMPUTE_US_MAX))
 
     def close(self) -> None:
         """Ask nothing more."""
@@ -150,10 +171,32 @@ class SchedulerSide:
         if tracked.matched_chunks is not None and now_s - tracked.looked_up_s <= self._options.lease_s / 2:
             return True
         tokens = request.all_token_ids
-        count = self._lookups.ask(request.request_id, lambda: self._ledger.lookup_keys(tracked, tokens))
-        if count is not None and not self._lookups.is_silent:
-            self._ledger.matched(tracked, count, now_s)
-        return count is not None
+        compute = self._compute(request.num_tokens, 0)
+        found = self._lookups.ask(request.request_id, lambda: self._ledger.lookup_keys(tracked, tokens), compute)
+        if found is not None and not self._lookups.is_silent:
+            self._ledger.matched(tracked, found.chunk_count, now_s)
+            tracked.rate_bytes_per_s = found.rate_bytes_per_s
+        return found is not None
+
+    def _compute(self, context_tokens: int, held_tokens: int) -> AdviceRequest | None:
+        """What the server needs to advise; None where nobody asks it, or nothing is known yet."""
+        if self._costs is None or self._options.load is not LoadPolicy.ADVISED:
+            return None
+        return AdviceRequest(context_tokens, self._layout, self._costs, held_tokens=held_tokens)
+
+    def _worth_chunks(self, tracked: Tracked, context_tokens: int, computed_tokens: int) -> int | None:
+        """Chunks of the prefix that are sooner loaded than computed, at the rate the server offered or, where it paces
+        nothing, at what loads have moved lately; None: all.
+        """
+        compute = self._compute(context_tokens, computed_tokens)
+        if compute is None or not tracked.matched_chunks:
+            return None
+        rate = tracked.rate_bytes_per_s or self._way_bytes_per_s
+        advice = advise(tracked.matched_chunks, compute, rate)
+        stored_chunks = computed_tokens // self._grid.chunk_tokens + loadable_chunks(tracked.matched_chunks, compute)
+        if advice.chunk_count < stored_chunks:
+            self._counters.add(advised_against_tokens=(stored_chunks - advice.chunk_count) * self._grid.chunk_tokens)
+        return advice.chunk_count
 
 
 def _is_text(request: EngineRequest) -> bool:

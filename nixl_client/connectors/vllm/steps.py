@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections import Counter
 from dataclasses import dataclass, field
 
+from descriptors.recompute import PrefillCosts
+from nixl_client.connectors.compute_fit import NO_WORK, Work, slower
 from nixl_client.connectors.vllm.plan import Span
 
 
@@ -34,7 +36,8 @@ class StoreJob:
 @dataclass(frozen=True, slots=True)
 class Step:
     """One step's work. `rewritten` are blocks whose bytes this step may change, all of them where `is_reset`; `awaited`
-    are requests that have ended and whose blocks are free once nothing reads them.
+    are requests that have ended and whose blocks are free once nothing reads them. `work` is what the step computes,
+    and `layer_compute_us` how long a layer of it should take (0: not known yet).
     """
 
     loads: tuple[LoadJob, ...] = ()
@@ -42,23 +45,28 @@ class Step:
     rewritten: frozenset[int] = frozenset()
     awaited: frozenset[str] = frozenset()
     is_reset: bool = False
+    work: Work = NO_WORK
+    layer_compute_us: int = 0
 
 
 @dataclass(slots=True)
 class Report:
     """Store jobs whose blocks are not read any more, and load jobs that are over: how many workers say so, by job. By
-    load job the first chunk of the prefix that is missing or damaged. And how many loads failed for other reasons.
+    load job the first chunk of the prefix that is missing or damaged. How many loads failed for other reasons. What the
+    rank's steps have been found to cost, where that has changed, and what its loads move (0: not known).
     """
 
     read_jobs: dict[int, int] = field(default_factory=dict)
     ended_loads: dict[int, int] = field(default_factory=dict)
     bad_chunks: dict[int, int] = field(default_factory=dict)
     failed_loads: int = 0
+    costs: PrefillCosts | None = None
+    bytes_per_s: float = 0.0
 
     @property
     def is_empty(self) -> bool:
         """Whether there is nothing to tell."""
-        return not self.read_jobs and not self.ended_loads
+        return not self.read_jobs and not self.ended_loads and self.costs is None
 
     def add(self, other: Report) -> Report:
         """Both reports in one."""
@@ -70,4 +78,6 @@ class Report:
             Counter(self.ended_loads) + Counter(other.ended_loads),
             bad_chunks,
             self.failed_loads + other.failed_loads,
+            slower(self.costs, other.costs),
+            min((rate for rate in (self.bytes_per_s, other.bytes_per_s) if rate), default=0.0),
         )

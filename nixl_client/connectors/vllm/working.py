@@ -8,16 +8,19 @@ from collections.abc import Mapping, Sequence
 
 from descriptors.layout import ChunkLayout, slice_bytes
 from nixl_client.client import ObjectCacheClient
+from nixl_client.connectors.compute_fit import ComputeFit
 from nixl_client.connectors.counters import Counters
 from nixl_client.connectors.vllm.blocks import PagedLayer
 from nixl_client.connectors.vllm.loads import Loads
 from nixl_client.connectors.vllm.options import Options
 from nixl_client.connectors.vllm.plan import Grid
-from nixl_client.connectors.vllm.steps import LoadJob, Report, Step
+from nixl_client.connectors.vllm.step_timer import StepTimer
+from nixl_client.connectors.vllm.steps import Report, Step
 from nixl_client.connectors.vllm.store_book import StoreBook
 from nixl_client.connectors.vllm.writer import Writer
 
 CLOSE_S = 5.0
+FIT_EVERY = 8
 _log = logging.getLogger(__name__)
 
 
@@ -53,14 +56,18 @@ class WorkerSide:
         self._writer = Writer(self._store_client, rank, grid, layout, layers, book, self._loads.is_idle, counters)
         self._awaited: frozenset[str] = frozenset()
         self._report = Report()
+        self._timer = StepTimer(states.device)
+        self._fit = ComputeFit()
+        self._observed = 0
 
     def void(self, step: Step) -> None:
         """The step is about to change blocks."""
         self._writer.void(None if step.is_reset else step.rewritten)
 
-    def start_loads(self, jobs: Sequence[LoadJob]) -> None:
-        """Start fetching."""
-        self._loads.start(jobs)
+    def start_loads(self, step: Step) -> None:
+        """The forward pass begins: start fetching."""
+        self._loads.start(step.loads, step.layer_compute_us)
+        self._timer.begin()
 
     def wait_layer(self, layer_name: str) -> None:
         """Return when the layer is in its blocks."""
@@ -71,6 +78,7 @@ class WorkerSide:
     def end_step(self, step: Step) -> None:
         """The forward pass is over."""
         self._loads.finish()
+        self._timer.end(step.work, self._loads.waited_s)
         self._writer.add(step.stores)
         self._awaited |= step.awaited
 
@@ -88,7 +96,17 @@ class WorkerSide:
     def take_report(self) -> Report:
         """Jobs that have been read, or loaded."""
         report, self._report = self._report, Report()
-        return report.add(self._loads.take_report())
+        return report.add(self._loads.take_report()).add(self._measured())
+
+    def _measured(self) -> Report:
+        """What steps cost, told again when FIT_EVERY more have been seen."""
+        before = self._observed // FIT_EVERY
+        for work, seconds in self._timer.take():
+            self._fit.observe(work, seconds)
+            self._observed += 1
+        if self._observed // FIT_EVERY == before:
+            return Report()
+        return Report(costs=self._fit.costs(), bytes_per_s=self._loads.bytes_per_s)
 
     def close(self) -> None:
         """Bring everything to an end; what cannot be in time is left to the process's own end."""
@@ -121,8 +139,9 @@ class IdleWorker:
     def void(self, step: Step) -> None:
         """Nothing reads blocks here."""
 
-    def start_loads(self, jobs: Sequence[LoadJob]) -> None:
+    def start_loads(self, step: Step) -> None:
         """Lose them."""
+        jobs = step.loads
         self._lost_blocks.update(block for job in jobs for block in job.span.blocks)
         ended = dict.fromkeys((job.job_id for job in jobs), 1)
         self._report = self._report.add(Report({}, ended, {}, len(jobs)))
