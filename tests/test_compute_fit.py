@@ -12,8 +12,8 @@ from hypothesis import strategies as st
 
 from descriptors.descriptor import Delivery
 from descriptors.layout import ChunkLayout
-from descriptors.recompute import AdviceRequest, Choice, PrefillCosts, advise
-from nixl_client.connectors.compute_fit import CELLS_MAX, ComputeFit, Work, slower, step_s
+from descriptors.recompute import AdviceRequest, Choice, DeliveryCosts, PrefillCosts, advise
+from nixl_client.connectors.compute_fit import CELLS_MAX, ComputeFit, WayFit, Work, longer, slower, step_s
 from nixl_client.connectors.vllm.step_timer import StepTimer
 
 LAYOUT = ChunkLayout(4, 16, 65_536)
@@ -76,7 +76,7 @@ def test_memory_does_not_grow_with_the_sizes_seen() -> None:
     for new in range(1, 40):
         for before in range(0, 1 << 20, 30_011):
             fit.observe(Work.of([(new * new, before)]), 0.1)
-    assert len(fit._cells) <= CELLS_MAX
+    assert len(fit._samples) <= CELLS_MAX
 
 
 def test_of_two_ranks_the_slower_counts() -> None:
@@ -127,3 +127,22 @@ def test_a_timer_leaves_out_what_was_waited_for() -> None:
     assert seen == work
     assert 0.015 < seconds < 5
     assert timer.take() == []
+
+
+def test_a_way_costs_a_request_and_its_bytes() -> None:
+    """Small loads tell of the request, large ones of the rate."""
+    fit = WayFit()
+    assert fit.costs() is None
+    fit.observe(0, 1.0)
+    fit.observe(100, 0.0)
+    assert fit.costs() is None
+    for nbytes in (1 << 16, 1 << 20, 1 << 24, 1 << 26):
+        for sample in range(5):
+            fit.observe(nbytes, (0.004 + nbytes / 2e9) * (20.0 if sample == 2 else 1.0))
+    costs = fit.costs()
+    assert costs is not None
+    assert costs.request_s == pytest.approx(0.004, rel=0.02)
+    assert costs.bytes_per_s == pytest.approx(2e9, rel=0.02)
+    slow = DeliveryCosts(request_s=1.0)
+    assert longer(costs, slow) is longer(slow, costs) is slow
+    assert longer(None, costs) is costs

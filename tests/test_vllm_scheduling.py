@@ -14,7 +14,7 @@ from descriptors.descriptor import LAYER_COMPUTE_US_MAX
 from descriptors.errors import ErrorCode, ServerError
 from descriptors.layout import ChunkLayout
 from descriptors.prefix_keys import chunk_keys
-from descriptors.recompute import PrefillCosts
+from descriptors.recompute import DeliveryCosts, PrefillCosts
 from nixl_client.connectors.compute_fit import Work
 from nixl_client.connectors.counters import Counters
 from nixl_client.connectors.vllm.ledger import Ledger
@@ -306,9 +306,9 @@ class TestSchedulerSide:
         assert side.match(Request(tokens), 96) == 32
         assert side.match(Request(tokens), 128) == 0
 
-    def known(self, side: SchedulerSide, token_us: float = 100.0, bytes_per_s: float = 0.0) -> None:
+    def known(self, side: SchedulerSide, token_us: float = 100.0, way: DeliveryCosts | None = None) -> None:
         """A worker has said what steps cost."""
-        side.report(Report(costs=PrefillCosts(token_us), bytes_per_s=bytes_per_s))
+        side.report(Report(costs=PrefillCosts(token_us), way=way))
 
     def test_without_costs_everything_is_offered_and_nothing_is_stated(self) -> None:
         side, store, _ = self.side()
@@ -351,9 +351,10 @@ class TestSchedulerSide:
 
     def test_where_the_server_paces_nothing_what_loads_have_moved_counts(self) -> None:
         tokens = list(range(200))
-        for bytes_per_s, offered in ((1e9, 192), (1e6, 0)):
+        ways = (DeliveryCosts(bytes_per_s=1e9), DeliveryCosts(bytes_per_s=1e6), DeliveryCosts(request_s=1.0))
+        for way, offered in zip(ways, (192, 0, 0), strict=True):
             side, store, _ = self.side()
-            self.known(side, bytes_per_s=bytes_per_s)
+            self.known(side, way=way)
             self.fill(store, tokens)
             assert side.match(Request(tokens), 0) == offered
 

@@ -181,7 +181,7 @@ class TestLoadsMeasure:
         worker.loads.finish()
         assert worker.store.stated_us == [(250,)]
         assert worker.loads.waited_s > 0
-        assert worker.loads.bytes_per_s == 0, "too little to tell"
+        assert worker.loads.way.costs() is not None
         worker.loads.start([])
         assert worker.loads.waited_s == 0
 

@@ -1,4 +1,4 @@
-"""What an engine's steps take, learned from those it runs anyway. Pure.
+"""What an engine's steps and loads take, learned from those it runs anyway. Pure.
 
 A step that computes n tokens, each after h others, takes request_us + token_us * sum(n) + token_pair_us * sum(pairs):
 the prefill costs of `descriptors.recompute`, with pairs = n * (2 h + n) / 2 as there.
@@ -19,7 +19,7 @@ from statistics import median
 
 import numpy as np
 
-from descriptors.recompute import PrefillCosts
+from descriptors.recompute import DeliveryCosts, PrefillCosts
 
 CELL_SAMPLES_MAX = 9
 CELLS_MAX = 128
@@ -52,31 +52,66 @@ class Work:
 NO_WORK = Work()
 
 
-class ComputeFit:
-    """Samples of steps, and the costs that explain them best; the latest CELL_SAMPLES_MAX of each size count."""
+class _Samples:
+    """Times by what was measured, in cells of about the same size; the latest CELL_SAMPLES_MAX of each cell count. The
+    first feature after the constant one tells the middle of a cell: what one of it took.
+    """
 
     def __init__(self) -> None:
-        self._cells: OrderedDict[tuple[int, int], deque[tuple[Work, float]]] = OrderedDict()
+        self._cells: OrderedDict[tuple[int, ...], deque[tuple[tuple[float, ...], float]]] = OrderedDict()
+
+    def __len__(self) -> int:
+        return len(self._cells)
+
+    def add(self, cell: tuple[int, ...], features: tuple[float, ...], seconds: float) -> None:
+        self._cells.setdefault(cell, deque(maxlen=CELL_SAMPLES_MAX)).append((features, seconds))
+        self._cells.move_to_end(cell)
+        if len(self._cells) > CELLS_MAX:
+            self._cells.popitem(last=False)
+
+    def solve(self) -> np.ndarray | None:
+        """The constant and one coefficient for each feature, in seconds."""
+        points = [_middle(samples) for samples in self._cells.values()]
+        features = np.array([(1.0, *found) for found, _ in points])
+        return _least_relative_errors(features, np.array([seconds for _, seconds in points]))
+
+
+class ComputeFit:
+    """Samples of steps, and the costs that explain them best."""
+
+    def __init__(self) -> None:
+        self._samples = _Samples()
 
     def observe(self, work: Work, seconds: float) -> None:
         """A step took so long. What is no time is passed over."""
         if work.tokens < 1 or not 0 < seconds < math.inf:
             return
         cell = (round(2 * math.log2(work.tokens)), round(math.log2(max(1.0, work.pairs))))
-        self._cells.setdefault(cell, deque(maxlen=CELL_SAMPLES_MAX)).append((work, seconds))
-        self._cells.move_to_end(cell)
-        if len(self._cells) > CELLS_MAX:
-            self._cells.popitem(last=False)
+        self._samples.add(cell, (work.tokens, work.pairs), seconds)
 
     def costs(self) -> PrefillCosts | None:
         """The costs, none of them negative; None while too few sizes have been seen."""
-        if len(self._cells) < CELLS_MIN:
+        found = self._samples.solve() if len(self._samples) >= CELLS_MIN else None
+        return None if found is None else PrefillCosts(*(float(found[index] * _US) for index in (1, 2, 0)))
+
+
+class WayFit:
+    """Samples of loads that nobody paced: what a request costs, and what the way carries."""
+
+    def __init__(self) -> None:
+        self._samples = _Samples()
+
+    def observe(self, nbytes: int, seconds: float) -> None:
+        """A load of so many bytes was there after so long. What is no time is passed over."""
+        if nbytes > 0 and 0 < seconds < math.inf:
+            self._samples.add((round(2 * math.log2(nbytes)),), (float(nbytes),), seconds)
+
+    def costs(self) -> DeliveryCosts | None:
+        """None while nothing has been seen."""
+        found = self._samples.solve() if len(self._samples) else None
+        if found is None:
             return None
-        points = [_middle(samples) for samples in self._cells.values()]
-        features = np.array([[1.0, work.tokens, work.pairs] for work, _ in points])
-        times_us = np.array([seconds * _US for _, seconds in points])
-        found = _least_relative_errors(features, times_us)
-        return None if found is None else PrefillCosts(float(found[1]), float(found[2]), float(found[0]))
+        return DeliveryCosts(request_s=float(found[0]), bytes_per_s=float(1 / found[1]) if found[1] > 0 else 0.0)
 
 
 def step_s(costs: PrefillCosts, work: Work) -> float:
@@ -84,18 +119,26 @@ def step_s(costs: PrefillCosts, work: Work) -> float:
     return (costs.request_us + costs.token_us * work.tokens + costs.token_pair_us * work.pairs) / _US
 
 
-def slower(one: PrefillCosts | None, other: PrefillCosts | None, context_tokens: int = 4096) -> PrefillCosts | None:
+def slower(one: PrefillCosts | None, other: PrefillCosts | None) -> PrefillCosts | None:
     """Of two ranks' costs those of the slower: a step ends with it."""
     known = [costs for costs in (one, other) if costs is not None]
-    work = Work().add(context_tokens, 0)
-    return max(known, key=lambda costs: step_s(costs, work), default=None)
+    return max(known, key=lambda costs: step_s(costs, Work().add(4096, 0)), default=None)
 
 
-def _middle(samples: Iterable[tuple[Work, float]]) -> tuple[Work, float]:
-    """A sample of the cell whose time per token is in the middle."""
+def longer(one: DeliveryCosts | None, other: DeliveryCosts | None) -> DeliveryCosts | None:
+    """Of two ranks' ways the one that takes longer."""
+
+    def of_64_mib(costs: DeliveryCosts) -> float:
+        return costs.request_s + (2**26 / costs.bytes_per_s if costs.bytes_per_s else 0.0)
+
+    return max((costs for costs in (one, other) if costs is not None), key=of_64_mib, default=None)
+
+
+def _middle(samples: Iterable[tuple[tuple[float, ...], float]]) -> tuple[tuple[float, ...], float]:
+    """A sample of the cell whose time for one of the first feature is in the middle."""
     kept = list(samples)
-    wanted = median(seconds / work.tokens for work, seconds in kept)
-    return min(kept, key=lambda sample: abs(sample[1] / sample[0].tokens - wanted))
+    wanted = median(seconds / features[0] for features, seconds in kept)
+    return min(kept, key=lambda sample: abs(sample[1] / sample[0][0] - wanted))
 
 
 def _least_relative_errors(features: np.ndarray, times: np.ndarray) -> np.ndarray | None:

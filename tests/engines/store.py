@@ -108,7 +108,9 @@ def running_store(
 
 
 def connector_options(endpoint: str, **options: Json) -> dict[str, Json]:
-    """kv_connector_extra_config; the server need not be there. Waits are so long that a busy machine ends none."""
+    """kv_connector_extra_config; the server need not be there. Waits are so long that a busy machine ends none, and all
+    that is stored is loaded: what is worth loading depends on the machine.
+    """
     return {
         "endpoint": endpoint,
         "bucket": BUCKET,
@@ -116,6 +118,7 @@ def connector_options(endpoint: str, **options: Json) -> dict[str, Json]:
         "staging_bytes": 16 << 20,
         "lookup_timeout_s": 30.0,
         "load_timeout_s": 60.0,
+        "load": "all",
         **options,
     }
 

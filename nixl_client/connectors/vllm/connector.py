@@ -154,6 +154,12 @@ class ObjectCacheConnector(KVConnectorBase_V1):  # type: ignore[misc]  # vLLM is
         if self._worker is not None and isinstance(kv_connector_metadata, StepMetadata):
             self._worker.void(kv_connector_metadata.step)
 
+    def bind_connector_metadata(self, connector_metadata: KVConnectorMetadata) -> None:
+        """Called right before the forward pass, of every step."""
+        super().bind_connector_metadata(connector_metadata)
+        if self._worker is not None:
+            self._worker.begin_step()
+
     def start_load_kv(self, forward_context: Any, **kwargs: Any) -> None:
         """Start this step's fetches."""
         if self._worker is not None:

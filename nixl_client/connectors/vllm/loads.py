@@ -7,10 +7,8 @@ from __future__ import annotations
 import logging
 import threading
 import time
-from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from statistics import median
 from typing import Any
 
 import torch
@@ -19,6 +17,7 @@ from descriptors.descriptor import OnMissing
 from descriptors.errors import ChunkUnavailable
 from descriptors.layout import ChunkLayout
 from nixl_client.client import ObjectCacheClient
+from nixl_client.connectors.compute_fit import WayFit
 from nixl_client.connectors.counters import Counters
 from nixl_client.connectors.vllm.blocks import Blocks, PagedLayer
 from nixl_client.connectors.vllm.options import Options
@@ -29,9 +28,6 @@ from nixl_client.connectors.vllm.steps import LoadJob, Report
 from nixl_client.fetch import LayerFetch
 
 RETIRED_MAX = 4
-RATES_KEPT = 9
-RATE_BYTES_MIN = 1 << 20
-"""Less than this tells of the request and not of the way."""
 _log = logging.getLogger(__name__)
 
 
@@ -90,7 +86,8 @@ class Loads:
         self._layer_compute_us: tuple[int, ...] = ()
         self.waited_s = 0.0
         """How long this step's layers were waited for and copied."""
-        self._rates: deque[float] = deque(maxlen=RATES_KEPT)
+        self.way = WayFit()
+        """What loads that nobody paced have taken."""
         self._retired = Retired(RETIRED_MAX)
         self.is_idle = threading.Event()
         self.is_idle.set()
@@ -174,6 +171,8 @@ class Loads:
             raise ValueError(f"{nbytes} bytes do not fit what is left of the staging buffer")
         self._used += nbytes
         fetch = self._fetch(job, job.span.chunk_count, staging, offset)
+        if self._layer_compute_us:
+            self._counters.add(stated_loads=1)
         self._active.append(
             ActiveLoad(
                 job,
@@ -197,11 +196,6 @@ class Loads:
             on_missing=OnMissing.PREFIX,
             layer_compute_us=self._layer_compute_us,
         )
-
-    @property
-    def bytes_per_s(self) -> float:
-        """What loads that nobody paced have moved lately, in the middle; 0 where that is not known."""
-        return median(self._rates) if self._rates else 0.0
 
     def _take_layer(self, load: ActiveLoad) -> None:
         began_s = time.monotonic()
@@ -274,9 +268,8 @@ class Loads:
     def _count(self, load: ActiveLoad) -> None:
         nbytes = self._layout.payload_bytes(load.chunk_count)
         tokens = load.good_blocks * self._grid.block_tokens
-        moving_s = load.ready_at_s - load.began_s
-        if nbytes >= RATE_BYTES_MIN and moving_s > 0 and not load.fetch.grant.rate_bytes_per_s and not load.is_retried:
-            self._rates.append(nbytes / moving_s)
+        if not load.fetch.grant.rate_bytes_per_s and not load.is_retried:
+            self.way.observe(nbytes, load.ready_at_s - load.began_s)
         self._counters.add(loads=1, loaded_chunks=load.chunk_count, loaded_bytes=nbytes, loaded_tokens=tokens)
 
     def _lose(self, job: LoadJob, first_block: int, why: object, end_block: int | None = None) -> None:

@@ -19,6 +19,7 @@ COUNTERS = {
     "lookup_s": "Seconds spent in lookups",
     "advised_against_tokens": "Tokens that are stored and were sooner computed",
     "loads": "Loads that ended well",
+    "stated_loads": "Loads that told the server how long a layer is computed",
     "loaded_tokens": "Tokens loaded",
     "loaded_chunks": "Chunks loaded",
     "loaded_bytes": "Bytes loaded",

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import time
 import uuid
 from collections.abc import Sequence
@@ -10,7 +11,7 @@ from typing import Protocol
 
 from descriptors.descriptor import LAYER_COMPUTE_US_MAX
 from descriptors.layout import ChunkLayout
-from descriptors.recompute import AdviceRequest, PrefillCosts, advise, loadable_chunks
+from descriptors.recompute import AdviceRequest, DeliveryCosts, PrefillCosts, advise, loadable_chunks
 from nixl_client.client import ObjectCacheClient
 from nixl_client.connectors.compute_fit import Work, step_s
 from nixl_client.connectors.counters import Counters
@@ -20,6 +21,8 @@ from nixl_client.connectors.vllm.options import LoadPolicy, Options
 from nixl_client.connectors.vllm.plan import Grid
 from nixl_client.connectors.vllm.steps import Report, Step
 from nixl_client.connectors.vllm.weights import Adapters
+
+_log = logging.getLogger(__name__)
 
 
 class Lora(Protocol):
@@ -67,7 +70,7 @@ class SchedulerSide:
         self._adapters = Adapters()
         self._layout = layout
         self._costs: PrefillCosts | None = None
-        self._way_bytes_per_s = 0.0
+        self._way = DeliveryCosts()
 
     def match(self, request: EngineRequest, computed_tokens: int) -> int | None:
         """Tokens that can be loaded after the `computed_tokens` in the engine's own blocks. None while that is not
@@ -120,8 +123,10 @@ class SchedulerSide:
     def report(self, report: Report) -> None:
         """What workers have done."""
         self._ledger.report(report, time.monotonic())
+        if report.costs is not None and self._costs is None:
+            _log.info("steps cost %s, loads %s: what is sooner computed is not loaded", report.costs, report.way)
         self._costs = report.costs or self._costs
-        self._way_bytes_per_s = report.bytes_per_s or self._way_bytes_per_s
+        self._way = report.way or self._way
         if report.failed_loads:
             self._lookups.silence()
         elif report.ended_loads:
@@ -182,17 +187,17 @@ class SchedulerSide:
         """What the server needs to advise; None where nobody asks it, or nothing is known yet."""
         if self._costs is None or self._options.load is not LoadPolicy.ADVISED:
             return None
-        return AdviceRequest(context_tokens, self._layout, self._costs, held_tokens=held_tokens)
+        way = self._way
+        return AdviceRequest(context_tokens, self._layout, self._costs, 0.0, way, way, held_tokens)
 
     def _worth_chunks(self, tracked: Tracked, context_tokens: int, computed_tokens: int) -> int | None:
-        """Chunks of the prefix that are sooner loaded than computed, at the rate the server offered or, where it paces
-        nothing, at what loads have moved lately; None: all.
+        """Chunks of the prefix that are sooner loaded than computed, at the rate the server offered and by what loads
+        that it did not pace have taken; None: all.
         """
         compute = self._compute(context_tokens, computed_tokens)
         if compute is None or not tracked.matched_chunks:
             return None
-        rate = tracked.rate_bytes_per_s or self._way_bytes_per_s
-        advice = advise(tracked.matched_chunks, compute, rate)
+        advice = advise(tracked.matched_chunks, compute, tracked.rate_bytes_per_s)
         stored_chunks = computed_tokens // self._grid.chunk_tokens + loadable_chunks(tracked.matched_chunks, compute)
         if advice.chunk_count < stored_chunks:
             self._counters.add(advised_against_tokens=(stored_chunks - advice.chunk_count) * self._grid.chunk_tokens)

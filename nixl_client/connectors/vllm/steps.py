@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections import Counter
 from dataclasses import dataclass, field
 
-from descriptors.recompute import PrefillCosts
-from nixl_client.connectors.compute_fit import NO_WORK, Work, slower
+from descriptors.recompute import DeliveryCosts, PrefillCosts
+from nixl_client.connectors.compute_fit import NO_WORK, Work, longer, slower
 from nixl_client.connectors.vllm.plan import Span
 
 
@@ -53,7 +53,7 @@ class Step:
 class Report:
     """Store jobs whose blocks are not read any more, and load jobs that are over: how many workers say so, by job. By
     load job the first chunk of the prefix that is missing or damaged. How many loads failed for other reasons. What the
-    rank's steps have been found to cost, where that has changed, and what its loads move (0: not known).
+    rank's steps have been found to cost, where that has changed, and what the way of its loads.
     """
 
     read_jobs: dict[int, int] = field(default_factory=dict)
@@ -61,7 +61,7 @@ class Report:
     bad_chunks: dict[int, int] = field(default_factory=dict)
     failed_loads: int = 0
     costs: PrefillCosts | None = None
-    bytes_per_s: float = 0.0
+    way: DeliveryCosts | None = None
 
     @property
     def is_empty(self) -> bool:
@@ -79,5 +79,5 @@ class Report:
             bad_chunks,
             self.failed_loads + other.failed_loads,
             slower(self.costs, other.costs),
-            min((rate for rate in (self.bytes_per_s, other.bytes_per_s) if rate), default=0.0),
+            longer(self.way, other.way),
         )

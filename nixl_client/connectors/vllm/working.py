@@ -60,14 +60,17 @@ class WorkerSide:
         self._fit = ComputeFit()
         self._observed = 0
 
+    def begin_step(self) -> None:
+        """The forward pass is about to begin."""
+        self._timer.begin()
+
     def void(self, step: Step) -> None:
         """The step is about to change blocks."""
         self._writer.void(None if step.is_reset else step.rewritten)
 
     def start_loads(self, step: Step) -> None:
-        """The forward pass begins: start fetching."""
+        """Start fetching. Without loads the engine calls this when the forward pass is over."""
         self._loads.start(step.loads, step.layer_compute_us)
-        self._timer.begin()
 
     def wait_layer(self, layer_name: str) -> None:
         """Return when the layer is in its blocks."""
@@ -106,7 +109,7 @@ class WorkerSide:
             self._observed += 1
         if self._observed // FIT_EVERY == before:
             return Report()
-        return Report(costs=self._fit.costs(), bytes_per_s=self._loads.bytes_per_s)
+        return Report(costs=self._fit.costs(), way=self._loads.way.costs())
 
     def close(self) -> None:
         """Bring everything to an end; what cannot be in time is left to the process's own end."""
@@ -135,6 +138,9 @@ class IdleWorker:
         self._book = StoreBook(queue_chunks=0, wait_s=1.0)
         self._lost_blocks: set[int] = set()
         self._report = Report()
+
+    def begin_step(self) -> None:
+        """Nothing is measured here."""
 
     def void(self, step: Step) -> None:
         """Nothing reads blocks here."""
