@@ -70,10 +70,10 @@ fuzz: $(STAMP)
 
 install: $(STAMP)
 
-# torch first and pinned: left to choose, pip takes a build with gigabytes of CUDA
+# torch first and pinned. TORCH_INDEX names an index for it: PyTorch's own for CPUs has a small build, PyPI's brings CUDA
 $(STAMP): pyproject.toml constraints.txt adapters/native.c
 	$(PYTHON) -m venv $(VENV)
-	$(BIN)/pip install --quiet --disable-pip-version-check -c constraints.txt torch
+	$(BIN)/pip install --quiet --disable-pip-version-check $(if $(TORCH_INDEX),--index-url $(TORCH_INDEX)) -c constraints.txt torch
 	$(BIN)/pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[ucx,plot,torch,dev]'
 	touch $(STAMP)
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass
 
 from descriptors.errors import CallerError, ErrorCode
@@ -38,7 +37,7 @@ def check_read(condition: ReadCondition, etag: str, modified_at: float, *, copyi
     Raises CallerError(PreconditionFailed), or NotModified where a GET may use what it has; a copy has nothing to use,
     so it fails.
     """
-    modified_s = math.ceil(modified_at)  # as Last-Modified says it
+    modified_s = int(modified_at)
     unchanged = ErrorCode.PRECONDITION_FAILED if copying else ErrorCode.NOT_MODIFIED
     if condition.if_match:
         if not _names(condition.if_match, etag):

@@ -49,15 +49,19 @@ def bare_document(name: str, children: Iterable[str]) -> bytes:
 
 
 def timestamp(unix_s: float) -> str:
-    """ISO 8601 in UTC as S3 writes it: the second that is in Last-Modified, and zeros for milliseconds. It is the next
-    whole second, so that no object is older than the file it was made of (`aws s3 sync` compares the two).
+    """ISO 8601 in UTC, to the next millisecond.
+
+    S3 cuts times to seconds here. `aws s3 sync` then finds an object older than the file it was made of, where both are
+    of the same second, and uploads it again; a whole second more, and s5cmd leaves out what was just written, since it
+    passes over objects from the future. MinIO and Ceph list milliseconds too.
     """
-    return _second(math.ceil(unix_s))
+    second, millisecond = divmod(math.ceil(unix_s * 1000), 1000)
+    return f"{_second(second)}.{millisecond:03d}Z"
 
 
 @lru_cache(4096)
 def _second(unix_s: int) -> str:
-    return datetime.fromtimestamp(unix_s, UTC).strftime("%Y-%m-%dT%H:%M:%S.000Z")
+    return datetime.fromtimestamp(unix_s, UTC).strftime("%Y-%m-%dT%H:%M:%S")
 
 
 def _reference(match: re.Match[str]) -> str:

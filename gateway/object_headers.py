@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import re
 from collections.abc import Mapping
 from email.utils import formatdate
@@ -184,8 +183,8 @@ def expiration_header(expiry: tuple[float, str] | None) -> dict[str, str]:
 
 
 def http_date(unix_s: float) -> str:
-    """An HTTP date: the next whole second, as in lists (`gateway.markup.timestamp`)."""
-    return formatdate(math.ceil(unix_s), usegmt=True)
+    """An HTTP date."""
+    return formatdate(unix_s, usegmt=True)
 
 
 def _checksum_type(algorithm: ChecksumAlgorithm, kind: str | None) -> ChecksumType:

@@ -16,7 +16,6 @@ import pytest
 from botocore.exceptions import ClientError
 
 from gateway.sigv4 import trimmed, trimmed_widely
-from tests.small_gateway import small_gateway
 from tests.support import OWNER, Reply, Stack, request, s3_client, signed, stack, started
 
 
@@ -67,10 +66,10 @@ def test_a_second_sync_uploads_nothing(servers: Stack, tmp_path: Path) -> None:
     assert aws(servers, tmp_path, "sync", str(folder), "s3://chunks/sync/").stdout.count("upload:") == 5
     assert aws(servers, tmp_path, "sync", str(folder), "s3://chunks/sync/").stdout == ""
     listed = servers.s3().list_objects_v2(Bucket="chunks", Prefix="sync/")["Contents"]
-    assert {found["LastModified"].microsecond for found in listed} == {0}
     for found in listed:
+        assert found["LastModified"].timestamp() >= (folder / Path(found["Key"]).name).stat().st_mtime
         head = servers.s3().head_object(Bucket="chunks", Key=found["Key"])
-        assert head["LastModified"] == found["LastModified"]
+        assert head["LastModified"] == found["LastModified"].replace(microsecond=0)
         servers.s3().get_object(Bucket="chunks", Key=found["Key"], IfUnmodifiedSince=head["LastModified"])
         assert refused(
             servers.s3().get_object, Bucket="chunks", Key=found["Key"], IfModifiedSince=head["LastModified"]
@@ -218,12 +217,3 @@ def test_health_includes_the_storage_side(tmp_path: Path) -> None:
         storage.wait()
         time.sleep(1.1)
         assert request(running.url, "GET", health, key=None).status == 503
-
-
-def test_an_answer_of_a_gateway_without_storage_has_the_same_times() -> None:
-    """The next whole second, in lists and in Last-Modified."""
-    with small_gateway() as gateway:
-        gateway.storage.objects["b", "k"] = b"x"
-        assert request(gateway.url, "GET", "/b/k", key=("OWNERKEY", "owner-secret-1")).headers["last-modified"] == (
-            "Thu, 01 Jan 1970 00:00:01 GMT"
-        )

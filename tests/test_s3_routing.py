@@ -56,7 +56,7 @@ def test_requests_are_what_s3_says(method: str, target: str, headers: dict[str, 
 @pytest.mark.parametrize(
     ("method", "target", "code"),
     [
-        ("GET", "/b?policy", ErrorCode.NOT_IMPLEMENTED),
+        ("GET", "/b?analytics", ErrorCode.NOT_IMPLEMENTED),
         ("HEAD", "/b?acl", ErrorCode.NOT_IMPLEMENTED),
         ("PUT", "/b?versioning", ErrorCode.NOT_IMPLEMENTED),
         ("POST", "/b/k?restore", ErrorCode.NOT_IMPLEMENTED),

@@ -49,7 +49,7 @@ WHEN = 1_700_000_000.25
 INFO = ObjectInfo("a&b", 5, "e7", WHEN, Attributes(storage_class="STANDARD_IA"), CRC)
 OWNER = "<Owner><ID>me</ID><DisplayName>me</DisplayName></Owner>"
 LISTED = (
-    "<Key>a&amp;b</Key><LastModified>2023-11-14T22:13:20.000Z</LastModified><ETag>&quot;e7&quot;</ETag>"
+    "<Key>a&amp;b</Key><LastModified>2023-11-14T22:13:20.250Z</LastModified><ETag>&quot;e7&quot;</ETag>"
     "<ChecksumAlgorithm>CRC32</ChecksumAlgorithm><ChecksumType>FULL_OBJECT</ChecksumType><Size>5</Size>"
 )
 IA = "<StorageClass>STANDARD_IA</StorageClass>"
@@ -143,7 +143,7 @@ def test_uploads_and_parts() -> None:
         "ListPartsResult",
         f"{named}<PartNumberMarker>1</PartNumberMarker><NextPartNumberMarker>3</NextPartNumberMarker>"
         "<MaxParts>1</MaxParts><IsTruncated>true</IsTruncated><Part><PartNumber>3</PartNumber>"
-        "<LastModified>2023-11-14T22:13:20.000Z</LastModified><ETag>&quot;e&quot;</ETag><Size>7</Size>"
+        "<LastModified>2023-11-14T22:13:20.250Z</LastModified><ETag>&quot;e&quot;</ETag><Size>7</Size>"
         f"<ChecksumCRC32>AAAAAA==</ChecksumCRC32></Part>{people}<StorageClass>STANDARD</StorageClass>{kept}",
     )
     request = UploadListRequest("b", "p", "/", "m", "i", 1)
@@ -153,7 +153,7 @@ def test_uploads_and_parts() -> None:
         "<Bucket>b</Bucket><KeyMarker>m</KeyMarker><UploadIdMarker>i</UploadIdMarker><Prefix>p</Prefix>"
         "<Delimiter>/</Delimiter><NextKeyMarker>k</NextKeyMarker><NextUploadIdMarker>u</NextUploadIdMarker>"
         "<MaxUploads>1</MaxUploads><IsTruncated>true</IsTruncated><Upload><Key>k</Key><UploadId>u</UploadId>"
-        f"{people}<StorageClass>STANDARD</StorageClass><Initiated>2023-11-14T22:13:20.000Z</Initiated>{kept}</Upload>"
+        f"{people}<StorageClass>STANDARD</StorageClass><Initiated>2023-11-14T22:13:20.250Z</Initiated>{kept}</Upload>"
         "<CommonPrefixes><Prefix>p/</Prefix></CommonPrefixes>",
     )
 
@@ -162,7 +162,7 @@ def test_the_rest() -> None:
     same(
         xml.copy_document("CopyObjectResult", "e", WHEN, CRC),
         "CopyObjectResult",
-        "<LastModified>2023-11-14T22:13:20.000Z</LastModified><ETag>&quot;e&quot;</ETag>"
+        "<LastModified>2023-11-14T22:13:20.250Z</LastModified><ETag>&quot;e&quot;</ETag>"
         "<ChecksumCRC32>AAAAAA==</ChecksumCRC32><ChecksumType>FULL_OBJECT</ChecksumType>",
     )
     tags = "<TagSet><Tag><Key>a</Key><Value>1</Value></Tag></TagSet>"

@@ -15,7 +15,7 @@ import subprocess
 import sys
 import sysconfig
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -24,7 +24,15 @@ HERE = Path(__file__).resolve().parent
 SHARED = os.environ.get("OBJECTCACHE_ENVIRONMENTS")
 ROOT = Path(SHARED or HERE.parent.parent / ".venv-peers").absolute()
 STEP_TIMEOUT_S = 900
-_PIP = ("--quiet", "--disable-pip-version-check", "--no-input", "--no-deps")
+_PIP = ("--quiet", "--disable-pip-version-check", "--no-input")
+TORCH_INDEX = "TORCH_INDEX"
+"""The variable that names an index for torch: PyTorch's own has builds for CPUs alone, which are small."""
+
+
+def torch_index(environment: Mapping[str, str]) -> tuple[str, ...]:
+    """pip's options for installing torch."""
+    index = environment.get(TORCH_INDEX)
+    return ("--index-url", index) if index else ()
 
 
 class InstallFailed(Exception):
@@ -60,12 +68,19 @@ class Environment:
                 return False
             shutil.rmtree(self.folder, ignore_errors=True)
             _run(sys.executable, "-m", "venv", "--without-pip", str(self.folder))
-            _run(sys.executable, "-m", "pip", "--python", str(self.python), "install", *_PIP, "-r", str(self._pins))
+            pip = (sys.executable, "-m", "pip", "--python", str(self.python), "install", *_PIP)
+            for torch in self._torch():
+                _run(*pip, *torch_index(os.environ), "-c", str(self._pins), torch)
+            _run(*pip, "--no-deps", "-r", str(self._pins))
             if self.borrows:
                 packages = next((self.folder / "lib").glob("python*/site-packages"))
                 (packages / "borrowed.pth").write_text(sysconfig.get_path("purelib") + "\n")
             self._stamp.write_text(self._fingerprint())
             return True
+
+    def _torch(self) -> list[str]:
+        """torch as it is pinned, if it is: with what it needs, since PyPI's build needs CUDA's libraries."""
+        return [line for line in self._pins.read_text().splitlines() if line.startswith("torch==")]
 
     @property
     def _pins(self) -> Path:

@@ -90,7 +90,7 @@ def _add_simulated(parser: argparse.ArgumentParser) -> None:
 
 def _add_live(parser: argparse.ArgumentParser) -> None:
     group = parser.add_argument_group("live")
-    group.add_argument("--rounds", type=number(1, 1000), metavar="K", help=f"counted rounds; default: {ROUNDS}")
+    group.add_argument("--runs", type=number(1, 1000), metavar="K", help=f"counted rounds; default: {ROUNDS}")
     group.add_argument(
         "--link-scale",
         type=_real(1e-4, 10),
@@ -152,7 +152,7 @@ def bench_settings(options: argparse.Namespace) -> SchedulerBenchSettings:
     tenants = options.tenants or (TENANTS_SMOKE if smoke else TENANTS)
     live = LiveSettings(
         workloads=options.workloads or (WORKLOADS_SMOKE if smoke else WORKLOADS),
-        rounds=options.rounds or (1 if smoke else ROUNDS),
+        rounds=options.runs or (1 if smoke else ROUNDS),
         link_scale=options.link_scale or (LINK_SCALE_SMOKE if smoke else LINK_SCALE),
         time_scale=options.time_scale or (TIME_SCALE_SMOKE if smoke else TIME_SCALE),
         chunk_tokens=options.chunk_tokens,
