@@ -30,7 +30,7 @@ def decision(is_loaded: bool) -> str:
 
 
 def settled(engine: Engine, counter: str | None) -> Outcome:
-    """The first round in which the counter counts, or the last: after a load that failed, nothing is asked for a while."""
+    """The first round in which the counter counts, or the last: a load that failed silences the lookups for a while."""
     for _ in range(ROUNDS_MAX):
         outcome = engine.generate_each(PROMPTS)
         if counter is None or outcome.count(counter) > 0:
