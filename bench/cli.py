@@ -91,6 +91,8 @@ def _parser() -> argparse.ArgumentParser:
     add_recompute(commands)
     add_copies(commands)
     add_engine(commands)
+    for benchmark in commands.choices.values():
+        benchmark.usage = f"{benchmark.prog} [options]"
     return parser
 
 

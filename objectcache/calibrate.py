@@ -26,9 +26,10 @@ def add_calibrate(
         "calibrate",
         parents=parents,
         help="measure this machine and write what the server should know of it into the config file",
-        description="By itself: start servers on loopback with the config file's [storage], fetch payloads of many "
-        "sizes in both orders, every byte compared, and find the payload from which layer-major is the better one "
-        "(theta_bytes). With --link or --model: measure that instead.",
+        usage="%(prog)s [--link | --model NAME] [options]",
+        description="Run it once on a new machine. By itself: start servers on loopback with the config file's "
+        "[storage], fetch payloads of many sizes in both orders, every byte compared, and find the payload from which "
+        "layer-major is the better one (theta_bytes). With --link or --model: measure that instead.",
     )
     what = parser.add_mutually_exclusive_group()
     what.add_argument(

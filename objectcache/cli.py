@@ -71,7 +71,12 @@ def _parser() -> argparse.ArgumentParser:
     commands = parser.add_subparsers(required=True, metavar="COMMAND")
 
     both = commands.add_parser(
-        "serve", help="gateway and storage server together, on an embedded store", parents=[logs]
+        "serve",
+        help="gateway and storage server together, on an embedded store",
+        usage="%(prog)s --data DIR [options]",
+        description="Start here: keep objects in DIR and serve them to any S3 client. Without an access key in the "
+        "environment or the config file, the first start makes one and prints it once.",
+        parents=[logs],
     )
     both.add_argument("--data", type=Path, required=True, metavar="DIR", help="where objects are kept")
     both.add_argument(
@@ -83,7 +88,12 @@ def _parser() -> argparse.ArgumentParser:
     both.set_defaults(command=_serve)
 
     storage = commands.add_parser(
-        "storage-server", help="the storage server alone, for gateways elsewhere", parents=[logs]
+        "storage-server",
+        help="the storage server alone, for gateways elsewhere",
+        usage="%(prog)s --data DIR [options]",
+        description="Keep objects in DIR for gateways in other processes or on other hosts. They need what is in "
+        "DIR/peer-secret; no S3 client talks to this address.",
+        parents=[logs],
     )
     storage.add_argument("--data", type=Path, required=True, metavar="DIR", help="where objects are kept")
     storage.add_argument(
@@ -100,7 +110,12 @@ def _parser() -> argparse.ArgumentParser:
     storage.set_defaults(command=_storage_server)
 
     gateway = commands.add_parser(
-        "gateway", help="the S3 gateway alone, over a storage server elsewhere", parents=[logs]
+        "gateway",
+        help="the S3 gateway alone, over a storage server elsewhere",
+        usage="%(prog)s --storage ADDRESS --peer-secret-file FILE [options]",
+        description="Answer S3 requests with what a storage server keeps, beside it (unix:DIR/storage.sock) or on "
+        "another host. Both must be of the same version.",
+        parents=[logs],
     )
     gateway.add_argument("--storage", required=True, metavar="ADDRESS", help="unix:PATH or http://HOST:PORT")
     gateway.add_argument("--peer-secret-file", type=Path, required=True, metavar="FILE", help="the storage server's")
@@ -126,14 +141,24 @@ def _parser() -> argparse.ArgumentParser:
     worker.set_defaults(command=_worker)
 
     scrub = commands.add_parser(
-        "scrub", help="read everything stored and report what is not what was put", parents=[logs]
+        "scrub",
+        help="read everything stored and report what is not what was put",
+        usage="%(prog)s --data DIR [options]",
+        description="Check a store, served or not: every block is read and compared with its checksum, and nothing is "
+        "changed. The exit status is 1 where something is not what was put.",
+        parents=[logs],
     )
     scrub.add_argument("--data", type=Path, required=True, metavar="DIR", help="a store, served or not")
     scrub.add_argument("--json", type=Path, metavar="FILE", help="write the report here as JSON; - is standard output")
     scrub.set_defaults(command=_scrub)
 
     compact = commands.add_parser(
-        "compact", help="rewrite sparse segments of a store that is not being served", parents=[logs]
+        "compact",
+        help="rewrite sparse segments of a store that is not being served",
+        usage="%(prog)s --data DIR [options]",
+        description="Give back the space that deleted objects left in segments which are mostly empty. A server does "
+        "so by itself in the background; this is for a store at rest.",
+        parents=[logs],
     )
     compact.add_argument("--data", type=Path, required=True, metavar="DIR", help="a store, not served")
     compact.add_argument("--json", type=Path, metavar="FILE", help="write what was done here; - is standard output")

@@ -47,6 +47,20 @@ def test_readme_names_only_make_targets_that_exist() -> None:
         assert re.search(rf"^{name}:", makefile, re.MULTILINE), name
 
 
+@pytest.mark.parametrize("command", ["serve", "storage-server", "gateway", "scrub", "compact", "calibrate"])
+def test_help_starts_with_what_is_needed_and_what_the_command_is_for(
+    command: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    from objectcache.cli import run
+
+    with pytest.raises(SystemExit):
+        run([command, "--help"])
+    usage, what, *_ = capsys.readouterr().out.split("\n\n")
+    assert usage.startswith(f"usage: objectcache {command} ")
+    assert usage.endswith("[options]")
+    assert not what.startswith("options:")
+
+
 def test_bench_has_its_own_help(capsys: pytest.CaptureFixture[str]) -> None:
     from objectcache.cli import run
 
