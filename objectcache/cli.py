@@ -10,6 +10,7 @@ import sys
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
+from typing import TypeAlias
 
 from adapters.interfaces import LOOPBACK, UnknownInterfaceError
 from adapters.nixl_agent import NixlFailure, leave
@@ -22,6 +23,8 @@ from objectcache.workers import StorageBeside
 from storage_server.settings import StorageSettings
 from storage_server.store.durability import Durability
 from storage_server.store.identity import IndexMismatchError
+
+_Commands: TypeAlias = "argparse._SubParsersAction[argparse.ArgumentParser]"
 
 
 def main() -> None:
@@ -70,6 +73,15 @@ def _parser() -> argparse.ArgumentParser:
     logs.add_argument("--log-level", default=argparse.SUPPRESS, choices=levels, help="default: warning")
     commands = parser.add_subparsers(required=True, metavar="COMMAND")
 
+    _add_serving(commands, logs)
+    _add_care(commands, logs)
+    add_calibrate(commands, [logs])
+    commands.add_parser("bench", help="measure; each figure comes with what it is a ratio of")
+    return parser
+
+
+def _add_serving(commands: _Commands, logs: argparse.ArgumentParser) -> None:
+    """What serves, from one process to several on several hosts."""
     both = commands.add_parser(
         "serve",
         help="gateway and storage server together, on an embedded store",
@@ -109,6 +121,12 @@ def _parser() -> argparse.ArgumentParser:
     _add_storage(storage)
     storage.set_defaults(command=_storage_server)
 
+    _add_gateway(commands, logs)
+    _add_worker(commands, logs)
+
+
+def _add_gateway(commands: _Commands, logs: argparse.ArgumentParser) -> None:
+    """The S3 side alone."""
     gateway = commands.add_parser(
         "gateway",
         help="the S3 gateway alone, over a storage server elsewhere",
@@ -130,9 +148,10 @@ def _parser() -> argparse.ArgumentParser:
     _add_common(gateway)
     gateway.set_defaults(command=_gateway)
 
-    worker = commands.add_parser(
-        "worker", parents=[logs]
-    )  # what `serve --workers` starts: not listed, and of no use by hand
+
+def _add_worker(commands: _Commands, logs: argparse.ArgumentParser) -> None:
+    """What `serve --workers` starts: not listed, and of no use by hand."""
+    worker = commands.add_parser("worker", parents=[logs])
     worker.add_argument("--data", type=Path, required=True)
     worker.add_argument("--socket", type=Path, required=True)
     worker.add_argument("--peer-secret-file", type=Path, required=True)
@@ -140,6 +159,9 @@ def _parser() -> argparse.ArgumentParser:
     _add_common(worker)
     worker.set_defaults(command=_worker)
 
+
+def _add_care(commands: _Commands, logs: argparse.ArgumentParser) -> None:
+    """What looks after a store."""
     scrub = commands.add_parser(
         "scrub",
         help="read everything stored and report what is not what was put",
@@ -164,10 +186,6 @@ def _parser() -> argparse.ArgumentParser:
     compact.add_argument("--json", type=Path, metavar="FILE", help="write what was done here; - is standard output")
     _add_common(compact)
     compact.set_defaults(command=_compact)
-
-    add_calibrate(commands, [logs])
-    commands.add_parser("bench", help="measure; each figure comes with what it is a ratio of")
-    return parser
 
 
 def _add_listen(parser: argparse.ArgumentParser) -> None:
