@@ -3,21 +3,38 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable
+from collections.abc import AsyncIterator, Callable, Sequence
 from typing import TypeVar
 
 from descriptors.units import KIB
 
 HERE_BYTES_MAX = 64 * KIB
 """A document of this size is parsed in less time than handing it to a thread takes."""
+HERE_ITEMS_MAX = 2_048
+"""So many chunks or extents are gone through in a millisecond or two."""
 _T = TypeVar("_T")
 
 
 async def parsed(parse: Callable[[bytes], _T], document: bytes) -> _T:
     """`parse(document)`, in a thread where the document is large: the event loop goes on meanwhile."""
-    if len(document) <= HERE_BYTES_MAX:
-        return parse(document)
-    return await to_end(asyncio.get_running_loop().run_in_executor(None, parse, document))
+    return await computed(lambda: parse(document), is_long=len(document) > HERE_BYTES_MAX)
+
+
+async def computed(work: Callable[[], _T], *, is_long: bool) -> _T:
+    """`work()`, in a thread where it is long: the event loop goes on meanwhile. It ends before this does, even when the
+    caller is cancelled.
+    """
+    if not is_long:
+        return work()
+    return await to_end(asyncio.get_running_loop().run_in_executor(None, work))
+
+
+async def in_parts(items: Sequence[_T]) -> AsyncIterator[Sequence[_T]]:
+    """`items` in parts of HERE_ITEMS_MAX; others have the event loop between them."""
+    for start in range(0, len(items), HERE_ITEMS_MAX):
+        if start:
+            await asyncio.sleep(0)
+        yield items[start : start + HERE_ITEMS_MAX]
 
 
 async def finished(future: asyncio.Future[_T]) -> None:

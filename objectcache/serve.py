@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import gc
 import logging
 import os
 import resource
@@ -205,6 +206,8 @@ async def _until_stopped(
     server = make_server()
     try:
         await server.start()
+        gc.collect()
+        gc.freeze()  # a full collection holds the event loop: it need not go through what never goes
         if read_scheduler is not None and not isinstance(server, GatewayServer):  # UCX, once started, takes this signal
             loop.add_signal_handler(signal.SIGHUP, _reconfigure, server.storage, read_scheduler)
         print(f"{name} is listening on {server.url}", flush=True)

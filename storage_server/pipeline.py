@@ -8,10 +8,11 @@ from collections.abc import Awaitable, Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import partial
+from itertools import chain
 
 import numpy as np
 
-from adapters.threads import finished, to_end
+from adapters.threads import HERE_ITEMS_MAX, computed, finished, to_end
 from descriptors.descriptor import Descriptor, OnMissing
 from descriptors.errors import ChunkUnavailable, ErrorCode
 from descriptors.storage_api import DeliveryOutcome, DeliveryStart, DeliveryTiming, Spans
@@ -87,20 +88,21 @@ class Pipeline:
             self._store.reads.open_prefix(
                 bucket, descriptor.chunk_keys, layout.chunk_bytes, prefix_only=prefix_only
             ) as chunks,
+            self._dram.lent(list(chain.from_iterable(chunks))) as addresses,
         ):
-            with self._dram.lent([extent for chunk in chunks for extent in chunk]) as addresses:
-                mode = choose_mode(descriptor.delivery, layout.payload_bytes(len(chunks)), self._settings.theta_bytes)
-                table = make_table(chunks, addresses)
-                payload_bytes_max = route.payload_bytes_max(is_resident=table.is_resident)
-                plan = plan_delivery(mode, layout, len(chunks), payload_bytes_max)
-                layer_compute_s = compute_s(descriptor, len(chunks), self.link.settings.profiles)
+            mode = choose_mode(descriptor.delivery, layout.payload_bytes(len(chunks)), self._settings.theta_bytes)
+            is_long = len(addresses) > HERE_ITEMS_MAX
+            table = await computed(partial(make_table, chunks, addresses), is_long=is_long)
+            payload_bytes_max = route.payload_bytes_max(is_resident=table.is_resident)
+            plan = plan_delivery(mode, layout, len(chunks), payload_bytes_max)
+            layer_compute_s = compute_s(descriptor, len(chunks), self.link.settings.profiles)
 
-                def note_damage(index: int) -> None:
-                    self._store.reads.damaged.note(bucket, descriptor.chunk_keys[index], chunks[index])
+            def note_damage(index: int) -> None:
+                self._store.reads.damaged.note(bucket, descriptor.chunk_keys[index], chunks[index])
 
-                async with self.link.place(access_key, plan, layer_compute_s) as place:
-                    clock.planned()
-                    return await self._deliver(plan, table, place, request_id, route, clock, note_damage)
+            async with self.link.place(access_key, plan, layer_compute_s) as place:
+                clock.planned()
+                return await self._deliver(plan, table, place, request_id, route, clock, note_damage)
 
     async def _deliver(
         self,

@@ -287,6 +287,11 @@ class PinSet:
         self._files = files
         self._file_ids: list[str] = []
 
+    @property
+    def count(self) -> int:
+        """Pins held."""
+        return len(self._file_ids)
+
     def keep(self, extents: Iterable[Extent]) -> bool:
         """Pin the files of these extents; False when one is gone, and the index must be read again."""
         file_ids = list({extent.file_id for extent in extents})

@@ -8,10 +8,11 @@ import threading
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import asynccontextmanager
+from functools import partial
 from pathlib import Path
 from typing import TypeVar
 
-from adapters.threads import to_end
+from adapters.threads import HERE_ITEMS_MAX, computed, to_end
 from descriptors.errors import ErrorCode, ServerError
 from storage_server.store.committer import index_error
 from storage_server.store.disk import disk_error
@@ -73,18 +74,20 @@ async def pinned(
         for _ in range(REREADS_MAX):
             before = files.punch_count
             found, extents = await find()
-            if _kept(pins, extents) and not files.is_punched(extents, before):
+            is_long = len(extents) > HERE_ITEMS_MAX
+            if await computed(partial(_kept, pins, files, extents, before), is_long=is_long):
                 break
         else:
             raise ServerError(ErrorCode.SLOW_DOWN, "the object changes faster than it can be read", retryable=True)
         yield found, extents
     finally:
-        pins.release()
+        await computed(pins.release, is_long=pins.count > HERE_ITEMS_MAX)
 
 
-def _kept(pins: PinSet, extents: Sequence[Extent]) -> bool:
+def _kept(pins: PinSet, files: ExtentFiles, extents: Sequence[Extent], before: int) -> bool:
+    """Whether the extents are pinned, and none of their files has given space back since `before`."""
     try:
-        return pins.keep(extents)
+        return pins.keep(extents) and not files.is_punched(extents, before)
     except OSError as error:
         raise disk_error(error, "opening the object") from error
 

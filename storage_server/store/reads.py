@@ -5,7 +5,9 @@ from __future__ import annotations
 import sqlite3
 from collections.abc import AsyncIterator, Sequence
 from contextlib import aclosing, asynccontextmanager
+from itertools import chain
 
+from adapters.threads import HERE_ITEMS_MAX, computed, in_parts
 from descriptors.conditions import check_read
 from descriptors.errors import CallerError, ErrorCode
 from descriptors.lifecycle import LifecycleRule, expiry
@@ -28,8 +30,6 @@ from storage_server.store.listing import list_page
 from storage_server.store.reader import IndexReader, pinned
 from storage_server.store.reading import resolve_range, usable_prefix
 from storage_server.store.resolved import ResolvedKeys
-
-LOOKUP_KEYS = 1024
 
 
 class Reads:
@@ -104,8 +104,13 @@ class Reads:
         """
 
         async def find() -> tuple[list[list[Extent]], list[Extent]]:
-            usable = usable_prefix(await self._resolve(bucket, keys), chunk_bytes, prefix_only=prefix_only)
-            return usable, [extent for chunk in usable for extent in chunk]
+            found: list[list[Extent] | None] = []
+            async for part in in_parts(keys):
+                found += await self._resolve(bucket, part)
+            usable = await computed(
+                lambda: usable_prefix(found, chunk_bytes, prefix_only=prefix_only), is_long=len(keys) > HERE_ITEMS_MAX
+            )
+            return usable, list(chain.from_iterable(usable))
 
         async with pinned(self._files, find) as (chunks, _):
             yield chunks
@@ -128,12 +133,13 @@ class Reads:
         """How many of `keys`, from the first, are stored without a gap, and were not found damaged. What is found is
         remembered for the descriptor that follows.
         """
-        for start in range(0, len(keys), LOOKUP_KEYS):
-            part = keys[start : start + LOOKUP_KEYS]
-            for index, extents in enumerate(await self._resolve(bucket, part)):
-                if extents is None or self.damaged.has(bucket, part[index], extents):
-                    return start + index
-        return len(keys)
+        count = 0
+        async for part in in_parts(keys):
+            for key, extents in zip(part, await self._resolve(bucket, part), strict=True):
+                if extents is None or self.damaged.has(bucket, key, extents):
+                    return count
+                count += 1
+        return count
 
 
 def _find_read(db: sqlite3.Connection, request: ReadRequest, *, with_extents: bool) -> tuple[ReadHead, list[Extent]]:

@@ -10,11 +10,11 @@ import logging
 import mmap
 import time
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import AsyncIterator, Callable, Coroutine, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
+from contextlib import asynccontextmanager
 
-from adapters.threads import finished
+from adapters.threads import finished, in_parts
 from storage_server.memory_area import Area, PrivateArea
 from storage_server.store.extents import CorruptExtentError, Extent, ExtentFiles, PinSet
 from storage_server.tiers.residency import Residency
@@ -46,23 +46,22 @@ class DramTier:
         """Extents in memory."""
         return self._residency.resident_count
 
-    @contextmanager
-    def lent(self, extents: Sequence[Extent]) -> Iterator[list[int | None]]:
+    @asynccontextmanager
+    async def lent(self, extents: Sequence[Extent]) -> AsyncIterator[list[int | None]]:
         """The address of each extent that is here, None for the others, until the block ends. What had to be read then
         may come in.
         """
         if not self.nbytes:
             yield [None] * len(extents)
             return
-        offsets = self._residency.pin(extents, time.monotonic())
+        now_s, offsets = time.monotonic(), list[int | None]()
         try:
+            async for part in in_parts(extents):
+                offsets += self._residency.pin(part, now_s)
             yield [None if offset is None else self.address + offset for offset in offsets]
         finally:
-            self._residency.unpin(extents, offsets)
-            missing = [extent for extent, offset in zip(extents, offsets, strict=True) if offset is None]
-            if missing:
-                looked_at = self._files.punch_count
-                asyncio.get_running_loop().call_soon(self._take_in, missing, looked_at)  # not while its caller waits
+            if offsets:
+                self._track(self._give_back(extents[: len(offsets)], offsets, self._files.punch_count))
 
     async def close(self) -> None:
         """Finish what is being filled, take in no more."""
@@ -71,10 +70,23 @@ class DramTier:
             await finished(task)
         self._fillers.shutdown()
 
-    def _take_in(self, missing: Sequence[Extent], looked_at: int) -> None:
-        if self._closed:
-            return
-        coming = self._residency.ask(missing, time.monotonic())
+    def _track(self, work: Coroutine[None, None, None]) -> None:
+        task = asyncio.create_task(work)
+        self._filling.add(task)
+        task.add_done_callback(self._filling.discard)
+
+    async def _give_back(self, extents: Sequence[Extent], offsets: Sequence[int | None], looked_at: int) -> None:
+        """End what `lent` began. What was not here comes in where it is asked for often enough."""
+        now_s = time.monotonic()
+        async for part in in_parts(range(len(extents))):
+            asked, lent = extents[part[0] : part[-1] + 1], offsets[part[0] : part[-1] + 1]
+            self._residency.unpin(asked, lent)
+            missing = [extent for extent, offset in zip(asked, lent, strict=True) if offset is None]
+            if missing and not self._closed:
+                self._take_in(missing, now_s, looked_at)
+
+    def _take_in(self, missing: Sequence[Extent], now_s: float, looked_at: int) -> None:
+        coming = self._residency.ask(missing, now_s)
         if not coming:
             return
         pins = PinSet(self._files)
@@ -84,9 +96,7 @@ class DramTier:
             for extent, _ in coming:
                 self._residency.dropped(extent)
             return
-        task = asyncio.create_task(self._fill(coming, pins))
-        self._filling.add(task)
-        task.add_done_callback(self._filling.discard)
+        self._track(self._fill(coming, pins))
 
     async def _fill(self, coming: Sequence[tuple[Extent, int]], pins: PinSet) -> None:
         loop = asyncio.get_running_loop()
