@@ -4,15 +4,18 @@ stays readable, and writing goes on when the disk does.
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import errno
 import shutil
+import sqlite3
 import subprocess
 import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 from unittest.mock import patch
 
 import pytest
@@ -20,12 +23,14 @@ import pytest
 from descriptors.units import KIB, MIB
 from storage_server.service import EmbeddedStorage
 from storage_server.store.durability import Durability
+from storage_server.store.extents import extent_path
 from tests.crash.audit import audit
 from tests.crash.client import Client, error_code, tree
 from tests.crash.reading import listed
 from tests.crash.server import Server
 from tests.crash.versions import Piece, md5
 from tests.faulty_disk import FaultyDisk
+from tests.store_bed import files_in, get, opened, put
 from tests.support import CONFIG, LocalStack, Reply
 
 BUCKET = "crash"
@@ -319,3 +324,44 @@ def test_a_disk_that_cannot_be_read_is_an_error_and_never_bytes(faulty: tuple[Fa
         assert client.call("HEAD", key).status == 200
     disk.fail.clear()
     assert_all_there(client, stored)
+
+
+class FullIndex:
+    """A connection that has no room to note what is synced, as long as `reserve` is there."""
+
+    def __init__(self, connection: sqlite3.Connection, reserve: Path) -> None:
+        self._connection = connection
+        self._reserve = reserve
+        self.refused = 0
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._connection, name)
+
+    def executemany(self, sql: str, rows: Any) -> Any:
+        if self._reserve.exists() and sql.startswith("UPDATE extents SET synced"):
+            self.refused += 1
+            error = sqlite3.OperationalError("database or disk is full")
+            error.sqlite_errorcode = sqlite3.SQLITE_FULL
+            raise error
+        return self._connection.executemany(sql, rows)
+
+
+async def test_deletes_give_space_back_where_the_index_has_no_room_to_note_what_is_synced(tmp_path: Path) -> None:
+    """Deletes themselves may find room in the log, and what is behind them none: then the disk would stay full."""
+    store = await opened(tmp_path, durability=Durability.RELAXED, packed_bytes_max=8 * MIB)
+    await store.create_bucket("A", "bbb")
+    full = FullIndex(store._committer.db, tmp_path / "reserve")
+    store._committer.db = full  # type: ignore[assignment]
+    for key in ("kept", "deleted"):
+        await put(store, key, bytes([1]) * 4 * MIB)
+    (segment,) = files_in(store)
+    await store.delete_object("bbb", "deleted")
+    for _ in range(200):
+        if full.refused and extent_path(tmp_path, segment).stat().st_blocks * 512 < 5 * MIB:
+            break
+        await asyncio.sleep(0.05)
+    assert full.refused
+    assert extent_path(tmp_path, segment).stat().st_blocks * 512 < 5 * MIB
+    assert await get(store, "kept") == bytes([1]) * 4 * MIB
+    await put(store, "new", b"new")
+    store.close()

@@ -57,6 +57,7 @@ async def filled(folder: Path) -> EmbeddedStorage:
     await storage.start()
     await storage.create_bucket("A", "bbb")
     await storage.close()
+    extent_path(folder, FILE_ID).parent.mkdir()
     extent_path(folder, FILE_ID).write_bytes(DATA)
     index = sqlite3.connect(folder / "index.sqlite3")
     with index:

@@ -100,6 +100,7 @@ async def test_a_directory_of_the_release_before_has_no_mark_and_opens(tmp_path:
     database.commit()
     database.close()
     orphan = tmp_path / "data" / "extents" / "00" / ("0" * 32)
+    orphan.parent.mkdir(exist_ok=True)
     orphan.write_bytes(b"x")
     store = await opened(tmp_path / "data")
     assert await get(store, "second") == b"2" * 200_000

@@ -17,7 +17,7 @@ import sqlite3
 import threading
 import time
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar
@@ -230,8 +230,7 @@ class Committer:
             for job in batch:
                 job.error = None if job.frees else job.error or index_error(error)
             dead = self._transact(batch)
-            with contextlib.suppress(sqlite3.Error):  # what the log has grown to is room as well
-                self.db.execute("PRAGMA wal_checkpoint(TRUNCATE)").fetchall()
+            self._shorten_log()
             return dead
 
     def _transact(self, batch: list[_Job]) -> list[str]:
@@ -295,6 +294,27 @@ class Committer:
         failed = _sync(self._unsynced)
         marks = [(file_id,) for file_id in self._unsynced if file_id not in failed]
         try:
+            transactions = self._note_synced(marks)
+        except sqlite3.Error as error:
+            if not (is_full(error) and self._reserve.give_up()):
+                return
+            try:  # what was deleted gives its space back after this, and only then
+                transactions = self._note_synced(marks)
+            except sqlite3.Error:
+                return
+            self._shorten_log()
+        self._mark(transactions)
+        for file in self._unsynced.values():
+            file.release()
+        self._unsynced.clear()
+        self._is_dirty = False
+        self._dispose_dead()
+
+    def _note_synced(self, marks: Sequence[tuple[str]]) -> int:
+        """The extents of these files survive power loss; the number of the transaction. Raises sqlite3.Error, and
+        nothing has changed.
+        """
+        try:
             self.db.execute("PRAGMA synchronous=FULL")
             self.db.execute("BEGIN IMMEDIATE")
             self.db.executemany("UPDATE extents SET synced = 1 WHERE file_id = ? AND synced = 0", marks)
@@ -302,13 +322,13 @@ class Committer:
             self.db.execute("COMMIT")
         except sqlite3.Error:
             self._rollback()
-            return
-        self._mark(transactions)
-        for file in self._unsynced.values():
-            file.release()
-        self._unsynced.clear()
-        self._is_dirty = False
-        self._dispose_dead()
+            raise
+        return transactions
+
+    def _shorten_log(self) -> None:
+        """What the log has grown to is room as well."""
+        with contextlib.suppress(sqlite3.Error):
+            self.db.execute("PRAGMA wal_checkpoint(TRUNCATE)").fetchall()
 
     def _dispose_dead(self) -> None:
         """Of the files that lost their last row, those that have none now: a segment may have had new ones since."""

@@ -75,10 +75,8 @@ class ExtentFiles:
         self.punch_count = 0
 
     def start(self) -> None:
-        """Make the directories."""
-        for index in range(256):
-            (self._directory / "extents" / f"{index:02x}").mkdir(parents=True, exist_ok=True)
-        self._disk.sync_directory(self._directory / "extents")
+        """Make the directory; those in it come with their first files."""
+        (self._directory / "extents").mkdir(parents=True, exist_ok=True)
         self._disk.sync_directory(self._directory)
 
     @property

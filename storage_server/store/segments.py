@@ -113,6 +113,8 @@ class Segments:
         self._lock = threading.RLock()
         self._current: WriteFile | None = None
         self._writing: set[str] = set()
+        self._making = threading.Lock()
+        self._made: set[Path] = set()
         self._used_bytes = 0
         self._extent_count = 0
 
@@ -135,6 +137,7 @@ class Segments:
         """A file nobody else writes to, its name on the disk; the caller holds it. Raises OSError."""
         file_id = uuid.uuid4().hex
         path = extent_path(self._directory, file_id)
+        self._make_directory(path.parent)
         fd = self._disk.create(path)
         try:
             self._disk.sync_directory(path.parent)
@@ -147,6 +150,15 @@ class Segments:
         with self._lock:
             self._writing.add(file_id)
         return WriteFile(path, fd, self._disk, self._closed)
+
+    def _make_directory(self, directory: Path) -> None:
+        """Its name, too, must be on the disk before anything in it counts. Raises OSError."""
+        with self._making:
+            if directory in self._made:
+                return
+            directory.mkdir(exist_ok=True)
+            self._disk.sync_directory(directory.parent)
+            self._made.add(directory)
 
     def writer(self, nbytes: int, hashes: BodyHashes) -> ExtentWriter:
         """A place for `nbytes` (more than 0) of body. Raises OSError."""
