@@ -106,6 +106,21 @@ class LayerFetch:
         return self._ledger.grant
 
     @property
+    def mode(self) -> Mode | None:
+        """The order of delivery; None until the request is admitted."""
+        return self._ledger.mode
+
+    def ready_at_s(self) -> list[float]:
+        """When the layers that are there became so, by the monotonic clock, in the order they did."""
+        with self._changed:
+            return sorted(self._ready_at_s.values())
+
+    @property
+    def began_s(self) -> float:
+        """When the fetch began, by the monotonic clock."""
+        return self._began_s
+
+    @property
     def is_complete(self) -> bool:
         """Whether every layer is there."""
         return self._ledger.is_complete

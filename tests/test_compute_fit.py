@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from descriptors.descriptor import Delivery
 from descriptors.layout import ChunkLayout
 from descriptors.recompute import AdviceRequest, Choice, DeliveryCosts, PrefillCosts, advise
-from nixl_client.connectors.compute_fit import CELLS_MAX, ComputeFit, WayFit, Work, longer, slower, step_s
+from nixl_client.connectors.compute_fit import CELLS_MAX, WAY_KEEP_S, ComputeFit, WayFit, Work, longer, slower, step_s
 from nixl_client.connectors.vllm.step_timer import StepTimer
 
 LAYOUT = ChunkLayout(4, 16, 65_536)
@@ -132,17 +132,29 @@ def test_a_timer_leaves_out_what_was_waited_for() -> None:
 def test_a_way_costs_a_request_and_its_bytes() -> None:
     """Small loads tell of the request, large ones of the rate."""
     fit = WayFit()
-    assert fit.costs() is None
-    fit.observe(0, 1.0)
-    fit.observe(100, 0.0)
-    assert fit.costs() is None
+    assert fit.costs(10.0) is None
+    fit.observe(0, 1.0, 10.0)
+    fit.observe(100, 0.0, 10.0)
+    assert fit.costs(10.0) is None
     for nbytes in (1 << 16, 1 << 20, 1 << 24, 1 << 26):
         for sample in range(5):
-            fit.observe(nbytes, (0.004 + nbytes / 2e9) * (20.0 if sample == 2 else 1.0))
-    costs = fit.costs()
+            fit.observe(nbytes, (0.004 + nbytes / 2e9) * (20.0 if sample == 2 else 1.0), 10.0)
+    costs = fit.costs(10.0)
     assert costs is not None
     assert costs.request_s == pytest.approx(0.004, rel=0.02)
     assert costs.bytes_per_s == pytest.approx(2e9, rel=0.02)
     slow = DeliveryCosts(request_s=1.0)
     assert longer(costs, slow) is longer(slow, costs) is slow
     assert longer(None, costs) is costs
+
+
+def test_a_way_that_was_slow_is_tried_again() -> None:
+    """What was seen long ago says nothing: otherwise a way that was slow once would never be used again."""
+    fit = WayFit()
+    fit.observe(1 << 20, 5.0, 10.0)
+    slow = fit.costs(10.0 + WAY_KEEP_S)
+    assert slow is not None
+    assert slow.request_s or slow.bytes_per_s
+    assert fit.costs(10.1 + WAY_KEEP_S) == DeliveryCosts()
+    fit.observe(1 << 20, 0.5, 200.0)
+    assert fit.costs(200.0) != DeliveryCosts()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+import time
 from collections.abc import Sequence
 from typing import Any
 
@@ -12,6 +13,7 @@ import torch
 
 from descriptors.errors import ChunkUnavailable, ErrorCode, ServerError
 from descriptors.layout import ChunkLayout
+from descriptors.recompute import PrefillCosts
 from nixl_client.connectors.counters import Counters
 from nixl_client.connectors.vllm.blocks import Blocks, Packing, Run, find_packings, find_runs, packed_layer, plain_layer
 from nixl_client.connectors.vllm.loads import Loads
@@ -135,15 +137,15 @@ HEADS, HEAD_DIM, LAYERS = 2, 8, 3
 class Worker:
     """Loads and a writer over one made-up engine memory."""
 
-    def __init__(self, grid: Grid) -> None:
+    def __init__(self, grid: Grid, load_timeout_s: float = 5.0, layer_count: int = LAYERS) -> None:
         self.grid = grid
-        self.layout = ChunkLayout(LAYERS, grid.chunk_tokens, 2 * grid.chunk_tokens * HEADS * HEAD_DIM * 4)
-        self.caches = [torch.randn(8, HEADS, grid.block_tokens, 2 * HEAD_DIM) for _ in range(LAYERS)]
+        self.layout = ChunkLayout(layer_count, grid.chunk_tokens, 2 * grid.chunk_tokens * HEADS * HEAD_DIM * 4)
+        self.caches = [torch.randn(8, HEADS, grid.block_tokens, 2 * HEAD_DIM) for _ in range(layer_count)]
         layers = [plain_layer(cache) for cache in self.caches]
         self.store = PlayedStore(self.layout)
         self.counters = Counters()
         client: Any = self.store
-        options = Options("http://127.0.0.1:1", "b", staging_bytes=1 << 20, load_timeout_s=5.0)
+        options = Options("http://127.0.0.1:1", "b", staging_bytes=1 << 20, load_timeout_s=load_timeout_s)
         self.loads = Loads(client, 0, grid, self.layout, layers, torch.float32, options, self.counters)
         self.book = StoreBook(100, 10.0)
         self.writer = Writer(client, 0, grid, self.layout, layers, self.book, threading.Event(), self.counters)
@@ -181,9 +183,72 @@ class TestLoadsMeasure:
         worker.loads.finish()
         assert worker.store.stated_us == [(250,)]
         assert worker.loads.waited_s > 0
-        assert worker.loads.way.costs() is not None
+        assert worker.loads.way.costs(time.monotonic()) is not None
         worker.loads.start([])
         assert worker.loads.waited_s == 0
+
+
+class TestLateLoads:
+    """Three layers; a token costs a millisecond, four blocks of eight tokens 32."""
+
+    COSTS = PrefillCosts(token_us=1000.0)
+    BLOCKS = (4, 5, 6, 7)
+
+    def load(
+        self,
+        worker: Worker,
+        *layers_s: tuple[float, ...],
+        costs: PrefillCosts | None = COSTS,
+        layer_compute_us: int = 0,
+    ) -> set[int]:
+        keys = worker.save((0, 1, 2, 3), 0, 4)
+        worker.store.layers_s = list(layers_s)
+        span = worker.grid.load_span(0, 32, self.BLOCKS)
+        worker.loads.start([LoadJob(1, "r", span, (keys,))], layer_compute_us, costs)
+        for layer_index in range(worker.layout.num_layers):
+            worker.loads.wait_layer(layer_index)
+        worker.loads.finish()
+        return worker.loads.take_lost_blocks()
+
+    def test_a_load_whose_first_layer_does_not_come_is_given_up_once_computing_is_sooner(self) -> None:
+        worker = Worker(Grid(8, 8))
+        began_s = time.monotonic()
+        assert self.load(worker, (4.0, 4.0, 4.0)) == set(self.BLOCKS)
+        assert time.monotonic() - began_s < 3.0
+        assert worker.counters.totals["late_loads"] == 1
+        assert worker.loads.late_count == 1
+        assert worker.loads.take_report().failed_loads == 0
+
+    def test_a_load_that_slows_down_is_given_up(self) -> None:
+        worker = Worker(Grid(8, 8))
+        assert self.load(worker, (0.0, 0.001, 4.0)) == set(self.BLOCKS)
+        way = worker.loads.way.costs(time.monotonic())
+        assert way is not None
+        assert way.request_s + worker.layout.payload_bytes(4) * (1 / way.bytes_per_s if way.bytes_per_s else 0) > 0.02
+
+    def test_the_first_chunks_are_fetched_where_that_and_computing_the_rest_is_soonest(self) -> None:
+        """What the step computes hides so much of a slow fetch, and no more. The layers that came stay."""
+        worker = Worker(Grid(8, 8), layer_count=12)
+        slow = tuple(0.1 * index for index in range(12))
+        lost = self.load(worker, slow, (), costs=PrefillCosts(token_us=12_500.0), layer_compute_us=30_000)
+        assert len(worker.store.fetched) == 2
+        kept = worker.store.fetched[1]
+        assert 0 < kept < 4
+        assert lost == set(self.BLOCKS[kept:])
+        assert worker.same(range(kept), self.BLOCKS[:kept])
+
+    @pytest.mark.parametrize("costs", [None, PrefillCosts(token_us=1e6)])
+    def test_a_load_that_is_sooner_than_computing_is_waited_for(self, costs: PrefillCosts | None) -> None:
+        worker = Worker(Grid(8, 8))
+        assert self.load(worker, (0.1, 0.2, 0.3), costs=costs) == set()
+        assert worker.same((0, 1, 2, 3), self.BLOCKS)
+        assert "late_loads" not in worker.counters.totals
+
+    def test_past_the_deadline_a_load_is_late_where_layers_came_and_has_failed_where_none_did(self) -> None:
+        for layers_s, failed in (((0.0, 9.0, 9.0), 0), ((9.0, 9.0, 9.0), 1)):
+            worker = Worker(Grid(8, 8), load_timeout_s=0.3)
+            assert self.load(worker, layers_s, costs=None) == set(self.BLOCKS)
+            assert worker.loads.take_report().failed_loads == failed
 
 
 class TestRuns:

@@ -11,6 +11,7 @@ from typing import Any
 import numpy as np
 
 from descriptors.layout import ChunkLayout
+from descriptors.notices import Mode
 from descriptors.recompute import Advice, AdviceRequest, advise
 from descriptors.storage_api import Grant
 from nixl_client.connectors.vllm.naming import Deployment
@@ -28,11 +29,21 @@ def store_job(job_id: int, request_id: str, blocks: tuple[int, ...]) -> StoreJob
 
 
 class PlayedFetch:
-    """A fetch whose layers are there at once, but for what is to go wrong."""
+    """A fetch whose layers are there after `layers_s`, but for what is to go wrong."""
 
     def __init__(
-        self, payload: Any, chunk_count: int, failure: Exception | None, failing_layer: int, settles: bool
+        self,
+        payload: Any,
+        chunk_count: int,
+        failure: Exception | None,
+        failing_layer: int,
+        settles: bool,
+        layers_s: Sequence[float],
     ) -> None:
+        self.began_s = time.monotonic()
+        self.mode = Mode.LAYER_MAJOR
+        self.descriptor = SimpleNamespace(num_layers=len(payload))
+        self._due_s = [self.began_s + layer_s for layer_s in layers_s] or [self.began_s] * len(payload)
         self._payload = payload
         self._chunk_count = chunk_count
         self._failure = failure
@@ -47,8 +58,15 @@ class PlayedFetch:
     def wait_layer(self, layer_index: int, timeout_s: float) -> Any:
         if self._failure is not None and layer_index >= self._failing_layer:
             raise self._failure
+        due_s = self._due_s[layer_index]
+        time.sleep(max(0.0, min(timeout_s, due_s - time.monotonic())))
+        if due_s > time.monotonic():
+            raise TimeoutError(f"layer {layer_index} is not there")
         ready_at_s = time.monotonic()
         return SimpleNamespace(chunk_count=self._chunk_count, data=self._payload[layer_index], ready_at_s=ready_at_s)
+
+    def ready_at_s(self) -> list[float]:
+        return [due_s for due_s in self._due_s if due_s <= time.monotonic()]
 
     def wait(self, timeout_s: float) -> None:
         if self._failure is not None:
@@ -73,6 +91,8 @@ class PlayedStore:
         self.put_failure: Exception | None = None
         self.lookup_failure: Exception | None = None
         self.settles = True
+        self.layers_s: list[tuple[float, ...]] = []
+        """When the layers of the coming fetches are there, in seconds after their start; those after them at once."""
         self.released = threading.Event()
         self.is_out_of_memory = False
 
@@ -106,4 +126,5 @@ class PlayedStore:
         rows = [np.frombuffer(self.chunks[key], np.uint8) for key in keys[:count]]
         payload = np.stack(rows).reshape(count, layout.num_layers, -1).transpose(1, 0, 2).copy()
         failure, self.failure = self.failure, None
-        return PlayedFetch(payload, count, failure, self.failing_layer, failure is None or self.settles)
+        layers_s = self.layers_s.pop(0) if self.layers_s else ()
+        return PlayedFetch(payload, count, failure, self.failing_layer, failure is None or self.settles, layers_s)

@@ -25,6 +25,7 @@ CELL_SAMPLES_MAX = 9
 CELLS_MAX = 128
 CELLS_MIN = 3
 """Fewer sizes than coefficients tell nothing."""
+WAY_KEEP_S = 60.0
 _US = 1e6
 
 
@@ -96,22 +97,34 @@ class ComputeFit:
 
 
 class WayFit:
-    """Samples of loads that nobody paced: what a request costs, and what the way carries."""
+    """Samples of loads that nobody paced, or that were late: what a request costs, and what the way carries. A way that
+    was slow WAY_KEEP_S ago is tried again.
+    """
 
     def __init__(self) -> None:
         self._samples = _Samples()
+        self._seen_s = 0.0
 
-    def observe(self, nbytes: int, seconds: float) -> None:
+    def observe(self, nbytes: int, seconds: float, now_s: float) -> None:
         """A load of so many bytes was there after so long. What is no time is passed over."""
         if nbytes > 0 and 0 < seconds < math.inf:
+            self._forget_old(now_s)
+            self._seen_s = now_s
             self._samples.add((round(2 * math.log2(nbytes)),), (float(nbytes),), seconds)
 
-    def costs(self) -> DeliveryCosts | None:
-        """None while nothing has been seen."""
+    def costs(self, now_s: float) -> DeliveryCosts | None:
+        """None while nothing has been seen; no costs at all where that is long ago."""
+        self._forget_old(now_s)
+        if not self._seen_s:
+            return None
         found = self._samples.solve() if len(self._samples) else None
         if found is None:
-            return None
+            return DeliveryCosts()
         return DeliveryCosts(request_s=float(found[0]), bytes_per_s=float(1 / found[1]) if found[1] > 0 else 0.0)
+
+    def _forget_old(self, now_s: float) -> None:
+        if now_s - self._seen_s > WAY_KEEP_S:
+            self._samples = _Samples()
 
 
 def step_s(costs: PrefillCosts, work: Work) -> float:

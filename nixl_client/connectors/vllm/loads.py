@@ -8,7 +8,7 @@ import logging
 import threading
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -16,16 +16,19 @@ import torch
 from descriptors.descriptor import OnMissing
 from descriptors.errors import ChunkUnavailable
 from descriptors.layout import ChunkLayout
+from descriptors.notices import Mode
+from descriptors.recompute import PrefillCosts
 from nixl_client.client import ObjectCacheClient
 from nixl_client.connectors.compute_fit import WayFit
 from nixl_client.connectors.counters import Counters
+from nixl_client.connectors.late import LOOK_MIN_S, Progress, Tail, Verdict, judge, pace_s
 from nixl_client.connectors.vllm.blocks import Blocks, PagedLayer
 from nixl_client.connectors.vllm.options import Options
 from nixl_client.connectors.vllm.plan import Grid
 from nixl_client.connectors.vllm.retired import Retired
 from nixl_client.connectors.vllm.staging import Staging
 from nixl_client.connectors.vllm.steps import LoadJob, Report
-from nixl_client.fetch import LayerFetch
+from nixl_client.fetch import Layer, LayerFetch
 
 RETIRED_MAX = 4
 _log = logging.getLogger(__name__)
@@ -43,14 +46,23 @@ class ActiveLoad:
     deadline_s: float
     chunk_count: int
     good_blocks: int
+    began_s: float
     next_layer: int = 0
     is_retried: bool = False
-    began_s: float = field(default_factory=time.monotonic)
     ready_at_s: float = 0.0
 
     def left_s(self) -> float:
         """Seconds until the deadline, 0 past it."""
         return max(0.0, self.deadline_s - time.monotonic())
+
+    def progress(self) -> Progress:
+        """Of its fetch as it is now."""
+        ready_at_s = self.fetch.ready_at_s()
+        silent_s = time.monotonic() - max(ready_at_s, default=self.fetch.began_s)
+        if self.fetch.mode is not Mode.LAYER_MAJOR:
+            return Progress(1, 1, 0.0, silent_s)
+        layers = self.fetch.descriptor.num_layers
+        return Progress(layers, layers - len(ready_at_s), pace_s(ready_at_s), silent_s)
 
 
 class Loads:
@@ -84,6 +96,9 @@ class Loads:
         self._bad_chunks: dict[int, int] = {}
         self._failed = 0
         self._layer_compute_us: tuple[int, ...] = ()
+        self._costs: PrefillCosts | None = None
+        self.late_count = 0
+        """Loads that were given up, or cut short, for being late."""
         self.waited_s = 0.0
         """How long this step's layers were waited for and copied."""
         self.way = WayFit()
@@ -93,12 +108,15 @@ class Loads:
         self.is_idle.set()
         self._ready_staging()
 
-    def start(self, jobs: Sequence[LoadJob], layer_compute_us: int = 0) -> None:
-        """Start these loads, in a step whose layers should take so long; what cannot be started is lost at once."""
+    def start(self, jobs: Sequence[LoadJob], layer_compute_us: int = 0, costs: PrefillCosts | None = None) -> None:
+        """Start these loads, in a step whose layers should take so long; what cannot be started is lost at once. With
+        `costs` no load is waited for where computing its tokens is sooner.
+        """
         self.waited_s = 0.0
         if not jobs:
             return
         self._layer_compute_us = (layer_compute_us,) if layer_compute_us else ()
+        self._costs = costs
         self.is_idle.clear()
         self._ended += [job.job_id for job in jobs]
         deadline_s = time.monotonic() + self._options.load_timeout_s
@@ -170,6 +188,7 @@ class Loads:
         if offset + nbytes > staging.nbytes:
             raise ValueError(f"{nbytes} bytes do not fit what is left of the staging buffer")
         self._used += nbytes
+        began_s = time.monotonic()
         fetch = self._fetch(job, job.span.chunk_count, staging, offset)
         if self._layer_compute_us:
             self._counters.add(stated_loads=1)
@@ -183,6 +202,7 @@ class Loads:
                 deadline_s,
                 job.span.chunk_count,
                 len(job.span.blocks),
+                began_s,
             )
         )
 
@@ -200,8 +220,11 @@ class Loads:
     def _take_layer(self, load: ActiveLoad) -> None:
         began_s = time.monotonic()
         try:
-            layer = load.fetch.wait_layer(load.next_layer, load.left_s())
+            layer = self._await_layer(load)
             waited_s = time.monotonic() - began_s
+            if layer is None:
+                self.waited_s += waited_s
+                return
             if layer.chunk_count < load.chunk_count:
                 self._bad_chunks[load.job.job_id] = load.job.span.first_chunk + layer.chunk_count
                 self._shorten(load, layer.chunk_count, "chunks are missing")
@@ -220,6 +243,59 @@ class Loads:
         self._counters.add(load_wait_s=waited_s, load_copy_s=spent_s - waited_s)
         load.next_layer += 1
         load.ready_at_s = layer.ready_at_s
+
+    def _await_layer(self, load: ActiveLoad) -> Layer | None:
+        """The next layer; None where the load was cut short meanwhile."""
+        look_s = LOOK_MIN_S
+        while True:
+            try:
+                return load.fetch.wait_layer(load.next_layer, min(look_s, load.left_s()))
+            except TimeoutError:
+                if not load.left_s():
+                    raise
+                verdict = self._judge(load)
+                if verdict.chunk_count < load.chunk_count:
+                    self._cut(load, verdict.chunk_count)
+                    return None
+                look_s = verdict.look_s
+
+    def _judge(self, load: ActiveLoad) -> Verdict:
+        """How much of the load to wait for."""
+        if self._costs is None:
+            return Verdict(load.chunk_count, load.left_s())
+        span, chunk_tokens = load.job.span, self._grid.chunk_tokens
+        start = span.first_chunk * chunk_tokens + span.chunk_skip
+        end = min(start + span.token_count, (span.first_chunk + load.chunk_count) * chunk_tokens)
+        tail = Tail(start, end, chunk_tokens, load.chunk_count)
+        layer_compute_s = sum(self._layer_compute_us) / 1e6
+        return judge(load.progress(), tail, self._costs, layer_compute_s)
+
+    def _cut(self, load: ActiveLoad, chunk_count: int) -> None:
+        """The load is late: fetch no more than its first chunks, and have the rest computed. Layers that came stay."""
+        progress = load.progress()
+        whole_s = time.monotonic() - load.began_s + progress.remaining_s
+        self.way.observe(self._layout.payload_bytes(load.chunk_count), whole_s, time.monotonic())
+        self.late_count += 1
+        self._counters.add(late_loads=1)
+        if load.is_retried:
+            chunk_count = 0
+        offset, nbytes = self._used, self._layout.payload_bytes(chunk_count)
+        if offset + nbytes > load.staging.nbytes:
+            chunk_count = 0
+        left, layers = progress.layers_left, progress.num_layers
+        self._shorten(load, chunk_count, f"late, {left} of {layers} to come in about {progress.remaining_s:.3f} s")
+        self._retired.cancel(load.fetch)
+        if not load.good_blocks:
+            self._drop(load)
+            return
+        self._abandoned.append(load.fetch)
+        try:
+            load.fetch = self._fetch(load.job, chunk_count, load.staging, offset)
+        except Exception as failure:
+            self._give_up(load, failure)
+            return
+        self._used += nbytes
+        load.offset, load.is_retried = offset, True
 
     def _scatter(self, load: ActiveLoad, data: Any) -> None:
         layer = self._layers[load.next_layer]
@@ -255,7 +331,11 @@ class Loads:
             self._lose(load.job, good, why)
 
     def _give_up(self, load: ActiveLoad, error: Exception) -> None:
-        if not isinstance(error, ChunkUnavailable):
+        is_late = isinstance(error, TimeoutError) and bool(load.fetch.ready_at_s())
+        if is_late:
+            self.late_count += 1
+            self._counters.add(late_loads=1)
+        elif not isinstance(error, ChunkUnavailable):
             self._failed += 1
         self._lose(load.job, 0, error, load.good_blocks)
         self._drop(load)
@@ -269,7 +349,7 @@ class Loads:
         nbytes = self._layout.payload_bytes(load.chunk_count)
         tokens = load.good_blocks * self._grid.block_tokens
         if not load.fetch.grant.rate_bytes_per_s and not load.is_retried:
-            self.way.observe(nbytes, load.ready_at_s - load.began_s)
+            self.way.observe(nbytes, load.ready_at_s - load.began_s, time.monotonic())
         self._counters.add(loads=1, loaded_chunks=load.chunk_count, loaded_bytes=nbytes, loaded_tokens=tokens)
 
     def _lose(self, job: LoadJob, first_block: int, why: object, end_block: int | None = None) -> None:

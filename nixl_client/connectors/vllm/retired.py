@@ -21,7 +21,7 @@ class Retired:
     def __init__(self, limit: int) -> None:
         self._limit = limit
         self._held = 0
-        self._given: queue.Queue[tuple[Sequence[LayerFetch], Staging] | None] = queue.Queue()
+        self._given: queue.Queue[tuple[Sequence[LayerFetch], Staging | None] | None] = queue.Queue()
         self._is_closing = threading.Event()
         self._thread: threading.Thread | None = None
 
@@ -33,6 +33,13 @@ class Retired:
     def give(self, fetches: Sequence[LayerFetch], staging: Staging) -> None:
         """Release `staging` once none of `fetches` writes into it any more."""
         self._held += 1
+        self._take(fetches, staging)
+
+    def cancel(self, fetch: LayerFetch) -> None:
+        """Have the server stop it, so that it leaves the link to others; its buffer is still in use."""
+        self._take((fetch,), None)
+
+    def _take(self, fetches: Sequence[LayerFetch], staging: Staging | None) -> None:
         self._given.put((fetches, staging))
         if self._thread is None:
             self._thread = threading.Thread(target=self._run, name="objectcache-retired", daemon=True)
@@ -47,17 +54,19 @@ class Retired:
 
     def _run(self) -> None:
         while (item := self._given.get()) is not None:
-            while not self._is_released(*item):
+            fetches, staging = item
+            while not self._is_released(fetches, staging) and staging is not None:
                 if self._is_closing.wait(RETRY_S):
                     return
-            self._held -= 1
+            self._held -= staging is not None
 
-    def _is_released(self, fetches: Sequence[LayerFetch], staging: Staging) -> bool:
+    def _is_released(self, fetches: Sequence[LayerFetch], staging: Staging | None) -> bool:
         began_s = time.monotonic()
         try:
             for fetch in fetches:
                 fetch.cancel()
-            staging.release()
+            if staging is not None:
+                staging.release()
         except Exception as error:
             waited_s = time.monotonic() - began_s
             _log.warning("a load that was given up could not be cancelled (%.1f s): %r", waited_s, error)

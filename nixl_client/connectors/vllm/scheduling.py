@@ -6,6 +6,7 @@ import logging
 import time
 import uuid
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Protocol
 
@@ -135,7 +136,8 @@ class SchedulerSide:
     def take_step(self, rewritten: frozenset[int], work: Work) -> Step:
         """The coming step's work; `work` is what the engine computes in it."""
         layer_s = 0.0 if self._costs is None else step_s(self._costs, work) / self._layout.num_layers
-        return self._ledger.take_step(rewritten, work, min(round(layer_s * 1e6), LAYER_COMPUTE_US_MAX))
+        step = self._ledger.take_step(rewritten, work, min(round(layer_s * 1e6), LAYER_COMPUTE_US_MAX))
+        return replace(step, costs=self._costs) if self._options.load is LoadPolicy.ADVISED else step
 
     def close(self) -> None:
         """Ask nothing more."""

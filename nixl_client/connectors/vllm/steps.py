@@ -37,7 +37,8 @@ class StoreJob:
 class Step:
     """One step's work. `rewritten` are blocks whose bytes this step may change, all of them where `is_reset`; `awaited`
     are requests that have ended and whose blocks are free once nothing reads them. `work` is what the step computes,
-    and `layer_compute_us` how long a layer of it should take (0: not known yet).
+    and `layer_compute_us` how long a layer of it should take (0: not known yet). With `costs` a load that is late is
+    given up once its tokens are sooner computed.
     """
 
     loads: tuple[LoadJob, ...] = ()
@@ -47,13 +48,15 @@ class Step:
     is_reset: bool = False
     work: Work = NO_WORK
     layer_compute_us: int = 0
+    costs: PrefillCosts | None = None
 
 
 @dataclass(slots=True)
 class Report:
     """Store jobs whose blocks are not read any more, and load jobs that are over: how many workers say so, by job. By
-    load job the first chunk of the prefix that is missing or damaged. How many loads failed for other reasons. What the
-    rank's steps have been found to cost, where that has changed, and what the way of its loads.
+    load job the first chunk of the prefix that is missing or damaged. How many loads failed for other reasons; those
+    that came too late did not. What the rank's steps have been found to cost, where that has changed, and what the way
+    of its loads.
     """
 
     read_jobs: dict[int, int] = field(default_factory=dict)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import threading
+import time
 from collections.abc import Mapping, Sequence
 
 from descriptors.layout import ChunkLayout, slice_bytes
@@ -59,6 +60,7 @@ class WorkerSide:
         self._timer = StepTimer(states.device)
         self._fit = ComputeFit()
         self._observed = 0
+        self._told_late = 0
 
     def begin_step(self) -> None:
         """The forward pass is about to begin."""
@@ -70,7 +72,7 @@ class WorkerSide:
 
     def start_loads(self, step: Step) -> None:
         """Start fetching. Without loads the engine calls this when the forward pass is over."""
-        self._loads.start(step.loads, step.layer_compute_us)
+        self._loads.start(step.loads, step.layer_compute_us, step.costs)
 
     def wait_layer(self, layer_name: str) -> None:
         """Return when the layer is in its blocks."""
@@ -102,14 +104,15 @@ class WorkerSide:
         return report.add(self._loads.take_report()).add(self._measured())
 
     def _measured(self) -> Report:
-        """What steps cost, told again when FIT_EVERY more have been seen."""
+        """What steps cost and loads take, told again when FIT_EVERY more steps have been seen, or a load was late."""
         before = self._observed // FIT_EVERY
         for work, seconds in self._timer.take():
             self._fit.observe(work, seconds)
             self._observed += 1
-        if self._observed // FIT_EVERY == before:
+        if self._observed // FIT_EVERY == before and self._loads.late_count == self._told_late:
             return Report()
-        return Report(costs=self._fit.costs(), way=self._loads.way.costs())
+        self._told_late = self._loads.late_count
+        return Report(costs=self._fit.costs(), way=self._loads.way.costs(time.monotonic()))
 
     def close(self) -> None:
         """Bring everything to an end; what cannot be in time is left to the process's own end."""
