@@ -38,6 +38,7 @@ from nixl_client.ways import Ways
 
 FETCHES_MAX = 64
 PUT_THREADS = 8
+HTTP_CONNECTIONS_MAX = 32
 _log = logging.getLogger(__name__)
 __all__ = ["ObjectCacheClient", "Transport"]
 
@@ -47,6 +48,7 @@ class ObjectCacheClient:
     Credentials default to AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY. `timeout_s` bounds each wait for the gateway,
     `fetch_timeout_s` the silence on a fetch's own request; calls take another in their own `timeout_s`. The agent is
     renewed every third of `agent_lifetime_s`; a client that stops doing so is forgotten by the server after that time.
+    Over http a large fetch uses up to `http_connections` connections, each for some of the chunks: as many requests.
 
     `transport`, `delivery`, `on_missing` and `path` may be given by name; a name that there is not raises ValueError at
     the call. Every method raises ObjectCacheError (CallerError, ChunkUnavailable, ServerError) for what the server
@@ -62,6 +64,7 @@ class ObjectCacheClient:
         secret_key: str | None = None,
         region: str = "us-east-1",
         transport: Transport | str = Transport.AUTO,
+        http_connections: int = 1,
         timeout_s: float = 60.0,
         fetch_timeout_s: float = 600.0,
         agent_lifetime_s: float = LIFETIME_S,
@@ -71,10 +74,12 @@ class ObjectCacheClient:
         secret_key = secret_key or os.environ.get("AWS_SECRET_ACCESS_KEY")
         if not access_key or not secret_key:
             raise ValueError("credentials are needed: pass them or set AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY")
+        if not 1 <= http_connections <= HTTP_CONNECTIONS_MAX:
+            raise ValueError(f"http_connections must be from 1 to {HTTP_CONNECTIONS_MAX}, not {http_connections!r}")
         self.bucket = bucket
         self._http = SignedHttp(endpoint, access_key, secret_key, region, timeout_s)
         self._fetch_timeout_s = fetch_timeout_s
-        self._http_fetches = HttpFetches(self._http)
+        self._http_fetches = HttpFetches(self._http, http_connections)
         self._ways = Ways(self._http, wanted, agent_lifetime_s)
         self._is_own = True
         self._fetchers = ThreadPoolExecutor(FETCHES_MAX, "objectcache-fetch")

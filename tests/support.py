@@ -186,8 +186,10 @@ class LocalStack:
     def call(self, coroutine: Any) -> Any:
         return asyncio.run_coroutine_threadsafe(coroutine, self._loop).result(60)
 
-    def client(self, bucket: str, transport: str = "auto", key: tuple[str, str] = OWNER) -> ObjectCacheClient:
-        return ObjectCacheClient(self.url, bucket, access_key=key[0], secret_key=key[1], transport=transport)
+    def client(
+        self, bucket: str, transport: str = "auto", key: tuple[str, str] = OWNER, **options: Any
+    ) -> ObjectCacheClient:
+        return ObjectCacheClient(self.url, bucket, access_key=key[0], secret_key=key[1], transport=transport, **options)
 
     def damage(self, bucket: str, key: str, offset: int) -> None:
         """Flip a bit of a stored object, on disk."""

@@ -14,7 +14,7 @@ from descriptors.descriptor import Delivery
 from descriptors.layout import ChunkLayout
 from descriptors.recompute import AdviceRequest, Choice, DeliveryCosts, PrefillCosts, advise
 from nixl_client.connectors.compute_fit import CELLS_MAX, WAY_KEEP_S, ComputeFit, WayFit, Work, longer, slower, step_s
-from nixl_client.connectors.vllm.step_timer import StepTimer
+from nixl_client.connectors.step_timer import StepTimer
 
 LAYOUT = ChunkLayout(4, 16, 65_536)
 

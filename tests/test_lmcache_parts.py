@@ -7,10 +7,18 @@ import threading
 import pytest
 
 from descriptors.descriptor import CHUNK_COUNT_MAX, PER_LAYER_CHUNK_BYTES_MAX
+from descriptors.recompute import PrefillCosts
 from nixl_client.connectors.lmcache.jobs import Jobs
 from nixl_client.connectors.lmcache.naming import ChunkSpace, object_name
 from nixl_client.connectors.lmcache.options import Options
-from nixl_client.connectors.lmcache.plan import Breaker, batches, opaque_layout, partial_tokens
+from nixl_client.connectors.lmcache.plan import (
+    Breaker,
+    ChunkSize,
+    batches,
+    opaque_layout,
+    partial_tokens,
+    worth_loading,
+)
 from nixl_client.transport import Transport
 
 SPACE = ChunkSpace("in-process", "org/model", "0 of 1", "bfloat16", "(2, 2, 16, 8, 64)")
@@ -33,6 +41,13 @@ class TestOptions:
         for name, value in wrong.items():
             with pytest.raises(ValueError, match=name):
                 Options.of({"endpoint": "e", "bucket": "b", name: value})
+
+    def test_costs_of_computing_are_taken_where_any_is_given(self) -> None:
+        given = {"endpoint": "e", "bucket": "b"}
+        assert Options.of(given).prefill is None
+        assert Options.of(given | {"prefill_token_us": 12}).prefill == PrefillCosts(12)
+        with pytest.raises(ValueError, match="prefill_token_us"):
+            Options.of(given | {"prefill_token_us": -1})
 
     def test_values_are_taken(self) -> None:
         options = Options.of({"endpoint": "e", "bucket": "b", "transport": "shm", "lease_s": 5, "store": False})
@@ -133,3 +148,22 @@ class TestJobs:
         assert isinstance(future.exception(10), OSError)
         jobs.close(10)
         assert ended == ["it"]
+
+
+class TestWorthLoading:
+    """Chunks of 256 tokens in 1 MB; computing a token takes 100 us, a chunk 25.6 ms."""
+
+    CHUNK = ChunkSize(256, 10**6)
+    PREFILL = PrefillCosts(100.0)
+
+    @pytest.mark.parametrize(("rate", "worth"), [(None, 8), (1e9, 8), (41e6, 8), (38e6, 0), (1e6, 0)])
+    def test_chunks_are_loaded_at_a_rate_that_beats_computing(self, rate: float | None, worth: int) -> None:
+        assert worth_loading(8, self.CHUNK, 10, self.PREFILL, rate) == worth
+
+    def test_ranks_share_the_rate(self) -> None:
+        two = ChunkSize(256, 10**6, rank_count=2)
+        assert worth_loading(8, two, 10, self.PREFILL, 60e6) == 0
+        assert worth_loading(8, two, 10, self.PREFILL, 90e6) == 8
+
+    def test_nothing_stored_is_nothing_worth(self) -> None:
+        assert worth_loading(0, self.CHUNK, 10, self.PREFILL, None) == 0

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 
 import numpy as np
 import pytest
 
 from nixl_client.connectors.lmcache.options import Options
+from nixl_client.connectors.lmcache.plan import ChunkSize
 from nixl_client.connectors.lmcache.store import ChunkStore, Loaded
 from nixl_client.fetch import LayerFetch
 from nixl_client.transport import Transport
@@ -51,6 +53,17 @@ def test_batch_is_fetched_in_as_few_requests_as_fit(chunks: ChunkStore) -> None:
     assert chunks.load(KEYS, buffers) == Loaded(len(KEYS))
     assert equal(buffers, content())
     assert chunks.counters.totals["fetches"] == 3
+
+
+@pytest.mark.parametrize("transport", ["http"])
+def test_lookups_say_what_is_worth_loading_where_the_costs_of_computing_are_known(chunks: ChunkStore) -> None:
+    """The server of these tests paces nothing: everything is, for a model that takes any time to compute."""
+    chunks.put(KEYS, content())
+    chunk = ChunkSize(16, CHUNK_BYTES)
+    costly = ChunkStore(replace(chunks._options, prefill_token_us=100.0))
+    assert costly.lookup(KEYS, chunk) == len(KEYS)
+    assert costly.counters.totals["advised_against_chunks"] == 0
+    costly.close()
 
 
 def test_missing_chunk_ends_the_load_and_is_named(chunks: ChunkStore) -> None:

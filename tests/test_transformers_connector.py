@@ -13,8 +13,11 @@ import transformers
 
 from descriptors.descriptor import Delivery
 from descriptors.errors import ChunkUnavailable, ErrorCode
+from descriptors.layout import ChunkLayout
 from descriptors.notices import Mode
 from descriptors.prefix_keys import Namespace, chunk_keys
+from descriptors.recompute import advise
+from nixl_client.connectors.prefills import Prefills
 from nixl_client.connectors.transformers import KvShape, WaitingCache, chunks_from_cache
 from nixl_client.fetch import Layer
 from tests.support import repository
@@ -334,12 +337,47 @@ def test_the_documented_prefill_loads_what_it_stored(local, model):
     exec(text.split("## transformers")[1].split("```python\n")[1].split("```")[0], names)
     prompt = tokens(41).flatten().tolist()
     wanted = model(torch.tensor([prompt])).logits[0, -1]
+    prefills = Prefills(KvShape.of(model.config, torch.float32, 4).layout, torch.device("cpu"))
     local.call(local.storage.create_bucket("OWNERKEY", "documented"))
     with local.client("documented", "shm") as client:
         for stored_before, stored_after in ((0, 10), (10, 10)):
             keys = chunk_keys(Namespace("", "torch.float32", 4).text(), prompt, 4)
             assert client.lookup(keys) == stored_before
-            logits, cache = names["prefill"](model, client, prompt, chunk_tokens=4)
+            logits, cache = names["prefill"](model, client, prompt, prefills, chunk_tokens=4)
             assert client.lookup(keys) == stored_after
             assert isinstance(cache, WaitingCache) is (stored_before > 0)
             assert largest_difference(logits, wanted) < 1e-4
+
+
+class Offering:
+    """A client whose server has ten chunks, and offers a rate."""
+
+    def __init__(self, rate_bytes_per_s: float) -> None:
+        self._rate_bytes_per_s = rate_bytes_per_s
+
+    def lookup(self, keys, lease_s=0.0):
+        return 10
+
+    def advise(self, keys, compute, lease_s=0.0):
+        return 10, advise(10, compute, self._rate_bytes_per_s)
+
+
+def test_prefills_learn_what_is_worth_loading_and_how_long_a_layer_takes(monkeypatch):
+    """A token costs a millisecond in two layers of 1,000 bytes a chunk; at first nothing is known."""
+    layout = ChunkLayout(2, 16, 1000)
+    prefills = Prefills(layout, torch.device("cpu"))
+    client: Any = Offering(1e3)
+    assert prefills.layer_compute_us(0, 100) == ()
+    assert prefills.worth_loading(client, ["k"] * 10, 200) == (10, 10)
+    clock = [0.0]
+    monkeypatch.setattr("nixl_client.connectors.step_timer.time.perf_counter", lambda: clock[0])
+    for tokens_computed in (16, 64, 256, 1024):
+        with prefills.timed(0, tokens_computed, lambda: 5.0):
+            clock[0] += 5.0 + tokens_computed * 0.001
+    with pytest.raises(ZeroDivisionError), prefills.timed(0, 16):
+        clock[0] += 1 / 0
+    (layer_us,) = prefills.layer_compute_us(100, 100)
+    assert layer_us == pytest.approx(50_000, rel=0.05)
+    assert prefills.worth_loading(client, ["k"] * 10, 200)[1] == 0  # 2 s a chunk, to save 16 ms of computing
+    client = Offering(1e9)
+    assert prefills.worth_loading(client, ["k"] * 10, 200) == (10, 10)

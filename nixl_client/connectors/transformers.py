@@ -169,6 +169,11 @@ class WaitingCache(Cache):
         """Each layer's wait; None for layers not yet taken."""
         return tuple(layer.wait for layer in self.layers if isinstance(layer, WaitingLayer))
 
+    @property
+    def waited_s(self) -> float:
+        """How long the forward pass has waited for layers."""
+        return sum(wait.ended_s - wait.started_s for wait in self.waits if wait is not None)
+
 
 def chunks_from_cache(cache: Cache, chunk_tokens: int) -> np.ndarray:
     """The whole chunks of a filled cache as objects to put: uint8 of shape (chunk_count, L*S), in prefix order.

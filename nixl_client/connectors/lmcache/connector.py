@@ -22,7 +22,7 @@ from lmcache.v1.storage_backend.connector.base_connector import RemoteConnector
 from nixl_client.connectors.lmcache.jobs import Jobs
 from nixl_client.connectors.lmcache.naming import ChunkSpace, object_name
 from nixl_client.connectors.lmcache.options import Options
-from nixl_client.connectors.lmcache.plan import partial_tokens
+from nixl_client.connectors.lmcache.plan import ChunkSize, partial_tokens
 from nixl_client.connectors.lmcache.store import ChunkStore
 
 NAME = "objectcache"
@@ -75,6 +75,7 @@ class ObjectCacheConnector(RemoteConnector):  # type: ignore[misc]
         self.store = ChunkStore(self._options)
         if self._metadata.role != "scheduler":
             self.store.warm()
+        self._chunk_size = ChunkSize(self._metadata.chunk_size, self._full_bytes(), self._metadata.world_size)
         self._jobs = Jobs(options.store_queue_chunks)
         self._callers = ThreadPoolExecutor(options.loads_max + 2, "objectcache-lmcache")
 
@@ -92,15 +93,15 @@ class ObjectCacheConnector(RemoteConnector):  # type: ignore[misc]
 
     def exists_sync(self, key: CacheEngineKey) -> bool:
         """Whether one chunk is stored."""
-        return self.batched_contains([key]) == 1
+        return self.store.lookup(self._names([key])) == 1
 
     def support_batched_contains(self) -> bool:
         """One request for all."""
         return True
 
     def batched_contains(self, keys: Keys) -> int:
-        """How many chunks, from the first, are stored."""
-        return self.store.lookup(self._names(keys))
+        """How many chunks, from the first, are stored, and worth loading where the options say what computing costs."""
+        return self.store.lookup(self._names(keys), self._chunk_size)
 
     def support_batched_async_contains(self) -> bool:
         """One request for all."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 
+from descriptors.recompute import PrefillCosts
 from nixl_client.connectors.given_options import arguments
 from nixl_client.transport import Transport
 
@@ -26,6 +27,12 @@ class Options:
     """A lookup that takes longer is a miss."""
     retry_s: float = 5.0
     """After a request that was not answered nothing is asked for so long."""
+    prefill_token_us: float = 0.0
+    """What computing takes, as `objectcache calibrate --model` finds it: for each token,"""
+    prefill_token_pair_us: float = 0.0
+    """for each pair of tokens that attend to each other,"""
+    prefill_request_us: float = 0.0
+    """and for each step. With any of them only what is sooner loaded than computed counts as stored."""
     lease_s: float = 60.0
     """What a lookup matched is kept from eviction so long."""
     store: bool = True
@@ -45,11 +52,20 @@ class Options:
         for name in ("retry_s", "lease_s", "drain_s"):
             if not 0 <= getattr(self, name) <= 3600:
                 raise ValueError(f"{name} must be from 0 to 3600")
+        for name in ("prefill_token_us", "prefill_token_pair_us", "prefill_request_us"):
+            if not 0 <= getattr(self, name) < 3.6e9:
+                raise ValueError(f"{name} must be from 0 to an hour")
         for name in ("staging_bytes", "store_queue_chunks"):
             if getattr(self, name) < 1:
                 raise ValueError(f"{name} must be at least 1")
         if not 1 <= self.loads_max <= 64:
             raise ValueError("loads_max must be from 1 to 64")
+
+    @property
+    def prefill(self) -> PrefillCosts | None:
+        """What computing takes; None where that was not said."""
+        costs = PrefillCosts(self.prefill_token_us, self.prefill_token_pair_us, self.prefill_request_us)
+        return costs if costs != PrefillCosts(0.0) else None
 
     @classmethod
     def of(cls, given: Mapping[str, object]) -> Options:

@@ -9,9 +9,25 @@ name their chunks by other hashes.
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import dataclass
 
 from descriptors.descriptor import CHUNK_COUNT_MAX, NUM_LAYERS_MAX, PER_LAYER_CHUNK_BYTES_MAX
 from descriptors.layout import ChunkLayout
+from descriptors.recompute import AdviceRequest, PrefillCosts, advise
+
+
+@dataclass(frozen=True, slots=True)
+class ChunkSize:
+    """A chunk's tokens, its bytes on one rank, and how many ranks load at the same time."""
+
+    tokens: int
+    nbytes: int
+    rank_count: int = 1
+
+    @property
+    def layout(self) -> ChunkLayout:
+        """As far as times go: a chunk comes whole, as one layer would."""
+        return ChunkLayout(1, self.tokens, self.nbytes)
 
 
 def opaque_layout(chunk_bytes: int) -> ChunkLayout:
@@ -21,6 +37,21 @@ def opaque_layout(chunk_bytes: int) -> ChunkLayout:
         if chunk_bytes > 0 and chunk_bytes % count == 0:
             return ChunkLayout(count, 1, chunk_bytes // count)
     raise ValueError(f"no layout has objects of {chunk_bytes} bytes")
+
+
+def worth_loading(
+    matched: int,
+    chunk: ChunkSize,
+    key_count: int,
+    prefill: PrefillCosts,
+    rate_bytes_per_s: float | None,
+) -> int:
+    """How many of `matched` chunks are sooner loaded than computed, at the rate the server offers one access key (None:
+    it paces nothing). Of the prompt only the chunks asked for are known, as if it began and ended with them: what
+    computing them takes is at least this much.
+    """
+    request = AdviceRequest(key_count * chunk.tokens + 1, chunk.layout, prefill)
+    return advise(matched, request, (rate_bytes_per_s or 0.0) / chunk.rank_count).chunk_count
 
 
 def batches(chunk_count: int, chunk_bytes: int, batch_bytes: int) -> Iterator[tuple[int, int]]:

@@ -14,10 +14,18 @@ import numpy as np
 
 from descriptors.descriptor import CHUNK_COUNT_MAX, Delivery, OnMissing
 from descriptors.errors import ChunkUnavailable, ObjectCacheError
+from descriptors.recompute import AdviceRequest
 from nixl_client.client import ObjectCacheClient
 from nixl_client.connectors.counters import Counters
 from nixl_client.connectors.lmcache.options import Options
-from nixl_client.connectors.lmcache.plan import Breaker, batches, opaque_layout, partial_tokens
+from nixl_client.connectors.lmcache.plan import (
+    Breaker,
+    ChunkSize,
+    batches,
+    opaque_layout,
+    partial_tokens,
+    worth_loading,
+)
 from nixl_client.connectors.lmcache.staging import Staging
 from nixl_client.http import SignedHttp, UnansweredError
 from nixl_client.objects import Path
@@ -89,17 +97,27 @@ class ChunkStore:
             return False
         return True
 
-    def lookup(self, keys: Sequence[str]) -> int:
-        """How many chunks, from the first, are stored; they are kept from eviction for the time of the lease."""
+    def lookup(self, keys: Sequence[str], chunk: ChunkSize | None = None) -> int:
+        """How many chunks, from the first, are stored; with a `chunk`'s size, and costs of computing in the options,
+        how many are worth loading. They are kept from eviction for the time of the lease.
+        """
         if not keys or self._is_resting():
             return 0
+        keys, prefill = keys[:CHUNK_COUNT_MAX], self._options.prefill
         try:
-            matched = self._lookups.lookup(keys[:CHUNK_COUNT_MAX], self._options.lease_s)
+            if prefill is None or chunk is None:
+                worth = matched = self._lookups.lookup(keys, self._options.lease_s)
+            else:
+                asked = AdviceRequest(len(keys) * chunk.tokens + 1, chunk.layout, prefill)
+                matched, advice = self._lookups.advise(keys, asked, self._options.lease_s)
+                worth = worth_loading(matched, chunk, len(keys), prefill, advice.rate_bytes_per_s)
         except FAILURES as error:
             self._fail("lookup", error)
             return 0
-        self.counters.add(lookups=1, looked_up_chunks=len(keys), matched_chunks=matched)
-        return matched
+        self.counters.add(
+            lookups=1, looked_up_chunks=len(keys), matched_chunks=matched, advised_against_chunks=matched - worth
+        )
+        return worth
 
     def load(self, keys: Sequence[str], targets: Sequence[memoryview]) -> Loaded:
         """Fill buffers of one size."""

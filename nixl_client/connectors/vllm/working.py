@@ -11,11 +11,11 @@ from descriptors.layout import ChunkLayout, slice_bytes
 from nixl_client.client import ObjectCacheClient
 from nixl_client.connectors.compute_fit import ComputeFit
 from nixl_client.connectors.counters import Counters
+from nixl_client.connectors.step_timer import StepTimer
 from nixl_client.connectors.vllm.blocks import PagedLayer
 from nixl_client.connectors.vllm.loads import Loads
 from nixl_client.connectors.vllm.options import Options
 from nixl_client.connectors.vllm.plan import Grid
-from nixl_client.connectors.vllm.step_timer import StepTimer
 from nixl_client.connectors.vllm.steps import Report, Step
 from nixl_client.connectors.vllm.store_book import StoreBook
 from nixl_client.connectors.vllm.writer import Writer
