@@ -364,7 +364,7 @@ async def test_each_step_comes_after_the_one_before(tmp_path: Path) -> None:
     await settled(store)
     (new,) = {file_id for file_id, _, _ in places(store)}
     named = {old: "old", new: "new", new[:2]: "directory", "": ""}
-    diary = [(call, named[name]) for call, name in disk.diary]
+    diary = [(call, named[name]) for call, name in disk.diary if name != "extents"]  # a new directory's name
     assert [pair for pair, _ in itertools.groupby(diary)] == [
         ("create", "new"),
         ("sync_directory", "directory"),

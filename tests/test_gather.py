@@ -70,6 +70,7 @@ class Chunks:
                 self.addresses.append(address if index in resident else None)
             self.chunks.append(extents)
         for file_id, content in stored.items():
+            extent_path(folder, file_id).parent.mkdir(exist_ok=True)
             extent_path(folder, file_id).write_bytes(content)
             self.files.add(file_id)
 
