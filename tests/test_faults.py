@@ -256,8 +256,7 @@ while True:
 """
 
 
-@pytest.mark.parametrize("kind", ["together", "apart"])
-@pytest.mark.parametrize("tls", ["", "tcp"])
+@pytest.mark.parametrize(("kind", "tls"), [("together", ""), ("apart", "tcp")])
 def test_clients_killed_in_mid_transfer_leave_nothing_behind(tmp_path: Path, kind: str, tls: str) -> None:
     """SIGKILL over shared memory and over TCP, SIGSTOP past the stall limit: the server lives, serves the next client,
     and its files, threads and memory are where they were.

@@ -112,9 +112,12 @@ def test_a_tls_handshake_that_stalls_is_given_up(tmp_path: Path) -> None:
     with tls_server(tmp_path) as (endpoint, _):
         place = urlsplit(endpoint)
         with contextlib.ExitStack() as held:
-            for garbage in (b"", b"\x16\x03\x01\x02\x00", b"GET / HTTP/1.1\r\n\r\n"):
-                sock = held.enter_context(socket.create_connection((place.hostname, place.port), timeout=30))
+            socks = [
+                held.enter_context(socket.create_connection((place.hostname, place.port), timeout=30)) for _ in range(3)
+            ]
+            for sock, garbage in zip(socks, (b"", b"\x16\x03\x01\x02\x00", b"GET / HTTP/1.1\r\n\r\n"), strict=True):
                 sock.sendall(garbage)
+            for sock in socks:
                 with contextlib.suppress(ConnectionError):
                     while sock.recv(4096):
                         continue
