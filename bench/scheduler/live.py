@@ -97,12 +97,14 @@ class LiveSettings:
 @dataclass
 class Live:
     """What was seen. `problem` says what wrong bytes came, None when all were right. `pace_errors` are
-    of each request under held rates: how far its layers lay apart over what its rate says, less one.
+    of each request under held rates: how far its layers lay apart over what its rate says, less one. `repeated_runs`
+    are runs that did not count, since their requests fell into several epochs.
     """
 
     cells: list[Cell] = field(default_factory=list)
     pace_errors: list[float] = field(default_factory=list)
     stored_bytes: int = 0
+    repeated_runs: int = 0
     problem: str | None = None
 
 
@@ -162,7 +164,7 @@ class _Runner:
                         seen[task] = self._run(name, task)
                         advance(1)
                     for each in settings.variants:
-                        found[name, each].append(self._round(seen[each], seen[None]))
+                        found[name, each].append(self._round(name, seen[each], seen[None]))
         return [Cell(name, each, tuple(rounds)) for (name, each), rounds in found.items()]
 
     def _run(self, name: str, variant: Variant | None) -> list[Seen]:
@@ -176,6 +178,7 @@ class _Runner:
             if len({each.epoch for each in seen}) == 1:
                 self._note_pace(name, variant, seen)
                 return seen
+            self._live.repeated_runs += 1
         raise BaselineError(f"{name}: the requests did not come within {self._settings.gather_s} s of each other")
 
     def _together(self, windows: Mapping[PaperRequest, int]) -> list[Seen]:
@@ -194,7 +197,7 @@ class _Runner:
                 raise (VerificationError if answer["wrong_bytes"] else BaselineError)(answer["problem"])
         return [Seen(**{**answer["seen"], "ready_s": tuple(answer["seen"]["ready_s"])}) for answer in answers]
 
-    def _round(self, seen: Sequence[Seen], no_limit: Sequence[Seen]) -> Round:
+    def _round(self, name: str, seen: Sequence[Seen], no_limit: Sequence[Seen]) -> Round:
         settings = self._settings
 
         def unscaled_s(each: Seen) -> float:
@@ -202,6 +205,9 @@ class _Runner:
 
         return Round(
             tuple(map(unscaled_s, seen)),
+            tuple(
+                settings.compute_us(each) * NUM_LAYERS / 1e6 / settings.time_scale for each in workload(name).requests
+            ),
             tuple(map(unscaled_s, no_limit)),
             tuple(each.rate_bytes_per_s / settings.link_scale for each in seen),
         )

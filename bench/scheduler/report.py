@@ -10,7 +10,7 @@ from bench.samples import spread
 from bench.scheduler.cost import DecisionCost
 from bench.scheduler.live import Live
 from bench.scheduler.random_workloads import RandomOutcome, summarize
-from bench.scheduler.results import Cell, error_spread, model_error, ratios, targets
+from bench.scheduler.results import Cell, added_error_spread, error_spread, model_error, ratios, targets
 from bench.scheduler.run import SchedulerBenchSettings, SchedulerReport
 from bench.scheduler.scale import Served
 
@@ -55,6 +55,8 @@ def settings_json(settings: SchedulerBenchSettings) -> dict[str, Any]:
 def _live_json(live: Live) -> dict[str, Any]:
     return {
         "stored_bytes": live.stored_bytes,
+        "added_ttft_is_over": "computing alone",
+        "repeated_runs": live.repeated_runs,
         "targets": [{**asdict(target), "is_met": target.is_met} for target in targets(ratios(live.cells))],
         "pace_error": asdict(spread([abs(error) for error in live.pace_errors])) if live.pace_errors else None,
         "cells": [_cell_json(cell) for cell in live.cells],
@@ -66,6 +68,7 @@ def _simulation_json(cells: Sequence[Cell]) -> dict[str, Any]:
     return {
         "ratios": ratios(cells),
         "model_error": asdict(error_spread(cells)) if has_paper else None,
+        "model_error_of_added_ttft": asdict(added_error_spread(cells)) if has_paper else None,
         "cells": [_cell_json(cell) for cell in cells],
     }
 
@@ -78,6 +81,7 @@ def _cell_json(cell: Cell) -> dict[str, Any]:
         "rates_bytes_per_s": cell.rates_bytes_per_s(),
         "ttfts_s": cell.ttfts_s(),
         "added_ttft_s": asdict(cell.added()),
+        "added_ttft_over_no_limit_s": asdict(cell.added_over_no_limit()),
         "error": None if error is None else asdict(error),
         "rounds": [asdict(one) for one in cell.rounds],
     }

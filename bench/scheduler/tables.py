@@ -19,6 +19,7 @@ from bench.scheduler.random_workloads import (
 from bench.scheduler.results import (
     TIME_SCALE_MIN,
     Cell,
+    added_error_spread,
     error_spread,
     model_error,
     paper_rates_gbps,
@@ -92,6 +93,8 @@ def live_text(settings: LiveSettings, live: Live) -> str:
             f"held rates, layer 0 to the last: {sizes[len(sizes) // 2]:.2%} off (median of {len(sizes)}), "
             f"{sizes[-1]:.2%} at most"
         )
+    if live.repeated_runs:
+        lines.append(f"{live.repeated_runs} runs were repeated: their requests had fallen into several epochs")
     return "\n".join([*lines, "every byte verified"])
 
 
@@ -158,7 +161,7 @@ def _workload_text(name: str, cells: Sequence[Cell]) -> str:
     lines += [_row(cell, _rates(cell), paper_rates_gbps(cell), "{:.2f}") for cell in cells]
     lines.append(_head("TTFT, ms", columns))
     lines += [_row(cell, [1e3 * ttft for ttft in cell.ttfts_s()], _measured_ms(cell), "{:.0f}") for cell in cells]
-    lines.append(_head("added TTFT, ms", ["all requests", "over slack"]))
+    lines.append(_head("added TTFT, ms", ["over computing", "over slack's", "over no limit"]))
     slack = next((cell.added() for cell in cells if cell.variant.policy is None), None)
     lines += [_added_row(cell, slack) for cell in cells]
     return "\n".join(lines)
@@ -168,17 +171,22 @@ def _added_row(cell: Cell, slack: Spread | None) -> str:
     policy = cell.variant.paper_policy
     added = cell.added()
     paper = None if policy is None else workload(cell.workload).added(policy).added_ttft_s
-    text = _pair(1e3 * added.median, None if paper is None else 1e3 * paper, "{:.0f}")
+    no_limit = _pair(1e3 * cell.added_over_no_limit().median, None if paper is None else 1e3 * paper, "{:.0f}")
     spread = f"  ({1e3 * added.min:.0f} to {1e3 * added.max:.0f})" if len(cell.rounds) > 1 else ""
     over = "" if slack is None or slack.median <= 0 else f"{added.median / slack.median:.2f}"
-    return f"  {cell.variant.title:<{NAME_WIDTH}}{text:>{COLUMN_WIDTH}}{over:>{COLUMN_WIDTH}}{spread}"
+    columns = (f"{1e3 * added.median:.0f}", over, no_limit)
+    return f"  {cell.variant.title:<{NAME_WIDTH}}" + "".join(f"{text:>{COLUMN_WIDTH}}" for text in columns) + spread
 
 
 def _errors_text(cells: Sequence[Cell]) -> str:
     if all(model_error(cell) is None for cell in cells):
         return ""
     sizes = error_spread(cells)
-    lines = [f"model against the paper's measured TTFTs: {sizes.median:.1%} off (median), {sizes.max:.1%} at most"]
+    added = added_error_spread(cells)
+    lines = [
+        f"model against the paper's measured TTFTs: {sizes.median:.1%} off (median), {sizes.max:.1%} at most; "
+        f"against its added TTFTs: {added.median:.0%}, {added.max:.0%} at most"
+    ]
     for cell in cells:
         error = model_error(cell)
         if error is not None:
