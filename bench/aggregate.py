@@ -19,7 +19,7 @@ from typing import Any
 
 import numpy as np
 
-from bench.aggregate_bed import Bed, Chunks, fetches, peer_contenders, raw_limits, run_rounds, warm
+from bench.aggregate_bed import Bed, Chunks, fetches, fetches_in_parts, peer_contenders, raw_limits, run_rounds, warm
 from bench.child import BaselineError
 from bench.content import VerificationError, make_content
 from bench.jobs import BUCKET, REGION
@@ -28,6 +28,7 @@ from bench.kv_peers.work import S3Target, Work
 from bench.machine import describe_commit, describe_machine
 from bench.peers import PeerUnavailable, running_rgw
 from bench.progress import progress_bar
+from bench.ratios import HTTP_PARTS
 from bench.report import Report, format_bytes
 from bench.samples import Measurement, State
 from bench.server import BenchServer, running_server
@@ -142,6 +143,9 @@ def _measure_phase(settings: AggregateSettings, state: State, chunks: dict[int, 
         contenders = raw_limits(bed, settings.memcpy_bytes, transports, stack)
         for client, transport in zip(clients, transports, strict=True):
             contenders += fetches(bed, client, transport)
+            if transport is Transport.HTTP and state in (State.DRAM, State.PAGE_CACHE):
+                parts = stack.enter_context(bed.server.client(transport, HTTP_PARTS))
+                contenders.append(fetches_in_parts(bed, parts))
         remark = REMARKS[state]
         peers = Peers(stack)
         if state in IN_DRAM:

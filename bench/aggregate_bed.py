@@ -14,7 +14,15 @@ from bench.content import Bytes, Content, VerificationError, verify_payload
 from bench.kv_peers.running import PeerFailed, PeerRun, Peers
 from bench.ladder.page_cache import drop, resident_share
 from bench.progress import progress_bar
-from bench.ratios import MEMCPY, RAW_COLD_READ, RAW_NIXL_WRITE, RAW_NIXL_WRITE_LAYER, RAW_SOCKET
+from bench.ratios import (
+    HTTP_PARTS,
+    HTTP_PARTS_NAME,
+    MEMCPY,
+    RAW_COLD_READ,
+    RAW_NIXL_WRITE,
+    RAW_NIXL_WRITE_LAYER,
+    RAW_SOCKET,
+)
 from bench.samples import Measurement, Sample, State
 from bench.server import BenchServer
 from descriptors.descriptor import Delivery
@@ -149,6 +157,14 @@ def raw_limits(bed: Bed, memcpy_bytes: int, transports: Sequence[Transport], sta
         found.append(contender(RAW_NIXL_WRITE, min(bed.storage.aggregation_bytes, largest.layer_bytes)))
         found.append(contender(RAW_NIXL_WRITE_LAYER, largest.layer_bytes))
     return found
+
+
+def fetches_in_parts(bed: Bed, client: ObjectCacheClient) -> Contender:
+    """Our own over several connections of http, of the finest chunks."""
+    grain, chunks = next(iter(bed.chunks.items()))
+    name = f"{HTTP_PARTS_NAME}_layer_major"
+    note = f"over {HTTP_PARTS} connections"
+    return Contender(name, grain, chunks.payload_bytes, _fetcher(bed, client, chunks, Delivery.LAYER_MAJOR), note)
 
 
 def fetches(bed: Bed, client: ObjectCacheClient, transport: Transport) -> list[Contender]:

@@ -1,7 +1,8 @@
 """What throughput is compared with what, and the targets. Pure.
 
-Every figure is one of two measurements of the same rounds: the median of their ratios round by round. Where several can
-stand for one side, the one with the highest median does.
+Every figure is one of two measurements of the same rounds: the median of their ratios round by round. Names say both
+transports, or name them with the measurements; where several can stand for one side, the one with the highest median
+does. Peers that speak TCP are compared with our `http` first.
 """
 
 from __future__ import annotations
@@ -18,11 +19,15 @@ RAW_NIXL_WRITE_LAYER = "raw_nixl_write_of_layers"
 RAW_SOCKET = "raw_socket"
 RAW_COLD_READ = "raw_cold_read"
 LAYER_MAJORS = ("shm_layer_major", "ucx_layer_major", "http_layer_major")
-CHUNK_MAJORS = ("shm_chunk_major", "ucx_chunk_major", "http_chunk_major")
 MOONCAKE_TCP_LAYERWISE = ("mooncake_tcp_layer_major", "mooncake_tcp_session_layer_major")
 MOONCAKE_LAYERWISE = (*MOONCAKE_TCP_LAYERWISE, "mooncake_shm_layer_major")
 MOONCAKE_AT_ONCE = ("mooncake_tcp_at_once_layer_major", "mooncake_shm_at_once_layer_major")
-MOONCAKE_CHUNKWISE = ("mooncake_tcp_chunk_major", "mooncake_shm_chunk_major")
+LMCACHE_S3 = ("lmcache_s3_via_ours", "lmcache_s3_via_rgw")
+NIXL_OBJ = ("nixl_obj_via_ours", "nixl_obj_via_rgw")
+RANGE_GETS = ("native_range_gets_via_ours", "native_range_gets_via_rgw")
+HTTP_PARTS = 4
+HTTP_PARTS_NAME = f"http{HTTP_PARTS}"
+"""Over so many connections."""
 RAW_LIMITS = {"shm": MEMCPY, "ucx": RAW_NIXL_WRITE, "http": RAW_SOCKET}
 FIRST_LAYER_ALLOWANCE_S = 0.005
 
@@ -80,14 +85,14 @@ TARGETS: Mapping[str, Definition] = {
     "shm_over_memcpy_page_cache": Definition(_PAGES, ("shm_layer_major",), (MEMCPY,), 0.4),
     "ucx_over_raw_nixl_write": Definition(_DRAM, ("ucx_layer_major",), (RAW_NIXL_WRITE,), 0.8),
     "http_over_raw_socket": Definition(_DRAM, ("http_layer_major",), (RAW_SOCKET,), 0.8),
+    "http_over_mooncake_tcp_layerwise": Definition(_DRAM, ("http_layer_major",), MOONCAKE_TCP_LAYERWISE, 5.0),
     "ucx_tcp_over_mooncake_tcp_layerwise": Definition(_TCP, ("ucx_layer_major",), MOONCAKE_TCP_LAYERWISE, 5.0),
-    "best_over_mooncake_best_layerwise": Definition(_DRAM, LAYER_MAJORS, MOONCAKE_LAYERWISE, 12.0),
-    "best_over_mooncake_best_chunkwise": Definition(_DRAM, CHUNK_MAJORS, MOONCAKE_CHUNKWISE, 1.0),
-    "best_over_lmcache_s3": Definition(_DRAM, LAYER_MAJORS, ("lmcache_s3_via_ours", "lmcache_s3_via_rgw"), 20.0),
-    "best_over_nixl_obj": Definition(_DRAM, LAYER_MAJORS, ("nixl_obj_via_ours", "nixl_obj_via_rgw")),
-    "best_over_native_range_gets": Definition(
-        _DRAM, LAYER_MAJORS, ("native_range_gets_via_ours", "native_range_gets_via_rgw")
-    ),
+    "shm_over_mooncake_layerwise": Definition(_DRAM, ("shm_layer_major",), MOONCAKE_LAYERWISE, 12.0),
+    "shm_over_mooncake_shm_chunkwise": Definition(_DRAM, ("shm_chunk_major",), ("mooncake_shm_chunk_major",), 1.0),
+    "http_over_lmcache_s3": Definition(_DRAM, ("http_layer_major",), LMCACHE_S3),
+    "shm_over_lmcache_s3": Definition(_DRAM, ("shm_layer_major",), LMCACHE_S3, 20.0),
+    "http_over_nixl_obj": Definition(_DRAM, ("http_layer_major",), NIXL_OBJ),
+    "http_over_native_range_gets": Definition(_DRAM, ("http_layer_major",), RANGE_GETS),
 }
 G16_OVER_G256 = "g16_over_g256"
 G16_OVER_G256_TARGET = 0.8
@@ -98,9 +103,14 @@ FURTHER: Mapping[str, Definition] = {
     "ucx_tcp_over_raw_nixl_write_tcp": Definition(_TCP, ("ucx_layer_major",), (RAW_NIXL_WRITE,)),
     "ucx_tcp_over_mooncake_tcp_get_into_ranges": Definition(_TCP, ("ucx_layer_major",), ("mooncake_tcp_layer_major",)),
     "ucx_tcp_over_mooncake_tcp_at_once": Definition(_TCP, ("ucx_layer_major",), MOONCAKE_AT_ONCE),
-    "best_over_mooncake_best_at_once": Definition(_DRAM, LAYER_MAJORS, MOONCAKE_AT_ONCE),
+    "shm_over_mooncake_at_once": Definition(_DRAM, ("shm_layer_major",), MOONCAKE_AT_ONCE),
+    "http_over_mooncake_tcp_chunkwise": Definition(_DRAM, ("http_chunk_major",), ("mooncake_tcp_chunk_major",)),
+    "shm_over_nixl_obj": Definition(_DRAM, ("shm_layer_major",), NIXL_OBJ),
+    "shm_over_native_range_gets": Definition(_DRAM, ("shm_layer_major",), RANGE_GETS),
+    "http4_over_http": Definition(_DRAM, (f"{HTTP_PARTS_NAME}_layer_major",), ("http_layer_major",)),
+    "http4_over_mooncake_tcp_layerwise": Definition(_DRAM, (f"{HTTP_PARTS_NAME}_layer_major",), MOONCAKE_TCP_LAYERWISE),
     "http_over_raw_socket_page_cache": Definition(_PAGES, ("http_layer_major",), (RAW_SOCKET,)),
-    "best_over_raw_cold_read": Definition(State.COLD, LAYER_MAJORS, (RAW_COLD_READ,)),
+    "shm_over_raw_cold_read": Definition(State.COLD, ("shm_layer_major",), (RAW_COLD_READ,)),
 }
 
 

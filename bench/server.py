@@ -41,10 +41,15 @@ class BenchServer:
     access_key: str
     secret_key: str
 
-    def client(self, transport: Transport) -> ObjectCacheClient:
+    def client(self, transport: Transport, http_connections: int = 1) -> ObjectCacheClient:
         """Our client."""
         return ObjectCacheClient(
-            self.url, BUCKET, access_key=self.access_key, secret_key=self.secret_key, transport=transport
+            self.url,
+            BUCKET,
+            access_key=self.access_key,
+            secret_key=self.secret_key,
+            transport=transport,
+            http_connections=http_connections,
         )
 
     def s3(self) -> Any:

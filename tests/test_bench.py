@@ -63,17 +63,19 @@ def test_smoke_measures_everything_and_verifies_every_byte(tmp_path: Path) -> No
         "shm_over_memcpy_page_cache",
         "ucx_over_raw_nixl_write",
         "http_over_raw_socket",
+        "http_over_mooncake_tcp_layerwise",
         "ucx_tcp_over_mooncake_tcp_layerwise",
-        "best_over_mooncake_best_layerwise",
-        "best_over_mooncake_best_chunkwise",
-        "best_over_lmcache_s3",
-        "best_over_nixl_obj",
-        "best_over_native_range_gets",
+        "shm_over_mooncake_layerwise",
+        "shm_over_mooncake_shm_chunkwise",
+        "http_over_lmcache_s3",
+        "shm_over_lmcache_s3",
+        "http_over_nixl_obj",
+        "http_over_native_range_gets",
         "g16_over_g256",
     }
     assert result["ratios"]["shm_over_memcpy"] > 0
-    assert result["ratios"]["best_over_lmcache_s3"] is None
-    assert result["ratio_details"]["best_over_lmcache_s3"]["is_met"] is False
+    assert result["ratios"]["shm_over_lmcache_s3"] is None
+    assert result["ratio_details"]["shm_over_lmcache_s3"]["is_met"] is False
     assert all(peak > 0 for peak in result["server_peak_rss_bytes"].values())
     for state in ("page_cache", "dram"):
         for grain in (16, 64):
@@ -107,7 +109,7 @@ def test_peers_do_the_same_work_and_are_checked(tmp_path: Path) -> None:
     assert result["peers_missing"] == {}
     for name in ("nixl_obj_via_ours", "native_range_gets_via_ours"):
         assert result["measurements"][f"dram/g16/{name}"]["nbytes"] == 16 * 4 * 4096
-    assert result["ratios"]["best_over_native_range_gets"] > 0
+    assert result["ratios"]["http_over_native_range_gets"] > 0
 
 
 def test_wrong_bytes_end_the_benchmark_with_a_failure(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -269,12 +271,12 @@ def test_a_ratio_is_the_median_of_the_rounds_ratios() -> None:
     assert found.is_met is False
 
 
-def test_the_best_of_ours_meets_the_best_of_theirs_that_hands_over_layers() -> None:
+def test_ours_meets_the_best_of_theirs_that_hands_over_layers() -> None:
     """A peer is taken at its fastest; one whose layers come all at the end has a ratio of its own."""
-    found = report().ratios()["best_over_mooncake_best_layerwise"]
+    found = report().ratios()["shm_over_mooncake_layerwise"]
     assert (found.ours, found.theirs) == ("dram/g16/shm_layer_major", "dram/g16/mooncake_tcp_session_layer_major")
     assert found.median == 5.0
-    at_once = report().further_ratios()["best_over_mooncake_best_at_once"]
+    at_once = report().further_ratios()["shm_over_mooncake_at_once"]
     assert (at_once.theirs, at_once.median) == ("dram/g16/mooncake_shm_at_once_layer_major", 0.5)
 
 
@@ -293,10 +295,10 @@ def test_fine_chunks_are_compared_with_coarse_ones_over_the_fastest_transport() 
 def test_what_was_not_measured_misses_its_target_with_the_reason() -> None:
     """A peer that could not run must not look like one that was beaten."""
     found = report().ratios()
-    assert found["best_over_lmcache_s3"].is_met is False
-    assert found["best_over_lmcache_s3"].reason == "lmcache_s3: not installed"
+    assert found["shm_over_lmcache_s3"].is_met is False
+    assert found["shm_over_lmcache_s3"].reason == "lmcache_s3: not installed"
     assert found["http_over_raw_socket"].reason == "http_layer_major: not measured"
-    assert found["best_over_nixl_obj"].is_met is None
+    assert found["http_over_nixl_obj"].is_met is None
 
 
 def test_the_first_layer_may_take_five_milliseconds_and_its_transfer() -> None:
