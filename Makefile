@@ -5,7 +5,7 @@ BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 CODE := adapters bench demo descriptors fuzz gateway nixl_client objectcache storage_server tests
 
-.PHONY: demo test test-engines check format lint types bench-smoke clients engines compatibility crash fuzz peers install clean
+.PHONY: demo test test-engines check format lint types bench-smoke clients engines figures compatibility crash fuzz peers install clean
 
 demo: $(STAMP)
 	$(BIN)/python -m demo
@@ -51,6 +51,10 @@ clients: $(STAMP)
 # vLLM and LMCache, in an environment of their own
 engines: $(STAMP)
 	$(BIN)/python -m bench.kv_peers.install engines
+
+# the tables of README.md and docs/figures.md, from docs/results
+figures: $(STAMP)
+	$(BIN)/python -m bench.figures
 
 compatibility: clients
 	$(BIN)/python -m tests.clients --write docs/compatibility.md
