@@ -5,7 +5,7 @@ BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 CODE := adapters bench demo descriptors fuzz gateway nixl_client objectcache storage_server tests
 
-.PHONY: demo test test-engines check format lint types bench-smoke clients engines figures compatibility crash fuzz peers install clean
+.PHONY: demo test test-engines check format lint types bench-smoke clients engines figures image-check compatibility crash fuzz peers install clean
 
 demo: $(STAMP)
 	$(BIN)/python -m demo
@@ -62,6 +62,10 @@ compatibility: clients
 # kill the server at random points of a mixed load, 200 times, and check everything it had answered
 crash: $(STAMP)
 	$(BIN)/python -m tests.crash --rounds 200
+
+# build the image without Docker and try it: root, Debian's buildah and debootstrap
+image-check: $(STAMP)
+	$(BIN)/python docker/check.py
 
 # other software `bench aggregate` is measured beside
 peers: $(STAMP)

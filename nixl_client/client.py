@@ -33,12 +33,11 @@ from nixl_client.fetch_http import HttpFetches
 from nixl_client.http import Answer, SignedHttp
 from nixl_client.objects import ObjectPaths, Registered
 from nixl_client.registration import LIFETIME_S
-from nixl_client.transport import Transport
+from nixl_client.transport import HTTP_CONNECTIONS_MAX, Transport
 from nixl_client.ways import Ways
 
 FETCHES_MAX = 64
 PUT_THREADS = 8
-HTTP_CONNECTIONS_MAX = 32
 _log = logging.getLogger(__name__)
 __all__ = ["ObjectCacheClient", "Transport"]
 

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from enum import Enum
 
+HTTP_CONNECTIONS_MAX = 32
+
 
 class Transport(Enum):
     """AUTO is SHM for buffers of `allocate_buffer` where the server is on this host; else UCX where this host has an

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from descriptors.recompute import PrefillCosts
 from nixl_client.connectors.given_options import arguments
-from nixl_client.transport import Transport
+from nixl_client.transport import HTTP_CONNECTIONS_MAX, Transport
 
 
 @dataclass(frozen=True, slots=True)
@@ -17,6 +17,8 @@ class Options:
     endpoint: str
     bucket: str
     transport: Transport = Transport.AUTO
+    http_connections: int = 1
+    """How many connections a large load over http uses, each for some of its chunks."""
     staging_bytes: int = 256 << 20
     """A buffer that chunks arrive in; a larger batch is fetched in several requests."""
     loads_max: int = 2
@@ -58,6 +60,8 @@ class Options:
         for name in ("staging_bytes", "store_queue_chunks"):
             if getattr(self, name) < 1:
                 raise ValueError(f"{name} must be at least 1")
+        if not 1 <= self.http_connections <= HTTP_CONNECTIONS_MAX:
+            raise ValueError(f"http_connections must be from 1 to {HTTP_CONNECTIONS_MAX}")
         if not 1 <= self.loads_max <= 64:
             raise ValueError("loads_max must be from 1 to 64")
 

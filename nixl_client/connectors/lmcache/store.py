@@ -57,6 +57,7 @@ class ChunkStore:
             options.endpoint,
             options.bucket,
             transport=options.transport,
+            http_connections=options.http_connections,
             timeout_s=options.load_timeout_s,
             fetch_timeout_s=options.load_timeout_s,
         )

@@ -8,7 +8,7 @@ from enum import Enum
 
 from descriptors.descriptor import CHUNK_TOKENS_MAX, Delivery
 from nixl_client.connectors.given_options import arguments
-from nixl_client.transport import Transport
+from nixl_client.transport import HTTP_CONNECTIONS_MAX, Transport
 
 STAGING_BYTES_MAX = 1 << 30
 WAIT_MAX_S = 120
@@ -36,6 +36,8 @@ class Options:
     endpoint: str
     bucket: str
     transport: Transport = Transport.AUTO
+    http_connections: int = 1
+    """How many connections a large load over http uses, each for some of its chunks."""
     chunk_tokens: int = 0
     """G; 0 is one chunk to a block of the engine."""
     model: str = ""
@@ -81,6 +83,8 @@ class Options:
         for name in ("retry_s", "lease_s", "drain_s"):
             if not 0 <= getattr(self, name) <= 3600:
                 raise ValueError(f"{name} must be from 0 to 3600")
+        if not 1 <= self.http_connections <= HTTP_CONNECTIONS_MAX:
+            raise ValueError(f"http_connections must be from 1 to {HTTP_CONNECTIONS_MAX}")
         if self.staging_bytes < 0 or self.store_queue_chunks < 1 or self.min_load_tokens < 0:
             raise ValueError("store_queue_chunks must be at least 1, staging_bytes and min_load_tokens at least 0")
 

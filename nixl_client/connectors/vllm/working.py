@@ -48,6 +48,7 @@ class WorkerSide:
             options.endpoint,
             options.bucket,
             transport=options.transport,
+            http_connections=options.http_connections,
             timeout_s=options.load_timeout_s,
             fetch_timeout_s=options.load_timeout_s,
         )
