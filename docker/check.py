@@ -25,7 +25,8 @@ from nixl_client.http import SignedHttp
 ROOT = Path(__file__).resolve().parents[1]
 BASE_IMAGE = "docker.io/library/python:3.11-slim-bookworm"
 IMAGE = "localhost/objectcache:check"
-PACKAGES = "python3,python3-pip,python3-venv,ca-certificates"
+PACKAGES = "python3,python3-dev,python3-pip,python3-venv,ca-certificates"
+"""The real image has headers, too."""
 KEYS = ("CHECKKEY", "checksecret")
 START_S = 60.0
 

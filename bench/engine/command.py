@@ -6,16 +6,18 @@ import argparse
 import importlib.util
 import json
 import shlex
+from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
-from typing import TypeVar
+from typing import Any, TypeVar
 
 from bench.arguments import complain, number, writable
 from bench.child import BaselineError
+from bench.engine.advised import advised_json, advised_lines, measure_advised
 from bench.engine.bed import why_no_engines
 from bench.engine.cases import BLOCK_TOKENS
 from bench.engine.plots import plot_engines
-from bench.engine.report import tables, to_json
+from bench.engine.report import settings_json, tables, to_json
 from bench.engine.run import measure_engines
 from bench.engine.settings import EngineSettings
 from bench.engine.shapes import Dtype, Shape
@@ -28,6 +30,7 @@ from nixl_client.transport import Transport
 RUNS, RUNS_SMOKE = 5, 1
 CONTEXTS, CONTEXTS_SMOKE = (2048, 4096, 8192, 16384), (1024,)
 HITS, HITS_SMOKE = (0.5, 0.875), (0.875,)
+WAYS = tuple(way for way in Way if way is not Way.ADVISED)
 WAYS_SMOKE = (Way.RECOMPUTE, Way.LAYERWISE)
 SHAPE = Shape()
 SHAPE_SMOKE = Shape(num_layers=2, hidden=256, intermediate=512)
@@ -37,7 +40,7 @@ Number = TypeVar("Number", int, float)
 
 def add_engine(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
     """Add the sub-command."""
-    names = ",".join(way.value for way in Way)
+    names = ",".join(way.value for way in WAYS)
     parser = commands.add_parser(
         "engine",
         help="TTFT of vLLM on the CPU with stored prefixes: our connector, vLLM's own, LMCache, and recomputing",
@@ -46,6 +49,11 @@ def add_engine(commands: argparse._SubParsersAction[argparse.ArgumentParser]) ->
         "'engines': python -m bench.kv_peers.install engines.",
     )
     parser.add_argument("--ways", type=_ways, metavar="LIST", help=f"default: {names}")
+    parser.add_argument(
+        "--advised",
+        action="store_true",
+        help="instead: loading what is advised, all and nothing, over links paced to 4, 1 and 0.25 of the break-even",
+    )
     parser.add_argument("--lengths", type=_lengths, metavar="LIST", help="tokens of prompts; default: 2K,4K,8K,16K")
     parser.add_argument("--hits", type=_hits, metavar="LIST", help="stored share in percent; default: 50,87.5")
     parser.add_argument("--runs", type=number(1, 1000), metavar="K", help=f"counted rounds; default: {RUNS}")
@@ -93,6 +101,8 @@ def _run(options: argparse.Namespace) -> int:
         return complain(unwritable, 2)
     origin = {**describe_commit(), "machine": describe_machine()}
     try:
+        if options.advised:
+            return _run_advised(settings, options.json, origin)
         found = measure_engines(settings)
     except (BaselineError, BenchServerError, OSError) as error:
         return complain(str(error), 1)
@@ -104,12 +114,21 @@ def _run(options: argparse.Namespace) -> int:
     return 0 if found.problem is None else 1
 
 
+def _run_advised(settings: EngineSettings, file: Path | None, origin: Mapping[str, Any]) -> int:
+    found = measure_advised(settings)
+    print("\n".join(advised_lines(found)))
+    if file is not None:
+        result = {"benchmark": "engine", **origin, **settings_json(settings), "advised": advised_json(found)}
+        file.write_text(json.dumps(result, indent=2) + "\n")
+    return 0 if found.problem is None else complain(found.problem, 1)
+
+
 def settings_of(options: argparse.Namespace) -> EngineSettings:
     """Explicit options win over the size of the run. Recomputing is always among the ways, since it is what the tokens
     of all are compared with. Raises ValueError for what does not fit together.
     """
     is_smoke = options.smoke
-    asked = options.ways or (WAYS_SMOKE if is_smoke else tuple(Way))
+    asked = options.ways or (WAYS_SMOKE if is_smoke else WAYS)
     settings = EngineSettings(
         shape=_shape(options),
         ways=tuple(way for way in Way if way in asked or way is Way.RECOMPUTE),

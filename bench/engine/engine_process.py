@@ -12,7 +12,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any, TextIO
 
-from bench.engine.ways import LMCACHES, OURS
+from bench.engine.ways import CONNECTED, LMCACHES, Way
 from bench.engine.work import OUTPUT_TOKENS, Answer, Command, EngineWork, Ready, Verb
 
 DRAIN_S = 120.0
@@ -47,7 +47,12 @@ class Engine:
             prompt = self._work.prompts.prompt(command.case, command.round_index)
         written_before = self._written()
         answer = self._request(prompt, OUTPUT_TOKENS)
-        whole = self._work.whole_chunks(len(prompt) + OUTPUT_TOKENS - 1) - self._work.whole_chunks(answer.cached_tokens)
+        held = answer.cached_tokens
+        if (
+            self._work.way is Way.ADVISED and command.case is not None
+        ):  # what is stored and computed is not written again
+            held = max(held, command.case.prefix_tokens)
+        whole = self._work.whole_chunks(len(prompt) + OUTPUT_TOKENS - 1) - self._work.whole_chunks(held)
         self._drain(written_before + whole)
         return answer
 
@@ -79,7 +84,7 @@ class Engine:
             return
         deadline_s = time.monotonic() + DRAIN_S
         self._request(LITTLE, 1)
-        while self._work.way in OURS and self._written() < chunks:
+        while self._work.way in CONNECTED and self._written() < chunks:
             if time.monotonic() > deadline_s:
                 raise RuntimeError(f"{self._written()} of {chunks} chunks were written in {DRAIN_S:.0f} s")
             time.sleep(PAUSE_S)
@@ -93,7 +98,7 @@ class Engine:
 
     def _counters(self) -> Mapping[str, float]:
         """Of both sides of our connector."""
-        if self._work.way not in OURS:
+        if self._work.way not in CONNECTED:
             return {}
         from vllm.distributed.kv_transfer import get_kv_transfer_group
 

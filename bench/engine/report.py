@@ -10,7 +10,7 @@ from bench.engine.cases import BLOCK_TOKENS, Case
 from bench.engine.results import Cell, Target, find, loading, ratio, targets
 from bench.engine.run import Engines
 from bench.engine.settings import EngineSettings
-from bench.engine.ways import COMPUTING, NOTES, OURS, Way
+from bench.engine.ways import COMPUTING, CONNECTED, NOTES, Way
 from bench.engine.work import OUTPUT_TOKENS
 from bench.samples import Spread
 from descriptors.units import MIB
@@ -54,6 +54,20 @@ def to_json(settings: EngineSettings, found: Engines, origin: Mapping[str, Any])
     return {
         "benchmark": "engine",
         **origin,
+        **settings_json(settings),
+        "engines": {way.value: asdict(ready) for way, ready in found.ready.items()},
+        "notes": {way.value: NOTES[way] for way in settings.ways},
+        "not_run": {way.value: f"not run: {reason}" for way, reason in found.missing.items()},
+        "measurements": [_cell_json(settings, found.cells, cell) for cell in found.cells],
+        "targets": [_target_json(target) for target in targets(found.cells, found.missing)],
+        "distinct_outputs": {case.title: len(set(tokens)) for case, tokens in found.outputs.items()},
+        "problem": found.problem,
+    }
+
+
+def settings_json(settings: EngineSettings) -> dict[str, Any]:
+    """Plain values."""
+    return {
         "settings": {
             "shape": {**asdict(settings.shape), "dtype": settings.shape.dtype.value},
             "ways": [way.value for way in settings.ways],
@@ -66,13 +80,6 @@ def to_json(settings: EngineSettings, found: Engines, origin: Mapping[str, Any])
             "seed": settings.seed,
             "serve_options": list(settings.serve_options),
         },
-        "engines": {way.value: asdict(ready) for way, ready in found.ready.items()},
-        "notes": {way.value: NOTES[way] for way in settings.ways},
-        "not_run": {way.value: f"not run: {reason}" for way, reason in found.missing.items()},
-        "measurements": [_cell_json(settings, found.cells, cell) for cell in found.cells],
-        "targets": [_target_json(target) for target in targets(found.cells, found.missing)],
-        "distinct_outputs": {case.title: len(set(tokens)) for case, tokens in found.outputs.items()},
-        "problem": found.problem,
     }
 
 
@@ -102,7 +109,7 @@ def _case_lines(settings: EngineSettings, cells: Sequence[Cell], case: Case) -> 
             load = loading(cell, floor, settings.shape.token_bytes)
             added = _words(load.added_s, 0, 1e3)
             rate = "" if load.rate_bytes_per_s is None else f"{load.rate_bytes_per_s / 1e9:.2f}"
-        parts = [f"{cell.counted(name).median * 1e3:.0f}" if way in OURS else "" for name in COUNTERS]
+        parts = [f"{cell.counted(name).median * 1e3:.0f}" if way in CONNECTED else "" for name in COUNTERS]
         lines.append(
             f"{way.title:24}{_words(cell.ttft_s, 3):>24}{faster:>24}{added:>28}{rate:>7}"
             f"{parts[0]:>8}{parts[1]:>7}{parts[2]:>9}{len(cell.answers):>8}"

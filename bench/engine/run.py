@@ -110,6 +110,6 @@ def _left_out_if_it_fails(bed: Bed, way: Way) -> Iterator[None]:
 
 
 def _demand(bed: Bed) -> None:
-    for way in NEEDED:
+    for way in (*NEEDED, Way.ADVISED):
         if way in bed.missing:
             raise BaselineError(f"{way.title}: {bed.missing[way]}")

@@ -9,6 +9,7 @@ from pathlib import Path
 
 from descriptors.descriptor import Delivery
 from descriptors.units import MIB
+from nixl_client.connectors.vllm.options import LoadPolicy
 from nixl_client.transport import Transport
 
 LMCACHE_CHUNK_TOKENS = 256
@@ -24,6 +25,7 @@ class Way(Enum):
     OWN_BLOCKS = "own_blocks"
     LAYERWISE = "objectcache_layerwise"
     CHUNKWISE = "objectcache_chunkwise"
+    ADVISED = "objectcache_advised"
     EXAMPLE = "example_connector"
     EXAMPLE_TOLD = "example_connector_told"
     LMCACHE_CPU = "lmcache_cpu"
@@ -36,6 +38,9 @@ class Way(Enum):
 
 
 OURS = (Way.LAYERWISE, Way.CHUNKWISE)
+"""Those that load all that is stored."""
+CONNECTED = (*OURS, Way.ADVISED)
+"""Those with our connector."""
 EXAMPLES = (Way.EXAMPLE, Way.EXAMPLE_TOLD)
 LMCACHES = (Way.LMCACHE_CPU, Way.LMCACHE_S3)
 COMPUTING = (Way.RECOMPUTE, Way.EXAMPLE)
@@ -45,6 +50,7 @@ NOTES: Mapping[Way, str] = {
     Way.OWN_BLOCKS: "the prefix is in the engine's own blocks: what is left when loading costs nothing",
     Way.LAYERWISE: "our connector, delivery layer-major",
     Way.CHUNKWISE: "our connector, delivery chunk-major",
+    Way.ADVISED: "our connector as it comes: it loads what is sooner loaded than computed, layer-major",
     Way.EXAMPLE: "vLLM's ExampleConnector as it comes: it finds whole prompts only, so that it recomputes these, and "
     "stores them before the first token",
     Way.EXAMPLE_TOLD: "the same, told the lengths of the prefixes that are stored; files in the page cache, mapped",
@@ -74,14 +80,14 @@ def grain_tokens(way: Way, chunk_tokens: int) -> int:
     """Of how many tokens a hit is a multiple; `chunk_tokens` is G of our connector."""
     if way in LMCACHES:
         return LMCACHE_CHUNK_TOKENS
-    return chunk_tokens if way in OURS else 1
+    return chunk_tokens if way in CONNECTED else 1
 
 
 def transfer_config(way: Way, place: Place) -> dict[str, object] | None:
     """vLLM's `kv_transfer_config`; None for no connector."""
     if way in (Way.RECOMPUTE, Way.OWN_BLOCKS):
         return None
-    if way in OURS:
+    if way in CONNECTED:
         return {
             "kv_connector": "ObjectCacheConnector",
             "kv_connector_module_path": "nixl_client.connectors.vllm",
@@ -113,12 +119,13 @@ def _example(way: Way, place: Place) -> dict[str, object]:
 
 def _our_options(way: Way, place: Place) -> dict[str, object]:
     """Times and room so large that everything is stored before the next request; the rest is the default."""
-    delivery = Delivery.LAYER_MAJOR if way is Way.LAYERWISE else Delivery.CHUNK_MAJOR
+    delivery = Delivery.CHUNK_MAJOR if way is Way.CHUNKWISE else Delivery.LAYER_MAJOR
     return {
         "endpoint": place.endpoint,
         "bucket": place.bucket,
         "transport": place.transport.value,
         "delivery": delivery.value,
+        "load": (LoadPolicy.ADVISED if way is Way.ADVISED else LoadPolicy.ALL).value,
         "chunk_tokens": place.chunk_tokens,
         "staging_bytes": max(256 * MIB, place.payload_bytes),
         "load_timeout_s": WAIT_S,
