@@ -13,8 +13,9 @@ import pytest
 
 from bench.arguments import number
 from bench.child import BaselineError
+from bench.engine import advised, lmcache_server, run
 from bench.engine import command as engine_command
-from bench.engine import lmcache_server, run
+from bench.engine.advised import Advised, Link, advised_json, advised_lines, measure_advised
 from bench.engine.bed import Bed, last_words
 from bench.engine.cases import BLOCK_TOKENS, Case, Prompts, make_cases
 from bench.engine.command import add_engine, settings_of
@@ -36,7 +37,7 @@ from bench.engine.work import (
     kv_tokens,
 )
 from bench.samples import Spread
-from nixl_client.connectors.vllm.options import Options
+from nixl_client.connectors.vllm.options import LoadPolicy, Options
 from nixl_client.transport import Transport
 
 CASE = Case(16384, 0.875)
@@ -163,8 +164,16 @@ class TestWays:
             options = Options.of(extra)
             assert options.staging_bytes >= 1 << 29
             assert options.chunk_tokens == 64
+            assert options.load is LoadPolicy.ALL
             deliveries.append(options.delivery.value)
         assert deliveries == ["layer-major", "chunk-major"]
+
+    def test_what_is_advised_is_the_connector_as_it_comes(self, tmp_path: Path) -> None:
+        transfer = transfer_config(Way.ADVISED, place(tmp_path))
+        assert transfer is not None
+        extra = transfer["kv_connector_extra_config"]
+        assert isinstance(extra, dict)
+        assert Options.of(extra).load is LoadPolicy.ADVISED
 
     def test_only_ways_that_load_have_a_connector(self, tmp_path: Path) -> None:
         without = [way for way in Way if transfer_config(way, place(tmp_path)) is None]
@@ -202,6 +211,12 @@ class TestRightness:
         """What vLLM was offered may have failed to come and been computed after all."""
         assert wrong(Way.LAYERWISE, CASE, answer(1.0), TOKENS, 32) is None
         assert wrong(Way.LAYERWISE, CASE, answer(1.0, **counters), TOKENS, 32) is not None
+
+    @pytest.mark.parametrize("cached_tokens", [0, 96, 14336])
+    def test_the_advised_engine_may_load_any_part_but_not_more_than_is_stored(self, cached_tokens: int) -> None:
+        assert wrong(Way.ADVISED, CASE, replace(answer(1.0), cached_tokens=cached_tokens), TOKENS, 32) is None
+        assert wrong(Way.ADVISED, CASE, replace(answer(1.0), cached_tokens=15000), TOKENS, 32) is not None
+        assert wrong(Way.ADVISED, CASE, answer(1.0), (1, 2, 3, 4), 32) is not None
 
     def test_a_prefix_is_stored_as_far_as_chunks_are_whole(self) -> None:
         odd = Case(1024, 0.875)
@@ -258,6 +273,49 @@ class TestResults:
         assert [target.is_met for target in targets(cells, {})] == [True, None, False, None]
 
 
+class TestAdvised:
+    def link(self, factor: float, load_s: float, advised_s: float, problem: str | None = None) -> Link:
+        """Recomputing takes 10 s."""
+        cells = (
+            cell(Way.RECOMPUTE, 10.0, 10.0),
+            cell(Way.LAYERWISE, load_s, load_s),
+            cell(Way.ADVISED, advised_s, 9.0),
+        )
+        return Link(factor, factor * 1e6, cells, problem)
+
+    def test_advised_is_compared_with_the_better_of_both(self) -> None:
+        assert self.link(4, 2.0, 2.1).advised_over_best(CASE) == Spread((2.1 / 2 + 9 / 2) / 2, 2.1 / 2, 9 / 2)
+        found = self.link(0.25, 40.0, 10.5).advised_over_best(CASE)
+        assert found is not None
+        assert found.max == pytest.approx(1.05)
+
+    def test_it_is_met_where_it_is_at_every_rate(self) -> None:
+        good, bad = self.link(0.25, 40.0, 10.5), self.link(4, 2.0, 2.1)
+        assert Advised(CASE, 1e6, (good, good)).is_met
+        assert not Advised(CASE, 1e6, (good, bad)).is_met
+        nothing = Link(1, 1e6, (), "no engine")
+        found = Advised(CASE, 1e6, (good, nothing))
+        assert (found.is_met, found.problem) == (False, "no engine")
+        assert "MISSED" in "\n".join(advised_lines(Advised(CASE, 1e6, (good, bad))))
+        assert json.loads(json.dumps(advised_json(found)))["links"][1]["advised_over_best"] is None
+
+    def test_links_are_paced_to_factors_of_the_break_even(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        """14,336 tokens that take 17 seconds to compute."""
+        asked: list[tuple[tuple[Way, ...], str]] = []
+
+        def measured(given: EngineSettings) -> Engines:
+            config = given.serve_options[-1] if given.serve_options else ""
+            asked.append((given.ways, Path(config).read_text() if config else ""))
+            return Engines([one for one in CELLS if one.way in given.ways])
+
+        monkeypatch.setattr(advised, "measure_engines", measured)
+        found = measure_advised(settings("--lengths 16K --hits 87.5"), (2.0,))
+        assert found.break_even_bytes_per_s == pytest.approx(14336 * SHAPE.token_bytes / 19.0)
+        assert asked[0] == ((Way.RECOMPUTE, Way.OWN_BLOCKS), "")
+        assert asked[1][0] == (Way.RECOMPUTE, Way.LAYERWISE, Way.ADVISED)
+        assert f"link_bytes_per_s = {2 * found.break_even_bytes_per_s}" in asked[1][1]
+
+
 class TestReport:
     def found(self, problem: str | None = None) -> Engines:
         """One of five ways, and one that could not run."""
@@ -302,7 +360,7 @@ class TestCommandLine:
     def test_defaults_are_the_issues(self) -> None:
         found = settings()
         assert (found.contexts, found.hit_rates) == ((2048, 4096, 8192, 16384), (0.5, 0.875))
-        assert found.ways == tuple(Way)
+        assert found.ways == tuple(way for way in Way if way is not Way.ADVISED)
         assert found.prefixes[-1] == 14336
 
     def test_smoke_is_small_and_options_win_over_it(self) -> None:
