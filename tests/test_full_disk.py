@@ -11,7 +11,7 @@ import shutil
 import sqlite3
 import subprocess
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
@@ -65,17 +65,19 @@ class SmallDisk:
         subprocess.run(self.enter("mount", "-o", f"remount,{option}", str(self.inside)), check=True)
 
     @contextlib.contextmanager
-    def served(self, mode: Durability = Durability.STRICT, *prefix: str) -> Iterator[tuple[Server, Client]]:
-        """A server on it, killed when the block ends."""
-        with served(self.directory, mode, self.inside / "data", self.enter(*prefix)) as running:
+    def served(self, mode: Durability = Durability.STRICT, *options: str) -> Iterator[tuple[Server, Client]]:
+        """A server on it with these further options, killed when the block ends."""
+        with served(self.directory, mode, self.inside / "data", self.enter(), options) as running:
             yield running
 
 
 @contextlib.contextmanager
-def served(directory: Path, mode: Durability, data_dir: Path, prefix: list[str]) -> Iterator[tuple[Server, Client]]:
+def served(
+    directory: Path, mode: Durability, data_dir: Path, prefix: list[str], options: Sequence[str] = ()
+) -> Iterator[tuple[Server, Client]]:
     config = directory / "config.toml"
     config.write_text(f'[storage]\ndurability = "{mode.value}"\n{CONFIG}')
-    server = Server(directory, config, data_dir, prefix)
+    server = Server(directory, config, data_dir, prefix, options)
     try:
         with contextlib.closing(Client(server.url(), BUCKET)) as client:
             assert client.call("PUT").status in (200, 409, 507)
@@ -167,6 +169,37 @@ def test_a_full_disk_refuses_writes_serves_reads_and_is_emptied_by_deletes(
         for file in small_disk.outside.glob("index.sqlite3*"):  # SQLite cannot follow a path into another namespace
             shutil.copy(file, tmp_path)
         assert audit(small_disk.outside, tmp_path / "index.sqlite3") == []
+        assert_all_there(client, stored)
+
+
+def test_workers_on_a_full_disk_and_on_one_that_is_read_only(small_disk: SmallDisk) -> None:
+    """Each connection is another process's: all say the same, and what is stored is served by all."""
+    with small_disk.served(Durability.STRICT, "--workers", "3") as (server, client):
+        stored = put_some(client)
+        others = [Client(client.url, BUCKET) for _ in range(5)]
+        assert set(fill(client, stored, 9 * MIB, "large")) <= FULL  # files of their own go at once
+        for other in others:
+            reply = other.call("PUT", "more", body=body(1, 3 * MIB))
+            assert (reply.status, error_code(reply)) in FULL
+            assert_all_there(other, stored)
+        for number, key in enumerate([key for key in stored if key.startswith("large/")]):
+            assert others[number % len(others)].call("DELETE", key).status == 204
+            del stored[key]
+        stored["again"] = body(2, MIB)
+        assert retried(others[0], "again", stored["again"]).status == 200
+        for other in others:
+            assert_all_there(other, stored)
+            other.close()
+        assert server.terminate() == 0
+    small_disk.remount("ro")
+    with (
+        pytest.raises(AssertionError, match="Read-only file system") as failed,
+        small_disk.served(Durability.STRICT, "--workers", "3"),
+    ):
+        pass
+    assert "Traceback" not in str(failed.value)
+    small_disk.remount("rw")
+    with small_disk.served(Durability.STRICT, "--workers", "3") as (_, client):
         assert_all_there(client, stored)
 
 

@@ -17,7 +17,7 @@ from gateway.payload_form import PayloadForm
 from gateway.sigv4 import signing_key
 from gateway.upload import checksum_of
 from tests.small_gateway import KEY, Answer, SmallGateway, answer, head_of, signed_headers, small_gateway
-from tests.support import Stack
+from tests.support import CONFIG, Stack, s3_client, started
 
 DATA = bytes(range(256)) * 1000
 CHUNK_BYTES = 65_536
@@ -238,3 +238,53 @@ def test_running_servers_refuse_a_changed_chunk_and_a_changed_trailer(servers: S
         reply = put_chunked(servers, "changed", PayloadForm.SIGNED_CHUNKS_TRAILER, trailers, spoil=spoil)
         assert reply.code == code
     assert servers.s3().list_objects_v2(Bucket="chunks", Prefix="changed")["KeyCount"] == 0
+
+
+@pytest.fixture(scope="module")
+def workers(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Stack]:
+    """Three processes on one port, of which one owns the store."""
+    folder = tmp_path_factory.mktemp("workers")
+    (folder / "config.toml").write_text(CONFIG)
+    serve = ("serve", "--data", str(folder / "d"), "--port", "0", "--workers", "3", "--config")
+    with started(*serve, str(folder / "config.toml")) as (url, process):
+        running = Stack(url, folder / "d", process.pid, [process])
+        running.s3().create_bucket(Bucket="chunks")
+        yield running
+
+
+@pytest.mark.parametrize(("form", "with_trailer"), FORMS)
+def test_every_worker_stores_every_chunked_form(workers: Stack, form: PayloadForm, with_trailer: bool) -> None:
+    """The kernel gives each connection to any of them."""
+    algorithm = ChecksumAlgorithm.CRC32C
+    trailers = {algorithm.header: checksum_of(algorithm, DATA)} if with_trailer else {}
+    for number in range(8):
+        key = f"{form.name}-{with_trailer}-{number}"
+        assert put_chunked(workers, key, form, trailers).status == 200
+        assert workers.s3().get_object(Bucket="chunks", Key=key)["Body"].read() == DATA
+        wrong = put_chunked(workers, f"wrong-{number}", form, {"x-amz-checksum-crc32c": "AAAAAA=="})
+        assert wrong.code == ("BadDigest" if form is not PayloadForm.SIGNED_CHUNKS else None) or wrong.status == 400
+    assert workers.s3().list_objects_v2(Bucket="chunks", Prefix="wrong").get("KeyCount") == 0
+
+
+@pytest.mark.parametrize("version", ["s3", "s3v4"])
+def test_every_worker_takes_presigned_urls(workers: Stack, version: str) -> None:
+    """Of both versions; one that was changed is refused by all."""
+    s3 = s3_client(workers.url, signature_version=version)
+    for number in range(8):
+        key = f"presigned-{version}-{number}"
+        for method, call in (("PUT", "put_object"), ("GET", "get_object")):
+            url = s3.generate_presigned_url(call, Params={"Bucket": "chunks", "Key": key}, ExpiresIn=60)
+            assert requests_at(url, method).status == 200
+            assert requests_at(url.replace(key, f"other-{key}"), method).status == 403
+
+
+def requests_at(url: str, method: str) -> Answer:
+    """One request of its own connection, as whoever has the URL sends it."""
+    place = urlsplit(url)
+    body = DATA if method == "PUT" else b""
+    head = (
+        f"{method} {place.path}?{place.query} HTTP/1.1\r\nHost: {place.netloc}\r\nContent-Length: {len(body)}\r\n\r\n"
+    )
+    with socket.create_connection((place.hostname, place.port), timeout=30) as sock:
+        sock.sendall(head.encode() + body)
+        return answer(sock)
