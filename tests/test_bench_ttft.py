@@ -91,6 +91,21 @@ def model_samples(rates: list[float], layer_bytes: float, compute_s: float, laye
     return [Sample(rate, ttft_layerwise_s([layer_bytes / rate] * layers, [compute_s] * layers)) for rate in rates]
 
 
+@pytest.mark.parametrize("state", ["page_cache", "cold"])
+def test_chunks_may_be_elsewhere_than_in_memory_and_the_link_without_limit(tmp_path: Path, state: str) -> None:
+    """What this machine moves: neither scaled down to a link nor out of the DRAM tier."""
+    file = tmp_path / "out.json"
+    options = parse(
+        "--smoke", "--figures", "13", "--hits", "50", "--link-gbps", "0", "--state", state, "--json", str(file)
+    )
+    assert options.command(options) == 0
+    result = json.loads(file.read_text())
+    assert result["verified"] is True
+    assert result["settings"]["bed"]["state"] == state
+    assert {each["link_bytes_per_s"] for each in result["cells"]} == {None}
+    assert any("not limited" in note for note in result["notes"])
+
+
 def test_smoke_measures_all_systems_and_verifies(tmp_path: Path) -> None:
     """CI runs it; whoever reads the JSON relies on these names."""
     file, charts = tmp_path / "out.json", tmp_path / "charts"

@@ -37,7 +37,9 @@ LAYER_MAJOR_SYSTEMS = (System.OPT_LOCAL_LW, System.LOCAL_DRAM_LW, System.S3_AGG_
 
 @dataclass(frozen=True, slots=True)
 class BedSettings:
-    """How a bed is made. `gather_s` is the scheduler's setting, None its default; `folder` is for the store."""
+    """How a bed is made. `gather_s` is the scheduler's setting, None its default; `state` is where chunks are when they
+    are asked for, `folder` is for the store.
+    """
 
     scale: Scale
     waits: Waits = Waits.LOADING
@@ -45,6 +47,7 @@ class BedSettings:
     seed: int = 1
     gather_s: float | None = None
     folder: Path | None = None
+    state: State = State.DRAM
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,6 +62,7 @@ class Bed:
     chunks: NDArray[np.uint8]
     payload: NDArray[np.uint8]
     copier: ThreadPoolExecutor
+    stored: aggregate_bed.Bed
 
     def run(self, system: System, case: Case) -> Played:
         """One request and its windows; every byte is compared afterwards. Raises VerificationError, and what the
@@ -82,6 +86,7 @@ class Bed:
         keys = self.prefix.keys[: case.chunk_count]
         compute_s = case.layer_compute_s(self.settings.scale)
         windows_us = [round(compute_s * 1e6)] * layout.num_layers
+        self.stored.make_cold()
         started_s = time.monotonic()
         with self.client.fetch(keys, layout, self.device, delivery=delivery, layer_compute_us=windows_us) as fetch:
             played = self._play(FetchedLayers(fetch), compute_s, started_s)
@@ -117,7 +122,7 @@ def filled_bed(case: Case, settings: BedSettings) -> Iterator[Bed]:
     payload_bytes = layout.payload_bytes(count)
     keys = tuple(f"ttft/{index:06d}" for index in range(count))
     prefix = Prefix(keys, make_content(count, layout, settings.seed))
-    dram_bytes = payload_bytes + payload_bytes // 4 + 64 * MIB
+    dram_bytes = payload_bytes + payload_bytes // 4 + 64 * MIB if settings.state is State.DRAM else 0
     with (
         served_link(settings.folder, FixedConfig(dram_bytes, settings.gather_s)) as link,
         link.server.client(settings.transport) as client,
@@ -128,13 +133,20 @@ def filled_bed(case: Case, settings: BedSettings) -> Iterator[Bed]:
         used = client.register_buffer(device)
         if settings.transport is not Transport.AUTO and used is not settings.transport:
             raise VerificationError(f"{used.value} took the place of {settings.transport.value}")
-        stored = {case.chunk_tokens: Chunks(keys, prefix.content)}
-        aggregate_bed.warm(
-            aggregate_bed.Bed(State.DRAM, link.server, StorageSettings(data_dir=Path()), stored, device), client
+        files = link.data_files() if settings.state is State.COLD else []
+        stored = aggregate_bed.Bed(
+            settings.state,
+            link.server,
+            StorageSettings(data_dir=Path()),
+            {case.chunk_tokens: Chunks(keys, prefix.content)},
+            device,
+            files,
         )
+        if settings.state is State.DRAM:
+            aggregate_bed.warm(stored, client)
         chunks = _chunks(prefix)
         payload = np.ascontiguousarray(chunks.transpose(1, 0, 2))
-        yield Bed(settings, link, client, prefix, device, chunks, payload, copier)
+        yield Bed(settings, link, client, prefix, device, chunks, payload, copier, stored)
 
 
 def _chunks(prefix: Prefix) -> NDArray[np.uint8]:

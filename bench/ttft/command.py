@@ -15,6 +15,7 @@ from bench.arguments import complain, number, writable
 from bench.child import BaselineError
 from bench.device.command import add_device_options, run_on_device
 from bench.machine import describe_commit, describe_machine
+from bench.samples import State
 from bench.server import BenchServerError
 from bench.ttft.bed import BedSettings
 from bench.ttft.cases import CHUNK_TOKENS, CONTEXTS, HIT_RATES, Scale
@@ -80,6 +81,12 @@ def add_ttft(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> N
         "--gather-ms", type=_real(0, 1e4), metavar="MS", help="the scheduler's gather_s; default: the server's"
     )
     parser.add_argument("--transport", choices=[each.value for each in Transport], default="shm", help="default: shm")
+    parser.add_argument(
+        "--state",
+        choices=[each.value for each in (State.DRAM, State.PAGE_CACHE, State.COLD)],
+        default=State.DRAM.value,
+        help="where the stored chunks are; default: dram",
+    )
     add_device_options(parser)
     parser.add_argument("--runs", type=number(1, 1000), metavar="K", help=f"counted rounds; default: {RUNS}")
     parser.add_argument("--sweep-runs", type=number(1, 1000), metavar="K", help=f"of figure 15; default: {SWEEP_RUNS}")
@@ -137,6 +144,7 @@ def settings_of(options: argparse.Namespace) -> TtftSettings:
             seed=options.seed,
             gather_s=None if options.gather_ms is None else options.gather_ms / 1e3,
             folder=options.folder,
+            state=State(options.state),
         ),
         figures=tuple(figure for figure in options.figures if figure in figures),
         contexts=options.contexts or (("4K",) if is_smoke else CONTEXTS),

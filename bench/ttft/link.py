@@ -42,6 +42,10 @@ class PlayedLink:
         self._fixed = fixed
         self._bytes_per_s: float | None = None
 
+    def data_files(self) -> list[Path]:
+        """The store's files of chunks; its index is not among them."""
+        return sorted(self._config.parent.rglob("data/extents/*/*"))
+
     def set(self, bytes_per_s: float | None) -> None:
         """Play a link of that rate from now on; None: do not limit it. Raises BenchServerError."""
         if bytes_per_s == self._bytes_per_s:

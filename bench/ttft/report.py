@@ -7,7 +7,7 @@ from dataclasses import asdict
 from typing import Any
 
 from bench.paper import MARGIN_BYTES_PER_S
-from bench.samples import spread
+from bench.samples import State, spread
 from bench.ttft.cases import BOUNDARY_CHUNK_TOKENS, Case, Scale, System
 from bench.ttft.knee import CONFIDENCE, TOLERANCE, falling_curve
 from bench.ttft.play import Waits
@@ -17,6 +17,13 @@ from descriptors.units import gbps_from_bytes_per_s
 
 SHORT_CONTEXT = "4K"
 _PER_CASE = "context   hit %    G"
+
+
+PLACES = {
+    State.DRAM: "in the server's DRAM tier",
+    State.PAGE_CACHE: "in the page cache",
+    State.COLD: "on disk, their files dropped from the page cache before each request",
+}
 
 
 def notes(settings: TtftSettings) -> list[str]:
@@ -33,10 +40,10 @@ def notes(settings: TtftSettings) -> list[str]:
         "the device is a host buffer: what opt-local-LW copies a layer into, and what the server writes into over "
         f"{settings.bed.transport.value}; local copies run at this machine's memory speed, not scaled, in their favour",
         "local chunks lie one after the other, so Local-DRAM-CW is one copy",
-        "chunks are in the server's DRAM tier; ratios are medians of those within a round, extremes in brackets",
+        f"chunks are {PLACES[settings.bed.state]}; ratios are medians of those within a round, extremes in brackets",
     ]
     if settings.link_bytes_per_s is None:
-        said.append("the link is not limited")
+        said.append("the link is not limited: what is measured is what this machine moves, not how it is paced")
     return said
 
 
@@ -95,6 +102,7 @@ def _settings_json(settings: TtftSettings) -> dict[str, Any]:
         "bed": {
             **asdict(bed),
             "transport": bed.transport.value,
+            "state": bed.state.value,
             "waits": bed.waits.value,
             "folder": None if bed.folder is None else str(bed.folder),
         },
