@@ -24,6 +24,7 @@ SECTIONS: Mapping[str, tuple[str, Callable[[Json], str]]] = {
     "simulated": ("scheduler-simulated", sections.simulated),
     "ttft": ("ttft", sections.ttft),
     "engine": ("engine", sections.engine),
+    "advised": ("engine-advised", sections.advised),
     "s3": ("s3", sections.plain_s3),
     "ladder": ("ladder", sections.ladder),
     "theta": ("calibrate", sections.theta),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import statistics
 from collections.abc import Sequence
 from typing import Any
 
@@ -262,6 +263,33 @@ def engine(found: Json) -> str:
     ]  # fmt: skip
     parts.append(table(("target, at 87.5 %", "worst case", "at least", "seen", ""), targets))
     return "\n\n".join(parts)
+
+
+def advised(found: Json) -> str:
+    """What is advised beside loading all and computing all, over paced links."""
+    seen = found["advised"]
+    rows = [
+        (
+            f"{link['factor']:g} ({link['link_bytes_per_s'] / 1e6:.1f} MB/s)",
+            *(spread(_spread_of(link["ttfts_s"].get(way)), significant) for way in ADVISED_WAYS),
+            spread(link["advised_over_best"], significant),
+        )
+        for link in seen["links"]
+    ]
+    head = (
+        f"TTFT in s, {seen['case']} stored; link, of the break-even", "recompute", "load all", "advised",
+        f"advised over the better: at most {seen['limit']:g}",
+    )  # fmt: skip
+    return f"{table(head, rows)}\n\nTarget: {verdict(seen['is_met'])}."
+
+
+ADVISED_WAYS = ("recompute", "objectcache_layerwise", "objectcache_advised")
+
+
+def _spread_of(values: Sequence[float] | None) -> Json | None:
+    if not values:
+        return None
+    return {"median": statistics.median(values), "min": min(values), "max": max(values)}
 
 
 def _seconds(cell: Any) -> str:
