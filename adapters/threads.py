@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import TypeVar
 
 from descriptors.units import KIB
@@ -29,12 +29,16 @@ async def computed(work: Callable[[], _T], *, is_long: bool) -> _T:
     return await to_end(asyncio.get_running_loop().run_in_executor(None, work))
 
 
-async def in_parts(items: Sequence[_T]) -> AsyncIterator[Sequence[_T]]:
-    """`items` in parts of HERE_ITEMS_MAX; others have the event loop between them."""
+def in_parts(items: Sequence[_T]) -> Iterator[tuple[int, Sequence[_T]]]:
+    """`items` in parts of HERE_ITEMS_MAX, each with its start: `await others(start)` before each."""
     for start in range(0, len(items), HERE_ITEMS_MAX):
-        if start:
-            await asyncio.sleep(0)
-        yield items[start : start + HERE_ITEMS_MAX]
+        yield start, items[start : start + HERE_ITEMS_MAX]
+
+
+async def others(start: int) -> None:
+    """Between parts whatever else waits has the event loop; before the first, at 0, nothing is waited for."""
+    if start:
+        await asyncio.sleep(0)
 
 
 async def finished(future: asyncio.Future[_T]) -> None:

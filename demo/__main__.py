@@ -18,6 +18,7 @@ from tqdm import tqdm
 from transformers import DynamicCache, LlamaForCausalLM
 
 from adapters.nixl_agent import is_available, leave
+from bench.machine import describe_commit, describe_machine
 from demo.measure import Answer, ServingNode, Spread, computing_on, median_run, medians, prefill
 from demo.model import (
     CHUNK_TOKENS,
@@ -83,7 +84,8 @@ def main(arguments: list[str]) -> int:
     draw(options.out, findings.layer_major, findings.chunk_major, timings.eq3_ttft_s, findings.title())
     print(f"timeline: {options.out}")
     if options.json is not None:
-        options.json.write_text(json.dumps(findings.to_fields(), indent=2) + "\n")
+        result = {**describe_commit(), "machine": describe_machine(), **findings.to_fields()}
+        options.json.write_text(json.dumps(result, indent=2) + "\n")
         print(f"figures: {options.json}")
     is_good = agreement.is_right_accepted and agreement.is_wrong_refused
     print("the fetched prefix is right, and wrong ones are noticed" if is_good else "FAILED: see the logits above")

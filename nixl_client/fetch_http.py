@@ -4,7 +4,6 @@ several answers, each to a request of its own for some of the chunks, on a conne
 
 from __future__ import annotations
 
-import contextlib
 import logging
 import threading
 import time
@@ -19,7 +18,7 @@ from descriptors.notices import Mode
 from descriptors.storage_api import Grant
 from nixl_client.answers import grant, payload_shape
 from nixl_client.fetch import LayerFetch
-from nixl_client.http import SignedHttp, Stream
+from nixl_client.http import SignedHttp, Stream, UnansweredError
 
 SPLIT_BYTES_MIN = 32 << 20
 """Smaller payloads are over before another connection helps."""
@@ -146,8 +145,12 @@ class _Reading:
         with self._lock:
             self._is_over = True
         for part in self._parts:
-            with contextlib.suppress(ObjectCacheError):
+            try:
                 self._http.request("DELETE", f"/_objectcache/requests/{part.descriptor.request_id}")
+            except UnansweredError:
+                break  # nor would it answer for the others
+            except ObjectCacheError:
+                continue
         with self._lock:
             streams = list(self._streams)
         for stream in streams:

@@ -23,12 +23,27 @@ def servers(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFac
 
 
 @pytest.fixture
-def local(tmp_path: Path) -> Iterator[LocalStack]:
-    """Servers in this process, with small payloads so that a few kilobytes make several of them."""
-    settings = {"aggregation_bytes": 8192, "window_bytes": 32768, "staging_bytes": 65536, "stall_timeout_s": 5.0}
+def local(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[LocalStack]:
+    """Servers in this process, with small payloads so that a few kilobytes make several of them. UCX, whose processes
+    take most of a second to start, is there unless the test's `transport` is another or it is marked `without_ucx`.
+    """
+    settings: dict[str, object] = {
+        "aggregation_bytes": 8192,
+        "window_bytes": 32768,
+        "staging_bytes": 65536,
+        "stall_timeout_s": 5.0,
+    }
+    if not _wants_ucx(request):
+        settings["ucx"] = ()
     with LocalStack(tmp_path / "data", **settings) as running:
         running.call(running.storage.create_bucket("OWNERKEY", "chunks"))
         yield running
+
+
+def _wants_ucx(request: pytest.FixtureRequest) -> bool:
+    parameters = request.node.callspec.params if hasattr(request.node, "callspec") else {}
+    is_other = parameters.get("transport", "ucx") != "ucx"
+    return not is_other and request.node.get_closest_marker("without_ucx") is None
 
 
 @pytest.fixture

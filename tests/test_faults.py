@@ -48,9 +48,9 @@ def is_idle(local: LocalStack) -> bool:
         storage.requests.active_count == 0
         and storage.pipeline._admission.active_count == 0
         and storage.staging.free_count == storage.staging.slot_count
-        and storage._ucx.staging.free_count == storage._ucx.staging.slot_count
+        and (storage._ucx is None or storage._ucx.staging.free_count == storage._ucx.staging.slot_count)
         and storage.store.files.pinned_count == 0
-        and storage.registrar.engine.in_flight_count == 0
+        and (storage.registrar.engine is None or storage.registrar.engine.in_flight_count == 0)
     )
 
 

@@ -16,6 +16,7 @@ from nixl_client import fetch_http
 from nixl_client.fetch_http import SPLIT_BYTES_MIN, split
 from tests.support import LAYOUT, LocalStack, N, eventually, layer_of, make_chunks
 
+pytestmark = pytest.mark.without_ucx
 REQUEST_ID = "0" * 32
 
 

@@ -350,7 +350,8 @@ def crash(found: Json) -> str:
     return (
         f"{found['rounds']} rounds in {found['seconds']:.0f} s (seed {found['seed']}): {found['kills']} kills, "
         f"{found['kills_while_starting']} of them while the server started; {found['acknowledged']:,} changes were "
-        f"acknowledged, {found['in_doubt']:,} in doubt. "
+        f"acknowledged, {found['in_doubt']:,} in doubt"
+        + (f", {found['compactions']:,} compactions ran meanwhile. " if "compactions" in found else ". ")
         + ("Everything acknowledged was there." if found["failure"] is None else f"**Failed**: {found['failure']}")
     )
 

@@ -7,7 +7,7 @@ from collections.abc import AsyncIterator, Sequence
 from contextlib import aclosing, asynccontextmanager
 from itertools import chain
 
-from adapters.threads import HERE_ITEMS_MAX, computed, in_parts
+from adapters.threads import HERE_ITEMS_MAX, computed, in_parts, others
 from descriptors.conditions import check_read
 from descriptors.errors import CallerError, ErrorCode
 from descriptors.lifecycle import LifecycleRule, expiry
@@ -105,7 +105,8 @@ class Reads:
 
         async def find() -> tuple[list[list[Extent]], list[Extent]]:
             found: list[list[Extent] | None] = []
-            async for part in in_parts(keys):
+            for start, part in in_parts(keys):
+                await others(start)
                 found += await self._resolve(bucket, part)
             usable = await computed(
                 lambda: usable_prefix(found, chunk_bytes, prefix_only=prefix_only), is_long=len(keys) > HERE_ITEMS_MAX
@@ -133,13 +134,12 @@ class Reads:
         """How many of `keys`, from the first, are stored without a gap, and were not found damaged. What is found is
         remembered for the descriptor that follows.
         """
-        count = 0
-        async for part in in_parts(keys):
-            for key, extents in zip(part, await self._resolve(bucket, part), strict=True):
-                if extents is None or self.damaged.has(bucket, key, extents):
-                    return count
-                count += 1
-        return count
+        for start, part in in_parts(keys):
+            await others(start)
+            for index, extents in enumerate(await self._resolve(bucket, part)):
+                if extents is None or self.damaged.has(bucket, part[index], extents):
+                    return start + index
+        return len(keys)
 
 
 def _find_read(db: sqlite3.Connection, request: ReadRequest, *, with_extents: bool) -> tuple[ReadHead, list[Extent]]:

@@ -14,7 +14,7 @@ from collections.abc import AsyncIterator, Callable, Coroutine, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import asynccontextmanager
 
-from adapters.threads import finished, in_parts
+from adapters.threads import finished, in_parts, others
 from storage_server.memory_area import Area, PrivateArea
 from storage_server.store.extents import CorruptExtentError, Extent, ExtentFiles, PinSet
 from storage_server.tiers.residency import Residency
@@ -56,7 +56,8 @@ class DramTier:
             return
         now_s, offsets = time.monotonic(), list[int | None]()
         try:
-            async for part in in_parts(extents):
+            for start, part in in_parts(extents):
+                await others(start)
                 offsets += self._residency.pin(part, now_s)
             yield [None if offset is None else self.address + offset for offset in offsets]
         finally:
@@ -78,8 +79,9 @@ class DramTier:
     async def _give_back(self, extents: Sequence[Extent], offsets: Sequence[int | None], looked_at: int) -> None:
         """End what `lent` began. What was not here comes in where it is asked for often enough."""
         now_s = time.monotonic()
-        async for part in in_parts(range(len(extents))):
-            asked, lent = extents[part[0] : part[-1] + 1], offsets[part[0] : part[-1] + 1]
+        for start, asked in in_parts(extents):
+            await others(start)
+            lent = offsets[start : start + len(asked)]
             self._residency.unpin(asked, lent)
             missing = [extent for extent, offset in zip(asked, lent, strict=True) if offset is None]
             if missing and not self._closed:

@@ -13,6 +13,7 @@ from pathlib import Path
 
 from tqdm import tqdm
 
+from bench.machine import describe_commit, describe_machine
 from tests.crash.journal import CrashFailure
 from tests.crash.rounds import Tally, run_rounds
 
@@ -28,6 +29,7 @@ def main() -> int:
     seed = secrets.randbelow(1 << 30) if options.seed is None else options.seed
     directory = options.directory or Path(tempfile.mkdtemp(prefix="objectcache-crash-"))
     print(f"seed {seed}, in {directory}", flush=True)
+    origin = {**describe_commit(), "machine": describe_machine()}
     tally = Tally()
     began_s = time.monotonic()
     failure = None
@@ -42,10 +44,10 @@ def main() -> int:
     if failure is None and options.directory is None:
         directory.rmdir()
     seconds = time.monotonic() - began_s
-    result = {"seed": seed, "seconds": round(seconds, 1), **asdict(tally), "failure": failure}
+    result = {**origin, "seed": seed, "seconds": round(seconds, 1), **asdict(tally), "failure": failure}
     if options.json is not None:
         options.json.write_text(json.dumps(result, indent=2) + "\n")
-    print(json.dumps({name: value for name, value in result.items() if name != "failure"}))
+    print(json.dumps({name: value for name, value in result.items() if name not in ("failure", *origin)}))
     return 1 if failure else 0
 
 

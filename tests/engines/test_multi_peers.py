@@ -17,6 +17,7 @@ pytestmark = pytest.mark.timeout(300)
 NIXL: dict[str, Json] = {"kv_connector": "NixlConnector", "kv_role": "kv_both"}
 
 
+@pytest.mark.engines_full
 def test_a_decode_engine_loads_all_that_a_prefill_engine_has_computed(
     engines: Engines, reference: Reference, store: Store
 ) -> None:

@@ -40,7 +40,9 @@ def settled(engine: Engine, counter: str | None) -> Outcome:
 
 
 @pytest.mark.parametrize(
-    ("link_bytes_per_s", "is_loaded"), [(None, None), (1e10, True), (1e5, False)], ids=["unpaced", "fast", "slow"]
+    ("link_bytes_per_s", "is_loaded"),
+    [pytest.param(None, None, marks=pytest.mark.engines_full), (1e10, True), (1e5, False)],
+    ids=["unpaced", "fast", "slow"],
 )
 def test_what_is_sooner_computed_than_loaded_is_computed(
     engines: Engines, reference: Reference, tmp_path: Path, link_bytes_per_s: float | None, is_loaded: bool | None

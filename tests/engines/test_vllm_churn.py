@@ -16,6 +16,7 @@ from tests.engines.store import Store, running_store
 
 SMALL_CACHE: dict[str, Json] = {"num_gpu_blocks_override": 56, "max_num_batched_tokens": 512, "max_num_seqs": 8}
 SALTS = ("", "a tenant")
+SAID_OF_LOADS = ("lookups", "lookup_failures", "load_failures", "stored_chunks", "store_failures", "store_hit_tokens")
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,7 +70,8 @@ def expect_right_tokens(churn: Churn, engines: Engines, reference: Reference, fo
                     lose_some(store, source)
                 engine.stop()
     assert sum(outcome.preemptions for outcome in outcomes) > 0
-    assert sum(outcome.count("loaded_tokens") for outcome in outcomes) > 0
+    loaded = sum(outcome.count("loaded_tokens") for outcome in outcomes)
+    assert loaded > 0, {name: [each.count(name) for each in outcomes] for name in SAID_OF_LOADS}
 
 
 def expect_batch(engine: Engine, reference: Reference, source: random.Random, group: list[Prompt]) -> Outcome:
