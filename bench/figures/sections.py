@@ -74,8 +74,8 @@ def transports(found: Json) -> str:
 
 PEERS: Sequence[tuple[str, str]] = (
     ("http_over_mooncake_tcp_layerwise", "Mooncake Store, layer-major, TCP against TCP"),
-    ("http4_over_mooncake_tcp_layerwise", "the same, ours over 4 connections"),
-    ("ucx_tcp_over_mooncake_tcp_layerwise", "the same, our `ucx` over TCP"),
+    ("http4_over_mooncake_tcp_layerwise", "Mooncake Store, layer-major, TCP against TCP, ours over 4 connections"),
+    ("ucx_tcp_over_mooncake_tcp_layerwise", "Mooncake Store, layer-major, our `ucx` over TCP against its TCP"),
     ("http_over_lmcache_s3", "LMCache's S3 connector, TCP against TCP"),
     ("http_over_nixl_obj", "NIXL's OBJ plugin, a sample, TCP against TCP"),
     ("http_over_native_range_gets", "obstore, a ranged GET for each slice, a sample, TCP against TCP"),
