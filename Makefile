@@ -1,21 +1,44 @@
 # Everything lives in .venv; `make demo` and `make test` make what they need.
 PYTHON ?= python3
+PROCESSES ?= 2
 VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
-CODE := adapters bench demo descriptors fuzz gateway nixl_client objectcache storage_server tests
+CEPH_LACKS := CHECKSUMS,CONDITIONAL_DELETE,CONDITIONS,EXPIRY,LIFECYCLE,MULTIPART_DETAILS,PART_BOUNDARIES,REPEATED_COMPLETION
+CODE := adapters bench calibration demo descriptors fuzz gateway nixl_client objectcache storage_server tests
 
-.PHONY: demo test test-engines check format lint types bench-smoke clients engines figures image-check compatibility crash fuzz peers install clean
+.PHONY: demo test test-fast test-engines test-minio test-ceph bounds check format lint types bench-smoke clients engines figures image-check compatibility crash fuzz peers install clean
 
 demo: $(STAMP)
 	$(BIN)/python -m demo
 
+# files of tests are shared out among processes; `make test PROCESSES=1` runs one test after the other
 test: $(STAMP) clients engines
-	$(BIN)/python -m pytest
+	$(BIN)/python -m pytest --numprocesses $(PROCESSES) --dist loadfile
+
+# what needs no server, no network and no engine, with fewer examples for each property: under a minute
+test-fast: $(STAMP)
+	$(BIN)/python -m pytest --numprocesses $(PROCESSES) --dist worksteal --hypothesis-profile fast \
+		-m "not needs_server" tests/unit tests/architecture tests/contract
 
 # what `test` leaves out of the tests with vLLM and LMCache: minutes each
 test-engines: $(STAMP) engines
 	$(BIN)/python -m pytest -m engines_full tests/engines
+
+# the rules of stores, and prefixes from there, in front of an S3 service: OBJECTCACHE_TEST_S3_ENDPOINT names it (and
+# ..._ACCESS_KEY_ID, ..._SECRET_ACCESS_KEY; MinIO's own account by default), OBJECTCACHE_TEST_S3_LACKS what it lacks
+# (tests/contract/store/rules.py). Buckets whose names start with objectcache-test- are emptied.
+test-minio: $(STAMP)
+	@test -n "$$OBJECTCACHE_TEST_S3_ENDPOINT" || { echo "set OBJECTCACHE_TEST_S3_ENDPOINT, for example to http://127.0.0.1:9000"; exit 2; }
+	$(BIN)/python -m pytest -k "TestService or named" tests/contract/store/test_object_stores.py tests/integration/test_foreign_upstream.py
+
+# the same in front of Ceph's RGW, which Debian's packages bring: as root
+test-ceph: $(STAMP)
+	OBJECTCACHE_TEST_S3_LACKS=$(CEPH_LACKS) $(BIN)/python -m tests.support.foreign_services ceph -- $(MAKE) test-minio
+
+# ten minutes of writers in bounded caches, with kills in between
+bounds: $(STAMP)
+	$(BIN)/python -m tests.faults.bounds
 
 check: lint types test bench-smoke
 
@@ -36,6 +59,8 @@ bench-smoke: $(STAMP) engines
 	$(BIN)/objectcache bench ladder --smoke
 	$(BIN)/objectcache bench concurrency --smoke
 	$(BIN)/objectcache bench scheduler --smoke
+	$(BIN)/objectcache bench tiers --smoke
+	$(BIN)/objectcache bench upstream --smoke
 	$(BIN)/objectcache bench ttft --smoke
 	$(BIN)/objectcache bench ttft --device cpu --smoke
 	$(BIN)/objectcache bench engine --smoke
@@ -50,7 +75,7 @@ clients: $(STAMP)
 
 # vLLM and LMCache, in an environment of their own
 engines: $(STAMP)
-	$(BIN)/python -m bench.kv_peers.install engines
+	$(BIN)/python -m bench.beds.kv_peers.install engines
 
 # the tables of README.md and docs/figures.md, from docs/results
 figures: $(STAMP)
@@ -61,16 +86,16 @@ compatibility: clients
 
 # kill the server at random points of a mixed load, 200 times, and check everything it had answered
 crash: $(STAMP)
-	$(BIN)/python -m tests.crash --rounds 200
+	$(BIN)/python -m tests.faults.crash --rounds 200
 
 # build the image without Docker and try it: root, Debian's buildah and debootstrap
 image-check: $(STAMP)
-	$(BIN)/python docker/check.py
+	$(BIN)/python -m docker.check
 
 # other software `bench aggregate` is measured beside
 peers: $(STAMP)
 	$(BIN)/pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[bench]'
-	$(BIN)/python -m bench.kv_peers.install mooncake lmcache
+	$(BIN)/python -m bench.beds.kv_peers.install mooncake lmcache
 
 fuzz: $(STAMP)
 	$(BIN)/pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[fuzz]'

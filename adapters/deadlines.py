@@ -1,4 +1,4 @@
-"""When a connection has waited long enough: events in, a verdict out. Pure: the caller supplies the time."""
+"""Deadlines of a connection: events in, a verdict out. Pure: the caller supplies the time."""
 
 from __future__ import annotations
 
@@ -24,21 +24,35 @@ class _Phase(Enum):
 
 
 @dataclass(frozen=True, slots=True)
+class ConnectionLimits:
+    """A connection is closed when a request's head is not complete after `header_timeout_s`, no request came for
+    `keepalive_timeout_s`, or the other side took no byte of an answer for `send_idle_timeout_s`. A header has at most
+    `header_bytes_max`. Above `connections_max` new connections are refused.
+    """
+
+    header_timeout_s: float = 30.0
+    keepalive_timeout_s: float = 75.0
+    send_idle_timeout_s: float = 60.0
+    connections_max: int = 16_384
+    header_bytes_max: int = 16_384
+
+
+@dataclass(frozen=True, slots=True)
 class Deadlines:
-    """Seconds a request's head may take, and seconds a client may take no byte of what is queued for it."""
+    """The seconds that a request's head may take, and those in which a client may take no byte of a queued answer."""
 
     header_timeout_s: float
     send_idle_timeout_s: float
 
     @property
     def check_s(self) -> float:
-        """How often to ask; a deadline is noticed this much late at most."""
+        """The interval of checks in seconds; a deadline is noticed at most this much late."""
         return min(self.header_timeout_s, self.send_idle_timeout_s) / 5
 
 
 class ConnectionWatch:
-    """One connection's waiting. Bytes that arrive while a request runs are its body or the next head; neither is timed
-    here, since the body has its own limit.
+    """The deadlines of one connection. Bytes that arrive while a request runs are its body or the next head. Neither is
+    timed here, because the body has a limit of its own.
     """
 
     def __init__(self, deadlines: Deadlines) -> None:
@@ -51,7 +65,7 @@ class ConnectionWatch:
         self._unsent_since_s = 0.0
 
     def received(self, data: bytes, now_s: float) -> bool:
-        """Bytes came. False when they make the head of a request too large to go on with."""
+        """Note that bytes came. False when they make the head of a request too large."""
         if self._phase is _Phase.REQUEST or not data:
             return True
         if self._phase is _Phase.IDLE:
@@ -73,7 +87,7 @@ class ConnectionWatch:
         self._phase = _Phase.IDLE
 
     def verdict(self, unsent_bytes: int, now_s: float) -> Verdict:
-        """`unsent_bytes` are queued for the client now; while that number stays the same, it takes none."""
+        """The verdict now. `unsent_bytes` are queued for the client; while the number stays the same, it takes none."""
         if unsent_bytes == 0 or unsent_bytes != self._unsent_bytes:
             self._unsent_bytes, self._unsent_since_s = unsent_bytes, now_s
         elif now_s - self._unsent_since_s >= self._deadlines.send_idle_timeout_s:

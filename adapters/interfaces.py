@@ -1,4 +1,4 @@
-"""Network interfaces, as people name them, and what UCX calls them."""
+"""Network interfaces: from the names that people use to UCX's names."""
 
 from __future__ import annotations
 
@@ -17,8 +17,8 @@ class UnknownInterfaceError(ValueError):
 
 
 def ucx_devices(interfaces: Sequence[str]) -> str:
-    """UCX_NET_DEVICES for these interfaces: each itself, for TCP, and the RDMA ports behind it. `mlx5_0:1` and the like
-    are taken as they are. Raises UnknownInterfaceError.
+    """UCX_NET_DEVICES for these interfaces: each interface itself, for TCP, and the RDMA ports behind it. UCX's own
+    names, such as `mlx5_0:1`, stay. Raises UnknownInterfaceError.
     """
     devices: list[str] = []
     for name in interfaces:
@@ -41,12 +41,12 @@ def _rdma_ports(network: Path) -> list[str]:
 
 
 def interface_towards(host: str, port: int) -> str:
-    """The interface this host sends from when it talks to that address; loopback for an address of its own. Raises
-    OSError where there is no way there.
+    """The interface from which this host sends to that address; loopback for an address of this host. Raises OSError
+    where there is no route.
     """
     family, kind, protocol, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_DGRAM)[0]
     with socket.socket(family, kind, protocol) as probe:
-        probe.connect(address)  # sends nothing: only the route is looked up
+        probe.connect(address)  # sends nothing; it only looks the route up
         ours, theirs = probe.getsockname()[0], probe.getpeername()[0]
     return LOOPBACK if ours == theirs else _owner_of(ours, family)
 

@@ -1,4 +1,4 @@
-"""`Expect: 100-continue`: a client holds its body back until it is told to go on."""
+"""`Expect: 100-continue`: a client that sends this header holds its body back until the server gives it leave."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ def is_held_back(http: web.BaseRequest) -> bool:
 
 
 async def give_leave(http: web.BaseRequest) -> None:
-    """Tell a client that waits to go on: the request has been found worth its body."""
+    """Tell a client that waits for it to send its body. Call this when the request is otherwise acceptable."""
     if is_held_back(http):
         http[_CONTINUED] = True
         await http.writer.write(b"HTTP/1.1 100 Continue\r\n\r\n")

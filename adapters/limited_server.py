@@ -1,7 +1,7 @@
-"""aiohttp's low-level server with limits on what a connection may take: time, header bytes, and connections at once.
+"""aiohttp's low-level server, with limits on a connection's time and header bytes, and on the number of connections.
 
-Built on the asyncio protocol's own methods and `RequestHandler.handle_error`; idle keep-alive connections are
-aiohttp's to close.
+Built on the asyncio protocol's own methods and `RequestHandler.handle_error`. aiohttp itself closes idle keep-alive
+connections.
 """
 
 from __future__ import annotations
@@ -9,42 +9,27 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import Awaitable, Callable
-from dataclasses import dataclass
 from typing import Any, cast
 
 from aiohttp import StreamReader, web
 from aiohttp.http_exceptions import BadHttpMessage, LineTooLong
 
-from adapters.deadlines import HEAD_BYTES_MAX, ConnectionWatch, Deadlines, Verdict
+from adapters.deadlines import HEAD_BYTES_MAX, ConnectionLimits, ConnectionWatch, Deadlines, Verdict
 from adapters.response_sink import cut
 from descriptors.errors import CallerError, ErrorCode, ObjectCacheError, ServerError
 
 HEADER_COUNT_MAX = 256
 LINGER_S = 3.0
-"""How long the rest of a refused body is read and dropped: closed at once, many clients would not see the refusal."""
+"""The seconds for which the rest of a refused body is read and dropped. Without this many clients miss the refusal."""
 _log = logging.getLogger(__name__)
 
 Handler = Callable[[web.BaseRequest], Awaitable[web.StreamResponse]]
 Refuse = Callable[[ObjectCacheError], web.Response]
 
 
-@dataclass(frozen=True, slots=True)
-class ConnectionLimits:
-    """A connection is given up when a request's head is not whole after `header_timeout_s`, no request came for
-    `keepalive_timeout_s`, or the other side took no byte of an answer for `send_idle_timeout_s`. A header has at most
-    `header_bytes_max`. Above `connections_max` new ones are refused.
-    """
-
-    header_timeout_s: float = 30.0
-    keepalive_timeout_s: float = 75.0
-    send_idle_timeout_s: float = 60.0
-    connections_max: int = 16_384
-    header_bytes_max: int = 16_384
-
-
 class LimitedServer(web.Server):
-    """`refuse` makes the answer to what never became a request. A client that disconnects cancels its handler; bodies
-    arrive as they were sent.
+    """`refuse` makes the answer to bytes that cannot be parsed as a request. A client that disconnects cancels its
+    handler. Bodies arrive as they were sent.
     """
 
     def __init__(self, handler: Handler, refuse: Refuse, limits: ConnectionLimits) -> None:
@@ -111,7 +96,7 @@ class Connection(web.RequestHandler):
             return
         super().data_received(data)
         if body.is_eof():
-            self._watch.request_begun()  # behind the body the next head may have come, whole or in part
+            self._watch.request_begun()  # the next head, or a part of it, may have come behind the body
 
     def request_begun(self, http: web.BaseRequest) -> None:
         self._body = http.content
@@ -127,7 +112,7 @@ class Connection(web.RequestHandler):
         exc: BaseException | None = None,
         message: str | None = None,
     ) -> web.StreamResponse:
-        """What aiohttp could not parse, answered as S3 answers it; aiohttp's own text would be no XML."""
+        """Answer bytes that aiohttp could not parse with S3's XML, where aiohttp would answer with plain text."""
         if request.writer.output_size > 0:
             raise ConnectionError("an answer has begun")
         response = self._limited.refuse(_as_error(status, exc, self._limited.limits.header_bytes_max))
@@ -146,10 +131,10 @@ class Connection(web.RequestHandler):
             self._schedule()
             return
         _log.info("a connection is cut: %s", verdict.name)
-        cut(wire)  # a TLS connection that is closed instead waits for the client once more
+        cut(wire)  # `close` would wait for the client once more, on a TLS connection
 
     def _refuse(self, problem: str) -> None:
-        """Answer by hand, outside any request, and close."""
+        """Write the answer directly, outside any request, and close the connection."""
         wire = self._wire
         if wire is None or wire.is_closing():
             return
@@ -185,6 +170,6 @@ def _as_error(status: int, exc: BaseException | None, header_bytes_max: int) -> 
             field="headers",
         )
     if isinstance(exc, BadHttpMessage) or status < 500:
-        return CallerError(ErrorCode.INVALID_REQUEST, "this is no well-formed HTTP request", field="headers")
+        return CallerError(ErrorCode.INVALID_REQUEST, "this is not a well-formed HTTP request", field="headers")
     _log.error("a request failed outside its handler", exc_info=exc)
     return ServerError(ErrorCode.INTERNAL_ERROR, "we failed; quote the request id", retryable=True)

@@ -1,6 +1,6 @@
 /* The loops over slices and blocks: reading, proving, copying and sending, without the interpreter.
 
-   Everything here works on arrays that Python planned (storage_server.gather.plan) and decides nothing. Signatures and
+   Everything here works on arrays that Python planned (storage_server.planning.plan) and decides nothing. Signatures and
    meaning are in native.pyi. The interpreter lock is released except for short checksums. */
 
 #define _GNU_SOURCE
@@ -27,6 +27,7 @@
 #define LANES 4                       /* crc32 takes 3 cycles and a new one may start each cycle */
 #define READ_BYTES (16 * BLOCK_BYTES) /* read, then proved while still in the second-level cache */
 #define AHEAD_BYTES (4 * 65536)        /* four layers of a small model's chunk at a time keep a disk busier than one */
+#define AHEAD_BYTES_MAX (2 << 20)      /* of one chunk at a time */
 #define SEND_SPANS 512 /* half of what the kernel takes at once; the fewer calls, the fewer copies it interrupts */
 #define SEND_BYTES (8 << 20)
 #define SHORT_BYTES (1 << 20) /* giving the interpreter up costs up to a switch interval to get it back */
@@ -147,6 +148,25 @@ static int64_t first_bad(const uint8_t *data, size_t nbytes, const uint8_t *word
     return -1;
 }
 
+/* The checksum of each block of `data`. */
+static void all_words(const uint8_t *data, size_t nbytes, uint8_t *words)
+{
+    uint32_t found[LANES];
+    for (; nbytes >= LANES * BLOCK_BYTES; data += LANES * BLOCK_BYTES, nbytes -= LANES * BLOCK_BYTES) {
+        crc_lanes(found, data);
+        for (int lane = 0; lane < LANES; lane++)
+            found[lane] = ~found[lane];
+        memcpy(words, found, sizeof found);
+        words += sizeof found;
+    }
+    while (nbytes) {
+        size_t count = nbytes < BLOCK_BYTES ? nbytes : BLOCK_BYTES;
+        found[0] = ~crc_run(~0u, data, count);
+        memcpy(words, found, 4);
+        words += 4, data += count, nbytes -= count;
+    }
+}
+
 /* Stores that leave the cache alone: a payload that another process will read much later would only evict others. */
 static void copy_past_cache(uint8_t *target, const uint8_t *source, size_t nbytes)
 {
@@ -256,13 +276,20 @@ static Outcome read_row(const Row *row, const uint8_t *words, uint8_t *target, i
     return GOOD;
 }
 
-/* Start reading what a cold row wants, and what follows it in its extent: the next layers of that chunk come next. */
+/* Start reading what a cold row wants, and what follows it in its extent: the next layers of that chunk come next. Of
+   the first layer nothing but itself is read, because nobody can use a layer before it is whole; then as much again as
+   lies before the row, in reads that are long enough for a disk. */
 static void read_ahead(const Row *row)
 {
-    int64_t nbytes = row->nbytes < AHEAD_BYTES ? AHEAD_BYTES : row->nbytes;
-    if (nbytes > row->extent_bytes - row->start)
-        nbytes = row->extent_bytes - row->start;
-    posix_fadvise((int)row->fd, row->offset + row->start, nbytes, POSIX_FADV_WILLNEED);
+    int64_t first = row->start - row->start % BLOCK_BYTES; /* a block is read as a whole, because it is proved so */
+    int64_t wanted = row->start + row->nbytes - first, nbytes = first < AHEAD_BYTES_MAX ? first : AHEAD_BYTES_MAX;
+    if (first && nbytes < AHEAD_BYTES)
+        nbytes = AHEAD_BYTES;
+    if (nbytes < wanted)
+        nbytes = wanted;
+    if (nbytes > row->extent_bytes - first)
+        nbytes = row->extent_bytes - first;
+    posix_fadvise((int)row->fd, row->offset + first, nbytes, POSIX_FADV_WILLNEED);
 }
 
 static Outcome carry_out(const Row *row, const uint8_t *words, uint8_t *base, int past_cache, int64_t *failed_at,
@@ -479,6 +506,24 @@ static PyObject *first_bad_block(PyObject *module, PyObject *args)
     return bad < 0 ? Py_NewRef(Py_None) : PyLong_FromLongLong(first + bad);
 }
 
+static PyObject *block_words(PyObject *module, PyObject *args)
+{
+    Py_buffer data;
+    if (!PyArg_ParseTuple(args, "y*", &data))
+        return NULL;
+    PyObject *words = PyBytes_FromStringAndSize(NULL, (data.len + BLOCK_BYTES - 1) / BLOCK_BYTES * 4);
+    if (words != NULL && data.len <= SHORT_BYTES) {
+        all_words(data.buf, data.len, (uint8_t *)PyBytes_AsString(words));
+    } else if (words != NULL) {
+        uint8_t *target = (uint8_t *)PyBytes_AsString(words);
+        Py_BEGIN_ALLOW_THREADS
+        all_words(data.buf, data.len, target);
+        Py_END_ALLOW_THREADS
+    }
+    PyBuffer_Release(&data);
+    return words;
+}
+
 static PyObject *crc32c(PyObject *module, PyObject *args)
 {
     Py_buffer data;
@@ -501,6 +546,7 @@ static PyMethodDef methods[] = {
     {"guard_missing", guard_missing, METH_VARARGS, NULL},
     {"open_guard", open_guard, METH_NOARGS, NULL},
     {"send_spans", send_spans, METH_VARARGS, NULL},
+    {"block_words", block_words, METH_VARARGS, NULL},
     {"first_bad_block", first_bad_block, METH_VARARGS, NULL},
     {"crc32c", crc32c, METH_VARARGS, NULL},
     {NULL, NULL, 0, NULL},

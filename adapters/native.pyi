@@ -11,7 +11,7 @@ _Array = npt.NDArray[np.int64]
 def gather(
     rows: _Array, words: ReadableBuffer, address: int, past_cache: bool, /
 ) -> tuple[int, int, int, int] | tuple[()]:
-    """Carry out rows of storage_server.gather.rows (int64, seven columns) into memory from `address` on.
+    """Carry out rows of storage_server.planning.rows (int64, seven columns) into memory from `address` on.
 
     Empty when all is there and proved; otherwise which row failed, how many bytes
     into it, how (storage_server.gather.read.Outcome), and errno.
@@ -25,6 +25,9 @@ def send_spans(fd: int, spans: _Array, start: int, patience_ms: int, /) -> int:
 
 def first_bad_block(data: ReadableBuffer, words: ReadableBuffer, first: int, /) -> int | None:
     """The index of the first block of `data`, which starts at block `first`, whose checksum is not in `words`."""
+
+def block_words(data: ReadableBuffer, /) -> bytes:
+    """The packed checksums of the blocks of `data`, whose last block may be shorter."""
 
 def crc32c(data: ReadableBuffer, crc: int = 0, /) -> int:
     """CRC-32C of `data`, or of what had `crc` with `data` after it."""

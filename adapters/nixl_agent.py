@@ -26,7 +26,7 @@ import numpy.typing as npt
 _MODULES = ("nixl_cu12._api", "nixl_cu13._api", "nixl._api")
 _BOOT_ID = pathlib.Path("/proc/sys/kernel/random/boot_id")
 _SHARED_MEMORY = frozenset({"all", "shm", "sm", "mm", "cma", "knem", "xpmem"})
-"""Values of UCX_TLS that let UCX copy between processes of a host."""
+"""Values of UCX_TLS with which UCX copies between processes of a host."""
 _INFINIBAND_DEVICES = pathlib.Path("/sys/class/infiniband")
 
 
@@ -35,11 +35,11 @@ class NixlFailure(Exception):
 
 
 class PeerLost(NixlFailure):
-    """The remote process is gone; nothing more will reach it."""
+    """The remote process is gone. Nothing will reach it any more."""
 
 
 class TransferState(Enum):
-    """Where a posted transfer stands; failures raise."""
+    """The state of a posted transfer. A failed transfer raises instead."""
 
     IN_FLIGHT = "in-flight"
     DONE = "done"
@@ -70,7 +70,7 @@ def has_infiniband() -> bool:
 
 
 def host_id() -> str:
-    """What processes of one running host have in common and others have not."""
+    """A text that is equal for all processes of one running host, and different on other hosts."""
     try:
         return _BOOT_ID.read_text().strip()
     except OSError:
@@ -78,8 +78,8 @@ def host_id() -> str:
 
 
 def writes_pieces_well(peer_host_id: str) -> bool:
-    """Whether a one-sided write of many pieces to a peer there costs what one of their size does, about: over RDMA and
-    shared memory it does, over TCP it does not.
+    """Whether a one-sided write of many pieces to a peer on that host costs about as much as one piece of their size.
+    Over RDMA and shared memory it does, over TCP it does not.
     """
     if has_infiniband():
         return True
@@ -100,7 +100,7 @@ def is_available() -> bool:
 def leave(status: int) -> None:
     """Exit the process, skipping destructors that crash in NIXL 1.5.1 where RDMA devices keep UCX's ib module loaded.
 
-    Hosts without such a device leave the usual way: `_load` keeps the module out.
+    Hosts without such a device exit in the usual way, because `_load` keeps the module out.
     """
     sys.stdout.flush()
     sys.stderr.flush()
@@ -113,7 +113,7 @@ def leave(status: int) -> None:
 def _load() -> ModuleType:
     if not has_infiniband():
         os.environ.setdefault("UCX_MODULES", "^ib")
-    os.environ.setdefault("UCX_DEBUG_SIGNO", "0")  # SIGHUP by default, which is ours
+    os.environ.setdefault("UCX_DEBUG_SIGNO", "0")  # UCX's default is SIGHUP, which the server uses
     os.environ.setdefault("NIXL_LOG_LEVEL", "ERROR")
     logging.getLogger("nixl").setLevel(logging.WARNING)
     for name in _MODULES:
@@ -136,18 +136,18 @@ class PostedTransfer:
         self.nbytes = nbytes
 
     def poll(self) -> TransferState:
-        """Raises PeerLost or NixlFailure once the transfer has failed."""
+        """The transfer's state. Raises PeerLost or NixlFailure once the transfer has failed."""
         with _translated():
             status = self._agent.check_xfer_state(self._handle)
         return _transfer_state(status)
 
     def transferred_bytes(self) -> int:
-        """Bytes NIXL's telemetry counted for this transfer; meaningful once done."""
+        """The bytes that NIXL's telemetry counted for this transfer; meaningful once the transfer is done."""
         with _translated():
             return int(self._agent.get_xfer_telemetry(self._handle).totalBytes)
 
     def release(self) -> bool:
-        """Free the handle; False when NIXL cannot yet let go of a transfer in flight."""
+        """Free the handle. False when NIXL cannot free it yet, because the transfer is in flight."""
         try:
             self._agent.release_xfer_handle(self._handle)
         except Exception:
@@ -177,8 +177,8 @@ _making = threading.Lock()
 
 @contextmanager
 def _listening_on(devices: str | None) -> Iterator[None]:
-    """What UCX is made with meanwhile uses these devices only; it reads them from the environment. Where the user has
-    set them, or `devices` is None, they stay.
+    """Let UCX use only these devices for whatever is created in the block; UCX reads them from the environment. Where
+    the user has set them, or `devices` is None, they stay.
     """
     if devices is None or _DEVICES in os.environ:
         yield
@@ -199,7 +199,7 @@ class Agent:
     def __init__(self, name: str, devices: str | None = None) -> None:
         module = _load()
         with _translated(), _listening_on(devices):
-            # NIXL's progress thread spins on a core even when idle; our own polling makes progress instead
+            # NIXL's progress thread would spin on a core even when idle; the owner of this agent polls instead
             config = module.nixl_agent_config(enable_prog_thread=False, backends=["UCX"], capture_telemetry=True)
             self._agent = module.nixl_agent(name, config)
         self.name = name
@@ -212,12 +212,12 @@ class Agent:
         return Registration(self._agent, descriptors, memory)
 
     def metadata(self) -> bytes:
-        """What a peer needs to write into this agent's registered memory, and to read it."""
+        """The metadata that a peer needs to write to and read from this agent's registered memory."""
         with _translated():
             return bytes(self._agent.get_agent_metadata())
 
     def add_peer(self, metadata: bytes) -> str:
-        """Load a peer's metadata; the peer's name. Loading again replaces what was known of it."""
+        """Load a peer's metadata and return the peer's name. Loading again replaces the earlier metadata."""
         with _translated():
             name = self._agent.add_remote_agent(metadata)
         return name.decode() if isinstance(name, bytes) else str(name)
@@ -250,8 +250,8 @@ class Agent:
         return self._post_rows("WRITE", peer, ours, "DRAM", theirs, target.nixl_type)
 
     def post_read(self, peer: str, sources: Sequence[Memory], target: Memory) -> tuple[PostedTransfer, TransferState]:
-        """Start reading `sources`, all of one kind of the peer's memory, one after the other into `target`, which has
-        as many bytes as they have together.
+        """Start reading `sources`, one after the other, into `target`. The sources are all one kind of the peer's
+        memory, and together as long as `target`.
         """
         starts = itertools.accumulate((source.nbytes for source in sources[:-1]), initial=target.address)
         pieces = [Memory(at, source.nbytes, target.device) for at, source in zip(starts, sources, strict=True)]
@@ -277,7 +277,7 @@ class Agent:
                 raise
 
     def notify(self, peer: str, message: bytes) -> None:
-        """Send a notice of its own, not bound to a write."""
+        """Send a notice that does not belong to a write."""
         with _translated():
             self._agent.send_notif(peer, message)
 

@@ -1,8 +1,8 @@
 """Reading the agent's name out of NIXL metadata without loading it.
 
-`add_remote_agent` merges what it is given into whatever agent of that name is already known, so the name must be
-checked before NIXL sees the bytes. NIXL 1.5 serialises: "nixlSerDes|" then tagged fields; the first is
-"Agent", a little-endian u64 length, the name, "|".
+`add_remote_agent` merges metadata into any agent of the same name that is already known. So the name must be checked
+before NIXL sees the bytes. NIXL 1.5 serialises: "nixlSerDes|", then tagged fields; the first is "Agent", a
+little-endian u64 length, the name, "|".
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""A thread sends an answer's body straight into the connection; the event loop waits only when that is full."""
+"""Sending an answer's body from a thread straight into the connection. The event loop waits only when that is full."""
 
 from __future__ import annotations
 
@@ -20,11 +20,11 @@ from descriptors.units import KIB
 
 HERE_BYTES_MAX = 256 * KIB
 PATIENCE_MS = 20
-"""How long a thread waits for a connection that is full, in all, before the event loop does."""
+"""The seconds that a thread waits in all for a full connection. After that the event loop waits."""
 
 
 def takes_pump(http: web.BaseRequest) -> bool:
-    """Whether bytes can go into the connection as they are: not where TLS has to encrypt them first."""
+    """Whether bytes can go into the connection unchanged; with TLS they cannot, because they must be encrypted."""
     transport = http.transport
     return (
         transport is not None
@@ -34,8 +34,8 @@ def takes_pump(http: web.BaseRequest) -> bool:
 
 
 async def send_by_pump(http: web.BaseRequest, pump: Pump, pace: ReadingPace, on_sent: Callable[[int], None]) -> None:
-    """Send the body of an answer that has begun, telling `on_sent`, in any thread, what the connection has taken.
-    Raises ConnectionError; a client that takes it too slowly is one.
+    """Send the body of an answer that has begun. `on_sent` is called, in any thread, with the bytes that the connection
+    took. Raises ConnectionError, also for a client that reads too slowly.
     """
     with await _drained(http) as own:
 
@@ -49,13 +49,13 @@ async def send_by_pump(http: web.BaseRequest, pump: Pump, pace: ReadingPace, on_
 
 
 async def send_spans(http: web.BaseRequest, spans: Spans, pace: ReadingPace) -> None:
-    """Send memory as the next bytes of an answer that has begun; it is not read any more on return. Raises
-    ConnectionError; a client that takes it too slowly is one.
+    """Send memory as the next bytes of an answer that has begun. On return the memory is not read any more. Raises
+    ConnectionError, also for a client that reads too slowly.
     """
     loop = asyncio.get_running_loop()
     nbytes = int(spans[:, 1].sum())
     with await _drained(http) as own:
-        # a little is sent here: handing it to a thread would cost more
+        # few bytes are sent here, because a hand-over to a thread would cost more
         sent = native.send_spans(own.fileno(), spans, 0, 0) if nbytes <= HERE_BYTES_MAX else 0
         while sent < nbytes:
             sending = loop.run_in_executor(None, native.send_spans, own.fileno(), spans, sent, PATIENCE_MS)
@@ -65,8 +65,8 @@ async def send_spans(http: web.BaseRequest, spans: Spans, pace: ReadingPace) -> 
 
 
 async def _drained(http: web.BaseRequest) -> socket.socket:
-    """A second descriptor of the connection, everything written so far being on its way: the event loop watches the
-    first itself.
+    """Wait until everything written so far is on its way; returns a second descriptor of the connection, because the
+    event loop watches the first itself.
     """
     transport = http.transport
     if transport is None:
@@ -80,8 +80,8 @@ async def _drained(http: web.BaseRequest) -> socket.socket:
 
 
 async def _writable(own: socket.socket, pace: ReadingPace) -> None:
-    """Wait until the connection takes more. The kernel says so only when a third of its buffer is free, which a slow
-    reader may take minutes for; what the client has acknowledged is looked at meanwhile.
+    """Wait until the connection takes more. The kernel reports that only when a third of its buffer is free, which may
+    take minutes with a slow reader. Meanwhile the acknowledged bytes show whether the client reads.
     """
     loop = asyncio.get_running_loop()
     ready: asyncio.Future[None] = loop.create_future()

@@ -1,7 +1,7 @@
-"""Whether a client takes what it is sent fast enough. Pure: the caller measures.
+"""ReadingPace: whether a client reads its answer fast enough. Pure: the caller measures.
 
-Only time in which the client is waited for counts, and only bytes it has acknowledged: a full socket buffer says
-nothing of a client that reads slowly but steadily.
+Only time in which the server waits for the client counts, and only bytes that the client has acknowledged. A full
+socket buffer does not count against a client that reads slowly but steadily.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ from descriptors.storage_api import Patience
 
 
 class ReadingPace:
-    """One answer's reader. With a least rate of 0 any byte will do."""
+    """The pace of one answer's reader. With a least rate of 0 one byte is enough."""
 
     def __init__(self, patience: Patience) -> None:
         self._patience = patience
@@ -19,11 +19,11 @@ class ReadingPace:
 
     @property
     def check_s(self) -> float:
-        """How often to look while the client is waited for."""
+        """The interval of checks in seconds, while the client is waited for."""
         return self._patience.window_s / 8
 
     def is_too_slow(self, waited_s: float, taken_bytes: int) -> bool:
-        """So long has been waited since the last look, and so much was taken meanwhile."""
+        """Count the seconds waited and the bytes taken since the last call; whether the client is too slow by now."""
         self._waited_s += waited_s
         self._taken_bytes += taken_bytes
         if self._waited_s < self._patience.window_s:

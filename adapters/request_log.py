@@ -1,53 +1,25 @@
-"""One line for each finished request, at INFO on the logger `objectcache.requests`; and the clock for its times."""
+"""One line for each finished request, at INFO on the logger `objectcache.requests`."""
 
 from __future__ import annotations
 
 import json
 import logging
-import time
 from dataclasses import dataclass
 
 from descriptors.tracing import ServerTiming
 
 NAME_CHARACTERS_MAX = 128
-"""Of a bucket or key: a line stays below 4 KiB whatever is asked for."""
+"""The most characters of a bucket or key in a line, so that every line stays below 4 KiB."""
 CLIENT_GONE = "ClientGone"
-"""The code where the connection ended before we were done; every byte may have been taken all the same."""
+"""The code where the connection ended before the answer was complete; the client may have every byte all the same."""
 _log = logging.getLogger("objectcache.requests")
-
-
-class Stopwatch:
-    """Time spent in `with` blocks that follow, and do not contain, each other."""
-
-    __slots__ = ("_began_s", "_total_s")
-
-    def __init__(self) -> None:
-        self._began_s: float | None = None
-        self._total_s = 0.0
-
-    def __enter__(self) -> None:
-        self._began_s = time.perf_counter()
-
-    def __exit__(self, *_: object) -> None:
-        if self._began_s is not None:
-            self._total_s += time.perf_counter() - self._began_s
-            self._began_s = None
-
-    def add(self, elapsed_s: float) -> None:
-        """Time somebody else has measured."""
-        self._total_s += elapsed_s
-
-    @property
-    def total_s(self) -> float:
-        """All of it until now, a block that has not ended included."""
-        running_s = 0.0 if self._began_s is None else time.perf_counter() - self._began_s
-        return self._total_s + running_s
 
 
 @dataclass(frozen=True, slots=True)
 class RequestLine:
-    """What is logged of a request: `by` whom; `status` as answered, 0 where it was not; `code` of the error, or
-    CLIENT_GONE; `nbytes` of objects or chunks moved. `bucket` and `key` may be anything a client sends.
+    """The log line of a request. `by` is its access key. `status` is that of the answer, 0 where there was none. `code`
+    is the error's, or CLIENT_GONE. `nbytes` of objects or chunks were moved. `bucket` and `key` are as the client sent
+    them.
     """
 
     by: str
@@ -63,7 +35,7 @@ class RequestLine:
 
 
 def logs_requests() -> bool:
-    """Whether lines are wanted: what only they need is not worked out otherwise."""
+    """Whether request lines are logged; otherwise the caller need not collect their fields."""
     return _log.isEnabledFor(logging.INFO)
 
 
@@ -84,6 +56,6 @@ def log_request(line: RequestLine) -> None:
 
 
 def _quoted(text: str) -> str:
-    """Nothing in it can end the line or the value; what is too long is cut, and says so."""
+    """The text as a JSON string, which cannot end the line or the value. A text that is too long is cut, and marked."""
     whole = len(text) <= NAME_CHARACTERS_MAX
     return json.dumps(text if whole else f"{text[:NAME_CHARACTERS_MAX]}...")

@@ -1,5 +1,5 @@
-"""Streaming answers: payload memory goes out without a copy and is never let go of too early, and an answer that has
-begun is never followed by another.
+"""Streaming answers. Payload memory is sent without a copy, and is not reused before it has been sent. After an answer
+has begun, no second answer is sent.
 """
 
 from __future__ import annotations
@@ -22,19 +22,19 @@ from descriptors.units import KIB
 
 DRAIN_BYTES = 64 * KIB
 STEP_BYTES = 256 * KIB
-"""A client that takes none of so many bytes for a while is idle."""
+"""A client that takes none of this many bytes for a while is idle."""
 _log = logging.getLogger(__name__)
 _BEGUN = web.RequestKey("status of the answer begun", int)
 _STANDING = web.RequestKey("headers of every answer", dict[str, str])
 
 
 def promise_headers(http: web.BaseRequest, headers: dict[str, str]) -> None:
-    """Headers whatever answers this request shall have; see `fulfil_headers`."""
+    """Set the headers that every answer to this request shall have; see `fulfil_headers`."""
     http[_STANDING] = headers
 
 
 def fulfil_headers(http: web.BaseRequest, response: web.StreamResponse) -> None:
-    """Give a response whose head is not sent yet the promised headers."""
+    """Add the promised headers to a response whose head is not sent yet."""
     response.headers.update(http.get(_STANDING, {}))
 
 
@@ -52,14 +52,14 @@ def begun_status(http: web.BaseRequest) -> int:
 
 
 def abort_if_begun(http: web.BaseRequest) -> None:
-    """After a failure: an answer already on its way can only be cut short. Raises ConnectionResetError then."""
+    """After a failure, raise ConnectionResetError if the answer has begun, because it can then only be cut short."""
     if _BEGUN in http:
         abort_connection(http)
         raise ConnectionResetError("the answer was cut short")
 
 
 def cutting(handler: Callable[[web.BaseRequest], Awaitable[web.StreamResponse]]) -> Any:
-    """The handler, with a ConnectionError ending the connection unanswered; aiohttp would answer 500."""
+    """The handler, changed so that a ConnectionError closes the connection unanswered; aiohttp would answer 500."""
 
     async def handle(http: web.BaseRequest) -> web.StreamResponse:
         try:
@@ -67,7 +67,7 @@ def cutting(handler: Callable[[web.BaseRequest], Awaitable[web.StreamResponse]])
         except ConnectionError as error:
             _log.debug("%s %s ends unanswered: %s", http.method, http.path, error)
             abort_connection(http)
-            return web.Response(status=500)  # goes nowhere: the connection is gone
+            return web.Response(status=500)  # is not sent, because the connection is gone
 
     return handle
 
@@ -81,7 +81,8 @@ def abort_connection(http: web.BaseRequest) -> None:
 def cut(transport: asyncio.Transport) -> None:
     """Cut the connection so that no byte still queued is sent after this returns.
 
-    An event loop may carry out `abort` a turn later and try its queue before; a socket that is shut down takes no more.
+    An event loop may carry out `abort` a turn later and send from its queue before. A socket that is shut down takes no
+    more bytes.
     """
     pseudo = transport.get_extra_info("socket")
     if pseudo is not None and pseudo.fileno() >= 0:
@@ -92,7 +93,7 @@ def cut(transport: asyncio.Transport) -> None:
 
 class ResponseSink:
     """A BodySink over one HTTP request. The transport's write buffer is set to zero: a write returns when the kernel
-    has every byte, so the memory is free again.
+    has every byte, so the memory may be used again.
     """
 
     def __init__(self, http: web.BaseRequest, headers: Callable[[DeliveryStart], Mapping[str, str]]) -> None:
@@ -108,17 +109,17 @@ class ResponseSink:
         cast(asyncio.WriteTransport, transport).set_write_buffer_limits(high=0)
         self.response = web.StreamResponse(headers=self._headers(start))
         self.response.content_type = "application/octet-stream"
-        self.response.content_length = start.payload_bytes
+        self.response.content_length = start.delivery_bytes
         await begin_answer(self._http, self.response)
 
     async def write(self, view: memoryview) -> None:
         if self.response is None:
             raise ConnectionResetError("write before begin")
-        # aiohttp waits for the transport only past 64 KiB; anything smaller is copied instead
+        # aiohttp waits for the transport only past 64 KiB, so anything smaller is copied
         await self.response.write(view if len(view) > DRAIN_BYTES else bytes(view))
 
     async def send(self, spans: Spans, patience: Patience) -> None:
-        """Straight into the connection, by a thread; where TLS has to encrypt first, by way of the event loop."""
+        """Send from a thread straight into the connection; with TLS, by way of the event loop, which encrypts."""
         if self.response is None:
             raise ConnectionResetError("send before begin")
         if self._pace is None:

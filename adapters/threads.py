@@ -1,4 +1,4 @@
-"""Waiting for work in threads without leaving it behind."""
+"""Running work in threads, and waiting for it even when the caller is cancelled."""
 
 from __future__ import annotations
 
@@ -9,20 +9,20 @@ from typing import TypeVar
 from descriptors.units import KIB
 
 HERE_BYTES_MAX = 64 * KIB
-"""A document of this size is parsed in less time than handing it to a thread takes."""
+"""A document up to this size is parsed in less time than a hand-over to a thread takes."""
 HERE_ITEMS_MAX = 2_048
-"""So many chunks or extents are gone through in a millisecond or two."""
+"""The event loop handles this many chunks or extents in a millisecond or two."""
 _T = TypeVar("_T")
 
 
 async def parsed(parse: Callable[[bytes], _T], document: bytes) -> _T:
-    """`parse(document)`, in a thread where the document is large: the event loop goes on meanwhile."""
+    """`parse(document)`, in a thread where the document is large, so that the event loop goes on."""
     return await computed(lambda: parse(document), is_long=len(document) > HERE_BYTES_MAX)
 
 
 async def computed(work: Callable[[], _T], *, is_long: bool) -> _T:
-    """`work()`, in a thread where it is long: the event loop goes on meanwhile. It ends before this does, even when the
-    caller is cancelled.
+    """`work()`, in a thread where it is long, so that the event loop goes on. The work has ended when this returns,
+    even when the caller is cancelled.
     """
     if not is_long:
         return work()
@@ -36,13 +36,13 @@ def in_parts(items: Sequence[_T]) -> Iterator[tuple[int, Sequence[_T]]]:
 
 
 async def others(start: int) -> None:
-    """Between parts whatever else waits has the event loop; before the first, at 0, nothing is waited for."""
+    """Let other tasks run between two parts. Before the first part, at 0, there is no wait."""
     if start:
         await asyncio.sleep(0)
 
 
 async def finished(future: asyncio.Future[_T]) -> None:
-    """Wait until `future` is done, whatever it brings, and however often the caller is cancelled meanwhile."""
+    """Wait until `future` is done, with a result or an error, however often the caller is cancelled meanwhile."""
     cancelled: asyncio.CancelledError | None = None
     while not future.done():
         try:
@@ -56,7 +56,7 @@ async def finished(future: asyncio.Future[_T]) -> None:
 
 
 async def to_end(future: asyncio.Future[_T]) -> _T:
-    """Await `future` to its end even when cancelled meanwhile: what the thread uses stays ours until it is done."""
+    """Await `future` to its end even when cancelled meanwhile, because the thread uses memory until it is done."""
     try:
         return await asyncio.shield(future)
     except asyncio.CancelledError:

@@ -18,7 +18,7 @@ from tqdm import tqdm
 from transformers import DynamicCache, LlamaForCausalLM
 
 from adapters.nixl_agent import is_available, leave
-from bench.machine import describe_commit, describe_machine
+from calibration.origin import describe_commit, describe_machine
 from demo.measure import Answer, ServingNode, Spread, computing_on, median_run, medians, prefill
 from demo.model import (
     CHUNK_TOKENS,
@@ -107,7 +107,7 @@ def _run(endpoint: Endpoint, effort: Effort) -> Findings:
     print(f"\nSecond request: the document and another question. First without a cache, on {cores} cores:")
     request, recompute = _prepare_second_request(model, document, cache, effort.recompute_runs)
     with _client(endpoint) as client, computing_on(max(1, cores - 1)):
-        buffer = torch.empty(shape.layout.payload_bytes(effort.chunk_count), dtype=torch.uint8)
+        buffer = torch.empty(shape.layout.delivery_bytes(effort.chunk_count), dtype=torch.uint8)
         transport = client.register_buffer(buffer)
         matched = client.lookup(request.keys)
         print(f"\nThen with it: {matched} of its {len(request.keys)} chunks are stored. {_arrival(transport)}")

@@ -16,7 +16,7 @@ from demo.model import logits_of_last
 from descriptors.descriptor import Delivery
 from nixl_client.client import ObjectCacheClient
 from nixl_client.connectors.transformers import KvShape, LayerWait, WaitingCache
-from nixl_client.fetch import LayerFetch
+from nixl_client.fetch.layer_fetch import LayerFetch
 
 TIMEOUT_S = 60.0
 

@@ -11,7 +11,7 @@ ANY = "*"
 
 @dataclass(frozen=True, slots=True)
 class ReadCondition:
-    """ETags are bare, or ANY; an empty tuple is no condition. Times are Unix seconds."""
+    """The condition of a read. ETags are bare, or ANY; an empty tuple means no condition. Times are Unix seconds."""
 
     if_match: tuple[str, ...] = ()
     if_none_match: tuple[str, ...] = ()
@@ -21,7 +21,9 @@ class ReadCondition:
 
 @dataclass(frozen=True, slots=True)
 class WriteCondition:
-    """`if_match` is the bare ETag the key must have now, or ANY; `if_absent` (If-None-Match: *) demands no object."""
+    """The condition of a write. `if_match` is the bare ETag that the object must have now, or ANY. `if_absent`
+    (If-None-Match: *) demands that there is no object.
+    """
 
     if_match: str | None = None
     if_absent: bool = False
@@ -32,10 +34,10 @@ NO_WRITE_CONDITION = WriteCondition()
 
 
 def check_read(condition: ReadCondition, etag: str, modified_at: float, *, copying: bool = False) -> None:
-    """Evaluate in RFC 9110's order (13.2.2); dates compare in whole seconds, as headers carry them.
+    """Evaluate in RFC 9110's order (13.2.2). Dates compare in whole seconds, as headers carry them.
 
-    Raises CallerError(PreconditionFailed), or NotModified where a GET may use what it has; a copy has nothing to use,
-    so it fails.
+    Raises CallerError(PreconditionFailed), or NotModified where the caller's copy is still valid. A copy operation has
+    no copy of its own to use, so it gets PreconditionFailed.
     """
     modified_s = int(modified_at)
     unchanged = ErrorCode.PRECONDITION_FAILED if copying else ErrorCode.NOT_MODIFIED
@@ -52,7 +54,7 @@ def check_read(condition: ReadCondition, etag: str, modified_at: float, *, copyi
 
 
 def check_write(condition: WriteCondition, etag_now: str | None) -> None:
-    """Raises CallerError: PreconditionFailed, or NoSuchKey for If-Match on an absent key, as S3 answers it."""
+    """Raises CallerError: PreconditionFailed; NoSuchKey for If-Match on an absent key, as in S3."""
     if condition.if_absent and etag_now is not None:
         raise _failed(ErrorCode.PRECONDITION_FAILED, "if-none-match")
     if condition.if_match is None:

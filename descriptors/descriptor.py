@@ -1,4 +1,4 @@
-"""The descriptor: one value that names a matched prefix, its shape, and where its layers shall land.
+"""The descriptor: one value that names a matched prefix, its shape, and the target of its layers.
 
 Symbols as in `layout`. Invariants are checked on construction, so a Descriptor that exists is well-formed; codecs
 (`descriptor_codec`) only translate. Source: ObjectCache paper, Table 1; docs/protocol.md has the full text.
@@ -18,7 +18,7 @@ CHUNK_COUNT_MAX = 65_536
 NUM_LAYERS_MAX = 1_024
 CHUNK_TOKENS_MAX = 4_096
 PER_LAYER_CHUNK_BYTES_MAX = 1 << 30
-PAYLOAD_BYTES_MAX = 1 << 46
+DELIVERY_BYTES_MAX = 1 << 46
 OBJECT_KEY_BYTES_MAX = 1_024
 LAYER_COMPUTE_US_MAX = 3_600_000_000
 ADDRESS_MAX = (1 << 64) - 1
@@ -29,7 +29,7 @@ _NAME = re.compile(r"[A-Za-z0-9._-]{1,64}\Z")
 
 
 class Delivery(Enum):
-    """What the caller asks for; AUTO leaves the choice to the server's threshold."""
+    """The order that the caller asks for; AUTO leaves the choice to the server's threshold."""
 
     LAYER_MAJOR = "layer-major"
     CHUNK_MAJOR = "chunk-major"
@@ -37,7 +37,7 @@ class Delivery(Enum):
 
 
 class OnMissing(Enum):
-    """What to do when a chunk is not stored: refuse everything, or serve the chunks before it."""
+    """What the server does when a chunk is not stored: refuse everything, or serve the chunks before it."""
 
     FAIL = "fail"
     PREFIX = "prefix"
@@ -45,7 +45,9 @@ class OnMissing(Enum):
 
 @dataclass(frozen=True, slots=True)
 class RdmaTarget:
-    """Where in a registered region the payload lands; `offset` and `length` in bytes within the region."""
+    """The place in a registered region that the delivery is written to; `offset` and `length` are bytes
+    of the region.
+    """
 
     agent_id: str
     region_id: str
@@ -63,7 +65,7 @@ class RdmaTarget:
 class Descriptor:
     """A request for the KV of `chunk_keys`, in prefix order.
 
-    Raises CallerError(InvalidDescriptor) naming the field for anything the rules in docs/protocol.md refuse.
+    Raises CallerError(InvalidDescriptor), which names the field, where docs/protocol.md refuses the value.
     """
 
     chunk_keys: tuple[str, ...]
@@ -84,8 +86,8 @@ class Descriptor:
         _require_int(self.num_layers, 1, NUM_LAYERS_MAX, "num_layers")
         _require_int(self.chunk_tokens, 1, CHUNK_TOKENS_MAX, "chunk_tokens")
         _require_int(self.per_layer_chunk_bytes, 1, PER_LAYER_CHUNK_BYTES_MAX, "per_layer_chunk_bytes")
-        if self.payload_bytes > PAYLOAD_BYTES_MAX:
-            raise invalid("chunk_keys", f"N*L*S is {self.payload_bytes} bytes, at most {PAYLOAD_BYTES_MAX}")
+        if self.delivery_bytes > DELIVERY_BYTES_MAX:
+            raise invalid("chunk_keys", f"N*L*S is {self.delivery_bytes} bytes, at most {DELIVERY_BYTES_MAX}")
         if self.request_id is not None:
             require_request_id(self.request_id)
         if self.rdma_target is not None:
@@ -95,9 +97,9 @@ class Descriptor:
     def _check_target(self, target: RdmaTarget) -> None:
         if self.request_id is None:
             raise invalid("request_id", "is required with rdma_target")
-        if target.length < self.payload_bytes:
+        if target.length < self.delivery_bytes:
             raise invalid(
-                "rdma_target.length", f"is {target.length} bytes, the payload may need {self.payload_bytes} (N*L*S)"
+                "rdma_target.length", f"is {target.length} bytes, the delivery may need {self.delivery_bytes} (N*L*S)"
             )
         if target.offset + target.length > ADDRESS_MAX:
             raise invalid("rdma_target.offset", "offset + length passes the end of the address space")
@@ -121,8 +123,8 @@ class Descriptor:
         return ChunkLayout(self.num_layers, self.chunk_tokens, self.per_layer_chunk_bytes)
 
     @property
-    def payload_bytes(self) -> int:
-        """W = N*L*S, the payload if every chunk is served."""
+    def delivery_bytes(self) -> int:
+        """W = N*L*S, the bytes of the delivery if every chunk is served."""
         return self.chunk_count * self.num_layers * self.per_layer_chunk_bytes
 
 
@@ -170,7 +172,7 @@ def _require_keys(keys: tuple[str, ...]) -> None:
 
 
 def key_bytes(key: str) -> int:
-    """Length of a key in UTF-8, or 0 for what is no key: lone surrogates have no UTF-8 form, NUL is refused in keys."""
+    """The length of a key in UTF-8, or 0 for an invalid key: lone surrogates have no UTF-8 form, and NUL is refused."""
     if "\0" in key:
         return 0
     if key.isascii():

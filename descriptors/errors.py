@@ -1,8 +1,8 @@
-"""Every error ObjectCache gives, in three families, with one total table from code to HTTP status.
+"""Every error that ObjectCache gives, in three families, with one total table from error code to HTTP status.
 
 * `CallerError`: the request is wrong; repeating it cannot help.
 * `ChunkUnavailable`: a chunk is missing or unreadable; the caller recomputes from that chunk (soft).
-* `ServerError`: we failed; `retryable` says whether the same request may succeed later.
+* `ServerError`: the server failed; `retryable` says whether the same request may succeed later.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from typing import Any
 
 
 class ErrorCode(Enum):
-    """S3 error codes; where S3 has no word for it, a name in the same style."""
+    """The error codes of S3. Where S3 has no code for an error, a name in the same style."""
 
     ACCESS_DENIED = "AccessDenied"
     ACCESS_FORBIDDEN = "AccessForbidden"
@@ -160,7 +160,7 @@ class ObjectCacheError(Exception):
     """Base of every error that reaches a caller.
 
     `field` names the part of the request that was wrong, `index` the first bad chunk (0-based, prefix order) and
-    `layer` the layer in hand when a transfer failed.
+    `layer` the first layer that will not come, when a transfer failed.
     """
 
     retryable = False
@@ -184,7 +184,7 @@ class ObjectCacheError(Exception):
 
     @property
     def http_status(self) -> int:
-        """The status this error is answered with."""
+        """The HTTP status of the answer with this error."""
         return HTTP_STATUS[self.code]
 
     def to_fields(self) -> dict[str, Any]:
@@ -209,7 +209,7 @@ class ChunkUnavailable(ObjectCacheError):
 
 
 class ServerError(ObjectCacheError):
-    """We failed. `retryable` says whether sending the same request again can help, `retry_after_s` when."""
+    """The server failed. `retryable` says whether the same request can succeed later, `retry_after_s` when."""
 
     def __init__(
         self,
@@ -240,7 +240,7 @@ def make_error(
     layer: int | None = None,
     retry_after_s: int | None = None,
 ) -> ObjectCacheError:
-    """The error of the family `code` belongs to."""
+    """The error for `code`, in the family that the code belongs to."""
     if code in CHUNK_CODES:
         return ChunkUnavailable(code, message, field=field, index=index, layer=layer)
     if HTTP_STATUS[code] < 500 or code is ErrorCode.NOT_IMPLEMENTED:

@@ -1,4 +1,4 @@
-"""KV_L2TD arithmetic: where a layer of a chunk lies in its object, and where it lands in a payload.
+"""KV_L2TD arithmetic: the place of a layer of a chunk in the chunk's object, and its place in the target.
 
 Symbols (ObjectCache paper, Eq. 1 and section 3.2):
 
@@ -21,7 +21,7 @@ def slice_bytes(chunk_tokens: int, kv_heads: int, head_dim: int, element_bytes: 
 
 @dataclass(frozen=True, slots=True)
 class ChunkLayout:
-    """The fixed shape every chunk of one model deployment shares."""
+    """The fixed shape that every chunk of one model deployment shares."""
 
     num_layers: int
     chunk_tokens: int
@@ -42,10 +42,10 @@ class ChunkLayout:
         """Bytes of one layer over `chunk_count` chunks: k*S."""
         return chunk_count * self.per_layer_chunk_bytes
 
-    def payload_bytes(self, chunk_count: int) -> int:
-        """Bytes of the whole payload over `chunk_count` chunks: k*L*S."""
+    def delivery_bytes(self, chunk_count: int) -> int:
+        """W: bytes of a whole delivery of `chunk_count` chunks: k*L*S."""
         return chunk_count * self.chunk_bytes
 
     def layer_offset(self, layer_index: int, chunk_count: int) -> int:
-        """Where layer `layer_index` starts in a layer-major payload of `chunk_count` chunks."""
+        """The offset of layer `layer_index` in a layer-major delivery of `chunk_count` chunks."""
         return layer_index * self.layer_bytes(chunk_count)

@@ -16,8 +16,8 @@ class LifecycleRule:
     """One enabled or disabled rule. It covers objects that start with `prefix`, carry all of `tags`, and have a size
     strictly between `larger_than` and `smaller_than`; uploads by prefix alone.
 
-    Exactly as given: `expire_days`, or `expire_at` (Unix seconds), or neither; `abort_days` for unfinished uploads.
-    `legacy_prefix` says that the prefix was given outside a filter, and is to be given back so.
+    At most one of `expire_days` and `expire_at` (Unix seconds) is given; `abort_days` is for unfinished uploads.
+    `legacy_prefix` says that the request gave the prefix outside a filter, and that answers shall do the same.
     """
 
     rule_id: str
@@ -33,7 +33,7 @@ class LifecycleRule:
 
 
 def covers(rule: LifecycleRule, info: ObjectInfo) -> bool:
-    """Whether the rule's filter names this object."""
+    """Whether the rule's filter covers this object."""
     return (
         info.key.startswith(rule.prefix)
         and all(info.attributes.tags.get(name) == value for name, value in rule.tags.items())
@@ -48,7 +48,7 @@ def due_at(from_s: float, days: int, day_s: float = DAY_S) -> float:
 
 
 def expiry(rules: Iterable[LifecycleRule], info: ObjectInfo, day_s: float = DAY_S) -> tuple[float, str] | None:
-    """When the object expires (Unix seconds) and the id of the rule that says so first; None when none does."""
+    """The first time at which a rule expires the object (Unix seconds), and the rule's id; None when no rule does."""
     found: tuple[float, str] | None = None
     for rule in rules:
         if not rule.enabled or not covers(rule, info):
@@ -62,7 +62,7 @@ def expiry(rules: Iterable[LifecycleRule], info: ObjectInfo, day_s: float = DAY_
 def upload_due_at(
     rules: Iterable[LifecycleRule], key: str, initiated_at: float, day_s: float = DAY_S
 ) -> tuple[float, str] | None:
-    """When an unfinished upload is aborted, and by which rule; None when none does."""
+    """The time at which an unfinished upload is aborted, and the rule's id; None when no rule aborts it."""
     due = [
         (due_at(initiated_at, rule.abort_days, day_s), rule.rule_id)
         for rule in rules

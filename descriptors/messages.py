@@ -17,8 +17,8 @@ from pydantic import BaseModel, ConfigDict, Field
 from descriptors.descriptor import (
     ADDRESS_MAX,
     CHUNK_COUNT_MAX,
+    DELIVERY_BYTES_MAX,
     OBJECT_KEY_BYTES_MAX,
-    PAYLOAD_BYTES_MAX,
     key_bytes,
     require_name,
 )
@@ -37,8 +37,8 @@ _DEVICE = re.compile(r"(cpu|cuda:\d{1,3})\Z")
 
 @dataclass(frozen=True, slots=True)
 class LookupRequest:
-    """Which prefix of `chunk_keys` is stored? `lease_s` > 0 asks to keep it that many seconds (nothing evicts
-    stored chunks yet, so nothing comes of it), `compute` whether it is worth loading.
+    """The question how many of `chunk_keys`, from the first, are stored. `lease_s` > 0 asks the server to keep the
+    chunks for that many seconds, also in a bounded cache. `compute` asks for advice on loading.
     """
 
     chunk_keys: tuple[str, ...]
@@ -48,7 +48,7 @@ class LookupRequest:
 
 @dataclass(frozen=True, slots=True)
 class LookupAnswer:
-    """How many keys, from the first, are stored without a gap; advice where it was asked for."""
+    """The number of keys, from the first, that are stored without a gap; and advice, if it was asked for."""
 
     matched: int
     advice: Advice | None = None
@@ -66,9 +66,9 @@ class Region:
 
 @dataclass(frozen=True, slots=True)
 class AgentRegistration:
-    """A NIXL agent's metadata, or the ticket of a connection over which shared memory was handed in, and the regions in
-    it that descriptors may name; held for `lifetime_s` seconds. One of the two is given. `host_id`, where given, tells
-    a server whether it is on the same host; only speed depends on it.
+    """An agent to register for `lifetime_s` seconds, with the regions that descriptors may name. Exactly one is given
+    of `metadata`, of a NIXL agent, and `shm_ticket`, of a connection over which shared memory was handed in. `host_id`,
+    where given, tells a server whether it is on the same host; only speed depends on it.
     """
 
     metadata: bytes
@@ -80,8 +80,8 @@ class AgentRegistration:
 
 @dataclass(frozen=True, slots=True)
 class AgentRenewal:
-    """A longer life for a registered agent and, when its memory has changed, its regions, with new metadata where it is
-    a NIXL agent.
+    """A longer lease for a registered agent. When the agent's memory has changed, also its regions, with new metadata
+    where it is a NIXL agent.
     """
 
     lifetime_s: float
@@ -91,7 +91,7 @@ class AgentRenewal:
 
 @dataclass(frozen=True, slots=True)
 class AgentLease:
-    """The answer to a registration: the id descriptors use, and when it ends (Unix seconds)."""
+    """The answer to a registration: the agent id for descriptors, and the end of the lease (Unix seconds)."""
 
     agent_id: str
     expires_at: float
@@ -99,7 +99,7 @@ class AgentLease:
 
 @dataclass(frozen=True, slots=True)
 class SchedulerStatus:
-    """What the scheduler of a storage server is doing. Without a link rate nothing is paced or counted."""
+    """The scheduler's state on a storage server. Without a link rate nothing is paced or counted."""
 
     policy: str
     rates: str
@@ -115,8 +115,9 @@ class SchedulerStatus:
 
 @dataclass(frozen=True, slots=True)
 class Transports:
-    """Which ways besides http a server offers: `shm_socket` is the abstract Unix socket to hand memory in at; it can be
-    reached from its own host only, and only that tells that a client is there.
+    """The transports besides http that a server offers. `shm_socket` is the abstract Unix socket at which memory is
+    handed in. It can be reached from the server's own host only; a client that reaches it knows that it is on that
+    host.
     """
 
     ucx: bool
@@ -158,22 +159,22 @@ class _RenewalModel(_Model):
 
 
 def parse_lookup(body: bytes) -> LookupRequest:
-    """Raises CallerError(InvalidArgument) naming the field."""
+    """A lookup's body. Raises CallerError(InvalidArgument), which names the field."""
     model = parse_body(_LookupModel, body, _refuse)
     for index, key in enumerate(model.chunk_keys):
         if not 1 <= key_bytes(key) <= OBJECT_KEY_BYTES_MAX:
             raise _refuse(f"chunk_keys[{index}]", f"must be a key of 1 to {OBJECT_KEY_BYTES_MAX} bytes of UTF-8")
     compute = None if model.compute is None else parse_compute(model.compute, _refuse)
     if compute is not None:
-        payload_bytes = compute.layout.payload_bytes(len(model.chunk_keys))
-        if payload_bytes > PAYLOAD_BYTES_MAX:
-            problem = f"makes N*L*S {payload_bytes} bytes, at most {PAYLOAD_BYTES_MAX}"
+        delivery_bytes = compute.layout.delivery_bytes(len(model.chunk_keys))
+        if delivery_bytes > DELIVERY_BYTES_MAX:
+            problem = f"makes N*L*S {delivery_bytes} bytes, at most {DELIVERY_BYTES_MAX}"
             raise _refuse("compute.per_layer_chunk_bytes", problem)
     return LookupRequest(tuple(model.chunk_keys), model.lease_s, compute)
 
 
 def parse_registration(body: bytes) -> AgentRegistration:
-    """Raises CallerError(InvalidArgument) naming the field."""
+    """A registration's body. Raises CallerError(InvalidArgument), which names the field."""
     model = parse_body(_RegistrationModel, body, _refuse)
     if (model.metadata is None) == (model.shm_ticket is None):
         raise _refuse("metadata", "or shm_ticket is needed, and not both")
@@ -183,7 +184,9 @@ def parse_registration(body: bytes) -> AgentRegistration:
 
 
 def parse_renewal(body: bytes) -> AgentRenewal:
-    """Raises CallerError(InvalidArgument) naming the field. New metadata never comes without regions."""
+    """A renewal's body. New metadata never comes without regions. Raises CallerError(InvalidArgument)
+    with the field.
+    """
     model = parse_body(_RenewalModel, body, _refuse)
     if model.metadata is not None and not model.regions:
         raise _refuse("regions", "and metadata are renewed together or not at all")
@@ -207,7 +210,7 @@ def lookup_answer_body(answer: LookupAnswer) -> bytes:
 
 
 def parse_lookup_answer(body: bytes) -> LookupAnswer:
-    """Raises KeyError and ValueError for what is no answer; fields it does not know are passed over."""
+    """A lookup's answer. Unknown fields are ignored. Raises KeyError and ValueError for anything else."""
     fields = json.loads(body)
     advice = fields.get("advice")
     return LookupAnswer(int(fields["matched"]), None if advice is None else advice_from_fields(advice))

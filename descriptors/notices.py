@@ -1,7 +1,7 @@
-"""Notices: what a storage server tells a client's agent about one request, beside the bytes it writes.
+"""Notices: small messages about one request, from a storage server to a client's agent, beside the bytes it writes.
 
-Each notice carries the request id and which of `parts` writers speaks, so that several servers may write one layer
-and notices may arrive in any order, twice or (all but the last) not at all. Binary, little-endian:
+Each notice carries the request id, and `part`, the number of its sender among `parts` servers, so that several servers
+may write one layer. Notices may arrive in any order, twice or (all but the last) not at all. Binary, little-endian:
 
     magic "OCN" u8 version | u8 kind | u16 part | u16 parts | u8 request_id_bytes | request_id | body by kind
     admitted     u8 mode, u32 chunk_count, u64 rate_bytes_per_s (0: not limited), u64 epoch
@@ -19,7 +19,7 @@ from enum import Enum
 from descriptors.descriptor import PROTOCOL_VERSION
 
 GREETING = b"OCH" + bytes([PROTOCOL_VERSION])
-"""Sent to an agent when it registers: its arrival shows that the connection is open. It is no notice of a request."""
+"""Sent to an agent when it registers, to show that the connection is open. It belongs to no request."""
 
 _MAGIC = b"OCN"
 _HEAD = struct.Struct("<3sBBHHB")
@@ -30,7 +30,7 @@ _DONE = struct.Struct("<Q")
 
 
 class Mode(Enum):
-    """How a payload is delivered: Eq. 2 of the paper."""
+    """The order in which a delivery is sent: Eq. 2 of the paper."""
 
     LAYER_MAJOR = "layer-major"
     CHUNK_MAJOR = "chunk-major"
@@ -40,7 +40,7 @@ _MODE_CODES = (Mode.LAYER_MAJOR, Mode.CHUNK_MAJOR)
 
 
 class NoticeError(ValueError):
-    """Bytes that are no notice of this version."""
+    """Bytes that are not a notice of this version."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,4 +1,4 @@
-"""Objects, their parts and what may be asked about them: the values gateway and storage server exchange."""
+"""Objects and their parts, and requests about them: the values that gateway and storage server exchange."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ PART_NUMBER_MAX = 10_000
 
 
 class ChecksumAlgorithm(Enum):
-    """The checksums S3 knows; the value is its name on the wire."""
+    """The checksums that S3 knows; the value is the name on the wire."""
 
     CRC32 = "CRC32"
     CRC32C = "CRC32C"
@@ -22,12 +22,12 @@ class ChecksumAlgorithm(Enum):
 
     @property
     def header(self) -> str:
-        """The header that carries it, lower-case."""
+        """The header that carries the checksum, in lower case."""
         return f"x-amz-checksum-{self.value.lower()}"
 
 
 class ChecksumType(Enum):
-    """Over all bytes of the object, or over the checksums of its parts."""
+    """Whether a checksum covers all bytes of the object, or the checksums of its parts."""
 
     FULL_OBJECT = "FULL_OBJECT"
     COMPOSITE = "COMPOSITE"
@@ -35,7 +35,7 @@ class ChecksumType(Enum):
 
 @dataclass(frozen=True, slots=True)
 class Checksum:
-    """`value` is base64 of the big-endian checksum; a composite one ends in `-N`, N being the number of parts."""
+    """`value` is base64 of the big-endian checksum. A composite one ends in `-N`, where N is the number of parts."""
 
     algorithm: ChecksumAlgorithm
     value: str
@@ -44,7 +44,7 @@ class Checksum:
 
 @dataclass(frozen=True, slots=True)
 class BodyDigests:
-    """What the caller says its body hashes to; None where it says nothing.
+    """The digests that the caller states for its body; None for a digest that it does not state.
 
     `sha256` and `md5` are hex; `checksum` is base64, of the algorithm the request names.
     """
@@ -65,17 +65,25 @@ class BucketInfo:
 
 @dataclass(frozen=True, slots=True)
 class Attributes:
-    """What is kept with an object besides its bytes. `headers` are content and user-metadata headers, lower-case."""
+    """The attributes kept with an object. `headers` are content and user-metadata headers, in lower case. A read of
+    another service may know how many tags there are (`known_tag_count`) and not which.
+    """
 
     headers: dict[str, str] = field(default_factory=dict)
     tags: dict[str, str] = field(default_factory=dict)
     storage_class: str = STANDARD
+    known_tag_count: int | None = field(default=None, compare=False)
+
+    @property
+    def tag_count(self) -> int:
+        """How many tags the object has."""
+        return len(self.tags) if self.known_tag_count is None else self.known_tag_count
 
 
 @dataclass(frozen=True, slots=True)
 class ObjectInfo:
-    """What is known of a stored object. `etag` is bare: the MD5 in hex, for a multipart object `<hex>-<parts>`;
-    `modified_at` is Unix seconds; `part_count` is None for an object stored in one request.
+    """A stored object, without its bytes. `etag` is bare: the MD5 in hex, for a multipart object `<hex>-<parts>`.
+    `modified_at` is Unix seconds. `part_count` is None for an object that was stored in one request.
     """
 
     key: str
@@ -89,7 +97,7 @@ class ObjectInfo:
 
 @dataclass(frozen=True, slots=True)
 class PutRequest:
-    """A whole object to store: `nbytes` of body, `checksum` to compute and keep."""
+    """A whole object to store: `nbytes` of body, and the `checksum` algorithm to compute and keep."""
 
     bucket: str
     key: str
@@ -109,7 +117,7 @@ class ByteRange:
 
 @dataclass(frozen=True, slots=True)
 class RangeSpec:
-    """A Range header's one range: first and last byte (inclusive), or the last `suffix` bytes."""
+    """The one range of a Range header: first and last byte (inclusive), or the last `suffix` bytes."""
 
     first: int | None = None
     last: int | None = None
@@ -129,8 +137,8 @@ class ReadRequest:
 
 @dataclass(frozen=True, slots=True)
 class ReadHead:
-    """What is known before the first byte: the object, which of its bytes were asked for, and when it expires (Unix
-    seconds) by which lifecycle rule.
+    """The answer to a read before its first byte: the object, the range of bytes, and the time (Unix seconds) and rule
+    of the object's expiry.
     """
 
     info: ObjectInfo
@@ -202,7 +210,7 @@ class UploadInfo:
 
 @dataclass(frozen=True, slots=True)
 class UploadRef:
-    """Which upload is meant; bucket, key and id must belong together."""
+    """Names an upload; bucket, key and id must belong together."""
 
     bucket: str
     key: str
@@ -250,7 +258,7 @@ class PartCopyRequest:
 
 @dataclass(frozen=True, slots=True)
 class ClaimedPart:
-    """A line of CompleteMultipartUpload: the part the caller means, by number and bare ETag."""
+    """An entry of CompleteMultipartUpload: a part, by number and bare ETag."""
 
     part_number: int
     etag: str
@@ -259,7 +267,7 @@ class ClaimedPart:
 
 @dataclass(frozen=True, slots=True)
 class CompleteRequest:
-    """Make an object of these parts. `checksum` is the object's, `nbytes` its size, where the caller gave them."""
+    """Make an object of these parts. `checksum` and `nbytes` are those of the object, where the caller gave them."""
 
     upload: UploadRef
     parts: list[ClaimedPart]

@@ -1,83 +1,158 @@
-"""How StorageApi calls look between a gateway and a storage server: POST /v1/{operation}.
+"""The wire form of StorageApi calls between a gateway and a storage server: POST /v1/{role}.{method}.
 
-Arguments are JSON, base64url, in `x-objectcache-call`; a body carries what may be large (object bytes, descriptor,
-agent metadata, long arguments). Answers are JSON; where the answer's body is object bytes, the JSON
-is in a header. Object bytes that go to the storage server are followed by the JSON of their `BodyDigests`.
+Arguments are JSON, base64url, in `x-objectcache-call`. The body carries what may be large: long arguments, the document
+of a call (descriptor, lookup, registration), or object bytes, which are followed by the JSON of their `BodyDigests`.
+Results are JSON in the body; where the body is object bytes, the JSON is in `x-objectcache-result`.
 
-Calls that take and give plain values need no code of their own: their types are read off the StorageApi.
+No call needs code of its own: the form of each call is derived from its signature in `descriptors.storage_api`.
 """
 
 from __future__ import annotations
 
 import inspect
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from enum import Enum
+from functools import cached_property
 from typing import Any, get_type_hints
 
 from pydantic import TypeAdapter
 
-from descriptors.storage_api import StorageApi
+from descriptors.descriptor import Descriptor
+from descriptors.descriptor_codec import decode_descriptor, encode_binary
+from descriptors.messages import (
+    AgentRegistration,
+    AgentRenewal,
+    LookupAnswer,
+    LookupRequest,
+    lookup_answer_body,
+    lookup_body,
+    parse_lookup,
+    parse_lookup_answer,
+    parse_registration,
+    parse_renewal,
+    registration_body,
+    renewal_body,
+)
+from descriptors.objects import ReadHead
+from descriptors.storage_api import ROLES, Body, BodySink
 
 RESULT_HEADER = "x-objectcache-result"
 CALL_BYTES_MAX = 65_536
 ARGUMENT_BYTES_MAX = 16_384
 DIGESTS_BYTES_MAX = 4_096
-PLAIN_CALLS = (
-    "create_bucket",
-    "head_bucket",
-    "list_buckets",
-    "delete_bucket",
-    "get_lifecycle",
-    "set_lifecycle",
-    "head_object",
-    "object_parts",
-    "copy_object",
-    "delete_object",
-    "delete_objects",
-    "set_tags",
-    "list_objects",
-    "create_upload",
-    "copy_part",
-    "complete_upload",
-    "abort_upload",
-    "list_parts",
-    "list_uploads",
-    "transports",
-    "scheduler",
-    "delete_agent",
-    "get_object_into",
-    "put_object_from",
-    "cancel",
-)
+DOCUMENTS: Mapping[type, tuple[Callable[[Any], bytes], Callable[[bytes], Any]]] = {
+    Descriptor: (encode_binary, decode_descriptor),
+    LookupRequest: (lookup_body, parse_lookup),
+    LookupAnswer: (lookup_answer_body, parse_lookup_answer),
+    AgentRegistration: (registration_body, parse_registration),
+    AgentRenewal: (renewal_body, parse_renewal),
+}
+"""Types whose wire form is a document of its own, bounded and checked: the functions that write and read it."""
 
 
-class CallTypes:
-    """The argument and result types of one StorageApi method, as JSON codecs."""
+class Form(Enum):
+    """How a call's bytes travel. VALUES: arguments and result are values. BODY: object bytes go with the arguments.
+    READ: object bytes come with the result. SINK: a delivery, whose payload may come with the result.
+    """
 
-    def __init__(self, name: str) -> None:
-        hints = get_type_hints(getattr(StorageApi, name))
-        self.result: TypeAdapter[Any] = TypeAdapter(hints.pop("return"))
-        self.arguments: dict[str, TypeAdapter[Any]] = {key: TypeAdapter(hint) for key, hint in hints.items()}
-        self.names = [key for key in inspect.signature(getattr(StorageApi, name)).parameters if key != "self"]
+    VALUES = "values"
+    BODY = "body"
+    READ = "read"
+    SINK = "sink"
 
-    def encode(self, *values: object) -> dict[str, Any]:
-        """Arguments, in order, as JSON values."""
+
+@dataclass(frozen=True)
+class PeerCall:
+    """One method of one role. `document` is the argument that travels as the body; None where there is none."""
+
+    role: str
+    method: str
+    form: Form
+    names: tuple[str, ...]
+    types: Mapping[str, Any]
+    result_type: Any
+    document: str | None
+
+    @property
+    def operation(self) -> str:
+        """The call's name in the path."""
+        return f"{self.role}.{self.method}"
+
+    def bound(self, *values: object, **named: object) -> dict[str, Any]:
+        """Arguments by name, with defaults. Raises TypeError for arguments that do not fit the signature."""
+        bound = self._signature.bind(*values, **named)
+        bound.apply_defaults()
+        return dict(bound.arguments)
+
+    def encode(self, arguments: Mapping[str, Any]) -> tuple[dict[str, Any], bytes]:
+        """The arguments that are values, for JSON, and the document."""
+        fields = {name: codec.dump_python(arguments[name], mode="json") for name, codec in self._codecs.items()}
+        if self.document is None:
+            return fields, b""
+        write, _ = DOCUMENTS[self.types[self.document]]
+        return fields, write(arguments[self.document])
+
+    def decode(self, fields: Mapping[str, Any], document: bytes) -> dict[str, Any]:
+        """The inverse of `encode`. Raises ValidationError, and what the parser of the document raises."""
+        arguments = {name: codec.validate_python(fields[name]) for name, codec in self._codecs.items()}
+        if self.document is not None:
+            _, read = DOCUMENTS[self.types[self.document]]
+            arguments[self.document] = read(document)
+        return arguments
+
+    def encode_result(self, result: Any) -> bytes:
+        """The result of the call, as JSON."""
+        if self.result_type in DOCUMENTS:
+            return DOCUMENTS[self.result_type][0](result)
+        return self._result_codec.dump_json(result)
+
+    def decode_result(self, data: bytes) -> Any:
+        """The inverse of `encode_result`."""
+        if self.result_type in DOCUMENTS:
+            return DOCUMENTS[self.result_type][1](data)
+        return self._result_codec.validate_json(data)
+
+    @cached_property
+    def _signature(self) -> inspect.Signature:
+        whole = inspect.signature(getattr(ROLES[self.role], self.method))
+        return whole.replace(parameters=list(whole.parameters.values())[1:])
+
+    @cached_property
+    def _codecs(self) -> dict[str, TypeAdapter[Any]]:
+        apart = (Body, BodySink)
         return {
-            name: self.arguments[name].dump_python(value, mode="json")
-            for name, value in zip(self.names, values, strict=True)
+            name: TypeAdapter(self.types[name])
+            for name in self.names
+            if name != self.document and self.types[name] not in apart
         }
 
+    @cached_property
+    def _result_codec(self) -> TypeAdapter[Any]:
+        return TypeAdapter(self.result_type)
 
-class PlainCall:
-    """One plain call of one StorageApi, from JSON to JSON."""
 
-    def __init__(self, storage: StorageApi, name: str) -> None:
-        self._types = CallTypes(name)
-        self._method = getattr(storage, name)
+def _read_off(role: str, method: str) -> PeerCall:
+    function = getattr(ROLES[role], method)
+    types = get_type_hints(function)
+    result_type = types.pop("return")
+    names = tuple(name for name in inspect.signature(function).parameters if name != "self")
+    form = Form.VALUES
+    if Body in types.values():
+        form = Form.BODY
+    elif BodySink in types.values():
+        form = Form.SINK
+    elif not inspect.iscoroutinefunction(function):
+        form, result_type = Form.READ, ReadHead
+    document = next((name for name in names if types[name] in DOCUMENTS), None)
+    return PeerCall(role, method, form, names, types, result_type, document)
 
-    async def make(self, arguments: dict[str, Any]) -> Any:
-        """Make the call. Raises ObjectCacheError, and ValidationError for arguments of other types."""
-        values = {name: codec.validate_python(arguments[name]) for name, codec in self._types.arguments.items()}
-        return await self._method(**values)
 
-    def encode(self, result: Any) -> bytes:
-        """The JSON of what the call gave."""
-        return self._types.result.dump_json(result)
+CALLS: Mapping[str, PeerCall] = {
+    call.operation: call
+    for role, protocol in ROLES.items()
+    for method, value in vars(protocol).items()
+    if inspect.isfunction(value) and not method.startswith("_")
+    for call in (_read_off(role, method),)
+}
+"""Every call of a StorageApi by its operation."""

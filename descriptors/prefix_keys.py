@@ -18,8 +18,8 @@ from descriptors.layout import LAYOUT_ID
 
 @dataclass(frozen=True, slots=True)
 class Namespace:
-    """Everything besides the tokens that decides what KV bytes mean. Two deployments that differ in any field share
-    no key, so a mismatch is a miss and never wrong bytes.
+    """Everything besides the tokens that decides what KV bytes mean. Two deployments that differ in any field share no
+    key, so a mismatch finds nothing instead of wrong bytes.
     """
 
     model: str

@@ -1,8 +1,8 @@
-"""The token of `x-amz-rdma-token`: which registered memory one object is to be written into, or read from.
+"""The token of `x-amz-rdma-token`: it names the registered memory that an object is written into, or read from.
 
     objectcache-1.<base64url, without padding, of a JSON object of the fields of RdmaToken>
 
-The header is signed like any `x-amz-` header. Tokens of other kinds are opaque to us and never executed.
+The header is signed like any `x-amz-` header. Tokens of other kinds are not parsed and never executed.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ _OURS = "objectcache-1."
 
 
 class ObjectPath(Enum):
-    """Which way the bytes of one object go: between storage server and client, or by way of the gateway's memory."""
+    """The way of an object's bytes: between storage server and client, or by way of the gateway's memory."""
 
     DIRECT = "direct"
     BUFFER = "buffer"
@@ -33,10 +33,10 @@ class ObjectPath(Enum):
 
 @dataclass(frozen=True, slots=True)
 class RdmaToken:
-    """`length` bytes (0 for an empty object) from `offset` of a region of an agent. A GET writes at most that many, a
-    PUT stores exactly that many. `request_id` is the caller's and used once, as a descriptor's is.
+    """`length` bytes (0 for an empty object) from `offset` of a region of an agent. A GET writes at most `length`
+    bytes, a PUT stores exactly `length`. The caller chooses `request_id`, which is used once, like a descriptor's.
 
-    Raises CallerError(InvalidArgument) for anything the rules in docs/protocol.md refuse.
+    Raises CallerError(InvalidArgument) where docs/protocol.md refuses the value.
     """
 
     agent_id: str
@@ -86,7 +86,7 @@ def encode_token(token: RdmaToken) -> str:
 
 
 def parse_token(text: str) -> RdmaToken | None:
-    """The token in a header's value; None where it is not of our kind. Raises CallerError(InvalidArgument)."""
+    """The token in a header's value; None for a token of another kind. Raises CallerError(InvalidArgument)."""
     if not text.startswith(_OURS):
         return None
     if len(text) > TOKEN_CHARACTERS_MAX:
@@ -105,15 +105,15 @@ def parse_token(text: str) -> RdmaToken | None:
 
 
 def bad_token(problem: str) -> CallerError:
-    """The error for a token of ours that cannot be taken at its word."""
+    """The error for a token of ours that is invalid."""
     return CallerError(ErrorCode.INVALID_ARGUMENT, f"{TOKEN_HEADER}: {problem}", field=TOKEN_HEADER)
 
 
 def declined(problem: str) -> CallerError:
-    """The error for a token that is in order but not executed here: a GET then answers with the body."""
+    """The error for a valid token that is not executed here. A GET then answers with the body."""
     return CallerError(ErrorCode.NOT_IMPLEMENTED, f"{TOKEN_HEADER}: {problem}", field=TOKEN_HEADER)
 
 
 def is_declined(error: CallerError) -> bool:
-    """Whether an error says that the token was not executed, and nothing but that."""
+    """Whether the error is one that `declined` makes."""
     return error.code is ErrorCode.NOT_IMPLEMENTED and error.field == TOKEN_HEADER

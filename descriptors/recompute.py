@@ -1,4 +1,4 @@
-"""Recompute or load: which part of a matched prefix is worth fetching, and how. Pure.
+"""Recompute or load: how much of a matched prefix is worth fetching, and in which order. Pure.
 
 P context_tokens   n chunks loaded   h = n*G cached tokens   C(h) prefill of tokens [h, P)   c = C(h)/L   r rate
 
@@ -6,8 +6,9 @@ P context_tokens   n chunks loaded   h = n*G cached tokens   C(h) prefill of tok
     chunkwise   request + n*chunk + n*L*S/r + C(h)
     layerwise   X_0 + (L-1)*max(X, c) + c       Eq. 3: X = layer + n*S/r, X_0 = request + n*chunk + X
 
-Every n is weighed, up to the chunks that are stored and leave a token to compute: a prefill always computes one at
-least. No load takes less time at a lower rate, so there is one rate below which none beats recomputing: the break-even.
+Every n is weighed, up to the chunks that are stored and leave a token to compute, because a prefill computes at least
+one token. No load is faster at a lower rate. So there is one rate below which every load is slower than recomputing:
+the break-even.
 """
 
 from __future__ import annotations
@@ -28,7 +29,7 @@ _US = 1e-6
 
 
 class Choice(Enum):
-    """What to do with a prefix that is stored. Where times are equal the first in this order is taken."""
+    """What to do with a stored prefix. Where times are equal, the first choice in this order is taken."""
 
     RECOMPUTE = "recompute"
     CHUNKWISE = "chunkwise"
@@ -38,8 +39,8 @@ class Choice(Enum):
 
 @dataclass(frozen=True, slots=True)
 class DeliveryCosts:
-    """What a delivery takes besides the offered rate: seconds for the request, each chunk and each layer (chunk-major
-    has none), and the bytes/s the way itself carries (0: no limit).
+    """The costs of a delivery besides the offered rate: seconds for the request, for each chunk and for each layer
+    (chunk-major has none), and the bytes/s that the transport can carry (0: no limit).
     """
 
     request_s: float = 0.0
@@ -66,7 +67,7 @@ class PrefillCosts:
 @dataclass(frozen=True, slots=True)
 class MeasuredPrefill:
     """Prefill times measured at the prompt's own length: (cached_tokens, prefill_us), by cached_tokens, the first at 0.
-    Between two points they are interpolated; beyond the last its time stays, since no saving was measured there.
+    Between two points the time is interpolated. Beyond the last point it is that of the last point.
     """
 
     points: tuple[tuple[int, int], ...]
@@ -84,7 +85,7 @@ class MeasuredPrefill:
 
 
 def measured_problem(points: tuple[tuple[int, int], ...]) -> str | None:
-    """What is wrong with a table of measured prefills."""
+    """The problem of a table of measured prefills; None where it is valid."""
     if not points or points[0][0] != 0:
         return "must begin at 0 cached tokens"
     if any(after[0] <= before[0] for before, after in pairwise(points)):
@@ -94,9 +95,9 @@ def measured_problem(points: tuple[tuple[int, int], ...]) -> str | None:
 
 @dataclass(frozen=True, slots=True)
 class AdviceRequest:
-    """A prompt of `context_tokens`, the shape of its chunks and what computing it costs. `bytes_per_s` is what the
-    caller knows of its own link (0: nothing); the costs are those of either order of delivery. Of the tokens the caller
-    holds `held_tokens` itself: the chunks before need no loading (not on the wire: a server need not know).
+    """A prompt of `context_tokens`, the shape of its chunks and the cost of computing it. `bytes_per_s` is the rate
+    that the caller knows of its own link (0: unknown). The costs are given for either order of delivery. The caller has
+    the first `held_tokens` itself, and need not load their chunks; this is not sent, as a server need not know.
     """
 
     context_tokens: int
@@ -115,12 +116,13 @@ class AdviceRequest:
 
 @dataclass(frozen=True, slots=True)
 class Advice:
-    """Have the first `chunk_count` chunks, those that are held and those fetched with `delivery` (None: nothing) and
-    compute the rest.
+    """The advice to use the first `chunk_count` chunks and to compute the rest. Of those chunks, the ones that are not
+    held are fetched with `delivery` (None: fetch nothing).
 
-    `ttft_s` has the time of every choice there is: CHUNKWISE and LAYERWISE load all that can be loaded, PREFIX is the
-    best of all shorter prefixes. `break_even_bytes_per_s` is the offered rate at which the best load takes as long as
-    recomputing (None: no rate makes loading faster), `rate_bytes_per_s` the one assumed (None: not limited).
+    `ttft_s` has the time of every possible choice: CHUNKWISE and LAYERWISE load as much as they can, PREFIX is the best
+    of all shorter prefixes. `break_even_bytes_per_s` is the offered rate at which the best load takes as long as
+    recomputing (None: no rate makes loading faster). `rate_bytes_per_s` is the rate that was assumed (None: not
+    limited).
     """
 
     choice: Choice
@@ -132,8 +134,8 @@ class Advice:
 
 
 def advise(matched: int, request: AdviceRequest, offered_bytes_per_s: float = 0.0) -> Advice:
-    """What to do with `matched` stored chunks at the rate the storage side offers (0: not limited by it). The lower of
-    that and the request's own bytes/s is assumed; with neither, the costs are all that limits a load.
+    """Advice on `matched` stored chunks, when the storage side offers this rate (0: not limited). The lower of the
+    offered rate and the request's own is assumed; with neither, only the costs limit a load.
     """
     held, loadable = request.held_chunks, loadable_chunks(matched, request)
     rate = min((known for known in (offered_bytes_per_s, request.bytes_per_s) if known > 0), default=None)
@@ -161,7 +163,7 @@ def advise(matched: int, request: AdviceRequest, offered_bytes_per_s: float = 0.
 
 
 def loadable_chunks(matched: int, request: AdviceRequest) -> int:
-    """The stored chunks that are not held and leave a token to compute."""
+    """How many stored chunks can be loaded: those that are not held and leave a token to compute."""
     leaving_one = min(matched, (request.context_tokens - 1) // request.layout.chunk_tokens)
     return max(0, leaving_one - request.held_chunks)
 
@@ -173,7 +175,7 @@ def _chunkwise_s(request: AdviceRequest, computes_s: Floats, rate: float | None)
 
 
 def _layerwise_s(request: AdviceRequest, computes_s: Floats, rate: float | None) -> Floats:
-    """Eq. 3 as compute, the first layer, and the stalls (Eq. 4) of the others."""
+    """Eq. 3 as the sum of computing, the first layer, and the stalls (Eq. 4) of the others."""
     costs, counts, layers = request.layer_major, _counts(computes_s), request.layout.num_layers
     layer_s = costs.layer_s + counts * request.layout.per_layer_chunk_bytes * _byte_s(costs, rate)
     stall_s: Floats = np.maximum(0.0, layer_s - computes_s / layers)
@@ -185,7 +187,7 @@ def _counts(computes_s: Floats) -> Floats:
 
 
 def _byte_s(costs: DeliveryCosts, rate: float | None) -> float:
-    """Seconds a byte takes: the slower of the offered rate and the way itself."""
+    """The seconds that a byte takes, at the lower of the offered rate and the transport's own."""
     return max(_inverse(rate or 0.0), _inverse(costs.bytes_per_s))
 
 
@@ -194,10 +196,10 @@ def _inverse(bytes_per_s: float) -> float:
 
 
 def _break_even(request: AdviceRequest, recompute_s: float, computes_s: Floats) -> float | None:
-    """Each load is solved for the time a byte may take; the most any of them can bear is the break-even.
+    """Solve each load for the time that a byte may take; the longest such time gives the break-even rate.
 
-    Chunkwise is linear in it, layerwise the greater of two linear functions (no layer stalls, all do) and so reaches
-    recompute_s at the lesser of their solutions.
+    A chunkwise load is linear in that time. A layerwise load is the greater of two linear functions (no layer stalls,
+    all do), so it reaches recompute_s at the lesser of their solutions.
     """
     layout, counts = request.layout, _counts(computes_s)
     layers, layer_bytes = layout.num_layers, counts * layout.per_layer_chunk_bytes

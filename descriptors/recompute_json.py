@@ -32,7 +32,7 @@ MEASURED_POINTS_MAX = 1_024
 PREFILL_US_MAX = NUM_LAYERS_MAX * LAYER_COMPUTE_US_MAX
 COST_S_MAX = 3_600
 RATE_MIN, RATE_MAX = 1, 1e15
-"""Bytes/s."""
+"""The least and the greatest rate, in bytes/s."""
 
 _Seconds = Annotated[float, Field(ge=0, le=COST_S_MAX, allow_inf_nan=False)]
 _Microseconds = Annotated[float, Field(ge=0, le=LAYER_COMPUTE_US_MAX, allow_inf_nan=False)]
@@ -70,7 +70,7 @@ class _ComputeModel(_Model):
 
 
 def parse_compute(fields: dict[str, object], refuse: Refuse) -> AdviceRequest:
-    """The request in a `compute` object; raises what `refuse` makes for the first thing wrong."""
+    """The request in a `compute` object. Raises the error that `refuse` makes for the first problem."""
     _refuse_unknown(fields, refuse)
     try:
         model = _ComputeModel.model_validate(fields)
@@ -128,7 +128,7 @@ def advice_fields(advice: Advice) -> dict[str, object]:
 
 
 def advice_from_fields(fields: Mapping[str, Any]) -> Advice:
-    """The inverse of `advice_fields`. Raises KeyError and ValueError for what is none."""
+    """The inverse of `advice_fields`. Raises KeyError and ValueError for anything else."""
     delivery = fields["delivery"]
     return Advice(
         Choice(fields["choice"]),
@@ -141,7 +141,7 @@ def advice_from_fields(fields: Mapping[str, Any]) -> Advice:
 
 
 def _refuse_unknown(fields: object, refuse: Refuse) -> None:
-    """Found here and not by pydantic, which would describe every one of a million (json_body.py)."""
+    """Refuse unknown fields here and not by pydantic, which would describe every one of a million (json_body.py)."""
     _refuse_others(_ComputeModel, fields, "compute", refuse)
     costs = fields.get("costs") if isinstance(fields, dict) else None
     _refuse_others(_BothCostsModel, costs, "compute.costs", refuse)

@@ -1,4 +1,4 @@
-"""What a client and a storage server on one host say to each other over its Unix socket, besides notices.
+"""The messages, besides notices, between a client and a storage server on one host, over the server's Unix socket.
 
 Packets of JSON. The server greets with {"objectcache": 1, "ticket": …}; the client offers a region with {"region_id",
 "length"} and the memfd as ancillary data; the server replies {"error": null} or {"error": why}.
@@ -20,7 +20,7 @@ MESSAGE_BYTES_MAX = 4096
 
 @dataclass(frozen=True, slots=True)
 class RegionOffer:
-    """The first `nbytes` of the memfd that comes with it, to be known as `region_id`."""
+    """Offers the first `nbytes` of the memfd that comes with it, under the name `region_id`."""
 
     region_id: str
     nbytes: int
@@ -46,12 +46,12 @@ def parse_greeting(data: bytes) -> str:
 
 
 def offer_message(offer: RegionOffer) -> bytes:
-    """What `parse_offer` reads."""
+    """The message that `parse_offer` reads."""
     return json.dumps({"region_id": offer.region_id, "length": offer.nbytes}).encode()
 
 
 def parse_offer(data: bytes) -> RegionOffer:
-    """Raises ValueError."""
+    """The offer in a message. Raises ValueError."""
     try:
         model = _Offer.model_validate_json(data)
         require_name(model.region_id, "region_id")
@@ -61,11 +61,11 @@ def parse_offer(data: bytes) -> RegionOffer:
 
 
 def reply(error: str | None) -> bytes:
-    """How an offer was received."""
+    """The answer to an offer: None where it was accepted, else the reason."""
     return json.dumps({"error": None if error is None else error[:1000]}).encode()
 
 
 def parse_reply(data: bytes) -> str | None:
-    """Why the offer was refused, None when it was not. Raises ValueError."""
+    """The reason why the offer was refused; None when it was accepted. Raises ValueError."""
     error = json.loads(data)["error"]
     return None if error is None else str(error)

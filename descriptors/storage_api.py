@@ -1,12 +1,13 @@
-"""What a gateway may ask of the storage side: values and one Protocol, spoken in-process or over HTTP.
+"""StorageApi: the calls that a gateway makes to the storage side, with a Protocol for each role.
 
-`storage_server.service.EmbeddedStorage` answers directly; `gateway.storage_client.RemoteStorage` carries the same calls
-to a storage server in another process. One contract test runs against both.
+`storage_server.service.EmbeddedStorage` answers in the same process. `gateway.storage_client.RemoteStorage` carries the
+same calls over HTTP to a storage server in another process; `descriptors.peer_calls` derives the wire form from the
+signatures here. tests/contract/store runs the same rules for objects and uploads against every implementation.
 """
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Mapping
 from contextlib import AbstractAsyncContextManager
 from dataclasses import dataclass
 from typing import Protocol
@@ -16,7 +17,7 @@ import numpy.typing as npt
 
 from descriptors.conditions import NO_WRITE_CONDITION, WriteCondition
 from descriptors.descriptor import Descriptor
-from descriptors.errors import ErrorCode
+from descriptors.errors import ErrorCode, ServerError
 from descriptors.lifecycle import LifecycleRule
 from descriptors.messages import (
     AgentLease,
@@ -56,10 +57,11 @@ Piece = bytes | bytearray | memoryview
 
 
 class Body(Protocol):
-    """A request's body: iterate once over its bytes; then, and only then, `digests` says what they should hash to.
+    """A request's body. Iterate once over its bytes; after the end, and only then, `digests` gives the digests that
+    they should have.
 
-    Digests may come in trailers; whether a SHA-256 will be among them is known before. Iterating raises
-    CallerError(IncompleteBody) when the body ends early.
+    Digests may come in trailers; `has_sha256` says before the first byte whether a SHA-256 will be among them.
+    Iterating raises CallerError(IncompleteBody) when the body ends early.
     """
 
     @property
@@ -67,7 +69,7 @@ class Body(Protocol):
 
     @property
     def is_held_back(self) -> bool:
-        """Whether the sender waits to be told that the body is wanted, which iterating does."""
+        """Whether the sender waits for leave to send. Iterating gives it."""
 
     def __aiter__(self) -> AsyncIterator[Piece]: ...
 
@@ -75,39 +77,49 @@ class Body(Protocol):
 
 
 SendSome = Callable[[memoryview], int]
-"""Hand bytes to a connection, in any thread: how many it took. Raises BlockingIOError when it takes none now."""
+"""Hands bytes to a connection, in any thread; returns how many it took. Raises BlockingIOError when it
+takes none now.
+"""
 
 
 class Pump(Protocol):
-    """An open object's bytes, read and sent in one thread of the storage side without a turn of the event loop."""
+    """Reads and sends an open object's bytes in one thread of the storage side, without a turn of the event loop."""
 
     async def prime(self) -> None:
-        """Have the first bytes ready: a failure here is still an error the client can read."""
+        """Read the first bytes. Call it before the answer's head is sent, so that a failure can still be an error."""
 
     async def send(self, send_some: SendSome, fd: int) -> bool:
-        """Send until all is sent (True) or the connection, whose descriptor is `fd`, takes no more for a while (False).
-        Raises ServerError(InternalError) at bytes that fail their checksum, ConnectionError.
+        """Send until everything is sent (True), or the connection, whose descriptor is `fd`, takes no more for a while
+        (False). Raises ServerError(InternalError) at bytes that fail their checksum, ConnectionError.
         """
 
 
 @dataclass(frozen=True, slots=True)
 class ObjectRead:
-    """An open object: `body` yields the bytes `head.range` names, from the version that was opened, whatever happens to
-    the key meanwhile. Every piece has passed its checksum; iterating raises ServerError(InternalError) at one that does
-    not, so take the first piece before answering. A piece's memory is used again when the next is asked for.
+    """An open object. `body` yields the bytes of `head.range`, from the version that was opened, whatever happens to
+    the key meanwhile. Every piece has passed its checksum. Iterating raises ServerError(InternalError) at bytes that
+    fail, so take the first piece before answering. A piece's memory is used again when the next piece is asked for.
 
-    `pump`, where there is one, sends the same bytes; use one or the other.
+    `pump`, where there is one, sends the same bytes. Use either `body` or `pump`.
     """
 
     head: ReadHead
     body: AsyncIterator[Piece]
     pump: Pump | None = None
 
+    def require_whole(self, read_bytes: int) -> None:
+        """Call this at the end of `body` with the bytes that it gave. Raises ServerError(InternalError) where they are
+        fewer than the head promised, so that a truncated answer does not look complete.
+        """
+        if read_bytes != self.head.range.length:
+            problem = f"the object's body had {read_bytes} bytes, not {self.head.range.length}"
+            raise ServerError(ErrorCode.INTERNAL_ERROR, problem, retryable=True)
+
 
 @dataclass(frozen=True, slots=True)
 class Grant:
-    """What a delivery may use of the link: its rate in bytes/s (0: not limited), held or expected on the whole, and the
-    epoch that gave it.
+    """A delivery's share of the link: its rate in bytes/s (0: not limited), held or expected on the whole, and the
+    epoch that gave the rate.
     """
 
     rate_bytes_per_s: int = 0
@@ -116,20 +128,20 @@ class Grant:
 
 @dataclass(frozen=True, slots=True)
 class DeliveryStart:
-    """What is fixed before the first byte: the mode, k, the payload's size, the request's id and its rate."""
+    """The facts of a delivery before its first byte: the mode, k, its size, the request's id and its rate."""
 
     request_id: str
     mode: Mode
     chunk_count: int
-    payload_bytes: int
+    delivery_bytes: int
     grant: Grant = Grant()
 
 
 @dataclass(frozen=True, slots=True)
 class DeliveryTiming:
-    """Where a delivery's time went on the storage side, one part after the other: planning, waiting for bytes to be
+    """The time of a delivery on the storage side, in four parts that add up: planning, waiting for bytes to be
     gathered, waiting for the transport, and waiting for the link while others had it. Gathers run ahead of the
-    transport, so the second is what they could not hide.
+    transport, so the second part is only the time that they could not hide.
     """
 
     plan_s: float
@@ -139,12 +151,25 @@ class DeliveryTiming:
 
 
 @dataclass(frozen=True, slots=True)
+class Moved:
+    """Bytes that a call moved outside its answer, and the seconds that they were in flight."""
+
+    nbytes: int
+    transfer_s: float
+
+
+@dataclass(frozen=True, slots=True)
 class DeliveryOutcome:
-    """How a descriptor GET ended well. `transferred_bytes` is what the transport itself counted."""
+    """The successful end of a descriptor GET. `transferred_bytes` is the count of the transport itself."""
 
     start: DeliveryStart
     transferred_bytes: int
     timing: DeliveryTiming
+
+    @property
+    def moved(self) -> Moved:
+        """Bytes and time, for traces."""
+        return Moved(self.transferred_bytes, self.timing.transfer_s)
 
 
 Spans = npt.NDArray[np.int64]
@@ -153,13 +178,18 @@ Spans = npt.NDArray[np.int64]
 
 @dataclass(frozen=True, slots=True)
 class ObjectDelivery:
-    """One object, or a part of it, in the client's memory. `transferred_bytes` is what the transport itself counted,
-    `transfer_s` how long bytes were in flight.
+    """One object, or a part of it, in the client's memory. `transferred_bytes` is the count of the transport itself,
+    `transfer_s` the time for which bytes were in flight.
     """
 
     head: ReadHead
     transferred_bytes: int
     transfer_s: float
+
+    @property
+    def moved(self) -> Moved:
+        """Bytes and time, for traces."""
+        return Moved(self.transferred_bytes, self.transfer_s)
 
 
 @dataclass(frozen=True, slots=True)
@@ -169,10 +199,15 @@ class ObjectStored:
     info: ObjectInfo
     transfer_s: float
 
+    @property
+    def moved(self) -> Moved:
+        """Bytes and time, for traces."""
+        return Moved(self.info.nbytes, self.transfer_s)
+
 
 @dataclass(frozen=True, slots=True)
 class ChunkPut:
-    """What became of one chunk of many: stored and durable, with its bare `etag`, or not, and why."""
+    """The result for one chunk of many: stored and durable, with its bare `etag`; or not stored, with the reason."""
 
     key: str
     etag: str | None
@@ -182,16 +217,22 @@ class ChunkPut:
 
 @dataclass(frozen=True, slots=True)
 class ChunksPut:
-    """What became of every chunk, in order; `transfer_s` as above."""
+    """The result for every chunk, in order, each of `chunk_bytes`; `transfer_s` as in ObjectStored."""
 
     puts: list[ChunkPut]
+    chunk_bytes: int
     transfer_s: float
+
+    @property
+    def moved(self) -> Moved:
+        """Bytes and time of the chunks that are stored, for traces."""
+        return Moved(self.chunk_bytes * sum(put.etag is not None for put in self.puts), self.transfer_s)
 
 
 @dataclass(frozen=True, slots=True)
 class Patience:
-    """How slowly a client may take an answer: while it is waited for, at least `least_bytes_per_s` over any
-    `window_s`, and one byte.
+    """The least speed of a client that takes an answer: at least `least_bytes_per_s` over any `window_s` in which the
+    server waits for it, and at least one byte.
     """
 
     window_s: float
@@ -199,117 +240,177 @@ class Patience:
 
 
 class BodySink(Protocol):
-    """Where an http delivery writes. `write` and `send` return when the memory may be used again."""
+    """The body that an http delivery is written to. `write` and `send` return when the memory may be used again."""
 
     async def begin(self, start: DeliveryStart) -> None:
-        """Called once, before the first byte."""
+        """Begin the body. Called once, before the first byte."""
 
     async def write(self, view: memoryview) -> None:
         """Send the view."""
 
     async def send(self, spans: Spans, patience: Patience) -> None:
-        """Send memory. Raises TimeoutError or ConnectionError when the client takes it more slowly than that."""
+        """Send memory. Raises TimeoutError or ConnectionError when the client is slower than `patience` allows."""
 
     def abort(self) -> None:
-        """Cut the body short: no byte of any view is read after this returns."""
+        """Cut the body short. No byte of any view is read after this returns."""
 
 
-class StorageApi(Protocol):
-    """The storage side as a gateway sees it. Every method raises ObjectCacheError for what goes wrong: NoSuchBucket,
-    NoSuchKey and NoSuchUpload where those are missing, and what is named below.
-    """
+class ObjectsApi(Protocol):
+    """Buckets and whole objects. `access_key` is the caller's, in every call of every role."""
 
     async def create_bucket(self, access_key: str, bucket: str) -> None:
-        """BucketAlreadyOwnedByYou, BucketAlreadyExists."""
+        """Raises CallerError: BucketAlreadyOwnedByYou, BucketAlreadyExists."""
 
-    async def head_bucket(self, bucket: str) -> BucketInfo: ...
+    async def head_bucket(self, access_key: str, bucket: str) -> BucketInfo: ...
 
-    async def list_buckets(self) -> list[BucketInfo]: ...
+    async def list_buckets(self, access_key: str) -> list[BucketInfo]:
+        """All buckets; the gateway shows a caller those that its policy allows."""
 
-    async def delete_bucket(self, bucket: str) -> None:
-        """BucketNotEmpty while it has objects; unfinished uploads go with it."""
+    async def delete_bucket(self, access_key: str, bucket: str) -> None:
+        """Delete a bucket and its unfinished uploads. Raises CallerError(BucketNotEmpty) while it has objects."""
 
-    async def get_lifecycle(self, bucket: str) -> list[LifecycleRule]:
-        """Empty when none is set."""
+    async def get_lifecycle(self, access_key: str, bucket: str) -> list[LifecycleRule]:
+        """The rules of a bucket; an empty list when none are set."""
 
-    async def set_lifecycle(self, bucket: str, rules: list[LifecycleRule]) -> None:
-        """An empty list removes the configuration."""
+    async def own_lifecycle(self, access_key: str, bucket: str) -> list[LifecycleRule]:
+        """The rules that this storage side carries out by itself, and knows without asking others."""
 
-    async def put_object(self, request: PutRequest, body: Body) -> ObjectInfo:
-        """Stored and durable when this returns; IncompleteBody, BadDigest, XAmzContentSHA256Mismatch, EntityTooLarge,
-        PreconditionFailed otherwise, and then nothing of it is visible.
+    async def set_lifecycle(self, access_key: str, bucket: str, rules: list[LifecycleRule]) -> None:
+        """Replace the rules. An empty list removes the configuration."""
+
+    async def put_object(self, access_key: str, request: PutRequest, body: Body) -> ObjectInfo:
+        """Store an object. On return it is durable as the server's mode promises. Raises CallerError: IncompleteBody,
+        BadDigest, XAmzContentSHA256Mismatch, EntityTooLarge, PreconditionFailed; then nothing of it is visible.
         """
 
-    async def head_object(self, request: ReadRequest) -> ReadHead:
-        """PreconditionFailed, NotModified, InvalidRange, InvalidPartNumber."""
+    async def head_object(self, access_key: str, request: ReadRequest) -> ReadHead:
+        """Raises CallerError: PreconditionFailed, NotModified, InvalidRange, InvalidPartNumber."""
 
-    def open_object(self, request: ReadRequest) -> AbstractAsyncContextManager[ObjectRead]:
-        """As `head_object`, with the bytes."""
+    def open_object(self, access_key: str, request: ReadRequest) -> AbstractAsyncContextManager[ObjectRead]:
+        """Open an object to read its bytes. Raises what `head_object` raises."""
 
-    async def object_parts(self, bucket: str, key: str) -> list[ObjectPart]:
-        """The parts of a multipart object; empty for one stored whole."""
+    async def object_parts(self, access_key: str, bucket: str, key: str) -> list[ObjectPart]:
+        """The parts of a multipart object; empty for an object that was stored whole."""
 
-    async def copy_object(self, request: CopyRequest) -> ObjectInfo:
-        """PreconditionFailed for the source's condition or the target's; EntityTooLarge over 5 GiB."""
+    async def copy_object(self, access_key: str, request: CopyRequest) -> ObjectInfo:
+        """Raises CallerError: PreconditionFailed for a condition of source or target, EntityTooLarge over 5 GiB."""
 
-    async def delete_object(self, bucket: str, key: str, condition: WriteCondition = NO_WRITE_CONDITION) -> None:
-        """Deleting what is not there is fine, but for If-Match."""
+    async def delete_object(
+        self, access_key: str, bucket: str, key: str, condition: WriteCondition = NO_WRITE_CONDITION
+    ) -> None:
+        """Delete an object. An absent object is no error, except with If-Match."""
 
-    async def delete_objects(self, bucket: str, keys: list[str]) -> None:
-        """All or nothing, in one step."""
+    async def delete_objects(self, access_key: str, bucket: str, keys: list[str]) -> None:
+        """Delete all of these keys, or none, in one step."""
 
-    async def set_tags(self, bucket: str, key: str, tags: dict[str, str]) -> None:
-        """Replaces all tags; ETag and modification time stay."""
+    async def set_tags(self, access_key: str, bucket: str, key: str, tags: dict[str, str]) -> None:
+        """Replace all tags. ETag and modification time stay."""
 
-    async def list_objects(self, request: ListRequest) -> ListPage: ...
+    async def list_objects(self, access_key: str, request: ListRequest) -> ListPage: ...
 
-    async def create_upload(self, request: UploadRequest) -> str:
-        """The new upload's id."""
 
-    async def put_part(self, request: PartRequest, body: Body) -> PartInfo:
-        """As `put_object`. A part sent again replaces the one before."""
+class UploadsApi(Protocol):
+    """Multipart uploads."""
 
-    async def copy_part(self, request: PartCopyRequest) -> PartInfo: ...
+    async def create_upload(self, access_key: str, request: UploadRequest) -> str:
+        """Begin an upload; returns its id."""
 
-    async def complete_upload(self, request: CompleteRequest) -> ObjectInfo:
-        """InvalidPart, InvalidPartOrder, EntityTooSmall, BadDigest, PreconditionFailed; the upload then stays. Asked
-        again for what it completed already, it answers as it did then.
+    async def put_part(self, access_key: str, request: PartRequest, body: Body) -> PartInfo:
+        """Store a part; a part of the same number is replaced. Raises what `put_object` raises."""
+
+    async def copy_part(self, access_key: str, request: PartCopyRequest) -> PartInfo: ...
+
+    async def complete_upload(self, access_key: str, request: CompleteRequest) -> ObjectInfo:
+        """Make the object. Raises CallerError: InvalidPart, InvalidPartOrder, EntityTooSmall, BadDigest,
+        PreconditionFailed; the upload then stays. A repeated completion gets the same answer as the first.
         """
 
-    async def abort_upload(self, upload: UploadRef) -> None: ...
+    async def abort_upload(self, access_key: str, upload: UploadRef) -> None: ...
 
-    async def list_parts(self, upload: UploadRef, part_number_marker: int, max_parts: int) -> PartPage: ...
+    async def list_parts(
+        self, access_key: str, upload: UploadRef, part_number_marker: int, max_parts: int
+    ) -> PartPage: ...
 
-    async def list_uploads(self, request: UploadListRequest) -> UploadPage: ...
+    async def list_uploads(self, access_key: str, request: UploadListRequest) -> UploadPage: ...
+
+
+class PrefixesApi(Protocol):
+    """Prefixes of chunks, and all other calls that move bytes of a client's registered memory under a request id."""
 
     async def lookup(self, access_key: str, bucket: str, request: LookupRequest) -> LookupAnswer:
-        """Advice, where it is asked for, assumes the rate this access key would be offered now."""
-
-    async def transports(self) -> Transports: ...
-
-    async def scheduler(self) -> SchedulerStatus: ...
-
-    async def register_agent(self, access_key: str, registration: AgentRegistration) -> AgentLease: ...
-
-    async def renew_agent(self, access_key: str, agent_id: str, renewal: AgentRenewal) -> AgentLease: ...
-
-    async def delete_agent(self, access_key: str, agent_id: str) -> None: ...
+        """Look a prefix up. Advice, where it is asked for, assumes the rate that this access key would
+        be offered now.
+        """
 
     async def deliver(
         self, access_key: str, bucket: str, descriptor: Descriptor, sink: BodySink
     ) -> DeliveryOutcome: ...
 
+    async def put_chunks_from(self, access_key: str, bucket: str, descriptor: Descriptor) -> ChunksPut:
+        """Read every chunk from the descriptor's target and store it; the answer says which chunks failed."""
+
     async def get_object_into(self, access_key: str, request: ReadRequest, token: RdmaToken) -> ObjectDelivery:
-        """As `open_object`, the bytes written into the client's memory when this returns. NotImplemented with the
-        token's header as field: declined, and nothing was moved.
+        """Open an object as `open_object` does, and write its bytes into the client's memory before returning. Raises
+        CallerError(NotImplemented) with the token's header as field where that is declined; nothing was moved then.
         """
 
     async def put_object_from(
         self, access_key: str, request: PutRequest, token: RdmaToken, said: BodyDigests
     ) -> ObjectStored:
-        """As `put_object`, the bytes read from the client's memory; `said` is what they must hash to."""
+        """Store an object as `put_object` does, from the client's memory; its bytes must have the digests in `said`."""
 
-    async def put_chunks_from(self, access_key: str, bucket: str, descriptor: Descriptor) -> ChunksPut:
-        """Every chunk read from the descriptor's target and stored, or not."""
+    async def cancel(self, access_key: str, request_id: str) -> None:
+        """Returns when nothing of the request is in flight. An id that was not used yet is marked as used."""
 
-    async def cancel(self, access_key: str, request_id: str) -> None: ...
+
+class AgentsApi(Protocol):
+    """Registrations of clients' memory."""
+
+    async def register_agent(self, access_key: str, registration: AgentRegistration) -> AgentLease: ...
+
+    async def renew_agent(self, access_key: str, agent_id: str, renewal: AgentRenewal) -> AgentLease: ...
+
+    async def delete_agent(self, access_key: str, agent_id: str) -> None:
+        """Returns when nothing moves bytes of the agent's memory any more."""
+
+
+class StatusApi(Protocol):
+    """The state of the storage side: its transports, its scheduler and its metrics."""
+
+    async def transports(self, access_key: str) -> Transports: ...
+
+    async def scheduler(self, access_key: str) -> SchedulerStatus: ...
+
+    async def metrics(self, access_key: str) -> str:
+        """The metrics of descriptors.metrics.STORAGE, in Prometheus' text format."""
+
+
+class StorageApi(Protocol):
+    """The storage side as a gateway sees it, by role. Every method raises an ObjectCacheError: NoSuchBucket, NoSuchKey
+    and NoSuchUpload where those are missing, and the errors that its docstring names.
+    """
+
+    @property
+    def objects(self) -> ObjectsApi: ...
+
+    @property
+    def uploads(self) -> UploadsApi: ...
+
+    @property
+    def prefixes(self) -> PrefixesApi: ...
+
+    @property
+    def agents(self) -> AgentsApi: ...
+
+    @property
+    def status(self) -> StatusApi: ...
+
+
+ROLES: Mapping[str, type] = {
+    "objects": ObjectsApi,
+    "uploads": UploadsApi,
+    "prefixes": PrefixesApi,
+    "agents": AgentsApi,
+    "status": StatusApi,
+}
+"""The roles of a StorageApi, by the name of their property."""

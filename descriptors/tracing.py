@@ -1,4 +1,4 @@
-"""A request's id and where its time went, as client, gateway and storage server tell each other (paper, section 4.4).
+"""A request's id, and the times of its phases, in headers between client, gateway and storage server (paper, 4.4).
 
     x-amz-objectcache-timing: gateway;dur=0.310, storage;dur=2.100, transfer;dur=5.000
 
@@ -9,19 +9,34 @@ from __future__ import annotations
 
 import re
 from dataclasses import dataclass
+from enum import Enum
 
 REQUEST_ID_HEADER = "x-amz-objectcache-request-id"
 PEER_REQUEST_ID_HEADER = "x-objectcache-request-id"
-"""The same between gateway and storage server."""
+"""The header with the request's id between gateway and storage server."""
 TIMING_HEADER = "x-amz-objectcache-timing"
 TIMING_CHARACTERS_MAX = 256
 _PART = re.compile(r"[ \t]*(gateway|storage|transfer);dur=([0-9]{1,12}(?:\.[0-9]{1,9})?)[ \t]*\Z")
 
 
+class Phase(Enum):
+    """A part of a request's time. A gateway tells the first three apart. A storage server tells the phases of a
+    delivery apart, from PLAN on: planning, waiting for the link while others have it, waiting for bytes to be gathered,
+    and waiting for the transport.
+    """
+
+    GATEWAY = "gateway"
+    STORAGE = "storage"
+    TRANSFER = "transfer"
+    PLAN = "plan"
+    WAIT = "wait"
+    GATHER = "gather"
+
+
 @dataclass(frozen=True, slots=True)
 class ServerTiming:
-    """The servers' parts of a request: storage is planning, lookups and waiting for bytes, transfer waiting for the
-    transport, gateway the rest.
+    """The servers' parts of a request: `storage` is planning, lookups and waiting for bytes; `transfer` is waiting for
+    the transport; `gateway` is the rest.
     """
 
     gateway_s: float = 0.0
@@ -36,7 +51,7 @@ def timing_header(timing: ServerTiming) -> str:
 
 
 def parse_timing(text: str | None) -> ServerTiming:
-    """What an answer's header says; parts that are missing or not understood are 0."""
+    """The times in an answer's header. Parts that are missing or malformed are 0."""
     parts: dict[str, float] = {}
     if text is not None and len(text) <= TIMING_CHARACTERS_MAX:
         for entry in text.split(","):

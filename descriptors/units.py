@@ -1,8 +1,26 @@
 """Units. Code counts bytes, seconds and bytes per second; Gbps appears only where people read or type."""
 
+from __future__ import annotations
+
+import re
+
 KIB = 1 << 10
 MIB = 1 << 20
 GIB = 1 << 30
+
+
+_SIZE = re.compile(r"(\d+(?:\.\d*)?(?:e\d{1,2})?)\s*([kmgtp]?)(i?)b?", re.IGNORECASE)
+_POWERS = "kmgtp"
+
+
+def parse_bytes(text: str) -> int:
+    """A size in bytes as people write it: 65536, 200e9, 200GB, 64 MiB. Raises ValueError."""
+    found = _SIZE.fullmatch(text.strip())
+    if found is None or (found[3] and not found[2]):
+        raise ValueError(f"{text!r} is no size: write 65536, 200e9, 200GB or 64MiB")
+    power = _POWERS.find(found[2].lower()) + 1 if found[2] else 0
+    unit = 1024 if found[3] else 1000
+    return round(float(found[1]) * float(unit**power))
 
 
 def bytes_per_s_from_gbps(rate_gbps: float) -> float:

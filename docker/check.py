@@ -20,7 +20,8 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from nixl_client.client import ObjectCacheClient
-from nixl_client.http import SignedHttp
+from nixl_client.session.signed_http import SignedHttp
+from tests.support.compose_steps import steps
 
 ROOT = Path(__file__).resolve().parents[1]
 BASE_IMAGE = "docker.io/library/python:3.11-slim-bookworm"
@@ -87,7 +88,9 @@ def _check(folder: Path) -> None:
     if found != "[]":
         raise CheckError(f"it has {found}")
     _say("a server")
-    with _served(buildah, container, folder) as url:
+    port = _free_port()
+    words = ["serve", "--data", "/var/lib/objectcache/data", "--host", "127.0.0.1", "--port", str(port)]
+    with _served(buildah, container, folder / "server.log", words, port) as url:
         with urllib.request.urlopen(f"{url}/_objectcache/health", timeout=10) as reply:
             if reply.status != 200:
                 raise CheckError(f"health says {reply.status}")
@@ -98,6 +101,29 @@ def _check(folder: Path) -> None:
             client.put_chunks(["a"], [bytearray(b"x" * 4096)])
             if client.lookup(["a", "b"]) != 1:
                 raise CheckError("what was put is not found")
+        _say("the steps of compose.minio.yaml, with this server in MinIO's place")
+        _check_compose(buildah, folder, url)
+
+
+def _check_compose(buildah: Buildah, folder: Path, upstream: str) -> None:
+    """A second container in front of `upstream`; its bucket is made, and an object goes through."""
+    container = buildah.run("from", "--pull-never", IMAGE)
+    port = _free_port()
+    chosen = steps(upstream, "127.0.0.1", port, "/var/lib/objectcache/data")
+    with _served(buildah, container, folder / "front.log", chosen.serve, port) as url:
+        keys = [f"--env=AWS_ACCESS_KEY_ID={KEYS[0]}", f"--env=AWS_SECRET_ACCESS_KEY={KEYS[1]}"]
+        buildah.run("run", "--isolation", "chroot", *keys, container, "--", "python", "-c", chosen.make_bucket)
+        front, home = (SignedHttp(each, *KEYS, "us-east-1", 30.0) for each in (url, upstream))
+        front.request("PUT", "/kv-cache/key", body=b"data")
+        if home.request("GET", "/kv-cache/key").body != b"data":
+            raise CheckError("what was put in front is not upstream")
+        front.close()
+        home.close()
+
+
+def _free_port() -> int:
+    with socket.create_server(("127.0.0.1", 0)) as probe:
+        return int(probe.getsockname()[1])
 
 
 def _make_base(buildah: Buildah, root: Path) -> None:
@@ -119,16 +145,14 @@ def _make_base(buildah: Buildah, root: Path) -> None:
 
 
 @contextlib.contextmanager
-def _served(buildah: Buildah, container: str, folder: Path) -> Iterator[str]:
-    """The image's command, on a free port of this host."""
-    with socket.create_server(("127.0.0.1", 0)) as probe:
-        port = probe.getsockname()[1]
-    keys = ["--env", f"AWS_ACCESS_KEY_ID={KEYS[0]}", "--env", f"AWS_SECRET_ACCESS_KEY={KEYS[1]}"]
-    words = ["objectcache", "serve", "--data", "/var/lib/objectcache/data", "--host", "127.0.0.1", "--port", str(port)]
-    log = folder / "server.log"
+def _served(buildah: Buildah, container: str, log: Path, words: list[str], port: int) -> Iterator[str]:
+    """The image's command with these words, which make it listen on this port of the host."""
+    names = ("AWS_{}", "OBJECTCACHE_UPSTREAM_{}")
+    parts = zip(("ACCESS_KEY_ID", "SECRET_ACCESS_KEY"), KEYS, strict=True)
+    keys = [f"--env={name.format(part)}={value}" for part, value in parts for name in names]
     with log.open("wb") as output:
         server = subprocess.Popen(
-            buildah.command("run", "--isolation", "chroot", *keys, container, "--", *words),
+            buildah.command("run", "--isolation", "chroot", *keys, container, "--", "objectcache", *words),
             stdout=output, stderr=output, start_new_session=True,
         )  # fmt: skip
         try:

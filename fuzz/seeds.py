@@ -5,8 +5,8 @@ from __future__ import annotations
 from descriptors.descriptor import Delivery, Descriptor, RdmaTarget
 from descriptors.descriptor_codec import encode_binary, encode_json
 from descriptors.rdma_token import ObjectPath, RdmaToken, encode_token
-from gateway.aws_chunked import SignatureChain
-from gateway.payload_form import PayloadForm
+from gateway.s3.aws_chunked import SignatureChain
+from gateway.s3.payload_form import PayloadForm
 
 _XMLNS = 'xmlns="http://s3.amazonaws.com/doc/2006-03-01/"'
 _SCOPE = "AKIAIOSFODNN7EXAMPLE/20130524/us-east-1/s3/aws4_request"

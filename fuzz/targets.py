@@ -12,20 +12,20 @@ from collections.abc import Callable, Iterator
 from descriptors.descriptor_codec import decode_descriptor
 from descriptors.errors import CallerError
 from descriptors.rdma_token import encode_token, parse_token
-from gateway.addressing import bucket_from_host
-from gateway.aws_chunked import ChunkedDecoder, SignatureChain
-from gateway.conditions import delete_condition, read_condition, write_condition
-from gateway.copy_headers import directive, parse_copy_range, parse_copy_source
-from gateway.object_headers import new_attributes, new_checksum, overriding_headers, refuse_unsupported
-from gateway.parameters import after_token, check_version, part_number
-from gateway.payload_form import PayloadForm
-from gateway.request import S3Request, check_bucket_name, check_key, parse_range, parse_target, without_chunk_coding
-from gateway.routing import route
-from gateway.sigv4 import read_claim, verify
-from gateway.tags import parse_tagging_header
-from gateway.upload import plan_body, plan_document
-from gateway.xml_in import parse_acl, parse_complete, parse_create_bucket, parse_delete, parse_tagging
-from gateway.xml_lifecycle import parse_lifecycle
+from gateway.s3.addressing import bucket_from_host
+from gateway.s3.aws_chunked import ChunkedDecoder, SignatureChain
+from gateway.s3.conditions import delete_condition, read_condition, write_condition
+from gateway.s3.copy_headers import directive, parse_copy_range, parse_copy_source
+from gateway.s3.object_headers import new_attributes, new_checksum, overriding_headers, refuse_unsupported
+from gateway.s3.parameters import after_token, check_version, part_number
+from gateway.s3.payload_form import PayloadForm
+from gateway.s3.request import S3Request, check_bucket_name, check_key, parse_range, parse_target, without_chunk_coding
+from gateway.s3.routing import route
+from gateway.s3.sigv4 import read_claim, verify
+from gateway.s3.tags import parse_tagging_header
+from gateway.s3.upload import plan_body, plan_document
+from gateway.s3.xml_in import parse_acl, parse_complete, parse_create_bucket, parse_delete, parse_tagging
+from gateway.s3.xml_lifecycle import parse_lifecycle
 
 DOMAINS = ("s3.example.com",)
 TRAILER = "x-amz-checksum-crc32"

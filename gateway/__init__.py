@@ -1,1 +1,1 @@
-"""The S3 front: authentication, routing, XML; object bytes and descriptors go through to the storage side."""
+"""The S3 front: it authenticates and routes requests and writes XML. Object bytes and descriptors pass through it."""

@@ -13,26 +13,30 @@ from aiohttp import web
 
 from adapters.leave_to_send import is_held_back
 from adapters.limited_server import LimitedServer
+from adapters.metrics import CONTENT_TYPE
 from adapters.request_log import CLIENT_GONE, RequestLine, log_request, logs_requests
 from adapters.response_sink import abort_if_begun, begun_status, cutting, fulfil_headers, promise_headers
 from descriptors.descriptor import is_request_id
 from descriptors.errors import CallerError, ErrorCode, ObjectCacheError, ServerError
+from descriptors.headers import SERVICE_PREFIX
 from descriptors.storage_api import StorageApi
 from descriptors.tracing import REQUEST_ID_HEADER, TIMING_HEADER, timing_header
-from gateway import sigv2, sigv4, xml
 from gateway.call import Call
-from gateway.credentials import Credential, CredentialBook, authorize
 from gateway.document_budget import DocumentBudget
 from gateway.handlers import HANDLERS, LAYERWISE
-from gateway.request import SERVICE_PREFIX, S3Request, parse_target, without_chunk_coding
-from gateway.routing import Operation, is_list_buckets, route
+from gateway.metrics import GatewayMeter, is_bearer
+from gateway.s3 import sigv2, sigv4, xml
+from gateway.s3.credentials import Credential, CredentialBook, authorize, require_all_buckets
+from gateway.s3.request import S3Request, parse_target, without_chunk_coding
+from gateway.s3.routing import Operation, is_list_buckets, route
 from gateway.settings import GatewaySettings as GatewaySettings
-from gateway.trace import RequestTrace, follow, timed
+from gateway.trace import RequestTrace, TimedStorage, follow
 
 RETRY_AFTER_S = 1
 HEALTH_NAME = "health"
 HEALTH_KEPT_S = 1.0
 HEALTH_TIMEOUT_S = 3.0
+METRICS_TIMEOUT_S = 5.0
 ARGUMENT_CHARACTERS_MAX = 1024
 SERVER = "ObjectCache"
 _BODY_LOST = frozenset({ErrorCode.REQUEST_TIMEOUT, ErrorCode.INCOMPLETE_BODY})
@@ -46,24 +50,31 @@ _log = logging.getLogger(__name__)
 
 
 class Gateway:
-    """S3 in, StorageApi out. Holds no state but its settings, credentials and what documents take now."""
+    """Takes S3 requests and calls the StorageApi. It holds settings, credentials and the budget for documents only."""
 
     def __init__(self, storage: StorageApi, credentials: CredentialBook, settings: GatewaySettings) -> None:
-        self._storage = timed(storage)
+        self._storage = TimedStorage(storage)
         self._credentials = credentials
         self._settings = settings
         self._documents = DocumentBudget(settings.document_bytes, settings.document_key_bytes)
+        self._meter = GatewayMeter()
         self._healthy_until_s = 0.0
         self._host_id = secrets.token_urlsafe(24)
 
+    @property
+    def documents(self) -> DocumentBudget:
+        """The memory budget that all documents under way share."""
+        return self._documents
+
     def server(self) -> web.Server:
-        """The aiohttp server; to be called on the event loop it runs on."""
+        """The aiohttp server. Call this on the event loop that the server runs on."""
         return LimitedServer(cutting(self.handle), self._refuse_unparsed, self._settings.connection_limits)
 
     async def handle(self, http: web.BaseRequest) -> web.StreamResponse:
-        """Answer one request; every ObjectCacheError becomes its S3 answer, anything else InternalError."""
+        """Answer one request. An ObjectCacheError becomes its S3 answer, any other exception InternalError."""
         trace = self._traced(http)
         status = 0
+        self._meter.began()
         try:
             response = await self._answer_or_refuse(http, trace)
             status = response.status
@@ -71,12 +82,13 @@ class Gateway:
                 response.headers[TIMING_HEADER] = timing_header(trace.timing())
                 fulfil_headers(http, response)
                 if is_held_back(http):
-                    response.force_close()  # the body may or may not come: nothing after it could be told apart
+                    response.force_close()  # body bytes may still arrive; they would be read as the next request
             return response
         finally:
+            status = status or begun_status(http)
+            self._meter.ended(trace, status)
             if logs_requests():
-                log_request(_line(trace, status or begun_status(http)))
-            trace.upload = None  # the connection's task keeps the trace until its next request
+                log_request(_line(trace, status))
 
     async def _answer_or_refuse(self, http: web.BaseRequest, trace: RequestTrace) -> web.StreamResponse:
         try:
@@ -110,7 +122,10 @@ class Gateway:
         request = parse_target(http.method, http.raw_path, _joined_headers(http), self._settings.domains)
         trace.bucket, trace.key = request.bucket, request.key
         if request.method == "GET" and request.bucket == SERVICE_PREFIX and request.key == HEALTH_NAME:
+            trace.operation = HEALTH_NAME
             return await self._health()
+        if is_bearer(http.headers.get("Authorization"), self._settings.metrics_token):
+            return await self._metrics(request, trace)
         if request.method == "OPTIONS":
             raise _refused_preflight(request)
         request, claim, credential, key = self._authenticated(request)
@@ -122,6 +137,9 @@ class Gateway:
             problem = "a Version 2 signature is taken for GET, HEAD and PUT of objects only; use AWS4-HMAC-SHA256"
             raise CallerError(ErrorCode.ACCESS_DENIED, problem, field="Signature")
         authorize(credential, operation.action, _policy_bucket(request))
+        if operation is Operation.METRICS:
+            require_all_buckets(credential, operation.action)
+            return await self._metrics(request, trace)
         request = replace(request, headers=without_chunk_coding(request.headers))
         call = Call(
             operation, request, http, claim, self._storage, trace, self._documents, self._settings, key, credential
@@ -129,14 +147,14 @@ class Gateway:
         return await HANDLERS[operation](call)
 
     async def _health(self) -> web.Response:
-        """Whether requests can be served: that includes the storage side, which is asked once a second at most, however
-        many ask us.
+        """Whether requests can be served. The storage side must answer, too; it is asked at most once a second, however
+        many clients ask.
         """
         now_s = time.monotonic()
         if now_s >= self._healthy_until_s:
             try:
                 async with asyncio.timeout(HEALTH_TIMEOUT_S):
-                    await self._storage.transports()
+                    await self._storage.status.transports("")
             except (ObjectCacheError, TimeoutError) as error:
                 _log.warning("the storage side does not answer: %s", error)
                 body = b'{"status":"the storage side does not answer"}'
@@ -144,8 +162,25 @@ class Gateway:
             self._healthy_until_s = now_s + HEALTH_KEPT_S
         return web.Response(body=b'{"status":"ok"}', content_type="application/json")
 
+    async def _metrics(self, request: S3Request, trace: RequestTrace) -> web.Response:
+        """GET /_objectcache/metrics: the metrics of this gateway and of its storage server. If the storage server does
+        not answer, its metrics are missing, and the gateway's error counters say why.
+        """
+        if route(request) is not Operation.METRICS:
+            raise CallerError(ErrorCode.ACCESS_DENIED, "the token is for metrics only", field="Authorization")
+        trace.operation = Operation.METRICS.name.lower()
+        text = self._meter.text()
+        try:
+            async with asyncio.timeout(METRICS_TIMEOUT_S):
+                text += (await self._storage.status.metrics("")).encode()
+        except (ServerError, TimeoutError) as error:
+            _log.warning("the storage server's metrics cannot be read: %s", error)
+        return web.Response(body=text, headers={"Content-Type": CONTENT_TYPE})
+
     def _authenticated(self, request: S3Request) -> tuple[S3Request, sigv4.Claim, Credential, bytes]:
-        """The request, who makes it, and the key that signs chunks of its body. Raises CallerError."""
+        """The request, its signer's claim and credential, and the key that signs its body's chunks.
+        Raises CallerError.
+        """
         now_s = time.time()
         if self._settings.allows_sigv2 and sigv2.is_presigned(request):
             claim = sigv2.read_claim(request)
@@ -154,7 +189,7 @@ class Gateway:
             return sigv2.with_signed_headers(request), claim, credential, b""
         claim = sigv4.read_claim(request)
         credential = self._credentials.find(claim.access_key)
-        # buckets of every region are listed everywhere, so a client may sign with its own
+        # Buckets of every region are listed everywhere, so a client may sign with its own region.
         region = claim.region if is_list_buckets(request) else self._settings.region
         return request, claim, credential, sigv4.verify(request, claim, credential.secret_key, region, now_s)
 
@@ -162,7 +197,7 @@ class Gateway:
         return {"x-amz-request-id": trace_id, "x-amz-id-2": self._host_id, "Server": SERVER}
 
     def _refuse_unparsed(self, error: ObjectCacheError) -> web.Response:
-        """The answer to what never became a request."""
+        """The answer to bytes that cannot be parsed as a request."""
         trace_id = _make_trace_id()
         trace = RequestTrace(trace_id, self._identity(trace_id))
         response = _refusal("", "", error, xml.ErrorContext(trace_id))
@@ -196,7 +231,7 @@ def _refusal(method: str, raw_path: str, error: ObjectCacheError, context: xml.E
 
 
 def _argument_value(http: web.BaseRequest, error: ObjectCacheError) -> str | None:
-    """What the request says of the argument that was wrong, where S3 would repeat it."""
+    """The value of the wrong argument as the request gave it, where S3 repeats it in the error document."""
     if error.code is not ErrorCode.INVALID_ARGUMENT or error.field is None:
         return None
     for part in http.raw_path.partition("?")[2].split("&"):
@@ -217,7 +252,7 @@ def _demand_signature(operation: Operation, claim: sigv4.Claim) -> None:
 
 
 def _refused_preflight(request: S3Request) -> CallerError:
-    """The answer to OPTIONS, which is never signed: no bucket here allows other origins."""
+    """The answer to OPTIONS, which is never signed: no bucket of this server allows other origins."""
     if "origin" not in request.headers:
         problem = "Insufficient information. Origin request header needed."
         return CallerError(ErrorCode.BAD_REQUEST, problem, field="origin")

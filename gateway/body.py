@@ -1,21 +1,22 @@
-"""A request's body as it arrives from the socket: waited for with a limit, decoded, and handed on piece by piece."""
+"""A request's body, read from the socket with a time limit, decoded, and handed on piece by piece."""
 
 from __future__ import annotations
 
 import asyncio
-import time
 from collections.abc import AsyncIterator
 from dataclasses import replace
 
 from aiohttp import web
 
 from adapters.leave_to_send import give_leave, is_held_back
+from adapters.phases import Phases
 from descriptors.errors import CallerError, ErrorCode
 from descriptors.objects import BodyDigests
 from descriptors.storage_api import Piece
+from descriptors.tracing import Phase
 from descriptors.units import KIB
-from gateway.aws_chunked import ChunkedDecoder, SignatureChain
-from gateway.upload import BodyPlan, decode_checksum
+from gateway.s3.aws_chunked import ChunkedDecoder, SignatureChain
+from gateway.s3.upload import BodyPlan, decode_checksum
 
 SMALL_PIECE_BYTES = 4 * KIB
 JOINED_PIECE_BYTES = 64 * KIB
@@ -23,27 +24,33 @@ PIECES_A_TURN = 64
 
 
 class RequestBody:
-    """Implements descriptors.storage_api.Body. `chain` verifies the chunks where they are signed."""
+    """Implements descriptors.storage_api.Body. `chain` verifies the chunks where they are signed. The time spent
+    waiting for the client's bytes is added to `phases`.
+    """
 
     def __init__(
-        self, http: web.BaseRequest, plan: BodyPlan, chain: SignatureChain | None, idle_timeout_s: float
+        self,
+        http: web.BaseRequest,
+        plan: BodyPlan,
+        chain: SignatureChain | None,
+        idle_timeout_s: float,
+        phases: Phases,
     ) -> None:
         self._http = http
         self._plan = plan
         self._chain = chain
         self._idle_timeout_s = idle_timeout_s
+        self._phases = phases
         self._digests: BodyDigests | None = None
-        self.waited_s = 0.0
-        """How long the client's bytes were waited for."""
 
     @property
     def has_sha256(self) -> bool:
-        """Whether the payload was signed whole."""
+        """Whether the whole payload was signed, so that its SHA-256 is known."""
         return self._plan.digests.sha256 is not None
 
     @property
     def is_held_back(self) -> bool:
-        """Whether the client waits for leave to send."""
+        """Whether the client waits for leave to send ("100 Continue")."""
         return is_held_back(self._http)
 
     def __aiter__(self) -> AsyncIterator[Piece]:
@@ -66,7 +73,9 @@ class RequestBody:
         self._digests = self._plan.digests
 
     async def _decoded(self) -> AsyncIterator[Piece]:
-        """Pieces of tiny chunks are joined, and other requests get their turn between many."""
+        """The decoded pieces. Those of tiny chunks are joined, and other requests get their turn
+        between many chunks.
+        """
         decoder = ChunkedDecoder(self._plan.nbytes or 0, self._chain, self._plan.trailer_names)
         joined, piece_count = bytearray(), 0
         async for data in self._arriving():
@@ -91,17 +100,18 @@ class RequestBody:
         self._digests = digests
 
     async def _arriving(self) -> AsyncIterator[bytes]:
-        """A client that waits for `100 Continue` gets it here, when the request has been found worth its body.
+        """The bytes as they arrive. A client that waits for `100 Continue` gets it here: all earlier checks have
+        passed.
 
         Raises CallerError: IncompleteBody, RequestTimeout.
         """
         http = self._http
         await give_leave(http)
         while True:
-            began_s = time.perf_counter()
             try:
-                async with asyncio.timeout(self._idle_timeout_s):
-                    piece = await http.content.readany()
+                with self._phases.during(Phase.TRANSFER):
+                    async with asyncio.timeout(self._idle_timeout_s):
+                        piece = await http.content.readany()
             except (web.RequestPayloadError, ConnectionError) as error:
                 raise _wrong_length("ended early") from error
             except TimeoutError:
@@ -110,7 +120,6 @@ class RequestBody:
                     f"no byte of the body came for {self._idle_timeout_s:g} s; the connection is closed",
                     field="body",
                 ) from None
-            self.waited_s += time.perf_counter() - began_s
             if not piece:
                 return
             yield piece

@@ -1,4 +1,4 @@
-"""One authenticated request in hand: what operations need to answer it."""
+"""Call: one authenticated request, with everything that an operation needs to answer it."""
 
 from __future__ import annotations
 
@@ -13,17 +13,17 @@ from adapters.threads import parsed
 from descriptors.errors import CallerError, ErrorCode
 from descriptors.objects import ChecksumAlgorithm
 from descriptors.storage_api import StorageApi
-from gateway.aws_chunked import SignatureChain
 from gateway.body import RequestBody
-from gateway.credentials import NOBODY, Credential
 from gateway.document_budget import DocumentBudget
-from gateway.payload_form import PayloadForm
-from gateway.request import S3Request
-from gateway.routing import Operation
+from gateway.s3.aws_chunked import SignatureChain
+from gateway.s3.credentials import NOBODY, Credential
+from gateway.s3.payload_form import PayloadForm
+from gateway.s3.request import S3Request
+from gateway.s3.routing import Operation
+from gateway.s3.sigv4 import Claim
+from gateway.s3.upload import LENGTH_NEEDED, BodyPlan, check_digests, plan_body, plan_document
 from gateway.settings import GatewaySettings
-from gateway.sigv4 import Claim
 from gateway.trace import RequestTrace
-from gateway.upload import LENGTH_NEEDED, BodyPlan, check_digests, plan_body, plan_document
 
 _T = TypeVar("_T")
 _CHAINED = (PayloadForm.SIGNED_CHUNKS, PayloadForm.SIGNED_CHUNKS_TRAILER)
@@ -31,7 +31,7 @@ _CHAINED = (PayloadForm.SIGNED_CHUNKS, PayloadForm.SIGNED_CHUNKS_TRAILER)
 
 @dataclass(frozen=True, slots=True)
 class Upload:
-    """A body on its way: `nbytes` decoded bytes, and the checksum to compute and keep of them."""
+    """An object's bytes in a request body: `nbytes` when decoded, and the checksum to compute and keep."""
 
     nbytes: int
     checksum: ChecksumAlgorithm | None
@@ -40,7 +40,7 @@ class Upload:
 
 @dataclass(frozen=True, slots=True)
 class Call:
-    """`request` is what was asked, `http` where its body comes from and the answer goes."""
+    """`request` is the parsed request; its body is read from `http`, and the answer is written there."""
 
     operation: Operation
     request: S3Request
@@ -53,28 +53,33 @@ class Call:
     signing_key: bytes = field(default=b"", repr=False)
     credential: Credential = NOBODY
 
+    @property
+    def access_key(self) -> str:
+        """The access key that signed the request."""
+        return self.claim.access_key
+
     def bound_write_queue(self) -> None:
-        """From now on a write of the answer waits until the connection has taken it."""
+        """From now on a write of the answer returns only when the connection has taken the bytes."""
         transport = self.http.transport
         if isinstance(transport, asyncio.WriteTransport):
             transport.set_write_buffer_limits(high=0)
 
     def upload(self) -> Upload:
-        """The body as an object's bytes, whatever its form; the length must be known.
+        """The body as an object's bytes, whatever its form. The length must be known.
 
-        Raises CallerError: MissingContentLength, InvalidDigest, InvalidRequest. See `Body` for what reading it raises;
-        besides IncompleteBody these are RequestTimeout, SignatureDoesNotMatch, MalformedTrailerError, InvalidRequest.
+        Raises CallerError: MissingContentLength, InvalidDigest, InvalidRequest. Reading the body raises what `Body`
+        says, and also RequestTimeout, SignatureDoesNotMatch, MalformedTrailerError, InvalidRequest.
         """
         plan = plan_body(self.request, self.claim.form, self.claim.body_sha256)
         if plan.nbytes is None:
             raise CallerError(ErrorCode.MISSING_CONTENT_LENGTH, LENGTH_NEEDED, field="content-length")
         body = self._body(plan)
-        self.trace.upload, self.trace.nbytes = body, plan.nbytes
+        self.trace.nbytes = plan.nbytes
         return Upload(plan.nbytes, plan.checksum, body)
 
     async def document(self, parse: Callable[[bytes], _T], nbytes_max: int) -> _T:
-        """A whole small body, checked against every digest the request gives, and parsed. It is held within the
-        gateway's budget for documents, and a large one is parsed beside the event loop.
+        """Read a small body whole, check every digest that the request gives, and parse it. Its memory counts in the
+        gateway's budget for documents. A large document is parsed in a thread.
 
         Raises CallerError: EntityTooLarge, XAmzContentSHA256Mismatch, BadDigest, RequestTimeout, and what `upload` and
         its body raise; ServerError(SlowDown); what `parse` raises.
@@ -97,7 +102,7 @@ class Call:
             check_digests(whole, plan.checksum, body.digests())
             return await parsed(parse, whole)
         except TimeoutError:
-            problem = f"the body did not come whole within {self.settings.document_timeout_s:g} s"
+            problem = f"the body did not arrive completely within {self.settings.document_timeout_s:g} s"
             raise CallerError(ErrorCode.REQUEST_TIMEOUT, problem, field="body") from None
         finally:
             self.documents.give_back(self.claim.access_key, held_bytes)
@@ -106,7 +111,7 @@ class Call:
         claim = self.claim
         chained = claim.form in _CHAINED
         chain = SignatureChain(self.signing_key, claim.date, claim.scope, claim.signature) if chained else None
-        return RequestBody(self.http, plan, chain, self.settings.body_idle_timeout_s)
+        return RequestBody(self.http, plan, chain, self.settings.body_idle_timeout_s, self.trace.phases)
 
 
 def _too_large(nbytes_max: int) -> CallerError:

@@ -1,7 +1,7 @@
-"""How many bytes of request documents a gateway holds: at most so many in all, and for each access key. Pure state.
+"""DocumentBudget: bounds the memory of request documents, in all and for each access key. Pure state.
 
-A document is a body that is parsed as a whole (a descriptor, a lookup, S3's XML). Its bytes are counted as they arrive
-and until it has been parsed, so that what a client announces but does not send costs nobody anything.
+A document is a body that is parsed as a whole (a descriptor, a lookup, S3's XML). Its bytes count from their arrival
+until the document has been parsed. So bytes that a client announces but does not send take nothing from the budget.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from descriptors.errors import ErrorCode, ServerError
 
 
 class DocumentBudget:
-    """`total_bytes` for all keys together, `key_bytes` for one."""
+    """At most `total_bytes` for all keys together, and `key_bytes` for one key."""
 
     def __init__(self, total_bytes: int, key_bytes: int) -> None:
         self._total_bytes = total_bytes
@@ -22,11 +22,13 @@ class DocumentBudget:
 
     @property
     def held_bytes(self) -> int:
-        """Held for all keys."""
+        """The bytes that count now, of all keys."""
         return self._held_bytes
 
     def take(self, access_key: str, nbytes: int) -> None:
-        """Count bytes that have come. Raises ServerError(SlowDown), and counts nothing, where they are too many."""
+        """Count bytes that have arrived. Raises ServerError(SlowDown), and counts nothing, where a
+        bound is exceeded.
+        """
         if self._held[access_key] + nbytes > self._key_bytes:
             whose = "this access key's requests"
         elif self._held_bytes + nbytes > self._total_bytes:
@@ -35,11 +37,11 @@ class DocumentBudget:
             self._held[access_key] += nbytes
             self._held_bytes += nbytes
             return
-        problem = f"the documents of {whose} hold as much memory as they may; send this one again"
+        problem = f"the documents of {whose} use all the memory they may have; send this one again later"
         raise ServerError(ErrorCode.SLOW_DOWN, problem, field="body", retryable=True)
 
     def give_back(self, access_key: str, nbytes: int) -> None:
-        """What `take` counted."""
+        """Stop counting bytes that `take` counted."""
         self._held_bytes -= nbytes
         self._held[access_key] -= nbytes
         if not self._held[access_key]:

@@ -1,4 +1,4 @@
-"""Which function answers which operation: one total table."""
+"""The function that answers each operation, as one total table."""
 
 from __future__ import annotations
 
@@ -21,8 +21,8 @@ from gateway.operations import (
     uploads,
 )
 from gateway.operations.answers import EXPECTED_OWNER, check_expected_owner
-from gateway.request import check_bucket_name
-from gateway.routing import Operation
+from gateway.s3.request import check_bucket_name
+from gateway.s3.routing import Operation
 
 Handler = Callable[[Call], Awaitable[web.StreamResponse]]
 
@@ -38,7 +38,9 @@ LAYERWISE: dict[Operation, Handler] = {
     Operation.DELETE_AGENT: layerwise.delete_agent,
     Operation.CANCEL_REQUEST: layerwise.cancel_request,
 }
-"""What S3 does not have; never presigned, since it could be replayed for days, and never with an unsigned body."""
+"""The operations that S3 does not have. They must not be presigned, since a presigned request can be replayed for days,
+and their bodies must be signed.
+"""
 
 _WITHOUT_BUCKET: dict[Operation, Handler] = {
     Operation.LIST_BUCKETS: buckets.list_buckets,
@@ -81,8 +83,8 @@ _IN_BUCKET: dict[Operation, Handler] = {
 
 
 def _of_expected_owner(handler: Handler) -> Handler:
-    """The handler, once x-amz-expected-bucket-owner has been found to hold. A bucket that is missing because none can
-    have such a name is InvalidBucketName.
+    """The handler, called only if x-amz-expected-bucket-owner holds. For a name that no bucket can have the check
+    answers InvalidBucketName.
     """
 
     async def handle(call: Call) -> web.StreamResponse:

@@ -1,26 +1,29 @@
-"""What a gateway can be told."""
+"""Settings of a gateway."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
-from adapters.limited_server import ConnectionLimits
+from adapters.deadlines import ConnectionLimits
 from descriptors.descriptor import DESCRIPTOR_BYTES_MAX
 from descriptors.units import MIB
 
 
 @dataclass(frozen=True, slots=True)
 class GatewaySettings:
-    """`region` is what signatures must name; below each of `domains` (and localhost) the first labels name a bucket.
+    """`region` is the region that signatures must name. In a host name below one of `domains` (or localhost) the first
+    labels name a bucket.
 
-    A connection is given up when: no byte of an awaited body came for `body_idle_timeout_s`; a request's head is not
-    whole after `header_timeout_s`; no request came for `keepalive_timeout_s`; or the client took no byte of an answer
-    for `send_idle_timeout_s`. Above `connections_max` new ones are refused.
+    A connection is closed when: no byte of an awaited body came for `body_idle_timeout_s`; the head of a request is not
+    complete after `header_timeout_s`; no request came for `keepalive_timeout_s`; or the client took no byte of an
+    answer for `send_idle_timeout_s`. Above `connections_max` new connections are refused.
 
-    With `allows_sigv2` presigned URLs with a Version 2 signature are taken for GET, HEAD and PUT of objects.
+    With `allows_sigv2` presigned URLs with a Version 2 signature are accepted for GET, HEAD and PUT of objects.
 
-    A document (a body that is parsed as a whole) must have arrived within `document_timeout_s`. All documents on their
-    way hold at most `document_bytes` of memory, those of one access key `document_key_bytes`.
+    A document (a body that is parsed as a whole) must have arrived within `document_timeout_s`. All documents under way
+    hold at most `document_bytes` of memory, those of one access key `document_key_bytes`.
+
+    A request with `metrics_token` as a bearer token may read the metrics. With None only signed requests may.
     """
 
     region: str = "us-east-1"
@@ -34,10 +37,11 @@ class GatewaySettings:
     allows_sigv2: bool = True
     document_bytes: int = 256 * MIB
     document_key_bytes: int = 64 * MIB
+    metrics_token: str | None = field(default=None, repr=False)
 
     @property
     def connection_limits(self) -> ConnectionLimits:
-        """What holds for each connection."""
+        """The limits of each connection."""
         return ConnectionLimits(
             self.header_timeout_s, self.keepalive_timeout_s, self.send_idle_timeout_s, self.connections_max
         )

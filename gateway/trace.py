@@ -1,35 +1,28 @@
-"""One request's trace through the gateway: whose id it has, and where its time goes.
+"""One request's trace through the gateway: the request's id, and the phases that its time goes to.
 
-Time between `handle` and the answer is the gateway's but for what is spent in storage calls; of that, what moving
-payload to or from the client took is the transfer's, and the rest the storage's.
+The time from `handle` to the answer counts as the gateway's, except for storage calls. In a storage call, the time of
+moving payload to or from the client counts as transfer, and the rest as storage.
 """
 
 from __future__ import annotations
 
-import inspect
-import time
 from collections.abc import Awaitable, Callable
-from contextlib import AbstractAsyncContextManager
 from contextvars import ContextVar
 from typing import Any, cast
 
-from descriptors.objects import ReadRequest
-from descriptors.storage_api import ObjectRead, StorageApi
-from descriptors.tracing import REQUEST_ID_HEADER, ServerTiming
-from gateway.body import RequestBody
-
-_GATEWAY, _STORAGE, _TRANSFER = range(3)
+from adapters.phases import Phases
+from descriptors.peer_calls import CALLS, Form
+from descriptors.storage_api import AgentsApi, Moved, ObjectsApi, PrefixesApi, StatusApi, StorageApi, UploadsApi
+from descriptors.tracing import REQUEST_ID_HEADER, Phase, ServerTiming
 
 
 class RequestTrace:
-    """`trace_id` is ours, `request_id` the client's where it has named one, `headers` what every answer carries.
-
-    Time is told apart by saying, where a stretch begins, whose it is; before, it is the gateway's.
+    """`trace_id` is the gateway's id, `request_id` the client's where it has named one. `headers` are in every answer.
+    `phases` are GATEWAY, STORAGE and TRANSFER.
     """
 
     __slots__ = (
-        "_at_s", "_spent_s", "_whose", "bucket", "code", "headers", "key", "nbytes", "operation", "request_id",
-        "trace_id", "upload",
+        "bucket", "code", "headers", "key", "nbytes", "operation", "phases", "request_id", "trace_id",
     )  # fmt: skip
 
     def __init__(self, trace_id: str, headers: dict[str, str]) -> None:
@@ -41,92 +34,77 @@ class RequestTrace:
         self.bucket = ""
         self.key = ""
         self.nbytes = 0
-        self.upload: RequestBody | None = None
-        self._spent_s = [0.0, 0.0, 0.0]
-        self._whose = _GATEWAY
-        self._at_s = time.perf_counter()
+        self.phases = Phases(Phase.GATEWAY)
 
     def name(self, request_id: str | None) -> None:
-        """The client's own id: the answer repeats it, an error too."""
+        """Set the client's own id, which every answer repeats, errors included."""
         if request_id is not None:
             self.request_id = request_id
             self.headers[REQUEST_ID_HEADER] = request_id
 
-    def work(self) -> None:
-        """From now on it is the gateway that takes its time."""
-        self._turn(_GATEWAY)
-
-    def wait_for_storage(self) -> None:
-        """From now on the storage side is waited for."""
-        self._turn(_STORAGE)
-
-    def wait_for_client(self) -> None:
-        """From now on the client's connection is waited for."""
-        self._turn(_TRANSFER)
-
-    def _turn(self, whose: int) -> None:
-        now_s = time.perf_counter()
-        self._spent_s[self._whose] += now_s - self._at_s
-        self._at_s, self._whose = now_s, whose
-
     def add_bytes(self, nbytes: int) -> None:
-        """So many more of the answer's body are on their way."""
+        """Count bytes of the answer's body."""
         self.nbytes += nbytes
 
-    def moved(self, nbytes: int, transfer_s: float) -> None:
-        """What a storage call that moved the payload says of it, when it is over."""
-        self.nbytes = nbytes
-        self._spent_s[_STORAGE] -= transfer_s
-        self._spent_s[_TRANSFER] += transfer_s
+    def moved(self, moved: Moved) -> None:
+        """Take bytes and time from a finished storage call that moved payload."""
+        self.nbytes = moved.nbytes
+        self.phases.move(moved.transfer_s, Phase.STORAGE, Phase.TRANSFER)
 
     def timing(self) -> ServerTiming:
-        """The split until now. Two clocks may disagree by a little: nothing is below 0."""
-        self._turn(self._whose)
-        gateway_s, storage_s, transfer_s = self._spent_s
-        waited_s = 0.0 if self.upload is None else self.upload.waited_s
-        return ServerTiming(gateway_s, max(0.0, storage_s - waited_s), transfer_s + waited_s)
+        """The time of each phase until now."""
+        return ServerTiming(*map(self.phases.seconds, (Phase.GATEWAY, Phase.STORAGE, Phase.TRANSFER)))
 
 
 _CURRENT: ContextVar[RequestTrace | None] = ContextVar("request trace", default=None)
 
 
 def follow(trace: RequestTrace) -> None:
-    """From now on what this task does is done for that request."""
+    """Make `trace` the trace of the request that this task works for."""
     _CURRENT.set(trace)
 
 
 def current_request_id() -> str | None:
-    """The id of the request this task is answering."""
+    """The id of the request that this task is answering."""
     trace = _CURRENT.get()
     return None if trace is None else trace.request_id
 
 
-def timed(storage: StorageApi) -> StorageApi:
-    """The same storage, with the time of each call entered in the trace of the request that makes it; but for
-    `open_object`, whose caller knows what it waits for.
+class TimedStorage:
+    """A StorageApi that adds the time of each call to the trace of the request that makes it. It does not measure
+    `open_object`, because the caller of `open_object` measures the reads itself.
     """
-    return cast(StorageApi, _Timed(storage))
 
-
-class _Timed:
     def __init__(self, storage: StorageApi) -> None:
-        self._storage = storage
-        for name, _ in inspect.getmembers(StorageApi, inspect.iscoroutinefunction):
-            setattr(self, name, _timed_call(storage, name))
+        self.objects = cast(ObjectsApi, _TimedRole(storage.objects, "objects"))
+        self.uploads = cast(UploadsApi, _TimedRole(storage.uploads, "uploads"))
+        self.prefixes = cast(PrefixesApi, _TimedRole(storage.prefixes, "prefixes"))
+        self.agents = cast(AgentsApi, _TimedRole(storage.agents, "agents"))
+        self.status = cast(StatusApi, _TimedRole(storage.status, "status"))
 
-    def open_object(self, request: ReadRequest) -> AbstractAsyncContextManager[ObjectRead]:
-        return self._storage.open_object(request)
+
+class _TimedRole:
+    def __init__(self, role: object, name: str) -> None:
+        self._role = role
+        self._name = name
+
+    def __getattr__(self, method_name: str) -> Any:
+        """Made at the first call."""
+        call = CALLS.get(f"{self._name}.{method_name}")
+        if call is None:
+            raise AttributeError(method_name)
+        method = getattr(self._role, method_name)
+        made = method if call.form is Form.READ else _timed(method)
+        setattr(self, method_name, made)
+        return made
 
 
-def _timed_call(storage: StorageApi, name: str) -> Callable[..., Awaitable[Any]]:
-    async def call(*arguments: Any) -> Any:
+def _timed(method: Callable[..., Awaitable[Any]]) -> Callable[..., Awaitable[Any]]:
+    async def call(*arguments: Any, **named: Any) -> Any:
         trace = _CURRENT.get()
         if trace is None:
-            return await getattr(storage, name)(*arguments)
-        trace.wait_for_storage()
-        try:
-            return await getattr(storage, name)(*arguments)
-        finally:
-            trace.work()
+            return await method(*arguments, **named)
+        with trace.phases.during(Phase.STORAGE):
+            return await method(*arguments, **named)
 
     return call

@@ -25,16 +25,16 @@ from descriptors.layout import ChunkLayout
 from descriptors.messages import LookupRequest, lookup_body, parse_lookup_answer
 from descriptors.recompute import Advice, AdviceRequest
 from descriptors.recompute import advise as advise_here
-from nixl_client import shared_memory
-from nixl_client.buffers import as_buffer
-from nixl_client.choices import chosen
-from nixl_client.fetch import Layer, LayerFetch
-from nixl_client.fetch_http import HttpFetches
-from nixl_client.http import Answer, SignedHttp
+from nixl_client.fetch.http import HttpFetches
+from nixl_client.fetch.layer_fetch import Layer, LayerFetch
+from nixl_client.fetch.routes import Routes
 from nixl_client.objects import ObjectPaths, Registered
-from nixl_client.registration import LIFETIME_S
-from nixl_client.transport import HTTP_CONNECTIONS_MAX, Transport
-from nixl_client.ways import Ways
+from nixl_client.options import enum_member
+from nixl_client.session.agent import LIFETIME_S
+from nixl_client.session.signed_http import Answer, SignedHttp
+from nixl_client.transports import shared_memory
+from nixl_client.transports.buffers import as_buffer
+from nixl_client.transports.transport import HTTP_CONNECTIONS_MAX, Transport
 
 FETCHES_MAX = 64
 PUT_THREADS = 8
@@ -43,15 +43,21 @@ __all__ = ["ObjectCacheClient", "Transport"]
 
 
 class ObjectCacheClient:
-    """A client of one bucket; `in_bucket` gives clients of others that share its connections, threads and buffers.
-    Credentials default to AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY. `timeout_s` bounds each wait for the gateway,
-    `fetch_timeout_s` the silence on a fetch's own request; calls take another in their own `timeout_s`. The agent is
-    renewed every third of `agent_lifetime_s`; a client that stops doing so is forgotten by the server after that time.
-    Over http a large fetch uses up to `http_connections` connections, each for some of the chunks: as many requests.
+    """A client of one bucket; `in_bucket` gives clients of other buckets that share its threads and buffers.
 
-    `transport`, `delivery`, `on_missing` and `path` may be given by name; a name that there is not raises ValueError at
-    the call. Every method raises ObjectCacheError (CallerError, ChunkUnavailable, ServerError) for what the server
-    refuses.
+    access_key, secret_key: default to AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY.
+    http_connections: over http a large fetch is split among up to so many connections, each with a request of its own
+        for some of the chunks.
+    timeout_s: bounds each wait for the gateway. A call may take another bound in its own `timeout_s`.
+    fetch_timeout_s: bounds the silence on a fetch's request.
+    agent_lifetime_s: the server forgets a client that has not renewed its agent for so long. The client renews it every
+        third of that time.
+
+    `transport`, `delivery`, `on_missing` and `path` may be given by name; an unknown name raises ValueError when it is
+    given. Every method raises ObjectCacheError when the server refuses: CallerError, ChunkUnavailable or ServerError.
+
+    Clients of one process share connections, and agents, where server, credentials and times are the same
+    (`nixl_client.session`).
     """
 
     def __init__(
@@ -68,7 +74,7 @@ class ObjectCacheClient:
         fetch_timeout_s: float = 600.0,
         agent_lifetime_s: float = LIFETIME_S,
     ) -> None:
-        wanted = chosen(Transport, transport, "transport")
+        wanted = enum_member(Transport, transport, "transport")
         access_key = access_key or os.environ.get("AWS_ACCESS_KEY_ID")
         secret_key = secret_key or os.environ.get("AWS_SECRET_ACCESS_KEY")
         if not access_key or not secret_key:
@@ -79,26 +85,26 @@ class ObjectCacheClient:
         self._http = SignedHttp(endpoint, access_key, secret_key, region, timeout_s)
         self._fetch_timeout_s = fetch_timeout_s
         self._http_fetches = HttpFetches(self._http, http_connections)
-        self._ways = Ways(self._http, wanted, agent_lifetime_s)
+        self._routes = Routes(self._http, wanted, agent_lifetime_s)
         self._is_own = True
         self._fetchers = ThreadPoolExecutor(FETCHES_MAX, "objectcache-fetch")
         self._waiters = ThreadPoolExecutor(FETCHES_MAX, "objectcache-wait")
         self._putters = ThreadPoolExecutor(PUT_THREADS, "objectcache-put")
 
     def in_bucket(self, bucket: str) -> ObjectCacheClient:
-        """A client of another bucket with the connections, threads and registered buffers of this one, which must be
-        closed last; closing the new one does nothing. Both may be used by any threads.
+        """A client of another bucket with the threads and registered buffers of this one. This one must be closed last;
+        closing the new one does nothing. Both may be used by any threads.
         """
         other = copy.copy(self)
         other.bucket, other._is_own = bucket, False
         return other
 
     def close(self) -> None:
-        """Deregister from the gateway, which waits for writes in flight, and free everything."""
+        """Deregister the buffers, which waits for writes in flight, and free everything."""
         if not self._is_own:
             return
         try:
-            self._ways.close()
+            self._routes.close()
         finally:
             for pool in (self._fetchers, self._waiters, self._putters):
                 pool.shutdown()
@@ -121,18 +127,22 @@ class ObjectCacheClient:
         def put(key: str, chunk: Any) -> None:
             self._http.request("PUT", f"/{self.bucket}/{key}", None, memoryview(chunk).cast("B"), timeout_s)
 
-        self._each(put, zip(chunk_keys, chunks, strict=True))
+        self._run_all(put, zip(chunk_keys, chunks, strict=True))
 
     def delete(self, chunk_keys: Sequence[str], *, timeout_s: float | None = None) -> None:
-        """Delete objects, several at a time; one that is missing is deleted already. Failures as in `put_chunks`."""
+        """Delete objects, several at a time. Deleting an object that is not there succeeds. Failures as in
+        `put_chunks`.
+        """
 
         def delete(key: str) -> None:
             self._http.request("DELETE", f"/{self.bucket}/{key}", timeout_s=timeout_s)
 
-        self._each(delete, [(key,) for key in chunk_keys])
+        self._run_all(delete, [(key,) for key in chunk_keys])
 
-    def _each(self, work: Callable[..., None], arguments: Iterable[tuple[Any, ...]]) -> None:
-        """Do all of it in our threads, until one fails; raises the first failure when none is under way any more."""
+    def _run_all(self, work: Callable[..., None], arguments: Iterable[tuple[Any, ...]]) -> None:
+        """Call `work` with each of `arguments` in our threads, and begin no further call once one has failed. After
+        every call that was begun has ended, raises the first failure.
+        """
         failed = threading.Event()
 
         def do(*given: Any) -> None:
@@ -147,8 +157,8 @@ class ObjectCacheClient:
         _raise_first([self._putters.submit(do, *given) for given in arguments])
 
     def lookup(self, chunk_keys: Sequence[str], lease_s: float = 0.0, *, timeout_s: float | None = None) -> int:
-        """How many chunks, from the first, are stored without a gap; `lease_s` asks to keep them that long,
-        which a server that evicts nothing needs not be asked.
+        """How many chunks, from the first, are stored without a gap. `lease_s` asks the server to keep them for that
+        long. A server that evicts nothing keeps them anyway.
         """
         if not chunk_keys:
             return 0
@@ -158,7 +168,9 @@ class ObjectCacheClient:
     def advise(
         self, chunk_keys: Sequence[str], compute: AdviceRequest, lease_s: float = 0.0, *, timeout_s: float | None = None
     ) -> tuple[int, Advice]:
-        """`lookup`, and whether to load what is stored or to recompute it, at the rate the server would offer now."""
+        """`lookup`, and how many of the stored chunks to load rather than to recompute, at the rate that the server
+        would offer now.
+        """
         if not chunk_keys:
             return 0, advise_here(0, compute)
         body = lookup_body(LookupRequest(tuple(chunk_keys), lease_s, compute))
@@ -169,21 +181,22 @@ class ObjectCacheClient:
         return self._http.request("POST", f"/{self.bucket}", {"lookup": ""}, body, timeout_s)
 
     def allocate_buffer(self, nbytes: int) -> npt.NDArray[np.uint8]:
-        """A uint8 array any transport can fill, and the only kind SHM can: its memory may be handed to a server on this
-        host. Raises OSError when there is not that much.
+        """A uint8 array in memory that can be handed to a server on this host. Every transport can fill it, and SHM can
+        fill no other memory. Raises OSError when there is not so much memory.
         """
         return shared_memory.allocate(nbytes)
 
     def register_buffer(self, array: Any) -> Transport:
-        """Make a buffer known to the server ahead of its first fetch; the transport fetches into it will use.
-
-        Buffers stay registered, and referenced, until `release_buffer` or `close`.
+        """Make a buffer known to the server ahead of its first fetch. Returns the transport that fetches into it will
+        use. Buffers stay registered, and referenced, until `release_buffer` or `close`.
         """
-        return self._ways.find(array).transport
+        return self._routes.route_to(array).transport
 
     def release_buffer(self, array: Any) -> None:
-        """Deregister a buffer: on return the server cannot write into it."""
-        self._ways.release(array)
+        """Deregister a buffer: on return the server cannot write into it, unless another client of this process that
+        shares the agent has registered it, too.
+        """
+        self._routes.release(array)
 
     def fetch(
         self,
@@ -202,10 +215,10 @@ class ObjectCacheClient:
         The buffer needs N*L*S bytes from `offset`. It must not be touched, but for layers that are ready, until the
         fetch is settled: `wait` returned, or `cancel` did.
         """
-        delivery = chosen(Delivery, delivery, "delivery")
-        on_missing = chosen(OnMissing, on_missing, "on_missing")
+        delivery = enum_member(Delivery, delivery, "delivery")
+        on_missing = enum_member(OnMissing, on_missing, "on_missing")
         target = as_buffer(buffer)
-        way = self._ways.find(buffer)
+        route = self._routes.route_to(buffer)
         descriptor = Descriptor(
             chunk_keys=tuple(chunk_keys),
             num_layers=layout.num_layers,
@@ -216,17 +229,17 @@ class ObjectCacheClient:
             request_id=uuid.uuid4().hex,
             layer_compute_us=tuple(layer_compute_us),
         )
-        if offset < 0 or offset + descriptor.payload_bytes > target.nbytes:
-            raise ValueError(f"{descriptor.payload_bytes} bytes from {offset} on do not fit {target.nbytes}")
-        if way.fetches is not None:
-            agent_id = way.fetches.session.agent_id()
-            start = way.region_offset + offset
+        if offset < 0 or offset + descriptor.delivery_bytes > target.nbytes:
+            raise ValueError(f"{descriptor.delivery_bytes} bytes from {offset} on do not fit {target.nbytes}")
+        if route.fetches is not None:
+            agent_id = route.fetches.agent.agent_id()
+            start = route.region_offset + offset
             descriptor = replace(
-                descriptor, rdma_target=RdmaTarget(agent_id, way.region_id, start, descriptor.payload_bytes)
+                descriptor, rdma_target=RdmaTarget(agent_id, route.region_id, start, descriptor.delivery_bytes)
             )
-        fetches = way.fetches or self._http_fetches
+        fetches = route.fetches or self._http_fetches
         silence_s = timeout_s or self._fetch_timeout_s
-        fetch = LayerFetch(descriptor, target, offset, fetches.cancel, way.transport, self.bucket, silence_s)
+        fetch = LayerFetch(descriptor, target, offset, fetches.cancel, route.transport, self.bucket, silence_s)
         self._fetchers.submit(fetches.run, fetch)
         return fetch
 
@@ -265,18 +278,18 @@ class ObjectCacheClient:
 
     @property
     def objects(self) -> ObjectPaths:
-        """Whole objects of the bucket, and puts of many chunks, by each of the paper's S3 paths."""
+        """Whole objects of the bucket, and puts of many chunks, over each of the paper's S3 paths."""
         return ObjectPaths(self._http, self.bucket, self._register_for_ucx, self._fetch_timeout_s)
 
     def _register_for_ucx(self, array: Any) -> Registered:
-        way = self._ways.over(Transport.UCX, array)
-        if way.fetches is None:
+        route = self._routes.route_over(Transport.UCX, array)
+        if route.fetches is None:
             raise RuntimeError("ucx is a one-sided transport")
-        return Registered(way.fetches.session, way.fetches.link, way.region_id)
+        return Registered(route.fetches.agent, route.region_id)
 
 
 def _cancel_started(starting: asyncio.Future[LayerFetch]) -> None:
-    """Its caller is gone: stop the fetch as soon as it exists."""
+    """Stop a fetch whose caller was cancelled while the fetch was being started."""
     if not starting.cancelled() and starting.exception() is None:
         threading.Thread(target=_cancel_quietly, args=(starting.result(),), daemon=True).start()
 
@@ -289,7 +302,7 @@ def _cancel_quietly(fetch: LayerFetch) -> None:
 
 
 async def _to_end(work: Coroutine[Any, Any, None]) -> None:
-    """Await to the end whatever happens to the caller meanwhile: the buffer is its own again only then."""
+    """Await `work` to its end, even if the caller is cancelled meanwhile: the buffer is the caller's only then."""
     task = asyncio.ensure_future(work)
     cancelled = False
     while not task.done():

@@ -15,18 +15,17 @@ from typing import Any, TypeVar
 from descriptors.descriptor import Delivery, Descriptor, RdmaTarget
 from descriptors.descriptor_codec import encode_binary
 from descriptors.errors import ErrorCode, ObjectCacheError, ServerError, make_error
+from descriptors.headers import RDMA_BYTES_HEADER, RDMA_REPLY_HEADER, REQUESTS_PATH
 from descriptors.layout import ChunkLayout
 from descriptors.rdma_token import TOKEN_HEADER, ObjectPath, RdmaToken, encode_token
 from descriptors.tracing import REQUEST_ID_HEADER
-from nixl_client.buffers import Buffer, as_buffer
-from nixl_client.choices import chosen
-from nixl_client.http import Answer, SignedHttp, Stream, UnansweredError
-from nixl_client.links import Link
-from nixl_client.registration import GONE, AgentSession
-from nixl_client.timing import Timing, split_time
+from nixl_client.options import enum_member
+from nixl_client.session.agent import GONE, ClientAgent
+from nixl_client.session.signed_http import Answer, SignedHttp
+from nixl_client.session.timing import Timing, split_time
+from nixl_client.transports.buffers import Buffer, as_buffer
+from nixl_client.transports.http import Stream, UnansweredError
 
-RDMA_REPLY_HEADER = "x-amz-rdma-reply"
-RDMA_BYTES_HEADER = "x-amz-rdma-bytes-transferred"
 _T = TypeVar("_T")
 
 
@@ -43,9 +42,9 @@ _TOKEN_PATHS = {Path.BUFFER: ObjectPath.BUFFER, Path.DIRECT: ObjectPath.DIRECT}
 
 @dataclass(frozen=True, slots=True)
 class ObjectMoved:
-    """`nbytes` are in the buffer, or stored. `path` is the way they went: a GET the server declines to write past HTTP
-    comes as TCP. `headers` are the answer's, lower-case. `request_id` is in the servers' logs; `timing` is where the
-    time went once the buffer was registered.
+    """`nbytes` are in the buffer, or stored. `path` is the path that they took: a GET that the server declines to write
+    past HTTP comes as TCP. `headers` are the answer's, lower-case. `request_id` is in the servers' logs; `timing` is
+    where the time went once the buffer was registered.
     """
 
     nbytes: int
@@ -58,22 +57,21 @@ class ObjectMoved:
 
 @dataclass(frozen=True, slots=True)
 class Registered:
-    """A buffer the server may reach: who we are to it, and the buffer's region."""
+    """A buffer that the server may reach: the agent that registered it, and its region."""
 
-    session: AgentSession
-    link: Link
+    agent: ClientAgent
     region_id: str
 
 
 @dataclass(frozen=True, slots=True)
-class _Going:
-    """A move under way; `registered` where it goes past HTTP."""
+class _Move:
+    """An object move under way; `registered` is set where its bytes go past HTTP."""
 
     request_id: str
     registered: Registered | None
     began_s: float
 
-    def moved(self, nbytes: int, path: Path, headers: Mapping[str, str], body_s: float = 0.0) -> ObjectMoved:
+    def result(self, nbytes: int, path: Path, headers: Mapping[str, str], body_s: float = 0.0) -> ObjectMoved:
         timing = split_time(time.monotonic() - self.began_s, headers, body_s)
         return ObjectMoved(nbytes, path, headers["etag"].strip('"'), headers, self.request_id, timing)
 
@@ -86,7 +84,9 @@ class BufferInUseError(ServerError):
 
 
 class ObjectPaths:
-    """Objects of one bucket. `register` makes a buffer known to the server, once, and keeps it referenced."""
+    """Objects of one bucket. `register` makes a buffer known to the server and keeps it referenced; doing so again
+    changes nothing.
+    """
 
     def __init__(self, http: SignedHttp, bucket: str, register: Callable[[Any], Registered], timeout_s: float) -> None:
         self._http = http
@@ -107,15 +107,15 @@ class ObjectPaths:
         """Get an object, or its bytes from the first to the last of `byte_range`, into at most `length` bytes (the
         rest of the buffer) from `offset` on. Raises ValueError where that is outside the buffer, or a body is longer.
         """
-        path, target = chosen(Path, path, "path"), as_buffer(buffer)
+        path, target = enum_member(Path, path, "path"), as_buffer(buffer)
         length = _checked_length(target, offset, length)
         headers = {} if byte_range is None else {"Range": f"bytes={byte_range[0]}-{byte_range[1]}"}
-        going = self._begin(path, buffer)
+        move = self._begin(path, buffer)
         if path is Path.TCP:
-            named = {**headers, REQUEST_ID_HEADER: going.request_id}
-            stream = self._http.stream("GET", self._at(key), timeout_s=self._timeout_s, headers=named)
+            named = {**headers, REQUEST_ID_HEADER: move.request_id}
+            stream = self._http.stream("GET", self._path_of(key), timeout_s=self._timeout_s, headers=named)
         else:
-            stream = self._with_token("GET", key, headers, going, offset, length, path)
+            stream = self._with_token("GET", key, headers, move, offset, length, path)
         body_s = 0.0
         try:
             if RDMA_REPLY_HEADER not in stream.headers:
@@ -126,7 +126,7 @@ class ObjectPaths:
                 nbytes = int(stream.headers[RDMA_BYTES_HEADER])
         finally:
             stream.close()
-        return going.moved(nbytes, path, stream.headers, body_s)
+        return move.result(nbytes, path, stream.headers, body_s)
 
     def put_object(
         self,
@@ -141,19 +141,19 @@ class ObjectPaths:
         """Store `length` bytes (the rest of the buffer) from `offset` on. `headers` are those of any PUT; Content-MD5
         and checksums are the object's. Raises ValueError where that is outside the buffer.
         """
-        path, target = chosen(Path, path, "path"), as_buffer(buffer)
+        path, target = enum_member(Path, path, "path"), as_buffer(buffer)
         length = _checked_length(target, offset, length)
-        going = self._begin(path, buffer)
+        move = self._begin(path, buffer)
         if path is Path.TCP:
             body = target.host_view()[offset : offset + length]
-            named = {**(headers or {}), REQUEST_ID_HEADER: going.request_id}
-            answer = self._http.request("PUT", self._at(key), None, body, self._timeout_s, named)
-            return going.moved(length, path, answer.headers)
-        stream = self._with_token("PUT", key, headers or {}, going, offset, length, path)
+            named = {**(headers or {}), REQUEST_ID_HEADER: move.request_id}
+            answer = self._http.request("PUT", self._path_of(key), None, body, self._timeout_s, named)
+            return move.result(length, path, answer.headers)
+        stream = self._with_token("PUT", key, headers or {}, move, offset, length, path)
         stream.close()
         if RDMA_REPLY_HEADER not in stream.headers:
             raise ServerError(ErrorCode.INTERNAL_ERROR, "the answer does not say that the token was executed")
-        return going.moved(length, path, stream.headers)
+        return move.result(length, path, stream.headers)
 
     def put_chunks(
         self,
@@ -168,8 +168,8 @@ class ObjectPaths:
         one request; their ETags. Raises the error of the first chunk that was not stored, with its index; the others
         may have been. Raises ValueError where N*L*S bytes from `offset` on are outside the buffer.
         """
-        delivery = chosen(Delivery, delivery, "delivery")
-        length = layout.payload_bytes(len(chunk_keys))
+        delivery = enum_member(Delivery, delivery, "delivery")
+        length = layout.delivery_bytes(len(chunk_keys))
         _checked_length(as_buffer(buffer), offset, length)
         registered, request_id = self._register(buffer), uuid.uuid4().hex
 
@@ -186,46 +186,46 @@ class ObjectPaths:
             body = encode_binary(descriptor)
             return self._http.request("PUT", f"/{self._bucket}", {"layerwise": ""}, body, self._timeout_s)
 
-        puts = self._past(registered, request_id, send).json()["chunks"]
+        puts = self._send_past_http(registered, request_id, send).json()["chunks"]
         for index, put in enumerate(puts):
             if "etag" not in put:
                 raise make_error(ErrorCode(put["code"]), put["message"], index=index)
         return [put["etag"] for put in puts]
 
     def _with_token(
-        self, method: str, key: str, headers: Mapping[str, str], going: _Going, offset: int, length: int, path: Path
+        self, method: str, key: str, headers: Mapping[str, str], move: _Move, offset: int, length: int, path: Path
     ) -> Stream:
-        if going.registered is None:
+        if move.registered is None:
             raise ValueError(f"{path} needs no token")
-        region_id = going.registered.region_id
+        region_id = move.registered.region_id
 
         def send(agent_id: str) -> Stream:
-            token = RdmaToken(agent_id, region_id, offset, length, going.request_id, _TOKEN_PATHS[path])
+            token = RdmaToken(agent_id, region_id, offset, length, move.request_id, _TOKEN_PATHS[path])
             with_token = {**headers, TOKEN_HEADER: encode_token(token)}
-            return self._http.stream(method, self._at(key), timeout_s=self._timeout_s, headers=with_token)
+            return self._http.stream(method, self._path_of(key), timeout_s=self._timeout_s, headers=with_token)
 
-        return self._past(going.registered, going.request_id, send)
+        return self._send_past_http(move.registered, move.request_id, send)
 
-    def _begin(self, path: Path, buffer: Any) -> _Going:
+    def _begin(self, path: Path, buffer: Any) -> _Move:
         registered = None if path is Path.TCP else self._register(buffer)
-        return _Going(uuid.uuid4().hex, registered, time.monotonic())
+        return _Move(uuid.uuid4().hex, registered, time.monotonic())
 
-    def _past(self, registered: Registered, request_id: str, send: Callable[[str], _T]) -> _T:
+    def _send_past_http(self, registered: Registered, request_id: str, send: Callable[[str], _T]) -> _T:
         """Send a request whose bytes go past HTTP; its answer comes when they have. Our side is polled meanwhile: over
         TCP nothing moves otherwise. An agent the server has forgotten is registered anew, and the request sent again:
         such a refusal comes before anything is moved. What may have started is stopped before an error is raised.
         """
-        session, link = registered.session, registered.link
-        link.listen(request_id, lambda _: None)
+        agent = registered.agent
+        agent.receiver.listen(request_id, lambda _: None)
         try:
-            agent_id = session.agent_id()
+            agent_id = agent.agent_id()
             try:
                 return send(agent_id)
             except ObjectCacheError as error:
                 if error.code not in GONE:
                     raise
-                session.forget(agent_id)
-                return send(session.agent_id())
+                agent.mark_gone(agent_id)
+                return send(agent.agent_id())
         except ObjectCacheError as error:
             if isinstance(error, UnansweredError):
                 self._stop(request_id)
@@ -234,16 +234,16 @@ class ObjectPaths:
             self._stop(request_id)
             raise
         finally:
-            link.forget(request_id)
+            agent.receiver.stop_listening(request_id)
 
     def _stop(self, request_id: str) -> None:
         """The server answers when nothing is in flight."""
         try:
-            self._http.request("DELETE", f"/_objectcache/requests/{request_id}")
+            self._http.request("DELETE", f"{REQUESTS_PATH}/{request_id}")
         except ObjectCacheError as error:
             raise BufferInUseError(error) from error
 
-    def _at(self, key: str) -> str:
+    def _path_of(self, key: str) -> str:
         return f"/{self._bucket}/{key}"
 
 

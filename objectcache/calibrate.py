@@ -1,4 +1,4 @@
-"""`objectcache calibrate` on the command line: measure this machine, and write what follows into the config file."""
+"""`objectcache calibrate` on the command line: measure this machine, and write the results into the config file."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def add_calibrate(
     parser = commands.add_parser(
         "calibrate",
         parents=parents,
-        help="measure this machine and write what the server should know of it into the config file",
+        help="measure this machine and write the results into the config file",
         usage="%(prog)s [--link | --model NAME] [options]",
         description="Run it once on a new machine. By itself: start servers on loopback with the config file's "
         "[storage], fetch payloads of many sizes in both orders, every byte compared, and find the payload from which "
@@ -63,7 +63,7 @@ def add_calibrate(
         "--hit-rate",
         type=_hit_rate,
         metavar="F",
-        help=f"for --model: how much of a context servers take to be cached; default: {HIT_RATE}",
+        help=f"for --model: the part of a context that servers assume to be cached; default: {HIT_RATE}",
     )
     parser.add_argument("--device", choices=("cpu", "cuda"), help="for --model; default: cpu")
     parser.add_argument("--json", type=Path, metavar="FILE", help="write everything there, raw samples included")
@@ -76,7 +76,7 @@ def add_calibrate(
 
 
 def run(options: argparse.Namespace) -> int:
-    """0: done; 1: could not be measured, or wrong bytes; 2: wrong use. Raises ConfigError."""
+    """The exit status: 0 done; 1 could not be measured, or wrong bytes; 2 wrong use. Raises ConfigError."""
     problem = _problem(options)
     if problem is not None:
         print(f"objectcache calibrate: {problem}", file=sys.stderr)
@@ -87,7 +87,7 @@ def run(options: argparse.Namespace) -> int:
     options.hit_rate = options.hit_rate or HIT_RATE
     options.device = options.device or "cpu"
     if options.link:
-        from bench.calibration.link_points import full_link_plan, smoke_link_plan
+        from calibration.link import full_link_plan, smoke_link_plan
         from objectcache.calibrate_link import calibrate_link
 
         return calibrate_link(options, smoke_link_plan(runs) if options.smoke else full_link_plan(runs))
@@ -95,14 +95,14 @@ def run(options: argparse.Namespace) -> int:
         from objectcache.calibrate_model import calibrate_model
 
         return calibrate_model(options, runs)
-    from bench.calibration.points import full_plan, smoke_plan
+    from calibration.theta import full_plan, smoke_plan
     from objectcache.calibrate_theta import calibrate_theta
 
     return calibrate_theta(options, smoke_plan(runs) if options.smoke else full_plan(runs))
 
 
 def _problem(options: argparse.Namespace) -> str | None:
-    """What is wrong with the options, before anything is started."""
+    """The problem of the options, checked before anything is started; None where there is none."""
     for file in (options.config, options.json, options.plot):
         if file is not None and not file.absolute().parent.is_dir():
             return f"{file.parent}: no such folder"
@@ -116,7 +116,7 @@ def _problem(options: argparse.Namespace) -> str | None:
 
 
 def _problem_of_what(options: argparse.Namespace) -> str | None:
-    """What does not go with what is measured."""
+    """The option that does not fit the measurement; None where all do."""
     is_theta = not options.link and options.model is None
     if not is_theta and (options.states is not None or options.compute_us is not None):
         return "--states and --compute-us are for theta: not with --link or --model"
@@ -127,7 +127,7 @@ def _problem_of_what(options: argparse.Namespace) -> str | None:
         if options.link and options.transport == "auto" and will_write:
             return "--link writes the figures of one transport: pass --transport, or --dry-run to see all of them"
         return None
-    from bench.compute.shapes import SHAPES
+    from calibration.compute.shapes import SHAPES
 
     if options.transport != "auto" or options.data is not None:
         return "--transport and --data do not go with --model"

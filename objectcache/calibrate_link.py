@@ -1,13 +1,13 @@
-"""`objectcache calibrate --link`: what the link moves, and the margin that a rate needs over r*."""
+"""`objectcache calibrate --link`: the rate of the link, and the margin that a rate needs over r*."""
 
 from __future__ import annotations
 
 import argparse
 
-from bench.calibration.link_measure import measure_links
-from bench.calibration.link_points import LinkPlan
-from bench.calibration.link_report import link_entries, link_json, link_table, plot_links, scheduler_entries
-from bench.calibration.origin import describe_origin
+from calibration.link import LinkPlan
+from calibration.link_report import link_entries, link_result, link_table, plot_links, scheduler_entries
+from calibration.measure import measure_links
+from calibration.origin import describe_origin
 from objectcache.calibrate_run import (
     DONE,
     FAILURES,
@@ -26,8 +26,8 @@ from objectcache.config_text import table_lines, with_link
 
 
 def calibrate_link(options: argparse.Namespace, plan: LinkPlan) -> int:
-    """0: done; 1: could not be measured, or wrong bytes. Where a file is to be written, `options.transport` names the
-    transport. Raises ConfigError.
+    """The exit status: 0 done; 1 could not be measured, or wrong bytes. Where a file is to be written,
+    `options.transport` names the transport. Raises ConfigError.
     """
     config = config_of(options)
     target = target_of(options)
@@ -39,27 +39,25 @@ def calibrate_link(options: argparse.Namespace, plan: LinkPlan) -> int:
         found = measure_links(plan, transports_of(options), where_of(options, config))
     except FAILURES as error:
         return failure(error)
-    reason = cannot_run(options, found.missing)
-    if reason is not None or not found.links:
+    reason = cannot_run(options, found["missing"])
+    if reason is not None or not found["links"]:
         return failure(reason or "no transport can run here")
-    print(link_table(plan, found, origin))
-    write_json(options, link_json(plan, found, origin, storage_of(config)))
+    result = link_result(plan, found, origin, storage_of(config))
+    print(link_table(result))
+    write_json(options, result)
     if options.plot is not None:
-        plot_links(found, options.plot)
-    first = found.links[0]
+        plot_links(result, options.plot)
+    first, *others = result["links"]
+    scheduler = scheduler_entries(result["links"][first])
     if target is not None:
-        scheduler, entries = scheduler_entries(first), link_entries(plan, first, origin)
-        edit_file(target, lambda text: with_link(text, first.transport, scheduler, entries))
-        print(f"\n{target}: [scheduler] and [calibration.link.{first.transport}] are written")
+        entries = link_entries(result, first)
+        edit_file(target, lambda text: with_link(text, first, scheduler, entries))
+        print(f"\n{target}: [scheduler] and [calibration.link.{first}] are written")
         return DONE
-    lines = [
-        line
-        for link in found.links
-        for line in [*table_lines(("calibration", "link", link.transport), link_entries(plan, link, origin)), ""]
-    ]
-    if len(found.links) == 1:
-        lines = [*table_lines(("scheduler",), scheduler_entries(first)), "", *lines]
+    lines = [] if others else [*table_lines(("scheduler",), scheduler), ""]
+    for transport in (first, *others):
+        lines += [*table_lines(("calibration", "link", transport), link_entries(result, transport)), ""]
     print_unwritten(lines)
-    if len(found.links) > 1:
+    if others:
         print("and, with --transport, [scheduler] with that one's figures")
     return DONE

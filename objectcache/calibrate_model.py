@@ -1,17 +1,23 @@
-"""`objectcache calibrate --model`: what a model's prefill costs here, for descriptors that state no compute times."""
+"""`objectcache calibrate --model`: the cost of a model's prefill here, for descriptors that state no compute times."""
 
 from __future__ import annotations
 
 import argparse
 from collections.abc import Sequence
 
-from bench.calibration.model_report import model_json, model_table, plot_model
-from bench.calibration.origin import describe_origin
-from bench.compute.cost_model import Fit
-from bench.compute.layer import Device, Dtype, is_present
-from bench.compute.measure import ComputePlan, compute_plan, measure_compute, smoke_plan
-from bench.compute.profile import Profile, compute_profile
-from bench.compute.shapes import shape
+from calibration.compute.cost_model import Fit, Profile, compute_profile
+from calibration.compute.layer import Device, Dtype, is_present
+from calibration.compute.measure import (
+    ComputePlan,
+    compute_plan,
+    measure_compute,
+    model_json,
+    model_table,
+    plot_model,
+    smoke_plan,
+)
+from calibration.compute.shapes import shape
+from calibration.origin import describe_origin
 from descriptors.recompute import PrefillCosts
 from objectcache.calibrate_run import (
     DONE,
@@ -28,11 +34,11 @@ from objectcache.config_text import entry_lines, with_profile
 
 SEED = 1
 DTYPE = Dtype.BFLOAT16
-"""What models are served in."""
+"""The element type that models are served in."""
 
 
 def calibrate_model(options: argparse.Namespace, runs: int) -> int:
-    """0: done; 1: could not be measured; 2: no such device here. Raises ConfigError."""
+    """The exit status: 0 done; 1 could not be measured; 2 no such device here. Raises ConfigError."""
     config = config_of(options)
     target = target_of(options)
     device = Device(options.device)
@@ -66,8 +72,8 @@ def calibrate_model(options: argparse.Namespace, runs: int) -> int:
 
 
 def goes_by(profiles: Sequence[ComputeProfileConfig], profile: Profile) -> str:
-    """The name of the one that a server takes for descriptors of the profile's shape once it is written: the first of
-    that shape.
+    """The name of the profile that a server uses for descriptors of this profile's shape, once it is written: the first
+    profile of that shape.
     """
     wanted = (profile["num_layers"], profile["token_layer_bytes"])
     for each in profiles:

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import argparse
+from collections.abc import Mapping
 from typing import Any
 
-from bench.calibration.measure import measure, warm_state
-from bench.calibration.origin import describe_origin, origin_entries, six_digits
-from bench.calibration.points import CalibrationPlan
-from bench.calibration.report import Calibration, conclude, plot, table, to_json
-from bench.samples import State
+from calibration.chunks import state_of_warm
+from calibration.measure import measure
+from calibration.origin import describe_origin, origin_entries, six_digits
+from calibration.samples import State
+from calibration.theta import CalibrationPlan
+from calibration.theta_report import conclude, plot, table
 from objectcache.calibrate_run import (
     DONE,
     FAILURES,
@@ -29,22 +31,22 @@ from objectcache.config_text import table_lines, with_calibration
 
 
 def calibrate_theta(options: argparse.Namespace, plan: CalibrationPlan) -> int:
-    """0: done; 1: could not be measured, or wrong bytes. Raises ConfigError."""
+    """The exit status: 0 done; 1 could not be measured, or wrong bytes. Raises ConfigError."""
     config = config_of(options)
     target = target_of(options)
     if target is not None:  # before the minutes of measuring
         check_edit(target, lambda text: with_calibration(text, 1, {"rounds": 1}))
     try:
-        calibration = _measured(options, plan, config)
+        result = _measured(options, plan, config)
     except FAILURES as error:
         return failure(error)
-    if isinstance(calibration, str):
-        return failure(calibration)
-    print(table(calibration))
-    write_json(options, to_json(calibration))
+    if isinstance(result, str):
+        return failure(result)
+    print(table(result))
+    write_json(options, result)
     if options.plot is not None:
-        plot(calibration, options.plot)
-    theta_bytes, found = calibration.theta.theta_bytes, calibration_table(calibration)
+        plot(result, options.plot)
+    theta_bytes, found = result["theta"]["theta_bytes"], calibration_table(result)
     if target is not None:
         edit_file(target, lambda text: with_calibration(text, theta_bytes, found))
         print(f"\n{target}: theta_bytes and [calibration] are written")
@@ -54,32 +56,34 @@ def calibrate_theta(options: argparse.Namespace, plan: CalibrationPlan) -> int:
     return DONE
 
 
-def calibration_table(calibration: Calibration) -> dict[str, Any]:
-    """What goes under `[calibration]`."""
+def calibration_table(result: Mapping[str, Any]) -> dict[str, Any]:
+    """The values under `[calibration]`."""
+    theta = result["theta"]
     table: dict[str, Any] = {
-        **origin_entries(calibration.origin),
-        "rounds": calibration.settings["runs"],
-        "theta_low_bytes": calibration.theta.low_bytes,
-        "theta_high_bytes": calibration.theta.high_bytes,
-        "theta_side": calibration.theta.side.value,
+        **origin_entries(result),
+        "rounds": result["settings"]["runs"],
+        "theta_low_bytes": theta["low_bytes"],
+        "theta_high_bytes": theta["high_bytes"],
+        "theta_side": theta["side"],
     }
-    for each in calibration.costs:
-        table.setdefault(each.state.value, {})[each.transport] = {
-            order: {
-                name: six_digits(getattr(costs, name)) for name in ("request_s", "chunk_s", "layer_s", "bytes_per_s")
-            }
-            for order, costs in (("chunk_major", each.chunk_major), ("layer_major", each.layer_major))
+    for each in result["costs"]:
+        table.setdefault(each["state"], {})[each["transport"]] = {
+            order: {name: six_digits(value) for name, value in each[order].items() if name != "error"}
+            for order in ("chunk_major", "layer_major")
         }
     return table
 
 
-def _measured(options: argparse.Namespace, plan: CalibrationPlan, config: Config) -> Calibration | str:
-    """The calibration, or why there is none. Raises FAILURES."""
+def _measured(options: argparse.Namespace, plan: CalibrationPlan, config: Config) -> dict[str, Any] | str:
+    """The result, or the reason why there is none. Raises FAILURES."""
     where = where_of(options, config)
-    states = [warm_state(plan, where.storage) if name == "warm" else State.COLD for name in options.states]
+    states = [
+        state_of_warm(sum(plan.largest_bytes), where.storage) if name == "warm" else State.COLD
+        for name in options.states
+    ]
     origin = describe_origin()
     found = measure(plan, states, transports_of(options), where)
-    reason = cannot_run(options, found.missing)
+    reason = cannot_run(options, found["missing"])
     if reason is not None:
         return reason
     settings = {
@@ -89,4 +93,4 @@ def _measured(options: argparse.Namespace, plan: CalibrationPlan, config: Config
         "storage": storage_of(config),
     }
     computes_s = [compute_us / 1e6 for compute_us in options.compute_us]
-    return conclude(found.points, computes_s, plan.seed, origin, settings, found.missing, found.remarks)
+    return conclude(found, computes_s, plan.seed, origin, settings)

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
+import importlib
 import logging
 import os
 import sqlite3
@@ -13,16 +15,20 @@ from pathlib import Path
 from typing import TypeAlias
 
 from adapters.interfaces import LOOPBACK, UnknownInterfaceError
+from adapters.metrics import shared_folder
 from adapters.nixl_agent import NixlFailure, leave
 from descriptors.errors import ObjectCacheError
+from descriptors.units import parse_bytes
 from gateway.storage_client import RemoteStorage
 from objectcache import serve
 from objectcache.calibrate import add_calibrate
 from objectcache.config import Config, ConfigError, load_config, load_credentials, load_peer_secret
-from objectcache.workers import StorageBeside
+from objectcache.workers import worker_storage
 from storage_server.settings import StorageSettings
-from storage_server.store.durability import Durability
-from storage_server.store.identity import IndexMismatchError
+from storage_server.store.data.durability import Durability
+from storage_server.store.index.identity import IndexMismatchError
+from storage_server.store.index.migrations import SchemaError
+from storage_server.upstream.directory import WrongDirectoryError
 
 _Commands: TypeAlias = "argparse._SubParsersAction[argparse.ArgumentParser]"
 
@@ -33,12 +39,10 @@ def main() -> None:
 
 
 def run(arguments: Sequence[str]) -> int:
-    """Run one command; its exit status: 0 done, 1 failed, 2 wrong use."""
+    """Run one command; returns its exit status: 0 done, 1 failed, 2 wrong use."""
     if arguments[:1] == ["bench"]:
-        from bench.cli import run as run_bench  # its own parser, and numpy and more that serving does not need
-
-        return run_bench(arguments[1:])
-    options = _parser().parse_args(arguments)
+        return _run_bench(arguments[1:])
+    options = make_parser().parse_args(arguments)
     logging.basicConfig(level=options.log_level.upper(), format="%(asctime)s %(levelname)s %(name)s: %(message)s")
     try:
         status: int = options.command(options)
@@ -48,7 +52,7 @@ def run(arguments: Sequence[str]) -> int:
     except (NixlFailure, UnknownInterfaceError) as error:
         print(f"objectcache: the ucx transport cannot be offered: {error}", file=sys.stderr)
         return 1
-    except IndexMismatchError as error:
+    except (IndexMismatchError, SchemaError, WrongDirectoryError) as error:
         print(f"objectcache: {error}", file=sys.stderr)
         return 1
     except ObjectCacheError as error:
@@ -63,7 +67,19 @@ def run(arguments: Sequence[str]) -> int:
     return status
 
 
-def _parser() -> argparse.ArgumentParser:
+def _run_bench(arguments: Sequence[str]) -> int:
+    """Benchmarks are no part of an installation: the package `bench` is looked for beside this one, in a checkout."""
+    checkout = Path(__file__).resolve().parents[1]
+    if not (checkout / "bench" / "cli.py").is_file():
+        print("objectcache: benchmarks run from a checkout; this installation has none", file=sys.stderr)
+        return 2
+    if str(checkout) not in sys.path:  # an editable installation knows the packages of the product only
+        sys.path.insert(0, str(checkout))
+    status: int = importlib.import_module("bench.cli").run(arguments)
+    return status
+
+
+def make_parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="objectcache", description="S3-compatible object storage that serves LLM KV caches layer by layer."
     )
@@ -81,7 +97,7 @@ def _parser() -> argparse.ArgumentParser:
 
 
 def _add_serving(commands: _Commands, logs: argparse.ArgumentParser) -> None:
-    """What serves, from one process to several on several hosts."""
+    """Add the commands that serve: in one process, or in several on several hosts."""
     both = commands.add_parser(
         "serve",
         help="gateway and storage server together, on an embedded store",
@@ -126,13 +142,13 @@ def _add_serving(commands: _Commands, logs: argparse.ArgumentParser) -> None:
 
 
 def _add_gateway(commands: _Commands, logs: argparse.ArgumentParser) -> None:
-    """The S3 side alone."""
+    """Add the command that runs the S3 side alone."""
     gateway = commands.add_parser(
         "gateway",
         help="the S3 gateway alone, over a storage server elsewhere",
         usage="%(prog)s --storage ADDRESS --peer-secret-file FILE [options]",
-        description="Answer S3 requests with what a storage server keeps, beside it (unix:DIR/storage.sock) or on "
-        "another host. Both must be of the same version.",
+        description="Answer S3 requests from the objects of a storage server, on this host (unix:DIR/storage.sock) "
+        "or on another host. Both must be of the same version.",
         parents=[logs],
     )
     gateway.add_argument("--storage", required=True, metavar="ADDRESS", help="unix:PATH or http://HOST:PORT")
@@ -150,10 +166,11 @@ def _add_gateway(commands: _Commands, logs: argparse.ArgumentParser) -> None:
 
 
 def _add_worker(commands: _Commands, logs: argparse.ArgumentParser) -> None:
-    """What `serve --workers` starts: not listed, and of no use by hand."""
+    """Add the command that `serve --workers` starts. It is not listed, because it is of no use by hand."""
     worker = commands.add_parser("worker", parents=[logs])
     worker.add_argument("--data", type=Path, required=True)
     worker.add_argument("--socket", type=Path, required=True)
+    worker.add_argument("--upstream")
     worker.add_argument("--peer-secret-file", type=Path, required=True)
     _add_listen(worker)
     _add_common(worker)
@@ -161,18 +178,33 @@ def _add_worker(commands: _Commands, logs: argparse.ArgumentParser) -> None:
 
 
 def _add_care(commands: _Commands, logs: argparse.ArgumentParser) -> None:
-    """What looks after a store."""
+    """Add the commands that check and clean a store."""
     scrub = commands.add_parser(
         "scrub",
-        help="read everything stored and report what is not what was put",
+        help="read everything stored and report damaged bytes",
         usage="%(prog)s --data DIR [options]",
         description="Check a store, served or not: every block is read and compared with its checksum, and nothing is "
-        "changed. The exit status is 1 where something is not what was put.",
+        "changed. The exit status is 1 where something is damaged.",
         parents=[logs],
     )
     scrub.add_argument("--data", type=Path, required=True, metavar="DIR", help="a store, served or not")
     scrub.add_argument("--json", type=Path, metavar="FILE", help="write the report here as JSON; - is standard output")
     scrub.set_defaults(command=_scrub)
+
+    doctor = commands.add_parser(
+        "doctor",
+        help="say what this host and an upstream service offer, and what to change",
+        usage="%(prog)s [options]",
+        description="Look at this host, at the file system of DIR, and at the S3 service upstream. With --bucket an "
+        "object is put there and deleted again. The exit status is 1 where something should be changed.",
+        parents=[logs],
+    )
+    doctor.add_argument("--data", type=Path, metavar="DIR", help="the directory of a server, there or not yet")
+    doctor.add_argument("--upstream", metavar="URL", help="the service; its account is found as `serve` finds it")
+    doctor.add_argument("--bucket", metavar="NAME", help="a bucket there, to measure and try the service with")
+    doctor.add_argument("--config", type=Path, metavar="FILE", help="TOML configuration; docs/configuration.md")
+    doctor.add_argument("--json", type=Path, metavar="FILE", help="write the findings here; - is standard output")
+    doctor.set_defaults(command=_doctor)
 
     compact = commands.add_parser(
         "compact",
@@ -207,6 +239,12 @@ def _add_common(parser: argparse.ArgumentParser) -> None:
 
 def _add_storage(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
+        "--upstream",
+        metavar="URL",
+        help="stand in front of this S3 service: objects are kept there, and DIR is a cache; its account comes from "
+        "[upstream] of the config file or from OBJECTCACHE_UPSTREAM_ACCESS_KEY_ID and ..._SECRET_ACCESS_KEY",
+    )
+    parser.add_argument(
         "--adopt-index",
         action="store_true",
         help="go on with an index that is older than the data files, or empty; files it does not know are set aside",
@@ -217,17 +255,33 @@ def _add_storage(parser: argparse.ArgumentParser) -> None:
         const=LOOPBACK,
         type=lambda text: tuple(text.split(",")),
         metavar="IF[,IF]",
-        help="offer the ucx transport on these network interfaces; loopback where none is named. Whoever reaches them"
-        " can read and change what ucx clients are sent: docs/security.md",
+        help="offer the ucx transport on these network interfaces; loopback where none is named. Anyone who reaches"
+        " them can read and change what ucx clients are sent: docs/security.md",
     )
     parser.add_argument(
-        "--dram-bytes", type=int, metavar="N", help="memory for chunks that are asked for repeatedly; 0: none"
+        "--dram-bytes",
+        type=_size,
+        metavar="SIZE",
+        help="memory for chunks that are asked for repeatedly, for example 32GB; 0: none",
+    )
+    parser.add_argument(
+        "--disk-bytes",
+        type=_size,
+        metavar="SIZE",
+        help="the most that all files in DIR may take, for example 200e9 or 200GB",
     )
     parser.add_argument(
         "--durability",
         choices=[mode.value for mode in Durability],
         help="strict (default): answered writes survive power loss; relaxed: they survive the process",
     )
+
+
+def _size(text: str) -> int:
+    try:
+        return parse_bytes(text)
+    except ValueError as error:
+        raise argparse.ArgumentTypeError(str(error)) from None
 
 
 def _serve(options: argparse.Namespace) -> int:
@@ -248,6 +302,7 @@ def _serve(options: argparse.Namespace) -> int:
             ("--config", options.config),
             ("--tls-certificate", options.tls_certificate),
             ("--tls-key", options.tls_key),
+            ("--upstream", options.upstream),
         ):
             command += [name, str(value)] if value is not None else []
         for domain in options.domain or ():
@@ -256,11 +311,12 @@ def _serve(options: argparse.Namespace) -> int:
 
     listen = serve.Listen(options.host, options.port, tls=_tls(config))
     gateway = config.gateway_settings()
-    serve.run(
-        "objectcache",
-        lambda: serve.Together(settings, gateway, credentials, listen, options.workers, worker_command, secret),
-        read_scheduler=lambda: load_config(options.config).scheduler_settings(),
-    )
+    with shared_folder() if options.workers > 1 else contextlib.nullcontext():
+        serve.run(
+            "objectcache",
+            lambda: serve.Together(settings, gateway, credentials, listen, options.workers, worker_command, secret),
+            read_scheduler=lambda: load_config(options.config).scheduler_settings(),
+        )
     return 0
 
 
@@ -269,11 +325,11 @@ def _worker(options: argparse.Namespace) -> int:
     secret = load_peer_secret(options.peer_secret_file, create=False)
     credentials = load_credentials(config, os.environ, options.data / "credentials.json")
     listen = serve.Listen(options.host, options.port, tls=_tls(config), shares_port=True)
-    settings = config.storage_settings(options.data)
+    settings = _with_upstream(config, options).storage_settings(options.data)
     serve.run(
         "objectcache worker",
         lambda: serve.GatewayServer(
-            StorageBeside(f"unix:{options.socket}", secret, settings), config.gateway_settings(), credentials, listen
+            worker_storage(f"unix:{options.socket}", secret, settings), config.gateway_settings(), credentials, listen
         ),
         until_stdin_ends=True,
     )
@@ -286,6 +342,13 @@ def _scrub(options: argparse.Namespace) -> int:
     return run_scrub(options.data, options.json)
 
 
+def _doctor(options: argparse.Namespace) -> int:
+    from objectcache.doctor import run as run_doctor
+
+    config = _with_upstream(load_config(options.config), options)
+    return run_doctor(options.data, config.upstream.settings(os.environ), options.bucket, options.json)
+
+
 def _compact(options: argparse.Namespace) -> int:
     from objectcache.compact import run as run_compact
 
@@ -293,7 +356,7 @@ def _compact(options: argparse.Namespace) -> int:
 
 
 def _config(options: argparse.Namespace) -> Config:
-    """The config file, with what the command line says instead."""
+    """The config file's settings, overridden by the command line's."""
     config = load_config(options.config)
     chosen = {
         "tls_certificate": options.tls_certificate,
@@ -308,12 +371,19 @@ def _storage_settings(config: Config, options: argparse.Namespace) -> StorageSet
     chosen = {
         "durability": None if options.durability is None else Durability(options.durability),
         "dram_bytes": options.dram_bytes,
+        "disk_bytes": options.disk_bytes,
         "ucx": options.ucx,
     }
     said = {name: value for name, value in chosen.items() if value is not None}
     config = config.model_copy(update={"storage": config.storage.model_copy(update=said)})
-    settings = config.storage_settings(options.data)
+    settings = _with_upstream(config, options).storage_settings(options.data)
     return replace(settings, adopt_index=options.adopt_index)
+
+
+def _with_upstream(config: Config, options: argparse.Namespace) -> Config:
+    if options.upstream is None:
+        return config
+    return config.model_copy(update={"upstream": config.upstream.model_copy(update={"endpoint": options.upstream})})
 
 
 def _tls(config: Config) -> serve.Tls | None:

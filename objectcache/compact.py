@@ -1,4 +1,4 @@
-"""`objectcache compact`: rewrite sparse and small segments of a store nobody serves, as fast as the disk goes."""
+"""`objectcache compact`: rewrite sparse and small segments of a store that is not served, at the disk's full speed."""
 
 from __future__ import annotations
 
@@ -10,15 +10,15 @@ from pathlib import Path
 
 from descriptors.errors import ObjectCacheError
 from storage_server.settings import StorageSettings
-from storage_server.store.compaction import Tally
 from storage_server.store.embedded import EmbeddedStore
+from storage_server.store.upkeep.compaction import Tally
 
 DONE, FAILED, NO_STORE = 0, 1, 2
 
 
 def run(settings: StorageSettings, report: Path | None) -> int:
-    """0: done; 1: segments are damaged, or it could not be done; 2: this is no store. Raises OSError where it is
-    being served.
+    """The exit status: 0 done; 1 segments are damaged, or the disk failed; 2 this is not a store. Raises OSError where
+    the store is being served.
     """
     index = settings.data_dir / "index.sqlite3"
     if not index.exists():

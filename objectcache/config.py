@@ -17,21 +17,27 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Annotated, Literal, Self
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError, model_validator
 
 from adapters.interfaces import LOOPBACK
-from descriptors.units import MIB
+from descriptors.units import MIB, parse_bytes
 from gateway.app import GatewaySettings
-from gateway.credentials import Credential
+from gateway.s3.credentials import Credential
+from storage_server.eviction.choice import Eviction
 from storage_server.scheduler.flow import Tenant
 from storage_server.scheduler.policies import Policy
 from storage_server.scheduler.pool import PoolSettings
 from storage_server.scheduler.profiles import ComputeProfile
 from storage_server.scheduler.settings import SchedulerSettings
-from storage_server.settings import StorageSettings
-from storage_server.store.durability import Durability
+from storage_server.settings import CacheSettings, Dedup, StorageSettings, UpstreamSettings, Write
+from storage_server.store.data.durability import Durability
 
 PEER_SECRET_BYTES = 32
+UPSTREAM_VARIABLES = {
+    "access_key": "OBJECTCACHE_UPSTREAM_ACCESS_KEY_ID",
+    "secret_key": "OBJECTCACHE_UPSTREAM_SECRET_ACCESS_KEY",
+    "region": "OBJECTCACHE_UPSTREAM_REGION",
+}
 TransportName = Literal["shm", "ucx", "http"]
 
 
@@ -41,6 +47,17 @@ class ConfigError(Exception):
 
 class _Model(BaseModel):
     model_config = ConfigDict(extra="forbid", allow_inf_nan=False)
+
+
+def _size(value: object) -> object:
+    """A size as people write it: 200e9 and "200GB" are whole numbers of bytes."""
+    if isinstance(value, str):
+        return parse_bytes(value)
+    return int(value) if isinstance(value, float) and value.is_integer() else value
+
+
+Size = Annotated[int, BeforeValidator(_size)]
+"""A number of bytes."""
 
 
 class CredentialConfig(_Model):
@@ -66,32 +83,35 @@ class GatewayConfig(_Model):
     connections_max: Annotated[int, Field(gt=0)] = 16_384
     document_timeout_s: Annotated[float, Field(gt=0)] = 30.0
     allows_sigv2: bool = True
-    document_bytes: Annotated[int, Field(gt=0)] = 256 * MIB
-    document_key_bytes: Annotated[int, Field(gt=0)] = 64 * MIB
+    document_bytes: Annotated[Size, Field(gt=0)] = 256 * MIB
+    document_key_bytes: Annotated[Size, Field(gt=0)] = 64 * MIB
+    metrics_token: Annotated[str, Field(min_length=16, max_length=256, pattern=r"^[A-Za-z0-9._~+/-]+=*$")] | None = None
 
 
 class StorageConfig(_Model):
     """The `[storage]` table; sizes in bytes. Unset values keep the defaults of StorageSettings."""
 
-    theta_bytes: int | None = None
-    aggregation_bytes: int | None = None
-    staging_bytes: int | None = None
-    window_bytes: int | None = None
-    direct_payload_bytes: int | None = None
-    dram_bytes: int | None = None
+    theta_bytes: Size | None = None
+    aggregation_bytes: Size | None = None
+    staging_bytes: Size | None = None
+    window_bytes: Size | None = None
+    direct_payload_bytes: Size | None = None
+    dram_bytes: Size | None = None
     deliveries_max: int | None = None
     agents_max: int | None = None
     open_files_max: int | None = None
     resolved_keys_max: int | None = None
-    resolved_bytes_max: Annotated[int, Field(ge=0)] | None = None
-    object_bytes_max: int | None = None
-    packed_bytes_max: int | None = None
-    buffer_bytes: int | None = None
-    rdma_buffer_bytes: Annotated[int, Field(ge=0)] | None = None
+    resolved_bytes_max: Annotated[Size, Field(ge=0)] | None = None
+    object_bytes_max: Size | None = None
+    packed_bytes_max: Size | None = None
+    buffer_bytes: Size | None = None
+    rdma_buffer_bytes: Annotated[Size, Field(ge=0)] | None = None
     durability: Durability | None = None
     compact_interval_s: Annotated[float, Field(ge=0)] | None = None
     compact_live_fraction_max: float | None = None
     compact_bytes_per_s: float | None = None
+    dedup: Dedup | None = None
+    dedup_bytes_per_s: float | None = None
     lifecycle_interval_s: Annotated[float, Field(gt=0)] | None = None
     lifecycle_day_s: Annotated[float, Field(gt=0)] | None = None
     gather_threads: int | None = None
@@ -100,6 +120,21 @@ class StorageConfig(_Model):
     ucx: bool | tuple[str, ...] | None = None
     ucx_maps_dram: bool | None = None
     shm: bool | None = None
+    disk_bytes: Size | None = None
+    eviction: Eviction | None = None
+
+
+class BucketConfig(_Model):
+    """One `[[buckets]]` table: a bucket that is a cache."""
+
+    name: Annotated[str, Field(pattern=r"^[a-z0-9][a-z0-9.-]{1,61}[a-z0-9]$")]
+    capacity_bytes: Size | None = None
+    eviction: Eviction = Eviction.REUSE_VALUE
+    ttl_s: Annotated[float, Field(gt=0)] | None = None
+
+    def cache(self) -> CacheSettings:
+        """The settings. Raises ValueError."""
+        return CacheSettings(self.name, self.capacity_bytes, self.eviction, self.ttl_s)
 
 
 class SchedulerConfig(_Model):
@@ -112,11 +147,11 @@ class SchedulerConfig(_Model):
     epoch_s_max: Annotated[float, Field(gt=0, le=3600)] | None = None
     gather_s: Annotated[float, Field(ge=0, le=10)] | None = None
     chunkwise_fraction: float | None = None
-    chunkwise_slots: int | None = None
-    queued_bytes_max: int | None = None
+    chunkwise_deliveries_max: int | None = None
+    queued_bytes_max: Size | None = None
 
     def settings(self, tenants: Sequence[TenantConfig], profiles: Sequence[ComputeProfileConfig]) -> SchedulerSettings:
-        """What the scheduler needs. Raises ValueError."""
+        """The settings of the scheduler. Raises ValueError."""
         twice = [name for name, count in Counter(each.access_key for each in tenants).items() if count > 1]
         if twice:
             raise ValueError(f"tenants: {twice[0]} appears twice")
@@ -134,6 +169,44 @@ class SchedulerConfig(_Model):
         )
 
 
+class UpstreamConfig(_Model):
+    """The `[upstream]` table: the S3 service in front of which this server stands. The account may also come from the
+    environment.
+    """
+
+    endpoint: str | None = None
+    access_key: str | None = None
+    secret_key: str | None = None
+    region: str | None = None
+    connect_timeout_s: Annotated[float, Field(gt=0, le=60)] | None = None
+    read_timeout_s: Annotated[float, Field(gt=0, le=600)] | None = None
+    connections_max: Annotated[int, Field(gt=1, le=4096)] | None = None
+    fetches_max: Annotated[int, Field(gt=0, le=4096)] | None = None
+    uploads_max: Annotated[int, Field(gt=0, le=4096)] | None = None
+    landing_bytes: Annotated[Size, Field(ge=0)] | None = None
+    write: Write | None = None
+    chunk_revalidate_s: Annotated[float, Field(ge=0)] | None = None
+
+    def settings(self, environment: Mapping[str, str]) -> UpstreamSettings | None:
+        """The settings; None where no upstream service is named. Raises ConfigError."""
+        said = self.model_dump(exclude_none=True)
+        if "endpoint" not in said:
+            if said:
+                raise ConfigError("[upstream]: endpoint: missing")
+            return None
+        for name, variable in UPSTREAM_VARIABLES.items():
+            if name not in said and environment.get(variable):
+                said[name] = environment[variable]
+        missing = [name for name in ("access_key", "secret_key") if name not in said]
+        if missing:
+            wanted = " and ".join(f"{name} (or {UPSTREAM_VARIABLES[name]})" for name in missing)
+            raise ConfigError(f"[upstream]: {wanted}: missing")
+        try:
+            return UpstreamSettings(**said)
+        except ValueError as error:
+            raise ConfigError(f"[upstream]: {error}") from None
+
+
 class TenantConfig(_Model):
     """One `[[tenants]]` table: an access key's part of the link."""
 
@@ -143,16 +216,16 @@ class TenantConfig(_Model):
     priority: Annotated[int, Field(ge=0, le=7)] = 0
 
     def tenant(self) -> Tenant:
-        """The same for the scheduler."""
+        """The tenant, for the scheduler."""
         return Tenant(self.access_key, self.weight, self.bytes_per_s_max, self.priority)
 
 
 class ComputeProfileConfig(_Model):
-    """One `[[compute_profiles]]` table: what a model's prefill costs, for descriptors that do not say."""
+    """One `[[compute_profiles]]` table: the cost of a model's prefill, for descriptors that state no compute time."""
 
     name: str
     num_layers: Annotated[int, Field(ge=1, le=1024)]
-    token_layer_bytes: Annotated[int, Field(ge=1)]
+    token_layer_bytes: Annotated[Size, Field(ge=1)]
     request_us: Annotated[float, Field(ge=0, le=3.6e9)]
     token_us: Annotated[float, Field(ge=0, le=3.6e9)]
     token_pair_us: Annotated[float, Field(ge=0, le=3.6e9)]
@@ -160,7 +233,7 @@ class ComputeProfileConfig(_Model):
 
 
 class CostsConfig(_Model):
-    """What a delivery costs: seconds for each request, chunk and layer, and bytes/s for the rest."""
+    """The costs of a delivery: seconds for each request, chunk and layer, and bytes/s for the rest."""
 
     request_s: Annotated[float, Field(ge=0)]
     chunk_s: Annotated[float, Field(ge=0)]
@@ -176,7 +249,7 @@ class TransportCostsConfig(_Model):
 
 
 class LinkCalibrationConfig(_Model):
-    """What one transport moves and the margin it needs, with the least and the greatest that was seen; rates in
+    """The rate of one transport and the margin it needs, each with the least and the greatest measured value; in
     bytes/s.
     """
 
@@ -193,16 +266,16 @@ class LinkCalibrationConfig(_Model):
 
 
 class CalibrationConfig(_Model):
-    """The `[calibration]` table, which `objectcache calibrate` writes: where Theta came from, with costs by where
-    chunks are and by transport, and links by transport. Either may be absent.
+    """The `[calibration]` table, which `objectcache calibrate` writes: the measurements behind Theta, the costs by
+    state of the chunks and by transport, and the links by transport. Theta or the links may be absent.
     """
 
     measured_at: str | None = None
     machine: str | None = None
     commit: str = ""
     rounds: Annotated[int, Field(gt=0)] | None = None
-    theta_low_bytes: Annotated[int, Field(ge=0)] | None = None
-    theta_high_bytes: Annotated[int, Field(ge=0)] | None = None
+    theta_low_bytes: Annotated[Size, Field(ge=0)] | None = None
+    theta_high_bytes: Annotated[Size, Field(ge=0)] | None = None
     theta_side: Literal["between", "below_all", "above_all"] | None = None
     dram: dict[TransportName, TransportCostsConfig] = {}
     page_cache: dict[TransportName, TransportCostsConfig] = {}
@@ -227,28 +300,34 @@ class Config(_Model):
     tenants: tuple[TenantConfig, ...] = ()
     compute_profiles: tuple[ComputeProfileConfig, ...] = ()
     credentials: tuple[CredentialConfig, ...] = ()
+    upstream: UpstreamConfig = UpstreamConfig()
+    buckets: tuple[BucketConfig, ...] = ()
     calibration: CalibrationConfig | None = None
 
     def gateway_settings(self) -> GatewaySettings:
-        """What a gateway needs. Raises ConfigError when sizes do not fit each other."""
+        """The settings of a gateway. Raises ConfigError when sizes do not fit each other."""
         try:
             return GatewaySettings(**self.gateway.model_dump(exclude={"tls_certificate", "tls_key"}))
         except ValueError as error:
             raise ConfigError(f"[gateway]: {error}") from None
 
     def storage_settings(self, data_dir: Path) -> StorageSettings:
-        """What a storage server needs. Raises ConfigError when sizes do not fit each other."""
+        """The settings of a storage server. Raises ConfigError when sizes do not fit each other."""
         chosen = self.storage.model_dump(exclude_none=True)
         if isinstance(chosen.get("ucx"), bool):
             chosen["ucx"] = (LOOPBACK,) if chosen["ucx"] else ()
         scheduler = self.scheduler_settings()
         try:
-            return StorageSettings(data_dir=data_dir, scheduler=scheduler, **chosen)
+            upstream = self.upstream.settings(os.environ)
+            if upstream is not None and upstream.write is Write.THROUGH:  # what the cache loses, upstream has
+                chosen.setdefault("durability", Durability.RELAXED)
+            caches = tuple(bucket.cache() for bucket in self.buckets)
+            return StorageSettings(data_dir=data_dir, scheduler=scheduler, upstream=upstream, caches=caches, **chosen)
         except ValueError as error:
             raise ConfigError(f"[storage]: {error}") from None
 
     def scheduler_settings(self) -> SchedulerSettings:
-        """What the scheduler needs. Raises ConfigError."""
+        """The settings of the scheduler. Raises ConfigError."""
         try:
             return self.scheduler.settings(self.tenants, self.compute_profiles)
         except ValueError as error:
@@ -296,7 +375,7 @@ def load_credentials(config: Config, environment: Mapping[str, str], file: Path)
 
 
 def load_peer_secret(file: Path, *, create: bool) -> bytes:
-    """The secret gateway and storage server share. Raises ConfigError when the file is absent or too short."""
+    """The secret that gateway and storage server share. Raises ConfigError when the file is absent or too short."""
     if not file.exists():
         if not create:
             raise ConfigError(f"{file}: no such file; copy the storage server's peer-secret there")

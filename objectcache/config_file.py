@@ -1,4 +1,4 @@
-"""Editing the config file in place: whatever happens, the old or the new one is there, and the new one loads."""
+"""Editing the config file in place: after any failure the old or the new file is there, and the new file loads."""
 
 from __future__ import annotations
 
@@ -14,15 +14,15 @@ Edit = Callable[[str], str]
 
 
 def check_edit(path: Path, edit: Edit) -> None:
-    """Whether the file is one that `edit` can be applied to. Raises ConfigError, OSError."""
+    """Check that `edit` can be applied to the file. Raises ConfigError, OSError."""
     _edited(path, edit)
 
 
 def edit_file(path: Path, edit: Edit) -> None:
-    """Edit the file, or make it. Raises ConfigError where it cannot be edited, or would not be a configuration any
-    more; OSError.
+    """Edit the file, or make it. Raises ConfigError where it cannot be edited, or would not be a valid configuration
+    afterwards; OSError.
     """
-    place = path.resolve()  # a link stays one
+    place = path.resolve()  # a symbolic link stays; the file it points to is replaced
     text = _edited(place, edit)
     fd, name = tempfile.mkstemp(prefix=f".{place.name}.", dir=place.parent)
     try:
@@ -48,7 +48,7 @@ def edit_file(path: Path, edit: Edit) -> None:
 
 
 def _edited(path: Path, edit: Edit) -> str:
-    """The file's text, with its own line ends, after the edit; one that is not there is empty."""
+    """The file's text after the edit, with its own line ends. A file that does not exist has an empty text."""
     try:
         text = path.read_bytes().decode("utf-8")
     except FileNotFoundError:

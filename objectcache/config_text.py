@@ -1,6 +1,6 @@
 """Editing a config file's text so that everything else in it stays as its owner wrote it. Pure.
 
-Every edit is proved: the new text must parse to the old values with only the wanted ones changed.
+Every edit is checked: the new text must parse to the old values with only the wanted values changed.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ WRITTEN_BY = "# written by `objectcache calibrate`; its next run replaces this t
 
 
 class ConfigTextError(Exception):
-    """The text is not one that can be edited safely."""
+    """A text that cannot be edited safely."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,8 +27,8 @@ class _Header:
 
 
 def with_calibration(text: str, theta_bytes: int, calibration: Table) -> str:
-    """`text` with `theta_bytes` in `[storage]`, and `[calibration]` but for its links replaced or added. Raises
-    ConfigTextError, also for what is no TOML.
+    """`text` with `theta_bytes` in `[storage]`, and `[calibration]` replaced or added, except for its links. Raises
+    ConfigTextError, also for a text that is not TOML.
     """
     edited = with_values(text, "storage", {"theta_bytes": theta_bytes})
     return with_table(edited, ("calibration",), calibration, kept=("link",))
@@ -48,7 +48,7 @@ def with_profile(text: str, profile: Mapping[str, Scalar]) -> str:
 
 
 def with_values(text: str, name: str, values: Mapping[str, Scalar]) -> str:
-    """Values in the table `[name]`, which is added where it is missing. Raises ConfigTextError."""
+    """`text` with these values in the table `[name]`, which is added where it is missing. Raises ConfigTextError."""
     before = _parsed(text)
     old = before.get(name, {})
     if not isinstance(old, dict):
@@ -63,8 +63,8 @@ def with_values(text: str, name: str, values: Mapping[str, Scalar]) -> str:
 
 
 def with_entry(text: str, name: str, entry: Mapping[str, Scalar]) -> str:
-    """The entry of the array of tables `[[name]]` that has the same `name`, changed; or a new one at the end. Raises
-    ConfigTextError.
+    """`text` with the entry of the array of tables `[[name]]` that has the same `name` changed, or a new entry at the
+    end. Raises ConfigTextError.
     """
     before = _parsed(text)
     entries = before.get(name, [])
@@ -85,7 +85,7 @@ def with_entry(text: str, name: str, entry: Mapping[str, Scalar]) -> str:
 
 
 def with_table(text: str, path: tuple[str, ...], table: Table, kept: Collection[str] = ()) -> str:
-    """The table `[path]` and those within it replaced, or added at the end; `kept` are those within it that stay.
+    """`text` with the table `[path]` and its sub-tables replaced, or added at the end. The sub-tables in `kept` stay.
     Raises ConfigTextError.
     """
     before = _parsed(text)
@@ -96,7 +96,7 @@ def with_table(text: str, path: tuple[str, ...], table: Table, kept: Collection[
 
 
 def table_lines(name: Sequence[str], table: Table) -> list[str]:
-    """A table and those within it as TOML, one line an entry; a header only where it has entries of its own."""
+    """A table and its sub-tables as TOML, one line for each entry. A table without entries has no header."""
     entries = _entries({key: value for key, value in table.items() if not isinstance(value, Mapping)})
     lines = [f"[{'.'.join(name)}]", *entries] if entries else []
     for key, value in table.items():
@@ -137,7 +137,9 @@ def _parsed(text: str) -> dict[str, object]:
 
 
 def _proved(old: str, lines: Sequence[str], wanted: Mapping[str, object], what: str) -> str:
-    """The lines as a text with the old one's line ends, if they say what is wanted."""
+    """The lines as a text with the old text's line ends. Raises ConfigTextError unless the text has the
+    wanted values.
+    """
     newline = "\r\n" if "\r\n" in old else "\n"
     edited = newline.join([*_trimmed(lines), ""])
     try:
@@ -170,7 +172,7 @@ def _header(line: str) -> _Header | None:
 
 
 def _with_values(lines: Sequence[str], at: int, values: Mapping[str, Scalar]) -> list[str]:
-    """Values of the table whose header is line `at`: changed in their lines, or put in behind the header."""
+    """The lines with values of the table whose header is line `at` changed in place, or added behind the header."""
     edited = list(lines)
     end = next((index for index in range(at + 1, len(lines)) if _header(lines[index]) is not None), len(lines))
     new = []
@@ -186,7 +188,7 @@ def _with_values(lines: Sequence[str], at: int, values: Mapping[str, Scalar]) ->
 
 
 def _without(lines: Sequence[str], path: tuple[str, ...], kept: Collection[str]) -> list[str]:
-    """The lines but for the table's and those of tables within it."""
+    """The lines without those of the table and its sub-tables."""
     left: list[str] = []
     dropping: list[str] = []
     is_ours = False
@@ -203,7 +205,7 @@ def _without(lines: Sequence[str], path: tuple[str, ...], kept: Collection[str])
 
 
 def _trailing_remarks(lines: Sequence[str]) -> list[str]:
-    """Comments and blank lines at the end: they belong to what follows."""
+    """The comments and blank lines at the end, which belong to the table that follows."""
     start = len(lines)
     while start and (not lines[start - 1].strip() or lines[start - 1].lstrip().startswith("#")):
         start -= 1
@@ -211,7 +213,7 @@ def _trailing_remarks(lines: Sequence[str]) -> list[str]:
 
 
 def _trimmed(lines: Sequence[str]) -> list[str]:
-    """Without blank lines at the end."""
+    """The lines without blank lines at the end."""
     end = len(lines)
     while end and not lines[end - 1].strip():
         end -= 1

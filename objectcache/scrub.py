@@ -8,13 +8,13 @@ import sys
 from dataclasses import asdict
 from pathlib import Path
 
-from storage_server.store.scrub import Damage, scrub, stored_bytes
+from storage_server.store.upkeep.scrub import Damage, scrub, stored_bytes
 
 CLEAN, DAMAGED, UNREADABLE = 0, 1, 2
 
 
 def run(directory: Path, report: Path | None) -> int:
-    """0: all sound; 1: something is damaged; 2: this is no store."""
+    """The exit status: 0 all sound; 1 something is damaged; 2 this is not a store."""
     index = directory / "index.sqlite3"
     if not index.exists():
         print(f"objectcache: {index}: no such file", file=sys.stderr)

@@ -24,22 +24,28 @@ import uvloop
 from aiohttp import web
 
 from gateway.app import Gateway, GatewaySettings
-from gateway.credentials import Credential, CredentialBook
+from gateway.s3.credentials import Credential, CredentialBook
 from gateway.storage_client import RemoteStorage
 from objectcache.workers import Workers
 from storage_server.http_api import StorageHttp
 from storage_server.scheduler.settings import SchedulerSettings
-from storage_server.service import EmbeddedStorage
+from storage_server.service import (
+    EmbeddedStorage,
+    WrapDestination,
+    WrapSource,
+    unwrapped_destination,
+    unwrapped_source,
+)
 from storage_server.settings import StorageSettings
-from storage_server.store.disk import Disk
+from storage_server.store.data.disk import Disk
 
 BACKLOG = 4096
 SHUTDOWN_S = 5.0
 HANDSHAKE_S = 10.0
 WORKER_READ_S = 30.0
-"""How long a worker may go on reading an object of a segment after it was deleted; then its answer is cut."""
+"""The seconds for which a worker may go on reading deleted bytes of a segment. After that its answer is cut."""
 SWITCH_INTERVAL_S = 0.0005
-"""A thread back from hashing or the disk waits this long for the event loop at most; the default is ten times that."""
+"""The longest time that a thread waits for the interpreter; Python's default is ten times as long."""
 _log = logging.getLogger(__name__)
 
 
@@ -51,7 +57,7 @@ class Tls:
     key: Path
 
     def context(self) -> ssl.SSLContext:
-        """Raises OSError (ssl.SSLError included) when the files cannot be used."""
+        """The context of the TLS server. Raises OSError (ssl.SSLError included) when the files cannot be used."""
         context = ssl.create_default_context(ssl.Purpose.CLIENT_AUTH)
         context.load_cert_chain(self.certificate, self.key)
         return context
@@ -59,8 +65,8 @@ class Tls:
 
 @dataclass(frozen=True, slots=True)
 class Listen:
-    """Where to listen: host and port (0 picks a free one), or a Unix socket. `shares_port` lets other processes listen
-    on the same port, and the kernel divides connections between them.
+    """An address to listen at: host and port (0 picks a free port), or a Unix socket. With `shares_port` other
+    processes may listen on the same port, and the kernel divides connections among them.
     """
 
     host: str = "127.0.0.1"
@@ -71,8 +77,8 @@ class Listen:
 
 
 class Together:
-    """Gateway and storage server in one process, joined by a plain call. With `worker_command`, more gateways in
-    processes of their own share its port; the command is given the port and the socket of the store's owner.
+    """Gateway and storage server in one process; the gateway calls the storage server directly. With `worker_command`,
+    further gateways in their own processes share the port. The command gets the port and the socket of this process.
     """
 
     def __init__(
@@ -85,10 +91,12 @@ class Together:
         worker_command: Callable[[int, Path], Sequence[str]] | None = None,
         secret: bytes = b"",
         disk: Disk | None = None,
+        wrap_source: WrapSource = unwrapped_source,
+        wrap_destination: WrapDestination = unwrapped_destination,
     ) -> None:
         if worker_count > 1:
             storage = replace(storage, punch_delay_s=WORKER_READ_S)
-        self.storage = EmbeddedStorage(storage, disk)
+        self.storage = EmbeddedStorage(storage, disk, wrap_source, wrap_destination)
         self._gateway = Gateway(self.storage, CredentialBook(credentials), gateway)
         self._listen = replace(listen, shares_port=listen.shares_port or worker_count > 1)
         self._worker_count = worker_count
@@ -180,8 +188,9 @@ def run(
     until_stdin_ends: bool = False,
     read_scheduler: Callable[[], SchedulerSettings] | None = None,
 ) -> None:
-    """Build the server on a uvloop event loop, say where it listens, and stop on SIGINT or SIGTERM; a worker also when
-    whoever started it is gone. SIGHUP reads the scheduler's settings anew where there are any.
+    """Build the server on a uvloop event loop, print its address, and stop on SIGINT or SIGTERM. A worker also stops
+    when the process that started it has ended. SIGHUP reads the scheduler's settings again, if `read_scheduler` is
+    given.
     """
     raise_file_limit()
     sys.setswitchinterval(SWITCH_INTERVAL_S)
@@ -207,8 +216,9 @@ async def _until_stopped(
     try:
         await server.start()
         gc.collect()
-        gc.freeze()  # a full collection holds the event loop: it need not go through what never goes
-        if read_scheduler is not None and not isinstance(server, GatewayServer):  # UCX, once started, takes this signal
+        gc.freeze()  # a full collection stops the event loop, and need not visit objects that live for ever
+        # only now, because UCX takes SIGHUP when it starts
+        if read_scheduler is not None and not isinstance(server, GatewayServer):
             loop.add_signal_handler(signal.SIGHUP, _reconfigure, server.storage, read_scheduler)
         print(f"{name} is listening on {server.url}", flush=True)
         await stop.wait()
@@ -218,14 +228,14 @@ async def _until_stopped(
 
 
 def _reconfigure(storage: EmbeddedStorage, read_scheduler: Callable[[], SchedulerSettings]) -> None:
-    """Go by the file as it is now; a file that cannot be used changes nothing."""
+    """Read the scheduler's settings from the file and use them. A file that cannot be used changes nothing."""
     try:
         settings = read_scheduler()
     except Exception as error:
-        _log.error("the scheduler goes on as it was: %s", error)
+        _log.error("the scheduler keeps its settings: %s", error)
         return
     storage.pipeline.link.reconfigure(settings)
-    _log.info("the scheduler goes by %s", settings)
+    _log.info("the scheduler uses %s", settings)
 
 
 def _wait_for_stdin(loop: asyncio.AbstractEventLoop, stop: asyncio.Event) -> None:
@@ -236,13 +246,17 @@ def _wait_for_stdin(loop: asyncio.AbstractEventLoop, stop: asyncio.Event) -> Non
 
 
 def raise_file_limit() -> None:
-    """Lift the soft limit on open files to the hard one: a delivery keeps one descriptor per chunk file."""
+    """Lift the soft limit on open files to the hard limit, because a delivery keeps a descriptor for
+    each chunk file.
+    """
     _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
 
 
 def _refuse_taken(listen: Listen) -> None:
-    """A port our own workers share would be shared with another server just as silently. Raises OSError."""
+    """Raises OSError where the port is in use: a port that workers share could be shared with a foreign
+    server unseen.
+    """
     with _bound(replace(listen, shares_port=False)) as probe:
         probe.listen()
 
@@ -262,7 +276,9 @@ def _bound(listen: Listen) -> socket.socket:
 
 
 class _Site(web.SockSite):
-    """aiohttp's, with a bound on how long a TLS handshake may take: until it is done, a connection is nobody's."""
+    """aiohttp's site with a limit on the time of a TLS handshake, because a connection has no other
+    limit before that.
+    """
 
     async def start(self) -> None:
         await web.BaseSite.start(self)

@@ -1,18 +1,19 @@
-"""More gateway processes beside a server: they read the store themselves, and send everything else to its owner."""
+"""Further gateway processes beside a server. They read the store themselves and send all other calls to its owner."""
 
 from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import AsyncIterator, Sequence
-from contextlib import asynccontextmanager
+from collections.abc import Sequence
+from typing import cast
 
-from descriptors.lifecycle import LifecycleRule
-from descriptors.objects import BucketInfo, ListPage, ListRequest, ObjectPart, ReadHead, ReadRequest
-from descriptors.storage_api import ObjectRead
+from adapters.metrics import forget_process
+from descriptors.peer_calls import CALLS
+from descriptors.storage_api import ObjectsApi
 from gateway.storage_client import RemoteStorage
 from storage_server.settings import StorageSettings
 from storage_server.store.beside import StoreBeside
+from storage_server.store.reads import Reads
 
 RESTART_DELAY_S = 1.0
 STOP_TIMEOUT_S = 10.0
@@ -20,11 +21,12 @@ _log = logging.getLogger(__name__)
 
 
 class StorageBeside(RemoteStorage):
-    """A StorageApi for a gateway on the storage server's own machine: reads are local, the rest goes to its socket."""
+    """A StorageApi for a gateway on the storage server's machine: reads are local, all other calls go to its socket."""
 
     def __init__(self, endpoint: str, secret: bytes, settings: StorageSettings) -> None:
         super().__init__(endpoint, secret)
         self._store = StoreBeside(settings.data_dir, settings.open_files_max, settings.buffer_bytes)
+        self.objects = cast(ObjectsApi, _ObjectsBeside(self._store.reads, self.objects))
 
     async def start(self) -> None:
         await self._store.start()
@@ -34,32 +36,27 @@ class StorageBeside(RemoteStorage):
         await super().close()
         await self._store.close()
 
-    async def head_bucket(self, bucket: str) -> BucketInfo:
-        return await self._store.reads.head_bucket(bucket)
 
-    async def list_buckets(self) -> list[BucketInfo]:
-        return await self._store.reads.list_buckets()
+def worker_storage(endpoint: str, secret: bytes, settings: StorageSettings) -> RemoteStorage:
+    """A worker's way to the storage. Objects of an upstream service are not in the directory: all calls go to the
+    owner's socket.
+    """
+    return (
+        RemoteStorage(endpoint, secret) if settings.upstream is not None else StorageBeside(endpoint, secret, settings)
+    )
 
-    async def get_lifecycle(self, bucket: str) -> list[LifecycleRule]:
-        return await self._store.reads.get_lifecycle(bucket)
 
-    async def head_object(self, request: ReadRequest) -> ReadHead:
-        return await self._store.reads.head_object(request)
+class _ObjectsBeside:
+    """Calls that `reads` has are made there, all others at `remote`."""
 
-    @asynccontextmanager
-    async def open_object(self, request: ReadRequest) -> AsyncIterator[ObjectRead]:
-        async with self._store.reads.open_object(request) as read:
-            yield read
-
-    async def object_parts(self, bucket: str, key: str) -> list[ObjectPart]:
-        return await self._store.reads.object_parts(bucket, key)
-
-    async def list_objects(self, request: ListRequest) -> ListPage:
-        return await self._store.reads.list_objects(request)
+    def __init__(self, reads: Reads, remote: ObjectsApi) -> None:
+        for call in CALLS.values():
+            if call.role == "objects":
+                setattr(self, call.method, getattr(reads, call.method, None) or getattr(remote, call.method))
 
 
 class Workers:
-    """Child processes that each run `command`; one that ends is started again until `stop`."""
+    """Child processes that each run `command`. A child that ends is started again, until `stop`."""
 
     def __init__(self, command: Sequence[str], count: int) -> None:
         self._command = command
@@ -67,14 +64,14 @@ class Workers:
         self._keepers: list[asyncio.Task[None]] = []
 
     async def start(self) -> None:
-        """Start all, and wait until each is ready. Raises ChildProcessError when one ends instead."""
+        """Start all children and wait until each is ready. Raises ChildProcessError when a child ends instead."""
         loop = asyncio.get_running_loop()
         ready: list[asyncio.Future[None]] = [loop.create_future() for _ in range(self._count)]
         self._keepers = [asyncio.create_task(self._keep(future)) for future in ready]
         await asyncio.gather(*ready)
 
     async def stop(self) -> None:
-        """End every child; each has STOP_TIMEOUT_S to finish."""
+        """End every child. Each child has STOP_TIMEOUT_S to finish."""
         for keeper in self._keepers:
             keeper.cancel()
         await asyncio.gather(*self._keepers, return_exceptions=True)
@@ -100,6 +97,7 @@ class Workers:
             except asyncio.CancelledError:
                 await _end(process)
                 raise
+            forget_process(process.pid)
             if not ready.done():
                 ready.set_exception(ChildProcessError(f"a worker ended with status {status} before it was ready"))
                 return
@@ -112,7 +110,8 @@ async def _end(process: asyncio.subprocess.Process) -> None:
         return
     process.terminate()
     try:
-        await asyncio.wait_for(process.wait(), STOP_TIMEOUT_S)
+        async with asyncio.timeout(STOP_TIMEOUT_S):
+            await process.wait()
     except TimeoutError:
         process.kill()
         await process.wait()

@@ -1,1 +1,1 @@
-"""The data plane: an embedded store, and the pipeline mode, schedule, gather, transport that serves a descriptor."""
+"""The data plane: an embedded store, and the pipeline (plan, mode, schedule, gather, send) that serves a descriptor."""

@@ -1,5 +1,6 @@
-"""Registered agents: who may be written to, where, and for how long. Pure state; the caller supplies the time, in
-seconds of a clock that never leaps: the time of day may be set, and must not expire every agent at once.
+"""Registered agents: whose memory may be written, which regions of it, and for how long. Pure state; the caller
+supplies the time, in seconds of a monotonic clock. (The time of day may be set, and a jump would expire every agent at
+once.)
 """
 
 from __future__ import annotations
@@ -14,33 +15,34 @@ from descriptors.errors import CallerError, ErrorCode, ServerError
 from descriptors.messages import AgentLease, AgentRegistration, AgentRenewal, Region
 
 REGIONS_MAX = 16_384
-"""Of all agents: a process may have some 65,000 mappings."""
+"""The most regions of all agents together. The reason: a process may have some 65,000 mappings."""
 KEY_REGIONS_MAX = REGIONS_MAX // 8
-"""Of one access key."""
+"""The most regions of the agents of one access key."""
 
 
 @dataclass(frozen=True, slots=True)
 class RegisteredAgent:
-    """An agent as registered: `peer` is its NIXL name, or the ticket of its connection, `access_key` its owner. To one
-    that `takes_pieces` writing many pieces costs no more than writing one of their size.
-    """
+    """One registration: `peer` is the agent's name at its transport, `access_key` is the agent's owner."""
 
     agent_id: str
     access_key: str
     peer: str
     regions: tuple[Region, ...]
     expires_s: float
-    is_shm: bool = False
-    takes_pieces: bool = False
+
+    @property
+    def is_lost(self) -> bool:
+        """Whether the client process is gone, so that its memory cannot be reached."""
+        return self.expires_s == -math.inf
 
     def lease(self, now_s: float, unix_s: float) -> AgentLease:
-        """What its owner is told: `unix_s` is the time of day now."""
+        """The answer to the owner: agent id and expiry. `unix_s` is the time of day now."""
         return AgentLease(self.agent_id, unix_s + self.expires_s - now_s)
 
 
 class AgentTable:
-    """At most `agents_max` agents per access key, one per NIXL name, each bound to the key that registered it; at most
-    KEY_REGIONS_MAX regions of one key and REGIONS_MAX of all.
+    """The registrations in force. An access key may have `agents_max` agents. A NIXL name has one agent, bound to the
+    key that registered it. One key may have KEY_REGIONS_MAX regions, all keys together REGIONS_MAX.
     """
 
     def __init__(self, agents_max: int) -> None:
@@ -50,8 +52,15 @@ class AgentTable:
     def __len__(self) -> int:
         return len(self._by_id)
 
+    @property
+    def region_count(self) -> int:
+        """The regions of all agents together."""
+        return sum(len(agent.regions) for agent in self._by_id.values())
+
     def check_name(self, access_key: str, peer: str, now_s: float) -> None:
-        """Raises CallerError(AgentConflict) when another key holds the name, ServerError(SlowDown) when full."""
+        """Raises CallerError(AgentConflict) when another key holds the name, ServerError(SlowDown) when the key has
+        `agents_max` agents already.
+        """
         holder = self.holder(peer)
         if holder is not None and holder.access_key != access_key and holder.expires_s > now_s:
             raise CallerError(
@@ -62,8 +71,10 @@ class AgentTable:
             problem = f"{self._agents_max} agents of this access key are registered already"
             raise ServerError(ErrorCode.SLOW_DOWN, problem, retryable=True)
 
-    def check_room(self, access_key: str, region_count: int, but: RegisteredAgent | None) -> None:
-        """Raises ServerError(SlowDown) where an agent of so many regions is too much, `but` being replaced by it."""
+    def check_region_count(self, access_key: str, region_count: int, but: RegisteredAgent | None) -> None:
+        """Raises ServerError(SlowDown) where `region_count` more regions exceed a bound. The regions of `but` do not
+        count, because the new agent replaces it.
+        """
         others = [agent for agent in self._by_id.values() if but is None or agent.agent_id != but.agent_id]
         of_key = sum(len(agent.regions) for agent in others if agent.access_key == access_key)
         of_all = sum(len(agent.regions) for agent in others)
@@ -75,21 +86,11 @@ class AgentTable:
             return
         raise ServerError(ErrorCode.SLOW_DOWN, problem, field="regions", retryable=True)
 
-    def add(
-        self, access_key: str, peer: str, registration: AgentRegistration, now_s: float, *, takes_pieces: bool = False
-    ) -> RegisteredAgent:
-        """Register a name nobody holds any more. Errors as `check_name`."""
+    def add(self, access_key: str, peer: str, registration: AgentRegistration, now_s: float) -> RegisteredAgent:
+        """Register an agent whose name nobody holds. Raises what `check_name` raises."""
         self.check_name(access_key, peer, now_s)
         expires_s = now_s + registration.lifetime_s
-        agent = RegisteredAgent(
-            secrets.token_hex(16),
-            access_key,
-            peer,
-            registration.regions,
-            expires_s,
-            is_shm=registration.shm_ticket is not None,
-            takes_pieces=takes_pieces,
-        )
+        agent = RegisteredAgent(secrets.token_hex(16), access_key, peer, registration.regions, expires_s)
         self._by_id[agent.agent_id] = agent
         return agent
 
@@ -100,12 +101,14 @@ class AgentTable:
         return renewed
 
     def restrict(self, agent: RegisteredAgent, regions: Collection[Region]) -> None:
-        """From now on no delivery may begin into a region that is not among these."""
+        """Keep only these regions: no new delivery may begin into any other."""
         kept = tuple(region for region in agent.regions if region in regions)
         self._by_id[agent.agent_id] = replace(agent, regions=kept)
 
     def owned(self, access_key: str, agent_id: str, now_s: float, field: str) -> RegisteredAgent:
-        """The caller's live agent. Raises CallerError: NoSuchAgent, AccessDenied (another key's), ExpiredToken."""
+        """The live agent, which the caller owns. Raises CallerError: NoSuchAgent, AccessDenied (another key owns it),
+        ExpiredToken.
+        """
         agent = self._by_id.get(agent_id)
         if agent is None:
             raise CallerError(ErrorCode.NO_SUCH_AGENT, f"no agent {agent_id} is registered", field=field)
@@ -120,31 +123,32 @@ class AgentTable:
         self._by_id.pop(agent_id, None)
 
     def expire(self, agent_id: str) -> None:
-        """Its time is up now: the process behind it is gone."""
+        """End the lease now, because the client process is gone."""
         agent = self._by_id.get(agent_id)
         if agent is not None:
             self._by_id[agent_id] = replace(agent, expires_s=-math.inf)
 
+    @property
+    def agents(self) -> tuple[RegisteredAgent, ...]:
+        """Every agent, live or expired."""
+        return tuple(self._by_id.values())
+
     def expired(self, now_s: float) -> list[RegisteredAgent]:
-        """Agents whose time is up."""
+        """Agents whose lease has ended."""
         return [agent for agent in self._by_id.values() if agent.expires_s <= now_s]
 
-    def all(self) -> list[RegisteredAgent]:
-        """Every agent, live or expired."""
-        return list(self._by_id.values())
-
     def holder(self, peer: str) -> RegisteredAgent | None:
-        """Who holds a NIXL name, live or expired."""
+        """The agent that holds a NIXL name, live or expired; None when the name is free."""
         return next((agent for agent in self._by_id.values() if agent.peer == peer), None)
 
 
 def target_region(agent: RegisteredAgent, target: RdmaTarget) -> Region:
-    """The region a target names. Raises CallerError(InvalidDescriptor) when the target is not inside one."""
+    """The region a target names. Raises CallerError(InvalidDescriptor) when the target is not inside a region."""
     return region_span(agent, target.region_id, target.offset, target.length, "rdma_target")
 
 
 def region_span(agent: RegisteredAgent, region_id: str, offset: int, length: int, field: str) -> Region:
-    """The region that holds `length` bytes from `offset`. Raises CallerError(InvalidDescriptor) when there is none."""
+    """The region that holds `length` bytes from `offset`. Raises CallerError(InvalidDescriptor) when no region does."""
     region = next((region for region in agent.regions if region.region_id == region_id), None)
     if region is None:
         raise CallerError(

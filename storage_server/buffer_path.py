@@ -13,14 +13,14 @@ from contextlib import asynccontextmanager
 from descriptors.objects import BodyDigests
 from descriptors.storage_api import Piece
 from storage_server.gather.staging import Slot, StagingPool
-from storage_server.put_plan import one_run
+from storage_server.planning.put_plan import one_run
 from storage_server.transport.one_sided import OneSided
 from storage_server.transport.ucx_memory import WHOLE_SLOT_BYTES
 
 
 class BufferStaging:
-    """Memory for whole objects: `pool` has slots of WHOLE_SLOT_BYTES; None where there is none. An object waits until
-    there is room for all of it, so that objects in the making cannot block each other.
+    """Memory for whole objects: `pool` has slots of WHOLE_SLOT_BYTES; a pool of None stages nothing. An object waits
+    until all of it fits, so that two half-staged objects cannot wait for each other.
     """
 
     def __init__(self, pool: StagingPool | None) -> None:
@@ -34,7 +34,7 @@ class BufferStaging:
 
     @asynccontextmanager
     async def lent(self, access_key: str, nbytes: int) -> AsyncIterator[list[Slot]]:
-        """Slots for `nbytes` bytes until the block ends, when nothing may be in flight in them."""
+        """Lend slots for `nbytes` bytes until the block ends. By then nothing may be in flight in them."""
         slots: list[Slot] = []
         try:
             async with self._taking:
@@ -63,21 +63,21 @@ class StagedBody:
 
     @property
     def is_held_back(self) -> bool:
-        """It is read, not sent."""
+        """False: the server reads the bytes itself, so no client waits for leave to send."""
         return False
 
     def digests(self) -> BodyDigests:
-        """What the caller says the object hashes to."""
+        """The digests that the caller states for the object."""
         return self._said
 
     async def __aiter__(self) -> AsyncIterator[Piece]:
-        """Copies: other ucx peers may write into a slot between the digest and the disk."""
+        """Yields copies, because other ucx peers may write into a slot between the digest and the disk."""
         for index, slot in enumerate(self._slots):
             yield bytes(slot.view[: _bytes_in(index, self._nbytes)])
 
 
 async def stage_body(body: AsyncIterator[Piece], slots: Sequence[Slot]) -> int:
-    """Copy a body into the slots; how many bytes it had."""
+    """Copy a body into the slots and return its length in bytes."""
     at = 0
     async for piece in body:
         view = memoryview(piece)
@@ -104,7 +104,7 @@ async def read_into_slots(one_sided: OneSided, slots: Sequence[Slot], nbytes: in
 
 
 def _stay_staged() -> None:
-    """All slots of an object are given back together."""
+    """Do nothing: all slots of an object are given back together, when its block ends."""
 
 
 def _bytes_in(index: int, nbytes: int) -> int:
@@ -112,6 +112,8 @@ def _bytes_in(index: int, nbytes: int) -> int:
 
 
 def _retrieve(reading: asyncio.Future[None]) -> None:
-    """Its failure is the request's, and told there."""
+    """If the read fails, the request fails with the same error; marking the error as seen keeps asyncio from logging
+    it.
+    """
     if not reading.cancelled():
         reading.exception()

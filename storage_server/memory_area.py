@@ -1,4 +1,4 @@
-"""Memory that is made once and cut up by others: staging slots, the DRAM tier."""
+"""Memory that is allocated once and cut up by its users: the staging pools and the DRAM tier."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import numpy as np
 
 
 class Area(Protocol):
-    """Memory a pool is made in: page-aligned, `nbytes` from `address` on."""
+    """Memory that a pool lies in: page-aligned, `nbytes` bytes from `address` on."""
 
     @property
     def address(self) -> int: ...
@@ -19,7 +19,7 @@ class Area(Protocol):
 
 
 class PrivateArea:
-    """Memory of this process alone, in huge pages where there are any; taken from the system as it is first used."""
+    """Memory of this process alone, in huge pages where there are any. The system provides a page at its first use."""
 
     def __init__(self, nbytes: int) -> None:
         # shared anonymous memory, the default, gets no huge pages

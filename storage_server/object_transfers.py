@@ -6,10 +6,7 @@ cancelled, and a request is over only when nothing of it is in flight.
 
 from __future__ import annotations
 
-import asyncio
 import time
-from collections.abc import Callable, Coroutine
-from typing import Any, TypeVar
 
 from descriptors.descriptor import Delivery, Descriptor, invalid
 from descriptors.errors import CallerError, ErrorCode
@@ -18,135 +15,106 @@ from descriptors.notices import Mode
 from descriptors.objects import BodyDigests, PutRequest, ReadRequest
 from descriptors.rdma_token import TOKEN_HEADER, ObjectPath, RdmaToken, bad_token, declined
 from descriptors.storage_api import ChunksPut, ObjectDelivery, ObjectStored
-from storage_server.agents import AgentTable, RegisteredAgent, region_span, target_region
-from storage_server.gather.staging import StagingPool
-from storage_server.object_moves import ObjectMoves, OpenOneSided
+from storage_server.agents import RegisteredAgent, region_span
+from storage_server.object_moves import ObjectMoves
+from storage_server.registrar import Registrar
 from storage_server.requests import ActiveRequest, RequestTable
 from storage_server.settings import StorageSettings
-from storage_server.store.embedded import EmbeddedStore, check_size
+from storage_server.store.embedded import EmbeddedStore
+from storage_server.store.objects import check_size
 from storage_server.transport.one_sided import OneSided
-from storage_server.transport.ucx_process import UcxProcess
+from storage_server.transport.ucx_memory import UcxMemory
 
 _MODES = {Delivery.LAYER_MAJOR: Mode.LAYER_MAJOR, Delivery.CHUNK_MAJOR: Mode.CHUNK_MAJOR}
-_T = TypeVar("_T")
 
 
 class ObjectTransfers:
-    """Checks such requests, keeps them cancellable, and has `ObjectMoves` carry them out."""
+    """Checks such requests, keeps them cancellable, and has `ObjectMoves` carry them out. `memory` is the memory that
+    the ucx process maps; None where ucx is off, and then every request is declined.
+    """
 
     def __init__(
         self,
         settings: StorageSettings,
         store: EmbeddedStore,
-        staging: StagingPool,
-        whole: StagingPool | None,
-        agents: AgentTable,
+        memory: UcxMemory | None,
+        registrar: Registrar,
         requests: RequestTable,
-        engine: Callable[[], UcxProcess | None],
     ) -> None:
         self._settings = settings
         self._store = store
-        self._agents = agents
+        self._registrar = registrar
         self._requests = requests
-        self._engine = engine
-        self._moves = ObjectMoves(settings, store, staging, whole)
-        self._running: set[asyncio.Task[Any]] = set()
+        self._moves = None if memory is None else ObjectMoves(settings, store, memory.staging, memory.whole)
 
-    async def close(self) -> None:
-        """Stop what runs and let it drain."""
-        for task in list(self._running):
-            task.cancel()
-        if self._running:
-            await asyncio.wait(self._running, timeout=self._settings.stall_timeout_s)
-        self._moves.close()
+    @property
+    def active_count(self) -> int:
+        """How many requests move objects by one-sided reads and writes now."""
+        return 0 if self._moves is None else self._moves.active_count
+
+    def close(self) -> None:
+        """Wait for running reads. Requests must have ended."""
+        if self._moves is not None:
+            self._moves.close()
 
     async def get_into(self, access_key: str, request: ReadRequest, token: RdmaToken) -> ObjectDelivery:
-        """An object, or the range asked for, into the client's memory."""
-        engine, agent, region = self._of_token(access_key, token)
-        move = self._moves.get_direct
+        """Write an object, or the requested range of it, into the client's memory."""
+        moves, agent, region = self._of_token(access_key, token)
+        move = moves.get_direct
         if token.path is ObjectPath.BUFFER:
-            move = self._moves.get_staged
-            self._moves.require_buffer((await self._store.reads.head_object(request)).range.length)
+            move = moves.get_staged
+            moves.require_buffer((await self._store.objects.head_object(access_key, request)).range.length)
         active = self._begin(access_key, token.request_id, agent, region)
-        one_sided = self._opening(agent, region, token.offset)
-        return await self._run(active, move(access_key, engine, one_sided, request, token.length))
+        work = move(access_key, lambda: self._open(agent, region, token.offset), request, token.length)
+        return await self._requests.run(active, work)
 
     async def put_from(self, access_key: str, request: PutRequest, token: RdmaToken, said: BodyDigests) -> ObjectStored:
-        """Store an object out of the client's memory; `said` is what its bytes must hash to."""
-        engine, agent, region = self._of_token(access_key, token)
+        """Store an object out of the client's memory. Its bytes must have the digests in `said`."""
+        moves, agent, region = self._of_token(access_key, token)
         if request.nbytes != token.length:
             raise bad_token(f"length is {token.length}, the object has {request.nbytes} bytes")
         check_size(request.nbytes, self._settings.object_bytes_max)
-        move = self._moves.put_direct
+        move = moves.put_direct
         if token.path is ObjectPath.BUFFER:
-            move = self._moves.put_staged
-            self._moves.require_buffer(request.nbytes)
+            move = moves.put_staged
+            moves.require_buffer(request.nbytes)
         active = self._begin(access_key, token.request_id, agent, region)
-        one_sided = self._opening(agent, region, token.offset)
-        return await self._run(active, move(access_key, engine, one_sided, request, said))
+        work = move(access_key, lambda: self._open(agent, region, token.offset), request, said)
+        return await self._requests.run(active, work)
 
     async def put_chunks(self, access_key: str, bucket: str, descriptor: Descriptor) -> ChunksPut:
-        """Store every chunk of a descriptor out of its target."""
+        """Store every chunk of a descriptor, read from the descriptor's target."""
         target, mode = descriptor.rdma_target, _MODES.get(descriptor.delivery)
         if target is None:
             raise invalid("rdma_target", "is required to put chunks")
         if mode is None:
             raise invalid("delivery", "must say how the chunks lie in the buffer: layer-major or chunk-major")
-        engine = self._engine()
-        if engine is None:
+        if self._moves is None:
             problem = "this storage server has no ucx transport; put the chunks one by one"
             raise CallerError(ErrorCode.NOT_IMPLEMENTED, problem, field="rdma_target")
-        agent = self._agents.owned(access_key, target.agent_id, time.monotonic(), "rdma_target.agent_id")
-        if agent.is_shm:
-            problem = "the agent's memory is shared, not registered with NIXL; put the chunks one by one"
-            raise CallerError(ErrorCode.NOT_IMPLEMENTED, problem, field="rdma_target")
-        region = target_region(agent, target)
+        agent, region = self._registrar.target(access_key, target)
+        self._registrar.endpoint(agent).require_one_sided()
         check_size(descriptor.layout.chunk_bytes, self._settings.object_bytes_max)
-        await self._store.reads.head_bucket(bucket)
+        await self._store.objects.head_bucket(access_key, bucket)
         active = self._begin(access_key, descriptor.request_id, agent, region)
-        one_sided = self._opening(agent, region, target.offset)
-        return await self._run(active, self._moves.put_chunks(access_key, engine, one_sided, bucket, descriptor, mode))
+        work = self._moves.put_chunks(
+            access_key, lambda: self._open(agent, region, target.offset), bucket, descriptor, mode, active
+        )
+        return await self._requests.run(active, work)
 
-    def _of_token(self, access_key: str, token: RdmaToken) -> tuple[UcxProcess, RegisteredAgent, Region]:
-        """Engine, agent and region, once the token has been found to name memory of the caller's."""
-        engine = self._engine()
-        if engine is None:
+    def _of_token(self, access_key: str, token: RdmaToken) -> tuple[ObjectMoves, RegisteredAgent, Region]:
+        """The moves, and the agent and region of a token that names memory of the caller's own."""
+        if self._moves is None:
             raise declined("this storage server has no ucx transport")
-        agent = self._agents.owned(access_key, token.agent_id, time.monotonic(), TOKEN_HEADER)
-        if agent.is_shm:
-            raise declined("the agent's memory is shared, not registered with NIXL")
-        return engine, agent, region_span(agent, token.region_id, token.offset, token.length, TOKEN_HEADER)
+        agent = self._registrar.table.owned(access_key, token.agent_id, time.monotonic(), TOKEN_HEADER)
+        try:
+            self._registrar.endpoint(agent).require_one_sided()
+        except CallerError as error:
+            raise declined(error.message) from None
+        return self._moves, agent, region_span(agent, token.region_id, token.offset, token.length, TOKEN_HEADER)
 
     def _begin(self, access_key: str, request_id: str | None, agent: RegisteredAgent, region: Region) -> ActiveRequest:
-        active = self._requests.begin(access_key, request_id, time.monotonic())
-        active.agent_id, active.region = agent.agent_id, region
-        return active
+        return self._requests.begin(access_key, request_id, time.monotonic(), agent.agent_id, region)
 
-    def _opening(self, agent: RegisteredAgent, region: Region, offset: int) -> OpenOneSided:
-        def lost() -> None:
-            self._agents.expire(agent.agent_id)
-
-        return lambda engine: OneSided(engine, agent.peer, region, offset, self._settings.stall_timeout_s, lost)
-
-    async def _run(self, active: ActiveRequest, work: Coroutine[Any, Any, _T]) -> _T:
-        """Carry the work out. A cancelled request is answered with CallerError(RequestCancelled); when the caller goes
-        away instead, the work stops at once and drains on its own.
-        """
-        task = asyncio.create_task(work)
-        active.task = task
-        self._running.add(task)
-
-        def ended(_: asyncio.Task[_T]) -> None:
-            self._running.discard(task)
-            self._requests.end(active)
-            if not task.cancelled():
-                task.exception()
-
-        task.add_done_callback(ended)
-        try:
-            return await asyncio.shield(task)
-        except asyncio.CancelledError:
-            if active.cancelled_by_caller:
-                raise CallerError(ErrorCode.CANCELLED, "the request was cancelled", field="request_id") from None
-            task.cancel()
-            raise
+    def _open(self, agent: RegisteredAgent, region: Region, offset: int) -> OneSided:
+        return self._registrar.endpoint(agent).open_one_sided(region, offset)

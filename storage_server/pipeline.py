@@ -1,44 +1,50 @@
-"""The story of one descriptor: plan, mode, schedule, then gather and send payload after payload."""
+"""The delivery of one descriptor: plan it, choose the mode, wait for the link, then gather and send each payload."""
 
 from __future__ import annotations
 
 import asyncio
-import time
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
+from contextlib import nullcontext
+from dataclasses import dataclass, field
 from functools import partial
 from itertools import chain
 
 import numpy as np
 
+from adapters.phases import Phases, delivery_timing
 from adapters.threads import HERE_ITEMS_MAX, computed, finished, to_end
 from descriptors.descriptor import Descriptor, OnMissing
-from descriptors.errors import ChunkUnavailable, ErrorCode
-from descriptors.storage_api import DeliveryOutcome, DeliveryStart, DeliveryTiming, Spans
+from descriptors.errors import ChunkUnavailable, ErrorCode, ObjectCacheError
+from descriptors.notices import Mode
+from descriptors.storage_api import DeliveryOutcome, DeliveryStart, Spans
+from descriptors.tracing import Phase
 from descriptors.units import KIB
-from storage_server.gather.plan import DeliveryPlan, Payload, plan_delivery
+from storage_server.gather.coming import Coming, with_landed
 from storage_server.gather.read import gather
-from storage_server.gather.rows import SourceTable, make_table, spans_of
+from storage_server.gather.source import ChunkSource
+from storage_server.link import Link, Place
+from storage_server.metrics import DONE, DeliveryMeter
+from storage_server.planning.extent import Extent
+from storage_server.planning.plan import DeliveryPlan, Payload, plan_delivery
+from storage_server.planning.rows import SourceTable, make_table, spans_of
 from storage_server.scheduler.admission import Admission
-from storage_server.scheduler.link import Link, Place
 from storage_server.scheduler.mode import choose_mode
 from storage_server.scheduler.profiles import compute_s
 from storage_server.settings import StorageSettings
-from storage_server.store.embedded import EmbeddedStore
 from storage_server.tiers.dram import DramTier
-from storage_server.transport.transfer import Room, Route, Transfer
+from storage_server.transport.destination import Destination, Room, Transfer
 
-Gate = Callable[[str, Payload], Awaitable[None]]
-"""Called with request id and payload before each gather; tests hold layers back with it."""
 GATHERED_AHEAD_MAX = 2
 HERE_BYTES_MAX = 256 * KIB
-"""Copied in tens of microseconds, which is less than handing it to a thread costs; files may have to be waited for."""
+"""Payloads up to this size are gathered on the event loop when all their bytes are resident: copying them takes tens of
+microseconds, less than the hand-over to a thread. Bytes in files always go to a thread, because reads may block.
+"""
 
 
 @dataclass(frozen=True, slots=True)
 class _Gathering:
-    """A payload on its way into `room`, or lying in `spans` already."""
+    """A payload that is being gathered into `room`, or lies in `spans` of resident memory already."""
 
     payload: Payload
     spans: Spans
@@ -46,8 +52,25 @@ class _Gathering:
     reading: asyncio.Future[None] | None
 
 
+@dataclass(slots=True)
+class _Delivery:
+    """One delivery under way: its descriptor, its destination and its progress."""
+
+    request_id: str
+    destination: Destination
+    phases: Phases = field(default_factory=lambda: Phases(Phase.PLAN))
+    mode: Mode | None = None
+    is_resident: bool = False
+    """Whether every chunk lies in the DRAM tier."""
+    sent_bytes: int = 0
+
+
+def _table_of(chunks: Sequence[Sequence[Extent]], addresses: Sequence[int | None]) -> SourceTable:
+    return make_table(chunks, with_landed(chain.from_iterable(chunks), addresses))
+
+
 async def _abandon(gatherings: Sequence[_Gathering]) -> None:
-    """Not to be sent: memory is given back once nobody writes to it."""
+    """Give up gathered payloads that will not be sent. Each gives its memory back when no thread writes to it."""
     for gathering in gatherings:
         if gathering.reading is not None:
             await finished(gathering.reading)
@@ -56,73 +79,102 @@ async def _abandon(gatherings: Sequence[_Gathering]) -> None:
 
 
 class Pipeline:
-    """Carries descriptors out over one store, its DRAM tier and one set of gather threads."""
+    """Carries descriptors out over one source of chunks, the DRAM tier before it and one pool of gather threads."""
 
-    def __init__(self, settings: StorageSettings, store: EmbeddedStore, dram: DramTier) -> None:
+    def __init__(self, settings: StorageSettings, source: ChunkSource, dram: DramTier) -> None:
         self._settings = settings
-        self._store = store
+        self._source = source
         self._dram = dram
         self._admission = Admission(settings.deliveries_max)
+        self.meter = DeliveryMeter()
         self.link = Link(settings.scheduler, settings.staging_bytes // settings.aggregation_bytes // 2)
         self._gatherers = ThreadPoolExecutor(settings.gather_threads, "gather")
-        self.gate: Gate | None = None
 
     def close(self) -> None:
         """Wait for running gathers."""
         self.link.close()
         self._gatherers.shutdown()
 
-    async def run(
-        self, access_key: str, bucket: str, descriptor: Descriptor, request_id: str, route: Route
-    ) -> DeliveryOutcome:
-        """Deliver what `descriptor` names, at the rate the link has for `access_key`.
+    @property
+    def active_count(self) -> int:
+        """How many deliveries were admitted and have not ended."""
+        return self._admission.active_count
 
-        Raises ChunkUnavailable (nothing sent yet, or announced as failed), ServerError(TargetUnreachable, SlowDown).
-        However it ends, nothing is in flight, and memory, pins and rate are given back.
+    async def run(
+        self, access_key: str, bucket: str, descriptor: Descriptor, request_id: str, destination: Destination
+    ) -> DeliveryOutcome:
+        """Deliver the chunks that `descriptor` names, at the rate the link has for `access_key`.
+
+        Raises ChunkUnavailable (nothing has been sent, or the client has had the notice "failed"),
+        ServerError(TargetUnreachable, SlowDown). At the end, also after an error, nothing is in flight, and memory,
+        pins and rate are given back.
         """
-        clock = _Clock()
-        layout = descriptor.layout
+        delivery = _Delivery(request_id, destination)
+        outcome = DONE
+        try:
+            return await self._carry_out(delivery, access_key, bucket, descriptor)
+        except ObjectCacheError as error:
+            outcome = error.code.value
+            raise
+        except asyncio.CancelledError:
+            outcome = ErrorCode.CANCELLED.value
+            raise
+        except BaseException:
+            outcome = ErrorCode.INTERNAL_ERROR.value
+            raise
+        finally:
+            self.meter.ended(destination.transport, delivery.mode, outcome, delivery.sent_bytes, delivery.phases)
+
+    async def _carry_out(
+        self, delivery: _Delivery, access_key: str, bucket: str, descriptor: Descriptor
+    ) -> DeliveryOutcome:
+        layout, destination = descriptor.layout, delivery.destination
         prefix_only = descriptor.on_missing is OnMissing.PREFIX
         async with (
             self._admission.admit(access_key, self.link.drained_s()),
-            self._store.reads.open_prefix(
-                bucket, descriptor.chunk_keys, layout.chunk_bytes, prefix_only=prefix_only
-            ) as chunks,
+            self._source.open_chunks(bucket, descriptor.chunk_keys, layout, prefix_only=prefix_only) as chunks,
             self._dram.lent(list(chain.from_iterable(chunks))) as addresses,
         ):
-            mode = choose_mode(descriptor.delivery, layout.payload_bytes(len(chunks)), self._settings.theta_bytes)
+            mode = choose_mode(descriptor.delivery, layout.delivery_bytes(len(chunks)), self._settings.theta_bytes)
+            delivery.mode = mode
             is_long = len(addresses) > HERE_ITEMS_MAX
-            table = await computed(partial(make_table, chunks, addresses), is_long=is_long)
-            payload_bytes_max = route.payload_bytes_max(is_resident=table.is_resident)
+            delivery.is_resident = None not in addresses
+            table = await computed(partial(_table_of, chunks, addresses), is_long=is_long)
+            coming = Coming.among(table, chunks)
+            table = table if coming is None else coming.table
+            payload_bytes_max = destination.payload_bytes_max(is_resident=delivery.is_resident)
             plan = plan_delivery(mode, layout, len(chunks), payload_bytes_max)
             layer_compute_s = compute_s(descriptor, len(chunks), self.link.settings.profiles)
-
-            def note_damage(index: int) -> None:
-                self._store.reads.damaged.note(bucket, descriptor.chunk_keys[index], chunks[index])
-
             async with self.link.place(access_key, plan, layer_compute_s) as place:
-                clock.planned()
-                return await self._deliver(plan, table, place, request_id, route, clock, note_damage)
+                delivery.phases.enter(Phase.WAIT)
 
-    async def _deliver(
+                def note_damage(index: int) -> None:
+                    self._source.note_damage(bucket, descriptor.chunk_keys[index], chunks[index])
+
+                with coming or nullcontext():
+                    return await self._transfer(delivery, plan, table, place, coming, note_damage)
+
+    async def _transfer(
         self,
+        delivery: _Delivery,
         plan: DeliveryPlan,
         table: SourceTable,
         place: Place,
-        request_id: str,
-        route: Route,
-        clock: _Clock,
+        coming: Coming | None,
         note_damage: Callable[[int], None],
     ) -> DeliveryOutcome:
-        transfer = route.make_transfer(plan)
+        """Plan and send. `note_damage` is called with the index of a damaged chunk before the client hears of the
+        damage, so that the client's next lookup stops there.
+        """
+        transfer = delivery.destination.open(plan)
         try:
             grant = await place.admitted()
-            clock.waited()
-            start = DeliveryStart(request_id, plan.mode, plan.chunk_count, plan.payload_bytes, grant)
+            delivery.phases.enter(Phase.TRANSFER)
+            start = DeliveryStart(delivery.request_id, plan.mode, plan.chunk_count, plan.delivery_bytes, grant)
             await transfer.start(start)
-            await self._send_all(plan, table, transfer, place, request_id, clock, route)
+            await self._send_all(delivery, plan, table, transfer, place, coming)
             transferred_bytes = await transfer.finish()
-            return DeliveryOutcome(start, transferred_bytes, clock.timing())
+            return DeliveryOutcome(start, transferred_bytes, delivery_timing(delivery.phases))
         except ChunkUnavailable as missing:
             if missing.code is ErrorCode.CHUNK_CORRUPT:
                 note_damage(missing.index or 0)
@@ -133,25 +185,25 @@ class Pipeline:
 
     async def _send_all(
         self,
+        delivery: _Delivery,
         plan: DeliveryPlan,
         table: SourceTable,
         transfer: Transfer,
         place: Place,
-        request_id: str,
-        clock: _Clock,
-        route: Route,
+        coming: Coming | None,
     ) -> None:
-        """Gather later payloads while payload n is sent: one task starts gathers ahead of the sender."""
-        is_staged = route.is_staged(is_resident=table.is_resident)
+        """Gather later payloads while payload n is sent: a task of its own starts gathers ahead of the sender."""
+        phases, destination = delivery.phases, delivery.destination
+        is_staged = destination.uses_staging(is_resident=delivery.is_resident)
         begun: asyncio.Queue[_Gathering | None] = asyncio.Queue(GATHERED_AHEAD_MAX)
         held: list[_Gathering] = []
 
         async def begin_all() -> None:
             for index, payload in enumerate(plan.payloads()):
-                if self.gate is not None:
-                    await self.gate(request_id, payload)
-                await place.near(index, is_staged=is_staged)
-                gathering = await self._begin(table, payload, transfer, past_cache=route.past_cache)
+                if coming is not None:
+                    await coming.until(payload)
+                await place.wait_to_gather(index, is_staged=is_staged)
+                gathering = await self._begin(delivery, table, payload, transfer)
                 held.append(gathering)
                 await begun.put(gathering)
             await begun.put(None)
@@ -160,62 +212,38 @@ class Pipeline:
             async with asyncio.TaskGroup() as tasks:
                 tasks.create_task(begin_all())
                 index = 0
+                phases.enter(Phase.GATHER)
                 while (gathering := await begun.get()) is not None:
+                    payload = gathering.payload
                     if gathering.reading is not None:
                         await asyncio.shield(gathering.reading)
-                    clock.gathered()
-                    await place.turn(index)
-                    clock.waited()
+                    phases.enter(Phase.WAIT)
+                    await place.wait_to_send(index)
+                    phases.enter(Phase.TRANSFER)
                     held.remove(gathering)
-                    await transfer.send(gathering.payload, gathering.spans, gathering.room)
-                    place.took()
-                    clock.sent()
+                    await transfer.send(payload, gathering.spans, gathering.room)
+                    place.note_sent()
+                    delivery.sent_bytes += payload.nbytes
+                    if payload.ends_group and payload.group.index == 0 and plan.mode is Mode.LAYER_MAJOR:
+                        self.meter.first_layer(destination.transport, phases)
+                    phases.enter(Phase.GATHER)
                     index += 1
+                phases.enter(Phase.TRANSFER)
         except BaseExceptionGroup as group:
             raise group.exceptions[0] from None
         finally:
             await to_end(asyncio.ensure_future(_abandon(held)))
 
-    async def _begin(self, table: SourceTable, payload: Payload, transfer: Transfer, *, past_cache: bool) -> _Gathering:
+    async def _begin(self, delivery: _Delivery, table: SourceTable, payload: Payload, transfer: Transfer) -> _Gathering:
         rows = table.rows(payload)
-        room = await transfer.room(payload, is_resident=table.is_resident)
+        room = await transfer.room(payload, is_resident=delivery.is_resident)
         if room is None:
             return _Gathering(payload, spans_of(rows), None, None)
         spans = np.array([[room.address, payload.nbytes]], dtype=np.int64)
-        work = partial(gather, self._store.files, table, payload, rows, room.address, past_cache=past_cache)
+        past_cache = delivery.destination.past_cache
+        work = partial(gather, self._source, table, payload, rows, room.address, past_cache=past_cache)
         if table.is_resident and payload.nbytes <= HERE_BYTES_MAX:
             work()
             return _Gathering(payload, spans, room, None)
         reading = asyncio.get_running_loop().run_in_executor(self._gatherers, work)
         return _Gathering(payload, spans, room, reading)
-
-
-class _Clock:
-    """Where one delivery's time goes, from its start on."""
-
-    def __init__(self) -> None:
-        self._at_s = time.monotonic()
-        self._plan_s = self._wait_s = self._gather_s = self._transfer_s = 0.0
-
-    def planned(self) -> None:
-        self._plan_s += self._lap()
-
-    def waited(self) -> None:
-        """The link was others' until now."""
-        self._wait_s += self._lap()
-
-    def gathered(self) -> None:
-        """The sender has waited for bytes until now."""
-        self._gather_s += self._lap()
-
-    def sent(self) -> None:
-        self._transfer_s += self._lap()
-
-    def timing(self) -> DeliveryTiming:
-        """What is left, up to now, was spent on the transfer."""
-        self.sent()
-        return DeliveryTiming(self._plan_s, self._gather_s, self._transfer_s, self._wait_s)
-
-    def _lap(self) -> float:
-        before, self._at_s = self._at_s, time.monotonic()
-        return self._at_s - before

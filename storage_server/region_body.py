@@ -1,7 +1,7 @@
-"""An object's bytes out of a client's registered memory, read one-sided and handed to the store as any other body.
+"""An object's bytes, read one-sided from a client's registered memory and handed to the store as any other body.
 
-Several slots are read ahead; the window bounds them. What has arrived is copied before it is handed on: other ucx peers
-may write into a slot between the digest and the disk.
+Several slots are read ahead, as many as the window allows. Bytes that have arrived are copied before the store gets
+them, because other ucx peers may write into a slot between the digest and the disk.
 """
 
 from __future__ import annotations
@@ -10,16 +10,17 @@ import asyncio
 from collections.abc import AsyncIterator
 
 from adapters.threads import finished, to_end
+from descriptors.errors import ObjectCacheError
 from descriptors.objects import BodyDigests
 from descriptors.storage_api import Piece
 from storage_server.gather.staging import Slot, Window
-from storage_server.put_plan import SpansOf
+from storage_server.planning.put_plan import SpansOf
 from storage_server.transport.one_sided import OneSided
 
 
 class RegionBody:
-    """Implements descriptors.storage_api.Body over `nbytes` bytes. Use as a context: its end waits for what is in
-    flight and gives every slot back.
+    """Implements descriptors.storage_api.Body over `nbytes` bytes. Use it as a context: the end of the context waits
+    for reads in flight and gives every slot back.
     """
 
     def __init__(
@@ -38,6 +39,7 @@ class RegionBody:
         self._spans_of = spans_of
         self._said = said
         self._arriving: asyncio.Queue[tuple[Slot, int] | None] = asyncio.Queue()
+        self._failure: ObjectCacheError | None = None
         self._held: dict[Slot, asyncio.Future[None]] = {}
         self._filling: asyncio.Task[None] | None = None
 
@@ -54,27 +56,40 @@ class RegionBody:
 
     @property
     def is_held_back(self) -> bool:
-        """It is read, not sent."""
+        """False: the server reads the bytes itself, so no client waits for leave to send."""
         return False
 
     def digests(self) -> BodyDigests:
-        """What the caller says the object hashes to."""
+        """The digests that the caller states for the object."""
         return self._said
 
+    def fail(self, error: ObjectCacheError) -> None:
+        """End the body early: the next step of an iteration over it raises this error. An iteration that has ended is
+        not touched.
+        """
+        self._failure = error
+        if self._filling is not None:
+            self._filling.cancel()
+
     async def __aiter__(self) -> AsyncIterator[Piece]:
-        """Raises ServerError(TargetUnreachable) when the client's memory cannot be read."""
-        self._filling = asyncio.create_task(self._fill())
-        left = self._nbytes
+        """Raises ServerError(TargetUnreachable) when the client's memory cannot be read, and what `fail` was given."""
+        self._require_wanted()
+        self._filling = asyncio.create_task(self._read_ahead())
         while (item := await self._arriving.get()) is not None:
             slot, nbytes = item
             await asyncio.shield(self._held[slot])
-            left -= nbytes
+            self._require_wanted()
             piece = bytes(slot.view[:nbytes])
             self._give_back(slot)
             yield piece
+        self._require_wanted()
         await self._filling
 
-    async def _fill(self) -> None:
+    def _require_wanted(self) -> None:
+        if self._failure is not None:
+            raise self._failure
+
+    async def _read_ahead(self) -> None:
         try:
             for start in range(0, self._nbytes, self._slot_bytes):
                 nbytes = min(self._slot_bytes, self._nbytes - start)

@@ -1,229 +1,167 @@
-"""Registering agents: what a client offers is checked, made known to the transport that will write to it, and forgotten
-only when nothing is in flight.
+"""Registering agents. The registrar checks what a client offers and makes it known to the transport. It forgets an
+agent only when nothing is in flight to or from the agent's memory.
 """
 
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import time
 from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
 
-from adapters.nixl_agent import Memory, NixlFailure, writes_pieces_well
-from adapters.nixl_metadata import agent_name
-from adapters.threads import to_end
-from descriptors.errors import CallerError, ErrorCode, ServerError
+from descriptors.descriptor import RdmaTarget
+from descriptors.errors import CallerError, ErrorCode, ObjectCacheError, ServerError
 from descriptors.messages import AgentLease, AgentRegistration, AgentRenewal, Region
-from storage_server.agents import AgentTable, RegisteredAgent
+from storage_server.agents import AgentTable, RegisteredAgent, target_region
 from storage_server.requests import ActiveRequest, RequestTable
-from storage_server.transport.metadata_probe import MetadataProbe
-from storage_server.transport.shared_region import OfferError
-from storage_server.transport.shm_door import ShmClient, ShmDoor
-from storage_server.transport.ucx_process import UcxProcess
+from storage_server.transport.endpoint import AgentTransport, Endpoint
 
 SWEEP_INTERVAL_S = 1.0
 
 
 class Registrar:
-    """Keeps the agent table, the ucx engine and the shm door in step. `engine` and `door` are None where off."""
+    """Implements descriptors.storage_api.AgentsApi: keeps the table of agents in step with the transports."""
 
-    def __init__(self, agents: AgentTable, requests: RequestTable) -> None:
-        self.agents = agents
-        self.engine: UcxProcess | None = None
-        self.door: ShmDoor | None = None
-        self.maps_dram = False
-        """Whether the engine can send from the DRAM tier."""
+    def __init__(self, table: AgentTable, requests: RequestTable) -> None:
+        self.table = table
         self._requests = requests
-        self._probe: MetadataProbe | None = None
+        self._ucx: AgentTransport | None = None
+        self._shm: AgentTransport | None = None
+        self._endpoints: dict[str, Endpoint] = {}
         self._names = _NameLocks()
 
-    def start(self, engine: UcxProcess | None, probe: MetadataProbe | None, door: ShmDoor | None) -> None:
-        """Serve these transports; `probe` looks at metadata before the engine does."""
-        self.engine, self._probe, self.door = engine, probe, door
-        if probe is not None:
-            probe.start()
+    def start(self, ucx: AgentTransport | None, shm: AgentTransport | None) -> None:
+        """Use these transports from now on; None for a transport that is off."""
+        self._ucx, self._shm = ucx, shm
 
-    async def close(self) -> None:
-        """End the child that probes metadata."""
-        if self._probe is not None:
-            await self._probe.close()
-
-    async def register(self, access_key: str, registration: AgentRegistration) -> AgentLease:
-        """Known to its transport, connection open, when it returns. What the name was registered as before is stopped
-        and drained first.
+    async def register_agent(self, access_key: str, registration: AgentRegistration) -> AgentLease:
+        """Register an agent. On return the transport knows the agent, and its connection is open. An earlier
+        registration of the same peer is stopped and drained first.
         """
-        peer = self._peer(registration)
+        transport = self._transport(registration)
+        peer = transport.peer_of(registration)
         async with self._names.locked(peer):
-            self.agents.check_name(access_key, peer, time.monotonic())
-            self.agents.check_room(access_key, len(registration.regions), self.agents.holder(peer))
-            holder = self.agents.holder(peer)
-            if registration.shm_ticket is not None:
-                client = self._connected(peer, "shm_ticket")
-                if holder is not None:
-                    raise CallerError(ErrorCode.AGENT_CONFLICT, "the ticket is registered already", field="shm_ticket")
-                _check_handed_in(client, registration.regions)
-                await self._map(client, registration.regions)
-                client.is_registered = True
-            else:
-                if holder is not None:
-                    await self._forget(holder)
-                await self._load_metadata(peer, registration.metadata, registration.regions)
-            takes_pieces = self.maps_dram and writes_pieces_well(registration.host_id)
-            added = self.agents.add(access_key, peer, registration, time.monotonic(), takes_pieces=takes_pieces)
+            self.table.check_name(access_key, peer, time.monotonic())
+            holder = self.table.holder(peer)
+            self.table.check_region_count(access_key, len(registration.regions), holder)
+            if holder is not None:
+                transport.check_replacing()
+                await self._drain_and_forget(holder, _cancelled("the agent was registered again"))
+            endpoint = await transport.connect(peer, registration)
+            added = self.table.add(access_key, peer, registration, time.monotonic())
+            self._endpoints[added.agent_id] = endpoint
             return added.lease(time.monotonic(), time.time())
 
-    async def renew(self, access_key: str, agent_id: str, renewal: AgentRenewal) -> AgentLease:
-        """Deliveries into memory that is no longer offered are stopped and drained first."""
-        peer = self.agents.owned(access_key, agent_id, time.monotonic(), "agent_id").peer
+    async def renew_agent(self, access_key: str, agent_id: str, renewal: AgentRenewal) -> AgentLease:
+        """Extend a lease and replace its regions. Deliveries into regions that are not offered any more are stopped and
+        drained first.
+        """
+        peer = self.table.owned(access_key, agent_id, time.monotonic(), "agent_id").peer
         async with self._names.locked(peer):
-            agent = self.agents.owned(access_key, agent_id, time.monotonic(), "agent_id")
-            if agent.is_shm:
-                await self._renew_shm(agent, renewal)
-            elif renewal.metadata is not None:
-                if _nixl_name(renewal.metadata) != peer:
-                    raise CallerError(ErrorCode.INVALID_ARGUMENT, "metadata is of another NIXL agent", field="metadata")
-                self.agents.check_room(access_key, len(renewal.regions), agent)
-                await self._stop_outside(agent, renewal.regions)
-                await self._load_metadata(peer, renewal.metadata, renewal.regions)
-            elif renewal.regions:
-                raise CallerError(
-                    ErrorCode.INVALID_ARGUMENT, "regions and metadata are renewed together", field="regions"
-                )
-            agent = self.agents.owned(access_key, agent_id, time.monotonic(), "agent_id")  # it may have gone meanwhile
-            return self.agents.renew(agent, renewal, time.monotonic()).lease(time.monotonic(), time.time())
+            agent = self.table.owned(access_key, agent_id, time.monotonic(), "agent_id")
+            endpoint = self.endpoint(agent)
+            endpoint.check_renewal(renewal)
+            if renewal.regions or renewal.metadata is not None:
+                self.table.check_region_count(access_key, len(renewal.regions), agent)
+                await endpoint.renew(renewal, lambda regions: self._stop_outside(agent, regions))
+            agent = self.table.owned(access_key, agent_id, time.monotonic(), "agent_id")  # it may have been deleted
+            return self.table.renew(agent, renewal, time.monotonic()).lease(time.monotonic(), time.time())
 
-    async def delete(self, access_key: str, agent_id: str) -> None:
-        """Returns when nothing writes into the agent's memory any more."""
-        peer = self.agents.owned(access_key, agent_id, time.monotonic(), "agent_id").peer
+    async def delete_agent(self, access_key: str, agent_id: str) -> None:
+        """Delete an agent. Returns when nothing writes into its memory any more."""
+        peer = self.table.owned(access_key, agent_id, time.monotonic(), "agent_id").peer
         async with self._names.locked(peer):
-            await self._forget(self.agents.owned(access_key, agent_id, time.monotonic(), "agent_id"))
+            agent = self.table.owned(access_key, agent_id, time.monotonic(), "agent_id")
+            await self._drain_and_forget(agent, _cancelled("the agent was deleted"))
 
-    def client_gone(self, ticket: str) -> None:
-        """A shm client has hung up: nobody reads what is written for it."""
-        holder = self.agents.holder(ticket)
+    def target(self, access_key: str, target: RdmaTarget) -> tuple[RegisteredAgent, Region]:
+        """The caller's agent and region that a descriptor's target names. Raises CallerError: NoSuchAgent,
+        AccessDenied, ExpiredToken, InvalidDescriptor.
+        """
+        agent = self.table.owned(access_key, target.agent_id, time.monotonic(), "rdma_target.agent_id")
+        return agent, target_region(agent, target)
+
+    def endpoint(self, agent: RegisteredAgent) -> Endpoint:
+        """How the agent's transport reaches it. Raises CallerError(NoSuchAgent) where the agent has been deleted
+        meanwhile.
+        """
+        endpoint = self._endpoints.get(agent.agent_id)
+        if endpoint is None:
+            problem = f"no agent {agent.agent_id} is registered"
+            raise CallerError(ErrorCode.NO_SUCH_AGENT, problem, field="agent_id")
+        return endpoint
+
+    def peer_lost(self, peer: str) -> None:
+        """Expire a peer that cannot be reached any more: it must register again."""
+        holder = self.table.holder(peer)
         if holder is not None:
-            self.agents.expire(holder.agent_id)
-            for request in self._requests.active_for_agent(holder.agent_id):
-                request.cancel()
-        elif self.door is not None:
-            self.door.dismiss(ticket)
+            self.table.expire(holder.agent_id)
 
-    def engine_gone(self) -> None:
-        """The ucx process has ended, and with it every connection of a NIXL agent: they must register anew."""
-        for agent in self.agents.all():
-            if not agent.is_shm:
-                self.agents.expire(agent.agent_id)
-
-    def shm_client(self, agent: RegisteredAgent) -> ShmClient:
-        """The connection of a shm agent. Raises CallerError(NoSuchAgent) when it is gone."""
-        return self._connected(agent.peer, "rdma_target.agent_id")
+    def client_gone(self, peer: str) -> bool:
+        """Stop the requests of a peer that has hung up, because nobody reads what is written for it. Returns False
+        where no agent is registered for the peer.
+        """
+        holder = self.table.holder(peer)
+        if holder is None:
+            return False
+        self.table.expire(holder.agent_id)
+        for request in self._requests.active_for_agent(holder.agent_id):
+            request.stop(_unreachable())
+        return True
 
     async def sweep(self) -> None:
-        """Forget expired agents for ever, each on its own: one that takes long to drain holds nobody up."""
+        """Forget expired agents, for ever. Each has a task of its own, so that a slow drain does not
+        delay the others.
+        """
         sweeps: dict[str, asyncio.Task[None]] = {}
         try:
             while True:
                 await asyncio.sleep(SWEEP_INTERVAL_S)
                 sweeps = {agent_id: task for agent_id, task in sweeps.items() if not task.done()}
-                for agent in self.agents.expired(time.monotonic()):
+                for agent in self.table.expired(time.monotonic()):
                     if agent.agent_id not in sweeps:
                         sweeps[agent.agent_id] = asyncio.create_task(self._forget_expired(agent))
         finally:
             for task in sweeps.values():
                 task.cancel()
 
-    def _peer(self, registration: AgentRegistration) -> str:
+    def _transport(self, registration: AgentRegistration) -> AgentTransport:
+        """The transport of a registration. Raises CallerError: NotImplemented where ucx is off, NoSuchAgent where shm
+        is off.
+        """
         if registration.shm_ticket is not None:
-            return registration.shm_ticket
-        self._require_engine()
-        return _nixl_name(registration.metadata)
-
-    def _connected(self, ticket: str, field: str) -> ShmClient:
-        client = self.door.client(ticket) if self.door is not None else None
-        if client is None:
-            raise CallerError(ErrorCode.NO_SUCH_AGENT, "no such connection to this storage server", field=field)
-        return client
-
-    async def _map(self, client: ShmClient, regions: Sequence[Region]) -> None:
-        """Raises CallerError: InvalidArgument for memory that cannot be mapped, NoSuchAgent when the client is gone."""
-        try:
-            if self.door is not None:
-                await self.door.map(client, regions)
-        except ConnectionError as error:
-            raise CallerError(ErrorCode.NO_SUCH_AGENT, "the connection has ended", field="shm_ticket") from error
-        except (OfferError, OSError) as error:
-            problem = f"the memory cannot be used: {error}"
-            raise CallerError(ErrorCode.INVALID_ARGUMENT, problem, field="regions") from error
-
-    async def _renew_shm(self, agent: RegisteredAgent, renewal: AgentRenewal) -> None:
-        if renewal.metadata is not None:
-            raise CallerError(ErrorCode.INVALID_ARGUMENT, "the agent is not a NIXL agent", field="metadata")
-        if not renewal.regions:
-            return
-        client = self._connected(agent.peer, "agent_id")
-        _check_handed_in(client, renewal.regions)
-        self.agents.check_room(agent.access_key, len(renewal.regions), agent)
-        await self._map(client, renewal.regions)
-        await self._stop_outside(agent, renewal.regions)
-        offered = {region.region_id for region in renewal.regions}
-        for region in agent.regions:
-            if region.region_id not in offered:
-                client.forget(region.region_id)
+            if self._shm is None:
+                problem = "no such connection to this storage server"
+                raise CallerError(ErrorCode.NO_SUCH_AGENT, problem, field="shm_ticket")
+            return self._shm
+        if self._ucx is None:
+            problem = "this storage server has no ucx transport; ask for the body instead"
+            raise CallerError(ErrorCode.NOT_IMPLEMENTED, problem, field="rdma_target")
+        return self._ucx
 
     async def _stop_outside(self, agent: RegisteredAgent, regions: Sequence[Region]) -> None:
-        """Nothing begins into other memory of the agent any more, and what has begun ends."""
-        self.agents.restrict(agent, regions)
+        """Stop the agent's requests in memory outside these regions. No new request may begin there."""
+        self.table.restrict(agent, regions)
         active = self._requests.active_for_agent(agent.agent_id)
-        await _stop([request for request in active if request.region not in regions])
+        outside = [request for request in active if request.region not in regions]
+        await _stop(outside, _cancelled("the region is no longer offered"))
 
-    async def _load_metadata(self, peer: str, metadata: bytes, regions: Sequence[Region]) -> None:
-        """Make the peer known to the engine. Raises CallerError(InvalidArgument) when that cannot be done."""
-        offered = [Memory(region.address, region.length, region.device) for region in regions]
-        try:
-            if self._probe is not None:
-                await self._probe.check(metadata, offered)
-            await self._require_engine().add_peer(peer, metadata, offered)
-        except NixlFailure as failure:
-            raise CallerError(
-                ErrorCode.INVALID_ARGUMENT, f"metadata cannot be used for these regions: {failure}", field="metadata"
-            ) from failure
-
-    def _require_engine(self) -> UcxProcess:
-        return require_engine(self.engine)
-
-    async def _forget(self, agent: RegisteredAgent) -> None:
-        """Refuse new deliveries to the agent, stop and drain those under way, disconnect."""
-        self.agents.remove(agent.agent_id)
-        await _stop(self._requests.active_for_agent(agent.agent_id))
-        if agent.is_shm:
-            if self.door is not None:
-                self.door.dismiss(agent.peer)
-        elif self.engine is not None:
-            with contextlib.suppress(NixlFailure):  # a process that has ended knows no peers
-                await to_end(asyncio.ensure_future(self.engine.remove_peer(agent.peer)))
+    async def _drain_and_forget(self, agent: RegisteredAgent, error: ObjectCacheError) -> None:
+        """Refuse new deliveries to the agent, stop those under way with this error, drain them, disconnect."""
+        self.table.remove(agent.agent_id)
+        await _stop(self._requests.active_for_agent(agent.agent_id), error)
+        endpoint = self._endpoints.pop(agent.agent_id, None)
+        if endpoint is not None:
+            await endpoint.close()
 
     async def _forget_expired(self, agent: RegisteredAgent) -> None:
         async with self._names.locked(agent.peer):
-            if agent in self.agents.expired(time.monotonic()):
-                await self._forget(agent)
-
-
-def require_engine(engine: UcxProcess | None) -> UcxProcess:
-    """Raises CallerError(NotImplemented) where ucx is off, ServerError(SlowDown) where its process is starting."""
-    if engine is None:
-        raise CallerError(
-            ErrorCode.NOT_IMPLEMENTED,
-            "this storage server has no ucx transport; ask for the body instead",
-            field="rdma_target",
-        )
-    if not engine.is_running:
-        raise ServerError(ErrorCode.SLOW_DOWN, "the ucx process is being started again", retryable=True)
-    return engine
+            if agent in self.table.expired(time.monotonic()):
+                await self._drain_and_forget(agent, _unreachable() if agent.is_lost else _expired())
 
 
 class _NameLocks:
-    """A lock per agent's name, kept while somebody holds or awaits it."""
+    """A lock for each agent's name. A lock is dropped when no task holds or awaits it."""
 
     def __init__(self) -> None:
         self._locks: dict[str, tuple[asyncio.Lock, int]] = {}
@@ -243,27 +181,22 @@ class _NameLocks:
                 del self._locks[name]
 
 
-async def _stop(active: Sequence[ActiveRequest]) -> None:
-    """Cancel deliveries and wait until none of their writes is in flight."""
+def _cancelled(problem: str) -> CallerError:
+    return CallerError(ErrorCode.CANCELLED, problem, field="rdma_target")
+
+
+def _expired() -> CallerError:
+    return CallerError(ErrorCode.EXPIRED_TOKEN, "the agent's registration has expired", field="rdma_target")
+
+
+def _unreachable() -> ServerError:
+    problem = "the client's memory cannot be reached: the client is gone"
+    return ServerError(ErrorCode.TARGET_UNREACHABLE, problem, field="rdma_target")
+
+
+async def _stop(active: Sequence[ActiveRequest], error: ObjectCacheError) -> None:
+    """End requests with this error and wait until nothing of them is in flight."""
     for request in active:
-        request.cancel()
+        request.stop(error)
     for request in active:
         await request.drained.wait()
-
-
-def _check_handed_in(client: ShmClient, regions: Sequence[Region]) -> None:
-    """Raises CallerError(InvalidArgument) for a region that was not, or not as large."""
-    for index, region in enumerate(regions):
-        if not client.knows(region):
-            raise CallerError(
-                ErrorCode.INVALID_ARGUMENT,
-                f"regions[{index}] is not as it was handed in over the socket",
-                field=f"regions[{index}].region_id",
-            )
-
-
-def _nixl_name(metadata: bytes) -> str:
-    try:
-        return agent_name(metadata)
-    except ValueError as error:
-        raise CallerError(ErrorCode.INVALID_ARGUMENT, f"metadata: {error}", field="metadata") from None

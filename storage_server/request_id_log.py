@@ -1,8 +1,8 @@
-"""The request ids that were used, in two files that outlive the process: a signature is valid for some time, and a
-server that forgot its ids at a restart would carry out what it had carried out already.
+"""The log of used request ids: two files that outlive the process. A signature stays valid for some time, so a server
+that forgot its ids at a restart would carry out a replayed request.
 
-A line is appended for each id before its request begins. It is not synced: after a power cut every agent is gone, and
-with it what a replay could write to.
+A line is appended for each id before its request begins. The line is not synced: a power cut ends every agent, too, and
+with it all memory that a replay could write to.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ _log = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True)
 class UsedId:
-    """`unix_s` is when the id was used."""
+    """An access key's request id, and the time of day `unix_s` at which it was used."""
 
     access_key: str
     request_id: str
@@ -29,7 +29,9 @@ class UsedId:
 
 
 class RequestIdLog:
-    """Files `request-ids.0` and `.1` of a directory; the older is started anew when the newer spans `keep_s`."""
+    """Files `request-ids.0` and `.1` of a directory. When the newer one spans `keep_s`, the older one
+    is started anew.
+    """
 
     def __init__(self, directory: Path, keep_s: float) -> None:
         self._paths = [directory / "request-ids.0", directory / "request-ids.1"]
@@ -39,7 +41,7 @@ class RequestIdLog:
         self._fd = -1
 
     def load(self, unix_s: float) -> list[UsedId]:
-        """What may still be replayed at `unix_s`. Opens the log for `append`."""
+        """The ids that may still be replayed at `unix_s`. Opens the log for `append`."""
         found = [list(_read(path)) for path in self._paths]
         newest = [max((used.unix_s for used in ids), default=0.0) for ids in found]
         self._current = int(newest[1] > newest[0])
@@ -48,7 +50,7 @@ class RequestIdLog:
         return [used for ids in found for used in ids if used.unix_s > unix_s - self._keep_s]
 
     def append(self, used: UsedId) -> None:
-        """Remember an id. A disk that takes nothing costs only the memory across a restart."""
+        """Write an id to the log. A disk error is logged only: the ids are then forgotten at a restart."""
         if self._fd < 0:
             return
         if not 0 <= used.unix_s - self._since_s <= self._keep_s:
@@ -73,7 +75,7 @@ class RequestIdLog:
 
 
 def _read(path: Path) -> Iterator[UsedId]:
-    """Every whole line; a torn one is passed over."""
+    """The ids of every whole line; a torn line is passed over."""
     with contextlib.suppress(FileNotFoundError), path.open("rb") as file:
         while line := file.readline(LINE_BYTES_MAX):
             with contextlib.suppress(ValueError, TypeError):

@@ -1,44 +1,52 @@
-"""Request ids: each is used once per access key, can be cancelled, and is remembered while a replay could be valid."""
+"""Running requests. Each has an id, which an access key may use once and by which the request can be cancelled. The id
+is remembered for as long as a replay could be valid.
+"""
 
 from __future__ import annotations
 
 import asyncio
 import secrets
 from collections import OrderedDict, defaultdict
-from collections.abc import Callable
-from typing import Any
+from collections.abc import Callable, Coroutine
+from typing import Any, TypeVar
 
-from descriptors.errors import CallerError, ErrorCode, ServerError
+from descriptors.errors import CallerError, ErrorCode, ObjectCacheError, ServerError
 from descriptors.messages import Region
 
 REMEMBER_S = 30 * 60
-"""A signature is valid from 15 minutes before to 15 minutes after its date, so an id can come back for 30."""
+"""A signature is valid from 15 minutes before to 15 minutes after its date, so a replay may come for 30 minutes."""
+
+_T = TypeVar("_T")
 
 
 class ActiveRequest:
-    """A request under way that moves a client's registered memory, or a delivery over http. `drained` is set when
-    nothing of it can reach the client's buffer any more.
+    """A request under way: it moves bytes of a client's registered `region`, or it is a delivery over http. `drained`
+    is set when nothing of the request can reach the client's memory any more.
     """
 
-    def __init__(self, access_key: str, request_id: str) -> None:
+    def __init__(self, access_key: str, request_id: str, agent_id: str | None, region: Region | None) -> None:
         self.access_key = access_key
         self.request_id = request_id
-        self.agent_id: str | None = None
-        self.region: Region | None = None
-        self.cancelled_by_caller = False
+        self.agent_id = agent_id
+        self.region = region
+        self.stopped_by: ObjectCacheError | None = None
+        """The error with which the server stopped the request, and with which the caller is answered."""
         self.drained = asyncio.Event()
         self.task: asyncio.Task[Any] | None = None
 
-    def cancel(self) -> None:
-        """Stop at the next await; the pipeline drains before it ends."""
-        self.cancelled_by_caller = True
+    def stop(self, error: ObjectCacheError) -> None:
+        """End the request with this error at its next await; the work drains before it ends. Only the first error
+        counts, because the later ones are consequences of it.
+        """
+        if self.stopped_by is None:
+            self.stopped_by = error
         if self.task is not None:
             self.task.cancel()
 
 
 class RequestTable:
-    """Remembers at most `ids_max` ids per access key; a key that used more within half an hour is told to slow down.
-    `on_used` hears each id before its request begins.
+    """The running requests and the used ids. It remembers at most `ids_max` ids per access key; a key that uses more
+    within half an hour is told to slow down. `on_used` is called with each id before its request begins.
     """
 
     def __init__(self, ids_max: int, on_used: Callable[[str, str], None] = lambda access_key, request_id: None) -> None:
@@ -46,40 +54,77 @@ class RequestTable:
         self._on_used = on_used
         self._used: defaultdict[str, OrderedDict[str, float]] = defaultdict(OrderedDict)
         self._active: dict[tuple[str, str], ActiveRequest] = {}
+        self._running: set[asyncio.Task[Any]] = set()
 
     @property
     def active_count(self) -> int:
-        """Deliveries under way."""
+        """How many requests are under way."""
         return len(self._active)
 
     def restore(self, access_key: str, request_id: str, used_s: float) -> None:
-        """An id that was used before this table was made. Oldest first."""
+        """Add an id that was used before this table was made. Call it for the oldest id first."""
         self._used[access_key][request_id] = used_s
 
     def active_for_agent(self, agent_id: str) -> list[ActiveRequest]:
-        """Deliveries that write into this agent's memory."""
+        """Requests that move bytes of this agent's memory."""
         return [request for request in self._active.values() if request.agent_id == agent_id]
 
-    def begin(self, access_key: str, request_id: str | None, now_s: float) -> ActiveRequest:
-        """Register a delivery until `end`. Raises CallerError(RequestReplayed), ServerError(SlowDown)."""
+    def begin(
+        self,
+        access_key: str,
+        request_id: str | None,
+        now_s: float,
+        agent_id: str | None = None,
+        region: Region | None = None,
+    ) -> ActiveRequest:
+        """Register a request that moves bytes of this region, if any; `run` comes next. Raises
+        CallerError(RequestReplayed), ServerError(SlowDown).
+        """
         if request_id is not None:
             self._use(access_key, request_id, now_s)
-        request = ActiveRequest(access_key, request_id or secrets.token_hex(16))
+        request = ActiveRequest(access_key, request_id or secrets.token_hex(16), agent_id, region)
         self._active[access_key, request.request_id] = request
         return request
 
-    def end(self, request: ActiveRequest) -> None:
-        """The delivery is over and nothing of it is in flight."""
-        self._active.pop((request.access_key, request.request_id), None)
-        request.drained.set()
+    async def run(self, request: ActiveRequest, work: Coroutine[Any, Any, _T]) -> _T:
+        """Carry the work out; the request ends with it. Raises what the work raises, or the error that the request was
+        stopped with, such as CallerError(RequestCancelled) after `cancel`. When the caller of this method is cancelled
+        instead, the work is cancelled at once and drains on its own.
+        """
+        task = asyncio.create_task(work)
+        request.task = task
+        self._running.add(task)
+
+        def ended(_: asyncio.Task[_T]) -> None:
+            self._running.discard(task)
+            self._active.pop((request.access_key, request.request_id), None)
+            request.drained.set()
+            if not task.cancelled():
+                task.exception()
+
+        task.add_done_callback(ended)
+        try:
+            return await asyncio.shield(task)
+        except asyncio.CancelledError:
+            if request.stopped_by is not None:
+                raise request.stopped_by from None
+            task.cancel()
+            raise
+
+    async def close(self, timeout_s: float) -> None:
+        """Cancel everything that runs and wait until it has drained, at most `timeout_s`."""
+        for task in list(self._running):
+            task.cancel()
+        if self._running:
+            await asyncio.wait(self._running, timeout=timeout_s)
 
     async def cancel(self, access_key: str, request_id: str, now_s: float) -> None:
-        """Stop a delivery and wait until it has drained. An id not seen yet is used up, so that a request still on its
-        way is refused when it arrives: after this returns, nothing is written on its behalf.
+        """Stop a request and wait until it has drained. An id that is not known yet is marked as used, so that a
+        request that arrives later is refused: after this method returns, nothing is written for the request.
         """
         request = self._active.get((access_key, request_id))
         if request is not None:
-            request.cancel()
+            request.stop(CallerError(ErrorCode.CANCELLED, "the request was cancelled", field="request_id"))
             await request.drained.wait()
         elif request_id not in self._used[access_key]:
             self._use(access_key, request_id, now_s)

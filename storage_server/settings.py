@@ -3,42 +3,124 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from enum import Enum
 from pathlib import Path
+from urllib.parse import urlsplit
 
 from descriptors.lifecycle import DAY_S
 from descriptors.units import GIB, KIB, MIB
+from storage_server.eviction.choice import Eviction
 from storage_server.scheduler.settings import SchedulerSettings
-from storage_server.store.durability import Durability
+from storage_server.store.data.durability import Durability
+
+DISK_BYTES_MIN = 64 * MIB
+CAPACITY_BYTES_MIN = MIB
+
+
+class Write(Enum):
+    """When a PUT of a chunk is answered: when upstream has it, or when it is durable here and is uploaded behind."""
+
+    THROUGH = "through"
+    BACK = "back"
+
+
+class Dedup(Enum):
+    """Whose equal bytes are stored once: those of all buckets of one owner, or of one bucket, or nobody's."""
+
+    OWNER = "owner"
+    BUCKET = "bucket"
+    OFF = "off"
+
+
+@dataclass(frozen=True, slots=True)
+class UpstreamSettings:
+    """The way to another S3 service, and this server's account there.
+
+    `connect_timeout_s` is for making a connection, `read_timeout_s` for the time between two reads of an answer. At
+    most `connections_max` connections are open, of which `fetches_max` read chunks, and `uploads_max` write chunks that
+    were written `back`. Chunks come into `landing_bytes` of memory, and into files behind the deliveries; with 0 they
+    come straight into files. What others change there past us is seen within `chunk_revalidate_s`; with 0 chunks never
+    change.
+    """
+
+    endpoint: str
+    access_key: str
+    secret_key: str
+    region: str = "us-east-1"
+    connect_timeout_s: float = 5.0
+    read_timeout_s: float = 30.0
+    connections_max: int = 128
+    fetches_max: int = 64
+    uploads_max: int = 8
+    landing_bytes: int = GIB
+    write: Write = Write.THROUGH
+    chunk_revalidate_s: float = 3600.0
+
+    def __post_init__(self) -> None:
+        parts = urlsplit(self.endpoint)
+        if parts.scheme not in ("http", "https") or not parts.netloc or parts.path.strip("/") or parts.query:
+            raise ValueError(f"upstream: {self.endpoint!r} is no http:// or https:// address of an S3 service")
+        if not self.access_key or not self.secret_key:
+            raise ValueError("upstream: an access key and a secret key are needed")
+        if not 0 < self.fetches_max < self.fetches_max + self.uploads_max < self.connections_max:
+            raise ValueError("upstream: need 0 < fetches_max, 0 < uploads_max and a sum below connections_max")
+
+
+@dataclass(frozen=True, slots=True)
+class CacheSettings:
+    """A bucket whose objects may be evicted; for the bucket None all objects of the directory may be. They take at most
+    `capacity_bytes` (None: what the directory may take), and are deleted `ttl_s` after they were stored (None: never).
+    """
+
+    bucket: str | None
+    capacity_bytes: int | None = None
+    eviction: Eviction = Eviction.REUSE_VALUE
+    ttl_s: float | None = None
+
+    def __post_init__(self) -> None:
+        if self.capacity_bytes is not None and self.capacity_bytes < CAPACITY_BYTES_MIN:
+            raise ValueError(f"buckets: {self.bucket}: capacity_bytes must be at least {CAPACITY_BYTES_MIN}")
+        if self.ttl_s is not None and self.ttl_s <= 0:
+            raise ValueError(f"buckets: {self.bucket}: ttl_s must be greater than 0")
 
 
 @dataclass(frozen=True, slots=True)
 class StorageSettings:
-    """`theta_bytes` is the paper's threshold: payloads below it go chunk-major when the caller leaves the choice.
+    """The settings of one storage server.
 
-    `staging_bytes` bounds the memory of all deliveries together, `window_bytes` that of one; both are cut into slots of
-    `aggregation_bytes`, the size of one payload on the wire. What goes over ucx has as much again. Payloads that need
-    no staging, into shared memory or out of the DRAM tier, are of `direct_payload_bytes`. `dram_bytes` of memory keep
-    chunks that are asked for repeatedly; 0 turns that off.
+    `theta_bytes` is the paper's threshold Θ: a delivery of fewer bytes goes chunk-major when the caller leaves the
+    choice.
+
+    `staging_bytes` bounds the staging memory of all deliveries together, `window_bytes` that of one delivery. Both are
+    cut into slots of `aggregation_bytes`, the size of one payload on the wire. ucx has a second pool of the same size.
+    Payloads that need no staging, because they go into shared memory or come from the DRAM tier, have
+    `direct_payload_bytes`. `dram_bytes` of memory keep chunks; `eviction` says which. 0 turns this tier off.
 
     One access key may have half of `deliveries_max` at once.
 
-    Over http a client that takes less than `least_bytes_per_s` in `stall_timeout_s` in which it is waited for is cut
-    off: it holds memory that others wait for.
+    An http client that takes fewer than `least_bytes_per_s` during `stall_timeout_s` is cut off, because it holds
+    memory that others wait for.
 
-    `ucx` are the interfaces the ucx transport listens on; without any it is off. Its process maps staging memory and,
-    with `ucx_maps_dram`, the DRAM tier, for reading; every ucx peer can then read that, too.
+    With `upstream` objects lie in another S3 service, and `data_dir` is a cache, of which `eviction` says what leaves.
+    All files under `data_dir` together take at most `disk_bytes`; None is no bound or, in front of another service,
+    nine tenths of what is free at the start. The buckets of `caches` are caches, too; other buckets are not evicted.
 
-    `rdma_buffer_bytes` holds the objects of the S3RDMA Buffer path, each whole; larger ones are declined.
+    `ucx` are the interfaces that the ucx transport listens on; without any, ucx is off. Its process maps staging memory
+    and, with `ucx_maps_dram`, also the DRAM tier, for reading; every ucx peer can then read the DRAM tier.
 
-    Objects and parts up to `packed_bytes_max` share segments. `buffer_bytes` bounds what plain S3 bodies hold in
-    memory; what the index said of the last `resolved_keys_max` keys of descriptors stays there, in at most
-    `resolved_bytes_max`: about 1 KiB for a chunk of 2 MiB, and 600 bytes for each further MiB.
-    `adopt_index` goes on with an index that does not know all files: those are set aside.
-    Lifecycle rules are carried out every `lifecycle_interval_s`; a shorter `lifecycle_day_s` is for trying them out.
-    Deleted bytes of a segment are given back `punch_delay_s` later, for readers elsewhere.
+    `rdma_buffer_bytes` of memory hold the objects of the S3RDMA Buffer path, each whole; larger objects are declined.
 
-    Segments of which at most `compact_live_fraction_max` is in use are rewritten, as are small ones together: looked
-    for every `compact_interval_s` (0: never), at `compact_bytes_per_s`, and much slower while others use the store.
+    Objects and parts up to `packed_bytes_max` share segments. `buffer_bytes` bounds the memory of plain S3 bodies. The
+    index answers for the last `resolved_keys_max` keys of descriptors are kept, in at most `resolved_bytes_max`: about
+    1 KiB for a chunk of 2 MiB, and 600 bytes for each further MiB.
+    With `adopt_index` the server starts with an index that lacks some of the files, and sets those files aside.
+    Lifecycle rules are carried out every `lifecycle_interval_s`; a `lifecycle_day_s` below 86,400 is for trying them
+    out. Deleted bytes of a segment are given back after `punch_delay_s`, because worker processes may still read them.
+
+    Segments of which at most `compact_live_fraction_max` is in use are rewritten, and small segments are joined. The
+    server looks for them every `compact_interval_s` (0: never), and copies `compact_bytes_per_s`, or much less while
+    others use the store. `dedup` says whose equal bytes are stored once; they are compared at `dedup_bytes_per_s`, or
+    at much less while others use the store.
     """
 
     data_dir: Path
@@ -64,6 +146,8 @@ class StorageSettings:
     compact_interval_s: float = 60.0
     compact_live_fraction_max: float = 0.5
     compact_bytes_per_s: float = 64 * MIB
+    dedup: Dedup = Dedup.OWNER
+    dedup_bytes_per_s: float = 256 * MIB
     lifecycle_interval_s: float = 3600.0
     lifecycle_day_s: float = DAY_S
     gather_threads: int = 2
@@ -73,6 +157,10 @@ class StorageSettings:
     ucx_maps_dram: bool = False
     shm: bool = True
     scheduler: SchedulerSettings = field(default_factory=SchedulerSettings)
+    upstream: UpstreamSettings | None = None
+    disk_bytes: int | None = None
+    eviction: Eviction = Eviction.REUSE_VALUE
+    caches: tuple[CacheSettings, ...] = ()
 
     def __post_init__(self) -> None:
         if not 4096 <= self.aggregation_bytes <= self.window_bytes <= self.staging_bytes:
@@ -81,6 +169,17 @@ class StorageSettings:
             raise ValueError("compact_live_fraction_max must be at least 0 and less than 1")
         if self.compact_bytes_per_s <= 0:
             raise ValueError("compact_bytes_per_s is too small")
+        if self.dedup_bytes_per_s <= 0:
+            raise ValueError("dedup_bytes_per_s is too small")
+        if self.disk_bytes is not None and self.disk_bytes < DISK_BYTES_MIN:
+            raise ValueError(f"disk_bytes must be at least {DISK_BYTES_MIN}")
+        writes_back = self.upstream is not None and self.upstream.write is Write.BACK
+        if writes_back and self.durability is Durability.RELAXED:
+            raise ValueError("durability: with write = back the only copy may be here for a while: strict is needed")
+        if self.caches and self.upstream is not None:
+            raise ValueError("buckets: in front of another S3 service, disk_bytes bounds the cache of all buckets")
+        if len({cache.bucket for cache in self.caches}) < len(self.caches):
+            raise ValueError("buckets: a bucket appears twice")
         for name in (
             "theta_bytes",
             "deliveries_max",

@@ -6,12 +6,16 @@ from collections.abc import AsyncIterator, Iterator
 from pathlib import Path
 
 import pytest
+from hypothesis import settings
 
-from storage_server.store.durability import Durability
+from storage_server.store.data.durability import Durability
 from storage_server.store.embedded import EmbeddedStore
-from tests.faulty_disk import FaultyDisk
-from tests.store_bed import opened
-from tests.support import LAYOUT, LocalStack, N, Stack, make_chunks, stack
+from tests.support.chunks import LAYOUT, N, make_chunks
+from tests.support.faulty_disk import FaultyDisk
+from tests.support.servers import LocalStack, Stack, stack
+from tests.support.store_bed import opened
+
+settings.register_profile("fast", max_examples=10)
 
 
 @pytest.fixture(scope="session", params=["together", "apart"])
@@ -36,7 +40,7 @@ def local(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[LocalStack
     if not _wants_ucx(request):
         settings["ucx"] = ()
     with LocalStack(tmp_path / "data", **settings) as running:
-        running.call(running.storage.create_bucket("OWNERKEY", "chunks"))
+        running.call(running.storage.objects.create_bucket("OWNERKEY", "chunks"))
         yield running
 
 
@@ -65,7 +69,7 @@ def transport(request: pytest.FixtureRequest) -> str:
 async def store(tmp_path: Path, request: pytest.FixtureRequest) -> AsyncIterator[EmbeddedStore]:
     """An embedded store on a disk that can be made to fail, in either durability."""
     made = await opened(tmp_path / "data", FaultyDisk(), durability=Durability(request.param))
-    await made.create_bucket("k", "bbb")
+    await made.objects.create_bucket("k", "bbb")
     yield made
     assert made.files.pinned_count == 0
     made.close()

@@ -9,29 +9,48 @@ import sys
 from collections.abc import Callable, Mapping
 from pathlib import Path
 
+from bench.core.show import Json, Sections, as_markdown
+from bench.experiments.aggregate.show import show as aggregate
+from bench.experiments.engine.show import show as engine
+from bench.experiments.ladder.show import show as ladder
+from bench.experiments.s3.show import show as s3
+from bench.experiments.scheduler.show import show as scheduler
+from bench.experiments.tiers.show import show as tiers
+from bench.experiments.ttft.show import show as ttft
+from bench.experiments.upstream.show import show as upstream
 from bench.figures import sections
-from bench.figures.values import Json
 
 ROOT = Path(__file__).resolve().parents[2]
 RESULTS = ROOT / "docs" / "results"
 DOCUMENTS = (ROOT / "README.md", ROOT / "docs" / "figures.md")
+
+
+def _of(show: Callable[[Json], Sections], section: str) -> Callable[[Json], str]:
+    return lambda result: as_markdown(show(result)[section])
+
+
 SECTIONS: Mapping[str, tuple[str, Callable[[Json], str]]] = {
-    "transports": ("aggregate", sections.transports),
-    "peers": ("aggregate", sections.peers),
-    "limits": ("aggregate", sections.limits),
-    "first-layers": ("aggregate", sections.first_layers),
-    "shared-link": ("scheduler-live", sections.shared_link),
-    "simulated": ("scheduler-simulated", sections.simulated),
-    "ttft": ("ttft", sections.ttft),
-    "engine": ("engine", sections.engine),
-    "advised": ("engine-advised", sections.advised),
-    "s3": ("s3", sections.plain_s3),
-    "ladder": ("ladder", sections.ladder),
+    **{name: ("aggregate", _of(aggregate, name)) for name in ("transports", "peers", "limits", "first-layers")},
+    "shared-link": ("scheduler-live", _of(scheduler, "shared-link")),
+    "simulated": ("scheduler-simulated", _of(scheduler, "simulated")),
+    "ttft": ("ttft", _of(ttft, "ttft")),
+    "unscaled-page-cache": ("ttft-64k-page-cache", _of(ttft, "cells")),
+    "unscaled-cold": ("ttft-64k-cold", _of(ttft, "cells")),
+    "engine": ("engine", _of(engine, "engine")),
+    "advised": ("engine-advised", _of(engine, "advised")),
+    "stated": ("engine-stated", _of(engine, "stated")),
+    "s3": ("s3", _of(s3, "s3")),
+    "ladder": ("ladder", _of(ladder, "ladder")),
+    "hit-rates": ("tiers", _of(tiers, "hit-rates")),
+    "hit-rate-targets": ("tiers", _of(tiers, "targets")),
+    **{f"cascade-{number}": ("tiers", _of(tiers, f"table-{number}")) for number in range(1, 7)},
+    **{name: ("upstream", _of(upstream, name)) for name in ("upstream", "upstream-ratios", "upstream-targets")},
     "theta": ("calibrate", sections.theta),
     "crash": ("crash", sections.crash),
     "demo": ("demo", sections.demo),
 }
-COMMITS = "commits"
+WHOLE: Mapping[str, Callable[[Json], str]] = {"commits": sections.commits, "headline": sections.headline}
+"""Sections of all results together."""
 _PLACE = re.compile(r"(<!-- figures: (?P<name>[a-z0-9-]+) -->\n).*?(<!-- /figures -->)", re.DOTALL)
 
 
@@ -45,8 +64,8 @@ def render(document: str, results: Mapping[str, Json]) -> str:
 
     def fill(found: re.Match[str]) -> str:
         name = found["name"]
-        if name == COMMITS:
-            text = sections.commits(results)
+        if name in WHOLE:
+            text = WHOLE[name](results)
         else:
             result, section = SECTIONS[name]
             text = section(results[result])

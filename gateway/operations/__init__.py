@@ -1,1 +1,1 @@
-"""One S3 verb family per module: a request value in, an answer out."""
+"""The operations: one S3 verb family per module. A function takes a Call and returns the answer."""

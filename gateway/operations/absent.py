@@ -1,4 +1,6 @@
-"""Configurations of buckets that S3 has and nobody can set here: asked for, they are absent, as S3 says it."""
+"""Bucket configurations that S3 has and this server lacks. A GET answers with S3's error for an absent
+configuration.
+"""
 
 from __future__ import annotations
 
@@ -6,7 +8,7 @@ from aiohttp import web
 
 from descriptors.errors import CallerError, ErrorCode
 from gateway.call import Call
-from gateway.routing import Operation
+from gateway.s3.routing import Operation
 
 CODES = {
     Operation.GET_BUCKET_POLICY: (ErrorCode.NO_SUCH_POLICY, "The bucket policy does not exist"),
@@ -37,7 +39,7 @@ CODES = {
 
 
 async def get_absent(call: Call) -> web.StreamResponse:
-    """Raises CallerError: the configuration's own code, NoSuchBucket."""
-    await call.storage.head_bucket(call.request.bucket)
+    """Raises CallerError: the error code of the configuration, or NoSuchBucket."""
+    await call.storage.objects.head_bucket(call.access_key, call.request.bucket)
     code, problem = CODES[call.operation]
     raise CallerError(code, problem, field="bucket")

@@ -1,4 +1,4 @@
-"""What answers of several verb families have in common."""
+"""Parts of answers that several verb families share."""
 
 from __future__ import annotations
 
@@ -8,35 +8,40 @@ from descriptors.errors import CallerError, ErrorCode
 from descriptors.lifecycle import expiry
 from descriptors.objects import ObjectInfo
 from gateway.call import Call
-from gateway.object_headers import checksum_headers, expiration_header
+from gateway.s3.object_headers import checksum_headers, expiration_header, http_date
 
 EXPECTED_OWNER = "x-amz-expected-bucket-owner"
 EXPECTED_SOURCE_OWNER = "x-amz-source-expected-bucket-owner"
 
 
 def xml_answer(body: bytes, headers: dict[str, str] | None = None) -> web.Response:
-    """An XML document."""
+    """An answer with an XML document."""
     return web.Response(body=body, content_type="application/xml", headers=headers)
 
 
 async def stored_headers_of(call: Call, bucket: str, info: ObjectInfo) -> dict[str, str]:
-    """What an answer to a write says of the object it made."""
-    return {"ETag": f'"{info.etag}"', **checksum_headers(info.checksum), **await expiration_of(call, bucket, info)}
+    """The headers that describe a new object, in the answer to its write."""
+    return {
+        "ETag": f'"{info.etag}"',
+        "Last-Modified": http_date(info.modified_at),
+        **checksum_headers(info.checksum),
+        **await expiration_of(call, bucket, info),
+    }
 
 
 async def expiration_of(call: Call, bucket: str, info: ObjectInfo) -> dict[str, str]:
-    """x-amz-expiration, where a rule covers the object."""
-    rules = await call.storage.get_lifecycle(bucket)
+    """The x-amz-expiration header, where a lifecycle rule of our own covers the object."""
+    rules = await call.storage.objects.own_lifecycle(call.access_key, bucket)
     return expiration_header(expiry(rules, info)) if rules else {}
 
 
 async def owner_of(call: Call, bucket: str) -> str:
     """The access key that made the bucket."""
-    return (await call.storage.head_bucket(bucket)).owner
+    return (await call.storage.objects.head_bucket(call.access_key, bucket)).owner
 
 
 async def check_expected_owner(call: Call, header: str, bucket: str) -> None:
-    """Raises CallerError(AccessDenied) when the caller expects the bucket to be another's."""
+    """Raises CallerError(AccessDenied) when the bucket's owner is not the one the caller expects."""
     expected = call.request.headers.get(header)
     if expected is not None and expected != await owner_of(call, bucket):
         raise CallerError(ErrorCode.ACCESS_DENIED, "the bucket has another owner than expected", field=header)

@@ -1,4 +1,4 @@
-"""Buckets: list, create, head, delete, and what is known about one."""
+"""Buckets: list, create, head, delete, and their location, versioning, ACL and lifecycle."""
 
 from __future__ import annotations
 
@@ -6,13 +6,13 @@ from aiohttp import web
 
 from descriptors.errors import CallerError, ErrorCode
 from descriptors.units import MIB
-from gateway import xml
 from gateway.call import Call
-from gateway.object_headers import check_acl
 from gateway.operations.answers import owner_of, xml_answer
-from gateway.parameters import after_token, integer
-from gateway.request import check_bucket_name
-from gateway.xml_in import parse_acl, parse_create_bucket, parse_lifecycle
+from gateway.s3 import xml
+from gateway.s3.object_headers import check_acl
+from gateway.s3.parameters import after_token, integer
+from gateway.s3.request import check_bucket_name
+from gateway.s3.xml_in import parse_acl, parse_create_bucket, parse_lifecycle
 
 BUCKETS_MAX = 10_000
 DOCUMENT_BYTES_MAX = MIB
@@ -22,7 +22,7 @@ _OBJECT_LOCK = "x-amz-bucket-object-lock-enabled"
 
 
 async def list_buckets(call: Call) -> web.StreamResponse:
-    """Those the key may see, by name."""
+    """Answer with the buckets that the key may see, by name."""
     parameters = call.request.parameters
     prefix = parameters.get("prefix", "")
     most = integer(parameters, "max-buckets", BUCKETS_MAX, least=1, most=BUCKETS_MAX)
@@ -30,18 +30,18 @@ async def list_buckets(call: Call) -> web.StreamResponse:
     region = parameters.get("bucket-region", call.settings.region)
     seen = [
         bucket
-        for bucket in sorted(await call.storage.list_buckets(), key=lambda bucket: bucket.name)
+        for bucket in sorted(await call.storage.objects.list_buckets(call.access_key), key=lambda bucket: bucket.name)
         if call.credential.allows("ListAllMyBuckets", bucket.name)
         and bucket.name.startswith(prefix)
         and bucket.name > after
         and region == call.settings.region
     ]
     token = xml.continuation_token(seen[most - 1].name) if len(seen) > most else None
-    return xml_answer(xml.buckets_document(call.claim.access_key, seen[:most], prefix, token))
+    return xml_answer(xml.buckets_document(call.access_key, seen[:most], prefix, token))
 
 
 async def create_bucket(call: Call) -> web.StreamResponse:
-    """In this region, private, and without the features we lack."""
+    """Create a bucket in this region, private. Refuse features that this server lacks."""
     headers = call.request.headers
     check_bucket_name(call.request.bucket)
     check_acl(headers)
@@ -55,31 +55,31 @@ async def create_bucket(call: Call) -> web.StreamResponse:
         problem = f"buckets here are in {call.settings.region}"
         raise CallerError(ErrorCode.ILLEGAL_LOCATION, problem, field="LocationConstraint")
     try:
-        await call.storage.create_bucket(call.claim.access_key, call.request.bucket)
-    except CallerError as error:  # in this one region S3 answers the owner as if the bucket were new
+        await call.storage.objects.create_bucket(call.access_key, call.request.bucket)
+    except CallerError as error:  # in us-east-1 S3 answers the owner as if the bucket were new
         if error.code is not ErrorCode.BUCKET_ALREADY_OWNED or call.settings.region != US_EAST_1:
             raise
     return web.Response(headers={"Location": f"/{call.request.bucket}"})
 
 
 async def head_bucket(call: Call) -> web.StreamResponse:
-    await call.storage.head_bucket(call.request.bucket)
+    await call.storage.objects.head_bucket(call.access_key, call.request.bucket)
     return web.Response(content_type="application/xml", headers={"x-amz-bucket-region": call.settings.region})
 
 
 async def delete_bucket(call: Call) -> web.StreamResponse:
-    await call.storage.delete_bucket(call.request.bucket)
+    await call.storage.objects.delete_bucket(call.access_key, call.request.bucket)
     return web.Response(status=204)
 
 
 async def get_location(call: Call) -> web.StreamResponse:
-    await call.storage.head_bucket(call.request.bucket)
+    await call.storage.objects.head_bucket(call.access_key, call.request.bucket)
     return xml_answer(xml.location_document(call.settings.region))
 
 
 async def get_versioning(call: Call) -> web.StreamResponse:
-    """Never switched on, which S3 says with an empty document."""
-    await call.storage.head_bucket(call.request.bucket)
+    """Answer with an empty document, which says that versioning was never switched on."""
+    await call.storage.objects.head_bucket(call.access_key, call.request.bucket)
     return xml_answer(xml.versioning_document())
 
 
@@ -88,14 +88,14 @@ async def get_acl(call: Call) -> web.StreamResponse:
 
 
 async def put_acl(call: Call) -> web.StreamResponse:
-    """Accepted where it says what is so anyway."""
+    """Accept an ACL that says what holds already: the owner has full control, and nobody else has any."""
     owner = await owner_of(call, call.request.bucket)
     await check_new_acl(call, owner)
     return web.Response()
 
 
 async def check_new_acl(call: Call, owner: str) -> None:
-    """The ACL in headers or body must mean: the owner alone. Raises CallerError."""
+    """Check that the ACL in headers or body gives rights to the owner alone. Raises CallerError."""
     check_acl(call.request.headers)
     has_header = "x-amz-acl" in call.request.headers
 
@@ -111,7 +111,7 @@ async def check_new_acl(call: Call, owner: str) -> None:
 
 
 async def get_lifecycle(call: Call) -> web.StreamResponse:
-    rules = await call.storage.get_lifecycle(call.request.bucket)
+    rules = await call.storage.objects.get_lifecycle(call.access_key, call.request.bucket)
     if not rules:
         raise CallerError(ErrorCode.NO_SUCH_LIFECYCLE, "the bucket has no lifecycle configuration", field="bucket")
     return xml_answer(xml.lifecycle_document(rules))
@@ -119,10 +119,10 @@ async def get_lifecycle(call: Call) -> web.StreamResponse:
 
 async def put_lifecycle(call: Call) -> web.StreamResponse:
     rules = await call.document(parse_lifecycle, DOCUMENT_BYTES_MAX)
-    await call.storage.set_lifecycle(call.request.bucket, rules)
+    await call.storage.objects.set_lifecycle(call.access_key, call.request.bucket, rules)
     return web.Response()
 
 
 async def delete_lifecycle(call: Call) -> web.StreamResponse:
-    await call.storage.set_lifecycle(call.request.bucket, [])
+    await call.storage.objects.set_lifecycle(call.access_key, call.request.bucket, [])
     return web.Response(status=204)

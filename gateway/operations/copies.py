@@ -8,22 +8,22 @@ from aiohttp import web
 
 from descriptors.errors import CallerError, ErrorCode
 from descriptors.objects import STANDARD, Attributes, ByteRange, CopyRequest, PartCopyRequest, RangeSpec, ReadRequest
-from gateway import xml
 from gateway.call import Call
-from gateway.conditions import write_condition
-from gateway.copy_headers import COPY_RANGE_HEADER, Directive, directive, parse_copy_range, parse_copy_source
-from gateway.credentials import authorize
-from gateway.object_headers import new_checksum, refuse_unsupported, storage_class, stored_headers
 from gateway.operations.answers import EXPECTED_SOURCE_OWNER, check_expected_owner, expiration_of, xml_answer
 from gateway.operations.uploads import upload_ref
-from gateway.parameters import part_number
-from gateway.request import check_key
-from gateway.routing import Operation
-from gateway.tags import parse_tagging_header
+from gateway.s3 import xml
+from gateway.s3.conditions import write_condition
+from gateway.s3.copy_headers import COPY_RANGE_HEADER, Directive, directive, parse_copy_range, parse_copy_source
+from gateway.s3.credentials import authorize
+from gateway.s3.object_headers import new_checksum, refuse_unsupported, storage_class, stored_headers
+from gateway.s3.parameters import part_number
+from gateway.s3.request import check_key
+from gateway.s3.routing import Operation
+from gateway.s3.tags import parse_tagging_header
 
 
 async def copy_object(call: Call) -> web.StreamResponse:
-    """Metadata and tags come from the source unless they are given anew."""
+    """Copy an object. Metadata and tags come from the source unless the request replaces them."""
     request, headers = call.request, call.request.headers
     check_key(request.key)
     refuse_unsupported(headers)
@@ -46,13 +46,13 @@ async def copy_object(call: Call) -> web.StreamResponse:
         checksum=checksum,
         condition=write_condition(headers),
     )
-    info = await call.storage.copy_object(copy)
+    info = await call.storage.objects.copy_object(call.access_key, copy)
     document = xml.copy_document("CopyObjectResult", info.etag, info.modified_at, info.checksum)
     return xml_answer(document, await expiration_of(call, request.bucket, info))
 
 
 async def copy_part(call: Call) -> web.StreamResponse:
-    """A range must lie inside the source; it is checked against the version that is then copied."""
+    """Copy a range into a part. The range must lie inside the version of the source that is then copied."""
     refuse_unsupported(call.request.headers)
     upload = upload_ref(call)
     number = part_number(call.request.parameters)
@@ -60,7 +60,7 @@ async def copy_part(call: Call) -> web.StreamResponse:
     source = await _source(call)
     if wanted is not None:
         source = await _range_of(call, source, wanted)
-    part = await call.storage.copy_part(PartCopyRequest(upload, number, source))
+    part = await call.storage.uploads.copy_part(call.access_key, PartCopyRequest(upload, number, source))
     return xml_answer(xml.copy_document("CopyPartResult", part.etag, part.modified_at, part.checksum))
 
 
@@ -72,7 +72,7 @@ async def _source(call: Call) -> ReadRequest:
 
 
 async def _range_of(call: Call, source: ReadRequest, wanted: ByteRange) -> ReadRequest:
-    info = (await call.storage.head_object(replace(source, range=None))).info
+    info = (await call.storage.objects.head_object(call.access_key, replace(source, range=None))).info
     if wanted.start + wanted.length > info.nbytes:
         problem = f"the range is not inside the source, which has {info.nbytes} bytes"
         raise CallerError(ErrorCode.INVALID_ARGUMENT, problem, field=COPY_RANGE_HEADER)

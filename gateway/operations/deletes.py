@@ -9,14 +9,14 @@ from aiohttp import web
 from descriptors.conditions import WriteCondition
 from descriptors.errors import CallerError, ErrorCode
 from descriptors.units import MIB
-from gateway import xml
 from gateway.call import Call
-from gateway.conditions import delete_condition
 from gateway.operations.answers import xml_answer
-from gateway.parameters import NULL_VERSION, check_version
-from gateway.request import check_key
-from gateway.upload import announced_trailer, given_checksum
-from gateway.xml_in import DeleteEntry, parse_delete
+from gateway.s3 import xml
+from gateway.s3.conditions import delete_condition
+from gateway.s3.parameters import NULL_VERSION, check_version
+from gateway.s3.request import check_key
+from gateway.s3.upload import announced_trailer, given_checksum
+from gateway.s3.xml_in import DeleteEntry, parse_delete
 
 DOCUMENT_BYTES_MAX = 8 * MIB
 
@@ -25,7 +25,7 @@ async def delete_object(call: Call) -> web.StreamResponse:
     check_key(call.request.key)
     check_version(call.request)
     condition = delete_condition(call.request.headers)
-    await call.storage.delete_object(call.request.bucket, call.request.key, condition)
+    await call.storage.objects.delete_object(call.access_key, call.request.bucket, call.request.key, condition)
     return web.Response(status=204)
 
 
@@ -45,10 +45,12 @@ async def delete_objects(call: Call) -> web.StreamResponse:
         else:
             failures += await _delete_if(call, entry, deleted)
     if together:
-        await call.storage.delete_objects(call.request.bucket, [entry.key for entry in together])
+        await call.storage.objects.delete_objects(
+            call.access_key, call.request.bucket, [entry.key for entry in together]
+        )
         deleted += [(entry.key, entry.version_id) for entry in together]
     else:
-        await call.storage.head_bucket(call.request.bucket)
+        await call.storage.objects.head_bucket(call.access_key, call.request.bucket)
     return xml_answer(xml.delete_document([] if manifest.quiet else deleted, failures))
 
 
@@ -61,7 +63,9 @@ def _check_has_digest(headers: Mapping[str, str]) -> None:
 
 async def _delete_if(call: Call, entry: DeleteEntry, deleted: list[tuple[str, str | None]]) -> list[xml.DeleteFailure]:
     try:
-        await call.storage.delete_object(call.request.bucket, entry.key, WriteCondition(if_match=entry.etag))
+        await call.storage.objects.delete_object(
+            call.access_key, call.request.bucket, entry.key, WriteCondition(if_match=entry.etag)
+        )
     except CallerError as error:
         if error.code is ErrorCode.NO_SUCH_BUCKET:
             raise
@@ -72,7 +76,7 @@ async def _delete_if(call: Call, entry: DeleteEntry, deleted: list[tuple[str, st
 
 def _refusal(entry: DeleteEntry) -> xml.DeleteFailure | None:
     if entry.version_id not in (None, NULL_VERSION):
-        code, problem = ErrorCode.NO_SUCH_VERSION, "the only version there is is null"
+        code, problem = ErrorCode.NO_SUCH_VERSION, "the only version is null"
         return xml.DeleteFailure(entry.key, entry.version_id, code, problem)
     try:
         check_key(entry.key)

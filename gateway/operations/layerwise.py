@@ -1,4 +1,4 @@
-"""The requests that make this more than S3: descriptor GET, prefix lookup, agents, cancel (docs/protocol.md)."""
+"""The requests that S3 does not have: descriptor GET, prefix lookup, agents, cancel (docs/protocol.md)."""
 
 from __future__ import annotations
 
@@ -13,6 +13,15 @@ from adapters.response_sink import ResponseSink
 from descriptors.descriptor import DESCRIPTOR_BYTES_MAX, Descriptor, invalid
 from descriptors.descriptor_codec import decode_descriptor
 from descriptors.errors import CallerError, ErrorCode
+from descriptors.headers import (
+    CHUNKS_HEADER,
+    DESCRIPTOR_HEADER,
+    EPOCH_HEADER,
+    MODE_HEADER,
+    RATE_HEADER,
+    RDMA_BYTES_HEADER,
+    RDMA_REPLY_HEADER,
+)
 from descriptors.messages import (
     AGENT_METADATA_BYTES_MAX,
     AgentLease,
@@ -24,14 +33,6 @@ from descriptors.messages import (
 from descriptors.storage_api import DeliveryStart
 from descriptors.tracing import REQUEST_ID_HEADER, TIMING_HEADER, timing_header
 from gateway.call import Call
-from gateway.routing import DESCRIPTOR_HEADER
-
-MODE_HEADER = "x-amz-objectcache-mode"
-CHUNKS_HEADER = "x-amz-objectcache-chunks"
-RATE_HEADER = "x-amz-objectcache-rate"
-EPOCH_HEADER = "x-amz-objectcache-epoch"
-RDMA_REPLY_HEADER = "x-amz-rdma-reply"
-RDMA_BYTES_HEADER = "x-amz-rdma-bytes-transferred"
 
 
 async def layerwise(call: Call) -> web.StreamResponse:
@@ -57,40 +58,40 @@ async def layerwise_header(call: Call) -> web.StreamResponse:
 async def lookup(call: Call) -> web.StreamResponse:
     """POST /{bucket}?lookup: how many of these keys, from the first, are stored, and whether to load them."""
     request = await call.document(parse_lookup, DESCRIPTOR_BYTES_MAX)
-    answer = await call.storage.lookup(call.claim.access_key, call.request.bucket, request)
+    answer = await call.storage.prefixes.lookup(call.access_key, call.request.bucket, request)
     return web.Response(body=lookup_answer_body(answer), content_type="application/json")
 
 
 async def transports(call: Call) -> web.StreamResponse:
-    """GET /_objectcache/transports: the ways to a client's memory the storage server offers."""
-    offered = await call.storage.transports()
+    """GET /_objectcache/transports: the transports that the storage server offers."""
+    offered = await call.storage.status.transports(call.access_key)
     return _json({"ucx": offered.ucx, "shm_socket": offered.shm_socket})
 
 
 async def scheduler(call: Call) -> web.StreamResponse:
-    """GET /_objectcache/scheduler: what the scheduler goes by and how much is under way."""
-    return _json(asdict(await call.storage.scheduler()))
+    """GET /_objectcache/scheduler: the scheduler's settings, and the deliveries under way."""
+    return _json(asdict(await call.storage.status.scheduler(call.access_key)))
 
 
 async def register_agent(call: Call) -> web.StreamResponse:
     registration = await call.document(parse_registration, 2 * AGENT_METADATA_BYTES_MAX)
-    return _lease(await call.storage.register_agent(call.claim.access_key, registration))
+    return _lease(await call.storage.agents.register_agent(call.access_key, registration))
 
 
 async def renew_agent(call: Call) -> web.StreamResponse:
     renewal = await call.document(parse_renewal, 2 * AGENT_METADATA_BYTES_MAX)
-    return _lease(await call.storage.renew_agent(call.claim.access_key, _last_segment(call), renewal))
+    return _lease(await call.storage.agents.renew_agent(call.access_key, _last_segment(call), renewal))
 
 
 async def delete_agent(call: Call) -> web.StreamResponse:
-    """Answers when every write into the agent's memory has drained."""
-    await call.storage.delete_agent(call.claim.access_key, _last_segment(call))
+    """Delete an agent. Answers when every write into the agent's memory has drained."""
+    await call.storage.agents.delete_agent(call.access_key, _last_segment(call))
     return web.Response(status=204)
 
 
 async def cancel_request(call: Call) -> web.StreamResponse:
-    """Answers when every posted write has drained; an id never seen is used up."""
-    await call.storage.cancel(call.claim.access_key, _last_segment(call))
+    """Cancel a request. Answers when every posted write has drained. An unknown id is marked as used."""
+    await call.storage.prefixes.cancel(call.access_key, _last_segment(call))
     return web.Response(status=204)
 
 
@@ -103,8 +104,8 @@ async def _deliver(call: Call, descriptor: Descriptor) -> web.StreamResponse:
         return {**_headers(start), TIMING_HEADER: timing_header(trace.timing())}
 
     sink = ResponseSink(call.http, head)
-    outcome = await call.storage.deliver(call.claim.access_key, call.request.bucket, descriptor, sink)
-    trace.moved(outcome.transferred_bytes, outcome.timing.transfer_s)
+    outcome = await call.storage.prefixes.deliver(call.access_key, call.request.bucket, descriptor, sink)
+    trace.moved(outcome.moved)
     if sink.response is not None:
         await sink.response.write_eof()
         return sink.response

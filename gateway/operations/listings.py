@@ -1,4 +1,4 @@
-"""What is in a bucket: ListObjects, ListObjectsV2, ListObjectVersions."""
+"""Listings of a bucket: ListObjects, ListObjectsV2, ListObjectVersions."""
 
 from __future__ import annotations
 
@@ -6,10 +6,10 @@ from aiohttp import web
 
 from descriptors.errors import CallerError, ErrorCode
 from descriptors.objects import ListRequest
-from gateway import xml
 from gateway.call import Call
 from gateway.operations.answers import owner_of, xml_answer
-from gateway.parameters import NULL_VERSION, after_token, integer, wants_url_encoding
+from gateway.s3 import xml
+from gateway.s3.parameters import NULL_VERSION, after_token, integer, wants_url_encoding
 
 MAX_KEYS = 1000
 
@@ -19,7 +19,7 @@ async def list_objects(call: Call) -> web.StreamResponse:
     names = xml.Names(wants_url_encoding(parameters))
     request = _request(call, parameters.get("marker", ""))
     owner = await owner_of(call, request.bucket)
-    page = await call.storage.list_objects(request)
+    page = await call.storage.objects.list_objects(call.access_key, request)
     return xml_answer(xml.objects_v1_document(request, page, owner, names))
 
 
@@ -29,12 +29,12 @@ async def list_objects_v2(call: Call) -> web.StreamResponse:
     token = parameters.get("continuation-token")
     request = _request(call, after_token(token) if token else parameters.get("start-after", ""))
     owner = await owner_of(call, request.bucket) if parameters.get("fetch-owner", "").lower() == "true" else None
-    page = await call.storage.list_objects(request)
+    page = await call.storage.objects.list_objects(call.access_key, request)
     return xml_answer(xml.objects_v2_document(request, page, owner, parameters, names))
 
 
 async def list_object_versions(call: Call) -> web.StreamResponse:
-    """Every object is its own only version; clean-up tools ask before they delete."""
+    """List every object with its one version, since clean-up tools ask for versions before they delete."""
     parameters = call.request.parameters
     names = xml.Names(wants_url_encoding(parameters))
     key_marker, version_marker = parameters.get("key-marker", ""), parameters.get("version-id-marker", "")
@@ -45,7 +45,7 @@ async def list_object_versions(call: Call) -> web.StreamResponse:
         raise CallerError(ErrorCode.INVALID_ARGUMENT, "there is no such version", field="version-id-marker")
     request = _request(call, key_marker)
     owner = await owner_of(call, request.bucket)
-    page = await call.storage.list_objects(request)
+    page = await call.storage.objects.list_objects(call.access_key, request)
     return xml_answer(xml.versions_document(request, page, owner, key_marker, version_marker, names))
 
 

@@ -1,4 +1,4 @@
-"""What is kept beside an object's bytes: tags, ACL, attributes."""
+"""The details of an object beside its bytes: tags, ACL, attributes."""
 
 from __future__ import annotations
 
@@ -7,17 +7,17 @@ from aiohttp import web
 from descriptors.errors import CallerError, ErrorCode
 from descriptors.objects import ObjectInfo, ReadRequest
 from descriptors.units import MIB
-from gateway import xml
 from gateway.call import Call
-from gateway.conditions import read_condition
-from gateway.markup import branch, leaf
-from gateway.object_headers import http_date, refuse_encryption
 from gateway.operations.answers import owner_of, xml_answer
 from gateway.operations.buckets import check_new_acl
-from gateway.parameters import check_version, integer
-from gateway.request import check_key
-from gateway.xml_in import parse_tagging
-from gateway.xml_uploads import attributes_document, object_parts_element
+from gateway.s3 import xml
+from gateway.s3.conditions import read_condition
+from gateway.s3.markup import branch, leaf
+from gateway.s3.object_headers import http_date, refuse_encryption
+from gateway.s3.parameters import check_version, integer
+from gateway.s3.request import check_key
+from gateway.s3.xml_in import parse_tagging
+from gateway.s3.xml_uploads import attributes_document, object_parts_element
 
 DOCUMENT_BYTES_MAX = MIB
 ATTRIBUTES = "x-amz-object-attributes"
@@ -33,32 +33,32 @@ async def put_tagging(call: Call) -> web.StreamResponse:
     check_key(call.request.key)
     check_version(call.request)
     tags = await call.document(parse_tagging, DOCUMENT_BYTES_MAX)
-    await call.storage.set_tags(call.request.bucket, call.request.key, tags)
+    await call.storage.objects.set_tags(call.access_key, call.request.bucket, call.request.key, tags)
     return web.Response()
 
 
 async def delete_tagging(call: Call) -> web.StreamResponse:
     check_key(call.request.key)
     check_version(call.request)
-    await call.storage.set_tags(call.request.bucket, call.request.key, {})
+    await call.storage.objects.set_tags(call.access_key, call.request.bucket, call.request.key, {})
     return web.Response(status=204)
 
 
 async def get_acl(call: Call) -> web.StreamResponse:
-    """Objects belong to the bucket's owner."""
+    """Answer with the bucket owner's full control, because objects belong to the bucket's owner."""
     await _info(call)
     return xml_answer(xml.acl_document(await owner_of(call, call.request.bucket)))
 
 
 async def put_acl(call: Call) -> web.StreamResponse:
-    """Accepted where it says what is so anyway."""
+    """Accept an ACL that says what holds already: the owner has full control, and nobody else has any."""
     await _info(call)
     await check_new_acl(call, await owner_of(call, call.request.bucket))
     return web.Response()
 
 
 async def get_attributes(call: Call) -> web.StreamResponse:
-    """Those named in x-amz-object-attributes, in S3's order."""
+    """Answer with the attributes that x-amz-object-attributes names, in S3's order."""
     headers = call.request.headers
     refuse_encryption(headers)
     wanted = wanted_attributes(headers.get(ATTRIBUTES))
@@ -71,7 +71,7 @@ async def get_attributes(call: Call) -> web.StreamResponse:
     if "Checksum" in wanted and info.checksum is not None:
         elements.append(branch("Checksum", xml.checksum_elements(info.checksum)))
     if "ObjectParts" in wanted and info.part_count is not None:
-        parts = await call.storage.object_parts(call.request.bucket, call.request.key)
+        parts = await call.storage.objects.object_parts(call.access_key, call.request.bucket, call.request.key)
         elements.append(object_parts_element(parts, marker, most))
     if "StorageClass" in wanted:
         elements.append(leaf("StorageClass", info.attributes.storage_class))
@@ -81,7 +81,7 @@ async def get_attributes(call: Call) -> web.StreamResponse:
 
 
 def wanted_attributes(header: str | None) -> set[str]:
-    """Raises CallerError(InvalidArgument) for none or an unknown one."""
+    """The attributes that the header names. Raises CallerError(InvalidArgument) for none or an unknown attribute."""
     names = {name.strip() for name in (header or "").split(",")}
     if not names <= set(_KNOWN_ATTRIBUTES):
         problem = f"the header must name some of {', '.join(_KNOWN_ATTRIBUTES)}"
@@ -94,4 +94,4 @@ async def _info(call: Call) -> ObjectInfo:
     check_key(request.key)
     check_version(request)
     read = ReadRequest(request.bucket, request.key, condition=read_condition(request.headers))
-    return (await call.storage.head_object(read)).info
+    return (await call.storage.objects.head_object(call.access_key, read)).info

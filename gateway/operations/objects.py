@@ -1,4 +1,4 @@
-"""Objects: put, get, head. With a token of ours their bytes go past HTTP (`rdma_objects`)."""
+"""Objects: put, get, head. With one of our RDMA tokens the bytes do not travel over HTTP (`rdma_objects`)."""
 
 from __future__ import annotations
 
@@ -15,12 +15,14 @@ from descriptors.errors import CallerError, ErrorCode
 from descriptors.objects import PutRequest, ReadHead, ReadRequest
 from descriptors.rdma_token import RdmaToken, is_declined
 from descriptors.storage_api import Patience, Piece
-from descriptors.tracing import TIMING_HEADER, timing_header
+from descriptors.tracing import TIMING_HEADER, Phase, timing_header
 from descriptors.units import KIB
-from gateway import xml
 from gateway.call import Call
-from gateway.conditions import bare_etag, parse_http_date, read_condition, write_condition
-from gateway.object_headers import (
+from gateway.operations.answers import stored_headers_of
+from gateway.operations.rdma_objects import answer_past, get_into, own_token, put_from
+from gateway.s3 import xml
+from gateway.s3.conditions import bare_etag, parse_http_date, read_condition, write_condition
+from gateway.s3.object_headers import (
     checksum_headers,
     expiration_header,
     http_date,
@@ -30,17 +32,17 @@ from gateway.object_headers import (
     refuse_encryption,
     refuse_unsupported,
 )
-from gateway.operations.answers import stored_headers_of
-from gateway.operations.rdma_objects import answer_past, get_into, own_token, put_from
-from gateway.parameters import check_version, part_number
-from gateway.request import check_key, parse_range
+from gateway.s3.parameters import check_version, part_number
+from gateway.s3.request import check_key, parse_range
 
 CHECKSUM_MODE = "x-amz-checksum-mode"
 STEP_BYTES = 128 * KIB
 
 
 async def put_object(call: Call) -> web.StreamResponse:
-    """A foreign token's empty body creates nothing: such tokens are refused before the body is looked at."""
+    """Store an object. A request with a foreign RDMA token is refused before its (empty) body could
+    become an object.
+    """
     request = call.request
     token = own_token(call)
     if token is not None:
@@ -51,7 +53,7 @@ async def put_object(call: Call) -> web.StreamResponse:
     condition = write_condition(request.headers)
     upload = call.upload()
     put = PutRequest(request.bucket, request.key, upload.nbytes, attributes, upload.checksum, condition)
-    info = await call.storage.put_object(put, upload.body)
+    info = await call.storage.objects.put_object(call.access_key, put, upload.body)
     return web.Response(headers=await stored_headers_of(call, request.bucket, info))
 
 
@@ -61,13 +63,13 @@ async def get_object(call: Call) -> web.StreamResponse:
 
 
 async def head_object(call: Call) -> web.StreamResponse:
-    """As GET, without the bytes."""
+    """Answer with the headers of a GET."""
     return await _answer(call, _head)
 
 
 def read_request(call: Call) -> ReadRequest:
-    """What a GET or HEAD asks for. Raises CallerError: NoSuchVersion, InvalidRequest, InvalidArgument,
-    NotImplemented.
+    """The object and range that a GET or HEAD asks for. Raises CallerError: NoSuchVersion, InvalidRequest,
+    InvalidArgument, NotImplemented.
     """
     request = call.request
     check_key(request.key)
@@ -105,40 +107,41 @@ async def _answer(
 
 
 async def _head(call: Call, request: ReadRequest, overrides: dict[str, str]) -> web.StreamResponse:
-    head = await call.storage.head_object(request)
+    head = await call.storage.objects.head_object(call.access_key, request)
     return _head_of_answer(call, request, head, overrides)
 
 
 async def _get(call: Call, request: ReadRequest, overrides: dict[str, str]) -> web.StreamResponse:
-    trace = call.trace
-    trace.wait_for_storage()
-    async with call.storage.open_object(request) as read:
-        trace.work()
+    trace, phases = call.trace, call.trace.phases
+    phases.enter(Phase.STORAGE)
+    async with call.storage.objects.open_object(call.access_key, request) as read:
+        phases.enter(Phase.GATEWAY)
         response = _head_of_answer(call, request, read.head, overrides)
         if read.pump is not None and takes_pump(call.http):
-            trace.wait_for_storage()
-            await read.pump.prime()
-            trace.work()
+            with phases.during(Phase.STORAGE):
+                await read.pump.prime()
             response.headers[TIMING_HEADER] = timing_header(trace.timing())
             await begin_answer(call.http, response)
-            trace.wait_for_client()
-            await send_by_pump(
-                call.http, read.pump, ReadingPace(Patience(call.settings.send_idle_timeout_s)), trace.add_bytes
-            )
+            pace = ReadingPace(Patience(call.settings.send_idle_timeout_s))
+            with phases.during(Phase.TRANSFER):
+                await send_by_pump(call.http, read.pump, pace, trace.add_bytes)
         else:
-            trace.wait_for_storage()
-            piece = await anext(read.body, b"")
-            trace.work()
+            with phases.during(Phase.STORAGE):
+                piece = await anext(read.body, b"")
+            if not piece:
+                read.require_whole(0)
             response.headers[TIMING_HEADER] = timing_header(trace.timing())
             await begin_answer(call.http, response)
             call.bound_write_queue()
+            read_bytes = 0
             while piece:
-                trace.wait_for_client()
-                await _write(response, piece)
+                read_bytes += len(piece)
+                with phases.during(Phase.TRANSFER):
+                    await _write(response, piece)
                 trace.add_bytes(len(piece))
-                trace.wait_for_storage()
-                piece = await anext(read.body, b"")
-        trace.work()
+                with phases.during(Phase.STORAGE):
+                    piece = await anext(read.body, b"")
+            read.require_whole(read_bytes)
         await response.write_eof()
         return response
 
@@ -146,7 +149,7 @@ async def _get(call: Call, request: ReadRequest, overrides: dict[str, str]) -> w
 async def _get_into(
     token: RdmaToken, call: Call, request: ReadRequest, overrides: dict[str, str]
 ) -> web.StreamResponse:
-    """Into the client's memory; where that is declined, in the body, without the header that says so."""
+    """Write the object into the client's memory. If that is declined, send it in the body, without the RDMA header."""
     try:
         delivery = await get_into(call, request, token)
     except CallerError as error:
@@ -157,14 +160,16 @@ async def _get_into(
 
 
 async def _write(response: web.StreamResponse, piece: Piece) -> None:
-    """Copied in small steps: a TLS connection holds what it was given twice until the client takes it."""
+    """Write in small steps, because a TLS connection holds two copies of the bytes until the client takes them."""
     view = memoryview(piece)
     for start in range(0, len(view), STEP_BYTES):
         await response.write(bytes(view[start : start + STEP_BYTES]))
 
 
 def _head_of_answer(call: Call, request: ReadRequest, head: ReadHead, overrides: dict[str, str]) -> web.StreamResponse:
-    """Status and headers. A checksum of the whole object never goes with a part of it: clients would compare."""
+    """Status and headers. With a range they never give the whole object's checksum, because clients would compare it
+    with the range.
+    """
     info = head.info
     response = web.StreamResponse(headers={**object_headers(info), **expiration_header(head.expiry), **overrides})
     is_part = request.range is not None or request.part_number is not None
@@ -181,8 +186,8 @@ def _head_of_answer(call: Call, request: ReadRequest, head: ReadHead, overrides:
 
 
 async def _not_modified(call: Call, request: ReadRequest) -> web.StreamResponse:
-    """304 with the headers that tell a cache what it has (RFC 9110, 15.4.5)."""
-    head = await call.storage.head_object(ReadRequest(request.bucket, request.key))
+    """304 with the headers by which a cache recognises its copy (RFC 9110, 15.4.5)."""
+    head = await call.storage.objects.head_object(call.access_key, ReadRequest(request.bucket, request.key))
     headers = {"ETag": f'"{head.info.etag}"', "Last-Modified": http_date(head.info.modified_at)}
     stored = object_headers(head.info)
     headers |= {name: stored[name] for name in ("Cache-Control", "Expires", "Accept-Ranges") if name in stored}
@@ -190,8 +195,8 @@ async def _not_modified(call: Call, request: ReadRequest) -> web.StreamResponse:
 
 
 async def _unsatisfiable(call: Call, request: ReadRequest, error: CallerError) -> web.StreamResponse:
-    """416 with the size there is (RFC 9110, 15.5.17)."""
-    info = (await call.storage.head_object(ReadRequest(request.bucket, request.key))).info
+    """416 with the object's size (RFC 9110, 15.5.17)."""
+    info = (await call.storage.objects.head_object(call.access_key, ReadRequest(request.bucket, request.key))).info
     body = (
         b""
         if call.request.method == "HEAD"
@@ -204,13 +209,15 @@ async def _unsatisfiable(call: Call, request: ReadRequest, error: CallerError) -
 
 
 def _is_conditional_range(call: Call) -> bool:
-    """Whether If-Range decides between a range and the whole; If-Match, where given, has decided more already."""
+    """Whether If-Range decides between the range and the whole object. If-Match, where given, takes precedence."""
     headers = call.request.headers
     return "if-range" in headers and "range" in headers and "if-match" not in headers
 
 
 def _conditional_range(call: Call, request: ReadRequest) -> ReadRequest:
-    """The range on condition that the object is the one If-Range names; what fails is asked for whole."""
+    """The request for the range, on condition that the ETag is the one in If-Range. If that fails, the caller asks for
+    the whole object.
+    """
     text = call.request.headers["if-range"].strip()
     since = parse_http_date(text)
     if since is not None:

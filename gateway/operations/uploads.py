@@ -1,4 +1,4 @@
-"""Multipart uploads: create, upload a part, complete, abort, and what is under way."""
+"""Multipart uploads: create, upload a part, complete, abort, list."""
 
 from __future__ import annotations
 
@@ -20,16 +20,22 @@ from descriptors.objects import (
     UploadRequest,
 )
 from descriptors.units import MIB
-from gateway import xml_uploads
 from gateway.call import Call
-from gateway.conditions import write_condition
-from gateway.object_headers import checksum_headers, new_attributes, new_checksum, refuse_rdma_token, refuse_unsupported
 from gateway.operations.answers import expiration_of, xml_answer
-from gateway.parameters import integer, part_number, wants_url_encoding
-from gateway.request import check_key
-from gateway.upload import decode_checksum
-from gateway.xml import Names
-from gateway.xml_in import parse_complete
+from gateway.s3 import xml_uploads
+from gateway.s3.conditions import write_condition
+from gateway.s3.object_headers import (
+    checksum_headers,
+    new_attributes,
+    new_checksum,
+    refuse_rdma_token,
+    refuse_unsupported,
+)
+from gateway.s3.parameters import integer, part_number, wants_url_encoding
+from gateway.s3.request import check_key
+from gateway.s3.upload import decode_checksum
+from gateway.s3.xml import Names
+from gateway.s3.xml_in import parse_complete
 
 DOCUMENT_BYTES_MAX = 8 * MIB
 PAGE_MAX = 1000
@@ -44,15 +50,16 @@ async def create_upload(call: Call) -> web.StreamResponse:
     check_key(request.key)
     refuse_unsupported(request.headers)
     algorithm, covers = new_checksum(request.headers)
-    upload_id = await call.storage.create_upload(
+    upload_id = await call.storage.uploads.create_upload(
+        call.access_key,
         UploadRequest(
-            access_key=call.claim.access_key,
+            access_key=call.access_key,
             bucket=request.bucket,
             key=request.key,
             attributes=new_attributes(request.headers),
             checksum=algorithm,
             checksum_type=covers,
-        )
+        ),
     )
     headers = {}
     if algorithm is not None and covers is not None:
@@ -61,12 +68,14 @@ async def create_upload(call: Call) -> web.StreamResponse:
 
 
 async def upload_part(call: Call) -> web.StreamResponse:
-    """A token's empty body makes no part either."""
+    """Store a part. The empty body of a request with an RDMA token must not become a part."""
     refuse_unsupported(call.request.headers)
     ref = upload_ref(call)
     number = part_number(call.request.parameters)
     upload = call.upload()
-    part = await call.storage.put_part(PartRequest(ref, number, upload.nbytes, upload.checksum), upload.body)
+    part = await call.storage.uploads.put_part(
+        call.access_key, PartRequest(ref, number, upload.nbytes, upload.checksum), upload.body
+    )
     headers = checksum_headers(part.checksum)
     headers.pop(_TYPE, None)
     return web.Response(headers={"ETag": f'"{part.etag}"', **headers})
@@ -80,14 +89,16 @@ async def complete_upload(call: Call) -> web.StreamResponse:
     checksum = await _claimed_checksum(call, ref)
     nbytes = request.number(_SIZE)
     parts = await call.document(parse_complete, DOCUMENT_BYTES_MAX)
-    info = await call.storage.complete_upload(CompleteRequest(ref, parts, checksum, nbytes, condition))
+    info = await call.storage.uploads.complete_upload(
+        call.access_key, CompleteRequest(ref, parts, checksum, nbytes, condition)
+    )
     location = f"{call.http.scheme}://{headers.get('host', '')}{quote(request.path, safe='/-_.~')}"
     document = xml_uploads.completed_document(location, request.bucket, info)
     return xml_answer(document, await expiration_of(call, request.bucket, info))
 
 
 async def abort_upload(call: Call) -> web.StreamResponse:
-    await call.storage.abort_upload(upload_ref(call))
+    await call.storage.uploads.abort_upload(call.access_key, upload_ref(call))
     return web.Response(status=204)
 
 
@@ -96,7 +107,7 @@ async def list_parts(call: Call) -> web.StreamResponse:
     ref = upload_ref(call)
     marker = integer(parameters, "part-number-marker", 0)
     most = min(integer(parameters, "max-parts", PAGE_MAX), PAGE_MAX)
-    page = await call.storage.list_parts(ref, min(marker, PART_NUMBER_MAX), most)
+    page = await call.storage.uploads.list_parts(call.access_key, ref, min(marker, PART_NUMBER_MAX), most)
     return xml_answer(xml_uploads.parts_document(ref, page, marker, most))
 
 
@@ -112,11 +123,15 @@ async def list_uploads(call: Call) -> web.StreamResponse:
         upload_id_marker=parameters.get("upload-id-marker", "") if key_marker else "",
         max_uploads=min(integer(parameters, "max-uploads", PAGE_MAX), PAGE_MAX),
     )
-    return xml_answer(xml_uploads.uploads_document(request, await call.storage.list_uploads(request), names))
+    return xml_answer(
+        xml_uploads.uploads_document(request, await call.storage.uploads.list_uploads(call.access_key, request), names)
+    )
 
 
 def upload_ref(call: Call) -> UploadRef:
-    """The upload a request names. Raises CallerError: NoSuchUpload for what cannot be an id, and what keys raise."""
+    """The upload that a request names. Raises CallerError: NoSuchUpload for a malformed id, and what
+    key checks raise.
+    """
     check_key(call.request.key)
     upload_id = call.request.parameters.get("uploadId", "")
     if not upload_id or len(upload_id) > UPLOAD_ID_CHARACTERS_MAX or "\0" in upload_id:
@@ -125,7 +140,9 @@ def upload_ref(call: Call) -> UploadRef:
 
 
 async def _claimed_checksum(call: Call, ref: UploadRef) -> Checksum | None:
-    """What the caller says the whole object's checksum is. A type without a value is compared with the upload's."""
+    """The whole object's checksum as the caller states it. A type without a value is compared with the
+    upload's type.
+    """
     headers = call.request.headers
     kind = headers.get(_TYPE)
     if kind is not None and kind.upper() not in ChecksumType.__members__:
@@ -151,7 +168,7 @@ def _checksum(algorithm: ChecksumAlgorithm, text: str, kind: str | None) -> Chec
 
 async def _check_upload_type(call: Call, ref: UploadRef, wanted: ChecksumType) -> None:
     try:
-        page = await call.storage.list_parts(ref, 0, 1)
+        page = await call.storage.uploads.list_parts(call.access_key, ref, 0, 1)
     except CallerError as error:
         if error.code is ErrorCode.NO_SUCH_UPLOAD:
             return  # may be complete already: the storage side knows

@@ -25,7 +25,7 @@ CELL_SAMPLES_MAX = 9
 CELLS_MAX = 128
 CELLS_MIN = 3
 """Fewer sizes than coefficients tell nothing."""
-WAY_KEEP_S = 60.0
+LOAD_KEEP_S = 60.0
 _US = 1e6
 
 
@@ -54,8 +54,9 @@ NO_WORK = Work()
 
 
 class _Samples:
-    """Times by what was measured, in cells of about the same size; the latest CELL_SAMPLES_MAX of each cell count. The
-    first feature after the constant one tells the middle of a cell: what one of it took.
+    """Measured times, in cells of about the same size; the latest CELL_SAMPLES_MAX of each cell count. A sample has
+    features, the tokens or the bytes that it measured. The middle sample of a cell is the median by the time for one
+    unit of its first feature.
     """
 
     def __init__(self) -> None:
@@ -84,7 +85,7 @@ class ComputeFit:
         self._samples = _Samples()
 
     def observe(self, work: Work, seconds: float) -> None:
-        """A step took so long. What is no time is passed over."""
+        """A step of this work took so long. A time that is not positive and finite is ignored."""
         if work.tokens < 1 or not 0 < seconds < math.inf:
             return
         cell = (round(2 * math.log2(work.tokens)), round(math.log2(max(1.0, work.pairs))))
@@ -96,9 +97,10 @@ class ComputeFit:
         return None if found is None else PrefillCosts(*(float(found[index] * _US) for index in (1, 2, 0)))
 
 
-class WayFit:
-    """Samples of loads that nobody paced, or that were late: what a request costs, and what the way carries. A way that
-    was slow WAY_KEEP_S ago is tried again.
+class LoadFit:
+    """Samples of loads that nobody paced, or that were late: what a request costs in seconds, and the rate at which its
+    bytes come. Samples are forgotten when the last is older than LOAD_KEEP_S, so that a path that was slow is tried
+    again.
     """
 
     def __init__(self) -> None:
@@ -106,7 +108,7 @@ class WayFit:
         self._seen_s = 0.0
 
     def observe(self, nbytes: int, seconds: float, now_s: float) -> None:
-        """A load of so many bytes was there after so long. What is no time is passed over."""
+        """A load of so many bytes took so long. A time that is not positive and finite is ignored."""
         if nbytes > 0 and 0 < seconds < math.inf:
             self._forget_old(now_s)
             self._seen_s = now_s
@@ -123,7 +125,7 @@ class WayFit:
         return DeliveryCosts(request_s=float(found[0]), bytes_per_s=float(1 / found[1]) if found[1] > 0 else 0.0)
 
     def _forget_old(self, now_s: float) -> None:
-        if now_s - self._seen_s > WAY_KEEP_S:
+        if now_s - self._seen_s > LOAD_KEEP_S:
             self._samples = _Samples()
 
 
@@ -139,7 +141,7 @@ def slower(one: PrefillCosts | None, other: PrefillCosts | None) -> PrefillCosts
 
 
 def longer(one: DeliveryCosts | None, other: DeliveryCosts | None) -> DeliveryCosts | None:
-    """Of two ranks' ways the one that takes longer."""
+    """Of two ranks' load costs those that make a load of 64 MiB take longer."""
 
     def of_64_mib(costs: DeliveryCosts) -> float:
         return costs.request_s + (2**26 / costs.bytes_per_s if costs.bytes_per_s else 0.0)

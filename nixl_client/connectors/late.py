@@ -9,7 +9,7 @@ have cost. What can be done:
     give up                 C(0)
 
 C(n) is what computing the tokens of all chunks but the first n takes. Layers that came stay, but a fetch begins with
-layer 0 again, over the same way. The forward pass under way goes on in any case.
+layer 0 again, over the same connection. The forward pass under way goes on in any case.
 """
 
 from __future__ import annotations
@@ -23,15 +23,15 @@ from descriptors.recompute import PrefillCosts
 GAIN_MIN = 0.2
 """Less than this part of the time must not be worth a change of mind."""
 GAIN_MIN_S = 0.005
-LOOK_MIN_S = 0.002
+RECHECK_MIN_S = 0.002
 PACE_LAYERS = 4
 """The last so many layers tell the pace."""
 
 
 @dataclass(frozen=True, slots=True)
 class Progress:
-    """`layers_left` of `num_layers` have not come; the last ones took `pace_s` each (0: not known), and for `silent_s`
-    none has come. A delivery that brings all layers at once has one.
+    """`layers_left` of `num_layers` have not come. The last layers took `pace_s` each (0: not known), and none has come
+    for `silent_s`. A chunk-major delivery counts as one layer, since all its layers are complete at once.
     """
 
     num_layers: int
@@ -63,10 +63,10 @@ class Tail:
 
 @dataclass(frozen=True, slots=True)
 class Verdict:
-    """Go on with the first `chunk_count` chunks of the load, and look again after `look_s` without a layer."""
+    """Go on with the first `chunk_count` chunks of the load, and judge again after `recheck_s` without a layer."""
 
     chunk_count: int
-    look_s: float
+    recheck_s: float
 
 
 def judge(progress: Progress, tail: Tail, costs: PrefillCosts, layer_compute_s: float = 0.0) -> Verdict:
@@ -85,7 +85,7 @@ def judge(progress: Progress, tail: Tail, costs: PrefillCosts, layer_compute_s: 
     bearable_s = max(others_s[best] / (1 - GAIN_MIN), others_s[best] + GAIN_MIN_S)
     if going_on_s > bearable_s:
         return Verdict(best, 0.0)
-    return Verdict(count, max(LOOK_MIN_S, float(bearable_s - going_on_s)))
+    return Verdict(count, max(RECHECK_MIN_S, float(bearable_s - going_on_s)))
 
 
 def pace_s(ready_at_s: list[float]) -> float:

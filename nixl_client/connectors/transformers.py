@@ -29,13 +29,13 @@ from transformers.cache_utils import DynamicLayer
 
 from descriptors.layout import ChunkLayout, slice_bytes
 from descriptors.notices import Mode
-from nixl_client.fetch import Layer
+from nixl_client.fetch.layer_fetch import Layer
 
 WAIT_TIMEOUT_S = 60.0
 
 
 class Fetch(Protocol):
-    """What a cache asks of a running fetch; `nixl_client.fetch.LayerFetch` is one."""
+    """What a cache asks of a running fetch; `nixl_client.fetch.layer_fetch.LayerFetch` is one."""
 
     def wait_admitted(self, timeout_s: float | None = None) -> tuple[Mode, int]:
         """Mode and k, the number of chunks that will come."""

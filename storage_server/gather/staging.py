@@ -1,8 +1,8 @@
 """Staging memory: one fixed pool, cut into slots of one payload each. It bounds the memory of every delivery.
 
-An access key holds at most half of a pool, unless the pool is made otherwise. Among the keys that wait, the one that
-holds the fewest slots is served first, and within a key who came first. A `Window` limits what one delivery may hold of
-the pool.
+An access key holds at most half of a pool, unless the pool is made otherwise. A free slot goes to the waiting key that
+holds the fewest slots, and within the key to the delivery that came first. Example: A holds 3 slots, B holds 1, both
+wait: B gets the next slot. A `Window` limits the slots of one delivery.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ import numpy as np
 from storage_server.memory_area import Area, PrivateArea
 
 KEY_BOUND_FROM = 4
-"""Slots in all: of fewer, one access key may hold every one."""
+"""In a pool with fewer slots than this, one access key may hold all of them."""
 
 
 class Slot:
@@ -28,17 +28,17 @@ class Slot:
         self.view = view
         self.address = address
         self.last_key: str | None = None
-        """Whose bytes may still lie in it."""
+        """The access key whose bytes may still lie in the slot."""
         self._window: Window | None = None
 
     def release(self) -> None:
-        """Give the slot back to its window and pool; later calls do nothing."""
+        """Give the slot back to its window and pool. Later calls do nothing."""
         window, self._window = self._window, None
         if window is not None:
             window._give_back(self)
 
     def wipe(self) -> None:
-        """Nobody's bytes lie in it any more."""
+        """Overwrite the slot with zeros, so that no key's bytes lie in it."""
         np.frombuffer(self.view, dtype=np.uint8).fill(0)
         self.last_key = None
 
@@ -48,13 +48,14 @@ class Slot:
 
 
 def stride_of(slot_bytes: int) -> int:
-    """What a slot takes of its area, in bytes."""
+    """The bytes that a slot takes in its area: `slot_bytes` rounded up to whole pages."""
     return -(-slot_bytes // mmap.PAGESIZE) * mmap.PAGESIZE
 
 
 class StagingPool:
-    """`slot_count` slots of `slot_bytes`, page-aligned, from `offset` of an area, or in private memory. Used from one
-    event loop. With `wipes` a slot is wiped when it passes from one access key to another: others can read the area.
+    """`slot_count` page-aligned slots of `slot_bytes` each, from `offset` of an area, or in private memory. Used from
+    one event loop. With `wipes` a slot is wiped when it passes from one access key to another, because others can read
+    the area.
     """
 
     def __init__(
@@ -88,7 +89,7 @@ class StagingPool:
 
     @property
     def key_slots_max(self) -> int:
-        """How many one access key may hold at once."""
+        """The most slots that one access key may hold at once."""
         return self._key_slots_max
 
     def window(self, access_key: str, slots_max: int) -> Window:
@@ -114,7 +115,7 @@ class StagingPool:
         self._serve()
 
     def _serve(self) -> None:
-        """Give free slots to those who wait for them and may have one."""
+        """Give free slots to waiting deliveries whose key is below its bound."""
         while self._free:
             access_key = self._next_key()
             if access_key is None:
@@ -129,13 +130,13 @@ class StagingPool:
             waiter.set_result(self._slot_for(access_key))
 
     def _next_key(self) -> str | None:
-        """The key that holds the fewest of those that wait, and is below its bound."""
+        """The waiting key that holds the fewest slots and is below its bound; None when there is none."""
         waiting = [key for key in self._waiters if self._held[key] < self._key_slots_max]
         return min(waiting, key=lambda key: self._held[key]) if waiting else None
 
     def _slot_for(self, access_key: str) -> Slot:
-        """The slot used last is the likeliest to be in a cache and in memory at all; where passing one on costs a wipe,
-        one the key had before is better.
+        """A free slot for the key. The slot used last is the likeliest to be in a cache. Where a change of key costs a
+        wipe, a slot that this key used before is better.
         """
         if not self._wipes:
             return self._free.pop()
@@ -149,7 +150,7 @@ class StagingPool:
 
 
 class Window:
-    """What one delivery holds of the pool."""
+    """The slots of the pool that one delivery holds."""
 
     def __init__(self, pool: StagingPool, access_key: str, slots_max: int) -> None:
         self._pool = pool

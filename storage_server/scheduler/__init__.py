@@ -1,1 +1,1 @@
-"""Which mode, and who may send now."""
+"""The scheduler: it chooses the mode of a delivery, and decides which delivery may send its next payload."""

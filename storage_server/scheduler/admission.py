@@ -1,5 +1,9 @@
-"""Admission: how many deliveries there may be, and how much they may still have to send. Beyond that callers are told
-to slow down, and when to come back.
+"""Admission: the bounds on the number of deliveries and on the bytes they have still to send. A caller beyond a bound
+is told to slow down, and when to come back.
+
+Example: 900 bytes wait for a link of 100 bytes/s, and at most 1,000 may. A delivery of 300 bytes is refused, because it
+exceeds the bound by 200 bytes; its caller is told to come back in 200 / 100 = 2 s. With `deliveries_max` = 8 one access
+key may have 4 deliveries.
 """
 
 from __future__ import annotations
@@ -14,12 +18,12 @@ from descriptors.errors import ErrorCode, ServerError
 RETRY_AFTER_S = 1
 RETRY_AFTER_S_MAX = 60
 TENANT_BOUND_FROM = 4
-"""Deliveries in all: of fewer, one access key may hold every one."""
+"""Where `deliveries_max` is less than this, one access key may hold all places."""
 
 
 class Admission:
-    """Counts deliveries, those that wait for the link included; beyond `deliveries_max`: ServerError(SlowDown). One
-    access key holds at most half of them, where that is two or more, so that others always find a place.
+    """Counts deliveries, including those that wait for the link. At most `deliveries_max` are admitted. One access key
+    may hold half of them, where half is two or more, so that other keys always find a place.
     """
 
     def __init__(self, deliveries_max: int) -> None:
@@ -30,7 +34,9 @@ class Admission:
 
     @asynccontextmanager
     async def admit(self, tenant_name: str = "", retry_after_s: int = RETRY_AFTER_S) -> AsyncIterator[None]:
-        """Hold a place while the context lasts. Without a name only the bound for all holds."""
+        """Hold a place while the context lasts. Raises ServerError(SlowDown) where a bound is met. Without a name only
+        `deliveries_max` holds.
+        """
         if self.active_count >= self._deliveries_max:
             raise _slow_down(f"{self._deliveries_max} deliveries are active already", retry_after_s)
         if tenant_name and self._tenant_counts[tenant_name] >= self._tenant_max:
@@ -51,18 +57,19 @@ class Admission:
 
 def refuse_backlog(
     queued_bytes: int,
-    payload_bytes: int,
+    delivery_bytes: int,
     queued_bytes_max: int,
     link_bytes_per_s: float,
     *,
     whose: str = "",
 ) -> ServerError | None:
-    """The answer to a delivery that would make the backlog too large: SlowDown, with when enough will have gone. One
-    that nothing is ahead of is never refused. `whose` is said of the bytes that wait.
+    """SlowDown for a delivery that would make the backlog too large, with the time until enough of it will have been
+    sent; None where the delivery may come. A delivery is never refused when nothing is queued. `whose` names the queued
+    bytes in the message.
     """
-    if not queued_bytes or queued_bytes + payload_bytes <= queued_bytes_max:
+    if not queued_bytes or queued_bytes + delivery_bytes <= queued_bytes_max:
         return None
-    excess = min(queued_bytes, queued_bytes + payload_bytes - queued_bytes_max)
+    excess = min(queued_bytes, queued_bytes + delivery_bytes - queued_bytes_max)
     wait_s = max(RETRY_AFTER_S, min(RETRY_AFTER_S_MAX, math.ceil(excess / link_bytes_per_s)))
     message = f"{queued_bytes} bytes{whose and f' {whose}'} wait for the link already; at most {queued_bytes_max} may"
     return _slow_down(message, wait_s)

@@ -1,4 +1,9 @@
-"""Whose layer is due first among those that may send; the requests of a capped tenant wait together. Pure."""
+"""The queue of slack-aware dispatch: the flow whose layer is due first goes first, among those that may send. Flows of
+a tenant that has used its cap wait together until it may send again. Pure: `now` is an argument.
+
+Example: flows A, B, C are due at 3 s, 1 s and 0 s, and C's tenant has used its cap until 0.95 s. At 0 s the queue gives
+B, then A, then nothing. At 1 s it gives C.
+"""
 
 from __future__ import annotations
 
@@ -13,22 +18,22 @@ Entry = tuple[float, int, Flow]
 
 
 class DeadlineQueue:
-    """Flows by deadline. Whether a tenant with a cap may send is for the meter to say."""
+    """Flows by deadline. The meter says whether a tenant with a cap may send."""
 
     def __init__(self, meter: TenantMeter) -> None:
         self._meter = meter
         self._dues: dict[Flow, float] = {}
         self._lanes: dict[Tenant | None, list[Entry]] = defaultdict(list)
-        """By capped tenant; None for all that have no cap."""
+        """One heap for each capped tenant, and one, under None, for all tenants without a cap."""
         self._heads: list[tuple[float, int, Tenant | None]] = []
         self._held: list[tuple[float, int, Tenant]] = []
-        """Capped tenants that may not send before that time."""
+        """Capped tenants, and the time before which each may not send."""
 
     def __len__(self) -> int:
         return len(self._dues)
 
     def push(self, flow: Flow, due_s: float) -> None:
-        """The flow has a payload, due then; one that is here already has it due then instead."""
+        """Add a flow whose next payload is due at `due_s`. For a flow in the queue the new time replaces the old."""
         if self._dues.get(flow) == due_s:
             return
         self._dues[flow] = due_s
@@ -38,11 +43,11 @@ class DeadlineQueue:
             heapq.heappush(self._heads, (due_s, flow.number, lane))
 
     def discard(self, flow: Flow) -> None:
-        """The flow has none, or is gone."""
+        """Take a flow out: it has no payload, or is gone."""
         self._dues.pop(flow, None)
 
     def clear(self, now: float) -> None:
-        """Nothing waits."""
+        """Empty the queue."""
         self._dues.clear()
         self._lanes.clear()
         self._heads.clear()
@@ -50,7 +55,7 @@ class DeadlineQueue:
         self._meter.forget(now)
 
     def pop(self, now: float) -> Flow | None:
-        """The first that may send now."""
+        """Take out the flow that is due first among those that may send now; None where there is none."""
         while self._held and self._held[0][0] <= now:
             self._offer(heapq.heappop(self._held)[2])
         while self._heads:
@@ -71,11 +76,11 @@ class DeadlineQueue:
         return None
 
     def charge(self, tenant: Tenant, sent_bytes: int, now: float) -> None:
-        """The tenant has sent so much."""
+        """Count the bytes that the tenant has sent against its cap."""
         self._meter.charge(tenant, sent_bytes, now)
 
     def free_s(self) -> float:
-        """When `pop` may find something; infinity where nothing waits."""
+        """The time from which `pop` may find a flow; infinity where no flow waits."""
         if self._heads:
             return -math.inf
         return self._held[0][0] if self._held else math.inf

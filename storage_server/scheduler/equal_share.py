@@ -1,9 +1,12 @@
-"""What every request would stall under Equal: a shadow of the link that shares it by weight, and shares again what is
-freed. It moves no bytes; its stalls are the bounds that slack-aware dispatch promises. Pure: `now` is an argument.
+"""The stall that every request would have under the policy Equal: a simulated link that is shared by weight. It moves
+no bytes; its stalls are the bounds that slack-aware dispatch promises. Pure: `now` is an argument.
 
-A request of weight w gets w/(sum of weights) of the link while it has bytes left there. Service per unit of weight is
-one rising function of time, `_served`, the same for all (the virtual time of fair queueing); layer l of a request is
-there when it has risen by (l+1)*s/w since the request came.
+A request of weight w gets w/(sum of weights) of the link while it has bytes left there; when a request ends, its share
+goes to the others. Service per unit of weight is one rising function of time, `_served`, the same for all (the virtual
+time of fair queueing). Layer l of a request arrives when `_served` has risen by (l+1)*s/w since the request came.
+
+Example: two requests of 2 layers of 50 bytes, c = 0.5 s, on a link of 100 bytes/s. Each gets 50 bytes/s, so its layers
+arrive at 1 s and 2 s. They are needed at 0 s and 0.5 s: the stall is max(1 - 0, 2 - 0.5) = 1.5 s.
 """
 
 from __future__ import annotations
@@ -21,14 +24,14 @@ Indices = NDArray[np.int64]
 class _Sharer:
     weight: float
     marks: Floats
-    """`_served` at which each layer is there that is not yet."""
+    """For each layer that has not arrived: the value of `_served` at which it arrives."""
     deadlines: Floats
-    """When each of these would be needed had there been no stall."""
+    """For each of these layers: the time at which it would be needed had there been no stall."""
     stall_s: float = 0.0
 
 
 class EqualShare:
-    """The shadow of one link. A request leaves it when it has all its bytes there, or by `abandon`."""
+    """One simulated link. A request leaves it when all its bytes have arrived there, or by `abandon`."""
 
     def __init__(self, rate_bytes_per_s: float) -> None:
         self._rate = rate_bytes_per_s
@@ -39,13 +42,13 @@ class EqualShare:
         self._asked: set[int] = set()
 
     def __len__(self) -> int:
-        """Requests that it still knows of."""
+        """How many requests it knows of."""
         return len(self._asked | self._sharers.keys())
 
     def join(
         self, number: int, layer_bytes: int, layer_count: int, compute_s: float, weight: float, now: float
     ) -> None:
-        """A request comes."""
+        """Add a request whose layers are computed in `compute_s` each."""
         self.advance(now)
         layers = np.arange(layer_count, dtype=np.float64)
         marks: Floats = self._served + (layers + 1) * (layer_bytes / weight)
@@ -53,19 +56,19 @@ class EqualShare:
         self._sharers[number] = _Sharer(weight, marks, deadlines)
         self._asked.add(number)
 
-    def over(self, number: int) -> None:
-        """Nobody asks for the request's stall any more. In the shadow it goes on to its end, as it would have."""
+    def drop_result(self, number: int) -> None:
+        """Drop the result of a request that is over. In the simulation it goes on, because others share with it."""
         self._asked.discard(number)
         self._done.pop(number, None)
 
     def abandon(self, number: int, now: float) -> None:
-        """The request is given up, here and there."""
+        """Remove a request that was given up, from the simulation too."""
         self.advance(now)
         self._sharers.pop(number, None)
-        self.over(number)
+        self.drop_result(number)
 
     def reweigh(self, number: int, weight: float, now: float) -> None:
-        """From now on the request weighs `weight`."""
+        """Set the request's weight from now on."""
         self.advance(now)
         sharer = self._sharers.get(number)
         if sharer is None or sharer.weight == weight:
@@ -74,12 +77,12 @@ class EqualShare:
         sharer.weight = weight
 
     def set_rate(self, rate_bytes_per_s: float, now: float) -> None:
-        """The link changes."""
+        """Set the link's rate from now on."""
         self.advance(now)
         self._rate = rate_bytes_per_s
 
     def advance(self, now: float) -> None:
-        """Let time pass; a clock that stands still or goes back changes nothing."""
+        """Move the simulation to `now`. A clock that stands still or goes back changes nothing."""
         if now <= self._now:
             return
         if not self._sharers:
@@ -104,7 +107,7 @@ class EqualShare:
         self._now = now
 
     def stalls(self) -> dict[int, float]:
-        """D of every request in seconds, were nobody else to come."""
+        """The stall D of every request in seconds, if no further request came."""
         found = dict(self._done)
         if self._sharers:
             _, late, begins = self._layers(*self._future())
@@ -114,7 +117,7 @@ class EqualShare:
         return found
 
     def _layers(self, times: Floats, served: Floats) -> tuple[Floats, Floats, Indices]:
-        """When each layer to come is there, by how much that is late, and where each request's begin."""
+        """For every layer to come: its arrival and its lateness; and the index of each request's first layer."""
         marks = [sharer.marks for sharer in self._sharers.values()]
         there = np.interp(np.concatenate(marks), served, times)
         late = there - np.concatenate([sharer.deadlines for sharer in self._sharers.values()])
@@ -122,7 +125,7 @@ class EqualShare:
         return there, late, begins
 
     def _future(self) -> tuple[Floats, Floats]:
-        """Corners of `_served` over time from now on: it rises faster with every request that ends."""
+        """The corners of `_served` over time from now on. It rises faster after every request that ends."""
         ends = np.array([sharer.marks[-1] for sharer in self._sharers.values()])
         weights = np.array([sharer.weight for sharer in self._sharers.values()])
         order = np.argsort(ends, kind="stable")

@@ -1,28 +1,26 @@
-"""One request as the dispatchers see it: what of it may go next, and how far it is."""
+"""Flow: one request as the dispatchers see it, with its progress through its layers and their payloads.
+
+Example: 2 layers, each of payloads of 4 and 2 bytes. At first `payload_bytes` is 4, `layer_left_bytes` 6 and
+`left_bytes` 12. After one `let_go` they are 2, 2 and 8; after the second, which completes the layer, 4, 6 and 6.
+"""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import Protocol
 
+from storage_server.planning.plan import GroupSizes
 from storage_server.scheduler.demand import Demand
 
 AHEAD_MAX = 2
-"""Payloads let go that the transport has not taken yet: enough to keep it busy, few enough that a client that stops
-reading uses no more of the link."""
-
-
-class PayloadBytes(Protocol):
-    """The bytes of each payload of a layer, in order."""
-
-    def __len__(self) -> int: ...
-
-    def __getitem__(self, index: int, /) -> int: ...
+"""The most payloads that were let go and that the transport has not taken: enough to keep the transport busy, and few
+enough that a client that stops reading soon uses no more of the link.
+"""
 
 
 @dataclass(frozen=True, slots=True)
 class Tenant:
-    """An access key's part of the link: its weight, the most it may use, and its requests' priority."""
+    """An access key's part of the link: its weight, its cap, and the priority of its requests."""
 
     name: str
     weight: float = 1.0
@@ -32,62 +30,63 @@ class Tenant:
 
 @dataclass(slots=True, eq=False)
 class Flow:
-    """`layer_payloads` are the bytes of the payloads of each layer, in order; a chunk-major request is one layer.
+    """A request under way. `layers` are the sizes of each layer and of its payloads, in order; a chunk-major request
+    has one layer.
 
-    Weight, cap and priority of `demand` are its tenant's, and split among the tenant's requests.
+    Weight and cap of `demand` are the request's parts of its tenant's; the priority is the tenant's.
     """
 
     number: int
     tenant: Tenant
     demand: Demand
-    layer_payloads: PayloadBytes
+    layers: Sequence[GroupSizes]
     came_s: float
     is_chunkwise: bool = False
     layer_index: int = 0
-    """Of the next payload; `layer_count` when all have been let go."""
+    """The layer of the next payload; `layer_count` when all payloads have been let go."""
     payload_index: int = 0
-    """Of the next payload within its layer."""
+    """The index of the next payload within its layer."""
     layer_left_bytes: int = 0
-    """Of the next payload's layer, that payload included."""
+    """The bytes that the next payload's layer still needs, those of that payload included."""
+    left_bytes: int = 0
+    """The bytes that the whole request still needs."""
+    let_go_bytes: int = 0
+    """The bytes of the payload that was let go last."""
     ahead_count: int = 0
     epoch: int = 0
     rate_bytes_per_s: float = 0.0
-    """What was offered: held, or expected on the whole."""
+    """The rate offered to the client: the held rate, or the expected mean rate."""
     _shared_by: int = 0
 
     def __post_init__(self) -> None:
-        self.layer_left_bytes = self.demand.layer_bytes
+        self.layer_left_bytes = self.layers[0].nbytes
+        self.left_bytes = sum(layer.nbytes for layer in self.layers)
 
     @property
     def is_over(self) -> bool:
         """Whether every payload has been let go."""
-        return self.layer_index == self.demand.layer_count
+        return self.layer_index == len(self.layers)
 
     @property
     def is_blocked(self) -> bool:
-        """Whether the transport is behind, or nothing is left."""
+        """Whether the next payload cannot go: the transport is behind, or no payload is left."""
         return self.ahead_count >= AHEAD_MAX or self.is_over
 
     @property
     def payload_bytes(self) -> int:
-        """Of the next payload."""
-        return self.layer_payloads[self.payload_index]
+        """The bytes of the next payload."""
+        return self.layers[self.layer_index].payloads[self.payload_index]
 
-    @property
-    def left_bytes(self) -> int:
-        """Of the whole request."""
-        later = self.demand.layer_count - self.layer_index - 1
-        return 0 if self.is_over else self.layer_left_bytes + later * self.demand.layer_bytes
-
-    def again(self, tenant: Tenant) -> Flow:
-        """The same request, as far as it is, before another schedule admits it."""
-        flow = Flow(self.number, tenant, self.demand, self.layer_payloads, self.came_s, self.is_chunkwise)
+    def for_another_schedule(self, tenant: Tenant) -> Flow:
+        """A copy with the same progress, for another schedule, which has not admitted it yet."""
+        flow = Flow(self.number, tenant, self.demand, self.layers, self.came_s, self.is_chunkwise)
         flow.layer_index, flow.payload_index = self.layer_index, self.payload_index
-        flow.layer_left_bytes, flow.ahead_count = self.layer_left_bytes, self.ahead_count
+        flow.layer_left_bytes, flow.left_bytes = self.layer_left_bytes, self.left_bytes
+        flow.ahead_count = self.ahead_count
         return flow
 
     def share_tenant(self, request_count: int) -> None:
-        """The tenant has so many requests at once: each weighs and may use its part."""
+        """Give the request its part of the tenant's weight and cap: one `request_count`-th."""
         if request_count == self._shared_by:
             return
         self._shared_by = request_count
@@ -100,13 +99,15 @@ class Flow:
         )
 
     def let_go(self) -> bool:
-        """The next payload goes; whether that completes a layer."""
+        """Let the next payload go. Returns whether that completes a layer."""
         self.ahead_count += 1
-        self.layer_left_bytes -= self.payload_bytes
+        self.let_go_bytes = self.payload_bytes
+        self.layer_left_bytes -= self.let_go_bytes
+        self.left_bytes -= self.let_go_bytes
         self.payload_index += 1
-        if self.payload_index < len(self.layer_payloads):
+        if self.payload_index < len(self.layers[self.layer_index].payloads):
             return False
         self.payload_index = 0
         self.layer_index += 1
-        self.layer_left_bytes = self.demand.layer_bytes
+        self.layer_left_bytes = 0 if self.is_over else self.layers[self.layer_index].nbytes
         return True

@@ -1,12 +1,15 @@
-"""Dispatch by rates: each request's payloads are let go when its rate has carried them. Pure: `now` is an argument.
+"""Dispatch by rates: a request's payload is let go when its rate has carried it. Pure: `now` is an argument.
 
-A payload is let go when its last byte would have crossed a link of the request's own rate, so layer l is there at
+A payload is let go when its last byte would have crossed a link of the request's own rate r, so layer l arrives
 (l+1)*s/r after the rate was given, to within the time of one wake-up. A wake-up that comes late, or a client that reads
 late, is made up for, up to `CATCH_UP_S`. Payloads that are due together go by weighted deficit round robin over the
-link's own clock: beyond the payloads that are under way and `CATCH_UP_S`, no more goes than the budget.
+link's own clock, so that no more than the budget goes, beyond the payloads under way and `CATCH_UP_S`.
 
-A client that has not read for longer than `CATCH_UP_S` does not use its rate. Work-conserving, others are given it at
-the next epoch, and one begins when the client reads again; held, it is kept for it.
+A client that has not read for longer than `CATCH_UP_S` does not use its rate. With work-conserving rates the next epoch
+gives its rate to others, and a new epoch begins when the client reads again. With held rates the rate is kept for it.
+
+Example: Equal, a budget of 100 bytes/s, two requests with payloads of 50 bytes. Each has 50 bytes/s, so both let a
+payload go at 1 s, 2 s, 3 s, and so on.
 """
 
 from __future__ import annotations
@@ -24,7 +27,7 @@ CATCH_UP_S = 0.05
 
 
 class HeldRates:
-    """Rates by a policy for the requests of one link; solved anew only where `share` is called."""
+    """The rates that a policy gives to the requests of one link. They are computed anew only by `share`."""
 
     def __init__(
         self,
@@ -41,38 +44,38 @@ class HeldRates:
         self._meter = TenantMeter() if meter is None else meter
         self._is_work_conserving = is_work_conserving
         self._began: dict[Flow, float] = {}
-        """When each flow's next payload began to cross at its own rate."""
+        """The time at which each flow's next payload began to cross at the flow's own rate."""
         self._dues: dict[Flow, float] = {}
         self._queue: list[tuple[float, int, Flow]] = []
         self._ready = RoundRobin()
         self._under_way_bytes = 0
         self._link_free_s = -math.inf
         self._behind: dict[Flow, float] = {}
-        """Whose transport is behind, since when; in that order."""
+        """Flows whose transport is behind, and since when; the longest first."""
         self._idle: set[Flow] = set()
-        """Whose transport has been behind for longer than is made up for."""
+        """Flows whose transport has been behind for longer than `CATCH_UP_S`."""
         self._used_bytes_per_s = 0.0
         self.wants_epoch = False
-        """Whether rates would be others if they were solved anew for those that use them."""
+        """Whether a new epoch would change the rates, because a client has stopped or begun to read."""
 
     def __len__(self) -> int:
-        """Flows it still knows of."""
+        """How many flows it knows of."""
         return len(self._began.keys() | self._dues.keys() | self._behind.keys() | self._idle)
 
     @property
     def used_bytes_per_s(self) -> float:
-        """Of the budget; what is left of it is idle."""
+        """The part of the budget that is in use; the rest is idle."""
         return min(self._budget, max(0.0, self._used_bytes_per_s))
 
     def set_budget(self, budget_bytes_per_s: float, now: float) -> None:
-        """For the next `share`; until then the link's clock alone keeps to it."""
+        """Set the budget for the next `share`. Until then only the link's clock keeps to the new budget."""
         self._budget = budget_bytes_per_s
 
     def set_link_rate(self, rate_bytes_per_s: float, now: float) -> None:
-        """Rates are held, whatever more the link carries."""
+        """Do nothing: rates are held, even when the link can carry more."""
 
     def share(self, flows: Sequence[Flow], now: float) -> None:
-        """Give every flow its rate; what has gone towards its next payload at its old rate counts."""
+        """Give every flow its rate. Progress that the next payload has made at the old rate is kept."""
         self.wants_epoch = False
         if self._is_work_conserving:
             flows = [flow for flow in flows if flow not in self._idle]
@@ -84,13 +87,13 @@ class HeldRates:
             flow.rate_bytes_per_s = rate
             self._began[flow] = began
             if flow.is_blocked:
-                self._is_behind(flow, now)
+                self._note_behind(flow, now)
             else:
-                self._expect(flow)
+                self._set_due(flow)
         self._used_bytes_per_s = sum(flow.rate_bytes_per_s for flow in self._began if flow not in self._idle)
 
     def resume(self, flow: Flow, now: float) -> None:
-        """The transport has room for the flow again."""
+        """Note that the transport takes payloads of the flow again."""
         if flow in self._began and flow not in self._dues and not flow.is_blocked:
             self._behind.pop(flow, None)
             if flow in self._idle:
@@ -98,19 +101,19 @@ class HeldRates:
                 self._used_bytes_per_s += flow.rate_bytes_per_s
                 self.wants_epoch = self._is_work_conserving
             self._began[flow] = max(self._began[flow], now - CATCH_UP_S)
-            self._expect(flow)
+            self._set_due(flow)
 
     def remove(self, flow: Flow, now: float) -> None:
-        """The flow is over, or given up."""
+        """Remove a flow that is over or given up."""
         if self._began.pop(flow, None) is not None and flow not in self._idle:
             self._used_bytes_per_s -= flow.rate_bytes_per_s
         self._behind.pop(flow, None)
         self._idle.discard(flow)
-        self._forget(flow)
+        self._drop_due(flow)
         self._ready.remove(flow)
 
     def due(self, now: float) -> list[Flow]:
-        """Whose payloads go now, in order; a flow appears once a payload."""
+        """The flows whose next payloads go now, in order; a flow appears once for each payload."""
         self._find_idle(now)
         going: list[Flow] = []
         while True:
@@ -124,7 +127,7 @@ class HeldRates:
             self._let_go(chosen, now)
 
     def wake_at(self) -> float:
-        """When to ask again; infinity while nothing is under way."""
+        """The time at which to call `due` again; infinity while nothing is under way."""
         idle_s = next(iter(self._behind.values())) + CATCH_UP_S if self._behind else math.inf
         if len(self._ready):
             return min(idle_s, self._link_free_s)
@@ -137,14 +140,14 @@ class HeldRates:
         self._link_free_s = max(self._link_free_s, earliest_s) + flow.payload_bytes / self._budget
         self._began[flow] = max(self._dues[flow], now - CATCH_UP_S)
         self._meter.charge(flow.tenant, flow.payload_bytes, now)
-        self._forget(flow)
+        self._drop_due(flow)
         flow.let_go()
         if flow.is_blocked:
-            self._is_behind(flow, now)
+            self._note_behind(flow, now)
         else:
-            self._expect(flow)
+            self._set_due(flow)
 
-    def _is_behind(self, flow: Flow, now: float) -> None:
+    def _note_behind(self, flow: Flow, now: float) -> None:
         if not flow.is_over and flow not in self._idle:
             self._behind.setdefault(flow, now)
 
@@ -158,14 +161,14 @@ class HeldRates:
             self._used_bytes_per_s -= flow.rate_bytes_per_s
             self.wants_epoch = self._is_work_conserving
 
-    def _expect(self, flow: Flow) -> None:
-        """The flow's next payload is under way."""
-        self._forget(flow)
+    def _set_due(self, flow: Flow) -> None:
+        """Compute the time at which the flow's next payload is due."""
+        self._drop_due(flow)
         self._ready.remove(flow)
         due_s = self._dues[flow] = self._began[flow] + flow.payload_bytes / flow.rate_bytes_per_s
         self._under_way_bytes += flow.payload_bytes
         heapq.heappush(self._queue, (due_s, flow.number, flow))
 
-    def _forget(self, flow: Flow) -> None:
+    def _drop_due(self, flow: Flow) -> None:
         if self._dues.pop(flow, None) is not None:
             self._under_way_bytes -= flow.payload_bytes

@@ -1,10 +1,13 @@
-"""One link and everything that is delivered over it: layer-major requests in their pool, chunk-major ones in slots.
-Pure: `now` is an argument.
+"""The schedule of one link: layer-major requests in the pool, chunk-major requests in seats. Pure: `now` is an
+argument.
 
-Chunk-major requests have their fraction of the link while the pool sends, and all of it while it does not; the pool
-plans with the rest. So neither can starve the other, and each uses what the other leaves idle. A side that pauses for
-less than `IDLE_S`, because its transports are behind or, the chunk-major one, for whatever reason, is not idle: it
-makes up for it, or its rate would go up and down with every payload.
+The chunk-major side has a fraction of the link while the pool sends, and all of it while the pool does not. The pool
+plans with the rest of the link. So neither side can starve the other, and each uses what the other leaves idle. A side
+that pauses for less than `IDLE_S`, for example because a transport is behind, does not count as idle. Otherwise the
+other side's rate would go up and down with every payload.
+
+Example: a budget of 100 bytes/s and `chunkwise_fraction` 0.1. The pool plans with 90. When its requests use 60, the
+chunk-major side has 40; when they use 90, it has 10; when there are none, it has 100.
 """
 
 from __future__ import annotations
@@ -19,7 +22,7 @@ from storage_server.scheduler.tenant_meter import TenantMeter
 
 
 class LinkSchedule:
-    """The flows of one link of `budget_bytes_per_s`. `meter` knows what tenants have used before."""
+    """The flows of one link of `budget_bytes_per_s`. `meter` knows how much of their caps tenants have used."""
 
     def __init__(
         self, settings: SchedulerSettings, budget_bytes_per_s: float, meter: TenantMeter | None = None
@@ -28,12 +31,12 @@ class LinkSchedule:
         self._budget = budget_bytes_per_s
         self.meter = TenantMeter() if meter is None else meter
         self.pool = Pool(settings.pool, self._pool_budget, self.meter)
-        self._chunkwise = Chunkwise(settings.chunkwise_slots, budget_bytes_per_s, self.meter)
+        self._chunkwise = Chunkwise(settings.chunkwise_deliveries_max, budget_bytes_per_s, self.meter)
         self._behind_s = -math.inf
-        """When the transport of a layer-major request was last found to be behind."""
+        """The last time at which a payload was let go and the transport of its layer-major request was behind."""
         self._chunkwise_sent_s = -math.inf
         self._look_again_s = math.inf
-        """When a side that pauses will be idle."""
+        """The time at which a side that pauses will count as idle."""
 
     @property
     def _pool_budget(self) -> float:
@@ -41,44 +44,44 @@ class LinkSchedule:
 
     @property
     def chunkwise_active_count(self) -> int:
-        """Chunk-major requests in a slot."""
+        """How many chunk-major requests have a seat."""
         return self._chunkwise.active_count
 
     @property
     def chunkwise_queued_count(self) -> int:
-        """Chunk-major requests that wait for a slot, or for their clients."""
+        """How many chunk-major requests wait for a seat, or for their clients."""
         return self._chunkwise.queued_count
 
     def join(self, flow: Flow, now: float) -> None:
-        """A request comes; `due` admits it."""
+        """Add a request; `due` admits it."""
         if flow.is_chunkwise:
             self._chunkwise.join(flow, now)
         else:
             self.pool.join(flow)
 
     def leave(self, flow: Flow, now: float) -> None:
-        """A request is over or given up; leaving twice does nothing."""
+        """Remove a request that is over or given up. A second call does nothing."""
         if flow.is_chunkwise:
             self._chunkwise.leave(flow, now)
         else:
             self.pool.leave(flow, now)
 
-    def took(self, flow: Flow, now: float) -> None:
-        """The transport took a payload of the flow."""
+    def note_sent(self, flow: Flow, now: float) -> None:
+        """Note that the transport took a payload of the flow."""
         flow.ahead_count -= 1
         if flow.is_chunkwise:
-            self._chunkwise.took(flow, now)
+            self._chunkwise.note_sent(flow, now)
         else:
             self.pool.resume(flow, now)
 
     def set_budget(self, budget_bytes_per_s: float, now: float) -> None:
-        """The link changes."""
+        """Set the link's budget from now on."""
         self._budget = budget_bytes_per_s
         self.pool.set_budget(self._pool_budget, now)
         self._set_rates(now)
 
     def due(self, now: float) -> list[Flow]:
-        """Whose payloads go now; a flow appears once a payload."""
+        """The flows whose next payloads go now; a flow appears once for each payload."""
         going = self.pool.due(now)
         if any(flow.is_blocked and not flow.is_over for flow in going):
             self._behind_s = now
@@ -87,15 +90,15 @@ class LinkSchedule:
         return going
 
     def wake_at(self) -> float:
-        """When to ask again; infinity while nothing is under way."""
+        """The time at which to call `due` again; infinity while nothing is under way."""
         return min(self.pool.wake_at(), self._chunkwise.wake_at(), self._look_again_s)
 
     def flows(self) -> list[Flow]:
-        """All of the pool's, then all others."""
+        """Every flow: first those of the pool, then the chunk-major ones."""
         return [*self.pool.flows(), *self._chunkwise.flows()]
 
     def _set_rates(self, now: float) -> None:
-        """Each side may use what the other leaves idle."""
+        """Let each side use what the other leaves idle."""
         self._look_again_s = math.inf
         least = self._budget * self._settings.chunkwise_fraction
         self._chunkwise.set_rate(max(least, self._budget - self._used_by_pool(now)), now)

@@ -7,8 +7,12 @@ Stall-opt   minimises sum w_i s_i/r_i with sum r_i <= B and r_i <= r*_i:  r_i = 
 Calibrated  the same with r*_i + delta in place of r*_i
 (ObjectCache paper, Eq. 4 to 7 and section 5.7. With all weights 1 these are Table A9; its Table A4 is not.)
 
-A request that says no compute time is taken to need its equal share. No claim counts for more than `CLAIM_MAX` links,
-and no request is given less than `SHARE_MIN` of its equal share, whatever it says.
+A request that states no compute time is taken to need its equal share. A stated need counts for at most `CLAIM_MAX`
+links, and every request gets at least `SHARE_MIN` of its equal share, whatever the others state.
+
+    B = 120, delta = 10, request 1: s = 100, c = 1, r* = 100; request 2: s = 400, c = 8, r* = 50
+
+    Equal 60, 60    KV-prop 24, 96    BW-prop 80, 40    Stall-opt 70, 50    Calibrated 60, 60
 """
 
 from __future__ import annotations
@@ -29,7 +33,7 @@ CLAIM_MAX = 2.0
 
 
 class Policy(Enum):
-    """By the names the configuration uses."""
+    """The policies, by their names in the configuration."""
 
     EQUAL = "equal"
     KV_PROP = "kv-prop"
@@ -44,8 +48,8 @@ def allocate(
     budget_bytes_per_s: float,
     margin_bytes_per_s: float = MARGIN_BYTES_PER_S,
 ) -> Floats:
-    """Rates in bytes/s, one a demand, in order; their sum is at most the budget. Raises ValueError on a budget that is
-    not above 0 and finite.
+    """One rate in bytes/s for each demand, in order. Their sum is at most the budget. Raises ValueError on a budget
+    that is not above 0 and finite.
     """
     if not 0 < budget_bytes_per_s < np.inf:
         raise ValueError(f"the budget must be above 0 and finite, not {budget_bytes_per_s}")
@@ -63,13 +67,13 @@ def allocate(
     left = budget_bytes_per_s
     for priority in sorted(set(priorities.tolist()), reverse=True):
         here, below = priorities == priority, priorities < priority
-        rates[here] = fill(shape[here], caps[here], floors[here], left - floors[below].sum())
+        rates[here] = water_fill(shape[here], caps[here], floors[here], left - floors[below].sum())
         left -= rates[here].sum()
     return rates
 
 
 def zero_stall_rates(demands: Sequence[Demand], budget_bytes_per_s: float) -> Floats:
-    """r* of each in bytes/s: at most `CLAIM_MAX` budgets, and the equal share where no compute time is known."""
+    """r* of each demand in bytes/s: at most `CLAIM_MAX` budgets, and the equal share where no compute time is known."""
     weights = np.array([demand.weight for demand in demands])
     claim_max = CLAIM_MAX * budget_bytes_per_s
     known = []
@@ -85,7 +89,7 @@ def zero_stall_rates(demands: Sequence[Demand], budget_bytes_per_s: float) -> Fl
 
 
 def _shape_and_caps(policy: Policy, demands: Sequence[Demand], budget: float, margin: float) -> tuple[Floats, Floats]:
-    """What rates are in proportion to, and what they stay below."""
+    """The values that the rates are in proportion to, and the upper bounds of the rates."""
     weights = np.array([demand.weight for demand in demands])
     sizes = np.array([max(demand.layer_bytes, 1) for demand in demands], dtype=np.float64)
     unlimited = np.full(len(demands), np.inf)
@@ -102,15 +106,15 @@ def _shape_and_caps(policy: Policy, demands: Sequence[Demand], budget: float, ma
             return np.sqrt(weights * sizes), zero_stall_rates(demands, budget) + margin
 
 
-def fill(shape: Floats, caps: Floats, floors: Floats, budget: float) -> Floats:
-    """r_i = k shape_i, kept between floor_i and cap_i, with the largest k whose sum is within `budget`; the floors in
-    proportion where even they are not.
+def water_fill(shape: Floats, caps: Floats, floors: Floats, budget: float) -> Floats:
+    """r_i = k shape_i, kept between floor_i and cap_i, with the largest k whose sum is within `budget`. Where the
+    floors alone exceed the budget, the budget is split in proportion to them.
     """
     if caps.sum() <= budget:
         return caps.copy()
     if floors.sum() >= budget:
         return floors * float(budget / floors.sum())
-    # The sum is piecewise linear and rising in k; its corners are where a floor is left or a cap is met.
+    # The sum is piecewise linear and rises with k. It has a corner where a rate leaves its floor or meets its cap.
     leaves, meets = floors / shape, caps / shape
     corners = np.unique(np.concatenate([leaves, meets[np.isfinite(meets)]]))
     first, last = 0, len(corners)

@@ -1,9 +1,14 @@
-"""The pool of layerwise requests that share a link: who is in, since which epoch, and by which dispatch. Pure.
+"""The pool of layerwise requests that share a link: the requests that are admitted, their epoch, and their dispatch.
+Pure.
 
-An epoch admits a batch of requests. With rates held, it ends when all its requests have their bytes or `epoch_s_max`
-has passed; rates are stable within it, what ends sooner frees its rate for the next, and who comes meanwhile waits.
-Work-conserving, every arrival and every end begins an epoch; among many requests, a few together do. A link without
-requests waits `gather_s` for company before it begins one.
+An epoch admits a batch of requests. With held rates, an epoch ends when all its requests have their bytes or after
+`epoch_s_max`; rates are stable within it, a request that ends sooner frees its rate for the next epoch, and requests
+that come meanwhile wait. With work-conserving rates, every arrival and every end begins an epoch; among many requests
+one epoch serves several arrivals. A link without requests waits `gather_s` for further requests before it begins an
+epoch.
+
+Example: held rates, `gather_s` = 0.005, `epoch_s_max` = 1. Request A comes at 0 s and epoch 1 begins at 0.005 s.
+Request B comes at 0.3 s. Epoch 2 begins when A has its bytes, or at 1.005 s.
 """
 
 from __future__ import annotations
@@ -23,13 +28,13 @@ from storage_server.scheduler.tenant_meter import TenantMeter
 
 EPOCH_S_MAX = 1.0
 EPOCH_S_PER_FLOW = 0.0002
-"""Work-conserving epochs are as far apart as this times the requests: what solving anew costs stays bounded."""
+"""The least time between work-conserving epochs, for each request. It bounds the cost of computing rates anew."""
 GATHER_S = 0.005
 
 
 @dataclass(frozen=True, slots=True)
 class PoolSettings:
-    """`policy` None is slack-aware dispatch, which is always work-conserving."""
+    """The pool's policy and its epochs. `policy` None is slack-aware dispatch, which is always work-conserving."""
 
     policy: Policy | None = None
     is_work_conserving: bool = False
@@ -39,17 +44,17 @@ class PoolSettings:
 
     @property
     def wait_s(self) -> float:
-        """How long the first requests of a link wait for company; unsaid, only where rates are then held."""
+        """How long the first request of a link waits for others. If `gather_s` is unset: only where rates are held."""
         return self.gather_s if self.gather_s is not None else 0.0 if self.is_continuous else GATHER_S
 
     @property
     def is_continuous(self) -> bool:
-        """Whether every arrival and every end begins an epoch."""
+        """Whether every arrival and every end of a request begins an epoch."""
         return self.policy is None or self.is_work_conserving
 
 
 class Dispatch(Protocol):
-    """Says when payloads go."""
+    """Decides when each payload goes. `HeldRates` and `SlackDispatch` implement it."""
 
     def __len__(self) -> int: ...
 
@@ -75,7 +80,7 @@ class Dispatch(Protocol):
 
 
 class Pool:
-    """The requests of one link. `meter` is charged with what tenants with a cap send."""
+    """The layerwise requests of one link. `meter` is charged with the bytes of tenants that have a cap."""
 
     def __init__(self, settings: PoolSettings, budget_bytes_per_s: float, meter: TenantMeter | None = None) -> None:
         meter = TenantMeter() if meter is None else meter
@@ -97,40 +102,40 @@ class Pool:
         self._active: dict[Flow, None] = {}
         self._gathers_since_s: float | None = None
         self._tenant_counts: Counter[str] = Counter()
-        """Requests of each, when the epoch began."""
+        """How many requests each tenant had when the epoch began."""
         self._epoch_began_s = -math.inf
         self._is_stale = False
         self.epoch = 0
 
     def __len__(self) -> int:
-        """Requests of which anything is kept."""
+        """How many requests it knows of."""
         return max(len(self._waiting) + len(self._active), len(self._dispatch))
 
     @property
     def active_count(self) -> int:
-        """Requests that have a rate and bytes left."""
+        """How many requests have a rate and bytes left."""
         return len(self._active)
 
     @property
     def used_bytes_per_s(self) -> float:
-        """Of the link; what is left of it is idle."""
+        """The part of the link that is in use; the rest is idle."""
         return self._dispatch.used_bytes_per_s
 
     @property
     def waiting_count(self) -> int:
-        """Requests that wait for an epoch."""
+        """How many requests wait for an epoch."""
         return len(self._waiting)
 
     def flows(self) -> list[Flow]:
-        """All of them."""
+        """Every request."""
         return [*self._active, *self._waiting]
 
     def join(self, flow: Flow) -> None:
-        """A request comes; `due` admits it."""
+        """Add a request; `due` admits it."""
         self._waiting.append(flow)
 
     def leave(self, flow: Flow, now: float) -> None:
-        """A request is over or given up; leaving twice does nothing."""
+        """Remove a request that is over or given up. A second call does nothing."""
         if flow in self._active:
             self._end(flow, self._steady(now))
             self._is_stale = True
@@ -138,23 +143,25 @@ class Pool:
             self._waiting.remove(flow)
 
     def resume(self, flow: Flow, now: float) -> None:
-        """The transport took a payload."""
+        """Note that the transport took a payload."""
         if flow in self._active:
             self._dispatch.resume(flow, self._steady(now))
 
     def set_budget(self, budget_bytes_per_s: float, now: float) -> None:
-        """The link changes: an epoch begins."""
+        """Set the link's budget and begin an epoch."""
         now = self._steady(now)
         self._dispatch.set_budget(budget_bytes_per_s, now)
         if self._active:
             self._begin(now)
 
     def set_link_rate(self, rate_bytes_per_s: float, now: float) -> None:
-        """The link carries so much for a while, which is no less than the budget: plans stay as they are."""
+        """Set the rate that the link can carry for a while; it is no less than the budget. Plans stay as they are."""
         self._dispatch.set_link_rate(rate_bytes_per_s, self._steady(now))
 
     def due(self, now: float) -> list[Flow]:
-        """Whose payloads go now, in order; a flow appears once a payload. Begins an epoch where it is time for one."""
+        """The flows whose next payloads go now, in order; a flow appears once for each payload. Begins an epoch where
+        it is time for one.
+        """
         now = self._steady(now)
         if self._waiting and not self._active and self._gathers_since_s is None:
             self._gathers_since_s = now
@@ -164,7 +171,7 @@ class Pool:
         ended = [flow for flow in going if flow.is_over and flow in self._active]
         for flow in dict.fromkeys(ended):
             self._end(flow, now)
-            # A plan of slack-aware dispatch has counted with the end, but not with what it leaves to the same tenant.
+            # A slack-aware plan knows when a request ends, but not that its tenant's other requests then weigh more.
             if self._settings.policy is not None or self._tenant_counts[flow.tenant.name] > 1:
                 self._is_stale = True
         if ended and now >= self._may_begin_s():
@@ -172,8 +179,8 @@ class Pool:
         return going
 
     def wake_at(self) -> float:
-        """When to ask again; infinity while nothing is under way."""
-        return self._clock.callers(self._wake_s())
+        """The time at which to call `due` again; infinity while nothing is under way."""
+        return self._clock.callers_time(self._wake_s())
 
     def _wake_s(self) -> float:
         return min(self._dispatch.wake_at(), self._may_begin_s())
@@ -182,7 +189,7 @@ class Pool:
         return self._clock.steady(now, self._wake_s())
 
     def _may_begin_s(self) -> float:
-        """When the next epoch may begin; infinity where it would change nothing."""
+        """The time at which the next epoch may begin; infinity where an epoch would change nothing."""
         if not self._active:
             if not self._waiting:
                 return math.inf

@@ -2,7 +2,10 @@
 
 A model is known by its shape: layers, and bytes of a token in a layer. Its prefill of tokens [h, P) costs
 request_us + token_us*(P-h) + token_pair_us*(P^2-h^2)/2 in all layers together, as `objectcache calibrate --model` fits
-it. P follows from the hit rate the profile assumes, as a descriptor names cached tokens only.
+the three numbers. P follows from the hit rate that the profile assumes, because a descriptor names cached tokens only.
+
+Example: 10 layers, request_us = 10,000, token_us = 100, token_pair_us = 0, hit rate 0.5, h = 1,000 cached tokens. Then
+P = 2,000, the prefill takes 10,000 + 100*1,000 = 110,000 us, and one layer 11 ms.
 """
 
 from __future__ import annotations
@@ -15,7 +18,7 @@ from descriptors.descriptor import Descriptor
 
 @dataclass(frozen=True, slots=True)
 class ComputeProfile:
-    """One model on one accelerator; costs in microseconds over all layers."""
+    """The costs of one model on one accelerator, in microseconds over all layers."""
 
     name: str
     num_layers: int
@@ -26,7 +29,7 @@ class ComputeProfile:
     hit_rate: float
 
     def layer_compute_s(self, cached_tokens: int) -> float:
-        """c of one layer, in seconds, with so many tokens cached."""
+        """c, the compute time of one layer in seconds, when `cached_tokens` tokens are cached."""
         context = cached_tokens / self.hit_rate
         pairs = (context**2 - cached_tokens**2) / 2
         total_us = self.request_us + self.token_us * (context - cached_tokens) + self.token_pair_us * pairs
@@ -34,8 +37,8 @@ class ComputeProfile:
 
 
 def compute_s(descriptor: Descriptor, chunk_count: int, profiles: Sequence[ComputeProfile]) -> float | None:
-    """c of one layer in seconds: the mean of what the descriptor states; else what a profile of the same shape says of
-    its `chunk_count` chunks; None where neither does.
+    """c of one layer in seconds: the mean of the times that the descriptor states, or else the time that a profile of
+    the same shape gives for its `chunk_count` chunks; None where there is neither.
     """
     stated = descriptor.layer_compute_us
     if stated:

@@ -1,8 +1,11 @@
-"""Weighted deficit round robin: who sends next, so that bytes over time are in proportion to weights. Pure.
+"""Weighted deficit round robin: it chooses the next flow so that bytes over time are in proportion to weights. Pure.
 
 In each round a flow's deficit grows in proportion to its weight, and a flow whose deficit covers its next payload sends
-it (Shreedhar and Varghese, 1995). Rounds here are as small as can be: who goes next is whose deficit is enough in the
-earliest round, and rounds in which nobody sends are skipped. Nothing is saved up by a flow that has nothing to send.
+that payload (Shreedhar and Varghese, 1995). Rounds here are as small as can be: the next flow is the one whose deficit
+suffices in the earliest round, and rounds in which no flow sends are skipped. A flow that has nothing to send saves
+nothing up.
+
+Example: A has weight 2, B weight 1, all payloads have one size. The order is A A B A A B.
 """
 
 from __future__ import annotations
@@ -13,7 +16,7 @@ from storage_server.scheduler.flow import Flow
 
 
 class RoundRobin:
-    """The flows that have something to send now."""
+    """The flows that have a payload to send now."""
 
     def __init__(self) -> None:
         self._round = 0.0
@@ -25,19 +28,21 @@ class RoundRobin:
         return len(self._enough)
 
     def add(self, flow: Flow, weight: float) -> None:
-        """It has a payload to send; a flow that is here already stays where it is."""
+        """Add a flow that has a payload to send. A flow that is in the queue keeps its turn."""
         if flow not in self._enough:
             enough = self._enough[flow] = self._round + flow.payload_bytes / weight
             heapq.heappush(self._queue, (enough, flow.number, flow))
 
     def remove(self, flow: Flow) -> None:
-        """It has nothing to send, or is gone."""
+        """Remove a flow that has nothing to send, or is gone."""
         if self._enough.pop(flow, None) is not None and len(self._queue) > 2 * len(self._enough) + 8:
             self._queue = [entry for entry in self._queue if self._enough.get(entry[2]) == entry[0]]
             heapq.heapify(self._queue)
 
     def next(self) -> Flow | None:
-        """Whose payload goes. Who has another is added again, at once to lose nothing."""
+        """Take out the flow whose payload goes next. A flow with more payloads must be added again immediately, so that
+        it does not miss its turn.
+        """
         while self._queue:
             enough, _, flow = heapq.heappop(self._queue)
             if self._enough.get(flow) == enough:
@@ -49,27 +54,27 @@ class RoundRobin:
 
 
 class TenantRoundRobin:
-    """Round robin among tenants by weight, and evenly among the flows of each that have something to send now."""
+    """Round robin among tenants by weight. The flows of one tenant that have a payload share its turns evenly."""
 
     def __init__(self) -> None:
         self._tenants = RoundRobin()
         self._lanes: dict[str, RoundRobin] = {}
         self._heads: dict[str, Flow] = {}
-        """Of each lane, who goes when its tenant's turn comes."""
+        """The flow of each tenant that goes when the tenant's turn comes."""
         self._last: str | None = None
-        """Whose turn it was: its flow may come back before its tenant waits for the next turn."""
+        """The tenant of the last turn. Its flow may be added again before the tenant waits for its next turn."""
 
     def __len__(self) -> int:
-        """Flows it still knows of."""
+        """How many flows it knows of."""
         return sum(map(len, self._lanes.values())) + len(self._heads)
 
     @property
     def has_turns(self) -> bool:
-        """Whether `next` finds somebody."""
+        """Whether `next` finds a flow."""
         return len(self._tenants) > 0 or self._last in self._lanes
 
     def add(self, flow: Flow) -> None:
-        """It has a payload to send; a flow that is here already stays where it is."""
+        """Add a flow that has a payload to send. A flow that is in the queue keeps its turn."""
         name = flow.tenant.name
         if self._heads.get(name) is not flow:
             self._lanes.setdefault(name, RoundRobin()).add(flow, 1.0)
@@ -77,7 +82,7 @@ class TenantRoundRobin:
                 self._offer(name)
 
     def remove(self, flow: Flow) -> None:
-        """It has nothing to send, or is gone."""
+        """Remove a flow that has nothing to send, or is gone."""
         name = flow.tenant.name
         if self._heads.get(name) is flow:
             del self._heads[name]
@@ -87,7 +92,7 @@ class TenantRoundRobin:
             self._lanes[name].remove(flow)
 
     def next(self) -> Flow | None:
-        """Whose payload goes."""
+        """Take out the flow whose payload goes next."""
         if self._last is not None:
             last, self._last = self._last, None
             self._offer(last)
@@ -98,12 +103,12 @@ class TenantRoundRobin:
         return flow
 
     def hold(self, flow: Flow) -> None:
-        """Whose turn it was may not send: its tenant gets no turn before `offer`."""
+        """Put the flow of the last turn back, because it may not send. Its tenant gets no turn before `offer`."""
         self._last = None
         self._heads[flow.tenant.name] = flow
 
     def offer(self, tenant_name: str) -> None:
-        """A tenant that was held may send."""
+        """Give turns again to a tenant that was held."""
         if (head := self._heads.get(tenant_name)) is not None:
             self._tenants.add(head, head.tenant.weight)
 

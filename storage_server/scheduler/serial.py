@@ -1,7 +1,10 @@
-"""A link that carries one payload after the other, each for as long as it takes. Pure: `now` is an argument.
+"""A link that carries one payload after the other, each for payload_bytes / rate seconds. Pure: `now` is an argument.
 
-The choice of who is next is made when the link is free, and the payload is let go when its last byte would have
-crossed. A wake-up that comes late is made up for, up to `CATCH_UP_S`.
+The next flow is chosen when the link is free, and its payload is let go when its last byte would have crossed. A
+wake-up that comes late is made up for, up to `CATCH_UP_S`.
+
+Example: a link of 100 bytes/s, and at 0 s payloads of 50 and 20 bytes wait. The first is let go at 0.5 s, the second at
+0.7 s.
 """
 
 from __future__ import annotations
@@ -15,27 +18,27 @@ CATCH_UP_S = 0.05
 
 
 class SerialLink:
-    """`choose(now)` names the flow whose next payload is carried, or None; `went(flow, now)` hears of each that has
-    crossed, before the next choice.
+    """`choose(now)` returns the flow whose next payload is carried, or None. `on_crossed(flow, now)` is called for each
+    payload that has crossed, before the next choice.
     """
 
     def __init__(
-        self, rate_bytes_per_s: float, choose: Callable[[float], Flow | None], went: Callable[[Flow, float], None]
+        self, rate_bytes_per_s: float, choose: Callable[[float], Flow | None], on_crossed: Callable[[Flow, float], None]
     ) -> None:
         self._rate = rate_bytes_per_s
         self._choose = choose
-        self._went = went
+        self._on_crossed = on_crossed
         self._free_s = -math.inf
         self._carried: Flow | None = None
 
     def set_rate(self, rate_bytes_per_s: float, now: float) -> None:
-        """What is left of the payload on the link goes at the new rate."""
+        """Set the rate. The rest of the payload on the link goes at the new rate."""
         if self._carried is not None and self._free_s > now:
             self._free_s = now + (self._free_s - now) * self._rate / rate_bytes_per_s
         self._rate = rate_bytes_per_s
 
     def drop(self, flow: Flow) -> None:
-        """The flow is gone; what is on the link of it is not waited for."""
+        """Stop carrying the flow's payload, because the flow is gone."""
         if self._carried is flow:
             self._carried = None
 
@@ -44,8 +47,8 @@ class SerialLink:
         return self._carried is flow
 
     def due(self, now: float, *, makes_up: bool = False) -> list[Flow]:
-        """Whose payloads have crossed, in order; the next one is put on the link, and where it `makes_up`, that counts
-        from when the link became free.
+        """The flows whose payloads have crossed, in order. The next payload is put on the link; with `makes_up` it
+        counts as begun when the link became free, up to `CATCH_UP_S` ago.
         """
         going: list[Flow] = []
         start_s = max(self._free_s, now - CATCH_UP_S) if makes_up and self._free_s < now else now
@@ -57,12 +60,12 @@ class SerialLink:
                 flow, self._carried = self._carried, None
                 going.append(flow)
                 flow.let_go()
-                self._went(flow, now)
+                self._on_crossed(flow, now)
             self._carried = self._choose(now)
             if self._carried is None:
                 return going
             self._free_s = start_s + self._carried.payload_bytes / self._rate
 
     def wake_at(self) -> float:
-        """When the payload on the link will have crossed; infinity while there is none."""
+        """The time at which the payload on the link will have crossed; infinity while there is none."""
         return self._free_s if self._carried is not None else math.inf

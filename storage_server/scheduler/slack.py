@@ -1,14 +1,15 @@
 """Slack-aware dispatch: the layer whose planned deadline is earliest goes next, over the whole link. Pure: `now` is an
 argument.
 
-A request's plan (`slack_plan`) is the stall D its GPU is to bear; layer l is then due at start + D + l*c. Plans are
-made anew when requests have come or were given up, the link has changed, or a layer was late. The link always carries
-something while anything is left, so layers come before their deadlines where they can.
+The plan (`slack_plan`) says for each request how long its GPU shall stall: D. Layer l is then due at start + D + l*c.
+Plans are made anew after requests have come or were given up, the link has changed, or a layer was late. The link is
+never idle while a request has bytes left, so layers come before their deadlines where they can.
 
-Only `COMPUTE_TRUST` of a compute time that a client states is counted on: one that is shorter than stated would
-otherwise leave its GPU waiting for layers that were rightly thought not to be urgent.
+Example: start = 0, D = 0.2 s, stated compute time 0.1 s. The dispatch counts on c = 0.09 s (`COMPUTE_TRUST` = 0.9), so
+layers 0, 1, 2 are due at 0.20, 0.29 and 0.38 s. The reason: if a GPU computed faster than its client stated, its layers
+would come too late, although they were not late by the plan.
 
-A client that stops reading is not served, and what it was promised is put off by as long as it stopped, beyond
+A client that stops reading is not served. Its deadlines are put off by the time for which it stopped, less
 `CATCH_UP_S`.
 """
 
@@ -33,15 +34,15 @@ COMPUTE_TRUST = 0.9
 PLAN_S_PER_LAYER = 0.00015
 PLAN_S_MIN = 0.02
 PLAN_S_MAX = 2.0
-"""Between plans: the more layers are left, the longer, so that planning takes a small part of a processor. Who comes
-between two plans is given a place in the last one.
+"""Bounds in seconds of the time between plans, which grows with the layers left, so that planning takes a small part of
+a processor. A request that comes between two plans gets a place in the last plan.
 """
 
 
 @dataclass(slots=True)
 class _Course:
-    """Of one request: layer l is due at `start_s` + `stall_s` + l*`compute_s`, the time for which a layer is computed
-    or, where that is longer, for which its tenant's cap carries one.
+    """The deadlines of one request: layer l is due at `start_s` + `stall_s` + l*`compute_s`. `compute_s` is the time in
+    which a layer is computed or, where that takes longer, in which the tenant's cap carries a layer.
     """
 
     counted_s: float
@@ -50,17 +51,17 @@ class _Course:
     stall_s: float = math.inf
     incurred_s: float = 0.0
     blocked_s: float | None = None
-    """Since when its transport is behind."""
+    """The time since which the flow's transport is behind; None where it is not."""
 
     def set_pace(self, flow: Flow) -> None:
-        """The tenant's cap may be split otherwise; the next layer is due when it was."""
+        """Set `compute_s` anew, because the tenant's cap may be split otherwise. The next layer's deadline stays."""
         cap = flow.demand.rate_max_bytes_per_s
         compute_s = self.counted_s if cap is None else max(self.counted_s, flow.demand.layer_bytes / cap)
         self.start_s += flow.layer_index * (self.compute_s - compute_s)
         self.compute_s = compute_s
 
     def due_s(self, flow: Flow) -> float:
-        """When the next payload's layer is due."""
+        """The deadline of the next payload's layer."""
         return self.start_s + self.stall_s + flow.layer_index * self.compute_s
 
 
@@ -68,44 +69,44 @@ class SlackDispatch:
     """Dispatch by deadlines for the requests of one link."""
 
     wants_epoch = False
-    """Requests come and go in epochs; all else is seen to in plans."""
+    """No epoch is asked for: the pool begins epochs when requests come and go, and plans react to everything else."""
 
     def __init__(self, budget_bytes_per_s: float, margin_bytes_per_s: float, meter: TenantMeter) -> None:
         self._budget = budget_bytes_per_s
         self._margin = margin_bytes_per_s
         self._shadow = EqualShare(budget_bytes_per_s)
-        self._link = SerialLink(budget_bytes_per_s, self._earliest, self._went)
+        self._link = SerialLink(budget_bytes_per_s, self._earliest, self._note_crossed)
         self._courses: dict[Flow, _Course] = {}
         self._queue = DeadlineQueue(meter)
         self._planned_s = -math.inf
         self._planned_layers = 0
         self._is_stale = False
         self._makes_up = False
-        """The link stood idle while a transport was behind."""
+        """Whether the link was idle because a transport was behind."""
 
     def __len__(self) -> int:
-        """Flows it still knows of."""
+        """How many flows it knows of."""
         return max(len(self._courses), len(self._queue), len(self._shadow))
 
     @property
     def used_bytes_per_s(self) -> float:
-        """Of the budget: all while something is on the link."""
+        """The part of the budget that is in use: all of it while a payload is on the link."""
         return self._budget if self._link.wake_at() < math.inf else 0.0
 
     def set_budget(self, budget_bytes_per_s: float, now: float) -> None:
-        """The link carries so much from now on."""
+        """Set the link's rate from now on."""
         self._budget = budget_bytes_per_s
         self._shadow.set_rate(budget_bytes_per_s, now)
         self._link.set_rate(budget_bytes_per_s, now)
 
     def set_link_rate(self, rate_bytes_per_s: float, now: float) -> None:
-        """The link carries so much for a while."""
+        """Set the link's rate for a while, and plan anew."""
         if rate_bytes_per_s != self._budget:
             self.set_budget(rate_bytes_per_s, now)
             self._is_stale = True
 
     def share(self, flows: Sequence[Flow], now: float) -> None:
-        """These are the requests; make a plan for them."""
+        """Take these requests in and plan for them."""
         self._shadow.advance(now)
         weights = sum(flow.demand.weight for flow in flows)
         come = [flow for flow in flows if flow not in self._courses]
@@ -132,7 +133,7 @@ class SlackDispatch:
             flow.rate_bytes_per_s = min(self._budget, flow.left_bytes / max(end_s - now, 1e-9))
 
     def resume(self, flow: Flow, now: float) -> None:
-        """The transport has room for the flow again."""
+        """Note that the transport takes payloads of the flow again."""
         course = self._courses.get(flow)
         if course is None or flow.is_blocked:
             return
@@ -143,19 +144,19 @@ class SlackDispatch:
             self._queue.push(flow, course.due_s(flow))
 
     def remove(self, flow: Flow, now: float) -> None:
-        """The flow is over, or given up."""
+        """Remove a flow that is over or given up."""
         self._link.drop(flow)
         self._queue.discard(flow)
         self._courses.pop(flow, None)
         if flow.is_over:
-            self._shadow.over(flow.number)
+            self._shadow.drop_result(flow.number)
         else:
             self._shadow.abandon(flow.number, now)
         if not self._courses:
-            self._shadow = EqualShare(self._budget)  # nobody is left to whom anything was promised
+            self._shadow = EqualShare(self._budget)  # no flow is left that was promised a bound
 
     def due(self, now: float) -> list[Flow]:
-        """Whose payloads go now, in order; a flow appears once a payload."""
+        """The flows whose next payloads go now, in order; a flow appears once for each payload."""
         going = self._link.due(now, makes_up=self._makes_up)
         self._makes_up = False
         if self._is_stale and now >= self._may_plan_s():
@@ -163,17 +164,17 @@ class SlackDispatch:
         return going
 
     def wake_at(self) -> float:
-        """When to ask again; infinity while nothing is under way."""
+        """The time at which to call `due` again; infinity while nothing is under way."""
         at_s = self._link.wake_at()
         return at_s if at_s < math.inf else self._queue.free_s()
 
     def _earliest(self, now: float) -> Flow | None:
         return self._queue.pop(now)
 
-    def _went(self, flow: Flow, now: float) -> None:
-        """A payload has crossed; where it was its layer's last, that is when the layer is there."""
+    def _note_crossed(self, flow: Flow, now: float) -> None:
+        """Note that a payload has crossed. With the last payload of a layer the layer has arrived."""
         course = self._courses[flow]
-        self._queue.charge(flow.tenant, flow.layer_payloads[flow.payload_index - 1], now)
+        self._queue.charge(flow.tenant, flow.let_go_bytes, now)
         if flow.payload_index == 0:
             late_s = now - course.start_s - (flow.layer_index - 1) * course.compute_s
             course.incurred_s = max(course.incurred_s, late_s)
@@ -185,11 +186,11 @@ class SlackDispatch:
             self._queue.push(flow, course.due_s(flow))
 
     def _put_off_s(self, course: _Course, now: float) -> float:
-        """By how much a client that stopped reading is served later."""
+        """The seconds by which deadlines are put off, because the client stopped reading."""
         return 0.0 if course.blocked_s is None else max(0.0, now - course.blocked_s - CATCH_UP_S)
 
     def _may_plan_s(self) -> float:
-        """When the next plan may be made."""
+        """The time from which the next plan may be made."""
         return self._planned_s + min(PLAN_S_MAX, max(PLAN_S_MIN, PLAN_S_PER_LAYER * self._planned_layers))
 
     def _plan(self, now: float) -> None:
@@ -202,7 +203,7 @@ class SlackDispatch:
             self._follow(flows, plan_stalls(remaining, self._budget, starts), now)
 
     def _amend(self, come: Sequence[Flow], now: float) -> None:
-        """Keep to the last plan, with those who have come given a place in it."""
+        """Keep to the last plan, and give the new requests a place in it."""
         self._is_stale = True
         flows, remaining, earlier = self._state(now)
         if flows:
@@ -211,7 +212,7 @@ class SlackDispatch:
             self._follow(flows, amend_stalls(remaining, self._budget, earlier, indices), now)
 
     def _state(self, now: float) -> tuple[list[Flow], list[Remaining], Floats]:
-        """Who has something left, where they are, and their stalls as planned so far, or promised."""
+        """The flows with bytes left, their remainders, and their stalls: as planned last, or as promised if less."""
         flows = [flow for flow in self._courses if not flow.is_over]
         promised = self._shadow.stalls()
         remaining = [self._remaining(flow, promised.get(flow.number, 0.0), now) for flow in flows]
@@ -249,8 +250,8 @@ class SlackDispatch:
         )
 
     def _by_rates(self, flows: Sequence[Flow], remaining: Sequence[Remaining]) -> Floats:
-        """The stalls that Calibrated Stall-opt would have from now on: a plan that `plan_stalls` must not fall behind
-        where it keeps the promises.
+        """The stalls that Calibrated Stall-opt would give from now on. Where they keep the promises, the plan of
+        `plan_stalls` must be at least as good.
         """
         rates = allocate(Policy.CALIBRATED_STALL_OPT, [flow.demand for flow in flows], self._budget, self._margin)
         firsts = np.array([each.first_bytes for each in remaining]) / rates

@@ -1,16 +1,21 @@
-"""The plan of slack-aware dispatch: how long each request's GPU may stall, so that all of it can be kept. Pure.
+"""The plan of slack-aware dispatch: a stall for each request's GPU, such that the link can keep all of them. Pure.
 
     s layer bytes   c compute time of a layer   D stall, the added TTFT   B link rate   t = 0 now
 
-A request whose GPU may stall for D in all needs layer l by D + l*c after its start, and stalls for D = max over l of
-(arrival of l) - l*c. Which stalls can be had together is the feasibility of deadlines on one link: earliest deadline
-first keeps any set that can be kept, and a set can be kept when, by every deadline, no more bytes are due than the link
-has carried. So, with the others' deadlines given, the least stall of one request has a closed form (`Steps.tighten`),
-and a plan is found by giving requests, one after the other, the least stall that leaves the others theirs.
+A request whose GPU may stall for D in all needs layer l by D + l*c after its start. Conversely, it stalls for D = max
+over l of (arrival of l) - l*c. A set of stalls is a set of deadlines on one link. It can be kept when, by every
+deadline, no more bytes are due than the link has carried; then earliest deadline first keeps it. So, with the others'
+deadlines given, the least stall of one request has a closed form (`Steps.tighten`). A plan gives requests, one after
+the other, the least stall that lets the others keep theirs.
 
-The first stalls are bounds that can be kept: what each request would stall on an equal share of the link. Which request
-is served first matters: a few orders are tried, each is improved by exchanging neighbours, and the plan of least
-weighted stall is taken, high priorities before low. The work is bounded (`TRIALS_MAX`, `WORK_MAX`), not the requests.
+The search begins with stalls that can be kept: those on an equal share of the link. The order in which requests choose
+matters, so a few orders are tried, each is improved by exchanging neighbours, and the plan of least weighted stall is
+taken, high priorities before low. `TRIALS_MAX` and `WORK_MAX` bound the work; nothing bounds the number of requests.
+
+    B = 100; request 1: 2 layers of s = 50, c = 1; request 2: 2 layers of s = 100, c = 1
+
+    equal share    D = 1.0 and 2.0, together 3.0 s
+    plan           D = 0.5 and 2.0: layer 0 of request 1 goes first, since request 2 can wait for it
 """
 
 from __future__ import annotations
@@ -22,17 +27,17 @@ import numpy as np
 from storage_server.scheduler.slack_steps import TOLERANCE_S, Floats, Line, Remaining, Steps
 
 TRIALS_MAX = 160
-"""Computations of one request's least stall."""
+"""The most computations of one request's least stall."""
 WORK_MAX = 1 << 19
-"""Deadlines looked at in all of them."""
+"""The most deadlines that all these computations look at together."""
 FACTOR_MAX = 4.0
 FACTOR_STEPS = 7
-"""Halvings of the range from 1 to `FACTOR_MAX`."""
+"""How often the range from 1 to `FACTOR_MAX` is halved."""
 
 
 def plan_stalls(remaining: Sequence[Remaining], rate_bytes_per_s: float, starts: Sequence[Floats] = ()) -> Floats:
-    """D of each request in seconds, in order. `starts` are further sets of stalls, such as those of a policy run
-    forward; where one can be kept and keeps the promises, the plan is no worse.
+    """D of each request in seconds, in order. `starts` are further sets of stalls to begin from, such as those of
+    another policy. Where such a set can be kept and keeps the promises, the plan is no worse than the set.
     """
     if not remaining:
         return np.zeros(0)
@@ -51,8 +56,8 @@ def plan_stalls(remaining: Sequence[Remaining], rate_bytes_per_s: float, starts:
 def amend_stalls(
     remaining: Sequence[Remaining], rate_bytes_per_s: float, earlier: Floats, come: Sequence[int]
 ) -> Floats:
-    """`earlier` stalls, where they can still be kept, and the least for each of those who have `come` that leaves the
-    others theirs: no search, for the time until the next plan.
+    """The `earlier` stalls, where they can still be kept, and for each new request in `come` the least stall that lets
+    the others keep theirs. There is no search: the result serves until the next plan.
     """
     steps = Steps(remaining, rate_bytes_per_s)
     line = _lines(steps, [earlier])[-1]
@@ -62,8 +67,8 @@ def amend_stalls(
 
 
 def _lines(steps: Steps, starts: Sequence[Floats]) -> list[Line]:
-    """The promises, and those of `starts` that can be kept and keep them."""
-    promised = _kept_promises(steps)
+    """The promises, and those sets of `starts` that can be kept and keep the promises."""
+    promised = kept_promises(steps)
     lines = [steps.line(promised)]
     for start in starts:
         if (start <= promised + TOLERANCE_S).all() and steps.can_be_kept(start):
@@ -71,24 +76,10 @@ def _lines(steps: Steps, starts: Sequence[Floats]) -> list[Line]:
     return lines
 
 
-def kept_promises(remaining: Sequence[Remaining], rate_bytes_per_s: float) -> Floats:
-    """The stalls promised, where they can be kept; else all TTFTs later by the same factor, the least that can be kept
-    up to `FACTOR_MAX`; else what an equal share of the link from now on gives.
+def kept_promises(steps: Steps) -> Floats:
+    """The promised stalls, where they can be kept. Otherwise every TTFT grows by one factor, the least that can be
+    kept, up to `FACTOR_MAX`. If none can be kept, the stalls on an equal share of the link from now on.
     """
-    return _kept_promises(Steps(remaining, rate_bytes_per_s)) if remaining else np.zeros(0)
-
-
-def shared_stalls(remaining: Sequence[Remaining], rate_bytes_per_s: float) -> Floats:
-    """D of each request were the link shared by weight from now on."""
-    return Steps(remaining, rate_bytes_per_s).shared() if remaining else np.zeros(0)
-
-
-def can_be_kept(remaining: Sequence[Remaining], rate_bytes_per_s: float, stalls: Floats) -> bool:
-    """Whether these stalls can be had together."""
-    return not remaining or Steps(remaining, rate_bytes_per_s).can_be_kept(stalls)
-
-
-def _kept_promises(steps: Steps) -> Floats:
     promised = steps.promised
     if steps.can_be_kept(promised):
         return promised
@@ -106,7 +97,9 @@ def _kept_promises(steps: Steps) -> Floats:
 
 
 def _orders(remaining: Sequence[Remaining]) -> Iterable[list[int]]:
-    """Who may choose first: the small, the short of time, the cheap to please, the needy; high priority before low."""
+    """The orders in which requests choose: by bytes left, by layer bytes, by compute time per byte, by compute time,
+    and by compute time per byte from the greatest; always high priority before low.
+    """
     sizes = np.array([max(each.layer_bytes, 1.0) for each in remaining])
     left = sizes * np.array([each.layer_count for each in remaining])
     computes = np.array([each.compute_s for each in remaining])
@@ -117,7 +110,7 @@ def _orders(remaining: Sequence[Remaining]) -> Iterable[list[int]]:
 
 
 class _Search:
-    """The best plan so far, and how much may still be tried."""
+    """The best plan so far, and the number of trials left."""
 
     def __init__(self, steps: Steps, lines: Sequence[Line]) -> None:
         self._steps = steps
@@ -128,7 +121,7 @@ class _Search:
             self._consider(line.stalls)
 
     def try_order(self, start: Line, order: list[int]) -> None:
-        """Let requests choose in this order, then better it by exchanging neighbours of one priority."""
+        """Let requests choose in this order, then improve it by exchanging neighbours of one priority."""
         order = [index for index in order if start.stalls[index] > self._steps.alone[index] + TOLERANCE_S]
         if self._has_tried and self._left < len(order):
             return
@@ -153,7 +146,7 @@ class _Search:
                     self._consider(lines[-1].stalls)
 
     def _tightened(self, lines: list[Line], order: Sequence[int]) -> list[Line]:
-        """The lines before each choice and after the last; the first of them are given."""
+        """The lines before each choice and after the last. The first of them are given in `lines`."""
         lines = lines.copy()
         for index in order[len(lines) - 1 :]:
             if self._left > 0:

@@ -1,6 +1,11 @@
-"""The deadlines of a plan on one line, and the least stall that one request can have among the others'. Pure.
+"""The deadlines of all requests of a plan in order of time, and the least stall that one request can have. Pure.
 
-Times are seconds from now; bytes are counted in seconds of the link.
+Times are seconds from now. Bytes are counted in seconds of the link: 50 bytes are 0.5 at 100 bytes/s.
+
+Example: at 100 bytes/s request 1 has 2 layers of 50 bytes, request 2 has 2 of 100 bytes, c = 1 s. With stalls of 1 and
+2 the deadlines are 1 and 2 for request 1, 2 and 3 for request 2; by 3 s the link must have carried 3. `tighten` finds
+that request 1 can have a stall of 0.5: its layers then come at 0.5 and 1.5, and request 2 still has its 1 by 2 s and 2
+by 3 s.
 """
 
 from __future__ import annotations
@@ -14,15 +19,15 @@ from numpy.typing import NDArray
 Floats = NDArray[np.float64]
 Indices = NDArray[np.int64]
 STEPS_MAX = 1 << 15
-"""Deadlines of all requests together; beyond it several layers share the first one's."""
+"""The most deadlines of all requests together. With more layers, several layers share the first one's deadline."""
 TOLERANCE_S = 1e-9
 
 
 @dataclass(frozen=True, slots=True)
 class Remaining:
-    """What is left of a request: `first_bytes` complete its next layer, whose computing could start `first_due_s` from
-    now had there been no stall at all; `layer_count` layers are left with that one. `stall_s` has been incurred;
-    `stall_max_s` is promised.
+    """The rest of a request. `first_bytes` complete its next layer, which the GPU could compute `first_due_s` from now
+    had there been no stall at all. `layer_count` layers are left, that one included. The request has stalled for
+    `stall_s` already, and was promised at most `stall_max_s`.
     """
 
     first_bytes: float
@@ -35,12 +40,12 @@ class Remaining:
     weight: float = 1.0
     priority: int = 0
     computing_s: float = 0.0
-    """Of all its layers, those that are there too: TTFT less the stall."""
+    """The compute time of all its layers, also of those that have arrived: TTFT less the stall."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Line:
-    """Stalls, and the deadlines they make: in order of time, whose each is and how much it adds."""
+    """Stalls, and their deadlines in order of time: when each is due, how much it adds, and its request's index."""
 
     stalls: Floats
     due: Floats
@@ -49,7 +54,9 @@ class Line:
 
 
 class Steps:
-    """All deadlines as steps: at `at` + D of their owner, so much more is due."""
+    """All deadlines as steps: at time `at` + D of its request, each deadline adds its layer to the
+    amount that is due.
+    """
 
     def __init__(self, remaining: Sequence[Remaining], rate: float) -> None:
         layer_counts = np.array([each.layer_count for each in remaining])
@@ -80,19 +87,19 @@ class Steps:
         self.alone = np.maximum(self.incurred, self._latest(self._need))
 
     def delayed(self, factor: float) -> Floats:
-        """The stalls with which every TTFT is so many times the promised one."""
+        """The stalls with which every TTFT is `factor` times the promised TTFT."""
         later: Floats = self.promised + (factor - 1) * (self.promised + self._computing_s)
         delayed: Floats = np.maximum(self.incurred, later)
         return delayed
 
     def line(self, stalls: Floats) -> Line:
-        """These stalls' deadlines."""
+        """The deadlines of these stalls."""
         due = self._at + stalls[self._owner]
         order = np.argsort(due, kind="stable")
         return Line(stalls, due[order], self._size[order], self._owner[order])
 
     def is_better(self, stalls: Floats, others: Floats) -> bool:
-        """Whether these cost less: the sum of stalls by weight, the highest priority's first."""
+        """Whether `stalls` cost less than `others`: the weighted sum counts, the highest priority's first."""
         for weights in self._classes:
             gain = float((others - stalls) @ weights)
             if abs(gain) > TOLERANCE_S * float(weights.sum()):
@@ -100,21 +107,21 @@ class Steps:
         return False
 
     def can_be_kept(self, stalls: Floats) -> bool:
-        """Whether by every deadline no more is due than the link has carried."""
+        """Whether, by every deadline, no more is due than the link has carried."""
         line = self.line(stalls)
         return bool((np.cumsum(line.size) - line.due <= TOLERANCE_S * (1 + np.abs(line.due))).all())
 
     def tighten(self, line: Line, index: int) -> Line:
-        """The same, with the least stall of one request that leaves the others theirs."""
+        """The line in which one request has its least stall that lets the others keep theirs."""
         is_other = line.owner != index
         due, size = line.due[is_other], line.size[is_other]
         begin = self._begins[index]
         end = begin + len(line.owner) - len(due)
         at, need = self._at[begin:end], self._need[begin:end]
         owed = np.cumsum(size)
-        # What may be taken from the others' time before each of their deadlines, and before all that follow it.
+        # The time that can be spared before each of the others' deadlines, and before all deadlines that follow it.
         spare = np.minimum.accumulate((due - owed)[::-1])[::-1]
-        # A need that is more than is spare before a deadline comes after what is owed by then.
+        # A layer that needs more than can be spared before a deadline comes after the bytes due by that deadline.
         after = np.searchsorted(spare, need - TOLERANCE_S, "left")
         there = need + np.concatenate([[0.0], owed])[after]
         stall = max(float(self.alone[index]), float((there - at).max()))
@@ -125,8 +132,8 @@ class Steps:
         return Line(stalls, *self._merged(due, size, line.owner[is_other], begin, end, stall))
 
     def shared(self) -> Floats:
-        """D of each request were the link shared by weight from now on, what is freed being shared again. These can
-        always be kept together.
+        """D of each request in seconds, if the link were shared by weight from now on and freed shares were shared
+        again. These stalls can always be kept together.
         """
         ends = np.append(self._begins[1:], self.count) - 1
         left = self._need[ends] / self._weights
@@ -139,14 +146,14 @@ class Steps:
         return shared
 
     def _latest(self, there: Floats) -> Floats:
-        """The stall of each request whose layers are there at these times."""
+        """The stall of each request whose layers arrive at the times `there`."""
         latest: Floats = np.maximum.reduceat(there - self._at, self._begins)
         return latest
 
     def _merged(
         self, due: Floats, size: Floats, owner: Indices, begin: int, end: int, stall: float
     ) -> tuple[Floats, Floats, Indices]:
-        """The others' deadlines with one request's put among them."""
+        """The others' deadlines, with those of one request merged in."""
         own = self._at[begin:end] + stall
         places = np.searchsorted(due, own, "right") + np.arange(end - begin)
         is_other = np.ones(len(due) + len(own), dtype=bool)

@@ -1,4 +1,8 @@
-"""What tenants with a cap have used of it, whichever way their bytes went. Pure: `now` is an argument."""
+"""The bytes that tenants with a cap have sent, in both modes together. Pure: `now` is an argument.
+
+Example: a tenant with a cap of 100 bytes/s sends 100 bytes at 1 s. The meter counts from 0.95 s (`CATCH_UP_S` = 0.05),
+so the tenant may send again at 1.95 s.
+"""
 
 from __future__ import annotations
 
@@ -9,8 +13,8 @@ from storage_server.scheduler.serial import CATCH_UP_S
 
 
 class TenantMeter:
-    """A tenant may send again when its cap has carried what it sent; what it left unused is made up for, up to
-    `CATCH_UP_S`.
+    """A tenant may send again when its cap has carried the bytes it sent. A cap that was left unused is made up for, up
+    to `CATCH_UP_S`.
     """
 
     def __init__(self) -> None:
@@ -20,15 +24,15 @@ class TenantMeter:
         return len(self._free_s)
 
     def charge(self, tenant: Tenant, sent_bytes: int, now: float) -> None:
-        """The tenant has sent so much."""
+        """Count bytes that the tenant has sent."""
         if tenant.rate_max_bytes_per_s is not None:
             since_s = max(self._free_s.get(tenant.name, -math.inf), now - CATCH_UP_S)
             self._free_s[tenant.name] = since_s + sent_bytes / tenant.rate_max_bytes_per_s
 
     def free_s(self, tenant: Tenant) -> float:
-        """From when on the tenant may send."""
+        """The time from which the tenant may send."""
         return -math.inf if tenant.rate_max_bytes_per_s is None else self._free_s.get(tenant.name, -math.inf)
 
     def forget(self, now: float) -> None:
-        """What has no effect any more is not kept."""
+        """Drop the tenants whose past bytes have no effect any more."""
         self._free_s = {name: at_s for name, at_s in self._free_s.items() if at_s > now - CATCH_UP_S}

@@ -1,7 +1,8 @@
 """Reading a store that another process of this machine writes: the same index, the same immutable files.
 
-Here an open descriptor is the pin: the writer may delete a file as soon as its index no longer names it, and what is
-open stays readable. A file that is gone before it could be opened means that the index has changed: it is asked again.
+In this process an open descriptor is the pin: the writer may delete a file as soon as its index no longer names the
+file, and the open file stays readable. If a file is gone before it was opened, the index has changed, so it is asked
+again.
 """
 
 from __future__ import annotations
@@ -10,15 +11,16 @@ import asyncio
 import contextlib
 import logging
 import os
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 
-from storage_server.store.bodies import BodyReader
-from storage_server.store.buffers import BufferShare
-from storage_server.store.disk import Disk
-from storage_server.store.extents import CorruptExtentError, ExtentFiles
-from storage_server.store.io_threads import IoThreads
-from storage_server.store.reader import IndexReader
+from storage_server.planning.extent import CorruptExtentError
+from storage_server.store.data.bodies import BodyReader
+from storage_server.store.data.buffers import BufferShare
+from storage_server.store.data.disk import Disk
+from storage_server.store.data.extents import ExtentFiles, Place
+from storage_server.store.data.io_threads import IoThreads
+from storage_server.store.index.reader import IndexReader
 from storage_server.store.reads import Reads
 
 IO_THREADS = 4
@@ -27,12 +29,13 @@ DELETED_CHECK_INTERVAL_S = 1.0
 
 
 class FilesBeside(ExtentFiles):
-    """Extent files of another process's store; nothing here deletes one."""
+    """Extent files of a store that another process writes. This class never deletes a file."""
 
     def pin(self, file_ids: Iterable[str]) -> bool:
         wanted = list(file_ids)
         with self._lock:
             self._pins.update(wanted)
+            self._whole.update(wanted)
         try:
             for file_id in wanted:
                 self.held_descriptor(file_id)
@@ -43,8 +46,14 @@ class FilesBeside(ExtentFiles):
             return False
         return True
 
+    def pin_places(self, places: Sequence[Place]) -> bool:
+        return self.pin({file_id for file_id, _ in places})
+
+    def unpin_places(self, places: Sequence[Place]) -> None:
+        self.unpin({file_id for file_id, _ in places})
+
     def close_deleted(self) -> None:
-        """Let go of files that were deleted and that nobody here reads: their space is free only then."""
+        """Close files that were deleted and that nobody here reads, because only then is their space free."""
         with self._lock:
             for file_id in [name for name in self._fds if not self._pins.get(name)]:
                 if os.fstat(self._fds[file_id]).st_nlink == 0:
@@ -52,7 +61,9 @@ class FilesBeside(ExtentFiles):
 
 
 class StoreBeside:
-    """`reads` answers what needs no writing. `start` before use, `close` after."""
+    """A store that another process writes; `reads` answers the calls that only read. `start` before
+    use, `close` after.
+    """
 
     def __init__(self, directory: Path, open_files_max: int, buffer_bytes: int) -> None:
         self._files = FilesBeside(directory, open_files_max, Disk())
@@ -62,7 +73,7 @@ class StoreBeside:
         self._closing: asyncio.Task[None] | None = None
 
     async def start(self) -> None:
-        """Watch for deleted files."""
+        """Begin to look for deleted files."""
         self._closing = asyncio.create_task(self._close_deleted())
 
     async def close(self) -> None:
@@ -81,4 +92,4 @@ class StoreBeside:
             try:
                 self._files.close_deleted()
             except OSError:
-                _log.exception("deleted files could not be let go of")
+                _log.exception("deleted files could not be closed")

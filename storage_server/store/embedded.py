@@ -1,9 +1,10 @@
 """The embedded store: objects in, objects out, in one directory.
 
-    DIR/index.sqlite3   which bytes make which object; a commit here is what publishes
+    DIR/index.sqlite3   the bytes that make up each object; a commit here publishes
     DIR/extents/        the bytes
 
-Until its commit, and after any failure, a key shows what it showed before. docs/durability.md says what is promised.
+Until its commit, and after any failure, a key shows the object that it showed before. docs/durability.md lists the
+promises.
 """
 
 from __future__ import annotations
@@ -12,46 +13,41 @@ import asyncio
 import contextlib
 import fcntl
 import os
-import sqlite3
-import time
-from collections.abc import Callable
-from dataclasses import replace
+from collections.abc import AsyncIterator, Callable, Sequence
+from contextlib import aclosing
+from functools import partial
 from typing import TypeVar
 
 from adapters.threads import to_end
-from descriptors.conditions import NO_WRITE_CONDITION, WriteCondition, check_read, check_write
-from descriptors.errors import CallerError, ErrorCode, ServerError
-from descriptors.lifecycle import LifecycleRule
-from descriptors.objects import (
-    Attributes,
-    CopyRequest,
-    ObjectInfo,
-    PutRequest,
-    ReadRequest,
-)
-from descriptors.storage_api import Body
-from storage_server.settings import StorageSettings
-from storage_server.store import queries, transaction
-from storage_server.store.bodies import BodyReader, BodyWriter
-from storage_server.store.body_hashes import BodyHashes
-from storage_server.store.buffers import BufferShare
-from storage_server.store.committer import Committer
-from storage_server.store.compaction import Compactor
-from storage_server.store.disk import Disk
-from storage_server.store.extents import ExtentFiles
-from storage_server.store.identity import IndexMismatchError, Mark, mismatch, read_identity
-from storage_server.store.io_threads import IoThreads
-from storage_server.store.reader import IndexReader
-from storage_server.store.reads import Reads
-from storage_server.store.recovery import drop_unsynced
-from storage_server.store.resolved import ResolvedKeys
-from storage_server.store.rows import StoredObject
-from storage_server.store.segments import Segments
-from storage_server.store.transaction import Transaction
+from descriptors.errors import ServerError
+from descriptors.objects import ByteRange
+from descriptors.storage_api import Piece
+from storage_server.settings import CacheSettings, Dedup, StorageSettings
+from storage_server.store.chunks import EmbeddedChunks
+from storage_server.store.data.bodies import BodyReader, BodyWriter
+from storage_server.store.data.buffers import BufferShare
+from storage_server.store.data.disk import Disk
+from storage_server.store.data.extents import ExtentFiles
+from storage_server.store.data.io_threads import IoThreads
+from storage_server.store.data.segments import Pending, Segments
+from storage_server.store.data.space import Bound, Space
+from storage_server.store.evictor import Evictor
+from storage_server.store.index import queries
+from storage_server.store.index.committer import Committer
+from storage_server.store.index.identity import IndexMismatchError, Mark, mismatch, read_identity
+from storage_server.store.index.reader import IndexReader
+from storage_server.store.index.resolved import ResolvedKeys
+from storage_server.store.index.transaction import Transaction
+from storage_server.store.objects import Objects
+from storage_server.store.rows import KeyChange, StoredPart
+from storage_server.store.upkeep.compaction import Compactor
+from storage_server.store.upkeep.dedup import Deduplicator
+from storage_server.store.upkeep.lifecycle import Lifecycle
+from storage_server.store.upkeep.recovery import drop_unsynced
 from storage_server.store.uploads import Uploads
 
 IO_THREADS = 4
-COPY_ATTEMPTS_MAX = 8
+FREE_PART = 0.9
 WHAT_TO_DO = (
     "Put the right index.sqlite3 back; or start with --adopt-index to go on with this one: files it does not know are"
     " then moved to the directory set-aside, and nothing is deleted"
@@ -60,179 +56,153 @@ _T = TypeVar("_T")
 
 
 class EmbeddedStore:
-    """Buckets and objects in one directory. Every method raises ObjectCacheError for what goes wrong."""
+    """Objects in one directory, which `objects` and `uploads` read and change; `chunks` are for descriptors."""
 
     def __init__(self, settings: StorageSettings, disk: Disk | None = None) -> None:
-        self._settings = settings
-        disk = disk or Disk()
+        self.settings = settings
+        self.disk = disk = disk or Disk()
         settings.data_dir.mkdir(parents=True, exist_ok=True, mode=0o700)
         disk.sync_directory(settings.data_dir.parent)
         self._lock = _lock_directory(settings)
         index = settings.data_dir / "index.sqlite3"
         self._index_is_new = not index.exists() or index.stat().st_size == 0
-        self.files = ExtentFiles(settings.data_dir, settings.open_files_max, disk)
+        self.space = Space(settings.data_dir, settings.disk_bytes)
+        self.bound = Bound("the data directory", lambda: self.space.extent_bytes_max, lambda: self.space.extent_bytes)
+        self.space.freed = self.bound.notify
+        self.files = ExtentFiles(settings.data_dir, settings.open_files_max, disk, self.space)
         self.files.start()
         resolved = ResolvedKeys(settings.resolved_keys_max, settings.resolved_bytes_max)
         mark = Mark(settings.data_dir)
         self._marked = mark.read()
-        self._committer = Committer(
-            index, settings.durability, disk, self._dispose, self.files.punch, settings.punch_delay_s, resolved, mark
+        self.committer = Committer(
+            index,
+            settings.durability,
+            disk,
+            self._dispose,
+            self.files.punch,
+            settings.punch_delay_s,
+            resolved,
+            mark,
+            self.space,
+            self._note_changes,
         )
-        self._segments = Segments(
-            settings.data_dir, self.files, disk, settings.packed_bytes_max, self._committer.consider
+        self.segments = Segments(
+            settings.data_dir, self.files, disk, settings.packed_bytes_max, self.space, self.committer.consider
         )
         self.reader = IndexReader(index)
+        whole = () if settings.upstream is None else (CacheSettings(None, eviction=settings.eviction),)
+        self.evictor = Evictor(
+            (*settings.caches, *whole),
+            self.space,
+            self.bound,
+            self.reader,
+            partial(self.change, frees=True),
+            self.committer.sync_soon,
+        )
         self._io = IoThreads(IO_THREADS)
         self._share = share = BufferShare(settings.buffer_bytes)
-        self._bodies = BodyWriter(self._segments, disk, settings.durability, share, self._io)
-        self.reads = Reads(self.reader, self.files, BodyReader(self.files, share, self._io), resolved)
-        self.uploads = Uploads(self.reader, self._committer, self._bodies, settings.object_bytes_max, self.reads)
+        self.bodies = BodyWriter(self.segments, disk, settings.durability, share, self._io, self.bound)
+        self._body_reader = BodyReader(self.files, share, self._io)
+        self.objects = Objects(
+            self.reader,
+            self.files,
+            self._body_reader,
+            resolved,
+            self.committer,
+            self.bodies,
+            self._io,
+            settings.object_bytes_max,
+            self.evictor,
+        )
+        self.chunks = EmbeddedChunks(self.objects, self.files)
+        self.uploads = Uploads(
+            self.reader, self.committer, self.bodies, settings.object_bytes_max, self.objects, self.evictor
+        )
         self.compactor = Compactor(
             settings.data_dir,
             self.reader,
-            self._committer,
-            self._segments,
+            self.committer,
+            self.segments,
             self.files,
             disk,
             self._io,
+            self.bound,
             settings.compact_live_fraction_max,
             self._is_busy,
         )
+        # workers read places for longer than they can be kept for them; what nobody deletes must not go under them
+        dedup = Dedup.OFF if settings.punch_delay_s else settings.dedup
+        self.deduplicator = Deduplicator(dedup, self.reader, self.committer, self.files, self._is_busy)
+        self.lifecycle = Lifecycle(self.objects, self.uploads, self.reader, partial(self.change, frees=True))
 
     async def start(self) -> int:
-        """Remove what a crash left behind: files no row names, and rows whose bytes never reached the disk.
+        """Remove the leftovers of a crash: files that no row names, and rows whose bytes never reached the disk.
 
-        Returns how many files and rows that was. Raises IndexMismatchError, and touches nothing, where the index does
-        not know of files it should; with `adopt_index` such files are set aside instead.
+        Returns how many files and rows were removed. Raises IndexMismatchError, and changes nothing, where the index
+        lacks files that it should name; with `adopt_index` such files are set aside instead.
         """
         file_count = await self._io.run(self.files.count)
-        set_aside = self._marked is None or self._settings.adopt_index
-        if not self._settings.adopt_index:
+        set_aside = self._marked is None or self.settings.adopt_index
+        if not self.settings.adopt_index:
             identity = await self.reader.threaded(read_identity)
             problem = mismatch(identity, self._marked, index_is_new=self._index_is_new, file_count=file_count)
             if problem is not None:
-                raise IndexMismatchError(f"{self._settings.data_dir}: {problem}. {WHAT_TO_DO}")
+                raise IndexMismatchError(f"{self.settings.data_dir}: {problem}. {WHAT_TO_DO}")
         suspects = await self.reader.threaded(queries.unsynced)
-        dropped = await drop_unsynced(suspects, self.files, self._committer, self._io)
+        dropped = await drop_unsynced(suspects, self.files, self.committer, self._io)
         live = await self.reader.threaded(queries.file_ids)
         removed = await self._io.run(lambda: self.files.sweep(live, set_aside=set_aside))
         with contextlib.suppress(ServerError):  # on a full disk the mark stays as it was
-            await self.change(lambda tx: None, frees=True)  # from now on the mark is this index's
+            await self.change(lambda tx: None, frees=True)  # writes a mark of this index
+        if self.settings.upstream is not None and self.settings.disk_bytes is None:
+            free_bytes = self.disk.free_bytes(self.settings.data_dir)
+            self.space.bound_bytes = self.space.used_bytes + int(FREE_PART * free_bytes)
+        await self.evictor.load()
         return dropped + removed
 
     def close(self) -> None:
         """Finish running work and close every file."""
         self._io.close()
-        self._segments.close()
-        self._committer.close()
+        self.deduplicator.close()
+        self.evictor.close()
+        self.segments.close()
+        self.committer.close()
         self.reader.close()
         self.files.close()
         os.close(self._lock)
 
     def _dispose(self, file_id: str) -> None:
-        """A file no row names. One that is still written is asked about again when it closes."""
-        self._segments.retire(file_id)
-        if not self._segments.is_written(file_id):
+        """Delete a file that no row names. A file that is still written to is looked at again when it closes."""
+        self.segments.retire(file_id)
+        if not self.segments.is_written(file_id):
             self.files.dispose(file_id)
 
-    def _is_busy(self, pinned_by_compaction: int) -> bool:
-        """Whether somebody reads or writes."""
-        return self.files.pinned_count > pinned_by_compaction or self._share.is_used or self._committer.is_used
+    def _note_changes(self, changes: Sequence[KeyChange]) -> None:
+        self.evictor.note_changes(changes)
+        self.deduplicator.note_changes(changes)
+
+    def _is_busy(self, own_pinned_count: int) -> bool:
+        """Whether anyone but the caller, who has so many files pinned, reads or writes."""
+        return self.files.pinned_count > own_pinned_count or self._share.is_used or self.committer.is_used
+
+    async def received_pieces(self, part: StoredPart, pending: Pending | None) -> AsyncIterator[Piece]:
+        """The bytes of a body that was received and is not published yet. Iterate while it is held."""
+        if pending is not None and len(pending.data):
+            yield bytes(pending.data)
+        elif part.extent is not None:
+            async with aclosing(self._body_reader.pieces([part.extent], ByteRange(0, part.nbytes))) as pieces:
+                async for piece in pieces:
+                    yield bytes(piece)
 
     async def change(self, change: Callable[[Transaction], _T], *, frees: bool = False) -> _T:
-        """Carry out a change of the index to its end, whatever becomes of the caller."""
-        return await to_end(asyncio.ensure_future(self._committer.commit(change, frees=frees)))
-
-    async def create_bucket(self, access_key: str, bucket: str) -> None:
-        await self.change(lambda tx: transaction.create_bucket(tx, bucket, access_key, time.time()))
-
-    async def delete_bucket(self, bucket: str) -> None:
-        await self.change(lambda tx: transaction.delete_bucket(tx, bucket), frees=True)
-
-    async def set_lifecycle(self, bucket: str, rules: list[LifecycleRule]) -> None:
-        await self.change(lambda tx: transaction.set_lifecycle(tx, bucket, rules))
-
-    async def put_object(self, request: PutRequest, body: Body) -> ObjectInfo:
-        """Store a whole object; visible and durable when this returns, and not visible at all when it raises."""
-        check_size(request.nbytes, self._settings.object_bytes_max)
-        self._committer.require_room()
-        self.reader.here(lambda db: _check_before_body(db, request))
-        async with self._bodies.received(request.nbytes, request.checksum, body) as (part, pending):
-            info = ObjectInfo(request.key, request.nbytes, part.etag, time.time(), request.attributes, part.checksum)
-
-            def publish(tx: Transaction) -> None:
-                transaction.publish(tx, request.bucket, info, part, request.condition)
-
-            await to_end(asyncio.ensure_future(self._committer.commit(publish, pending)))
-        return info
-
-    async def copy_object(self, request: CopyRequest) -> ObjectInfo:
-        """The copy shares the source's bytes; a checksum the source does not have is computed by reading them."""
-        for _ in range(COPY_ATTEMPTS_MAX):
-            source = self.reader.here(lambda db: _find_source(db, request.source))
-            check_size(source.info.nbytes, self._settings.object_bytes_max)
-            copied = await self._described_copy(request, source)
-
-            def publish(tx: Transaction, seen: StoredObject = source, made: ObjectInfo = copied) -> ObjectInfo:
-                return transaction.copy(tx, request, seen, made, time.time())
-
-            try:
-                return await self.change(publish)
-            except CallerError as error:
-                if error.code is not ErrorCode.CONDITIONAL_CONFLICT:
-                    raise
-        raise CallerError(ErrorCode.CONDITIONAL_CONFLICT, "the source keeps changing", field="x-amz-copy-source")
-
-    async def _described_copy(self, request: CopyRequest, source: StoredObject) -> ObjectInfo:
-        kept = request.attributes or source.info.attributes
-        tags = source.info.attributes.tags if request.tags is None else request.tags
-        info = replace(source.info, attributes=Attributes(kept.headers, tags, request.storage_class))
-        wanted = request.checksum
-        if wanted is None or (info.checksum is not None and info.checksum.algorithm is wanted):
-            return info
-        hashes = BodyHashes(wanted, sha256=False)
-        whole = replace(request.source, range=None, part_number=None)
-        async with self.reads.open_object(whole) as read:
-            async for piece in read.body:
-                await self._io.run(lambda data=piece: hashes.update(data))  # type: ignore[misc]
-        return replace(info, checksum=hashes.checksum)
-
-    async def delete_object(self, bucket: str, key: str, condition: WriteCondition = NO_WRITE_CONDITION) -> None:
-        await self.change(lambda tx: transaction.remove(tx, bucket, key, condition), frees=True)
-
-    async def delete_objects(self, bucket: str, keys: list[str]) -> None:
-        await self.change(lambda tx: transaction.remove_many(tx, bucket, keys), frees=True)
-
-    async def set_tags(self, bucket: str, key: str, tags: dict[str, str]) -> None:
-        await self.change(lambda tx: transaction.set_tags(tx, bucket, key, tags))
-
-
-def check_size(nbytes: int, nbytes_max: int) -> None:
-    """Raises CallerError(EntityTooLarge)."""
-    if nbytes > nbytes_max:
-        raise CallerError(
-            ErrorCode.ENTITY_TOO_LARGE,
-            f"one request may store {nbytes_max} bytes, not {nbytes}",
-            field="content-length",
-        )
-
-
-def _check_before_body(db: sqlite3.Connection, request: PutRequest) -> None:
-    """Refuse now what would be refused after the body; the commit checks again."""
-    transaction.require_bucket(db, request.bucket)
-    if request.condition != NO_WRITE_CONDITION:
-        found = transaction.find_object(db, request.bucket, request.key)
-        check_write(request.condition, found.info.etag if found else None)
-
-
-def _find_source(db: sqlite3.Connection, source: ReadRequest) -> StoredObject:
-    found = transaction.require_object(db, source.bucket, source.key)
-    check_read(source.condition, found.info.etag, found.info.modified_at, copying=True)
-    return found
+        """Carry out a change of the index to its end, even when the caller is cancelled."""
+        return await to_end(asyncio.ensure_future(self.committer.commit(change, frees=frees)))
 
 
 def _lock_directory(settings: StorageSettings) -> int:
-    """One server per directory: another's unfinished files would look like leftovers. Raises OSError (EWOULDBLOCK)."""
+    """Lock the directory, because a second server would take our unfinished files for leftovers. Raises OSError
+    (EWOULDBLOCK) where another server has it.
+    """
     fd = os.open(settings.data_dir / "lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
     try:
         fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)

@@ -1,4 +1,6 @@
-"""Reading the store: objects, listings and prefixes. Needs only the index and the files, so any process may do it."""
+"""Reads of the store: objects, listings and prefixes. They need only the index and the files, so any process may do
+them.
+"""
 
 from __future__ import annotations
 
@@ -22,43 +24,67 @@ from descriptors.objects import (
     ReadRequest,
 )
 from descriptors.storage_api import ObjectRead
-from storage_server.store import queries, transaction
-from storage_server.store.bodies import BodyReader
-from storage_server.store.damaged import DamagedObjects
-from storage_server.store.extents import Extent, ExtentFiles
-from storage_server.store.listing import list_page
-from storage_server.store.reader import IndexReader, pinned
-from storage_server.store.reading import resolve_range, usable_prefix
-from storage_server.store.resolved import ResolvedKeys
+from storage_server.planning.extent import Extent
+from storage_server.store.data.bodies import BodyReader
+from storage_server.store.data.extents import ExtentFiles
+from storage_server.store.index import queries, transaction
+from storage_server.store.index.damaged import DamagedObjects
+from storage_server.store.index.listing import list_page
+from storage_server.store.index.reader import IndexReader, pinned
+from storage_server.store.index.reading import resolve_range, usable_prefix
+from storage_server.store.index.resolved import ResolvedKeys
+from storage_server.store.rows import StoredObject
+
+
+class Uses:
+    """Told which objects are read, and which prefixes are looked up. This one does nothing."""
+
+    def note_read(self, bucket: str, keys: Sequence[str]) -> None:
+        """Note that the chunks of a prefix, or one object, were read."""
+
+    def note_lookup(self, bucket: str, keys: Sequence[str], matched: int, lease_s: float = 0.0) -> int:
+        """Note that a prefix was looked up, whose first `matched` chunks are there and are to be kept for `lease_s`.
+        Returns how many of them will be there.
+        """
+        return matched
 
 
 class Reads:
-    """The reading calls of the StorageApi, and the chunks of a descriptor."""
+    """The calls of the ObjectsApi that only read, and the chunks of a descriptor."""
 
     def __init__(
-        self, index: IndexReader, files: ExtentFiles, bodies: BodyReader, resolved: ResolvedKeys | None
+        self,
+        index: IndexReader,
+        files: ExtentFiles,
+        bodies: BodyReader,
+        resolved: ResolvedKeys | None,
+        uses: Uses | None = None,
     ) -> None:
         self._index = index
         self._files = files
         self._bodies = bodies
         self._resolved = resolved
+        self._uses = uses or Uses()
         self.damaged = DamagedObjects()
 
-    async def head_bucket(self, bucket: str) -> BucketInfo:
+    async def head_bucket(self, access_key: str, bucket: str) -> BucketInfo:
         return self._index.here(lambda db: queries.bucket(db, bucket))
 
-    async def list_buckets(self) -> list[BucketInfo]:
+    async def list_buckets(self, access_key: str) -> list[BucketInfo]:
         return await self._index.threaded(queries.buckets)
 
-    async def get_lifecycle(self, bucket: str) -> list[LifecycleRule]:
+    async def get_lifecycle(self, access_key: str, bucket: str) -> list[LifecycleRule]:
         return self._index.here(lambda db: queries.lifecycle(db, bucket))
 
-    async def head_object(self, request: ReadRequest) -> ReadHead:
+    async def own_lifecycle(self, access_key: str, bucket: str) -> list[LifecycleRule]:
+        return await self.get_lifecycle(access_key, bucket)
+
+    async def head_object(self, access_key: str, request: ReadRequest) -> ReadHead:
         head, _ = self._index.here(lambda db: _find_read(db, request, with_extents=False))
         return head
 
     @asynccontextmanager
-    async def open_object(self, request: ReadRequest) -> AsyncIterator[ObjectRead]:
+    async def open_object(self, access_key: str, request: ReadRequest) -> AsyncIterator[ObjectRead]:
         """The object as it is now; its bytes stay readable until the context ends."""
 
         async def find() -> tuple[ReadHead, list[Extent]]:
@@ -68,23 +94,52 @@ class Reads:
             pinned(self._files, find) as (head, extents),
             aclosing(self._bodies.pieces(extents, head.range)) as pieces,
         ):
+            self._uses.note_read(request.bucket, (request.key,))
             with self._bodies.pump(extents, head.range) as pump:
                 yield ObjectRead(head, pieces, pump)
 
     @asynccontextmanager
     async def open_extents(self, request: ReadRequest) -> AsyncIterator[tuple[ReadHead, Sequence[Extent]]]:
-        """As `open_object`, for those who read the bytes themselves."""
+        """Open an object as `open_object` does, for a caller that reads the bytes itself."""
 
         async def find() -> tuple[ReadHead, list[Extent]]:
             return self._index.here(lambda db: _find_read(db, request, with_extents=True))
 
         async with pinned(self._files, find) as found:
+            self._uses.note_read(request.bucket, (request.key,))
             yield found
 
-    async def object_parts(self, bucket: str, key: str) -> list[ObjectPart]:
+    @asynccontextmanager
+    async def open_stored(self, bucket: str, key: str) -> AsyncIterator[tuple[StoredObject | None, Sequence[Extent]]]:
+        """What a key shows, with its extents, readable until the context ends; it counts as no use. None where the
+        key shows nothing.
+        """
+
+        async def find() -> tuple[StoredObject | None, list[Extent]]:
+            return self._index.here(lambda db: queries.stored(db, bucket, key))
+
+        async with pinned(self._files, find) as found:
+            yield found
+
+    def stored(self, bucket: str, key: str) -> StoredObject | None:
+        """What a key shows; None where it shows nothing."""
+        return self._index.here(lambda db: transaction.find_object(db, bucket, key))
+
+    def is_damaged(self, bucket: str, key: str) -> bool:
+        """Whether what the key shows is known to be damaged."""
+        if not self.damaged.count:
+            return False
+        _, extents = self._index.here(lambda db: queries.stored(db, bucket, key))
+        return self.damaged.has(bucket, key, extents)
+
+    def note_damaged(self, bucket: str, key: str) -> None:
+        """Remember that what the key shows is damaged, until the process ends or the key shows something else."""
+        self.damaged.note(bucket, key, self._index.here(lambda db: queries.stored(db, bucket, key))[1])
+
+    async def object_parts(self, access_key: str, bucket: str, key: str) -> list[ObjectPart]:
         return await self._index.threaded(lambda db: queries.object_parts(db, bucket, key))
 
-    async def list_objects(self, request: ListRequest) -> ListPage:
+    async def list_objects(self, access_key: str, request: ListRequest) -> ListPage:
         self._index.here(lambda db: queries.bucket(db, request.bucket))
 
         async def fetch(start: str, inclusive: bool, limit: int) -> list[ObjectInfo]:
@@ -98,9 +153,9 @@ class Reads:
     async def open_prefix(
         self, bucket: str, keys: Sequence[str], chunk_bytes: int, *, prefix_only: bool
     ) -> AsyncIterator[list[list[Extent]]]:
-        """Resolve and pin the chunks of a descriptor, in order, until the context ends: the extents of each.
+        """Resolve and pin the chunks of a descriptor, in order, until the context ends: the extents of each chunk.
 
-        Errors as in `storage_server.store.reading.usable_prefix`.
+        Raises what `storage_server.store.index.reading.usable_prefix` raises.
         """
 
         async def find() -> tuple[list[list[Extent]], list[Extent]]:
@@ -114,10 +169,22 @@ class Reads:
             return usable, list(chain.from_iterable(usable))
 
         async with pinned(self._files, find) as (chunks, _):
+            self._uses.note_read(bucket, keys[: len(chunks)])
             yield chunks
 
+    async def resolve(self, bucket: str, keys: Sequence[str]) -> list[list[Extent] | None]:
+        """The extents of each key's object; None where there is no object, or where its bytes are damaged."""
+        found: list[list[Extent] | None] = []
+        for start, part in in_parts(keys):
+            await others(start)
+            found += await self._resolve(bucket, part)
+        return [
+            None if extents is None or self.damaged.has(bucket, key, extents) else extents
+            for key, extents in zip(keys, found, strict=True)
+        ]
+
     async def _resolve(self, bucket: str, keys: Sequence[str]) -> list[list[Extent] | None]:
-        """The extents of each key's object, None where there is none."""
+        """The extents of each key's object; None where there is no object."""
         if self._resolved is None:
             return await self._index.threaded(lambda db: queries.prefix(db, bucket, keys))
         since, found = self._resolved.find(bucket, keys)
@@ -130,10 +197,13 @@ class Reads:
                 found[index] = extents
         return found
 
-    async def matched(self, bucket: str, keys: Sequence[str]) -> int:
-        """How many of `keys`, from the first, are stored without a gap, and were not found damaged. What is found is
+    async def matched(self, bucket: str, keys: Sequence[str], lease_s: float = 0.0) -> int:
+        """How many of `keys`, from the first, are stored without a gap and are not known to be damaged. The extents are
         remembered for the descriptor that follows.
         """
+        return self._uses.note_lookup(bucket, keys, await self._matched(bucket, keys), lease_s)
+
+    async def _matched(self, bucket: str, keys: Sequence[str]) -> int:
         for start, part in in_parts(keys):
             await others(start)
             for index, extents in enumerate(await self._resolve(bucket, part)):

@@ -1,10 +1,10 @@
-"""Index rows as values: what is kept of an object or an upload in its `attributes` column, and of extents in theirs."""
+"""Index rows as values, and the JSON in the `attributes` columns of objects and uploads."""
 
 from __future__ import annotations
 
 import json
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import lru_cache
 from typing import Any
 
@@ -18,7 +18,7 @@ from descriptors.objects import (
     PartInfo,
     UploadInfo,
 )
-from storage_server.store.extents import Extent
+from storage_server.planning.extent import Extent
 
 OBJECT_COLUMNS = "key, version, nbytes, etag, modified_at, attributes"
 EXTENT_COLUMNS = "file_id, file_offset, nbytes, blocks, object_offset"
@@ -28,11 +28,43 @@ UPLOAD_COLUMNS = "upload_id, key, version, owner, initiated_at, attributes"
 
 @dataclass(frozen=True, slots=True)
 class StoredObject:
-    """An object's row. `upload_id` is the multipart upload it was made from, where it was."""
+    """An object's row. `upload_id` names the multipart upload that made the object, if one did. Of a copy of another
+    service's object that `has_doubtful_tags` the tags there may be others.
+    """
 
     info: ObjectInfo
     version: int
     upload_id: str | None = None
+    has_doubtful_tags: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class KeyChange:
+    """What a key shows after a change of the index: an object of `nbytes`, or nothing (`version` is None). An object
+    that `is_dirty` must not leave the cache: nobody else has it yet.
+    """
+
+    bucket: str
+    key: str
+    version: int | None
+    nbytes: int = 0
+    modified_at: float = 0.0
+    attributes: Attributes = field(default_factory=Attributes)
+    is_dirty: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class KeyUse:
+    """When an object was last used, how often, the chunk that it was asked for behind, None for none, and the end of
+    its lease. Times are Unix seconds.
+    """
+
+    bucket: str
+    key: str
+    used_at: float
+    use_count: int
+    parent: str | None
+    leased_until: float | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,7 +78,7 @@ class StoredUpload:
 
 @dataclass(frozen=True, slots=True)
 class StoredPart:
-    """One body on disk, not yet published: its hashes, and its extent, None for an empty one."""
+    """One body on disk that is not published yet: its hashes and its extent. An empty body has the extent None."""
 
     etag: str
     nbytes: int
@@ -54,8 +86,8 @@ class StoredPart:
     extent: Extent | None
 
 
-def object_attributes(info: ObjectInfo, upload_id: str | None) -> str:
-    """The JSON kept with an object; `stored_object` reads it."""
+def object_attributes(info: ObjectInfo, upload_id: str | None, *, has_doubtful_tags: bool = False) -> str:
+    """The JSON that is kept with an object; `stored_object` reads it."""
     fields = _attribute_fields(info.attributes)
     if info.checksum is not None:
         fields["checksum"] = [info.checksum.algorithm.value, info.checksum.value, info.checksum.type.value]
@@ -63,31 +95,33 @@ def object_attributes(info: ObjectInfo, upload_id: str | None) -> str:
         fields["part_count"] = info.part_count
     if upload_id is not None:
         fields["upload_id"] = upload_id
+    if has_doubtful_tags:
+        fields["has_doubtful_tags"] = True
     return json.dumps(fields, separators=(",", ":"))
 
 
 def stored_object(row: tuple[Any, ...]) -> StoredObject:
-    """From OBJECT_COLUMNS."""
+    """The object of a row of OBJECT_COLUMNS."""
     key, version, nbytes, etag, modified_at, text = row
-    attributes, checksum, part_count, upload_id = _object_fields(text)
-    return StoredObject(
-        ObjectInfo(key, nbytes, etag, modified_at, attributes, checksum, part_count), version, upload_id
-    )
+    attributes, checksum, part_count, upload_id, has_doubtful_tags = _object_fields(text)
+    info = ObjectInfo(key, nbytes, etag, modified_at, attributes, checksum, part_count)
+    return StoredObject(info, version, upload_id, has_doubtful_tags)
 
 
 @lru_cache(1024)
-def _object_fields(text: str) -> tuple[Attributes, Checksum | None, int | None, str | None]:
-    """Most objects of a bucket have the same few attributes."""
+def _object_fields(text: str) -> tuple[Attributes, Checksum | None, int | None, str | None, bool]:
+    """The fields of an object's JSON, cached, because most objects of a bucket have the same few attributes."""
     fields = json.loads(text)
     checksum = None
     if "checksum" in fields:
         algorithm, value, kind = fields["checksum"]
         checksum = Checksum(ChecksumAlgorithm(algorithm), value, ChecksumType(kind))
-    return _attributes(fields), checksum, fields.get("part_count"), fields.get("upload_id")
+    found = _attributes(fields), checksum, fields.get("part_count"), fields.get("upload_id")
+    return *found, "has_doubtful_tags" in fields
 
 
 def upload_attributes(attributes: Attributes, algorithm: ChecksumAlgorithm | None, kind: ChecksumType | None) -> str:
-    """The JSON kept with an upload; `stored_upload` reads it."""
+    """The JSON that is kept with an upload; `stored_upload` reads it."""
     fields = _attribute_fields(attributes)
     if algorithm is not None and kind is not None:
         fields["checksum"] = [algorithm.value, kind.value]
@@ -95,7 +129,7 @@ def upload_attributes(attributes: Attributes, algorithm: ChecksumAlgorithm | Non
 
 
 def stored_upload(row: tuple[Any, ...]) -> StoredUpload:
-    """From UPLOAD_COLUMNS."""
+    """The upload of a row of UPLOAD_COLUMNS."""
     upload_id, key, version, owner, initiated_at, text = row
     fields = json.loads(text)
     attributes = _attributes(fields)
@@ -113,14 +147,14 @@ def stored_upload(row: tuple[Any, ...]) -> StoredUpload:
 
 
 def part_info(row: tuple[Any, ...], algorithm: ChecksumAlgorithm | None) -> PartInfo:
-    """From PART_COLUMNS."""
+    """The part of a row of PART_COLUMNS."""
     number, nbytes, etag, modified_at, value = row
     checksum = Checksum(algorithm, value) if algorithm is not None and value is not None else None
     return PartInfo(number, nbytes, etag, modified_at, checksum)
 
 
 def extents(rows: Iterable[tuple[Any, ...]]) -> list[Extent]:
-    """From EXTENT_COLUMNS; rows of no bytes have no extent."""
+    """The extents of rows of EXTENT_COLUMNS. An empty part has a row but no extent."""
     return [Extent(*row) for row in rows if row[0]]
 
 

@@ -1,4 +1,4 @@
-"""Multipart uploads: parts are bodies like any other; completing one is a change of the index, no byte is moved."""
+"""Multipart uploads. A part is a body like any other; completing an upload changes the index and moves no byte."""
 
 from __future__ import annotations
 
@@ -27,22 +27,23 @@ from descriptors.objects import (
     UploadRequest,
 )
 from descriptors.storage_api import Body, ObjectRead, Piece
-from storage_server.store import queries, upload_changes
-from storage_server.store.bodies import BodyWriter
-from storage_server.store.committer import Committer
-from storage_server.store.listing import list_uploads
-from storage_server.store.reader import IndexReader
-from storage_server.store.reads import Reads
+from storage_server.store.data.bodies import BodyWriter
+from storage_server.store.data.segments import Pending
+from storage_server.store.evictor import Evictor
+from storage_server.store.index import queries, upload_changes
+from storage_server.store.index.committer import Committer
+from storage_server.store.index.listing import list_uploads
+from storage_server.store.index.reader import IndexReader
+from storage_server.store.index.transaction import Transaction
+from storage_server.store.index.upload_changes import require_upload
+from storage_server.store.objects import Objects
 from storage_server.store.rows import StoredPart
-from storage_server.store.segments import Pending
-from storage_server.store.transaction import Transaction
-from storage_server.store.upload_changes import require_upload
 
 _T = TypeVar("_T")
 
 
 class Uploads:
-    """The multipart calls of the StorageApi, over one store."""
+    """Implements descriptors.storage_api.UploadsApi over one store."""
 
     def __init__(
         self,
@@ -50,45 +51,50 @@ class Uploads:
         committer: Committer,
         bodies: BodyWriter,
         part_bytes_max: int,
-        reads: Reads,
+        objects: Objects,
+        evictor: Evictor,
     ) -> None:
+        self._evictor = evictor
         self._reader = reader
         self._committer = committer
         self._bodies = bodies
         self._part_bytes_max = part_bytes_max
-        self._reads = reads
+        self._objects = objects
 
-    async def create_upload(self, request: UploadRequest) -> str:
+    async def create_upload(self, access_key: str, request: UploadRequest) -> str:
         upload_id = secrets.token_urlsafe(24)
         await self._commit(lambda tx: upload_changes.create_upload(tx, request, upload_id, time.time()))
         return upload_id
 
-    async def put_part(self, request: PartRequest, body: Body) -> PartInfo:
+    async def put_part(self, access_key: str, request: PartRequest, body: Body) -> PartInfo:
         check_part(request.part_number, request.nbytes, self._part_bytes_max)
-        self._committer.require_room()
+        self._committer.require_space()
         upload = self._reader.here(lambda db: require_upload(db, request.upload)).info
         algorithm = _part_algorithm(upload, request.checksum)
         async with self._bodies.received(request.nbytes, algorithm, body) as (part, pending):
             return await self._add_part(request.upload, request.part_number, part, pending)
 
-    async def copy_part(self, request: PartCopyRequest) -> PartInfo:
+    async def copy_part(self, access_key: str, request: PartCopyRequest) -> PartInfo:
         upload = self._reader.here(lambda db: require_upload(db, request.upload)).info
-        async with self._reads.open_object(request.source) as read:
+        async with self._objects.open_object(access_key, request.source) as read:
             nbytes = read.head.range.length
             check_part(request.part_number, nbytes, self._part_bytes_max)
             async with self._bodies.received(nbytes, upload.checksum, _CopiedBody(read)) as (part, pending):
                 return await self._add_part(request.upload, request.part_number, part, pending)
 
-    async def complete_upload(self, request: CompleteRequest) -> ObjectInfo:
-        return await self._commit(lambda tx: upload_changes.complete_upload(tx, request, time.time()))
+    async def complete_upload(self, access_key: str, request: CompleteRequest) -> ObjectInfo:
+        bucket = request.upload.bucket
+        nbytes = await self._reader.threaded(lambda db: queries.upload_bytes(db, request.upload))
+        async with self._evictor.reserved(bucket, nbytes):
+            return await self._commit(lambda tx: upload_changes.complete_upload(tx, request, time.time()))
 
-    async def abort_upload(self, upload: UploadRef) -> None:
+    async def abort_upload(self, access_key: str, upload: UploadRef) -> None:
         await self._commit(lambda tx: upload_changes.abort_upload(tx, upload), frees=True)
 
-    async def list_parts(self, upload: UploadRef, part_number_marker: int, max_parts: int) -> PartPage:
+    async def list_parts(self, access_key: str, upload: UploadRef, part_number_marker: int, max_parts: int) -> PartPage:
         return await self._reader.threaded(lambda db: queries.parts(db, upload, part_number_marker, max_parts))
 
-    async def list_uploads(self, request: UploadListRequest) -> UploadPage:
+    async def list_uploads(self, access_key: str, request: UploadListRequest) -> UploadPage:
         self._reader.here(lambda db: queries.bucket(db, request.bucket))
 
         async def fetch(key: str, upload_id: str | None, limit: int) -> list[UploadInfo]:
@@ -110,7 +116,7 @@ class Uploads:
 
 
 class _CopiedBody:
-    """Stored bytes as a body; they were checked when they were read."""
+    """Stored bytes as a body. They were proved when they were read."""
 
     has_sha256 = False
     is_held_back = False
@@ -120,7 +126,7 @@ class _CopiedBody:
 
     async def __aiter__(self) -> AsyncIterator[Piece]:
         async for piece in self._read.body:
-            yield bytes(piece)  # its memory is used again for the next one, and a writer collects several
+            yield bytes(piece)  # a copy: the memory is used again for the next piece
 
     def digests(self) -> BodyDigests:
         return BodyDigests()
@@ -139,7 +145,7 @@ def check_part(number: int, nbytes: int, nbytes_max: int) -> None:
 
 
 def _part_algorithm(upload: UploadInfo, sent: ChecksumAlgorithm | None) -> ChecksumAlgorithm | None:
-    """What to compute: the upload's algorithm; for an upload without one, what this part was sent with."""
+    """The checksum algorithm of a part: the upload's or, where the upload has none, the one this part was sent with."""
     if upload.checksum is not None and sent not in (None, upload.checksum):
         raise CallerError(
             ErrorCode.INVALID_REQUEST,

@@ -1,1 +1,1 @@
-"""Where chunks live besides the store: memory."""
+"""Copies of chunks nearer than the store: in memory."""

@@ -1,79 +1,48 @@
-"""Which extents are in memory, where, and which give way. Pure state: no clock, no memory of its own.
+"""Which extents are in memory, and where. Pure state: no clock, no memory.
 
-An extent comes in when it is asked for a second time, and drives out only what was last asked for before its own last
-time: bytes that are used more often than the newcomer stay. A prefix larger than the memory therefore keeps its
-leading chunks there instead of driving out each with the next.
+A policy (storage_server.eviction) decides what is to be in memory; this carries its decisions out. An extent that must
+go while it is read, or filled, goes afterwards. Where no span is large enough, because free space is in pieces or not
+free yet, an extent that was admitted is refused.
 """
 
 from __future__ import annotations
 
-from bisect import bisect_left, insort
-from collections import OrderedDict
-from collections.abc import Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
-from storage_server.store.extents import Extent
+from storage_server.planning.extent import Extent, aligned
+from storage_server.planning.free_space import FreeSpace
 
-ALIGNMENT_BYTES = 4096
 Key = tuple[str, int]
 
 
 def key_of(extent: Extent) -> Key:
-    """What tells an extent's bytes from all others, for ever: files are never written twice."""
+    """The identity of an extent's bytes, unique for ever, because files are never written twice."""
     return extent.file_id, extent.offset
-
-
-class FreeSpace:
-    """Spans of `total_bytes` that are free, lowest first. Offsets and lengths are in bytes."""
-
-    def __init__(self, total_bytes: int) -> None:
-        self._spans = [(0, total_bytes)] if total_bytes else []
-
-    def take(self, nbytes: int) -> int | None:
-        """The first span that is large enough; None where none is."""
-        for index, (offset, length) in enumerate(self._spans):
-            if length >= nbytes:
-                if length == nbytes:
-                    del self._spans[index]
-                else:
-                    self._spans[index] = (offset + nbytes, length - nbytes)
-                return offset
-        return None
-
-    def give_back(self, offset: int, nbytes: int) -> None:
-        """What `take` gave; neighbours become one span again."""
-        index = bisect_left(self._spans, (offset, 0))
-        if index < len(self._spans) and self._spans[index][0] == offset + nbytes:
-            nbytes += self._spans.pop(index)[1]
-        if index and sum(self._spans[index - 1]) == offset:
-            before, length = self._spans.pop(index - 1)
-            offset, nbytes = before, nbytes + length
-        insort(self._spans, (offset, nbytes))
-
-    @property
-    def nbytes(self) -> int:
-        """How much is free."""
-        return sum(length for _, length in self._spans)
 
 
 @dataclass(slots=True)
 class _Resident:
     offset: int
     nbytes: int
-    used_at_s: float
     pins: int = 0
     is_filled: bool = False
+    is_leaving: bool = False
 
 
 class Residency:
-    """Up to `total_bytes` of extents, and the memory of up to `asked_max` asks. Times never go back."""
+    """Up to `total_bytes` of resident extents."""
 
-    def __init__(self, total_bytes: int, asked_max: int) -> None:
+    def __init__(self, total_bytes: int) -> None:
         self._total_bytes = total_bytes
         self._free = FreeSpace(total_bytes)
-        self._asked_max = asked_max
-        self._resident: OrderedDict[Key, _Resident] = OrderedDict()
-        self._asked: OrderedDict[Key, float] = OrderedDict()
+        self._resident: dict[Key, _Resident] = {}
+        self.hit_count = 0
+        """How many extents were in memory when they were pinned."""
+        self.missed_count = 0
+        """How many extents were not in memory when they were to be pinned."""
+        self.evicted_count = 0
+        """How many extents were evicted for others."""
 
     @property
     def resident_count(self) -> int:
@@ -82,21 +51,25 @@ class Residency:
 
     @property
     def free_bytes(self) -> int:
-        """Memory nobody uses."""
+        """The memory in bytes that nobody uses."""
         return self._free.nbytes
 
-    def pin(self, extents: Sequence[Extent], now_s: float) -> list[int | None]:
-        """Where each extent is (None: not in memory); those that are stay until `unpin`."""
+    @property
+    def used_bytes(self) -> int:
+        """The memory in bytes that extents lie in, or are being copied into."""
+        return self._total_bytes - self._free.nbytes
+
+    def pin(self, extents: Sequence[Extent]) -> list[int | None]:
+        """The offset of each extent, None for those not in memory. Resident extents stay until `unpin`."""
         offsets: list[int | None] = []
         for extent in extents:
-            key = key_of(extent)
-            resident = self._resident.get(key)
+            resident = self._resident.get(key_of(extent))
             if resident is None or not resident.is_filled:
+                self.missed_count += 1
                 offsets.append(None)
                 continue
+            self.hit_count += 1
             resident.pins += 1
-            resident.used_at_s = now_s
-            self._resident.move_to_end(key)
             offsets.append(resident.offset)
         return offsets
 
@@ -104,56 +77,57 @@ class Residency:
         """Undo `pin`."""
         for extent, offset in zip(extents, offsets, strict=True):
             if offset is not None:
-                self._resident[key_of(extent)].pins -= 1
+                key = key_of(extent)
+                self._resident[key].pins -= 1
+                self._leave_if_free(key)
 
-    def ask(self, extents: Sequence[Extent], now_s: float) -> list[tuple[Extent, int]]:
-        """Extents that were asked for and not in memory: which of them shall come in, and where. Each must be `filled`
-        or `dropped`.
+    def evict(self, keys: Iterable[Key]) -> None:
+        """Carry out that these extents go."""
+        for key in keys:
+            resident = self._resident.get(key)
+            if resident is not None and not resident.is_leaving:
+                resident.is_leaving = True
+                self.evicted_count += 1
+                self._leave_if_free(key)
+
+    def admit(self, keys: Iterable[Key], extents: Mapping[Key, Extent]) -> tuple[list[tuple[Extent, int]], list[Key]]:
+        """Carry out that these extents come. Returns those to copy into memory now, each with its offset, and the keys
+        of those that there is no span for. Call `filled` or `dropped` for each of the former.
         """
-        coming = []
-        no_room_for = self._total_bytes + 1
-        for extent in extents:
-            key = key_of(extent)
-            if key in self._resident:
+        coming: list[tuple[Extent, int]] = []
+        refused: list[Key] = []
+        no_span_for = self._total_bytes + 1
+        for key in keys:
+            resident = self._resident.get(key)
+            if resident is not None:
+                resident.is_leaving = False
                 continue
-            asked_at_s = self._asked.pop(key, None)
-            if asked_at_s is not None and asked_at_s < now_s and _padded(extent.nbytes) < no_room_for:
-                offset = self._make_room(_padded(extent.nbytes), asked_at_s)
-                if offset is not None:
-                    self._resident[key] = _Resident(offset, _padded(extent.nbytes), now_s)
-                    coming.append((extent, offset))
-                    continue
-                no_room_for = _padded(extent.nbytes)  # none for others of this request either
-            self._asked[key] = now_s
-            if len(self._asked) > self._asked_max:
-                self._asked.popitem(last=False)
-        return coming
+            extent = extents[key]
+            nbytes = aligned(extent.nbytes)
+            offset = self._free.take(nbytes) if nbytes < no_span_for else None
+            if offset is None:
+                no_span_for = min(no_span_for, nbytes)  # nor is there one for others as large
+                refused.append(key)
+            else:
+                self._resident[key] = _Resident(offset, nbytes)
+                coming.append((extent, offset))
+        return coming, refused
 
     def filled(self, extent: Extent) -> None:
-        """Its bytes are there, and proved."""
-        self._resident[key_of(extent)].is_filled = True
+        """Note that the extent's bytes are in memory, and proved."""
+        key = key_of(extent)
+        self._resident[key].is_filled = True
+        self._leave_if_free(key)
 
     def dropped(self, extent: Extent) -> None:
-        """It does not come after all."""
+        """Note that the extent is not copied after all, and free its span."""
         self._remove(key_of(extent))
 
-    def _make_room(self, nbytes: int, before_s: float) -> int | None:
-        """A free span, where driving out what was last used before `before_s` makes one."""
-        offset = self._free.take(nbytes)
-        while offset is None:
-            oldest = next(
-                (key for key, resident in self._resident.items() if resident.is_filled and not resident.pins), None
-            )
-            if oldest is None or self._resident[oldest].used_at_s >= before_s:
-                return None
-            self._remove(oldest)
-            offset = self._free.take(nbytes)
-        return offset
+    def _leave_if_free(self, key: Key) -> None:
+        resident = self._resident[key]
+        if resident.is_leaving and resident.is_filled and not resident.pins:
+            self._remove(key)
 
     def _remove(self, key: Key) -> None:
         gone = self._resident.pop(key)
         self._free.give_back(gone.offset, gone.nbytes)
-
-
-def _padded(nbytes: int) -> int:
-    return -(-nbytes // ALIGNMENT_BYTES) * ALIGNMENT_BYTES

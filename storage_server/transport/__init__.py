@@ -1,1 +1,1 @@
-"""How payloads reach the client: one interface, http and ucx behind it."""
+"""Transports: one interface through which payloads reach the client, with http, shm and ucx behind it."""

@@ -1,19 +1,56 @@
-"""The http transfer: payloads in order as the body of the answer. A body of full length is the proof of success."""
+"""The http transport: payloads are sent in order as the body of the answer. A body of full length means success."""
 
 from __future__ import annotations
 
 import asyncio
+from dataclasses import dataclass
 
 from descriptors.errors import ErrorCode, ServerError
 from descriptors.storage_api import BodySink, DeliveryStart, Patience, Spans
-from storage_server.gather.plan import Payload
+from descriptors.units import MIB
 from storage_server.gather.staging import Window
-from storage_server.transport.transfer import Room
+from storage_server.planning.plan import DeliveryPlan, Payload
+from storage_server.transport.destination import PayloadLimits, Room
+
+STAGED_BYTES_MAX = 2 * MIB
+
+
+@dataclass(frozen=True, slots=True)
+class HttpDestination:
+    """The body of one answer. Resident payloads are sent from the DRAM tier, all others through the window's slots."""
+
+    sink: BodySink
+    window: Window
+    patience: Patience
+    limits: PayloadLimits
+
+    @property
+    def transport(self) -> str:
+        return "http"
+
+    @property
+    def past_cache(self) -> bool:
+        """False, because the kernel reads every byte when it is sent."""
+        return False
+
+    def payload_bytes_max(self, *, is_resident: bool) -> int:
+        """Staged payloads are small enough to be sent while they are in the processor's caches. A resident payload
+        needs no slot, so it may be larger.
+        """
+        return self.limits.direct_bytes if is_resident else min(self.limits.staged_bytes, STAGED_BYTES_MAX)
+
+    def uses_staging(self, *, is_resident: bool) -> bool:
+        """Whether the payload is read from files: only then is it staged."""
+        return not is_resident
+
+    def open(self, plan: DeliveryPlan) -> HttpTransfer:
+        """The transfer into this body. It does not need the plan."""
+        return HttpTransfer(self.sink, self.window, self.patience)
 
 
 class HttpTransfer:
-    """Writes into a BodySink, from the window's slots or straight from resident memory. The answer's head waits for the
-    first payload, so an early failure is a clean error.
+    """Writes into a BodySink. The answer's head is sent with the first payload, so that an early failure becomes an
+    ordinary error answer.
     """
 
     def __init__(self, sink: BodySink, window: Window, patience: Patience) -> None:

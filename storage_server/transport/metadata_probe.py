@@ -1,10 +1,10 @@
-"""Loading a client's NIXL metadata in a process that may die of it, before the server loads it itself.
+"""MetadataProbe: a client's NIXL metadata is loaded first in a child process that may crash, then in the ucx process.
 
-NIXL 1.5.1 hands the connection part of the metadata to UCX unchecked: copies with four bytes changed ended the process
-every fifty or so (SIGSEGV, or an assertion in UCX's address.c), always while loading. So a child loads it first: what
-kills or fails the child is refused, and a new child takes its place.
+NIXL 1.5.1 hands the connection part of the metadata to UCX unchecked. Metadata with four bytes changed crashed the
+process about one time in fifty (SIGSEGV, or an assertion in UCX's address.c), always while loading. So a child loads
+the metadata first: metadata that crashes the child, or fails there, is refused, and a new child takes its place.
 
-Run as a module this is the child: one JSON object a line in, `ok` or a reason out.
+Run as a module this is the child: it reads one JSON object per line and answers `ok` or a reason.
 """
 
 from __future__ import annotations
@@ -27,8 +27,8 @@ _OK = "ok"
 
 
 class MetadataProbe:
-    """One child at a time; checks queue for it. Start it to have the child warm before the first registration. The
-    child knows `environment` and nothing else of ours: its agent, too, can be reached by others.
+    """Runs one child at a time; checks queue for it. `start` has the child ready before the first registration. The
+    child gets `environment` and no other data of the server, because its own agent can be reached by others, too.
     """
 
     def __init__(self, environment: Mapping[str, str]) -> None:
@@ -44,7 +44,8 @@ class MetadataProbe:
     async def check(self, metadata: bytes, offered: Sequence[Memory]) -> None:
         """Raises NixlFailure when the metadata cannot be loaded, or does not offer this memory.
 
-        Runs to its end though the caller be cancelled: an answer left unread would be taken for the next one.
+        The check runs to its end even when the caller is cancelled: the next check would take an unread answer for its
+        own.
         """
         await to_end(asyncio.create_task(self._check(metadata, offered)))
 
@@ -59,7 +60,7 @@ class MetadataProbe:
                 await self._end_child()
                 self.start()
         if answer != _OK:
-            raise NixlFailure(answer or "it ends the process that loads it")
+            raise NixlFailure(answer or "the process that loads it crashes")
 
     async def close(self) -> None:
         """End the child."""
@@ -71,7 +72,7 @@ class MetadataProbe:
             await self._end_child()
 
     async def _ask(self, line: bytes) -> str:
-        """The child's answer; empty when it died of the question, or did not answer in time."""
+        """The child's answer; empty when the child crashed or did not answer in time."""
         child = await self._started()
         if child.stdin is None or child.stdout is None:
             raise RuntimeError("the child has no pipes")

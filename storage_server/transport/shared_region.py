@@ -1,8 +1,9 @@
-"""Mapping memory a client has handed in: in steps and outside the interpreter, so that neither mapping nor unmapping
-gigabytes holds anybody up.
+"""SharedRegion: memory of a client that is mapped here. It is mapped and unmapped in steps and outside the interpreter,
+so that gigabytes of it delay no other thread.
 
-The memory stays the client's, and so do its pages: the client can punch holes into it at any time, and a page that we
-touched in a hole would be charged to us. So mappings are guarded by a userfaultfd, and writing to a missing page fails.
+The memory and its pages belong to the client. The client can punch holes into it at any time, and a page that this
+process touched in a hole would be charged to this process. So mappings are guarded by a userfaultfd: writing to a
+missing page fails.
 """
 
 from __future__ import annotations
@@ -28,25 +29,25 @@ _libc.madvise.argtypes = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int)
 
 
 class OfferError(ValueError):
-    """Memory that cannot be taken; the message says why."""
+    """Memory that cannot be accepted; the message says why."""
 
 
 @dataclass(frozen=True, slots=True)
 class SharedRegion:
-    """A client's memory as we see it: `address` is ours. Its methods run in worker threads."""
+    """A client's memory, mapped at `address` of this process. Its methods run in worker threads."""
 
     address: int
     nbytes: int
 
     def unmap(self) -> None:
-        """Nothing writes into it any more."""
+        """Unmap the memory. Nothing may write into it any more."""
         for start in range(0, self.nbytes, STEP_BYTES):
             _libc.munmap(self.address + start, min(STEP_BYTES, self.nbytes - start))
 
 
 class FaultGuard:
-    """Maps memory of clients so that none of its pages is ever ours. Raises OSError where the kernel has no
-    userfaultfd, or does not let this process have one (containers: the seccomp profile).
+    """Maps memory of clients so that this process never owns any of its pages. Raises OSError where the kernel has no
+    userfaultfd, or does not let this process have one (in containers: the seccomp profile).
     """
 
     def __init__(self) -> None:
@@ -69,15 +70,16 @@ class FaultGuard:
         return region
 
     def close(self) -> None:
-        """What is mapped still must be unmapped first: it would be guarded no longer."""
+        """Close the guard. Regions must be unmapped first, because they would not be guarded any longer."""
         fd, self._fd = self._fd, -1
         if fd >= 0:
             os.close(fd)
 
 
 def check_offer(fd: int, nbytes: int) -> None:
-    """Raises OfferError for a descriptor that is no memory of ordinary pages, sealed against shrinking, every page in
-    place. Only what a client cannot undo later is relied on; the rest tells it early what it has forgotten.
+    """Raises OfferError unless the descriptor is a memfd of ordinary pages, sealed against shrinking, with all pages
+    allocated. The server relies only on the seal and the page size, which a client cannot undo. The other checks tell
+    the client early what is missing.
     """
     found = os.fstat(fd)
     if not stat.S_ISREG(found.st_mode):
@@ -97,7 +99,7 @@ def check_offer(fd: int, nbytes: int) -> None:
 
 
 def _populate(region: SharedRegion) -> None:
-    """Enter the pages that are there. Raises OfferError for a hole, which is not filled."""
+    """Enter the existing pages in the page table. Raises OfferError for a hole, which is not filled."""
     for start in range(0, region.nbytes, STEP_BYTES):
         count = min(STEP_BYTES, region.nbytes - start)
         if _libc.madvise(region.address + start, count, _MADV_POPULATE_WRITE) == 0:
@@ -105,5 +107,5 @@ def _populate(region: SharedRegion) -> None:
         number = ctypes.get_errno()
         if number == errno.EFAULT:
             raise OfferError("the memory has lost pages")
-        if number != errno.EINVAL:  # Linux before 5.14 does not know how, and faults page by page later
-            raise OSError(number, "the memory cannot be entered")
+        if number != errno.EINVAL:  # Linux before 5.14 lacks this call: pages are then entered one by one on access
+            raise OSError(number, "the memory's pages cannot be mapped")

@@ -1,7 +1,6 @@
-"""The shm transfer: payloads are gathered straight into the client's memory, and notices say when a layer is
-complete.
+"""The shm transport: payloads are gathered straight into the client's memory, and notices say when a layer is complete.
 
-There is nothing to send: what is gathered is there. Gathers end in order, so layers complete in order.
+Nothing is sent: a gathered payload is in its final place. Gathers end in order, so layers complete in order.
 """
 
 from __future__ import annotations
@@ -12,16 +11,46 @@ from dataclasses import dataclass
 from descriptors.errors import ErrorCode, ServerError
 from descriptors.notices import Done, Failed, LayerReady, Mode, encode_notice
 from descriptors.storage_api import DeliveryStart, Spans
-from storage_server.gather.plan import DeliveryPlan, Payload
+from storage_server.planning.plan import DeliveryPlan, Payload
+from storage_server.transport.destination import Room, admitted
 from storage_server.transport.shm_door import ShmClient
-from storage_server.transport.transfer import Room, admitted
 
 AHEAD_MAX = 4
 
 
 @dataclass(frozen=True, slots=True)
-class _Place:
-    """Some of the client's memory; `permits` bounds how many gathers are under way."""
+class ShmDestination:
+    """A client's shared memory from `address` on. The memory is mapped into this process."""
+
+    client: ShmClient
+    address: int
+    payload_bytes: int
+
+    @property
+    def transport(self) -> str:
+        return "shm"
+
+    @property
+    def past_cache(self) -> bool:
+        """True, because only the client reads the gathered bytes."""
+        return True
+
+    def payload_bytes_max(self, *, is_resident: bool) -> int:
+        """`payload_bytes`: there is no slot that bounds a payload."""
+        return self.payload_bytes
+
+    def uses_staging(self, *, is_resident: bool) -> bool:
+        """False, because payloads are gathered into the client's own memory."""
+        return False
+
+    def open(self, plan: DeliveryPlan) -> ShmTransfer:
+        """The transfer into this memory. It takes the size of a layer from the plan."""
+        return ShmTransfer(self.client, self.address, plan)
+
+
+@dataclass(frozen=True, slots=True)
+class _ClientRoom:
+    """A place in the client's memory. `permits` bounds how many gathers are under way."""
 
     address: int
     permits: asyncio.Semaphore
@@ -31,7 +60,7 @@ class _Place:
 
 
 class ShmTransfer:
-    """Fills `address` and on of a client's shared memory."""
+    """Fills a client's shared memory from `address` on."""
 
     def __init__(self, client: ShmClient, address: int, plan: DeliveryPlan) -> None:
         self._client = client
@@ -48,7 +77,7 @@ class ShmTransfer:
 
     async def room(self, payload: Payload, *, is_resident: bool) -> Room | None:
         await self._permits.acquire()
-        return _Place(self._address + payload.target_offset, self._permits)
+        return _ClientRoom(self._address + payload.target_offset, self._permits)
 
     async def send(self, payload: Payload, spans: Spans, room: Room | None) -> None:
         if room is not None:
@@ -56,8 +85,8 @@ class ShmTransfer:
         self._require_client()
         self._sent_bytes += payload.nbytes
         if payload.ends_group and self._plan.mode is Mode.LAYER_MAJOR:
-            nbytes = self._plan.group_bytes
-            ready = LayerReady(self._request_id, payload.group_index, payload.group_index * nbytes, nbytes)
+            layer = payload.group
+            ready = LayerReady(self._request_id, layer.index, layer.target_offset, layer.nbytes)
             self._client.notify(encode_notice(ready))
 
     async def finish(self) -> int:
@@ -68,7 +97,7 @@ class ShmTransfer:
         self._client.notify(encode_notice(Failed(self._request_id, layer_index, chunk_index)))
 
     async def close(self) -> None:
-        """The pipeline has waited for every gather."""
+        """Do nothing: the pipeline has waited for every gather."""
 
     def _require_client(self) -> None:
         if self._client.is_gone:

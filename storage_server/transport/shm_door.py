@@ -1,10 +1,10 @@
-"""The door for clients on this host: a Unix socket over which they hand in the memory they want filled.
+"""ShmDoor: a Unix socket over which clients on this host hand in the memory that shall be filled.
 
-A client connects, is greeted with a ticket, and passes a memfd for every region; with the ticket it then registers
-itself at the gateway, signed like any request (docs/protocol.md). Only then is its memory mapped: until its key is
-known, a caller costs a connection and a few descriptors. Notices go back over the same connection, and its end is the
-client's end. A descriptor proves that the client may write there itself; what it does to its pages later can only make
-our writes fail (`shared_region`).
+A client connects, gets a ticket, and passes a memfd for every region. With the ticket it then registers at the gateway,
+by a signed request (docs/protocol.md). Only then is its memory mapped: until its key is known, a caller costs a
+connection and a few descriptors. Notices go back over the same connection. When the connection ends, the client counts
+as gone. A descriptor proves that the client itself may write to the memory. Whatever the client does to the pages later
+can only make the server's writes fail (`shared_region`).
 
 Messages both ways, one per packet: JSON, or notices (descriptors.notices).
 """
@@ -28,7 +28,7 @@ from storage_server.transport.shared_region import FaultGuard, OfferError, Share
 
 UNREGISTERED_MAX = 64
 UNREGISTERED_UID_MAX = 16
-"""Of one user of this host: nobody takes every place from the others."""
+"""The most connections of one user of this host, so that no user takes every place."""
 UNREGISTERED_S = 10.0
 UNREGISTERED_REGIONS_MAX = 16
 ACCEPT_PAUSE_S = 1.0
@@ -38,15 +38,15 @@ _log = logging.getLogger(__name__)
 
 
 class ShmClient:
-    """One connection of a process of user `uid`. Lives on the event loop. `offered` descriptors are ours until they are
-    mapped or the connection ends; `regions` are mapped until `close`.
+    """One connection of a process of user `uid`. Used on the event loop. Descriptors in `offered` are held until they
+    are mapped or the connection ends; `regions` stay mapped until `close`.
     """
 
     def __init__(self, connection: socket.socket, ticket: str, uid: int) -> None:
         self.ticket = ticket
         self.uid = uid
         self.offered: dict[str, tuple[int, int]] = {}
-        """Region id to descriptor and length in bytes."""
+        """Region id to (descriptor, length in bytes)."""
         self.regions: dict[str, SharedRegion] = {}
         self.is_registered = False
         self._is_closed = False
@@ -58,14 +58,14 @@ class ShmClient:
         return self._connection is None
 
     def notify(self, message: bytes) -> None:
-        """Send a notice; one that a client with a full socket does not take is lost, as any notice may be."""
+        """Send a notice. If the client's socket is full, the notice is lost, as any notice may be."""
         if self._connection is not None:
             with contextlib.suppress(OSError):
                 self._connection.send(message, socket.MSG_DONTWAIT | socket.MSG_NOSIGNAL)
 
     async def map(self, wanted: Sequence[Region], guard: FaultGuard) -> None:
-        """Map regions that were handed in as these are. Raises OfferError, OSError, and ConnectionError where the
-        client has gone meanwhile; what was mapped before the failure stays until `close`.
+        """Map regions that were handed in with these ids and lengths. Raises OfferError, OSError, and ConnectionError
+        where the client has gone meanwhile. Regions mapped before the failure stay mapped until `close`.
         """
         loop = asyncio.get_running_loop()
         for region in wanted:
@@ -81,13 +81,13 @@ class ShmClient:
                 raise
             finally:
                 os.close(fd)
-            if self._is_closed:  # while the thread was at it: nobody would ever unmap it
+            if self._is_closed:  # `close` ran while the thread mapped: nobody else would unmap the region
                 _unmap(mapped)
                 raise ConnectionResetError("the client is gone")
             self.regions[region.region_id] = mapped
 
     def knows(self, region: Region) -> bool:
-        """Whether the region was handed in, and is as large."""
+        """Whether the region was handed in, with this length."""
         offered = self.offered.get(region.region_id)
         mapped = self.regions.get(region.region_id)
         if mapped is not None:
@@ -95,7 +95,7 @@ class ShmClient:
         return offered is not None and offered[1] == region.length
 
     def forget(self, region_id: str) -> None:
-        """Let go of a region nothing is written to any more; a thread unmaps it."""
+        """Remove a region that nothing is written to any more. A thread unmaps it."""
         offered, region = self.offered.pop(region_id, None), self.regions.pop(region_id, None)
         if offered is not None:
             os.close(offered[0])
@@ -103,14 +103,14 @@ class ShmClient:
             _unmap(region)
 
     def hang_up(self) -> None:
-        """End the connection, which whoever reads it then closes; the regions stay mapped."""
+        """End the connection. Its reading task then closes it; the regions stay mapped."""
         connection, self._connection = self._connection, None
         if connection is not None:
             with contextlib.suppress(OSError):
                 connection.shutdown(socket.SHUT_RDWR)
 
     def close(self) -> None:
-        """Nothing writes for this client any more: let go of everything."""
+        """Unmap the regions and close the descriptors. Nothing may write for this client any more."""
         self.hang_up()
         self._is_closed = True
         for region_id in [*self.offered, *self.regions]:
@@ -118,8 +118,8 @@ class ShmClient:
 
 
 class ShmDoor:
-    """Listens at `address`, an abstract Unix socket of this network namespace; the name is no secret. `on_gone` hears
-    the ticket of a registered client whose connection has ended.
+    """Listens at `address`, an abstract Unix socket of this network namespace; the name is not secret. `on_gone` is
+    called with the ticket of a registered client whose connection has ended.
     """
 
     def __init__(self, on_gone: Callable[[str], None]) -> None:
@@ -130,8 +130,13 @@ class ShmDoor:
         self._clients: dict[str, ShmClient] = {}
         self._tasks: set[asyncio.Task[None]] = set()
 
+    @property
+    def client_count(self) -> int:
+        """How many connections are open, registered or not."""
+        return len(self._clients)
+
     def start(self) -> None:
-        """Listen. Raises OSError, also where memory cannot be mapped safely."""
+        """Listen. Raises OSError where it cannot listen, or memory cannot be mapped safely."""
         guard = FaultGuard()
         listener = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET | socket.SOCK_NONBLOCK)
         try:
@@ -145,7 +150,7 @@ class ShmDoor:
         asyncio.get_running_loop().add_reader(listener.fileno(), self._accept)
 
     async def close(self) -> None:
-        """Hang up on everybody. Deliveries must have ended."""
+        """Close every connection. Deliveries must have ended."""
         if self._listener is not None:
             asyncio.get_running_loop().remove_reader(self._listener.fileno())
             self._listener.close()
@@ -155,21 +160,21 @@ class ShmDoor:
         for ticket in list(self._clients):
             self.dismiss(ticket)
         if self._guard is not None:
-            self._guard.close()  # nobody writes any more, to what is still being unmapped either
+            self._guard.close()  # nobody writes any more, not even to regions that are still being unmapped
 
     async def map(self, client: ShmClient, regions: Sequence[Region]) -> None:
-        """As `ShmClient.map`."""
+        """Map regions of a client. Raises what `ShmClient.map` raises."""
         if self._guard is None:
             raise ConnectionResetError("the door is closed")
         await client.map(regions, self._guard)
 
     def client(self, ticket: str) -> ShmClient | None:
-        """The connection a ticket was given to, while it lasts."""
+        """The connection that got this ticket; None when it has ended."""
         client = self._clients.get(ticket)
         return None if client is None or client.is_gone else client
 
     def dismiss(self, ticket: str) -> None:
-        """Let go of a client nothing is written for any more."""
+        """Close a client for which nothing is written any more."""
         client = self._clients.pop(ticket, None)
         if client is not None:
             client.close()
@@ -181,7 +186,7 @@ class ShmDoor:
             connection, _ = self._listener.accept()
         except BlockingIOError:
             return
-        except OSError as error:  # no descriptor left: the caller waits in the queue, and we do not spin
+        except OSError as error:  # no descriptor is left: wait, since an immediate retry would fail again
             _log.warning("the shm door is closed for %.0f s: %s", ACCEPT_PAUSE_S, error)
             loop = asyncio.get_running_loop()
             loop.remove_reader(self._listener.fileno())
@@ -205,7 +210,7 @@ class ShmDoor:
             asyncio.get_running_loop().add_reader(self._listener.fileno(), self._accept)
 
     async def _serve(self, client: ShmClient, connection: socket.socket) -> None:
-        """Take offers until the connection ends. Who does not register in time is sent away."""
+        """Take offers until the connection ends. A client that does not register in time is disconnected."""
         loop = asyncio.get_running_loop()
         late = loop.call_later(UNREGISTERED_S, self._send_away, client)
         try:
@@ -228,7 +233,7 @@ class ShmDoor:
             client.hang_up()
 
     async def _take(self, client: ShmClient, connection: socket.socket) -> None:
-        """One offer. Raises OSError, EOFError when the connection has ended."""
+        """Take one offer. Raises OSError, EOFError when the connection has ended."""
         data, fds, _, _ = socket.recv_fds(connection, MESSAGE_BYTES_MAX, 1)
         try:
             if not data:
@@ -236,8 +241,8 @@ class ShmDoor:
             try:
                 offer = parse_offer(data)
                 if not fds:
-                    raise OfferError("no descriptor came with it")
-                _require_room(client, offer.region_id)
+                    raise OfferError("the offer came without a descriptor")
+                _check_region_id(client, offer.region_id)
                 check_offer(fds[0], offer.nbytes)
             except (OfferError, ValueError, OSError) as error:
                 client.notify(reply(str(error)))
@@ -249,7 +254,7 @@ class ShmDoor:
                 os.close(fd)
 
 
-def _require_room(client: ShmClient, region_id: str) -> None:
+def _check_region_id(client: ShmClient, region_id: str) -> None:
     if region_id in client.regions or region_id in client.offered:
         raise OfferError("the region is known already")
     own_max = AGENT_REGIONS_MAX if client.is_registered else UNREGISTERED_REGIONS_MAX

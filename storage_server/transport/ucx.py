@@ -1,158 +1,133 @@
-"""The ucx transfer: one-sided writes into the client's registered buffer, a notice when a layer is complete.
+"""The ucx transport: one-sided writes into the client's registered memory, and a notice when a layer is complete.
 
-A layer-ready notice is sent only after NIXL reports every payload of that layer done, so no notice can overtake its
-bytes: the ucx process sees to that. `done` and `failed` are sent only when nothing is in flight: after either, the
-buffer is the client's again.
+The client gets the notice of a layer only after NIXL has reported every payload of that layer done, so no notice can
+overtake its bytes; the ucx process ensures this. `done` and `failed` are sent only when nothing is in flight. After
+either notice the client may use its memory again.
 """
 
 from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable
+from dataclasses import dataclass
 
-from adapters.nixl_agent import Memory, NixlFailure, PeerLost
-from descriptors.descriptor import RdmaTarget
-from descriptors.errors import ErrorCode, ServerError
+from adapters.nixl_agent import Memory, NixlFailure
 from descriptors.messages import Region
 from descriptors.notices import Done, Failed, LayerReady, Mode, Notice, encode_notice
 from descriptors.storage_api import DeliveryStart, Spans
-from storage_server.gather.plan import DeliveryPlan, Payload
 from storage_server.gather.staging import Window
-from storage_server.transport.transfer import Room, admitted
+from storage_server.planning.plan import DeliveryPlan, Payload
+from storage_server.transport.destination import PayloadLimits, Room, admitted
+from storage_server.transport.flight import Flight
 from storage_server.transport.ucx_commands import Group
 from storage_server.transport.ucx_process import UcxProcess
 
 DIRECT_WRITES_MAX = 4
 
 
-class UcxTransfer:
-    """Writes into `target` of a peer's `region`, from the window's slots, or with `from_resident` straight from where
-    chunks lie in registered memory, DIRECT_WRITES_MAX at once. Lives on one event loop.
+@dataclass(frozen=True, slots=True)
+class UcxDestination:
+    """The memory from `offset` of a peer's `region` on. With `is_direct` resident chunks are written from the DRAM
+    tier; all others go through the window's slots.
     """
 
-    def __init__(
-        self,
-        engine: UcxProcess,
-        peer: str,
-        region: Region,
-        target: RdmaTarget,
-        plan: DeliveryPlan,
-        window: Window,
-        stall_timeout_s: float,
-        on_peer_lost: Callable[[], None],
-        *,
-        from_resident: bool,
-    ) -> None:
-        self._engine = engine
-        self._peer = peer
-        self._region = region
-        self._base_address = region.address + target.offset
+    engine: UcxProcess
+    peer: str
+    region: Region
+    offset: int
+    window: Window
+    limits: PayloadLimits
+    is_direct: bool
+    open_flight: Callable[[], Flight]
+
+    @property
+    def transport(self) -> str:
+        return "ucx"
+
+    @property
+    def past_cache(self) -> bool:
+        """False, because the ucx process reads every byte when it writes the byte to the client."""
+        return False
+
+    def payload_bytes_max(self, *, is_resident: bool) -> int:
+        """The size of a slot; a payload written straight from the DRAM tier needs no slot, so it may be larger."""
+        return self.limits.direct_bytes if is_resident and self.is_direct else self.limits.staged_bytes
+
+    def uses_staging(self, *, is_resident: bool) -> bool:
+        """Whether the payload is staged: every payload is, except one written straight from the DRAM tier."""
+        return not (is_resident and self.is_direct)
+
+    def open(self, plan: DeliveryPlan) -> UcxTransfer:
+        """The transfer into this memory. It takes the size of a layer from the plan."""
+        return UcxTransfer(self, plan, self.open_flight())
+
+
+class UcxTransfer:
+    """Writes to a UcxDestination, with up to DIRECT_WRITES_MAX payloads at once straight from the DRAM tier. Used on
+    one event loop.
+    """
+
+    def __init__(self, destination: UcxDestination, plan: DeliveryPlan, flight: Flight) -> None:
+        self._to = destination
+        self._engine = destination.engine
         self._plan = plan
-        self._window = window
-        self._from_resident = from_resident
+        self._flight = flight
+        self._base_address = destination.region.address + destination.offset
         self._permits = asyncio.Semaphore(DIRECT_WRITES_MAX)
-        self._stall_timeout_s = stall_timeout_s
-        self._on_peer_lost = on_peer_lost
-        self._loop = asyncio.get_running_loop()
         self._request_id = ""
-        self._in_flight = 0
-        self._flight = engine.begin_flight()
-        self._transferred_bytes = 0
-        self._failure: ServerError | None = None
-        self._changed = asyncio.Event()
-        self._posted = 0
-        self._watch: asyncio.Task[None] | None = None
+        self._flight_number = self._engine.begin_flight()
 
     async def start(self, start: DeliveryStart) -> None:
         self._request_id = start.request_id
-        self._watch = asyncio.create_task(self._watch_for_stall())
         self._notify(admitted(start))
 
     async def room(self, payload: Payload, *, is_resident: bool) -> Room | None:
-        if is_resident and self._from_resident:
+        if is_resident and self._to.is_direct:
             return None
-        return await self._window.take()
+        return await self._to.window.take()
 
     async def send(self, payload: Payload, spans: Spans, room: Room | None) -> None:
-        if self._failure is not None:
+        try:
+            self._flight.require_reachable()
+        except BaseException:
             if room is not None:
                 room.release()
-            raise self._failure
-        target = Memory(self._base_address + payload.target_offset, payload.nbytes, self._region.device)
+            raise
+        target = Memory(self._base_address + payload.target_offset, payload.nbytes, self._to.region.device)
         if room is None:
             await self._permits.acquire()
-        self._in_flight += 1
-        self._posted += 1
-        group = Group(self._flight, payload.group_index, payload.ends_group, self._ready_notice(payload))
+        release = self._permits.release if room is None else room.release
+        group = Group(self._flight_number, payload.group.index, payload.ends_group, self._ready_notice(payload))
 
         def on_written(counted: int, failure: NixlFailure | None) -> None:
-            self._written(room, counted, failure)
+            release()
+            self._flight.ended(counted, failure)
 
-        self._engine.write(self._peer, spans, target, group, on_written)
-
-    def _written(self, room: Room | None, counted: int, failure: NixlFailure | None) -> None:
-        if room is not None:
-            room.release()
-        else:
-            self._permits.release()
-        self._in_flight -= 1
-        self._transferred_bytes += counted
-        self._changed.set()
-        if failure is not None:
-            self._fail_with(failure)
-
-    def _ready_notice(self, payload: Payload) -> bytes:
-        """What the client is sent when the payload's layer is complete; nothing in chunk-major mode."""
-        if self._plan.mode is not Mode.LAYER_MAJOR:
-            return b""
-        layer, nbytes = payload.group_index, self._plan.group_bytes
-        return encode_notice(LayerReady(self._request_id, layer, layer * nbytes, nbytes))
+        self._flight.began()
+        self._engine.write(self._to.peer, spans, target, group, on_written)
 
     async def finish(self) -> int:
-        await self._drain()
-        if self._failure is not None:
-            raise self._failure
-        self._notify(Done(self._request_id, self._transferred_bytes))
-        return self._transferred_bytes
+        moved_bytes = await self._flight.finish()
+        self._notify(Done(self._request_id, moved_bytes))
+        return moved_bytes
 
     async def fail(self, layer_index: int, chunk_index: int) -> None:
-        await self._drain()
-        if self._failure is None:
+        await self._flight.landed()
+        if self._flight.failure is None:
             self._notify(Failed(self._request_id, layer_index, chunk_index))
 
     async def close(self) -> None:
         try:
-            await self._drain()
+            await self._flight.close()
         finally:
-            self._engine.end_flight(self._flight)
-            if self._watch is not None:
-                self._watch.cancel()
+            self._engine.end_flight(self._flight_number)
 
-    async def _drain(self) -> None:
-        while self._in_flight:
-            self._changed.clear()
-            await self._changed.wait()
-
-    async def _watch_for_stall(self) -> None:
-        """A peer that takes nothing for `stall_timeout_s` is disconnected, which ends its writes in flight."""
-        changed_at_s, seen, is_disconnected = self._loop.time(), (0, 0), False
-        while True:
-            await asyncio.sleep(self._stall_timeout_s / 8)
-            now_s, state = self._loop.time(), (self._posted, self._in_flight)
-            if state != seen or not self._in_flight:
-                changed_at_s, seen = now_s, state
-            elif now_s - changed_at_s >= self._stall_timeout_s and not is_disconnected:
-                is_disconnected = True
-                self._fail_with(PeerLost(f"no write completed for {self._stall_timeout_s} s"))
-                self._engine.disconnect(self._peer)
-
-    def _fail_with(self, failure: NixlFailure) -> None:
-        if self._failure is None:
-            if isinstance(failure, PeerLost):
-                self._on_peer_lost()
-            self._failure = ServerError(
-                ErrorCode.TARGET_UNREACHABLE, f"writing into the client's buffer failed: {failure}", field="rdma_target"
-            )
+    def _ready_notice(self, payload: Payload) -> bytes:
+        """The notice for the client when the payload's layer is complete; empty in chunk-major mode."""
+        if self._plan.mode is not Mode.LAYER_MAJOR:
+            return b""
+        layer = payload.group
+        return encode_notice(LayerReady(self._request_id, layer.index, layer.target_offset, layer.nbytes))
 
     def _notify(self, notice: Notice) -> None:
-        self._engine.notify(self._peer, encode_notice(notice))
+        self._engine.notify(self._to.peer, encode_notice(notice))

@@ -1,7 +1,7 @@
-"""What the storage server and its ucx process say to each other: lines of JSON over a socket pair.
+"""The commands and replies between the storage server and its ucx process: lines of JSON over a socket pair.
 
-The process has no memory of the server's but the areas it was given, so our memory is named by area and offset. Replies
-come from a process that every UCX peer may have written into: nothing in them is believed but how a command ended.
+The ucx process maps only the areas that it was given, so the server's memory is named by area and offset. Any UCX peer
+may have written into the process that replies. So the server believes a reply only in how a command ended.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ REASON_CHARACTERS_MAX = 1_000
 
 
 @dataclass(frozen=True, slots=True)
-class Place:
+class AreaSpan:
     """`nbytes` bytes from `offset` of an area."""
 
     area: int
@@ -29,7 +29,7 @@ class Place:
 
 @dataclass(frozen=True, slots=True)
 class AddPeer:
-    """Load a peer's metadata, check that it is the one named and offers this memory, greet it."""
+    """Load a peer's metadata, check that it is of this peer and offers this memory, and open the connection."""
 
     name: str
     metadata: bytes
@@ -45,7 +45,7 @@ class RemovePeer:
 
 @dataclass(frozen=True, slots=True)
 class Notify:
-    """Send a notice. It is not answered: any notice may be lost."""
+    """Send a notice. There is no reply, because any notice may be lost."""
 
     name: str
     message: bytes
@@ -53,8 +53,8 @@ class Notify:
 
 @dataclass(frozen=True, slots=True)
 class Group:
-    """What a write belongs to: when the `is_last` of a group has been posted and all of the group have ended well, as
-    all of the flight so far, the peer is sent `notice`.
+    """The group of payloads that a write belongs to. The peer gets `notice` when the write that `is_last` of the group
+    has been posted, all writes of the group have ended well, and no write of the flight has failed.
     """
 
     flight: int
@@ -65,26 +65,26 @@ class Group:
 
 @dataclass(frozen=True, slots=True)
 class Write:
-    """Write places, one after the other, into the peer's memory."""
+    """Write areas' spans, one after the other, into the peer's memory."""
 
     name: str
-    places: tuple[Place, ...]
+    spans: tuple[AreaSpan, ...]
     target: Memory
     group: Group | None = None
 
 
 @dataclass(frozen=True, slots=True)
 class Read:
-    """Read the peer's memory, one span after the other, into a place."""
+    """Read the peer's memory, one span after the other, into a span of an area."""
 
     name: str
     sources: tuple[Memory, ...]
-    place: Place
+    span: AreaSpan
 
 
 @dataclass(frozen=True, slots=True)
 class EndFlight:
-    """Nothing more of this flight will come. It is not answered."""
+    """Forget a flight, which will get no more writes. There is no reply."""
 
     flight: int
 
@@ -94,7 +94,7 @@ Command = AddPeer | RemovePeer | Notify | Write | Read | EndFlight
 
 @dataclass(frozen=True, slots=True)
 class Reply:
-    """How command `number` ended: `counted` bytes were moved, or it failed for `reason`."""
+    """The end of command `number`: `counted` bytes were moved, or the command failed for `reason`."""
 
     number: int
     counted: int = 0
@@ -103,11 +103,11 @@ class Reply:
 
 
 READY = Reply(0)
-"""The first reply: the process can take commands. With a reason: it cannot."""
+"""The number of the first reply: the process can take commands or, with a reason, cannot."""
 
 
 def encode_command(number: int, command: Command) -> bytes:
-    """The line `decode_command` reads."""
+    """The line that `decode_command` reads."""
     match command:
         case AddPeer(name, metadata, offered):
             fields: list[Any] = ["add", name, base64.b64encode(metadata).decode(), [_memory(one) for one in offered]]
@@ -115,17 +115,17 @@ def encode_command(number: int, command: Command) -> bytes:
             fields = ["remove", name]
         case Notify(name, message):
             fields = ["notify", name, message.hex()]
-        case Write(name, places, target, group):
-            fields = ["write", name, [_place(place) for place in places], _memory(target), _group(group)]
-        case Read(name, sources, place):
-            fields = ["read", name, [_memory(source) for source in sources], _place(place)]
+        case Write(name, spans, target, group):
+            fields = ["write", name, [_area_span(span) for span in spans], _memory(target), _group(group)]
+        case Read(name, sources, span):
+            fields = ["read", name, [_memory(source) for source in sources], _area_span(span)]
         case EndFlight(flight):
             fields = ["end", flight]
     return json.dumps([number, *fields], separators=(",", ":")).encode() + b"\n"
 
 
 def decode_command(line: bytes) -> tuple[int, Command]:
-    """A command and its number; the server is believed."""
+    """A command and its number. The line is not checked, because the process trusts the server."""
     number, kind, *fields = json.loads(line)
     match kind, fields:
         case "add", [name, metadata, offered]:
@@ -134,24 +134,24 @@ def decode_command(line: bytes) -> tuple[int, Command]:
             return number, RemovePeer(name)
         case "notify", [name, message]:
             return number, Notify(name, bytes.fromhex(message))
-        case "write", [name, places, target, group]:
+        case "write", [name, spans, target, group]:
             belongs = None if group is None else Group(group[0], group[1], group[2], bytes.fromhex(group[3]))
-            return number, Write(name, tuple(Place(*place) for place in places), Memory(*target), belongs)
-        case "read", [name, sources, place]:
-            return number, Read(name, tuple(Memory(*source) for source in sources), Place(*place))
+            return number, Write(name, tuple(AreaSpan(*span) for span in spans), Memory(*target), belongs)
+        case "read", [name, sources, span]:
+            return number, Read(name, tuple(Memory(*source) for source in sources), AreaSpan(*span))
         case "end", [flight]:
             return number, EndFlight(flight)
     raise ValueError(f"unknown command {kind!r}")
 
 
 def encode_reply(reply: Reply) -> bytes:
-    """The line `decode_reply` reads."""
+    """The line that `decode_reply` reads."""
     reason = None if reply.reason is None else reply.reason[:REASON_CHARACTERS_MAX]
     return json.dumps([reply.number, reply.counted, reason, reply.is_peer_lost]).encode() + b"\n"
 
 
 def decode_reply(line: bytes) -> Reply:
-    """Raises ValueError for anything but a reply: the process may be somebody else's by now."""
+    """The reply in a line. Raises ValueError for anything else, since a UCX peer may control the process by now."""
     fields = json.loads(line)
     if not isinstance(fields, list) or [type(field) for field in fields] not in (
         [int, int, str, bool],
@@ -165,24 +165,24 @@ def _memory(memory: Memory) -> list[Any]:
     return [memory.address, memory.nbytes, memory.device]
 
 
-def _place(place: Place) -> list[int]:
-    return [place.area, place.offset, place.nbytes]
+def _area_span(span: AreaSpan) -> list[int]:
+    return [span.area, span.offset, span.nbytes]
 
 
 def _group(group: Group | None) -> list[Any] | None:
     return None if group is None else [group.flight, group.index, group.is_last, group.notice.hex()]
 
 
-def places_of(areas: Sequence[tuple[int, int]], spans: Sequence[tuple[int, int]]) -> tuple[Place, ...]:
-    """Our (address, nbytes) spans as places; `areas` are (address, nbytes) by number. Raises ValueError for memory that
-    is in none.
+def area_spans(areas: Sequence[tuple[int, int]], spans: Sequence[tuple[int, int]]) -> tuple[AreaSpan, ...]:
+    """Spans (address, nbytes) of the server's memory, named by area. `areas` are (address, nbytes), by number. Raises
+    ValueError for memory that lies in no area.
     """
-    places = []
+    found = []
     for address, nbytes in spans:
         for number, (start, size) in enumerate(areas):
             if start <= address and address + nbytes <= start + size:
-                places.append(Place(number, address - start, nbytes))
+                found.append(AreaSpan(number, address - start, nbytes))
                 break
         else:
             raise ValueError("the memory is not shared with the ucx process")
-    return tuple(places)
+    return tuple(found)

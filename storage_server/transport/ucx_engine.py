@@ -1,9 +1,9 @@
-"""The ucx process: it owns the NIXL agent, posts writes and reads, polls them, sends notices, and knows the peers.
+"""The ucx process: it owns the NIXL agent, knows the peers, posts and polls writes and reads, and sends notices.
 
-UCX authenticates nobody: who reaches its listener can read and write the memory of the process behind it. So this
-process has none but the areas it was given, no credentials, no open files of the store, and is not believed by the
-server (`ucx_process`). Over shared memory a post copies the bytes itself; over TCP or RDMA transfers stay in flight and
-are polled with a short sleep.
+UCX authenticates nobody: anyone who can reach its listener can read and write the memory of the process behind it. So
+this process maps no memory but the areas it was given, and has no credentials and no open files of the store; the
+server does not believe what it says (`ucx_process`). Over shared memory a post copies the bytes itself. Over TCP or
+RDMA the transfers stay in flight and are polled with a short sleep.
 
 Run as a module: `python -m storage_server.transport.ucx_engine SOCKET [FD:NBYTES:rw|ro ...]`.
 """
@@ -35,11 +35,11 @@ from descriptors.notices import GREETING
 from storage_server.transport.ucx_commands import (
     READY,
     AddPeer,
+    AreaSpan,
     Command,
     EndFlight,
     Group,
     Notify,
-    Place,
     Read,
     RemovePeer,
     Reply,
@@ -50,10 +50,10 @@ from storage_server.transport.ucx_commands import (
 
 POLL_INTERVAL_S = 50e-6
 CONNECTION_WORK_S = 1.0
-"""How long connections are given to open or close in the background: nothing in UCX moves unless it is polled."""
+"""The seconds that connections get to open or close in the background, because UCX makes progress only when polled."""
 RECEIVE_BYTES = 1 << 20
 _FIRST, _AFTER = 0, 1
-"""Notices and peers go before posts: a post may copy megabytes."""
+"""Commands that are carried out before posts, because a post may copy megabytes: notices, and changes of peers."""
 _log = logging.getLogger(__name__)
 
 
@@ -79,7 +79,7 @@ class _Flight:
             self.whole.add(group.index)
 
     def ended(self, group: Group, *, is_good: bool) -> bool:
-        """One write less; whether that was the group's last, nothing having failed so far."""
+        """Count one write as ended. Returns whether it was the group's last, and no write has failed so far."""
         self.pending[group.index] -= 1
         self.has_failed |= not is_good
         if self.pending[group.index]:
@@ -91,7 +91,7 @@ class _Flight:
 
 
 class Engine:
-    """Carries out what comes over `control` until that ends. `areas` are (address, nbytes) in this process."""
+    """Carries out the commands that come over `control`, until that ends. `areas` are (address, nbytes) here."""
 
     def __init__(self, control: socket.socket, areas: Sequence[tuple[int, int]]) -> None:
         self._control = control
@@ -107,7 +107,9 @@ class Engine:
         self._registrations = [self._agent.register(Memory(*area)) for area in areas]
 
     def run(self) -> None:
-        """One command, then a look at what is in flight: queued posts must not delay the notice of a finished layer."""
+        """Alternate between one command and one poll, so that queued posts do not delay the notice of a
+        finished layer.
+        """
         self._say(READY)
         while True:
             must_wait = not (self._waiting or self._in_flight or time.monotonic() < self._busy_until_s)
@@ -123,7 +125,7 @@ class Engine:
                 time.sleep(POLL_INTERVAL_S)
 
     def close(self) -> None:
-        """Let go of the agent; nothing is in flight after this."""
+        """Close the agent. Nothing is in flight after this."""
         for flight in self._in_flight:
             flight.transfer.release()
         for registration in self._registrations:
@@ -131,7 +133,7 @@ class Engine:
         del self._agent
 
     def _receive(self) -> bool:
-        """Queue what has come; False when the server is gone."""
+        """Queue the commands that have arrived; False when the server has closed the connection."""
         data = self._control.recv(RECEIVE_BYTES)
         self._received += data
         *lines, rest = self._received.split(b"\n")
@@ -157,8 +159,8 @@ class Engine:
                 case Write():
                     self._write(number, command)
                     return
-                case Read(name, sources, place):
-                    self._post(number, name, None, lambda: self._agent.post_read(name, sources, self._memory(place)))
+                case Read(name, sources, span):
+                    self._post(number, name, None, lambda: self._agent.post_read(name, sources, self._memory(span)))
                     return
                 case EndFlight(flight):
                     self._flights.pop(flight, None)
@@ -186,7 +188,7 @@ class Engine:
         if command.group is not None:
             self._flights.setdefault(command.group.flight, _Flight()).posted(command.group)
         spans = np.array(
-            [(self._areas[place.area][0] + place.offset, place.nbytes) for place in command.places], dtype=np.int64
+            [(self._areas[span.area][0] + span.offset, span.nbytes) for span in command.spans], dtype=np.int64
         )
         self._post(
             number,
@@ -241,7 +243,9 @@ class Engine:
         self._tell(flight.number, flight.peer, flight.group, counted, failure)
 
     def _tell(self, number: int, peer: str, group: Group | None, counted: int, failure: NixlFailure | None) -> None:
-        """A layer is announced before the next post, which may copy megabytes, and before the server hears of it."""
+        """Reply, after announcing the layer if it is complete: the client shall not wait for the next post, which may
+        copy megabytes.
+        """
         flight = None if group is None else self._flights.get(group.flight)
         if group is not None and flight is not None and flight.ended(group, is_good=failure is None) and group.notice:
             with contextlib.suppress(NixlFailure):
@@ -260,12 +264,12 @@ class Engine:
         self._busy_until_s = time.monotonic() + CONNECTION_WORK_S
 
     def _progress(self) -> None:
-        """Let connections open and close. Notices are for clients; what clients send us is read and dropped."""
+        """Let connections open and close. Notices from clients are read and dropped: only clients need notices."""
         with contextlib.suppress(NixlFailure):
             self._agent.notices()
 
-    def _memory(self, place: Place) -> Memory:
-        return Memory(self._areas[place.area][0] + place.offset, place.nbytes)
+    def _memory(self, span: AreaSpan) -> Memory:
+        return Memory(self._areas[span.area][0] + span.offset, span.nbytes)
 
     def _say(self, reply: Reply) -> None:
         self._control.sendall(encode_reply(reply))
@@ -276,7 +280,7 @@ def _failed(number: int, failure: NixlFailure) -> Reply:
 
 
 def _mapped(text: str) -> tuple[int, int]:
-    """An area from FD:NBYTES:rw or ro; the descriptor is closed."""
+    """Map an area given as FD:NBYTES:rw or ro, and close the descriptor."""
     fd, nbytes, access = text.split(":")
     protection = mmap.PROT_READ | (mmap.PROT_WRITE if access == "rw" else 0)
     libc = ctypes.CDLL(None, use_errno=True)
@@ -290,9 +294,9 @@ def _mapped(text: str) -> tuple[int, int]:
 
 
 def _run(arguments: Sequence[str]) -> None:
-    for number in (signal.SIGINT, signal.SIGHUP):  # meant for the server, which ends us by hanging up
+    for number in (signal.SIGINT, signal.SIGHUP):  # meant for the server, which ends this process by closing the socket
         signal.signal(number, signal.SIG_IGN)
-    resource.setrlimit(resource.RLIMIT_CORE, (0, 0))  # what is staged belongs to tenants
+    resource.setrlimit(resource.RLIMIT_CORE, (0, 0))  # staging memory holds tenants' bytes, which no core file may keep
     control = socket.socket(fileno=int(arguments[0]))
     with contextlib.suppress(ConnectionError, BrokenPipeError):
         try:

@@ -1,5 +1,5 @@
-"""All memory the ucx process maps: staging of its own, wiped between access keys, and the DRAM tier where that was
-asked for. Nothing else of the server can be reached by a ucx peer.
+"""All memory that the ucx process maps: a staging pool of its own, wiped between access keys, and the DRAM tier where
+that was asked for. A ucx peer can reach no other memory of the server.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ WHOLE_SLOT_BYTES = MIB
 
 
 class UcxMemory:
-    """`staging` is for payloads, `whole` for objects that are staged whole (None: none are)."""
+    """`staging` is for payloads, `whole` for objects that are staged whole; `whole` is None where there are none."""
 
     def __init__(self, settings: StorageSettings) -> None:
         slot_count = settings.staging_bytes // settings.aggregation_bytes
@@ -29,12 +29,12 @@ class UcxMemory:
             )
 
     def dram_area(self, nbytes: int) -> SharedArea:
-        """Memory for the DRAM tier, which the process can read."""
+        """Memory for the DRAM tier, which the ucx process can read."""
         area = SharedArea(nbytes, is_read_only=True)
         self.areas.append(area)
         return area
 
     def close(self) -> None:
-        """No process is given it any more."""
+        """Close the descriptors. No further process can be given the memory."""
         for area in self.areas:
             area.close()

@@ -1,7 +1,7 @@
-"""The server's side of the ucx process: starts it, gives it memory, and hears how each command ended.
+"""The server's side of the ucx process: starts it, gives it memory, and learns how each command ended.
 
-When the process ends, every command under way fails, its peers are forgotten, and it is started again: a peer that
-spoils it costs the ucx deliveries in flight, and nothing else.
+When the process ends, every command under way fails, its peers are forgotten, and the process is started again. So a
+peer that crashes the process costs only the ucx deliveries in flight.
 """
 
 from __future__ import annotations
@@ -37,28 +37,30 @@ from storage_server.transport.ucx_commands import (
     RemovePeer,
     Reply,
     Write,
+    area_spans,
     decode_reply,
     encode_command,
-    places_of,
 )
 
 START_TIMEOUT_S = 60.0
 STOP_TIMEOUT_S = 10.0
 ANSWER_TIMEOUT_S = 10.0
 RESTART_S, RESTART_S_MAX = 0.1, 30.0
-"""The wait before a restart doubles while the process does not live for RESTART_S_MAX."""
+"""The first and the longest wait before a restart. The wait doubles as long as the process does not live for
+RESTART_S_MAX.
+"""
 _KEPT = ("PATH", "HOME", "LANG", "LC_ALL", "TZ", "LD_LIBRARY_PATH", "LD_PRELOAD", "VIRTUAL_ENV", "TMPDIR")
 _KEPT_PREFIXES = ("UCX_", "NIXL_", "CUDA_", "NVIDIA_", "ASAN_")
 _F_SEAL_FUTURE_WRITE = 0x10  # linux/fcntl.h, Linux 5.1
 _log = logging.getLogger(__name__)
 
 OnEnded = Callable[[int, NixlFailure | None], None]
-"""(bytes NIXL counted, failure): called once for every write and read, when our side's memory is no longer in use."""
+"""(bytes NIXL counted, failure): called once for every write and read, when the server's memory may be used again."""
 
 
 class SharedArea:
-    """Memory of ours that the ucx process maps too: for writing, or, when `is_read_only`, for reading. Taken from the
-    system as it is first used.
+    """Memory that the ucx process maps, too: for writing or, with `is_read_only`, for reading. The system provides a
+    page at its first use.
     """
 
     def __init__(self, nbytes: int, *, is_read_only: bool = False) -> None:
@@ -69,7 +71,7 @@ class SharedArea:
             os.ftruncate(self.fd, self.nbytes)
             self.map = mmap.mmap(self.fd, self.nbytes, mmap.MAP_SHARED)
             seals = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW
-            if is_read_only:  # nobody else can map it for writing from now on
+            if is_read_only:  # seals the memory: no other process can map it for writing from now on
                 seals |= _F_SEAL_FUTURE_WRITE
             fcntl.fcntl(self.fd, fcntl.F_ADD_SEALS, seals | fcntl.F_SEAL_SEAL)
         except BaseException:
@@ -78,14 +80,14 @@ class SharedArea:
         self.address = int(np.frombuffer(self.map, dtype=np.uint8).ctypes.data)
 
     def close(self) -> None:
-        """No process is given it any more; what maps it keeps it."""
+        """Close the descriptor, so that no further process gets the memory. Existing mappings stay."""
         fd, self.fd = self.fd, -1
         if fd >= 0:
             os.close(fd)
 
 
 def child_environment(environment: Mapping[str, str], devices: str) -> dict[str, str]:
-    """What a process with a UCX agent may know of ours: nothing that is secret. `devices` are those it listens on."""
+    """The environment of a process with a UCX agent: the variables that are not secret. It listens on `devices`."""
     kept = {name: value for name, value in environment.items() if name in _KEPT or name.startswith(_KEPT_PREFIXES)}
     root = str(Path(storage_server.__file__).resolve().parent.parent)
     return {**kept, "UCX_NET_DEVICES": devices, "PYTHONPATH": root}
@@ -98,7 +100,7 @@ class _Waiting:
 
 
 class UcxProcess:
-    """One per storage server. Lives on one event loop. `on_gone` is called when the process has ended by itself."""
+    """One per storage server. Used on one event loop. `on_gone` is called when the process has ended by itself."""
 
     def __init__(self, areas: Sequence[SharedArea], devices: str, on_gone: Callable[[], None]) -> None:
         self._areas = areas
@@ -112,6 +114,8 @@ class UcxProcess:
         self._writer: asyncio.StreamWriter | None = None
         self._keeper: asyncio.Task[None] | None = None
         self._is_stopping = False
+        self.start_count = 0
+        """How often the process has been started."""
 
     @property
     def is_running(self) -> bool:
@@ -125,16 +129,16 @@ class UcxProcess:
 
     @property
     def in_flight_count(self) -> int:
-        """Commands given and not yet ended."""
+        """How many commands were given and have not ended."""
         return len(self._waiting)
 
     async def start(self) -> None:
-        """Raises NixlFailure where UCX cannot run."""
+        """Start the process. Raises NixlFailure where UCX cannot run."""
         reader = await self._launch()
         self._keeper = asyncio.create_task(self._keep(reader))
 
     async def stop(self) -> None:
-        """End the process; what is under way fails."""
+        """End the process. Commands under way fail."""
         self._is_stopping = True
         writer, self._writer = self._writer, None
         if writer is not None:
@@ -148,8 +152,8 @@ class UcxProcess:
                 await self._keeper
 
     async def add_peer(self, name: str, metadata: bytes, offered: Sequence[Memory]) -> None:
-        """Make a peer known, and open the connection, so that the first write does not pay for it. NixlFailure when it
-        is not good for that; the name is then forgotten. When the caller is cancelled it is forgotten, too.
+        """Make a peer known and open the connection, so that the first write does not have to. Raises NixlFailure when
+        the metadata cannot be used. The name is forgotten after a failure, and also when the caller is cancelled.
         """
         adding = asyncio.ensure_future(self._ask(AddPeer(name, metadata, tuple(offered))))
         try:
@@ -160,36 +164,36 @@ class UcxProcess:
             raise
 
     async def remove_peer(self, name: str) -> None:
-        """Disconnect and forget a peer; its transfers in flight fail. NixlFailure where the process is gone."""
+        """Disconnect and forget a peer; its transfers in flight fail. Raises NixlFailure where the process is gone."""
         await self._ask(RemovePeer(name))
 
     def disconnect(self, name: str) -> None:
-        """`remove_peer`, not waited for. A process that does not even answer that is ended."""
+        """Begin `remove_peer` without waiting. A process that does not carry it out is killed."""
         loop = asyncio.get_running_loop()
         too_late = loop.call_later(ANSWER_TIMEOUT_S, self._kill)
         self._give(RemovePeer(name), name, lambda counted, failure: too_late.cancel())
 
     def begin_flight(self) -> int:
-        """A number for the writes of one delivery."""
+        """A new number for the writes of one delivery."""
         return next(self._flights)
 
     def end_flight(self, flight: int) -> None:
-        """Nothing more of it comes."""
+        """Say that the flight gets no more writes."""
         self._send(0, EndFlight(flight))
 
     def write(self, peer: str, spans: Spans, target: Memory, group: Group | None, on_ended: OnEnded) -> None:
-        """Write our memory, span after span; `on_ended` hears how it ended."""
-        places = places_of(self._places, [(int(address), int(nbytes)) for address, nbytes in spans])
+        """Write the server's `spans`, one after the other, to `target`; `on_ended` is called at the end."""
+        places = area_spans(self._places, [(int(address), int(nbytes)) for address, nbytes in spans])
         self._give(Write(peer, places, target, group), peer, on_ended)
 
     def read(self, peer: str, sources: Sequence[Memory], address: int, on_ended: OnEnded) -> None:
-        """Read `sources`, one after the other, to our `address`; `on_ended` hears how it ended."""
+        """Read `sources`, one after the other, to the server's `address`; `on_ended` is called at the end."""
         nbytes = sum(source.nbytes for source in sources)
-        (place,) = places_of(self._places, [(address, nbytes)])
+        (place,) = area_spans(self._places, [(address, nbytes)])
         self._give(Read(peer, tuple(sources), place), peer, on_ended)
 
     def notify(self, peer: str, message: bytes) -> None:
-        """Send a notice; it may be lost."""
+        """Send a notice, which may be lost."""
         self._send(0, Notify(peer, message))
 
     async def _ask(self, command: Command) -> None:
@@ -227,12 +231,13 @@ class UcxProcess:
             failure = PeerLost(reply.reason) if reply.is_peer_lost else NixlFailure(reply.reason)
         try:
             waiting.on_ended(reply.counted, failure)
-        except Exception:  # the others must hear, too
-            _log.exception("hearing how a transfer ended")
+        except Exception:  # other commands must still be told that they have ended
+            _log.exception("the callback of a finished transfer failed")
 
     async def _launch(self) -> asyncio.StreamReader:
         """Start the process and wait until it can take commands. Raises NixlFailure."""
         ours, theirs = socket.socketpair()
+        self.start_count += 1
         try:
             shared = [f"{area.fd}:{area.nbytes}:{'ro' if area.is_read_only else 'rw'}" for area in self._areas]
             command = [sys.executable, "-P", "-m", "storage_server.transport.ucx_engine", str(theirs.fileno()), *shared]
@@ -267,7 +272,7 @@ class UcxProcess:
         return reader
 
     async def _keep(self, reader: asyncio.StreamReader) -> None:
-        """Hear replies; start the process again when it has ended."""
+        """Read replies, and start the process again when it has ended."""
         pause_s = RESTART_S
         while True:
             began_s = time.monotonic()
@@ -294,10 +299,10 @@ class UcxProcess:
                 self._end(decode_reply(line))
         except (ValueError, OSError) as error:
             if not self._is_stopping:
-                _log.warning("the ucx process says what it should not (%s): it is ended", error)
+                _log.warning("the ucx process sent an invalid reply (%s) and is ended", error)
 
     async def _gone(self) -> None:
-        """Nothing of it is in flight once it has been waited for: its memory is ours again."""
+        """Fail the commands under way. When the process has been waited for, nothing of it is in flight."""
         writer, self._writer = self._writer, None
         if writer is not None:
             writer.close()

@@ -1,6 +1,6 @@
 """Run the clients: `python -m tests.clients [--client NAME] [--endpoint URL ...] [--write FILE]`.
 
-Without an endpoint it starts a server of its own. --write makes the compatibility table.
+Without an endpoint it starts servers of its own, which --write needs: it makes the compatibility table.
 """
 
 from __future__ import annotations
@@ -16,9 +16,9 @@ from tests.clients.catalogue import CLIENTS, OVER_TLS, Client
 from tests.clients.drivers.contract import Target
 from tests.clients.install import install
 from tests.clients.runner import Run, describe, run
-from tests.clients.server import make_bucket, plain_server, tls_server
+from tests.clients.server import make_bucket, plain_server, tls_server, upstream_server
 from tests.clients.table import render
-from tests.support import OWNER
+from tests.support.requests import OWNER
 
 
 def main() -> int:
@@ -31,6 +31,8 @@ def main() -> int:
     arguments.add_argument("--secret-key", default=OWNER[1])
     arguments.add_argument("--write", type=Path, metavar="FILE", help="write the compatibility table")
     options = arguments.parse_args()
+    if options.write and options.endpoint:
+        arguments.error("--write starts servers of its own: leave --endpoint out")
     chosen = [client for client in CLIENTS if client.name in (options.client or names)]
     key = (options.access_key, options.secret_key)
     if options.endpoint:
@@ -39,13 +41,17 @@ def main() -> int:
         with tempfile.TemporaryDirectory() as folder, plain_server(Path(folder)) as endpoint:
             runs = _run_all(chosen, endpoint, key)
     over_tls: list[Run] = []
-    if options.write and not options.endpoint:
+    in_front: list[Run] = []
+    if options.write:
+        with tempfile.TemporaryDirectory() as folder, upstream_server(Path(folder)) as endpoint:
+            in_front = _run_all(chosen, endpoint, key)
         with tempfile.TemporaryDirectory() as folder, tls_server(Path(folder)) as (endpoint, ca_file):
             over_tls = _run_all(OVER_TLS, endpoint, key, str(ca_file))
-    failed = [run for run in (*runs, *over_tls) if run.failures]
+    failed = [run for run in (*runs, *in_front, *over_tls) if run.failures]
     print(describe(failed))
     if options.write and not failed:
-        options.write.write_text(render([run.results for run in runs], [run.client.name for run in over_tls]))
+        plain, fronted = [run.results for run in runs], [run.results for run in in_front]
+        options.write.write_text(render(plain, fronted, [run.client.name for run in over_tls]))
     return 1 if failed else 0
 
 

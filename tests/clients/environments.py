@@ -68,4 +68,6 @@ LIBRARIES = Environment("libraries")
 PROGRAMS = Environment("programs", node_package="node")
 FSSPEC = Environment("fsspec")
 TORCH = Environment("torch", Dependencies.BORROWED)
-ENVIRONMENTS = (LIBRARIES, PROGRAMS, FSSPEC, TORCH)
+SERVICES = Environment("services")
+"""S3 services that stand upstream."""
+ENVIRONMENTS = (LIBRARIES, PROGRAMS, FSSPEC, TORCH, SERVICES)

@@ -11,7 +11,8 @@ import boto3
 from botocore.config import Config
 
 from tests.clients.drivers.contract import Target
-from tests.support import CONFIG, stack, started
+from tests.support.requests import OWNER
+from tests.support.servers import CONFIG, stack, started
 
 
 @contextmanager
@@ -19,6 +20,20 @@ def plain_server(folder: Path) -> Iterator[str]:
     """The endpoint of `objectcache serve` over http."""
     with stack("together", folder) as running:
         yield running.url
+
+
+@contextmanager
+def upstream_server(folder: Path) -> Iterator[str]:
+    """The endpoint of `objectcache serve --upstream`, in front of another `objectcache serve`."""
+    front = folder / "front"
+    front.mkdir()
+    config = front / "config.toml"
+    config.write_text(CONFIG)
+    keys = {"OBJECTCACHE_UPSTREAM_ACCESS_KEY_ID": OWNER[0], "OBJECTCACHE_UPSTREAM_SECRET_ACCESS_KEY": OWNER[1]}
+    with stack("together", folder / "home") as home:
+        options = ("--data", str(front / "data"), "--port", "0", "--config", str(config), "--upstream", home.url)
+        with started("serve", *options, environment=keys) as (url, _):
+            yield url
 
 
 @contextmanager

@@ -19,7 +19,7 @@ from typing import Any
 
 from tests.engines.environment import engine_python, engine_variables
 from tests.engines.messages import EngineSettings, Moment, Operation, Outcome, Prompt
-from tests.support import repository
+from tests.support.tree import repository
 
 START_S = 180.0
 REPLY_S = 240.0

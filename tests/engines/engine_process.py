@@ -99,8 +99,8 @@ class RunningEngine:
         from nixl_client.connectors.vllm.naming import KeyChain
 
         scheduler, _ = self._connectors()
-        chunk_tokens = scheduler._grid.chunk_tokens
-        chain = KeyChain(scheduler._deployment.namespace(0, "", salt), chunk_tokens)
+        chunk_tokens = scheduler._setup.grid.chunk_tokens
+        chain = KeyChain(scheduler._ledger.deployment.namespace(0, "", salt), chunk_tokens)
         return {"keys": list(chain.keys(tokens, len(tokens) // chunk_tokens))}
 
     def stop(self) -> dict[str, Any]:
@@ -139,7 +139,7 @@ class RunningEngine:
         if not self._has_connector:
             return True
         worker = self._connectors()[1]._worker
-        return worker is None or bool(worker._writer._book.is_idle)
+        return worker is None or bool(worker._writer._ledger.is_idle)
 
     def _connectors(self) -> tuple[Any, Any]:
         from vllm.distributed.kv_transfer import get_kv_transfer_group

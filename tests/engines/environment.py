@@ -5,8 +5,9 @@ from __future__ import annotations
 import os
 from pathlib import Path
 
-from bench.kv_peers.install import ENGINES
-from tests.support import OWNER, repository
+from bench.beds.kv_peers.install import ENGINES
+from tests.support.requests import OWNER
+from tests.support.tree import repository
 
 OVERRIDE = "OBJECTCACHE_ENGINES_PYTHON"
 

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from tests.engines.environment import engine_python, engine_variables
-from tests.support import repository
+from tests.support.tree import repository
 
 START_S = 180.0
 ANSWER_S = 60.0

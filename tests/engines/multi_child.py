@@ -82,7 +82,7 @@ def keys(llm: Any, work: dict[str, Any]) -> list[list[str]]:
     from nixl_client.connectors.vllm.naming import KeyChain
 
     connector = llm.llm_engine.engine_core.engine_core.scheduler.connector
-    deployment, chunk_tokens = connector._deployment, connector._grid.chunk_tokens
+    deployment, chunk_tokens = connector._ledger.deployment, connector._setup.grid.chunk_tokens
     chains = [KeyChain(deployment.namespace(rank, "", ""), chunk_tokens) for rank in range(deployment.rank_count)]
     return [list(chain.keys(work["tokens"], len(work["tokens"]) // chunk_tokens)) for chain in chains]
 

@@ -19,7 +19,7 @@ from tests.engines.engine import EngineError
 from tests.engines.environment import engine_python, engine_variables
 from tests.engines.messages import Json, Prompt
 from tests.engines.multi_child import ANSWER
-from tests.support import repository
+from tests.support.tree import repository
 
 ANSWER_S = 200.0
 END_S = 60.0

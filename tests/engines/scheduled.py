@@ -87,7 +87,7 @@ class ScheduledStep:
     @property
     def found(self) -> dict[str, int]:
         """Of each of its requests, the tokens taken as computed that this step does not load."""
-        loaded = {job.request_id: job.span.token_count for job in self.work.loads}
+        loaded = {job.request_id: job.chunk_range.token_count for job in self.work.loads}
         return {request_id: count - loaded.get(request_id, 0) for request_id, count in self.computed.items()}
 
     @property
@@ -107,7 +107,7 @@ class ScheduledStep:
 
     def loaded_blocks(self, first: int = 0) -> set[int]:
         """Blocks that the step's loads fill, from the `first` of each on."""
-        return {block_id for job in self.work.loads for block_id in job.span.blocks[first:]}
+        return {block_id for job in self.work.loads for block_id in job.chunk_range.blocks[first:]}
 
 
 class ScheduledEngine:
@@ -130,8 +130,8 @@ class ScheduledEngine:
 
     def keys(self, tokens: Sequence[int]) -> list[str]:
         """Of the whole chunks, as the connector names them from now on."""
-        deployment = self.connector._ledger._deployment
-        chunk_tokens = self.connector._grid.chunk_tokens
+        deployment = self.connector._ledger.deployment
+        chunk_tokens = self.connector._setup.grid.chunk_tokens
         chain = KeyChain(deployment.namespace(0, "", ""), chunk_tokens)
         return list(chain.keys(tokens, len(tokens) // chunk_tokens))
 
@@ -281,4 +281,4 @@ def scheduled(folder: Path, setup: Setup | None = None) -> Iterator[ScheduledEng
 
 
 def _chunks(jobs: Iterator[StoreJob] | Sequence[LoadJob]) -> list[list[int]]:
-    return [[job.span.first_chunk, job.span.end_chunk] for job in jobs]
+    return [[job.chunk_range.first_chunk, job.chunk_range.end_chunk] for job in jobs]

@@ -102,7 +102,7 @@ class Simulation:
 
     def _execute(self, step: ScheduledStep) -> Outcome:
         outcome = Outcome(step)
-        voided = [job for job in self._waiting if not step.work.rewritten.isdisjoint(job.span.blocks)]
+        voided = [job for job in self._waiting if not step.work.rewritten.isdisjoint(job.chunk_range.blocks)]
         self._waiting = [job for job in self._waiting if job not in voided]
         for load in step.work.loads:
             self._load(load, outcome)
@@ -121,7 +121,7 @@ class Simulation:
 
     def _load(self, job: LoadJob, outcome: Outcome) -> None:
         self.counts["loads"] += 1
-        keys, span, grid = job.keys[0], job.span, self._engine.connector._grid
+        keys, span, grid = job.keys[0], job.chunk_range, self._engine.connector._setup.grid
         assert self._engine.store.keys.issuperset(keys)
         if self._random.random() < 0.1:
             self._unreadable.add(self._random.choice(keys))
@@ -149,11 +149,11 @@ class Simulation:
             self._held[blocks[index]] = tokens[: min(first + count, (index + 1) * BLOCK_TOKENS)] if is_right else ()
 
     def _write(self, job: StoreJob) -> None:
-        tokens, grid = self._tokens(job.request_id), self._engine.connector._grid
-        start, end = job.span.first_chunk * grid.chunk_tokens, job.span.end_chunk * grid.chunk_tokens
+        tokens, grid = self._tokens(job.request_id), self._engine.connector._setup.grid
+        start, end = job.chunk_range.first_chunk * grid.chunk_tokens, job.chunk_range.end_chunk * grid.chunk_tokens
         first = start // BLOCK_TOKENS * BLOCK_TOKENS
-        assert self._holds(job.span.blocks, first, end, tokens), f"{job}: blocks that hold something else"
-        assert list(job.keys[0]) == self._engine.keys(tokens[:end])[job.span.first_chunk :]
+        assert self._holds(job.chunk_range.blocks, first, end, tokens), f"{job}: blocks that hold something else"
+        assert list(job.keys[0]) == self._engine.keys(tokens[:end])[job.chunk_range.first_chunk :]
         self._engine.store.keys.update(job.keys[0])
         self.counts["stores"] += 1
         if job.is_repair:

@@ -81,7 +81,9 @@ def reset(folder: Path) -> Facts:
             "workers told": [step.work.is_reset, following.work.is_reset],
             "A goes on": step.computed["A"],
             "loads": step.loads + following.loads,
-            "stored": [[job.request_id, job.span.first_chunk, job.span.end_chunk] for job in last.work.stores],
+            "stored": [
+                [job.request_id, job.chunk_range.first_chunk, job.chunk_range.end_chunk] for job in last.work.stores
+            ],
             "under old keys": len(set(old) & set(new_keys)),
         }
 
@@ -96,4 +98,4 @@ def image_in_a_later_turn(folder: Path, has_image: bool) -> Facts:
             engine.requests["A"].mm_features = [object()]
         engine.abort("A")
         step = engine.run()
-        return [[job.request_id, job.span.first_chunk, job.span.end_chunk] for job in step.work.stores]
+        return [[job.request_id, job.chunk_range.first_chunk, job.chunk_range.end_chunk] for job in step.work.stores]

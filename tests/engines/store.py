@@ -12,9 +12,10 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from nixl_client.client import ObjectCacheClient
-from tests.crash.server import Server
 from tests.engines.messages import Json
-from tests.support import CONFIG, OWNER, s3_client
+from tests.faults.crash.server import Server
+from tests.support.requests import OWNER, s3_client
+from tests.support.servers import CONFIG
 
 BUCKET = "kv-cache"
 

@@ -16,7 +16,7 @@ import pytest
 
 from tests.engines.environment import engine_python, engine_variables
 from tests.engines.messages import Json
-from tests.support import repository
+from tests.support.tree import repository
 
 pytestmark = pytest.mark.timeout(300)
 PREFIX_TOKENS = 256

@@ -19,15 +19,14 @@ from lmcache.v1.memory_management import MemoryObj
 from lmcache.v1.storage_backend.connector import ConnectorAdapter, ConnectorContext
 from lmcache.v1.storage_backend.connector.base_connector import RemoteConnector
 
+from nixl_client.connectors.lmcache.chunks import ChunkSize, ChunkSpace, object_name, partial_tokens
 from nixl_client.connectors.lmcache.jobs import Jobs
-from nixl_client.connectors.lmcache.naming import ChunkSpace, object_name
 from nixl_client.connectors.lmcache.options import Options
-from nixl_client.connectors.lmcache.plan import ChunkSize, partial_tokens
 from nixl_client.connectors.lmcache.store import ChunkStore
 
 NAME = "objectcache"
 BLOCKING_SHARE = 0.9
-"""Of the time that LMCache waits for a load, after which it wants no more of it."""
+"""LMCache gives a load up after `blocking_timeout_secs`. This part of that time is ours."""
 Keys = list[CacheEngineKey]
 Chunks = list[MemoryObj]
 MaybeChunks = list[MemoryObj | None]
@@ -120,7 +119,7 @@ class ObjectCacheConnector(RemoteConnector):  # type: ignore[misc]
         return True
 
     async def batched_get(self, keys: Keys) -> MaybeChunks:
-        """The chunks before the first that cannot be had, and None for the others."""
+        """The chunks before the first that cannot be loaded, and None for the others."""
         loaded = await self._load(keys)
         return [*loaded, *[None] * (len(keys) - len(loaded))]
 
@@ -129,7 +128,7 @@ class ObjectCacheConnector(RemoteConnector):  # type: ignore[misc]
         return True
 
     async def batched_get_non_blocking(self, lookup_id: str, keys: Keys) -> Chunks:
-        """The chunks before the first that cannot be had."""
+        """The chunks before the first that cannot be loaded."""
         return await self._load(keys)
 
     async def put(self, key: CacheEngineKey, memory_obj: MemoryObj) -> None:
@@ -141,7 +140,9 @@ class ObjectCacheConnector(RemoteConnector):  # type: ignore[misc]
         return True
 
     async def batched_put(self, keys: Sequence[CacheEngineKey], memory_objs: Chunks) -> None:
-        """Store what is missing of these; returns when it is, or will not be. The caller's references stay its own."""
+        """Store the chunks that are missing. Returns when they are stored, or will not be. The caller keeps its own
+        references.
+        """
         if not self._options.store or not keys:
             return
         self.store.counters.add(given_chunks=len(keys))
@@ -215,7 +216,9 @@ class ObjectCacheConnector(RemoteConnector):  # type: ignore[misc]
         return chunks[:loaded]
 
     def _load_partial(self, name: str, chunk: MemoryObj, is_last: bool) -> int:
-        """The last chunk of a prompt may be a part of one. What is neither is deleted, so that it is written again."""
+        """The last chunk of a prompt may be shorter than the others. A chunk that is neither full nor such a chunk is
+        deleted, so that it is written again.
+        """
         token_bytes = chunk.get_size() // self._metadata.chunk_size
         tokens = self.store.load_partial(name, _bytes(chunk), token_bytes) if is_last and self._has_partials else 0
         if not tokens:

@@ -1,4 +1,4 @@
-"""Work in the background that holds references to LMCache's memory until it is over, and is bounded."""
+"""Stores in the background: bounded, and each holds references to LMCache's memory until it is over."""
 
 from __future__ import annotations
 
@@ -19,8 +19,9 @@ class Jobs:
         self._thread = ThreadPoolExecutor(1, "objectcache-store")
 
     def add(self, chunk_count: int, work: Callable[[], bool], over: Callable[[], None]) -> Future[bool] | None:
-        """Do the work when its turn comes; None when there is too much of it. `over` is called once, if and only if a
-        future is returned: when the work is done, has failed, or will never be.
+        """Run `work`, which stores `chunk_count` chunks, after the jobs that came before. Returns None, and takes no
+        job, when too many chunks wait. Otherwise `over` is called once: when the work has succeeded, has failed, or
+        was dropped by `close`.
         """
         with self._lock:
             if self._is_closed or self._waiting + chunk_count > self._waiting_max:
@@ -39,7 +40,7 @@ class Jobs:
         return future
 
     def close(self, drain_s: float) -> None:
-        """Work on for so long at most; drop what is left."""
+        """Run jobs for at most `drain_s` more, then drop those that are left."""
         with self._lock:
             self._is_closed = True
             futures = set(self._futures)

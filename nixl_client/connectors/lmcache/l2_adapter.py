@@ -19,8 +19,8 @@ from lmcache.v1.distributed.l2_adapters.base import L2AdapterInterface
 from lmcache.v1.memory_management import MemoryObj
 from lmcache.v1.platform import create_event_notifier
 
+from nixl_client.connectors.lmcache.chunks import ChunkSpace, object_name
 from nixl_client.connectors.lmcache.jobs import Jobs
-from nixl_client.connectors.lmcache.naming import ChunkSpace, object_name
 from nixl_client.connectors.lmcache.options import Options
 from nixl_client.connectors.lmcache.store import ChunkStore
 
@@ -75,7 +75,7 @@ class ObjectCacheL2Adapter(L2AdapterInterface):  # type: ignore[misc]  # LMCache
         return task
 
     def pop_completed_store_tasks(self) -> dict[int, L2StoreResult]:
-        """Stores that are over, each told once."""
+        """The stores that have ended since the last call."""
         return self._stores.take_all()
 
     def submit_lookup_and_lock_task(
@@ -98,14 +98,16 @@ class ObjectCacheL2Adapter(L2AdapterInterface):  # type: ignore[misc]  # LMCache
         return self._start(self._lookers, work, self._lookups, len(keys))
 
     def query_lookup_and_lock_result(self, task_id: int) -> Bitmap | None:
-        """Which were found, told once."""
+        """Which chunks were found, once; None while the lookup runs, and after the first answer."""
         return self._lookups.take(task_id)
 
     def submit_unlock(self, keys: list[ObjectKey]) -> None:
         """Nothing: leases end by themselves."""
 
     def submit_load_task(self, keys: list[ObjectKey], objects: list[MemoryObj]) -> int:
-        """Load, in one request for each rank and group; after the first chunk of a prefix that cannot be had, none."""
+        """Load, in one request for each rank and group, the chunks of each prefix before the first that cannot be
+        loaded.
+        """
 
         def work() -> Bitmap:
             loaded = Bitmap(len(keys))
@@ -121,7 +123,7 @@ class ObjectCacheL2Adapter(L2AdapterInterface):  # type: ignore[misc]  # LMCache
         return self._start(self._loaders, work, self._loads, len(keys))
 
     def query_load_result(self, task_id: int) -> Bitmap | None:
-        """Which were loaded, told once."""
+        """Which chunks were loaded, once; None while the load runs, and after the first answer."""
         return self._loads.take(task_id)
 
     def delete(self, keys: list[ObjectKey]) -> None:

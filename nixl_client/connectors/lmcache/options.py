@@ -6,8 +6,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from descriptors.recompute import PrefillCosts
-from nixl_client.connectors.given_options import arguments
-from nixl_client.transport import HTTP_CONNECTIONS_MAX, Transport
+from nixl_client.options import dataclass_arguments
+from nixl_client.transports.transport import HTTP_CONNECTIONS_MAX, Transport
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,4 +74,4 @@ class Options:
     @classmethod
     def of(cls, given: Mapping[str, object]) -> Options:
         """Options from JSON or YAML. Raises ValueError for unknown names and for values that cannot be."""
-        return cls(**{"endpoint": "", "bucket": "", **arguments(cls, given, {"transport": Transport})})
+        return cls(**{"endpoint": "", "bucket": "", **dataclass_arguments(cls, given, {"transport": Transport})})

@@ -13,7 +13,7 @@ import numpy as np
 import numpy.typing as npt
 
 from nixl_client.client import ObjectCacheClient
-from nixl_client.fetch import LayerFetch
+from nixl_client.fetch.layer_fetch import LayerFetch
 
 Array = npt.NDArray[np.uint8]
 _log = logging.getLogger(__name__)
@@ -57,7 +57,7 @@ class Staging:
             self._changed.notify()
 
     def end(self, array: Array, fetch: LayerFetch) -> None:
-        """Whoever took it wants no more of the fetch into it. One that is not over is cancelled elsewhere."""
+        """The fetch into this buffer is over, or not wanted any more: then a thread of ours cancels it first."""
         if fetch.is_settled:
             self.give(array)
         else:

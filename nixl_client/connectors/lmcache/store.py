@@ -5,7 +5,6 @@ thread, and never raising for what the store does: a failure is a miss, or a sto
 from __future__ import annotations
 
 import logging
-import os
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -17,18 +16,17 @@ from descriptors.errors import ChunkUnavailable, ObjectCacheError
 from descriptors.recompute import AdviceRequest
 from nixl_client.client import ObjectCacheClient
 from nixl_client.connectors.counters import Counters
-from nixl_client.connectors.lmcache.options import Options
-from nixl_client.connectors.lmcache.plan import (
-    Breaker,
+from nixl_client.connectors.lmcache.chunks import (
     ChunkSize,
     batches,
     opaque_layout,
     partial_tokens,
     worth_loading,
 )
+from nixl_client.connectors.lmcache.options import Options
 from nixl_client.connectors.lmcache.staging import Staging
-from nixl_client.http import SignedHttp, UnansweredError
 from nixl_client.objects import Path
+from nixl_client.transports.http import UnansweredError
 
 TOKENS_HEADER = "x-amz-meta-lmcache-tokens"
 FAILURES = (ObjectCacheError, OSError, TimeoutError)
@@ -37,12 +35,30 @@ _log = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True)
 class Loaded:
-    """How many chunks, from the first, are in their buffers, and, where the server says that the next one is missing,
-    damaged or of another size, its key.
+    """The first `chunk_count` chunks are in their buffers. `unusable` is the key of the next chunk where the server
+    says that it is missing, damaged or of another size.
     """
 
     chunk_count: int
     unusable: str | None = None
+
+
+class Breaker:
+    """After a request that was not answered, no request is made for `retry_s`: an engine must not wait for a dead
+    server each time. Times are monotonic seconds.
+    """
+
+    def __init__(self, retry_s: float) -> None:
+        self._retry_s = retry_s
+        self._closed_at_s = float("-inf")
+
+    def is_open(self, now_s: float) -> bool:
+        """Whether to ask nothing now."""
+        return now_s < self._closed_at_s
+
+    def trip(self, now_s: float) -> None:
+        """A request was not answered."""
+        self._closed_at_s = now_s + self._retry_s
 
 
 class ChunkStore:
@@ -67,8 +83,6 @@ class ChunkStore:
             timeout_s=options.store_timeout_s,
             fetch_timeout_s=options.store_timeout_s,
         )
-        access_key, secret_key = os.environ["AWS_ACCESS_KEY_ID"], os.environ["AWS_SECRET_ACCESS_KEY"]
-        self._http = SignedHttp(options.endpoint, access_key, secret_key, "us-east-1", options.lookup_timeout_s)
         self._staging = Staging(self._loads, options.staging_bytes, options.loads_max)
 
     def warm(self) -> None:
@@ -82,7 +96,6 @@ class ChunkStore:
             self._lookups.close,
             self._loads.close,
             self._stores.close,
-            self._http.close,
         ):
             try:
                 close()
@@ -90,7 +103,7 @@ class ChunkStore:
                 _log.warning("closing: %s", error)
 
     def is_answering(self) -> bool:
-        """Ask the server something small."""
+        """Whether the server answers a small lookup."""
         try:
             self._lookups.lookup(("lmcache/ping",))
         except FAILURES as error:
@@ -121,7 +134,7 @@ class ChunkStore:
         return worth
 
     def load(self, keys: Sequence[str], targets: Sequence[memoryview]) -> Loaded:
-        """Fill buffers of one size."""
+        """Load the chunks of these keys into `targets`, which are all of one size."""
         deadline_s = time.monotonic() + self._options.load_timeout_s
         chunk_bytes = targets[0].nbytes
         count, unusable = 0, None
@@ -165,8 +178,8 @@ class ChunkStore:
         return True
 
     def load_partial(self, key: str, target: memoryview, token_bytes: int) -> int:
-        """Load a chunk that is not full into the first bytes of a full one's buffer; its tokens, 0 when there is none
-        such.
+        """Load a chunk that is not full into the first bytes of a full chunk's buffer. Returns its tokens, 0 when no
+        such chunk is stored.
         """
         if self._is_resting():
             return 0
@@ -186,7 +199,7 @@ class ChunkStore:
         answered = 0
         for key in keys:
             try:
-                self._http.request("DELETE", f"/{self._options.bucket}/{key}")
+                self._lookups.delete((key,))
                 answered += 1
             except FAILURES as error:
                 self._fail("delete", error)
@@ -194,7 +207,7 @@ class ChunkStore:
         return answered
 
     def discard(self, key: str) -> None:
-        """A chunk is stored under this key that cannot be used: away with it, where we are to write at all."""
+        """The chunk stored under this key cannot be used. Delete it, unless the options forbid writing."""
         if self._options.store and not self._is_resting():
             self.counters.add(discarded_chunks=self.delete((key,)))
 
@@ -222,27 +235,32 @@ class ChunkStore:
         return Loaded(count, unusable)
 
     def _search(self, keys: Sequence[str], targets: Sequence[memoryview], deadline_s: float) -> Loaded:
-        """The answer broke off and the server is there: over http that is all it says of a damaged chunk. Find it."""
+        """Find the damaged chunk, after an answer broke off although the server is there: over http the server reports
+        a damaged chunk in no other way. A chunk counts as damaged once a load of it alone has broken off, since
+        connections break for other reasons, too.
+        """
         good, bad = 0, len(keys)
-        while bad - good > 1:
-            middle = (good + bad) // 2
+        while good < bad:
+            middle = max(good + 1, (good + bad) // 2)
             try:
                 served = self._fetch(keys[good:middle], targets[good:middle], deadline_s)
             except (UnansweredError, ChunkUnavailable):
+                if middle == good + 1:
+                    return Loaded(good, keys[good])
                 bad = middle
                 continue
             except FAILURES as error:
                 self._fail("load", error)
                 return Loaded(good)
-            if served < middle - good:
-                bad = good + served + 1
             good += served
-        return Loaded(good, keys[good])
+            if good < middle:  # this chunk is not stored
+                return Loaded(good, keys[good])
+        return Loaded(good)
 
     def _fetch(self, keys: Sequence[str], targets: Sequence[memoryview], deadline_s: float) -> int:
         chunk_bytes = targets[0].nbytes
         layout = opaque_layout(chunk_bytes)
-        buffer = self._staging.take(layout.payload_bytes(len(keys)), deadline_s)
+        buffer = self._staging.take(layout.delivery_bytes(len(keys)), deadline_s)
         try:
             fetch = self._loads.fetch(keys, layout, buffer, delivery=Delivery.CHUNK_MAJOR, on_missing=OnMissing.PREFIX)
         except BaseException:

@@ -29,18 +29,18 @@ class Packing:
 
 @dataclass(frozen=True, slots=True)
 class Run:
-    """`count` blocks from `first` on, the `place`th of a list and those after it."""
+    """Blocks `first`, `first + 1`, … of which the first is at `index` of a list of block numbers: `count` of them."""
 
-    place: int
+    index: int
     first: int
     count: int
 
     def pieces(self, size: int, skip: int) -> Iterator[Run]:
-        """Its parts in each `size` places of the list, where `skip` places come before the list's first."""
+        """The run, cut as the list is cut into pieces of `size` entries, with `skip` entries before its first."""
         done = 0
         while done < self.count:
-            count = min(size - (skip + self.place + done) % size, self.count - done)
-            yield Run(self.place + done, self.first + done, count)
+            count = min(size - (skip + self.index + done) % size, self.count - done)
+            yield Run(self.index + done, self.first + done, count)
             done += count
 
 
@@ -65,7 +65,7 @@ class Blocks:
 
 def find_runs(ids: Sequence[int]) -> tuple[Run, ...]:
     """The longest runs of numbers that follow each other."""
-    starts = [place for place in range(len(ids)) if not place or ids[place] != ids[place - 1] + 1]
+    starts = [index for index in range(len(ids)) if not index or ids[index] != ids[index - 1] + 1]
     ends = [*starts[1:], len(ids)] if starts else []
     return tuple(Run(start, ids[start], end - start) for start, end in zip(starts, ends, strict=True))
 
@@ -102,7 +102,7 @@ class PagedLayer:
         if paged.device.type == "cpu":
             states = paged.new_empty((len(blocks.ids), *paged.shape[1:]))
             for run in blocks.runs:
-                states[run.place : run.place + run.count] = paged[run.first : run.first + run.count]
+                states[run.index : run.index + run.count] = paged[run.first : run.first + run.count]
         else:
             states = paged[blocks.on(paged.device)]
         return states.reshape(-1, heads, head_dim)[skip : skip + count]
@@ -120,11 +120,11 @@ class PagedLayer:
             paged[blocks.on(paged.device)] = cut.flatten(0, 1)[first : first + count]
         elif chunk_blocks == 1:
             for run in blocks.runs:
-                paged[run.first : run.first + run.count] = cut[first + run.place : first + run.place + run.count, 0]
+                paged[run.first : run.first + run.count] = cut[first + run.index : first + run.index + run.count, 0]
         else:
             for run in blocks.runs:
                 for piece in run.pieces(chunk_blocks, first):
-                    chunk, at = divmod(first + piece.place, chunk_blocks)
+                    chunk, at = divmod(first + piece.index, chunk_blocks)
                     paged[piece.first : piece.first + piece.count] = cut[chunk, at : at + piece.count]
 
     def _part(self, part: int) -> torch.Tensor:
@@ -148,7 +148,7 @@ def packed_layer(cache: torch.Tensor, packings: tuple[Packing, Packing]) -> Page
 def find_packings(
     block_tokens: int, heads: int, head_dim: int, dtype: torch.dtype, write: Write
 ) -> tuple[Packing, Packing]:
-    """How the engine packs keys and values. Raises ValueError when it is no way that is known."""
+    """How the engine packs keys and values. Raises ValueError when that is none of the known packings."""
     generator = torch.Generator().manual_seed(1)
     shape = (block_tokens, heads, head_dim)
     states = [_samples(shape, dtype, generator) for _ in range(2)]

@@ -4,11 +4,8 @@ worker. Where this engine's KV cannot be cached, it says so once and does nothin
 
 from __future__ import annotations
 
-import itertools
 import logging
 import time
-from collections import deque
-from collections.abc import Iterable, Sequence
 from typing import Any
 
 import torch
@@ -24,7 +21,7 @@ from descriptors.layout import ChunkLayout
 from nixl_client.client import ObjectCacheClient
 from nixl_client.connectors.counters import Counters
 from nixl_client.connectors.vllm import engine
-from nixl_client.connectors.vllm.ledger import Ledger
+from nixl_client.connectors.vllm.ledger import SchedulerLedger
 from nixl_client.connectors.vllm.metrics import ObjectCachePromMetrics, ObjectCacheStats, StepMetadata, WorkerReport
 from nixl_client.connectors.vllm.options import Options
 from nixl_client.connectors.vllm.scheduling import SchedulerSide
@@ -44,23 +41,17 @@ class ObjectCacheConnector(KVConnectorBase_V1):  # type: ignore[misc]  # vLLM is
         options = Options.of(self._kv_transfer_config.kv_connector_extra_config)
         engine.check_failure_handling(vllm_config)
         self._scheduler: SchedulerSide | None = None
-        self._ledger: Ledger | None = None
+        self._ledger: SchedulerLedger | None = None
         self._worker: WorkerSide | IdleWorker | None = None
         self._client: ObjectCacheClient | None = None
-        self._given: set[int] = set()
-        """Blocks the engine has given out for tokens that some connector loads, since the last step."""
+        self._setup: engine.CacheSetup | None = None
         try:
-            spec = engine.attention_spec(vllm_config, kv_cache_config)
+            self._setup = engine.cache_setup(vllm_config, kv_cache_config, options)
         except engine.UnsupportedError as error:
             _log.error("ObjectCache is not used: %s", error)
             return
-        self._spec = spec
-        self._grid = engine.grid(options, spec)
-        self._chunk_bytes = engine.chunk_bytes(vllm_config, kv_cache_config.kv_cache_groups[0], self._grid)
-        prompt_chunks = -(-vllm_config.model_config.max_model_len // self._grid.chunk_tokens)
-        self._options = options.with_staging_for(prompt_chunks * self._chunk_bytes)
         if role == KVConnectorRole.SCHEDULER:
-            self._init_scheduler()
+            self._init_scheduler(self._setup)
 
     @property
     def requires_kv_delivery(self) -> bool:
@@ -94,24 +85,19 @@ class ObjectCacheConnector(KVConnectorBase_V1):  # type: ignore[misc]  # vLLM is
     def update_state_after_alloc(self, request: Any, blocks: Any, num_external_tokens: int) -> None:
         """The offer was taken, or not."""
         if self._scheduler is not None:
-            block_ids = blocks.get_block_ids()[0]
-            self._given.update(block_ids[self._scheduler.found_tokens(request) // self._spec.block_size :])
-            self._scheduler.allocated(request, block_ids, num_external_tokens)
+            self._scheduler.allocated(request, blocks.get_block_ids()[0], num_external_tokens)
 
     def build_connector_meta(self, scheduler_output: Any) -> KVConnectorMetadata:
         """The step's loads and stores."""
-        if self._scheduler is None or self._ledger is None:
+        if self._scheduler is None or self._setup is None:
             return StepMetadata(Step())
         state = scheduler_output.kv_connector_block_state
-        tables = []
         for request_id in scheduler_output.num_scheduled_tokens:
             block_ids = state.get_block_ids(request_id)
             if block_ids is not None:
                 self._scheduler.scheduled(request_id, block_ids[0])
-                tables.append(block_ids[0])
-        self._tables.append(tables)
-        work = engine.step_work(scheduler_output)
-        return StepMetadata(self._scheduler.take_step(self._rewritten(scheduler_output), work))
+        self._scheduler.given_out(engine.given_out_blocks(scheduler_output, self._setup.grid.block_tokens))
+        return StepMetadata(self._scheduler.take_step(engine.step_work(scheduler_output)))
 
     def request_finished(self, request: Any, block_ids: list[int]) -> tuple[bool, dict[str, Any] | None]:
         """Whether the blocks must be kept until they have been read."""
@@ -136,18 +122,20 @@ class ObjectCacheConnector(KVConnectorBase_V1):  # type: ignore[misc]  # vLLM is
 
     def register_kv_caches(self, kv_caches: dict[str, torch.Tensor]) -> None:
         """The engine's memory."""
-        if not hasattr(self, "_spec"):
+        if self._setup is None:
             self._worker = IdleWorker()
             return
         indexes = engine.layer_indexes(kv_caches)
         caches = {index: kv_caches[name] for name, index in indexes.items()}
         try:
-            layers = engine.paged_layers(self._vllm_config, self._spec, [caches[index] for index in sorted(caches)])
+            layers = engine.paged_layers(
+                self._vllm_config, self._setup.spec, [caches[index] for index in sorted(caches)]
+            )
         except engine.UnsupportedError as error:
             _log.error("ObjectCache is not used for loads and stores: %s", error)
             raise
         rank = engine.worker_rank(self._vllm_config.parallel_config.tensor_parallel_size)
-        self._worker = WorkerSide(self._options, rank, self._grid, indexes, layers, self.counters)
+        self._worker = WorkerSide(self._setup.options, rank, self._setup.grid, indexes, layers, self.counters)
 
     def handle_preemptions(self, kv_connector_metadata: KVConnectorMetadata) -> None:
         """Called before the step changes any block."""
@@ -210,51 +198,27 @@ class ObjectCacheConnector(KVConnectorBase_V1):  # type: ignore[misc]  # vLLM is
         self._worker, self._scheduler, self._client = None, None, None
         _log.info("shut down in %.1f s: %s", time.monotonic() - began_s, self.counters.totals)
 
-    def _init_scheduler(self) -> None:
-        options = self._options
+    def _init_scheduler(self, setup: engine.CacheSetup) -> None:
+        options = setup.options
         group = self._kv_cache_config.kv_cache_groups[0]
-        room_chunks = options.staging_bytes // self._chunk_bytes
+        room_chunks = options.staging_bytes // setup.chunk_bytes
         if room_chunks < 1:
-            raise ValueError(f"staging_bytes: a chunk is of {self._chunk_bytes} bytes")
+            raise ValueError(f"staging_bytes: a chunk is of {setup.chunk_bytes} bytes")
         is_storing = options.store and self._kv_transfer_config.is_kv_producer
-        self._tables: deque[list[Sequence[int]]] = deque(maxlen=self._vllm_config.max_concurrent_batches + 1)
-        self._deployment = engine.deployment(self._vllm_config, group, options)
-        self._ledger = Ledger(self._deployment, self._grid, room_chunks, is_storing)
+        deployment = engine.deployment(self._vllm_config, group, options)
+        steps_max = self._vllm_config.max_concurrent_batches
+        self._ledger = SchedulerLedger(deployment, setup.grid, room_chunks, is_storing, steps_max)
         self._client = ObjectCacheClient(options.endpoint, options.bucket, timeout_s=options.lookup_timeout_s)
-        self._scheduler = SchedulerSide(self._client, options, self._grid, self._ledger, self.counters, self._layout())
-
-    def _layout(self) -> ChunkLayout:
-        """One rank's chunks."""
-        layers = len(self._kv_cache_config.kv_cache_groups[0].layer_names)
-        return ChunkLayout(layers, self._grid.chunk_tokens, self._chunk_bytes // layers)
+        layer_count = len(group.layer_names)
+        layout = ChunkLayout(layer_count, setup.grid.chunk_tokens, setup.chunk_bytes // layer_count)
+        self._scheduler = SchedulerSide(self._client, options, setup.grid, self._ledger, self.counters, layout)
 
     def _evict(self, lost_blocks: set[int]) -> None:
         """Take lost blocks, and those computed on top of them, out of the engine's prefix cache. vLLM puts blocks there
         when it gives them out, and leaves them there for the request to compute again: but a request may be aborted.
         """
-        if not lost_blocks or self._kv_cache_manager is None:
-            return
-        stale: set[int] = set()
-        for block_ids in itertools.chain.from_iterable(self._tables):
-            stale.update(itertools.dropwhile(lambda block_id: block_id not in lost_blocks, block_ids))
-        self._kv_cache_manager.evict_blocks(stale)
-
-    def _rewritten(self, scheduler_output: Any) -> frozenset[int]:
-        """Every block given out for this step: its bytes may change, be it by zeroing, loading or computing."""
-        blocks = self._given | set(scheduler_output.new_block_ids_to_zero or ())
-        self._given = set()
-        cached = scheduler_output.scheduled_cached_reqs
-        requests: Iterable[tuple[str, int, Any]] = [
-            *((new.req_id, new.num_computed_tokens, new.block_ids) for new in scheduler_output.scheduled_new_reqs),
-            *zip(cached.req_ids, cached.num_computed_tokens, cached.new_block_ids, strict=True),
-        ]
-        new_ids = {new.req_id for new in scheduler_output.scheduled_new_reqs} | cached.resumed_req_ids
-        for request_id, computed_tokens, block_ids in requests:
-            if block_ids is None:
-                continue
-            first = computed_tokens // self._spec.block_size if request_id in new_ids else 0
-            blocks.update(block_ids[0][first:])
-        return frozenset(blocks)
+        if lost_blocks and self._scheduler is not None and self._kv_cache_manager is not None:
+            self._kv_cache_manager.evict_blocks(self._scheduler.stale_blocks(lost_blocks))
 
     def _step(self) -> Step:
         metadata = self._get_connector_metadata()

@@ -5,6 +5,8 @@ from __future__ import annotations
 import hashlib
 import logging
 import re
+from collections.abc import Iterable
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -17,9 +19,9 @@ from vllm.v1.kv_cache_interface import FullAttentionSpec, KVQuantMode
 
 from nixl_client.connectors.compute_fit import Work
 from nixl_client.connectors.vllm.blocks import PagedLayer, find_packings, packed_layer, plain_layer
+from nixl_client.connectors.vllm.grid import Grid
 from nixl_client.connectors.vllm.naming import Deployment
 from nixl_client.connectors.vllm.options import Options
-from nixl_client.connectors.vllm.plan import Grid
 from nixl_client.connectors.vllm.weights import fingerprint
 
 _log = logging.getLogger(__name__)
@@ -28,6 +30,27 @@ _NUMBER = re.compile(r"\d+")
 
 class UnsupportedError(Exception):
     """This engine's KV cannot be cached; it runs as if nothing were ever stored."""
+
+
+@dataclass(frozen=True, slots=True)
+class CacheSetup:
+    """How an engine's KV is cached: its attention, G and B, the bytes of a chunk on the rank with most layers, and the
+    options, of which none is left open.
+    """
+
+    spec: FullAttentionSpec
+    grid: Grid
+    chunk_bytes: int
+    options: Options
+
+
+def cache_setup(vllm_config: Any, kv_cache_config: Any, options: Options) -> CacheSetup:
+    """Raises UnsupportedError where this engine's KV cannot be cached, ValueError for options that do not fit it."""
+    spec = attention_spec(vllm_config, kv_cache_config)
+    found = grid(options, spec)
+    size = chunk_bytes(vllm_config, kv_cache_config.kv_cache_groups[0], found)
+    prompt_chunks = -(-vllm_config.model_config.max_model_len // found.chunk_tokens)
+    return CacheSetup(spec, found, size, options.with_staging_for(prompt_chunks * size))
 
 
 def join_log() -> None:
@@ -187,6 +210,24 @@ def _cpu_write(vllm_config: Any, spec: FullAttentionSpec) -> Any:
         )
 
     return write
+
+
+def given_out_blocks(scheduler_output: Any, block_tokens: int) -> set[int]:
+    """Blocks given out for the coming step, but for those that `update_state_after_alloc` has told: their bytes may
+    change, be it by zeroing, loading or computing.
+    """
+    blocks = set(scheduler_output.new_block_ids_to_zero or ())
+    cached = scheduler_output.scheduled_cached_reqs
+    requests: Iterable[tuple[str, int, Any]] = [
+        *((new.req_id, new.num_computed_tokens, new.block_ids) for new in scheduler_output.scheduled_new_reqs),
+        *zip(cached.req_ids, cached.num_computed_tokens, cached.new_block_ids, strict=True),
+    ]
+    with_all_blocks = {new.req_id for new in scheduler_output.scheduled_new_reqs} | cached.resumed_req_ids
+    for request_id, computed_tokens, block_ids in requests:
+        if block_ids is not None:
+            first = computed_tokens // block_tokens if request_id in with_all_blocks else 0
+            blocks.update(block_ids[0][first:])
+    return blocks
 
 
 def step_work(scheduler_output: Any) -> Work:

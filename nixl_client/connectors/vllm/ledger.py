@@ -1,21 +1,24 @@
-"""The scheduler side's books: what is stored of each request, what to load and to write, which reads are outstanding.
+"""The scheduler's ledger: what is stored of each request, what to load and to write, which blocks get other bytes, and
+which reads are outstanding.
 
-No clock, no network. The engine's own counts are passed in.
+Events come in as calls: a lookup was answered, the engine gave out blocks, a step was scheduled, workers reported. What
+has to be done goes out as the `Step` that `take_step` returns. Pure: time and the engine's own counts are arguments.
 """
 
 from __future__ import annotations
 
-from collections import OrderedDict
-from collections.abc import Sequence
+import itertools
+from collections import OrderedDict, deque
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, replace
 
 from nixl_client.connectors.compute_fit import NO_WORK, Work
+from nixl_client.connectors.vllm.grid import Grid
 from nixl_client.connectors.vllm.naming import Deployment, KeyChain
-from nixl_client.connectors.vllm.plan import Grid
 from nixl_client.connectors.vllm.steps import LoadJob, Report, Step, StoreJob
 
 BAD_S = 300.0
-"""How long nobody is offered a chunk that could not be read: somebody else may have written it again by then."""
+"""A chunk that could not be read is offered to no request for this time. By then it may have been written again."""
 BAD_KEYS_MAX = 4096
 LOADING_STEPS_MAX = 256
 """No engine has so many steps under way: the report of a load that is older was lost, and nobody waits for it."""
@@ -23,9 +26,16 @@ LOADING_STEPS_MAX = 256
 
 @dataclass(slots=True)
 class Tracked:
-    """One request. `matched_chunks` is None until looked up, `next_chunk` the first not yet given to be written,
-    `bad_chunk` one that is stored and could not be read, `admitted_tokens` what the engine
-    counted as computed when the request first ran: found, or loaded by whatever connector; None until it runs.
+    """One request. Chunks are counted from the prompt's start.
+
+    matched_chunks: how many the store has, from the first; None until it has been asked.
+    rate_bytes_per_s: what the server offered when it was asked, at `looked_up_s`; 0 where it paces nothing.
+    computed_tokens: tokens that were in the engine's own blocks when the request was last looked at.
+    next_chunk: the first chunk that has not been given to be written yet.
+    bad_chunk: a chunk that is stored and could not be read.
+    admitted_tokens: what the engine counted as computed when the request first ran, found in its blocks or loaded by
+        whatever connector; None until it runs.
+    unread_jobs: store jobs whose blocks are still read.
     """
 
     chains: tuple[KeyChain, ...]
@@ -39,10 +49,14 @@ class Tracked:
     unread_jobs: set[int] = field(default_factory=set)
 
 
-class Ledger:
-    """Requests from their first lookup to their end."""
+class SchedulerLedger:
+    """Requests from their first lookup to their end. A step loads at most `room_chunks` chunks. The engine has at most
+    `steps_max` steps under way.
+    """
 
-    def __init__(self, deployment: Deployment, grid: Grid, room_chunks: int, is_storing: bool) -> None:
+    def __init__(
+        self, deployment: Deployment, grid: Grid, room_chunks: int, is_storing: bool, steps_max: int = 1
+    ) -> None:
         self._deployment = deployment
         self._grid = grid
         self._room_chunks = room_chunks
@@ -59,6 +73,14 @@ class Ledger:
         self._job_id = 0
         self._owners: dict[int, str] = {}
         self._acks: dict[int, int] = {}
+        self._rewritten: set[int] = set()
+        self._step_tables: list[Sequence[int]] = []
+        self._tables: deque[list[Sequence[int]]] = deque(maxlen=steps_max + 1)
+
+    @property
+    def deployment(self) -> Deployment:
+        """What keys are made from, for requests that are tracked from now on."""
+        return self._deployment
 
     def track(self, request_id: str, lora: str, salt: str) -> Tracked:
         """The request's entry, made when there is none."""
@@ -75,15 +97,22 @@ class Ledger:
         chunk_count = len(tokens) // self._grid.chunk_tokens
         return tuple(chain.keys(tokens, chunk_count) for chain in tracked.chains)
 
-    def matched(self, tracked: Tracked, chunk_count: int, now_s: float) -> None:
-        """The store has the first `chunk_count` chunks on every rank. It does not know of those that cannot be read."""
+    def matched(self, tracked: Tracked, chunk_count: int, now_s: float, rate_bytes_per_s: float = 0.0) -> None:
+        """The store has the first `chunk_count` chunks on every rank, and offers this rate. It does not know of chunks
+        that cannot be read.
+        """
         keys = tracked.chains[0].keys((), chunk_count) if self._bad_until_s else ()
         bad = next((index for index, key in enumerate(keys) if self._bad_until_s.get(key, 0.0) > now_s), None)
         if bad is not None:
             chunk_count = tracked.bad_chunk = bad
         tracked.matched_chunks = chunk_count
+        tracked.rate_bytes_per_s = rate_bytes_per_s
         tracked.looked_up_s = now_s
         tracked.next_chunk = max(tracked.next_chunk, chunk_count)
+
+    def unmatched(self, tracked: Tracked) -> None:
+        """The store is not asked now: what it said before does not count any more."""
+        tracked.matched_chunks = None
 
     def loadable(
         self, tracked: Tracked, token_count: int, computed_tokens: int, worth_chunks: int | None = None
@@ -103,8 +132,29 @@ class Ledger:
         return 0 if tracked is None else tracked.computed_tokens
 
     def is_loading(self, hashes: Sequence[bytes]) -> bool:
-        """Whether one of the blocks with these hashes is being loaded, by all that workers have said."""
+        """Whether one of the blocks with these hashes is being loaded, as far as workers have reported."""
         return any(not loading.isdisjoint(hashes) for _, loading, _ in self._loading.values())
+
+    def allocated(self, request_id: str, block_ids: Sequence[int]) -> None:
+        """The engine has given these blocks to a request, of which the first hold tokens that were found in them: the
+        bytes of the others may change in the coming step.
+        """
+        self._rewritten.update(block_ids[self.found_tokens(request_id) // self._grid.block_tokens :])
+
+    def given_out(self, block_ids: Iterable[int]) -> None:
+        """The bytes of these blocks may change in the coming step: they are zeroed, loaded or computed."""
+        self._rewritten.update(block_ids)
+
+    def scheduled(self, block_ids: Sequence[int]) -> None:
+        """A request with these blocks runs in the coming step."""
+        self._step_tables.append(block_ids)
+
+    def stale_blocks(self, lost_blocks: set[int]) -> set[int]:
+        """Blocks that were not loaded, and those that steps under way compute on top of them."""
+        stale: set[int] = set()
+        for block_ids in itertools.chain.from_iterable(self._tables):
+            stale.update(itertools.dropwhile(lambda block_id: block_id not in lost_blocks, block_ids))
+        return stale
 
     def load(
         self,
@@ -121,17 +171,17 @@ class Ledger:
         tracked.admitted_tokens = None
         if not token_count:
             return
-        span = self._grid.load_span(tracked.computed_tokens, token_count, block_ids)
-        self._room_left -= span.chunk_count
+        chunk_range = self._grid.load_range(tracked.computed_tokens, token_count, block_ids)
+        self._room_left -= chunk_range.chunk_count
         self._job_id += 1
-        keys = self._keys(tracked, tokens, span.first_chunk, span.end_chunk)
-        job = LoadJob(self._job_id, request_id, span, keys)
+        keys = self._keys(tracked, tokens, chunk_range.first_chunk, chunk_range.end_chunk)
+        job = LoadJob(self._job_id, request_id, chunk_range, keys)
         self._loads.append(job)
         self._loading[self._job_id] = job, frozenset(hashes), self._step
 
     def admit(self, request_id: str, token_count: int) -> bool:
-        """The request runs in the coming step, with so many tokens counted as computed. Whether it is its first since
-        it was let in: only that one counts.
+        """The request runs in the coming step, with so many tokens counted as computed. Returns whether this is its
+        first step since it was let in; what later steps count changes nothing.
         """
         tracked = self._requests.get(request_id)
         if tracked is None or tracked.admitted_tokens is not None:
@@ -141,8 +191,8 @@ class Ledger:
 
     def computed(self, request_id: str, tokens: Sequence[int], token_count: int, block_ids: Sequence[int]) -> None:
         """Steps that are over have computed the first `token_count` of `tokens`, which are in these blocks: write the
-        chunks that are missing. What a request was let in with may still be on its way, for itself or for another
-        request; that it came is known once the engine counts a token more.
+        chunks that are missing. Nothing is written before the engine counts a token more than the request was let in
+        with: until then a load for this request, or for another one, may still be filling the blocks.
         """
         tracked = self._requests.get(request_id)
         if tracked is None or tracked.matched_chunks is None or not self._is_storing:
@@ -169,10 +219,10 @@ class Ledger:
         is_repair: bool,
     ) -> None:
         first_chunk, end_chunk = chunks
-        span = self._grid.store_span(first_chunk, end_chunk, block_ids)
+        chunk_range = self._grid.store_range(first_chunk, end_chunk, block_ids)
         self._job_id += 1
         keys = self._keys(tracked, tokens, first_chunk, end_chunk)
-        self._stores.append(StoreJob(self._job_id, request_id, span, keys, is_repair))
+        self._stores.append(StoreJob(self._job_id, request_id, chunk_range, keys, is_repair))
         self._owners[self._job_id] = request_id
         tracked.unread_jobs.add(self._job_id)
 
@@ -188,7 +238,7 @@ class Ledger:
         return True
 
     def reset(self, epoch: str) -> None:
-        """Forget every request, and name chunks as no engine did before."""
+        """Forget every request. From now on the names of chunks have `epoch` in them, so that they are new."""
         model = self._deployment.model.partition("\n")[0]
         self._deployment = replace(self._deployment, model=f"{model}\n{epoch}")
         self._requests.clear()
@@ -213,25 +263,22 @@ class Ledger:
             if tracked is not None:
                 tracked.unread_jobs.discard(job_id)
 
-    @property
-    def loads(self) -> tuple[LoadJob, ...]:
-        """The coming step's loads."""
-        return tuple(self._loads)
-
-    def take_step(self, rewritten: frozenset[int], work: Work = NO_WORK, layer_compute_us: int = 0) -> Step:
-        """The coming step's work, `work` being what the engine computes in it, in layers that should take so long; the
-        books are then empty for the next.
+    def take_step(self, work: Work = NO_WORK, layer_compute_us: int = 0) -> Step:
+        """What workers have to do in the coming step, in which the engine computes `work`, each layer in about
+        `layer_compute_us`. What is noted from now on is for the step after it.
         """
         step = Step(
             tuple(self._loads),
             tuple(self._stores),
-            rewritten,
+            frozenset(self._rewritten),
             frozenset(self._awaited),
             self._is_reset,
             work,
             layer_compute_us,
         )
+        self._tables.append(self._step_tables)
         self._loads, self._stores, self._awaited, self._is_reset = [], [], set(), False
+        self._rewritten, self._step_tables = set(), []
         self._room_left = self._room_chunks
         self._step += 1
         for job_id, (_, _, begun) in list(self._loading.items()):
@@ -240,7 +287,7 @@ class Ledger:
         return step
 
     def _note_bad(self, job: LoadJob, index: int, now_s: float) -> None:
-        key = job.keys[0][index - job.span.first_chunk]
+        key = job.keys[0][index - job.chunk_range.first_chunk]
         self._bad_until_s[key] = now_s + BAD_S
         if len(self._bad_until_s) > BAD_KEYS_MAX:
             self._bad_until_s.popitem(last=False)

@@ -1,5 +1,5 @@
-"""A worker's loads of one step: one descriptor fetch for each request, layer-major; each layer is waited for by the
-attention that reads it, and copied into the engine's blocks then.
+"""A worker's loads of one step: one fetch for each request. The attention of a layer waits for the layer, and the layer
+is copied into the engine's blocks then.
 """
 
 from __future__ import annotations
@@ -8,7 +8,6 @@ import logging
 import threading
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -16,53 +15,22 @@ import torch
 from descriptors.descriptor import OnMissing
 from descriptors.errors import ChunkUnavailable
 from descriptors.layout import ChunkLayout
-from descriptors.notices import Mode
 from descriptors.recompute import PrefillCosts
 from nixl_client.client import ObjectCacheClient
-from nixl_client.connectors.compute_fit import WayFit
+from nixl_client.connectors.compute_fit import LoadFit
 from nixl_client.connectors.counters import Counters
-from nixl_client.connectors.late import LOOK_MIN_S, Progress, Tail, Verdict, judge, pace_s
+from nixl_client.connectors.late import RECHECK_MIN_S
+from nixl_client.connectors.vllm.active_load import ActiveLoad
 from nixl_client.connectors.vllm.blocks import Blocks, PagedLayer
+from nixl_client.connectors.vllm.grid import Grid
 from nixl_client.connectors.vllm.options import Options
-from nixl_client.connectors.vllm.plan import Grid
 from nixl_client.connectors.vllm.retired import Retired
 from nixl_client.connectors.vllm.staging import Staging
 from nixl_client.connectors.vllm.steps import LoadJob, Report
-from nixl_client.fetch import Layer, LayerFetch
+from nixl_client.fetch.layer_fetch import Layer, LayerFetch
 
 RETIRED_MAX = 4
 _log = logging.getLogger(__name__)
-
-
-@dataclass(slots=True)
-class ActiveLoad:
-    """A load under way. `good_blocks` of its blocks are still expected to be filled, out of `chunk_count` chunks."""
-
-    job: LoadJob
-    blocks: Blocks
-    staging: Staging
-    fetch: LayerFetch
-    offset: int
-    deadline_s: float
-    chunk_count: int
-    good_blocks: int
-    began_s: float
-    next_layer: int = 0
-    is_retried: bool = False
-    ready_at_s: float = 0.0
-
-    def left_s(self) -> float:
-        """Seconds until the deadline, 0 past it."""
-        return max(0.0, self.deadline_s - time.monotonic())
-
-    def progress(self) -> Progress:
-        """Of its fetch as it is now."""
-        ready_at_s = self.fetch.ready_at_s()
-        silent_s = time.monotonic() - max(ready_at_s, default=self.fetch.began_s)
-        if self.fetch.mode is not Mode.LAYER_MAJOR:
-            return Progress(1, 1, 0.0, silent_s)
-        layers = self.fetch.descriptor.num_layers
-        return Progress(layers, layers - len(ready_at_s), pace_s(ready_at_s), silent_s)
 
 
 class Loads:
@@ -91,17 +59,15 @@ class Loads:
         self._used = 0
         self._active: list[ActiveLoad] = []
         self._abandoned: list[LayerFetch] = []
-        self._ended: list[int] = []
         self._lost_blocks: set[int] = set()
-        self._bad_chunks: dict[int, int] = {}
-        self._failed = 0
+        self._report = Report()
         self._layer_compute_us: tuple[int, ...] = ()
         self._costs: PrefillCosts | None = None
         self.late_count = 0
         """Loads that were given up, or cut short, for being late."""
         self.waited_s = 0.0
         """How long this step's layers were waited for and copied."""
-        self.way = WayFit()
+        self.load_fit = LoadFit()
         """What loads that nobody paced have taken."""
         self._retired = Retired(RETIRED_MAX)
         self.is_idle = threading.Event()
@@ -109,8 +75,8 @@ class Loads:
         self._ready_staging()
 
     def start(self, jobs: Sequence[LoadJob], layer_compute_us: int = 0, costs: PrefillCosts | None = None) -> None:
-        """Start these loads, in a step whose layers should take so long; what cannot be started is lost at once. With
-        `costs` no load is waited for where computing its tokens is sooner.
+        """Start these loads, in a step that computes each layer in about `layer_compute_us`. A load that cannot be
+        started is lost at once. With `costs` a load is waited for only while that is sooner than computing its tokens.
         """
         self.waited_s = 0.0
         if not jobs:
@@ -118,7 +84,7 @@ class Loads:
         self._layer_compute_us = (layer_compute_us,) if layer_compute_us else ()
         self._costs = costs
         self.is_idle.clear()
-        self._ended += [job.job_id for job in jobs]
+        self._report.ended_loads.update({job.job_id: 1 for job in jobs})
         deadline_s = time.monotonic() + self._options.load_timeout_s
         for job in jobs:
             try:
@@ -126,7 +92,7 @@ class Loads:
                     raise TimeoutError("no time is left in this step")
                 self._start(job, self._ready_staging(), deadline_s)
             except Exception as error:
-                self._failed += 1
+                self._report.failed_loads += 1
                 self._lose(job, 0, error)
 
     def wait_layer(self, layer_index: int) -> None:
@@ -161,8 +127,7 @@ class Loads:
 
     def take_report(self) -> Report:
         """Jobs that have been started, or lost at once, since the last call, and what was wrong with them."""
-        report = Report({}, dict.fromkeys(self._ended, 1), self._bad_chunks, self._failed)
-        self._ended, self._bad_chunks, self._failed = [], {}, 0
+        report, self._report = self._report, Report()
         return report
 
     def close(self, timeout_s: float) -> None:
@@ -184,24 +149,24 @@ class Loads:
         return self._staging
 
     def _start(self, job: LoadJob, staging: Staging, deadline_s: float) -> None:
-        offset, nbytes = self._used, self._layout.payload_bytes(job.span.chunk_count)
+        offset, nbytes = self._used, self._layout.delivery_bytes(job.chunk_range.chunk_count)
         if offset + nbytes > staging.nbytes:
             raise ValueError(f"{nbytes} bytes do not fit what is left of the staging buffer")
         self._used += nbytes
         began_s = time.monotonic()
-        fetch = self._fetch(job, job.span.chunk_count, staging, offset)
+        fetch = self._fetch(job, job.chunk_range.chunk_count, staging, offset)
         if self._layer_compute_us:
             self._counters.add(stated_loads=1)
         self._active.append(
             ActiveLoad(
                 job,
-                Blocks(job.span.blocks),
+                Blocks(job.chunk_range.blocks),
                 staging,
                 fetch,
                 offset,
                 deadline_s,
-                job.span.chunk_count,
-                len(job.span.blocks),
+                job.chunk_range.chunk_count,
+                len(job.chunk_range.blocks),
                 began_s,
             )
         )
@@ -226,7 +191,7 @@ class Loads:
                 self.waited_s += waited_s
                 return
             if layer.chunk_count < load.chunk_count:
-                self._bad_chunks[load.job.job_id] = load.job.span.first_chunk + layer.chunk_count
+                self._report.bad_chunks[load.job.job_id] = load.job.chunk_range.first_chunk + layer.chunk_count
                 self._shorten(load, layer.chunk_count, "chunks are missing")
             if load.good_blocks:
                 self._scatter(load, layer.data)
@@ -246,40 +211,29 @@ class Loads:
 
     def _await_layer(self, load: ActiveLoad) -> Layer | None:
         """The next layer; None where the load was cut short meanwhile."""
-        look_s = LOOK_MIN_S
+        recheck_s = RECHECK_MIN_S
         while True:
             try:
-                return load.fetch.wait_layer(load.next_layer, min(look_s, load.left_s()))
+                return load.fetch.wait_layer(load.next_layer, min(recheck_s, load.left_s()))
             except TimeoutError:
                 if not load.left_s():
                     raise
-                verdict = self._judge(load)
+                verdict = load.verdict(self._costs, self._grid, sum(self._layer_compute_us) / 1e6)
                 if verdict.chunk_count < load.chunk_count:
                     self._cut(load, verdict.chunk_count)
                     return None
-                look_s = verdict.look_s
-
-    def _judge(self, load: ActiveLoad) -> Verdict:
-        """How much of the load to wait for."""
-        if self._costs is None:
-            return Verdict(load.chunk_count, load.left_s())
-        span, chunk_tokens = load.job.span, self._grid.chunk_tokens
-        start = span.first_chunk * chunk_tokens + span.chunk_skip
-        end = min(start + span.token_count, (span.first_chunk + load.chunk_count) * chunk_tokens)
-        tail = Tail(start, end, chunk_tokens, load.chunk_count)
-        layer_compute_s = sum(self._layer_compute_us) / 1e6
-        return judge(load.progress(), tail, self._costs, layer_compute_s)
+                recheck_s = verdict.recheck_s
 
     def _cut(self, load: ActiveLoad, chunk_count: int) -> None:
         """The load is late: fetch no more than its first chunks, and have the rest computed. Layers that came stay."""
         progress = load.progress()
         whole_s = time.monotonic() - load.began_s + progress.remaining_s
-        self.way.observe(self._layout.payload_bytes(load.chunk_count), whole_s, time.monotonic())
+        self.load_fit.observe(self._layout.delivery_bytes(load.chunk_count), whole_s, time.monotonic())
         self.late_count += 1
         self._counters.add(late_loads=1)
         if load.is_retried:
             chunk_count = 0
-        offset, nbytes = self._used, self._layout.payload_bytes(chunk_count)
+        offset, nbytes = self._used, self._layout.delivery_bytes(chunk_count)
         if offset + nbytes > load.staging.nbytes:
             chunk_count = 0
         left, layers = progress.layers_left, progress.num_layers
@@ -304,11 +258,11 @@ class Loads:
         states = chunks.view(load.chunk_count, 2, self._grid.chunk_tokens, heads, head_dim)
         load.blocks = load.blocks.first(load.good_blocks)
         for part in (0, 1):
-            layer.write(load.blocks, states[:, part], load.job.span.chunk_skip, part)
+            layer.write(load.blocks, states[:, part], load.job.chunk_range.chunk_skip, part)
 
     def _again(self, load: ActiveLoad, error: ChunkUnavailable) -> None:
         """A chunk turned out bad: fetch those before it once more, and recompute only from it on."""
-        self._bad_chunks[load.job.job_id] = load.job.span.first_chunk + (error.index or 0)
+        self._report.bad_chunks[load.job.job_id] = load.job.chunk_range.first_chunk + (error.index or 0)
         if not error.index or load.is_retried:
             self._give_up(load, error)
             return
@@ -325,7 +279,7 @@ class Loads:
 
     def _shorten(self, load: ActiveLoad, chunk_count: int, why: str) -> None:
         load.chunk_count = min(chunk_count, load.chunk_count)
-        good = self._grid.first_lost_block(load.job.span, load.chunk_count)
+        good = self._grid.first_lost_block(load.job.chunk_range, load.chunk_count)
         if good < load.good_blocks:
             load.good_blocks = good
             self._lose(load.job, good, why)
@@ -336,7 +290,7 @@ class Loads:
             self.late_count += 1
             self._counters.add(late_loads=1)
         elif not isinstance(error, ChunkUnavailable):
-            self._failed += 1
+            self._report.failed_loads += 1
         self._lose(load.job, 0, error, load.good_blocks)
         self._drop(load)
 
@@ -346,21 +300,21 @@ class Loads:
         self._abandoned.append(load.fetch)
 
     def _count(self, load: ActiveLoad) -> None:
-        nbytes = self._layout.payload_bytes(load.chunk_count)
+        nbytes = self._layout.delivery_bytes(load.chunk_count)
         tokens = load.good_blocks * self._grid.block_tokens
         if not load.fetch.grant.rate_bytes_per_s and not load.is_retried:
-            self.way.observe(nbytes, load.ready_at_s - load.began_s, time.monotonic())
+            self.load_fit.observe(nbytes, load.ready_at_s - load.began_s, time.monotonic())
         self._counters.add(loads=1, loaded_chunks=load.chunk_count, loaded_bytes=nbytes, loaded_tokens=tokens)
 
     def _lose(self, job: LoadJob, first_block: int, why: object, end_block: int | None = None) -> None:
-        lost = job.span.blocks[first_block:end_block]
+        lost = job.chunk_range.blocks[first_block:end_block]
         self._lost_blocks.update(lost)
         self._counters.add(load_failures=1, lost_tokens=len(lost) * self._grid.block_tokens)
         _log.warning(
             "request %s: %d of %d blocks were not loaded and will be recomputed: %s",
             job.request_id,
             len(lost),
-            len(job.span.blocks),
+            len(job.chunk_range.blocks),
             why if str(why) else repr(why),
         )
 

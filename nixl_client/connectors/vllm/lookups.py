@@ -42,8 +42,8 @@ class _Pending:
 
 
 class Lookups:
-    """What is stored of each request, asked in threads. After a failure nothing is asked for `retry_s`, twice as long
-    after each further one. Used by the scheduler's thread.
+    """What is stored of each request, asked in threads. After a failure nothing is asked for `retry_s`, and after each
+    further failure for twice as long as before, at most SILENCE_MAX_S. Used by the scheduler's thread.
     """
 
     def __init__(self, client: ObjectCacheClient, options: Options, counters: Counters) -> None:

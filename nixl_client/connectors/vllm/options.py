@@ -7,15 +7,15 @@ from dataclasses import dataclass, replace
 from enum import Enum
 
 from descriptors.descriptor import CHUNK_TOKENS_MAX, Delivery
-from nixl_client.connectors.given_options import arguments
-from nixl_client.transport import HTTP_CONNECTIONS_MAX, Transport
+from nixl_client.options import dataclass_arguments
+from nixl_client.transports.transport import HTTP_CONNECTIONS_MAX, Transport
 
 STAGING_BYTES_MAX = 1 << 30
 WAIT_MAX_S = 120
 """vLLM takes a step of five minutes for a worker that hangs."""
 
 
-class StagingPlace(Enum):
+class StagingMemory(Enum):
     """Which memory a buffer is in."""
 
     HOST = "host"
@@ -48,7 +48,7 @@ class Options:
     """The buffer layers arrive in; what one step of the engine loads fits into it. 0 is room for the longest prompt, at
     most STAGING_BYTES_MAX.
     """
-    staging: StagingPlace = StagingPlace.HOST
+    staging: StagingMemory = StagingMemory.HOST
     """Where that buffer is: in host memory, or on the GPU where UCX can write there."""
     load_timeout_s: float = 30.0
     """From a load's start to its last layer; past it the blocks are recomputed. The whole step waits so long."""
@@ -95,5 +95,5 @@ class Options:
     @classmethod
     def of(cls, extra: Mapping[str, object]) -> Options:
         """Options from the engine's JSON. Raises ValueError for unknown names and for values that cannot be."""
-        enums = {"transport": Transport, "delivery": Delivery, "staging": StagingPlace, "load": LoadPolicy}
-        return cls(**{"endpoint": "", "bucket": "", **arguments(cls, extra, enums)})
+        enums = {"transport": Transport, "delivery": Delivery, "staging": StagingMemory, "load": LoadPolicy}
+        return cls(**{"endpoint": "", "bucket": "", **dataclass_arguments(cls, extra, enums)})

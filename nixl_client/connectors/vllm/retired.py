@@ -9,14 +9,14 @@ import time
 from collections.abc import Sequence
 
 from nixl_client.connectors.vllm.staging import Staging
-from nixl_client.fetch import LayerFetch
+from nixl_client.fetch.layer_fetch import LayerFetch
 
 RETRY_S = 5.0
 _log = logging.getLogger(__name__)
 
 
 class Retired:
-    """At most `limit` of them: there is no room for more until a server has answered, or is gone for good."""
+    """At most `limit` buffers: a further load that is given up finds no room until a server has answered."""
 
     def __init__(self, limit: int) -> None:
         self._limit = limit
@@ -27,7 +27,7 @@ class Retired:
 
     @property
     def is_full(self) -> bool:
-        """Whether no other buffer may be given."""
+        """Whether `give` must not be called."""
         return self._held >= self._limit
 
     def give(self, fetches: Sequence[LayerFetch], staging: Staging) -> None:
@@ -36,7 +36,7 @@ class Retired:
         self._take(fetches, staging)
 
     def cancel(self, fetch: LayerFetch) -> None:
-        """Have the server stop it, so that it leaves the link to others; its buffer is still in use."""
+        """Have the server stop this fetch, so that other fetches get the link. Its buffer stays in use."""
         self._take((fetch,), None)
 
     def _take(self, fetches: Sequence[LayerFetch], staging: Staging | None) -> None:
@@ -46,7 +46,7 @@ class Retired:
             self._thread.start()
 
     def close(self, timeout_s: float) -> None:
-        """Try once more, for so long at most."""
+        """Try to cancel once more, for at most `timeout_s`."""
         self._is_closing.set()
         self._given.put(None)
         if self._thread is not None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import time
 import uuid
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Protocol
@@ -16,10 +16,10 @@ from descriptors.recompute import AdviceRequest, DeliveryCosts, PrefillCosts, ad
 from nixl_client.client import ObjectCacheClient
 from nixl_client.connectors.compute_fit import Work, step_s
 from nixl_client.connectors.counters import Counters
-from nixl_client.connectors.vllm.ledger import Ledger, Tracked
+from nixl_client.connectors.vllm.grid import Grid
+from nixl_client.connectors.vllm.ledger import SchedulerLedger, Tracked
 from nixl_client.connectors.vllm.lookups import Lookups
 from nixl_client.connectors.vllm.options import LoadPolicy, Options
-from nixl_client.connectors.vllm.plan import Grid
 from nixl_client.connectors.vllm.steps import Report, Step
 from nixl_client.connectors.vllm.weights import Adapters
 
@@ -58,7 +58,7 @@ class SchedulerSide:
         client: ObjectCacheClient,
         options: Options,
         grid: Grid,
-        ledger: Ledger,
+        ledger: SchedulerLedger,
         counters: Counters,
         layout: ChunkLayout,
     ) -> None:
@@ -71,7 +71,12 @@ class SchedulerSide:
         self._adapters = Adapters()
         self._layout = layout
         self._costs: PrefillCosts | None = None
-        self._way = DeliveryCosts()
+        self._load_costs = DeliveryCosts()
+
+    @property
+    def costs(self) -> PrefillCosts | None:
+        """The costs of the engine's steps, fitted from steps it ran; None until enough steps have been timed."""
+        return self._costs
 
     def match(self, request: EngineRequest, computed_tokens: int) -> int | None:
         """Tokens that can be loaded after the `computed_tokens` in the engine's own blocks. None while that is not
@@ -92,25 +97,24 @@ class SchedulerSide:
         count = self._ledger.loadable(tracked, request.num_tokens, computed_tokens, worth_chunks)
         return count if count >= self._options.min_load_tokens else 0
 
-    def found_tokens(self, request: EngineRequest) -> int:
-        """Tokens that were in the engine's own blocks when the request was last let in; 0 where that is not known."""
-        return self._ledger.found_tokens(request.request_id)
-
     def allocated(self, request: EngineRequest, block_ids: Sequence[int], token_count: int) -> None:
         """The engine has blocks for the request, and loads so many tokens."""
+        self._ledger.allocated(request.request_id, block_ids)
         if request.request_id not in self._requests:
             return
         self._counters.add(store_hit_tokens=token_count)
-        first = self.found_tokens(request) // self._grid.block_tokens
+        first = self._ledger.found_tokens(request.request_id) // self._grid.block_tokens
         hashes = request.block_hashes[first : first + token_count // self._grid.block_tokens]
         self._ledger.load(request.request_id, request.all_token_ids, token_count, block_ids, hashes)
 
     def scheduled(self, request_id: str, block_ids: Sequence[int]) -> None:
         """The request runs in the coming step; what earlier steps computed can be written."""
+        self._ledger.scheduled(block_ids)
         request = self._requests.get(request_id)
         if request is not None:
             if self._ledger.admit(request_id, request.num_computed_tokens):
-                self._counters.add(prompt_tokens=request.num_tokens, hbm_hit_tokens=self.found_tokens(request))
+                found_tokens = self._ledger.found_tokens(request_id)
+                self._counters.add(prompt_tokens=request.num_tokens, hbm_hit_tokens=found_tokens)
             self._write(request, block_ids)
 
     def finished(self, request: EngineRequest, block_ids: Sequence[int]) -> bool:
@@ -125,18 +129,26 @@ class SchedulerSide:
         """What workers have done."""
         self._ledger.report(report, time.monotonic())
         if report.costs is not None and self._costs is None:
-            _log.info("steps cost %s, loads %s: what is sooner computed is not loaded", report.costs, report.way)
+            _log.info("steps cost %s, loads %s: what is sooner computed is not loaded", report.costs, report.load_costs)
         self._costs = report.costs or self._costs
-        self._way = report.way or self._way
+        self._load_costs = report.load_costs or self._load_costs
         if report.failed_loads:
             self._lookups.silence()
         elif report.ended_loads:
             self._lookups.end_silence()
 
-    def take_step(self, rewritten: frozenset[int], work: Work) -> Step:
-        """The coming step's work; `work` is what the engine computes in it."""
+    def given_out(self, block_ids: Iterable[int]) -> None:
+        """The bytes of these blocks may change in the coming step."""
+        self._ledger.given_out(block_ids)
+
+    def stale_blocks(self, lost_blocks: set[int]) -> set[int]:
+        """Blocks that were not loaded, and those that were computed on top of them."""
+        return self._ledger.stale_blocks(lost_blocks)
+
+    def take_step(self, work: Work) -> Step:
+        """What workers have to do in the coming step, in which the engine computes `work`."""
         layer_s = 0.0 if self._costs is None else step_s(self._costs, work) / self._layout.num_layers
-        step = self._ledger.take_step(rewritten, work, min(round(layer_s * 1e6), LAYER_COMPUTE_US_MAX))
+        step = self._ledger.take_step(work, min(round(layer_s * 1e6), LAYER_COMPUTE_US_MAX))
         return replace(step, costs=self._costs) if self._options.load is LoadPolicy.ADVISED else step
 
     def close(self) -> None:
@@ -173,7 +185,7 @@ class SchedulerSide:
         now_s = time.monotonic()
         if self._lookups.is_silent:
             self._lookups.forget(request.request_id)
-            tracked.matched_chunks = None
+            self._ledger.unmatched(tracked)
             return True
         if tracked.matched_chunks is not None and now_s - tracked.looked_up_s <= self._options.lease_s / 2:
             return True
@@ -181,16 +193,15 @@ class SchedulerSide:
         compute = self._compute(request.num_tokens, 0)
         found = self._lookups.ask(request.request_id, lambda: self._ledger.lookup_keys(tracked, tokens), compute)
         if found is not None and not self._lookups.is_silent:
-            self._ledger.matched(tracked, found.chunk_count, now_s)
-            tracked.rate_bytes_per_s = found.rate_bytes_per_s
+            self._ledger.matched(tracked, found.chunk_count, now_s, found.rate_bytes_per_s)
         return found is not None
 
     def _compute(self, context_tokens: int, held_tokens: int) -> AdviceRequest | None:
         """What the server needs to advise; None where nobody asks it, or nothing is known yet."""
         if self._costs is None or self._options.load is not LoadPolicy.ADVISED:
             return None
-        way = self._way
-        return AdviceRequest(context_tokens, self._layout, self._costs, 0.0, way, way, held_tokens)
+        loads = self._load_costs
+        return AdviceRequest(context_tokens, self._layout, self._costs, 0.0, loads, loads, held_tokens)
 
     def _worth_chunks(self, tracked: Tracked, context_tokens: int, computed_tokens: int) -> int | None:
         """Chunks of the prefix that are sooner loaded than computed, at the rate the server offered and by what loads

@@ -1,4 +1,4 @@
-"""The buffer layers arrive in, and their way from it to where the engine's blocks are."""
+"""The buffer that layers arrive in, and the copy of a layer from it to the device with the engine's blocks."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from nixl_client.client import ObjectCacheClient
-from nixl_client.connectors.vllm.options import StagingPlace
+from nixl_client.connectors.vllm.options import StagingMemory
 
 _cuda: Any = torch.cuda  # of which some is untyped
 _log = logging.getLogger(__name__)
@@ -19,17 +19,17 @@ class Staging:
     that write into it. Used by the thread that runs the model.
     """
 
-    def __init__(self, client: ObjectCacheClient, nbytes: int, device: torch.device, place: StagingPlace) -> None:
+    def __init__(self, client: ObjectCacheClient, nbytes: int, device: torch.device, memory: StagingMemory) -> None:
         self.nbytes = nbytes
         self._client = client
         self._device = device
         self._is_on_gpu = device.type == "cuda"
         self._copied: Any = None
-        is_copied = self._is_on_gpu and place is StagingPlace.HOST
+        is_copied = self._is_on_gpu and memory is StagingMemory.HOST
         self._stream: Any = _cuda.Stream(device) if is_copied else None
         self.array: Any = (
             torch.zeros(nbytes, dtype=torch.uint8, device=device)
-            if place is StagingPlace.DEVICE
+            if memory is StagingMemory.DEVICE
             else client.allocate_buffer(nbytes)
         )
         self._is_locked = self._stream is not None and _lock(self.array)

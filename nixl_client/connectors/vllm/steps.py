@@ -7,28 +7,28 @@ from dataclasses import dataclass, field
 
 from descriptors.recompute import DeliveryCosts, PrefillCosts
 from nixl_client.connectors.compute_fit import NO_WORK, Work, longer, slower
-from nixl_client.connectors.vllm.plan import Span
+from nixl_client.connectors.vllm.grid import ChunkRange
 
 
 @dataclass(frozen=True, slots=True)
 class LoadJob:
-    """Load `span` for a request before this step's attention reads it. `keys` are the span's, for each rank."""
+    """Load `chunk_range` for a request before this step's attention reads it. `keys` are its chunks', for each rank."""
 
     job_id: int
     request_id: str
-    span: Span
+    chunk_range: ChunkRange
     keys: tuple[tuple[str, ...], ...]
 
 
 @dataclass(frozen=True, slots=True)
 class StoreJob:
-    """Write `span`, whole chunks that have been computed. `keys` are the span's, for each rank. `is_repair` says that
-    what is stored under the keys cannot be read.
+    """Write `chunk_range`, whole chunks that have been computed. `keys` are those of its chunks, for each rank.
+    `is_repair` says that the objects stored under these keys cannot be read.
     """
 
     job_id: int
     request_id: str
-    span: Span
+    chunk_range: ChunkRange
     keys: tuple[tuple[str, ...], ...]
     is_repair: bool = False
 
@@ -55,8 +55,8 @@ class Step:
 class Report:
     """Store jobs whose blocks are not read any more, and load jobs that are over: how many workers say so, by job. By
     load job the first chunk of the prefix that is missing or damaged. How many loads failed for other reasons; those
-    that came too late did not. What the rank's steps have been found to cost, where that has changed, and what the way
-    of its loads.
+    that came too late did not. What the rank's steps have been found to cost, and what its
+    loads, where that has changed.
     """
 
     read_jobs: dict[int, int] = field(default_factory=dict)
@@ -64,7 +64,7 @@ class Report:
     bad_chunks: dict[int, int] = field(default_factory=dict)
     failed_loads: int = 0
     costs: PrefillCosts | None = None
-    way: DeliveryCosts | None = None
+    load_costs: DeliveryCosts | None = None
 
     @property
     def is_empty(self) -> bool:
@@ -82,5 +82,5 @@ class Report:
             bad_chunks,
             self.failed_loads + other.failed_loads,
             slower(self.costs, other.costs),
-            longer(self.way, other.way),
+            longer(self.load_costs, other.load_costs),
         )

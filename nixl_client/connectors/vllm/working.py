@@ -13,11 +13,11 @@ from nixl_client.connectors.compute_fit import ComputeFit
 from nixl_client.connectors.counters import Counters
 from nixl_client.connectors.step_timer import StepTimer
 from nixl_client.connectors.vllm.blocks import PagedLayer
+from nixl_client.connectors.vllm.grid import Grid
 from nixl_client.connectors.vllm.loads import Loads
 from nixl_client.connectors.vllm.options import Options
-from nixl_client.connectors.vllm.plan import Grid
 from nixl_client.connectors.vllm.steps import Report, Step
-from nixl_client.connectors.vllm.store_book import StoreBook
+from nixl_client.connectors.vllm.worker_ledger import Outbox, WorkerLedger
 from nixl_client.connectors.vllm.writer import Writer
 
 CLOSE_S = 5.0
@@ -54,8 +54,8 @@ class WorkerSide:
         )
         self._store_client = ObjectCacheClient(options.endpoint, options.bucket, timeout_s=options.store_timeout_s)
         self._loads = Loads(self._load_client, rank, grid, layout, layers, states.dtype, options, counters)
-        book = StoreBook(options.store_queue_chunks, options.store_wait_s)
-        self._writer = Writer(self._store_client, rank, grid, layout, layers, book, self._loads.is_idle, counters)
+        ledger = WorkerLedger(options.store_queue_chunks, options.store_wait_s)
+        self._writer = Writer(self._store_client, rank, grid, layout, layers, ledger, self._loads.is_idle, counters)
         self._awaited: frozenset[str] = frozenset()
         self._report = Report()
         self._timer = StepTimer(states.device)
@@ -113,7 +113,7 @@ class WorkerSide:
         if self._observed // FIT_EVERY == before and self._loads.late_count == self._told_late:
             return Report()
         self._told_late = self._loads.late_count
-        return Report(costs=self._fit.costs(), way=self._loads.way.costs(time.monotonic()))
+        return Report(costs=self._fit.costs(), load_costs=self._loads.load_fit.costs(time.monotonic()))
 
     def close(self) -> None:
         """Bring everything to an end; what cannot be in time is left to the process's own end."""
@@ -139,7 +139,8 @@ class IdleWorker:
     """
 
     def __init__(self) -> None:
-        self._book = StoreBook(queue_chunks=0, wait_s=1.0)
+        self._ledger = WorkerLedger(queue_chunks=0, wait_s=1.0)
+        self._outbox = Outbox()
         self._lost_blocks: set[int] = set()
         self._report = Report()
 
@@ -152,7 +153,7 @@ class IdleWorker:
     def start_loads(self, step: Step) -> None:
         """Lose them."""
         jobs = step.loads
-        self._lost_blocks.update(block for job in jobs for block in job.span.blocks)
+        self._lost_blocks.update(block for job in jobs for block in job.chunk_range.blocks)
         ended = dict.fromkeys((job.job_id for job in jobs), 1)
         self._report = self._report.add(Report({}, ended, {}, len(jobs)))
 
@@ -162,13 +163,14 @@ class IdleWorker:
     def end_step(self, step: Step) -> None:
         """Drop the stores."""
         for job in step.stores:
-            self._book.add(job, 0.0)
-        self._book.await_free(step.awaited)
+            self._outbox.put(self._ledger.add(job, 0.0))
+        self._outbox.put(self._ledger.await_free(step.awaited))
 
     def take_freed(self, finished: set[str]) -> set[str]:
         """Every request that waits for it."""
-        self._book.forget(finished)
-        return self._book.take_freed()
+        self._ledger.forget(finished)
+        freed, self._outbox.freed = self._outbox.freed, set()
+        return freed
 
     def take_lost_blocks(self) -> set[int]:
         """Blocks that were not loaded."""
@@ -178,7 +180,8 @@ class IdleWorker:
     def take_report(self) -> Report:
         """Jobs that were dropped or lost."""
         report, self._report = self._report, Report()
-        return report.add(self._book.take_report())
+        read_jobs, self._outbox.read_jobs = self._outbox.read_jobs, {}
+        return report.add(Report(read_jobs))
 
     def close(self) -> None:
         """Nothing to end."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import threading
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 
 import torch
 
@@ -14,9 +14,9 @@ from descriptors.layout import ChunkLayout
 from nixl_client.client import ObjectCacheClient
 from nixl_client.connectors.counters import Counters
 from nixl_client.connectors.vllm.blocks import Blocks, PagedLayer
-from nixl_client.connectors.vllm.plan import Grid, Span
+from nixl_client.connectors.vllm.grid import Grid
 from nixl_client.connectors.vllm.steps import Report, StoreJob
-from nixl_client.connectors.vllm.store_book import Entry, StoreBook
+from nixl_client.connectors.vllm.worker_ledger import Instruction, Outbox, StopReading, WorkerLedger, Write
 
 BATCH_CHUNKS = 8
 BATCH_BYTES = 64 << 20
@@ -26,7 +26,9 @@ _log = logging.getLogger(__name__)
 
 
 class Writer:
-    """One thread that works off a `StoreBook`; everything else is called by the thread that runs the model."""
+    """Carries out the instructions of a `WorkerLedger` in a thread of its own. Its methods are called by the thread
+    that runs the model.
+    """
 
     def __init__(
         self,
@@ -35,7 +37,7 @@ class Writer:
         grid: Grid,
         layout: ChunkLayout,
         layers: Sequence[PagedLayer],
-        book: StoreBook,
+        ledger: WorkerLedger,
         loads_idle: threading.Event,
         counters: Counters,
     ) -> None:
@@ -43,7 +45,8 @@ class Writer:
         self._rank = rank
         self._grid = grid
         self._layers = layers
-        self._book = book
+        self._ledger = ledger
+        self._outbox = Outbox()
         self._loads_idle = loads_idle
         self._counters = counters
         states = layers[0].keys
@@ -61,9 +64,9 @@ class Writer:
         now_s = time.monotonic()
         with self._changed:
             for job in jobs:
-                self._book.add(job, now_s)
+                self._carry_out(self._ledger.add(job, now_s))
             self._changed.notify_all()
-            if self._thread is None and not self._book.is_idle:
+            if self._thread is None and not self._ledger.is_idle:
                 self._thread = threading.Thread(target=self._run, name="objectcache-store", daemon=True)
                 self._thread.start()
 
@@ -72,23 +75,24 @@ class Writer:
         if blocks is not None and not blocks:
             return
         with self._changed:
-            if self._book.void(blocks) is not None:
+            instructions = self._ledger.void(blocks)
+            self._carry_out(instructions)
+            if any(isinstance(instruction, StopReading) for instruction in instructions):
                 self._changed.wait_for(lambda: not self._is_gathering)
-            self._count_dropped()
 
     def poll(self, awaited: Iterable[str], finished: Iterable[str]) -> tuple[set[str], Report]:
         """Which ended requests' blocks are free now, and which jobs have been read."""
         with self._changed:
-            self._book.await_free(awaited)
-            self._book.forget(finished)
-            self._book.expire(time.monotonic(), self._is_gathering)
-            self._count_dropped()
-            return self._book.take_freed(), self._book.take_report()
+            self._carry_out(self._ledger.await_free(awaited))
+            self._ledger.forget(finished)
+            self._carry_out(self._ledger.expire(time.monotonic(), self._is_gathering))
+            told, self._outbox = self._outbox, Outbox()
+            return told.freed, Report(told.read_jobs)
 
     def close(self, drain_s: float) -> None:
         """Write what waits, for so long at most."""
         with self._changed:
-            self._changed.wait_for(lambda: self._thread is None or self._book.is_idle, drain_s)
+            self._changed.wait_for(lambda: self._thread is None or self._ledger.is_idle, drain_s)
             self._is_closing = True
             self._changed.notify_all()
         if self._thread is not None:
@@ -97,50 +101,52 @@ class Writer:
     def _run(self) -> None:
         while True:
             with self._changed:
-                self._changed.wait_for(lambda: self._is_closing or self._book.has_waiting)
+                self._changed.wait_for(lambda: self._is_closing or self._ledger.has_waiting)
                 if self._is_closing:
                     return
-                entry = self._book.take()
-            if entry is None:
-                continue
-            try:
-                self._store(entry)
-            except (ObjectCacheError, OSError, TimeoutError) as error:
-                _log.warning("request %s: chunks were not stored: %s", entry.job.request_id, error)
-                self._counters.add(store_failures=1)
-                self._fail(entry)
-            except Exception:
-                _log.exception("request %s: chunks were not stored", entry.job.request_id)
-                self._counters.add(store_failures=1)
-                self._fail(entry)
+                instructions = self._ledger.begin_next()
+            for instruction in instructions:
+                if isinstance(instruction, Write):
+                    self._write(instruction.job)
 
-    def _store(self, entry: Entry) -> None:
-        keys, span = entry.job.keys[self._rank], entry.job.span
-        stored = 0 if entry.job.is_repair else self._client.lookup(keys)
+    def _write(self, job: StoreJob) -> None:
+        try:
+            self._store(job)
+        except Exception as error:
+            if isinstance(error, (ObjectCacheError, OSError, TimeoutError)):
+                _log.warning("request %s: chunks were not stored: %s", job.request_id, error)
+            else:
+                _log.exception("request %s: chunks were not stored", job.request_id)
+            self._counters.add(store_failures=1)
+            self._end(self._ledger.fail, job)
+        else:
+            self._end(self._ledger.end, job)
+
+    def _store(self, job: StoreJob) -> None:
+        keys = job.keys[self._rank]
+        stored = 0 if job.is_repair else self._client.lookup(keys)
         self._counters.add(stored_already_chunks=stored)
         for first in range(stored, len(keys), self._batch_chunks):
             end = min(first + self._batch_chunks, len(keys))
             self._loads_idle.wait(LOADS_FIRST_S)
-            if not self._gather(entry, span, first, end):
+            if not self._gather(job, first, end):
                 break
             chunks = [self._batch[index].flatten().view(torch.uint8).numpy() for index in range(end - first)]
             self._client.put_chunks(keys[first:end], chunks)
             self._counters.add(stored_chunks=end - first, stored_bytes=sum(chunk.nbytes for chunk in chunks))
-        with self._changed:
-            self._book.end(entry)
-            self._changed.notify_all()
 
-    def _gather(self, entry: Entry, span: Span, first: int, end: int) -> bool:
-        """Copy chunks out of the blocks; False when these are somebody else's by now."""
+    def _gather(self, job: StoreJob, first: int, end: int) -> bool:
+        """Copy chunks out of their blocks; False when the blocks hold other bytes by now."""
+        chunk_range = job.chunk_range
         with self._changed:
-            if entry.is_void:
+            if not self._ledger.may_read(job.job_id):
                 return False
             self._is_gathering = True
         try:
-            start = span.block_skip + first * self._grid.chunk_tokens
+            start = chunk_range.block_skip + first * self._grid.chunk_tokens
             first_block, skip = divmod(start, self._grid.block_tokens)
             count = (end - first) * self._grid.chunk_tokens
-            blocks = Blocks(span.blocks[first_block : -(-(start + count) // self._grid.block_tokens)])
+            blocks = Blocks(chunk_range.blocks[first_block : -(-(start + count) // self._grid.block_tokens)])
             for index, layer in enumerate(self._layers):
                 for part in (0, 1):
                     states = layer.read(blocks, skip, count, part)
@@ -148,19 +154,19 @@ class Writer:
         finally:
             with self._changed:
                 self._is_gathering = False
-                if end == span.chunk_count:
-                    self._book.end_read(entry)
+                if end == chunk_range.chunk_count:
+                    self._carry_out(self._ledger.end_read(job.job_id))
                 self._changed.notify_all()
         return True
 
-    def _fail(self, entry: Entry) -> None:
+    def _end(self, event: Callable[[int], list[Instruction]], job: StoreJob) -> None:
         with self._changed:
-            self._book.end(entry)
-            self._book.fail(entry.job.request_id)
-            self._count_dropped()
+            self._carry_out(event(job.job_id))
             self._changed.notify_all()
 
-    def _count_dropped(self) -> None:
-        dropped = self._book.take_dropped()
-        if dropped:
-            self._counters.add(dropped_chunks=dropped)
+    def _carry_out(self, instructions: Sequence[Instruction]) -> None:
+        """Note what is to be told, and count what was dropped."""
+        self._outbox.put(instructions)
+        if self._outbox.dropped_chunks:
+            self._counters.add(dropped_chunks=self._outbox.dropped_chunks)
+            self._outbox.dropped_chunks = 0

@@ -1,0 +1,111 @@
+"""Makes the environments of peers that need one, leaving alone what is up to date: `python -m
+bench.beds.kv_peers.install`.
+
+Each is a folder of `.venv-peers`, built from requirements/NAME.txt with nothing but the pinned packages. Checkouts
+share them in the folder that OBJECTCACHE_ENVIRONMENTS names, where each version of an environment is kept. The variable
+TORCH_INDEX names an index for torch: PyTorch's own has builds for CPUs alone, which are small.
+"""
+
+from __future__ import annotations
+
+import argparse
+import fcntl
+import hashlib
+import os
+import subprocess
+import sys
+import sysconfig
+import time
+import venv
+from dataclasses import dataclass
+from pathlib import Path
+
+HERE = Path(__file__).resolve().parent
+SHARED = os.environ.get("OBJECTCACHE_ENVIRONMENTS")
+ROOT = Path(SHARED or HERE.parents[2] / ".venv-peers").absolute()
+STEP_TIMEOUT_S = 900
+
+
+@dataclass(frozen=True, slots=True)
+class Environment:
+    """One virtual environment; `borrows` says that it sees the packages of the interpreter that made it as well."""
+
+    name: str
+    borrows: bool = False
+
+    @property
+    def folder(self) -> Path:
+        """Where it lies."""
+        return ROOT / (f"{self.name}-{self._fingerprint()[:12]}" if SHARED else self.name)
+
+    @property
+    def python(self) -> Path:
+        """Its interpreter."""
+        return self.folder / "bin" / "python"
+
+    @property
+    def is_installed(self) -> bool:
+        """Whether it is there and made from the pins as they are."""
+        stamp = self.folder / ".installed"
+        return stamp.exists() and stamp.read_text() == self._fingerprint()
+
+    def install(self) -> bool:
+        """Build it unless it is up to date, one at a time, also across processes; whether it was built. Raises
+        CalledProcessError.
+        """
+        ROOT.mkdir(parents=True, exist_ok=True)
+        (ROOT / ".gitignore").write_text("*\n")
+        with (ROOT / ".lock").open("w") as lock:
+            fcntl.flock(lock, fcntl.LOCK_EX)
+            if self.is_installed:
+                return False
+            venv.create(self.folder, clear=True, symlinks=True)
+            pip = ("-m", "pip", "--python", str(self.python), "install", "--quiet", "--disable-pip-version-check")
+            index = ("--index-url", os.environ["TORCH_INDEX"]) if os.environ.get("TORCH_INDEX") else ()
+            for line in self._pins.read_text().splitlines():
+                if line.startswith("torch=="):  # with what it needs, since PyPI's build needs CUDA's libraries
+                    _python(*pip, "--no-input", *index, "-c", str(self._pins), line)
+            _python(*pip, "--no-input", "--no-deps", "-r", str(self._pins))
+            if self.borrows:
+                packages = next((self.folder / "lib").glob("python*/site-packages"))
+                (packages / "borrowed.pth").write_text(sysconfig.get_path("purelib") + "\n")
+            (self.folder / ".installed").write_text(self._fingerprint())
+            return True
+
+    @property
+    def _pins(self) -> Path:
+        return HERE / "requirements" / f"{self.name}.txt"
+
+    def _fingerprint(self) -> str:
+        lender = sys.prefix if self.borrows else ""
+        digest = hashlib.sha256(f"{sys.version} {lender} {self}".encode())
+        digest.update(self._pins.read_bytes())
+        return digest.hexdigest()
+
+
+MOONCAKE = Environment("mooncake")
+LMCACHE = Environment("lmcache", borrows=True)
+ENGINES = Environment("engines")
+ENVIRONMENTS = {environment.name: environment for environment in (MOONCAKE, LMCACHE, ENGINES)}
+
+
+def _python(*arguments: str) -> None:
+    subprocess.run([sys.executable, *arguments], timeout=STEP_TIMEOUT_S, check=True)
+
+
+def main() -> None:
+    """Install the named environments, or all."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    known = ", ".join(ENVIRONMENTS)
+    parser.add_argument("names", nargs="*", metavar="NAME", help=f"of {known}; all without")
+    names = parser.parse_args().names or list(ENVIRONMENTS)
+    if unknown := set(names) - set(ENVIRONMENTS):
+        parser.error(f"no such environment: {', '.join(sorted(unknown))}")
+    for name in names:
+        start_s = time.monotonic()
+        built = ENVIRONMENTS[name].install()
+        print(f"{name}: {f'installed in {time.monotonic() - start_s:.0f} s' if built else 'up to date'}")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,1 +1,0 @@
-"""What `objectcache calibrate` measures, and what follows from it for Theta and the scheduler."""

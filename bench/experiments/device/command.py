@@ -1,0 +1,97 @@
+"""The device of `bench ttft --device`, `recompute` and `copies` on the command line.
+
+Imports torch only where a device is asked for: the other benches do without it.
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib.util
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import replace
+from enum import Enum
+from typing import TYPE_CHECKING, Any
+
+from bench.beds.processes import BaselineError
+from bench.core.experiment import WrongUse
+from bench.core.options import Options, some_of
+from bench.experiments.ttft.cases import System
+from calibration.compute.shapes import ModelShape, shape
+
+if TYPE_CHECKING:
+    from bench.experiments.device.accelerator import Accelerator
+
+CONTEXT_SMOKE = ("1K",)
+VOCABULARIES = {"llama-3.1-8b": 128256, "deepseek-r1-7b": 152064}
+"""Of the models that Tables A1 and A2 have: vocab_size of the same files as calibration.compute.shapes."""
+VOCABULARY_SMALL = 512
+Origin = Mapping[str, Any]
+
+
+class Landing(Enum):
+    """What the server writes into: pinned host memory, from where layers are copied up, or the device's memory."""
+
+    HOST = "host"
+    DEVICE = "device"
+
+
+def declare_ttft(options: Options) -> None:
+    """The options of `bench ttft --device`."""
+    text = "compute on it instead of playing windows: figure 13 with a real model, nothing scaled; cpu: --smoke only"
+    options.add("--device", choices=("cuda", "cpu"), help=text)
+    options.choice("--landing", tuple(Landing), Landing.HOST, "what the server fills, with --device")
+    text = "with --device; default: all of figure 13's"
+    options.add("--systems", type=_systems, metavar="LIST", default=tuple(System), help=text)
+
+
+def declare_device(options: Options) -> None:
+    """The option of a bench that needs a device."""
+    options.add("--device", choices=("cuda", "cpu"), default="cuda", help="cpu: --smoke only; default: cuda")
+
+
+def need_torch(asked: str, device: str) -> None:
+    """Raises WrongUse where torch is not installed, or does not see the device that was asked for."""
+    if importlib.util.find_spec("torch") is None:
+        raise WrongUse(f"{asked} needs torch: pip install 'objectcache[torch]'")
+    import torch
+
+    from calibration.compute.layer import Device, is_present
+
+    if not is_present(Device(device)):
+        raise WrongUse(f"no CUDA device: torch {torch.__version__} sees none here")
+
+
+@contextmanager
+def opened_device(options: argparse.Namespace, origin: Origin) -> Iterator[tuple[Accelerator, Origin]]:
+    """The device, and the origin with its software. What torch and CUDA raise is a baseline's failure here. Raises
+    WrongUse where the device cannot be had.
+    """
+    if options.device == "cpu" and not options.smoke:
+        raise WrongUse("--device cpu only tries the code out: pass --smoke, or --device cuda")
+    need_torch(f"--device {options.device}", options.device)
+    import torch
+
+    from bench.experiments.device.accelerator import DeviceError, opened
+    from calibration.compute.layer import Device
+
+    machine = {**origin["machine"], "torch": str(torch.__version__), "cuda": torch.version.cuda}
+    try:
+        with opened(Device(options.device)) as accelerator:
+            yield accelerator, {**origin, "machine": machine}
+    except (DeviceError, RuntimeError) as error:
+        raise BaselineError(str(error)) from error
+
+
+def model_of(name: str, is_smoke: bool) -> tuple[ModelShape, int]:
+    """The model's shape and vocabulary; for smoke runs as many layers, everything else tiny."""
+    model = shape(name)
+    if not is_smoke:
+        return model, VOCABULARIES[name]
+    return replace(model, hidden=64, heads=4, kv_heads=2, head_dim=16, intermediate=128), VOCABULARY_SMALL
+
+
+def _systems(text: str) -> tuple[System, ...]:
+    """opt-local-LW is what the others are over: it comes first, asked for or not."""
+    chosen = some_of(tuple(System))(text)
+    return tuple(system for system in System if system is System.OPT_LOCAL_LW or system in chosen)

@@ -1,0 +1,225 @@
+"""The ways to a first token that are compared, how vLLM is told of each, and what engines are told and answer. Pure."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from enum import Enum
+from pathlib import Path
+
+from bench.experiments.engine.cases import BLOCK_TOKENS, OUTPUT_TOKENS, Case, Prompts, Shape
+from descriptors.descriptor import Delivery
+from descriptors.units import MIB
+from nixl_client.connectors.vllm.options import LoadPolicy
+from nixl_client.transports.transport import Transport
+
+LMCACHE_CHUNK_TOKENS = 256
+"""Its default."""
+WAIT_S = 120.0
+STORE_QUEUE_CHUNKS = 1 << 16
+CONNECTORS_MODULE = "bench.experiments.engine.connectors"
+SPARE_BLOCKS = 16
+OWN_BLOCKS_COPIES = 4
+"""A round's base and the suffixes of all its prompts stay in the engine's own blocks."""
+
+
+class Way(Enum):
+    """Names in the results."""
+
+    RECOMPUTE = "recompute"
+    OWN_BLOCKS = "own_blocks"
+    LAYERWISE = "objectcache_layerwise"
+    CHUNKWISE = "objectcache_chunkwise"
+    ADVISED = "objectcache_advised"
+    STATED = "objectcache_stated"
+    EXAMPLE = "example_connector"
+    EXAMPLE_TOLD = "example_connector_told"
+    LMCACHE_CPU = "lmcache_cpu"
+    LMCACHE_S3 = "lmcache_s3"
+
+    @property
+    def title(self) -> str:
+        """For people."""
+        return self.value.replace("_", " ")
+
+    @property
+    def bucket(self) -> str:
+        """Of this way alone, but for STATED, which loads what LAYERWISE stores."""
+        storing = Way.LAYERWISE if self is Way.STATED else self
+        return storing.title.replace(" ", "-")
+
+
+OURS = (Way.LAYERWISE, Way.CHUNKWISE)
+"""Our connector as the peers are compared with it: loading all that is stored."""
+CONNECTED = (*OURS, Way.ADVISED, Way.STATED)
+"""Those with our connector."""
+LOADING_ALL = (*OURS, Way.STATED)
+"""Those of them that load all that is stored."""
+EXAMPLES = (Way.EXAMPLE, Way.EXAMPLE_TOLD)
+LMCACHES = (Way.LMCACHE_CPU, Way.LMCACHE_S3)
+COMPUTING = (Way.RECOMPUTE, Way.EXAMPLE)
+"""Those that compute a prompt of which a beginning is stored."""
+CONNECTORS: Mapping[Way, tuple[str, str | None]] = {
+    Way.LAYERWISE: ("ObjectCacheConnector", "nixl_client.connectors.vllm"),
+    Way.STATED: ("StatingConnector", CONNECTORS_MODULE),
+    Way.EXAMPLE: ("ExampleConnector", None),
+    Way.EXAMPLE_TOLD: ("PrefixExampleConnector", CONNECTORS_MODULE),
+    **dict.fromkeys(LMCACHES, ("LMCacheMPConnector", "lmcache.integration.vllm.lmcache_mp_connector")),
+}
+"""vLLM's name and the module, where it is not vLLM's own; others of ours have that of LAYERWISE."""
+NOTES: Mapping[Way, str] = {
+    Way.RECOMPUTE: "vLLM alone, prefix caching off",
+    Way.OWN_BLOCKS: "the prefix is in the engine's own blocks: what is left when loading costs nothing",
+    Way.LAYERWISE: "our connector, delivery layer-major",
+    Way.CHUNKWISE: "our connector, delivery chunk-major",
+    Way.ADVISED: "our connector as it comes: it loads what is sooner loaded than computed, layer-major",
+    Way.STATED: "our connector, layer-major; it stores nothing, and the bench decides what compute time it states",
+    Way.EXAMPLE: "vLLM's ExampleConnector as it comes: it finds whole prompts only, so that it recomputes these, and "
+    "stores them before the first token",
+    Way.EXAMPLE_TOLD: "the same, told the lengths of the prefixes that are stored; files in the page cache, mapped",
+    Way.LMCACHE_CPU: "LMCache's own server, which engines on CPUs need, chunks of 256 tokens in its memory, which the "
+    "engine maps",
+    Way.LMCACHE_S3: "the same, chunks in our gateway as its S3 server, its own memory emptied before every request",
+}
+
+
+@dataclass(frozen=True, slots=True)
+class EngineSettings:
+    """`chunk_tokens` is G of our connector; `folder` is for stores and the model."""
+
+    shape: Shape
+    ways: tuple[Way, ...]
+    contexts: tuple[int, ...]
+    hit_rates: tuple[float, ...]
+    runs: int
+    chunk_tokens: int
+    transport: Transport
+    seed: int = 1
+    serve_options: tuple[str, ...] = ()
+    folder: Path | None = None
+
+    @property
+    def cases(self) -> tuple[Case, ...]:
+        """All combinations. Raises ValueError for a prefix that is no whole number of blocks."""
+        return tuple(Case(context, rate) for context in self.contexts for rate in self.hit_rates)
+
+    @property
+    def prefixes(self) -> tuple[int, ...]:
+        """The lengths of prefixes, ascending."""
+        return tuple(sorted({case.prefix_tokens for case in self.cases}))
+
+    @property
+    def payload_bytes(self) -> int:
+        """KV of the longest prefix."""
+        return self.shape.token_bytes * self.prefixes[-1]
+
+    def grain_tokens(self, way: Way) -> int:
+        """Of how many tokens a hit is a multiple."""
+        if way in LMCACHES:
+            return LMCACHE_CHUNK_TOKENS
+        return self.chunk_tokens if way in CONNECTED else 1
+
+    def kv_tokens(self, way: Way) -> int:
+        """Room in an engine's own blocks."""
+        copies = OWN_BLOCKS_COPIES if way is Way.OWN_BLOCKS else 1
+        return copies * (max(self.contexts) + SPARE_BLOCKS * BLOCK_TOKENS)
+
+
+def engine_options(settings: EngineSettings, way: Way) -> dict[str, object]:
+    """vLLM's options, the same for all ways but for its own prefix cache. A prompt is computed in one step, which the
+    ExampleConnector needs.
+    """
+    model_tokens = max(settings.contexts) + 8 * OUTPUT_TOKENS
+    return {
+        "skip_tokenizer_init": True,
+        "block_size": BLOCK_TOKENS,
+        "dtype": settings.shape.dtype.value,
+        "max_model_len": model_tokens,
+        "max_num_batched_tokens": model_tokens,
+        "max_num_seqs": 4,
+        "num_gpu_blocks_override": settings.kv_tokens(way) // BLOCK_TOKENS,
+        "seed": 0,
+        "enforce_eager": True,
+        "disable_log_stats": False,
+        "async_scheduling": False,
+        "enable_prefix_caching": way is Way.OWN_BLOCKS,
+    }
+
+
+def transfer_config(
+    way: Way, settings: EngineSettings, endpoint: str, folder: Path, lmcache_port: int = 0
+) -> dict[str, object] | None:
+    """vLLM's `kv_transfer_config`; None for no connector. `endpoint` is our server; the folder is of this way alone.
+    Times and room are so large that everything is stored before the next request; the rest is the default.
+    """
+    if way in (Way.RECOMPUTE, Way.OWN_BLOCKS):
+        return None
+    name, module = CONNECTORS.get(way, CONNECTORS[Way.LAYERWISE])
+    options: dict[str, object]
+    if way in EXAMPLES:
+        told = {"prefix_tokens": list(settings.prefixes)} if way is Way.EXAMPLE_TOLD else {}
+        options = {"shared_storage_path": str(folder), **told}
+    elif way in LMCACHES:
+        options = {"lmcache.mp.host": "tcp://127.0.0.1", "lmcache.mp.port": lmcache_port}
+    else:
+        options = {
+            "endpoint": endpoint,
+            "bucket": way.bucket,
+            "transport": settings.transport.value,
+            "delivery": (Delivery.CHUNK_MAJOR if way is Way.CHUNKWISE else Delivery.LAYER_MAJOR).value,
+            "load": (LoadPolicy.ADVISED if way is Way.ADVISED else LoadPolicy.ALL).value,
+            "chunk_tokens": settings.chunk_tokens,
+            "staging_bytes": max(256 * MIB, settings.payload_bytes),
+            **dict.fromkeys(("load_timeout_s", "store_wait_s", "store_timeout_s"), WAIT_S),
+            "store_queue_chunks": STORE_QUEUE_CHUNKS,
+            "store": way is not Way.STATED,
+        }
+    return {
+        "kv_connector": name,
+        **({} if module is None else {"kv_connector_module_path": module}),
+        "kv_role": "kv_both",
+        **({"kv_load_failure_policy": "recompute"} if way in CONNECTED else {}),
+        "kv_connector_extra_config": options,
+    }
+
+
+@dataclass(frozen=True, slots=True)
+class EngineWork:
+    """One engine: what vLLM is made with; `chunk_tokens` is G of our connector."""
+
+    way: Way
+    llm: Mapping[str, object]
+    prompts: Prompts
+    chunk_tokens: int
+
+
+@dataclass(frozen=True, slots=True)
+class Command:
+    """One line to an engine: answer the prompt of `case`; or without a case compute the round's base up to `tokens` and
+    see that it is stored. `stated` is for Way.STATED alone: how much of its compute time a layer it states, 0 for none.
+    """
+
+    round_index: int
+    tokens: int = 0
+    case: Case | None = None
+    stated: float = 1.0
+
+
+@dataclass(frozen=True, slots=True)
+class Answer:
+    """One request. Seconds are vLLM's own: arrival to first token, and of these in the queue, where lookups are, and in
+    the engine's step. `cached_tokens` are those vLLM did not compute; `counters` what the connector counted meanwhile.
+    `idle_cpu_share` is the part of a core that the process used since its last answer. What STATED's engine measured
+    for the step that loaded is `layer_compute_us`; `costs` are the fields of PrefillCosts, none as long as unknown.
+    """
+
+    ttft_s: float = 0.0
+    queued_s: float = 0.0
+    step_s: float = 0.0
+    cached_tokens: int = 0
+    tokens: tuple[int, ...] = ()
+    counters: Mapping[str, float] = field(default_factory=dict)
+    idle_cpu_share: float = 0.0
+    layer_compute_us: int = 0
+    costs: Mapping[str, float] = field(default_factory=dict)
+    problem: str | None = None

@@ -1,0 +1,1 @@
+"""The tables of the ObjectCache paper, once, and the published constants of models."""

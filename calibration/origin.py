@@ -1,0 +1,88 @@
+"""Where figures come from: when, of which commit, on which machine; for a report, and in short for a config file."""
+
+from __future__ import annotations
+
+import os
+import platform
+import subprocess
+from collections.abc import Mapping
+from datetime import UTC, datetime
+from importlib import metadata
+from pathlib import Path
+from typing import Any
+
+GIT_TIMEOUT_S = 10
+PACKAGES = ("aiohttp", "awscrt", "boto3", "nixl-cu12", "numpy", "obstore", "uvloop")
+ROOT = Path(__file__).resolve().parent.parent
+
+
+def python_path() -> str:
+    """PYTHONPATH for a process of ours: this checkout or installation, then what there is."""
+    return os.pathsep.join(filter(None, (str(ROOT), os.environ.get("PYTHONPATH"))))
+
+
+def describe_commit() -> dict[str, Any]:
+    """`commit` and `has_local_changes`, both None where this is no git checkout of ours."""
+    top, _, commit = _git("rev-parse", "--show-toplevel", "HEAD").partition("\n")
+    if not top or Path(top).resolve() != ROOT:
+        return {"commit": None, "has_local_changes": None}
+    return {"commit": commit, "has_local_changes": bool(_git("status", "--porcelain"))}
+
+
+def describe_machine() -> dict[str, Any]:
+    """Processor, memory in bytes, kernel and the versions that matter."""
+    return {
+        "cpu_model": _cpu_model(),
+        "cpu_count": os.cpu_count(),
+        "memory_bytes": os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"),
+        "platform": platform.platform(),
+        "python": platform.python_version(),
+        "packages": {name: _version(name) for name in PACKAGES},
+    }
+
+
+def _git(*arguments: str) -> str:
+    try:
+        done = subprocess.run(
+            ["git", *arguments], cwd=ROOT, capture_output=True, text=True, timeout=GIT_TIMEOUT_S, check=False
+        )
+    except (OSError, subprocess.TimeoutExpired):
+        return ""
+    return done.stdout.strip() if done.returncode == 0 else ""
+
+
+def _cpu_model() -> str:
+    try:
+        lines = Path("/proc/cpuinfo").read_text().splitlines()
+    except OSError:
+        return platform.processor()
+    names = (line.partition(":")[2].strip() for line in lines if line.startswith("model name"))
+    return next(names, platform.processor())
+
+
+def _version(package: str) -> str | None:
+    try:
+        return metadata.version(package)
+    except metadata.PackageNotFoundError:
+        return None
+
+
+def describe_origin() -> dict[str, Any]:
+    """Now and here."""
+    now = datetime.now(UTC).isoformat(timespec="seconds")
+    return {"measured_at": now, **describe_commit(), "machine": describe_machine()}
+
+
+def origin_entries(origin: Mapping[str, Any]) -> dict[str, str]:
+    """`measured_at`, `machine` and, where it is known, `commit`."""
+    machine = origin["machine"]
+    processor = f"{machine['cpu_model']}, {machine['cpu_count']} processors, {machine['memory_bytes']} bytes of memory"
+    found = {"measured_at": origin["measured_at"], "machine": processor}
+    if origin["commit"] is not None:
+        found["commit"] = origin["commit"] + (" with local changes" if origin["has_local_changes"] else "")
+    return found
+
+
+def six_digits(value: float) -> float:
+    """Six significant ones, which is more than any figure here has."""
+    return float(f"{value:.6g}")

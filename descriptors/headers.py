@@ -1,0 +1,27 @@
+"""Names in the HTTP requests and answers between clients, gateways and storage servers: headers, and the paths below
+`/_objectcache`. docs/protocol.md explains them. (Headers with a form of their own are in the modules that read and
+write them: `tracing`, `rdma_token`, `peer_auth`, `peer_calls`.)
+"""
+
+from __future__ import annotations
+
+DESCRIPTOR_HEADER = "x-amz-objectcache-descriptor"
+"""A small descriptor, base64url, with a GET instead of a body."""
+MODE_HEADER = "x-amz-objectcache-mode"
+CHUNKS_HEADER = "x-amz-objectcache-chunks"
+"""k: how many chunks the answer brings."""
+RATE_HEADER = "x-amz-objectcache-rate"
+"""Bytes/s that the link gives the delivery."""
+EPOCH_HEADER = "x-amz-objectcache-epoch"
+CHUNK_HEADER = "x-amz-objectcache-chunk"
+"""`true` with a PUT: the object is a chunk, and immutable, whatever its key looks like."""
+PREFIX_HEADER = "x-amz-objectcache-prefix"
+"""`true` with a PUT: the chunk is of a prefix that many prompts share, and leaves a bounded cache late."""
+RDMA_REPLY_HEADER = "x-amz-rdma-reply"
+RDMA_BYTES_HEADER = "x-amz-rdma-bytes-transferred"
+
+SERVICE_PREFIX = "_objectcache"
+"""In place of a bucket: what is below it is no object."""
+AGENTS_PATH = f"/{SERVICE_PREFIX}/agents"
+REQUESTS_PATH = f"/{SERVICE_PREFIX}/requests"
+TRANSPORTS_PATH = f"/{SERVICE_PREFIX}/transports"

@@ -1,0 +1,137 @@
+"""Every metric of `GET /_objectcache/metrics`, as values. docs/metrics.md lists them for people.
+
+Names are `objectcache_<subsystem>_<name>_<unit>`, and counters end in `_total`. No label may hold a value that a client
+chooses (a bucket, a key, an access key): a client could make any number of series, and could read about other clients.
+
+    objectcache_gateway_requests_total{operation="get_object",status="200"} 17
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from enum import Enum
+
+SECONDS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0)
+"""The upper bounds of the buckets of a duration, in seconds."""
+
+
+class Kind(Enum):
+    """The kinds of Prometheus metrics that are used here."""
+
+    COUNTER = "counter"
+    GAUGE = "gauge"
+    HISTOGRAM = "histogram"
+
+
+@dataclass(frozen=True, slots=True)
+class Metric:
+    """`meaning` is one sentence. `labels` are the names of its labels, `buckets` a histogram's upper bounds."""
+
+    name: str
+    kind: Kind
+    meaning: str
+    labels: tuple[str, ...] = ()
+    buckets: tuple[float, ...] = ()
+
+
+def _counter(name: str, meaning: str, *labels: str) -> Metric:
+    return Metric(f"objectcache_{name}", Kind.COUNTER, meaning, labels)
+
+
+def _gauge(name: str, meaning: str, *labels: str) -> Metric:
+    return Metric(f"objectcache_{name}", Kind.GAUGE, meaning, labels)
+
+
+def _seconds(name: str, meaning: str, *labels: str) -> Metric:
+    return Metric(f"objectcache_{name}", Kind.HISTOGRAM, meaning, labels, SECONDS)
+
+
+REQUESTS = _counter("gateway_requests_total", "S3 requests that were answered.", "operation", "status")
+REQUEST_SECONDS = _seconds(
+    "gateway_request_duration_seconds", "Time from a request's head to the end of its answer.", "operation"
+)
+REQUEST_ERRORS = _counter("gateway_errors_total", "Requests that were answered with this error.", "code")
+REQUEST_PHASE_SECONDS = _counter(
+    "gateway_phase_seconds_total", "Time of requests in the gateway, the storage and the transfer.", "phase"
+)
+REQUEST_BYTES = _counter("gateway_moved_bytes_total", "Bytes of objects and prefixes that were moved.", "operation")
+REQUESTS_ACTIVE = _gauge("gateway_active_requests", "Requests that are being answered.")
+GATEWAY = (REQUESTS, REQUEST_SECONDS, REQUEST_ERRORS, REQUEST_PHASE_SECONDS, REQUEST_BYTES, REQUESTS_ACTIVE)
+"""The metrics of each gateway process; those of the workers of one server are added up."""
+
+DELIVERIES = _counter(
+    "delivery_requests_total", "Deliveries that have ended: done, or with this error.", "transport", "mode", "outcome"
+)
+DELIVERY_SECONDS = _seconds(
+    "delivery_duration_seconds", "Time of a delivery from its admission to its last byte.", "transport"
+)
+FIRST_GROUP_SECONDS = _seconds(
+    "delivery_first_layer_seconds", "Time until a layer-major delivery's first layer was handed over.", "transport"
+)
+DELIVERY_PHASE_SECONDS = _counter(
+    "delivery_phase_seconds_total", "Time of deliveries in planning, waiting, gathering and the transport.", "phase"
+)
+DELIVERY_BYTES = _counter("delivery_sent_bytes_total", "Bytes that deliveries brought.", "transport")
+DELIVERIES_ACTIVE = _gauge("delivery_active_requests", "Deliveries and object moves under way.")
+STAGING_USED = _gauge("delivery_staging_used_bytes", "Staging memory of http deliveries that is in use.")
+STAGING_SIZE = _gauge("delivery_staging_size_bytes", "Staging memory of http deliveries.")
+
+LOOKUPS = _counter("lookup_requests_total", "Prefix lookups.")
+LOOKUP_ASKED = _counter("lookup_asked_chunks_total", "Chunks that lookups named.")
+LOOKUP_MATCHED = _counter("lookup_matched_chunks_total", "Chunks that lookups found, from the first without a gap.")
+
+LINK_RATE = _gauge("scheduler_link_bytes_per_second", "The link's rate as configured; 0 where it is not limited.")
+LINK_QUEUED = _gauge("scheduler_queued_bytes", "Bytes of deliveries that have not been sent.")
+FLOWS_ACTIVE = _gauge("scheduler_active_flows", "Deliveries that the link serves.", "mode")
+FLOWS_WAITING = _gauge("scheduler_waiting_flows", "Deliveries that wait for the link.", "mode")
+EPOCHS = _counter("scheduler_epochs_total", "Epochs that have begun.")
+
+DRAM_SIZE = _gauge("dram_size_bytes", "Memory of the DRAM tier.")
+DRAM_RESIDENT = _gauge("dram_resident_bytes", "Memory of the DRAM tier that extents lie in.")
+DRAM_EXTENTS = _gauge("dram_resident_extents", "Extents in the DRAM tier.")
+DRAM_HITS = _counter("dram_hit_extents_total", "Extents of deliveries that lay in the DRAM tier.")
+DRAM_MISSES = _counter("dram_missed_extents_total", "Extents of deliveries that had to be read from files.")
+DRAM_EVICTED = _counter("dram_evicted_extents_total", "Extents that were evicted for others.")
+
+STORE_FREE = _gauge("store_free_bytes", "Free space of the data directory's file system.")
+STORE_USED = _gauge("store_used_bytes", "Space that the files of the data directory take.")
+STORE_BOUND = _gauge("store_bound_bytes", "The most that they may take (`disk_bytes`); 0 without a bound.")
+STORE_EVICTED = _counter("store_evicted_objects_total", "Objects of caches that were evicted.")
+STORE_EVICTED_BYTES = _counter("store_evicted_bytes_total", "Bytes of these objects.")
+UPSTREAM_FETCHING = _gauge("upstream_fetching_chunks", "Chunks on their way from the service upstream.")
+UPSTREAM_LANDED = _gauge("upstream_landed_bytes", "Memory that chunks lie in until they are in files.")
+UPSTREAM_FETCHED = _counter("upstream_fetched_bytes_total", "Bytes of chunks that came from there.")
+UPSTREAM_STALE = _counter("upstream_stale_chunks_total", "Cached chunks that others had changed or deleted there.")
+UPSTREAM_FAILED = _counter("upstream_failed_requests_total", "Requests that the service did not answer, or was busy.")
+UPSTREAM_DIRTY = _gauge("upstream_dirty_chunks", "Chunks that were written back and are not upstream yet.")
+UPSTREAM_DIRTY_BYTES = _gauge("upstream_dirty_bytes", "Bytes of these chunks.")
+UPSTREAM_DIRTY_AGE = _gauge("upstream_dirty_age_seconds", "The age of the oldest of them; 0 without any.")
+UPSTREAM_REFUSED = _gauge("upstream_refused_chunks", "Those that the service has refused. The log says why.")
+STORE_OPEN_FILES = _gauge("store_open_files", "Data files that are open.")
+STORE_PINNED_FILES = _gauge("store_pinned_files", "Data files that are being read.")
+STORE_COMMITS = _counter("store_commits_total", "Transactions of the index.")
+STORE_CHANGES = _counter("store_changes_total", "Changes in those transactions: puts, copies, deletes and others.")
+STORE_COMPACTED = _counter("store_compacted_bytes_total", "Bytes that compaction has rewritten.")
+STORE_NAMED = _gauge(
+    "store_named_bytes",
+    "Bytes of all objects and parts, copies counted each time; read every 30 s at most.",
+)
+STORE_STORED = _gauge("store_stored_bytes", "Bytes that lie in the data directory for them: each copy once.")
+STORE_SHARED = _counter("store_shared_bytes_total", "Space that deduplication has given back.")
+STORE_DAMAGED = _gauge("store_damaged_objects", "Objects that were found damaged and are still stored.")
+
+AGENTS = _gauge("agents_registered_agents", "Agents that are registered.")
+AGENT_REGIONS = _gauge("agents_registered_regions", "Regions of those agents.")
+UCX_IN_FLIGHT = _gauge("ucx_in_flight_transfers", "Reads and writes of clients' memory in flight; 0 where ucx is off.")
+UCX_STARTS = _counter("ucx_starts_total", "Starts of the ucx process; more than one means that it ended by itself.")
+
+STORAGE = (
+    DELIVERIES, DELIVERY_SECONDS, FIRST_GROUP_SECONDS, DELIVERY_PHASE_SECONDS, DELIVERY_BYTES, DELIVERIES_ACTIVE,
+    STAGING_USED, STAGING_SIZE, LOOKUPS, LOOKUP_ASKED, LOOKUP_MATCHED, LINK_RATE, LINK_QUEUED, FLOWS_ACTIVE,
+    FLOWS_WAITING, EPOCHS, DRAM_SIZE, DRAM_RESIDENT, DRAM_EXTENTS, DRAM_HITS, DRAM_MISSES, DRAM_EVICTED, STORE_FREE,
+    STORE_USED, STORE_BOUND, STORE_EVICTED, STORE_EVICTED_BYTES, UPSTREAM_FETCHING, UPSTREAM_LANDED, UPSTREAM_FETCHED,
+    UPSTREAM_STALE, UPSTREAM_FAILED, UPSTREAM_DIRTY, UPSTREAM_DIRTY_BYTES, UPSTREAM_DIRTY_AGE, UPSTREAM_REFUSED,
+    STORE_OPEN_FILES, STORE_PINNED_FILES, STORE_COMMITS, STORE_CHANGES, STORE_COMPACTED, STORE_NAMED, STORE_STORED,
+    STORE_SHARED, STORE_DAMAGED, AGENTS, AGENT_REGIONS, UCX_IN_FLIGHT, UCX_STARTS,
+)  # fmt: skip
+"""The metrics of the storage server."""

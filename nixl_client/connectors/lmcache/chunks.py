@@ -1,0 +1,112 @@
+"""LMCache's chunks as objects: their names, sizes and layouts. Pure.
+
+A chunk's object is named lmcache/LABEL/NAMESPACE/HASH. HASH is LMCache's own hash of all tokens up to the chunk's end.
+NAMESPACE is a digest of everything else that decides what a chunk's bytes mean, so that a mismatch is a miss. LABEL is
+the model's name in safe characters, for people who list or delete by prefix; nothing depends on it.
+
+A chunk of LMCache is [2, L, T, hidden] (or whatever one group of layers is in its memory), and LMCache uses all of it
+or nothing. It is therefore stored as its bytes lie, and declared as a layout whose slices only keep the protocol's
+limits. Taking it apart into layers (KV_L2TD) would cost a transposing copy at each end and serve nobody: other engines
+name their chunks by other hashes.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import re
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from descriptors.descriptor import CHUNK_COUNT_MAX, NUM_LAYERS_MAX, PER_LAYER_CHUNK_BYTES_MAX
+from descriptors.layout import ChunkLayout
+from descriptors.recompute import AdviceRequest, PrefillCosts, advise
+
+ROOT = "lmcache"
+_UNSAFE = re.compile(r"[^A-Za-z0-9._-]+")
+
+
+@dataclass(frozen=True, slots=True)
+class ChunkSpace:
+    """What chunks that may follow each other in a prefix have in common.
+
+    `mode` tells LMCache's two modes apart, which hash differently. `rank` says which part of the KV it is in the words
+    of the mode: world size and worker, or the packed rank and the group of layers. `tags` keep tenants apart.
+    `layout` is the shape of a full chunk.
+    """
+
+    mode: str
+    model: str
+    rank: str
+    dtype: str
+    layout: str
+    tags: tuple[tuple[str, str], ...] = ()
+
+    def prefix(self) -> str:
+        """The part of the names before the hash."""
+        parts = (
+            self.mode,
+            self.model,
+            self.rank,
+            self.dtype,
+            self.layout,
+            *(part for tag in self.tags for part in tag),
+        )
+        text = "".join(f"{len(part)}:{part}" for part in parts)
+        label = _UNSAFE.sub("-", self.model).strip("-.")[-64:] or "model"
+        return f"{ROOT}/{label}/{hashlib.sha256(text.encode()).hexdigest()[:32]}/"
+
+
+def object_name(space: ChunkSpace, chunk_hash: bytes | int) -> str:
+    """The object of one chunk."""
+    return space.prefix() + (chunk_hash.hex() if isinstance(chunk_hash, bytes) else f"{chunk_hash:x}")
+
+
+@dataclass(frozen=True, slots=True)
+class ChunkSize:
+    """A chunk's tokens, its bytes on one rank, and how many ranks load at the same time."""
+
+    tokens: int
+    nbytes: int
+    rank_count: int = 1
+
+    @property
+    def layout(self) -> ChunkLayout:
+        """As far as times go: a chunk comes whole, as one layer would."""
+        return ChunkLayout(1, self.tokens, self.nbytes)
+
+
+def opaque_layout(chunk_bytes: int) -> ChunkLayout:
+    """The layout with the fewest slices whose objects are `chunk_bytes` long. Raises ValueError where there is none."""
+    least = -(-chunk_bytes // PER_LAYER_CHUNK_BYTES_MAX)
+    for count in range(max(1, least), NUM_LAYERS_MAX + 1):
+        if chunk_bytes > 0 and chunk_bytes % count == 0:
+            return ChunkLayout(count, 1, chunk_bytes // count)
+    raise ValueError(f"no layout has objects of {chunk_bytes} bytes")
+
+
+def worth_loading(
+    matched: int,
+    chunk: ChunkSize,
+    key_count: int,
+    prefill: PrefillCosts,
+    rate_bytes_per_s: float | None,
+) -> int:
+    """How many of `matched` chunks are sooner loaded than computed, at the rate the server offers one access key (None:
+    it paces nothing). Of the prompt only the chunks asked for are known, as if it began and ended with them: what
+    computing them takes is at least this much.
+    """
+    request = AdviceRequest(key_count * chunk.tokens + 1, chunk.layout, prefill)
+    return advise(matched, request, (rate_bytes_per_s or 0.0) / chunk.rank_count).chunk_count
+
+
+def batches(chunk_count: int, chunk_bytes: int, batch_bytes: int) -> Iterator[tuple[int, int]]:
+    """First and end of each request: as many chunks as fit, at least one."""
+    step = min(max(1, batch_bytes // chunk_bytes), CHUNK_COUNT_MAX)
+    for first in range(0, chunk_count, step):
+        yield first, min(first + step, chunk_count)
+
+
+def partial_tokens(nbytes: int, token_bytes: int, chunk_tokens: int) -> int:
+    """Tokens of a chunk that is not full; 0 for what is none."""
+    tokens, odd = divmod(nbytes, token_bytes)
+    return tokens if not odd and 0 < tokens < chunk_tokens else 0

@@ -1,0 +1,61 @@
+"""One load under way: what it still brings, and how much of it is worth waiting for."""
+
+from __future__ import annotations
+
+import time
+from dataclasses import dataclass
+
+from descriptors.notices import Mode
+from descriptors.recompute import PrefillCosts
+from nixl_client.connectors.late import Progress, Tail, Verdict, judge, pace_s
+from nixl_client.connectors.vllm.blocks import Blocks
+from nixl_client.connectors.vllm.grid import Grid
+from nixl_client.connectors.vllm.staging import Staging
+from nixl_client.connectors.vllm.steps import LoadJob
+from nixl_client.fetch.layer_fetch import LayerFetch
+
+
+@dataclass(slots=True)
+class ActiveLoad:
+    """The fetch of a load into `staging` from byte `offset` on, begun at `began_s`. `good_blocks` of its blocks are
+    still expected to be filled, out of `chunk_count` chunks. `next_layer` is the first layer that has not been copied
+    into the blocks, `ready_at_s` when the layer before it was complete. Times are monotonic seconds.
+    """
+
+    job: LoadJob
+    blocks: Blocks
+    staging: Staging
+    fetch: LayerFetch
+    offset: int
+    deadline_s: float
+    chunk_count: int
+    good_blocks: int
+    began_s: float
+    next_layer: int = 0
+    is_retried: bool = False
+    ready_at_s: float = 0.0
+
+    def left_s(self) -> float:
+        """Seconds until the deadline, 0 past it."""
+        return max(0.0, self.deadline_s - time.monotonic())
+
+    def progress(self) -> Progress:
+        """How far its fetch is."""
+        ready_at_s = self.fetch.ready_at_s()
+        silent_s = time.monotonic() - max(ready_at_s, default=self.fetch.began_s)
+        if self.fetch.mode is not Mode.LAYER_MAJOR:
+            return Progress(1, 1, 0.0, silent_s)
+        layers = self.fetch.descriptor.num_layers
+        return Progress(layers, layers - len(ready_at_s), pace_s(ready_at_s), silent_s)
+
+    def verdict(self, costs: PrefillCosts | None, grid: Grid, layer_compute_s: float) -> Verdict:
+        """How much of the load to wait for, in a step whose layers take `layer_compute_s` each; without `costs` all of
+        it, until its deadline.
+        """
+        if costs is None:
+            return Verdict(self.chunk_count, self.left_s())
+        chunk_range, chunk_tokens = self.job.chunk_range, grid.chunk_tokens
+        start = chunk_range.first_chunk * chunk_tokens + chunk_range.chunk_skip
+        end = min(start + chunk_range.token_count, (chunk_range.first_chunk + self.chunk_count) * chunk_tokens)
+        tail = Tail(start, end, chunk_tokens, self.chunk_count)
+        return judge(self.progress(), tail, costs, layer_compute_s)

@@ -1,0 +1,248 @@
+"""Fetches over http: the payload is the body of an answer, which one of our threads reads into the buffer.
+
+A large payload may be split among several requests, called subrequests, each for some of the chunks and on a connection
+of its own.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from itertools import pairwise
+
+from descriptors.descriptor import Delivery, Descriptor, OnMissing
+from descriptors.descriptor_codec import encode_binary
+from descriptors.errors import ChunkUnavailable, ErrorCode, ObjectCacheError, ServerError
+from descriptors.headers import REQUESTS_PATH
+from descriptors.notices import Mode
+from descriptors.storage_api import Grant
+from nixl_client.fetch.delivery_state import granted_rate, payload_shape
+from nixl_client.fetch.layer_fetch import LayerFetch
+from nixl_client.session.signed_http import SignedHttp
+from nixl_client.transports.http import Stream, UnansweredError
+
+SPLIT_BYTES_MIN = 32 << 20
+"""A smaller payload has been read before a second connection could help."""
+_log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True)
+class Subrequest:
+    """A request for some chunks of a fetch, of which `first_chunk` is the first."""
+
+    first_chunk: int
+    descriptor: Descriptor
+
+
+def split_request(
+    descriptor: Descriptor, connection_count: int, chunk_count: int, attempt: int = 0
+) -> list[Subrequest]:
+    """The subrequests for the first `chunk_count` chunks, each for about as many of them, with ids that differ from
+    those of other attempts. All subrequests have the same order of delivery, since each fills its own part of every
+    layer: layer-major, unless the fetch asks for chunk-major.
+    """
+    keys = descriptor.chunk_keys[:chunk_count]
+    is_large = len(keys) * descriptor.layout.chunk_bytes >= SPLIT_BYTES_MIN
+    count = min(connection_count, len(keys)) if is_large else 1
+    if count == 1 and keys == descriptor.chunk_keys:
+        return [Subrequest(0, descriptor)]
+    delivery = Delivery.LAYER_MAJOR if descriptor.delivery is Delivery.AUTO and count > 1 else descriptor.delivery
+    bounds = [index * len(keys) // count for index in range(count + 1)]
+    return [
+        Subrequest(
+            first,
+            replace(
+                descriptor,
+                chunk_keys=keys[first:end],
+                delivery=delivery,
+                request_id=f"{descriptor.request_id}.{attempt}.{index}",
+            ),
+        )
+        for index, (first, end) in enumerate(pairwise(bounds))
+    ]
+
+
+class HttpFetches:
+    """Runs fetches over http, each over up to `connection_count` connections."""
+
+    def __init__(self, http: SignedHttp, connection_count: int = 1) -> None:
+        self._http = http
+        self._connection_count = connection_count
+        self._running: dict[str, _Reading] = {}
+        self._cancelled: set[str] = set()
+
+    def run(self, fetch: LayerFetch) -> None:
+        """POST the descriptor, whole or as subrequests, and read the bodies; returns when the fetch is settled."""
+        try:
+            chunk_count: int | None = fetch.descriptor.chunk_count
+            attempt = 0
+            while chunk_count is not None:
+                subrequests = split_request(fetch.descriptor, self._connection_count, chunk_count, attempt)
+                reading = self._running[fetch.request_id] = _Reading(self._http, fetch, subrequests)
+                if fetch.request_id in self._cancelled:
+                    return
+                chunk_count = reading.run()
+                attempt += 1
+        except ObjectCacheError as error:
+            fetch.on_failure(error)
+        except Exception as error:
+            _log.exception("fetch %s", fetch.request_id)
+            fetch.on_failure(ServerError(ErrorCode.INTERNAL_ERROR, f"the client failed: {error}"))
+        finally:
+            self._running.pop(fetch.request_id, None)
+            self._cancelled.discard(fetch.request_id)
+            fetch.settle()
+
+    def cancel(self, fetch: LayerFetch) -> None:
+        """Break the connections. Only our own threads write into the buffer, and they end with their connections."""
+        if not fetch.is_settled:
+            self._cancelled.add(fetch.request_id)
+        reading = self._running.get(fetch.request_id)
+        if reading is not None:
+            reading.stop()
+        fetch.wait_settled()
+        self._cancelled.discard(fetch.request_id)
+
+
+class _Reading:
+    """One attempt: the subrequests, what they have brought, and a thread for each but the first, which the caller's
+    thread reads.
+    """
+
+    def __init__(self, http: SignedHttp, fetch: LayerFetch, subrequests: Sequence[Subrequest]) -> None:
+        self._http = http
+        self._fetch = fetch
+        self._subrequests = subrequests
+        self._lock = threading.Lock()
+        self._streams: list[Stream] = []
+        self._is_over = False
+        self._grants: list[Grant] = []
+        self._missing_counts = [len(subrequests)] * fetch.descriptor.num_layers
+        self._chunk_count = sum(subrequest.descriptor.chunk_count for subrequest in subrequests)
+        self._stored_count: int | None = None
+        self._failures: list[tuple[int, Exception]] = []
+        self._ended: tuple[Mode, Mapping[str, str], float] | None = None
+
+    def run(self) -> int | None:
+        """Read everything. Returns None when all is read. Returns a chunk count when fewer chunks are stored: the other
+        subrequests placed their bytes for more chunks, so that the fetch is begun again for that many. Raises the error
+        of the first chunks that failed.
+        """
+        threads = [
+            threading.Thread(target=self._read_subrequest, args=(subrequest,), name="objectcache-subrequest")
+            for subrequest in self._subrequests[1:]
+        ]
+        for thread in threads:
+            thread.start()
+        self._read_subrequest(self._subrequests[0])
+        for thread in threads:
+            thread.join()
+        if self._stored_count is not None:
+            return self._stored_count
+        if self._failures:
+            raise min(self._failures, key=lambda failure: failure[0])[1]
+        if self._ended is not None:
+            mode, headers, body_s = self._ended
+            nbytes = self._fetch.descriptor.layout.delivery_bytes(self._chunk_count)
+            self._fetch.on_answer(mode, self._chunk_count, nbytes, headers, body_s)
+        return None
+
+    def stop(self) -> None:
+        """End every subrequest: tell the server, then break the connections."""
+        with self._lock:
+            self._is_over = True
+        for subrequest in self._subrequests:
+            try:
+                self._http.request("DELETE", f"{REQUESTS_PATH}/{subrequest.descriptor.request_id}")
+            except UnansweredError:
+                break  # it would not answer for the others either
+            except ObjectCacheError:
+                continue
+        with self._lock:
+            streams = list(self._streams)
+        for stream in streams:
+            stream.abort()
+
+    def _read_subrequest(self, subrequest: Subrequest) -> None:
+        stream: Stream | None = None
+        try:
+            body = encode_binary(subrequest.descriptor)
+            stream = self._http.stream("POST", f"/{self._fetch.bucket}", {"layerwise": ""}, body, self._fetch.timeout_s)
+            with self._lock:
+                self._streams.append(stream)
+                is_over = self._is_over
+            if not is_over:
+                self._read(subrequest, stream)
+        except Exception as error:
+            self._on_failure(subrequest, error)
+        finally:
+            if stream is not None:
+                stream.close()
+
+    def _read(self, subrequest: Subrequest, stream: Stream) -> None:
+        began_s = time.monotonic()
+        mode, chunk_count = payload_shape(stream.headers)
+        if len(self._subrequests) == 1:
+            self._chunk_count = chunk_count
+        elif chunk_count != subrequest.descriptor.chunk_count:
+            self._on_short(subrequest, subrequest.first_chunk + chunk_count)
+            return
+        self._on_admitted(mode, granted_rate(stream.headers))
+        layout = self._fetch.descriptor.layout
+        view = self._fetch.host_view()
+        if mode is Mode.LAYER_MAJOR:
+            layer_bytes, nbytes = layout.layer_bytes(self._chunk_count), layout.layer_bytes(chunk_count)
+            first = layout.layer_bytes(subrequest.first_chunk)
+            for layer_index in range(layout.num_layers):
+                start = layer_index * layer_bytes + first
+                stream.read_into(view[start : start + nbytes])
+                self._on_layer(layer_index)
+        else:
+            first = layout.delivery_bytes(subrequest.first_chunk)
+            stream.read_into(view[first : first + layout.delivery_bytes(chunk_count)])
+        with self._lock:
+            self._ended = mode, stream.headers, time.monotonic() - began_s
+
+    def _on_admitted(self, mode: Mode, granted: Grant) -> None:
+        """A subrequest was admitted. The fetch is admitted with the last of them: no layer is whole before."""
+        with self._lock:
+            self._grants.append(granted)
+            if len(self._grants) == len(self._subrequests):
+                rate = sum(each.rate_bytes_per_s for each in self._grants)
+                self._fetch.on_start(mode, self._chunk_count, Grant(rate, self._grants[0].epoch))
+
+    def _on_layer(self, layer_index: int) -> None:
+        with self._lock:
+            self._missing_counts[layer_index] -= 1
+            if not self._missing_counts[layer_index]:
+                self._fetch.on_layer(layer_index)
+
+    def _on_failure(self, subrequest: Subrequest, error: Exception) -> None:
+        if isinstance(error, ChunkUnavailable) and subrequest.first_chunk:
+            is_prefix = subrequest.descriptor.on_missing is OnMissing.PREFIX and error.layer is None
+            if is_prefix and error.code is not ErrorCode.CHUNK_CORRUPT:
+                self._on_short(subrequest, subrequest.first_chunk + (error.index or 0))
+                return
+            index = subrequest.first_chunk + (error.index or 0)
+            error = ChunkUnavailable(error.code, error.message, field=error.field, index=index, layer=error.layer)
+        with self._lock:
+            if not self._is_over:
+                self._failures.append((subrequest.first_chunk, error))
+        self._end_others(subrequest)
+
+    def _on_short(self, subrequest: Subrequest, chunk_count: int) -> None:
+        """Only `chunk_count` chunks are stored: the others have placed their bytes as if there were more."""
+        with self._lock:
+            self._stored_count = min(
+                chunk_count, self._chunk_count if self._stored_count is None else self._stored_count
+            )
+        self._end_others(subrequest)
+
+    def _end_others(self, subrequest: Subrequest) -> None:
+        with self._lock:
+            is_first, self._is_over = not self._is_over, True
+        if is_first and len(self._subrequests) > 1:
+            self.stop()

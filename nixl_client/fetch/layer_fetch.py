@@ -1,0 +1,218 @@
+"""A running fetch: wait for its layers, one by one, from any thread; cancel it; know when the buffer is yours again."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from descriptors.descriptor import Descriptor
+from descriptors.errors import ErrorCode, ObjectCacheError, ServerError
+from descriptors.notices import Mode, Notice
+from descriptors.storage_api import Grant
+from nixl_client.fetch.delivery_state import DeliveryState, ProtocolViolationError
+from nixl_client.session.timing import Timing, split_time
+from nixl_client.transports.buffers import Buffer
+from nixl_client.transports.transport import Transport
+
+
+@dataclass(frozen=True, slots=True)
+class Layer:
+    """A complete layer: `data` is uint8 of shape (chunk_count, S) in the caller's buffer, `ready_at_s` the monotonic
+    time at which the layer was known to be complete.
+    """
+
+    layer_index: int
+    chunk_count: int
+    data: Any
+    ready_at_s: float
+
+
+@dataclass(frozen=True, slots=True)
+class FetchResult:
+    """The result of a fetch that succeeded. `transferred_bytes` is what the server's transport counted, `timing` where
+    the time from the fetch's start to its end went.
+    """
+
+    mode: Mode
+    chunk_count: int
+    transferred_bytes: int
+    timing: Timing
+
+
+class LayerFetch:
+    """A running fetch of chunks of `bucket`, over `transport`; `timeout_s` bounds the silence on its request. Every
+    wait takes a deadline in seconds and raises TimeoutError past it.
+
+    Errors of the request itself are raised by the wait that meets them: CallerError, ChunkUnavailable (with the index
+    of the first bad chunk: recompute from there), ServerError. Layers that were ready before stay good.
+    """
+
+    def __init__(
+        self,
+        descriptor: Descriptor,
+        buffer: Buffer,
+        offset: int,
+        cancel: Callable[[LayerFetch], None],
+        transport: Transport,
+        bucket: str,
+        timeout_s: float,
+    ) -> None:
+        self.transport = transport
+        self.bucket = bucket
+        self.timeout_s = timeout_s
+        self.descriptor = descriptor
+        self.request_id = descriptor.request_id or ""
+        self._buffer = buffer
+        self._offset = offset
+        self._cancel = cancel
+        self._state = DeliveryState(self.request_id, descriptor.layout, descriptor.chunk_count)
+        self._changed = threading.Condition()
+        self._ready_at_s: dict[int, float] = {}
+        self._transferred_bytes = 0
+        self._timing = Timing(0.0, 0.0, 0.0, 0.0)
+        self._began_s = time.monotonic()
+        self._settled = False
+        self._violation: ProtocolViolationError | None = None
+
+    def wait_admitted(self, timeout_s: float | None = None) -> tuple[Mode, int]:
+        """Mode and k, the number of chunks that will come."""
+        with self._changed:
+            self._wait_for(lambda: self._state.chunk_count is not None, timeout_s, "the request is not admitted yet")
+            return self._shape()
+
+    def wait_layer(self, layer_index: int, timeout_s: float | None = None) -> Layer:
+        """Block until the layer is complete. In chunk-major mode that is when everything is."""
+        if not 0 <= layer_index < self.descriptor.num_layers:
+            raise IndexError(f"layer {layer_index} of {self.descriptor.num_layers}")
+        with self._changed:
+            self._wait_for(lambda: self._state.is_ready(layer_index), timeout_s, f"layer {layer_index} is not there")
+            mode, chunk_count = self._shape()
+            data = self._buffer.layer(layer_index, mode, chunk_count, self.descriptor.layout, self._offset)
+            return Layer(layer_index, chunk_count, data, self._ready_at_s[layer_index])
+
+    def wait(self, timeout_s: float | None = None) -> FetchResult:
+        """Block until every layer is complete and the request is answered; then the buffer is the caller's again."""
+        with self._changed:
+            self._wait_for(lambda: self._state.is_complete and self._settled, timeout_s, "the fetch is not finished")
+            mode, chunk_count = self._shape()
+            return FetchResult(mode, chunk_count, self._transferred_bytes, self._timing)
+
+    @property
+    def grant(self) -> Grant:
+        """The rate and the epoch that the server's scheduler gave; known once admitted, 0 where it does not pace."""
+        return self._state.grant
+
+    @property
+    def mode(self) -> Mode | None:
+        """The order of delivery; None until the request is admitted."""
+        return self._state.mode
+
+    def ready_at_s(self) -> list[float]:
+        """When each complete layer became complete, by the monotonic clock, earliest first."""
+        with self._changed:
+            return sorted(self._ready_at_s.values())
+
+    @property
+    def began_s(self) -> float:
+        """When the fetch began, by the monotonic clock."""
+        return self._began_s
+
+    @property
+    def is_complete(self) -> bool:
+        """Whether every layer is complete."""
+        return self._state.is_complete
+
+    @property
+    def is_settled(self) -> bool:
+        """Whether the fetch is over, well or not, and nothing writes into the buffer any more."""
+        return self._settled
+
+    def cancel(self) -> None:
+        """Stop the fetch; on return nothing writes into the buffer any more. Raises ObjectCacheError when the server
+        could not be asked: then the buffer must not be reused.
+        """
+        if not self._settled:
+            self._cancel(self)
+
+    def __enter__(self) -> LayerFetch:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.cancel()
+
+    def host_view(self) -> memoryview:
+        """The payload's part of the buffer. Raises ValueError for device memory."""
+        return self._buffer.host_view()[self._offset : self._offset + self.descriptor.delivery_bytes]
+
+    def _shape(self) -> tuple[Mode, int]:
+        mode, chunk_count = self._state.mode, self._state.chunk_count
+        if mode is None or chunk_count is None:
+            raise RuntimeError("waited for the shape, but it is not known")
+        return mode, chunk_count
+
+    def _wait_for(self, is_true: Callable[[], bool], timeout_s: float | None, what: str) -> None:
+        def over() -> bool:
+            return is_true() or self._state.failure is not None or self._violation is not None
+
+        if not self._changed.wait_for(over, timeout_s):
+            raise TimeoutError(f"{what} after {timeout_s} s")
+        if self._violation is not None:
+            raise self._violation
+        if not is_true() and self._state.failure is not None:
+            raise self._state.failure
+
+    # What follows is for the transports, from their own threads.
+
+    def on_notice(self, notice: Notice) -> None:
+        """A notice came. One that contradicts others ends the fetch, since its bytes cannot be trusted."""
+        self._update(lambda: self._state.apply(notice))
+
+    def on_layer(self, layer_index: int) -> None:
+        """The http transport read this layer to its end."""
+        self._update(lambda: self._state.mark_ready(layer_index))
+
+    def on_start(self, mode: Mode, chunk_count: int, grant: Grant) -> None:
+        """The http transport read the answer's head."""
+        self._update(lambda: self._state.start(mode, chunk_count, grant))
+
+    def on_answer(
+        self, mode: Mode, chunk_count: int, transferred_bytes: int, headers: Mapping[str, str], body_s: float = 0.0
+    ) -> None:
+        """The request was answered with success, and with these headers; reading the body took `body_s`."""
+        self._transferred_bytes = transferred_bytes
+        self._timing = split_time(time.monotonic() - self._began_s, headers, body_s)
+        self._update(lambda: self._state.answer(mode, chunk_count))
+        self.settle()
+
+    def on_failure(self, error: ObjectCacheError) -> None:
+        """The request failed."""
+        self._update(lambda: self._state.fail(error))
+
+    def wait_settled(self, timeout_s: float | None = None) -> None:
+        """Block until nothing writes into the buffer any more, however the fetch ended."""
+        with self._changed:
+            if not self._changed.wait_for(lambda: self._settled, timeout_s):
+                raise TimeoutError(f"the fetch is not settled after {timeout_s} s")
+
+    def settle(self) -> None:
+        """Nothing writes into the buffer any more."""
+        with self._changed:
+            self._settled = True
+            if not self._state.is_complete:
+                self._state.fail(ServerError(ErrorCode.CANCELLED, "the fetch was cancelled"))
+            self._changed.notify_all()
+
+    def _update(self, change: Callable[[], None]) -> None:
+        with self._changed:
+            try:
+                change()
+            except ProtocolViolationError as violation:
+                self._violation = violation
+            now_s = time.monotonic()
+            for layer_index in range(self.descriptor.num_layers):
+                if layer_index not in self._ready_at_s and self._state.is_ready(layer_index):
+                    self._ready_at_s[layer_index] = now_s
+            self._changed.notify_all()

@@ -1,0 +1,83 @@
+"""Fetches over ucx and shm: the server writes into the registered buffer, notices say which layers are there, and the
+answer to the request comes last.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+from dataclasses import replace
+
+from descriptors.descriptor_codec import encode_binary
+from descriptors.errors import ErrorCode, ObjectCacheError, ServerError
+from descriptors.headers import RDMA_BYTES_HEADER, REQUESTS_PATH
+from nixl_client.fetch.delivery_state import payload_shape
+from nixl_client.fetch.layer_fetch import LayerFetch
+from nixl_client.session.agent import GONE, ClientAgent
+from nixl_client.session.signed_http import Answer, SignedHttp
+from nixl_client.transports.http import UnansweredError
+
+_log = logging.getLogger(__name__)
+
+
+class OneSidedFetches:
+    """Runs fetches into memory that `agent` has registered."""
+
+    def __init__(self, http: SignedHttp, agent: ClientAgent) -> None:
+        self._http = http
+        self.agent = agent
+
+    def run(self, fetch: LayerFetch) -> None:
+        """POST the descriptor; its answer comes when every write is done. What may have started is never sent twice."""
+        self.agent.receiver.listen(fetch.request_id, fetch.on_notice)
+        try:
+            answer = self._post(fetch)
+            headers = answer.headers
+            fetch.on_answer(*payload_shape(headers), int(headers[RDMA_BYTES_HEADER]), headers)
+        except UnansweredError as error:
+            self._end_unanswered(fetch, error)
+        except ObjectCacheError as error:
+            fetch.on_failure(error)
+            fetch.settle()
+        except Exception as error:
+            _log.exception("fetch %s", fetch.request_id)
+            self._end_unanswered(fetch, ServerError(ErrorCode.INTERNAL_ERROR, f"the client failed: {error}"))
+        finally:
+            self.agent.receiver.stop_listening(fetch.request_id)
+
+    def _end_unanswered(self, fetch: LayerFetch, error: ObjectCacheError) -> None:
+        """No answer came. A server that has sent `done` writes into the buffer no more. Otherwise it is asked to
+        stop.
+        """
+        fetch.on_failure(error)
+        if fetch.is_complete:
+            fetch.settle()
+            return
+        with contextlib.suppress(ObjectCacheError):  # if the caller cancels, the error is raised there
+            self.cancel(fetch)
+
+    def cancel(self, fetch: LayerFetch) -> None:
+        """Have the server stop the fetch; it answers when nothing is in flight. Raises ObjectCacheError when the server
+        cannot be asked.
+        """
+        self._http.request("DELETE", f"{REQUESTS_PATH}/{fetch.request_id}")
+        fetch.settle()
+
+    def _post(self, fetch: LayerFetch) -> Answer:
+        """Where the server has forgotten our agent (it restarted, or we were suspended), register anew and ask again:
+        such a refusal comes before anything is planned.
+        """
+        try:
+            return self._post_once(fetch)
+        except ObjectCacheError as error:
+            target = fetch.descriptor.rdma_target
+            if error.code not in GONE or target is None:
+                raise
+            self.agent.mark_gone(target.agent_id)
+            renamed = replace(target, agent_id=self.agent.agent_id())
+            fetch.descriptor = replace(fetch.descriptor, rdma_target=renamed)
+            return self._post_once(fetch)
+
+    def _post_once(self, fetch: LayerFetch) -> Answer:
+        body = encode_binary(fetch.descriptor)
+        return self._http.request("POST", f"/{fetch.bucket}", {"layerwise": ""}, body, fetch.timeout_s)

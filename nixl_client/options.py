@@ -1,0 +1,41 @@
+"""Options with a few values, given as members or by name, and options that users write as JSON or YAML."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import fields
+from enum import Enum
+from typing import Any, TypeVar
+
+_E = TypeVar("_E", bound=Enum)
+_KINDS: dict[str, tuple[type, ...]] = {"str": (str,), "int": (int,), "float": (int, float), "bool": (bool,)}
+
+
+def enum_member(kind: type[_E], value: _E | object, name: str) -> _E:
+    """The member of `kind` that `value` is or names. Raises ValueError, which lists the names, for anything else."""
+    if isinstance(value, kind):
+        return value
+    for member in kind:
+        if isinstance(value, str) and member.value == value:
+            return member
+    names = ", ".join(repr(member.value) for member in kind)
+    raise ValueError(f"{name} is one of {names}, not {value!r}")
+
+
+def dataclass_arguments(cls: type[Any], given: Mapping[str, object], enums: Mapping[str, type[Enum]]) -> dict[str, Any]:
+    """Arguments for `cls`, a dataclass of plain fields and of `enums`. Raises ValueError for unknown names, for values
+    of the wrong type, and for values that an enum does not have.
+    """
+    kinds = {field.name: str(field.type) for field in fields(cls)}
+    if unknown := sorted(set(given) - set(kinds)):
+        raise ValueError(f"unknown options: {', '.join(unknown)}")
+    return {
+        name: enum_member(enums[name], value, name) if name in enums else _plain_value(name, value, kinds[name])
+        for name, value in given.items()
+    }
+
+
+def _plain_value(name: str, value: object, kind: str) -> object:
+    if not isinstance(value, _KINDS[kind]) or (isinstance(value, bool) and kind != "bool"):
+        raise ValueError(f"{name} must be of type {kind}, not {value!r}")
+    return value

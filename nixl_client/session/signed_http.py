@@ -1,0 +1,156 @@
+"""Signed S3 requests to one server, blocking, for use from many threads. Signing is botocore's.
+
+Every client of a process that talks to the same server with the same credentials uses the same connections.
+"""
+
+from __future__ import annotations
+
+import http.client
+import json
+import xml.etree.ElementTree as ElementTree
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+from urllib.parse import quote, urlencode
+
+from botocore.auth import S3SigV4Auth
+from botocore.awsrequest import AWSRequest
+from botocore.credentials import Credentials
+
+from descriptors.errors import ErrorCode, ObjectCacheError, ServerError, error_from_fields
+from nixl_client.session.shared import Shared
+from nixl_client.transports.http import ConnectionPool, ServerAddress, Stream, UnansweredError
+
+ERROR_BODY_BYTES_MAX = 65_536
+
+
+@dataclass(frozen=True, slots=True)
+class Account:
+    """Which server is asked, and as whom."""
+
+    address: ServerAddress
+    access_key: str
+    secret_key: str
+    region: str
+
+
+_pools: Shared[Account, ConnectionPool] = Shared()
+
+
+@dataclass(frozen=True, slots=True)
+class Answer:
+    """A whole answer: headers with lower-case names, body."""
+
+    headers: Mapping[str, str]
+    body: bytes
+
+    def json(self) -> Any:
+        """The body as JSON."""
+        return json.loads(self.body)
+
+
+class SignedHttp:
+    """Requests of one account, each wait for the server at most `timeout_s`. Raises ObjectCacheError for refusals,
+    UnansweredError for broken connections.
+    """
+
+    def __init__(self, endpoint: str, access_key: str, secret_key: str, region: str, timeout_s: float) -> None:
+        self.account = Account(ServerAddress.parse(endpoint), access_key, secret_key, region)
+        self.timeout_s = timeout_s
+        self._credentials = Credentials(access_key, secret_key)
+        self._pool = _pools.take(self.account, lambda: ConnectionPool(self.account.address))
+        self._is_closed = False
+
+    def request(
+        self,
+        method: str,
+        path: str,
+        query: Mapping[str, str] | None = None,
+        body: bytes | memoryview = b"",
+        timeout_s: float | None = None,
+        headers: Mapping[str, str] | None = None,
+    ) -> Answer:
+        """Send and read the whole answer. `path` is not yet percent-encoded; `headers` are signed with the rest."""
+        stream = self.stream(method, path, query, body, timeout_s, headers)
+        try:
+            return Answer(stream.headers, stream.read())
+        finally:
+            stream.close()
+
+    def stream(
+        self,
+        method: str,
+        path: str,
+        query: Mapping[str, str] | None = None,
+        body: bytes | memoryview = b"",
+        timeout_s: float | None = None,
+        headers: Mapping[str, str] | None = None,
+    ) -> Stream:
+        """Send and read the answer's head."""
+        target = quote(path, safe="/-_.~") + (f"?{urlencode(query, quote_via=quote)}" if query else "")
+        signed = self._sign(method, target, body, headers or {})
+        connection = self._pool.take(timeout_s or self.timeout_s)
+        try:
+            connection.request(method, target, body=body or None, headers=signed)
+            response = connection.getresponse()
+        except (OSError, http.client.HTTPException) as error:
+            connection.close()
+            raise UnansweredError(f"{method} {path}: {error or type(error).__name__}") from error
+        stream = Stream(self._pool, connection, response)
+        if response.status >= 300:
+            raise _refusal(stream, response.status)
+        return stream
+
+    def copy(self) -> SignedHttp:
+        """Requests of the same account, to be closed by themselves."""
+        account = self.account
+        return SignedHttp(account.address.url, account.access_key, account.secret_key, account.region, self.timeout_s)
+
+    def close(self) -> None:
+        """Make no further request. The connections close with the last client that uses them."""
+        is_closed, self._is_closed = self._is_closed, True
+        if not is_closed and _pools.give_back(self.account, self._pool):
+            self._pool.close()
+
+    def _sign(self, method: str, target: str, body: bytes | memoryview, extra: Mapping[str, str]) -> dict[str, str]:
+        data = bytes(body) if isinstance(body, memoryview) else body
+        request = AWSRequest(method=method, url=self.account.address.url + target, data=data, headers=dict(extra))
+        S3SigV4Auth(self._credentials, "s3", self.account.region).add_auth(request)
+        headers = dict(request.headers.items())
+        headers.setdefault("Content-Length", str(len(data)))
+        return headers
+
+
+def _refusal(stream: Stream, status: int) -> ObjectCacheError:
+    """The error that the answer's body describes."""
+    try:
+        body = stream.read(ERROR_BODY_BYTES_MAX)
+    except UnansweredError:
+        body = b""
+    stream.close()
+    return parse_error(status, body, stream.headers.get("retry-after"))
+
+
+def parse_error(status: int, body: bytes, retry_after: str | None = None) -> ObjectCacheError:
+    """The error an S3 Error document describes; what is no such document becomes InternalError with the status. In
+    seconds, `retry_after` is when to ask again.
+    """
+    try:
+        root = ElementTree.fromstring(body)
+    except ElementTree.ParseError:
+        return ServerError(ErrorCode.INTERNAL_ERROR, f"HTTP {status} without an error document")
+
+    def number(name: str) -> int | None:
+        text = root.findtext(name)
+        return int(text) if text is not None and text.isdigit() else None
+
+    return error_from_fields(
+        {
+            "code": root.findtext("Code"),
+            "message": root.findtext("Message") or "",
+            "field": root.findtext("ArgumentName"),
+            "index": number("ChunkIndex"),
+            "layer": number("LayerIndex"),
+            "retry_after_s": int(retry_after) if retry_after is not None and retry_after.isdecimal() else None,
+        }
+    )

@@ -1,0 +1,1 @@
+"""How bytes travel to a client: http, shm and ucx, and the memory that they fill."""

@@ -1,0 +1,177 @@
+"""The client's side of shm: memory is handed in at the server's Unix socket, and notices come back over it."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import queue
+import socket
+import threading
+from collections.abc import Callable, Sequence
+from typing import TypeVar
+
+from descriptors.messages import AgentRegistration, AgentRenewal, Region
+from descriptors.notices import Notice, NoticeError, decode_notice
+from descriptors.shm_messages import MESSAGE_BYTES_MAX, RegionOffer, offer_message, parse_greeting, parse_reply
+from nixl_client.transports.buffers import Buffer
+from nixl_client.transports.shared_memory import SharedMemory, find
+
+REPLY_TIMEOUT_S = 30.0
+_T = TypeVar("_T")
+_log = logging.getLogger(__name__)
+
+
+class ShmUnavailableError(Exception):
+    """The server is not on this host, or does not take this memory now."""
+
+
+class NoShmError(ShmUnavailableError):
+    """The server has no shm transport."""
+
+
+class ShmReceiver:
+    """One connection at a time to the Unix socket that `find_socket` names (None: the server has no shm transport),
+    made when it is first needed. A ticket serves one registration. The next registration gets a new connection, over
+    which all memory is offered again.
+    """
+
+    def __init__(self, find_socket: Callable[[], str | None]) -> None:
+        self._find_socket = find_socket
+        self._lock = threading.RLock()
+        self._offered: dict[str, SharedMemory] = {}
+        self._connection: _Connection | None = None
+        self._is_ticket_used = False
+        self._listeners: dict[str, Callable[[Notice], None]] = {}
+
+    def offer(self, region_id: str, buffer: Buffer) -> None:
+        """Hand a whole allocation over to the server. Raises ShmUnavailableError."""
+        shared = find(buffer.memory)
+        if shared is None:
+            raise ShmUnavailableError("the shm transport needs a buffer of allocate_buffer")
+        with self._lock:
+            connection = self._current(with_ticket=False)
+            try:
+                connection.hand_over(region_id, shared)
+            except ConnectionError:  # the server has restarted, or has forgotten us
+                connection.has_ended = True
+                self._current(with_ticket=False).hand_over(region_id, shared)
+            self._offered[region_id] = shared
+
+    def withdraw(self, region_id: str) -> None:
+        with self._lock:
+            self._offered.pop(region_id, None)
+
+    def registration(self, regions: Sequence[Region], lifetime_s: float) -> AgentRegistration:
+        """Raises ShmUnavailableError."""
+        with self._lock:
+            connection = self._current(with_ticket=True)
+            self._is_ticket_used = True
+            return AgentRegistration(b"", tuple(regions), lifetime_s, connection.ticket)
+
+    def renewal(self, regions: Sequence[Region], lifetime_s: float) -> AgentRenewal:
+        return AgentRenewal(lifetime_s, None, tuple(regions))
+
+    def on_forgotten(self) -> None:
+        """The server closes the connection of a client that it has forgotten: close our end."""
+        with self._lock:
+            connection, self._connection = self._connection, None
+        if connection is not None:
+            connection.close()
+
+    def call_and_connect(self, register: Callable[[], _T]) -> _T:
+        """Call `register`; the connection is open since the memory was handed in."""
+        return register()
+
+    def listen(self, request_id: str, on_notice: Callable[[Notice], None]) -> None:
+        self._listeners[request_id] = on_notice
+
+    def stop_listening(self, request_id: str) -> None:
+        self._listeners.pop(request_id, None)
+
+    def stop(self) -> None:
+        self.on_forgotten()
+
+    def _current(self, *, with_ticket: bool) -> _Connection:
+        """The connection. A new one is made where it has ended, or where a ticket is wanted and its ticket is used."""
+        connection = self._connection
+        if connection is not None and not connection.has_ended and not (with_ticket and self._is_ticket_used):
+            return connection
+        if connection is not None:
+            connection.close()
+        self._connection = connection = _Connection(self._find_socket(), self._on_notice)
+        self._is_ticket_used = False
+        for region_id, shared in self._offered.items():
+            connection.hand_over(region_id, shared)
+        return connection
+
+    def _on_notice(self, notice: Notice) -> None:
+        listener = self._listeners.get(notice.request_id)
+        if listener is None:
+            return
+        try:
+            listener(notice)
+        except Exception:  # one fetch must not take the others' thread with it
+            _log.exception("entering %r failed", notice)
+
+
+class _Connection:
+    """A connection and the thread that reads it. Raises ShmUnavailableError where no such server is on this host."""
+
+    def __init__(self, address: str | None, on_notice: Callable[[Notice], None]) -> None:
+        if address is None or not address.startswith("@"):
+            raise NoShmError("the server has no shm transport")
+        self._on_notice = on_notice
+        self._replies: queue.SimpleQueue[bytes] = queue.SimpleQueue()
+        self._socket = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        self._socket.settimeout(REPLY_TIMEOUT_S)
+        try:
+            self._socket.connect("\0" + address[1:])
+            self.ticket = parse_greeting(self._socket.recv(MESSAGE_BYTES_MAX))
+        except (OSError, ValueError) as error:
+            self._socket.close()
+            raise ShmUnavailableError(f"the server is not on this host: {error}") from error
+        self._socket.settimeout(None)
+        self.has_ended = False
+        self._thread = threading.Thread(target=self._read, name="objectcache-shm", daemon=True)
+        self._thread.start()
+
+    def hand_over(self, region_id: str, shared: SharedMemory) -> None:
+        """Hand memory over. Raises ShmUnavailableError where the server refuses it, ConnectionError where it has closed
+        the connection.
+        """
+        message = offer_message(RegionOffer(region_id, shared.nbytes))
+        try:
+            socket.send_fds(self._socket, [message], [shared.fd])
+            said = self._replies.get(timeout=REPLY_TIMEOUT_S)
+            if not said:
+                raise ConnectionResetError("the server has closed the connection")
+            refusal = parse_reply(said)
+        except ConnectionError:
+            raise
+        except (OSError, ValueError, queue.Empty) as error:
+            self.close()  # a reply that comes later must not be taken for the next offer's
+            raise ShmUnavailableError(f"handing memory in failed: {error}") from error
+        if refusal is not None:
+            raise ShmUnavailableError(f"the server does not take the memory: {refusal}")
+
+    def close(self) -> None:
+        """Close the connection, and wait for the thread, unless the caller is that thread."""
+        with contextlib.suppress(OSError):
+            self._socket.shutdown(socket.SHUT_RDWR)
+        if self._thread is not threading.current_thread():
+            self._thread.join()
+        self._socket.close()
+
+    def _read(self) -> None:
+        try:
+            while data := self._socket.recv(MESSAGE_BYTES_MAX):
+                if data.startswith(b"{"):
+                    self._replies.put(data)
+                    continue
+                with contextlib.suppress(NoticeError):
+                    self._on_notice(decode_notice(data))
+        except OSError as error:
+            _log.debug("the shm connection ended: %s", error)
+        finally:
+            self.has_ended = True
+            self._replies.put(b"")

@@ -1,0 +1,1 @@
+"""Which chunks a bounded cache keeps. Pure: no clock, no bytes; times are arguments."""

@@ -1,0 +1,282 @@
+"""The books of one bounded cache: its objects, what is known of their uses, and which of them leave. Pure."""
+
+from __future__ import annotations
+
+import math
+from collections import OrderedDict
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, replace
+from heapq import heapify, heappop, heappush
+
+from storage_server.eviction.policy import EvictionPolicy, Request
+
+EXPECTED_MAX = 65_536
+ENDS_SPARE = 1000
+LATE_S = 60.0
+"""A copy that came so long after its object was stored has a use of its own to be written down."""
+Name = tuple[str, str]
+"""Bucket and key."""
+
+
+@dataclass(frozen=True, slots=True)
+class Entry:
+    """An object in the cache. `nbytes` is the space that it takes, `parent` the key of the chunk before, if known.
+    `pinned_until` and `leased_until` are None for an object without a pin or a lease. Nobody else has an object that
+    `is_dirty`; of one that `is_shared` a client said that many prompts begin with it. Times are Unix seconds.
+    """
+
+    version: int
+    nbytes: int
+    modified_at: float
+    used_at: float
+    use_count: int = 1
+    parent: str | None = None
+    pinned_until: float | None = None
+    leased_until: float | None = None
+    is_dirty: bool = False
+    is_shared: bool = False
+
+    @property
+    def is_held(self) -> bool:
+        """Whether it may not leave."""
+        return self.is_dirty or self.pinned_until is not None or self.leased_until is not None
+
+
+@dataclass(frozen=True, slots=True)
+class Victim:
+    """An object that leaves the cache, unless it has another version by then."""
+
+    bucket: str
+    key: str
+    entry: Entry
+
+
+class Books:
+    """Objects are deleted after `ttl_s`, None for never. Times never go back here: earlier ones are taken as now."""
+
+    def __init__(self, policy: EvictionPolicy, ttl_s: float | None = None) -> None:
+        self._policy = policy
+        self._ttl_s = ttl_s
+        self._entries: dict[Name, Entry] = {}
+        self._expected: OrderedDict[Name, str] = OrderedDict()
+        self._hold_ends: list[tuple[float, Name]] = []
+        self._next_ends: dict[Name, float] = {}
+        """One entry of the heap counts for each object, its earliest; renewed leases must not fill the memory."""
+        self._held_bytes = 0
+        self.held_bytes_max: int | None = None
+        """What pins and leases may hold at most, with dirty objects; later ones have no effect. None: any amount."""
+        self._births: OrderedDict[Name, float] = OrderedDict()
+        self._changed: set[Name] = set()
+        self._leaving: list[Victim] = []
+        self._now = 0.0
+
+    @property
+    def used_bytes(self) -> int:
+        """The space of all objects."""
+        return self._policy.used_bytes
+
+    @property
+    def count(self) -> int:
+        """How many objects there are."""
+        return len(self._entries)
+
+    def put(self, name: Name, entry: Entry) -> None:
+        """Note that a key shows this object now. With the version that is known only the pin can have changed."""
+        known = self._entries.get(name)
+        if known is not None and known.version == entry.version:
+            self._set(name, replace(known, pinned_until=entry.pinned_until, is_dirty=entry.is_dirty))
+            return
+        if known is not None:
+            self.remove(name)
+        parent = self._expected.pop(name, None) or entry.parent
+        self._entries[name] = replace(entry, parent=parent, pinned_until=None, leased_until=None, is_dirty=False)
+        if entry.used_at - entry.modified_at > LATE_S:
+            self._changed.add(name)
+        if self._ttl_s is not None:
+            self._births[name] = entry.modified_at
+            self._births.move_to_end(name)
+        before = (name[0], parent or "")
+        names = [before, name] if before in self._entries and before != name else [name]
+        if not entry.is_held:
+            self._request(names, entry.used_at)
+            return
+        capacity_bytes = self._policy.capacity_bytes  # whatever its value, it must come in
+        self._policy.resize(max(capacity_bytes, self._policy.used_bytes + entry.nbytes))
+        self._request(names, entry.used_at)
+        if name in self._entries:
+            self._set(name, replace(entry, parent=parent))
+        self._left(self._policy.resize(capacity_bytes))
+
+    def remove(self, name: Name) -> None:
+        """Note that a key shows nothing any more."""
+        entry = self._entries.pop(name, None)
+        if entry is not None:
+            if entry.is_held:
+                self._policy.unpin([name])
+                self._held_bytes -= entry.nbytes
+            self._policy.remove(name)
+            self._forget(name)
+
+    def use(self, bucket: str, keys: Sequence[str], now: float) -> None:
+        """Note that the chunks of a prefix were read, as far as they are in the cache."""
+        names = list(dict.fromkeys((bucket, key) for key in keys))
+        count = next((at for at, name in enumerate(names) if name not in self._entries), len(names))
+        self._request(names[:count], now)
+        parent: str | None = None
+        for name in names[:count]:
+            known = self._entries.get(name)
+            if known is not None:
+                count = known.use_count + 1
+                self._entries[name] = replace(known, used_at=now, use_count=count, parent=known.parent or parent)
+                self._changed.add(name)
+            parent = name[1]
+
+    def lease(self, bucket: str, keys: Sequence[str], until: float) -> None:
+        """Keep these chunks, as far as they are in the cache, until then."""
+        for name in dict.fromkeys((bucket, key) for key in keys):
+            known = self._entries.get(name)
+            if known is not None and (known.leased_until is None or known.leased_until < until):
+                self._set(name, replace(known, leased_until=until))
+                self._changed.add(name)
+
+    def expect(self, bucket: str, keys: Sequence[str], matched: int) -> None:
+        """Note that somebody has asked for this prefix, whose first `matched` chunks are there. Whoever computes the
+        others puts them soon, one by one.
+        """
+        for index in range(max(1, matched), len(keys)):
+            self._expected[bucket, keys[index]] = keys[index - 1]
+            self._expected.move_to_end((bucket, keys[index]))
+        while len(self._expected) > EXPECTED_MAX:
+            self._expected.popitem(last=False)
+
+    def restore(self, found: Iterable[tuple[Name, Entry]]) -> None:
+        """Take over what was known before a restart: objects that were used last are the last to leave again, and
+        chunks are joined to their parents.
+        """
+        entries = sorted(found, key=lambda item: item[1].used_at)
+        for name, entry in entries:
+            self.put(name, replace(entry, use_count=1, parent=None))
+        runs: dict[float, list[tuple[Name, Entry]]] = {}
+        for name, entry in entries:
+            if entry.use_count > 1:
+                runs.setdefault(entry.used_at, []).append((name, entry))
+        for used_at in sorted(runs):
+            for names in _chains(runs[used_at]):
+                self._request([name for name in names if name in self._entries], used_at)
+        for name, entry in entries:
+            if name in self._entries:
+                known = self._entries[name]
+                self._entries[name] = replace(known, use_count=entry.use_count, parent=entry.parent)
+        self._births = OrderedDict(sorted(self._births.items(), key=lambda item: item[1]))
+        self._changed.clear()
+
+    def allow(self, capacity_bytes: int) -> None:
+        """Let the objects take so much until the next `leaving`, if that is more than they may take now."""
+        if capacity_bytes > self._policy.capacity_bytes:
+            self._policy.resize(capacity_bytes)
+
+    def leaving(self, capacity_bytes: int, now: float) -> list[Victim]:
+        """The objects that must leave so that the others take at most `capacity_bytes`, children before parents, and
+        those whose time has come. They are forgotten here: a caller that could not delete one puts it again.
+        """
+        self._now = max(self._now, now)
+        while self._hold_ends and self._hold_ends[0][0] <= now:
+            end, name = heappop(self._hold_ends)
+            if self._next_ends.get(name) == end:
+                del self._next_ends[name]
+                self._set(name, _without_past_holds(self._entries[name], now))
+        while self._ttl_s is not None and self._births:
+            name, born = next(iter(self._births.items()))
+            if born + self._ttl_s > now:
+                break
+            entry = self._entries[name]
+            if entry.is_held:
+                self._births[name] = now  # looked at again after as long a time
+                self._births.move_to_end(name)
+            else:
+                self._leaving.append(Victim(*name, entry))
+                self.remove(name)
+        self._left(self._policy.resize(capacity_bytes))
+        victims, self._leaving = self._leaving, []
+        return victims
+
+    def changed(self) -> list[tuple[Name, Entry]]:
+        """The objects that were used since the last call."""
+        names, self._changed = self._changed, set()
+        return [(name, self._entries[name]) for name in names if name in self._entries]
+
+    def _request(self, names: Sequence[Name], now: float) -> None:
+        self._now = max(self._now, now)
+        if names:
+            entries = [self._entries[name] for name in names]
+            shared_count = next((at for at, entry in enumerate(entries) if not entry.is_shared), len(entries))
+            change = self._policy.request(Request(self._now, names, [entry.nbytes for entry in entries], shared_count))
+            refused = [name for name in names if not self._policy.hit_count([name])]
+            self._left([*change.evicted, *refused])
+
+    def _left(self, names: Iterable[object]) -> None:
+        for name in names:
+            assert isinstance(name, tuple)
+            entry = self._entries.pop(name, None)
+            if entry is not None:
+                self._leaving.append(Victim(str(name[0]), str(name[1]), entry))
+                self._forget((str(name[0]), str(name[1])))
+
+    def _set(self, name: Name, entry: Entry) -> None:
+        """Replace what is known of an object, and hold it, or let it go, as that says."""
+        known = self._entries[name]
+        limit_bytes = self.held_bytes_max
+        if entry.is_held and not known.is_held:
+            if not entry.is_dirty and limit_bytes is not None and self._held_bytes + entry.nbytes > limit_bytes:
+                entry = replace(entry, pinned_until=None, leased_until=None)
+            else:
+                self._policy.pin([name])
+                self._held_bytes += entry.nbytes
+        elif known.is_held and not entry.is_held:
+            self._policy.unpin([name])
+            self._held_bytes -= known.nbytes
+        ends = [end for end in (entry.pinned_until, entry.leased_until) if end is not None]
+        if ends and min(ends) < self._next_ends.get(name, math.inf):
+            self._next_ends[name] = min(ends)
+            heappush(self._hold_ends, (min(ends), name))
+            if len(self._hold_ends) > 2 * len(self._next_ends) + ENDS_SPARE:
+                self._hold_ends = [(end, name) for name, end in self._next_ends.items()]
+                heapify(self._hold_ends)
+        self._entries[name] = entry
+
+    def _forget(self, name: Name) -> None:
+        """Keep nothing of an object that is not in the cache any more."""
+        self._changed.discard(name)
+        self._births.pop(name, None)
+        self._next_ends.pop(name, None)
+
+
+def _without_past_holds(entry: Entry, now: float) -> Entry:
+    pin, lease = entry.pinned_until, entry.leased_until
+    return replace(
+        entry,
+        pinned_until=None if pin is None or pin <= now else pin,
+        leased_until=None if lease is None or lease <= now else lease,
+    )
+
+
+def _chains(found: Sequence[tuple[Name, Entry]]) -> list[list[Name]]:
+    """The chunks that one request used, each behind its parent. Chunks whose parents lead in a circle are left out."""
+    children: dict[Name, list[Name]] = {}
+    names = {name for name, _ in found}
+    roots: list[Name] = []
+    for name, entry in found:
+        parent = (name[0], entry.parent or "")
+        if parent in names and parent != name:
+            children.setdefault(parent, []).append(name)
+        else:
+            roots.append(name)
+    chains = []
+    waiting = [[root] for root in roots]
+    while waiting:
+        chain = waiting.pop()
+        while len(after := children.get(chain[-1], [])) == 1:
+            chain.append(after[0])
+        chains.append(chain)
+        waiting += [[chain[-1], child] for child in after]
+    return chains

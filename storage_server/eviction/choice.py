@@ -1,0 +1,33 @@
+"""The policies by the names that they have in the configuration and in results."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from enum import Enum
+
+from storage_server.eviction.adaptive import AdaptiveReplacement, S3Fifo
+from storage_server.eviction.policy import EvictionPolicy
+from storage_server.eviction.recency import Cascade, LeastFrequentlyUsed, LeastRecentlyUsed
+from storage_server.eviction.reuse_value import ReuseValue
+
+
+class Eviction(Enum):
+    """Which chunks leave a full cache first."""
+
+    REUSE_VALUE = "reuse-value"
+    LRU = "lru"
+    LFU = "lfu"
+    S3_FIFO = "s3-fifo"
+    ARC = "arc"
+    CASCADE = "cascade"
+
+
+POLICIES: Mapping[Eviction, Callable[[int], EvictionPolicy]] = {
+    Eviction.REUSE_VALUE: ReuseValue,
+    Eviction.LRU: LeastRecentlyUsed,
+    Eviction.LFU: LeastFrequentlyUsed,
+    Eviction.S3_FIFO: S3Fifo,
+    Eviction.ARC: AdaptiveReplacement,
+    Eviction.CASCADE: Cascade,
+}
+"""How to make each, by the capacity in bytes."""

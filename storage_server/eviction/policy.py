@@ -1,0 +1,285 @@
+"""What a bounded cache asks of its eviction policy, and the books that every policy keeps.
+
+A request names the chunks of a prefix in order. Chunk i + 1 is the child of chunk i, since its KV is of use only behind
+the KV of chunk i. Therefore a chunk leaves only after all of its resident children have left, and the hits of a request
+are the leading chunks that are resident.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Hashable, Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+Key = Hashable
+
+
+@dataclass(frozen=True, slots=True)
+class Request:
+    """The chunks of one prefix in order, and the bytes of each one. `now_s` never goes back from request to request.
+    A client may say that the first `shared_count` chunks are a prefix that many prompts share, for example a system
+    prompt. Raises ValueError for a key that is named twice, for sizes that are not positive or not one for each key,
+    and for a `shared_count` that is no count of the chunks.
+    """
+
+    now_s: float
+    keys: Sequence[Key]
+    sizes_bytes: Sequence[int]
+    shared_count: int = 0
+
+    def __post_init__(self) -> None:
+        if len(set(self.keys)) != len(self.keys):
+            raise ValueError("a request names each chunk once")
+        if len(self.sizes_bytes) != len(self.keys) or any(size <= 0 for size in self.sizes_bytes):
+            raise ValueError("a request has one positive size for each chunk")
+        if not 0 <= self.shared_count <= len(self.keys):
+            raise ValueError("the shared chunks are some of the request's chunks")
+
+
+@dataclass(frozen=True, slots=True)
+class Change:
+    """What the cache does after a request. It evicts `evicted`, children before parents, and then copies `admitted`,
+    parents before children, so it holds at most `capacity_bytes` at every moment.
+    """
+
+    admitted: tuple[Key, ...]
+    evicted: tuple[Key, ...]
+
+
+class EvictionPolicy(Protocol):
+    """Decides for one cache. The same calls always get the same answers."""
+
+    @property
+    def capacity_bytes(self) -> int:
+        """The most that residents may take, in bytes."""
+        ...
+
+    @property
+    def used_bytes(self) -> int:
+        """The bytes of all residents."""
+        ...
+
+    def hit_count(self, keys: Sequence[Key]) -> int:
+        """How many leading chunks are resident."""
+        ...
+
+    def request(self, request: Request) -> Change:
+        """Note a request and say what changes. Raises ValueError where `now_s` goes back."""
+        ...
+
+    def resize(self, capacity_bytes: int) -> tuple[Key, ...]:
+        """Change the capacity. Returns what leaves, children before parents; pinned chunks stay, also where they take
+        more than the capacity.
+        """
+        ...
+
+    def remove(self, key: Key) -> bool:
+        """Note that a chunk is not there any more, whatever the policy would have done; whether it was resident."""
+        ...
+
+    def pin(self, keys: Sequence[Key]) -> None:
+        """Keep these residents until `unpin`, which is called once for each `pin`. Raises KeyError for others."""
+        ...
+
+    def unpin(self, keys: Sequence[Key]) -> None:
+        """Undo `pin`. Raises KeyError for a chunk that is not pinned."""
+        ...
+
+
+class Resident:
+    """A chunk in the cache."""
+
+    __slots__ = ("child_count", "is_asked", "is_parked", "is_resident", "key", "nbytes", "parent", "pin_count")
+
+    def __init__(self, key: Key, nbytes: int, parent: Resident | None) -> None:
+        self.key = key
+        self.nbytes = nbytes
+        self.parent = parent
+        self.child_count = 0
+        """Children without pins. Those with pins stay anyway; they must not keep any number of parents, too."""
+        self.pin_count = 0
+        self.is_asked = False
+        """It belongs to the request that is being noted, and its turn has not come."""
+        self.is_resident = True
+        self.is_parked = False
+        """It was the next one to leave and had to stay. Once it may leave, it is the next one of its queue."""
+
+    @property
+    def may_leave(self) -> bool:
+        """Nothing resident needs it, and nobody reads it."""
+        return not (self.child_count or self.pin_count or self.is_asked)
+
+
+class PrefixPolicy(ABC):
+    """The books of an `EvictionPolicy`; a subclass says in which order chunks leave.
+
+    The chunks of a request are used from the last one to the first one, so that a parent is always the more recently
+    used. A chunk that is the next one to leave while it must stay is parked: it is in no queue until its last child
+    leaves or its last pin is released, and is then the next one again. So each chunk is looked at once for each time
+    that it is used, and the cost of a request does not grow with the number of residents.
+    """
+
+    def __init__(self, capacity_bytes: int) -> None:
+        if capacity_bytes < 0:
+            raise ValueError("a cache holds 0 bytes or more")
+        self._capacity_bytes = capacity_bytes
+        self._residents: dict[Key, Resident] = {}
+        self._queued_count = 0
+        self._used_bytes = 0
+        self._now_s = float("-inf")
+
+    @property
+    def capacity_bytes(self) -> int:
+        """As in `EvictionPolicy`, like all that follows."""
+        return self._capacity_bytes
+
+    @property
+    def used_bytes(self) -> int:
+        return self._used_bytes
+
+    def hit_count(self, keys: Sequence[Key]) -> int:
+        return next((count for count, key in enumerate(keys) if key not in self._residents), len(keys))
+
+    def request(self, request: Request) -> Change:
+        if request.now_s < self._now_s:
+            raise ValueError("time does not go back")
+        self._now_s = request.now_s
+        self._note(request)
+        chain, news = self._linked(request)
+        left: list[Key] = []
+        for resident in chain:
+            resident.is_asked = True
+        for position in range(len(chain) - 1, -1, -1):
+            resident = chain[position]
+            resident.is_asked = False
+            self._unpark(resident)
+            if resident.key in news:
+                self._used_bytes += resident.nbytes
+                self._queued_count += 1
+                self._admit(resident, position)
+            else:
+                self._use(resident, position)
+            left += self._evicted()
+        return Change(
+            admitted=tuple(key for key in request.keys if key in news and key in self._residents),
+            evicted=tuple(key for key in left if key not in news),
+        )
+
+    def resize(self, capacity_bytes: int) -> tuple[Key, ...]:
+        if capacity_bytes < 0:
+            raise ValueError("a cache holds 0 bytes or more")
+        self._capacity_bytes = capacity_bytes
+        return tuple(self._evicted())
+
+    def remove(self, key: Key) -> bool:
+        resident = self._residents.get(key)
+        if resident is None:
+            return False
+        if resident.is_parked:
+            resident.is_parked = False
+        else:
+            self._queued_count -= 1
+            self._take(resident)
+        self._leave(resident)
+        return True
+
+    def pin(self, keys: Sequence[Key]) -> None:
+        for resident in [self._residents[key] for key in keys]:
+            if not resident.pin_count:
+                self._lose_child(resident.parent)
+            resident.pin_count += 1
+
+    def unpin(self, keys: Sequence[Key]) -> None:
+        for key in keys:
+            resident = self._residents[key]
+            if not resident.pin_count:
+                raise KeyError(key)
+            resident.pin_count -= 1
+            if not resident.pin_count and resident.parent is not None:
+                resident.parent.child_count += 1
+            if resident.may_leave:
+                self._unpark(resident)
+
+    def _linked(self, request: Request) -> tuple[list[Resident], set[Key]]:
+        """The request's chunks, each joined to its parent, and the keys of those that are new. A chunk that came
+        alone, or whose parent has been removed, is joined to the chunk before it. If it has children, it stays alone:
+        the chunk before it could be one of them, and then neither could ever leave.
+        """
+        chain: list[Resident] = []
+        news: set[Key] = set()
+        for key, nbytes in zip(request.keys, request.sizes_bytes, strict=True):
+            parent = chain[-1] if chain else None
+            resident = self._residents.get(key)
+            if resident is None:
+                resident = self._residents[key] = self._made(key, nbytes, None)
+                news.add(key)
+            is_alone = resident.parent is None or not resident.parent.is_resident
+            if is_alone and not resident.child_count and parent is not None:
+                resident.parent = parent
+                parent.child_count += not resident.pin_count
+            chain.append(resident)
+        return chain, news
+
+    def _evicted(self) -> list[Key]:
+        """Evict until the residents fit, or until all that remain must stay."""
+        left: list[Key] = []
+        while self._used_bytes > self._capacity_bytes and self._queued_count:
+            resident = self._next()
+            self._queued_count -= 1
+            if resident.may_leave:
+                self._leave(resident)
+                left.append(resident.key)
+            else:
+                resident.is_parked = True
+        return left
+
+    def _leave(self, resident: Resident) -> None:
+        """End the stay of a chunk that is in no queue."""
+        resident.is_resident = False
+        del self._residents[resident.key]
+        self._used_bytes -= resident.nbytes
+        if not resident.pin_count:
+            self._lose_child(resident.parent)
+        self._left(resident)
+
+    def _lose_child(self, parent: Resident | None) -> None:
+        if parent is not None:
+            parent.child_count -= 1
+            if parent.may_leave:
+                self._unpark(parent)
+
+    def _unpark(self, resident: Resident) -> None:
+        if resident.is_parked:
+            resident.is_parked = False
+            self._queued_count += 1
+            self._return(resident)
+
+    def _made(self, key: Key, nbytes: int, parent: Resident | None) -> Resident:
+        return Resident(key, nbytes, parent)
+
+    def _note(self, request: Request) -> None:  # noqa: B027 - only some policies look at whole requests
+        """See a request before its chunks are used."""
+
+    @abstractmethod
+    def _admit(self, resident: Resident, position: int) -> None:
+        """Queue a new chunk, which is the request's chunk `position`."""
+
+    @abstractmethod
+    def _use(self, resident: Resident, position: int) -> None:
+        """Note that a queued chunk is used again."""
+
+    @abstractmethod
+    def _next(self) -> Resident:
+        """Take the chunk out of its queue that is to leave next. There is one in a queue."""
+
+    @abstractmethod
+    def _take(self, resident: Resident) -> None:
+        """Take a chunk out of its queue, wherever in it."""
+
+    @abstractmethod
+    def _return(self, resident: Resident) -> None:
+        """Queue a chunk again that `_next` took, so that it is the next one of its queue."""
+
+    def _left(self, resident: Resident) -> None:  # noqa: B027 - only some policies remember
+        """Remember what has left, where the policy does so."""

@@ -1,0 +1,78 @@
+"""ChunkSource, the interface to stored chunks that the pipeline, the gather and the DRAM tier are written against.
+`storage_server.store.chunks` implements it over the embedded store. tests/contract/store/chunk_rules.py has the rules
+that every implementation keeps.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from contextlib import AbstractAsyncContextManager
+from dataclasses import dataclass
+from enum import IntEnum
+from typing import Protocol
+
+from descriptors.layout import ChunkLayout
+from storage_server.planning.extent import Extent
+from storage_server.planning.rows import Rows, SourceTable
+
+
+class Outcome(IntEnum):
+    """Why a row failed, as adapters/native.c numbers it."""
+
+    CORRUPT = 1
+    SHORT = 2
+    FAILED = 3
+
+
+@dataclass(frozen=True, slots=True)
+class RowFailure:
+    """The first row that failed: its index, the failing byte of it, and the reason. With FAILED, `error_number` is the
+    system's errno.
+    """
+
+    row_index: int
+    failed_at: int
+    outcome: Outcome
+    error_number: int = 0
+
+
+class Pins(Protocol):
+    """Extents that stay readable until `release`."""
+
+    def release(self) -> None: ...
+
+
+class ChunkSource(Protocol):
+    """Chunks by bucket and key. A chunk is one or more extents. An extent never changes: new bytes are new extents."""
+
+    def open_chunks(
+        self, bucket: str, keys: Sequence[str], layout: ChunkLayout, *, prefix_only: bool
+    ) -> AbstractAsyncContextManager[list[list[Extent]]]:
+        """The extents of each chunk of a descriptor, in order. They stay readable until the context ends. With
+        `prefix_only` the list ends before the first chunk that is missing or does not have the layout's size.
+
+        Raises CallerError(NoSuchBucket), ChunkUnavailable, ServerError(SlowDown).
+        """
+
+    async def matched(self, bucket: str, keys: Sequence[str], lease_s: float = 0.0) -> int:
+        """How many of the keys, from the first, are stored without a gap and not known to be damaged. They are not
+        evicted for `lease_s`, as far as the store has room for leases.
+        """
+
+    @property
+    def generation(self) -> int:
+        """A number that grows whenever bytes of an unpinned extent may have been removed."""
+
+    def keep(self, extents: Sequence[Extent], since: int) -> Pins | None:
+        """Pin extents that were readable at generation `since`; None where one of them may have been removed since."""
+
+    def read_rows(self, table: SourceTable, rows: Rows, address: int, *, past_cache: bool) -> RowFailure | None:
+        """Read and prove rows of the table into memory at `address`. May run in any thread. Resident rows are copied.
+        Raises ServerError(SlowDown) where too many files are open.
+        """
+
+    def read_extent(self, extent: Extent, view: memoryview) -> None:
+        """Read and prove a whole pinned extent. May run in any thread. Raises CorruptExtentError, OSError."""
+
+    def note_damage(self, bucket: str, key: str, extents: Sequence[Extent]) -> None:
+        """Remember that these extents of the chunk are damaged: from now on a lookup stops before this chunk."""

@@ -1,0 +1,143 @@
+"""The storage server's counters, and the values it reads off its parts on request (descriptors.metrics lists both)."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+
+from adapters.metrics import Distribution, Reading, Tally
+from adapters.phases import Phases
+from descriptors import metrics
+from descriptors.messages import SchedulerStatus
+from descriptors.notices import Mode
+from descriptors.tracing import Phase
+from storage_server.agents import AgentTable
+from storage_server.gather.staging import StagingPool
+from storage_server.link import Link
+from storage_server.requests import RequestTable
+from storage_server.store.embedded import EmbeddedStore
+from storage_server.tiers.dram import DramTier
+from storage_server.transport.ucx_process import UcxProcess
+from storage_server.upstream.home import UpstreamHome
+from storage_server.upstream.write_back import WriteBackStatus
+
+DONE = "done"
+_PHASES = (Phase.PLAN, Phase.WAIT, Phase.GATHER, Phase.TRANSFER)
+
+
+@dataclass(slots=True)
+class DeliveryMeter:
+    """Counts deliveries and lookups. Used on one event loop."""
+
+    deliveries: Tally = field(default_factory=Tally)
+    payload_bytes: Tally = field(default_factory=Tally)
+    phase_seconds: Tally = field(default_factory=Tally)
+    duration_s: Distribution = field(default_factory=lambda: Distribution(metrics.SECONDS))
+    first_layer_s: Distribution = field(default_factory=lambda: Distribution(metrics.SECONDS))
+    lookup_count: int = 0
+    asked_chunk_count: int = 0
+    matched_chunk_count: int = 0
+
+    def ended(self, transport: str, mode: Mode | None, outcome: str, nbytes: int, phases: Phases) -> None:
+        """Count a delivery that is over. `outcome` is DONE or an error code. Without a mode it ended
+        before its plan.
+        """
+        self.deliveries.add(1, transport, "none" if mode is None else mode.value, outcome)
+        self.payload_bytes.add(nbytes, transport)
+        for phase in _PHASES:
+            self.phase_seconds.add(phases.seconds(phase), phase.value)
+        self.duration_s.observe(phases.total_s, transport)
+
+    def first_layer(self, transport: str, phases: Phases) -> None:
+        """Count the first layer of a layer-major delivery, which was handed over now."""
+        self.first_layer_s.observe(phases.total_s, transport)
+
+    def looked_up(self, asked_count: int, matched_count: int) -> None:
+        """Count a lookup of `asked_count` chunks that found `matched_count` of them."""
+        self.lookup_count += 1
+        self.asked_chunk_count += asked_count
+        self.matched_chunk_count += matched_count
+
+    def readings(self) -> Iterator[Reading]:
+        yield metrics.DELIVERIES, self.deliveries.samples
+        yield metrics.DELIVERY_BYTES, self.payload_bytes.samples
+        yield metrics.DELIVERY_PHASE_SECONDS, self.phase_seconds.samples
+        yield metrics.DELIVERY_SECONDS, self.duration_s
+        yield metrics.FIRST_GROUP_SECONDS, self.first_layer_s
+        yield metrics.LOOKUPS, _one(self.lookup_count)
+        yield metrics.LOOKUP_ASKED, _one(self.asked_chunk_count)
+        yield metrics.LOOKUP_MATCHED, _one(self.matched_chunk_count)
+
+
+def link_readings(link: Link) -> Iterator[Reading]:
+    """The link's deliveries and backlog."""
+    status: SchedulerStatus = link.status()
+    yield metrics.LINK_RATE, _one(status.link_bytes_per_s or 0.0)
+    yield metrics.LINK_QUEUED, _one(status.queued_bytes)
+    layerwise, chunkwise = (Mode.LAYER_MAJOR.value,), (Mode.CHUNK_MAJOR.value,)
+    yield metrics.FLOWS_ACTIVE, {layerwise: status.layerwise_active, chunkwise: status.chunkwise_active}
+    yield metrics.FLOWS_WAITING, {layerwise: status.layerwise_waiting, chunkwise: status.chunkwise_waiting}
+    yield metrics.EPOCHS, _one(status.epoch)
+
+
+def memory_readings(dram: DramTier, staging: StagingPool) -> Iterator[Reading]:
+    """The memory of the DRAM tier and of the staging pool."""
+    yield metrics.STAGING_USED, _one((staging.slot_count - staging.free_count) * staging.slot_bytes)
+    yield metrics.STAGING_SIZE, _one(staging.slot_count * staging.slot_bytes)
+    yield metrics.DRAM_SIZE, _one(dram.nbytes)
+    yield metrics.DRAM_RESIDENT, _one(dram.resident_bytes)
+    yield metrics.DRAM_EXTENTS, _one(dram.resident_count)
+    yield metrics.DRAM_HITS, _one(dram.hit_count)
+    yield metrics.DRAM_MISSES, _one(dram.missed_count)
+    yield metrics.DRAM_EVICTED, _one(dram.evicted_count)
+
+
+def store_readings(store: EmbeddedStore) -> Iterator[Reading]:
+    """The store's free space, files, commits, compaction, deduplication and damage. Raises OSError where the disk does
+    not answer.
+    """
+    found = os.statvfs(store.settings.data_dir)
+    yield metrics.STORE_FREE, _one(found.f_bavail * found.f_frsize)
+    store.space.measure()
+    yield metrics.STORE_USED, _one(store.space.used_bytes)
+    yield metrics.STORE_BOUND, _one(store.space.bound_bytes or 0)
+    yield metrics.STORE_EVICTED, _one(store.evictor.evicted_count)
+    yield metrics.STORE_EVICTED_BYTES, _one(store.evictor.evicted_bytes)
+    yield metrics.STORE_OPEN_FILES, _one(store.files.open_count)
+    yield metrics.STORE_PINNED_FILES, _one(store.files.pinned_count)
+    yield metrics.STORE_COMMITS, _one(store.committer.transaction_count)
+    yield metrics.STORE_CHANGES, _one(store.committer.change_count)
+    yield metrics.STORE_COMPACTED, _one(store.compactor.rewritten_bytes)
+    yield metrics.STORE_NAMED, _one(store.deduplicator.stored.named_bytes)
+    yield metrics.STORE_STORED, _one(store.deduplicator.stored.stored_bytes)
+    yield metrics.STORE_SHARED, _one(store.deduplicator.shared_bytes)
+    yield metrics.STORE_DAMAGED, _one(store.objects.damaged.count)
+
+
+def upstream_readings(home: UpstreamHome | None) -> Iterator[Reading]:
+    """The way to the service upstream. `home` is None without one."""
+    yield metrics.UPSTREAM_FETCHING, _one(0 if home is None else home.fetches.running_count)
+    yield metrics.UPSTREAM_LANDED, _one(0 if home is None else home.fetches.landed_bytes)
+    yield metrics.UPSTREAM_FETCHED, _one(0 if home is None else home.fetches.fetched_bytes)
+    yield metrics.UPSTREAM_STALE, _one(0 if home is None else home.revalidation.stale_count)
+    yield metrics.UPSTREAM_FAILED, _one(0 if home is None else home.failed_count)
+    dirty = WriteBackStatus() if home is None else home.write_back.status
+    yield metrics.UPSTREAM_DIRTY, _one(dirty.dirty_chunks)
+    yield metrics.UPSTREAM_DIRTY_BYTES, _one(dirty.dirty_bytes)
+    yield metrics.UPSTREAM_DIRTY_AGE, _one(dirty.oldest_s)
+    yield metrics.UPSTREAM_REFUSED, _one(dirty.refused_chunks)
+
+
+def agent_readings(agents: AgentTable, requests: RequestTable, engine: UcxProcess | None) -> Iterator[Reading]:
+    """The agents, their running requests and the UCX process. `engine` is None where ucx is off."""
+    yield metrics.DELIVERIES_ACTIVE, _one(requests.active_count)
+    yield metrics.AGENTS, _one(len(agents))
+    yield metrics.AGENT_REGIONS, _one(agents.region_count)
+    yield metrics.UCX_IN_FLIGHT, _one(0 if engine is None else engine.in_flight_count)
+    yield metrics.UCX_STARTS, _one(0 if engine is None else engine.start_count)
+
+
+def _one(value: float) -> dict[tuple[str, ...], float]:
+    """The sample of a metric without labels."""
+    return {(): value}

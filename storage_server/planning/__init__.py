@@ -1,0 +1,1 @@
+"""Plans of what is read and sent, computed before any byte moves. Pure."""

@@ -1,0 +1,61 @@
+"""Extents: runs of an object's bytes in a file. Pure values."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+ALIGNMENT_BYTES = 4096
+"""Extents begin at multiples of this many bytes: the size of a page, and of a block of most disks."""
+
+
+@dataclass(frozen=True, slots=True)
+class Extent:
+    """Bytes [offset, offset + nbytes) of a file, with the packed CRC-32C of each block. In the object these bytes begin
+    at `object_offset`.
+    """
+
+    file_id: str
+    offset: int
+    nbytes: int
+    checksums: bytes
+    object_offset: int = 0
+
+
+def aligned(nbytes: int) -> int:
+    """The bytes that an extent takes in a segment, and in the DRAM tier."""
+    return -(-nbytes // ALIGNMENT_BYTES) * ALIGNMENT_BYTES
+
+
+class CorruptExtentError(Exception):
+    """Stored bytes differ from the written ones: they are too short, unreadable, or a block fails its checksum."""
+
+
+class MissingFileError(CorruptExtentError):
+    """A file that the index names does not exist."""
+
+    def __init__(self, file_id: str) -> None:
+        super().__init__(f"{file_id} is missing")
+        self.file_id = file_id
+
+
+def read_object(
+    read_into: Callable[[Extent, int, memoryview], None], extents: Sequence[Extent], start: int, view: memoryview
+) -> None:
+    """Fill `view` with the object's bytes from `start` on, across its extents. `read_into` reads one extent, as
+    `ExtentFiles.read_into` does. Raises CorruptExtentError where the extents do not cover the object.
+    """
+    if len(extents) == 1 and extents[0].object_offset == 0 and start + len(view) <= extents[0].nbytes:
+        read_into(extents[0], start, view)
+        return
+    for extent in extents:
+        if not view:
+            return
+        skip = start - extent.object_offset
+        if not 0 <= skip < extent.nbytes:
+            continue
+        count = min(len(view), extent.nbytes - skip)
+        read_into(extent, skip, view[:count])
+        view, start = view[count:], start + count
+    if view:
+        raise CorruptExtentError("the object's extents do not cover it")

@@ -1,0 +1,303 @@
+"""The I/O plan of one descriptor: which bytes of which chunks make up each payload. Pure arithmetic.
+
+Both modes are the same plan over different groups. Layer-major: L groups (layers) of k slices. Chunk-major: one group
+of k slices, each a whole chunk. A payload never crosses a group, and its bytes land in one piece. A payload holds whole
+slices where at least one slice fits in `payload_bytes_max`, otherwise a piece of one slice. (ObjectCache paper, section
+3.3 and Table A7.)
+
+    A chunk of 2 layers with S = 3; k = 4; payload_bytes_max = 6; layer-major:
+
+    chunks    0aaabbb  1aaabbb  2aaabbb  3aaabbb      a: layer 0, b: layer 1
+    payloads  0aaa1aaa  2aaa3aaa | 0bbb1bbb  2bbb3bbb
+
+Slices may differ in size and may lie apart in the target: a `Series` says how they lie. `plan_delivery` makes the plan
+of an ordinary delivery, whose L layers are one series with one size S.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from functools import cached_property
+from typing import NamedTuple, Protocol
+
+import numpy as np
+import numpy.typing as npt
+
+from descriptors.layout import ChunkLayout
+from descriptors.notices import Mode
+
+Numbers = npt.NDArray[np.int64]
+
+
+@dataclass(frozen=True, slots=True)
+class Group:
+    """The payloads between two "ready" notices: those of one layer, or all. The group has `nbytes` bytes, the first of
+    them at `target_offset` of the target.
+    """
+
+    index: int
+    target_offset: int
+    nbytes: int
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Payload:
+    """Bytes of `chunk_count` chunks from `first_chunk` on: `piece_bytes` of each, from `source_offset` of its object.
+    `piece_bytes` and `source_offset` are one number where all chunks have the same, else int64 of shape (chunk_count,).
+    The pieces land one after the other from `target_offset` of the target.
+    """
+
+    group: Group
+    first_chunk: int
+    chunk_count: int
+    source_offset: int | Numbers
+    piece_bytes: int | Numbers
+    target_offset: int
+    nbytes: int
+    ends_group: bool
+
+    def piece_starts(self, piece_index: Numbers) -> Numbers:
+        """The byte of the payload at which each of these pieces starts; piece 0 is that of `first_chunk`."""
+        if isinstance(self.piece_bytes, int):
+            return piece_index * self.piece_bytes
+        return (np.cumsum(self.piece_bytes) - self.piece_bytes)[piece_index]
+
+    def chunk_at(self, at: int) -> int:
+        """The index of the chunk from which byte `at` of the payload comes."""
+        if isinstance(self.piece_bytes, int):
+            return self.first_chunk + at // self.piece_bytes
+        return self.first_chunk + int(np.searchsorted(np.cumsum(self.piece_bytes), at, side="right"))
+
+
+class Cut(NamedTuple):
+    """The part of a group that one payload brings: `slice_count` whole slices from `first_slice` on, or `nbytes` of one
+    slice from its byte `start`. It lands at `target_offset` for the first group of its series.
+    """
+
+    first_slice: int
+    slice_count: int
+    start: int
+    nbytes: int
+    target_offset: int
+
+
+class Cuts(Protocol):
+    """The payloads of a group, in order."""
+
+    def __len__(self) -> int: ...
+
+    def __getitem__(self, index: int, /) -> Cut: ...
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Series:
+    """`group_count` groups, one after the other, whose slices have the same sizes: all layers of an ordinary model, the
+    layers of one kind in a hybrid model, or a single layer where a codec gives each slice its own length.
+
+    The slices are those of `slice_count` chunks from `first_chunk` on. Slice i of the first group is `slice_bytes` of
+    its object from `source_offset` on, and lands at `target_offset`. In each further group both offsets grow by their
+    stride. `slice_bytes` and `source_offset` are one number, or int64 of shape (slice_count,). So is `target_offset`,
+    but there one number means that the slices land one after the other from it.
+
+    Raises ValueError for arrays of another length, and for a slice without bytes.
+    """
+
+    group_count: int
+    first_chunk: int
+    slice_count: int
+    slice_bytes: int | Numbers
+    source_offset: int | Numbers
+    source_stride: int
+    target_offset: int | Numbers
+    target_stride: int
+
+    def __post_init__(self) -> None:
+        for name in ("slice_bytes", "source_offset", "target_offset"):
+            value = getattr(self, name)
+            if not isinstance(value, int) and value.shape != (self.slice_count,):
+                raise ValueError(f"{name} has shape {value.shape}, not ({self.slice_count},)")
+        if np.min(self.slice_bytes) < 1:
+            raise ValueError("a slice has no bytes")
+
+    @property
+    def group_bytes(self) -> int:
+        """The bytes of one group."""
+        if isinstance(self.slice_bytes, int):
+            return self.slice_count * self.slice_bytes
+        return int(self.slice_bytes.sum())
+
+    @property
+    def first_target_offset(self) -> int:
+        """The target offset at which the first slice of the first group lands."""
+        return self.target_offset if isinstance(self.target_offset, int) else int(self.target_offset[0])
+
+    def cuts(self, payload_bytes_max: int) -> Cuts:
+        """The payloads of one group."""
+        if isinstance(self.slice_bytes, int) and isinstance(self.target_offset, int):
+            return _EvenCuts(self.slice_count, self.slice_bytes, self.target_offset, payload_bytes_max)
+        sizes = np.broadcast_to(np.asarray(self.slice_bytes, dtype=np.int64), (self.slice_count,))
+        targets = self.target_offset
+        if isinstance(targets, int):
+            targets = targets + np.cumsum(sizes) - sizes
+        return _uneven_cuts(sizes, targets, payload_bytes_max)
+
+
+@dataclass(frozen=True, slots=True)
+class _EvenCuts:
+    """Cuts of slices of one size that lie side by side in the target. They are computed on access, as there may be
+    millions.
+    """
+
+    slice_count: int
+    slice_bytes: int
+    target_offset: int
+    payload_bytes_max: int
+
+    def __len__(self) -> int:
+        if self.slice_bytes <= self.payload_bytes_max:
+            return -(-self.slice_count // (self.payload_bytes_max // self.slice_bytes))
+        return self.slice_count * -(-self.slice_bytes // self.payload_bytes_max)
+
+    def __getitem__(self, index: int) -> Cut:
+        if self.slice_bytes <= self.payload_bytes_max:
+            per_payload = self.payload_bytes_max // self.slice_bytes
+            first = index * per_payload
+            count = min(per_payload, self.slice_count - first)
+            return Cut(first, count, 0, count * self.slice_bytes, self.target_offset + first * self.slice_bytes)
+        slice_index, piece = divmod(index, -(-self.slice_bytes // self.payload_bytes_max))
+        start = piece * self.payload_bytes_max
+        nbytes = min(self.payload_bytes_max, self.slice_bytes - start)
+        return Cut(slice_index, 1, start, nbytes, self.target_offset + slice_index * self.slice_bytes + start)
+
+
+def _uneven_cuts(sizes: Numbers, targets: Numbers, payload_bytes_max: int) -> list[Cut]:
+    """Cuts of slices of any size: each payload takes as many whole slices as fit and lie side by side in the target."""
+    ends = np.cumsum(sizes)
+    gaps = np.flatnonzero(targets[:-1] + sizes[:-1] != targets[1:]) + 1
+    cuts: list[Cut] = []
+    first, slice_count = 0, len(sizes)
+    while first < slice_count:
+        before = int(ends[first - 1]) if first else 0
+        gap = int(np.searchsorted(gaps, first, side="right"))
+        side_by_side = int(gaps[gap]) if gap < len(gaps) else slice_count
+        after = min(int(np.searchsorted(ends, before + payload_bytes_max, side="right")), side_by_side)
+        target = int(targets[first])
+        if after > first:
+            cuts.append(Cut(first, after - first, 0, int(ends[after - 1]) - before, target))
+            first = after
+            continue
+        size = int(sizes[first])
+        cuts += [
+            Cut(first, 1, start, min(payload_bytes_max, size - start), target + start)
+            for start in range(0, size, payload_bytes_max)
+        ]
+        first += 1
+    return cuts
+
+
+class PayloadSizes(Protocol):
+    """The bytes of each payload of a group, in order."""
+
+    def __len__(self) -> int: ...
+
+    def __getitem__(self, index: int, /) -> int: ...
+
+
+@dataclass(frozen=True, slots=True)
+class _CutSizes:
+    cuts: Cuts
+
+    def __len__(self) -> int:
+        return len(self.cuts)
+
+    def __getitem__(self, index: int) -> int:
+        return self.cuts[index].nbytes
+
+
+@dataclass(frozen=True, slots=True)
+class GroupSizes:
+    """The bytes of a group: the sum, and the size of each payload."""
+
+    nbytes: int
+    payloads: PayloadSizes
+
+
+@dataclass(frozen=True)
+class DeliveryPlan:
+    """The payloads of one delivery, in sending order: series after series."""
+
+    mode: Mode
+    chunk_count: int
+    series: tuple[Series, ...]
+    payload_bytes_max: int
+
+    @property
+    def group_count(self) -> int:
+        """Layers, or 1 in chunk-major mode."""
+        return sum(each.group_count for each in self.series)
+
+    @cached_property
+    def delivery_bytes(self) -> int:
+        """W: the bytes of all groups."""
+        return sum(each.group_count * each.group_bytes for each in self.series)
+
+    @property
+    def payload_count(self) -> int:
+        """How many payloads `payloads` yields."""
+        return sum(each.group_count * len(cuts) for each, cuts in zip(self.series, self._cuts, strict=True))
+
+    @property
+    def group_sizes(self) -> list[GroupSizes]:
+        """The sizes of each group's payloads."""
+        sizes: list[GroupSizes] = []
+        for each, cuts in zip(self.series, self._cuts, strict=True):
+            sizes += [GroupSizes(each.group_bytes, _CutSizes(cuts))] * each.group_count
+        return sizes
+
+    def payloads(self) -> Iterator[Payload]:
+        """All payloads, group after group; within a group in prefix order."""
+        first_group = 0
+        for each, cuts in zip(self.series, self._cuts, strict=True):
+            cut_count, group_bytes = len(cuts), each.group_bytes
+            for step in range(each.group_count):
+                target = step * each.target_stride
+                group = Group(first_group + step, each.first_target_offset + target, group_bytes)
+                for index in range(cut_count):
+                    yield _payload(each, cuts[index], group, step, ends_group=index + 1 == cut_count)
+            first_group += each.group_count
+
+    @cached_property
+    def _cuts(self) -> list[Cuts]:
+        return [each.cuts(self.payload_bytes_max) for each in self.series]
+
+
+def _payload(series: Series, cut: Cut, group: Group, step: int, *, ends_group: bool) -> Payload:
+    """The payload of a cut in the series' group number `step`."""
+    source, piece = series.source_offset, series.slice_bytes
+    if cut.slice_count == 1:
+        source = source if isinstance(source, int) else int(source[cut.first_slice])
+        piece = cut.nbytes
+    else:
+        slices = slice(cut.first_slice, cut.first_slice + cut.slice_count)
+        source = source if isinstance(source, int) else source[slices]
+        piece = piece if isinstance(piece, int) else piece[slices]
+    return Payload(
+        group=group,
+        first_chunk=series.first_chunk + cut.first_slice,
+        chunk_count=cut.slice_count,
+        source_offset=source + (step * series.source_stride + cut.start),
+        piece_bytes=piece,
+        target_offset=cut.target_offset + step * series.target_stride,
+        nbytes=cut.nbytes,
+        ends_group=ends_group,
+    )
+
+
+def plan_delivery(mode: Mode, layout: ChunkLayout, chunk_count: int, payload_bytes_max: int) -> DeliveryPlan:
+    """The plan for k = `chunk_count` chunks of one layout, packed one after the other in the target."""
+    group_count, slice_bytes = layout.num_layers, layout.per_layer_chunk_bytes
+    if mode is Mode.CHUNK_MAJOR:
+        group_count, slice_bytes = 1, layout.chunk_bytes
+    series = Series(group_count, 0, chunk_count, slice_bytes, 0, slice_bytes, 0, chunk_count * slice_bytes)
+    return DeliveryPlan(mode, chunk_count, (series,), payload_bytes_max)

@@ -1,0 +1,164 @@
+"""The reads of one payload as an array: one row per run of bytes, vectorised over chunks. Pure arithmetic.
+
+A `SourceTable` holds, once per request, where every chunk's bytes lie. The rows of each payload follow from it by a
+handful of array operations, however many slices the payload has. `adapters.native.gather` carries the rows out.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from enum import IntEnum
+
+import numpy as np
+import numpy.typing as npt
+
+from storage_server.planning.block_checksums import BLOCK_BYTES
+from storage_server.planning.extent import CorruptExtentError, Extent
+from storage_server.planning.plan import Payload
+
+Rows = npt.NDArray[np.int64]
+RESIDENT = -1
+"""Stands in place of a file number: the bytes are in memory, and proved."""
+
+
+class Row(IntEnum):
+    """Columns of a payload's rows, as adapters/native.c reads them. A row reads `NBYTES` bytes, from `START` of the
+    extent that lies at `OFFSET` of the file `SOURCE`, to byte `TARGET` of the payload. SOURCE is first a file's number
+    in the table, and then the file's descriptor. For RESIDENT bytes OFFSET is a memory address.
+    """
+
+    SOURCE = 0
+    OFFSET = 1
+    START = 2
+    NBYTES = 3
+    EXTENT_BYTES = 4
+    FIRST_WORD = 5
+    TARGET = 6
+
+
+class _Source(IntEnum):
+    """Columns of a table's rows, one per extent, chunk after chunk."""
+
+    SOURCE = 0
+    OFFSET = 1
+    NBYTES = 2
+    OBJECT_OFFSET = 3
+    FIRST_WORD = 4
+    CHUNK = 5
+
+
+@dataclass(frozen=True, slots=True)
+class SourceTable:
+    """The sources of a prefix: `files` by number, extents as rows of `_Source`, and the block checksums of all extents
+    one after the other. `first_row[i]` is the row of chunk i's first extent; it has one more entry than there are
+    chunks.
+    """
+
+    files: tuple[str, ...]
+    extents: Rows
+    first_row: Rows
+    words: bytes | bytearray
+
+    @property
+    def chunk_count(self) -> int:
+        """k, the chunks that the delivery brings."""
+        return len(self.first_row) - 1
+
+    @property
+    def is_resident(self) -> bool:
+        """Whether all bytes are in memory, so that no file has to be read."""
+        return not self.files
+
+    def rows(self, payload: Payload) -> Rows:
+        """The rows of one payload, with neighbours in file and payload joined: int64 of shape (n, 7)."""
+        chunks = slice(payload.first_chunk, payload.first_chunk + payload.chunk_count)
+        extents = self.extents[self.first_row[chunks.start] : self.first_row[chunks.stop]]
+        piece_index = extents[:, _Source.CHUNK] - payload.first_chunk
+        source, piece_bytes = payload.source_offset, payload.piece_bytes
+        source = source if isinstance(source, int) else source[piece_index]
+        piece_bytes = piece_bytes if isinstance(piece_bytes, int) else piece_bytes[piece_index]
+        first = np.maximum(source - extents[:, _Source.OBJECT_OFFSET], 0)
+        end = source + piece_bytes - extents[:, _Source.OBJECT_OFFSET]
+        nbytes = np.minimum(end, extents[:, _Source.NBYTES]) - first
+        rows = np.empty((len(extents), len(Row)), dtype=np.int64)
+        rows[:, Row.SOURCE] = extents[:, _Source.SOURCE]
+        rows[:, Row.OFFSET] = extents[:, _Source.OFFSET]
+        rows[:, Row.START] = first
+        rows[:, Row.NBYTES] = nbytes
+        rows[:, Row.EXTENT_BYTES] = extents[:, _Source.NBYTES]
+        rows[:, Row.FIRST_WORD] = extents[:, _Source.FIRST_WORD]
+        rows[:, Row.TARGET] = payload.piece_starts(piece_index) + extents[:, _Source.OBJECT_OFFSET] + first - source
+        if len(extents) != payload.chunk_count:
+            rows = rows[nbytes > 0]
+        return joined(rows)
+
+    def first_word_of(self, chunk_index: int) -> int:
+        """Where the checksums of a chunk begin, counted in words."""
+        return int(self.extents[self.first_row[chunk_index], _Source.FIRST_WORD])
+
+    @staticmethod
+    def target_of(rows: Rows, row_index: int, at: int) -> int:
+        """The byte of the payload to which byte `at` of a row goes."""
+        return int(rows[row_index, Row.TARGET]) + at
+
+
+def joined(rows: Rows) -> Rows:
+    """The rows, with whole extents joined that follow each other in file, checksums and payload alike."""
+    if len(rows) < 2 or rows[0, Row.START] or rows[0, Row.NBYTES] != rows[0, Row.EXTENT_BYTES]:
+        return rows
+    before, after = rows[:-1], rows[1:]
+    follows = (
+        (before[:, Row.SOURCE] == after[:, Row.SOURCE])
+        & (before[:, Row.START] == 0)
+        & (before[:, Row.NBYTES] == before[:, Row.EXTENT_BYTES])
+        & (after[:, Row.START] == 0)
+        & (after[:, Row.NBYTES] == after[:, Row.EXTENT_BYTES])
+        & (before[:, Row.EXTENT_BYTES] % BLOCK_BYTES == 0)
+        & (before[:, Row.OFFSET] + before[:, Row.EXTENT_BYTES] == after[:, Row.OFFSET])
+        & (before[:, Row.FIRST_WORD] + before[:, Row.EXTENT_BYTES] // BLOCK_BYTES == after[:, Row.FIRST_WORD])
+        & (before[:, Row.TARGET] + before[:, Row.NBYTES] == after[:, Row.TARGET])
+    )
+    if not follows.any():
+        return rows
+    starts = np.flatnonzero(np.concatenate(([True], ~follows)))
+    made = rows[starts]
+    made[:, Row.NBYTES] = np.add.reduceat(rows[:, Row.NBYTES], starts)
+    made[:, Row.EXTENT_BYTES] = np.add.reduceat(rows[:, Row.EXTENT_BYTES], starts)
+    return made
+
+
+def spans_of(rows: Rows) -> Rows:
+    """Resident rows as (address, nbytes), in payload order."""
+    spans = np.empty((len(rows), 2), dtype=np.int64)
+    spans[:, 0] = rows[:, Row.OFFSET] + rows[:, Row.START]
+    spans[:, 1] = rows[:, Row.NBYTES]
+    return spans
+
+
+def make_table(chunks: Sequence[Sequence[Extent]], addresses: Sequence[int | None] | None = None) -> SourceTable:
+    """The table of a prefix. `addresses` has one entry for every extent, in order: the address of its bytes in memory,
+    or None where they must be read from the file. Raises CorruptExtentError where checksums are missing.
+    """
+    extents = [extent for chunk in chunks for extent in chunk]
+    counts = np.array([len(chunk) for chunk in chunks], dtype=np.int64)
+    table = np.empty((len(extents), len(_Source)), dtype=np.int64)
+    files: dict[str, int] = {}
+    if addresses is None:
+        addresses = [None] * len(extents)
+    table[:, _Source.SOURCE] = [
+        files.setdefault(extent.file_id, len(files)) if address is None else RESIDENT
+        for extent, address in zip(extents, addresses, strict=True)
+    ]
+    table[:, _Source.OFFSET] = [
+        extent.offset if address is None else address for extent, address in zip(extents, addresses, strict=True)
+    ]
+    table[:, _Source.NBYTES] = [extent.nbytes for extent in extents]
+    table[:, _Source.OBJECT_OFFSET] = [extent.object_offset for extent in extents]
+    words = np.array([len(extent.checksums) // 4 for extent in extents], dtype=np.int64)
+    if (words * BLOCK_BYTES < table[:, _Source.NBYTES]).any():
+        raise CorruptExtentError("the index has no checksums for all blocks of an extent")
+    table[:, _Source.FIRST_WORD] = np.cumsum(words) - words
+    table[:, _Source.CHUNK] = np.repeat(np.arange(len(chunks)), counts)
+    first_row = np.concatenate(([0], np.cumsum(counts))).astype(np.int64)
+    return SourceTable(tuple(files), table, first_row, b"".join([extent.checksums for extent in extents]))

@@ -1,0 +1,106 @@
+"""PrefixesApi: deliveries of prefixes, and objects that move into and out of registered memory."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+
+from descriptors.descriptor import Descriptor, require_request_id
+from descriptors.messages import LookupAnswer, LookupRequest
+from descriptors.objects import BodyDigests, PutRequest, ReadRequest
+from descriptors.rdma_token import RdmaToken
+from descriptors.recompute import advise
+from descriptors.storage_api import (
+    BodySink,
+    ChunksPut,
+    DeliveryOutcome,
+    ObjectDelivery,
+    ObjectStored,
+    Patience,
+)
+from storage_server.gather.source import ChunkSource
+from storage_server.gather.staging import StagingPool
+from storage_server.object_transfers import ObjectTransfers
+from storage_server.pipeline import Pipeline
+from storage_server.registrar import Registrar
+from storage_server.requests import RequestTable
+from storage_server.settings import StorageSettings
+from storage_server.transport.destination import Destination, PayloadLimits
+from storage_server.transport.http import HttpDestination
+
+
+class Prefixes:
+    """Implements descriptors.storage_api.PrefixesApi. `staging` holds the payloads of HTTP bodies."""
+
+    def __init__(
+        self,
+        settings: StorageSettings,
+        source: ChunkSource,
+        pipeline: Pipeline,
+        staging: StagingPool,
+        registrar: Registrar,
+        requests: RequestTable,
+        transfers: ObjectTransfers,
+        wrap_destination: Callable[[Destination], Destination],
+    ) -> None:
+        self._settings = settings
+        self._source = source
+        self._pipeline = pipeline
+        self._staging = staging
+        self._registrar = registrar
+        self._requests = requests
+        self._transfers = transfers
+        self._wrap_destination = wrap_destination
+
+    async def lookup(self, access_key: str, bucket: str, request: LookupRequest) -> LookupAnswer:
+        """How many chunks of the prefix are stored, and how many of them are worth loading."""
+        matched = await self._source.matched(bucket, request.chunk_keys, request.lease_s)
+        self._pipeline.meter.looked_up(len(request.chunk_keys), matched)
+        if request.compute is None:
+            return LookupAnswer(matched)
+        offered = self._pipeline.link.offered_rate_bytes_per_s(access_key)
+        return LookupAnswer(matched, advise(matched, request.compute, offered))
+
+    async def deliver(self, access_key: str, bucket: str, descriptor: Descriptor, sink: BodySink) -> DeliveryOutcome:
+        """Carry out one descriptor GET: into the sink, or into registered memory when the descriptor names a target.
+
+        Raises CallerError(RequestCancelled) for a cancelled request. When the caller of this method is cancelled
+        instead, the delivery stops at once and drains on its own.
+        """
+        target, now_s = descriptor.rdma_target, time.monotonic()
+        if target is None:
+            request = self._requests.begin(access_key, descriptor.request_id, now_s)
+            destination: Destination = self._body(access_key, sink)
+        else:
+            agent, region = self._registrar.target(access_key, target)
+            destination = self._registrar.endpoint(agent).destination(access_key, region, target.offset)
+            request = self._requests.begin(access_key, descriptor.request_id, now_s, agent.agent_id, region)
+        wrapped = self._wrap_destination(destination)
+        work = self._pipeline.run(access_key, bucket, descriptor, request.request_id, wrapped)
+        return await self._requests.run(request, work)
+
+    async def put_chunks_from(self, access_key: str, bucket: str, descriptor: Descriptor) -> ChunksPut:
+        """Read every chunk from the descriptor's target and store it; the answer says which chunks failed."""
+        return await self._transfers.put_chunks(access_key, bucket, descriptor)
+
+    async def get_object_into(self, access_key: str, request: ReadRequest, token: RdmaToken) -> ObjectDelivery:
+        """Write an object into the client's memory."""
+        return await self._transfers.get_into(access_key, request, token)
+
+    async def put_object_from(
+        self, access_key: str, request: PutRequest, token: RdmaToken, said: BodyDigests
+    ) -> ObjectStored:
+        """Store an object out of the client's memory."""
+        return await self._transfers.put_from(access_key, request, token, said)
+
+    async def cancel(self, access_key: str, request_id: str) -> None:
+        """Stop a request. Returns when nothing of the request is in flight."""
+        await self._requests.cancel(access_key, require_request_id(request_id), time.monotonic())
+
+    def _body(self, access_key: str, sink: BodySink) -> HttpDestination:
+        """The destination that is the body of an HTTP answer."""
+        settings = self._settings
+        window = self._staging.window(access_key, settings.window_bytes // settings.aggregation_bytes)
+        patience = Patience(settings.stall_timeout_s, settings.least_bytes_per_s)
+        limits = PayloadLimits(settings.aggregation_bytes, settings.direct_payload_bytes)
+        return HttpDestination(sink, window, patience, limits)

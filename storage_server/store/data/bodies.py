@@ -1,0 +1,212 @@
+"""The data path for plain S3 bodies: from the network to the disk, and from the disk to the network."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncGenerator, AsyncIterator, Iterator, Sequence
+from contextlib import aclosing, asynccontextmanager, closing, contextmanager
+from functools import partial
+
+from adapters.threads import finished
+from descriptors.errors import CallerError, ErrorCode, ServerError
+from descriptors.objects import BodyDigests, ByteRange, ChecksumAlgorithm
+from descriptors.storage_api import Body, Piece, Pump
+from descriptors.units import KIB, MIB
+from storage_server.planning.extent import CorruptExtentError, Extent, aligned, read_object
+from storage_server.store.data.body_hashes import BodyHashes
+from storage_server.store.data.buffers import BufferPool, BufferShare
+from storage_server.store.data.disk import Disk
+from storage_server.store.data.durability import Durability
+from storage_server.store.data.extents import ExtentFiles
+from storage_server.store.data.io_threads import IoThreads
+from storage_server.store.data.pump import ExtentPump
+from storage_server.store.data.segments import ExtentWriter, Pending, Segments
+from storage_server.store.data.space import Bound
+from storage_server.store.rows import StoredPart
+
+SYNC_ALONE_BYTES_MIN = MIB
+AT_ONCE_BYTES_MAX = 64 * KIB
+PUMP_BYTES_MIN = 256 * KIB
+
+
+class BodyWriter:
+    """Writes bodies to the disk."""
+
+    def __init__(
+        self, segments: Segments, disk: Disk, durability: Durability, share: BufferShare, io: IoThreads, bound: Bound
+    ) -> None:
+        self._segments = segments
+        self._bound = bound
+        self._disk = disk
+        self._durability = durability
+        self._share = share
+        self._io = io
+
+    @asynccontextmanager
+    async def received(
+        self, nbytes: int, algorithm: ChecksumAlgorithm | None, body: Body
+    ) -> AsyncIterator[tuple[StoredPart, Pending | None]]:
+        """Receive a body and check it. Inside the block, commit the body's row and, with it, what is pending on disk.
+
+        Raises CallerError (IncompleteBody, BadDigest, XAmzContentSHA256Mismatch), ServerError (InsufficientStorage,
+        InternalError). If no row names the bytes when the block ends, their space is given back.
+        """
+        if nbytes == 0:
+            yield await _empty(algorithm, body), None
+            return
+        hashes = BodyHashes(algorithm, sha256=body.has_sha256)
+        if nbytes <= AT_ONCE_BYTES_MAX:
+            whole = await _whole(body, nbytes)
+            has_room = self._bound.has_room(aligned(nbytes))
+            at_once = self._segments.writer_at_once(nbytes, hashes) if has_room else None
+            if at_once is not None:
+                with closing(at_once):
+                    pending = at_once.keep(whole)
+                    at_once.check(body.digests())
+                    yield _stored(at_once, nbytes), pending
+                return
+            pieces = _once(whole)
+        else:
+            pieces = aiter(body)
+        with closing(await self.writer(nbytes, hashes, self._io)) as writer:
+            await self._copy(pieces, writer, body, nbytes)
+            yield _stored(writer, nbytes), writer.pending()
+
+    async def writer(self, nbytes: int, hashes: BodyHashes, io: IoThreads) -> ExtentWriter:
+        """A writer for a body of `nbytes` (more than 0). Raises ServerError: InsufficientStorage, also where the bound
+        has no room; InternalError.
+        """
+        if self._bound.has_room(aligned(nbytes)):
+            writer = self._segments.writer_at_once(nbytes, hashes)
+            if writer is not None:
+                return writer
+        async with self._bound.reserved(aligned(nbytes)):
+            return await io.run(partial(self._segments.writer, nbytes, hashes), undo=ExtentWriter.close)
+
+    async def _copy(self, pieces: AsyncIterator[Piece], writer: ExtentWriter, body: Body, nbytes: int) -> None:
+        batch: list[Piece] = []
+        batch_bytes = 0
+        with self._share.joined():
+            async for piece in pieces:
+                batch.append(piece)
+                batch_bytes += len(piece)
+                if batch_bytes >= self._share.piece_bytes:
+                    await self._io.run(partial(writer.write, batch, self._disk))
+                    batch, batch_bytes = [], 0
+            await self._io.run(lambda: self._finish(writer, batch, body.digests(), nbytes))
+
+    def _finish(self, writer: ExtentWriter, rest: list[Piece], said: BodyDigests, nbytes: int) -> None:
+        """Write the rest and check the hashes. Large bodies are synced here, since they would delay every commit."""
+        writer.write(rest, self._disk)
+        writer.check(said)
+        if nbytes >= SYNC_ALONE_BYTES_MIN and self._durability is Durability.STRICT:
+            writer.file.sync()
+
+
+def _stored(writer: ExtentWriter, nbytes: int) -> StoredPart:
+    return StoredPart(writer.hashes.etag, nbytes, writer.hashes.checksum, writer.extent())
+
+
+async def _whole(body: Body, nbytes: int) -> bytearray:
+    """A small body in memory. Raises CallerError(IncompleteBody) when it is longer than announced."""
+    whole = bytearray()
+    async for piece in body:
+        whole += piece
+        if len(whole) > nbytes:
+            raise CallerError(ErrorCode.INCOMPLETE_BODY, "the body is longer than announced", field="body")
+    return whole
+
+
+async def _once(piece: Piece) -> AsyncIterator[Piece]:
+    yield piece
+
+
+class BodyReader:
+    """Reads bytes from the disk: the next piece is read while the piece before is sent."""
+
+    def __init__(self, files: ExtentFiles, share: BufferShare, io: IoThreads) -> None:
+        self._files = files
+        self._share = share
+        self._io = io
+        self._buffers = BufferPool()
+
+    async def pieces(self, extents: Sequence[Extent], span: ByteRange) -> AsyncGenerator[Piece, None]:
+        """The bytes of a span. A piece is valid until the next one is asked for. Close it before unpinning the extents.
+
+        Raises ServerError(InternalError) where stored bytes fail their checksum.
+        """
+        if span.length <= AT_ONCE_BYTES_MAX:
+            small = self._cached(extents, span)
+            if small is not None:
+                yield small
+                return
+        async with aclosing(self._ahead(extents, span)) as pieces:
+            async for piece in pieces:
+                yield piece
+
+    async def _ahead(self, extents: Sequence[Extent], span: ByteRange) -> AsyncGenerator[Piece, None]:
+        """The pieces of a span. Two buffers take turns: a thread fills one while the other is in use."""
+        with self._share.joined(), self._buffers.lent(2) as buffers:
+            ahead: asyncio.Future[Piece] | None = None
+            try:
+                start, end = span.start, span.start + span.length
+                while start < end or ahead is not None:
+                    done = [await ahead] if ahead is not None else []
+                    ahead = None
+                    if start < end:
+                        buffers.reverse()
+                        view = buffers[0][: min(self._share.piece_bytes, end - start)]
+                        ahead = asyncio.ensure_future(self._io.run(partial(self._read, extents, start, view)))
+                        start += len(view)
+                    for piece in done:
+                        yield piece
+            finally:
+                if ahead is not None:
+                    await finished(ahead)  # until then a thread writes to a buffer
+
+    @contextmanager
+    def pump(self, extents: Sequence[Extent], span: ByteRange) -> Iterator[Pump | None]:
+        """A pump that sends the bytes of a span from a thread; None for a span too small to be worth a thread."""
+        if span.length < PUMP_BYTES_MIN:
+            yield None
+            return
+
+        def read(start: int, view: memoryview) -> None:
+            with corrupt_is_internal():
+                read_object(self._files.read_into, extents, start, view)
+
+        with self._share.joined(), closing(ExtentPump(read, span, self._share, self._buffers, self._io)) as pump:
+            yield pump
+
+    def _cached(self, extents: Sequence[Extent], span: ByteRange) -> Piece | None:
+        """A small span that the page cache holds; None where the disk must be waited for."""
+        piece = memoryview(bytearray(span.length))
+        with corrupt_is_internal():
+            try:
+                read_object(self._files.read_cached_into, extents, span.start, piece)
+            except BlockingIOError:
+                return None
+        return piece
+
+    def _read(self, extents: Sequence[Extent], start: int, view: memoryview) -> Piece:
+        with corrupt_is_internal():
+            read_object(self._files.read_into, extents, start, view)
+        return view
+
+
+@contextmanager
+def corrupt_is_internal() -> Iterator[None]:
+    """Turn a failed checksum into ServerError(InternalError), which is not retryable: another read would fail, too."""
+    try:
+        yield
+    except CorruptExtentError as error:
+        raise ServerError(ErrorCode.INTERNAL_ERROR, "the stored bytes fail their checksum") from error
+
+
+async def _empty(algorithm: ChecksumAlgorithm | None, body: Body) -> StoredPart:
+    async for piece in body:
+        if piece:
+            raise CallerError(ErrorCode.INCOMPLETE_BODY, "the body is longer than announced", field="body")
+    hashes = BodyHashes(algorithm, sha256=body.has_sha256)
+    hashes.check(body.digests())
+    return StoredPart(hashes.etag, 0, hashes.checksum, None)

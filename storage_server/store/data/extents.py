@@ -1,0 +1,389 @@
+"""Files of extents: pinned by readers, proved when read, and deleted when nobody needs them.
+
+    DIR/extents/<xx>/<id>    a file of one object, or a packed segment of many (storage_server.store.data.segments)
+
+Only bytes that the index names count. A file is deleted when no row names it, nobody writes to it and nobody has it
+pinned.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import os
+import re
+import resource
+import threading
+from collections import Counter, OrderedDict
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from pathlib import Path
+from typing import TypeVar
+
+from storage_server.planning.block_checksums import BLOCK_BYTES, first_bad_block
+from storage_server.planning.extent import CorruptExtentError, Extent, MissingFileError, aligned
+from storage_server.store.data.disk import Disk
+from storage_server.store.data.space import Space
+
+IDLE_FILES_MAX = 512
+PUNCHED_MAX = 65_536
+"""So many places are remembered that were given back. A reader that began before the first of them reads again."""
+_T = TypeVar("_T")
+_FILE_ID = re.compile(r"[0-9a-f]{32}\Z")
+Read = Callable[[int, memoryview, int], int]
+Place = tuple[str, int]
+"""A file, and the offset of an extent in it."""
+
+
+def extent_path(directory: Path, file_id: str) -> Path:
+    """The path of a file of extents."""
+    return directory / "extents" / file_id[:2] / file_id
+
+
+class ExtentFiles:
+    """Pins, open descriptors and deferred deletion. Space that is given back is told to `space`. Methods may be called
+    from any thread.
+    """
+
+    def __init__(self, directory: Path, open_files_max: int, disk: Disk, space: Space | None = None) -> None:
+        self._directory = directory
+        self.disk = disk
+        self._space = space or Space(directory, None)
+        soft_limit, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
+        self._open_files_max = min(open_files_max, soft_limit // 2)
+        self._lock = threading.Lock()
+        self._live: set[str] = set()
+        self._pins: Counter[str] = Counter()
+        self._fds: OrderedDict[str, int] = OrderedDict()
+        self._doomed: set[str] = set()
+        self._whole: Counter[str] = Counter()
+        self._places: Counter[Place] = Counter()
+        self._holes: dict[str, dict[int, int]] = {}
+        self._punched: dict[Place, int] = {}
+        self._forgotten_count = 0
+        self.punch_count = 0
+        """How many places were given back since the start."""
+
+    def start(self) -> None:
+        """Make the directory. Its subdirectories are made with their first files."""
+        (self._directory / "extents").mkdir(parents=True, exist_ok=True)
+        self.disk.sync_directory(self._directory)
+
+    @property
+    def open_count(self) -> int:
+        """Descriptors open now."""
+        with self._lock:
+            return len(self._fds)
+
+    @property
+    def pinned_count(self) -> int:
+        """Files pinned now."""
+        with self._lock:
+            return len(self._pins)
+
+    def add(self, file_id: str) -> None:
+        """Add a file that extents may name from now on."""
+        with self._lock:
+            self._live.add(file_id)
+
+    def pin(self, file_ids: Iterable[str]) -> bool:
+        """Keep these files readable, without new holes, until as many `unpin` calls. False, with nothing pinned, when a
+        file is gone already.
+
+        A file goes only after the index stopped naming it. So on False, read the index again.
+        """
+        wanted = list(file_ids)
+        with self._lock:
+            if not self._live.issuperset(wanted):
+                return False
+            self._pins.update(wanted)
+            self._whole.update(wanted)
+            return True
+
+    def unpin(self, file_ids: Iterable[str]) -> None:
+        """Undo `pin`. The last call for a file carries out deletions that had to wait."""
+        with self._lock:
+            released = list(file_ids)
+            _decrease(self._whole, released)
+            self._release(released)
+
+    def pin_places(self, places: Sequence[Place]) -> bool:
+        """As `pin`, for some extents of files; other places in the files may become holes."""
+        file_ids = {file_id for file_id, _ in places}
+        with self._lock:
+            if not self._live.issuperset(file_ids):
+                return False
+            self._pins.update(file_ids)
+            self._places.update(places)
+            return True
+
+    def unpin_places(self, places: Sequence[Place]) -> None:
+        """Undo `pin_places` of the same places."""
+        with self._lock:
+            _decrease(self._places, places)
+            self._release({file_id for file_id, _ in places})
+
+    def dispose(self, file_id: str) -> None:
+        """Delete a file that the index no longer names, now or when its last reader is done."""
+        with self._lock:
+            self._live.discard(file_id)
+            if self._pins.get(file_id):
+                self._doomed.add(file_id)
+                self._space.revive(file_id)
+            else:
+                self._remove(file_id)
+
+    def punch(self, file_id: str, offset: int, nbytes: int) -> None:
+        """Give back the space of bytes that the index no longer names, now or when their last reader is done."""
+        with self._lock:
+            if file_id not in self._live:
+                return
+            if self._is_read(file_id, offset):
+                self._holes.setdefault(file_id, {})[offset] = nbytes
+                self._space.revive(file_id, nbytes)
+            else:
+                self._punch(file_id, offset, nbytes)
+
+    def _is_read(self, file_id: str, offset: int) -> bool:
+        return file_id in self._whole or (file_id, offset) in self._places
+
+    def _release(self, file_ids: Iterable[str]) -> None:
+        """Unpin files once, and do what had to wait for it."""
+        for file_id in file_ids:
+            self._pins[file_id] -= 1
+            is_last = self._pins[file_id] <= 0
+            if is_last:
+                del self._pins[file_id]
+                if file_id in self._doomed:
+                    self._doomed.discard(file_id)
+                    self._holes.pop(file_id, None)
+                    self._remove(file_id)
+                    continue
+            holes = self._holes.get(file_id, {})
+            for offset in [offset for offset in holes if not self._is_read(file_id, offset)]:
+                self._punch(file_id, offset, holes.pop(offset))
+            if is_last:
+                self._holes.pop(file_id, None)
+        self._close_idle(IDLE_FILES_MAX)
+
+    def read_into(self, extent: Extent, start: int, view: memoryview) -> None:
+        """Fill `view` with the extent's bytes from `start` on; every byte has passed its block's checksum.
+
+        Raises CorruptExtentError, or OSError when the file cannot be opened for want of descriptors or memory.
+        """
+        self._read_into(extent, start, view, self.disk.read)
+
+    def read_cached_into(self, extent: Extent, start: int, view: memoryview) -> None:
+        """Read as `read_into` does, but never wait for the disk. Raises BlockingIOError where that is needed."""
+        self._read_into(extent, start, view, self.disk.read_cached)
+
+    def _read_into(self, extent: Extent, start: int, view: memoryview, read: Read) -> None:
+        fd, transient = self._descriptor(extent.file_id)
+        try:
+            end = start + len(view)
+            if start % BLOCK_BYTES == 0 and (end % BLOCK_BYTES == 0 or end == extent.nbytes):
+                _read_whole_blocks(fd, extent, start, view, read)
+                return
+            for piece_start, piece in _by_blocks(extent, start, view):
+                _read_blocks(fd, extent, piece_start, piece, read)
+        finally:
+            if transient:
+                os.close(fd)
+
+    def sync(self, file_id: str) -> None:
+        """Make a file's bytes survive power loss; no error when the file is missing. Raises OSError."""
+        try:
+            fd, transient = self._descriptor(file_id)
+        except CorruptExtentError:
+            return
+        try:
+            self.disk.sync(fd)
+        finally:
+            if transient:
+                os.close(fd)
+
+    def held_descriptor(self, file_id: str) -> int:
+        """A descriptor of a pinned file, open until the file is unpinned. Raises OSError (EMFILE) when too many are
+        open.
+        """
+        fd, transient = self._descriptor(file_id)
+        if transient:
+            os.close(fd)
+            raise OSError(errno.EMFILE, "too many files are open")
+        return fd
+
+    @contextlib.contextmanager
+    def lent(self, file_ids: Iterable[str]) -> Iterator[list[int]]:
+        """Lend descriptors of pinned files until the block ends. Raises MissingFileError, OSError."""
+        lent: list[tuple[int, bool]] = []
+        try:
+            for file_id in file_ids:
+                lent.append(self._descriptor(file_id))
+            yield [fd for fd, _ in lent]
+        finally:
+            for fd, transient in lent:
+                if transient:
+                    os.close(fd)
+
+    def _descriptor(self, file_id: str) -> tuple[int, bool]:
+        with self._lock:
+            fd = self._fds.get(file_id)
+            if fd is not None:
+                self._fds.move_to_end(file_id)
+                return fd, False
+            try:
+                fd = self.disk.open(extent_path(self._directory, file_id))
+            except FileNotFoundError as error:
+                raise MissingFileError(file_id) from error
+            self._close_idle(self._open_files_max - 1)
+            if len(self._fds) >= self._open_files_max:
+                return fd, True
+            self._fds[file_id] = fd
+            return fd, False
+
+    def _close_idle(self, keep: int) -> None:
+        """Close descriptors of unpinned files, the longest unused first, until `keep` are left."""
+        if len(self._fds) <= keep:
+            return
+        for file_id in [name for name in self._fds if not self._pins.get(name)][: len(self._fds) - keep]:
+            os.close(self._fds.pop(file_id))
+
+    def is_punched(self, places: Iterable[Place], since: int) -> bool:
+        """Whether any of these places may have been given back since `punch_count` was `since`."""
+        if self.punch_count == since:
+            return False
+        with self._lock:
+            return since < self._forgotten_count or any(self._punched.get(place, 0) > since for place in places)
+
+    def _punch(self, file_id: str, offset: int, nbytes: int) -> None:
+        self.punch_count += 1
+        self._punched[file_id, offset] = self.punch_count
+        if len(self._punched) > PUNCHED_MAX:
+            self._forgotten_count = self._punched.pop(next(iter(self._punched)))
+        with contextlib.suppress(OSError):  # if this fails, the space comes back when the file is deleted
+            if self.disk.punch(extent_path(self._directory, file_id), offset, aligned(nbytes)):
+                self._space.give_back(file_id, nbytes)
+
+    def _remove(self, file_id: str) -> None:
+        fd = self._fds.pop(file_id, None)
+        if fd is not None:
+            os.close(fd)
+        with contextlib.suppress(OSError):  # a file that cannot be removed is swept at the next start
+            self.disk.unlink(extent_path(self._directory, file_id))
+            self._space.forget(file_id)
+
+    def count(self) -> int:
+        """Files of extents in the directory."""
+        return sum(1 for _ in self._stored())
+
+    def sweep(self, live: set[str], *, set_aside: bool) -> int:
+        """Take the files that the index names. A crash left the others behind: they are removed or, with `set_aside`,
+        moved to the directory set-aside, for an index that may lack some files. Returns how many there were.
+        """
+        with self._lock:
+            self._live = set(live)
+        unknown = [path for path in self._stored() if path.name not in live]
+        aside = self._directory / "set-aside"
+        if set_aside and unknown:
+            aside.mkdir(exist_ok=True, mode=0o700)
+        for path in unknown:
+            with contextlib.suppress(FileNotFoundError):  # the committer deletes what recovery has just freed
+                if set_aside:
+                    path.rename(aside / path.name)
+                else:
+                    path.unlink()
+        self._space.load(list(self._stored()))
+        return len(unknown)
+
+    def _stored(self) -> Iterator[Path]:
+        """The files whose names have the form of ours; other files in the directory are left alone."""
+        return (path for path in (self._directory / "extents").glob("*/*") if _FILE_ID.match(path.name))
+
+    def close(self) -> None:
+        """Close every descriptor."""
+        with self._lock:
+            for fd in self._fds.values():
+                os.close(fd)
+            self._fds.clear()
+
+
+class PinSet:
+    """The pins of one reader."""
+
+    def __init__(self, files: ExtentFiles) -> None:
+        self._files = files
+        self._places: list[list[Place]] = []
+
+    @property
+    def count(self) -> int:
+        """How many places are pinned."""
+        return sum(map(len, self._places))
+
+    def keep(self, extents: Iterable[Extent], since: int) -> bool:
+        """Pin the extents. False when one is gone, or may have been given back since the count of punches was `since`;
+        the index must then be read again.
+        """
+        places = list({(extent.file_id, extent.offset) for extent in extents})
+        if not self._files.pin_places(places):
+            return False
+        self._places.append(places)
+        return not self._files.is_punched(places, since)
+
+    def release(self) -> None:
+        """Give all pins back."""
+        pinned, self._places = self._places, []
+        for places in pinned:
+            self._files.unpin_places(places)
+
+
+def _decrease(counts: Counter[_T], items: Iterable[_T]) -> None:
+    """Count each item once less, and forget those that are counted no more."""
+    for item in items:
+        left = counts[item] - 1
+        if left > 0:
+            counts[item] = left
+        else:
+            del counts[item]
+
+
+def _read_blocks(fd: int, extent: Extent, start: int, view: memoryview, read: Read) -> None:
+    """Read whole blocks straight into `view`. A part of a block is read by way of a buffer for its whole block."""
+    if start % BLOCK_BYTES == 0 and (len(view) % BLOCK_BYTES == 0 or start + len(view) == extent.nbytes):
+        _read_whole_blocks(fd, extent, start, view, read)
+        return
+    at = start // BLOCK_BYTES * BLOCK_BYTES
+    block = memoryview(bytearray(min(BLOCK_BYTES, extent.nbytes - at)))
+    _read_whole_blocks(fd, extent, at, block, read)
+    view[:] = block[start - at : start - at + len(view)]
+
+
+def _read_whole_blocks(fd: int, extent: Extent, start: int, view: memoryview, read: Read) -> None:
+    _read_exactly(fd, extent, start, view, read)
+    bad = first_bad_block(view, extent.checksums, start // BLOCK_BYTES)
+    if bad is not None:
+        raise CorruptExtentError(f"block {bad} of {extent.file_id} at {extent.offset} fails its checksum")
+
+
+def _read_exactly(fd: int, extent: Extent, start: int, view: memoryview, read: Read) -> None:
+    offset = extent.offset + start
+    while view:
+        try:
+            count = read(fd, view, offset)
+        except BlockingIOError:
+            raise
+        except OSError as error:
+            raise CorruptExtentError(f"{extent.file_id} cannot be read at {offset}: {error.strerror}") from error
+        if count == 0:
+            raise CorruptExtentError(f"{extent.file_id} ends before {offset + len(view)}")
+        view, offset = view[count:], offset + count
+
+
+def _by_blocks(extent: Extent, start: int, view: memoryview) -> list[tuple[int, memoryview]]:
+    """Cut [start, start + len(view)) into part of a first block, whole blocks, and part of a last one."""
+    pieces = []
+    end = start + len(view)
+    head_end = min(end, -(-start // BLOCK_BYTES) * BLOCK_BYTES)
+    body_end = end if end == extent.nbytes else max(head_end, end // BLOCK_BYTES * BLOCK_BYTES)
+    for first, last in ((start, head_end), (head_end, body_end), (body_end, end)):
+        if first < last:
+            pieces.append((first, view[first - start : last - start]))
+    return pieces

@@ -1,0 +1,268 @@
+"""The bytes that a data directory takes, and the bound on them.
+
+Counted is what the file system has allocated: the files of extents, each from the moment its space is reserved until
+the space is given back, and all other files, which are measured after each commit where there is a bound.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import threading
+from collections import Counter, deque
+from collections.abc import AsyncIterator, Callable, Collection, Iterable, Iterator
+from contextlib import asynccontextmanager, contextmanager, suppress
+from pathlib import Path
+
+from descriptors.errors import ErrorCode, ServerError
+from descriptors.units import MIB
+from storage_server.planning.extent import aligned
+
+ROOM_BYTES = 16 * MIB
+"""The index and its log may grow by so much between two measurements, besides their part of the bound."""
+ROOM_PART = 1 / 256
+"""The index of a full directory grows with the bound: a chunk's row has 4 bytes for each 16 KiB."""
+BLOCK_UNIT_BYTES = 512
+WAITING_MAX = 1024
+PATIENCE_S = 10.0
+
+
+class Space:
+    """Methods may be called from any thread."""
+
+    def __init__(self, directory: Path, bound_bytes: int | None) -> None:
+        self._directory = directory
+        self._lock = threading.Lock()
+        self._of_files: Counter[str] = Counter()
+        self._dying: Counter[str] = Counter()
+        self._extent_bytes = 0
+        self._dying_bytes = 0
+        self._other_bytes = 0
+        self._aside_bytes = 0
+        self.bound_bytes = bound_bytes
+        self.freed: Callable[[], None] = lambda: None
+        """Called when there may be more room."""
+
+    @property
+    def used_bytes(self) -> int:
+        """What all files take now."""
+        return self._extent_bytes + self._other_bytes
+
+    @property
+    def extent_bytes(self) -> int:
+        """What extents take now."""
+        return self._extent_bytes
+
+    @property
+    def dying_bytes(self) -> int:
+        """What is about to be given back."""
+        return self._dying_bytes
+
+    @property
+    def kept_bytes(self) -> int:
+        """What extents take, without the places that are about to be given back."""
+        return self._extent_bytes - self._dying_bytes
+
+    @property
+    def extent_bytes_max(self) -> int | None:
+        """How many bytes extents may take, beside all other files and what these may grow by; None for no bound."""
+        if self.bound_bytes is None:
+            return None
+        room_bytes = ROOM_BYTES + int(ROOM_PART * self.bound_bytes)
+        return max(0, self.bound_bytes - room_bytes - self._other_bytes)
+
+    @property
+    def has_index_room(self) -> bool:
+        """Whether the index may grow. Objects without bytes, and changes of rows, take space there alone."""
+        return self.bound_bytes is None or self.used_bytes + ROOM_BYTES // 2 <= self.bound_bytes
+
+    def take(self, file_id: str, nbytes: int) -> None:
+        """Count space in a file that is reserved for a body."""
+        with self._lock:
+            self._of_files[file_id] += aligned(nbytes)
+            self._extent_bytes += aligned(nbytes)
+
+    def doom(self, places: Iterable[tuple[str, int, int]]) -> None:
+        """Note that no row names these places (file, offset, bytes) any more: they are given back as soon as nobody can
+        be reading them.
+        """
+        with self._lock:
+            for file_id, _, nbytes in places:
+                self._dying[file_id] += aligned(nbytes)
+                self._dying_bytes += aligned(nbytes)
+
+    def give_back(self, file_id: str, nbytes: int) -> None:
+        """Note that the file system has got these bytes of a file back."""
+        with self._lock:
+            given = min(aligned(nbytes), self._of_files[file_id])
+            self._of_files[file_id] -= given
+            self._extent_bytes -= given
+            self._survive(file_id, aligned(nbytes))
+        self.freed()
+
+    def forget(self, file_id: str) -> None:
+        """Note that a file was deleted."""
+        with self._lock:
+            self._extent_bytes -= self._of_files.pop(file_id, 0)
+            self._survive(file_id, self._dying[file_id])
+        self.freed()
+
+    def revive(self, file_id: str, nbytes: int | None = None) -> None:
+        """Note that so many of a file's doomed bytes (None: all) stay for nobody knows how long: a reader has the file
+        pinned, or other rows name it again.
+        """
+        with self._lock:
+            self._survive(file_id, self._dying[file_id] if nbytes is None else aligned(nbytes))
+
+    def load(self, extents: Collection[Path]) -> None:
+        """Count the files that a start has found; `extents` are those that extents may name."""
+        of_files: Counter[str] = Counter()
+        aside_bytes = 0
+        known = frozenset(extents)
+        for folder, _, names in os.walk(self._directory):
+            for path in (Path(folder, name) for name in names if folder != str(self._directory)):
+                if path in known:
+                    of_files[path.name] = _allocated(path)
+                else:
+                    aside_bytes += _allocated(path)
+        with self._lock:
+            self._of_files, self._extent_bytes, self._aside_bytes = of_files, of_files.total(), aside_bytes
+        self.measure()
+
+    def measure(self) -> None:
+        """Count the files beside the directories."""
+        total_bytes = self._aside_bytes
+        with os.scandir(self._directory) as entries:
+            for entry in entries:
+                with suppress(FileNotFoundError):
+                    if not entry.is_dir(follow_symlinks=False):
+                        total_bytes += entry.stat(follow_symlinks=False).st_blocks * BLOCK_UNIT_BYTES
+        self._other_bytes = total_bytes
+
+    def _survive(self, file_id: str, nbytes: int) -> None:
+        fewer = min(nbytes, self._dying[file_id])
+        self._dying[file_id] -= fewer
+        self._dying_bytes -= fewer
+        if not self._dying[file_id]:
+            del self._dying[file_id]
+
+
+def _allocated(path: Path) -> int:
+    with suppress(OSError):
+        return path.lstat().st_blocks * BLOCK_UNIT_BYTES
+    return 0
+
+
+class Bound:
+    """Room for bytes that are about to come, in the order in which it was asked for. `limit_bytes` (None: no bound) and
+    `used_bytes` say how much there is now; `wants` is called when somebody waits. Used on one event loop, but for
+    `notify`.
+    """
+
+    def __init__(self, what: str, limit_bytes: Callable[[], int | None], used_bytes: Callable[[], int]) -> None:
+        self._what = what
+        self._limit_bytes = limit_bytes
+        self._used_bytes = used_bytes
+        self._waiting: deque[tuple[int, asyncio.Future[None]]] = deque()
+        self._loop: asyncio.AbstractEventLoop | None = None
+        self.wants: Callable[[], None] | None = None
+        """Called when somebody waits. None where nobody can make room, so that nobody needs to wait."""
+        self.reserved_bytes = 0
+        """What was promised and has not come yet."""
+        self.arriving_count = 0
+        """Objects that count as used, and have no row yet: they may leave when they have one."""
+
+    @property
+    def waiting_bytes(self) -> int:
+        """What is waited for."""
+        return sum(nbytes for nbytes, _ in self._waiting)
+
+    @property
+    def promised_bytes(self) -> int:
+        """What is waited for, and what was promised and has not come."""
+        return self.waiting_bytes + self.reserved_bytes
+
+    @asynccontextmanager
+    async def reserved(self, nbytes: int) -> AsyncIterator[None]:
+        """Keep room for `nbytes` until the block ends; by then they are counted among what is used.
+
+        Raises ServerError: InsufficientStorage where no room comes within PATIENCE_S, SlowDown where too many wait.
+        """
+        if self._waiting or not self._fits(nbytes):
+            await self._wait(nbytes)
+        else:
+            self.reserved_bytes += nbytes
+        try:
+            yield
+        finally:
+            self.reserved_bytes -= nbytes
+            self._admit()
+
+    @contextmanager
+    def arriving(self) -> Iterator[None]:
+        """An object counts as used, and gets its row before the block ends."""
+        self.arriving_count += 1
+        try:
+            yield
+        finally:
+            self.arriving_count -= 1
+            if self._waiting and self.wants is not None:
+                self.wants()
+
+    def has_room(self, nbytes: int) -> bool:
+        """Whether there is room without waiting, for a caller that counts the bytes as used before it awaits."""
+        return not self._waiting and self._fits(nbytes)
+
+    def notify(self) -> None:
+        """There may be more room. May be called from any thread."""
+        if self._waiting and self._loop is not None:
+            with suppress(RuntimeError):  # the loop is closed, so nobody waits any more
+                self._loop.call_soon_threadsafe(self._admit)
+
+    def refuse(self) -> None:
+        """No more room can be made: those that wait are told so."""
+        self._admit()
+        while self._waiting:
+            nbytes, coming = self._waiting.popleft()
+            coming.set_exception(self._refusal(nbytes))
+
+    def _fits(self, nbytes: int) -> bool:
+        limit_bytes = self._limit_bytes()
+        return limit_bytes is None or nbytes <= limit_bytes - self._used_bytes() - self.reserved_bytes
+
+    async def _wait(self, nbytes: int) -> None:
+        limit_bytes = self._limit_bytes()
+        if self.wants is None or (limit_bytes is not None and nbytes > limit_bytes):
+            raise self._refusal(nbytes)
+        if len(self._waiting) >= WAITING_MAX:
+            raise ServerError(ErrorCode.SLOW_DOWN, f"too many wait for room in {self._what}", retryable=True)
+        self._loop = asyncio.get_running_loop()
+        coming: asyncio.Future[None] = self._loop.create_future()
+        entry = (nbytes, coming)
+        self._waiting.append(entry)
+        self._admit()  # room that came just before was told to nobody
+        self.wants()
+        is_kept = False
+        try:
+            await asyncio.wait((coming,), timeout=PATIENCE_S)
+            is_kept = coming.done()
+        finally:
+            if not is_kept:
+                if entry in self._waiting:
+                    self._waiting.remove(entry)
+                elif coming.exception() is None:
+                    self.reserved_bytes -= nbytes
+                self._admit()
+        if not is_kept:
+            raise self._refusal(nbytes)
+        coming.result()
+
+    def _admit(self) -> None:
+        while self._waiting and self._fits(self._waiting[0][0]):
+            nbytes, coming = self._waiting.popleft()
+            self.reserved_bytes += nbytes
+            coming.set_result(None)
+
+    def _refusal(self, nbytes: int) -> ServerError:
+        problem = f"no room for {nbytes} bytes in {self._what}"
+        return ServerError(ErrorCode.INSUFFICIENT_STORAGE, problem, retryable=True)

@@ -1,0 +1,431 @@
+"""Eviction: objects of caches are deleted ahead of writes that need their space.
+
+A cache is the whole directory, in front of another S3 service, or a bucket whose owner declared it one. Other buckets
+lose nothing. The books of each cache (storage_server.eviction.books) say what leaves; they are kept in a thread of
+their own, since a request of many chunks takes them a while.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import math
+import time
+from collections import deque
+from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractAsyncContextManager, nullcontext, suppress
+from dataclasses import dataclass, field, replace
+from functools import partial
+from itertools import groupby
+from typing import Any
+
+from descriptors.chunk_flags import is_flagged
+from descriptors.errors import CallerError, ObjectCacheError
+from descriptors.headers import PREFIX_HEADER
+from descriptors.pins import pinned_until
+from descriptors.units import GIB, MIB
+from storage_server.eviction.books import Books, Entry, Name, Victim
+from storage_server.eviction.choice import POLICIES
+from storage_server.planning.extent import ALIGNMENT_BYTES, aligned
+from storage_server.settings import CacheSettings
+from storage_server.store.data.io_threads import IoThreads
+from storage_server.store.data.space import Bound, Space
+from storage_server.store.index import queries, transaction
+from storage_server.store.index.reader import IndexReader
+from storage_server.store.index.transaction import Transaction
+from storage_server.store.reads import Uses
+from storage_server.store.rows import KeyChange, KeyUse
+
+TICK_S = 1.0
+NEWS_MAX = 16_384
+SAVE_INTERVAL_S = 10.0
+SAVED_AT_ONCE = 2000
+VICTIMS_PER_CHANGE = 256
+ROWS_PER_QUERY = 2000
+AHEAD_PART = 1 / 32
+AHEAD_BYTES_MIN = 8 * MIB
+AHEAD_BYTES_MAX = GIB
+HELD_PART = 0.5
+"""Of what all caches may take together: pins and leases of one tenant must not close the cache to others."""
+_log = logging.getLogger(__name__)
+Change = Callable[[Callable[[Transaction], Any]], Awaitable[Any]]
+
+
+@dataclass(slots=True)
+class Cache:
+    """One cache. `bound` is None for the whole directory, which only `disk_bytes` bounds."""
+
+    books: Books
+    bound: Bound | None = None
+    capacity_bytes: int | None = None
+    sizes_bytes: dict[str, int] = field(default_factory=dict)
+    used_bytes: int = 0
+
+    def note(self, change: KeyChange) -> None:
+        """Count what a key of the bucket takes now."""
+        self.used_bytes -= self.sizes_bytes.pop(change.key, 0)
+        if change.version is not None:
+            self.sizes_bytes[change.key] = change.nbytes
+            self.used_bytes += change.nbytes
+
+
+@dataclass(frozen=True, slots=True)
+class _Asked:
+    """A prefix that was read, or looked up; in the latter case `matched` of its chunks were there, which are to be kept
+    for `lease_s`.
+    """
+
+    bucket: str
+    keys: Sequence[str]
+    at: float
+    matched: int | None = None
+    lease_s: float = 0.0
+
+
+class Evictor(Uses):
+    """The caches of one store. `note` and `noted` are called as things happen; `run` acts on them."""
+
+    def __init__(
+        self,
+        caches: Sequence[CacheSettings],
+        space: Space,
+        bound: Bound,
+        reader: IndexReader,
+        change: Change,
+        sync_soon: Callable[[], None],
+    ) -> None:
+        self._sync_soon = sync_soon
+        self._space = space
+        self._bound = bound
+        self._reader = reader
+        self._change = change
+        self._io = IoThreads(1)
+        self._caches: dict[str, Cache] = {}
+        self._whole: Cache | None = None
+        for each in caches:
+            cache = self._made(each)
+            if each.bucket is None:
+                self._whole = cache
+            else:
+                self._caches[each.bucket] = cache
+        self._news: deque[KeyChange | _Asked] = deque()
+        self._loop: asyncio.AbstractEventLoop | None = None
+        self._wake = asyncio.Event()
+        self._going: set[Name] = set()
+        self._is_restored = False
+        self._saved_at = time.monotonic()
+        self.evicted_count = 0
+        """Objects that were evicted since the start."""
+        self.evicted_bytes = 0
+        """The bytes of these objects."""
+        if self._whole is not None or self._caches:
+            bound.wants = self._want
+
+    def _made(self, settings: CacheSettings) -> Cache:
+        books = Books(POLICIES[settings.eviction](settings.capacity_bytes or 0), settings.ttl_s)
+        if settings.bucket is None:
+            return Cache(books)
+        cache = Cache(books, None, settings.capacity_bytes)
+        if settings.capacity_bytes is not None:
+            cache.bound = Bound(f"the bucket {settings.bucket}", lambda: cache.capacity_bytes, lambda: cache.used_bytes)
+            cache.bound.wants = self._want
+        return cache
+
+    @property
+    def is_needed(self) -> bool:
+        """Whether there is any cache."""
+        return self._whole is not None or bool(self._caches)
+
+    def reserved(self, bucket: str, nbytes: int) -> AbstractAsyncContextManager[None]:
+        """Keep room for an object in its bucket until the block ends. Raises what `Bound.reserved` raises."""
+        cache = self._caches.get(bucket)
+        return nullcontext() if cache is None or cache.bound is None else cache.bound.reserved(nbytes)
+
+    def note_changes(self, changes: Sequence[KeyChange]) -> None:
+        """Note what keys show now. Called by the committer's thread."""
+        for change in changes:
+            cache = self._caches.get(change.bucket)
+            if cache is not None:
+                cache.note(change)
+            if cache is not None or self._whole is not None:
+                self._news.append(change)
+        if changes and self.is_needed:
+            for cache in self._caches.values():
+                if cache.bound is not None:
+                    cache.bound.notify()
+            if self._is_short():
+                self._wake_up()
+
+    def note_read(self, bucket: str, keys: Sequence[str]) -> None:
+        """Note that the chunks of a prefix were read."""
+        if self._cache_of(bucket) is not None:
+            self._note(_Asked(bucket, keys, time.time()))
+
+    def note_lookup(self, bucket: str, keys: Sequence[str], matched: int, lease_s: float = 0.0) -> int:
+        """Note that a prefix was looked up, whose first `matched` chunks are to be kept for `lease_s`. Returns how many
+        of them are not about to leave.
+        """
+        if self._going:
+            matched = next((at for at in range(matched) if (bucket, keys[at]) in self._going), matched)
+        if self._cache_of(bucket) is not None and (matched < len(keys) or lease_s > 0):
+            self._note(_Asked(bucket, keys, time.time(), matched, lease_s))
+        return matched
+
+    def _note(self, asked: _Asked) -> None:
+        """Note what was asked, in order with the changes of keys; where too much waits it is forgotten."""
+        if len(self._news) < NEWS_MAX:
+            self._news.append(asked)
+
+    async def load(self) -> None:
+        """Count what the caches have. Called before anything is written."""
+        if not self.is_needed:
+            return
+        await self._change(transaction.forget_unused)
+        self._loop = asyncio.get_running_loop()
+        async for rows in self._rows():
+            for change, _ in rows:
+                if change.bucket in self._caches:
+                    self._caches[change.bucket].note(change)
+
+    async def run(self) -> None:
+        """Evict ahead of writes, until cancelled."""
+        if not self.is_needed:
+            return
+        self._loop = asyncio.get_running_loop()
+        while True:
+            self._wake.clear()
+            try:
+                if not self._is_restored:
+                    await self._restore()
+                await self._step()
+                if time.monotonic() - self._saved_at >= SAVE_INTERVAL_S:
+                    await self.save()
+            except ObjectCacheError as error:
+                _log.warning("eviction: %s", error)
+                await asyncio.sleep(TICK_S)
+            except Exception:
+                _log.exception("eviction failed; it is tried again")
+                await asyncio.sleep(TICK_S)
+            if not self._is_short() or not self._news:
+                with suppress(TimeoutError):
+                    async with asyncio.timeout(TICK_S):
+                        await self._wake.wait()
+
+    async def save(self) -> None:
+        """Write down which objects were used when, so that a restart knows it."""
+        self._saved_at = time.monotonic()
+        if not self.is_needed or not self._is_restored:
+            return
+        uses = await self._io.run(self._drained_uses)
+        for start in range(0, len(uses), SAVED_AT_ONCE):
+            await self._change(partial(transaction.note_uses, uses=uses[start : start + SAVED_AT_ONCE]))
+
+    def close(self) -> None:
+        """End the thread."""
+        self._io.close()
+
+    def _cache_of(self, bucket: str) -> Cache | None:
+        return self._whole or self._caches.get(bucket)
+
+    def _all(self) -> list[Cache]:
+        return [*self._caches.values(), *([self._whole] if self._whole is not None else [])]
+
+    def _want(self) -> None:
+        self._wake.set()
+
+    def _wake_up(self) -> None:
+        loop = self._loop
+        if loop is not None and not self._wake.is_set():
+            try:
+                loop.call_soon_threadsafe(self._wake.set)
+            except RuntimeError:  # the loop is closed
+                return
+
+    def _is_short(self) -> bool:
+        """Whether there is less room than there should be ahead of writes."""
+        limit_bytes = self._space.extent_bytes_max
+        if limit_bytes is not None and limit_bytes - self._space.kept_bytes < _ahead_bytes(limit_bytes):
+            return True
+        return any(
+            cache.capacity_bytes is not None
+            and cache.capacity_bytes - cache.used_bytes < _ahead_bytes(cache.capacity_bytes)
+            for cache in self._caches.values()
+        )
+
+    async def _rows(self) -> Any:
+        after = ("", "")
+        while rows := await self._reader.threaded(partial(queries.cached, after=after, limit=ROWS_PER_QUERY)):
+            yield rows
+            after = (rows[-1][0].bucket, rows[-1][0].key)
+
+    async def _restore(self) -> None:
+        """Take over what the index knows. Changes since are in `_news`, and are noted after it."""
+        found: dict[int, list[tuple[Name, Entry]]] = {}
+        caches = {id(cache): cache for cache in self._all()}
+        async for rows in self._rows():
+            for change, use in rows:
+                cache = self._cache_of(change.bucket)
+                if cache is not None:
+                    found.setdefault(id(cache), []).append(((change.bucket, change.key), entry_of(change, use)))
+        self._fit_generously()
+        for each, entries in found.items():
+            await self._io.run(partial(caches[each].books.restore, entries))
+        self._is_restored = True
+
+    def _fit_generously(self) -> None:
+        for cache in self._all():
+            cache.books.leaving(1 << 62, 0.0)
+
+    async def _step(self) -> None:
+        victims = await self._io.run(self._kept)
+        for start in range(0, len(victims), VICTIMS_PER_CHANGE):
+            try:
+                await self._evict(victims[start : start + VICTIMS_PER_CHANGE])
+            except BaseException:  # what did leave is among the news, and is forgotten again
+                self._take_back(victims[start:])
+                raise
+        if self._bound.waiting_bytes and self._space.dying_bytes:
+            self._sync_soon()
+        has_news = any(isinstance(each, KeyChange) for each in tuple(self._news))
+        if not victims and not has_news and not self._space.dying_bytes:
+            for bound in (self._bound, *(cache.bound for cache in self._caches.values())):
+                if bound is not None and not bound.reserved_bytes and not bound.arriving_count:
+                    bound.refuse()  # what is on its way may leave when it has come
+
+    def _kept(self) -> list[Victim]:
+        """Bring the books up to date, and take what leaves out of them. Runs in the thread."""
+        if self._whole is not None and self._space.extent_bytes_max is not None:
+            # objects that share their bytes take less than the books say: only what they take together can be too much
+            news = tuple(self._news)
+            coming_bytes = sum(aligned(each.nbytes) for each in news if isinstance(each, KeyChange))
+            self._whole.books.allow(self._capacities()[id(self._whole)] + coming_bytes)
+        self._drain()
+        capacities, now = self._capacities(), time.time()
+        for cache in self._all():
+            limit_bytes = cache.capacity_bytes or self._space.extent_bytes_max
+            cache.books.held_bytes_max = None if limit_bytes is None else int(HELD_PART * limit_bytes)
+        return [victim for cache in self._all() for victim in cache.books.leaving(capacities[id(cache)], now)]
+
+    def _drain(self) -> None:
+        while self._news:
+            noted = self._news.popleft()
+            cache = self._cache_of(noted.bucket)
+            if cache is None:
+                continue
+            if isinstance(noted, KeyChange):
+                name = (noted.bucket, noted.key)
+                if noted.version is None:
+                    cache.books.remove(name)
+                else:
+                    entry = entry_of(noted, None)
+                    cache.books.put(name, replace(entry, used_at=max(entry.used_at, time.time())))
+            elif noted.matched is None:
+                cache.books.use(noted.bucket, noted.keys, noted.at)
+            else:
+                cache.books.expect(noted.bucket, noted.keys, noted.matched)
+                if noted.lease_s > 0:
+                    cache.books.lease(noted.bucket, noted.keys[: noted.matched], noted.at + noted.lease_s)
+
+    def _capacities(self) -> dict[int, int]:
+        """What each cache may keep: its own bound, and its part of what is short in the directory, of which the largest
+        cache gives first. Some room is kept ahead of writes.
+        """
+        capacities: dict[int, int] = {}
+        for cache in self._all():
+            capacity_bytes = cache.capacity_bytes
+            if capacity_bytes is not None and cache.bound is not None:
+                ahead_bytes = _ahead_bytes(capacity_bytes) + cache.bound.promised_bytes
+                capacities[id(cache)] = max(0, capacity_bytes - ahead_bytes)
+            else:
+                capacities[id(cache)] = 1 << 62
+        limit_bytes = self._space.extent_bytes_max
+        if limit_bytes is None:
+            return capacities
+        kept_bytes = self._space.kept_bytes
+        ahead_bytes = _ahead_bytes(limit_bytes) + self._bound.promised_bytes
+        if self._whole is not None:
+            others_bytes = kept_bytes - self._whole.books.used_bytes  # below 0 where entries share bytes
+            capacities[id(self._whole)] = max(0, limit_bytes - ahead_bytes - others_bytes)
+            return capacities
+        short_bytes = kept_bytes + ahead_bytes - limit_bytes
+        for cache in sorted(self._all(), key=lambda cache: -cache.books.used_bytes):
+            if short_bytes <= 0:
+                break
+            used_bytes = cache.books.used_bytes
+            capacities[id(cache)] = min(capacities[id(cache)], max(0, used_bytes - short_bytes))
+            short_bytes -= used_bytes
+        return capacities
+
+    async def _evict(self, victims: Sequence[Victim]) -> None:
+        for bucket, group in groupby(sorted(victims, key=lambda victim: victim.bucket), lambda victim: victim.bucket):
+            chosen = self._without_leased(list(group))
+            self._going = {(bucket, victim.key) for victim in chosen}
+            versions = {victim.key: victim.entry.version for victim in chosen}
+            try:
+                evicted = await self._change(partial(transaction.remove_versions, bucket=bucket, versions=versions))
+            finally:
+                self._going = set()
+            self.evicted_count += evicted
+            self.evicted_bytes += sum(victim.entry.nbytes for victim in chosen)
+
+    def _take_back(self, victims: Sequence[Victim]) -> None:
+        for victim in victims:
+            cache = self._cache_of(victim.bucket)
+            if cache is not None:
+                cache.books.put((victim.bucket, victim.key), victim.entry)
+
+    def _without_leased(self, victims: list[Victim]) -> list[Victim]:
+        """The victims that nobody has got a lease of since they were chosen. The others stay."""
+        asked = [each for each in tuple(self._news) if isinstance(each, _Asked) and each.lease_s > 0]
+        leased = {(each.bucket, key) for each in asked for key in each.keys[: each.matched]}
+        for victim in victims:
+            cache = self._cache_of(victim.bucket)
+            if (victim.bucket, victim.key) in leased and cache is not None:
+                cache.books.put((victim.bucket, victim.key), victim.entry)
+        return [victim for victim in victims if (victim.bucket, victim.key) not in leased]
+
+    def _drained_uses(self) -> list[KeyUse]:
+        self._drain()
+        return list(self._uses())
+
+    def _uses(self) -> Iterator[KeyUse]:
+        for cache in self._all():
+            for (bucket, key), entry in cache.books.changed():
+                yield KeyUse(bucket, key, entry.used_at, entry.use_count, entry.parent, entry.leased_until)
+
+
+def entry_of(change: KeyChange, use: KeyUse | None) -> Entry:
+    """What the books keep of an object. An object that was never used counts as used when it was put."""
+    assert change.version is not None
+    nbytes = max(ALIGNMENT_BYTES, aligned(change.nbytes))
+    entry = Entry(
+        change.version,
+        nbytes,
+        change.modified_at,
+        change.modified_at,
+        pinned_until=_pinned_until(change.attributes.tags),
+        is_dirty=change.is_dirty,
+        is_shared=is_flagged(change.attributes, PREFIX_HEADER),
+    )
+    if use is None:
+        return entry
+    return replace(
+        entry,
+        used_at=max(change.modified_at, use.used_at),
+        use_count=use.use_count,
+        parent=use.parent,
+        leased_until=use.leased_until,
+    )
+
+
+def _pinned_until(tags: Mapping[str, str]) -> float | None:
+    """As descriptors.pins says; a date that an earlier release let pass pins without an end."""
+    try:
+        return pinned_until(tags)
+    except CallerError:
+        return math.inf
+
+
+def _ahead_bytes(limit_bytes: int) -> int:
+    """The room to keep ahead of writes."""
+    return min(int(limit_bytes / 4), max(AHEAD_BYTES_MIN, min(AHEAD_BYTES_MAX, int(AHEAD_PART * limit_bytes))))

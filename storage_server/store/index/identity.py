@@ -1,0 +1,91 @@
+"""The identity of a data directory's index, by which a lost or old index is told from the leftovers of a crash.
+
+An index has a number, drawn when the index is made, and counts its transactions. A file beside the index, the mark,
+holds both; it is written after each durable transaction. An index with another number, or with fewer transactions than
+the mark, lacks files whose writes were acknowledged. A server that went on with it would delete these files as
+leftovers.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import sqlite3
+from dataclasses import dataclass
+from pathlib import Path
+
+MARK_BYTES = 64
+MARK_NAME = "mark"
+
+
+@dataclass(frozen=True, slots=True)
+class Identity:
+    """`number` is drawn for each new index; `transactions` counts the commits to it."""
+
+    number: int
+    transactions: int
+
+
+class IndexMismatchError(Exception):
+    """The index does not belong to the files beside it. The message says what to do."""
+
+
+def draw_identity(db: sqlite3.Connection) -> None:
+    """Give an index a number, unless it has one."""
+    number = int.from_bytes(os.urandom(7), "little")
+    db.execute("INSERT INTO meta VALUES ('store', ?) ON CONFLICT DO NOTHING", (number,))
+
+
+def count_transaction(db: sqlite3.Connection) -> int:
+    """Count one more transaction and return its number. The count also makes every transaction change the log."""
+    sql = "INSERT INTO meta VALUES ('transactions', 1) ON CONFLICT DO UPDATE SET value = value + 1 RETURNING value"
+    ((transactions,),) = db.execute(sql).fetchall()
+    return int(transactions)
+
+
+def read_identity(db: sqlite3.Connection) -> Identity:
+    """The identity that the index holds."""
+    found = dict(db.execute("SELECT name, value FROM meta WHERE name IN ('store', 'transactions')").fetchall())
+    return Identity(found.get("store", 0), found.get("transactions", 0))
+
+
+def mismatch(index: Identity, mark: Identity | None, *, index_is_new: bool, file_count: int) -> str | None:
+    """The reason why a server may not go on with this index, or None. A directory of an earlier release, or one that
+    lost power early, has no mark; then only an index that was just made is suspicious.
+    """
+    if not file_count:
+        return None
+    if mark is None:
+        return f"there is no index, but there are {file_count} data files" if index_is_new else None
+    if index.number != mark.number:
+        return f"the index is missing or another store's: it does not belong to the {file_count} data files here"
+    if index.transactions < mark.transactions:
+        behind = mark.transactions - index.transactions
+        return f"the index is older than the data files: {behind} transactions are missing from it"
+    return None
+
+
+class Mark:
+    """The mark of a data directory. Used by one thread at a time."""
+
+    def __init__(self, directory: Path) -> None:
+        self._path = directory / MARK_NAME
+        self._fd = os.open(self._path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+
+    def read(self) -> Identity | None:
+        """The mark; None where none was ever written, or it is torn."""
+        try:
+            fields = json.loads(os.pread(self._fd, MARK_BYTES, 0))
+            return Identity(int(fields["store"]), int(fields["transactions"]))
+        except (ValueError, KeyError, TypeError):
+            return None
+
+    def write(self, identity: Identity) -> None:
+        """Overwrite the mark. It is not synced, because an older mark only notices fewer old indexes.
+        Raises OSError.
+        """
+        text = json.dumps({"store": identity.number, "transactions": identity.transactions})
+        os.pwrite(self._fd, text.ljust(MARK_BYTES).encode(), 0)
+
+    def close(self) -> None:
+        os.close(self._fd)

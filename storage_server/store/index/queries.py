@@ -1,0 +1,226 @@
+"""Reading the index: functions of a connection, each in a transaction of its own (see the module reader)."""
+
+from __future__ import annotations
+
+import json
+import sqlite3
+from collections.abc import Sequence
+
+from descriptors.errors import CallerError, ErrorCode
+from descriptors.lifecycle import LifecycleRule
+from descriptors.objects import (
+    BucketInfo,
+    Checksum,
+    ObjectInfo,
+    ObjectPart,
+    PartPage,
+    UploadRef,
+)
+from storage_server.planning.extent import Extent
+from storage_server.store.index.transaction import find_object, require_bucket, require_object, rules_of
+from storage_server.store.index.upload_changes import require_upload
+from storage_server.store.rows import (
+    EXTENT_COLUMNS,
+    OBJECT_COLUMNS,
+    PART_COLUMNS,
+    UPLOAD_COLUMNS,
+    KeyChange,
+    KeyUse,
+    StoredObject,
+    StoredUpload,
+    extents,
+    part_info,
+    stored_object,
+    stored_upload,
+)
+
+
+def bucket(db: sqlite3.Connection, name: str) -> BucketInfo:
+    """A bucket. Raises CallerError(NoSuchBucket)."""
+    return BucketInfo(*require_bucket(db, name))
+
+
+def buckets(db: sqlite3.Connection) -> list[BucketInfo]:
+    """All buckets by name."""
+    return [BucketInfo(*row) for row in db.execute("SELECT name, created_at, owner FROM buckets ORDER BY name")]
+
+
+def lifecycle(db: sqlite3.Connection, name: str) -> list[LifecycleRule]:
+    """The lifecycle rules of a bucket. Raises CallerError(NoSuchBucket)."""
+    row = db.execute("SELECT lifecycle FROM buckets WHERE name = ?", (name,)).fetchone()
+    if row is None:
+        require_bucket(db, name)
+    return rules_of(row[0])
+
+
+def extents_of(db: sqlite3.Connection, version: int, start: int, end: int) -> list[Extent]:
+    """The extents of a version that hold any of its bytes [start, end), in order."""
+    sql = f"SELECT {EXTENT_COLUMNS} FROM extents WHERE version = ? AND object_offset < ? AND object_offset + nbytes > ?"
+    return extents(db.execute(f"{sql} ORDER BY object_offset", (version, end, start)))
+
+
+def stored(db: sqlite3.Connection, name: str, key: str) -> tuple[StoredObject | None, list[Extent]]:
+    """What a key shows, with its extents; None where it shows nothing."""
+    found = find_object(db, name, key)
+    return (None, []) if found is None else (found, extents_of(db, found.version, 0, max(1, found.info.nbytes)))
+
+
+def part_span(db: sqlite3.Connection, found: StoredObject, part_number: int) -> tuple[int, int]:
+    """Offset and length in bytes of the object's n-th part, whatever number the part was uploaded under. An object that
+    was stored whole has one part. Raises CallerError(InvalidPartNumber).
+    """
+    if found.info.part_count is None:
+        if part_number == 1:
+            return 0, found.info.nbytes
+    elif 1 <= part_number <= found.info.part_count:
+        sql = "SELECT object_offset, nbytes FROM extents WHERE version = ? ORDER BY part_number LIMIT 1 OFFSET ?"
+        row = db.execute(sql, (found.version, part_number - 1)).fetchone()
+        if row is not None:
+            return row[0], row[1]
+    raise CallerError(ErrorCode.INVALID_PART_NUMBER, "The requested partnumber is not satisfiable", field="partNumber")
+
+
+def object_parts(db: sqlite3.Connection, name: str, key: str) -> list[ObjectPart]:
+    """The parts of an object, in the order that `part_span` counts them. Raises
+    CallerError(NoSuchBucket, NoSuchKey).
+    """
+    found = require_object(db, name, key)
+    if found.info.part_count is None:
+        return []
+    whole = found.info.checksum
+    sql = "SELECT nbytes, checksum FROM extents WHERE version = ? ORDER BY part_number"
+    return [
+        ObjectPart(number, nbytes, Checksum(whole.algorithm, value) if whole and value else None)
+        for number, (nbytes, value) in enumerate(db.execute(sql, (found.version,)), start=1)
+    ]
+
+
+def prefix(db: sqlite3.Connection, name: str, keys: Sequence[str]) -> list[list[Extent] | None]:
+    """The extents of each key's object, None where there is none, in the order of `keys`."""
+    require_bucket(db, name)
+    sql = (
+        "SELECT wanted.id, o.key IS NULL, e.file_id, e.file_offset, e.nbytes, e.blocks, e.object_offset"
+        " FROM json_each(?) AS wanted LEFT JOIN objects AS o ON o.bucket = ? AND o.key = wanted.value"
+        " LEFT JOIN extents AS e ON e.version = o.version ORDER BY wanted.id, e.object_offset"
+    )
+    found: list[list[Extent] | None] = []
+    last = None
+    for position, absent, file_id, *extent in db.execute(sql, (json.dumps(keys, ensure_ascii=False), name)):
+        if position != last:
+            found.append(None if absent else [])
+            last = position
+        chunk = found[-1]
+        if file_id and chunk is not None:
+            chunk.append(Extent(file_id, *extent))
+    return found
+
+
+def page(db: sqlite3.Connection, name: str, start: str, inclusive: bool, wanted: str, limit: int) -> list[ObjectInfo]:
+    """Up to `limit` objects from `start` on whose keys start with `wanted`, in UTF-8 byte order."""
+    return [found.info for found in stored_page(db, name, start, inclusive, wanted, limit)]
+
+
+def stored_page(
+    db: sqlite3.Connection, name: str, start: str, inclusive: bool, wanted: str, limit: int
+) -> list[StoredObject]:
+    """The objects of `page`, with their versions."""
+    comparison = ">=" if inclusive else ">"
+    sql = f"SELECT {OBJECT_COLUMNS} FROM objects WHERE bucket = ? AND key {comparison} ? ORDER BY key LIMIT ?"
+    found = []
+    for row in db.execute(sql, (name, start, limit)):
+        if not row[0].startswith(wanted):
+            break
+        found.append(stored_object(row))
+    return found
+
+
+def parts(db: sqlite3.Connection, ref: UploadRef, after: int, limit: int) -> PartPage:
+    """Up to `limit` parts numbered above `after`. Raises CallerError(NoSuchUpload)."""
+    upload = require_upload(db, ref)
+    sql = f"SELECT {PART_COLUMNS} FROM extents WHERE version = ? AND part_number > ? ORDER BY part_number LIMIT ?"
+    rows = db.execute(sql, (upload.version, after, limit + 1)).fetchall()
+    shown = [part_info(row, upload.info.checksum) for row in rows[:limit]]
+    more = len(rows) > limit and bool(shown)
+    return PartPage(upload.info, shown, shown[-1].part_number if more else None)
+
+
+def upload_bytes(db: sqlite3.Connection, ref: UploadRef) -> int:
+    """The bytes of all parts of an upload; 0 where there is no such upload."""
+    sql = "SELECT sum(e.nbytes) FROM uploads AS u JOIN extents AS e ON e.version = u.version WHERE u.upload_id = ?"
+    return int(db.execute(sql, (ref.upload_id,)).fetchone()[0] or 0)
+
+
+def uploads_page(
+    db: sqlite3.Connection, name: str, key: str, upload_id: str | None, wanted: str, limit: int
+) -> list[StoredUpload]:
+    """Up to `limit` uploads from `key` on that start with `wanted`, by key and age.
+
+    With `upload_id` the uploads of `key` itself are skipped up to and including that upload.
+    """
+    seen = "SELECT initiated_at FROM uploads WHERE bucket = ? AND key = ? AND upload_id = ?"
+    row = db.execute(seen, (name, key, upload_id)).fetchone() if upload_id is not None else None
+    after = (row[0], upload_id) if row is not None and upload_id is not None else (0.0, "")
+    sql = f"SELECT {UPLOAD_COLUMNS} FROM uploads WHERE bucket = ? AND (key, initiated_at, upload_id) > (?, ?, ?)"
+    found = []
+    for upload in db.execute(f"{sql} ORDER BY key, initiated_at, upload_id LIMIT ?", (name, key, *after, limit)):
+        if not upload[1].startswith(wanted):
+            break
+        found.append(stored_upload(upload))
+    return found
+
+
+def cached(db: sqlite3.Connection, after: tuple[str, str], limit: int) -> list[tuple[KeyChange, KeyUse | None]]:
+    """Up to `limit` objects behind the bucket and key `after`, with their uses."""
+    sql = (
+        f"SELECT o.bucket, {', '.join(f'o.{name}' for name in OBJECT_COLUMNS.split(', '))}, u.used_at, u.use_count,"
+        " u.parent, u.leased_until, d.version IS NOT NULL"
+        " FROM objects AS o LEFT JOIN uses AS u ON u.bucket = o.bucket AND u.key = o.key"
+        " LEFT JOIN dirty AS d ON d.bucket = o.bucket AND d.key = o.key"
+        " WHERE (o.bucket, o.key) > (?, ?) ORDER BY o.bucket, o.key LIMIT ?"
+    )
+    found: list[tuple[KeyChange, KeyUse | None]] = []
+    for name, *row, used_at, use_count, parent, leased_until, is_dirty in db.execute(sql, (*after, limit)):
+        stored = stored_object(tuple(row))
+        info = stored.info
+        change = KeyChange(
+            name, info.key, stored.version, info.nbytes, info.modified_at, info.attributes, bool(is_dirty)
+        )
+        found.append(
+            (change, None if used_at is None else KeyUse(name, info.key, used_at, use_count, parent, leased_until))
+        )
+    return found
+
+
+def dirty(db: sqlite3.Connection) -> list[tuple[str, StoredObject]]:
+    """Bucket and object of every dirty chunk, the oldest first."""
+    sql = (
+        f"SELECT o.bucket, {', '.join(f'o.{name}' for name in OBJECT_COLUMNS.split(', '))} FROM dirty AS d"
+        " JOIN objects AS o ON o.bucket = d.bucket AND o.key = d.key AND o.version = d.version ORDER BY o.version"
+    )
+    return [(bucket, stored_object(tuple(row))) for bucket, *row in db.execute(sql)]
+
+
+def dirty_page(db: sqlite3.Connection, name: str, after: str, wanted: str, limit: int) -> list[ObjectInfo]:
+    """Up to `limit` dirty chunks behind `after` whose keys start with `wanted`, by key."""
+    sql = (
+        f"SELECT {', '.join(f'o.{name}' for name in OBJECT_COLUMNS.split(', '))} FROM dirty AS d"
+        " JOIN objects AS o ON o.bucket = d.bucket AND o.key = d.key WHERE d.bucket = ? AND d.key > ? AND d.key >= ?"
+        " ORDER BY d.key LIMIT ?"
+    )
+    found = []
+    for row in db.execute(sql, (name, after, wanted, limit)):
+        if not row[0].startswith(wanted):
+            break
+        found.append(stored_object(row).info)
+    return found
+
+
+def unsynced(db: sqlite3.Connection) -> list[tuple[int, int, Extent]]:
+    """Version, part number and extent of every row whose bytes may not have reached the disk."""
+    sql = f"SELECT version, part_number, {EXTENT_COLUMNS} FROM extents WHERE synced = 0"
+    return [(version, number, Extent(*rest)) for version, number, *rest in db.execute(sql)]
+
+
+def file_ids(db: sqlite3.Connection) -> set[str]:
+    """Every file that a row names."""
+    return {row[0] for row in db.execute("SELECT DISTINCT file_id FROM extents WHERE file_id <> ''")}

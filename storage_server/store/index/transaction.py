@@ -1,0 +1,349 @@
+"""Changes to the index. Each is a function of an open transaction; if it raises, only that change is undone."""
+
+from __future__ import annotations
+
+import itertools
+import json
+import sqlite3
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import replace
+
+from pydantic import TypeAdapter
+
+from descriptors.conditions import WriteCondition, check_read, check_write
+from descriptors.errors import CallerError, ErrorCode
+from descriptors.lifecycle import LifecycleRule
+from descriptors.objects import Attributes, CopyRequest, ObjectInfo
+from storage_server.store.rows import (
+    OBJECT_COLUMNS,
+    KeyChange,
+    KeyUse,
+    StoredObject,
+    StoredPart,
+    object_attributes,
+    stored_object,
+)
+
+RULES = TypeAdapter(list[LifecycleRule])
+
+
+class Transaction:
+    """One transaction of the writing connection. `released` collects the files that lost a row, and `lost` the places
+    in them: file, offset, bytes. `changes` collects what keys show now, and `moved` the keys whose bytes lie elsewhere
+    now; `has_moved` says that those of any other key may, too.
+    """
+
+    def __init__(self, db: sqlite3.Connection, versions: Iterator[int], *, synced: bool) -> None:
+        self.db = db
+        self.synced = synced
+        self.released: set[str] = set()
+        self.lost: set[tuple[str, int, int]] = set()
+        self.changes: list[KeyChange] = []
+        self.moved: set[tuple[str, str]] = set()
+        self.has_moved = False
+        self._versions = versions
+
+    def new_version(self) -> int:
+        """A version number that no row has had."""
+        return next(self._versions)
+
+    @contextmanager
+    def step(self) -> Iterator[None]:
+        """A step of the transaction. If the block raises, only the changes made in the block are undone."""
+        released, lost, change_count = set(self.released), set(self.lost), len(self.changes)
+        self.db.execute("SAVEPOINT step")
+        try:
+            yield
+        except BaseException:
+            if self.db.in_transaction:
+                self.db.execute("ROLLBACK TO step")
+                self.db.execute("RELEASE step")
+            self.released, self.lost = released, lost
+            del self.changes[change_count:]
+            raise
+        self.db.execute("RELEASE step")
+
+    def dead_files(self) -> list[str]:
+        """Released files that no row names any more."""
+        sql = "SELECT 1 FROM extents WHERE file_id = ? LIMIT 1"
+        return [file_id for file_id in self.released if self.db.execute(sql, (file_id,)).fetchone() is None]
+
+    def holes(self) -> list[tuple[str, int, int]]:
+        """Places that no row names any more. A place stays as long as a copy names it. Places of dead files are among
+        them, because such a file may still be written, and stay.
+        """
+        sql = "SELECT 1 FROM extents WHERE file_id = ? AND file_offset = ? LIMIT 1"
+        return [
+            (file_id, offset, nbytes)
+            for file_id, offset, nbytes in self.lost
+            if self.db.execute(sql, (file_id, offset)).fetchone() is None
+        ]
+
+    def drop_extents(self, version: int, part_numbers: Sequence[int] | None = None) -> None:
+        """Delete the extents of a version, or of some of its parts."""
+        where, arguments = "version = ?", (version,)
+        chosen = [arguments] if part_numbers is None else [(version, number) for number in part_numbers]
+        if part_numbers is not None:
+            where += " AND part_number = ?"
+        for one in chosen:
+            sql = f"DELETE FROM extents WHERE {where} RETURNING file_id, file_offset, nbytes"
+            rows = [row for row in self.db.execute(sql, one).fetchall() if row[0]]
+            self.released.update(row[0] for row in rows)
+            self.lost.update(rows)
+
+    def add_extent(self, version: int, part_number: int, part: StoredPart, modified_at: float) -> None:
+        """Add the row of one body; an empty part has a row, too, without a file."""
+        extent = part.extent
+        self.db.execute(
+            "INSERT INTO extents VALUES (?, ?, 0, ?, ?, ?, ?, ?, ?, ?, ?, NULL)",
+            (
+                version,
+                part_number,
+                part.nbytes,
+                extent.file_id if extent else "",
+                extent.offset if extent else 0,
+                part.etag,
+                modified_at,
+                part.checksum.value if part.checksum else None,
+                self.synced,
+                extent.checksums if extent else b"",
+            ),
+        )
+
+    def note(self, bucket: str, info: ObjectInfo, version: int, *, is_dirty: bool = False) -> None:
+        """Note what a key shows now."""
+        self.changes.append(
+            KeyChange(bucket, info.key, version, info.nbytes, info.modified_at, info.attributes, is_dirty)
+        )
+
+    def put_row(
+        self, bucket: str, info: ObjectInfo, version: int, upload_id: str | None = None, *, is_dirty: bool = False
+    ) -> None:
+        """Publish: from the commit on the key shows this version. The version that it showed before is deleted."""
+        self.note(bucket, info, version, is_dirty=is_dirty)
+        before = find_object(self.db, bucket, info.key)
+        if before is not None:
+            self.drop_extents(before.version)
+            self.db.execute("DELETE FROM dirty WHERE bucket = ? AND key = ?", (bucket, info.key))
+        if is_dirty:
+            self.db.execute("INSERT OR REPLACE INTO dirty VALUES (?, ?, ?)", (bucket, info.key, version))
+        self.db.execute(
+            "INSERT OR REPLACE INTO objects VALUES (?, ?, ?, ?, ?, ?, ?)",
+            (
+                bucket,
+                info.key,
+                version,
+                info.nbytes,
+                info.etag,
+                info.modified_at,
+                object_attributes(info, upload_id),
+            ),
+        )
+
+
+def require_bucket(db: sqlite3.Connection, bucket: str) -> tuple[str, float, str]:
+    """A bucket's name, creation time and owner. Raises CallerError(NoSuchBucket)."""
+    row = db.execute("SELECT name, created_at, owner FROM buckets WHERE name = ?", (bucket,)).fetchone()
+    if row is None:
+        raise CallerError(ErrorCode.NO_SUCH_BUCKET, f"there is no bucket {bucket}", field="bucket")
+    name, created_at, owner = row
+    return name, created_at, owner
+
+
+def find_object(db: sqlite3.Connection, bucket: str, key: str) -> StoredObject | None:
+    """The object's row; None where there is none."""
+    sql = f"SELECT {OBJECT_COLUMNS} FROM objects WHERE bucket = ? AND key = ?"
+    row = db.execute(sql, (bucket, key)).fetchone()
+    return None if row is None else stored_object(row)
+
+
+def require_object(db: sqlite3.Connection, bucket: str, key: str) -> StoredObject:
+    """The object's row. Raises CallerError(NoSuchBucket, NoSuchKey)."""
+    found = find_object(db, bucket, key)
+    if found is None:
+        require_bucket(db, bucket)
+        raise CallerError(ErrorCode.NO_SUCH_KEY, f"there is no object {key!r}", field="key")
+    return found
+
+
+def create_bucket(tx: Transaction, bucket: str, owner: str, now_s: float) -> None:
+    """Add a bucket. Raises CallerError(BucketAlreadyOwnedByYou, BucketAlreadyExists)."""
+    row = tx.db.execute("SELECT owner FROM buckets WHERE name = ?", (bucket,)).fetchone()
+    if row is not None:
+        code = ErrorCode.BUCKET_ALREADY_OWNED if row[0] == owner else ErrorCode.BUCKET_ALREADY_EXISTS
+        raise CallerError(code, f"the bucket {bucket} exists already", field="bucket")
+    tx.db.execute("INSERT INTO buckets (name, owner, created_at) VALUES (?, ?, ?)", (bucket, owner, now_s))
+
+
+def ensure_bucket(tx: Transaction, bucket: str, now_s: float) -> None:
+    """Add a bucket that nobody owns, where it is not there yet: in a cache, the home knows its owner."""
+    tx.db.execute(
+        "INSERT INTO buckets (name, owner, created_at) VALUES (?, '', ?) ON CONFLICT (name) DO NOTHING", (bucket, now_s)
+    )
+
+
+def delete_bucket(tx: Transaction, bucket: str) -> None:
+    """Delete an empty bucket and its unfinished uploads. Raises CallerError(NoSuchBucket, BucketNotEmpty)."""
+    require_bucket(tx.db, bucket)
+    if tx.db.execute("SELECT 1 FROM objects WHERE bucket = ? LIMIT 1", (bucket,)).fetchone():
+        raise CallerError(ErrorCode.BUCKET_NOT_EMPTY, f"the bucket {bucket} still has objects", field="bucket")
+    for (version,) in tx.db.execute("SELECT version FROM uploads WHERE bucket = ?", (bucket,)).fetchall():
+        tx.drop_extents(version)
+    tx.db.execute("DELETE FROM uploads WHERE bucket = ?", (bucket,))
+    tx.db.execute("DELETE FROM buckets WHERE name = ?", (bucket,))
+
+
+def set_lifecycle(tx: Transaction, bucket: str, rules: list[LifecycleRule]) -> None:
+    """Replace the lifecycle rules of a bucket. Raises CallerError(NoSuchBucket)."""
+    require_bucket(tx.db, bucket)
+    tx.db.execute("UPDATE buckets SET lifecycle = ? WHERE name = ?", (RULES.dump_json(rules).decode(), bucket))
+
+
+def publish(
+    tx: Transaction,
+    bucket: str,
+    info: ObjectInfo,
+    part: StoredPart,
+    condition: WriteCondition,
+    *,
+    is_dirty: bool = False,
+) -> int:
+    """Publish a whole object; returns its version. Raises CallerError(NoSuchBucket, PreconditionFailed, NoSuchKey for
+    If-Match).
+    """
+    require_bucket(tx.db, bucket)
+    _check_write(tx, bucket, info.key, condition)
+    version = tx.new_version()
+    tx.put_row(bucket, info, version, is_dirty=is_dirty)
+    if part.extent is not None:
+        tx.add_extent(version, 1, part, info.modified_at)
+    return version
+
+
+def mark_clean(tx: Transaction, bucket: str, key: str, version: int, etag: str) -> bool:
+    """Note that upstream has this version now, under `etag`. False where the key shows another version by now."""
+    found = find_object(tx.db, bucket, key)
+    if found is None or found.version != version:
+        return False
+    tx.db.execute("DELETE FROM dirty WHERE bucket = ? AND key = ?", (bucket, key))
+    tx.db.execute("UPDATE objects SET etag = ? WHERE bucket = ? AND key = ?", (etag, bucket, key))
+    tx.note(bucket, replace(found.info, etag=etag), version)
+    return True
+
+
+def copy(tx: Transaction, request: CopyRequest, seen: StoredObject, made: ObjectInfo, now_s: float) -> ObjectInfo:
+    """Publish a copy that shares the source's bytes.
+
+    `made` is the copy as the caller made it from the source as `seen`. Raises CallerError as `publish`, and
+    ConditionalRequestConflict when the source has changed since; the caller then reads the source again.
+    """
+    source = require_object(tx.db, request.source.bucket, request.source.key)
+    if source != seen:
+        raise CallerError(ErrorCode.CONDITIONAL_CONFLICT, "the source changed while it was copied", field="source")
+    check_read(request.source.condition, source.info.etag, source.info.modified_at, copying=True)
+    require_bucket(tx.db, request.bucket)
+    _check_write(tx, request.bucket, request.key, request.condition)
+    version = tx.new_version()
+    columns = "part_number, object_offset, nbytes, file_id, file_offset, etag, modified_at, checksum, synced, blocks"
+    tx.db.execute(
+        f"INSERT INTO extents (version, {columns}) SELECT ?, {columns} FROM extents WHERE version = ?",
+        (version, source.version),
+    )
+    info = replace(made, key=request.key, modified_at=now_s)
+    tx.put_row(request.bucket, info, version)
+    return info
+
+
+def remove(tx: Transaction, bucket: str, key: str, condition: WriteCondition) -> None:
+    """Delete an object, if there is one. Raises CallerError(NoSuchBucket, PreconditionFailed, NoSuchKey
+    for If-Match).
+    """
+    require_bucket(tx.db, bucket)
+    _check_write(tx, bucket, key, condition)
+    found = find_object(tx.db, bucket, key)
+    if found is not None:
+        _remove(tx, bucket, found)
+
+
+def remove_many(tx: Transaction, bucket: str, keys: Iterable[str]) -> None:
+    """Delete the objects of these keys. Raises CallerError(NoSuchBucket)."""
+    require_bucket(tx.db, bucket)
+    for key in keys:
+        found = find_object(tx.db, bucket, key)
+        if found is not None:
+            _remove(tx, bucket, found)
+
+
+def is_dirty(db: sqlite3.Connection, bucket: str, key: str) -> bool:
+    """Whether upstream does not have what the key shows."""
+    return db.execute("SELECT 1 FROM dirty WHERE bucket = ? AND key = ?", (bucket, key)).fetchone() is not None
+
+
+def remove_versions(tx: Transaction, bucket: str, versions: Mapping[str, int]) -> int:
+    """Delete the keys that still show these versions and are not dirty; returns how many did."""
+    removed = 0
+    for key, version in versions.items():
+        found = find_object(tx.db, bucket, key)
+        if found is not None and found.version == version and not is_dirty(tx.db, bucket, key):
+            _remove(tx, bucket, found)
+            removed += 1
+    return removed
+
+
+def set_tags(tx: Transaction, bucket: str, key: str, tags: dict[str, str]) -> None:
+    """Replace an object's tags. ETag and modification time stay. Raises CallerError(NoSuchBucket, NoSuchKey)."""
+    found = require_object(tx.db, bucket, key)
+    attributes = Attributes(found.info.attributes.headers, tags, found.info.attributes.storage_class)
+    text = object_attributes(replace(found.info, attributes=attributes), found.upload_id)
+    tx.db.execute("UPDATE objects SET attributes = ? WHERE bucket = ? AND key = ?", (text, bucket, key))
+    dirty = is_dirty(tx.db, bucket, key)
+    tx.note(bucket, replace(found.info, attributes=attributes), found.version, is_dirty=dirty)
+
+
+def doubt_tags(tx: Transaction, bucket: str, key: str) -> None:
+    """Note that the tags of a copy may be others upstream, until `set_tags`. They still pin it."""
+    found = find_object(tx.db, bucket, key)
+    if found is not None:
+        text = object_attributes(found.info, found.upload_id, has_doubtful_tags=True)
+        tx.db.execute("UPDATE objects SET attributes = ? WHERE bucket = ? AND key = ?", (text, bucket, key))
+
+
+def note_uses(tx: Transaction, uses: Iterable[KeyUse]) -> None:
+    """Record uses of objects. A use of an object that is not there any more is deleted at the next start."""
+    tx.db.executemany(
+        "INSERT OR REPLACE INTO uses VALUES (?, ?, ?, ?, ?, ?)",
+        [(use.bucket, use.key, use.used_at, use.use_count, use.parent, use.leased_until) for use in uses],
+    )
+
+
+def forget_unused(tx: Transaction) -> None:
+    """Delete the uses of objects that are not there."""
+    tx.db.execute(
+        "DELETE FROM uses WHERE NOT EXISTS"
+        " (SELECT 1 FROM objects WHERE objects.bucket = uses.bucket AND objects.key = uses.key)"
+    )
+
+
+def rules_of(text: str) -> list[LifecycleRule]:
+    """The lifecycle rules in the text of the `lifecycle` column."""
+    return [] if text == "[]" else RULES.validate_python(json.loads(text))
+
+
+def _remove(tx: Transaction, bucket: str, found: StoredObject) -> None:
+    tx.changes.append(KeyChange(bucket, found.info.key, None))
+    tx.drop_extents(found.version)
+    tx.db.execute("DELETE FROM objects WHERE bucket = ? AND key = ?", (bucket, found.info.key))
+    tx.db.execute("DELETE FROM uses WHERE bucket = ? AND key = ?", (bucket, found.info.key))
+    tx.db.execute("DELETE FROM dirty WHERE bucket = ? AND key = ?", (bucket, found.info.key))
+
+
+def _check_write(tx: Transaction, bucket: str, key: str, condition: WriteCondition) -> None:
+    if condition.if_absent or condition.if_match is not None:
+        found = find_object(tx.db, bucket, key)
+        check_write(condition, found.info.etag if found else None)
+
+
+def version_counter(start: int) -> Iterator[int]:
+    """Versions from `start` on."""
+    return itertools.count(start)

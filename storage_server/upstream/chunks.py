@@ -1,0 +1,243 @@
+"""The ChunkSource over an upstream service: chunks that are in the cache are read from there, and others are fetched
+into the cache while the delivery is under way.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
+from contextlib import asynccontextmanager
+from dataclasses import dataclass
+from itertools import chain
+
+import numpy as np
+
+from adapters.threads import in_parts, others
+from descriptors.errors import CallerError, ErrorCode
+from descriptors.layout import ChunkLayout
+from descriptors.objects import ObjectInfo, ReadRequest
+from storage_server.gather.coming import ComingExtent, hold_landed, is_whole
+from storage_server.gather.landing import Landed
+from storage_server.gather.source import Pins, RowFailure
+from storage_server.planning.extent import Extent
+from storage_server.planning.rows import Rows, SourceTable
+from storage_server.store.embedded import EmbeddedStore
+from storage_server.store.index.reader import pinned
+from storage_server.store.index.reading import usable_prefix
+from storage_server.store.index.transaction import find_object
+from storage_server.store.rows import StoredObject
+from storage_server.upstream.chunk_names import is_chunk, is_chunk_key
+from storage_server.upstream.fetches import Fetches
+from storage_server.upstream.known_keys import KnownKeys
+from storage_server.upstream.objects import UpstreamObjects
+
+CHECKS_MAX = 64
+PREFETCH_WAIT_S = 30.0
+KNOWN_S = 10.0
+Forget = Callable[[str, Mapping[str, int]], Awaitable[int]]
+
+
+class UpstreamChunks:
+    """Implements storage_server.gather.source.ChunkSource."""
+
+    def __init__(self, objects: UpstreamObjects, cache: EmbeddedStore, fetches: Fetches, forget: Forget) -> None:
+        self._objects = objects
+        self._cache = cache
+        self._fetches = fetches
+        self._forget = forget
+        self._checks = asyncio.Semaphore(CHECKS_MAX)
+        self._known = KnownKeys(KNOWN_S)
+
+    @asynccontextmanager
+    async def open_chunks(
+        self, bucket: str, keys: Sequence[str], layout: ChunkLayout, *, prefix_only: bool
+    ) -> AsyncIterator[list[list[Extent]]]:
+        """Chunks that are not in the cache are on their way when this returns: their extents are ComingExtents."""
+
+        async def find() -> tuple[list[list[Extent]], list[Extent]]:
+            found = await self._cached(bucket, keys)
+            await self._require_current(bucket, keys, found)
+            absent = [index for index, extents in enumerate(found) if extents is None]
+            if absent:
+                await self._stop_stale(bucket, [keys[index] for index in absent])
+                self._cache.evictor.note_lookup(bucket, keys, absent[0])
+                begun = await self._fetches.begin(bucket, [keys[index] for index in absent], layout)
+                for index, extent in zip(absent, begun, strict=True):
+                    found[index] = None if extent is None else [extent]
+                self._known.forget(bucket, [keys[at] for at in absent if found[at] is None])
+                if begun[0] is None and absent[0] == 0:
+                    await self._objects.require_bucket(bucket)
+            usable = usable_prefix(found, layout.chunk_bytes, prefix_only=prefix_only)
+            return usable, list(chain.from_iterable(usable))
+
+        async with pinned(self._cache.files, find) as (chunks, extents):
+            self._cache.evictor.note_read(bucket, keys[: len(chunks)])
+            held = hold_landed(extents)
+            try:
+                _require_readable(extents)
+                yield chunks
+            finally:
+                for landed in held:
+                    landed.release()
+
+    async def matched(self, bucket: str, keys: Sequence[str], lease_s: float = 0.0) -> int:
+        """Count the leading keys that are in the cache, or were found upstream a short while ago. Then ask upstream for
+        the others: where a prefix is whole, as prefixes are, a binary search finds its end in O(log N) requests.
+
+        With a lease somebody is about to come for them: those that are not in the cache begin to come.
+        """
+        found = await self._cached(bucket, keys)
+        for index, _ in await self._not_chunks(bucket, keys, found):
+            found[index] = None
+        low = await self._known_count(bucket, keys, found)
+        high, step, is_bounded = len(keys), 1, False
+        while low < high:
+            index = (low + high) // 2 if is_bounded else min(low + step, high) - 1
+            if await self._objects.has_object(bucket, keys[index]):
+                low, step = index + 1, step * 2
+            else:
+                high, is_bounded = index, True
+        if not low:
+            await self._objects.require_bucket(bucket)
+        await self._remember(bucket, [keys[index] for index in range(low) if found[index] is None])
+        self._cache.evictor.note_lookup(bucket, keys, low, lease_s)
+        if lease_s > 0:
+            absent = [keys[index] for index in range(low) if found[index] is None]
+            self._fetches.prefetch(bucket, absent, min(lease_s, PREFETCH_WAIT_S))
+        return low
+
+    def forget_known(self, bucket: str, keys: Sequence[str]) -> None:
+        """Upstream may have these no more."""
+        self._known.forget(bucket, keys)
+
+    async def _known_count(self, bucket: str, keys: Sequence[str], found: Sequence[list[Extent] | None]) -> int:
+        now_s = time.monotonic()
+        for start, part in in_parts(keys):
+            await others(start)
+            for index, key in enumerate(part, start):
+                if found[index] is None and not self._known.has(bucket, key, now_s):
+                    return index
+        return len(keys)
+
+    async def _remember(self, bucket: str, keys: Sequence[str]) -> None:
+        for start, part in in_parts(keys):
+            await others(start)
+            self._known.add(bucket, part, time.monotonic())
+
+    @property
+    def generation(self) -> int:
+        """The cache's."""
+        return self._cache.chunks.generation
+
+    def keep(self, extents: Sequence[Extent], since: int) -> Pins | None:
+        """As the cache does; None while one of the chunks is on its way."""
+        if not all(map(is_whole, extents)):
+            return None
+        pins = self._cache.chunks.keep(extents, since)
+        return None if pins is None else _Kept(pins, hold_landed(extents))
+
+    def read_rows(self, table: SourceTable, rows: Rows, address: int, *, past_cache: bool) -> RowFailure | None:
+        """Read the cache's files."""
+        return self._cache.chunks.read_rows(table, rows, address, past_cache=past_cache)
+
+    def read_extent(self, extent: Extent, view: memoryview) -> None:
+        """Copy from landing memory, or read the cache's file."""
+        landed = extent.arrival.landed if isinstance(extent, ComingExtent) else None
+        if landed is not None and landed.is_held:
+            np.copyto(np.frombuffer(view, dtype=np.uint8), np.frombuffer(landed.view, dtype=np.uint8))
+            return
+        self._cache.chunks.read_extent(_whole(extent), view)
+
+    def note_damage(self, bucket: str, key: str, extents: Sequence[Extent]) -> None:
+        """Take the chunk out of the cache: the next delivery fetches it again."""
+        self._cache.chunks.note_damage(bucket, key, extents)
+
+    async def _not_chunks(
+        self, bucket: str, keys: Sequence[str], found: Sequence[list[Extent] | None]
+    ) -> list[tuple[int, StoredObject | None]]:
+        """Index and row of the objects that the cache has and that are no chunks: upstream may have others by now."""
+        doubtful = [at for at, key in enumerate(keys) if found[at] is not None and not is_chunk_key(key)]
+        if not doubtful:
+            return []
+        wanted = [keys[at] for at in doubtful]
+        stored = await self._cache.reader.threaded(lambda db: [find_object(db, bucket, key) for key in wanted])
+        return [
+            (at, each)
+            for at, each in zip(doubtful, stored, strict=True)
+            if each is None or not is_chunk(keys[at], each.info.attributes)
+        ]
+
+    async def _require_current(self, bucket: str, keys: Sequence[str], found: list[list[Extent] | None]) -> None:
+        """Compare the ETags of objects that are no chunks with upstream, and forget those that differ."""
+
+        doubtful = await self._not_chunks(bucket, keys, found)
+        stale: list[tuple[int, StoredObject | None]] = []
+        for start, part in in_parts(doubtful):
+            await others(start)
+            current = await asyncio.gather(
+                *(self._is_current(bucket, keys[at], None if stored is None else stored.info) for at, stored in part)
+            )
+            stale += [each for each, is_so in zip(part, current, strict=True) if not is_so]
+        if stale:
+            await self._forget(bucket, {keys[at]: stored.version for at, stored in stale if stored is not None})
+        for at, _ in stale:
+            found[at] = None
+
+    async def _is_current(self, bucket: str, key: str, info: ObjectInfo | None) -> bool:
+        """Whether upstream still has the object of this ETag."""
+        try:
+            async with self._checks:
+                head = await self._objects.head_object("", ReadRequest(bucket, key))
+        except CallerError as error:
+            if error.code is not ErrorCode.NO_SUCH_KEY:
+                raise
+            return False
+        return info is not None and head.info.etag == info.etag
+
+    async def _stop_stale(self, bucket: str, keys: Sequence[str]) -> None:
+        """Stop the fetches of objects that are no chunks and that upstream has others of by now."""
+        for key in keys:
+            info = None if is_chunk_key(key) else await self._fetches.info(bucket, key)
+            if info is None or is_chunk(key, info.attributes) or await self._is_current(bucket, key, info):
+                continue
+            await self._fetches.stop(bucket, [key])
+
+    async def _cached(self, bucket: str, keys: Sequence[str]) -> list[list[Extent] | None]:
+        """The extents of the chunks that the cache has."""
+        try:
+            return await self._cache.objects.resolve(bucket, keys)
+        except CallerError as error:
+            if error.code is ErrorCode.NO_SUCH_BUCKET:
+                return [None] * len(keys)
+            raise
+
+
+@dataclass(frozen=True, slots=True)
+class _Kept:
+    """The places of some extents in files, and what of them is still in landing memory."""
+
+    pins: Pins
+    landed: list[Landed]
+
+    def release(self) -> None:
+        """Give both back."""
+        self.pins.release()
+        for each in self.landed:
+            each.release()
+
+
+def _require_readable(extents: Sequence[Extent]) -> None:
+    """Raises the error of a chunk that came as a whole, left the memory, and did not get into its file."""
+    for extent in extents:
+        if isinstance(extent, ComingExtent) and extent.arrival.address is None:
+            failure = extent.arrival.failure
+            if failure is not None and extent.arrival.is_whole:
+                raise failure
+
+
+def _whole(extent: Extent) -> Extent:
+    """The extent with its checksums, which a ComingExtent has in its arrival."""
+    if not isinstance(extent, ComingExtent):
+        return extent
+    return Extent(extent.file_id, extent.offset, extent.nbytes, bytes(extent.arrival.words), extent.object_offset)

@@ -1,0 +1,277 @@
+"""Signed requests to an upstream S3 service: aiohttp carries them, botocore signs them."""
+
+from __future__ import annotations
+
+import asyncio
+import base64
+import hashlib
+import math
+import time
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
+from contextlib import asynccontextmanager
+from dataclasses import dataclass
+from itertools import count
+from typing import Any, TypeVar
+from urllib.parse import quote, urlsplit
+
+import aiohttp
+from botocore.auth import S3SigV4Auth
+from botocore.awsrequest import AWSRequest
+from botocore.credentials import Credentials
+from yarl import URL
+
+from descriptors.errors import ErrorCode, ObjectCacheError, ServerError
+from descriptors.objects import ChecksumAlgorithm
+from descriptors.storage_api import Body
+from storage_server.settings import UpstreamSettings
+from storage_server.upstream.breaker import ATTEMPTS_MAX, BACK_OFF_S, Breaker
+from storage_server.upstream.bulk_reads import ERROR_BYTES_MAX, BulkReads, Head, Into, Reading
+from storage_server.upstream.documents import call_of, result_of
+from storage_server.upstream.headers import is_md5
+from storage_server.upstream.refusals import is_about, refusal, unreachable
+from storage_server.upstream.sent_body import SentBody, checked_if_small
+
+DOCUMENT_BYTES_MAX = 16 << 20
+PAYLOAD_HASH = "payload_hash"
+_T = TypeVar("_T")
+
+
+@dataclass(frozen=True, slots=True)
+class Answer:
+    """An answer's head, with lower-case names, and its body while the request is open."""
+
+    status: int
+    headers: Mapping[str, str]
+    content: aiohttp.StreamReader
+
+
+class Upstream:
+    """One service. Every method raises ObjectCacheError: what upstream refuses, in its words; ServerError(SlowDown)
+    where it cannot be reached or breaks off.
+    """
+
+    def __init__(self, settings: UpstreamSettings) -> None:
+        self.settings = settings
+        self._credentials = Credentials(settings.access_key, settings.secret_key)
+        self._base = settings.endpoint.rstrip("/")
+        self._host = urlsplit(self._base).netloc
+        self._session: aiohttp.ClientSession | None = None
+        self._breaker = Breaker()
+        self._bulk = BulkReads(settings)
+        self._takes_trailers = True
+        self.failed_count = 0
+        """How many requests the service did not answer, or was too busy for."""
+
+    async def start(self) -> None:
+        """Make the pool of connections; none is opened yet."""
+        settings = self.settings
+        timeout = aiohttp.ClientTimeout(
+            total=None, sock_connect=settings.connect_timeout_s, sock_read=settings.read_timeout_s
+        )
+        connector = aiohttp.TCPConnector(limit=settings.connections_max)
+        self._session = aiohttp.ClientSession(connector=connector, timeout=timeout, auto_decompress=False)
+
+    async def close(self) -> None:
+        """Close every connection."""
+        if self._session is not None:
+            await self._session.close()
+        await asyncio.to_thread(self._bulk.close)
+
+    async def call(self, operation: str, headers: Mapping[str, str] | None = None, **parameters: Any) -> dict[str, Any]:
+        """An operation of the S3 API whose request and answer are documents, by the names of botocore's model;
+        `headers` are added.
+        """
+        call = call_of(operation, parameters)
+        wanted = {**call.headers, **(headers or {})}
+        if call.body:
+            wanted["Content-MD5"] = base64.b64encode(hashlib.md5(call.body, usedforsecurity=False).digest()).decode()
+        async with self._open(call.method, call.target, wanted, call.body) as answer:
+            body = await _whole(answer.content)
+            return result_of(operation, answer.status, answer.headers, body)
+
+    def open(
+        self,
+        method: str,
+        bucket: str,
+        key: str,
+        headers: Mapping[str, str],
+        query: str = "",
+        body: SentBody | None = None,
+    ) -> Any:
+        """A request about one object, as a context that gives the Answer; the body of the answer is read in it."""
+        return self._open(method, _target(bucket, key, query), headers, b"" if body is None else body)
+
+    @asynccontextmanager
+    async def open_into(
+        self, bucket: str, key: str, headers: Mapping[str, str], into: Into
+    ) -> AsyncIterator[tuple[Head, asyncio.Future[None]]]:
+        """A GET whose body goes straight into memory, as a context that gives the answer's head, and when the body is
+        there.
+        """
+        target = _target(bucket, key, "")
+        signed = self._signed("GET", target, headers, b"")
+
+        async def begun() -> Reading:
+            reading = self._bulk.read(target, signed, into)
+            try:
+                head = await asyncio.shield(reading.head)
+            except BaseException:
+                await reading.end()
+                raise
+            if head.status >= 300:
+                await reading.end()
+                raise refusal(head.status, head.document, head.headers.get("retry-after"))
+            return reading
+
+        reading = await self._tried("GET", None, begun)
+        try:
+            yield reading.head.result(), reading.body
+        finally:
+            await reading.end()
+
+    async def prepared(self, body: Body, nbytes: int, algorithm: ChecksumAlgorithm | None) -> SentBody:
+        """A caller's body for `put`. Raises the body's own error where it is small and not what its sender says."""
+        held = await checked_if_small(body, nbytes, algorithm)
+        return SentBody(held, nbytes, algorithm, with_trailer=self._takes_trailers)
+
+    async def put(
+        self, bucket: str, key: str, headers: Mapping[str, str], query: str, sent: SentBody
+    ) -> Mapping[str, str]:
+        """Store a body; the headers of the answer. Raises the body's own error where that ended it, and
+        ServerError(InternalError) where upstream's ETag is another MD5 than that of the bytes sent.
+        """
+        known = {**headers, **sent.headers}
+        if "content-encoding" in headers:  # the object's own stays with it
+            known["Content-Encoding"] = ",".join(
+                filter(None, (sent.headers.get("Content-Encoding"), headers["content-encoding"]))
+            )
+            del known["content-encoding"]
+        try:
+            async with self.open("PUT", bucket, key, known, query, sent) as answer:
+                await _whole(answer.content)
+                headers_back: Mapping[str, str] = answer.headers
+        except ObjectCacheError as error:
+            if sent.failure is not None:
+                raise sent.failure from None
+            if sent.has_trailer and is_about(error, *_NO_TRAILERS):
+                self._takes_trailers = False
+                problem = "the upstream store knows no checksum trailers, and gets none from now on"
+                raise ServerError(ErrorCode.SLOW_DOWN, problem, retryable=True) from None
+            raise
+        etag = headers_back.get("etag", "").strip('"')
+        if is_md5(etag) and etag != sent.hashes.etag:
+            problem = "the upstream store keeps other bytes than were sent"
+            raise ServerError(ErrorCode.INTERNAL_ERROR, problem, retryable=True)
+        return headers_back
+
+    @asynccontextmanager
+    async def _open(
+        self, method: str, target: str, headers: Mapping[str, str], body: bytes | SentBody
+    ) -> AsyncIterator[Answer]:
+        sent = body if isinstance(body, SentBody) else None
+        async with await self._tried(method, sent, lambda: self._request(method, target, headers, body)) as response:
+            lower = {name.lower(): value for name, value in response.headers.items()}
+            yield Answer(response.status, lower, response.content)
+
+    async def _tried(self, method: str, body: SentBody | None, send: Callable[[], Awaitable[_T]]) -> _T:
+        """A good answer's head. A read that fails is tried again, a few times; other requests are not, since they may
+        have been carried out.
+        """
+        for attempt in count(1):
+            self._require_closed_breaker()
+            try:
+                answered = await send()
+            except asyncio.CancelledError:
+                self._breaker.gave_up()
+                raise
+            except ServerError as error:
+                if body is not None and body.failure is not None:
+                    self._breaker.gave_up()
+                    raise
+                if not error.retryable:
+                    self._breaker.succeeded()
+                    raise
+                self.failed_count += 1
+                self._breaker.failed(time.monotonic())
+                if method not in _READS or attempt == ATTEMPTS_MAX:
+                    raise
+                await asyncio.sleep(BACK_OFF_S * 2**attempt)
+                continue
+            except ObjectCacheError:
+                self._breaker.succeeded()
+                raise
+            self._breaker.succeeded()
+            return answered
+        raise AssertionError("the loop ends by itself")
+
+    def _require_closed_breaker(self) -> None:
+        wait_s = self._breaker.wait_s(time.monotonic())
+        if wait_s:
+            problem = "the upstream store fails, and is asked again in a while"
+            raise ServerError(ErrorCode.SLOW_DOWN, problem, retryable=True, retry_after_s=math.ceil(wait_s))
+
+    async def _request(
+        self, method: str, target: str, headers: Mapping[str, str], body: bytes | SentBody
+    ) -> aiohttp.ClientResponse:
+        assert self._session is not None, "start comes first"
+        data = aiter(body) if isinstance(body, SentBody) else body or None
+        try:
+            response = await self._session.request(
+                method,
+                URL(self._base + target, encoded=True),
+                headers=self._signed(method, target, headers, body),
+                data=data,
+                allow_redirects=False,
+                skip_auto_headers=_AUTOMATIC,
+            )
+            if response.status < 300:
+                return response
+            async with response:
+                document = await response.content.read(ERROR_BYTES_MAX)
+        except (TimeoutError, aiohttp.ClientError, OSError) as error:
+            raise unreachable(str(error) or type(error).__name__) from error
+        raise refusal(response.status, document, response.headers.get("Retry-After"))
+
+    def _signed(self, method: str, target: str, headers: Mapping[str, str], body: bytes | SentBody) -> dict[str, str]:
+        known = body if isinstance(body, bytes) else b""
+        request = AWSRequest(method=method, url=self._base + target, data=known, headers=dict(headers))
+        if isinstance(body, SentBody):
+            request.context[PAYLOAD_HASH] = body.payload_hash
+        _Signer(self._credentials, "s3", self.settings.region).add_auth(request)
+        signed = dict(request.headers.items())
+        if isinstance(body, bytes):
+            signed["Content-Length"] = str(len(body))
+        return signed
+
+
+def _target(bucket: str, key: str, query: str) -> str:
+    path = f"/{quote(bucket, safe='')}/{quote(key, safe='/-_.~')}"
+    return f"{path}?{query}" if query else path
+
+
+class _Signer(S3SigV4Auth):  # type: ignore[misc]
+    """Botocore's signer. The body of a stream is not signed: its hash is not known before its last byte."""
+
+    def payload(self, request: Any) -> str:
+        return str(request.context.get(PAYLOAD_HASH) or super().payload(request))
+
+
+_AUTOMATIC = ("Content-Type", "User-Agent", "Accept", "Accept-Encoding")
+"""Headers that aiohttp would add, which are not signed and of which Content-Type would be kept with an object."""
+
+
+_NO_TRAILERS = (ErrorCode.X_AMZ_CONTENT_SHA256_MISMATCH, ErrorCode.NOT_IMPLEMENTED)
+"""What services say to a trailer that they do not know. Our requests have no hash of the body that could be wrong."""
+_READS = frozenset({"GET", "HEAD"})
+
+
+async def _whole(content: aiohttp.StreamReader) -> bytes:
+    body = bytearray()
+    try:
+        async for piece in content.iter_any():
+            body += piece
+            if len(body) > DOCUMENT_BYTES_MAX:
+                raise unreachable(f"a document of more than {DOCUMENT_BYTES_MAX} bytes")
+    except (TimeoutError, aiohttp.ClientError, OSError) as error:
+        raise unreachable(str(error) or type(error).__name__) from error
+    return bytes(body)

@@ -1,0 +1,44 @@
+"""Whose objects a data directory holds: its own, or copies of those of an upstream service. A directory is one or the
+other for ever, because copies must not be taken for the truth, and the truth must not be evicted like copies.
+"""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+from storage_server.settings import UpstreamSettings
+
+NAME = "upstream.json"
+
+
+class WrongDirectoryError(Exception):
+    """The directory holds other objects than it is to hold; the message says what to do."""
+
+
+def claim(directory: Path, upstream: UpstreamSettings | None) -> None:
+    """Check that the directory may be used so, and mark a new one as a cache. Raises WrongDirectoryError, OSError."""
+    mark = directory / NAME
+    is_cache, is_used = mark.exists(), (directory / "index.sqlite3").exists()
+    if upstream is None:
+        if is_cache:
+            raise WrongDirectoryError(
+                f"{directory} is a cache of {_marked(mark)}: start with --upstream, or use another directory"
+            )
+        return
+    if is_used and not is_cache:
+        raise WrongDirectoryError(f"{directory} is the home of objects: a cache needs a directory of its own")
+    if is_cache and _marked(mark) != upstream.endpoint:
+        raise WrongDirectoryError(
+            f"{directory} is a cache of {_marked(mark)}, not of {upstream.endpoint}: use another directory, or empty it"
+        )
+    if not is_cache:
+        directory.mkdir(parents=True, exist_ok=True, mode=0o700)
+        mark.write_text(json.dumps({"endpoint": upstream.endpoint}) + "\n")
+
+
+def _marked(mark: Path) -> str:
+    try:
+        return str(json.loads(mark.read_text())["endpoint"])
+    except (ValueError, KeyError, TypeError):
+        raise WrongDirectoryError(f"{mark} cannot be read: use another directory, or empty this one") from None

@@ -1,0 +1,261 @@
+"""One chunk on its way from upstream into the cache: the requests for it, the proof of its bytes, and its row."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from collections.abc import Callable, Sequence
+from contextlib import ExitStack
+from functools import partial
+
+from adapters.threads import HERE_BYTES_MAX, to_end
+from descriptors.conditions import NO_WRITE_CONDITION, ReadCondition
+from descriptors.errors import CallerError, ErrorCode, ObjectCacheError, ServerError
+from descriptors.layout import ChunkLayout
+from descriptors.objects import ObjectInfo, RangeSpec, ReadRequest
+from descriptors.units import MIB
+from storage_server.gather.coming import Arrival, ComingExtent
+from storage_server.gather.landing import BUCKET_PART, Landing
+from storage_server.store.data.body_hashes import BodyHashes
+from storage_server.store.data.disk import disk_error
+from storage_server.store.data.io_threads import IoThreads
+from storage_server.store.data.segments import ExtentWriter
+from storage_server.store.embedded import EmbeddedStore
+from storage_server.store.index import transaction
+from storage_server.store.index.transaction import Transaction
+from storage_server.store.rows import StoredPart
+from storage_server.upstream.groups import group_ends
+from storage_server.upstream.headers import is_md5
+from storage_server.upstream.key_locks import KeyLocks
+from storage_server.upstream.objects import UpstreamObjects
+from storage_server.upstream.proof import HEADER, Proof, parse_proof, proved_bytes
+from storage_server.upstream.receiving import IntoFile, IntoMemory, Receiver, wrong
+from storage_server.upstream.turns import Turns
+
+PREFETCH_BYTES_MAX = 128 * MIB
+"""Of one chunk."""
+PREFETCH_GROUP = 1 << 20
+"""Behind all groups of chunks that somebody waits for."""
+QUIET_S = 0.05
+"""Landed chunks are written when so long nothing has come from upstream,"""
+QUIET_WAIT_MAX_S = 1.0
+"""or so long after they came, or when anybody waits for room in the cache,"""
+QUIET_PART_MAX = 0.75
+"""or when this part of what one bucket may have of the landing memory is used."""
+_log = logging.getLogger(__name__)
+_ABSENT = frozenset({ErrorCode.NO_SUCH_KEY, ErrorCode.NO_SUCH_BUCKET})
+
+
+class Ways:
+    """What every fetch uses."""
+
+    def __init__(
+        self,
+        objects: UpstreamObjects,
+        cache: EmbeddedStore,
+        locks: KeyLocks,
+        turns: Turns,
+        landing: Landing,
+        io: IoThreads,
+    ) -> None:
+        self.objects = objects
+        self.cache = cache
+        self.locks = locks
+        self.turns = turns
+        self.landing = landing
+        self.io = io
+        self._storing = asyncio.Semaphore(1)
+
+    def receiver(self, bucket: str, layout: ChunkLayout | None, on_step: Callable[[bytes, int], None]) -> Receiver:
+        """Into memory, if the chunk's size is known and there is room."""
+        landed = None if layout is None else self.landing.take(bucket, layout.chunk_bytes)
+        if layout is None or landed is None:
+            return IntoFile(self.objects, self.io, self.cache.disk, on_step)
+        return IntoMemory(self.objects, self.io, landed, layout.per_layer_chunk_bytes, on_step)
+
+    async def store(self, receiver: IntoMemory) -> None:
+        """Write a landed chunk into its file, one after the other, while deliveries do not need the processor. Raises
+        ServerError.
+        """
+        assert receiver.landed is not None
+        assert receiver.writer is not None
+        until_s = time.monotonic() + QUIET_WAIT_MAX_S
+        async with self._storing:
+            for _ in range(round(QUIET_WAIT_MAX_S / QUIET_S)):
+                if self._is_quiet() or time.monotonic() >= until_s:
+                    break
+                await asyncio.sleep(QUIET_S)
+            store = partial(receiver.writer.store, receiver.landed.view, receiver.blocks, self.cache.disk)
+            if len(receiver.landed.view) <= HERE_BYTES_MAX:
+                try:
+                    store()  # in less time than a hand-over to a thread takes
+                except OSError as error:
+                    raise disk_error(error, "writing a chunk") from error
+            else:
+                await self.io.run(store)
+
+    def _is_quiet(self) -> bool:
+        is_pressed = self.landing.used_bytes > QUIET_PART_MAX * BUCKET_PART * self.landing.nbytes
+        is_waited_for = self.cache.bound.waiting_bytes > 0
+        return is_pressed or is_waited_for or time.monotonic() - self.turns.busy_at_s >= QUIET_S
+
+
+class Fetch:
+    """One chunk on its way. `begun` gives its extent. Without a layout nobody waits for it yet: it is read as a whole,
+    behind all others.
+    """
+
+    def __init__(
+        self,
+        ways: Ways,
+        bucket: str,
+        key: str,
+        index: int,
+        layout: ChunkLayout | None,
+        prefetch_slots: asyncio.Semaphore,
+        on_come: Callable[[], None],
+        *,
+        is_crowded: bool,
+    ) -> None:
+        self._on_come = on_come
+        self._ways = ways
+        self._prefetch_slots = prefetch_slots
+        self._bucket = bucket
+        self._key = key
+        self._index = index
+        self.layout = layout
+        self.is_wanted = layout is not None
+        """Whether somebody waits for it."""
+        self.has_begun = False
+        """Whether it has had its first turn."""
+        self._is_crowded = is_crowded
+        self.begun: asyncio.Future[ComingExtent | None] = asyncio.get_running_loop().create_future()
+        self.begun.add_done_callback(lambda begun: begun.cancelled() or begun.exception())
+        self._arrival: Arrival | None = None
+        self._so_far = b"", 0
+        self._proof: Proof | None = None
+        self.info: ObjectInfo | None = None
+        """What upstream said of it, when it has begun."""
+        self.fetched_bytes = 0
+        self.task = asyncio.create_task(self._run())
+
+    async def _run(self) -> None:
+        try:
+            if self.layout is None:
+                async with self._prefetch_slots:
+                    await self._fetch([None])
+            else:
+                await self._fetch(group_ends(self.layout, is_crowded=self._is_crowded))
+        except asyncio.CancelledError:
+            self._end_with(ServerError(ErrorCode.SLOW_DOWN, "the server is shutting down", retryable=True))
+            raise
+        except ObjectCacheError as error:
+            self._end_with(error)
+        except Exception:
+            _log.exception("fetching a chunk from upstream")
+            self._end_with(ServerError(ErrorCode.INTERNAL_ERROR, "the chunk could not be fetched", retryable=True))
+
+    async def _fetch(self, ends: Sequence[int | None]) -> None:
+        """Read the groups that end there; None is the end of the chunk. The file of a chunk in memory is written behind
+        that.
+        """
+        receiver: Receiver | None = None
+        start = 0
+        with ExitStack() as stack:
+            for group_index, group_end in enumerate(ends):
+                turn_index = PREFETCH_GROUP if self.layout is None else group_index
+                async with self._ways.turns.turn(turn_index, self._index):
+                    self.has_begun = True
+                    if receiver is None:
+                        receiver = self._ways.receiver(self._bucket, self.layout, self._advance)
+                        stack.callback(receiver.close)
+                    end = await self._fetch_group(receiver, start, group_end, stack)
+                if end is None:
+                    self.begun.set_result(None)
+                    return
+                start = end
+            assert receiver is not None
+            assert self.info is not None
+            assert receiver.writer is not None
+            await self._prove(self.info, receiver)
+            if isinstance(receiver, IntoMemory):
+                await self._ways.store(receiver)
+            await self._publish(self.info, receiver.writer)
+
+    async def _fetch_group(self, receiver: Receiver, start: int, group_end: int | None, stack: ExitStack) -> int | None:
+        """Read one group; where it ends, or None where the object is no chunk of this layout."""
+        last = None if group_end is None else group_end - 1
+        condition = ReadCondition() if self.info is None else ReadCondition(if_match=(self.info.etag,))
+        request = ReadRequest(self._bucket, self._key, RangeSpec(start, last), condition=condition)
+        async with receiver.open(request, start, group_end) as (head, headers, received):
+            if self.info is None:
+                if self.layout is None and head.info.nbytes > PREFETCH_BYTES_MAX:
+                    raise ServerError(ErrorCode.SLOW_DOWN, "too large to be read ahead", retryable=True)
+                if self.layout is not None and head.info.nbytes != self.layout.chunk_bytes:
+                    return None
+                self._proof = parse_proof(headers.get(HEADER), head.info.nbytes)
+                await self._begin(head.info, receiver)
+                stack.enter_context(self._ways.cache.bound.arriving())
+            elif head.info.etag != self.info.etag:
+                raise wrong("the object has changed meanwhile")
+            end = head.info.nbytes if group_end is None else group_end
+            if (head.range.start, head.range.length) != (start, end - start):
+                raise wrong("another range came than was asked for")
+            await received
+        return end
+
+    async def _begin(self, info: ObjectInfo, receiver: Receiver) -> None:
+        """Give the chunk its place in a file, and tell those that wait for it."""
+        hashes = BodyHashes(None, sha256=False, md5=self._proof is None and receiver.landed is None)
+        receiver.writer = writer = await self._ways.cache.bodies.writer(info.nbytes, hashes, self._ways.io)
+        self.info = info
+        self._arrival = Arrival(info.nbytes, receiver.landed)
+        self.begun.set_result(ComingExtent.of(writer.file.file_id, writer.offset, self._arrival))
+        self._advance(*self._so_far)
+
+    def _advance(self, words: bytes, arrived_bytes: int) -> None:
+        """Tell what has come and is proved. Wrong bytes are not told; they end the fetch when all have come. Of a chunk
+        without a proof nothing is told before its end, where its ETag proves it as a whole.
+        """
+        self._so_far = words, arrived_bytes
+        if self._arrival is None or self._proof is None:
+            return
+        proved = proved_bytes(self._proof, words, arrived_bytes)
+        if proved is not None and self._arrival.arrived_bytes < proved < self._arrival.nbytes:
+            self._arrival.advance(proved, words)
+
+    async def _prove(self, info: ObjectInfo, receiver: Receiver) -> None:
+        """The last bytes are told only when all bytes are proved."""
+        assert self._arrival is not None
+        words = receiver.words()
+        if self._proof is not None:
+            if proved_bytes(self._proof, words, info.nbytes) != info.nbytes:
+                raise wrong("the bytes are not those that were put")
+        elif is_md5(info.etag) and info.etag != await receiver.etag():
+            raise wrong("the bytes are not those of the ETag")
+        self._arrival.advance(info.nbytes, words)
+        self.fetched_bytes = info.nbytes
+        self._on_come()
+
+    async def _publish(self, info: ObjectInfo, writer: ExtentWriter) -> None:
+        """The chunk is in the cache from now on."""
+        part = StoredPart(info.etag, info.nbytes, info.checksum, writer.extent())
+
+        def publish(tx: Transaction) -> None:
+            transaction.ensure_bucket(tx, self._bucket, time.time())
+            if not transaction.is_dirty(tx.db, self._bucket, self._key):  # put here meanwhile, and newer
+                transaction.publish(tx, self._bucket, info, part, NO_WRITE_CONDITION)
+
+        committer, locks = self._ways.cache.committer, self._ways.locks
+        async with locks.held(self._bucket, [self._key]):  # while others change the key, they end this fetch
+            await to_end(asyncio.ensure_future(committer.commit(publish, writer.pending())))
+
+    def _end_with(self, error: ObjectCacheError) -> None:
+        if self._arrival is not None:
+            self._arrival.fail(error)
+        elif not self.begun.done():
+            if isinstance(error, CallerError) and error.code in _ABSENT:
+                self.begun.set_result(None)
+            else:
+                self.begun.set_exception(error)

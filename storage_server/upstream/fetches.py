@@ -1,0 +1,166 @@
+"""Chunks on their way from upstream into the cache. A fetch belongs to the cache: the one that asked for it first may
+go, and the fetch goes on for the others.
+
+A chunk comes into landing memory, where deliveries read it, and is written into its file behind them: writing files
+takes more of the processor than all the rest. Where the landing memory has no room, it comes straight into its file.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections import Counter
+from collections.abc import Sequence
+
+from adapters.threads import in_parts, others
+from descriptors.errors import ErrorCode, ObjectCacheError, ServerError
+from descriptors.layout import ChunkLayout
+from descriptors.objects import ObjectInfo
+from storage_server.gather.coming import ComingExtent
+from storage_server.gather.landing import Landing
+from storage_server.store.data.io_threads import IoThreads
+from storage_server.store.embedded import EmbeddedStore
+from storage_server.upstream.fetch import Fetch, Ways
+from storage_server.upstream.key_locks import KeyLocks, Name
+from storage_server.upstream.objects import UpstreamObjects
+from storage_server.upstream.turns import Turns
+
+FETCHES_MAX = 16_384
+BUCKET_PART = 0.5
+"""Of all fetches and prefetches, for one bucket: its readers must not stop those of others."""
+PREFETCHES_MAX = 1024
+PREFETCH_PART = 0.25
+"""Of the connections for chunks."""
+IO_THREADS = 2
+
+
+class Fetches:
+    """The fetches under way, one for each chunk, into `cache`. Used on one event loop."""
+
+    def __init__(
+        self, objects: UpstreamObjects, cache: EmbeddedStore, locks: KeyLocks, requests_max: int, landing_bytes: int = 0
+    ) -> None:
+        self._requests_max = requests_max
+        self._turns = Turns(requests_max)
+        self._landing = Landing(landing_bytes)
+        self._io = IoThreads(IO_THREADS)
+        self._ways = Ways(objects, cache, locks, self._turns, self._landing, self._io)
+        self._running: dict[Name, Fetch] = {}
+        self._by_bucket: Counter[str] = Counter()
+        self._prefetching: Counter[str] = Counter()
+        self._prefetch_slots = asyncio.Semaphore(max(1, int(PREFETCH_PART * requests_max)))
+        self.fetched_bytes = 0
+        """The bytes of chunks that have come as a whole since the start."""
+
+    @property
+    def running_count(self) -> int:
+        """Chunks on their way."""
+        return len(self._running)
+
+    @property
+    def landed_bytes(self) -> int:
+        """The memory in bytes that chunks lie in until they are written into files."""
+        return self._landing.used_bytes
+
+    async def begin(self, bucket: str, keys: Sequence[str], layout: ChunkLayout) -> list[ComingExtent | None]:
+        """The extents of these chunks, on their way, when upstream has begun to answer; None where upstream has none,
+        or one of another size. Chunks that are on their way already are joined. Raises ServerError(SlowDown).
+        """
+        is_crowded = len(keys) + self._by_bucket.total() > self._requests_max
+        fetches: list[Fetch] = []
+        for start, part in in_parts(keys):
+            await others(start)
+            fetches += [
+                self._fetch(bucket, key, at, layout, is_crowded=is_crowded) for at, key in enumerate(part, start)
+            ]
+        return [await asyncio.shield(fetch.begun) for fetch in fetches]
+
+    async def info(self, bucket: str, key: str) -> ObjectInfo | None:
+        """What upstream said of a chunk that is on its way; None where none is, or it will not come."""
+        fetch = self._running.get((bucket, key))
+        if fetch is None:
+            return None
+        try:
+            await asyncio.shield(fetch.begun)
+        except ObjectCacheError:
+            return None
+        return fetch.info
+
+    def prefetch(self, bucket: str, keys: Sequence[str], wait_s: float) -> None:
+        """Begin to read these chunks, as far as there is room for it. What nobody has asked for after `wait_s` and is
+        still on its way is given up.
+        """
+        begun = []
+        for key in keys:
+            room = min(
+                PREFETCHES_MAX - self._prefetching.total(), BUCKET_PART * PREFETCHES_MAX - self._prefetching[bucket]
+            )
+            if room < 1 or self._is_full(bucket):
+                break
+            if (bucket, key) not in self._running:
+                begun.append(self._begun(bucket, key, 0, None, is_crowded=False))
+        if begun:
+            asyncio.get_running_loop().call_later(wait_s, _give_up, begun)
+
+    async def stop(self, bucket: str, keys: Sequence[str]) -> None:
+        """Stop the fetches of these chunks, and return when they have ended."""
+        names = [(bucket, key) for key in keys]
+        await _ended([self._running[name].task for name in names if name in self._running])
+
+    async def close(self) -> None:
+        """Stop every fetch."""
+        await _ended([fetch.task for fetch in self._running.values()])
+        self._io.close()
+
+    def _fetch(self, bucket: str, key: str, index: int, layout: ChunkLayout, *, is_crowded: bool) -> Fetch:
+        running = self._running.get((bucket, key))
+        if running is not None and (running.layout is not None or running.has_begun):
+            running.is_wanted = True
+            return running
+        if running is not None:  # a prefetch that has not begun: this one is more urgent
+            running.task.cancel()
+        if self._is_full(bucket):
+            raise ServerError(ErrorCode.SLOW_DOWN, "too many chunks are on their way", retryable=True)
+        return self._begun(bucket, key, index, layout, is_crowded=is_crowded)
+
+    def _is_full(self, bucket: str) -> bool:
+        return self._by_bucket.total() >= FETCHES_MAX or self._by_bucket[bucket] >= BUCKET_PART * FETCHES_MAX
+
+    def _begun(self, bucket: str, key: str, index: int, layout: ChunkLayout | None, *, is_crowded: bool) -> Fetch:
+        counted = [(self._by_bucket, bucket)] + [(self._prefetching, bucket)] * (layout is None)
+        for counts, name in counted:
+            counts[name] += 1
+
+        def on_come() -> None:
+            """What is only written into its file yet holds nobody up."""
+            while counted:
+                counts, name = counted.pop()
+                counts[name] -= 1
+                if not counts[name]:
+                    del counts[name]
+
+        fetch = self._running[bucket, key] = Fetch(
+            self._ways, bucket, key, index, layout, self._prefetch_slots, on_come, is_crowded=is_crowded
+        )
+        fetch.task.add_done_callback(lambda _: on_come())
+        fetch.task.add_done_callback(lambda _: self._ended(fetch, (bucket, key)))
+        return fetch
+
+    def _ended(self, fetch: Fetch, name: Name) -> None:
+        if self._running.get(name) is fetch:
+            del self._running[name]
+        if not fetch.begun.done():  # it was stopped before its first step
+            fetch.begun.set_exception(ServerError(ErrorCode.SLOW_DOWN, "the chunk has changed", retryable=True))
+        self.fetched_bytes += fetch.fetched_bytes
+
+
+def _give_up(fetches: Sequence[Fetch]) -> None:
+    for fetch in fetches:
+        if not fetch.is_wanted:
+            fetch.task.cancel()
+
+
+async def _ended(tasks: Sequence[asyncio.Task[None]]) -> None:
+    for task in tasks:
+        task.cancel()
+    if tasks:
+        await asyncio.wait(tasks)

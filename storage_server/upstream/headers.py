@@ -1,0 +1,204 @@
+"""Objects as an S3 service describes them in headers, and requests as it wants them. Pure."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from email.utils import formatdate, parsedate_to_datetime
+from urllib.parse import quote, urlencode
+
+from descriptors.chunk_flags import FLAGS
+from descriptors.conditions import ANY, ReadCondition, WriteCondition
+from descriptors.errors import ErrorCode, ServerError
+from descriptors.objects import (
+    STANDARD,
+    Attributes,
+    ByteRange,
+    Checksum,
+    ChecksumAlgorithm,
+    ChecksumType,
+    ObjectInfo,
+    RangeSpec,
+    ReadHead,
+    ReadRequest,
+)
+from storage_server.upstream.proof import HEADER as PROOF_HEADER
+
+CONTENT_HEADERS = (
+    "content-type",
+    "cache-control",
+    "content-disposition",
+    "content-encoding",
+    "content-language",
+    "expires",
+)
+METADATA_PREFIX = "x-amz-meta-"
+TAGGING_COUNT = "x-amz-tagging-count"
+DEFAULT_CONTENT_TYPES = ("binary/octet-stream", "application/octet-stream")
+"""What services say of objects that were stored without a content type."""
+_FLAGS_HERE = {name: METADATA_PREFIX + name.removeprefix("x-amz-") for name in FLAGS}
+"""Other services keep no header that they do not know, but all metadata."""
+_FLAGS_THERE = {there: here for here, there in _FLAGS_HERE.items()}
+_MD5 = re.compile("[0-9a-f]{32}")
+_CONTENT_RANGE = re.compile(r"bytes (\d+)-(\d+)/(\d+)")
+_EXPIRY = re.compile(r'expiry-date="([^"]+)", *rule-id="([^"]*)"')
+
+
+def read_head(key: str, status: int, headers: Mapping[str, str], tags: dict[str, str]) -> ReadHead:
+    """The answer to a GET or HEAD; `headers` have lower-case names. Raises ServerError(InternalError) for an answer
+    that contradicts itself.
+    """
+    length = _number(headers, "content-length")
+    if status != 206:
+        found = ByteRange(0, length)
+        return ReadHead(object_info(key, length, headers, tags), found, expiry(headers))
+    match = _CONTENT_RANGE.fullmatch(headers.get("content-range", ""))
+    if match is None:
+        raise _nonsense("a range came without a Content-Range")
+    first, last, nbytes = map(int, match.groups())
+    if last - first + 1 != length or last >= nbytes:
+        raise _nonsense(f"a range of {length} bytes came as {headers['content-range']}")
+    return ReadHead(object_info(key, nbytes, headers, tags), ByteRange(first, length), expiry(headers))
+
+
+def object_info(key: str, nbytes: int, headers: Mapping[str, str], tags: dict[str, str]) -> ObjectInfo:
+    """The object that the headers describe."""
+    etag = headers.get("etag", "").strip('"')
+    if not etag:
+        raise _nonsense("an object came without an ETag")
+    kept = {name: headers[name] for name in CONTENT_HEADERS if name in headers}
+    if kept.get("content-type") in DEFAULT_CONTENT_TYPES:
+        del kept["content-type"]
+    for name, value in headers.items():
+        if name in _FLAGS_THERE:
+            kept[_FLAGS_THERE[name]] = value
+        elif name.startswith(METADATA_PREFIX) and name != PROOF_HEADER:
+            kept[name] = value
+    count = headers.get(TAGGING_COUNT, "")
+    attributes = Attributes(
+        kept,
+        tags,
+        headers.get("x-amz-storage-class", STANDARD),
+        int(count) if count.isdecimal() and len(count) < 4 else None,
+    )
+    return ObjectInfo(
+        key, nbytes, etag, http_time(headers.get("last-modified")), attributes, checksum(headers), part_count(etag)
+    )
+
+
+def is_md5(etag: str) -> bool:
+    """Whether the ETag may be the MD5 of the object's bytes, as it is for objects that were stored whole."""
+    return _MD5.fullmatch(etag) is not None
+
+
+def part_count(etag: str) -> int | None:
+    """How many parts the object was stored in; None where it was stored whole."""
+    count = etag.rpartition("-")[2]
+    return int(count) if "-" in etag and count.isdecimal() else None
+
+
+def checksum(headers: Mapping[str, str]) -> Checksum | None:
+    """The object's checksum, where the service keeps one that we know."""
+    kind = ChecksumType.COMPOSITE if headers.get("x-amz-checksum-type") == "COMPOSITE" else ChecksumType.FULL_OBJECT
+    for algorithm in ChecksumAlgorithm:
+        value = headers.get(algorithm.header)
+        if value is not None:
+            return Checksum(algorithm, value, ChecksumType.COMPOSITE if "-" in value else kind)
+    return None
+
+
+def expiry(headers: Mapping[str, str]) -> tuple[float, str] | None:
+    """When the object expires (Unix seconds), and by which rule."""
+    match = _EXPIRY.search(headers.get("x-amz-expiration", ""))
+    return None if match is None else (http_time(match[1]), match[2])
+
+
+def put_time(headers: Mapping[str, str]) -> float:
+    """When an object was modified, from the answer to its PUT: Unix seconds. S3 tells only its clock's time at the
+    answer, which may be a little later; another ObjectCache tells what a HEAD tells.
+    """
+    return http_time(headers.get("last-modified") or headers.get("date"))
+
+
+def http_time(text: str | None) -> float:
+    """Unix seconds; 0 for no date."""
+    if not text:
+        return 0.0
+    try:
+        return parsedate_to_datetime(text).timestamp()
+    except ValueError:
+        return 0.0
+
+
+def attribute_headers(attributes: Attributes, *, with_tags: bool = True) -> dict[str, str]:
+    """The headers that give a new object its attributes."""
+    headers = {_FLAGS_HERE.get(name, name): value for name, value in attributes.headers.items()}
+    if with_tags and attributes.tags:
+        headers["x-amz-tagging"] = urlencode(attributes.tags)
+    if attributes.storage_class != STANDARD:
+        headers["x-amz-storage-class"] = attributes.storage_class
+    return headers
+
+
+def read_headers(request: ReadRequest) -> dict[str, str]:
+    """Range and condition of a read, and the wish for checksums. Lists of ETags, which few services understand, are
+    compared with the answer instead.
+    """
+    headers = {**_conditions(request.condition, ""), "x-amz-checksum-mode": "ENABLED"}
+    if request.range is not None:
+        headers["range"] = range_text(request.range)
+    return headers
+
+
+def source_headers(source: ReadRequest) -> dict[str, str]:
+    """The source of a copy, and the condition on it."""
+    path = quote(f"{source.bucket}/{source.key}", safe="/-_.~")
+    headers = {"x-amz-copy-source": path, **_conditions(source.condition, "x-amz-copy-source-")}
+    if source.range is not None:
+        headers["x-amz-copy-source-range"] = range_text(source.range)
+    return headers
+
+
+def write_headers(condition: WriteCondition) -> dict[str, str]:
+    """The condition of a write."""
+    headers = {}
+    if condition.if_match is not None:
+        headers["if-match"] = _etags((condition.if_match,))
+    if condition.if_absent:
+        headers["if-none-match"] = ANY
+    return headers
+
+
+def range_text(spec: RangeSpec) -> str:
+    """The value of a Range header."""
+    if spec.suffix is not None:
+        return f"bytes=-{spec.suffix}"
+    return f"bytes={spec.first}-{'' if spec.last is None else spec.last}"
+
+
+def _conditions(condition: ReadCondition, prefix: str) -> dict[str, str]:
+    headers = {}
+    if len(condition.if_match) == 1:
+        headers[f"{prefix}if-match"] = _etags(condition.if_match)
+    if len(condition.if_none_match) == 1:
+        headers[f"{prefix}if-none-match"] = _etags(condition.if_none_match)
+    if condition.if_modified_since is not None and not condition.if_none_match:
+        headers[f"{prefix}if-modified-since"] = formatdate(condition.if_modified_since, usegmt=True)
+    if condition.if_unmodified_since is not None and not condition.if_match:
+        headers[f"{prefix}if-unmodified-since"] = formatdate(condition.if_unmodified_since, usegmt=True)
+    return headers
+
+
+def _etags(etags: tuple[str, ...]) -> str:
+    return ", ".join(etag if etag == ANY else f'"{etag}"' for etag in etags)
+
+
+def _number(headers: Mapping[str, str], name: str) -> int:
+    value = headers.get(name, "")
+    if not value.isdecimal():
+        raise _nonsense(f"an object came without its {name}")
+    return int(value)
+
+
+def _nonsense(problem: str) -> ServerError:
+    return ServerError(ErrorCode.INTERNAL_ERROR, f"the upstream store's answer makes no sense: {problem}")

@@ -1,0 +1,325 @@
+"""An upstream service as home: objects and uploads lie there, and chunks that were read are kept in a cache here. The
+cache has nothing that cannot be had again, but for dirty chunks.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import AsyncIterator, Awaitable, Mapping, Sequence
+from contextlib import AsyncExitStack, asynccontextmanager, suppress
+from functools import partial
+from typing import TypeVar
+
+from adapters.threads import to_end
+from descriptors.conditions import NO_WRITE_CONDITION, WriteCondition
+from descriptors.errors import CallerError, ErrorCode, ServerError
+from descriptors.objects import (
+    BodyDigests,
+    CompleteRequest,
+    CopyRequest,
+    ListPage,
+    ListRequest,
+    ObjectInfo,
+    ObjectPart,
+    PartCopyRequest,
+    PartInfo,
+    PutRequest,
+    ReadHead,
+    ReadRequest,
+)
+from descriptors.storage_api import Body, ObjectRead, Piece
+from storage_server.settings import UpstreamSettings, Write
+from storage_server.store.embedded import EmbeddedStore
+from storage_server.store.index import transaction
+from storage_server.store.index.transaction import Transaction
+from storage_server.store.objects import check_size
+from storage_server.store.rows import StoredObject
+from storage_server.upstream.cached_read import healing
+from storage_server.upstream.chunk_names import is_chunk
+from storage_server.upstream.chunks import UpstreamChunks
+from storage_server.upstream.connection import Upstream
+from storage_server.upstream.fetches import Fetches
+from storage_server.upstream.headers import put_time
+from storage_server.upstream.key_locks import KeyLocks
+from storage_server.upstream.merged_list import dirty_after, merged
+from storage_server.upstream.objects import UpstreamObjects
+from storage_server.upstream.proof import HEADER, make_proof
+from storage_server.upstream.revalidation import Revalidation
+from storage_server.upstream.uploads import UpstreamUploads
+from storage_server.upstream.write_back import StoredBody, WriteBack, send_stored
+
+FULL_S = 5.0
+"""For so long after the cache had no room, chunks are not kept when they are put."""
+ABSENT = frozenset({ErrorCode.NO_SUCH_KEY, ErrorCode.NO_SUCH_BUCKET})
+_T = TypeVar("_T")
+
+
+class UpstreamHome:
+    """The roles `objects` and `uploads`, and the ChunkSource `chunks`. `start` before use, `close` after."""
+
+    def __init__(self, settings: UpstreamSettings, cache: EmbeddedStore) -> None:
+        self.settings = settings
+        self._upstream = Upstream(settings)
+        nbytes_max = cache.settings.object_bytes_max
+        plain = UpstreamObjects(self._upstream, nbytes_max)
+        locks = KeyLocks()
+        self.fetches = Fetches(plain, cache, locks, settings.fetches_max, settings.landing_bytes)
+        accepts = settings.write is Write.BACK
+        self.write_back = WriteBack(plain, cache, locks, self.fetches.stop, settings.uploads_max, accepts=accepts)
+        self.cache = cache
+        self.objects = CachedObjects(self._upstream, nbytes_max, self)
+        self.uploads = CachedUploads(self._upstream, self.objects, nbytes_max, self)
+        self.chunks = UpstreamChunks(plain, cache, self.fetches, self._forget_versions)
+        self.revalidation = Revalidation(plain, cache.reader, self._forget_versions)
+        self._revalidate_s = settings.chunk_revalidate_s
+        self._revalidating: asyncio.Task[None] | None = None
+
+    @property
+    def failed_count(self) -> int:
+        """How many requests the service did not answer, or was too busy for."""
+        return self._upstream.failed_count
+
+    async def start(self) -> None:
+        """Make the pool of connections, begin to upload what is dirty, and to look for what others have changed."""
+        await self._upstream.start()
+        await self.write_back.start()
+        if self._revalidate_s:
+            self._revalidating = asyncio.create_task(self.revalidation.run(self._revalidate_s))
+
+    async def close(self) -> None:
+        """Stop what is under way."""
+        if self._revalidating is not None:
+            self._revalidating.cancel()
+            await asyncio.wait([self._revalidating])
+        await self.write_back.close()
+        await self.fetches.close()
+        await self._upstream.close()
+
+    def copy_of(self, bucket: str, key: str) -> StoredObject | None:
+        """The chunk in the cache that answers for this key; None where upstream must be asked."""
+        stored = self.cache.objects.stored(bucket, key)
+        if stored is None or not is_chunk(key, stored.info.attributes):
+            return None
+        return None if self.cache.objects.is_damaged(bucket, key) else stored
+
+    async def put_chunk(self, objects: UpstreamObjects, request: PutRequest, body: Body) -> ObjectInfo:
+        """Put a chunk upstream and into the cache, in this order, so that the cache never has what upstream lacks."""
+        bucket, key = request.bucket, request.key
+        async with self.cache.bodies.received(request.nbytes, request.checksum, body) as (part, pending):
+            assert part.extent is not None
+            proof = make_proof(request.nbytes, part.extent.checksums)
+            stored = StoredBody(self.cache.received_pieces(part, pending), part)
+            async with self.write_back.held(bucket, [key], settled=request.condition != NO_WRITE_CONDITION):
+                sending = send_stored(objects, request, stored, {HEADER: proof.header()})
+                answer = await self.changing(bucket, [key], sending)
+                etag, modified_at = answer.get("etag", "").strip('"'), put_time(answer)
+                info = ObjectInfo(key, request.nbytes, etag, modified_at, request.attributes, part.checksum)
+
+                def publish(tx: Transaction) -> None:
+                    transaction.ensure_bucket(tx, bucket, time.time())
+                    transaction.publish(tx, bucket, info, part, NO_WRITE_CONDITION)
+
+                await to_end(asyncio.ensure_future(self.cache.committer.commit(publish, pending)))
+        return info
+
+    async def forget(self, bucket: str, keys: Sequence[str]) -> None:
+        """Remove every copy of these objects: a fetch under way ends, and no later read finds what it had brought."""
+        await self.fetches.stop(bucket, keys)
+        self.chunks.forget_known(bucket, keys)
+        try:
+            await self.cache.objects.delete_objects("", bucket, list(keys))
+        except CallerError as error:
+            if error.code is not ErrorCode.NO_SUCH_BUCKET:
+                raise
+        self.write_back.forget(bucket, keys)
+
+    async def forget_clean(self, bucket: str, keys: Sequence[str]) -> None:
+        """Remove every copy of these objects but those that upstream does not have."""
+        clean = [key for key in keys if not self.write_back.is_dirty(bucket, key)]
+        if clean:
+            await self.forget(bucket, clean)
+
+    async def changing(self, bucket: str, keys: Sequence[str], change: Awaitable[_T]) -> _T:
+        """Carry out a change of these objects upstream, and remove every copy before this returns. A change that fails
+        may have been carried out all the same: copies go, but what upstream does not have yet stays. Copies also go
+        before the change, so that a crash in the middle leaves none of what it replaced.
+        """
+        await self.forget_clean(bucket, [key for key in keys if self.cache.objects.stored(bucket, key) is not None])
+        try:
+            changed = await change
+        except BaseException:
+            await to_end(asyncio.ensure_future(self.forget_clean(bucket, keys)))
+            raise
+        await to_end(asyncio.ensure_future(self.forget(bucket, keys)))
+        return changed
+
+    async def _forget_versions(self, bucket: str, versions: Mapping[str, int]) -> int:
+        change = partial(transaction.remove_versions, bucket=bucket, versions=versions)
+        return await self.cache.change(change, frees=True)
+
+
+class CachedObjects(UpstreamObjects):
+    """Objects upstream, copies of which may be in the cache. A copy is removed before a change is answered. Chunks are
+    read from the cache without asking upstream, dirty ones always.
+    """
+
+    def __init__(self, upstream: Upstream, object_bytes_max: int, home: UpstreamHome) -> None:
+        super().__init__(upstream, object_bytes_max)
+        self._home = home
+        self._write_back = home.write_back
+        self._full_until_s = 0.0
+
+    async def delete_bucket(self, access_key: str, bucket: str) -> None:
+        if await self._write_back.page(bucket, "", "", 1):
+            raise CallerError(ErrorCode.BUCKET_NOT_EMPTY, f"the bucket {bucket} still has objects", field="bucket")
+        self._write_back.forget_bucket(bucket)
+        await super().delete_bucket(access_key, bucket)
+
+    async def put_object(self, access_key: str, request: PutRequest, body: Body) -> ObjectInfo:
+        """A chunk is received as a whole before it is sent upstream, with its proof, and stays in the cache. Written
+        back, it is sent after the answer. Where the cache has no room, it passes through as other objects do.
+        """
+        check_size(request.nbytes, self._object_bytes_max)
+        if request.nbytes and is_chunk(request.key, request.attributes) and time.monotonic() >= self._full_until_s:
+            counted = CountedBody(body)
+            try:
+                with self._write_back.room(request) as has_room:
+                    if has_room:
+                        return await self._write_back.put(request, counted)
+                return await self._home.put_chunk(self, request, counted)
+            except ServerError as error:
+                if error.code is not ErrorCode.INSUFFICIENT_STORAGE:
+                    raise
+                if request.nbytes <= (self._home.cache.space.extent_bytes_max or request.nbytes):
+                    self._full_until_s = time.monotonic() + FULL_S
+                if counted.has_begun:
+                    raise
+        bucket, keys = request.bucket, [request.key]
+        if self._write_back.is_dirty(bucket, request.key):  # a flag made it a chunk, and this one has none
+            async with self._write_back.held(bucket, keys, settled=True):
+                pass
+        return await self._home.changing(bucket, keys, super().put_object(access_key, request, body))
+
+    async def head_object(self, access_key: str, request: ReadRequest) -> ReadHead:
+        """Upstream is asked where the copy's tags may not be those of the object, unless it is gone."""
+        copy = self._home.copy_of(request.bucket, request.key)
+        if copy is None:
+            return await super().head_object(access_key, request)
+        here = self._home.cache.objects
+        has_tags = self.counts_tags and not copy.has_doubtful_tags
+        if has_tags or self._write_back.is_dirty(request.bucket, request.key):
+            try:
+                return await here.head_object(access_key, request)
+            except CallerError as error:
+                if error.code not in ABSENT:
+                    raise
+            return await super().head_object(access_key, request)  # it was evicted meanwhile
+        try:
+            return await super().head_object(access_key, request)
+        except ServerError:
+            return await here.head_object(access_key, request)
+
+    @asynccontextmanager
+    async def open_object(self, access_key: str, request: ReadRequest) -> AsyncIterator[ObjectRead]:
+        bucket, key = request.bucket, request.key
+        copy = self._home.copy_of(bucket, key)
+        if copy is None or copy.has_doubtful_tags:
+            async with super().open_object(access_key, request) as read:
+                yield read
+            return
+        async with AsyncExitStack() as stack:
+            try:
+                read = await stack.enter_async_context(self._home.cache.objects.open_object(access_key, request))
+                read = healing(read, lambda: self._home.cache.objects.note_damaged(bucket, key))
+            except CallerError as error:
+                if error.code not in ABSENT:
+                    raise
+                read = await stack.enter_async_context(super().open_object(access_key, request))  # evicted meanwhile
+            yield read
+
+    async def object_parts(self, access_key: str, bucket: str, key: str) -> list[ObjectPart]:
+        async with self._write_back.held(bucket, [key], settled=True):
+            return await super().object_parts(access_key, bucket, key)
+
+    async def copy_object(self, access_key: str, request: CopyRequest) -> ObjectInfo:
+        """The source must be upstream; a copy under its own key settles that key, too."""
+        source, bucket, keys = request.source, request.bucket, [request.key]
+        async with self._write_back.held(source.bucket, [source.key], settled=True):
+            pass
+        async with self._write_back.held(bucket, keys, settled=True):
+            return await self._home.changing(bucket, keys, super().copy_object(access_key, request))
+
+    async def delete_object(
+        self, access_key: str, bucket: str, key: str, condition: WriteCondition = NO_WRITE_CONDITION
+    ) -> None:
+        async with self._write_back.held(bucket, [key], settled=condition != NO_WRITE_CONDITION):
+            try:
+                await self._home.changing(bucket, [key], super().delete_object(access_key, bucket, key, condition))
+            except CallerError as error:
+                if error.code is ErrorCode.NO_SUCH_BUCKET:  # nothing can be there: what is here alone goes, too
+                    await to_end(asyncio.ensure_future(self._home.forget(bucket, [key])))
+                raise
+
+    async def delete_objects(self, access_key: str, bucket: str, keys: list[str]) -> None:
+        async with self._write_back.held(bucket, keys):
+            await self._home.changing(bucket, keys, super().delete_objects(access_key, bucket, keys))
+
+    async def set_tags(self, access_key: str, bucket: str, key: str, tags: dict[str, str]) -> None:
+        """A crash in the middle leaves a copy whose tags are doubtful."""
+        cache = self._home.cache
+        async with self._write_back.held(bucket, [key], settled=True):
+            has_copy = cache.objects.stored(bucket, key) is not None
+            if has_copy:
+                await cache.change(partial(transaction.doubt_tags, bucket=bucket, key=key), frees=True)
+            await super().set_tags(access_key, bucket, key, tags)
+            if has_copy:
+                with suppress(CallerError):  # evicted meanwhile
+                    await cache.objects.set_tags(access_key, bucket, key, tags)
+
+    async def list_objects(self, access_key: str, request: ListRequest) -> ListPage:
+        """What is dirty is read first: a chunk that gets upstream meanwhile is seen there."""
+        dirty = await self._write_back.page(request.bucket, dirty_after(request), request.prefix, request.max_keys + 1)
+        page = await super().list_objects(access_key, request)
+        return merged(page, dirty, request) if dirty and request.max_keys else page
+
+
+class CountedBody:
+    """A body of which one can tell whether anybody has begun to read it."""
+
+    def __init__(self, body: Body) -> None:
+        self._body = body
+        self.has_begun = False
+
+    @property
+    def has_sha256(self) -> bool:
+        return self._body.has_sha256
+
+    @property
+    def is_held_back(self) -> bool:
+        return self._body.is_held_back
+
+    def __aiter__(self) -> AsyncIterator[Piece]:
+        self.has_begun = True
+        return aiter(self._body)
+
+    def digests(self) -> BodyDigests:
+        return self._body.digests()
+
+
+class CachedUploads(UpstreamUploads):
+    """Uploads upstream, which may replace objects in the cache."""
+
+    def __init__(self, upstream: Upstream, objects: UpstreamObjects, part_bytes_max: int, home: UpstreamHome) -> None:
+        super().__init__(upstream, objects, part_bytes_max)
+        self._home = home
+
+    async def copy_part(self, access_key: str, request: PartCopyRequest) -> PartInfo:
+        async with self._home.write_back.held(request.source.bucket, [request.source.key], settled=True):
+            pass
+        return await super().copy_part(access_key, request)
+
+    async def complete_upload(self, access_key: str, request: CompleteRequest) -> ObjectInfo:
+        bucket, keys = request.upload.bucket, [request.upload.key]
+        async with self._home.write_back.held(bucket, keys, settled=True):
+            return await self._home.changing(bucket, keys, super().complete_upload(access_key, request))

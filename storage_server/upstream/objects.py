@@ -1,0 +1,342 @@
+"""ObjectsApi over an upstream S3 service: every call is one or two requests there."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Mapping
+from contextlib import asynccontextmanager
+from typing import Any
+from urllib.parse import unquote_plus, urlencode
+
+import aiohttp
+
+from descriptors.conditions import NO_WRITE_CONDITION, WriteCondition, check_read
+from descriptors.errors import CallerError, ErrorCode, ObjectCacheError, ServerError, make_error
+from descriptors.lifecycle import LifecycleRule
+from descriptors.objects import (
+    BucketInfo,
+    Checksum,
+    ChecksumAlgorithm,
+    CopyRequest,
+    ListPage,
+    ListRequest,
+    ObjectInfo,
+    ObjectPart,
+    PutRequest,
+    ReadHead,
+    ReadRequest,
+)
+from descriptors.storage_api import Body, ObjectRead, Piece
+from storage_server.store.index.reading import resolve_range
+from storage_server.store.objects import check_size
+from storage_server.upstream.bulk_reads import Into
+from storage_server.upstream.connection import Answer, Upstream
+from storage_server.upstream.headers import (
+    TAGGING_COUNT,
+    attribute_headers,
+    read_head,
+    read_headers,
+    source_headers,
+    write_headers,
+)
+from storage_server.upstream.lifecycle import lifecycle_document, lifecycle_rules
+from storage_server.upstream.refusals import unreachable
+
+AFTER_PREFIX = "\U0010ffff"
+"""The greatest character: a key after a common prefix and this is after all that the prefix rolls up."""
+
+
+class UpstreamObjects:
+    """Implements descriptors.storage_api.ObjectsApi."""
+
+    def __init__(self, upstream: Upstream, object_bytes_max: int) -> None:
+        self._upstream = upstream
+        self._object_bytes_max = object_bytes_max
+        self.counts_tags = False
+        """Whether the service has been seen to say how many tags an object has."""
+
+    async def create_bucket(self, access_key: str, bucket: str) -> None:
+        """Most services take the creation of a bucket that is one's own for no error, and say nothing of it."""
+        if await self._has_bucket(bucket):
+            raise CallerError(ErrorCode.BUCKET_ALREADY_OWNED, "the bucket exists already", field="bucket")
+        region = self._upstream.settings.region
+        where = {} if region == "us-east-1" else {"CreateBucketConfiguration": {"LocationConstraint": region}}
+        await self._upstream.call("CreateBucket", Bucket=bucket, **where)
+
+    async def head_bucket(self, access_key: str, bucket: str) -> BucketInfo:
+        await self.require_bucket(bucket)
+        return next(
+            (found for found in await self.list_buckets(access_key) if found.name == bucket),
+            BucketInfo(bucket, 0.0, ""),
+        )
+
+    async def list_buckets(self, access_key: str) -> list[BucketInfo]:
+        found, token = list[BucketInfo](), None
+        while True:
+            page = await self._upstream.call("ListBuckets", **({} if token is None else {"ContinuationToken": token}))
+            owner = page.get("Owner", {}).get("ID", "")
+            found += [
+                BucketInfo(each["Name"], each["CreationDate"].timestamp() if "CreationDate" in each else 0.0, owner)
+                for each in page.get("Buckets", ())
+            ]
+            token = page.get("ContinuationToken")
+            if not token:
+                return sorted(found, key=lambda bucket: bucket.name)
+
+    async def delete_bucket(self, access_key: str, bucket: str) -> None:
+        await self._upstream.call("DeleteBucket", Bucket=bucket)
+
+    async def get_lifecycle(self, access_key: str, bucket: str) -> list[LifecycleRule]:
+        try:
+            return lifecycle_rules(await self._upstream.call("GetBucketLifecycleConfiguration", Bucket=bucket))
+        except CallerError as error:
+            if error.code is ErrorCode.NO_SUCH_LIFECYCLE:
+                return []
+            raise
+
+    async def own_lifecycle(self, access_key: str, bucket: str) -> list[LifecycleRule]:
+        """The service carries its rules out by itself."""
+        return []
+
+    async def set_lifecycle(self, access_key: str, bucket: str, rules: list[LifecycleRule]) -> None:
+        if not rules:
+            await self._upstream.call("DeleteBucketLifecycle", Bucket=bucket)
+            return
+        await self._upstream.call(
+            "PutBucketLifecycleConfiguration", Bucket=bucket, LifecycleConfiguration=lifecycle_document(rules)
+        )
+
+    async def put_object(self, access_key: str, request: PutRequest, body: Body) -> ObjectInfo:
+        """The object is stored under its key when upstream has all of it. Upstream's ETag is compared with the MD5 of
+        what was sent, where it is one.
+        """
+        await self.send(request, body)
+        return (await self._head(ReadRequest(request.bucket, request.key))).info
+
+    async def send(
+        self, request: PutRequest, body: Body, further: Mapping[str, str] | None = None
+    ) -> Mapping[str, str]:
+        """Put an object, with further headers; the headers of the answer. Raises what `put_object` raises."""
+        check_size(request.nbytes, self._object_bytes_max)
+        headers = {**attribute_headers(request.attributes), **write_headers(request.condition), **(further or {})}
+        sent = await self._upstream.prepared(body, request.nbytes, request.checksum)
+        return await self._upstream.put(request.bucket, request.key, headers, "", sent)
+
+    async def head_object(self, access_key: str, request: ReadRequest) -> ReadHead:
+        return await self._head(request)
+
+    @asynccontextmanager
+    async def open_object(self, access_key: str, request: ReadRequest) -> AsyncIterator[ObjectRead]:
+        async with self._opened("GET", request, with_tags=False) as (answer, head):
+            yield ObjectRead(head, pieces_of(answer))
+
+    @asynccontextmanager
+    async def open_range(self, request: ReadRequest) -> AsyncIterator[tuple[ReadHead, Answer]]:
+        """A read whose answer's own headers are wanted, too; `pieces_of` gives its bytes."""
+        async with self._opened("GET", request) as (answer, head):
+            yield head, answer
+
+    @asynccontextmanager
+    async def open_into(
+        self, request: ReadRequest, into: Into
+    ) -> AsyncIterator[tuple[ReadHead, Mapping[str, str], asyncio.Future[None]]]:
+        """A read whose bytes, as many as `into` has room for, go there; its head, the answer's own headers, and when
+        the bytes are there.
+        """
+        headers = read_headers(request)
+        async with self._upstream.open_into(request.bucket, request.key, headers, into) as (answer, body):
+            head = await self._checked(request, answer.status, answer.headers, is_sure=False)
+            yield head, answer.headers, body
+
+    async def object_parts(self, access_key: str, bucket: str, key: str) -> list[ObjectPart]:
+        parts, marker = list[ObjectPart](), None
+        while True:
+            more: dict[str, Any] = {} if marker is None else {"PartNumberMarker": marker}
+            found = await self._upstream.call(
+                "GetObjectAttributes", Bucket=bucket, Key=key, ObjectAttributes=["ObjectParts"], **more
+            )
+            page = found.get("ObjectParts", {})
+            parts += [ObjectPart(each["PartNumber"], each["Size"], checksum_of(each)) for each in page.get("Parts", ())]
+            marker = page.get("NextPartNumberMarker")
+            if not page.get("IsTruncated"):
+                return parts
+
+    async def copy_object(self, access_key: str, request: CopyRequest) -> ObjectInfo:
+        headers = {**source_headers(request.source), **write_headers(request.condition)}
+        if request.attributes is not None:
+            headers |= {"x-amz-metadata-directive": "REPLACE", **attribute_headers(request.attributes, with_tags=False)}
+        if request.tags is not None:
+            headers |= {"x-amz-tagging-directive": "REPLACE", "x-amz-tagging": urlencode(request.tags)}
+        if request.storage_class != "STANDARD":
+            headers["x-amz-storage-class"] = request.storage_class
+        if request.checksum is not None:
+            headers["x-amz-checksum-algorithm"] = request.checksum.value
+        source = f"{request.source.bucket}/{request.source.key}"
+        await self._upstream.call("CopyObject", headers, Bucket=request.bucket, Key=request.key, CopySource=source)
+        made = (await self._head(ReadRequest(request.bucket, request.key))).info
+        if request.tags is not None and made.attributes.tags != request.tags:  # some services copy without them
+            await self.set_tags(access_key, request.bucket, request.key, request.tags)
+            made = (await self._head(ReadRequest(request.bucket, request.key))).info
+        return made
+
+    async def delete_object(
+        self, access_key: str, bucket: str, key: str, condition: WriteCondition = NO_WRITE_CONDITION
+    ) -> None:
+        await self._upstream.call("DeleteObject", write_headers(condition), Bucket=bucket, Key=key)
+
+    async def delete_objects(self, access_key: str, bucket: str, keys: list[str]) -> None:
+        """Raises the error of the first key that upstream did not delete; the others may be gone."""
+        wanted = {"Objects": [{"Key": key} for key in keys], "Quiet": True}
+        found = await self._upstream.call("DeleteObjects", Bucket=bucket, Delete=wanted)
+        for error in found.get("Errors", ()):
+            raise _error_of(error)
+
+    async def set_tags(self, access_key: str, bucket: str, key: str, tags: dict[str, str]) -> None:
+        if not tags:
+            await self._head(ReadRequest(bucket, key))
+            await self._upstream.call("DeleteObjectTagging", Bucket=bucket, Key=key)
+            return
+        wanted = {"TagSet": [{"Key": name, "Value": value} for name, value in tags.items()]}
+        await self._upstream.call("PutObjectTagging", Bucket=bucket, Key=key, Tagging=wanted)
+
+    async def list_objects(self, access_key: str, request: ListRequest) -> ListPage:
+        if request.max_keys == 0:
+            await self.require_bucket(request.bucket)
+            return ListPage([], [], None)
+        found = await self._upstream.call(
+            "ListObjectsV2",
+            Bucket=request.bucket,
+            Prefix=request.prefix,
+            Delimiter=request.delimiter,
+            StartAfter=request.after,
+            MaxKeys=request.max_keys,
+            EncodingType="url",
+        )
+        return list_page(found)
+
+    async def _has_bucket(self, bucket: str) -> bool:
+        try:
+            await self.require_bucket(bucket)
+        except CallerError as error:
+            if error.code in (ErrorCode.NO_SUCH_BUCKET, ErrorCode.ACCESS_DENIED):
+                return False
+            raise
+        return True
+
+    async def require_bucket(self, bucket: str) -> None:
+        """Raises CallerError(NoSuchBucket)."""
+        try:
+            await self._upstream.call("HeadBucket", Bucket=bucket)
+        except CallerError as error:
+            if error.code is ErrorCode.NO_SUCH_KEY:  # an answer to HEAD has no code
+                raise CallerError(ErrorCode.NO_SUCH_BUCKET, "the bucket does not exist", field="bucket") from None
+            raise
+
+    async def _head(self, request: ReadRequest) -> ReadHead:
+        try:
+            async with self._opened("HEAD", request) as (_, head):
+                return head
+        except CallerError as error:
+            if error.code is ErrorCode.NO_SUCH_KEY:
+                await self.require_bucket(request.bucket)
+            raise _of_part(error, request) from None
+
+    @asynccontextmanager
+    async def _opened(
+        self, method: str, request: ReadRequest, *, with_tags: bool = True
+    ) -> AsyncIterator[tuple[Answer, ReadHead]]:
+        if request.range is not None and request.part_number is not None:
+            problem = "a range and a part number exclude each other"
+            raise CallerError(ErrorCode.INVALID_REQUEST, problem, field="range")
+        query = "" if request.part_number is None else f"partNumber={request.part_number}"
+        async with self._upstream.open(method, request.bucket, request.key, read_headers(request), query) as answer:
+            yield (
+                answer,
+                await self._checked(
+                    request, answer.status, answer.headers, is_sure=method == "HEAD", with_tags=with_tags
+                ),
+            )
+
+    async def _checked(
+        self, request: ReadRequest, status: int, headers: Mapping[str, str], *, is_sure: bool, with_tags: bool = True
+    ) -> ReadHead:
+        """What an answer's head says. Raises what the request's conditions and range say."""
+        self.counts_tags = self.counts_tags or TAGGING_COUNT in headers
+        tags = await self._tags(request, headers, is_sure=is_sure) if with_tags else {}
+        head = read_head(request.key, status, headers, tags)
+        check_read(request.condition, head.info.etag, head.info.modified_at)
+        if request.range is not None:
+            resolve_range(request.range, head.info.nbytes)  # some services answer a range of nothing with the whole
+        return head
+
+    async def _tags(self, request: ReadRequest, headers: Mapping[str, str], *, is_sure: bool) -> dict[str, str]:
+        """The object's tags. A service that never says how many there are is asked, where the answer must be sure."""
+        count = headers.get(TAGGING_COUNT)
+        if count == "0" or (count is None and (self.counts_tags or not is_sure)):
+            return {}
+        found = await self._upstream.call("GetObjectTagging", Bucket=request.bucket, Key=request.key)
+        return {tag["Key"]: tag["Value"] for tag in found["TagSet"]}
+
+    async def has_object(self, bucket: str, key: str) -> bool:
+        """Whether there is such an object; where there is none, there may be no such bucket either. Raises ServerError,
+        CallerError for other refusals.
+        """
+        try:
+            async with self._upstream.open("HEAD", bucket, key, {}):
+                return True
+        except CallerError as error:
+            if error.code is ErrorCode.NO_SUCH_KEY:
+                return False
+            raise
+
+
+def list_page(found: dict[str, Any]) -> ListPage:
+    """A page of ListObjectsV2 whose names are percent-encoded."""
+    objects = [
+        ObjectInfo(
+            unquote_plus(each["Key"]),
+            each["Size"],
+            each["ETag"].strip('"'),
+            float(int(each["LastModified"].timestamp())),
+        )
+        for each in found.get("Contents", ())
+    ]
+    prefixes = [unquote_plus(each["Prefix"]) for each in found.get("CommonPrefixes", ())]
+    if not found.get("IsTruncated"):
+        return ListPage(objects, prefixes, None)
+    last_key = objects[-1].key if objects else ""
+    last_prefix = prefixes[-1] + AFTER_PREFIX if prefixes else ""
+    return ListPage(objects, prefixes, max(last_key, last_prefix, key=str.encode))
+
+
+async def pieces_of(answer: Answer) -> AsyncIterator[Piece]:
+    """The bytes of an answer. Raises ServerError(SlowDown) where upstream breaks off."""
+    try:
+        async for piece in answer.content.iter_any():
+            yield piece
+    except (aiohttp.ClientError, OSError, TimeoutError) as error:
+        raise unreachable(str(error) or type(error).__name__) from error
+
+
+def _of_part(error: CallerError, request: ReadRequest) -> CallerError:
+    """What a refused HEAD was about: its answer has a status and nothing else."""
+    if error.code is ErrorCode.INVALID_RANGE and request.part_number is not None:
+        return CallerError(ErrorCode.INVALID_PART_NUMBER, "the object has no such part", field="partNumber")
+    return error
+
+
+def _error_of(entry: dict[str, str]) -> ObjectCacheError:
+    try:
+        return make_error(ErrorCode(entry.get("Code", "")), entry.get("Message", ""), field="key")
+    except ValueError:
+        problem = f"upstream did not delete a key: {entry.get('Code')}: {entry.get('Message')}"
+        return ServerError(ErrorCode.INTERNAL_ERROR, problem, retryable=True)
+
+
+def checksum_of(entry: Mapping[str, Any]) -> Checksum | None:
+    """The checksum in an entry of a document, by the names of botocore's model."""
+    for algorithm in ChecksumAlgorithm:
+        value = entry.get(f"Checksum{algorithm.value}")
+        if value:
+            return Checksum(algorithm, value)
+    return None

@@ -1,0 +1,176 @@
+"""Imports point one way, and decisions know no input or output (ARCHITECTURE.md)."""
+
+from __future__ import annotations
+
+import ast
+import sys
+from collections.abc import Iterator
+from functools import cache
+from graphlib import TopologicalSorter
+from pathlib import Path
+
+import pytest
+
+from tests.support.tree import repository
+
+ROOT = repository()
+PRODUCT = {"adapters", "calibration", "descriptors", "gateway", "nixl_client", "objectcache", "storage_server"}
+OURS = {*PRODUCT, "bench", "demo"}
+MAY_IMPORT = {
+    "descriptors": set(),
+    "adapters": {"descriptors"},
+    "gateway": {"descriptors", "adapters"},
+    "storage_server": {"descriptors", "adapters"},
+    "nixl_client": {"descriptors", "adapters"},
+    "calibration": {"descriptors", "adapters", "nixl_client", "storage_server"},
+    "objectcache": PRODUCT - {"nixl_client"},
+}
+STAGES = {
+    "storage_server": (
+        "memory_area", "planning", "scheduler", "eviction", "gather", "store/rows", "store/data", "settings",
+        "store/index", "store/reads", "store/evictor", "store/objects", "store/uploads", "store/chunks", "store/beside",
+        "store/upkeep", "store/embedded", "upstream", "tiers", "agents", "requests", "request_id_log", "transport",
+        "link", "registrar", "metrics", "pipeline", "buffer_path", "region_body", "object_moves", "object_transfers",
+        "prefixes", "service", "peer_body", "http_api",
+    ),
+    "gateway": (
+        "s3", "settings", "document_budget", "trace", "metrics", "body", "storage_client", "call", "operations",
+        "handlers", "app",
+    ),
+    "nixl_client": ("options", "transports", "session", "fetch", "objects", "client", "device_tier", "connectors"),
+}  # fmt: skip
+"""The rooms of a package, front to back: none imports a later one."""
+PURE_FOLDERS = (
+    "descriptors",
+    "gateway/s3",
+    "storage_server/planning",
+    "storage_server/scheduler",
+    "storage_server/eviction",
+)
+PURE_MODULES = (
+    "adapters/deadlines.py",
+    "adapters/nixl_metadata.py",
+    "adapters/reading_pace.py",
+    "gateway/document_budget.py",
+    "gateway/settings.py",
+    "nixl_client/connectors/lmcache/chunks.py",
+    "nixl_client/connectors/vllm/grid.py",
+    "nixl_client/connectors/vllm/ledger.py",
+    "nixl_client/connectors/vllm/naming.py",
+    "nixl_client/connectors/vllm/steps.py",
+    "nixl_client/connectors/vllm/worker_ledger.py",
+    "nixl_client/fetch/delivery_state.py",
+    "nixl_client/options.py",
+    "storage_server/agents.py",
+    "storage_server/settings.py",
+    "storage_server/store/data/body_hashes.py",
+    "storage_server/store/data/durability.py",
+    "storage_server/store/index/damaged.py",
+    "storage_server/store/index/listing.py",
+    "storage_server/store/index/reading.py",
+    "storage_server/store/rows.py",
+    "storage_server/store/upkeep/compaction_plan.py",
+    "storage_server/tiers/residency.py",
+)
+"""Pure modules that stand beside what carries their decisions out."""
+IMPURE_MODULES = {"aiohttp", "asyncio", "boto3", "http", "os", "socket", "sqlite3", "subprocess", "threading", "time"}
+
+
+def files_of(place: str) -> list[Path]:
+    where = ROOT / place
+    return [where] if where.is_file() else sorted(where.rglob("*.py"))
+
+
+def module_of(path: Path) -> str:
+    return ".".join(path.relative_to(ROOT).with_suffix("").parts).removesuffix(".__init__")
+
+
+@cache
+def modules() -> dict[str, Path]:
+    """Every module of ours by its name."""
+    return {module_of(path): path for package in OURS for path in (ROOT / package).rglob("*.py")}
+
+
+@cache
+def imported(path: Path) -> frozenset[str]:
+    """Modules, ours by their full names."""
+    names: set[str] = set()
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.Import):
+            names |= {alias.name for alias in node.names}
+        elif isinstance(node, ast.ImportFrom) and node.module:
+            whole = {f"{node.module}.{alias.name}" for alias in node.names}
+            names |= {name if name in modules() else node.module for name in whole}
+    return frozenset(names)
+
+
+def reached(module: str) -> Iterator[tuple[str, ...]]:
+    """A way to every module of ours that importing this one imports, itself first."""
+    seen, ways = {module}, [(module,)]
+    while ways:
+        way = ways.pop()
+        yield way
+        for name in sorted(imported(modules()[way[-1]])):
+            if name in modules() and name not in seen:
+                seen.add(name)
+                ways.append((*way, name))
+
+
+@pytest.mark.parametrize("package", sorted(MAY_IMPORT))
+def test_process_packages_import_the_shared_language_and_never_each_other(package: str) -> None:
+    """So that a process can be read, tested and replaced without the others."""
+    for path in files_of(package):
+        tops = {name.partition(".")[0] for name in imported(path)} & OURS - {package}
+        assert tops <= MAY_IMPORT[package], f"{path.relative_to(ROOT)} imports {tops - MAY_IMPORT[package]}"
+
+
+@pytest.mark.parametrize("package", sorted(PRODUCT))
+def test_the_product_does_without_benchmarks(package: str) -> None:
+    """They are not in its wheel, so that no function may import them either when it is called."""
+    for path in files_of(package):
+        assert not {name.partition(".")[0] for name in imported(path)} & {"bench", "demo"}, path.relative_to(ROOT)
+
+
+def test_descriptors_need_only_the_standard_library_numpy_and_pydantic() -> None:
+    """The shared language must not drag a framework into anyone who speaks it."""
+    for path in files_of("descriptors"):
+        tops = {name.partition(".")[0] for name in imported(path)} - {"descriptors"}
+        assert tops <= sys.stdlib_module_names | {"numpy", "pydantic", "pydantic_core"}, path.name
+
+
+@pytest.mark.parametrize("place", [*PURE_FOLDERS, *PURE_MODULES])
+def test_decisions_know_no_socket_file_thread_or_clock(place: str) -> None:
+    """Nor does anything that they import, however far away. Time is an argument, so exact numbers can be tested."""
+    for path in files_of(place):
+        for way in reached(module_of(path)):
+            tops = {name.partition(".")[0] for name in imported(modules()[way[-1]])}
+            assert not tops & IMPURE_MODULES, f"{' imports '.join(way)} imports {tops & IMPURE_MODULES}"
+
+
+def stage_of(package: str, module: str) -> str:
+    rest = module.removeprefix(f"{package}.").replace(".", "/")
+    found = [stage for stage in STAGES[package] if rest == stage or rest.startswith(f"{stage}/")]
+    assert len(found) == 1, f"{module} is in the stages {found}"
+    return found[0]
+
+
+@pytest.mark.parametrize("package", sorted(STAGES))
+def test_later_rooms_are_not_imported_by_earlier_ones(package: str) -> None:
+    """The package is read front to back; every module is in one of its rooms."""
+    stages = STAGES[package]
+    rooms = {package, *(f"{package}.{stage.rpartition('/')[0]}" for stage in stages if "/" in stage)}
+    for path in files_of(package):
+        module = module_of(path)
+        if module in rooms:
+            continue
+        position = stages.index(stage_of(package, module))
+        for name in imported(path):
+            if name in modules() and name.startswith(f"{package}.") and name not in rooms:
+                later = stages.index(stage_of(package, name))
+                assert later <= position, f"{module} ({stages[position]}) imports {name} ({stages[later]})"
+
+
+def test_no_module_imports_itself_by_way_of_others() -> None:
+    """Raises CycleError, which names the modules."""
+    graph = {name: {other for other in imported(path) if other in modules()} for name, path in modules().items()}
+    TopologicalSorter(graph).prepare()

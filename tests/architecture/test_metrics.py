@@ -1,0 +1,47 @@
+"""docs/metrics.md and descriptors.metrics say the same, and names follow one rule."""
+
+from __future__ import annotations
+
+import re
+
+import pytest
+
+from descriptors.metrics import GATEWAY, STORAGE, Kind, Metric
+from tests.support.tree import repository
+
+EVERY = (*GATEWAY, *STORAGE)
+_ROW = re.compile(r"\| `(objectcache_\w+)` \| (\w+) \| (.*?) \| (.*) \|")
+UNITS = (
+    "seconds", "bytes", "requests", "errors", "chunks", "extents", "files", "objects", "flows", "epochs", "agents",
+    "regions", "transfers", "starts", "commits", "changes", "bytes_per_second",
+)  # fmt: skip
+
+
+def test_the_page_lists_every_metric_as_it_is_and_no_other() -> None:
+    rows = _ROW.findall((repository() / "docs" / "metrics.md").read_text())
+    expected = [
+        (each.name, each.kind.value, ", ".join(f"`{label}`" for label in each.labels), each.meaning) for each in EVERY
+    ]
+    assert rows == expected
+
+
+@pytest.mark.parametrize("metric", EVERY, ids=lambda metric: metric.name)
+def test_names_say_subsystem_and_unit(metric: Metric) -> None:
+    """As Prometheus has them; `_total` is a counter's and only a counter's."""
+    name = metric.name.removesuffix("_total")
+    assert re.fullmatch(r"objectcache_[a-z]+(_[a-z]+)+", name)
+    assert name.endswith(UNITS)
+    assert metric.name.endswith("_total") is (metric.kind is Kind.COUNTER)
+    assert bool(metric.buckets) is (metric.kind is Kind.HISTOGRAM)
+    assert metric.buckets == tuple(sorted(metric.buckets))
+    assert metric.meaning.endswith(".")
+
+
+def test_no_label_holds_what_a_client_chooses() -> None:
+    """A client could make series without end, and read what others do."""
+    labels = {label for metric in EVERY for label in metric.labels}
+    assert labels == {"operation", "status", "code", "phase", "transport", "mode", "outcome"}
+
+
+def test_no_metric_is_there_twice() -> None:
+    assert len({metric.name for metric in EVERY}) == len(EVERY)

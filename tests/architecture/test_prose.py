@@ -1,0 +1,136 @@
+"""Rules of STYLE that a program can check in Markdown pages and docstrings."""
+
+from __future__ import annotations
+
+import ast
+import re
+from collections.abc import Iterator
+from functools import cache
+from pathlib import Path
+
+import pytest
+
+from tests.support.tree import repository
+
+ROOT = repository()
+LINE_CHARACTERS_MAX = 120
+README_LINES_MAX = 150
+FOLDERS = (
+    "adapters",
+    "bench",
+    "calibration",
+    "descriptors",
+    "gateway",
+    "nixl_client",
+    "objectcache",
+    "storage_server",
+    "tests",
+)
+FUNCTIONS = (ast.FunctionDef, ast.AsyncFunctionDef)
+PAGES = sorted([*ROOT.glob("*.md"), *(ROOT / "docs").rglob("*.md"), *(ROOT / "tests").glob("*.md")])
+MODULES = sorted(path for folder in FOLDERS for path in (ROOT / folder).rglob("*.py"))
+
+
+def prose_lines(page: str) -> Iterator[tuple[int, str]]:
+    """Number and text of each line outside code blocks and sections that `make figures` writes."""
+    is_code = is_generated = False
+    for number, line in enumerate(page.splitlines(), 1):
+        if line.startswith("```"):
+            is_code = not is_code
+        elif line.startswith("<!-- figures:"):
+            is_generated = True
+        elif line.startswith("<!-- /figures -->"):
+            is_generated = False
+        elif not is_code and not is_generated and not line.startswith("    "):
+            yield number, line
+
+
+def long_lines(page: str) -> list[int]:
+    """Numbers of the lines that are too long. A row of a table and a link cannot be broken."""
+    return [
+        number
+        for number, line in prose_lines(page)
+        if len(re.sub(r"\]\([^)]*\)", "]", line)) > LINE_CHARACTERS_MAX and not line.startswith("|")
+    ]
+
+
+def who_sentences(text: str) -> list[str]:
+    """Statements that begin with "Who": their subject is hard to find. Questions may begin so."""
+    sentences = re.findall(r"(?:^|[.:!?] |\n\n|\| )(Who [^.?!|]*[.?!|]?)", text)
+    return [sentence for sentence in sentences if not sentence.endswith(("?", "|"))]
+
+
+@cache
+def parsed(path: Path) -> ast.Module:
+    """A module, parsed once for all tests."""
+    return ast.parse(path.read_text())
+
+
+def docstrings(tree: ast.Module) -> Iterator[tuple[int, str]]:
+    """Line and text of each string that stands alone: docstrings, also those of attributes."""
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant) and isinstance(node.value.value, str):
+            yield node.lineno, node.value.value
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
+def test_a_page_has_short_lines_and_no_spaces_at_their_ends(page: Path) -> None:
+    """Long lines make changes hard to review."""
+    text = page.read_text()
+    assert long_lines(text) == []
+    assert [number for number, line in enumerate(text.splitlines(), 1) if line != line.rstrip()] == []
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
+def test_no_sentence_of_a_page_begins_with_who(page: Path) -> None:
+    assert who_sentences("\n".join(line for _, line in prose_lines(page.read_text()))) == []
+
+
+def test_no_sentence_of_a_docstring_begins_with_who() -> None:
+    found = {
+        f"{path.relative_to(ROOT)}:{line}": sentences
+        for path in MODULES
+        for line, text in docstrings(parsed(path))
+        if (sentences := who_sentences(text))
+    }
+    assert found == {}
+
+
+def test_no_test_is_named_after_who() -> None:
+    """A test's name is a rule, with a subject."""
+    names = {node.name for path in MODULES for node in ast.walk(parsed(path)) if isinstance(node, FUNCTIONS)}
+    assert sorted(name for name in names if name.startswith("test_who_")) == []
+
+
+def test_the_readme_is_short() -> None:
+    """Figures and details have pages of their own."""
+    assert len((ROOT / "README.md").read_text().splitlines()) <= README_LINES_MAX
+
+
+@pytest.mark.parametrize(
+    ("page", "numbers"),
+    [
+        ("a" * 121, [1]),
+        ("a" * 120, []),
+        ("| " + "a" * 121, []),
+        ("```\n" + "a" * 121 + "\n```\n" + "a" * 121, [4]),
+        ("[page](https://" + "a" * 121 + ")", []),
+        ("<!-- figures: x -->\n" + "a" * 121 + "\n<!-- /figures -->", []),
+    ],
+)
+def test_long_lines_are_found(page: str, numbers: list[int]) -> None:
+    assert long_lines(page) == numbers
+
+
+@pytest.mark.parametrize(
+    ("text", "is_found"),
+    [
+        ("Who cannot send makes room.", True),
+        ("A slot is free. Who waits gets it.", True),
+        ("Who may have it?", False),
+        ("The key of the client who waits.", False),
+        ("| Who may send | anybody |", False),
+    ],
+)
+def test_sentences_that_begin_with_who_are_found(text: str, is_found: bool) -> None:
+    assert bool(who_sentences(text)) is is_found

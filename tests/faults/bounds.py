@@ -1,0 +1,294 @@
+"""`python -m tests.faults.bounds`: writers flood bounded caches, the server is killed in between, and the bytes of all
+files under its directory are counted every 10 ms.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import json
+import os
+import random
+import secrets
+import signal
+import sys
+import tempfile
+import threading
+import time
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass, field
+from hashlib import sha256
+from pathlib import Path
+from typing import Any
+
+from botocore.exceptions import BotoCoreError, ClientError
+from tqdm import tqdm
+
+from descriptors.units import KIB, MIB
+from tests.support.requests import OWNER, request, s3_client
+from tests.support.servers import CONFIG, eventually, started
+
+KINDS = ("embedded", "upstream", "written back")
+DISK_BYTES = 96 * MIB
+CAPACITY_BYTES = 64 * MIB
+SAMPLE_S = 0.01
+SIZES = (4 * KIB, 70_000, 300 * KIB, MIB, 2 * MIB)
+WRITERS = 4
+ORDINARY, CACHE, PINNED = "kept", "cached", "pinned"
+BUCKETS = f"""
+[[buckets]]
+name = "{CACHE}"
+capacity_bytes = "{CAPACITY_BYTES}"
+eviction = "lru"
+[[buckets]]
+name = "{PINNED}"
+capacity_bytes = "32MiB"
+"""
+
+
+WRITE_BACK = """
+[upstream]
+write = "back"
+"""
+DRAIN_S = 60.0
+
+
+class BoundFailure(Exception):
+    """A promise that did not hold."""
+
+
+@dataclass
+class Tally:
+    """What was done and seen."""
+
+    puts: int = 0
+    refused: int = 0
+    gets: int = 0
+    gone: int = 0
+    kills: int = 0
+    samples: int = 0
+    most_bytes: int = 0
+    longest_sample_gap_s: float = 0.0
+    failures: list[str] = field(default_factory=list)
+
+
+def content(key: str, nbytes: int) -> bytes:
+    """The bytes of a key."""
+    return random.Random(key).randbytes(nbytes)
+
+
+def allocated(directory: Path) -> int:
+    """What the files under a directory take."""
+    total = 0
+    waiting = [str(directory)]
+    while waiting:
+        try:
+            with os.scandir(waiting.pop()) as entries:
+                for entry in entries:
+                    if entry.is_dir(follow_symlinks=False):
+                        waiting.append(entry.path)
+                    else:
+                        with contextlib.suppress(FileNotFoundError):
+                            total += entry.stat(follow_symlinks=False).st_blocks * 512
+        except FileNotFoundError:
+            continue
+    return total
+
+
+class Flood:
+    """Writers and readers of one server, which is killed and started again at the same port."""
+
+    def __init__(self, directory: Path, seed: int, upstream: str | None, *, writes_back: bool = False) -> None:
+        self.tally = Tally()
+        self._random = random.Random(seed)
+        self._data = directory / "data"
+        self._upstream = upstream
+        self._config = directory / "config.toml"
+        self._writes_back = writes_back
+        self._config.write_text(CONFIG + ("" if upstream else BUCKETS) + (WRITE_BACK if writes_back else ""))
+        self._stop = threading.Event()
+        self._is_up = threading.Event()
+        self._url = ""
+        self._stored: list[tuple[str, str, int]] = []
+        self._pinned: list[tuple[str, int]] = []
+        self._lock = threading.Lock()
+
+    def run(self, seconds: float, kill_every_s: float) -> Iterator[float]:
+        """Yields the seconds that have passed. Failures are in the tally."""
+        began_s = time.monotonic()
+        threads = [threading.Thread(target=self._sample)]
+        threads += [threading.Thread(target=self._guarded, args=(number,)) for number in range(WRITERS)]
+        with contextlib.ExitStack() as stack:
+            process = self._start(stack)
+            self._prepare()
+            for thread in threads:
+                thread.start()
+            try:
+                killed_s = time.monotonic()
+                while time.monotonic() - began_s < seconds and not self.tally.failures:
+                    time.sleep(0.2)
+                    yield time.monotonic() - began_s
+                    if time.monotonic() - killed_s >= kill_every_s:
+                        self._is_up.clear()
+                        process.send_signal(signal.SIGKILL)
+                        process.wait()
+                        self.tally.kills += 1
+                        process = self._start(stack)
+                        killed_s = time.monotonic()
+                self._check_pinned()
+            finally:
+                self._stop.set()
+                self._is_up.set()
+                for thread in threads:
+                    thread.join()
+            if self._writes_back and not self.tally.failures:
+                self._check_upstream()
+
+    def _start(self, stack: contextlib.ExitStack) -> Any:
+        options = ("--upstream", self._upstream) if self._upstream else ()
+        keys = {"OBJECTCACHE_UPSTREAM_ACCESS_KEY_ID": OWNER[0], "OBJECTCACHE_UPSTREAM_SECRET_ACCESS_KEY": OWNER[1]}
+        url, process = stack.enter_context(
+            started(
+                "serve", "--data", str(self._data), "--port", "0", "--config", str(self._config), "--disk-bytes",
+                str(DISK_BYTES), "--dram-bytes", "0", *options, environment=keys,
+            )
+        )  # fmt: skip
+        self._url = url
+        self._is_up.set()
+        return process
+
+    def _prepare(self) -> None:
+        s3 = s3_client(self._url, OWNER)
+        for bucket in (ORDINARY, CACHE, PINNED):
+            s3.create_bucket(Bucket=bucket)
+        for number in range(8):
+            key = self._key(f"kept-{number}")
+            s3.put_object(Bucket=ORDINARY, Key=key, Body=content(key, MIB))
+        for number in range(4):
+            key = self._key(f"pinned-{number}")
+            s3.put_object(Bucket=PINNED, Key=key, Body=content(key, MIB), Tagging="objectcache-pin=")
+            self._pinned.append((key, MIB))
+
+    def _key(self, text: str) -> str:
+        return sha256(text.encode()).hexdigest()
+
+    def _check_pinned(self) -> None:
+        """What nobody declared a cache, and what is pinned, is all there."""
+        s3 = s3_client(self._url, OWNER)
+        names = [(ORDINARY, self._key(f"kept-{number}"), MIB) for number in range(8)]
+        names += [(PINNED, key, nbytes) for key, nbytes in self._pinned]
+        for bucket, key, nbytes in names:
+            if s3.get_object(Bucket=bucket, Key=key)["Body"].read() != content(key, nbytes):
+                self.tally.failures.append(f"{bucket}/{key} has other bytes")
+
+    def _check_upstream(self) -> None:
+        """Everything that was acknowledged gets there."""
+        if not eventually(lambda: metric(self._url, "objectcache_upstream_dirty_chunks") == 0, DRAIN_S):
+            self.tally.failures.append("some chunks do not get upstream")
+        assert self._upstream is not None
+        there = s3_client(self._upstream, OWNER)
+        for bucket, key, nbytes in self._stored:
+            if there.get_object(Bucket=bucket, Key=key)["Body"].read() != content(key, nbytes):
+                self.tally.failures.append(f"{bucket}/{key} has other bytes upstream")
+
+    def _sample(self) -> None:
+        last_s = time.monotonic()
+        while not self._stop.is_set():
+            nbytes = allocated(self._data)
+            now_s = time.monotonic()
+            self.tally.samples += 1
+            self.tally.most_bytes = max(self.tally.most_bytes, nbytes)
+            self.tally.longest_sample_gap_s = max(self.tally.longest_sample_gap_s, now_s - last_s)
+            last_s = now_s
+            if nbytes > DISK_BYTES:
+                self.tally.failures.append(f"{nbytes} bytes are taken, {DISK_BYTES} may be")
+                return
+            time.sleep(SAMPLE_S)
+
+    def _guarded(self, number: int) -> None:
+        chooser = random.Random(self._random.random() + number)
+        while not self._stop.is_set():
+            self._is_up.wait()
+            s3 = s3_client(self._url, OWNER)
+            try:
+                while not self._stop.is_set() and self._is_up.is_set():
+                    self._one(s3, chooser)
+            except (BotoCoreError, OSError):
+                time.sleep(0.05)  # the server was killed
+            except Exception as error:
+                self.tally.failures.append(f"{type(error).__name__}: {error}")
+                return
+
+    def _one(self, s3: Any, chooser: random.Random) -> None:
+        with self._lock:
+            known = chooser.choice(self._stored[-400:]) if self._stored and chooser.random() < 0.4 else None
+        if known is not None:
+            bucket, key, nbytes = known
+            try:
+                body = s3.get_object(Bucket=bucket, Key=key)["Body"].read()
+            except ClientError as error:
+                self._expect(error, {"SlowDown"} if self._upstream else {"SlowDown", "NoSuchKey"})
+                self.tally.gone += 1
+                return
+            self.tally.gets += 1
+            if body != content(key, nbytes):
+                raise BoundFailure(f"{bucket}/{key} has other bytes")
+            return
+        bucket = CACHE if chooser.random() < 0.8 or self._upstream is not None else PINNED
+        key, nbytes = self._key(str(chooser.random())), chooser.choice(SIZES)
+        try:
+            s3.put_object(Bucket=bucket, Key=key, Body=content(key, nbytes))
+        except ClientError as error:
+            self._expect(error, {"InsufficientStorage", "SlowDown"})
+            self.tally.refused += 1
+            return
+        self.tally.puts += 1
+        with self._lock:
+            self._stored.append((bucket, key, nbytes))
+
+    def _expect(self, error: ClientError, codes: set[str]) -> None:
+        code = error.response.get("Error", {}).get("Code", "")
+        if code not in codes:
+            raise BoundFailure(f"{code}: {error}") from error
+
+
+def metric(url: str, name: str) -> float:
+    """The value of a metric without labels."""
+    lines = request(url, "GET", "/_objectcache/metrics").body.decode().splitlines()
+    return next(float(line.split()[1]) for line in lines if line.startswith(f"{name} "))
+
+
+@contextlib.contextmanager
+def upstream_server(directory: Path) -> Iterator[str]:
+    """Another ObjectCache, without a bound."""
+    config = directory / "upstream.toml"
+    config.write_text(CONFIG)
+    data = directory / "upstream"
+    with started("serve", "--data", str(data), "--port", "0", "--config", str(config), "--dram-bytes", "0") as (url, _):
+        yield url
+
+
+def main() -> int:
+    """Exit status 0 when every promise held."""
+    parser = argparse.ArgumentParser(prog="python -m tests.faults.bounds", description=__doc__)
+    parser.add_argument("--seconds", type=float, default=600.0, help="for each of the three; default: 600")
+    parser.add_argument("--kill-every", type=float, default=15.0, metavar="S", help="default: 15")
+    parser.add_argument("--seed", type=int, help="default: a new one, printed")
+    options = parser.parse_args()
+    seed = secrets.randbelow(1 << 30) if options.seed is None else options.seed
+    print(f"seed {seed}", flush=True)
+    failed = False
+    for kind in KINDS:
+        with tempfile.TemporaryDirectory(prefix="objectcache-bounds-") as name, contextlib.ExitStack() as stack:
+            url = None if kind == "embedded" else stack.enter_context(upstream_server(Path(name)))
+            flood = Flood(Path(name), seed, url, writes_back=kind == "written back")
+            with tqdm(total=round(options.seconds), unit="s", desc=kind) as bar:
+                for passed_s in flood.run(options.seconds, options.kill_every):
+                    bar.update(min(round(passed_s), bar.total) - bar.n)
+        print(json.dumps({"kind": kind, **asdict(flood.tally)}), flush=True)
+        failed = failed or bool(flood.tally.failures)
+    return 1 if failed else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,31 @@
+"""Bounded caches under writers that never stop, with the server killed in between: tests/faults/bounds.py."""
+
+from __future__ import annotations
+
+import contextlib
+from pathlib import Path
+
+import pytest
+
+from tests.faults.bounds import KINDS, Flood, upstream_server
+
+SECONDS = 20.0
+KILL_EVERY_S = 6.0
+
+
+@pytest.mark.needs_server
+@pytest.mark.timeout(180)
+@pytest.mark.parametrize("kind", KINDS)
+def test_bounds_hold_at_every_moment(tmp_path: Path, kind: str) -> None:
+    """Every byte that is read is right, what nobody declared a cache and what is pinned stays, and nothing that was
+    acknowledged is lost upstream, where it comes later with write = back.
+    """
+    with contextlib.ExitStack() as stack:
+        url = None if kind == "embedded" else stack.enter_context(upstream_server(tmp_path))
+        flood = Flood(tmp_path, 20261123, url, writes_back=kind == "written back")
+        for _ in flood.run(SECONDS, KILL_EVERY_S):
+            pass
+    tally = flood.tally
+    assert tally.failures == []
+    assert tally.kills >= 2
+    assert min(tally.puts, tally.gets, tally.samples) > 100, tally

@@ -1,0 +1,285 @@
+"""Buckets that are caches, and a bounded directory."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from descriptors.errors import CallerError, ErrorCode, ServerError
+from descriptors.layout import ChunkLayout
+from descriptors.objects import CopyRequest, ListRequest, PutRequest, ReadRequest
+from descriptors.units import MIB
+from storage_server.eviction.choice import Eviction
+from storage_server.service import EmbeddedStorage
+from storage_server.settings import CacheSettings, StorageSettings
+from storage_server.store.data import space as space_module
+from storage_server.store.data.durability import Durability
+from storage_server.store.index import committer, transaction
+from tests.faults.bounds import allocated
+from tests.support.chunks import BytesBody
+
+KEY = "OWNER"
+NBYTES = 256 * 1024
+CAPACITY_BYTES = 4 * MIB
+CACHE = CacheSettings("cached", CAPACITY_BYTES, Eviction.LRU)
+LAYOUT = ChunkLayout(4, 16, NBYTES // 4)
+
+
+def content(key: str, nbytes: int = NBYTES) -> bytes:
+    return (key.encode() * (nbytes // len(key) + 1))[:nbytes]
+
+
+@asynccontextmanager
+async def opened(folder: Path, **settings: Any) -> AsyncIterator[EmbeddedStorage]:
+    chosen = {"caches": (CACHE,), "dram_bytes": 0, "shm": False, **settings}
+    storage = EmbeddedStorage(StorageSettings(data_dir=folder / "data", **chosen))
+    await storage.start()
+    try:
+        for bucket in ("cached", "kept"):
+            try:
+                await storage.objects.create_bucket(KEY, bucket)
+            except CallerError as error:
+                if error.code is not ErrorCode.BUCKET_ALREADY_OWNED:
+                    raise
+        yield storage
+    finally:
+        await storage.close()
+
+
+async def put(storage: EmbeddedStorage, bucket: str, key: str, nbytes: int = NBYTES, **tags: str) -> None:
+    request = PutRequest(bucket, key, nbytes)
+    await storage.objects.put_object(KEY, request, BytesBody(content(key, nbytes)))
+    if tags:
+        await storage.objects.set_tags(KEY, bucket, key, {name.replace("_", "-"): tags[name] for name in tags})
+
+
+async def put_until_full(storage: EmbeddedStorage, folder: Path) -> int:
+    """Put objects of a mebibyte into a bucket that is no cache, until one is refused; returns how many were put."""
+    for stored in range(64):
+        try:
+            await put(storage, "kept", f"kept-{stored:02}", MIB)
+        except ServerError as error:
+            if error.code is not ErrorCode.INSUFFICIENT_STORAGE:
+                raise
+            return stored
+        assert allocated(folder / "data") <= 64 * MIB
+    raise AssertionError("nothing was refused")
+
+
+async def get(storage: EmbeddedStorage, bucket: str, key: str) -> bytes | None:
+    try:
+        async with storage.objects.open_object(KEY, ReadRequest(bucket, key)) as read:
+            return b"".join([bytes(piece) async for piece in read.body])
+    except CallerError:
+        return None
+
+
+async def keys_of(storage: EmbeddedStorage, bucket: str) -> list[str]:
+    return [info.key for info in (await storage.objects.list_objects(KEY, ListRequest(bucket))).objects]
+
+
+async def until(is_so: Callable[[], Any]) -> None:
+    for _ in range(500):
+        if await is_so():
+            return
+        await asyncio.sleep(0.02)
+    raise AssertionError("it does not come true")
+
+
+async def bytes_of(storage: EmbeddedStorage, bucket: str) -> int:
+    page = await storage.objects.list_objects(KEY, ListRequest(bucket))
+    return sum(info.nbytes for info in page.objects)
+
+
+async def test_a_bucket_with_a_capacity_never_takes_more(tmp_path: Path) -> None:
+    async with opened(tmp_path) as storage:
+        for number in range(64):
+            await put(storage, "cached", f"key-{number:02}")
+            assert await bytes_of(storage, "cached") <= CAPACITY_BYTES
+        left = await keys_of(storage, "cached")
+        assert 8 <= len(left) <= 16
+        assert await get(storage, "cached", "key-63") == content("key-63")
+        for key in left:
+            assert await get(storage, "cached", key) in (content(key), None)  # None: evicted since
+
+        async def all_are_counted() -> bool:
+            return storage.store.evictor.evicted_count == 64 - len(await keys_of(storage, "cached"))
+
+        await until(all_are_counted)
+
+
+async def test_copies_and_uploads_of_many_count_too(tmp_path: Path) -> None:
+    async with opened(tmp_path) as storage:
+        await put(storage, "kept", "source", MIB)
+        for number in range(12):
+            request = CopyRequest(ReadRequest("kept", "source"), "cached", f"copy-{number:02}")
+            await storage.objects.copy_object(KEY, request)
+            assert await bytes_of(storage, "cached") <= CAPACITY_BYTES
+        assert await get(storage, "kept", "source") == content("source", MIB)
+
+
+async def test_room_that_is_waited_for_comes_before_the_next_sync_is_due(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Relaxed durability gives deleted bytes back once their deletion is durable."""
+    monkeypatch.setattr(committer, "RELAXED_SYNC_INTERVAL_S", 1000.0)
+    cache = CacheSettings("cached", None, Eviction.LRU)
+    settings = {"caches": (cache,), "disk_bytes": 64 * MIB, "durability": Durability.RELAXED}
+    async with opened(tmp_path, **settings) as storage:
+        for number in range(120):
+            await put(storage, "cached", f"key-{number:03}", MIB)
+        assert storage.store.evictor.evicted_count > 60
+
+
+async def test_an_object_larger_than_its_bucket_is_refused(tmp_path: Path) -> None:
+    async with opened(tmp_path) as storage:
+        with pytest.raises(ServerError, match="the bucket cached") as refused:
+            await put(storage, "cached", "key", CAPACITY_BYTES + 1)
+        assert refused.value.code is ErrorCode.INSUFFICIENT_STORAGE
+        assert await keys_of(storage, "cached") == []
+
+
+async def test_only_caches_are_evicted_from_a_full_directory(tmp_path: Path) -> None:
+    """Other buckets are told that there is no room, and have room again after a delete."""
+    cache = CacheSettings("cached", None, Eviction.LRU)
+    async with opened(tmp_path, caches=(cache,), disk_bytes=64 * MIB) as storage:
+        for number in range(60):
+            await put(storage, "cached", f"key-{number:02}", MIB)
+            assert allocated(tmp_path / "data") <= 64 * MIB
+        held = len(await keys_of(storage, "cached"))
+        assert 8 < held < 50
+        stored = await put_until_full(storage, tmp_path)
+        assert await keys_of(storage, "cached") == []
+        assert len(await keys_of(storage, "kept")) == stored > held
+        await storage.objects.delete_objects(KEY, "kept", [f"kept-{number:02}" for number in range(8)])
+        await put(storage, "kept", "again", MIB)
+
+
+async def test_a_bounded_directory_without_a_cache_refuses_at_once(tmp_path: Path) -> None:
+    async with opened(tmp_path, caches=(), disk_bytes=64 * MIB) as storage:
+        assert 8 < await put_until_full(storage, tmp_path) < 60
+        assert await get(storage, "kept", "kept-00") == content("kept-00", MIB)
+
+
+async def test_objects_without_bytes_cannot_pass_the_bound(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """They take space in the index alone. What was stored stays readable, and can be deleted."""
+    monkeypatch.setattr(space_module, "ROOM_BYTES", 2 * 54 * MIB)  # so that the index may have 2 MiB
+
+    async def put_nothing() -> None:
+        for number in range(5000):
+            await put(storage, "kept", f"{number:04}" + "x" * 1000, 0)
+            assert allocated(tmp_path / "data") <= 12 * MIB
+
+    async with opened(tmp_path, caches=(), disk_bytes=64 * MIB) as storage:
+        with pytest.raises(ServerError, match="no room for the index"):
+            await put_nothing()
+        assert await get(storage, "kept", "0000" + "x" * 1000) == b""
+        await storage.objects.delete_object(KEY, "kept", "0000" + "x" * 1000)
+
+
+async def test_a_restart_knows_what_was_used(tmp_path: Path) -> None:
+    """A chunk that was read last stays although it was put first."""
+    async with opened(tmp_path) as storage:
+        for number in range(10):
+            await put(storage, "cached", f"key-{number}")
+        async with storage.store.chunks.open_chunks("cached", ["key-0"], LAYOUT, prefix_only=False):
+            pass
+        assert await get(storage, "cached", "key-1") is not None
+    async with opened(tmp_path) as storage:
+        for number in range(10, 18):
+            await put(storage, "cached", f"key-{number}")
+        await until(lambda: _is_gone(storage, "key-2"))
+        left = await keys_of(storage, "cached")
+        assert {"key-0", "key-1"} <= set(left)
+
+
+async def _is_gone(storage: EmbeddedStorage, key: str) -> bool:
+    return key not in await keys_of(storage, "cached")
+
+
+async def test_parents_outlive_children(tmp_path: Path) -> None:
+    async with opened(tmp_path) as storage:
+        for key in ("d", "c", "b", "a"):
+            await put(storage, "cached", key)
+        async with storage.store.chunks.open_chunks("cached", ["a", "b", "c", "d"], LAYOUT, prefix_only=False):
+            pass
+        for number in range(40):
+            await put(storage, "cached", f"key-{number}")
+            left = set(await keys_of(storage, "cached")) & set("abcd")
+            assert left == set("abcd"[: len(left)])
+        assert left == set()
+
+
+async def test_pinned_objects_stay_also_after_a_restart(tmp_path: Path) -> None:
+    async with opened(tmp_path) as storage:
+        await put(storage, "cached", "pinned", objectcache_pin="")
+        for number in range(30):
+            await put(storage, "cached", f"key-{number}")
+    async with opened(tmp_path) as storage:
+        for number in range(30):
+            await put(storage, "cached", f"again-{number}")
+        assert await get(storage, "cached", "pinned") == content("pinned")
+        await storage.objects.set_tags(KEY, "cached", "pinned", {})
+        for number in range(30):
+            await put(storage, "cached", f"last-{number}")
+        assert await get(storage, "cached", "pinned") is None
+
+
+async def test_objects_of_a_bucket_expire(tmp_path: Path) -> None:
+    cache = CacheSettings("cached", ttl_s=0.5)
+    async with opened(tmp_path, caches=(cache,)) as storage:
+        await put(storage, "cached", "key")
+        await put(storage, "kept", "key")
+        await until(lambda: _is_gone(storage, "key"))
+        assert await get(storage, "kept", "key") == content("key")
+
+
+async def test_space_comes_back_while_a_reader_holds_what_left(tmp_path: Path) -> None:
+    """What is being read keeps its bytes until the reader is done, and the bound holds meanwhile."""
+    cache = CacheSettings("cached", None, Eviction.LRU)
+    async with opened(tmp_path, caches=(cache,), disk_bytes=64 * MIB) as storage:
+        await put(storage, "cached", "read", 9 * MIB)
+        async with storage.objects.open_object(KEY, ReadRequest("cached", "read")) as read:
+            for number in range(60):
+                await put(storage, "cached", f"key-{number:02}", MIB)
+                assert allocated(tmp_path / "data") <= 64 * MIB
+            assert "read" not in await keys_of(storage, "cached")
+            assert b"".join([bytes(piece) async for piece in read.body]) == content("read", 9 * MIB)
+
+
+async def test_leased_chunks_stay_also_after_a_restart(tmp_path: Path) -> None:
+    """A lookup that asks for a lease is a promise; half of the cache can be promised."""
+    async with opened(tmp_path) as storage:
+        for key in ("a", "b", "x"):
+            await put(storage, "cached", key)
+        assert await storage.store.chunks.matched("cached", ["a", "b", "c"], 60.0) == 2
+        for number in range(30):
+            await put(storage, "cached", f"key-{number}")
+        assert {"a", "b"} <= set(await keys_of(storage, "cached"))
+        assert "x" not in await keys_of(storage, "cached")
+    async with opened(tmp_path) as storage:
+        for number in range(30):
+            await put(storage, "cached", f"again-{number}")
+        assert {"a", "b"} <= set(await keys_of(storage, "cached"))
+
+
+async def test_a_server_ends_also_where_uses_cannot_be_written_down(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    async with opened(tmp_path) as storage:
+        await put(storage, "cached", "key")
+        assert await get(storage, "cached", "key") == content("key")
+
+        def fail(*_: object, **__: object) -> None:
+            raise ServerError(ErrorCode.INSUFFICIENT_STORAGE, "no space left on the disk", retryable=True)
+
+        monkeypatch.setattr(transaction, "note_uses", fail)
+    assert "not written down" in caplog.text
+    monkeypatch.undo()
+    async with opened(tmp_path) as storage:
+        assert await get(storage, "cached", "key") == content("key")

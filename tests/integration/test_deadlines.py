@@ -1,0 +1,152 @@
+"""What waiting clients cost: nothing to others, and an end after a while."""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import socket
+import time
+from collections.abc import Callable, Iterator
+
+import pytest
+
+from tests.support.small_gateway import SmallGateway, answer, signed_head, small_gateway
+
+HEAD = b"GET / HTTP/1.1\r\nHost: h\r\n"
+SHORT = {
+    "body_idle_timeout_s": 0.3,
+    "header_timeout_s": 0.3,
+    "keepalive_timeout_s": 0.6,
+    "send_idle_timeout_s": 0.5,
+}
+
+
+def is_closed(sock: socket.socket) -> bool:
+    """Whether the server ends the connection, by itself and without another byte."""
+    try:
+        return sock.recv(1) == b""
+    except ConnectionResetError:
+        return True
+
+
+def wait_until(is_true: Callable[[], bool]) -> None:
+    deadline = time.monotonic() + 20
+    while not is_true():
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+
+
+@pytest.fixture
+def gateway() -> Iterator[SmallGateway]:
+    with small_gateway(**SHORT) as running:
+        running.storage.stored["b", "k"] = b"x" * (32 << 20)
+        yield running
+
+
+def test_a_body_that_stops_coming_is_a_request_timeout_and_stores_nothing(gateway: SmallGateway) -> None:
+    with gateway.connect() as sock:
+        sock.sendall(signed_head("PUT", "/b/new", 100) + b"only this")
+        reply = answer(sock)
+        assert (reply.status, reply.code, reply.headers["connection"]) == (400, "RequestTimeout", "close")
+        assert is_closed(sock)
+    assert ("b", "new") not in gateway.storage.stored
+
+
+def test_a_half_sent_head_and_an_idle_connection_are_closed(gateway: SmallGateway) -> None:
+    with gateway.connect() as silent, gateway.connect() as half, gateway.connect() as reused:
+        half.sendall(HEAD)
+        reused.sendall(signed_head("HEAD", "/b/missing", 0))
+        assert answer(reused, "HEAD").status == 404
+        assert is_closed(half)
+        assert is_closed(silent)
+        assert is_closed(reused)
+
+
+def test_a_reader_that_takes_nothing_is_cut_and_one_that_is_slow_is_not(gateway: SmallGateway) -> None:
+    with gateway.connect(receive_bytes=4096) as stuck, gateway.connect(receive_bytes=65536) as slow:
+        for sock in (stuck, slow):
+            sock.sendall(signed_head("GET", "/b/k", 0))
+        received = 0
+        while piece := slow.recv(1 << 20):
+            received += len(piece)
+            if received >= 32 << 20:
+                break
+        assert received >= 32 << 20
+        slow.close()
+        wait_until(lambda: gateway.server.open_count == 0)
+        taken = 0
+        with contextlib.suppress(ConnectionResetError):
+            while piece := stuck.recv(1 << 20):
+                taken += len(piece)
+        assert taken < 32 << 20
+
+
+@pytest.mark.parametrize(
+    "head",
+    [
+        b"GET / HTTP/1.1\r\nHost: h\r\nA: " + b"b" * 20_000 + b"\r\n\r\n",
+        b"GET /" + b"k" * 20_000 + b" HTTP/1.1\r\nHost: h\r\n\r\n",
+        b"GET / HTTP/1.1\r\nHost: h\r\n" + b"".join(b"A%d: b\r\n" % n for n in range(300)) + b"\r\n",
+        b"GET / HTTP/1.1\r\nHost: h\r\n" + b"".join(b"A%d: %s\r\n" % (n, b"b" * 15_000) for n in range(8)),
+        b"not HTTP at all\r\n\r\n",
+        b"\x16\x03\x01\x02\x00\x01\x00\x01\xfc\x03\x03" + bytes(200),
+    ],
+    ids=["long header", "long target", "many headers", "many long headers", "no HTTP", "TLS"],
+)
+def test_heads_nobody_should_send_get_a_400_as_s3_writes_it(gateway: SmallGateway, head: bytes) -> None:
+    with gateway.connect() as sock:
+        sock.sendall(head)
+        reply = answer(sock)
+        assert reply.status == 400
+        assert reply.code in ("RequestHeaderSectionTooLarge", "InvalidRequest")
+        assert reply.headers["x-amz-request-id"]
+        assert reply.headers["x-amz-id-2"]
+        assert is_closed(sock)
+
+
+def test_connections_above_the_limit_are_refused_until_others_leave() -> None:
+    with small_gateway(connections_max=3) as gateway, contextlib.ExitStack() as held:
+        first, *_ = [held.enter_context(gateway.connect()) for _ in range(3)]
+        first.sendall(signed_head("GET", "/b/missing", 0))
+        assert answer(first).code == "NoSuchKey"
+        with gateway.connect() as fourth:
+            assert is_closed(fourth)
+        first.close()
+        wait_until(lambda: gateway.server.open_count < 3)
+        with gateway.connect() as fifth:
+            fifth.sendall(signed_head("GET", "/b/missing", 0))
+            assert answer(fifth).code == "NoSuchKey"
+
+
+def test_two_thousand_idle_connections_do_not_disturb_others() -> None:
+    with small_gateway() as gateway, contextlib.ExitStack() as held:
+        waiting = [held.enter_context(socket.socket()) for _ in range(2000)]
+        for sock in waiting:
+            sock.setblocking(False)
+            assert sock.connect_ex(("127.0.0.1", gateway.port)) in (0, errno.EINPROGRESS)
+        wait_until(lambda: gateway.server.open_count == 2000)
+        for sock in waiting[::2]:
+            sock.sendall(HEAD)
+        with gateway.connect() as sock:
+            for index in range(20):
+                sock.sendall(signed_head("PUT", f"/b/{index}", 5) + b"hello")
+                assert answer(sock).status == 200
+        assert len(gateway.storage.stored) == 20
+
+
+def test_a_refused_upload_that_waited_for_leave_is_closed_without_its_body(gateway: SmallGateway) -> None:
+    """Whether the body still comes cannot be known, so nothing after it could be told apart."""
+    with gateway.connect() as sock:
+        sock.sendall(signed_head("PUT", "/b/k", 5, Expect="100-continue", content_md5="wrong"))
+        reply = answer(sock)
+        assert (reply.status, reply.code, reply.headers["connection"]) == (400, "InvalidDigest", "close")
+        assert is_closed(sock)
+
+
+def test_leave_to_send_is_given_once_the_request_is_worth_its_body(gateway: SmallGateway) -> None:
+    with gateway.connect() as sock:
+        sock.sendall(signed_head("PUT", "/b/new", 5, Expect="100-continue"))
+        assert sock.recv(100) == b"HTTP/1.1 100 Continue\r\n\r\n"
+        sock.sendall(b"hello")
+        assert answer(sock).status == 200
+    assert gateway.storage.stored["b", "new"] == b"hello"

@@ -1,0 +1,140 @@
+"""`objectcache doctor`."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from collections.abc import AsyncIterator, Iterator
+from contextlib import asynccontextmanager
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from descriptors.conditions import NO_WRITE_CONDITION
+from descriptors.errors import CallerError, ErrorCode, ServerError
+from descriptors.objects import PutRequest, ReadRequest
+from objectcache import doctor
+from objectcache.doctor import PROBE_BYTES, Finding, State, described, upstream_findings
+from storage_server.settings import UpstreamSettings
+from tests.support.foreign_services import moto_service
+from tests.support.requests import OWNER, s3_client
+from tests.support.servers import Stack, stack
+from tests.support.tree import repository
+
+
+def test_what_to_do_stands_below_what_was_found() -> None:
+    text = described([Finding("a", State.GOOD, "there"), Finding("long", State.PROBLEM, "not there", "change it")])
+    assert text.splitlines() == ["good     a     there", "problem  long  not there", "               -> change it"]
+
+
+def doctored(*arguments: str, account: tuple[str, str] = OWNER) -> tuple[int, dict[str, Any]]:
+    """The exit status, and the findings by what was looked at."""
+    keys = dict(zip(("ACCESS_KEY_ID", "SECRET_ACCESS_KEY"), account, strict=True))
+    environment = {**os.environ, **{f"OBJECTCACHE_UPSTREAM_{name}": value for name, value in keys.items()}}
+    command = [sys.executable, "-m", "objectcache.cli", "doctor", "--json", "-", *arguments]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=60, cwd=repository(), env=environment)
+    assert done.stderr == ""
+    return done.returncode, {each["what"]: each for each in json.loads(done.stdout)["findings"]}
+
+
+@pytest.fixture(scope="module")
+def home(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Stack]:
+    with stack("together", tmp_path_factory.mktemp("doctor")) as running:
+        s3_client(running.url).create_bucket(Bucket="probed")
+        yield running
+
+
+@pytest.mark.needs_server
+def test_it_looks_at_the_host_the_directory_and_the_service(home: Stack, tmp_path: Path) -> None:
+    """And leaves nothing behind."""
+    arguments = ("--data", str(tmp_path / "new" / "data"), "--upstream", home.url, "--bucket", "probed")
+    _, found = doctored(*arguments)
+    for what in ("Python", "kernel", "aiohttp", "hole punching", "upstream", "upstream bandwidth"):
+        assert found[what]["state"] == "good", found[what]
+    assert "MB/s" in found["upstream bandwidth"]["found"]
+    assert {found[f"upstream {what}"]["state"] for what in ("trailers", "conditions")} == {"good"}
+    assert {"userfaultfd", "io_uring", "locked memory", "open files", "RDMA", "GPU", "O_DIRECT"} <= set(found)
+    assert s3_client(home.url).list_objects_v2(Bucket="probed")["KeyCount"] == 0
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.needs_server
+@pytest.mark.parametrize(
+    ("endpoint", "account"),
+    [("http://127.0.0.1:1", OWNER), ("", ("OWNERKEY", "another secret"))],
+    ids=["gone", "account"],
+)
+def test_a_service_that_cannot_be_used_is_a_problem(home: Stack, endpoint: str, account: tuple[str, str]) -> None:
+    status, found = doctored("--upstream", endpoint or home.url, "--bucket", "probed", account=account)
+    assert (status, found["upstream"]["state"]) == (1, "problem")
+    assert "upstream bandwidth" not in found
+
+
+@pytest.mark.needs_server
+@pytest.mark.timeout(180)
+def test_it_tries_services_of_others_making() -> None:
+    with moto_service() as service:
+        s3 = s3_client(service.endpoint, (service.access_key, service.secret_key))
+        s3.create_bucket(Bucket="probed")
+        arguments = ("--upstream", service.endpoint, "--bucket", "probed")
+        _, found = doctored(*arguments, account=(service.access_key, service.secret_key))
+        for what in ("trailers", "conditions", "bandwidth"):
+            assert found[f"upstream {what}"]["state"] == "good", found
+        assert "Contents" not in s3.list_objects_v2(Bucket="probed")
+
+
+class Careless:
+    """A service that ignores conditions and knows no trailers."""
+
+    def __init__(self, *_: object) -> None:
+        self.deleted: list[str] = []
+
+    async def list_buckets(self, access_key: str) -> list[object]:
+        return []
+
+    async def put_object(self, access_key: str, request: PutRequest, body: object) -> None:
+        if request.checksum is not None:
+            raise ServerError(ErrorCode.SLOW_DOWN, "knows no trailers", retryable=True)
+
+    async def head_object(self, access_key: str, request: ReadRequest) -> object:
+        return SimpleNamespace(info=SimpleNamespace(etag="1" * 32))
+
+    @asynccontextmanager
+    async def open_object(self, access_key: str, request: ReadRequest) -> AsyncIterator[object]:
+        async def body() -> AsyncIterator[bytes]:
+            yield bytes(PROBE_BYTES // 2)
+
+        yield SimpleNamespace(body=body())
+
+    async def delete_object(self, access_key: str, bucket: str, key: str) -> None:
+        raise ServerError(ErrorCode.INTERNAL_ERROR, "not today")
+
+
+class Strict(Careless):
+    """A service that refuses whatever has a condition."""
+
+    async def put_object(self, access_key: str, request: PutRequest, body: object) -> None:
+        if request.condition != NO_WRITE_CONDITION:
+            raise CallerError(ErrorCode.PRECONDITION_FAILED, "no", field="if-match")
+
+
+async def test_a_condition_that_holds_and_is_refused_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(doctor, "UpstreamObjects", Strict)
+    findings = await upstream_findings(UpstreamSettings("http://127.0.0.1:1", *OWNER), "probed")
+    found = {each.what: each.found for each in findings}
+    assert found["upstream conditions"] == "If-Match is refused on writes where it holds"
+
+
+async def test_what_it_lacks_is_said(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    monkeypatch.setattr(doctor, "UpstreamObjects", Careless)
+    findings = await upstream_findings(UpstreamSettings("http://127.0.0.1:1", *OWNER), "probed")
+    found = {each.what: each for each in findings}
+    assert found["upstream trailers"].state is State.MISSING
+    said = "If-None-Match: * is ignored on writes; If-Match is ignored on writes"
+    assert found["upstream conditions"].found == said
+    assert found["upstream bandwidth"].state is State.PROBLEM
+    assert "could not be deleted" in capsys.readouterr().err

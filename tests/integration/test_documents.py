@@ -1,0 +1,59 @@
+"""Documents on their way to the gateway: they hold no more than their budget, and one that drips is given up."""
+
+from __future__ import annotations
+
+import contextlib
+import http.client
+import socket
+import time
+from collections.abc import Iterator
+
+from tests.support.servers import eventually
+from tests.support.small_gateway import SmallGateway, head_of, signed_headers, small_gateway
+
+MIB = 1 << 20
+
+
+@contextlib.contextmanager
+def half_sent(gateway: SmallGateway, nbytes: int, sent: int) -> Iterator[socket.socket]:
+    """A lookup of which some bytes have been sent."""
+    headers = signed_headers("POST", "/b?lookup", {}, "ab" * 32)
+    with gateway.connect() as sock:
+        sock.sendall(head_of("POST", "/b?lookup", {**headers, "Content-Length": str(nbytes)}) + b" " * sent)
+        yield sock
+
+
+def status_of(sock: socket.socket) -> int:
+    reply = http.client.HTTPResponse(sock)
+    reply.begin()
+    return reply.status
+
+
+def test_documents_on_their_way_hold_no_more_than_their_budget() -> None:
+    """Forty connections one byte short of 16 MiB held 660 MiB."""
+    with (
+        small_gateway(document_key_bytes=16 * MIB, document_bytes=16 * MIB) as gateway,
+        contextlib.ExitStack() as stack,
+    ):
+        first = stack.enter_context(half_sent(gateway, 16 * MIB, 12 * MIB))
+        assert eventually(lambda: gateway.documents.held_bytes == 12 * MIB)
+        second = stack.enter_context(half_sent(gateway, 16 * MIB, 5 * MIB))
+        assert status_of(second) == 503
+        first.close()
+        assert eventually(lambda: gateway.documents.held_bytes == 0)
+        third = stack.enter_context(half_sent(gateway, 5 * MIB, 5 * MIB))
+        assert status_of(third) == 400  # its digest is wrong, but it was read
+
+
+def test_a_document_that_drips_is_given_up() -> None:
+    """The idle limit begins anew with every byte; the limit for the whole does not."""
+    with small_gateway(document_timeout_s=0.5) as gateway, half_sent(gateway, 1000, 1) as sock:
+        sock.settimeout(0.1)
+        began_s = time.monotonic()
+        with contextlib.suppress(OSError):
+            while time.monotonic() - began_s < 20:
+                sock.sendall(b" ")
+                with contextlib.suppress(TimeoutError):
+                    assert b"RequestTimeout" in sock.recv(65_536)
+                    break
+        assert time.monotonic() - began_s < 19

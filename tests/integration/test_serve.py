@@ -1,0 +1,178 @@
+"""The server as a process: workers, TLS, scrub, memory."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import signal
+import socket
+import ssl
+import subprocess
+import sys
+import urllib.request
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from urllib.parse import urlsplit
+
+import psutil
+import pytest
+
+from tests.clients.server import tls_server
+from tests.support.memory import MIB, PEAK_BYTES_MAX, measure
+from tests.support.requests import OWNER, request
+from tests.support.servers import CONFIG, LocalStack, Stack, eventually, started
+from tests.support.tree import repository
+
+
+def cli(*words: str, **environment: str) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, "-m", "objectcache.cli", *words]
+    return subprocess.run(
+        command, capture_output=True, text=True, timeout=60, cwd=repository(), env={**os.environ, **environment}
+    )
+
+
+@pytest.fixture
+def config(tmp_path: Path) -> Path:
+    file = tmp_path / "config.toml"
+    file.write_text(CONFIG)
+    return file
+
+
+def workers_of(pid: int) -> list[psutil.Process]:
+    found = []
+    for child in psutil.Process(pid).children():
+        with contextlib.suppress(psutil.Error):
+            found += [child] if "worker" in child.cmdline() else []
+    return found
+
+
+def has_ended(process: psutil.Process) -> bool:
+    """Gone, or a zombie nobody in this container waits for."""
+    return not process.is_running() or process.status() == psutil.STATUS_ZOMBIE
+
+
+def test_workers_answer_as_one_server(tmp_path: Path, config: Path) -> None:
+    """What one worker stored, changed or deleted, every other sees at once; each connection is another worker's."""
+    serve = ("serve", "--data", str(tmp_path / "d"), "--port", "0", "--workers", "3", "--config", str(config))
+    with started(*serve) as (url, process):
+        server = Stack(url, tmp_path / "d", process.pid, [process])
+        server.s3().create_bucket(Bucket="shared")
+
+        def use(client: int) -> None:
+            for turn in range(12):
+                body = os.urandom(turn * 40_000 + client)
+                assert server.request("PUT", f"/shared/{client}", body=body).status == 200
+                assert server.request("GET", f"/shared/{client}").body == body
+            assert server.request("DELETE", f"/shared/{client}").status == 204
+            assert server.request("GET", f"/shared/{client}").status == 404
+
+        with ThreadPoolExecutor(6) as pool:
+            list(pool.map(use, range(6)))
+        assert len(workers_of(process.pid)) == 2
+
+
+def test_a_worker_that_dies_is_started_again_and_all_end_with_the_server(tmp_path: Path, config: Path) -> None:
+    serve = ("serve", "--data", str(tmp_path / "d"), "--port", "0", "--workers", "2", "--config", str(config))
+    with started(*serve) as (url, process):
+        (worker,) = workers_of(process.pid)
+        worker.kill()
+        assert eventually(lambda: [w.pid for w in workers_of(process.pid) if w.pid != worker.pid] != [], 20)
+        server = Stack(url, tmp_path / "d", process.pid, [process])
+        for _ in range(6):
+            assert server.request("GET", "/").status == 200
+        (worker,) = workers_of(process.pid)
+    assert eventually(lambda: has_ended(worker), 20)
+    with started(*serve) as (_, process):
+        (worker,) = workers_of(process.pid)
+        process.send_signal(signal.SIGKILL)
+        process.wait(30)
+        assert eventually(lambda: has_ended(worker), 20)
+
+
+def test_a_port_that_is_taken_is_refused_although_workers_share_theirs(tmp_path: Path, config: Path) -> None:
+    serve = ("serve", "--port", "0", "--workers", "2", "--config", str(config))
+    with started(*serve, "--data", str(tmp_path / "one")) as (url, _):
+        port = url.rpartition(":")[2]
+        second = ("serve", "--port", port, "--workers", "2", "--config", str(config))
+        done = cli(*second, "--data", str(tmp_path / "two"))
+        assert done.returncode == 1
+        assert "in use" in done.stderr
+
+
+def test_https_with_a_given_certificate(tmp_path: Path) -> None:
+    """Clients do the rest in tests/clients/test_clients.py."""
+    with tls_server(tmp_path) as (endpoint, ca_file):
+        context = ssl.create_default_context(cafile=str(ca_file))
+        assert endpoint.startswith("https://")
+        with urllib.request.urlopen(f"{endpoint}/_objectcache/health", context=context) as answer:
+            assert answer.read() == b'{"status":"ok"}'
+
+
+def test_a_tls_handshake_that_stalls_is_given_up(tmp_path: Path) -> None:
+    """Before it is done a connection counts for nobody's limits, so it must not last."""
+    with tls_server(tmp_path) as (endpoint, _):
+        place = urlsplit(endpoint)
+        with contextlib.ExitStack() as held:
+            socks = [
+                held.enter_context(socket.create_connection((place.hostname, place.port), timeout=30)) for _ in range(3)
+            ]
+            for sock, garbage in zip(socks, (b"", b"\x16\x03\x01\x02\x00", b"GET / HTTP/1.1\r\n\r\n"), strict=True):
+                sock.sendall(garbage)
+            for sock in socks:
+                with contextlib.suppress(ConnectionError):
+                    while sock.recv(4096):
+                        continue
+
+
+def test_tls_files_that_cannot_be_used_are_a_configuration_error(tmp_path: Path) -> None:
+    bad = tmp_path / "bad.pem"
+    bad.write_text("nothing")
+    for words, named in [
+        (("--tls-certificate", str(bad)), "needs its key"),
+        (("--tls-certificate", str(bad), "--tls-key", str(bad)), "cannot be used"),
+    ]:
+        done = cli("serve", "--data", str(tmp_path / "d"), "--port", "0", *words)
+        assert done.returncode == 2
+        assert named in done.stderr
+
+
+def test_scrub_finds_what_is_damaged_before_anyone_asks_for_it(tmp_path: Path) -> None:
+    """On a store that is being served, with the object's name and place; its exit status says so to scripts."""
+    with LocalStack(tmp_path / "d") as local:
+        request(local.url, "PUT", "/bbb")
+        for index in range(5):
+            request(local.url, "PUT", f"/bbb/key-{index}", body=os.urandom(3 * MIB))
+        clean = cli("scrub", "--data", str(tmp_path / "d"))
+        assert (clean.returncode, clean.stdout) == (0, "5 extents, 15728640 bytes read; 0 damaged\n")
+        local.damage("bbb", "key-3", 2 * MIB + 5)
+        found = cli("scrub", "--data", str(tmp_path / "d"), "--json", "-")
+        assert found.returncode == 1
+        report = json.loads(found.stdout[found.stdout.index("{") :])
+        (damage,) = report["damaged"]
+        assert (damage["bucket"], damage["key"], damage["start"], damage["end"]) == (
+            "bbb",
+            "key-3",
+            2 * MIB,
+            3 * MIB,
+        )
+        assert len(request(local.url, "GET", "/bbb/key-2").body) == 3 * MIB
+    assert cli("scrub", "--data", str(tmp_path / "nothing")).returncode == 2
+
+
+def test_large_bodies_take_little_memory(tmp_path: Path) -> None:
+    """Eight clients at once; `python -m tests.support.memory` does it with 5 GiB each."""
+    assert measure(tmp_path, clients=8, nbytes=96 * MIB + 7) < PEAK_BYTES_MAX
+
+
+def test_relaxed_durability_can_be_chosen(tmp_path: Path) -> None:
+    keys = {"AWS_ACCESS_KEY_ID": OWNER[0], "AWS_SECRET_ACCESS_KEY": OWNER[1]}
+    serve = ("serve", "--data", str(tmp_path / "d"), "--port", "0", "--durability", "relaxed")
+    with started(*serve, environment=keys) as (url, process):
+        server = Stack(url, tmp_path / "d", process.pid, [process])
+        server.s3().create_bucket(Bucket="bbb")
+        server.s3().put_object(Bucket="bbb", Key="k", Body=b"kept")
+        process.kill()
+        process.wait(30)
+    with started(*serve, environment=keys) as (url, process):
+        assert Stack(url, tmp_path / "d", process.pid, [process]).s3().get_object(Bucket="bbb", Key="k")["Body"].read()

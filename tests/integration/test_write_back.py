@@ -1,0 +1,406 @@
+"""Chunks that are written back: answered when they are durable here, and uploaded behind."""
+
+from __future__ import annotations
+
+import asyncio
+import errno
+from collections.abc import Iterator
+from contextlib import AbstractContextManager
+from hashlib import sha256
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from botocore.exceptions import ClientError
+
+from descriptors.descriptor import Delivery
+from descriptors.errors import ObjectCacheError
+from descriptors.layout import ChunkLayout
+from descriptors.objects import PutRequest
+from descriptors.units import KIB, MIB
+from storage_server.settings import UpstreamSettings, Write
+from storage_server.upstream import home as home_module
+from storage_server.upstream import write_back
+from tests.support.chunks import BytesBody, make_chunks
+from tests.support.faulty_disk import FaultyDisk
+from tests.support.faulty_upstream import Fault, FaultyUpstream, start_of_range
+from tests.support.requests import OWNER, request, s3_client
+from tests.support.servers import LocalStack, eventually
+
+LAYOUT = ChunkLayout(4, 16, 50_000)
+
+
+def key_of(name: str) -> str:
+    return sha256(name.encode()).hexdigest()
+
+
+def content(name: str, nbytes: int = 200_000) -> bytes:
+    return (sha256(name.encode()).digest() * (nbytes // 32 + 1))[:nbytes]
+
+
+@pytest.fixture(scope="module")
+def home(tmp_path_factory: pytest.TempPathFactory) -> Iterator[LocalStack]:
+    """The service upstream. Each test has a bucket of its own."""
+    with LocalStack(tmp_path_factory.mktemp("home")) as running:
+        yield running
+
+
+@pytest.fixture
+def upstream(home: LocalStack) -> Iterator[FaultyUpstream]:
+    """The way from us to the service."""
+    with FaultyUpstream(home.url) as running:
+        yield running
+
+
+@pytest.fixture
+def bucket(home: LocalStack, request: pytest.FixtureRequest) -> str:
+    name = "test-" + key_of(request.node.name)[:20]
+    home.call(home.storage.objects.create_bucket(OWNER[0], name))
+    return name
+
+
+class Front:
+    """Our server in front, which can be stopped and started again over its directory."""
+
+    def __init__(self, directory: Path, upstream: FaultyUpstream) -> None:
+        self._directory = directory
+        self._settings = UpstreamSettings(
+            upstream.url, *OWNER, connect_timeout_s=1.0, read_timeout_s=2.0, write=Write.BACK
+        )
+
+    def started(self, **settings: Any) -> AbstractContextManager[LocalStack]:
+        chosen = {"dram_bytes": 0, "shm": False, "ucx": (), **settings}
+        return LocalStack(self._directory, upstream=self._settings, **chosen)
+
+
+@pytest.fixture
+def front(tmp_path: Path, upstream: FaultyUpstream) -> Front:
+    return Front(tmp_path / "front", upstream)
+
+
+def put(s3: Any, bucket: str, name: str, **options: Any) -> str:
+    answer = s3.put_object(Bucket=bucket, Key=key_of(name), Body=content(name), **options)
+    return str(answer["ETag"])
+
+
+def get(s3: Any, bucket: str, name: str) -> bytes:
+    return bytes(s3.get_object(Bucket=bucket, Key=key_of(name))["Body"].read())
+
+
+def keys(s3: Any, bucket: str, **options: Any) -> list[str]:
+    return [each["Key"] for each in s3.list_objects_v2(Bucket=bucket, **options).get("Contents", [])]
+
+
+def refusal(error: pytest.ExceptionInfo[ClientError]) -> str:
+    return str(error.value.response["Error"]["Code"])
+
+
+def dirty(running: LocalStack) -> Any:
+    return running.storage.upstream.write_back.status
+
+
+def is_clean(running: LocalStack) -> bool:
+    return bool(dirty(running).dirty_chunks == 0)
+
+
+def test_a_dirty_chunk_is_answered_like_others_and_goes_upstream(home: LocalStack, front: Front, bucket: str) -> None:
+    """Read, headed, listed, fetched by descriptor, before upstream has any of it."""
+    names, chunks = make_chunks(3, LAYOUT)
+    with front.started() as running:
+        s3, there = s3_client(running.url, OWNER), s3_client(home.url, OWNER)
+        running.storage.upstream.write_back.pause()
+        with running.client(bucket, "http") as client:
+            client.put_chunks(names, list(chunks))
+            etag = put(s3, bucket, "a", Metadata={"model": "m"}, Tagging="t=1", ContentType="application/x-kv")
+            assert dirty(running).dirty_chunks == 4
+            assert keys(there, bucket) == []
+            assert sorted(keys(s3, bucket)) == sorted([*names, key_of("a")])
+            assert get(s3, bucket, "a") == content("a")
+            head = s3.head_object(Bucket=bucket, Key=key_of("a"))
+            assert (head["ETag"], head["Metadata"], head["ContentType"]) == (etag, {"model": "m"}, "application/x-kv")
+            assert client.lookup(names) == 3
+            buffer = client.allocate_buffer(chunks.nbytes)
+            client.fetch(names, LAYOUT, buffer, delivery=Delivery.LAYER_MAJOR).wait(30)
+            wanted = chunks.reshape(3, LAYOUT.num_layers, -1).transpose(1, 0, 2)
+            assert np.array_equal(buffer, wanted.ravel())
+        running.storage.upstream.write_back.resume()
+        assert eventually(lambda: is_clean(running))
+        assert sorted(keys(there, bucket)) == sorted([*names, key_of("a")])
+        head = there.head_object(Bucket=bucket, Key=key_of("a"))
+        assert (head["ETag"], head["Metadata"]["model"]) == (etag, "m")
+        assert head["ContentType"] == "application/x-kv"
+        assert "objectcache-proof" in head["Metadata"]
+        assert there.get_object_tagging(Bucket=bucket, Key=key_of("a"))["TagSet"] == [{"Key": "t", "Value": "1"}]
+        assert get(there, bucket, "a") == content("a")
+
+
+def test_what_is_dirty_survives_a_restart_without_upstream(
+    home: LocalStack, upstream: FaultyUpstream, front: Front, bucket: str
+) -> None:
+    with front.started() as running:
+        s3 = s3_client(running.url, OWNER)
+        put(s3, bucket, "known-bucket")
+        assert eventually(lambda: is_clean(running))
+        upstream.choose = lambda request: Fault.RESET
+        for name in ("a", "b"):
+            put(s3, bucket, name)
+    with front.started() as running:
+        assert dirty(running).dirty_chunks == 2
+        assert get(s3_client(running.url, OWNER), bucket, "b") == content("b")
+        upstream.release()
+        assert eventually(lambda: is_clean(running))
+    assert get(s3_client(home.url, OWNER), bucket, "a") == content("a")
+
+
+def test_an_overwrite_and_a_delete_are_the_last_word(
+    home: LocalStack, upstream: FaultyUpstream, front: Front, bucket: str
+) -> None:
+    """Also where the upload of what they replace is under way, and ends behind them."""
+    there = s3_client(home.url, OWNER)
+    with front.started() as running:
+        s3 = s3_client(running.url, OWNER)
+        upstream.choose = lambda request: Fault.HANGING if request.method == "PUT" else None
+        put(s3, bucket, "gone")
+        put(s3, bucket, "again")
+        assert eventually(lambda: sum(method == "PUT" for method, *_ in upstream.seen) == 2)
+        s3.put_object(Bucket=bucket, Key=key_of("again"), Body=content("newer"))
+        upstream.release()
+        s3.delete_object(Bucket=bucket, Key=key_of("gone"))
+        assert eventually(lambda: is_clean(running))
+        assert get(s3, bucket, "again") == content("newer")
+        for each in (s3, there):
+            assert keys(each, bucket) == [key_of("again")]
+    assert get(there, bucket, "again") == content("newer")
+
+
+def test_what_needs_a_chunk_upstream_brings_it_there_first(
+    home: LocalStack, upstream: FaultyUpstream, front: Front, bucket: str
+) -> None:
+    """Conditions, copies and tags are upstream's to judge."""
+    there = s3_client(home.url, OWNER)
+    with front.started() as running:
+        running.storage.upstream.write_back.pause()
+        s3 = s3_client(running.url, OWNER)
+        for name in ("a", "b", "c"):
+            put(s3, bucket, name)
+        with pytest.raises(ClientError) as refused:
+            s3.put_object(Bucket=bucket, Key=key_of("a"), Body=b"other", IfNoneMatch="*")
+        assert refusal(refused) == "PreconditionFailed"
+        s3.copy_object(Bucket=bucket, Key="copy", CopySource={"Bucket": bucket, "Key": key_of("b")})
+        s3.put_object_tagging(Bucket=bucket, Key=key_of("c"), Tagging={"TagSet": [{"Key": "t", "Value": "2"}]})
+        assert is_clean(running)
+        assert sorted(keys(there, bucket)) == sorted([key_of("a"), key_of("b"), key_of("c"), "copy"])
+        assert there.get_object(Bucket=bucket, Key="copy")["Body"].read() == content("b")
+        for each in (s3, there):
+            assert each.get_object_tagging(Bucket=bucket, Key=key_of("c"))["TagSet"] == [{"Key": "t", "Value": "2"}]
+
+
+def test_a_bucket_with_dirty_chunks_is_not_empty_and_one_that_is_not_there_is_refused(
+    home: LocalStack, front: Front, bucket: str
+) -> None:
+    with front.started() as running:
+        running.storage.upstream.write_back.pause()
+        s3 = s3_client(running.url, OWNER)
+        put(s3, bucket, "a")
+        for call, code in (
+            (lambda: s3.delete_bucket(Bucket=bucket), "BucketNotEmpty"),
+            (lambda: put(s3, "nowhere", "a"), "NoSuchBucket"),
+        ):
+            with pytest.raises(ClientError) as refused:
+                call()
+            assert refusal(refused) == code
+        assert dirty(running).dirty_chunks == 1
+
+
+def test_a_chunk_that_upstream_refuses_stays_and_status_says_so(
+    home: LocalStack, front: Front, bucket: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(write_back, "REFUSED_AGAIN_S", 0.3)
+    with front.started() as running:
+        s3, there = s3_client(running.url, OWNER), s3_client(home.url, OWNER)
+        put(s3, bucket, "known-bucket")
+        assert eventually(lambda: is_clean(running))
+        there.delete_object(Bucket=bucket, Key=key_of("known-bucket"))
+        there.delete_bucket(Bucket=bucket)
+        put(s3, bucket, "a")
+        assert eventually(lambda: dirty(running).refused_chunks == 1)
+        assert get(s3, bucket, "a") == content("a")
+        assert f"{bucket}/{key_of('a')} stays here alone: NoSuchBucket" in caplog.text
+        metrics = request(running.url, "GET", "/_objectcache/metrics")
+        assert b"objectcache_upstream_refused_chunks 1" in metrics.body
+        there.create_bucket(Bucket=bucket)
+        assert eventually(lambda: is_clean(running))
+        assert get(there, bucket, "a") == content("a")
+
+
+def test_dirty_chunks_are_not_evicted_and_leave_room_for_others(
+    home: LocalStack, upstream: FaultyUpstream, front: Front, bucket: str
+) -> None:
+    """Past their part of the bound, chunks are written through."""
+    there = s3_client(home.url, OWNER)
+    with front.started(disk_bytes=64 * MIB) as running:
+        running.storage.upstream.write_back.pause()
+        s3 = s3_client(running.url, OWNER)
+        limit_bytes = running.storage.store.space.extent_bytes_max
+        names = [f"chunk-{number}" for number in range(120)]
+        for name in names:
+            s3.put_object(Bucket=bucket, Key=key_of(name), Body=content(name, 512 * KIB))
+        status = dirty(running)
+        assert 0 < status.dirty_bytes <= write_back.DIRTY_PART * limit_bytes
+        assert len(keys(there, bucket)) == len(names) - status.dirty_chunks
+        for name in names:
+            assert get(s3, bucket, name) == content(name, 512 * KIB)
+        assert dirty(running).dirty_chunks == status.dirty_chunks
+        assert running.storage.store.evictor.evicted_count > 0
+
+
+def test_a_damaged_dirty_chunk_is_never_uploaded_and_lookups_stop_before_it(
+    home: LocalStack, front: Front, bucket: str
+) -> None:
+    names, chunks = make_chunks(2, LAYOUT)
+    with front.started() as running:
+        held = running.storage.upstream.write_back
+        held.pause()
+        with running.client(bucket, "http") as client:
+            client.put_chunks(names, list(chunks))
+            running.damage(bucket, names[1], 100_000)
+            held.resume()
+            assert eventually(lambda: dirty(running).refused_chunks == 1)
+            assert eventually(lambda: dirty(running).dirty_chunks == 1)
+            assert keys(s3_client(home.url, OWNER), bucket) == [names[0]]
+            assert client.lookup(names) == 1
+            client.put_chunks(names[1:], list(chunks[1:]))
+            assert eventually(lambda: is_clean(running))
+            assert client.lookup(names) == 2
+
+
+def test_a_put_that_is_cancelled_is_uploaded_or_was_never_there(home: LocalStack, front: Front, bucket: str) -> None:
+    """At whatever step its caller goes."""
+    with front.started() as running:
+        held = running.storage.upstream.write_back
+        held.pause()
+
+        names = [f"{attempt}-{turns}" for attempt in range(10) for turns in range(16)]
+
+        async def cancelled_after(name: str, turns: int) -> None:
+            request = PutRequest(bucket, key_of(name), 200_000)
+            putting = asyncio.create_task(
+                running.storage.objects.put_object(OWNER[0], request, BytesBody(content(name)))
+            )
+            for _ in range(turns):
+                await asyncio.sleep(0.0002)
+            putting.cancel()
+            await asyncio.wait([putting])
+
+        for name in names:
+            running.call(cancelled_after(name, int(name.partition("-")[2])))
+        listed = set(keys(s3_client(running.url, OWNER), bucket))
+        assert {key_of(name) for name in names if held.is_dirty(bucket, key_of(name))} == listed
+        held.resume()
+        assert eventually(lambda: is_clean(running))
+        assert set(keys(s3_client(home.url, OWNER), bucket)) == listed
+        assert 0 < len(listed) < len(names)
+
+
+def test_a_fetch_of_what_was_there_before_does_not_outlive_an_overwrite(
+    home: LocalStack, upstream: FaultyUpstream, front: Front, bucket: str
+) -> None:
+    """The overwrite is answered and uploaded while older bytes are on their way."""
+    names, chunks = make_chunks(1, LAYOUT)
+    newer = bytes(reversed(chunks[0].tobytes()))
+    with home.client(bucket, "http") as direct:
+        direct.put_chunks(names, list(chunks))
+    with front.started() as running, running.client(bucket, "http") as client:
+        upstream.choose = lambda request: Fault.STALLED if start_of_range(request) == 0 else None
+        buffer = client.allocate_buffer(LAYOUT.chunk_bytes)
+        fetch = client.fetch(names, LAYOUT, buffer)
+        assert eventually(lambda: any(seen[2].startswith("bytes=0-") for seen in upstream.seen))
+        s3 = s3_client(running.url, OWNER)
+        s3.put_object(Bucket=bucket, Key=names[0], Body=newer)
+        assert eventually(lambda: is_clean(running))
+        upstream.release()
+        with pytest.raises(ObjectCacheError):
+            fetch.wait(30)
+        assert s3.get_object(Bucket=bucket, Key=names[0])["Body"].read() == newer
+        assert running.storage.upstream.fetches.running_count == 0
+
+
+def test_many_puts_of_one_key_are_one_upload(upstream: FaultyUpstream, front: Front, bucket: str) -> None:
+    with front.started() as running:
+        held = running.storage.upstream.write_back
+        held.pause()
+        s3 = s3_client(running.url, OWNER)
+        for _ in range(20):
+            put(s3, bucket, "a")
+        held.resume()
+        assert eventually(lambda: is_clean(running))
+        assert sum(method == "PUT" for method, *_ in upstream.seen) == 1
+
+
+def test_a_chunk_that_fails_again_and_again_holds_no_other_up(
+    home: LocalStack, upstream: FaultyUpstream, front: Front, bucket: str
+) -> None:
+    bad = key_of("bad")
+    upstream.choose = lambda request: Fault.FAILED if request.method == "PUT" and request.path.endswith(bad) else None
+    with front.started() as running:
+        s3 = s3_client(running.url, OWNER)
+        for name in ("bad", *map(str, range(20))):
+            put(s3, bucket, name)
+        assert eventually(lambda: dirty(running).dirty_chunks == 1)
+        assert len(keys(s3_client(home.url, OWNER), bucket)) == 20
+        upstream.release()
+        assert eventually(lambda: is_clean(running), 60.0)
+
+
+def test_pages_show_what_is_here_and_what_is_there(home: LocalStack, front: Front, bucket: str) -> None:
+    """With and without a delimiter, whatever the size of a page."""
+    there = s3_client(home.url, OWNER)
+    with front.started() as running:
+        running.storage.upstream.write_back.pause()
+        s3 = s3_client(running.url, OWNER)
+        wanted = []
+        for number in range(24):
+            key = f"{'abc'[number % 3]}/{number % 2}/{key_of(str(number))}"
+            (s3 if number % 4 else there).put_object(Bucket=bucket, Key=key, Body=b"x" * 100)
+            wanted.append(key)
+        wanted.sort()
+        assert dirty(running).dirty_chunks == 18
+        for size in (1, 2, 5, 7, 24, 1000):
+            pages = s3.get_paginator("list_objects_v2").paginate(Bucket=bucket, PaginationConfig={"PageSize": size})
+            assert [each["Key"] for page in pages for each in page["Contents"]] == wanted
+            for prefix, groups in (("", ["a/", "b/", "c/"]), ("a/", ["a/0/", "a/1/"])):
+                pages = s3.get_paginator("list_objects_v2").paginate(
+                    Bucket=bucket, Prefix=prefix, Delimiter="/", PaginationConfig={"PageSize": size}
+                )
+                assert [each["Prefix"] for page in pages for each in page.get("CommonPrefixes", [])] == groups
+
+
+@pytest.mark.parametrize("write", list(Write), ids=lambda write: write.value)
+def test_a_full_disk_lets_writes_pass(
+    home: LocalStack, bucket: str, tmp_path: Path, write: Write, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The body that met it is refused; those that follow go upstream without a copy, and reads go on."""
+    monkeypatch.setattr(home_module, "FULL_S", 1.0)
+    disk = FaultyDisk()
+    settings = UpstreamSettings(home.url, *OWNER, write=write)
+    with LocalStack(tmp_path / "front", disk=disk, upstream=settings, dram_bytes=0, shm=False, ucx=()) as running:
+        s3, there = s3_client(running.url, OWNER), s3_client(home.url, OWNER)
+        put(s3, bucket, "before")
+        assert eventually(lambda: is_clean(running))
+        disk.fail["write"] = errno.ENOSPC
+        with pytest.raises(ClientError) as refused:
+            put(s3, bucket, "met")
+        assert refusal(refused) == "InsufficientStorage"
+        for name in ("after", "later"):
+            put(s3, bucket, name)
+            assert get(there, bucket, name) == get(s3, bucket, name) == content(name)
+        assert get(s3, bucket, "before") == content("before")
+        assert is_clean(running)
+        disk.fail.clear()
+
+        def is_kept() -> bool:
+            put(s3, bucket, "again")
+            return running.storage.upstream.copy_of(bucket, key_of("again")) is not None
+
+        assert eventually(is_kept)

@@ -1,0 +1,246 @@
+"""Running servers, in processes of their own or in a thread of this one."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import os
+import signal
+import sqlite3
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import psutil
+
+from gateway.app import GatewaySettings
+from gateway.s3.credentials import Credential
+from nixl_client.client import ObjectCacheClient
+from nixl_client.session.signed_http import SignedHttp
+from objectcache.serve import Listen, Together
+from storage_server.service import WrapSource, unwrapped_source
+from storage_server.settings import StorageSettings
+from storage_server.store.data.disk import Disk
+from tests.support.layer_hold import LayerHold
+from tests.support.requests import OTHER, OWNER, READER, Reply, request, s3_client
+from tests.support.tree import repository
+
+CONFIG = f"""
+[[credentials]]
+access_key = "{OWNER[0]}"
+secret_key = "{OWNER[1]}"
+[[credentials]]
+access_key = "{OTHER[0]}"
+secret_key = "{OTHER[1]}"
+[[credentials]]
+access_key = "{READER[0]}"
+secret_key = "{READER[1]}"
+buckets = ["shared-*"]
+actions = ["GetObject", "ListBucket"]
+"""
+READY = "is listening on "
+
+
+@dataclass
+class Stack:
+    """Running servers. `storage_pid` is the process that moves data."""
+
+    url: str
+    data_dir: Path
+    storage_pid: int
+    processes: list[subprocess.Popen[str]] = field(default_factory=list)
+
+    def s3(self, key: tuple[str, str] = OWNER) -> Any:
+        return s3_client(self.url, key)
+
+    def client(self, bucket: str, transport: str = "auto", key: tuple[str, str] = OWNER) -> ObjectCacheClient:
+        return ObjectCacheClient(self.url, bucket, access_key=key[0], secret_key=key[1], transport=transport)
+
+    def request(self, method: str, target: str, **options: Any) -> Reply:
+        return request(self.url, method, target, **options)
+
+    def footprint(self) -> tuple[int, int]:
+        """Open file descriptors and threads of the storage process."""
+        process = psutil.Process(self.storage_pid)
+        return process.num_fds(), process.num_threads()
+
+    def rss_bytes(self) -> int:
+        return psutil.Process(self.storage_pid).memory_info().rss
+
+
+@contextlib.contextmanager
+def started(*arguments: str, environment: Mapping[str, str] | None = None) -> Iterator[tuple[str, Any]]:
+    """Run `objectcache ARGUMENTS` until the block ends, then SIGTERM it and demand exit code 0."""
+    command = [sys.executable, "-m", "objectcache.cli", *arguments]
+    process = subprocess.Popen(
+        command, stdout=subprocess.PIPE, text=True, env={**os.environ, **(environment or {})}, cwd=repository()
+    )
+    assert process.stdout is not None
+    with process.stdout:
+        try:
+            line = process.stdout.readline()
+            assert READY in line, f"{arguments}: {line!r}, exit {process.poll()}"
+            yield line.strip().partition(READY)[2], process
+            if process.poll() is None:
+                process.send_signal(signal.SIGTERM)
+                assert process.wait(timeout=30) == 0
+        finally:
+            process.kill()
+            process.wait()
+
+
+@contextlib.contextmanager
+def stack(kind: str, directory: Path, config: str = CONFIG, **environment: str) -> Iterator[Stack]:
+    """Gateway and storage server in one process ("together") or two that talk HTTP over loopback ("apart")."""
+    directory.mkdir(parents=True, exist_ok=True)
+    file = directory / "config.toml"
+    file.write_text(config)
+    data = directory / "data"
+    common = ("--config", str(file))
+    if kind == "together":
+        with started("serve", "--data", str(data), "--port", "0", "--ucx", *common, environment=environment) as (
+            url,
+            process,
+        ):
+            yield Stack(url, data, process.pid, [process])
+        return
+    secret = directory / "peer-secret"
+    storage = (
+        "storage-server",
+        "--data",
+        str(data),
+        "--listen",
+        "127.0.0.1:0",
+        "--peer-secret-file",
+        str(secret),
+        "--ucx",
+    )
+    with started(*storage, *common, environment=environment) as (storage_url, storage_process):
+        front = ("gateway", "--storage", storage_url, "--peer-secret-file", str(secret), "--port", "0")
+        with started(*front, *common, environment=environment) as (url, process):
+            yield Stack(url, data, storage_process.pid, [storage_process, process])
+
+
+class LocalStack:
+    """Gateway and storage server in a thread of this process, so that a test can hold layers back, and give the server
+    another disk or put something around the store's ChunkSource.
+    """
+
+    def __init__(
+        self,
+        directory: Path,
+        *,
+        disk: Disk | None = None,
+        wrap_source: WrapSource = unwrapped_source,
+        **settings: Any,
+    ) -> None:
+        self._disk = disk
+        self._wrap_source = wrap_source
+        self._hold = LayerHold()
+        self._settings = StorageSettings(data_dir=directory, **{"ucx": ("lo",), **settings})
+        self.loop = asyncio.new_event_loop()
+        self._thread = threading.Thread(target=self.loop.run_forever, daemon=True)
+
+    def __enter__(self) -> LocalStack:
+        self._thread.start()
+        self.server = self.call(self._start())
+        self.url = self.server.url
+        return self
+
+    async def _start(self) -> Together:
+        keys = [Credential(*OWNER), Credential(*OTHER)]
+        server = Together(
+            self._settings,
+            GatewaySettings(),
+            keys,
+            Listen(),
+            disk=self._disk,
+            wrap_source=self._wrap_source,
+            wrap_destination=self._hold.wrap,
+        )
+        await server.start()
+        return server
+
+    def __exit__(self, *_: object) -> None:
+        self.call(self.server.close())
+        self.loop.call_soon_threadsafe(self.loop.stop)
+        self._thread.join(10)
+        self.loop.close()
+
+    @property
+    def storage(self) -> Any:
+        return self.server.storage
+
+    def call(self, coroutine: Any) -> Any:
+        return asyncio.run_coroutine_threadsafe(coroutine, self.loop).result(60)
+
+    def client(
+        self,
+        bucket: str,
+        transport: str = "auto",
+        key: tuple[str, str] = OWNER,
+        url: str | None = None,
+        **options: Any,
+    ) -> ObjectCacheClient:
+        """A client of this server, or of `url`, which leads to this server."""
+        return ObjectCacheClient(
+            url or self.url, bucket, access_key=key[0], secret_key=key[1], transport=transport, **options
+        )
+
+    def http(self, key: tuple[str, str] = OWNER) -> SignedHttp:
+        """Signed requests over connections that are kept alive."""
+        return SignedHttp(self.url, *key, region="us-east-1", timeout_s=60.0)
+
+    def damage(self, bucket: str, key: str, offset: int) -> None:
+        """Flip a bit of a stored object, on disk."""
+        sql = (
+            "SELECT file_id, file_offset + ? - object_offset FROM extents WHERE ? >= object_offset AND version ="
+            " (SELECT version FROM objects WHERE bucket = ? AND key = ?) ORDER BY object_offset DESC"
+        )
+        database = sqlite3.connect(self.storage.settings.data_dir / "index.sqlite3")
+        file_id, at = database.execute(sql, (offset, offset, bucket, key)).fetchone()
+        database.close()
+        with (self.storage.settings.data_dir / "extents" / file_id[:2] / file_id).open("r+b") as file:
+            file.seek(at)
+            byte = file.read(1)[0]
+            file.seek(at)
+            file.write(bytes([byte ^ 0x20]))
+
+    def hold_from_layer(self, layer_index: int) -> threading.Event:
+        """Hold every payload of this and later layers back until the event is set."""
+        return self._hold.hold_from(layer_index)
+
+
+def eventually(is_true: Callable[[], bool], timeout_s: float = 15.0) -> bool:
+    """Wait for a state another process reaches on its own."""
+    deadline = time.monotonic() + timeout_s
+    while time.monotonic() < deadline:
+        if is_true():
+            return True
+        time.sleep(0.02)
+    return is_true()
+
+
+def is_idle(local: LocalStack) -> bool:
+    """Rate, memory, pins, files, reads and writes are all given back."""
+    return has_stopped(local) and local.storage.store.files.pinned_count == 0
+
+
+def has_stopped(local: LocalStack) -> bool:
+    """Nothing is delivered any more, and its memory is given back. The DRAM tier may still be reading files."""
+    storage = local.storage
+    pools = [storage.staging]
+    if storage.ucx is not None:
+        pools += [pool for pool in (storage.ucx.memory.staging, storage.ucx.memory.whole) if pool is not None]
+    return (
+        storage.requests.active_count == 0
+        and storage.pipeline.active_count == 0
+        and storage.object_requests_active_count == 0
+        and all(pool.free_count == pool.slot_count for pool in pools)
+        and (storage.ucx is None or storage.ucx.engine.in_flight_count == 0)
+    )

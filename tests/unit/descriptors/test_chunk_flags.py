@@ -1,0 +1,24 @@
+"""Flags of chunks in the headers of a PUT."""
+
+from __future__ import annotations
+
+import pytest
+
+from descriptors.chunk_flags import flags, is_flagged
+from descriptors.errors import CallerError, ErrorCode
+from descriptors.headers import CHUNK_HEADER, PREFIX_HEADER
+from descriptors.objects import Attributes
+
+
+def test_flags_are_kept_and_other_headers_are_not() -> None:
+    found = flags({CHUNK_HEADER: "true", "content-type": "x"})
+    assert found == {CHUNK_HEADER: "true"}
+    assert is_flagged(Attributes(found), CHUNK_HEADER)
+    assert not is_flagged(Attributes(found), PREFIX_HEADER)
+
+
+@pytest.mark.parametrize("value", ["", "false", "True", "true, true"])
+def test_another_value_is_refused(value: str) -> None:
+    with pytest.raises(CallerError) as refused:
+        flags({PREFIX_HEADER: value})
+    assert (refused.value.code, refused.value.field) == (ErrorCode.INVALID_ARGUMENT, PREFIX_HEADER)

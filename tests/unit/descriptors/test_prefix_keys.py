@@ -1,0 +1,45 @@
+"""Keys of prefixes: golden vectors and properties."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from descriptors.prefix_keys import Namespace, chunk_keys
+
+NAMESPACE = Namespace(model="llama-3.1-8b", dtype="bfloat16", block_tokens=16)
+
+
+def test_prefix_keys_are_the_documented_ones() -> None:
+    """Golden vectors of docs/protocol.md."""
+    assert NAMESPACE.text() == (
+        "model=llama-3.1-8b\ndtype=bfloat16\nlayout=KV_L2TD\nblock_tokens=16\n"
+        "tp_rank=0\ntp_size=1\npp_rank=0\npp_size=1\nlora=\nsalt=\n"
+    )
+    keys = chunk_keys(NAMESPACE.text(), list(range(40)), 16)
+    assert keys == [
+        "4ad69dad7bb2ca5ae5127493cc173a1160451cc4a0e71f0f453cd13dbc651099",
+        "08bbe4fcb7f145acd0ac8d8716e3fe9ec4dd58baeb4729d88c73a05e6e541386",
+    ]
+
+
+@given(st.lists(st.integers(0, 2**32 - 1), max_size=80), st.integers(1, 9))
+def test_keys_of_a_prefix_are_a_prefix_of_the_keys(tokens: list[int], chunk_tokens: int) -> None:
+    """What makes sharing work; a partial last chunk has no key."""
+    keys = chunk_keys("n", tokens, chunk_tokens)
+    assert len(keys) == len(tokens) // chunk_tokens
+    for cut in range(0, len(tokens), 7):
+        assert chunk_keys("n", tokens[:cut], chunk_tokens) == keys[: cut // chunk_tokens]
+
+
+def test_namespaces_that_differ_share_no_text() -> None:
+    """A value that looks like the next field must not collide with it."""
+    assert Namespace("m\nlora=x", "d", 16).text() != Namespace("m", "d", 16, lora="x").text()
+    assert Namespace("m%0A", "d", 16).text() != Namespace("m\n", "d", 16).text()
+
+
+@pytest.mark.parametrize("tokens", [[-1], [2**32], [0.5], [[1]]])
+def test_tokens_must_be_unsigned_32_bit(tokens: list[object]) -> None:
+    with pytest.raises(ValueError, match="tokens"):
+        chunk_keys("n", tokens, 1)  # type: ignore[arg-type]

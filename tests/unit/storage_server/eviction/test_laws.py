@@ -1,0 +1,235 @@
+"""What holds for every eviction policy, whatever is asked for."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from storage_server.eviction.adaptive import AdaptiveReplacement, S3Fifo
+from storage_server.eviction.policy import EvictionPolicy, Key, Request
+from storage_server.eviction.recency import Cascade, LeastFrequentlyUsed, LeastRecentlyUsed
+from storage_server.eviction.reuse_value import ReuseValue
+from tests.unit.storage_server.eviction.streams import request, streams
+
+Made = Callable[[int], EvictionPolicy]
+POLICIES: tuple[Made, ...] = (
+    LeastRecentlyUsed,
+    LeastFrequentlyUsed,
+    Cascade,
+    AdaptiveReplacement,
+    S3Fifo,
+    ReuseValue,
+    lambda capacity_bytes: LeastFrequentlyUsed(capacity_bytes, 2),
+    lambda capacity_bytes: ReuseValue(capacity_bytes, 2),
+)
+IDS = ("lru", "lfu", "cascade", "arc", "s3-fifo", "reuse-value", "lfu-forgetful", "reuse-value-forgetful")
+every_policy = pytest.mark.parametrize("made", POLICIES, ids=IDS)
+
+
+class Cache:
+    """Carries changes out as a tier does, and checks each step."""
+
+    def __init__(self, capacity_bytes: int) -> None:
+        self.capacity_bytes = capacity_bytes
+        self.sizes_bytes: dict[Key, int] = {}
+        self.parents: dict[Key, Key | None] = {}
+        self.pinned: set[Key] = set()
+
+    def carry_out(self, asked: Request, policy: EvictionPolicy) -> None:
+        before = dict(self.sizes_bytes)
+        change = policy.request(asked)
+        for key in change.evicted:
+            assert key not in self.pinned
+            assert key not in {self.parents[each] for each in self.sizes_bytes}, "a child is still there"
+            del self.sizes_bytes[key]
+        sizes = dict(zip(asked.keys, asked.sizes_bytes, strict=True))
+        parents = dict(zip(asked.keys, (None, *asked.keys), strict=False))
+        for key in change.admitted:
+            assert key not in before
+            assert parents[key] is None or parents[key] in self.sizes_bytes, "its parent is not there"
+            self.sizes_bytes[key], self.parents[key] = sizes[key], parents[key]
+            assert sum(self.sizes_bytes.values()) <= self.capacity_bytes
+        assert policy.used_bytes == sum(self.sizes_bytes.values())
+
+
+@every_policy
+@settings(deadline=None)
+@given(stream=streams(), capacity_bytes=st.integers(0, 20), held=st.lists(st.booleans(), min_size=30, max_size=30))
+def test_capacity_is_kept_parents_outlive_children_and_pinned_chunks_stay(
+    made: Made, stream: list[Request], capacity_bytes: int, held: list[bool]
+) -> None:
+    """At every moment, since a tier copies chunks while others are read."""
+    policy, cache = made(capacity_bytes), Cache(capacity_bytes)
+    pins: list[tuple[Key, ...]] = []
+    for asked, is_held in zip(stream, held, strict=False):
+        cache.carry_out(asked, policy)
+        hits = tuple(asked.keys[: policy.hit_count(asked.keys)])
+        assert set(hits) <= set(cache.sizes_bytes)
+        if is_held:
+            policy.pin(hits)
+            pins.append(hits)
+        elif pins:
+            policy.unpin(pins.pop(0))
+        cache.pinned = {key for keys in pins for key in keys}
+    for keys in pins:
+        policy.unpin(keys)
+
+
+@every_policy
+@settings(deadline=None)
+@given(
+    stream=streams(),
+    capacities=st.lists(st.integers(0, 20), min_size=30, max_size=30),
+    removals=st.lists(st.booleans(), min_size=30, max_size=30),
+)
+def test_chunks_may_be_removed_and_the_capacity_may_change(
+    made: Made, stream: list[Request], capacities: list[int], removals: list[bool]
+) -> None:
+    """Clients delete chunks, and other files take space. What the policy says stays true of the cache."""
+    policy, sizes_bytes = made(20), dict[Key, int]()
+    for asked, capacity_bytes, is_removed in zip(stream, capacities, removals, strict=False):
+        change = policy.request(asked)
+        for key in change.evicted:
+            del sizes_bytes[key]
+        sizes = dict(zip(asked.keys, asked.sizes_bytes, strict=True))
+        sizes_bytes |= {key: sizes[key] for key in change.admitted}
+        if is_removed:
+            assert policy.remove(asked.keys[0]) is (asked.keys[0] in sizes_bytes)
+            assert not policy.remove(asked.keys[0])
+            sizes_bytes.pop(asked.keys[0], None)
+        for key in policy.resize(capacity_bytes):
+            del sizes_bytes[key]
+        assert policy.used_bytes == sum(sizes_bytes.values()) <= capacity_bytes
+        assert all(policy.hit_count([key]) == (key in sizes_bytes) for key in asked.keys)
+    for key in policy.resize(0):
+        del sizes_bytes[key]
+    assert not sizes_bytes
+
+
+@every_policy
+def test_what_is_pinned_stays_also_where_it_takes_more_than_the_capacity(made: Made) -> None:
+    policy = made(4)
+    policy.request(request("ab"))
+    policy.pin("ab")
+    assert (policy.resize(1), policy.used_bytes, policy.hit_count("ab")) == ((), 2, 2)
+    assert policy.request(request("c", 1.0)).admitted == ()
+    policy.unpin("ab")
+    assert (policy.resize(1), policy.used_bytes) == (("b",), 1)
+
+
+@every_policy
+def test_chunks_that_came_one_by_one_are_joined_when_they_are_asked_for_together(made: Made) -> None:
+    """As they come when they are put. Asked for in another order later, none of them stays for ever."""
+    policy = made(4)
+    for number, key in enumerate("bac"):
+        policy.request(request(key, number))
+    policy.request(request("abc", 3.0))
+    policy.request(request("cba", 4.0))
+    left = policy.resize(0)
+    assert sorted(left) == ["a", "b", "c"]
+    assert left.index("b") < left.index("a")
+
+
+@every_policy
+@settings(deadline=None)
+@given(stream=streams(), capacity_bytes=st.integers(0, 20))
+def test_the_same_requests_get_the_same_answers(made: Made, stream: list[Request], capacity_bytes: int) -> None:
+    """A failure can be played again, and two servers can be compared."""
+    first, second = made(capacity_bytes), made(capacity_bytes)
+    assert [first.request(asked) for asked in stream] == [second.request(asked) for asked in stream]
+
+
+@every_policy
+def test_everything_stays_where_everything_fits(made: Made) -> None:
+    policy = made(5)
+    assert [policy.request(request(text, 1.0)).evicted for text in ("abc", "abd", "ae")] == [(), (), ()]
+    assert [policy.hit_count(text) for text in ("abc", "abd", "ae")] == [3, 3, 2]
+
+
+@every_policy
+def test_a_prefix_larger_than_the_cache_keeps_its_beginning(made: Made) -> None:
+    """Chunks of one request must not evict each other: the leading ones are the hits."""
+    policy = made(3)
+    for now_s in range(3):
+        policy.request(request("abcdef", now_s))
+    assert policy.hit_count("abcdef") == 3
+
+
+@every_policy
+def test_a_parked_chunk_leaves_after_its_last_pin(made: Made) -> None:
+    policy = made(2)
+    policy.request(request("a"))
+    policy.pin("a")
+    for number, text in enumerate(("b", "c", "d", "c", "d"), 1):
+        policy.request(request(text, number))
+        assert policy.hit_count("a") == 1
+    policy.unpin("a")
+    for number in range(6, 40):
+        policy.request(request("xy", number))
+    assert (policy.hit_count("xy"), policy.hit_count("a")) == (2, 0)
+
+
+@every_policy
+def test_wrong_use_is_refused(made: Made) -> None:
+    with pytest.raises(ValueError, match="0 bytes"):
+        made(-1)
+    policy = made(3)
+    policy.request(request("a", 2.0))
+    with pytest.raises(ValueError, match="go back"):
+        policy.request(request("a", 1.0))
+    with pytest.raises(KeyError):
+        policy.pin("b")
+    with pytest.raises(KeyError):
+        policy.unpin("a")
+
+
+@pytest.mark.parametrize(
+    ("keys", "sizes_bytes", "shared_count"), [("aa", (1, 1), 0), ("ab", (1,), 0), ("a", (0,), 0), ("a", (1,), 2)]
+)
+def test_a_request_that_means_nothing_is_refused(keys: str, sizes_bytes: tuple[int, ...], shared_count: int) -> None:
+    with pytest.raises(ValueError, match="chunk"):
+        Request(0.0, tuple(keys), sizes_bytes, shared_count)
+
+
+@settings(deadline=None)
+@given(stream=streams(), capacity_bytes=st.integers(0, 20))
+def test_ours_is_never_worse_than_keeping_nothing(stream: list[Request], capacity_bytes: int) -> None:
+    """It moves a chunk into the cache at most once for each time that the chunk is asked for and was not there."""
+    policy, admitted_count, missed_count = ReuseValue(capacity_bytes), 0, 0
+    for asked in stream:
+        hit_count = policy.hit_count(asked.keys)
+        assert hit_count >= 0
+        missed_count += len(asked.keys) - hit_count
+        admitted_count += len(policy.request(asked).admitted)
+    assert admitted_count <= missed_count
+
+
+def calls_of(made: Made, capacity_bytes: int) -> int:
+    """The function calls of the last 200 of 800 requests: 200 conversations, four turns of up to 10 chunks each."""
+    policy, count = made(capacity_bytes), 0
+
+    def note(_: object, event: str, __: object) -> None:
+        nonlocal count
+        count += event in ("call", "c_call")
+
+    for number in range(800):
+        turn, conversation = divmod(number, 200)
+        keys = tuple(f"{conversation}.{chunk}" for chunk in range(4 + 2 * turn))
+        asked = Request(float(number), keys, (1,) * len(keys))
+        before = sys.getprofile()
+        sys.setprofile(note if number >= 600 else before)
+        try:
+            policy.request(asked)
+        finally:
+            sys.setprofile(before)
+    return count
+
+
+@every_policy
+def test_the_cost_of_a_request_does_not_grow_with_the_number_of_residents(made: Made) -> None:
+    """A tier has millions of them. The same requests, with 100 residents and with 2,000."""
+    assert calls_of(made, 2000) < 2 * calls_of(made, 100)

@@ -1,0 +1,115 @@
+"""The evictor's own life. What it evicts is tried in tests/integration/test_caches.py."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from descriptors.errors import ErrorCode, ServerError
+from descriptors.objects import ListRequest, PutRequest
+from descriptors.units import MIB
+from storage_server.settings import CacheSettings, StorageSettings
+from storage_server.store import evictor
+from storage_server.store.embedded import EmbeddedStore
+from storage_server.store.index.transaction import Transaction
+from tests.support.chunks import BytesBody
+
+
+@pytest.mark.parametrize("turns", range(6))
+async def test_a_stop_that_comes_with_a_call_for_room_ends_it(tmp_path: Path, turns: int) -> None:
+    """The server's stop waits for the evictor; a cancellation that got lost would make it wait for ever."""
+    cache = CacheSettings("cached", 4 * MIB)
+    store = EmbeddedStore(StorageSettings(data_dir=tmp_path, caches=(cache,), disk_bytes=64 * MIB))
+    await store.start()
+    running = asyncio.create_task(store.evictor.run())
+    try:
+        await asyncio.sleep(0.2)  # it waits for something to do
+        call_for_room = store.bound.wants
+        assert call_for_room is not None
+        call_for_room()
+        for _ in range(turns):
+            await asyncio.sleep(0)
+        running.cancel()
+        ended, _ = await asyncio.wait((running,), timeout=3)
+        assert ended
+        assert running.cancelled()
+    finally:
+        running.cancel()
+        await asyncio.wait((running,), timeout=3)
+        store.close()
+
+
+async def test_what_could_not_be_evicted_is_evicted_later(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """All victims of a step whose change is refused are known afterwards, those of later changes, too."""
+    monkeypatch.setattr(evictor, "VICTIMS_PER_CHANGE", 2)
+    monkeypatch.setattr(evictor, "TICK_S", 0.05)
+    store = EmbeddedStore(StorageSettings(data_dir=tmp_path, caches=(CacheSettings("cached", ttl_s=0.3),)))
+    await store.start()
+    await store.objects.create_bucket("k", "cached")
+    for number in range(12):
+        await store.objects.put_object("k", PutRequest("cached", f"key-{number}", 5), BytesBody(b"bytes"))
+    change, refusals = store.evictor._change, [1, 1]
+
+    async def refusing(what: Callable[[Transaction], Any]) -> Any:
+        if refusals:
+            refusals.pop()
+            raise ServerError(ErrorCode.SLOW_DOWN, "played", retryable=True)
+        return await change(what)
+
+    store.evictor._change = refusing
+    await asyncio.sleep(0.3)
+    running = asyncio.create_task(store.evictor.run())
+    for _ in range(200):
+        await asyncio.sleep(0.02)
+        left = (await store.objects.list_objects("k", ListRequest("cached"))).objects
+        if not left:
+            break
+    running.cancel()
+    await asyncio.wait((running,))
+    assert left == []
+    assert refusals == []
+    store.close()
+
+
+class HeldBody(BytesBody):
+    """A body that ends when it may."""
+
+    def __init__(self, data: bytes) -> None:
+        super().__init__(data)
+        self.may_end = asyncio.Event()
+
+    async def __aiter__(self) -> AsyncIterator[bytes]:
+        async for piece in super().__aiter__():
+            await self.may_end.wait()
+            yield bytes(piece)
+
+
+async def test_a_write_waits_for_what_is_on_its_way(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """All of a full cache is being written: nothing can leave yet, but soon it can."""
+    monkeypatch.setattr(evictor, "TICK_S", 0.05)
+    store = EmbeddedStore(StorageSettings(data_dir=tmp_path, caches=(CacheSettings("cached", 16 * MIB),)))
+    await store.start()
+    await store.objects.create_bucket("k", "cached")
+    running = asyncio.create_task(store.evictor.run())
+    bodies = [HeldBody(bytes([number]) * (5 * MIB)) for number in range(3)]
+
+    def put(key: str, body: BytesBody, nbytes: int) -> asyncio.Task[Any]:
+        return asyncio.create_task(store.objects.put_object("k", PutRequest("cached", key, nbytes), body))
+
+    under_way = [put(f"key-{number}", body, 5 * MIB) for number, body in enumerate(bodies)]
+    await asyncio.sleep(0.1)
+    late = put("late", BytesBody(bytes(8 * MIB)), 8 * MIB)
+    await asyncio.sleep(0.3)
+    assert not late.done()
+    for body in bodies:
+        body.may_end.set()
+    await asyncio.gather(*under_way, late)
+    listed = (await store.objects.list_objects("k", ListRequest("cached"))).objects
+    assert sum(each.nbytes for each in listed) <= 16 * MIB
+    running.cancel()
+    await asyncio.wait((running,))
+    store.close()

@@ -1,0 +1,177 @@
+"""What a data directory takes, and waiting for room in it."""
+
+from __future__ import annotations
+
+import asyncio
+from pathlib import Path
+
+import pytest
+
+from descriptors.errors import ErrorCode, ServerError
+from descriptors.units import MIB
+from storage_server.store.data import space as space_module
+from storage_server.store.data.space import Bound, Space
+
+
+def test_space_is_counted_from_its_reservation_until_it_is_given_back(tmp_path: Path) -> None:
+    told = []
+    space = Space(tmp_path, 64 * MIB)
+    space.freed = lambda: told.append(space.extent_bytes)
+    space.take("a", 5000)
+    space.take("b", 4096)
+    assert (space.extent_bytes, space.kept_bytes) == (8192 + 4096, 8192 + 4096)
+    space.doom([("a", 0, 5000)])
+    assert (space.extent_bytes, space.kept_bytes, space.dying_bytes) == (12_288, 4096, 8192)
+    space.give_back("a", 5000)
+    assert (space.extent_bytes, space.kept_bytes, space.dying_bytes) == (4096, 4096, 0)
+    space.give_back("a", 5000)
+    space.forget("b")
+    assert (space.extent_bytes, space.kept_bytes) == (0, 0)
+    assert told == [4096, 4096, 0]
+
+
+def test_bytes_of_a_file_that_is_named_again_are_kept(tmp_path: Path) -> None:
+    space = Space(tmp_path, None)
+    space.take("a", 8192)
+    space.doom([("a", 0, 4096)])
+    space.revive("a")
+    assert (space.kept_bytes, space.dying_bytes) == (8192, 0)
+
+
+def test_a_start_counts_what_the_file_system_has_allocated(tmp_path: Path) -> None:
+    """A hole takes nothing; a file that is no extent counts against the bound, too."""
+    folder = tmp_path / "extents" / "aa"
+    folder.mkdir(parents=True)
+    (tmp_path / "set-aside").mkdir()
+    (tmp_path / "set-aside" / "old").write_bytes(b"x" * 12_288)
+    (folder / "stranger").write_bytes(b"x" * 8192)
+    (tmp_path / "index.sqlite3").write_bytes(b"x" * 4096)
+    known = folder / "known"
+    with known.open("wb") as file:
+        file.truncate(MIB)
+        file.seek(0)
+        file.write(b"x" * 4096)
+        file.flush()
+    space = Space(tmp_path, 64 * MIB)
+    space.load([known])
+    assert space.extent_bytes == 4096
+    assert space.used_bytes == 4096 + 12_288 + 8192 + 4096
+    limit = space.extent_bytes_max
+    (tmp_path / "index.sqlite3").write_bytes(b"x" * 12_288)
+    space.measure()
+    assert limit is not None
+    assert space.extent_bytes_max == limit - 8192
+
+
+class Room:
+    """A bound of 100 bytes whose use can be set."""
+
+    def __init__(self) -> None:
+        self.used_bytes = 0
+        self.wanted = 0
+        self.bound = Bound("the room", lambda: 100, lambda: self.used_bytes)
+        self.bound.wants = self._want
+
+    def _want(self) -> None:
+        self.wanted += 1
+
+    async def store(self, nbytes: int) -> None:
+        async with self.bound.reserved(nbytes):
+            await asyncio.sleep(0)
+            self.used_bytes += nbytes
+
+    def free(self, nbytes: int) -> None:
+        self.used_bytes -= nbytes
+        self.bound.notify()
+
+
+async def test_room_is_given_in_the_order_in_which_it_was_asked_for() -> None:
+    room = Room()
+    await room.store(90)
+    first, second = asyncio.create_task(room.store(50)), asyncio.create_task(room.store(5))
+    await asyncio.sleep(0.01)
+    assert (room.wanted, room.bound.waiting_bytes, room.bound.has_room(1)) == (2, 55, False)
+    room.free(20)
+    await asyncio.sleep(0.01)
+    assert not second.done()
+    room.free(30)
+    await asyncio.gather(first, second)
+    assert (room.used_bytes, room.bound.reserved_bytes, room.bound.waiting_bytes) == (95, 0, 0)
+
+
+async def test_what_is_promised_is_not_promised_again() -> None:
+    room = Room()
+    async with room.bound.reserved(60):
+        waiting = asyncio.create_task(room.store(60))
+        await asyncio.sleep(0.01)
+        assert not waiting.done()
+    await waiting
+
+
+async def test_room_that_cannot_come_is_refused_at_once() -> None:
+    room = Room()
+    with pytest.raises(ServerError, match="no room for 101 bytes in the room") as refused:
+        await room.store(101)
+    assert (refused.value.code, room.wanted) == (ErrorCode.INSUFFICIENT_STORAGE, 0)
+    await room.store(100)
+    room.bound.wants = None
+    with pytest.raises(ServerError, match="no room for 1 bytes"):
+        await room.store(1)
+
+
+async def test_those_that_wait_are_refused_when_nothing_more_can_leave() -> None:
+    room = Room()
+    await room.store(100)
+    waiting = asyncio.create_task(room.store(10))
+    await asyncio.sleep(0.01)
+    room.bound.refuse()
+    with pytest.raises(ServerError, match="no room"):
+        await waiting
+    assert (room.bound.waiting_bytes, room.bound.reserved_bytes) == (0, 0)
+
+
+async def test_nobody_waits_longer_than_patience_and_room_is_not_lost(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(space_module, "PATIENCE_S", 0.02)
+    room = Room()
+    await room.store(95)
+    slow, next_one = asyncio.create_task(room.store(10)), asyncio.create_task(room.store(5))
+    with pytest.raises(ServerError, match="no room"):
+        await slow
+    await next_one
+    assert (room.used_bytes, room.bound.reserved_bytes) == (100, 0)
+
+
+async def test_a_caller_that_is_cancelled_gives_its_turn_up() -> None:
+    room = Room()
+    await room.store(95)
+    gone, next_one = asyncio.create_task(room.store(10)), asyncio.create_task(room.store(5))
+    await asyncio.sleep(0.01)
+    gone.cancel()
+    await next_one
+    assert (gone.cancelled() or gone.done(), room.bound.reserved_bytes, room.used_bytes) == (True, 0, 100)
+
+
+async def test_a_caller_that_is_cancelled_as_room_comes_gives_the_room_back() -> None:
+    room = Room()
+    await room.store(95)
+    gone = asyncio.create_task(room.store(10))
+    await asyncio.sleep(0.01)
+    room.used_bytes = 0
+    room.bound.notify()
+    gone.cancel()
+    await asyncio.wait([gone])
+    await asyncio.sleep(0.01)
+    assert (room.bound.reserved_bytes, room.bound.waiting_bytes) == (0, 0)
+
+
+async def test_too_many_that_wait_are_told_to_slow_down(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(space_module, "WAITING_MAX", 1)
+    room = Room()
+    await room.store(100)
+    waiting = asyncio.create_task(room.store(1))
+    await asyncio.sleep(0.01)
+    with pytest.raises(ServerError) as refused:
+        await room.store(1)
+    assert refused.value.code is ErrorCode.SLOW_DOWN
+    room.free(1)
+    await waiting

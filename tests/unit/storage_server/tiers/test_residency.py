@@ -1,0 +1,147 @@
+"""The DRAM tier: what comes in, and what gives way."""
+
+from __future__ import annotations
+
+from itertools import pairwise
+
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
+
+from storage_server.planning.extent import ALIGNMENT_BYTES, Extent
+from storage_server.tiers.residency import Key, Residency, key_of
+
+UNIT = ALIGNMENT_BYTES
+
+
+def extent(number: int, nbytes: int = UNIT) -> Extent:
+    return Extent(f"{number:032x}", 0, nbytes, b"")
+
+
+def bring_in(residency: Residency, extents: list[Extent]) -> tuple[list[int], list[int]]:
+    """Admit and fill; the numbers of those that came, and of those that were refused."""
+    coming, refused = residency.admit([key_of(one) for one in extents], {key_of(one): one for one in extents})
+    for one, _ in coming:
+        residency.filled(one)
+    return [int(one.file_id, 16) for one, _ in coming], [int(file_id, 16) for file_id, _ in refused]
+
+
+def evict(residency: Residency, *extents: Extent) -> None:
+    residency.evict([key_of(one) for one in extents])
+
+
+def test_what_was_admitted_and_filled_can_be_pinned() -> None:
+    residency = Residency(4 * UNIT)
+    assert bring_in(residency, [extent(1), extent(2)]) == ([1, 2], [])
+    assert residency.pin([extent(1), extent(3), extent(2)]) == [0, None, UNIT]
+    assert (residency.hit_count, residency.missed_count, residency.resident_count) == (2, 1, 2)
+
+
+def test_what_is_still_being_read_in_is_not_there_yet() -> None:
+    residency = Residency(4 * UNIT)
+    one = extent(1)
+    assert residency.admit([key_of(one)], {key_of(one): one}) == ([(one, 0)], [])
+    assert residency.admit([key_of(one)], {key_of(one): one}) == ([], [])
+    assert residency.pin([one]) == [None]
+    residency.dropped(one)
+    assert residency.free_bytes == 4 * UNIT
+
+
+def test_what_finds_no_span_is_refused() -> None:
+    """Also where the free space is in pieces."""
+    residency = Residency(4 * UNIT)
+    assert bring_in(residency, [extent(number) for number in range(5)]) == ([0, 1, 2, 3], [4])
+    evict(residency, extent(0), extent(2))
+    assert residency.free_bytes == 2 * UNIT
+    assert bring_in(residency, [extent(9, 2 * UNIT), extent(8)]) == ([8], [9])
+
+
+def test_what_is_read_from_goes_afterwards() -> None:
+    residency = Residency(2 * UNIT)
+    both = [extent(1), extent(2)]
+    bring_in(residency, both)
+    first, second = residency.pin(both), residency.pin(both)
+    evict(residency, *both)
+    assert residency.evicted_count == 2
+    assert bring_in(residency, [extent(3)]) == ([], [3])
+    residency.unpin(both, first)
+    assert bring_in(residency, [extent(3)]) == ([], [3])
+    residency.unpin(both, second)
+    assert bring_in(residency, [extent(3)]) == ([3], [])
+
+
+def test_what_is_admitted_again_before_it_has_gone_stays() -> None:
+    residency = Residency(2 * UNIT)
+    bring_in(residency, [extent(1)])
+    offsets = residency.pin([extent(1)])
+    evict(residency, extent(1))
+    assert bring_in(residency, [extent(1)]) == ([], [])
+    residency.unpin([extent(1)], offsets)
+    assert residency.pin([extent(1)]) == offsets
+
+
+def test_what_is_evicted_while_it_is_read_in_goes_when_it_has_come() -> None:
+    residency = Residency(2 * UNIT)
+    one = extent(1)
+    residency.admit([key_of(one)], {key_of(one): one})
+    evict(residency, one)
+    assert residency.free_bytes == UNIT
+    residency.filled(one)
+    assert residency.free_bytes == 2 * UNIT
+    evict(residency, one)
+    assert residency.evicted_count == 1
+
+
+class ResidencyMachine(RuleBasedStateMachine):
+    """Whatever comes, goes and is read: spans never overlap, what is read stays where it is, and nothing is lost."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.residency = Residency(16 * UNIT)
+        self.coming: dict[Key, tuple[Extent, int]] = {}
+        self.pinned: list[tuple[Extent, int]] = []
+        self.places: dict[Key, tuple[int, int]] = {}
+
+    @rule(number=st.integers(0, 9), units=st.integers(1, 5))
+    def admit(self, number: int, units: int) -> None:
+        one = extent(number * 8 + units, units * UNIT)
+        key = key_of(one)
+        coming, refused = self.residency.admit([key], {key: one})
+        assert not (coming and refused)
+        for come, offset in coming:
+            self.coming[key] = come, offset
+            self.places[key] = offset, come.nbytes
+
+    @rule(index=st.integers(0, 100), is_good=st.booleans())
+    def come(self, index: int, is_good: bool) -> None:
+        if self.coming:
+            one, _ = self.coming.pop(sorted(self.coming)[index % len(self.coming)])
+            (self.residency.filled if is_good else self.residency.dropped)(one)
+
+    @rule(number=st.integers(0, 9), units=st.integers(1, 5))
+    def pin(self, number: int, units: int) -> None:
+        one = extent(number * 8 + units, units * UNIT)
+        (offset,) = self.residency.pin([one])
+        if offset is not None:
+            assert offset == self.places[key_of(one)][0]
+            self.pinned.append((one, offset))
+
+    @rule(index=st.integers(0, 100))
+    def unpin(self, index: int) -> None:
+        if self.pinned:
+            one, offset = self.pinned.pop(index % len(self.pinned))
+            self.residency.unpin([one], [offset])
+
+    @rule(number=st.integers(0, 9), units=st.integers(1, 5))
+    def evict(self, number: int, units: int) -> None:
+        evict(self.residency, extent(number * 8 + units, units * UNIT))
+
+    @invariant()
+    def nothing_overlaps_or_is_lost(self) -> None:
+        there = {key: self.places[key] for key in self.residency._resident}
+        assert {key_of(one) for one, _ in self.pinned} | self.coming.keys() <= there.keys()
+        spans = sorted(there.values())
+        assert all(a + n <= b for (a, n), (b, _) in pairwise(spans))
+        assert self.residency.used_bytes == sum(n for _, n in spans)
+
+
+TestResidency = ResidencyMachine.TestCase
