@@ -278,7 +278,7 @@ def test_tokens_for_memory_that_is_not_the_callers_are_refused(servers: Stack, a
         assert (reply.status, reply.code) == (status, code), bad
     theirs = with_token(servers, method, "safe", good, key=OTHER)
     assert (theirs.status, theirs.code) == (403, "AccessDenied")
-    short = replace(good, agent_id=agent_id(servers, agent, lifetime_s=0.001))
+    short = replace(good, agent_id=agent_id(servers, agent, lifetime_s=1e-6))
     assert with_token(servers, method, "safe", short).code in ("ExpiredToken", "NoSuchAgent")
     assert not agent.buffer.any()
     assert servers.s3().get_object(Bucket="chunks", Key="safe")["Body"].read() == b"safe"
