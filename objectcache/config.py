@@ -186,6 +186,9 @@ class UpstreamConfig(_Model):
     landing_bytes: Annotated[Size, Field(ge=0)] | None = None
     write: Write | None = None
     chunk_revalidate_s: Annotated[float, Field(ge=0)] | None = None
+    poll_s: Annotated[float, Field(ge=0.01, le=3600)] | None = None
+    read_bytes_per_s: Annotated[Size, Field(ge=1)] | None = None
+    segment_body_bytes_max: Annotated[Size, Field(ge=0)] | None = None
 
     def settings(self, environment: Mapping[str, str]) -> UpstreamSettings | None:
         """The settings; None where no upstream service is named. Raises ConfigError."""
@@ -197,10 +200,11 @@ class UpstreamConfig(_Model):
         for name, variable in UPSTREAM_VARIABLES.items():
             if name not in said and environment.get(variable):
                 said[name] = environment[variable]
-        missing = [name for name in ("access_key", "secret_key") if name not in said]
+        wanted = () if str(said["endpoint"]).startswith("file:") else ("access_key", "secret_key")
+        missing = [name for name in wanted if name not in said]
         if missing:
-            wanted = " and ".join(f"{name} (or {UPSTREAM_VARIABLES[name]})" for name in missing)
-            raise ConfigError(f"[upstream]: {wanted}: missing")
+            names = " and ".join(f"{name} (or {UPSTREAM_VARIABLES[name]})" for name in missing)
+            raise ConfigError(f"[upstream]: {names}: missing")
         try:
             return UpstreamSettings(**said)
         except ValueError as error:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from enum import Enum
 from pathlib import Path
-from urllib.parse import urlsplit
+from urllib.parse import unquote, urlsplit
 
 from descriptors.lifecycle import DAY_S
 from descriptors.units import GIB, KIB, MIB
@@ -41,11 +41,15 @@ class UpstreamSettings:
     were written `back`. Chunks come into `landing_bytes` of memory, and into files behind the deliveries; with 0 they
     come straight into files. What others change there past us is seen within `chunk_revalidate_s`; with 0 chunks never
     change.
+
+    With an endpoint `file:///DIR` the home is a directory that many servers share, and no account is needed. What other
+    servers have done there is looked for every `poll_s`, and reads keep to `read_bytes_per_s` (None: no limit). Bodies
+    up to `segment_body_bytes_max` share files, others have files of their own.
     """
 
     endpoint: str
-    access_key: str
-    secret_key: str
+    access_key: str = ""
+    secret_key: str = ""
     region: str = "us-east-1"
     connect_timeout_s: float = 5.0
     read_timeout_s: float = 30.0
@@ -55,15 +59,28 @@ class UpstreamSettings:
     landing_bytes: int = GIB
     write: Write = Write.THROUGH
     chunk_revalidate_s: float = 3600.0
+    poll_s: float = 1.0
+    read_bytes_per_s: float | None = None
+    segment_body_bytes_max: int = 16 * MIB
 
     def __post_init__(self) -> None:
         parts = urlsplit(self.endpoint)
+        if parts.scheme == "file":
+            if parts.netloc or parts.query or not parts.path.startswith("/"):
+                raise ValueError(f"upstream: {self.endpoint!r} is no file:///DIRECTORY")
+            return
         if parts.scheme not in ("http", "https") or not parts.netloc or parts.path.strip("/") or parts.query:
             raise ValueError(f"upstream: {self.endpoint!r} is no http:// or https:// address of an S3 service")
         if not self.access_key or not self.secret_key:
             raise ValueError("upstream: an access key and a secret key are needed")
         if not 0 < self.fetches_max < self.fetches_max + self.uploads_max < self.connections_max:
             raise ValueError("upstream: need 0 < fetches_max, 0 < uploads_max and a sum below connections_max")
+
+    @property
+    def directory(self) -> Path | None:
+        """The shared directory; None where the home is an S3 service."""
+        parts = urlsplit(self.endpoint)
+        return Path(unquote(parts.path)) if parts.scheme == "file" else None
 
 
 @dataclass(frozen=True, slots=True)

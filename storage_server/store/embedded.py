@@ -86,9 +86,7 @@ class EmbeddedStore:
             self.space,
             self._note_changes,
         )
-        self.segments = Segments(
-            settings.data_dir, self.files, disk, settings.packed_bytes_max, self.space, self.committer.consider
-        )
+        self.segments = Segments(self.files, disk, settings.packed_bytes_max, self.space, self.committer.consider)
         self.reader = IndexReader(index)
         whole = () if settings.upstream is None else (CacheSettings(None, eviction=settings.eviction),)
         self.evictor = Evictor(

@@ -30,7 +30,7 @@ from storage_server.store.rows import StoredObject
 from storage_server.upstream.chunk_names import is_chunk, is_chunk_key
 from storage_server.upstream.fetches import Fetches
 from storage_server.upstream.known_keys import KnownKeys
-from storage_server.upstream.objects import UpstreamObjects
+from storage_server.upstream.service import HomeObjects
 
 CHECKS_MAX = 64
 PREFETCH_WAIT_S = 30.0
@@ -41,7 +41,7 @@ Forget = Callable[[str, Mapping[str, int]], Awaitable[int]]
 class UpstreamChunks:
     """Implements storage_server.gather.source.ChunkSource."""
 
-    def __init__(self, objects: UpstreamObjects, cache: EmbeddedStore, fetches: Fetches, forget: Forget) -> None:
+    def __init__(self, objects: HomeObjects, cache: EmbeddedStore, fetches: Fetches, forget: Forget) -> None:
         self._objects = objects
         self._cache = cache
         self._fetches = fetches

@@ -28,9 +28,9 @@ from storage_server.store.rows import StoredPart
 from storage_server.upstream.groups import group_ends
 from storage_server.upstream.headers import is_md5
 from storage_server.upstream.key_locks import KeyLocks
-from storage_server.upstream.objects import UpstreamObjects
-from storage_server.upstream.proof import HEADER, Proof, parse_proof, proved_bytes
+from storage_server.upstream.proof import Proof, proved_bytes
 from storage_server.upstream.receiving import IntoFile, IntoMemory, Receiver, wrong
+from storage_server.upstream.service import HomeObjects
 from storage_server.upstream.turns import Turns
 
 PREFETCH_BYTES_MAX = 128 * MIB
@@ -52,7 +52,7 @@ class Ways:
 
     def __init__(
         self,
-        objects: UpstreamObjects,
+        objects: HomeObjects,
         cache: EmbeddedStore,
         locks: KeyLocks,
         turns: Turns,
@@ -188,13 +188,13 @@ class Fetch:
         last = None if group_end is None else group_end - 1
         condition = ReadCondition() if self.info is None else ReadCondition(if_match=(self.info.etag,))
         request = ReadRequest(self._bucket, self._key, RangeSpec(start, last), condition=condition)
-        async with receiver.open(request, start, group_end) as (head, headers, received):
+        async with receiver.open(request, start, group_end) as (head, proof, received):
             if self.info is None:
                 if self.layout is None and head.info.nbytes > PREFETCH_BYTES_MAX:
                     raise ServerError(ErrorCode.SLOW_DOWN, "too large to be read ahead", retryable=True)
                 if self.layout is not None and head.info.nbytes != self.layout.chunk_bytes:
                     return None
-                self._proof = parse_proof(headers.get(HEADER), head.info.nbytes)
+                self._proof = proof
                 await self._begin(head.info, receiver)
                 stack.enter_context(self._ways.cache.bound.arriving())
             elif head.info.etag != self.info.etag:

@@ -21,7 +21,7 @@ from storage_server.store.data.io_threads import IoThreads
 from storage_server.store.embedded import EmbeddedStore
 from storage_server.upstream.fetch import Fetch, Ways
 from storage_server.upstream.key_locks import KeyLocks, Name
-from storage_server.upstream.objects import UpstreamObjects
+from storage_server.upstream.service import HomeObjects
 from storage_server.upstream.turns import Turns
 
 FETCHES_MAX = 16_384
@@ -37,7 +37,7 @@ class Fetches:
     """The fetches under way, one for each chunk, into `cache`. Used on one event loop."""
 
     def __init__(
-        self, objects: UpstreamObjects, cache: EmbeddedStore, locks: KeyLocks, requests_max: int, landing_bytes: int = 0
+        self, objects: HomeObjects, cache: EmbeddedStore, locks: KeyLocks, requests_max: int, landing_bytes: int = 0
     ) -> None:
         self._requests_max = requests_max
         self._turns = Turns(requests_max)

@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import asyncio
 import time
+from collections import defaultdict
 from collections.abc import AsyncIterator, Awaitable, Mapping, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager, suppress
 from functools import partial
@@ -14,8 +15,10 @@ from typing import TypeVar
 from adapters.threads import to_end
 from descriptors.conditions import NO_WRITE_CONDITION, WriteCondition
 from descriptors.errors import CallerError, ErrorCode, ServerError
+from descriptors.lifecycle import LifecycleRule
 from descriptors.objects import (
     BodyDigests,
+    BucketInfo,
     CompleteRequest,
     CopyRequest,
     ListPage,
@@ -24,12 +27,20 @@ from descriptors.objects import (
     ObjectPart,
     PartCopyRequest,
     PartInfo,
+    PartPage,
+    PartRequest,
     PutRequest,
     ReadHead,
     ReadRequest,
+    UploadListRequest,
+    UploadPage,
+    UploadRef,
+    UploadRequest,
 )
-from descriptors.storage_api import Body, ObjectRead, Piece
+from descriptors.storage_api import Body, ObjectRead, Piece, UploadsApi
 from storage_server.settings import UpstreamSettings, Write
+from storage_server.shared_files.merge import Shown
+from storage_server.shared_files.store import SharedDirectory
 from storage_server.store.embedded import EmbeddedStore
 from storage_server.store.index import transaction
 from storage_server.store.index.transaction import Transaction
@@ -38,15 +49,13 @@ from storage_server.store.rows import StoredObject
 from storage_server.upstream.cached_read import healing
 from storage_server.upstream.chunk_names import is_chunk
 from storage_server.upstream.chunks import UpstreamChunks
-from storage_server.upstream.connection import Upstream
 from storage_server.upstream.fetches import Fetches
-from storage_server.upstream.headers import put_time
 from storage_server.upstream.key_locks import KeyLocks
 from storage_server.upstream.merged_list import dirty_after, merged
-from storage_server.upstream.objects import UpstreamObjects
-from storage_server.upstream.proof import HEADER, make_proof
+from storage_server.upstream.proof import make_proof
 from storage_server.upstream.revalidation import Revalidation
-from storage_server.upstream.uploads import UpstreamUploads
+from storage_server.upstream.s3_service import S3Service
+from storage_server.upstream.service import HomeObjects, Service
 from storage_server.upstream.write_back import StoredBody, WriteBack, send_stored
 
 FULL_S = 5.0
@@ -60,29 +69,47 @@ class UpstreamHome:
 
     def __init__(self, settings: UpstreamSettings, cache: EmbeddedStore) -> None:
         self.settings = settings
-        self._upstream = Upstream(settings)
         nbytes_max = cache.settings.object_bytes_max
-        plain = UpstreamObjects(self._upstream, nbytes_max)
+        self.service = self._made_service(cache)
+        plain = self.service.objects
         locks = KeyLocks()
         self.fetches = Fetches(plain, cache, locks, settings.fetches_max, settings.landing_bytes)
         accepts = settings.write is Write.BACK
         self.write_back = WriteBack(plain, cache, locks, self.fetches.stop, settings.uploads_max, accepts=accepts)
         self.cache = cache
-        self.objects = CachedObjects(self._upstream, nbytes_max, self)
-        self.uploads = CachedUploads(self._upstream, self.objects, nbytes_max, self)
+        self.objects = CachedObjects(plain, nbytes_max, self)
+        self.uploads = CachedUploads(self.service.uploads, self)
         self.chunks = UpstreamChunks(plain, cache, self.fetches, self._forget_versions)
         self.revalidation = Revalidation(plain, cache.reader, self._forget_versions)
         self._revalidate_s = settings.chunk_revalidate_s
         self._revalidating: asyncio.Task[None] | None = None
 
+    def _made_service(self, cache: EmbeddedStore) -> Service:
+        if self.settings.directory is None:
+            return S3Service(self.settings, cache.settings.object_bytes_max)
+        local = cache.settings.data_dir / "shared"
+        cache.space.count_too(local)
+        made = SharedDirectory(self.settings, cache.settings, local)
+        made.on_changed(self._forget_changed)
+        return made
+
+    async def _forget_changed(self, changed: Sequence[Shown]) -> None:
+        """Other servers have changed these: copies that are not what they show now leave the cache."""
+        by_bucket = defaultdict[str, dict[str, str | None]](dict)
+        for bucket, key, etag in changed:
+            by_bucket[bucket][key] = etag
+        for bucket, shown in by_bucket.items():
+            await self.revalidation.forget_others(bucket, shown)
+            self.chunks.forget_known(bucket, list(shown))
+
     @property
     def failed_count(self) -> int:
         """How many requests the service did not answer, or was too busy for."""
-        return self._upstream.failed_count
+        return self.service.failed_count
 
     async def start(self) -> None:
         """Make the pool of connections, begin to upload what is dirty, and to look for what others have changed."""
-        await self._upstream.start()
+        await self.service.start()
         await self.write_back.start()
         if self._revalidate_s:
             self._revalidating = asyncio.create_task(self.revalidation.run(self._revalidate_s))
@@ -94,7 +121,7 @@ class UpstreamHome:
             await asyncio.wait([self._revalidating])
         await self.write_back.close()
         await self.fetches.close()
-        await self._upstream.close()
+        await self.service.close()
 
     def copy_of(self, bucket: str, key: str) -> StoredObject | None:
         """The chunk in the cache that answers for this key; None where upstream must be asked."""
@@ -103,7 +130,7 @@ class UpstreamHome:
             return None
         return None if self.cache.objects.is_damaged(bucket, key) else stored
 
-    async def put_chunk(self, objects: UpstreamObjects, request: PutRequest, body: Body) -> ObjectInfo:
+    async def put_chunk(self, request: PutRequest, body: Body) -> ObjectInfo:
         """Put a chunk upstream and into the cache, in this order, so that the cache never has what upstream lacks."""
         bucket, key = request.bucket, request.key
         async with self.cache.bodies.received(request.nbytes, request.checksum, body) as (part, pending):
@@ -111,10 +138,9 @@ class UpstreamHome:
             proof = make_proof(request.nbytes, part.extent.checksums)
             stored = StoredBody(self.cache.received_pieces(part, pending), part)
             async with self.write_back.held(bucket, [key], settled=request.condition != NO_WRITE_CONDITION):
-                sending = send_stored(objects, request, stored, {HEADER: proof.header()})
-                answer = await self.changing(bucket, [key], sending)
-                etag, modified_at = answer.get("etag", "").strip('"'), put_time(answer)
-                info = ObjectInfo(key, request.nbytes, etag, modified_at, request.attributes, part.checksum)
+                sending = send_stored(self.service.objects, request, stored, proof)
+                sent = await self.changing(bucket, [key], sending)
+                info = ObjectInfo(key, request.nbytes, sent.etag, sent.modified_at, request.attributes, part.checksum)
 
                 def publish(tx: Transaction) -> None:
                     transaction.ensure_bucket(tx, bucket, time.time())
@@ -159,22 +185,41 @@ class UpstreamHome:
         return await self.cache.change(change, frees=True)
 
 
-class CachedObjects(UpstreamObjects):
-    """Objects upstream, copies of which may be in the cache. A copy is removed before a change is answered. Chunks are
-    read from the cache without asking upstream, dirty ones always.
+class CachedObjects:
+    """Implements descriptors.storage_api.ObjectsApi: objects upstream, copies of which may be in the cache. A copy is
+    removed before a change is answered. Chunks are read from the cache without asking upstream, dirty ones always.
     """
 
-    def __init__(self, upstream: Upstream, object_bytes_max: int, home: UpstreamHome) -> None:
-        super().__init__(upstream, object_bytes_max)
+    def __init__(self, there: HomeObjects, object_bytes_max: int, home: UpstreamHome) -> None:
+        self._there = there
+        self._object_bytes_max = object_bytes_max
         self._home = home
         self._write_back = home.write_back
         self._full_until_s = 0.0
+
+    async def create_bucket(self, access_key: str, bucket: str) -> None:
+        await self._there.create_bucket(access_key, bucket)
+
+    async def head_bucket(self, access_key: str, bucket: str) -> BucketInfo:
+        return await self._there.head_bucket(access_key, bucket)
+
+    async def list_buckets(self, access_key: str) -> list[BucketInfo]:
+        return await self._there.list_buckets(access_key)
+
+    async def get_lifecycle(self, access_key: str, bucket: str) -> list[LifecycleRule]:
+        return await self._there.get_lifecycle(access_key, bucket)
+
+    async def own_lifecycle(self, access_key: str, bucket: str) -> list[LifecycleRule]:
+        return await self._there.own_lifecycle(access_key, bucket)
+
+    async def set_lifecycle(self, access_key: str, bucket: str, rules: list[LifecycleRule]) -> None:
+        await self._there.set_lifecycle(access_key, bucket, rules)
 
     async def delete_bucket(self, access_key: str, bucket: str) -> None:
         if await self._write_back.page(bucket, "", "", 1):
             raise CallerError(ErrorCode.BUCKET_NOT_EMPTY, f"the bucket {bucket} still has objects", field="bucket")
         self._write_back.forget_bucket(bucket)
-        await super().delete_bucket(access_key, bucket)
+        await self._there.delete_bucket(access_key, bucket)
 
     async def put_object(self, access_key: str, request: PutRequest, body: Body) -> ObjectInfo:
         """A chunk is received as a whole before it is sent upstream, with its proof, and stays in the cache. Written
@@ -187,7 +232,7 @@ class CachedObjects(UpstreamObjects):
                 with self._write_back.room(request) as has_room:
                     if has_room:
                         return await self._write_back.put(request, counted)
-                return await self._home.put_chunk(self, request, counted)
+                return await self._home.put_chunk(request, counted)
             except ServerError as error:
                 if error.code is not ErrorCode.INSUFFICIENT_STORAGE:
                     raise
@@ -199,24 +244,24 @@ class CachedObjects(UpstreamObjects):
         if self._write_back.is_dirty(bucket, request.key):  # a flag made it a chunk, and this one has none
             async with self._write_back.held(bucket, keys, settled=True):
                 pass
-        return await self._home.changing(bucket, keys, super().put_object(access_key, request, body))
+        return await self._home.changing(bucket, keys, self._there.put_object(access_key, request, body))
 
     async def head_object(self, access_key: str, request: ReadRequest) -> ReadHead:
         """Upstream is asked where the copy's tags may not be those of the object, unless it is gone."""
         copy = self._home.copy_of(request.bucket, request.key)
         if copy is None:
-            return await super().head_object(access_key, request)
+            return await self._there.head_object(access_key, request)
         here = self._home.cache.objects
-        has_tags = self.counts_tags and not copy.has_doubtful_tags
+        has_tags = self._there.counts_tags and not copy.has_doubtful_tags
         if has_tags or self._write_back.is_dirty(request.bucket, request.key):
             try:
                 return await here.head_object(access_key, request)
             except CallerError as error:
                 if error.code not in ABSENT:
                     raise
-            return await super().head_object(access_key, request)  # it was evicted meanwhile
+            return await self._there.head_object(access_key, request)  # it was evicted meanwhile
         try:
-            return await super().head_object(access_key, request)
+            return await self._there.head_object(access_key, request)
         except ServerError:
             return await here.head_object(access_key, request)
 
@@ -225,7 +270,7 @@ class CachedObjects(UpstreamObjects):
         bucket, key = request.bucket, request.key
         copy = self._home.copy_of(bucket, key)
         if copy is None or copy.has_doubtful_tags:
-            async with super().open_object(access_key, request) as read:
+            async with self._there.open_object(access_key, request) as read:
                 yield read
             return
         async with AsyncExitStack() as stack:
@@ -235,12 +280,14 @@ class CachedObjects(UpstreamObjects):
             except CallerError as error:
                 if error.code not in ABSENT:
                     raise
-                read = await stack.enter_async_context(super().open_object(access_key, request))  # evicted meanwhile
+                read = await stack.enter_async_context(
+                    self._there.open_object(access_key, request)
+                )  # evicted meanwhile
             yield read
 
     async def object_parts(self, access_key: str, bucket: str, key: str) -> list[ObjectPart]:
         async with self._write_back.held(bucket, [key], settled=True):
-            return await super().object_parts(access_key, bucket, key)
+            return await self._there.object_parts(access_key, bucket, key)
 
     async def copy_object(self, access_key: str, request: CopyRequest) -> ObjectInfo:
         """The source must be upstream; a copy under its own key settles that key, too."""
@@ -248,14 +295,14 @@ class CachedObjects(UpstreamObjects):
         async with self._write_back.held(source.bucket, [source.key], settled=True):
             pass
         async with self._write_back.held(bucket, keys, settled=True):
-            return await self._home.changing(bucket, keys, super().copy_object(access_key, request))
+            return await self._home.changing(bucket, keys, self._there.copy_object(access_key, request))
 
     async def delete_object(
         self, access_key: str, bucket: str, key: str, condition: WriteCondition = NO_WRITE_CONDITION
     ) -> None:
         async with self._write_back.held(bucket, [key], settled=condition != NO_WRITE_CONDITION):
             try:
-                await self._home.changing(bucket, [key], super().delete_object(access_key, bucket, key, condition))
+                await self._home.changing(bucket, [key], self._there.delete_object(access_key, bucket, key, condition))
             except CallerError as error:
                 if error.code is ErrorCode.NO_SUCH_BUCKET:  # nothing can be there: what is here alone goes, too
                     await to_end(asyncio.ensure_future(self._home.forget(bucket, [key])))
@@ -263,7 +310,7 @@ class CachedObjects(UpstreamObjects):
 
     async def delete_objects(self, access_key: str, bucket: str, keys: list[str]) -> None:
         async with self._write_back.held(bucket, keys):
-            await self._home.changing(bucket, keys, super().delete_objects(access_key, bucket, keys))
+            await self._home.changing(bucket, keys, self._there.delete_objects(access_key, bucket, keys))
 
     async def set_tags(self, access_key: str, bucket: str, key: str, tags: dict[str, str]) -> None:
         """A crash in the middle leaves a copy whose tags are doubtful."""
@@ -272,7 +319,7 @@ class CachedObjects(UpstreamObjects):
             has_copy = cache.objects.stored(bucket, key) is not None
             if has_copy:
                 await cache.change(partial(transaction.doubt_tags, bucket=bucket, key=key), frees=True)
-            await super().set_tags(access_key, bucket, key, tags)
+            await self._there.set_tags(access_key, bucket, key, tags)
             if has_copy:
                 with suppress(CallerError):  # evicted meanwhile
                     await cache.objects.set_tags(access_key, bucket, key, tags)
@@ -280,7 +327,7 @@ class CachedObjects(UpstreamObjects):
     async def list_objects(self, access_key: str, request: ListRequest) -> ListPage:
         """What is dirty is read first: a chunk that gets upstream meanwhile is seen there."""
         dirty = await self._write_back.page(request.bucket, dirty_after(request), request.prefix, request.max_keys + 1)
-        page = await super().list_objects(access_key, request)
+        page = await self._there.list_objects(access_key, request)
         return merged(page, dirty, request) if dirty and request.max_keys else page
 
 
@@ -307,19 +354,34 @@ class CountedBody:
         return self._body.digests()
 
 
-class CachedUploads(UpstreamUploads):
-    """Uploads upstream, which may replace objects in the cache."""
+class CachedUploads:
+    """Implements descriptors.storage_api.UploadsApi: uploads upstream, which may replace objects in the cache."""
 
-    def __init__(self, upstream: Upstream, objects: UpstreamObjects, part_bytes_max: int, home: UpstreamHome) -> None:
-        super().__init__(upstream, objects, part_bytes_max)
+    def __init__(self, there: UploadsApi, home: UpstreamHome) -> None:
+        self._there = there
         self._home = home
+
+    async def create_upload(self, access_key: str, request: UploadRequest) -> str:
+        return await self._there.create_upload(access_key, request)
+
+    async def put_part(self, access_key: str, request: PartRequest, body: Body) -> PartInfo:
+        return await self._there.put_part(access_key, request, body)
+
+    async def abort_upload(self, access_key: str, upload: UploadRef) -> None:
+        await self._there.abort_upload(access_key, upload)
+
+    async def list_parts(self, access_key: str, upload: UploadRef, part_number_marker: int, max_parts: int) -> PartPage:
+        return await self._there.list_parts(access_key, upload, part_number_marker, max_parts)
+
+    async def list_uploads(self, access_key: str, request: UploadListRequest) -> UploadPage:
+        return await self._there.list_uploads(access_key, request)
 
     async def copy_part(self, access_key: str, request: PartCopyRequest) -> PartInfo:
         async with self._home.write_back.held(request.source.bucket, [request.source.key], settled=True):
             pass
-        return await super().copy_part(access_key, request)
+        return await self._there.copy_part(access_key, request)
 
     async def complete_upload(self, access_key: str, request: CompleteRequest) -> ObjectInfo:
         bucket, keys = request.upload.bucket, [request.upload.key]
         async with self._home.write_back.held(bucket, keys, settled=True):
-            return await self._home.changing(bucket, keys, super().complete_upload(access_key, request))
+            return await self._home.changing(bucket, keys, self._there.complete_upload(access_key, request))

@@ -34,20 +34,23 @@ from storage_server.upstream.connection import Answer, Upstream
 from storage_server.upstream.headers import (
     TAGGING_COUNT,
     attribute_headers,
+    put_time,
     read_head,
     read_headers,
     source_headers,
     write_headers,
 )
 from storage_server.upstream.lifecycle import lifecycle_document, lifecycle_rules
+from storage_server.upstream.proof import HEADER, Proof, parse_proof
 from storage_server.upstream.refusals import unreachable
+from storage_server.upstream.service import Sent
 
 AFTER_PREFIX = "\U0010ffff"
 """The greatest character: a key after a common prefix and this is after all that the prefix rolls up."""
 
 
 class UpstreamObjects:
-    """Implements descriptors.storage_api.ObjectsApi."""
+    """Implements storage_server.upstream.service.HomeObjects."""
 
     def __init__(self, upstream: Upstream, object_bytes_max: int) -> None:
         self._upstream = upstream
@@ -113,14 +116,14 @@ class UpstreamObjects:
         await self.send(request, body)
         return (await self._head(ReadRequest(request.bucket, request.key))).info
 
-    async def send(
-        self, request: PutRequest, body: Body, further: Mapping[str, str] | None = None
-    ) -> Mapping[str, str]:
-        """Put an object, with further headers; the headers of the answer. Raises what `put_object` raises."""
+    async def send(self, request: PutRequest, body: Body, proof: Proof | None = None) -> Sent:
+        """Put an object, with its proof in a header."""
         check_size(request.nbytes, self._object_bytes_max)
-        headers = {**attribute_headers(request.attributes), **write_headers(request.condition), **(further or {})}
+        proved = {} if proof is None else {HEADER: proof.header()}
+        headers = {**attribute_headers(request.attributes), **write_headers(request.condition), **proved}
         sent = await self._upstream.prepared(body, request.nbytes, request.checksum)
-        return await self._upstream.put(request.bucket, request.key, headers, "", sent)
+        answer = await self._upstream.put(request.bucket, request.key, headers, "", sent)
+        return Sent(answer.get("etag", "").strip('"'), put_time(answer))
 
     async def head_object(self, access_key: str, request: ReadRequest) -> ReadHead:
         return await self._head(request)
@@ -131,22 +134,22 @@ class UpstreamObjects:
             yield ObjectRead(head, pieces_of(answer))
 
     @asynccontextmanager
-    async def open_range(self, request: ReadRequest) -> AsyncIterator[tuple[ReadHead, Answer]]:
-        """A read whose answer's own headers are wanted, too; `pieces_of` gives its bytes."""
+    async def open_range(
+        self, request: ReadRequest
+    ) -> AsyncIterator[tuple[ReadHead, Proof | None, AsyncIterator[Piece]]]:
+        """A read that also gives the proof of the whole object, if its headers have one."""
         async with self._opened("GET", request) as (answer, head):
-            yield head, answer
+            yield head, parse_proof(answer.headers.get(HEADER), head.info.nbytes), pieces_of(answer)
 
     @asynccontextmanager
     async def open_into(
         self, request: ReadRequest, into: Into
-    ) -> AsyncIterator[tuple[ReadHead, Mapping[str, str], asyncio.Future[None]]]:
-        """A read whose bytes, as many as `into` has room for, go there; its head, the answer's own headers, and when
-        the bytes are there.
-        """
+    ) -> AsyncIterator[tuple[ReadHead, Proof | None, asyncio.Future[None]]]:
+        """A read whose bytes, as many as `into` has room for, go there."""
         headers = read_headers(request)
         async with self._upstream.open_into(request.bucket, request.key, headers, into) as (answer, body):
             head = await self._checked(request, answer.status, answer.headers, is_sure=False)
-            yield head, answer.headers, body
+            yield head, parse_proof(answer.headers.get(HEADER), head.info.nbytes), body
 
     async def object_parts(self, access_key: str, bucket: str, key: str) -> list[ObjectPart]:
         parts, marker = list[ObjectPart](), None

@@ -6,7 +6,7 @@ from __future__ import annotations
 
 import asyncio
 import hashlib
-from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from contextlib import AbstractAsyncContextManager, asynccontextmanager, suppress
 from functools import partial
 from typing import Protocol
@@ -22,14 +22,14 @@ from storage_server.store.data.disk import Disk
 from storage_server.store.data.io_threads import IoThreads
 from storage_server.store.data.segments import ExtentWriter
 from storage_server.upstream.bulk_reads import Into
-from storage_server.upstream.connection import Answer
-from storage_server.upstream.objects import UpstreamObjects, pieces_of
+from storage_server.upstream.proof import Proof
+from storage_server.upstream.service import HomeObjects
 
 STEP_BYTES = MIB
 OnStep = Callable[[bytes, int], None]
 """Called on the event loop with the packed checksums of all blocks so far, and the bytes of the chunk so far."""
-Opened = tuple[ReadHead, Mapping[str, str], Awaitable[None]]
-"""An answer's head, its own headers, and what to await for all its bytes."""
+Opened = tuple[ReadHead, Proof | None, Awaitable[None]]
+"""An answer's head, the proof of the whole object, and what to await for all bytes of the answer."""
 
 
 class Receiver(Protocol):
@@ -57,9 +57,7 @@ class Receiver(Protocol):
 class IntoMemory:
     """Implements Receiver. Threads of `objects` receive, at first one layer of `layer_bytes`."""
 
-    def __init__(
-        self, objects: UpstreamObjects, io: IoThreads, landed: Landed, layer_bytes: int, on_step: OnStep
-    ) -> None:
+    def __init__(self, objects: HomeObjects, io: IoThreads, landed: Landed, layer_bytes: int, on_step: OnStep) -> None:
         self.landed = landed
         self.writer: ExtentWriter | None = None
         self.blocks = BlockChecksums()
@@ -83,8 +81,8 @@ class IntoMemory:
                 self._loop.call_soon_threadsafe(self._on_step, self.blocks.packed(), at)
 
         into = Into(view, self._first_bytes, max(STEP_BYTES, self._first_bytes), on_step)
-        async with self._objects.open_into(request, into) as (head, headers, body):
-            yield head, headers, body
+        async with self._objects.open_into(request, into) as opened:
+            yield opened
 
     def words(self) -> bytes:
         return self.blocks.packed()
@@ -101,7 +99,7 @@ class IntoMemory:
 class IntoFile:
     """Implements Receiver."""
 
-    def __init__(self, objects: UpstreamObjects, io: IoThreads, disk: Disk, on_step: OnStep) -> None:
+    def __init__(self, objects: HomeObjects, io: IoThreads, disk: Disk, on_step: OnStep) -> None:
         self.landed: Landed | None = None
         self.writer: ExtentWriter | None = None
         self._objects = objects
@@ -111,17 +109,17 @@ class IntoFile:
 
     @asynccontextmanager
     async def open(self, request: ReadRequest, start: int, end: int | None) -> AsyncIterator[Opened]:
-        async with self._objects.open_range(request) as (head, answer):
-            receiving = self._receive(answer, start, head.range.length)
+        async with self._objects.open_range(request) as (head, proof, coming):
+            receiving = self._receive(coming, start, head.range.length)
             try:
-                yield head, answer.headers, receiving
+                yield head, proof, receiving
             finally:
                 receiving.close()
 
-    async def _receive(self, answer: Answer, start: int, nbytes: int) -> None:
+    async def _receive(self, coming: AsyncIterator[Piece], start: int, nbytes: int) -> None:
         pieces: list[Piece] = []
         held_bytes, arrived_bytes = 0, start
-        async for piece in pieces_of(answer):
+        async for piece in coming:
             pieces.append(piece)
             held_bytes += len(piece)
             if arrived_bytes + held_bytes > start + nbytes:

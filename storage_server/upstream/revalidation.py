@@ -8,15 +8,16 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Awaitable, Callable, Mapping
+import sqlite3
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from functools import partial
 
 from descriptors.errors import CallerError, ErrorCode, ObjectCacheError
 from descriptors.objects import ListRequest
-from storage_server.store.index import queries
+from storage_server.store.index import queries, transaction
 from storage_server.store.index.reader import IndexReader
 from storage_server.store.rows import StoredObject
-from storage_server.upstream.objects import UpstreamObjects
+from storage_server.upstream.service import HomeObjects
 
 KEYS_PER_PAGE = 1000
 PASSES = 2
@@ -30,7 +31,7 @@ class Revalidation:
     there any more; it returns how many it has removed.
     """
 
-    def __init__(self, objects: UpstreamObjects, index: IndexReader, forget: Forget) -> None:
+    def __init__(self, objects: HomeObjects, index: IndexReader, forget: Forget) -> None:
         self._objects = objects
         self._index = index
         self._forget = forget
@@ -52,6 +53,17 @@ class Revalidation:
         """Make one pass. Raises ObjectCacheError where upstream fails; nothing is removed then."""
         for bucket in await self._index.threaded(queries.buckets):
             await self._compare(bucket.name)
+
+    async def forget_others(self, bucket: str, shown: Mapping[str, str | None]) -> None:
+        """Remove the copies of these keys whose ETag is not what the key shows."""
+        keys = list(shown)
+        for start in range(0, len(keys), KEYS_PER_PAGE):
+            copies = await self._index.threaded(
+                partial(_copies, bucket=bucket, keys=keys[start : start + KEYS_PER_PAGE])
+            )
+            stale = {copy.info.key: copy.version for copy in copies if copy.info.etag != shown[copy.info.key]}
+            if stale:
+                self.stale_count += await self._forget(bucket, stale)
 
     async def _compare(self, bucket: str) -> None:
         after = ""
@@ -77,6 +89,11 @@ class Revalidation:
                 return {}, None
             raise
         return {info.key: info.etag for info in page.objects}, page.next_after
+
+
+def _copies(db: sqlite3.Connection, bucket: str, keys: Sequence[str]) -> list[StoredObject]:
+    found = (transaction.find_object(db, bucket, key) for key in keys)
+    return [stored for stored in found if stored is not None]
 
 
 def stale_keys(cached: Mapping[str, str], listed: Mapping[str, str], end: str | None) -> list[str]:

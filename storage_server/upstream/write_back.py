@@ -6,7 +6,7 @@ import asyncio
 import logging
 import time
 from collections import deque
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager, contextmanager
 from dataclasses import dataclass, field
 from functools import partial
@@ -23,9 +23,9 @@ from storage_server.store.index import queries, transaction
 from storage_server.store.index.transaction import Transaction
 from storage_server.store.rows import StoredPart
 from storage_server.upstream.key_locks import KeyLocks, Name
-from storage_server.upstream.objects import UpstreamObjects
-from storage_server.upstream.proof import HEADER, make_proof
+from storage_server.upstream.proof import Proof, make_proof
 from storage_server.upstream.sent_body import CheckedBody
+from storage_server.upstream.service import HomeObjects, Sent
 
 DIRTY_PART = 0.25
 """Of what the cache may take. Pins and leases may hold half; the rest stays free for what is read."""
@@ -68,7 +68,7 @@ class WriteBack:
 
     def __init__(
         self,
-        objects: UpstreamObjects,
+        objects: HomeObjects,
         cache: EmbeddedStore,
         locks: KeyLocks,
         stop_fetches: Callable[[str, Sequence[str]], Awaitable[None]],
@@ -305,7 +305,7 @@ class WriteBack:
             algorithm = None if info.checksum is None else info.checksum.algorithm
             request = PutRequest(bucket, key, info.nbytes, info.attributes, algorithm)
             try:
-                answer = await send_stored(self._objects, request, body, {HEADER: proof.header()})
+                sent = await send_stored(self._objects, request, body, proof)
             except ServerError:
                 if body.is_damaged:
                     self._cache.chunks.note_damage(bucket, key, extents)
@@ -316,7 +316,7 @@ class WriteBack:
                 raise
         # a fetch of what upstream had before must not publish it once this chunk is clean
         await self._stop_fetches(bucket, [key])
-        etag = answer.get("etag", "").strip('"') or info.etag
+        etag = sent.etag or info.etag
         change = partial(transaction.mark_clean, bucket=bucket, key=key, version=dirty.version, etag=etag)
         await self._cache.change(change, frees=True)
         if self._dirty.get(name) is dirty:
@@ -327,15 +327,13 @@ def _back_off_s(failures: int) -> float:
     return min(BACK_OFF_MAX_S, BACK_OFF_MIN_S * 2.0 ** min(failures, 10))
 
 
-async def send_stored(
-    objects: UpstreamObjects, request: PutRequest, body: StoredBody, further: Mapping[str, str]
-) -> Mapping[str, str]:
-    """Put a body that is here, with further headers; the headers of the answer. Raises what `put_object` raises, and
-    ServerError(SlowDown) where upstream takes fewer than SENT_BYTES_PER_S_MIN.
+async def send_stored(objects: HomeObjects, request: PutRequest, body: StoredBody, proof: Proof) -> Sent:
+    """Put a body that is here. Raises what `put_object` raises, and ServerError(SlowDown) where upstream takes fewer
+    than SENT_BYTES_PER_S_MIN.
     """
     try:
         async with asyncio.timeout(SENDING_S + request.nbytes / SENT_BYTES_PER_S_MIN):
-            return await objects.send(request, body, further)
+            return await objects.send(request, body, proof)
     except TimeoutError as error:
         raise ServerError(ErrorCode.SLOW_DOWN, "the upstream store takes a body too slowly", retryable=True) from error
 

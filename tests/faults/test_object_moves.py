@@ -467,7 +467,8 @@ def test_chunks_that_are_stored_when_the_stop_comes_are_said_to_be(
 
     async def exit_when_stopped(body: RegionBody, *arguments: object) -> None:
         try:
-            await asyncio.sleep(60)
+            if arguments[0] is None:  # a chunk that the stop met before holds nothing up
+                await asyncio.sleep(60)
         finally:
             await exit_body(body, *arguments)
 

@@ -349,7 +349,7 @@ class TestCopies:
         key, data = f"{'3c' * 32}", os.urandom(5000)
         s3_client(home.url, OWNER).put_object(Bucket="chunks", Key=key, Body=data)
         monkeypatch.setattr(front.storage.upstream, "copy_of", lambda *_: SimpleNamespace(has_doubtful_tags=False))
-        monkeypatch.setattr(front.storage.objects, "counts_tags", True)
+        monkeypatch.setattr(front.storage.upstream.service.objects, "counts_tags", True)
         assert request(front.url, "GET", f"/chunks/{key}").body == data
         assert request(front.url, "HEAD", f"/chunks/{key}").status == 200
 

@@ -12,6 +12,7 @@ import socket
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
 from contextlib import aclosing, asynccontextmanager
 from dataclasses import dataclass, replace
+from itertools import cycle
 from pathlib import Path
 from typing import Any, cast
 
@@ -25,6 +26,7 @@ from gateway.storage_client import RemoteStorage
 from storage_server.http_api import StorageHttp
 from storage_server.service import EmbeddedStorage
 from storage_server.settings import StorageSettings, UpstreamSettings
+from storage_server.shared_files.store import SharedDirectory
 from storage_server.upstream.connection import Upstream
 from storage_server.upstream.objects import UpstreamObjects
 from storage_server.upstream.uploads import UpstreamUploads
@@ -258,3 +260,33 @@ async def upstream_storage(settings: UpstreamSettings) -> AsyncIterator[Upstream
         yield UpstreamStorage(objects, UpstreamUploads(upstream, objects, limits.object_bytes_max))
     finally:
         await upstream.close()
+
+
+@asynccontextmanager
+async def shared_directory(root: Path, local: Path, **settings: Any) -> AsyncIterator[SharedDirectory]:
+    """A server of a shared directory, without a cache before it."""
+    upstream = UpstreamSettings(f"file://{root}", **settings)
+    await asyncio.to_thread(lambda: [path.mkdir(exist_ok=True) for path in (root, local.parent)])
+    shared = SharedDirectory(upstream, StorageSettings(data_dir=local.parent), local)
+    await shared.start()
+    try:
+        yield shared
+    finally:
+        await shared.close()
+
+
+class TakingTurns:
+    """Each call goes to the next one of some servers of the same objects."""
+
+    def __init__(self, servers: Sequence[Any]) -> None:
+        turns = cycle(servers)
+        self.objects: Any = _OneOf(lambda: next(turns).objects)
+        self.uploads: Any = _OneOf(lambda: next(turns).uploads)
+
+
+class _OneOf:
+    def __init__(self, choose: Callable[[], Any]) -> None:
+        self._choose = choose
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._choose(), name)

@@ -14,6 +14,7 @@ import os
 import re
 import resource
 import threading
+import uuid
 from collections import Counter, OrderedDict
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
@@ -62,6 +63,14 @@ class ExtentFiles:
         self._forgotten_count = 0
         self.punch_count = 0
         """How many places were given back since the start."""
+
+    def path(self, file_id: str) -> Path:
+        """Where a file lies."""
+        return extent_path(self._directory, file_id)
+
+    def new_id(self) -> str:
+        """The id of a file that is about to be made."""
+        return uuid.uuid4().hex
 
     def start(self) -> None:
         """Make the directory. Its subdirectories are made with their first files."""
@@ -231,7 +240,7 @@ class ExtentFiles:
                 self._fds.move_to_end(file_id)
                 return fd, False
             try:
-                fd = self.disk.open(extent_path(self._directory, file_id))
+                fd = self.disk.open(self.path(file_id))
             except FileNotFoundError as error:
                 raise MissingFileError(file_id) from error
             self._close_idle(self._open_files_max - 1)
@@ -260,7 +269,7 @@ class ExtentFiles:
         if len(self._punched) > PUNCHED_MAX:
             self._forgotten_count = self._punched.pop(next(iter(self._punched)))
         with contextlib.suppress(OSError):  # if this fails, the space comes back when the file is deleted
-            if self.disk.punch(extent_path(self._directory, file_id), offset, aligned(nbytes)):
+            if self.disk.punch(self.path(file_id), offset, aligned(nbytes)):
                 self._space.give_back(file_id, nbytes)
 
     def _remove(self, file_id: str) -> None:
@@ -268,7 +277,7 @@ class ExtentFiles:
         if fd is not None:
             os.close(fd)
         with contextlib.suppress(OSError):  # a file that cannot be removed is swept at the next start
-            self.disk.unlink(extent_path(self._directory, file_id))
+            self.disk.unlink(self.path(file_id))
             self._space.forget(file_id)
 
     def count(self) -> int:

@@ -12,7 +12,6 @@ import contextlib
 import errno
 import os
 import threading
-import uuid
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from pathlib import Path
@@ -24,7 +23,7 @@ from storage_server.planning.block_checksums import BlockChecksums
 from storage_server.planning.extent import Extent, aligned
 from storage_server.store.data.body_hashes import BodyHashes
 from storage_server.store.data.disk import Disk
-from storage_server.store.data.extents import ExtentFiles, extent_path
+from storage_server.store.data.extents import ExtentFiles
 from storage_server.store.data.space import Space
 
 SEGMENT_EXTENTS_MAX = 256
@@ -113,7 +112,6 @@ class Segments:
 
     def __init__(
         self,
-        directory: Path,
         files: ExtentFiles,
         disk: Disk,
         packed_bytes_max: int,
@@ -121,7 +119,6 @@ class Segments:
         on_closed: Callable[[str], None],
     ) -> None:
         self._space = space
-        self._directory = directory
         self._files = files
         self._disk = disk
         self._on_closed = on_closed
@@ -151,8 +148,8 @@ class Segments:
 
     def new_file(self) -> WriteFile:
         """A file that nobody else writes to. Its name is durable, and the caller holds it. Raises OSError."""
-        file_id = uuid.uuid4().hex
-        path = extent_path(self._directory, file_id)
+        file_id = self._files.new_id()
+        path = self._files.path(file_id)
         self.make_directory(path.parent)
         fd = self._disk.create(path)
         try:

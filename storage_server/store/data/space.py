@@ -39,9 +39,14 @@ class Space:
         self._dying_bytes = 0
         self._other_bytes = 0
         self._aside_bytes = 0
+        self._folders = [directory]
         self.bound_bytes = bound_bytes
         self.freed: Callable[[], None] = lambda: None
         """Called when there may be more room."""
+
+    def count_too(self, folder: Path) -> None:
+        """Measure the files of this folder, too: somebody else writes there. Call it before `load`."""
+        self._folders.append(folder)
 
     @property
     def used_bytes(self) -> int:
@@ -120,7 +125,9 @@ class Space:
         aside_bytes = 0
         known = frozenset(extents)
         for folder, _, names in os.walk(self._directory):
-            for path in (Path(folder, name) for name in names if folder != str(self._directory)):
+            if Path(folder) in self._folders:
+                continue
+            for path in (Path(folder, name) for name in names):
                 if path in known:
                     of_files[path.name] = _allocated(path)
                 else:
@@ -132,11 +139,12 @@ class Space:
     def measure(self) -> None:
         """Count the files beside the directories."""
         total_bytes = self._aside_bytes
-        with os.scandir(self._directory) as entries:
-            for entry in entries:
-                with suppress(FileNotFoundError):
-                    if not entry.is_dir(follow_symlinks=False):
-                        total_bytes += entry.stat(follow_symlinks=False).st_blocks * BLOCK_UNIT_BYTES
+        for folder in self._folders:
+            with suppress(FileNotFoundError), os.scandir(folder) as entries:
+                for entry in entries:
+                    with suppress(FileNotFoundError):
+                        if not entry.is_dir(follow_symlinks=False):
+                            total_bytes += entry.stat(follow_symlinks=False).st_blocks * BLOCK_UNIT_BYTES
         self._other_bytes = total_bytes
 
     def _survive(self, file_id: str, nbytes: int) -> None:

@@ -73,7 +73,7 @@ class Committer:
     calls `dispose` with files that no row names. It calls `punch` with freed places in other files (file, offset,
     bytes), `punch_delay_s` after nobody in this process can find them any more. `mark` records the number of
     transactions. `space` is told which bytes are about to be given back, and `on_changes` what keys show, once it is
-    committed.
+    committed. `before_commit` sees a transaction when all its changes are made; what it raises undoes them.
     """
 
     def __init__(
@@ -88,10 +88,12 @@ class Committer:
         mark: Mark,
         space: Space,
         on_changes: Callable[[Sequence[KeyChange]], None],
+        before_commit: Callable[[Transaction], None] | None = None,
     ) -> None:
         self._path = path
         self._space = space
         self._on_changes = on_changes
+        self._before_commit = before_commit
         self._marked = mark
         self._durability = durability
         self._disk = disk
@@ -246,7 +248,7 @@ class Committer:
             self._keep_unsynced(batch)
         try:
             dead = self._transact_even_if_full(batch)
-        except sqlite3.Error as error:
+        except (sqlite3.Error, ServerError) as error:
             for job in batch:
                 job.error = job.error or index_error(error)
             self._answer(batch)
@@ -285,6 +287,8 @@ class Committer:
             for job in batch:
                 if job.error is None:
                     _carry_out_one(tx, job)
+            if self._before_commit is not None:
+                self._before_commit(tx)
             # This write also replaces what a failed commit may have left in the log, before the files it named go.
             transactions = count_transaction(self.db)
             dead = tx.dead_files()
@@ -457,6 +461,8 @@ def is_full(error: sqlite3.Error) -> bool:
 
 def index_error(error: Exception) -> ServerError:
     """The ServerError for an error of SQLite, or around it."""
+    if isinstance(error, ServerError):
+        return error
     if isinstance(error, sqlite3.Error) and is_full(error):
         return ServerError(ErrorCode.INSUFFICIENT_STORAGE, "no space left for the index", retryable=True)
     return ServerError(ErrorCode.INTERNAL_ERROR, "the index could not be written", retryable=True)

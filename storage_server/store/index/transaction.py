@@ -8,6 +8,7 @@ import sqlite3
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
+from typing import Literal, NamedTuple
 
 from pydantic import TypeAdapter
 
@@ -26,12 +27,22 @@ from storage_server.store.rows import (
 )
 
 RULES = TypeAdapter(list[LifecycleRule])
+Kind = Literal["bucket", "object", "upload", "part"]
+
+
+class Touched(NamedTuple):
+    """What a change is about: a bucket, an object by bucket and key, an upload, or a part by upload and number."""
+
+    kind: Kind
+    name: str
+    key: str = ""
 
 
 class Transaction:
     """One transaction of the writing connection. `released` collects the files that lost a row, and `lost` the places
     in them: file, offset, bytes. `changes` collects what keys show now, and `moved` the keys whose bytes lie elsewhere
-    now; `has_moved` says that those of any other key may, too.
+    now; `has_moved` says that those of any other key may, too. `touched` collects what others that have a copy of this
+    index must be told of.
     """
 
     def __init__(self, db: sqlite3.Connection, versions: Iterator[int], *, synced: bool) -> None:
@@ -41,6 +52,7 @@ class Transaction:
         self.lost: set[tuple[str, int, int]] = set()
         self.changes: list[KeyChange] = []
         self.moved: set[tuple[str, str]] = set()
+        self.touched: list[Touched] = []
         self.has_moved = False
         self._versions = versions
 
@@ -51,7 +63,8 @@ class Transaction:
     @contextmanager
     def step(self) -> Iterator[None]:
         """A step of the transaction. If the block raises, only the changes made in the block are undone."""
-        released, lost, change_count = set(self.released), set(self.lost), len(self.changes)
+        released, lost = set(self.released), set(self.lost)
+        change_count, touched_count = len(self.changes), len(self.touched)
         self.db.execute("SAVEPOINT step")
         try:
             yield
@@ -61,6 +74,7 @@ class Transaction:
                 self.db.execute("RELEASE step")
             self.released, self.lost = released, lost
             del self.changes[change_count:]
+            del self.touched[touched_count:]
             raise
         self.db.execute("RELEASE step")
 
@@ -111,8 +125,13 @@ class Transaction:
             ),
         )
 
+    def touch(self, kind: Kind, name: str, key: str = "") -> None:
+        """Note that this has changed."""
+        self.touched.append(Touched(kind, name, key))
+
     def note(self, bucket: str, info: ObjectInfo, version: int, *, is_dirty: bool = False) -> None:
         """Note what a key shows now."""
+        self.touch("object", bucket, info.key)
         self.changes.append(
             KeyChange(bucket, info.key, version, info.nbytes, info.modified_at, info.attributes, is_dirty)
         )
@@ -174,6 +193,7 @@ def create_bucket(tx: Transaction, bucket: str, owner: str, now_s: float) -> Non
         code = ErrorCode.BUCKET_ALREADY_OWNED if row[0] == owner else ErrorCode.BUCKET_ALREADY_EXISTS
         raise CallerError(code, f"the bucket {bucket} exists already", field="bucket")
     tx.db.execute("INSERT INTO buckets (name, owner, created_at) VALUES (?, ?, ?)", (bucket, owner, now_s))
+    tx.touch("bucket", bucket)
 
 
 def ensure_bucket(tx: Transaction, bucket: str, now_s: float) -> None:
@@ -188,16 +208,20 @@ def delete_bucket(tx: Transaction, bucket: str) -> None:
     require_bucket(tx.db, bucket)
     if tx.db.execute("SELECT 1 FROM objects WHERE bucket = ? LIMIT 1", (bucket,)).fetchone():
         raise CallerError(ErrorCode.BUCKET_NOT_EMPTY, f"the bucket {bucket} still has objects", field="bucket")
-    for (version,) in tx.db.execute("SELECT version FROM uploads WHERE bucket = ?", (bucket,)).fetchall():
+    sql = "SELECT upload_id, version FROM uploads WHERE bucket = ?"
+    for upload_id, version in tx.db.execute(sql, (bucket,)).fetchall():
         tx.drop_extents(version)
+        tx.touch("upload", upload_id)
     tx.db.execute("DELETE FROM uploads WHERE bucket = ?", (bucket,))
     tx.db.execute("DELETE FROM buckets WHERE name = ?", (bucket,))
+    tx.touch("bucket", bucket)
 
 
 def set_lifecycle(tx: Transaction, bucket: str, rules: list[LifecycleRule]) -> None:
     """Replace the lifecycle rules of a bucket. Raises CallerError(NoSuchBucket)."""
     require_bucket(tx.db, bucket)
     tx.db.execute("UPDATE buckets SET lifecycle = ? WHERE name = ?", (RULES.dump_json(rules).decode(), bucket))
+    tx.touch("bucket", bucket)
 
 
 def publish(
@@ -331,6 +355,7 @@ def rules_of(text: str) -> list[LifecycleRule]:
 
 
 def _remove(tx: Transaction, bucket: str, found: StoredObject) -> None:
+    tx.touch("object", bucket, found.info.key)
     tx.changes.append(KeyChange(bucket, found.info.key, None))
     tx.drop_extents(found.version)
     tx.db.execute("DELETE FROM objects WHERE bucket = ? AND key = ?", (bucket, found.info.key))

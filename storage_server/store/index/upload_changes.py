@@ -62,6 +62,7 @@ def create_upload(tx: Transaction, request: UploadRequest, upload_id: str, now_s
             upload_attributes(request.attributes, request.checksum, request.checksum_type),
         ),
     )
+    tx.touch("upload", upload_id)
 
 
 def add_part(tx: Transaction, ref: UploadRef, part_number: int, part: StoredPart, now_s: float) -> PartInfo:
@@ -69,6 +70,7 @@ def add_part(tx: Transaction, ref: UploadRef, part_number: int, part: StoredPart
     upload = require_upload(tx.db, ref)
     tx.drop_extents(upload.version, [part_number])
     tx.add_extent(upload.version, part_number, part, now_s)
+    tx.touch("part", ref.upload_id, str(part_number))
     return PartInfo(part_number, part.nbytes, part.etag, now_s, part.checksum)
 
 
@@ -77,6 +79,7 @@ def abort_upload(tx: Transaction, ref: UploadRef) -> None:
     upload = require_upload(tx.db, ref)
     tx.drop_extents(upload.version)
     tx.db.execute("DELETE FROM uploads WHERE upload_id = ?", (ref.upload_id,))
+    tx.touch("upload", ref.upload_id)
 
 
 def complete_upload(tx: Transaction, request: CompleteRequest, now_s: float) -> ObjectInfo:
@@ -122,6 +125,7 @@ def complete_upload(tx: Transaction, request: CompleteRequest, now_s: float) -> 
         offset += part.nbytes
     tx.drop_extents(upload.version)
     tx.db.execute("DELETE FROM uploads WHERE upload_id = ?", (ref.upload_id,))
+    tx.touch("upload", ref.upload_id)
     return info
 
 

@@ -1,0 +1,110 @@
+"""The data files of a shared directory: each is written by one server, and read by all.
+
+    DIR/writers/<writer>/extents/<xx>/<id>    a segment of up to 256 bodies, or one large body
+
+The id begins with the writer's, and ends with xx. A server deletes only files of its own, and those of writers that
+have been silent for a long while. It does so a while after no row names them, because others may be reading them.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import shutil
+import subprocess
+import threading
+import time
+import uuid
+from collections.abc import Iterable
+from pathlib import Path
+
+from storage_server.shared_files.records import FILE_ID, writer_of
+from storage_server.store.beside import FilesBeside
+from storage_server.store.data.disk import Disk
+
+GRACE_S = 60.0
+RETIRED_S = 3600.0
+STRIPES = ("-c", "16", "-S", "4m")
+"""CASCADE, section III-D: files lie on 16 object storage targets, in stripes of 4 MiB."""
+
+
+def stripe(folder: Path) -> None:
+    """Have new files of a folder striped, where the file system is Lustre; elsewhere nothing happens."""
+    lfs = shutil.which("lfs")
+    if lfs is not None:
+        subprocess.run([lfs, "setstripe", *STRIPES, str(folder)], capture_output=True, timeout=60, check=False)
+
+
+class SharedFiles(FilesBeside):
+    """Pins, open descriptors and deferred deletion. Methods may be called from any thread."""
+
+    def __init__(self, root: Path, writer: str, open_files_max: int, disk: Disk) -> None:
+        super().__init__(root, open_files_max, disk)
+        self._writer = writer
+        self._dead: dict[str, float] = {}
+        self._dead_lock = threading.Lock()
+
+    def path(self, file_id: str) -> Path:
+        """Where a file lies."""
+        return self._directory / "writers" / writer_of(file_id) / "extents" / file_id[-2:] / file_id
+
+    def new_id(self) -> str:
+        """The id of a file that this server is about to make."""
+        return self._writer + uuid.uuid4().hex[len(self._writer) :]
+
+    def start(self) -> None:
+        """Make this server's folder, and remember its files."""
+        folder = self._directory / "writers" / self._writer / "extents"
+        if not folder.exists():
+            folder.mkdir(parents=True, mode=0o700)
+            stripe(folder)
+        self.disk.sync_directory(folder.parent)
+        self.disk.sync_directory(folder.parent.parent)
+        for file_id in self.stored(self._writer):
+            self.add(file_id)
+
+    def stored(self, writer: str) -> list[str]:
+        """The ids of a writer's files that are there."""
+        found = (self._directory / "writers" / writer / "extents").glob("*/*")
+        return [path.name for path in found if FILE_ID.match(path.name) and writer_of(path.name) == writer]
+
+    def is_retired(self, writer: str) -> bool:
+        """Whether a writer has been silent for RETIRED_S, by the clock of the file system."""
+        writers = self._directory / "writers"
+        with contextlib.suppress(OSError):
+            newest = (writers / self._writer / "alive").stat().st_mtime
+            return newest - (writers / writer / "alive").stat().st_mtime > RETIRED_S
+        return False
+
+    def beat(self) -> None:
+        """Show that this server is alive. Raises OSError."""
+        (self._directory / "writers" / self._writer / "alive").touch(mode=0o600)
+
+    def note_dead(self, file_ids: Iterable[str]) -> None:
+        """No row names these files."""
+        now_s = time.monotonic()
+        with self._dead_lock:
+            for file_id in file_ids:
+                self._dead.setdefault(file_id, now_s)
+
+    def dispose(self, file_id: str) -> None:
+        """No row names this file: delete it where that is due."""
+        if writer_of(file_id) != self._writer and not self.is_retired(writer_of(file_id)):
+            return
+        with self._dead_lock:
+            since_s = self._dead.setdefault(file_id, time.monotonic())
+            if time.monotonic() - since_s < GRACE_S:
+                return
+            del self._dead[file_id]
+        with self._lock:
+            self._live.discard(file_id)
+            self._remove(file_id)
+
+    def due(self) -> list[str]:
+        """The files whose deletion is due, if still no row names them: `dispose` them then."""
+        now_s = time.monotonic()
+        with self._dead_lock:
+            due = [file_id for file_id, since_s in self._dead.items() if now_s - since_s >= GRACE_S]
+            for file_id in due:
+                if now_s - self._dead[file_id] > 4 * GRACE_S:  # it was named again
+                    del self._dead[file_id]
+        return due

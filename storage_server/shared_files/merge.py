@@ -1,0 +1,263 @@
+"""The index of a shared directory: from its rows to records for the own journal, and from other journals' records to
+its rows. Functions of an open transaction.
+
+`records` has the newest record of each thing in each journal, without what it says: of the thing's records the one of
+the greatest stamp holds, and of equal stamps that of the greatest writer. `journals` has how far each journal is read.
+"""
+
+from __future__ import annotations
+
+import sqlite3
+from collections.abc import Iterable, Iterator, Sequence
+from typing import Any, NamedTuple
+
+from storage_server.shared_files.records import Body, Record
+from storage_server.store.index.transaction import Kind, Touched, Transaction
+
+TABLES = (
+    """
+    CREATE TABLE IF NOT EXISTS journals (
+        writer TEXT PRIMARY KEY, generation INTEGER NOT NULL, position INTEGER NOT NULL) WITHOUT ROWID
+    """,
+    """
+    CREATE TABLE IF NOT EXISTS records (
+        kind TEXT NOT NULL, name TEXT NOT NULL, key TEXT NOT NULL, writer TEXT NOT NULL, stamp INTEGER NOT NULL,
+        generation INTEGER NOT NULL, is_gone INTEGER NOT NULL, PRIMARY KEY (kind, name, key, writer)) WITHOUT ROWID
+    """,
+    "CREATE INDEX IF NOT EXISTS records_by_writer ON records (writer, generation)",
+)
+_BODY_COLUMNS = "part_number, object_offset, nbytes, file_id, file_offset, etag, modified_at, checksum, blocks"
+
+
+class Shown(NamedTuple):
+    """What an object's key shows now: its ETag, None for nothing."""
+
+    bucket: str
+    key: str
+    etag: str | None
+
+
+class UnknownUploadError(Exception):
+    """A part of an upload that is not known yet: another journal tells of it."""
+
+
+def prepare(tx: Transaction) -> None:
+    """Make the tables."""
+    for table in TABLES:
+        tx.db.execute(table)
+
+
+def positions(db: sqlite3.Connection) -> dict[str, tuple[int, int]]:
+    """Of each writer, the generation of its journal and how far it is applied."""
+    rows = db.execute("SELECT writer, generation, position FROM journals").fetchall()
+    return {writer: (generation, position) for writer, generation, position in rows}
+
+
+def note_position(db: sqlite3.Connection, writer: str, generation: int, position: int) -> None:
+    """This far the journal is applied."""
+    db.execute("INSERT OR REPLACE INTO journals VALUES (?, ?, ?)", (writer, generation, position))
+
+
+def last_stamp(db: sqlite3.Connection) -> int:
+    """The greatest stamp that was seen."""
+    return int(db.execute("SELECT coalesce(max(stamp), 0) FROM records").fetchone()[0])
+
+
+def collected(db: sqlite3.Connection, touched: Iterable[Touched], now_stamp: int) -> list[Record]:
+    """Records of what these things show now. What is gone gets the stamp just behind that of what it was, so that a
+    change elsewhere, which whoever deleted had not seen, outlives the deletion.
+    """
+    records = []
+    for about in dict.fromkeys(touched):
+        row, bodies = _found(db, about)
+        if row is not None:
+            records.append(Record(about, now_stamp, row, bodies))
+            continue
+        before = _holding(db, about)
+        if about.kind != "part" and before is not None and not before[2]:
+            records.append(Record(about, before[0] + 1, None))
+    return records
+
+
+def note_own(db: sqlite3.Connection, writer: str, generation: int, records: Iterable[Record]) -> None:
+    """Note what the own journal says now; the rows show it already."""
+    for record in records:
+        _note(db, writer, generation, record)
+
+
+def apply(tx: Transaction, writer: str, generation: int, records: Sequence[Record]) -> list[Shown]:
+    """Carry out a frame of a journal, as far as its records hold; returns which keys show something else now. Raises
+    UnknownUploadError, and the caller then undoes all of the frame.
+    """
+    changed = list[Shown]()
+    for record in records:
+        known = tx.db.execute(
+            "SELECT stamp FROM records WHERE kind = ? AND name = ? AND key = ? AND writer = ?",
+            (*record.about, writer),
+        ).fetchone()
+        if known is not None and known[0] > record.stamp:
+            continue
+        holding = _holding(tx.db, record.about)
+        _note(tx.db, writer, generation, record)
+        is_applied = known is not None and known[0] == record.stamp
+        if is_applied or (holding is not None and holding[:2] > (record.stamp, writer)):
+            continue
+        _SHOW[record.about.kind](tx, record)
+        if record.about.kind == "object":
+            changed.append(Shown(record.about.name, record.about.key, None if record.row is None else record.row[1]))
+    return changed
+
+
+def forget_older(db: sqlite3.Connection, writer: str, generation: int) -> None:
+    """A journal's new generation is read as a whole: what only older ones had is in it no more."""
+    db.execute("DELETE FROM records WHERE writer = ? AND generation < ?", (writer, generation))
+
+
+def kept(db: sqlite3.Connection, writer: str, gone_after: int) -> Iterator[Record]:
+    """What a new generation of the own journal must have: all own records that hold. Of what is gone only what was
+    deleted after the stamp `gone_after`, or hides another journal's record.
+    """
+    sql = "SELECT kind, name, key, stamp, is_gone FROM records WHERE writer = ?"
+    for kind, name, key, stamp, is_gone in db.execute(sql, (writer,)).fetchall():
+        about = Touched(kind, name, key)
+        holding = _holding(db, about)
+        if holding is None or holding[:2] != (stamp, writer):
+            continue
+        if is_gone:
+            if stamp > gone_after or _has_others(db, about, writer):
+                yield Record(about, stamp, None)
+            continue
+        row, bodies = _found(db, about)
+        if row is not None:
+            yield Record(about, stamp, row, bodies)
+
+
+def record_count(db: sqlite3.Connection, writer: str) -> int:
+    """How many things the journal of this writer tells of."""
+    return int(db.execute("SELECT count(*) FROM records WHERE writer = ?", (writer,)).fetchone()[0])
+
+
+def _holding(db: sqlite3.Connection, about: Touched) -> tuple[int, str, bool] | None:
+    """Stamp and writer of the record that holds, and whether it says that the thing is gone."""
+    sql = "SELECT stamp, writer, is_gone FROM records WHERE kind = ? AND name = ? AND key = ?"
+    row = db.execute(f"{sql} ORDER BY stamp DESC, writer DESC LIMIT 1", about).fetchone()
+    return None if row is None else (row[0], row[1], bool(row[2]))
+
+
+def _has_others(db: sqlite3.Connection, about: Touched, writer: str) -> bool:
+    sql = "SELECT 1 FROM records WHERE kind = ? AND name = ? AND key = ? AND writer != ? LIMIT 1"
+    return db.execute(sql, (*about, writer)).fetchone() is not None
+
+
+def _note(db: sqlite3.Connection, writer: str, generation: int, record: Record) -> None:
+    db.execute(
+        "INSERT OR REPLACE INTO records VALUES (?, ?, ?, ?, ?, ?, ?)",
+        (*record.about, writer, record.stamp, generation, record.row is None),
+    )
+
+
+def _found(db: sqlite3.Connection, about: Touched) -> tuple[tuple[Any, ...] | None, tuple[Body, ...]]:
+    """What the rows show of a thing."""
+    if about.kind == "bucket":
+        return db.execute(
+            "SELECT owner, created_at, lifecycle FROM buckets WHERE name = ?", (about.name,)
+        ).fetchone(), ()
+    if about.kind == "object":
+        sql = "SELECT nbytes, etag, modified_at, attributes, version FROM objects WHERE bucket = ? AND key = ?"
+        row = db.execute(sql, (about.name, about.key)).fetchone()
+        return (None, ()) if row is None else (row[:4], _bodies(db, row[4]))
+    if about.kind == "upload":
+        sql = "SELECT bucket, key, owner, initiated_at, attributes FROM uploads WHERE upload_id = ?"
+        return db.execute(sql, (about.name,)).fetchone(), ()
+    bodies = tuple(body for body in _bodies(db, _upload_version(db, about.name)) if body.part_number == int(about.key))
+    return (() if bodies else None), bodies
+
+
+def _bodies(db: sqlite3.Connection, version: int | None) -> tuple[Body, ...]:
+    sql = f"SELECT {_BODY_COLUMNS} FROM extents WHERE version = ? ORDER BY part_number"
+    return tuple(Body(*row) for row in db.execute(sql, (version,)).fetchall())
+
+
+def _upload_version(db: sqlite3.Connection, upload_id: str) -> int | None:
+    row = db.execute("SELECT version FROM uploads WHERE upload_id = ?", (upload_id,)).fetchone()
+    return None if row is None else int(row[0])
+
+
+def _show_bucket(tx: Transaction, record: Record) -> None:
+    name = record.about.name
+    tx.db.execute("DELETE FROM buckets WHERE name = ?", (name,))
+    if record.row is not None:
+        tx.db.execute(
+            "INSERT INTO buckets (name, owner, created_at, lifecycle) VALUES (?, ?, ?, ?)", (name, *record.row)
+        )
+
+
+def _show_object(tx: Transaction, record: Record) -> None:
+    bucket, key = record.about.name, record.about.key
+    row = tx.db.execute("SELECT version FROM objects WHERE bucket = ? AND key = ?", (bucket, key)).fetchone()
+    if row is not None:
+        tx.drop_extents(row[0])
+        tx.db.execute("DELETE FROM objects WHERE bucket = ? AND key = ?", (bucket, key))
+    tx.moved.add((bucket, key))
+    if record.row is None:
+        return
+    version = tx.new_version()
+    nbytes, etag, modified_at, attributes = record.row
+    row = (bucket, key, version, nbytes, etag, modified_at, attributes)
+    tx.db.execute("INSERT INTO objects VALUES (?, ?, ?, ?, ?, ?, ?)", row)
+    _add_bodies(tx, version, record.bodies)
+
+
+def _show_upload(tx: Transaction, record: Record) -> None:
+    upload_id = record.about.name
+    version = _upload_version(tx.db, upload_id)
+    if record.row is None:
+        if version is not None:
+            tx.drop_extents(version)
+        tx.db.execute("DELETE FROM uploads WHERE upload_id = ?", (upload_id,))
+        return
+    bucket, key, owner, initiated_at, attributes = record.row
+    version = tx.new_version() if version is None else version
+    row = (upload_id, bucket, key, version, owner, initiated_at, attributes)
+    tx.db.execute("INSERT OR REPLACE INTO uploads VALUES (?, ?, ?, ?, ?, ?, ?)", row)
+
+
+def _show_part(tx: Transaction, record: Record) -> None:
+    upload = Touched("upload", record.about.name)
+    version = _upload_version(tx.db, upload.name)
+    if version is None:
+        if _holding(tx.db, upload) is None:
+            raise UnknownUploadError
+        return  # it was completed or aborted
+    tx.drop_extents(version, [body.part_number for body in record.bodies])
+    _add_bodies(tx, version, record.bodies)
+
+
+def _add_bodies(tx: Transaction, version: int, bodies: Iterable[Body]) -> None:
+    columns = f"version, {_BODY_COLUMNS}, synced"
+    tx.db.executemany(
+        f"INSERT OR REPLACE INTO extents ({columns}) VALUES (?, ?, ?, ?, ?, ?, ?, ?, ?, ?, 1)",
+        [
+            (
+                version,
+                body.part_number,
+                body.object_offset,
+                body.nbytes,
+                body.file_id,
+                body.file_offset,
+                body.etag,
+                body.modified_at,
+                body.checksum,
+                body.blocks,
+            )
+            for body in bodies
+        ],
+    )
+
+
+_SHOW: dict[Kind, Any] = {
+    "bucket": _show_bucket,
+    "object": _show_object,
+    "upload": _show_upload,
+    "part": _show_part,
+}

@@ -1,0 +1,295 @@
+"""A directory that many servers share, on a parallel or network file system, as the home of objects (CASCADE, sections
+III-D to III-F).
+
+    ROOT/format.json
+    ROOT/writers/<writer>/extents/…           the bytes that this server has stored
+    ROOT/writers/<writer>/journal-<n>         what it has changed
+    ROOT/writers/<writer>/alive               when it was there last
+    DATA/shared/index.sqlite3                 what all journals together say, in each server's own data directory
+
+No two servers write one file, so none takes a lock. A change is made when its record is durable in the own journal;
+other servers see it when they read the journal next. docs/shared-files.md lists the promises.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import errno
+import logging
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import suppress
+from dataclasses import replace
+from functools import partial
+from itertools import islice
+from pathlib import Path
+
+from descriptors.errors import ErrorCode, ObjectCacheError, ServerError
+from storage_server.settings import StorageSettings, UpstreamSettings
+from storage_server.shared_files import merge
+from storage_server.shared_files.clock import StampClock
+from storage_server.shared_files.files import GRACE_S, SharedFiles
+from storage_server.shared_files.following import Following, OnChanged
+from storage_server.shared_files.identity import joined
+from storage_server.shared_files.journal import OwnJournal, named_files
+from storage_server.shared_files.objects import SharedObjects, SharedUploads
+from storage_server.shared_files.reading import SharedReads
+from storage_server.shared_files.records import WRITER, BadRecordError, Record, encode, file_ids, writer_of
+from storage_server.store.data.bodies import BodyReader, BodyWriter
+from storage_server.store.data.buffers import BufferShare
+from storage_server.store.data.disk import Disk, disk_error
+from storage_server.store.data.durability import Durability
+from storage_server.store.data.io_threads import IoThreads
+from storage_server.store.data.segments import Segments
+from storage_server.store.data.space import Bound, Space
+from storage_server.store.evictor import Evictor
+from storage_server.store.index import queries
+from storage_server.store.index.committer import Committer
+from storage_server.store.index.identity import Mark
+from storage_server.store.index.reader import IndexReader
+from storage_server.store.index.reserve import Reserve
+from storage_server.store.index.resolved import ResolvedKeys
+from storage_server.store.index.transaction import Transaction
+from storage_server.store.objects import Objects
+from storage_server.store.upkeep.lifecycle import Lifecycle
+from storage_server.store.uploads import Uploads
+
+IO_THREADS = 4
+UPKEEP_S = 10.0
+REWRITE_BYTES_MIN = 4 << 20
+REWRITE_GROWTH = 2
+"""A journal is written anew when it is so many times as long as the last time, and at least REWRITE_BYTES_MIN."""
+RETIRED_CHECK_S = 3600.0
+GONE_KEPT_S = 86_400.0
+"""For so long a deletion stays in the journal in any case: another journal that has not been read yet may have what it
+deletes.
+"""
+RECORDS_PER_FRAME = 512
+_log = logging.getLogger(__name__)
+
+
+class SharedDirectory:
+    """Implements storage_server.upstream.service.Service. The index lies in `local`."""
+
+    def __init__(
+        self, settings: UpstreamSettings, storage: StorageSettings, local: Path, disk: Disk | None = None
+    ) -> None:
+        assert settings.directory is not None
+        self._settings = settings
+        self._root = root = settings.directory
+        self._disk = disk = disk or Disk()
+        self._identity = identity = joined(root, local)
+        self._folder = root / "writers" / identity.writer
+        self.files = SharedFiles(root, identity.writer, storage.open_files_max, disk)
+        self.files.start()
+        self._journal = OwnJournal(self._folder, disk)
+        self._rewritten_bytes = 0
+        self._reserve = Reserve(self._folder)
+        self._checked_retired_s = float("-inf")
+        self._clock = StampClock(time.time, 0)
+        self._mark = Mark(local)
+        space = Space(local, None)
+        self.committer = Committer(
+            local / "index.sqlite3",
+            Durability.STRICT,
+            disk,
+            self._dispose,
+            self.files.punch,
+            GRACE_S,
+            resolved := ResolvedKeys(storage.resolved_keys_max, storage.resolved_bytes_max),
+            self._mark,
+            space,
+            lambda changes: None,
+            self._publish,
+        )
+        self.segments = Segments(self.files, disk, settings.segment_body_bytes_max, space, self.committer.consider)
+        self.reader = IndexReader(local / "index.sqlite3")
+        self._io = IoThreads(IO_THREADS)
+        bound = Bound("the shared directory", lambda: None, lambda: 0)
+        share = BufferShare(storage.buffer_bytes)
+        bodies = BodyWriter(self.segments, disk, Durability.STRICT, share, self._io, bound)
+        change = partial(self.committer.commit, frees=True)
+        evictor = Evictor((), space, bound, self.reader, change, self.committer.sync_soon)
+        self._evictor = evictor
+        objects = Objects(
+            self.reader,
+            self.files,
+            BodyReader(self.files, share, self._io),
+            resolved,
+            self.committer,
+            bodies,
+            self._io,
+            storage.object_bytes_max,
+            evictor,
+        )
+        uploads = Uploads(self.reader, self.committer, bodies, storage.object_bytes_max, objects, evictor)
+        self.following = Following(root, identity.writer, self.committer, self._clock.observe, settings.read_timeout_s)
+        self._reads = SharedReads(self.files, settings.fetches_max, settings.read_bytes_per_s)
+        self.objects = SharedObjects(objects, self.files, self.following, self._reads)
+        self.uploads = SharedUploads(uploads, self.following)
+        self.lifecycle = Lifecycle(objects, uploads, self.reader, change)
+        self._lifecycle_s = storage.lifecycle_interval_s, storage.lifecycle_day_s
+        self._works: list[asyncio.Task[None]] = []
+
+    @property
+    def failed_count(self) -> int:
+        """How many reads of the directory failed, and how many journals cannot be read to their ends."""
+        return self._reads.failed_count + self.following.problem_count
+
+    def on_changed(self, tell: OnChanged) -> None:
+        """Call `tell` with what other servers have changed."""
+        self.following.on_changed = tell
+
+    async def start(self) -> None:
+        """Read all journals to their ends, and begin to follow them."""
+        await self.committer.commit(self._open_journal)
+        self.following.start(await self.reader.threaded(merge.positions))
+        await self.following.fresh()
+        named = await self.reader.threaded(queries.file_ids)
+        self.files.note_dead(file_id for file_id in self.files.stored(self._identity.writer) if file_id not in named)
+        works = (
+            self.following.run(self._settings.poll_s),
+            self.lifecycle.run(*self._lifecycle_s),
+            self._upkeep(),
+        )
+        self._works = [asyncio.create_task(work) for work in works]
+
+    async def close(self) -> None:
+        """Finish running work and close every file."""
+        for work in self._works:
+            work.cancel()
+        if self._works:
+            await asyncio.wait(self._works)
+        await self.following.close()
+        await asyncio.to_thread(self._reads.close)
+        self._io.close()
+        self._evictor.close()
+        self.segments.close()
+        self.committer.close()
+        self._journal.close()
+        self.reader.close()
+        self.files.close()
+
+    def _open_journal(self, tx: Transaction) -> None:
+        """In the committer's thread, which alone uses the journal."""
+        merge.prepare(tx)
+        writer = self._identity.writer
+        generation, position = merge.positions(tx.db).get(writer, (0, 0))
+        self._clock.observe(merge.last_stamp(tx.db))
+        self._journal.open(generation, position)
+        self._catch_up(tx)
+
+    def _publish(self, tx: Transaction) -> None:
+        """Write what the transaction changes into the journal, before it is committed here. Raises ServerError."""
+        if self._journal.generation:
+            self._catch_up(tx)
+        if not tx.touched:
+            return
+        records = merge.collected(tx.db, tx.touched, self._clock.stamp())
+        self._require_sure(records)
+        try:
+            self._append(encode(records), frees=all(record.row is None for record in records))
+        except BadRecordError as error:
+            raise ServerError(ErrorCode.INTERNAL_ERROR, str(error)) from error
+        except OSError as error:
+            _log.warning("the journal of the shared directory: %s", error)
+            raise disk_error(error, "writing the journal") from error
+        merge.note_own(tx.db, self._identity.writer, self._journal.generation, records)
+        merge.note_position(tx.db, self._identity.writer, self._journal.generation, self._journal.end)
+
+    def _append(self, frame: bytes, *, frees: bool) -> None:
+        """On a full disk the reserve is given up for a change that `frees` space. Raises OSError."""
+        try:
+            self._journal.append(frame)
+        except OSError as error:
+            is_full = error.errno in (errno.ENOSPC, errno.EDQUOT)
+            if not (is_full and frees and self._reserve.give_up()):
+                raise
+            self._journal.append(frame)
+
+    def _catch_up(self, tx: Transaction) -> None:
+        """Carry out what the journal has and the index has not: a change that ended between the two."""
+        writer, journal = self._identity.writer, self._journal
+        generation, position = merge.positions(tx.db).get(writer, (0, 0))
+        if (generation, position) == (journal.generation, journal.end):
+            return
+        for records in journal.read(position if generation == journal.generation else 0):
+            self._clock.observe(max((record.stamp for record in records), default=0))
+            with suppress(merge.UnknownUploadError), tx.step():
+                merge.apply(tx, writer, journal.generation, records)
+        merge.forget_older(tx.db, writer, journal.generation)
+        merge.note_position(tx.db, writer, journal.generation, journal.end)
+
+    def _require_sure(self, records: Sequence[Record]) -> None:
+        """A row that names another server's file keeps it from being deleted only if that server sees the row soon
+        enough: what it is made from must have been looked at a moment ago.
+        """
+        others = [file_id for file_id in file_ids(records) if writer_of(file_id) != self._identity.writer]
+        if others and time.monotonic() - self.following.begun_s > GRACE_S / 2:
+            raise ServerError(ErrorCode.SLOW_DOWN, "the shared directory answers too slowly", retryable=True)
+
+    def _dispose(self, file_id: str) -> None:
+        self.segments.retire(file_id)
+        if not self.segments.is_written(file_id):
+            self.files.dispose(file_id)
+
+    async def _upkeep(self) -> None:
+        """Show that this server is alive, delete files that nobody needs, and keep the journal short."""
+        while True:
+            try:
+                await self._io.run(self._beat)
+                await self._find_retired()
+                for file_id in self.files.due():
+                    self.committer.consider(file_id)
+                await self.committer.commit(self._shorten_journal, frees=True)
+            except ObjectCacheError as error:
+                _log.warning("the shared directory: %s", error)
+            await asyncio.sleep(UPKEEP_S)
+
+    def _beat(self) -> None:
+        self.files.beat()
+        self._reserve.keep()
+
+    async def _find_retired(self) -> None:
+        """Find the dead files of writers that have been silent for long. Only files that a journal has named are
+        touched: of others nobody knows what they are.
+        """
+        if time.monotonic() - self._checked_retired_s < RETIRED_CHECK_S:
+            return
+        self._checked_retired_s = time.monotonic()
+        once_named = await self._io.run(self._files_of_retired)
+        if once_named:
+            named = await self.reader.threaded(queries.file_ids)
+            self.files.note_dead(once_named - named)
+
+    def _files_of_retired(self) -> set[str]:
+        """The files of retired writers that are there, and that their journals name."""
+        found = set[str]()
+        for folder in (self._root / "writers").iterdir():
+            if WRITER.match(folder.name) and self.files.is_retired(folder.name):
+                found |= named_files(folder) & set(self.files.stored(folder.name))
+        return found
+
+    def _shorten_journal(self, tx: Transaction) -> None:
+        """Write the journal anew where most of it may be old. A change that is not in the journal yet has to wait."""
+        journal, writer = self._journal, self._identity.writer
+        if tx.touched or journal.end < max(REWRITE_BYTES_MIN, REWRITE_GROWTH * self._rewritten_bytes):
+            return
+        self._catch_up(tx)
+        kept = merge.kept(tx.db, writer, int((time.time() - GONE_KEPT_S) * 1e6))
+        noted: list[Record] = []
+
+        def frames() -> Iterator[bytes]:
+            while records := list(islice(kept, RECORDS_PER_FRAME)):
+                noted.extend(replace(record, bodies=()) for record in records)
+                yield encode(records)
+
+        try:
+            journal.rewrite(frames())
+        except OSError as error:
+            _log.warning("the journal of the shared directory could not be written anew: %s", error)
+            return
+        self._rewritten_bytes = journal.end
+        merge.note_own(tx.db, writer, journal.generation, noted)
+        merge.forget_older(tx.db, writer, journal.generation)
+        merge.note_position(tx.db, writer, journal.generation, journal.end)

@@ -1,0 +1,30 @@
+"""Another S3 service as the home of objects."""
+
+from __future__ import annotations
+
+from storage_server.settings import UpstreamSettings
+from storage_server.upstream.connection import Upstream
+from storage_server.upstream.objects import UpstreamObjects
+from storage_server.upstream.uploads import UpstreamUploads
+
+
+class S3Service:
+    """Implements storage_server.upstream.service.Service."""
+
+    def __init__(self, settings: UpstreamSettings, object_bytes_max: int) -> None:
+        self._upstream = Upstream(settings)
+        self.objects = UpstreamObjects(self._upstream, object_bytes_max)
+        self.uploads = UpstreamUploads(self._upstream, self.objects, object_bytes_max)
+
+    @property
+    def failed_count(self) -> int:
+        """How many requests the service did not answer, or was too busy for."""
+        return self._upstream.failed_count
+
+    async def start(self) -> None:
+        """Make the pool of connections."""
+        await self._upstream.start()
+
+    async def close(self) -> None:
+        """Close every connection."""
+        await self._upstream.close()

@@ -1,0 +1,75 @@
+"""What the home of objects must offer, so that a cache can stand in front of it: another S3 service, or files that many
+servers share.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator
+from contextlib import AbstractAsyncContextManager
+from dataclasses import dataclass
+from typing import Protocol
+
+from descriptors.objects import PutRequest, ReadHead, ReadRequest
+from descriptors.storage_api import Body, ObjectsApi, Piece, UploadsApi
+from storage_server.upstream.bulk_reads import Into
+from storage_server.upstream.proof import Proof
+
+
+@dataclass(frozen=True, slots=True)
+class Sent:
+    """What the home says of an object that it has stored: its ETag, empty where the home did not tell it, and when it
+    was modified (Unix seconds).
+    """
+
+    etag: str
+    modified_at: float
+
+
+class HomeObjects(ObjectsApi, Protocol):
+    """The objects of a home. Every method raises what those of ObjectsApi raise; ServerError(SlowDown) where the home
+    cannot be reached.
+    """
+
+    @property
+    def counts_tags(self) -> bool:
+        """Whether the home has been seen to say how many tags an object has, so that the tags of a copy are known."""
+
+    async def require_bucket(self, bucket: str) -> None:
+        """Raises CallerError(NoSuchBucket)."""
+
+    async def has_object(self, bucket: str, key: str) -> bool:
+        """Whether there is such an object; where there is none, there may be no such bucket either."""
+
+    async def send(self, request: PutRequest, body: Body, proof: Proof | None = None) -> Sent:
+        """Put an object whose bytes have this proof. Raises what `put_object` raises."""
+
+    def open_range(
+        self, request: ReadRequest
+    ) -> AbstractAsyncContextManager[tuple[ReadHead, Proof | None, AsyncIterator[Piece]]]:
+        """A read that also gives the proof of the whole object, if there is one."""
+
+    def open_into(
+        self, request: ReadRequest, into: Into
+    ) -> AbstractAsyncContextManager[tuple[ReadHead, Proof | None, asyncio.Future[None]]]:
+        """A read whose bytes, as many as `into` has room for, go there; its head, the proof of the whole object, if
+        there is one, and when the bytes are there.
+        """
+
+
+class Service(Protocol):
+    """One home. `start` before use, `close` after."""
+
+    @property
+    def objects(self) -> HomeObjects: ...
+
+    @property
+    def uploads(self) -> UploadsApi: ...
+
+    @property
+    def failed_count(self) -> int:
+        """How many requests the home did not answer, or was too busy for."""
+
+    async def start(self) -> None: ...
+
+    async def close(self) -> None: ...
