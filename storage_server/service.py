@@ -30,6 +30,7 @@ from storage_server.registrar import Registrar
 from storage_server.request_id_log import RequestIdLog, UsedId
 from storage_server.requests import REMEMBER_S, RequestTable
 from storage_server.settings import StorageSettings
+from storage_server.shared_files.store import SharedDirectory
 from storage_server.store.data.disk import Disk
 from storage_server.store.embedded import EmbeddedStore
 from storage_server.tiers.dram import DramTier
@@ -38,6 +39,8 @@ from storage_server.transport.shm_agents import ShmAgents
 from storage_server.transport.ucx_agents import UcxAgents
 from storage_server.upstream.directory import claim
 from storage_server.upstream.home import UpstreamHome
+from storage_server.upstream.s3_service import S3Service
+from storage_server.upstream.service import Service
 
 _log = logging.getLogger(__name__)
 WrapSource = Callable[[ChunkSource], ChunkSource]
@@ -72,7 +75,7 @@ class EmbeddedStorage:
         self.settings = settings
         claim(settings.data_dir, settings.upstream)
         self.store = EmbeddedStore(settings, disk)
-        self.upstream = None if settings.upstream is None else UpstreamHome(settings.upstream, self.store)
+        self.upstream = _home_before(settings, self.store)
         home = self.upstream or self.store
         self.objects: ObjectsApi = home.objects
         self.uploads: UploadsApi = home.uploads
@@ -189,3 +192,18 @@ class EmbeddedStorage:
             agent_readings(self.agents.table, self.requests, engine),
         )
         return text_of(readings).decode()
+
+
+def _home_before(settings: StorageSettings, store: EmbeddedStore) -> UpstreamHome | None:
+    """The home of which the store is a cache; None where the store is the home itself."""
+    upstream = settings.upstream
+    if upstream is None:
+        return None
+    service: Service
+    if upstream.directory is None:
+        service = S3Service(upstream, settings.object_bytes_max)
+    else:
+        local = settings.data_dir / "shared"
+        store.space.count_too(local)
+        service = SharedDirectory(upstream, settings, local)
+    return UpstreamHome(upstream, service, store)

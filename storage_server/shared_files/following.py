@@ -5,22 +5,20 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from descriptors.errors import ErrorCode, ObjectCacheError, ServerError
 from storage_server.shared_files import merge
 from storage_server.shared_files.journal import ReadJournal
-from storage_server.shared_files.merge import Shown
 from storage_server.shared_files.records import WRITER, Record
 from storage_server.store.data.io_threads import IoThreads
 from storage_server.store.index.committer import Committer
 from storage_server.store.index.transaction import Transaction
+from storage_server.upstream.service import OnChanged, Shown
 
 UNKNOWN_UPLOAD_POLLS_MAX = 16
-RECENT_S = 0.05
 _log = logging.getLogger(__name__)
-OnChanged = Callable[[Sequence[Shown]], Awaitable[None]]
 
 
 class Following:
@@ -74,10 +72,12 @@ class Following:
             except Exception:
                 _log.exception("the journals of the shared directory could not be read; it is tried again")
 
-    async def fresh(self) -> None:
-        """On return the index has all that was in the journals when this was called. Raises ServerError, SlowDown where
-        the directory does not answer.
+    async def fresh(self, since_s: float | None = None) -> None:
+        """On return the index has all that was in the journals when this was called, or at `since_s` by the steady
+        clock. Raises ServerError, SlowDown where the directory does not answer.
         """
+        if since_s is not None and self.begun_s >= since_s:
+            return
         if self._next is None:
             self._next = asyncio.create_task(self._pass_behind(self._running))
         try:
@@ -86,11 +86,6 @@ class Following:
         except TimeoutError:
             problem = "the shared directory does not answer"
             raise ServerError(ErrorCode.SLOW_DOWN, problem, retryable=True) from None
-
-    async def recent(self) -> None:
-        """As `fresh`, but a pass that began a moment ago will do."""
-        if time.monotonic() - self.begun_s > RECENT_S:
-            await self.fresh()
 
     async def _pass_behind(self, running: asyncio.Task[None] | None) -> None:
         if running is not None:

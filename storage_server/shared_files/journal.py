@@ -48,10 +48,15 @@ class OwnJournal:
         self.end = position if self.generation == generation else 0
         self._find_end()
 
+    def settle(self) -> None:
+        """Find the end again after a write that failed; `end` is then behind all that others may have read."""
+        if self._is_doubtful:
+            self._find_end()
+
     def append(self, frame: bytes) -> None:
         """Write a frame durably. After an error the frame may be there all the same, and `end` says so."""
         if self._is_doubtful:
-            self._find_end()
+            raise OSError(errno.EIO, "the journal's end is not known")
         if os.fstat(self._fd).st_size != self.end:
             raise OSError(errno.ESTALE, "another server writes this journal, or has shortened it")
         try:
@@ -109,7 +114,8 @@ class OwnJournal:
             data = _front(self._fd, self.end, size)
             frames, _ = decode(data)
             if not frames:
-                if len(data) >= wanted_bytes(data, 0) and self.end + wanted_bytes(data, 0) < size:
+                is_torn = self.end + wanted_bytes(data, 0) >= size or not any(data)
+                if not is_torn:
                     raise OSError(errno.EBADMSG, f"the journal is damaged at {self.end}")
                 os.ftruncate(self._fd, self.end)
                 self._disk.sync(self._fd)

@@ -9,10 +9,12 @@ from __future__ import annotations
 
 import sqlite3
 from collections.abc import Iterable, Iterator, Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 from storage_server.shared_files.records import Body, Record
-from storage_server.store.index.transaction import Kind, Touched, Transaction
+from storage_server.store.index.transaction import Transaction
+from storage_server.store.rows import Kind, Touched
+from storage_server.upstream.service import Shown
 
 TABLES = (
     """
@@ -27,14 +29,6 @@ TABLES = (
     "CREATE INDEX IF NOT EXISTS records_by_writer ON records (writer, generation)",
 )
 _BODY_COLUMNS = "part_number, object_offset, nbytes, file_id, file_offset, etag, modified_at, checksum, blocks"
-
-
-class Shown(NamedTuple):
-    """What an object's key shows now: its ETag, None for nothing."""
-
-    bucket: str
-    key: str
-    etag: str | None
 
 
 class UnknownUploadError(Exception):

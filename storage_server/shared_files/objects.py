@@ -6,7 +6,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncIterator, Sequence
-from contextlib import asynccontextmanager
+from contextlib import AsyncExitStack, asynccontextmanager
 
 import numpy as np
 
@@ -109,10 +109,13 @@ class SharedObjects:
         info = await self.put_object("", request, body)
         return Sent(info.etag, info.modified_at)
 
-    async def has_object(self, bucket: str, key: str) -> bool:
+    async def has_object(self, bucket: str, key: str, since_s: float) -> bool:
         """Whether there is such an object whose bytes are not known to be damaged."""
-        if self._objects.stored(bucket, key) is None:
-            await self._following.recent()
+        if not self._has(bucket, key):
+            await self._following.fresh(since_s)
+        return self._has(bucket, key)
+
+    def _has(self, bucket: str, key: str) -> bool:
         return self._objects.stored(bucket, key) is not None and not self._objects.is_damaged(bucket, key)
 
     async def head_object(self, access_key: str, request: ReadRequest) -> ReadHead:
@@ -122,7 +125,12 @@ class SharedObjects:
     @asynccontextmanager
     async def open_object(self, access_key: str, request: ReadRequest) -> AsyncIterator[ObjectRead]:
         await self._see(request)
-        async with self._objects.open_object(access_key, request) as read:
+        async with AsyncExitStack() as stack:
+            try:
+                read = await stack.enter_async_context(self._objects.open_object(access_key, request))
+            except ServerError:
+                await self._require_there(request)
+                raise
             yield healing(read, lambda: self._objects.note_damaged(request.bucket, request.key))
 
     @asynccontextmanager
@@ -205,11 +213,15 @@ class SharedObjects:
             async with self._objects.open_stored(request.bucket, request.key) as (stored, extents):
                 return None if stored is None else proof_of(stored.info.nbytes, extents)
         except ServerError:
-            places = self._objects.places(request.bucket, request.key)
-            if await asyncio.to_thread(self._are_gone, places):  # somebody has cleared the file system up
-                self._objects.note_damaged(request.bucket, request.key)
-                raise _gone() from None
+            await self._require_there(request)
             raise
+
+    async def _require_there(self, request: ReadRequest) -> None:
+        """Raises CallerError(NoSuchKey) where the file is gone: somebody has cleared the file system up."""
+        places = self._objects.places(request.bucket, request.key)
+        if await asyncio.to_thread(self._are_gone, places):
+            self._objects.note_damaged(request.bucket, request.key)
+            raise _gone() from None
 
     def _are_gone(self, places: Sequence[Extent]) -> bool:
         return any(not self._files.path(extent.file_id).exists() for extent in places)

@@ -24,8 +24,7 @@ from typing import Any, cast, get_args
 from awscrt.checksums import crc32c
 
 from descriptors.units import MIB
-from storage_server.store.index.transaction import Kind, Touched, rules_of
-from storage_server.store.rows import stored_object, stored_upload
+from storage_server.store.rows import Kind, Touched, rules_of, stored_object, stored_upload
 
 FRAME_BYTES_MAX = 256 * MIB
 STAMP_MAX = 1 << 62
@@ -167,10 +166,13 @@ def _record(fields: Any) -> Record:
         raise BadRecordError(f"a row of another form for {kind}")
     if not all(_is(value, wanted) for value, wanted in zip(row, types, strict=True)):
         raise BadRecordError(f"a row of other types for {kind}")
-    if (about.kind in ("bucket", "upload") and bodies) or (about.kind == "part" and len(bodies) != 1):
-        raise BadRecordError(f"{len(bodies)} bodies for {kind}")
     _require_readable(about, tuple(row))
-    return Record(about, stamp, tuple(row), tuple(_body(body) for body in bodies))
+    found = tuple(_body(body) for body in bodies)
+    if about.kind in ("bucket", "upload") and found:
+        raise BadRecordError(f"bodies of {kind}")
+    if about.kind == "part" and [str(body.part_number) for body in found] != [about.key]:
+        raise BadRecordError("a part without its body")
+    return Record(about, stamp, tuple(row), found)
 
 
 def _body(fields: Any) -> Body:

@@ -29,7 +29,7 @@ from storage_server.settings import StorageSettings, UpstreamSettings
 from storage_server.shared_files import merge
 from storage_server.shared_files.clock import StampClock
 from storage_server.shared_files.files import GRACE_S, SharedFiles
-from storage_server.shared_files.following import Following, OnChanged
+from storage_server.shared_files.following import Following
 from storage_server.shared_files.identity import joined
 from storage_server.shared_files.journal import OwnJournal, named_files
 from storage_server.shared_files.objects import SharedObjects, SharedUploads
@@ -53,6 +53,7 @@ from storage_server.store.index.transaction import Transaction
 from storage_server.store.objects import Objects
 from storage_server.store.upkeep.lifecycle import Lifecycle
 from storage_server.store.uploads import Uploads
+from storage_server.upstream.service import OnChanged
 
 IO_THREADS = 4
 UPKEEP_S = 10.0
@@ -69,7 +70,9 @@ _log = logging.getLogger(__name__)
 
 
 class SharedDirectory:
-    """Implements storage_server.upstream.service.Service. The index lies in `local`."""
+    """Implements storage_server.upstream.service.Service, and Copies of storage_server.store.index.committer. The index
+    lies in `local`.
+    """
 
     def __init__(
         self, settings: UpstreamSettings, storage: StorageSettings, local: Path, disk: Disk | None = None
@@ -100,7 +103,7 @@ class SharedDirectory:
             self._mark,
             space,
             lambda changes: None,
-            self._publish,
+            self,
         )
         self.segments = Segments(self.files, disk, settings.segment_body_bytes_max, space, self.committer.consider)
         self.reader = IndexReader(local / "index.sqlite3")
@@ -177,12 +180,10 @@ class SharedDirectory:
         generation, position = merge.positions(tx.db).get(writer, (0, 0))
         self._clock.observe(merge.last_stamp(tx.db))
         self._journal.open(generation, position)
-        self._catch_up(tx)
+        self.catch_up(tx)
 
-    def _publish(self, tx: Transaction) -> None:
+    def tell(self, tx: Transaction) -> None:
         """Write what the transaction changes into the journal, before it is committed here. Raises ServerError."""
-        if self._journal.generation:
-            self._catch_up(tx)
         if not tx.touched:
             return
         records = merge.collected(tx.db, tx.touched, self._clock.stamp())
@@ -207,9 +208,15 @@ class SharedDirectory:
                 raise
             self._journal.append(frame)
 
-    def _catch_up(self, tx: Transaction) -> None:
+    def catch_up(self, tx: Transaction) -> None:
         """Carry out what the journal has and the index has not: a change that ended between the two."""
         writer, journal = self._identity.writer, self._journal
+        if not journal.generation:
+            return
+        try:
+            journal.settle()
+        except OSError as error:
+            raise disk_error(error, "reading the journal") from error
         generation, position = merge.positions(tx.db).get(writer, (0, 0))
         if (generation, position) == (journal.generation, journal.end):
             return
@@ -275,7 +282,6 @@ class SharedDirectory:
         journal, writer = self._journal, self._identity.writer
         if tx.touched or journal.end < max(REWRITE_BYTES_MIN, REWRITE_GROWTH * self._rewritten_bytes):
             return
-        self._catch_up(tx)
         kept = merge.kept(tx.db, writer, int((time.time() - GONE_KEPT_S) * 1e6))
         noted: list[Record] = []
 

@@ -6,8 +6,11 @@ import json
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 from functools import lru_cache
-from typing import Any
+from typing import Any, Literal, NamedTuple
 
+from pydantic import TypeAdapter
+
+from descriptors.lifecycle import LifecycleRule
 from descriptors.objects import (
     STANDARD,
     Attributes,
@@ -24,6 +27,18 @@ OBJECT_COLUMNS = "key, version, nbytes, etag, modified_at, attributes"
 EXTENT_COLUMNS = "file_id, file_offset, nbytes, blocks, object_offset"
 PART_COLUMNS = "part_number, nbytes, etag, modified_at, checksum"
 UPLOAD_COLUMNS = "upload_id, key, version, owner, initiated_at, attributes"
+
+
+RULES = TypeAdapter(list[LifecycleRule])
+Kind = Literal["bucket", "object", "upload", "part"]
+
+
+class Touched(NamedTuple):
+    """What a change is about: a bucket, an object by bucket and key, an upload, or a part by upload and number."""
+
+    kind: Kind
+    name: str
+    key: str = ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -118,6 +133,11 @@ def _object_fields(text: str) -> tuple[Attributes, Checksum | None, int | None, 
         checksum = Checksum(ChecksumAlgorithm(algorithm), value, ChecksumType(kind))
     found = _attributes(fields), checksum, fields.get("part_count"), fields.get("upload_id")
     return *found, "has_doubtful_tags" in fields
+
+
+def rules_of(text: str) -> list[LifecycleRule]:
+    """The lifecycle rules in the text of the `lifecycle` column."""
+    return [] if text == "[]" else RULES.validate_python(json.loads(text))
 
 
 def upload_attributes(attributes: Attributes, algorithm: ChecksumAlgorithm | None, kind: ChecksumType | None) -> str:

@@ -90,11 +90,11 @@ class UpstreamChunks:
         found = await self._cached(bucket, keys)
         for index, _ in await self._not_chunks(bucket, keys, found):
             found[index] = None
-        low = await self._known_count(bucket, keys, found)
+        low, since_s = await self._known_count(bucket, keys, found), time.monotonic()
         high, step, is_bounded = len(keys), 1, False
         while low < high:
             index = (low + high) // 2 if is_bounded else min(low + step, high) - 1
-            if await self._objects.has_object(bucket, keys[index]):
+            if await self._objects.has_object(bucket, keys[index], since_s):
                 low, step = index + 1, step * 2
             else:
                 high, is_bounded = index, True

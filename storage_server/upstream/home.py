@@ -1,5 +1,5 @@
-"""An upstream service as home: objects and uploads lie there, and chunks that were read are kept in a cache here. The
-cache has nothing that cannot be had again, but for dirty chunks.
+"""Another home of objects, with a cache before it: objects and uploads lie there, and chunks that were read are kept
+here. The cache has nothing that cannot be had again, but for dirty chunks.
 """
 
 from __future__ import annotations
@@ -39,8 +39,6 @@ from descriptors.objects import (
 )
 from descriptors.storage_api import Body, ObjectRead, Piece, UploadsApi
 from storage_server.settings import UpstreamSettings, Write
-from storage_server.shared_files.merge import Shown
-from storage_server.shared_files.store import SharedDirectory
 from storage_server.store.embedded import EmbeddedStore
 from storage_server.store.index import transaction
 from storage_server.store.index.transaction import Transaction
@@ -54,8 +52,7 @@ from storage_server.upstream.key_locks import KeyLocks
 from storage_server.upstream.merged_list import dirty_after, merged
 from storage_server.upstream.proof import make_proof
 from storage_server.upstream.revalidation import Revalidation
-from storage_server.upstream.s3_service import S3Service
-from storage_server.upstream.service import HomeObjects, Service
+from storage_server.upstream.service import HomeObjects, Service, Shown
 from storage_server.upstream.write_back import StoredBody, WriteBack, send_stored
 
 FULL_S = 5.0
@@ -67,10 +64,11 @@ _T = TypeVar("_T")
 class UpstreamHome:
     """The roles `objects` and `uploads`, and the ChunkSource `chunks`. `start` before use, `close` after."""
 
-    def __init__(self, settings: UpstreamSettings, cache: EmbeddedStore) -> None:
+    def __init__(self, settings: UpstreamSettings, service: Service, cache: EmbeddedStore) -> None:
         self.settings = settings
         nbytes_max = cache.settings.object_bytes_max
-        self.service = self._made_service(cache)
+        self.service = service
+        service.on_changed(self._forget_changed)
         plain = self.service.objects
         locks = KeyLocks()
         self.fetches = Fetches(plain, cache, locks, settings.fetches_max, settings.landing_bytes)
@@ -84,17 +82,8 @@ class UpstreamHome:
         self._revalidate_s = settings.chunk_revalidate_s
         self._revalidating: asyncio.Task[None] | None = None
 
-    def _made_service(self, cache: EmbeddedStore) -> Service:
-        if self.settings.directory is None:
-            return S3Service(self.settings, cache.settings.object_bytes_max)
-        local = cache.settings.data_dir / "shared"
-        cache.space.count_too(local)
-        made = SharedDirectory(self.settings, cache.settings, local)
-        made.on_changed(self._forget_changed)
-        return made
-
     async def _forget_changed(self, changed: Sequence[Shown]) -> None:
-        """Other servers have changed these: copies that are not what they show now leave the cache."""
+        """Others have changed these: copies that are not what they show now leave the cache."""
         by_bucket = defaultdict[str, dict[str, str | None]](dict)
         for bucket, key, etag in changed:
             by_bucket[bucket][key] = etag

@@ -280,10 +280,8 @@ class UpstreamObjects:
         found = await self._upstream.call("GetObjectTagging", Bucket=request.bucket, Key=request.key)
         return {tag["Key"]: tag["Value"] for tag in found["TagSet"]}
 
-    async def has_object(self, bucket: str, key: str) -> bool:
-        """Whether there is such an object; where there is none, there may be no such bucket either. Raises ServerError,
-        CallerError for other refusals.
-        """
+    async def has_object(self, bucket: str, key: str, since_s: float = 0.0) -> bool:
+        """Whether there is such an object now. Raises ServerError, CallerError for other refusals."""
         try:
             async with self._upstream.open("HEAD", bucket, key, {}):
                 return True

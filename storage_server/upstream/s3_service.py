@@ -5,6 +5,7 @@ from __future__ import annotations
 from storage_server.settings import UpstreamSettings
 from storage_server.upstream.connection import Upstream
 from storage_server.upstream.objects import UpstreamObjects
+from storage_server.upstream.service import OnChanged
 from storage_server.upstream.uploads import UpstreamUploads
 
 
@@ -20,6 +21,9 @@ class S3Service:
     def failed_count(self) -> int:
         """How many requests the service did not answer, or was too busy for."""
         return self._upstream.failed_count
+
+    def on_changed(self, tell: OnChanged) -> None:
+        """An S3 service does not say what others change: `chunk_revalidate_s` is for that."""
 
     async def start(self) -> None:
         """Make the pool of connections."""

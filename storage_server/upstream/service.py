@@ -5,10 +5,10 @@ servers share.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from contextlib import AbstractAsyncContextManager
 from dataclasses import dataclass
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 from descriptors.objects import PutRequest, ReadHead, ReadRequest
 from descriptors.storage_api import Body, ObjectsApi, Piece, UploadsApi
@@ -26,6 +26,18 @@ class Sent:
     modified_at: float
 
 
+class Shown(NamedTuple):
+    """What an object's key shows now: its ETag, None for nothing."""
+
+    bucket: str
+    key: str
+    etag: str | None
+
+
+OnChanged = Callable[[Sequence[Shown]], Awaitable[None]]
+"""Told which keys others have changed."""
+
+
 class HomeObjects(ObjectsApi, Protocol):
     """The objects of a home. Every method raises what those of ObjectsApi raise; ServerError(SlowDown) where the home
     cannot be reached.
@@ -38,8 +50,10 @@ class HomeObjects(ObjectsApi, Protocol):
     async def require_bucket(self, bucket: str) -> None:
         """Raises CallerError(NoSuchBucket)."""
 
-    async def has_object(self, bucket: str, key: str) -> bool:
-        """Whether there is such an object; where there is none, there may be no such bucket either."""
+    async def has_object(self, bucket: str, key: str, since_s: float) -> bool:
+        """Whether there is such an object; where there is none, there may be no such bucket either. What was stored
+        before `since_s`, by the steady clock, is seen.
+        """
 
     async def send(self, request: PutRequest, body: Body, proof: Proof | None = None) -> Sent:
         """Put an object whose bytes have this proof. Raises what `put_object` raises."""
@@ -69,6 +83,9 @@ class Service(Protocol):
     @property
     def failed_count(self) -> int:
         """How many requests the home did not answer, or was too busy for."""
+
+    def on_changed(self, tell: OnChanged) -> None:
+        """Call `tell` with what others have changed, where this home hears of it."""
 
     async def start(self) -> None: ...
 

@@ -29,9 +29,9 @@ STAGES = {
     "storage_server": (
         "memory_area", "planning", "scheduler", "eviction", "gather", "store/rows", "store/data", "settings",
         "store/index", "store/reads", "store/evictor", "store/objects", "store/uploads", "store/chunks", "store/beside",
-        "store/upkeep", "store/embedded", "upstream", "tiers", "agents", "requests", "request_id_log", "transport",
-        "link", "registrar", "metrics", "pipeline", "buffer_path", "region_body", "object_moves", "object_transfers",
-        "prefixes", "service", "peer_body", "http_api",
+        "store/upkeep", "store/embedded", "upstream", "shared_files", "tiers", "agents", "requests", "request_id_log",
+        "transport", "link", "registrar", "metrics", "pipeline", "buffer_path", "region_body", "object_moves",
+        "object_transfers", "prefixes", "service", "peer_body", "http_api",
     ),
     "gateway": (
         "s3", "settings", "document_budget", "trace", "metrics", "body", "storage_client", "call", "operations",
@@ -63,6 +63,8 @@ PURE_MODULES = (
     "nixl_client/options.py",
     "storage_server/agents.py",
     "storage_server/settings.py",
+    "storage_server/shared_files/clock.py",
+    "storage_server/shared_files/records.py",
     "storage_server/store/data/body_hashes.py",
     "storage_server/store/data/durability.py",
     "storage_server/store/index/damaged.py",

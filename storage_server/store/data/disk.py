@@ -34,8 +34,10 @@ class Disk:
             view, offset = view[count:], offset + count
 
     def sync(self, fd: int) -> None:
-        """Make the file's bytes and its size survive power loss."""
+        """Make the file's bytes and its size survive power loss. A file that somebody has deleted does not survive."""
         os.fdatasync(fd)
+        if not os.fstat(fd).st_nlink:
+            raise OSError(errno.ESTALE, "the file was deleted while it was written")
 
     def sync_directory(self, path: Path) -> None:
         """Make the names in a directory survive power loss."""

@@ -21,7 +21,7 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, Protocol, TypeVar
 
 from descriptors.errors import ErrorCode, ServerError
 from storage_server.store.data.disk import Disk, disk_error
@@ -42,6 +42,16 @@ FAILURE_PAUSE_S = 0.1
 _T = TypeVar("_T")
 _log = logging.getLogger(__name__)
 Change = Callable[[Transaction], Any]
+
+
+class Copies(Protocol):
+    """Other servers' copies of the index. What a method raises, a ServerError, undoes the transaction."""
+
+    def catch_up(self, tx: Transaction) -> None:
+        """The transaction begins: carry out what the copies were told of and the index has lost."""
+
+    def tell(self, tx: Transaction) -> None:
+        """All changes of the transaction are made, and it is about to be committed."""
 
 
 class _Sync:
@@ -73,7 +83,7 @@ class Committer:
     calls `dispose` with files that no row names. It calls `punch` with freed places in other files (file, offset,
     bytes), `punch_delay_s` after nobody in this process can find them any more. `mark` records the number of
     transactions. `space` is told which bytes are about to be given back, and `on_changes` what keys show, once it is
-    committed. `before_commit` sees a transaction when all its changes are made; what it raises undoes them.
+    committed. `copies` are other servers' copies of this index, which are told of each transaction before its commit.
     """
 
     def __init__(
@@ -88,12 +98,12 @@ class Committer:
         mark: Mark,
         space: Space,
         on_changes: Callable[[Sequence[KeyChange]], None],
-        before_commit: Callable[[Transaction], None] | None = None,
+        copies: Copies | None = None,
     ) -> None:
         self._path = path
         self._space = space
         self._on_changes = on_changes
-        self._before_commit = before_commit
+        self._copies = copies
         self._marked = mark
         self._durability = durability
         self._disk = disk
@@ -284,11 +294,13 @@ class Committer:
         try:
             self.db.execute(f"PRAGMA synchronous={'FULL' if strict else 'NORMAL'}")
             self.db.execute("BEGIN IMMEDIATE")
+            if self._copies is not None:
+                self._copies.catch_up(tx)
             for job in batch:
                 if job.error is None:
                     _carry_out_one(tx, job)
-            if self._before_commit is not None:
-                self._before_commit(tx)
+            if self._copies is not None:
+                self._copies.tell(tx)
             # This write also replaces what a failed commit may have left in the log, before the files it named go.
             transactions = count_transaction(self.db)
             dead = tx.dead_files()

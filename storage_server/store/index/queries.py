@@ -17,7 +17,7 @@ from descriptors.objects import (
     UploadRef,
 )
 from storage_server.planning.extent import Extent
-from storage_server.store.index.transaction import find_object, require_bucket, require_object, rules_of
+from storage_server.store.index.transaction import find_object, require_bucket, require_object
 from storage_server.store.index.upload_changes import require_upload
 from storage_server.store.rows import (
     EXTENT_COLUMNS,
@@ -30,6 +30,7 @@ from storage_server.store.rows import (
     StoredUpload,
     extents,
     part_info,
+    rules_of,
     stored_object,
     stored_upload,
 )

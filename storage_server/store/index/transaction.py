@@ -3,14 +3,10 @@
 from __future__ import annotations
 
 import itertools
-import json
 import sqlite3
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
-from typing import Literal, NamedTuple
-
-from pydantic import TypeAdapter
 
 from descriptors.conditions import WriteCondition, check_read, check_write
 from descriptors.errors import CallerError, ErrorCode
@@ -18,24 +14,16 @@ from descriptors.lifecycle import LifecycleRule
 from descriptors.objects import Attributes, CopyRequest, ObjectInfo
 from storage_server.store.rows import (
     OBJECT_COLUMNS,
+    RULES,
     KeyChange,
     KeyUse,
+    Kind,
     StoredObject,
     StoredPart,
+    Touched,
     object_attributes,
     stored_object,
 )
-
-RULES = TypeAdapter(list[LifecycleRule])
-Kind = Literal["bucket", "object", "upload", "part"]
-
-
-class Touched(NamedTuple):
-    """What a change is about: a bucket, an object by bucket and key, an upload, or a part by upload and number."""
-
-    kind: Kind
-    name: str
-    key: str = ""
 
 
 class Transaction:
@@ -347,11 +335,6 @@ def forget_unused(tx: Transaction) -> None:
         "DELETE FROM uses WHERE NOT EXISTS"
         " (SELECT 1 FROM objects WHERE objects.bucket = uses.bucket AND objects.key = uses.key)"
     )
-
-
-def rules_of(text: str) -> list[LifecycleRule]:
-    """The lifecycle rules in the text of the `lifecycle` column."""
-    return [] if text == "[]" else RULES.validate_python(json.loads(text))
 
 
 def _remove(tx: Transaction, bucket: str, found: StoredObject) -> None:

@@ -49,13 +49,14 @@ WATCHED = (None, "put", "complete", "abort", "copy", "self-copy", "part", "delet
 
 
 class Mode(Enum):
-    """The home of objects in either durability; and a cache in front of another server, which is not killed. There
-    every object counts as a chunk, and is written back.
+    """The home of objects in either durability; a cache in front of another server, which is not killed, where every
+    object counts as a chunk and is written back; and a cache in front of a shared directory.
     """
 
     STRICT = "strict"
     RELAXED = "relaxed"
     BACK = "back"
+    FILES = "files"
 
 
 WRITE_BACK = """
@@ -64,6 +65,12 @@ endpoint = "{}"
 access_key = "{}"
 secret_key = "{}"
 write = "back"
+"""
+
+
+SHARED_DIRECTORY = """
+[upstream]
+endpoint = "file://{}"
 """
 
 
@@ -113,6 +120,9 @@ def _one_directory(place: Path, mode: Mode, world: World, rng: Random, count: in
             upstream = place / "upstream"
             upstream.mkdir()
             text += WRITE_BACK.format(stack.enter_context(upstream_server(upstream)), *OWNER)
+        if mode is Mode.FILES:
+            (place / "shared").mkdir()
+            text += SHARED_DIRECTORY.format(place / "shared")
         config.write_text(text)
         yield from _rounds(place, config, mode, world, rng, count, tally)
 
