@@ -103,6 +103,7 @@ UPSTREAM_LANDED = _gauge("upstream_landed_bytes", "Memory that chunks lie in unt
 UPSTREAM_FETCHED = _counter("upstream_fetched_bytes_total", "Bytes of chunks that came from there.")
 UPSTREAM_STALE = _counter("upstream_stale_chunks_total", "Cached chunks that others had changed or deleted there.")
 UPSTREAM_FAILED = _counter("upstream_failed_requests_total", "Requests that the service did not answer, or was busy.")
+UPSTREAM_UNREAD = _gauge("upstream_unread_journals", "Journals of a shared directory that break off.")
 UPSTREAM_DIRTY = _gauge("upstream_dirty_chunks", "Chunks that were written back and are not upstream yet.")
 UPSTREAM_DIRTY_BYTES = _gauge("upstream_dirty_bytes", "Bytes of these chunks.")
 UPSTREAM_DIRTY_AGE = _gauge("upstream_dirty_age_seconds", "The age of the oldest of them; 0 without any.")

@@ -242,7 +242,8 @@ def _add_storage(parser: argparse.ArgumentParser) -> None:
         "--upstream",
         metavar="URL",
         help="stand in front of this S3 service: objects are kept there, and DIR is a cache; its account comes from "
-        "[upstream] of the config file or from OBJECTCACHE_UPSTREAM_ACCESS_KEY_ID and ..._SECRET_ACCESS_KEY",
+        "[upstream] of the config file or from OBJECTCACHE_UPSTREAM_ACCESS_KEY_ID and ..._SECRET_ACCESS_KEY. "
+        "file:///PATH: a directory on a shared file system, which any number of servers use together",
     )
     parser.add_argument(
         "--adopt-index",

@@ -10,6 +10,7 @@ import os
 import platform
 import resource
 import secrets
+import shutil
 import statistics
 import sys
 import tempfile
@@ -205,6 +206,8 @@ async def upstream_findings(settings: UpstreamSettings, bucket: str | None) -> l
     """The service: its round trip and, with a bucket, its bandwidth and what it knows, tried with one object that is
     deleted again.
     """
+    if settings.directory is not None:
+        return shared_findings(settings.directory)
     upstream = Upstream(settings)
     await upstream.start()
     try:
@@ -217,6 +220,52 @@ async def upstream_findings(settings: UpstreamSettings, bucket: str | None) -> l
         return findings
     finally:
         await upstream.close()
+
+
+def shared_findings(root: Path) -> list[Finding]:
+    """A directory that servers share: what a change costs there, and how fast bytes come and go."""
+    if not root.is_dir():
+        return [Finding("shared directory", State.PROBLEM, f"{root} is no directory", "is the file system mounted?")]
+    writers = len(list(root.glob("writers/*")))
+    try:
+        with tempfile.NamedTemporaryFile(dir=root, prefix="doctor-") as file:
+            fd = file.fileno()
+            times_s = []
+            for at in range(ROUND_TRIPS):
+                start_s = time.perf_counter()
+                os.pwrite(fd, bytes(512), at * 512)
+                os.fdatasync(fd)
+                times_s.append(time.perf_counter() - start_s)
+            start_s = time.perf_counter()
+            os.pwrite(fd, bytes(PROBE_BYTES), 0)
+            os.fdatasync(fd)
+            write_s = time.perf_counter() - start_s
+            os.posix_fadvise(fd, 0, 0, os.POSIX_FADV_DONTNEED)
+            start_s = time.perf_counter()
+            os.pread(fd, PROBE_BYTES, 0)
+            read_s = time.perf_counter() - start_s
+    except OSError as error:
+        return [Finding("shared directory", State.PROBLEM, error.strerror or str(error), f"let this user write {root}")]
+    write, read = (PROBE_BYTES / seconds / 1e6 for seconds in (write_s, read_s))
+    found = f"one file, {PROBE_BYTES // MIB} MiB: writes {write:,.0f} MB/s, reads {read:,.0f} MB/s"
+    is_private = root.stat().st_mode & 0o022 == 0
+    advice = "" if is_private else f"chmod go-w {root}: whoever may write there may change all objects"
+    return [
+        Finding(
+            "shared directory",
+            State.GOOD if is_private else State.PROBLEM,
+            f"{writers} writers; a synced change takes {statistics.median(times_s) * 1e3:.1f} ms",
+            advice,
+        ),
+        Finding("shared bandwidth", State.GOOD, found),
+        _striping(),
+    ]
+
+
+def _striping() -> Finding:
+    if shutil.which("lfs") is None:
+        return Finding("striping", State.MISSING, "no lfs: this host has no Lustre tools", "only Lustre needs it")
+    return Finding("striping", State.GOOD, "files are striped with lfs setstripe")
 
 
 async def _tried(what: str, probe: Awaitable[Finding]) -> Finding:

@@ -122,6 +122,7 @@ def upstream_readings(home: UpstreamHome | None) -> Iterator[Reading]:
     yield metrics.UPSTREAM_FETCHED, _one(0 if home is None else home.fetches.fetched_bytes)
     yield metrics.UPSTREAM_STALE, _one(0 if home is None else home.revalidation.stale_count)
     yield metrics.UPSTREAM_FAILED, _one(0 if home is None else home.failed_count)
+    yield metrics.UPSTREAM_UNREAD, _one(0 if home is None else home.service.unread_count)
     dirty = WriteBackStatus() if home is None else home.write_back.status
     yield metrics.UPSTREAM_DIRTY, _one(dirty.dirty_chunks)
     yield metrics.UPSTREAM_DIRTY_BYTES, _one(dirty.dirty_bytes)

@@ -136,8 +136,13 @@ class SharedDirectory:
 
     @property
     def failed_count(self) -> int:
-        """How many reads of the directory failed, and how many journals cannot be read to their ends."""
-        return self._reads.failed_count + self.following.problem_count
+        """How many reads of the directory failed."""
+        return self._reads.failed_count
+
+    @property
+    def unread_count(self) -> int:
+        """How many journals cannot be read to their ends."""
+        return self.following.problem_count
 
     def on_changed(self, tell: OnChanged) -> None:
         """Call `tell` with what other servers have changed."""

@@ -22,6 +22,11 @@ class S3Service:
         """How many requests the service did not answer, or was too busy for."""
         return self._upstream.failed_count
 
+    @property
+    def unread_count(self) -> int:
+        """There are no journals."""
+        return 0
+
     def on_changed(self, tell: OnChanged) -> None:
         """An S3 service does not say what others change: `chunk_revalidate_s` is for that."""
 

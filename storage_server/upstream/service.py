@@ -84,6 +84,10 @@ class Service(Protocol):
     def failed_count(self) -> int:
         """How many requests the home did not answer, or was too busy for."""
 
+    @property
+    def unread_count(self) -> int:
+        """How many journals cannot be read to their ends, where the home has journals."""
+
     def on_changed(self, tell: OnChanged) -> None:
         """Call `tell` with what others have changed, where this home hears of it."""
 

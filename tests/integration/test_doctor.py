@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import os
 import subprocess
@@ -138,3 +139,19 @@ async def test_what_it_lacks_is_said(monkeypatch: pytest.MonkeyPatch, capsys: py
     assert found["upstream conditions"].found == said
     assert found["upstream bandwidth"].state is State.PROBLEM
     assert "could not be deleted" in capsys.readouterr().err
+
+
+def test_a_shared_directory_is_tried(tmp_path: Path) -> None:
+    def findings(path: Path) -> list[Finding]:
+        return asyncio.run(upstream_findings(UpstreamSettings(f"file://{path}"), None))
+
+    tmp_path.chmod(0o700)
+    found = {each.what: each for each in findings(tmp_path)}
+    assert found["shared directory"].state is State.GOOD
+    assert found["shared bandwidth"].state is State.GOOD
+    assert list(tmp_path.iterdir()) == []
+    tmp_path.chmod(0o777)
+    open_to_all = findings(tmp_path)[0]
+    assert (open_to_all.state, "chmod" in open_to_all.advice) == (State.PROBLEM, True)
+    (gone,) = findings(tmp_path / "gone")
+    assert (gone.state, "mounted" in gone.advice) == (State.PROBLEM, True)
