@@ -12,7 +12,7 @@ from tests.support.tree import repository
 EVERY = (*GATEWAY, *STORAGE)
 _ROW = re.compile(r"\| `(objectcache_\w+)` \| (\w+) \| (.*?) \| (.*) \|")
 UNITS = (
-    "seconds", "bytes", "requests", "errors", "chunks", "extents", "files", "objects", "flows", "epochs", "agents",
+    "seconds", "bytes", "requests", "errors", "chunks", "extents", "journals", "files", "objects", "flows", "epochs", "agents",
     "regions", "transfers", "starts", "commits", "changes", "bytes_per_second",
 )  # fmt: skip
 
