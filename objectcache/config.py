@@ -29,7 +29,7 @@ from storage_server.scheduler.policies import Policy
 from storage_server.scheduler.pool import PoolSettings
 from storage_server.scheduler.profiles import ComputeProfile
 from storage_server.scheduler.settings import SchedulerSettings
-from storage_server.settings import CacheSettings, Dedup, StorageSettings, UpstreamSettings, Write
+from storage_server.settings import CacheSettings, Dedup, RemoteDramSettings, StorageSettings, UpstreamSettings, Write
 from storage_server.store.data.durability import Durability
 
 PEER_SECRET_BYTES = 32
@@ -169,6 +169,16 @@ class SchedulerConfig(_Model):
         )
 
 
+class RemoteDramConfig(_Model):
+    """The `[upstream.remote_dram]` table: memory that hosts put together in a Mooncake Store."""
+
+    endpoint: str
+    host: str | None = None
+    segment_bytes: Annotated[Size, Field(ge=0)] | None = None
+    protocol: str | None = None
+    devices: str | None = None
+
+
 class UpstreamConfig(_Model):
     """The `[upstream]` table: the S3 service in front of which this server stands. The account may also come from the
     environment.
@@ -189,6 +199,7 @@ class UpstreamConfig(_Model):
     poll_s: Annotated[float, Field(ge=0.01, le=3600)] | None = None
     read_bytes_per_s: Annotated[Size, Field(ge=1)] | None = None
     segment_body_bytes_max: Annotated[Size, Field(ge=0)] | None = None
+    remote_dram: RemoteDramConfig | None = None
 
     def settings(self, environment: Mapping[str, str]) -> UpstreamSettings | None:
         """The settings; None where no upstream service is named. Raises ConfigError."""
@@ -205,8 +216,9 @@ class UpstreamConfig(_Model):
         if missing:
             names = " and ".join(f"{name} (or {UPSTREAM_VARIABLES[name]})" for name in missing)
             raise ConfigError(f"[upstream]: {names}: missing")
+        remote = said.pop("remote_dram", None)
         try:
-            return UpstreamSettings(**said)
+            return UpstreamSettings(**said, remote_dram=None if remote is None else RemoteDramSettings(**remote))
         except ValueError as error:
             raise ConfigError(f"[upstream]: {error}") from None
 

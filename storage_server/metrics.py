@@ -123,6 +123,12 @@ def upstream_readings(home: UpstreamHome | None) -> Iterator[Reading]:
     yield metrics.UPSTREAM_STALE, _one(0 if home is None else home.revalidation.stale_count)
     yield metrics.UPSTREAM_FAILED, _one(0 if home is None else home.failed_count)
     yield metrics.UPSTREAM_UNREAD, _one(0 if home is None else home.service.unread_count)
+    remote = None if home is None else home.remote
+    yield metrics.REMOTE_HITS, _one(0 if remote is None else remote.hit_count)
+    yield metrics.REMOTE_MISSES, _one(0 if remote is None else remote.miss_count)
+    yield metrics.REMOTE_READ, _one(0 if remote is None else remote.read_bytes)
+    yield metrics.REMOTE_ADMITTED, _one(0 if remote is None else remote.admitted_bytes)
+    yield metrics.REMOTE_FAILED, _one(0 if remote is None else remote.failed_count)
     dirty = WriteBackStatus() if home is None else home.write_back.status
     yield metrics.UPSTREAM_DIRTY, _one(dirty.dirty_chunks)
     yield metrics.UPSTREAM_DIRTY_BYTES, _one(dirty.dirty_bytes)

@@ -33,6 +33,26 @@ class Dedup(Enum):
 
 
 @dataclass(frozen=True, slots=True)
+class RemoteDramSettings:
+    """Memory that hosts put together in a Mooncake Store, whose master is at `endpoint` (mooncake://HOST:PORT). This
+    server gives `segment_bytes` of it, and is reached as `host` over `protocol` (tcp, or rdma with `devices`).
+    """
+
+    endpoint: str
+    host: str = "127.0.0.1"
+    segment_bytes: int = 0
+    protocol: str = "tcp"
+    devices: str = ""
+
+    def __post_init__(self) -> None:
+        parts = urlsplit(self.endpoint)
+        if parts.scheme != "mooncake" or not parts.hostname or parts.port is None or parts.path.strip("/"):
+            raise ValueError(f"remote_dram: {self.endpoint!r} is no mooncake://HOST:PORT")
+        if self.protocol not in ("tcp", "rdma"):
+            raise ValueError(f"remote_dram: protocol: {self.protocol!r} is neither tcp nor rdma")
+
+
+@dataclass(frozen=True, slots=True)
 class UpstreamSettings:
     """The way to another S3 service, and this server's account there.
 
@@ -45,6 +65,8 @@ class UpstreamSettings:
     With an endpoint `file:///DIR` the home is a directory that many servers share, and no account is needed. What other
     servers have done there is looked for every `poll_s`, and reads keep to `read_bytes_per_s` (None: no limit). Bodies
     up to `segment_body_bytes_max` share files, others have files of their own.
+
+    With `remote_dram`, chunks are looked for there before home is asked.
     """
 
     endpoint: str
@@ -62,8 +84,11 @@ class UpstreamSettings:
     poll_s: float = 1.0
     read_bytes_per_s: float | None = None
     segment_body_bytes_max: int = 16 * MIB
+    remote_dram: RemoteDramSettings | None = None
 
     def __post_init__(self) -> None:
+        if self.remote_dram is not None and not self.landing_bytes:
+            raise ValueError("upstream: remote_dram needs landing_bytes")
         parts = urlsplit(self.endpoint)
         if parts.scheme == "file":
             if parts.netloc or parts.query or not parts.path.startswith("/"):

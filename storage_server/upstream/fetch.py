@@ -25,11 +25,14 @@ from storage_server.store.embedded import EmbeddedStore
 from storage_server.store.index import transaction
 from storage_server.store.index.transaction import Transaction
 from storage_server.store.rows import StoredPart
+from storage_server.upstream.chunk_names import is_chunk_key
 from storage_server.upstream.groups import group_ends
 from storage_server.upstream.headers import is_md5
 from storage_server.upstream.key_locks import KeyLocks
 from storage_server.upstream.proof import Proof, proved_bytes
 from storage_server.upstream.receiving import IntoFile, IntoMemory, Receiver, wrong
+from storage_server.upstream.remote_dram import RemoteDram
+from storage_server.upstream.remote_entry import RemoteEntry
 from storage_server.upstream.service import HomeObjects
 from storage_server.upstream.turns import Turns
 
@@ -58,8 +61,10 @@ class Ways:
         turns: Turns,
         landing: Landing,
         io: IoThreads,
+        remote: RemoteDram | None,
     ) -> None:
         self.objects = objects
+        self.remote = remote
         self.cache = cache
         self.locks = locks
         self.turns = turns
@@ -160,6 +165,8 @@ class Fetch:
         """Read the groups that end there; None is the end of the chunk. The file of a chunk in memory is written behind
         that.
         """
+        if self.layout is not None and await self._fetch_remote(self.layout):
+            return
         receiver: Receiver | None = None
         start = 0
         with ExitStack() as stack:
@@ -180,8 +187,44 @@ class Fetch:
             assert receiver.writer is not None
             await self._prove(self.info, receiver)
             if isinstance(receiver, IntoMemory):
+                self._admit(self.info, receiver)
                 await self._ways.store(receiver)
             await self._publish(self.info, receiver.writer)
+
+    async def _fetch_remote(self, layout: ChunkLayout) -> bool:
+        """Bring the chunk from remote DRAM; False where it is not there, or not what it should be."""
+        remote = self._ways.remote
+        if remote is None or not remote.is_open or not is_chunk_key(self._key):
+            return False
+        landed = self._ways.landing.take(self._bucket, layout.chunk_bytes)
+        if landed is None:
+            return False
+        receiver = IntoMemory(self._ways.objects, self._ways.io, landed, layout.per_layer_chunk_bytes, self._advance)
+        with ExitStack() as stack:
+            stack.callback(receiver.close)
+            async with self._ways.turns.turn(0, self._index):
+                self.has_begun = True
+                entry = await remote.read(self._bucket, self._key, landed)
+                if entry is None:
+                    return False
+                await self._ways.io.run(partial(receiver.blocks.update, landed.view))
+            if proved_bytes(entry.proof, receiver.words(), entry.info.nbytes) != entry.info.nbytes:
+                await remote.remove(self._bucket, [self._key])
+                return False
+            self._proof = entry.proof
+            await self._begin(entry.info, receiver)
+            stack.enter_context(self._ways.cache.bound.arriving())
+            assert receiver.writer is not None
+            await self._prove(entry.info, receiver)
+            self.fetched_bytes = 0  # not from upstream
+            await self._ways.store(receiver)
+            await self._publish(entry.info, receiver.writer)
+        return True
+
+    def _admit(self, info: ObjectInfo, receiver: IntoMemory) -> None:
+        """Keep a chunk that came from home in remote DRAM, for other servers."""
+        if self._ways.remote is not None and self._proof is not None and is_chunk_key(self._key):
+            self._ways.remote.admit(RemoteEntry(self._bucket, info, self._proof, time.time()), receiver.landed)
 
     async def _fetch_group(self, receiver: Receiver, start: int, group_end: int | None, stack: ExitStack) -> int | None:
         """Read one group; where it ends, or None where the object is no chunk of this layout."""

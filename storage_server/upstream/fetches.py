@@ -21,6 +21,7 @@ from storage_server.store.data.io_threads import IoThreads
 from storage_server.store.embedded import EmbeddedStore
 from storage_server.upstream.fetch import Fetch, Ways
 from storage_server.upstream.key_locks import KeyLocks, Name
+from storage_server.upstream.remote_dram import RemoteDram
 from storage_server.upstream.service import HomeObjects
 from storage_server.upstream.turns import Turns
 
@@ -37,13 +38,19 @@ class Fetches:
     """The fetches under way, one for each chunk, into `cache`. Used on one event loop."""
 
     def __init__(
-        self, objects: HomeObjects, cache: EmbeddedStore, locks: KeyLocks, requests_max: int, landing_bytes: int = 0
+        self,
+        objects: HomeObjects,
+        cache: EmbeddedStore,
+        locks: KeyLocks,
+        requests_max: int,
+        landing_bytes: int = 0,
+        remote: RemoteDram | None = None,
     ) -> None:
         self._requests_max = requests_max
         self._turns = Turns(requests_max)
-        self._landing = Landing(landing_bytes)
+        self.landing = Landing(landing_bytes)
         self._io = IoThreads(IO_THREADS)
-        self._ways = Ways(objects, cache, locks, self._turns, self._landing, self._io)
+        self._ways = Ways(objects, cache, locks, self._turns, self.landing, self._io, remote)
         self._running: dict[Name, Fetch] = {}
         self._by_bucket: Counter[str] = Counter()
         self._prefetching: Counter[str] = Counter()
@@ -59,7 +66,7 @@ class Fetches:
     @property
     def landed_bytes(self) -> int:
         """The memory in bytes that chunks lie in until they are written into files."""
-        return self._landing.used_bytes
+        return self.landing.used_bytes
 
     async def begin(self, bucket: str, keys: Sequence[str], layout: ChunkLayout) -> list[ComingExtent | None]:
         """The extents of these chunks, on their way, when upstream has begun to answer; None where upstream has none,

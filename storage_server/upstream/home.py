@@ -45,12 +45,13 @@ from storage_server.store.index.transaction import Transaction
 from storage_server.store.objects import check_size
 from storage_server.store.rows import StoredObject
 from storage_server.upstream.cached_read import healing
-from storage_server.upstream.chunk_names import is_chunk
+from storage_server.upstream.chunk_names import is_chunk, is_chunk_key
 from storage_server.upstream.chunks import UpstreamChunks
 from storage_server.upstream.fetches import Fetches
 from storage_server.upstream.key_locks import KeyLocks
 from storage_server.upstream.merged_list import dirty_after, merged
 from storage_server.upstream.proof import make_proof
+from storage_server.upstream.remote_dram import RemoteDram
 from storage_server.upstream.revalidation import Revalidation
 from storage_server.upstream.service import HomeObjects, Service, Shown
 from storage_server.upstream.write_back import StoredBody, WriteBack, send_stored
@@ -71,7 +72,9 @@ class UpstreamHome:
         service.on_changed(self._forget_changed)
         plain = self.service.objects
         locks = KeyLocks()
-        self.fetches = Fetches(plain, cache, locks, settings.fetches_max, settings.landing_bytes)
+        there = settings.remote_dram
+        self.remote = None if there is None else RemoteDram(there, settings.chunk_revalidate_s)
+        self.fetches = Fetches(plain, cache, locks, settings.fetches_max, settings.landing_bytes, self.remote)
         accepts = settings.write is Write.BACK
         self.write_back = WriteBack(plain, cache, locks, self.fetches.stop, settings.uploads_max, accepts=accepts)
         self.cache = cache
@@ -98,6 +101,8 @@ class UpstreamHome:
 
     async def start(self) -> None:
         """Make the pool of connections, begin to upload what is dirty, and to look for what others have changed."""
+        if self.remote is not None:
+            await self.remote.start(self.fetches.landing)
         await self.service.start()
         await self.write_back.start()
         if self._revalidate_s:
@@ -110,6 +115,8 @@ class UpstreamHome:
             await asyncio.wait([self._revalidating])
         await self.write_back.close()
         await self.fetches.close()
+        if self.remote is not None:
+            await self.remote.close()
         await self.service.close()
 
     def copy_of(self, bucket: str, key: str) -> StoredObject | None:
@@ -142,6 +149,8 @@ class UpstreamHome:
         """Remove every copy of these objects: a fetch under way ends, and no later read finds what it had brought."""
         await self.fetches.stop(bucket, keys)
         self.chunks.forget_known(bucket, keys)
+        if self.remote is not None:
+            await self.remote.remove(bucket, [key for key in keys if is_chunk_key(key)])
         try:
             await self.cache.objects.delete_objects("", bucket, list(keys))
         except CallerError as error:

@@ -1,0 +1,197 @@
+"""Servers in front of one home that keep chunks in remote DRAM for each other, with Mooncake Store played; and with
+Mooncake itself, where it is installed (`make peers`).
+"""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import textwrap
+from collections.abc import Iterator
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from bench.beds.kv_peers.install import MOONCAKE
+from bench.beds.kv_peers.running import running_owner
+from descriptors.descriptor import Delivery
+from descriptors.layout import ChunkLayout
+from nixl_client.client import ObjectCacheClient
+from storage_server.settings import RemoteDramSettings, UpstreamSettings
+from storage_server.upstream import remote_dram as module
+from tests.support.chunks import layer_of, make_chunks
+from tests.support.faulty_upstream import Fault, FaultyUpstream
+from tests.support.played_mooncake import NO_MASTER, PlayedMooncake
+from tests.support.requests import OWNER, request
+from tests.support.servers import CONFIG, LocalStack, eventually, started
+from tests.support.tree import repository
+
+LAYOUT = ChunkLayout(6, 16, 70_000)
+N = 9
+
+
+@pytest.fixture
+def played(monkeypatch: pytest.MonkeyPatch) -> PlayedMooncake:
+    """The one store that all servers of a test join."""
+    store = PlayedMooncake()
+    monkeypatch.setattr(module, "connected", lambda settings: store)
+    return store
+
+
+@pytest.fixture(scope="module")
+def home(tmp_path_factory: pytest.TempPathFactory) -> Iterator[LocalStack]:
+    with LocalStack(tmp_path_factory.mktemp("home")) as running:
+        running.call(running.storage.objects.create_bucket(OWNER[0], "chunks"))
+        yield running
+
+
+@pytest.fixture
+def way(home: LocalStack) -> Iterator[FaultyUpstream]:
+    """The servers' way home."""
+    with FaultyUpstream(home.url) as running:
+        yield running
+
+
+Pair = tuple[LocalStack, LocalStack]
+
+
+@pytest.fixture
+def pair(way: FaultyUpstream, played: PlayedMooncake, tmp_path: Path) -> Iterator[Pair]:
+    remote = RemoteDramSettings("mooncake://127.0.0.1:1")
+    settings = UpstreamSettings(way.url, *OWNER, remote_dram=remote, read_timeout_s=2.0, connect_timeout_s=1.0)
+    with LocalStack(tmp_path / "a", upstream=settings) as one, LocalStack(tmp_path / "b", upstream=settings) as other:
+        yield one, other
+        for each in (one, other):
+            assert eventually(lambda each=each: each.storage.upstream.fetches.landed_bytes == 0)  # type: ignore[misc]
+
+
+def fetched(server: LocalStack, keys: list[str], chunks: np.ndarray) -> bool:
+    """Whether a delivery of these chunks has the right bytes, layer by layer."""
+    with server.client("chunks", "http") as client:
+        buffer = client.allocate_buffer(chunks.nbytes)
+        buffer[:] = 0
+        client.fetch(keys, LAYOUT, buffer, delivery=Delivery.LAYER_MAJOR).wait(30)
+        layers = buffer.reshape(LAYOUT.num_layers, len(keys), -1)
+        return all(np.array_equal(layers[index], layer_of(chunks, LAYOUT, index)) for index in range(LAYOUT.num_layers))
+
+
+def stored(home: LocalStack, pair: Pair, tmp_path: Path, seed: int) -> tuple[list[str], np.ndarray]:
+    """Chunks at home, with their proof, that no server of the pair has."""
+    keys, chunks = make_chunks(N, LAYOUT, seed)
+    writer = LocalStack(tmp_path / f"writer{seed}", upstream=UpstreamSettings(home.url, *OWNER))
+    with writer as running, running.client("chunks", "http") as client:
+        client.put_chunks(keys, list(chunks))
+    return keys, chunks
+
+
+def test_a_chunk_that_one_server_fetched_comes_to_the_other_without_home(
+    home: LocalStack, way: FaultyUpstream, pair: Pair, played: PlayedMooncake, tmp_path: Path
+) -> None:
+    one, other = pair
+    keys, chunks = stored(home, pair, tmp_path, 11)
+    assert fetched(one, keys, chunks)
+    assert eventually(lambda: len(played.stored) == N)
+    way.choose = lambda _: Fault.RESET
+    assert fetched(other, keys, chunks)
+    assert other.storage.upstream.remote.hit_count == N
+    assert eventually(lambda: other.storage.upstream.fetches.running_count == 0)
+    assert other.storage.upstream.fetches.fetched_bytes == 0
+    assert fetched(other, keys, chunks)  # from its own cache
+    assert other.storage.upstream.remote.hit_count == N
+
+
+@pytest.mark.parametrize("harm", ["wrong bytes", "no master", "garbage", "hangs"])
+def test_whatever_it_does_the_bytes_come_from_home(
+    home: LocalStack, pair: Pair, played: PlayedMooncake, tmp_path: Path, harm: str
+) -> None:
+    one, other = pair
+    keys, chunks = stored(home, pair, tmp_path, 12)
+    assert fetched(one, keys, chunks)
+    assert eventually(lambda: len(played.stored) == N)
+    if harm == "hangs":
+        with played.held():
+            assert fetched(other, keys, chunks)
+        return
+    if harm == "wrong bytes":
+        played.corrupts = True
+    elif harm == "no master":
+        played.fails = NO_MASTER
+    else:
+        played.stored = {key: os.urandom(len(data)) for key, data in played.stored.items()}
+    assert fetched(other, keys, chunks)
+    assert eventually(lambda: other.storage.upstream.fetches.fetched_bytes == chunks.nbytes)
+
+
+def test_an_overwrite_and_a_deletion_leave_nothing_there(
+    home: LocalStack, pair: Pair, played: PlayedMooncake, tmp_path: Path
+) -> None:
+    one, other = pair
+    keys, chunks = stored(home, pair, tmp_path, 13)
+    assert fetched(one, keys, chunks)
+    assert eventually(lambda: len(played.stored) == N)
+    _, newer = make_chunks(N, LAYOUT, 14)
+    with one.client("chunks", "http") as client:
+        client.put_chunks(keys[:1], [newer[0]])
+        assert len(played.stored) == N - 1
+        changed = chunks.copy()
+        changed[0] = newer[0]
+        assert fetched(other, keys, changed)
+        assert eventually(lambda: len(played.stored) == N)
+        client.delete(keys)
+    assert played.stored == {}
+    assert request(one.url, "GET", f"/chunks/{keys[0]}").status == 404
+
+
+CLIENT = """
+[upstream]
+endpoint = "{home}"
+access_key = "{key}"
+secret_key = "{secret}"
+[upstream.remote_dram]
+endpoint = "mooncake://{master}"
+"""
+
+
+@pytest.mark.skipif(not MOONCAKE.is_installed, reason="not installed: make peers")
+@pytest.mark.timeout(180)
+def test_mooncake_itself_keeps_chunks_for_another_server(home: LocalStack, tmp_path: Path) -> None:
+    """Two servers in processes of their own, and Mooncake's master and an owner of memory."""
+    packages = next((MOONCAKE.folder / "lib").glob("python*/site-packages"))
+    probe = [sys.executable, "-c", "import sys; sys.path.append(sys.argv[1]); import mooncake.store", str(packages)]
+    if subprocess.run(probe, capture_output=True, timeout=60, check=False).returncode:
+        pytest.skip("Mooncake's client cannot be loaded: it needs libibverbs1")
+    borrowed = tmp_path / "borrowed"
+    borrowed.mkdir()
+    (borrowed / "mooncake").symlink_to(packages / "mooncake")
+    for libraries in packages.glob("mooncake*.libs"):
+        (borrowed / libraries.name).symlink_to(libraries)
+    keys, chunks = stored(home, (home, home), tmp_path, 15)
+    with running_owner(MOONCAKE.folder / "bin", 64 << 20, tmp_path) as (master, _):
+        config = tmp_path / "config.toml"
+        text = CLIENT.format(home=home.url, key=OWNER[0], secret=OWNER[1], master=master)
+        config.write_text(textwrap.dedent(text) + CONFIG)
+        path = f"{borrowed}:{repository()}"
+        for name, hits in (("a", 0), ("b", N)):
+            arguments = ("--data", str(tmp_path / name), "--port", "0", "--config", str(config))
+            with started("serve", *arguments, environment={"PYTHONPATH": path}) as (url, _):
+                assert fetched_from(url, keys, chunks)
+                assert eventually(lambda url=url, hits=hits: metric(url, "hit_chunks_total") == hits)  # type: ignore[misc]
+                if not hits:
+                    assert eventually(lambda url=url: metric(url, "admitted_bytes_total") == chunks.nbytes)  # type: ignore[misc]
+
+
+def metric(url: str, name: str) -> float:
+    text = request(url, "GET", "/_objectcache/metrics").body.decode()
+    line = next(line for line in text.splitlines() if line.startswith(f"objectcache_remote_dram_{name} "))
+    return float(line.split()[1])
+
+
+def fetched_from(url: str, keys: list[str], chunks: np.ndarray) -> bool:
+    access_key, secret_key = OWNER
+    client = ObjectCacheClient(url, "chunks", access_key=access_key, secret_key=secret_key, transport="http")
+    with client:
+        buffer = client.allocate_buffer(chunks.nbytes)
+        client.fetch(keys, LAYOUT, buffer, delivery=Delivery.LAYER_MAJOR).wait(60)
+        return np.array_equal(buffer.reshape(LAYOUT.num_layers, N, -1)[0], layer_of(chunks, LAYOUT, 0))

@@ -1,0 +1,265 @@
+"""Remote DRAM: what it keeps, and that nothing it does wrong is believed or waited for."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import time
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from descriptors.objects import Attributes, ObjectInfo
+from storage_server.gather.landing import Landed, Landing
+from storage_server.planning.block_checksums import BlockChecksums
+from storage_server.settings import RemoteDramSettings, UpstreamSettings
+from storage_server.upstream import remote_dram as module
+from storage_server.upstream.proof import make_proof
+from storage_server.upstream.remote_dram import RemoteDram, RemoteDramError, connected
+from storage_server.upstream.remote_entry import ENTRY_BYTES, RemoteEntry, decode_entry, encode_entry
+from tests.support.played_mooncake import NO_MASTER, PlayedMooncake
+
+SETTINGS = RemoteDramSettings("mooncake://127.0.0.1:1")
+NBYTES = 100_000
+KEY = "a" * 64
+
+
+def entry_of(data: bytes, key: str = KEY, seen_at: float | None = None) -> RemoteEntry:
+    blocks = BlockChecksums()
+    blocks.update(memoryview(data))
+    info = ObjectInfo(key, len(data), "e" * 32, 5.0, Attributes({"content-type": "x"}, {"a": "b"}))
+    return RemoteEntry("bucket", info, make_proof(len(data), blocks.packed()), seen_at or time.time())
+
+
+class Bed:
+    """Remote DRAM over a played store, and landing memory."""
+
+    def __init__(self, remote: RemoteDram, store: PlayedMooncake, landing: Landing) -> None:
+        self.remote, self.store, self.landing = remote, store, landing
+
+    def landed(self, data: bytes | None = None) -> Landed:
+        landed = self.landing.take("bucket", NBYTES)
+        assert landed is not None
+        if data is not None:
+            landed.view[:] = data
+        return landed
+
+    async def admitted(self, data: bytes, key: str = KEY, seen_at: float | None = None) -> None:
+        landed = self.landed(data)
+        before = self.remote.admitted_bytes
+        self.remote.admit(entry_of(data, key, seen_at), landed)
+        landed.release()
+        await until(lambda: self.remote.admitted_bytes > before or not self.remote._admits)
+
+    async def read(self, key: str = KEY) -> bytes | None:
+        landed = self.landed()
+        try:
+            entry = await self.remote.read("bucket", key, landed)
+            return None if entry is None else bytes(landed.view)
+        finally:
+            landed.release()
+
+
+async def until(is_so: Callable[[], bool]) -> None:
+    async with asyncio.timeout(10):
+        while not is_so():  # noqa: ASYNC110 - nobody tells of it
+            await asyncio.sleep(0.005)
+
+
+@asynccontextmanager
+async def made(keep_s: float = 3600.0) -> AsyncIterator[Bed]:
+    store, landing = PlayedMooncake(), Landing(8 << 20)
+    remote = RemoteDram(SETTINGS, keep_s, lambda _: store)
+    await remote.start(landing)
+    yield Bed(remote, store, landing)
+    await remote.close()
+    assert landing.used_bytes == 0
+
+
+async def test_a_chunk_that_was_kept_comes_back_with_what_home_said_of_it() -> None:
+    data = os.urandom(NBYTES)
+    async with made() as bed:
+        assert await bed.read() is None
+        await bed.admitted(data)
+        landed = bed.landed()
+        entry = await bed.remote.read("bucket", KEY, landed)
+        assert entry is not None
+        assert entry.info == entry_of(data).info
+        assert bytes(landed.view) == data
+        landed.release()
+        assert await bed.read("b" * 64) is None
+        assert (bed.remote.hit_count, bed.remote.miss_count, bed.remote.failed_count) == (1, 2, 0)
+
+
+async def test_a_removed_chunk_is_gone_and_a_newer_one_takes_its_place() -> None:
+    async with made() as bed:
+        await bed.admitted(b"1" * NBYTES)
+        await bed.remote.remove("bucket", [KEY])
+        assert bed.store.stored == {}
+        assert await bed.read() is None
+        await bed.admitted(b"2" * NBYTES)
+        await bed.admitted(b"3" * NBYTES)
+        assert await bed.read() == b"3" * NBYTES
+
+
+async def test_a_chunk_that_waits_to_be_written_is_not_when_it_was_removed() -> None:
+    async with made() as bed:
+        with bed.store.held():
+            for key in (KEY, "b" * 64):
+                landed = bed.landed(b"1" * NBYTES)
+                bed.remote.admit(entry_of(b"1" * NBYTES, key), landed)
+                landed.release()
+            await asyncio.sleep(0.05)  # the first one is being written
+            removing = asyncio.create_task(bed.remote.remove("bucket", [KEY, "b" * 64]))
+            await asyncio.sleep(0.05)
+        await removing
+        await until(lambda: not bed.remote._calls)
+        assert bed.store.stored == {}
+
+
+async def test_an_old_chunk_is_not_read() -> None:
+    async with made(keep_s=10.0) as bed:
+        await bed.admitted(b"1" * NBYTES, seen_at=time.time() - 11.0)
+        await bed.admitted(b"1" * NBYTES, "b" * 64, seen_at=time.time() + 60.0)
+        assert await bed.read() is None
+        assert await bed.read("b" * 64) is None
+
+
+async def test_a_chunk_that_could_not_be_removed_is_not_read_here() -> None:
+    async with made() as bed:
+        await bed.admitted(b"1" * NBYTES)
+        bed.store.fails = NO_MASTER
+        await bed.remote.remove("bucket", [KEY])
+        bed.store.fails = 0
+        await asyncio.sleep(0)
+        bed.remote._closed_until_s = 0.0
+        assert bed.store.stored
+        assert await bed.read() is None
+        await bed.remote.remove("bucket", [KEY])
+        await bed.admitted(b"2" * NBYTES)
+        assert await bed.read() == b"2" * NBYTES
+
+
+async def test_a_store_that_fails_is_left_alone_for_a_while(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "BACK_OFF_MIN_S", 0.1)
+    async with made() as bed:
+        await bed.admitted(b"1" * NBYTES)
+        bed.store.fails = NO_MASTER
+        assert await bed.read() is None
+        assert not bed.remote.is_open
+        bed.store.fails = 0
+        assert await bed.read() is None
+        await until(lambda: bed.remote.is_open)
+        assert await bed.read() == b"1" * NBYTES
+
+
+async def test_a_store_that_hangs_is_not_waited_for_and_its_memory_is_kept(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "READ_WAIT_S", 0.05)
+    async with made() as bed:
+        await bed.admitted(b"1" * NBYTES)
+        with bed.store.held():
+            assert await bed.read() is None
+            assert bed.landing.used_bytes > 0  # the call may still write there
+            assert not bed.remote.is_open
+        await until(lambda: bed.landing.used_bytes == 0)
+
+
+async def test_a_chunk_of_another_size_is_a_miss_and_no_failure() -> None:
+    """Whoever asks for a wrong layout must not close the store for others."""
+    async with made() as bed:
+        await bed.admitted(b"1" * NBYTES)
+        landed = bed.landing.take("bucket", NBYTES // 2)
+        assert landed is not None
+        assert await bed.remote.read("bucket", KEY, landed) is None
+        landed.release()
+        assert bed.remote.is_open
+        assert await bed.read() == b"1" * NBYTES
+
+
+async def test_a_full_store_takes_no_more_and_is_no_failure() -> None:
+    async with made() as bed:
+        bed.store.capacity_bytes = 150_000
+        await bed.admitted(b"1" * NBYTES)
+        await bed.admitted(b"2" * NBYTES, "b" * 64)
+        assert len(bed.store.stored) == 1
+        assert bed.remote.is_open
+
+
+async def test_a_store_that_is_not_there_is_asked_again_later(monkeypatch: pytest.MonkeyPatch) -> None:
+    store, landing, calls = PlayedMooncake(), Landing(8 << 20), list[int]()
+
+    def connect(_: RemoteDramSettings) -> PlayedMooncake:
+        calls.append(1)
+        if len(calls) == 1:
+            raise ConnectionError("not yet")
+        return store
+
+    remote = RemoteDram(SETTINGS, 3600.0, connect)
+    await remote.start(landing)
+    bed = Bed(remote, store, landing)
+    assert await bed.read() is None
+    remote._closed_until_s = 0.0
+    assert await bed.read() is None
+    await until(lambda: remote._client is not None)
+    remote._closed_until_s = 0.0
+    await bed.admitted(b"1" * NBYTES)
+    assert await bed.read() == b"1" * NBYTES
+    await remote.close()
+
+
+def test_without_its_client_the_start_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
+    def missing(name: str) -> None:
+        raise ImportError(name)
+
+    monkeypatch.setattr(module.importlib, "import_module", missing)
+    with pytest.raises(RemoteDramError, match=r"objectcache\[mooncake\]"):
+        connected(SETTINGS)
+
+
+async def test_when_too_many_removals_are_unsure_nothing_is_read(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "DOUBTFUL_MAX", 3)
+    async with made() as bed:
+        await bed.admitted(b"1" * NBYTES)
+        bed.remote._closed_until_s = time.monotonic() + 60.0
+        await bed.remote.remove("bucket", ["1", "2", "3", "4"])
+        bed.remote._closed_until_s = 0.0
+        assert await bed.read() is None
+
+
+@given(st.binary(max_size=300), st.integers(0, ENTRY_BYTES - 1), st.integers(1, 255))
+def test_an_entry_comes_back_and_garbage_is_none(garbage: bytes, at: int, flip: int) -> None:
+    entry = entry_of(b"x" * 70_000)
+    data = encode_entry(entry)
+    assert data is not None
+    assert len(data) == ENTRY_BYTES
+    assert decode_entry(data, "bucket", KEY) == entry
+    assert decode_entry(data, "bucket", "b" * 64) is None
+    assert decode_entry(data, "other", KEY) is None
+    assert decode_entry(garbage.ljust(ENTRY_BYTES, b"\0"), "bucket", KEY) is None
+    changed = bytearray(data)
+    changed[at] ^= flip
+    assert decode_entry(bytes(changed), "bucket", KEY) in (None, entry)
+
+
+def test_an_entry_with_too_much_to_say_is_not_kept() -> None:
+    info = ObjectInfo(KEY, 5, "e", 1.0, Attributes({"x-amz-meta-a": "b" * ENTRY_BYTES}))
+    assert encode_entry(RemoteEntry("bucket", info, make_proof(5, bytes(4)), 1.0)) is None
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        {"endpoint": "http://127.0.0.1:1"},
+        {"endpoint": "mooncake://127.0.0.1"},
+        {"endpoint": "mooncake://127.0.0.1:1/x"},
+        {"endpoint": "mooncake://127.0.0.1:1", "protocol": "carrier pigeon"},
+    ],
+)
+def test_wrong_settings_are_refused(wrong: dict[str, str]) -> None:
+    with pytest.raises(ValueError, match="remote_dram"):
+        RemoteDramSettings(**wrong)
+    with pytest.raises(ValueError, match="landing_bytes"):
+        UpstreamSettings("http://127.0.0.1:1", "a", "b", landing_bytes=0, remote_dram=SETTINGS)
