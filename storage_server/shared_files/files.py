@@ -14,7 +14,7 @@ import subprocess
 import threading
 import time
 import uuid
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable, Sequence
 from pathlib import Path
 
 from storage_server.shared_files.records import FILE_ID, writer_of
@@ -37,10 +37,13 @@ def stripe(folder: Path) -> None:
 class SharedFiles(FilesBeside):
     """Pins, open descriptors and deferred deletion. Methods may be called from any thread."""
 
+    waits = True
+
     def __init__(self, root: Path, writer: str, open_files_max: int, disk: Disk) -> None:
         super().__init__(root, open_files_max, disk)
         self._writer = writer
         self._dead: dict[str, float] = {}
+        """Files that no row names, and when that was seen, by the steady clock."""
         self._dead_lock = threading.Lock()
 
     def path(self, file_id: str) -> Path:
@@ -79,32 +82,40 @@ class SharedFiles(FilesBeside):
         """Show that this server is alive. Raises OSError."""
         (self._directory / "writers" / self._writer / "alive").touch(mode=0o600)
 
-    def note_dead(self, file_ids: Iterable[str]) -> None:
-        """No row names these files."""
-        now_s = time.monotonic()
+    def note_dead(self, file_id: str) -> None:
+        """The file has lost its last row now."""
+        with self._dead_lock:
+            self._dead[file_id] = time.monotonic()
+
+    def found_dead(self, file_ids: Iterable[str]) -> None:
+        """These files have no rows, for nobody knows how long."""
         with self._dead_lock:
             for file_id in file_ids:
-                self._dead.setdefault(file_id, now_s)
+                self._dead.setdefault(file_id, time.monotonic())
 
-    def dispose(self, file_id: str) -> None:
-        """No row names this file: delete it where that is due."""
-        if writer_of(file_id) != self._writer and not self.is_retired(writer_of(file_id)):
-            return
-        with self._dead_lock:
-            since_s = self._dead.setdefault(file_id, time.monotonic())
-            if time.monotonic() - since_s < GRACE_S:
-                return
-            del self._dead[file_id]
-        with self._lock:
-            self._live.discard(file_id)
-            self._remove(file_id)
-
-    def due(self) -> list[str]:
-        """The files whose deletion is due, if still no row names them: `dispose` them then."""
+    def due(self, seen_s: float) -> list[str]:
+        """The files that have been dead for GRACE_S: `delete` them, if still no row names them. All that others had
+        written at `seen_s` is known.
+        """
         now_s = time.monotonic()
         with self._dead_lock:
-            due = [file_id for file_id, since_s in self._dead.items() if now_s - since_s >= GRACE_S]
-            for file_id in due:
-                if now_s - self._dead[file_id] > 4 * GRACE_S:  # it was named again
-                    del self._dead[file_id]
-        return due
+            dead = [
+                file_id
+                for file_id, since_s in self._dead.items()
+                if now_s - since_s >= GRACE_S and seen_s >= since_s + GRACE_S / 2
+            ]
+        return [file_id for file_id in dead if self._is_ours(writer_of(file_id))]
+
+    def delete(self, due: Sequence[str], dead: Collection[str]) -> None:
+        """Delete those of the files that are due and still dead. Those that are being read here go later."""
+        for file_id in due:
+            with self._dead_lock:
+                since_s = self._dead.get(file_id)
+                if since_s is None or time.monotonic() - since_s < GRACE_S:
+                    continue
+                del self._dead[file_id]
+            if file_id in dead:
+                self.dispose(file_id)
+
+    def _is_ours(self, writer: str) -> bool:
+        return writer == self._writer or self.is_retired(writer)

@@ -5,25 +5,24 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from pathlib import Path
 
 from descriptors.errors import ErrorCode, ObjectCacheError, ServerError
 from storage_server.shared_files import merge
-from storage_server.shared_files.journal import ReadJournal
-from storage_server.shared_files.records import WRITER, Record
+from storage_server.shared_files.journal import STEP_BYTES, ReadJournal, read_journal
+from storage_server.shared_files.records import WRITER
 from storage_server.store.data.io_threads import IoThreads
-from storage_server.store.index.committer import Committer
+from storage_server.store.index.committer import Committer, index_error
 from storage_server.store.index.transaction import Transaction
 from storage_server.upstream.service import OnChanged, Shown
 
-UNKNOWN_UPLOAD_POLLS_MAX = 16
 _log = logging.getLogger(__name__)
 
 
 class Following:
-    """Follows the journals beneath `root` other than that of `writer`. `on_changed` is told what shows something else.
-    Used on one event loop.
+    """Follows the journals beneath `root` other than that of `writer`. `observe` is told of every stamp, in the
+    committer's thread. Used on one event loop.
     """
 
     def __init__(
@@ -37,21 +36,26 @@ class Following:
         self._io = IoThreads(1)
         self._positions: dict[str, tuple[int, int]] = {}
         self._problems: dict[str, str] = {}
-        self._unknown_uploads: dict[str, tuple[tuple[int, int], int]] = {}
+        self._untold: list[Shown] = []
         self._running: asyncio.Task[None] | None = None
         self._next: asyncio.Task[None] | None = None
+        self._outdated_s: float | None = float("-inf")
         self.on_changed: OnChanged | None = None
+        """Told what shows something else, until it does not fail."""
         self.begun_s = float("-inf")
         """When the last pass that was carried out began, by the steady clock."""
+        self.whole_s = float("-inf")
+        """When the last pass began that read every journal to its end."""
 
     @property
     def problem_count(self) -> int:
         """How many journals cannot be read to their ends."""
         return len(self._problems)
 
-    def start(self, positions: dict[str, tuple[int, int]]) -> None:
-        """Go on from these positions."""
+    async def start(self, positions: dict[str, tuple[int, int]]) -> None:
+        """Go on from these positions, and read everything, however long it takes. Raises ServerError."""
         self._positions = dict(positions)
+        await self._pass_behind(None)
 
     async def close(self) -> None:
         """Stop."""
@@ -69,8 +73,6 @@ class Following:
                 await self.fresh()
             except ObjectCacheError as error:
                 _log.warning("the journals of the shared directory: %s", error)
-            except Exception:
-                _log.exception("the journals of the shared directory could not be read; it is tried again")
 
     async def fresh(self, since_s: float | None = None) -> None:
         """On return the index has all that was in the journals when this was called, or at `since_s` by the steady
@@ -80,100 +82,112 @@ class Following:
             return
         if self._next is None:
             self._next = asyncio.create_task(self._pass_behind(self._running))
+            self._next.add_done_callback(lambda done: done.cancelled() or done.exception())
         try:
             async with asyncio.timeout(self._patience_s):
                 await asyncio.shield(self._next)
         except TimeoutError:
             problem = "the shared directory does not answer"
             raise ServerError(ErrorCode.SLOW_DOWN, problem, retryable=True) from None
+        except ObjectCacheError:
+            raise
+        except Exception as error:
+            _log.exception("the journals of the shared directory could not be read; it is tried again")
+            raise index_error(error) from error
 
     async def _pass_behind(self, running: asyncio.Task[None] | None) -> None:
         if running is not None:
             await asyncio.wait([running])
-        self._running, self._next = self._next, None
+        if self._next is not None:
+            self._running, self._next = self._next, None
         begun_s = time.monotonic()
-        while not await self._step():
+        while await self._step():
             pass
+        if not self._problems:
+            if self._outdated_s is not None and begun_s >= self._outdated_s:  # what replaces the older is read, too
+                self._untold += await self._committer.commit(_forget_outdated, frees=True)
+                self._outdated_s = None
+            self.whole_s = begun_s
         self.begun_s = begun_s
+        await self._tell()
 
     async def _step(self) -> bool:
-        """Read a piece of each journal and carry it out; whether all were read to their ends."""
-        read = await self._io.run(self._read)
-        found = [journal for journal in read if self._is_news(journal)]
+        """Read a piece of the journals and carry it out; whether there may be more."""
+        read, has_more = await self._io.run(self._read)
         self._note_problems(read)
+        found = [journal for journal in read if self._is_news(journal)]
         if not found:
-            return True
-        is_whole = all(journal.is_whole for journal in found)
+            return False
 
         def carry_out(tx: Transaction) -> list[tuple[ReadJournal, int, list[Shown]]]:
             return [(journal, *self._applied(tx, journal)) for journal in found]
 
-        changed: list[Shown] = []
-        for journal, position, touched in await self._committer.commit(carry_out, frees=True):
-            self._positions[journal.writer] = (journal.generation, position)
-            changed += touched
-            is_whole = is_whole and not (journal.frames and position == journal.start)
-        if changed and self.on_changed is not None:
-            await self.on_changed(changed)
-        return is_whole or not any(self._has_moved(journal) for journal in found)
+        for journal, position, changed in await self._committer.commit(carry_out, frees=True):
+            generation, _ = self._positions.get(journal.writer, (0, 0))
+            if generation not in (0, journal.generation):
+                self._outdated_s = time.monotonic()
+            self._positions[journal.writer] = journal.generation, position
+            self._untold += changed
+        return has_more or not all(journal.is_whole or journal.problem for journal in found)
 
-    def _read(self) -> list[ReadJournal]:
-        folders = [
+    def _read(self) -> tuple[list[ReadJournal], bool]:
+        """Pieces of the journals, together not much more than STEP_BYTES; and whether others were left out."""
+        folders = sorted(
             path for path in (self._root / "writers").iterdir() if WRITER.match(path.name) and path.name != self._writer
-        ]
-        found = []
+        )
+        found, budget_bytes = list[ReadJournal](), STEP_BYTES
         for folder in folders:
             try:
-                found.append(ReadJournal(folder, *self._positions.get(folder.name, (0, 0))))
+                journal = read_journal(folder, *self._positions.get(folder.name, (0, 0)), budget_bytes)
+                if not (journal.is_whole or journal.frames or journal.problem):
+                    journal.problem = "its newest generation is not there"
             except OSError as error:
-                self._say(folder.name, str(error))
-        return found
+                journal = ReadJournal(folder.name, problem=str(error))
+            found.append(journal)
+            budget_bytes -= journal.nbytes
+            if budget_bytes <= 0:
+                return found, True
+        return found, False
 
     def _is_news(self, journal: ReadJournal) -> bool:
+        if journal.frames:
+            return True
         generation, position = self._positions.get(journal.writer, (0, 0))
-        return bool(journal.frames) or (journal.generation, journal.start) != (max(generation, 1), position)
-
-    def _has_moved(self, journal: ReadJournal) -> bool:
-        return self._positions[journal.writer] != (journal.generation, journal.start)
+        return journal.problem is None and (journal.generation, journal.start) != (max(generation, 1), position)
 
     def _applied(self, tx: Transaction, journal: ReadJournal) -> tuple[int, list[Shown]]:
         """Carry the frames out; where the last one of them ends, and what shows something else."""
         position, changed = journal.start, list[Shown]()
         for end, records in journal.frames:
             self._observe(max((record.stamp for record in records), default=0))
-            try:
-                with tx.step():
-                    changed += merge.apply(tx, journal.writer, journal.generation, records)
-            except merge.UnknownUploadError:
-                if not self._gives_up(journal, position):
-                    break
-                changed += self._without_parts(tx, journal, records)
+            changed += merge.apply(tx, journal.writer, journal.generation, records, time.time())
             position = end
-        if journal.is_whole and journal.problem is None and (not journal.frames or position == journal.frames[-1][0]):
-            merge.forget_older(tx.db, journal.writer, journal.generation)
         merge.note_position(tx.db, journal.writer, journal.generation, position)
         return position, changed
 
-    def _without_parts(self, tx: Transaction, journal: ReadJournal, records: Sequence[Record]) -> list[Shown]:
-        others = [record for record in records if record.about.kind != "part"]
-        return merge.apply(tx, journal.writer, journal.generation, others)
+    async def _tell(self) -> None:
+        """Tell what has changed. What could not be told is told with the next pass."""
+        untold, self._untold = self._untold, []
+        if not untold or self.on_changed is None:
+            return
+        try:
+            await self.on_changed(untold)
+        except ObjectCacheError as error:
+            self._untold = untold + self._untold
+            _log.warning("the cache could not be told what others have changed: %s", error)
 
-    def _gives_up(self, journal: ReadJournal, position: int) -> bool:
-        """Whether the upload of a part was waited for long enough: its journal is lost."""
-        place = journal.generation, position
-        known, count = self._unknown_uploads.get(journal.writer, (place, 0))
-        count = count + 1 if known == place else 1
-        self._unknown_uploads[journal.writer] = place, count
-        return count > UNKNOWN_UPLOAD_POLLS_MAX
-
-    def _note_problems(self, read: Sequence[ReadJournal]) -> None:
+    def _note_problems(self, read: list[ReadJournal]) -> None:
         for journal in read:
             if journal.problem is None:
                 self._problems.pop(journal.writer, None)
-            else:
-                self._say(journal.writer, journal.problem)
+                continue
+            if self._problems.get(journal.writer) != journal.problem:
+                _log.warning("the journal of %s can be read no further: %s", journal.writer, journal.problem)
+            self._problems[journal.writer] = journal.problem
 
-    def _say(self, writer: str, problem: str) -> None:
-        if self._problems.get(writer) != problem:
-            _log.warning("the journal of %s can be read no further: %s", writer, problem)
-        self._problems[writer] = problem
+
+def _forget_outdated(tx: Transaction) -> list[Shown]:
+    changed = list[Shown]()
+    for writer, generation in merge.outdated(tx.db):
+        changed += merge.forget_older(tx, writer, generation)
+    return changed

@@ -60,6 +60,8 @@ def _home(root: Path) -> str:
     path = root / "format.json"
     if _read(path) is None:
         if any(each.name != "lost+found" and not each.name.startswith("format.json") for each in root.iterdir()):
+            if _read(path) is not None:  # another server has just made it
+                return _home(root)
             raise WrongHomeError(f"{root} holds other files: use an empty directory")
         new = root / f"format.json.{secrets.token_hex(6)}"
         _write(new, {"format": FORMAT, "id": secrets.token_hex(16)})

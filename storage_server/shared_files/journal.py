@@ -12,7 +12,8 @@ import contextlib
 import errno
 import os
 import re
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, field
 from pathlib import Path
 
 from storage_server.shared_files.records import FRAME_BYTES_MAX, Record, decode, file_ids, wanted_bytes
@@ -36,7 +37,8 @@ class OwnJournal:
 
     def open(self, generation: int, position: int) -> None:
         """Open the newest generation, or make the first one, and cut a torn frame off. Of `generation` all up to
-        `position` is known to be good.
+        `position` is known to be good. Where nothing is known of a journal that is there (the index was lost), a torn
+        frame is refused: what lies behind a damaged length may be good.
         """
         self.generation = newest(self._folder) or 1
         path = _path(self._folder, self.generation)
@@ -46,12 +48,19 @@ class OwnJournal:
             if old != path and _NAME.match(old.name.removesuffix(".new")):
                 self._disk.unlink(old)
         self.end = position if self.generation == generation else 0
-        self._find_end()
+        self._find_end(may_cut=self.end > 0 or not generation)
 
     def settle(self) -> None:
         """Find the end again after a write that failed; `end` is then behind all that others may have read."""
-        if self._is_doubtful:
-            self._find_end()
+        if not self._is_doubtful:
+            return
+        successor = _path(self._folder, self.generation + 1)
+        if successor.exists():  # it was written anew, and an error came when it had its name
+            self._disk.sync_directory(self._folder)
+            os.close(self._fd)
+            self._fd = os.open(successor, os.O_RDWR | os.O_CLOEXEC)
+            self.generation, self.end = self.generation + 1, 0
+        self._find_end(may_cut=True)
 
     def append(self, frame: bytes) -> None:
         """Write a frame durably. After an error the frame may be there all the same, and `end` says so."""
@@ -65,7 +74,7 @@ class OwnJournal:
         except OSError:
             self._is_doubtful = True
             with contextlib.suppress(OSError):
-                self._find_end()
+                self._find_end(may_cut=True)
             raise
         self.end += len(frame)
 
@@ -81,23 +90,34 @@ class OwnJournal:
                 self._disk.write_all(fd, memoryview(frame), end)
                 end += len(frame)
             self._disk.sync(fd)
-            os.rename(new, path)
-            self._disk.sync_directory(self._folder)
-        except OSError:
+        finally:
             os.close(fd)
+        self._is_doubtful = True  # until it is known which of the two counts
+        try:
+            new.rename(path)
+        except OSError:
+            if path.exists():  # others may have read it
+                raise
+            self._is_doubtful = False
             raise
-        old = _path(self._folder, self.generation)
-        os.close(fd)
+        self._disk.sync_directory(self._folder)
         os.close(self._fd)
         self._fd = os.open(path, os.O_RDWR | os.O_CLOEXEC)
         self.generation, self.end, self._is_doubtful = self.generation + 1, end, False
-        with contextlib.suppress(OSError):  # the next start removes it
-            self._disk.unlink(old)
+        for old in list(self._folder.iterdir()):
+            match = _NAME.match(old.name)
+            if match and int(match[1]) < self.generation:
+                with contextlib.suppress(OSError):  # the next time
+                    self._disk.unlink(old)
 
-    def read(self, position: int) -> list[list[Record]]:
+    def read(self, position: int) -> Iterator[list[Record]]:
         """The frames from `position` to the end."""
-        data = _read(self._fd, position, self.end - position)
-        return [records for _, records in decode(data)[0]]
+        while position < self.end:
+            frames, problem = decode(_front(self._fd, position, self.end))
+            if not frames:
+                raise OSError(errno.EBADMSG, f"the journal is damaged at {position}: {problem}")
+            yield from (records for _, records in frames)
+            position += frames[-1][0]
 
     def close(self) -> None:
         """Close the file."""
@@ -105,8 +125,10 @@ class OwnJournal:
             os.close(self._fd)
             self._fd = -1
 
-    def _find_end(self) -> None:
-        """Behind the last whole frame; what is torn behind it is cut off, since nobody can have read it."""
+    def _find_end(self, *, may_cut: bool) -> None:
+        """Behind the last whole frame; what is torn behind it is cut off, since nobody can have read it. What is found
+        there is written once more where its first write was in doubt: a failed sync drops what it could not write.
+        """
         size = os.fstat(self._fd).st_size
         if size < self.end:
             raise OSError(errno.ESTALE, "the journal is shorter than it was")
@@ -115,64 +137,84 @@ class OwnJournal:
             frames, _ = decode(data)
             if not frames:
                 is_torn = self.end + wanted_bytes(data, 0) >= size or not any(data)
-                if not is_torn:
+                if not is_torn or not may_cut:
                     raise OSError(errno.EBADMSG, f"the journal is damaged at {self.end}")
                 os.ftruncate(self._fd, self.end)
                 self._disk.sync(self._fd)
                 break
+            if self._is_doubtful:
+                self._disk.write_all(self._fd, memoryview(data[: frames[-1][0]]), self.end)
+                self._disk.sync(self._fd)
             self.end += frames[-1][0]
         self._is_doubtful = False
 
 
+@dataclass(slots=True)
 class ReadJournal:
-    """What was read of another writer's journal in one step: whole frames, and where they end. `problem` says why
-    reading ends there, None where the rest is not written yet.
+    """What was read of another writer's journal in one step: whole frames from `start` on, each with its end. `problem`
+    says why reading ends there, None where the rest is not written yet.
     """
 
-    def __init__(self, folder: Path, generation: int, position: int) -> None:
-        self.writer = folder.name
-        self.generation = max(generation, 1)
-        self.start = position
-        self.frames: list[tuple[int, list[Record]]] = []
-        self.problem: str | None = None
-        self.is_whole = True
-        """Whether the end of the file was reached."""
-        try:
-            fd = self._newest(folder)
-        except FileNotFoundError:
-            return
-        try:
-            size = os.fstat(fd).st_size
-            if size < self.start:
-                self.problem = f"it ends at {size}, and was read to {self.start}"
-            elif size > self.start:
-                data = _front(fd, self.start, size)
-                found, self.problem = decode(data)
-                self.frames = [(self.start + end, records) for end, records in found]
-                self.is_whole = not found or self.frames[-1][0] >= size
-        finally:
-            os.close(fd)
+    writer: str
+    generation: int = 1
+    start: int = 0
+    frames: list[tuple[int, list[Record]]] = field(default_factory=list)
+    problem: str | None = None
+    nbytes: int = 0
+    """How many bytes were read."""
+    is_whole: bool = False
+    """Whether the end of the journal was reached."""
 
-    def _newest(self, folder: Path) -> int:
-        """The newest generation, opened. A reader that is just behind finds the next one by its name."""
-        if self.start:
-            with contextlib.suppress(FileNotFoundError):
-                fd = os.open(_path(folder, self.generation + 1), os.O_RDONLY | os.O_CLOEXEC)
-                self.generation, self.start = self.generation + 1, 0
+
+def read_journal(folder: Path, generation: int, position: int, budget_bytes: int = STEP_BYTES) -> ReadJournal:
+    """Read on behind `position` of `generation`, in the newest generation; about `budget_bytes` at most. Raises
+    OSError.
+    """
+    journal = ReadJournal(folder.name, max(generation, 1), position)
+    try:
+        fd = _newest_opened(folder, journal)
+    except FileNotFoundError:  # it has no journal yet, or a newer one by now
+        journal.is_whole = newest(folder) is None
+        return journal
+    try:
+        size = os.fstat(fd).st_size
+        if size < journal.start:
+            journal.problem = f"it ends at {size}, and was read to {journal.start}"
+            return journal
+        data = _front(fd, journal.start, size, budget_bytes)
+        found, journal.problem = decode(data)
+        journal.nbytes = len(data)
+        journal.frames = [(journal.start + end, records) for end, records in found]
+        end = journal.frames[-1][0] if found else journal.start
+        journal.is_whole = journal.problem is None and (not found or end >= size)
+        return journal
+    finally:
+        os.close(fd)
+
+
+def _newest_opened(folder: Path, journal: ReadJournal) -> int:
+    """The newest generation, opened; of a newer one all is to be read. One that is just behind is found by its name."""
+    if journal.start:
+        with contextlib.suppress(FileNotFoundError):
+            fd = os.open(_path(folder, journal.generation + 1), os.O_RDONLY | os.O_CLOEXEC)
+            journal.generation, journal.start = journal.generation + 1, 0
+            return fd
+        with contextlib.suppress(FileNotFoundError):
+            fd = os.open(_path(folder, journal.generation), os.O_RDONLY | os.O_CLOEXEC)
+            if os.fstat(fd).st_size > journal.start:
                 return fd
-            with contextlib.suppress(FileNotFoundError):
-                return os.open(_path(folder, self.generation), os.O_RDONLY | os.O_CLOEXEC)
-        generation = newest(folder) or 1
-        if generation != self.generation:
-            self.generation, self.start = generation, 0
-        return os.open(_path(folder, generation), os.O_RDONLY | os.O_CLOEXEC)
+            os.close(fd)  # nothing is new, or it is an old one that could not be deleted
+    generation = newest(folder) or 1
+    if generation != journal.generation:
+        journal.generation, journal.start = generation, 0
+    return os.open(_path(folder, generation), os.O_RDONLY | os.O_CLOEXEC)
 
 
 def named_files(folder: Path) -> set[str]:
     """The files that a writer's journal names. Raises OSError."""
     found, generation, position = set[str](), 0, 0
     while True:
-        journal = ReadJournal(folder, generation, position)
+        journal = read_journal(folder, generation, position)
         for end, records in journal.frames:
             found |= file_ids(records)
             position = end
@@ -191,9 +233,9 @@ def _path(folder: Path, generation: int) -> Path:
     return folder / f"journal-{generation}"
 
 
-def _front(fd: int, at: int, size: int) -> bytes:
+def _front(fd: int, at: int, size: int, budget_bytes: int = STEP_BYTES) -> bytes:
     """Some whole frames from `at` on, if there are any."""
-    data = _read(fd, at, min(STEP_BYTES, size - at))
+    data = _read(fd, at, min(budget_bytes, size - at))
     wanted = wanted_bytes(data, 0)
     if len(data) < wanted <= min(size - at, FRAME_BYTES_MAX + STEP_BYTES):
         data = _read(fd, at, wanted)

@@ -1,8 +1,9 @@
 """The index of a shared directory: from its rows to records for the own journal, and from other journals' records to
 its rows. Functions of an open transaction.
 
-`records` has the newest record of each thing in each journal, without what it says: of the thing's records the one of
-the greatest stamp holds, and of equal stamps that of the greatest writer. `journals` has how far each journal is read.
+`records` has the newest record of each thing in each journal, without what it says, and when it was noted (Unix
+seconds): of the thing's records the one of the greatest stamp holds, and of equal stamps that of the greatest writer.
+`journals` has how far each journal is read. `waiting_uploads` has the uploads of which only parts are known yet.
 """
 
 from __future__ import annotations
@@ -24,15 +25,13 @@ TABLES = (
     """
     CREATE TABLE IF NOT EXISTS records (
         kind TEXT NOT NULL, name TEXT NOT NULL, key TEXT NOT NULL, writer TEXT NOT NULL, stamp INTEGER NOT NULL,
-        generation INTEGER NOT NULL, is_gone INTEGER NOT NULL, PRIMARY KEY (kind, name, key, writer)) WITHOUT ROWID
+        generation INTEGER NOT NULL, is_gone INTEGER NOT NULL, noted_at REAL NOT NULL,
+        PRIMARY KEY (kind, name, key, writer)) WITHOUT ROWID
     """,
+    "CREATE TABLE IF NOT EXISTS waiting_uploads (upload_id TEXT PRIMARY KEY, version INTEGER NOT NULL) WITHOUT ROWID",
     "CREATE INDEX IF NOT EXISTS records_by_writer ON records (writer, generation)",
 )
 _BODY_COLUMNS = "part_number, object_offset, nbytes, file_id, file_offset, etag, modified_at, checksum, blocks"
-
-
-class UnknownUploadError(Exception):
-    """A part of an upload that is not known yet: another journal tells of it."""
 
 
 def prepare(tx: Transaction) -> None:
@@ -73,16 +72,20 @@ def collected(db: sqlite3.Connection, touched: Iterable[Touched], now_stamp: int
     return records
 
 
-def note_own(db: sqlite3.Connection, writer: str, generation: int, records: Iterable[Record]) -> None:
+def note_own(db: sqlite3.Connection, writer: str, generation: int, records: Iterable[Record], now_s: float) -> None:
     """Note what the own journal says now; the rows show it already."""
     for record in records:
-        _note(db, writer, generation, record)
+        _note(db, writer, generation, record, now_s)
 
 
-def apply(tx: Transaction, writer: str, generation: int, records: Sequence[Record]) -> list[Shown]:
-    """Carry out a frame of a journal, as far as its records hold; returns which keys show something else now. Raises
-    UnknownUploadError, and the caller then undoes all of the frame.
-    """
+def note_rewritten(db: sqlite3.Connection, writer: str, generation: int, kept: Iterable[Touched]) -> None:
+    """Note that the own journal was written anew with these."""
+    sql = "UPDATE records SET generation = ? WHERE kind = ? AND name = ? AND key = ? AND writer = ?"
+    db.executemany(sql, [(generation, *about, writer) for about in kept])
+
+
+def apply(tx: Transaction, writer: str, generation: int, records: Sequence[Record], now_s: float) -> list[Shown]:
+    """Carry out a frame of a journal, as far as its records hold; returns which keys show something else now."""
     changed = list[Shown]()
     for record in records:
         known = tx.db.execute(
@@ -92,7 +95,7 @@ def apply(tx: Transaction, writer: str, generation: int, records: Sequence[Recor
         if known is not None and known[0] > record.stamp:
             continue
         holding = _holding(tx.db, record.about)
-        _note(tx.db, writer, generation, record)
+        _note(tx.db, writer, generation, record, now_s)
         is_applied = known is not None and known[0] == record.stamp
         if is_applied or (holding is not None and holding[:2] > (record.stamp, writer)):
             continue
@@ -102,33 +105,56 @@ def apply(tx: Transaction, writer: str, generation: int, records: Sequence[Recor
     return changed
 
 
-def forget_older(db: sqlite3.Connection, writer: str, generation: int) -> None:
-    """A journal's new generation is read as a whole: what only older ones had is in it no more."""
-    db.execute("DELETE FROM records WHERE writer = ? AND generation < ?", (writer, generation))
-
-
-def kept(db: sqlite3.Connection, writer: str, gone_after: int) -> Iterator[Record]:
-    """What a new generation of the own journal must have: all own records that hold. Of what is gone only what was
-    deleted after the stamp `gone_after`, or hides another journal's record.
+def forget_older(tx: Transaction, writer: str, generation: int) -> list[Shown]:
+    """A journal's new generation is read as a whole, and all other journals are, too: what only older ones had is in
+    it no more. What such a record still shows was deleted, and its deletion forgotten. Returns which keys show nothing
+    now.
     """
-    sql = "SELECT kind, name, key, stamp, is_gone FROM records WHERE writer = ?"
-    for kind, name, key, stamp, is_gone in db.execute(sql, (writer,)).fetchall():
+    changed = list[Shown]()
+    sql = "SELECT kind, name, key, stamp, is_gone FROM records WHERE writer = ? AND generation < ?"
+    for kind, name, key, stamp, is_gone in tx.db.execute(sql, (writer, generation)).fetchall():
+        about = Touched(kind, name, key)
+        holding = _holding(tx.db, about)
+        if not is_gone and holding is not None and holding[:2] == (stamp, writer):
+            _SHOW[about.kind](tx, Record(about, stamp, None))
+            if about.kind == "object":
+                changed.append(Shown(name, key, None))
+    tx.db.execute("DELETE FROM records WHERE writer = ? AND generation < ?", (writer, generation))
+    return changed
+
+
+def outdated(db: sqlite3.Connection) -> list[tuple[str, int]]:
+    """The writers, with the generations of their journals, of which records of older generations are still noted."""
+    sql = "SELECT writer, generation FROM journals WHERE EXISTS"
+    sql += (
+        " (SELECT 1 FROM records WHERE records.writer = journals.writer AND records.generation < journals.generation)"
+    )
+    return [(writer, generation) for writer, generation in db.execute(sql).fetchall()]
+
+
+def unnamed(db: sqlite3.Connection, file_ids: Iterable[str]) -> list[str]:
+    """Those of these files that no row names."""
+    sql = "SELECT 1 FROM extents WHERE file_id = ? LIMIT 1"
+    return [file_id for file_id in file_ids if db.execute(sql, (file_id,)).fetchone() is None]
+
+
+def kept(db: sqlite3.Connection, writer: str, gone_after_s: float) -> Iterator[Record]:
+    """What a new generation of the own journal must have: all own records that hold. Of what is gone only what was
+    deleted after `gone_after_s`, or hides another journal's record.
+    """
+    sql = "SELECT kind, name, key, stamp, is_gone, noted_at FROM records WHERE writer = ?"
+    for kind, name, key, stamp, is_gone, noted_at in db.execute(sql, (writer,)).fetchall():
         about = Touched(kind, name, key)
         holding = _holding(db, about)
         if holding is None or holding[:2] != (stamp, writer):
             continue
         if is_gone:
-            if stamp > gone_after or _has_others(db, about, writer):
+            if noted_at > gone_after_s or _has_others(db, about, writer):
                 yield Record(about, stamp, None)
             continue
         row, bodies = _found(db, about)
         if row is not None:
             yield Record(about, stamp, row, bodies)
-
-
-def record_count(db: sqlite3.Connection, writer: str) -> int:
-    """How many things the journal of this writer tells of."""
-    return int(db.execute("SELECT count(*) FROM records WHERE writer = ?", (writer,)).fetchone()[0])
 
 
 def _holding(db: sqlite3.Connection, about: Touched) -> tuple[int, str, bool] | None:
@@ -143,10 +169,12 @@ def _has_others(db: sqlite3.Connection, about: Touched, writer: str) -> bool:
     return db.execute(sql, (*about, writer)).fetchone() is not None
 
 
-def _note(db: sqlite3.Connection, writer: str, generation: int, record: Record) -> None:
+def _note(db: sqlite3.Connection, writer: str, generation: int, record: Record, now_s: float) -> None:
     db.execute(
-        "INSERT OR REPLACE INTO records VALUES (?, ?, ?, ?, ?, ?, ?)",
-        (*record.about, writer, record.stamp, generation, record.row is None),
+        "INSERT INTO records VALUES (?, ?, ?, ?, ?, ?, ?, ?) ON CONFLICT DO UPDATE SET stamp = excluded.stamp,"
+        " generation = excluded.generation, is_gone = excluded.is_gone,"
+        " noted_at = CASE WHEN stamp = excluded.stamp THEN noted_at ELSE excluded.noted_at END",
+        (*record.about, writer, record.stamp, generation, record.row is None, now_s),
     )
 
 
@@ -163,7 +191,8 @@ def _found(db: sqlite3.Connection, about: Touched) -> tuple[tuple[Any, ...] | No
     if about.kind == "upload":
         sql = "SELECT bucket, key, owner, initiated_at, attributes FROM uploads WHERE upload_id = ?"
         return db.execute(sql, (about.name,)).fetchone(), ()
-    bodies = tuple(body for body in _bodies(db, _upload_version(db, about.name)) if body.part_number == int(about.key))
+    version = _upload_version(db, about.name) or _upload_version(db, about.name, "waiting_uploads")
+    bodies = tuple(body for body in _bodies(db, version) if body.part_number == int(about.key))
     return (() if bodies else None), bodies
 
 
@@ -172,8 +201,8 @@ def _bodies(db: sqlite3.Connection, version: int | None) -> tuple[Body, ...]:
     return tuple(Body(*row) for row in db.execute(sql, (version,)).fetchall())
 
 
-def _upload_version(db: sqlite3.Connection, upload_id: str) -> int | None:
-    row = db.execute("SELECT version FROM uploads WHERE upload_id = ?", (upload_id,)).fetchone()
+def _upload_version(db: sqlite3.Connection, upload_id: str, table: str = "uploads") -> int | None:
+    row = db.execute(f"SELECT version FROM {table} WHERE upload_id = ?", (upload_id,)).fetchone()
     return None if row is None else int(row[0])
 
 
@@ -205,6 +234,9 @@ def _show_object(tx: Transaction, record: Record) -> None:
 def _show_upload(tx: Transaction, record: Record) -> None:
     upload_id = record.about.name
     version = _upload_version(tx.db, upload_id)
+    if version is None:
+        version = _upload_version(tx.db, upload_id, "waiting_uploads")
+        tx.db.execute("DELETE FROM waiting_uploads WHERE upload_id = ?", (upload_id,))
     if record.row is None:
         if version is not None:
             tx.drop_extents(version)
@@ -217,13 +249,15 @@ def _show_upload(tx: Transaction, record: Record) -> None:
 
 
 def _show_part(tx: Transaction, record: Record) -> None:
-    upload = Touched("upload", record.about.name)
-    version = _upload_version(tx.db, upload.name)
+    """A part may be known before its upload, which another journal tells of: its file is named from now on."""
+    upload_id = record.about.name
+    version = _upload_version(tx.db, upload_id) or _upload_version(tx.db, upload_id, "waiting_uploads")
     if version is None:
-        if _holding(tx.db, upload) is None:
-            raise UnknownUploadError
-        return  # it was completed or aborted
-    tx.drop_extents(version, [body.part_number for body in record.bodies])
+        if record.row is None or _holding(tx.db, Touched("upload", upload_id)) is not None:
+            return  # it was completed or aborted
+        version = tx.new_version()
+        tx.db.execute("INSERT INTO waiting_uploads VALUES (?, ?)", (upload_id, version))
+    tx.drop_extents(version, [int(record.about.key)])
     _add_bodies(tx, version, record.bodies)
 
 

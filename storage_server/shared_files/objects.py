@@ -64,7 +64,7 @@ class SharedObjects:
 
     async def create_bucket(self, access_key: str, bucket: str) -> None:
         await self._following.fresh()
-        await self._objects.create_bucket(access_key, bucket)
+        await self._objects.create_bucket_anew(access_key, bucket)
 
     async def head_bucket(self, access_key: str, bucket: str) -> BucketInfo:
         await self._following.fresh()
@@ -98,7 +98,7 @@ class SharedObjects:
             await self._objects.head_bucket("", bucket)
 
     async def put_object(self, access_key: str, request: PutRequest, body: Body) -> ObjectInfo:
-        if request.condition != NO_WRITE_CONDITION:
+        if request.condition != NO_WRITE_CONDITION or not is_chunk(request.key, request.attributes):
             await self._following.fresh()
         else:
             await self.require_bucket(request.bucket)

@@ -96,6 +96,8 @@ def decode(data: bytes) -> tuple[list[tuple[int, list[Record]]], str | None]:
         if nbytes > FRAME_BYTES_MAX:
             return frames, f"a frame of {nbytes} bytes"
         end = at + _HEAD.size + nbytes
+        if not nbytes and any(data[at:]):
+            return frames, "zeros where a frame should be"
         if not nbytes or end > len(data):
             break
         payload = data[at + _HEAD.size : end]

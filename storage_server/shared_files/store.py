@@ -16,12 +16,11 @@ from __future__ import annotations
 import asyncio
 import errno
 import logging
+import math
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import suppress
-from dataclasses import replace
 from functools import partial
-from itertools import islice
 from pathlib import Path
 
 from descriptors.errors import ErrorCode, ObjectCacheError, ServerError
@@ -51,6 +50,7 @@ from storage_server.store.index.reserve import Reserve
 from storage_server.store.index.resolved import ResolvedKeys
 from storage_server.store.index.transaction import Transaction
 from storage_server.store.objects import Objects
+from storage_server.store.rows import Touched
 from storage_server.store.upkeep.lifecycle import Lifecycle
 from storage_server.store.uploads import Uploads
 from storage_server.upstream.service import OnChanged
@@ -65,7 +65,9 @@ GONE_KEPT_S = 86_400.0
 """For so long a deletion stays in the journal in any case: another journal that has not been read yet may have what it
 deletes.
 """
-RECORDS_PER_FRAME = 512
+FRAME_BYTES = 4 << 20
+RECORD_BYTES = 512
+"""About what a record takes without the checksums of its blocks."""
 _log = logging.getLogger(__name__)
 
 
@@ -97,8 +99,8 @@ class SharedDirectory:
             Durability.STRICT,
             disk,
             self._dispose,
-            self.files.punch,
-            GRACE_S,
+            lambda *place: None,  # a place that nothing names may be named by a record that was not read yet
+            0.0,
             resolved := ResolvedKeys(storage.resolved_keys_max, storage.resolved_bytes_max),
             self._mark,
             space,
@@ -108,6 +110,7 @@ class SharedDirectory:
         self.segments = Segments(self.files, disk, settings.segment_body_bytes_max, space, self.committer.consider)
         self.reader = IndexReader(local / "index.sqlite3")
         self._io = IoThreads(IO_THREADS)
+        self._beats = IoThreads(1)
         bound = Bound("the shared directory", lambda: None, lambda: 0)
         share = BufferShare(storage.buffer_bytes)
         bodies = BodyWriter(self.segments, disk, Durability.STRICT, share, self._io, bound)
@@ -151,13 +154,14 @@ class SharedDirectory:
     async def start(self) -> None:
         """Read all journals to their ends, and begin to follow them."""
         await self.committer.commit(self._open_journal)
-        self.following.start(await self.reader.threaded(merge.positions))
-        await self.following.fresh()
+        await self.following.start(await self.reader.threaded(merge.positions))
         named = await self.reader.threaded(queries.file_ids)
-        self.files.note_dead(file_id for file_id in self.files.stored(self._identity.writer) if file_id not in named)
+        stored = await self._io.run(lambda: self.files.stored(self._identity.writer))
+        self.files.found_dead(file_id for file_id in stored if file_id not in named)
         works = (
             self.following.run(self._settings.poll_s),
             self.lifecycle.run(*self._lifecycle_s),
+            self._beat(),
             self._upkeep(),
         )
         self._works = [asyncio.create_task(work) for work in works]
@@ -171,6 +175,7 @@ class SharedDirectory:
         await self.following.close()
         await asyncio.to_thread(self._reads.close)
         self._io.close()
+        self._beats.close()
         self._evictor.close()
         self.segments.close()
         self.committer.close()
@@ -192,7 +197,8 @@ class SharedDirectory:
         if not tx.touched:
             return
         records = merge.collected(tx.db, tx.touched, self._clock.stamp())
-        self._require_sure(records)
+        others = {file_id for file_id in file_ids(records) if writer_of(file_id) != self._identity.writer}
+        self._require_sure(others)
         try:
             self._append(encode(records), frees=all(record.row is None for record in records))
         except BadRecordError as error:
@@ -200,8 +206,10 @@ class SharedDirectory:
         except OSError as error:
             _log.warning("the journal of the shared directory: %s", error)
             raise disk_error(error, "writing the journal") from error
-        merge.note_own(tx.db, self._identity.writer, self._journal.generation, records)
+        merge.note_own(tx.db, self._identity.writer, self._journal.generation, records, time.time())
         merge.note_position(tx.db, self._identity.writer, self._journal.generation, self._journal.end)
+        if not self._is_sure(others):
+            self._require_there(others, records)
 
     def _append(self, frame: bytes, *, frees: bool) -> None:
         """On a full disk the reserve is given up for a change that `frees` space. Raises OSError."""
@@ -225,42 +233,71 @@ class SharedDirectory:
         generation, position = merge.positions(tx.db).get(writer, (0, 0))
         if (generation, position) == (journal.generation, journal.end):
             return
-        for records in journal.read(position if generation == journal.generation else 0):
-            self._clock.observe(max((record.stamp for record in records), default=0))
-            with suppress(merge.UnknownUploadError), tx.step():
-                merge.apply(tx, writer, journal.generation, records)
-        merge.forget_older(tx.db, writer, journal.generation)
+        try:
+            for records in journal.read(position if generation == journal.generation else 0):
+                self._clock.observe(max((record.stamp for record in records), default=0))
+                merge.apply(tx, writer, journal.generation, records, time.time())
+        except OSError as error:
+            raise disk_error(error, "reading the journal") from error
         merge.note_position(tx.db, writer, journal.generation, journal.end)
 
-    def _require_sure(self, records: Sequence[Record]) -> None:
+    def _is_sure(self, others: set[str]) -> bool:
         """A row that names another server's file keeps it from being deleted only if that server sees the row soon
         enough: what it is made from must have been looked at a moment ago.
         """
-        others = [file_id for file_id in file_ids(records) if writer_of(file_id) != self._identity.writer]
-        if others and time.monotonic() - self.following.begun_s > GRACE_S / 2:
+        return not others or time.monotonic() - self.following.whole_s <= GRACE_S / 2
+
+    def _require_sure(self, others: set[str]) -> None:
+        if not self._is_sure(others):
             raise ServerError(ErrorCode.SLOW_DOWN, "the shared directory answers too slowly", retryable=True)
+
+    def _require_there(self, others: set[str], records: Sequence[Record]) -> None:
+        """The record took long to be written: the files that it names may have been deleted meanwhile. Then it is taken
+        back. Raises ServerError.
+        """
+        if all(self.files.path(file_id).exists() for file_id in others):
+            return
+        gone = [Record(record.about, record.stamp + 1, None) for record in records if record.bodies]
+        with suppress(OSError):
+            self._append(encode(gone), frees=True)
+        raise ServerError(ErrorCode.SLOW_DOWN, "the shared directory answers too slowly", retryable=True)
 
     def _dispose(self, file_id: str) -> None:
         self.segments.retire(file_id)
         if not self.segments.is_written(file_id):
-            self.files.dispose(file_id)
+            self.files.note_dead(file_id)
 
-    async def _upkeep(self) -> None:
-        """Show that this server is alive, delete files that nobody needs, and keep the journal short."""
+    async def _beat(self) -> None:
+        """Show that this server is alive."""
         while True:
             try:
-                await self._io.run(self._beat)
-                await self._find_retired()
-                for file_id in self.files.due():
-                    self.committer.consider(file_id)
-                await self.committer.commit(self._shorten_journal, frees=True)
+                await self._beats.run(self.files.beat)
             except ObjectCacheError as error:
                 _log.warning("the shared directory: %s", error)
             await asyncio.sleep(UPKEEP_S)
 
-    def _beat(self) -> None:
-        self.files.beat()
-        self._reserve.keep()
+    async def _upkeep(self) -> None:
+        """Delete files that nobody needs, and keep the journal short."""
+        while True:
+            try:
+                await self._find_retired()
+                await self._delete_dead()
+                await self.committer.commit(self._shorten_journal, frees=True)
+            except ObjectCacheError as error:
+                _log.warning("the shared directory: %s", error)
+            except Exception:
+                _log.exception("the shared directory; it goes on after this")
+            await asyncio.sleep(UPKEEP_S)
+
+    async def _delete_dead(self) -> None:
+        """Delete what has been dead for GRACE_S, if no journal that was read since then names it."""
+        if not self.files.due(math.inf):
+            return
+        await self.following.fresh()
+        due = self.files.due(self.following.whole_s)
+        if due:
+            dead = await self.committer.commit(lambda tx: merge.unnamed(tx.db, due))
+            await self._io.run(lambda: self.files.delete(due, dead))
 
     async def _find_retired(self) -> None:
         """Find the dead files of writers that have been silent for long. Only files that a journal has named are
@@ -272,7 +309,7 @@ class SharedDirectory:
         once_named = await self._io.run(self._files_of_retired)
         if once_named:
             named = await self.reader.threaded(queries.file_ids)
-            self.files.note_dead(once_named - named)
+            self.files.found_dead(once_named - named)
 
     def _files_of_retired(self) -> set[str]:
         """The files of retired writers that are there, and that their journals name."""
@@ -285,22 +322,30 @@ class SharedDirectory:
     def _shorten_journal(self, tx: Transaction) -> None:
         """Write the journal anew where most of it may be old. A change that is not in the journal yet has to wait."""
         journal, writer = self._journal, self._identity.writer
+        self._reserve.keep()
         if tx.touched or journal.end < max(REWRITE_BYTES_MIN, REWRITE_GROWTH * self._rewritten_bytes):
             return
-        kept = merge.kept(tx.db, writer, int((time.time() - GONE_KEPT_S) * 1e6))
-        noted: list[Record] = []
+        kept = merge.kept(tx.db, writer, time.time() - GONE_KEPT_S)
+        noted: list[Touched] = []
 
         def frames() -> Iterator[bytes]:
-            while records := list(islice(kept, RECORDS_PER_FRAME)):
-                noted.extend(replace(record, bodies=()) for record in records)
+            records, nbytes = list[Record](), 0
+            for record in kept:
+                noted.append(record.about)
+                records.append(record)
+                nbytes += sum(len(body.blocks) for body in record.bodies) + RECORD_BYTES
+                if nbytes >= FRAME_BYTES:
+                    yield encode(records)
+                    records, nbytes = [], 0
+            if records:
                 yield encode(records)
 
         try:
             journal.rewrite(frames())
-        except OSError as error:
+        except (OSError, BadRecordError) as error:
             _log.warning("the journal of the shared directory could not be written anew: %s", error)
             return
         self._rewritten_bytes = journal.end
-        merge.note_own(tx.db, writer, journal.generation, noted)
-        merge.forget_older(tx.db, writer, journal.generation)
+        merge.note_rewritten(tx.db, writer, journal.generation, noted)
+        merge.forget_older(tx, writer, journal.generation)
         merge.note_position(tx.db, writer, journal.generation, journal.end)

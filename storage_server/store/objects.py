@@ -61,6 +61,10 @@ class Objects(Reads):
     async def create_bucket(self, access_key: str, bucket: str) -> None:
         await self._change(lambda tx: transaction.create_bucket(tx, bucket, access_key, time.time()))
 
+    async def create_bucket_anew(self, access_key: str, bucket: str) -> None:
+        """Create a bucket as `create_bucket` does, and delete what was put into one of its name when that was gone."""
+        await self._change(lambda tx: transaction.create_bucket_anew(tx, bucket, access_key, time.time()))
+
     async def delete_bucket(self, access_key: str, bucket: str) -> None:
         await self._change(lambda tx: transaction.delete_bucket(tx, bucket), frees=True)
 

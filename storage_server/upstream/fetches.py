@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import asyncio
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 from adapters.threads import in_parts, others
 from descriptors.errors import ErrorCode, ObjectCacheError, ServerError
@@ -112,6 +112,15 @@ class Fetches:
         """Stop the fetches of these chunks, and return when they have ended."""
         names = [(bucket, key) for key in keys]
         await _ended([self._running[name].task for name in names if name in self._running])
+
+    async def stop_others(self, bucket: str, shown: Mapping[str, str | None]) -> None:
+        """Stop the fetches of these keys that bring another object than the one of this ETag."""
+        stale = []
+        for key, etag in shown.items():
+            fetch = self._running.get((bucket, key))
+            if fetch is not None and fetch.info is not None and fetch.info.etag != etag:
+                stale.append(key)
+        await self.stop(bucket, stale)
 
     async def close(self) -> None:
         """Stop every fetch."""

@@ -91,6 +91,7 @@ class UpstreamHome:
         for bucket, key, etag in changed:
             by_bucket[bucket][key] = etag
         for bucket, shown in by_bucket.items():
+            await self.fetches.stop_others(bucket, shown)
             await self.revalidation.forget_others(bucket, shown)
             self.chunks.forget_known(bucket, list(shown))
 
@@ -105,6 +106,8 @@ class UpstreamHome:
             await self.remote.start(self.fetches.landing)
         await self.service.start()
         await self.write_back.start()
+        if self.settings.directory is not None:  # what changed while this server was away
+            await self.revalidation.compare_all()
         if self._revalidate_s:
             self._revalidating = asyncio.create_task(self.revalidation.run(self._revalidate_s))
 

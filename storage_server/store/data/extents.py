@@ -45,6 +45,9 @@ class ExtentFiles:
     from any thread.
     """
 
+    waits = False
+    """Whether to pin a file may take long."""
+
     def __init__(self, directory: Path, open_files_max: int, disk: Disk, space: Space | None = None) -> None:
         self._directory = directory
         self.disk = disk

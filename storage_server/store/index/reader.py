@@ -74,7 +74,7 @@ async def pinned(
         for _ in range(REREADS_MAX):
             before = files.punch_count
             found, extents = await find()
-            is_long = len(extents) > HERE_ITEMS_MAX
+            is_long = files.waits or len(extents) > HERE_ITEMS_MAX
             if await computed(partial(_kept, pins, extents, before), is_long=is_long):
                 break
         else:

@@ -184,6 +184,13 @@ def create_bucket(tx: Transaction, bucket: str, owner: str, now_s: float) -> Non
     tx.touch("bucket", bucket)
 
 
+def create_bucket_anew(tx: Transaction, bucket: str, owner: str, now_s: float) -> None:
+    """Add a bucket as `create_bucket` does, without what an earlier one of its name has left."""
+    create_bucket(tx, bucket, owner, now_s)
+    keys = tx.db.execute("SELECT key FROM objects WHERE bucket = ?", (bucket,)).fetchall()
+    remove_many(tx, bucket, [key for (key,) in keys])
+
+
 def ensure_bucket(tx: Transaction, bucket: str, now_s: float) -> None:
     """Add a bucket that nobody owns, where it is not there yet: in a cache, the home knows its owner."""
     tx.db.execute(

@@ -8,7 +8,7 @@ import json
 import os
 import sqlite3
 import time
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
 from pathlib import Path
 from typing import Any
@@ -22,6 +22,7 @@ from descriptors.errors import CallerError, ErrorCode, ServerError
 from descriptors.objects import (
     ClaimedPart,
     CompleteRequest,
+    CopyRequest,
     ListRequest,
     PartRequest,
     PutRequest,
@@ -32,11 +33,13 @@ from descriptors.objects import (
 )
 from storage_server.settings import StorageSettings, UpstreamSettings
 from storage_server.shared_files import files as files_module
+from storage_server.shared_files import following as following_module
 from storage_server.shared_files import store as store_module
 from storage_server.shared_files.identity import WrongHomeError
 from storage_server.shared_files.reading import Rate
 from storage_server.shared_files.store import SharedDirectory
 from storage_server.upstream.bulk_reads import Into
+from storage_server.upstream.service import Shown
 from tests.support.chunks import BytesBody
 from tests.support.faulty_disk import FaultyDisk
 from tests.support.store_bed import content
@@ -195,20 +198,23 @@ async def test_parts_of_one_upload_may_come_to_any_server(tmp_path: Path) -> Non
 
 
 async def test_a_part_that_is_read_before_its_upload_waits_for_it(tmp_path: Path) -> None:
+    """However often the journals are looked at meanwhile; what lies behind it is not held up."""
     async with opened(tmp_path, "a") as one, opened(tmp_path, "b") as other:
         await one.objects.create_bucket(KEY, BUCKET)
         hidden = journal_of(tmp_path, one)
         upload = UploadRef(BUCKET, "key", await one.uploads.create_upload(KEY, UploadRequest(KEY, BUCKET, "key")))
-        await other.uploads.put_part(KEY, PartRequest(upload, 1, 10), BytesBody(bytes(10)))
+        part = await other.uploads.put_part(KEY, PartRequest(upload, 1, 10), BytesBody(bytes(10)))
         await put(other, "behind", b"behind")
         away = hidden.rename(hidden.with_name("away"))
         async with opened(tmp_path, "c") as third:
-            with pytest.raises(CallerError):
-                await third.uploads.list_parts(KEY, upload, 0, 10)
+            for _ in range(50):
+                await third.following.fresh()
+            assert third.objects._objects.stored(BUCKET, "behind") is not None
             away.rename(hidden)
-            parts = (await third.uploads.list_parts(KEY, upload, 0, 10)).parts
-            assert [part.nbytes for part in parts] == [10]
-            assert await get(third, "behind") == b"behind"
+            await third.uploads.complete_upload(
+                KEY, CompleteRequest(upload, [ClaimedPart(part.part_number, part.etag)])
+            )
+            assert await get(third, "key") == await get(one, "key") == bytes(10)
 
 
 async def test_a_server_that_comes_back_has_all_that_was_answered(tmp_path: Path) -> None:
@@ -280,7 +286,7 @@ async def test_an_object_is_deleted_from_a_full_file_system(tmp_path: Path) -> N
     async with opened(tmp_path, "a", disk=disk) as one:
         await one.objects.create_bucket(KEY, BUCKET)
         await put(one, "key", b"data")
-        await asyncio.to_thread(one._beat)  # keeps the reserve
+        await one.committer.commit(one._shorten_journal, frees=True)  # keeps the reserve
 
         def give_up() -> bool:
             disk.fail.clear()
@@ -471,6 +477,320 @@ def test_reads_keep_to_their_rate() -> None:
     assert rate.wait_s(5000) == 0.0
     assert rate.wait_s(1) == pytest.approx(4.9)
     assert Rate(None).wait_s(1 << 40) == 0.0
+
+
+async def graced(*servers: SharedDirectory, seconds: float = 1.2) -> None:
+    """So long that everything that is dead is deleted."""
+    end_s = time.monotonic() + seconds
+    while time.monotonic() < end_s:
+        for shared in servers:
+            await shared.following.fresh()
+            await shared._delete_dead()
+        await asyncio.sleep(0.05)
+
+
+@pytest.fixture
+def short_grace(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(files_module, "GRACE_S", 0.5)
+
+
+@pytest.mark.usefixtures("short_grace")
+@pytest.mark.parametrize("action", ["copy", "tag", "complete"])
+async def test_bytes_that_are_named_again_while_they_are_deleted_stay(tmp_path: Path, action: str) -> None:
+    async with opened(tmp_path, "a") as one, opened(tmp_path, "b") as other:
+        await one.objects.create_bucket(KEY, BUCKET)
+        data = content(50_000)
+        await put(one, "neighbour", b"in the same file")
+        if action == "complete":
+            ref = UploadRef(BUCKET, "key", await one.uploads.create_upload(KEY, UploadRequest(KEY, BUCKET, "key")))
+            part = await one.uploads.put_part(KEY, PartRequest(ref, 1, len(data)), BytesBody(data))
+            await other.following.fresh()
+            await one.uploads._uploads.abort_upload(KEY, ref)
+            request = CompleteRequest(ref, [ClaimedPart(part.part_number, part.etag)])
+            await other.uploads._uploads.complete_upload(KEY, request)
+        else:
+            await put(one, "key", data)
+            await other.following.fresh()
+            await one.objects._objects.delete_object(KEY, BUCKET, "key")
+            if action == "copy":
+                source = CopyRequest(ReadRequest(BUCKET, "key"), BUCKET, "copy")
+                await other.objects._objects.copy_object(KEY, source)
+            else:
+                await other.objects._objects.set_tags(KEY, BUCKET, "key", {"a": "b"})
+        await graced(one, other)
+        for shared in (one, other):
+            assert await get(shared, "copy" if action == "copy" else "key") == data
+        assert shown(one) == shown(other)
+
+
+async def test_what_was_deleted_while_a_server_was_away_stays_deleted(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Also when the deletion is in no journal any more."""
+    monkeypatch.setattr(store_module, "REWRITE_BYTES_MIN", 1)
+    monkeypatch.setattr(store_module, "GONE_KEPT_S", -1.0)
+    async with opened(tmp_path, "b") as other:
+        await other.following.fresh()
+    async with opened(tmp_path, "a") as one:
+        await one.objects.create_bucket(KEY, BUCKET)
+        await put(one, "kept", b"kept")
+        await put(one, "gone", b"gone")
+        async with opened(tmp_path, "b") as other:
+            assert await get(other, "gone") == b"gone"
+        await one.objects.delete_object(KEY, BUCKET, "gone")
+        await one.committer.commit(one._shorten_journal, frees=True)
+        assert b"gone" not in journal_of(tmp_path, one).read_bytes()
+        async with opened(tmp_path, "b") as other:
+            assert [await get(other, key) for key in ("kept", "gone")] == [b"kept", None]
+            assert shown(one) == shown(other)
+
+
+async def test_a_deletion_stays_in_the_journal_for_a_day_however_old_its_object_was(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(store_module, "REWRITE_BYTES_MIN", 1)
+    async with opened(tmp_path, "a") as one:
+        await one.objects.create_bucket(KEY, BUCKET)
+        monkeypatch.setattr(one._clock, "_now_s", lambda: time.time() - 10 * 86_400)
+        one._clock._last = 0
+        await put(one, "old", b"old")
+        await one.objects.delete_object(KEY, BUCKET, "old")
+        await one.committer.commit(one._shorten_journal, frees=True)
+        assert b'"old"' in journal_of(tmp_path, one).read_bytes()
+
+
+@pytest.mark.parametrize("call", ["sync_directory", "sync"])
+async def test_a_rewrite_that_fails_does_not_split_the_journal(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, call: str
+) -> None:
+    monkeypatch.setattr(store_module, "REWRITE_BYTES_MIN", 1)
+    disk = Disk()
+    async with opened(tmp_path, "a", disk=disk) as one, opened(tmp_path, "b") as other:
+        await one.objects.create_bucket(KEY, BUCKET)
+        await put(one, "key", b"data")
+        disk.fail[call] = errno.EIO
+        await one.committer.commit(one._shorten_journal, frees=True)
+        disk.fail.clear()
+        await other.following.fresh()
+        await put(one, "acknowledged", b"more")
+        for shared in (one, other):
+            assert [await get(shared, key) for key in ("key", "acknowledged")] == [b"data", b"more"]
+    async with opened(tmp_path, "a") as one, opened(tmp_path, "c") as newcomer:
+        for shared in (one, newcomer):
+            assert [await get(shared, key) for key in ("key", "acknowledged")] == [b"data", b"more"]
+
+
+@pytest.mark.usefixtures("short_grace")
+async def test_parts_whose_upload_is_forgotten_hold_nobody_up(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(store_module, "REWRITE_BYTES_MIN", 1)
+    monkeypatch.setattr(store_module, "GONE_KEPT_S", -1.0)
+    async with opened(tmp_path, "a") as one, opened(tmp_path, "b") as other:
+        await one.objects.create_bucket(KEY, BUCKET)
+        ref = UploadRef(BUCKET, "key", await one.uploads.create_upload(KEY, UploadRequest(KEY, BUCKET, "key")))
+        await other.uploads.put_part(KEY, PartRequest(ref, 1, 10), BytesBody(bytes(10)))
+        await one.uploads.abort_upload(KEY, ref)
+        await put(other, "behind", b"behind")
+        await one.committer.commit(one._shorten_journal, frees=True)
+        async with opened(tmp_path, "c") as newcomer:
+            assert await get(newcomer, "behind") == b"behind"
+            await other.following.fresh()
+            await other.committer.commit(other._shorten_journal, frees=True)
+            await newcomer.following.fresh()
+            await newcomer.following.fresh()
+            count = newcomer.reader.here(lambda db: db.execute("SELECT count(*) FROM extents").fetchone())
+            assert count == (1,)
+
+
+@pytest.mark.usefixtures("short_grace")
+async def test_no_file_goes_while_a_journal_cannot_be_read(tmp_path: Path) -> None:
+    async with opened(tmp_path, "a") as one, opened(tmp_path, "b") as other:
+        await one.objects.create_bucket(KEY, BUCKET)
+        await put(one, "key", content(50_000))
+        await other.following.fresh()
+        journal = journal_of(tmp_path, other)
+        at = journal.stat().st_size
+        await put(other, "unread", b"unread")
+        await other.objects.copy_object(KEY, CopyRequest(ReadRequest(BUCKET, "key"), BUCKET, "copy"))
+        with journal.open("r+b") as file:
+            file.seek(at + 20)
+            file.write(b"\0\0\0")
+        await one.objects.delete_object(KEY, BUCKET, "key")
+        await graced(one, other)
+        assert one.unread_count == 1
+        assert await get(other, "copy") == content(50_000)
+
+
+async def test_a_put_behind_another_holds_though_its_servers_clock_is_behind(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async with opened(tmp_path, "a") as one, opened(tmp_path, "b") as other:
+        await one.objects.create_bucket(KEY, BUCKET)
+        monkeypatch.setattr(other._clock, "_now_s", lambda: time.time() - 3600.0)
+        for number in range(3):
+            await put(one, "key", b"first")
+            await put(other, "key", b"second %d" % number)
+            assert await get(one, "key") == await get(other, "key") == b"second %d" % number
+            await one.objects.delete_object(KEY, BUCKET, "key")
+            await put(other, "key", b"again")
+            assert await get(one, "key") == b"again"
+
+
+async def test_a_server_that_lost_its_index_has_all_of_its_journal(tmp_path: Path) -> None:
+    """Parts of uploads that others tell of, too."""
+    async with opened(tmp_path, "a") as one, opened(tmp_path, "b") as other:
+        await other.objects.create_bucket(KEY, BUCKET)
+        ref = UploadRef(BUCKET, "key", await other.uploads.create_upload(KEY, UploadRequest(KEY, BUCKET, "key")))
+        part, *_ = await asyncio.gather(
+            one.uploads.put_part(KEY, PartRequest(ref, 1, 10), BytesBody(bytes(10))),
+            *(put(one, f"o{number}", b"data") for number in range(5)),
+        )
+    for path in (tmp_path / "a" / "shared").glob("index*"):
+        path.unlink()
+    async with opened(tmp_path, "a") as one, opened(tmp_path, "b") as other:
+        assert [await get(one, f"o{number}") for number in range(5)] == [b"data"] * 5
+        claimed = [ClaimedPart(part.part_number, part.etag)]
+        await other.uploads.complete_upload(KEY, CompleteRequest(ref, claimed))
+        assert await get(one, "key") == bytes(10)
+
+
+@pytest.mark.usefixtures("short_grace")
+async def test_a_file_that_was_named_again_has_its_whole_grace_again(tmp_path: Path) -> None:
+    async with opened(tmp_path, "a", segment_body_bytes_max=0) as one, opened(tmp_path, "b") as other:
+        await one.objects.create_bucket(KEY, BUCKET)
+        await put(one, "key", content(50_000))
+        await other.following.fresh()
+        await one.objects._objects.delete_object(KEY, BUCKET, "key")
+        await other.objects._objects.set_tags(KEY, BUCKET, "key", {"a": "b"})
+        await graced(one, other, seconds=0.8)
+        await one.objects.delete_object(KEY, BUCKET, "key")
+        await one._delete_dead()
+        assert len(data_files(tmp_path)) == 1
+        await graced(one, other)
+        assert data_files(tmp_path) == set()
+
+
+async def test_a_frame_whose_sync_failed_is_written_again(tmp_path: Path) -> None:
+    """A failed sync may have dropped it, and it would be a hole before what is written next."""
+    disk = Disk()
+    async with opened(tmp_path, "a", disk=disk) as one:
+        await one.objects.create_bucket(KEY, BUCKET)
+        journal = journal_of(tmp_path, one)
+        sync, dropped = disk.sync, list[int]()
+
+        def drop(fd: int) -> None:
+            name = Path(f"/proc/self/fd/{fd}").readlink()
+            if name == journal and not dropped:
+                dropped.append(journal.stat().st_size)
+                raise OSError(errno.EIO, "dropped")
+            sync(fd)
+
+        disk.sync = drop  # type: ignore[method-assign]
+        written: list[tuple[str, int]] = []
+        write = disk.write
+
+        def note(fd: int, view: memoryview, offset: int) -> int:
+            written.append((Path(f"/proc/self/fd/{fd}").readlink().name, offset))
+            return write(fd, view, offset)
+
+        disk.write = note  # type: ignore[method-assign]
+        with pytest.raises(ServerError):
+            await put(one, "refused", b"data")
+        offsets = [offset for name, offset in written if name == journal.name]
+        assert len(offsets) == 2
+        assert offsets[0] == offsets[1]
+
+
+async def test_zeros_with_bytes_behind_them_are_a_problem(tmp_path: Path) -> None:
+    async with opened(tmp_path, "a") as one, opened(tmp_path, "b") as other:
+        await one.objects.create_bucket(KEY, BUCKET)
+        await other.following.fresh()
+        journal = journal_of(tmp_path, one)
+        at = journal.stat().st_size
+        await put(one, "lost", b"1")
+        middle = journal.stat().st_size
+        await put(one, "acknowledged", b"2")
+        with journal.open("r+b") as file:
+            file.seek(at)
+            file.write(bytes(middle - at))
+        await other.following.fresh()
+        assert other.unread_count == 1
+
+
+async def test_a_bucket_of_the_same_name_begins_empty(tmp_path: Path) -> None:
+    async with opened(tmp_path, "a") as one, opened(tmp_path, "b") as other:
+        await one.objects.create_bucket(KEY, BUCKET)
+        await other.following.fresh()
+        await one.objects.delete_bucket(KEY, BUCKET)
+        await other.objects._objects.put_object(KEY, PutRequest(BUCKET, "secret", 5), BytesBody(b"alice"))
+        await one.objects.create_bucket("MALLORY", BUCKET)
+        for shared in (one, other):
+            page = await shared.objects.list_objects("MALLORY", ListRequest(BUCKET))
+            assert page.objects == []
+
+
+async def test_an_old_journal_that_could_not_be_deleted_misleads_nobody(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(store_module, "REWRITE_BYTES_MIN", 1)
+    disk = Disk()
+    async with opened(tmp_path, "a", disk=disk) as one, opened(tmp_path, "b") as other:
+        await one.objects.create_bucket(KEY, BUCKET)
+        await put(one, "key", b"data")
+        await other.following.fresh()
+        first = journal_of(tmp_path, one)
+        left = first.read_bytes()
+        for _ in range(2):
+            await one.committer.commit(one._shorten_journal, frees=True)
+            one._rewritten_bytes = 0
+        first.write_bytes(left)
+        assert one._journal.generation == 3
+        await put(one, "acknowledged", b"more")
+        assert [await get(other, key) for key in ("key", "acknowledged")] == [b"data", b"more"]
+        await one.committer.commit(one._shorten_journal, frees=True)
+        assert not first.exists()
+
+
+async def test_the_cache_is_told_until_it_has_heard(tmp_path: Path) -> None:
+    async with opened(tmp_path, "a") as one, opened(tmp_path, "b") as other:
+        told: list[str] = []
+
+        async def tell(shown: Sequence[Shown]) -> None:
+            told.append("failed" if not told else ",".join(each.key for each in shown))
+            if told == ["failed"]:
+                raise ServerError(ErrorCode.INTERNAL_ERROR, "not now")
+
+        other.on_changed(tell)
+        await one.objects.create_bucket(KEY, BUCKET)
+        await put(one, "x", b"1")
+        await other.following.fresh()
+        await put(one, "y", b"1")
+        await other.following.fresh()
+        assert told == ["failed", "x,y"]
+
+
+@pytest.mark.usefixtures("short_grace")
+async def test_a_read_on_the_server_that_wrote_the_file_goes_on(tmp_path: Path) -> None:
+    async with opened(tmp_path, "a", segment_body_bytes_max=0) as one:
+        await one.objects.create_bucket(KEY, BUCKET)
+        data = content(3_000_000)
+        await put(one, "key", data)
+        async with one.objects.open_object(KEY, ReadRequest(BUCKET, "key")) as read:
+            await one.objects.delete_object(KEY, BUCKET, "key")
+            await graced(one)
+            assert b"".join([bytes(piece) async for piece in read.body]) == data
+        assert data_files(tmp_path) == set()
+
+
+async def test_many_records_are_read_in_steps(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(following_module, "STEP_BYTES", 2000)
+    async with opened(tmp_path, "a") as one, opened(tmp_path, "b") as other:
+        await one.objects.create_bucket(KEY, BUCKET)
+        for number in range(20):
+            await put(one, f"one{number}", b"1")
+            await put(other, f"other{number}", b"2")
+        await one.following.fresh()
+        async with opened(tmp_path, "c") as third:
+            assert shown(third) == shown(one)
 
 
 async def test_the_wrong_directory_is_refused(tmp_path: Path) -> None:
