@@ -15,6 +15,7 @@ import time
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from typing import Any, Protocol
 from urllib.parse import quote, urlsplit
 
@@ -26,7 +27,8 @@ from storage_server.upstream.key_locks import Name
 from storage_server.upstream.remote_entry import ENTRY_BYTES, RemoteEntry, decode_entry, encode_entry
 
 READ_WAIT_S = 1.0
-"""So long a fetch waits before it asks home instead."""
+READ_BYTES_PER_S_MIN = 200e6
+"""So long a fetch waits before it asks home, and as long as all that was asked for before takes at this rate."""
 REMOVE_WAIT_S = 6.0
 ADMITS_MAX = 64
 """So many chunks may wait to be written there; others are not kept."""
@@ -104,6 +106,7 @@ class RemoteDram:
         self._doubtful: OrderedDict[Name, float] = OrderedDict()
         self._lost_until_s = float("-inf")
         self._calls: set[asyncio.Future[Any]] = set()
+        self._queued_bytes = 0
         self.hit_count = 0
         self.miss_count = 0
         self.failed_count = 0
@@ -115,6 +118,8 @@ class RemoteDram:
         RemoteDramError where its client is not installed.
         """
         self._landing = landing
+        self._loop = asyncio.get_running_loop()
+        self._given_up = self._loop.create_future()
         await asyncio.get_running_loop().run_in_executor(self._writing, self._join)
 
     async def close(self) -> None:
@@ -139,13 +144,23 @@ class RemoteDram:
         if not self._may_ask(bucket, key):
             return None
         landed.hold()
-        call = self._call(self._reading, lambda: self._get(bucket, key, landed.address, len(landed.view)))
-        call.add_done_callback(lambda _: landed.release())
-        await asyncio.wait([call], timeout=READ_WAIT_S)
+        nbytes = len(landed.view)
+        self._queued_bytes += nbytes
+        call = self._call(self._reading, lambda: self._get(bucket, key, landed.address, nbytes))
+
+        def end(_: object) -> None:
+            self._queued_bytes -= nbytes
+            landed.release()
+
+        call.add_done_callback(end)
+        timeout_s = READ_WAIT_S + self._queued_bytes / READ_BYTES_PER_S_MIN
+        given_up = self._given_up
+        await asyncio.wait([call, given_up], timeout=timeout_s, return_when=asyncio.FIRST_COMPLETED)
         if not call.done():
-            self._failed("an answer takes too long")
+            if not given_up.done():
+                self._failed("an answer takes too long")
             return None
-        entry: RemoteEntry | None = call.result()
+        entry: RemoteEntry | None = self._result(call)
         if entry is None or (self._keep_s and not 0 <= time.time() - entry.seen_at < self._keep_s):
             self.miss_count += 1
             return None
@@ -184,7 +199,7 @@ class RemoteDram:
             return
         call = self._call(self._removing, lambda: self._remove(names))
         await asyncio.wait([call], timeout=REMOVE_WAIT_S)
-        if call.done() and call.result():
+        if call.done() and self._result(call):
             for name in names:
                 self._doubtful.pop(name, None)
         elif not call.done():
@@ -221,6 +236,14 @@ class RemoteDram:
         future.add_done_callback(self._calls.discard)
         future.add_done_callback(lambda done: done.cancelled() or done.exception())
         return future
+
+    def _result(self, call: asyncio.Future[Any]) -> Any:
+        """What a call has returned; None where it raised."""
+        error = call.exception()
+        if error is not None:
+            self._failed(f"Mooncake's client: {error!r}")
+            return None
+        return call.result()
 
     def _join(self) -> None:
         """In the writing thread."""
@@ -291,12 +314,19 @@ class RemoteDram:
         else:
             self._failed(f"Mooncake answered {code}")
 
+    def _give_up(self) -> None:
+        """Let all that wait for an answer ask home."""
+        self._given_up.set_result(None)
+        self._given_up = self._loop.create_future()
+
     def _failed(self, problem: str) -> None:
         """Leave the store alone for a while. In any thread."""
         self.failed_count += 1
         self._failure_count += 1
         wait_s = min(BACK_OFF_MAX_S, BACK_OFF_MIN_S * 2.0 ** min(self._failure_count, 10))
         self._closed_until_s = time.monotonic() + wait_s
+        with suppress(RuntimeError):  # the loop is closed, so nobody waits any more
+            self._loop.call_soon_threadsafe(self._give_up)
         if self._failure_count == 1:
             _log.warning("remote DRAM: %s; home is asked instead", problem)
 

@@ -167,6 +167,32 @@ async def test_a_store_that_hangs_is_not_waited_for_and_its_memory_is_kept(monke
         await until(lambda: bed.landing.used_bytes == 0)
 
 
+async def test_a_store_whose_client_raises_is_left_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    async with made() as bed:
+        await bed.admitted(b"1" * NBYTES)
+
+        def broken(*_: object) -> list[int]:
+            raise RuntimeError("broken")
+
+        monkeypatch.setattr(bed.store, "batch_get_into_multi_buffers", broken)
+        monkeypatch.setattr(bed.store, "batch_remove", broken)
+        assert await bed.read() is None
+        assert not bed.remote.is_open
+        bed.remote._closed_until_s = 0.0
+        await bed.remote.remove("bucket", [KEY])
+        assert not bed.remote.is_open
+
+
+async def test_all_that_wait_ask_home_when_one_has_waited_too_long(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "READ_WAIT_S", 0.1)
+    monkeypatch.setattr(module, "READ_BYTES_PER_S_MIN", 1e5)
+    async with made() as bed:
+        with bed.store.held():
+            start_s = time.monotonic()
+            assert await asyncio.gather(*(bed.read() for _ in range(8))) == [None] * 8
+            assert time.monotonic() - start_s < 5.0
+
+
 async def test_a_chunk_of_another_size_is_a_miss_and_no_failure() -> None:
     """Whoever asks for a wrong layout must not close the store for others."""
     async with made() as bed:
