@@ -108,6 +108,7 @@ UPSTREAM_DIRTY = _gauge("upstream_dirty_chunks", "Chunks that were written back 
 UPSTREAM_DIRTY_BYTES = _gauge("upstream_dirty_bytes", "Bytes of these chunks.")
 UPSTREAM_DIRTY_AGE = _gauge("upstream_dirty_age_seconds", "The age of the oldest of them; 0 without any.")
 UPSTREAM_REFUSED = _gauge("upstream_refused_chunks", "Those that the service has refused. The log says why.")
+REMOTE_JOINED = _gauge("remote_dram_joined_stores", "Mooncake Stores that were joined: 0 or 1.")
 REMOTE_HITS = _counter("remote_dram_hit_chunks_total", "Chunks that came from remote DRAM.")
 REMOTE_MISSES = _counter("remote_dram_missed_chunks_total", "Chunks that were looked for there, and came from home.")
 REMOTE_READ = _counter("remote_dram_read_bytes_total", "Bytes of chunks that came from there.")
@@ -137,8 +138,8 @@ STORAGE = (
     FLOWS_WAITING, EPOCHS, DRAM_SIZE, DRAM_RESIDENT, DRAM_EXTENTS, DRAM_HITS, DRAM_MISSES, DRAM_EVICTED, STORE_FREE,
     STORE_USED, STORE_BOUND, STORE_EVICTED, STORE_EVICTED_BYTES, UPSTREAM_FETCHING, UPSTREAM_LANDED, UPSTREAM_FETCHED,
     UPSTREAM_STALE, UPSTREAM_FAILED, UPSTREAM_UNREAD, UPSTREAM_DIRTY, UPSTREAM_DIRTY_BYTES, UPSTREAM_DIRTY_AGE,
-    UPSTREAM_REFUSED, REMOTE_HITS, REMOTE_MISSES, REMOTE_READ, REMOTE_ADMITTED, REMOTE_FAILED, STORE_OPEN_FILES,
-    STORE_PINNED_FILES, STORE_COMMITS, STORE_CHANGES, STORE_COMPACTED, STORE_NAMED, STORE_STORED, STORE_SHARED,
-    STORE_DAMAGED, AGENTS, AGENT_REGIONS, UCX_IN_FLIGHT, UCX_STARTS,
+    UPSTREAM_REFUSED, REMOTE_JOINED, REMOTE_HITS, REMOTE_MISSES, REMOTE_READ, REMOTE_ADMITTED, REMOTE_FAILED,
+    STORE_OPEN_FILES, STORE_PINNED_FILES, STORE_COMMITS, STORE_CHANGES, STORE_COMPACTED, STORE_NAMED, STORE_STORED,
+    STORE_SHARED, STORE_DAMAGED, AGENTS, AGENT_REGIONS, UCX_IN_FLIGHT, UCX_STARTS,
 )  # fmt: skip
 """The metrics of the storage server."""

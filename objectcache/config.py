@@ -177,6 +177,7 @@ class RemoteDramConfig(_Model):
     segment_bytes: Annotated[Size, Field(ge=0)] | None = None
     protocol: str | None = None
     devices: str | None = None
+    namespace: str | None = None
 
 
 class UpstreamConfig(_Model):

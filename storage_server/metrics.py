@@ -124,6 +124,7 @@ def upstream_readings(home: UpstreamHome | None) -> Iterator[Reading]:
     yield metrics.UPSTREAM_FAILED, _one(0 if home is None else home.failed_count)
     yield metrics.UPSTREAM_UNREAD, _one(0 if home is None else home.service.unread_count)
     remote = None if home is None else home.remote
+    yield metrics.REMOTE_JOINED, _one(int(remote is not None and remote.is_joined))
     yield metrics.REMOTE_HITS, _one(0 if remote is None else remote.hit_count)
     yield metrics.REMOTE_MISSES, _one(0 if remote is None else remote.miss_count)
     yield metrics.REMOTE_READ, _one(0 if remote is None else remote.read_bytes)

@@ -35,7 +35,8 @@ class Dedup(Enum):
 @dataclass(frozen=True, slots=True)
 class RemoteDramSettings:
     """Memory that hosts put together in a Mooncake Store, whose master is at `endpoint` (mooncake://HOST:PORT). This
-    server gives `segment_bytes` of it, and is reached as `host` over `protocol` (tcp, or rdma with `devices`).
+    server gives `segment_bytes` of it, and is reached as `host` over `protocol` (tcp, or rdma with `devices`). Servers
+    of one home use the same `namespace` (default: the address of the home), and those of other homes another.
     """
 
     endpoint: str
@@ -43,6 +44,7 @@ class RemoteDramSettings:
     segment_bytes: int = 0
     protocol: str = "tcp"
     devices: str = ""
+    namespace: str = ""
 
     def __post_init__(self) -> None:
         parts = urlsplit(self.endpoint)

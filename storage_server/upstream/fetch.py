@@ -143,6 +143,7 @@ class Fetch:
         self.info: ObjectInfo | None = None
         """What upstream said of it, when it has begun."""
         self.fetched_bytes = 0
+        self._asked_at = time.time()
         self.task = asyncio.create_task(self._run())
 
     async def _run(self) -> None:
@@ -169,6 +170,7 @@ class Fetch:
             return
         receiver: Receiver | None = None
         start = 0
+        self._asked_at = time.time()
         with ExitStack() as stack:
             for group_index, group_end in enumerate(ends):
                 turn_index = PREFETCH_GROUP if self.layout is None else group_index
@@ -209,7 +211,8 @@ class Fetch:
                     return False
                 await self._ways.io.run(partial(receiver.blocks.update, landed.view))
             if proved_bytes(entry.proof, receiver.words(), entry.info.nbytes) != entry.info.nbytes:
-                await remote.remove(self._bucket, [self._key])
+                remote.distrust(self._bucket, [self._key])
+                remote.removing(self._bucket, [self._key])
                 return False
             self._proof = entry.proof
             await self._begin(entry.info, receiver)
@@ -218,13 +221,13 @@ class Fetch:
             await self._prove(entry.info, receiver)
             self.fetched_bytes = 0  # not from upstream
             await self._ways.store(receiver)
-            await self._publish(entry.info, receiver.writer)
+            await self._publish(entry.info, receiver.writer, has_doubtful_tags=True)
         return True
 
     def _admit(self, info: ObjectInfo, receiver: IntoMemory) -> None:
         """Keep a chunk that came from home in remote DRAM, for other servers."""
         if self._ways.remote is not None and self._proof is not None and is_chunk_key(self._key):
-            self._ways.remote.admit(RemoteEntry(self._bucket, info, self._proof, time.time()), receiver.landed)
+            self._ways.remote.admit(RemoteEntry(self._bucket, info, self._proof, self._asked_at), receiver.landed)
 
     async def _fetch_group(self, receiver: Receiver, start: int, group_end: int | None, stack: ExitStack) -> int | None:
         """Read one group; where it ends, or None where the object is no chunk of this layout."""
@@ -281,7 +284,7 @@ class Fetch:
         self.fetched_bytes = info.nbytes
         self._on_come()
 
-    async def _publish(self, info: ObjectInfo, writer: ExtentWriter) -> None:
+    async def _publish(self, info: ObjectInfo, writer: ExtentWriter, *, has_doubtful_tags: bool = False) -> None:
         """The chunk is in the cache from now on."""
         part = StoredPart(info.etag, info.nbytes, info.checksum, writer.extent())
 
@@ -289,6 +292,8 @@ class Fetch:
             transaction.ensure_bucket(tx, self._bucket, time.time())
             if not transaction.is_dirty(tx.db, self._bucket, self._key):  # put here meanwhile, and newer
                 transaction.publish(tx, self._bucket, info, part, NO_WRITE_CONDITION)
+                if has_doubtful_tags:
+                    transaction.doubt_tags(tx, self._bucket, self._key)
 
         committer, locks = self._ways.cache.committer, self._ways.locks
         async with locks.held(self._bucket, [self._key]):  # while others change the key, they end this fetch

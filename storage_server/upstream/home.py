@@ -52,7 +52,7 @@ from storage_server.upstream.key_locks import KeyLocks
 from storage_server.upstream.merged_list import dirty_after, merged
 from storage_server.upstream.proof import make_proof
 from storage_server.upstream.remote_dram import RemoteDram
-from storage_server.upstream.revalidation import Revalidation
+from storage_server.upstream.revalidation import PASSES, Revalidation
 from storage_server.upstream.service import HomeObjects, Service, Shown
 from storage_server.upstream.write_back import StoredBody, WriteBack, send_stored
 
@@ -73,10 +73,13 @@ class UpstreamHome:
         plain = self.service.objects
         locks = KeyLocks()
         there = settings.remote_dram
-        self.remote = None if there is None else RemoteDram(there, settings.chunk_revalidate_s)
+        self.remote = None
+        if there is not None:  # a copy that comes from there may be as old, and stays until the next pass
+            keep_s = settings.chunk_revalidate_s / PASSES
+            self.remote = RemoteDram(there, there.namespace or settings.endpoint, keep_s)
         self.fetches = Fetches(plain, cache, locks, settings.fetches_max, settings.landing_bytes, self.remote)
         accepts = settings.write is Write.BACK
-        self.write_back = WriteBack(plain, cache, locks, self.fetches.stop, settings.uploads_max, accepts=accepts)
+        self.write_back = WriteBack(plain, cache, locks, self._stop_copies, settings.uploads_max, accepts=accepts)
         self.cache = cache
         self.objects = CachedObjects(plain, nbytes_max, self)
         self.uploads = CachedUploads(self.service.uploads, self)
@@ -85,12 +88,23 @@ class UpstreamHome:
         self._revalidate_s = settings.chunk_revalidate_s
         self._revalidating: asyncio.Task[None] | None = None
 
+    async def _stop_copies(self, bucket: str, keys: Sequence[str]) -> None:
+        """No copy of what these keys showed before comes into the cache any more."""
+        await self.fetches.stop(bucket, keys)
+        await self._remove_remote(bucket, keys)
+
+    async def _remove_remote(self, bucket: str, keys: Sequence[str]) -> None:
+        if self.remote is not None:
+            await self.remote.remove(bucket, [key for key in keys if is_chunk_key(key)])
+
     async def _forget_changed(self, changed: Sequence[Shown]) -> None:
         """Others have changed these: copies that are not what they show now leave the cache."""
         by_bucket = defaultdict[str, dict[str, str | None]](dict)
         for bucket, key, etag in changed:
             by_bucket[bucket][key] = etag
         for bucket, shown in by_bucket.items():
+            if self.remote is not None:
+                self.remote.distrust(bucket, [key for key in shown if is_chunk_key(key)])
             await self.fetches.stop_others(bucket, shown)
             await self.revalidation.forget_others(bucket, shown)
             self.chunks.forget_known(bucket, list(shown))
@@ -150,10 +164,8 @@ class UpstreamHome:
 
     async def forget(self, bucket: str, keys: Sequence[str]) -> None:
         """Remove every copy of these objects: a fetch under way ends, and no later read finds what it had brought."""
-        await self.fetches.stop(bucket, keys)
+        await self._stop_copies(bucket, keys)
         self.chunks.forget_known(bucket, keys)
-        if self.remote is not None:
-            await self.remote.remove(bucket, [key for key in keys if is_chunk_key(key)])
         try:
             await self.cache.objects.delete_objects("", bucket, list(keys))
         except CallerError as error:
@@ -182,6 +194,7 @@ class UpstreamHome:
         return changed
 
     async def _forget_versions(self, bucket: str, versions: Mapping[str, int]) -> int:
+        await self._remove_remote(bucket, list(versions))
         change = partial(transaction.remove_versions, bucket=bucket, versions=versions)
         return await self.cache.change(change, frees=True)
 

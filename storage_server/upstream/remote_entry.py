@@ -55,5 +55,5 @@ def decode_entry(data: bytes, bucket: str, key: str) -> RemoteEntry | None:
         info = stored_object((key, 0, int(size), str(etag), float(modified_at), attributes)).info
         proof = parse_proof(proof_text, info.nbytes)
         return None if proof is None else RemoteEntry(bucket, info, proof, float(seen_at))
-    except (ValueError, TypeError, KeyError, AttributeError):
+    except (ValueError, TypeError, KeyError, AttributeError, ArithmeticError, RecursionError):
         return None

@@ -12,8 +12,8 @@ from tests.support.tree import repository
 EVERY = (*GATEWAY, *STORAGE)
 _ROW = re.compile(r"\| `(objectcache_\w+)` \| (\w+) \| (.*?) \| (.*) \|")
 UNITS = (
-    "seconds", "bytes", "requests", "errors", "chunks", "extents", "journals", "files", "objects", "flows", "epochs",
-    "agents", "regions", "transfers", "starts", "commits", "changes", "bytes_per_second",
+    "seconds", "bytes", "requests", "errors", "chunks", "extents", "journals", "stores", "files", "objects", "flows",
+    "epochs", "agents", "regions", "transfers", "starts", "commits", "changes", "bytes_per_second",
 )  # fmt: skip
 
 

@@ -37,6 +37,7 @@ def played(monkeypatch: pytest.MonkeyPatch) -> PlayedMooncake:
     """The one store that all servers of a test join."""
     store = PlayedMooncake()
     monkeypatch.setattr(module, "connected", lambda settings: store)
+    monkeypatch.setattr(module, "require_client", lambda: None)
     return store
 
 
@@ -62,6 +63,8 @@ def pair(way: FaultyUpstream, played: PlayedMooncake, tmp_path: Path) -> Iterato
     remote = RemoteDramSettings("mooncake://127.0.0.1:1")
     settings = UpstreamSettings(way.url, *OWNER, remote_dram=remote, read_timeout_s=2.0, connect_timeout_s=1.0)
     with LocalStack(tmp_path / "a", upstream=settings) as one, LocalStack(tmp_path / "b", upstream=settings) as other:
+        for each in (one, other):
+            assert eventually(lambda each=each: each.storage.upstream.remote.is_joined)  # type: ignore[misc]
         yield one, other
         for each in (one, other):
             assert eventually(lambda each=each: each.storage.upstream.fetches.landed_bytes == 0)  # type: ignore[misc]
@@ -176,6 +179,7 @@ def test_mooncake_itself_keeps_chunks_for_another_server(home: LocalStack, tmp_p
         for name, hits in (("a", 0), ("b", N)):
             arguments = ("--data", str(tmp_path / name), "--port", "0", "--config", str(config))
             with started("serve", *arguments, environment={"PYTHONPATH": path}) as (url, _):
+                assert eventually(lambda url=url: metric(url, "joined_stores") == 1, 60)  # type: ignore[misc]
                 assert fetched_from(url, keys, chunks)
                 assert eventually(lambda url=url, hits=hits: metric(url, "hit_chunks_total") == hits)  # type: ignore[misc]
                 if not hits:
