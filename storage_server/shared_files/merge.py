@@ -101,7 +101,9 @@ def apply(tx: Transaction, writer: str, generation: int, records: Sequence[Recor
             continue
         _SHOW[record.about.kind](tx, record)
         if record.about.kind == "object":
-            changed.append(Shown(record.about.name, record.about.key, None if record.row is None else record.row[1]))
+            etag = None if record.row is None else record.row[1]
+            was_there = holding is not None and not holding[2]
+            changed.append(Shown(record.about.name, record.about.key, etag, was_there))
     return changed
 
 

@@ -100,11 +100,11 @@ class UpstreamHome:
     async def _forget_changed(self, changed: Sequence[Shown]) -> None:
         """Others have changed these: copies that are not what they show now leave the cache."""
         by_bucket = defaultdict[str, dict[str, str | None]](dict)
-        for bucket, key, etag in changed:
+        for bucket, key, etag, is_changed in changed:
             by_bucket[bucket][key] = etag
+            if self.remote is not None and is_changed and is_chunk_key(key):
+                self.remote.distrust(bucket, [key])
         for bucket, shown in by_bucket.items():
-            if self.remote is not None:
-                self.remote.distrust(bucket, [key for key in shown if is_chunk_key(key)])
             await self.fetches.stop_others(bucket, shown)
             await self.revalidation.forget_others(bucket, shown)
             self.chunks.forget_known(bucket, list(shown))

@@ -27,11 +27,12 @@ class Sent:
 
 
 class Shown(NamedTuple):
-    """What an object's key shows now: its ETag, None for nothing."""
+    """What an object's key shows now: its ETag, None for nothing; and whether it showed something before."""
 
     bucket: str
     key: str
     etag: str | None
+    is_changed: bool = True
 
 
 OnChanged = Callable[[Sequence[Shown]], Awaitable[None]]

@@ -9,6 +9,7 @@ import subprocess
 import sys
 import textwrap
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -19,7 +20,7 @@ from bench.beds.kv_peers.running import running_owner
 from descriptors.descriptor import Delivery
 from descriptors.layout import ChunkLayout
 from nixl_client.client import ObjectCacheClient
-from storage_server.settings import RemoteDramSettings, UpstreamSettings
+from storage_server.settings import RemoteDramSettings, UpstreamSettings, Write
 from storage_server.upstream import remote_dram as module
 from tests.support.chunks import layer_of, make_chunks
 from tests.support.faulty_upstream import Fault, FaultyUpstream
@@ -145,6 +146,52 @@ def test_an_overwrite_and_a_deletion_leave_nothing_there(
         client.delete(keys)
     assert played.stored == {}
     assert request(one.url, "GET", f"/chunks/{keys[0]}").status == 404
+
+
+def evicted(server: LocalStack, keys: list[str]) -> None:
+    """As eviction does it: clean copies leave the cache."""
+    server.call(server.storage.store.objects.delete_objects("", "chunks", keys))
+
+
+def test_an_overwrite_that_is_written_back_leaves_nothing_old_there(
+    home: LocalStack, played: PlayedMooncake, tmp_path: Path
+) -> None:
+    remote = RemoteDramSettings("mooncake://127.0.0.1:1")
+    settings = UpstreamSettings(home.url, *OWNER, remote_dram=remote, write=Write.BACK)
+    keys, chunks = stored(home, (home, home), tmp_path, 16)
+    _, newer = make_chunks(N, LAYOUT, 17)
+    with LocalStack(tmp_path / "a", upstream=settings) as one:
+        assert eventually(lambda: one.storage.upstream.remote.is_joined)
+        assert fetched(one, keys, chunks)
+        assert eventually(lambda: len(played.stored) == N)
+        with one.client("chunks", "http") as client:
+            client.put_chunks(keys, list(newer))
+        assert eventually(lambda: one.storage.upstream.write_back.status.dirty_chunks == 0)
+        evicted(one, keys)
+        assert fetched(one, keys, newer)
+
+
+def test_a_change_that_a_server_has_heard_of_is_not_undone(played: PlayedMooncake, tmp_path: Path) -> None:
+    """In front of a shared directory, where another server without remote DRAM overwrites the chunks."""
+    (tmp_path / "shared").mkdir()
+    remote = RemoteDramSettings("mooncake://127.0.0.1:1")
+    plain = UpstreamSettings(f"file://{tmp_path}/shared", poll_s=0.1)
+    keys, chunks = make_chunks(N, LAYOUT, 18)
+    _, newer = make_chunks(N, LAYOUT, 19)
+    with (
+        LocalStack(tmp_path / "a", upstream=replace(plain, remote_dram=remote)) as one,
+        LocalStack(tmp_path / "b", upstream=plain) as other,
+        other.client("chunks", "http") as writing,
+    ):
+        other.call(other.storage.objects.create_bucket(OWNER[0], "chunks"))
+        assert eventually(lambda: one.storage.upstream.remote.is_joined)
+        writing.put_chunks(keys, list(chunks))
+        assert fetched(one, keys, chunks)
+        assert eventually(lambda: len(played.stored) == N)
+        writing.put_chunks(keys, list(newer))
+        store = one.storage.store.objects
+        assert eventually(lambda: all(store.stored("chunks", key) is None for key in keys))
+        assert fetched(one, keys, newer)
 
 
 CLIENT = """
