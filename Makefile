@@ -19,7 +19,7 @@ test: $(STAMP) clients engines
 # what needs no server, no network and no engine, with fewer examples for each property: under a minute
 test-fast: $(STAMP)
 	$(BIN)/python -m pytest --numprocesses $(PROCESSES) --dist worksteal --hypothesis-profile fast \
-		-m "not needs_server" tests/unit tests/architecture tests/contract
+		-m "not needs_server and not slow" tests/unit tests/architecture tests/contract
 
 # what `test` leaves out of the tests with vLLM and LMCache: minutes each
 test-engines: $(STAMP) engines

@@ -65,6 +65,6 @@ def test_what_is_sooner_computed_than_loaded_is_computed(
                 if is_loaded is not None:  # on an unpaced way it depends on the machine
                     assert (outcome.count("loaded_tokens") > 0) is is_loaded
                     assert is_loaded or outcome.count("advised_against_tokens") > 0
-                assert outcome.count("stated_loads") == outcome.count("loads")
+                assert outcome.count("stated_loads") >= outcome.count("loads")  # a load that comes late is stated, too
                 assert outcome.count("stored_chunks") == 0
                 engine.stop()

@@ -7,7 +7,6 @@ from __future__ import annotations
 import os
 import re
 from collections.abc import AsyncIterator, Iterator
-from contextlib import AsyncExitStack
 from pathlib import Path
 from typing import Any
 
@@ -118,36 +117,33 @@ class TestUpstreamOfChunks(BucketRules, ObjectRules, UploadRules):
                 yield storage
 
 
+@pytest.mark.slow
 class TestSharedDirectory(BucketRules, ObjectRules, UploadRules):
-    """A directory on a shared file system: alone, and where two servers answer in turn."""
+    """A directory on a shared file system, of which two servers answer in turn."""
 
-    @pytest.fixture(params=[1, 2], ids=["one server", "two servers"])
-    async def storage(self, tmp_path: Path, request: pytest.FixtureRequest) -> AsyncIterator[Any]:
-        async with AsyncExitStack() as stack:
-            servers = [
-                await stack.enter_async_context(
-                    shared_directory(tmp_path / "shared", tmp_path / f"data{number}" / "shared")
-                )
-                for number in range(request.param)
-            ]
-            yield TakingTurns(servers)
-            assert [server.files.pinned_count for server in servers] == [0] * request.param
+    @pytest.fixture
+    async def storage(self, tmp_path: Path) -> AsyncIterator[Any]:
+        root = tmp_path / "shared"
+        async with (
+            shared_directory(root, tmp_path / "data1" / "shared") as one,
+            shared_directory(root, tmp_path / "data2" / "shared") as other,
+        ):
+            yield TakingTurns((one, other))
+            assert (one.files.pinned_count, other.files.pinned_count) == (0, 0)
 
 
+@pytest.mark.slow
 class TestCachedSharedDirectory(BucketRules, ObjectRules, UploadRules):
     """The same behind a cache, where every key names a chunk."""
 
     lacks = frozenset({Feature.EXPIRY})
 
-    @pytest.fixture(params=list(Write), ids=lambda write: write.value)
-    async def storage(
-        self, tmp_path: Path, request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch
-    ) -> AsyncIterator[Any]:
+    @pytest.fixture
+    async def storage(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[Any]:
         monkeypatch.setattr(chunk_names, "CHUNK_KEY", re.compile(".*", re.DOTALL))
         (tmp_path / "shared").mkdir()
-        settings = UpstreamSettings(f"file://{tmp_path}/shared", write=request.param)
+        settings = UpstreamSettings(f"file://{tmp_path}/shared")
         async with embedded_storage(tmp_path / "front", upstream=settings) as storage:
-            storage.upstream.write_back.pause()
             yield storage
 
 
