@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable
 from pathlib import Path
 
@@ -146,7 +147,8 @@ def test_a_full_store_takes_no_more_and_serves_what_it_has(
         assert outcome.count("store_failures") >= 1
         assert outcome.lost_blocks == 0
         assert engine.has_said(NOT_STORED)
-        assert store.keys() - ballast == before
+        assert before <= store.keys() - ballast  # a chunk for which the log made room may be there, whole
+        assert len({len(store.get(key)) for key in store.keys() - ballast}) == 1
         assert has_loaded(engine, reference.tokens(ONE), ONE, ONE_TOKENS)
         store.delete(*ballast)
         await_true(lambda: has_loaded(engine, reference.tokens(later), later, 2 * 192))
@@ -154,19 +156,23 @@ def test_a_full_store_takes_no_more_and_serves_what_it_has(
 
 
 def fill(store: Store) -> set[str]:
-    """Put until nothing goes in any more; the keys."""
+    """Put until nothing goes in any more, also when the index's log has given space back; the keys."""
     stored: set[str] = set()
-    for nbytes in (1 << 20, 64 << 10):
-        for number in range(100):
-            key = f"ballast/{nbytes}/{number}"
-            try:
-                store.put(key, bytes(nbytes))
-            except ObjectCacheError:
-                break
-            stored.add(key)
-        else:
-            raise AssertionError("the store does not fill up")
-    return stored
+    while True:
+        before = len(stored)
+        for nbytes in (1 << 20, 64 << 10, 4 << 10):
+            for number in range(1000):
+                key = f"ballast/{nbytes}/{len(stored)}-{number}"
+                try:
+                    store.put(key, bytes(nbytes))
+                except ObjectCacheError:
+                    break
+                stored.add(key)
+            else:
+                raise AssertionError("the store does not fill up")
+        if len(stored) == before:
+            return stored
+        time.sleep(1.5)  # files are synced, and logs are shortened, once a second
 
 
 @pytest.mark.engines_full
