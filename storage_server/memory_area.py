@@ -1,11 +1,17 @@
-"""Memory that is allocated once and cut up by its users: the staging pools and the DRAM tier."""
+"""Memory that is allocated once and cut up by its users: the staging pools, landing memory and the DRAM tier."""
 
 from __future__ import annotations
 
+import fcntl
 import mmap
+import os
+from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Protocol
 
 import numpy as np
+
+_F_SEAL_FUTURE_WRITE = 0x10  # linux/fcntl.h, Linux 5.1
 
 
 class Area(Protocol):
@@ -27,3 +33,55 @@ class PrivateArea:
         if hasattr(mmap, "MADV_HUGEPAGE"):
             self.map.madvise(mmap.MADV_HUGEPAGE)
         self.address = int(np.frombuffer(self.map, dtype=np.uint8).ctypes.data)
+
+
+class SharedArea:
+    """Memory that a child process maps, too: for writing or, with `is_read_only`, for reading. The system provides a
+    page at its first use.
+    """
+
+    def __init__(self, nbytes: int, *, is_read_only: bool = False) -> None:
+        self.nbytes = -(-nbytes // mmap.PAGESIZE) * mmap.PAGESIZE
+        self.is_read_only = is_read_only
+        self.fd = os.memfd_create("objectcache", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
+        try:
+            os.ftruncate(self.fd, self.nbytes)
+            self.map = mmap.mmap(self.fd, self.nbytes, mmap.MAP_SHARED)
+            seals = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW
+            if is_read_only:  # seals the memory: no other process can map it for writing from now on
+                seals |= _F_SEAL_FUTURE_WRITE
+            fcntl.fcntl(self.fd, fcntl.F_ADD_SEALS, seals | fcntl.F_SEAL_SEAL)
+        except BaseException:
+            os.close(self.fd)
+            raise
+        self.address = int(np.frombuffer(self.map, dtype=np.uint8).ctypes.data)
+
+    def close(self) -> None:
+        """Close the descriptor, so that no further process gets the memory. Existing mappings stay."""
+        fd, self.fd = self.fd, -1
+        if fd >= 0:
+            os.close(fd)
+
+
+@dataclass(frozen=True, slots=True)
+class AreaSpan:
+    """`nbytes` bytes from `offset` of an area: how the server names its memory to a child process."""
+
+    area: int
+    offset: int
+    nbytes: int
+
+
+def area_spans(areas: Sequence[tuple[int, int]], spans: Sequence[tuple[int, int]]) -> tuple[AreaSpan, ...]:
+    """Spans (address, nbytes) of the server's memory, named by area. `areas` are (address, nbytes), by number. Raises
+    ValueError for memory that lies in no area.
+    """
+    found = []
+    for address, nbytes in spans:
+        for number, (start, size) in enumerate(areas):
+            if start <= address and address + nbytes <= start + size:
+                found.append(AreaSpan(number, address - start, nbytes))
+                break
+        else:
+            raise ValueError("the memory is not shared with the child process")
+    return tuple(found)

@@ -6,7 +6,7 @@ from collections.abc import AsyncIterator, Iterator
 from pathlib import Path
 
 import pytest
-from hypothesis import settings
+from hypothesis import HealthCheck, settings
 
 from storage_server.store.data.durability import Durability
 from storage_server.store.embedded import EmbeddedStore
@@ -15,7 +15,10 @@ from tests.support.faulty_disk import FaultyDisk
 from tests.support.servers import LocalStack, Stack, stack
 from tests.support.store_bed import opened
 
-settings.register_profile("fast", max_examples=10)
+# no test is timed: a machine that is busy with others may stand still for seconds
+settings.register_profile("untimed", deadline=None, suppress_health_check=[HealthCheck.too_slow])
+settings.register_profile("fast", settings.get_profile("untimed"), max_examples=10)
+settings.load_profile("untimed")
 
 
 @pytest.fixture(scope="session", params=["together", "apart"])

@@ -6,7 +6,7 @@ from __future__ import annotations
 
 from collections import Counter
 
-from storage_server.memory_area import PrivateArea
+from storage_server.memory_area import Area, PrivateArea
 from storage_server.planning.extent import aligned
 from storage_server.planning.free_space import FreeSpace
 
@@ -52,17 +52,19 @@ class Landed:
 
 
 class Landing:
-    """`nbytes` of memory; the system provides a page at its first use. Used on one event loop."""
+    """`nbytes` of memory, in `area` where one is given; the system provides a page at its first use. Used on one event
+    loop.
+    """
 
-    def __init__(self, nbytes: int) -> None:
+    def __init__(self, nbytes: int, area: Area | None = None) -> None:
         self.nbytes = nbytes
         self.used_bytes = 0
         """The memory in bytes that chunks lie in."""
         self._free = FreeSpace(nbytes)
         self._by_bucket: Counter[str] = Counter()
         if nbytes:
-            area = PrivateArea(nbytes)
-            self.view = memoryview(area.map)
+            area = area or PrivateArea(nbytes)
+            self.view = memoryview(area.map)[:nbytes]
             self.address = area.address
 
     def take(self, bucket: str, nbytes: int) -> Landed | None:

@@ -22,7 +22,7 @@ from storage_server.transport.metadata_probe import MetadataProbe
 from storage_server.transport.one_sided import OneSided
 from storage_server.transport.ucx import UcxDestination
 from storage_server.transport.ucx_memory import UcxMemory
-from storage_server.transport.ucx_process import UcxProcess, child_environment
+from storage_server.transport.ucx_process import UcxProcess, ucx_environment
 
 
 class UcxAgents:
@@ -42,7 +42,7 @@ class UcxAgents:
         devices = ucx_devices(self._settings.ucx)
         self.engine = UcxProcess(self.memory.areas, devices, self._engine_gone)
         await self.engine.start()
-        self._probe = MetadataProbe(child_environment(os.environ, devices))
+        self._probe = MetadataProbe(ucx_environment(os.environ, devices))
         self._probe.start()
 
     async def close(self) -> None:

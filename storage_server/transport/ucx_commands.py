@@ -8,23 +8,14 @@ from __future__ import annotations
 
 import base64
 import json
-from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from adapters.nixl_agent import Memory
+from storage_server.memory_area import AreaSpan
 
 REPLY_BYTES_MAX = 16_384
 REASON_CHARACTERS_MAX = 1_000
-
-
-@dataclass(frozen=True, slots=True)
-class AreaSpan:
-    """`nbytes` bytes from `offset` of an area."""
-
-    area: int
-    offset: int
-    nbytes: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -171,18 +162,3 @@ def _area_span(span: AreaSpan) -> list[int]:
 
 def _group(group: Group | None) -> list[Any] | None:
     return None if group is None else [group.flight, group.index, group.is_last, group.notice.hex()]
-
-
-def area_spans(areas: Sequence[tuple[int, int]], spans: Sequence[tuple[int, int]]) -> tuple[AreaSpan, ...]:
-    """Spans (address, nbytes) of the server's memory, named by area. `areas` are (address, nbytes), by number. Raises
-    ValueError for memory that lies in no area.
-    """
-    found = []
-    for address, nbytes in spans:
-        for number, (start, size) in enumerate(areas):
-            if start <= address and address + nbytes <= start + size:
-                found.append(AreaSpan(number, address - start, nbytes))
-                break
-        else:
-            raise ValueError("the memory is not shared with the ucx process")
-    return tuple(found)

@@ -11,15 +11,10 @@ Run as a module: `python -m storage_server.transport.ucx_engine SOCKET [FD:NBYTE
 from __future__ import annotations
 
 import contextlib
-import ctypes
 import heapq
 import itertools
 import logging
-import mmap
-import os
-import resource
 import select
-import signal
 import socket
 import sys
 import time
@@ -32,10 +27,11 @@ import numpy as np
 
 from adapters.nixl_agent import Agent, Memory, NixlFailure, PeerLost, PostedTransfer, TransferState, leave
 from descriptors.notices import GREETING
+from storage_server.child_process import begun
+from storage_server.memory_area import AreaSpan
 from storage_server.transport.ucx_commands import (
     READY,
     AddPeer,
-    AreaSpan,
     Command,
     EndFlight,
     Group,
@@ -279,28 +275,11 @@ def _failed(number: int, failure: NixlFailure) -> Reply:
     return Reply(number, 0, str(failure) or "NIXL failed", isinstance(failure, PeerLost))
 
 
-def _mapped(text: str) -> tuple[int, int]:
-    """Map an area given as FD:NBYTES:rw or ro, and close the descriptor."""
-    fd, nbytes, access = text.split(":")
-    protection = mmap.PROT_READ | (mmap.PROT_WRITE if access == "rw" else 0)
-    libc = ctypes.CDLL(None, use_errno=True)
-    libc.mmap.restype = ctypes.c_void_p
-    libc.mmap.argtypes = (ctypes.c_void_p, ctypes.c_size_t, *[ctypes.c_int] * 3, ctypes.c_int64)
-    address = libc.mmap(None, int(nbytes), protection, mmap.MAP_SHARED, int(fd), 0)
-    if address in (None, ctypes.c_void_p(-1).value):
-        raise OSError(ctypes.get_errno(), "an area cannot be mapped")
-    os.close(int(fd))
-    return int(address), int(nbytes)
-
-
 def _run(arguments: Sequence[str]) -> None:
-    for number in (signal.SIGINT, signal.SIGHUP):  # meant for the server, which ends this process by closing the socket
-        signal.signal(number, signal.SIG_IGN)
-    resource.setrlimit(resource.RLIMIT_CORE, (0, 0))  # staging memory holds tenants' bytes, which no core file may keep
-    control = socket.socket(fileno=int(arguments[0]))
+    control, areas = begun(arguments)
     with contextlib.suppress(ConnectionError, BrokenPipeError):
         try:
-            engine = Engine(control, [_mapped(text) for text in arguments[1:]])
+            engine = Engine(control, areas)
         except (ImportError, NixlFailure, OSError) as error:
             control.sendall(encode_reply(Reply(0, 0, f"{error}" or type(error).__name__)))
             return

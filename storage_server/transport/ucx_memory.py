@@ -6,8 +6,8 @@ from __future__ import annotations
 
 from descriptors.units import MIB
 from storage_server.gather.staging import StagingPool, stride_of
+from storage_server.memory_area import SharedArea
 from storage_server.settings import StorageSettings
-from storage_server.transport.ucx_process import SharedArea
 
 WHOLE_SLOT_BYTES = MIB
 

@@ -8,24 +8,18 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import fcntl
 import itertools
 import logging
-import mmap
 import os
-import socket
-import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 
-import numpy as np
-
-import storage_server
 from adapters.nixl_agent import Memory, NixlFailure, PeerLost
 from adapters.threads import to_end
 from descriptors.storage_api import Spans
+from storage_server.child_process import child_environment, spawned
+from storage_server.memory_area import SharedArea, area_spans
 from storage_server.transport.ucx_commands import (
     REPLY_BYTES_MAX,
     AddPeer,
@@ -37,7 +31,6 @@ from storage_server.transport.ucx_commands import (
     RemovePeer,
     Reply,
     Write,
-    area_spans,
     decode_reply,
     encode_command,
 )
@@ -49,48 +42,15 @@ RESTART_S, RESTART_S_MAX = 0.1, 30.0
 """The first and the longest wait before a restart. The wait doubles as long as the process does not live for
 RESTART_S_MAX.
 """
-_KEPT = ("PATH", "HOME", "LANG", "LC_ALL", "TZ", "LD_LIBRARY_PATH", "LD_PRELOAD", "VIRTUAL_ENV", "TMPDIR")
-_KEPT_PREFIXES = ("UCX_", "NIXL_", "CUDA_", "NVIDIA_", "ASAN_")
-_F_SEAL_FUTURE_WRITE = 0x10  # linux/fcntl.h, Linux 5.1
 _log = logging.getLogger(__name__)
 
 OnEnded = Callable[[int, NixlFailure | None], None]
 """(bytes NIXL counted, failure): called once for every write and read, when the server's memory may be used again."""
 
 
-class SharedArea:
-    """Memory that the ucx process maps, too: for writing or, with `is_read_only`, for reading. The system provides a
-    page at its first use.
-    """
-
-    def __init__(self, nbytes: int, *, is_read_only: bool = False) -> None:
-        self.nbytes = -(-nbytes // mmap.PAGESIZE) * mmap.PAGESIZE
-        self.is_read_only = is_read_only
-        self.fd = os.memfd_create("objectcache-ucx", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
-        try:
-            os.ftruncate(self.fd, self.nbytes)
-            self.map = mmap.mmap(self.fd, self.nbytes, mmap.MAP_SHARED)
-            seals = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW
-            if is_read_only:  # seals the memory: no other process can map it for writing from now on
-                seals |= _F_SEAL_FUTURE_WRITE
-            fcntl.fcntl(self.fd, fcntl.F_ADD_SEALS, seals | fcntl.F_SEAL_SEAL)
-        except BaseException:
-            os.close(self.fd)
-            raise
-        self.address = int(np.frombuffer(self.map, dtype=np.uint8).ctypes.data)
-
-    def close(self) -> None:
-        """Close the descriptor, so that no further process gets the memory. Existing mappings stay."""
-        fd, self.fd = self.fd, -1
-        if fd >= 0:
-            os.close(fd)
-
-
-def child_environment(environment: Mapping[str, str], devices: str) -> dict[str, str]:
-    """The environment of a process with a UCX agent: the variables that are not secret. It listens on `devices`."""
-    kept = {name: value for name, value in environment.items() if name in _KEPT or name.startswith(_KEPT_PREFIXES)}
-    root = str(Path(storage_server.__file__).resolve().parent.parent)
-    return {**kept, "UCX_NET_DEVICES": devices, "PYTHONPATH": root}
+def ucx_environment(environment: Mapping[str, str], devices: str) -> dict[str, str]:
+    """The environment of a process with a UCX agent, which listens on `devices`."""
+    return {**child_environment(environment, ("UCX_", "NIXL_")), "UCX_NET_DEVICES": devices}
 
 
 @dataclass(slots=True)
@@ -236,24 +196,12 @@ class UcxProcess:
 
     async def _launch(self) -> asyncio.StreamReader:
         """Start the process and wait until it can take commands. Raises NixlFailure."""
-        ours, theirs = socket.socketpair()
         self.start_count += 1
+        environment = ucx_environment(os.environ, self._devices)
         try:
-            shared = [f"{area.fd}:{area.nbytes}:{'ro' if area.is_read_only else 'rw'}" for area in self._areas]
-            command = [sys.executable, "-P", "-m", "storage_server.transport.ucx_engine", str(theirs.fileno()), *shared]
-            self._child = await asyncio.create_subprocess_exec(
-                *command,
-                stdin=asyncio.subprocess.DEVNULL,
-                stdout=asyncio.subprocess.DEVNULL,
-                pass_fds=(theirs.fileno(), *[area.fd for area in self._areas]),
-                env=child_environment(os.environ, self._devices),
-                cwd="/",
-            )
+            self._child, ours = await spawned("storage_server.transport.ucx_engine", self._areas, environment)
         except OSError as error:
-            ours.close()
             raise NixlFailure(f"the ucx process cannot be started: {error}") from error
-        finally:
-            theirs.close()
         try:
             reader, writer = await asyncio.open_unix_connection(sock=ours, limit=REPLY_BYTES_MAX)
             async with asyncio.timeout(START_TIMEOUT_S):

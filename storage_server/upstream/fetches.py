@@ -48,7 +48,7 @@ class Fetches:
     ) -> None:
         self._requests_max = requests_max
         self._turns = Turns(requests_max)
-        self.landing = Landing(landing_bytes)
+        self.landing = Landing(landing_bytes) if remote is None else remote.landing(landing_bytes)
         self._io = IoThreads(IO_THREADS)
         self._ways = Ways(objects, cache, locks, self._turns, self.landing, self._io, remote)
         self._running: dict[Name, Fetch] = {}

@@ -5,6 +5,7 @@ here. The cache has nothing that cannot be had again, but for dirty chunks.
 from __future__ import annotations
 
 import asyncio
+import math
 import time
 from collections import defaultdict
 from collections.abc import AsyncIterator, Awaitable, Mapping, Sequence
@@ -117,7 +118,7 @@ class UpstreamHome:
     async def start(self) -> None:
         """Make the pool of connections, begin to upload what is dirty, and to look for what others have changed."""
         if self.remote is not None:
-            await self.remote.start(self.fetches.landing)
+            await self.remote.start()
         await self.service.start()
         await self.write_back.start()
         if self.settings.directory is not None:  # what changed while this server was away
@@ -209,7 +210,7 @@ class CachedObjects:
         self._object_bytes_max = object_bytes_max
         self._home = home
         self._write_back = home.write_back
-        self._full_until_s = 0.0
+        self._full_at_s = -math.inf
 
     async def create_bucket(self, access_key: str, bucket: str) -> None:
         await self._there.create_bucket(access_key, bucket)
@@ -240,7 +241,11 @@ class CachedObjects:
         back, it is sent after the answer. Where the cache has no room, it passes through as other objects do.
         """
         check_size(request.nbytes, self._object_bytes_max)
-        if request.nbytes and is_chunk(request.key, request.attributes) and time.monotonic() >= self._full_until_s:
+        if (
+            request.nbytes
+            and is_chunk(request.key, request.attributes)
+            and time.monotonic() >= self._full_at_s + FULL_S
+        ):
             counted = CountedBody(body)
             try:
                 with self._write_back.room(request) as has_room:
@@ -251,7 +256,7 @@ class CachedObjects:
                 if error.code is not ErrorCode.INSUFFICIENT_STORAGE:
                     raise
                 if request.nbytes <= (self._home.cache.space.extent_bytes_max or request.nbytes):
-                    self._full_until_s = time.monotonic() + FULL_S
+                    self._full_at_s = time.monotonic()
                 if counted.has_begun:
                     raise
         bucket, keys = request.bucket, [request.key]

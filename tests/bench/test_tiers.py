@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from bench.core.show import as_text
@@ -55,14 +55,12 @@ def _subsets(keys: Iterable[Key], size_max: int) -> Iterable[frozenset[Key]]:
         yield from map(frozenset, combinations(ordered, size))
 
 
-@settings(deadline=None)
 @given(stream=streams(count_max=6, size_max=1, depth_max=3), capacity_bytes=st.integers(0, 3))
 def test_the_optimum_is_what_trying_every_choice_finds(stream: list[Request], capacity_bytes: int) -> None:
     assert hit_bytes(Optimum(capacity_bytes, stream), stream) == best_by_trying(stream, capacity_bytes)
 
 
 @pytest.mark.parametrize("contender", ONLINE)
-@settings(deadline=None)
 @given(stream=streams(size_max=1), capacity_bytes=st.integers(0, 15))
 def test_no_policy_beats_the_optimum(contender: Contender, stream: list[Request], capacity_bytes: int) -> None:
     """For chunks of one size, for which the rule is exact."""

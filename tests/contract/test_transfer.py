@@ -22,6 +22,7 @@ from nixl_client.transports.shared_memory import allocate
 from nixl_client.transports.shm import ShmReceiver
 from nixl_client.transports.ucx import NixlThread
 from storage_server.gather.staging import StagingPool, stride_of
+from storage_server.memory_area import SharedArea
 from storage_server.planning.plan import DeliveryPlan, plan_delivery
 from storage_server.transport.destination import PayloadLimits, Transfer
 from storage_server.transport.flight import Flight
@@ -29,7 +30,7 @@ from storage_server.transport.http import HttpDestination
 from storage_server.transport.shm import ShmDestination
 from storage_server.transport.shm_door import ShmDoor
 from storage_server.transport.ucx import UcxDestination
-from storage_server.transport.ucx_process import SharedArea, UcxProcess
+from storage_server.transport.ucx_process import UcxProcess
 
 LAYOUT = ChunkLayout(num_layers=3, chunk_tokens=16, per_layer_chunk_bytes=70_000)
 K = 4

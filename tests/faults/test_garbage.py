@@ -21,7 +21,7 @@ def gateway() -> Iterator[SmallGateway]:
         yield running
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=150)
 @given(
     data=st.one_of(st.binary(max_size=200), st.sampled_from([*seeds("request"), *seeds("headers")]).flatmap(mutations))
 )

@@ -21,12 +21,13 @@ import pytest
 from adapters.nixl_agent import Memory
 from descriptors.descriptor import Delivery
 from descriptors.errors import ErrorCode, ObjectCacheError
+from storage_server.memory_area import SharedArea
 from storage_server.transport import ucx_process
 from storage_server.transport.ucx_commands import (
     Reply,
     decode_reply,
 )
-from storage_server.transport.ucx_process import SharedArea, UcxProcess
+from storage_server.transport.ucx_process import UcxProcess
 from tests.support.chunks import LAYOUT, N, make_chunks
 from tests.support.requests import OWNER, request
 from tests.support.servers import CONFIG, LocalStack, Stack, eventually, stack, started

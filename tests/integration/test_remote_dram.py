@@ -8,7 +8,7 @@ import os
 import subprocess
 import sys
 import textwrap
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
 
@@ -20,8 +20,9 @@ from bench.beds.kv_peers.running import running_owner
 from descriptors.descriptor import Delivery
 from descriptors.layout import ChunkLayout
 from nixl_client.client import ObjectCacheClient
+from storage_server.memory_area import SharedArea
 from storage_server.settings import RemoteDramSettings, UpstreamSettings, Write
-from storage_server.upstream import remote_dram as module
+from storage_server.upstream import mooncake_process
 from tests.support.chunks import layer_of, make_chunks
 from tests.support.faulty_upstream import Fault, FaultyUpstream
 from tests.support.played_mooncake import NO_MASTER, PlayedMooncake
@@ -37,8 +38,12 @@ N = 9
 def played(monkeypatch: pytest.MonkeyPatch) -> PlayedMooncake:
     """The one store that all servers of a test join."""
     store = PlayedMooncake()
-    monkeypatch.setattr(module, "connected", lambda settings: store)
-    monkeypatch.setattr(module, "require_client", lambda: None)
+
+    async def joined(settings: RemoteDramSettings, areas: Sequence[SharedArea]) -> PlayedMooncake:
+        return store
+
+    monkeypatch.setattr(mooncake_process, "joined", joined)
+    monkeypatch.setattr(mooncake_process, "require_client", lambda: None)
     return store
 
 
@@ -187,9 +192,10 @@ def test_a_change_that_a_server_has_heard_of_is_not_undone(played: PlayedMooncak
         assert eventually(lambda: one.storage.upstream.remote.is_joined)
         writing.put_chunks(keys, list(chunks))
         assert fetched(one, keys, chunks)
+        store = one.storage.store.objects
+        assert eventually(lambda: all(store.stored("chunks", key) is not None for key in keys))
         assert eventually(lambda: len(played.stored) == N)
         writing.put_chunks(keys, list(newer))
-        store = one.storage.store.objects
         assert eventually(lambda: all(store.stored("chunks", key) is None for key in keys))
         assert fetched(one, keys, newer)
 

@@ -381,7 +381,6 @@ def test_a_full_disk_lets_writes_pass(
     home: LocalStack, bucket: str, tmp_path: Path, write: Write, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The body that met it is refused; those that follow go upstream without a copy, and reads go on."""
-    monkeypatch.setattr(home_module, "FULL_S", 1.0)
     disk = FaultyDisk()
     settings = UpstreamSettings(home.url, *OWNER, write=write)
     with LocalStack(tmp_path / "front", disk=disk, upstream=settings, dram_bytes=0, shm=False, ucx=()) as running:
@@ -389,6 +388,7 @@ def test_a_full_disk_lets_writes_pass(
         put(s3, bucket, "before")
         assert eventually(lambda: is_clean(running))
         disk.fail["write"] = errno.ENOSPC
+        monkeypatch.setattr(home_module, "FULL_S", 600.0)
         with pytest.raises(ClientError) as refused:
             put(s3, bucket, "met")
         assert refusal(refused) == "InsufficientStorage"
@@ -398,6 +398,7 @@ def test_a_full_disk_lets_writes_pass(
         assert get(s3, bucket, "before") == content("before")
         assert is_clean(running)
         disk.fail.clear()
+        monkeypatch.setattr(home_module, "FULL_S", 0.0)
 
         def is_kept() -> bool:
             put(s3, bucket, "again")

@@ -30,20 +30,17 @@ def test_a_seed_and_nothing_at_all_are_answered(target: str) -> None:
 
 
 @pytest.mark.parametrize("target", sorted(TARGETS))
-@settings(deadline=None)
 @given(data=st.data())
 def test_spoilt_input_is_answered(target: str, data: st.DataObject) -> None:
     TARGETS[target](data.draw(st.sampled_from(seeds(target)).flatmap(mutations)))
 
 
 @pytest.mark.parametrize("target", sorted(TARGETS))
-@settings(deadline=None)
 @given(data=st.binary(max_size=400))
 def test_random_input_is_answered(target: str, data: bytes) -> None:
     TARGETS[target](data)
 
 
-@settings(deadline=None)
 @given(
     pieces=st.lists(st.binary(min_size=1, max_size=40), max_size=6),
     cuts=st.lists(st.integers(0, 400), max_size=8),
@@ -62,7 +59,7 @@ def test_any_split_of_a_chunked_body_gives_the_same_bytes(pieces: list[bytes], c
     assert decoded == data
 
 
-@settings(deadline=None, suppress_health_check=[HealthCheck.large_base_example])
+@settings(suppress_health_check=[HealthCheck.large_base_example])
 @given(st.integers(0, 3), st.integers(CHUNK_HEADER_BYTES_MAX - 3, CHUNK_HEADER_BYTES_MAX + 3), st.integers(1, 2000))
 def test_limits_hold_at_the_same_byte_however_it_is_split(which: int, length: int, step: int) -> None:
     wire = [

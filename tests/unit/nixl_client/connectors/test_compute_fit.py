@@ -26,7 +26,7 @@ def steps() -> list[Work]:
     return decodes + prefills
 
 
-@settings(deadline=None, max_examples=60)
+@settings(max_examples=60)
 @given(
     token_us=st.floats(1, 1_000),
     token_pair_us=st.sampled_from([0.0, 0.001, 0.05]),

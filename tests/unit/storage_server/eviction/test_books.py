@@ -6,7 +6,7 @@ import math
 from dataclasses import replace
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from storage_server.eviction.books import Books, Entry, Name, Victim
@@ -171,7 +171,6 @@ steps = st.lists(
 
 
 @pytest.mark.parametrize("eviction", Eviction)
-@settings(deadline=None)
 @given(script=steps)
 def test_books_agree_with_the_cache_whatever_happens(eviction: Eviction, script: list[Step]) -> None:
     """What was put and has neither left nor been removed is what the books count, and pinned objects are in it."""

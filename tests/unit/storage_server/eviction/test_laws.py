@@ -6,7 +6,7 @@ import sys
 from collections.abc import Callable
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from storage_server.eviction.adaptive import AdaptiveReplacement, S3Fifo
@@ -57,7 +57,6 @@ class Cache:
 
 
 @every_policy
-@settings(deadline=None)
 @given(stream=streams(), capacity_bytes=st.integers(0, 20), held=st.lists(st.booleans(), min_size=30, max_size=30))
 def test_capacity_is_kept_parents_outlive_children_and_pinned_chunks_stay(
     made: Made, stream: list[Request], capacity_bytes: int, held: list[bool]
@@ -80,7 +79,6 @@ def test_capacity_is_kept_parents_outlive_children_and_pinned_chunks_stay(
 
 
 @every_policy
-@settings(deadline=None)
 @given(
     stream=streams(),
     capacities=st.lists(st.integers(0, 20), min_size=30, max_size=30),
@@ -135,7 +133,6 @@ def test_chunks_that_came_one_by_one_are_joined_when_they_are_asked_for_together
 
 
 @every_policy
-@settings(deadline=None)
 @given(stream=streams(), capacity_bytes=st.integers(0, 20))
 def test_the_same_requests_get_the_same_answers(made: Made, stream: list[Request], capacity_bytes: int) -> None:
     """A failure can be played again, and two servers can be compared."""
@@ -195,7 +192,6 @@ def test_a_request_that_means_nothing_is_refused(keys: str, sizes_bytes: tuple[i
         Request(0.0, tuple(keys), sizes_bytes, shared_count)
 
 
-@settings(deadline=None)
 @given(stream=streams(), capacity_bytes=st.integers(0, 20))
 def test_ours_is_never_worse_than_keeping_nothing(stream: list[Request], capacity_bytes: int) -> None:
     """It moves a chunk into the cache at most once for each time that the chunk is asked for and was not there."""

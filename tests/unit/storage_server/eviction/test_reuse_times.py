@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from storage_server.eviction.reuse_times import (
@@ -26,7 +26,6 @@ def test_the_value_of_a_certain_use_is_one_over_the_time_until_then() -> None:
     assert values[2] == 0
 
 
-@settings(deadline=None)
 @given(st.lists(st.floats(0, 1), min_size=BUCKET_COUNT, max_size=BUCKET_COUNT))
 def test_the_value_is_that_of_the_best_moment_to_give_up(rates: list[float]) -> None:
     """Against the definition, moment after moment."""

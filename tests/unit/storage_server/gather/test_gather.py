@@ -92,7 +92,7 @@ class Chunks:
         )
 
 
-@settings(deadline=None, max_examples=80)
+@settings(max_examples=80)
 @given(
     layout=LAYOUTS,
     count=st.integers(1, 6),
@@ -247,7 +247,7 @@ def test_the_crc_has_the_published_values() -> None:
     assert native.crc32c(b"123456789") == 0xE3069283
 
 
-@settings(deadline=None, max_examples=60)
+@settings(max_examples=60)
 @given(nbytes=st.integers(1, 12 * BLOCK_BYTES), bad=st.integers(0, 12 * BLOCK_BYTES), first=st.integers(0, 3))
 def test_the_first_bad_block_is_found_wherever_it_is(nbytes: int, bad: int, first: int) -> None:
     data = bytearray(np.random.default_rng(nbytes).integers(0, 256, nbytes, dtype=np.uint8).tobytes())
@@ -258,7 +258,7 @@ def test_the_first_bad_block_is_found_wherever_it_is(nbytes: int, bad: int, firs
     assert native.first_bad_block(data, words[:-4], first) is not None, "a block without a checksum is not proved"
 
 
-@settings(deadline=None, max_examples=60)
+@settings(max_examples=60)
 @given(nbytes=st.integers(1, 12 * BLOCK_BYTES), cuts=st.lists(st.integers(0, 12 * BLOCK_BYTES), max_size=5))
 def test_checksums_of_blocks_do_not_depend_on_how_the_bytes_come(nbytes: int, cuts: list[int]) -> None:
     data = np.random.default_rng(nbytes).integers(0, 256, nbytes, dtype=np.uint8).tobytes()

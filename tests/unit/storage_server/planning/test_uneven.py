@@ -7,7 +7,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from descriptors.errors import ChunkUnavailable
@@ -85,7 +85,6 @@ def filled(plan: DeliveryPlan, data: list[bytes]) -> tuple[int, bytes]:
     return end, bytes(out)
 
 
-@settings(deadline=None)
 @given(
     some=series(),
     cuts=st.lists(st.integers(1, CHUNK_BYTES), max_size=3),
@@ -109,7 +108,6 @@ def test_any_slices_land_where_the_series_say_and_nothing_else_is_touched(
     assert target.tobytes() == expected
 
 
-@settings(deadline=None)
 @given(some=series(), payload_bytes_max=st.sampled_from([1_000, 20_000, 1 << 20]))
 def test_the_scheduler_is_told_the_sizes_that_the_payloads_have(
     some: tuple[Series, ...], payload_bytes_max: int

@@ -6,7 +6,7 @@ import math
 from random import Random
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from bench.paper.tables import workload
@@ -32,7 +32,6 @@ def flow(number: int, sizes: tuple[int, ...] = (MIB,), layer_count: int = 32, te
     return Flow(number, tenant or Tenant(str(number)), demand, layers_of(sizes, layer_count), 0.0)
 
 
-@settings(deadline=None)
 @given(st.lists(st.tuples(st.floats(0.01, 100.0), st.integers(1, 1000)), min_size=2, max_size=6), st.integers(1, 300))
 def test_round_robin_shares_bytes_by_weight_within_one_payload_each(some: list[tuple[float, int]], turns: int) -> None:
     """However different weights and payloads are, and at every moment."""
@@ -181,7 +180,6 @@ def test_what_is_left_of_a_payload_goes_at_the_new_rate() -> None:
     assert link.wake_at() == pytest.approx(1.5)
 
 
-@settings(deadline=None)
 @given(st.lists(st.tuples(st.sampled_from(["push", "push", "pop", "discard"]), st.integers(0, 5), st.integers(0, 9))))
 def test_the_queue_gives_the_earliest_deadline_of_those_that_wait(moves: list[tuple[str, int, int]]) -> None:
     """Whatever has been pushed again, taken out or discarded; tenants with and without a cap alike."""

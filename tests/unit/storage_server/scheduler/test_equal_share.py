@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from storage_server.scheduler.equal_share import EqualShare
@@ -75,7 +75,6 @@ moves = st.lists(
 )
 
 
-@settings(deadline=None)
 @given(moves)
 def test_stalls_are_those_of_processor_sharing_through_arrivals_departures_weights_and_rates(
     some: list[tuple[str, float, int, int, float, float]],
@@ -106,7 +105,6 @@ def test_stalls_are_those_of_processor_sharing_through_arrivals_departures_weigh
     assert shadow.stalls() == pytest.approx(sharing.stalls, abs=1e-4)
 
 
-@settings(deadline=None)
 @given(st.lists(st.tuples(st.integers(1, 200), st.floats(0.0, 2.0)), min_size=1, max_size=6), st.data())
 def test_looking_in_between_changes_nothing(some: list[tuple[int, float]], data: st.DataObject) -> None:
     looked, left_alone = EqualShare(RATE), EqualShare(RATE)
@@ -139,7 +137,6 @@ def test_a_request_that_is_over_early_still_takes_its_share_from_the_others() ->
     assert shadow.stalls()[2] == pytest.approx(4.0)
 
 
-@settings(deadline=None)
 @given(st.lists(st.tuples(st.booleans(), st.floats(0.0, 20.0)), min_size=1, max_size=10))
 def test_nothing_is_left_of_requests_that_are_over_or_abandoned(ends: list[tuple[bool, float]]) -> None:
     shadow = EqualShare(RATE)

@@ -6,7 +6,7 @@ import math
 from collections import defaultdict
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from storage_server.scheduler.chunkwise import IDLE_S, OLDEST_EACH, Chunkwise
@@ -232,7 +232,6 @@ tenants = st.sampled_from(
 )
 
 
-@settings(deadline=None)
 @given(st.integers(1, 3), st.lists(st.tuples(moves, tenants), max_size=30))
 def test_every_chunk_major_request_ends_and_nothing_of_it_is_kept(
     seats: int, some: list[tuple[tuple[str, int, float], Tenant]]

@@ -7,7 +7,7 @@ from random import Random
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from bench.paper.tables import WORKLOADS, PaperPolicy, workload
@@ -77,7 +77,6 @@ def test_table_a9_has_seventy_rates() -> None:
     assert len(TABLE_A9) == 70
 
 
-@settings(deadline=None)
 @given(policies, demands, budgets)
 def test_rates_are_above_0_finite_within_their_caps_and_the_budget_and_use_all_that_the_caps_allow(
     policy: Policy, some: list[Demand], budget: float
@@ -90,7 +89,6 @@ def test_rates_are_above_0_finite_within_their_caps_and_the_budget_and_use_all_t
     assert sum(rates) == pytest.approx(min(budget, sum(caps)), rel=1e-9)
 
 
-@settings(deadline=None)
 @given(policies, demands, budgets)
 def test_nobody_gets_less_than_a_hundredth_of_its_equal_share(
     policy: Policy, some: list[Demand], budget: float
@@ -100,7 +98,6 @@ def test_nobody_gets_less_than_a_hundredth_of_its_equal_share(
     assert all(rate >= floor * (1 - 1e-9) for rate, floor in zip(rates, floors, strict=True))
 
 
-@settings(deadline=None)
 @given(policies, demands, budgets, st.randoms())
 def test_the_order_of_requests_does_not_matter(
     policy: Policy, some: list[Demand], budget: float, random: Random
@@ -112,7 +109,6 @@ def test_the_order_of_requests_does_not_matter(
     assert np.allclose(shuffled, rates[order], rtol=1e-6)
 
 
-@settings(deadline=None)
 @given(policies, demands, budgets, st.sampled_from([2, 10, 1000]))
 def test_bytes_and_budget_scaled_together_scale_the_rates(
     policy: Policy, some: list[Demand], budget: float, factor: int
@@ -132,7 +128,6 @@ def test_bytes_and_budget_scaled_together_scale_the_rates(
     assert np.allclose(allocate(policy, scaled, budget * factor, 625e6 * factor), rates * factor, rtol=1e-6)
 
 
-@settings(deadline=None)
 @given(st.sampled_from(STALL_POLICIES), demands, budgets, st.data())
 def test_no_transfer_of_rate_between_two_requests_lowers_the_cost(
     policy: Policy, some: list[Demand], budget: float, data: st.DataObject
@@ -154,7 +149,6 @@ def test_no_transfer_of_rate_between_two_requests_lowers_the_cost(
     assert cost(pair, [others[giver], others[taker]]) >= cost(pair, [rates[giver], rates[taker]]) * (1 - 1e-9)
 
 
-@settings(deadline=None)
 @given(policies, ranked, budgets)
 def test_what_a_priority_gets_does_not_depend_on_lower_ones_but_for_their_floors(
     policy: Policy, some: list[Demand], budget: float

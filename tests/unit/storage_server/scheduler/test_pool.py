@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from random import Random
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from storage_server.scheduler.demand import Demand
@@ -56,7 +56,6 @@ asked = st.builds(
 )
 
 
-@settings(deadline=None)
 @given(
     st.sampled_from(EVERY),
     st.lists(asked, min_size=1, max_size=8),
@@ -79,7 +78,6 @@ def test_every_request_ends_and_nothing_of_it_is_kept(
     assert pool.wake_at() == math.inf
 
 
-@settings(deadline=None)
 @given(st.sampled_from(EVERY), st.lists(asked, min_size=1, max_size=8), st.floats(0.0, 0.02))
 def test_no_more_than_the_budget_goes_in_any_interval(setting: PoolSettings, some: list[Asked], late_s: float) -> None:
     """But for the catching up, and the payloads that were under way when it began."""

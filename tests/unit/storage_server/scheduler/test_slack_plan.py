@@ -7,7 +7,7 @@ import math
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from numpy.typing import NDArray
 
@@ -100,13 +100,11 @@ def tightened(some: list[Remaining], stalls: list[float], index: int) -> float:
     return float(steps.tighten(steps.line(np.array(stalls)), index).stalls[index])
 
 
-@settings(deadline=None)
 @given(requests)
 def test_what_an_equal_share_gives_can_always_be_kept(some: list[Remaining]) -> None:
     assert can_be_kept(some, shared_stalls(some))
 
 
-@settings(deadline=None)
 @given(requests)
 def test_a_plan_is_kept_by_serving_the_earliest_deadline_first(some: list[Remaining]) -> None:
     """The feasibility that the plan rests on, played out layer by layer."""
@@ -116,7 +114,6 @@ def test_a_plan_is_kept_by_serving_the_earliest_deadline_first(some: list[Remain
         assert seen <= planned + 1e-6
 
 
-@settings(deadline=None)
 @given(requests)
 def test_no_stall_is_longer_than_promised_where_promises_can_be_kept(some: list[Remaining]) -> None:
     some = promised(some)
@@ -124,7 +121,6 @@ def test_no_stall_is_longer_than_promised_where_promises_can_be_kept(some: list[
     assert all(stall <= each.stall_max_s + 1e-9 for stall, each in zip(stalls.tolist(), some, strict=True))
 
 
-@settings(deadline=None)
 @given(requests)
 def test_no_stall_is_shorter_than_incurred_or_than_the_whole_link_allows(some: list[Remaining]) -> None:
     stalls = plan_stalls(promised(some), RATE)
@@ -133,7 +129,6 @@ def test_no_stall_is_shorter_than_incurred_or_than_the_whole_link_allows(some: l
         assert stalls[index] >= max(each.stall_s, alone) - 1e-9
 
 
-@settings(deadline=None)
 @given(requests, st.data())
 def test_the_least_stall_is_the_least_that_leaves_the_others_theirs(some: list[Remaining], data: st.DataObject) -> None:
     """The closed form against bisection by feasibility."""
@@ -148,7 +143,6 @@ def test_the_least_stall_is_the_least_that_leaves_the_others_theirs(some: list[R
     assert found <= some[index].stall_s + 1e-9 or not with_stall(found - 1e-6)
 
 
-@settings(deadline=None)
 @given(st.lists(st.tuples(st.integers(1, 3), st.integers(1, 2), st.integers(0, 3)), min_size=2, max_size=3))
 def test_small_plans_are_close_to_the_best_of_all_stalls_on_a_grid(shapes: list[tuple[int, int, int]]) -> None:
     """Every set of stalls in steps of the link's time for one unit: exhaustive, since sizes and times are whole."""
@@ -161,7 +155,6 @@ def test_small_plans_are_close_to_the_best_of_all_stalls_on_a_grid(shapes: list[
     assert plan_stalls(some, RATE).sum() <= best * 1.1 + 1e-6
 
 
-@settings(deadline=None)
 @given(requests, st.lists(st.floats(0.05, 1.0), min_size=6, max_size=6))
 def test_a_plan_is_no_worse_than_a_set_of_stalls_that_keeps_the_promises(
     some: list[Remaining], shares: list[float]
@@ -187,7 +180,6 @@ def test_a_set_that_cannot_be_kept_or_breaks_a_promise_is_not_taken() -> None:
     assert plan_stalls(some, RATE, [np.array([9.0, 2.0])]).sum() == pytest.approx(6.0)
 
 
-@settings(deadline=None)
 @given(requests)
 def test_the_same_requests_give_the_same_plan(some: list[Remaining]) -> None:
     some = promised(some)

@@ -137,7 +137,7 @@ OPERATIONS = st.lists(
 
 
 @pytest.mark.slow
-@settings(max_examples=25, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=25, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(OPERATIONS)
 def test_all_servers_come_to_show_the_same(
     tmp_path_factory: pytest.TempPathFactory, operations: list[tuple[int, str, str]]

@@ -12,7 +12,7 @@ from contextlib import aclosing
 from pathlib import Path
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from descriptors.errors import ErrorCode, ServerError
@@ -303,7 +303,6 @@ async def test_a_file_cut_short_or_gone_is_an_error(tmp_path: Path, damage: str)
     cuts=st.lists(st.integers(1, 3 * BLOCK_BYTES), max_size=6),
     flipped=st.integers(0, 2**31),
 )
-@settings(deadline=None)
 def test_block_checksums_do_not_depend_on_pieces_and_find_any_flipped_bit(
     nbytes: int, cuts: list[int], flipped: int
 ) -> None:

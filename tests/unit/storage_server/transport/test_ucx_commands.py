@@ -5,9 +5,9 @@ from __future__ import annotations
 import pytest
 
 from adapters.nixl_agent import Memory
+from storage_server.memory_area import AreaSpan, area_spans
 from storage_server.transport.ucx_commands import (
     AddPeer,
-    AreaSpan,
     Command,
     EndFlight,
     Group,
@@ -16,7 +16,6 @@ from storage_server.transport.ucx_commands import (
     RemovePeer,
     Reply,
     Write,
-    area_spans,
     decode_command,
     decode_reply,
     encode_command,

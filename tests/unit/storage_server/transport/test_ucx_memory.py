@@ -8,7 +8,8 @@ import mmap
 import pytest
 
 from storage_server.gather.staging import StagingPool
-from storage_server.transport.ucx_process import SharedArea, child_environment
+from storage_server.memory_area import SharedArea
+from storage_server.transport.ucx_process import ucx_environment
 
 
 def test_a_slot_is_wiped_when_it_passes_to_another_key() -> None:
@@ -53,6 +54,6 @@ def test_a_process_with_an_agent_knows_only_what_it_needs() -> None:
         "PYTHONSTARTUP": "x",
         "UCX_NET_DEVICES": "all",
     }
-    kept = child_environment(environment, "lo")
+    kept = ucx_environment(environment, "lo")
     assert set(kept) == {"PATH", "UCX_TLS", "UCX_NET_DEVICES", "PYTHONPATH"}
     assert kept["UCX_NET_DEVICES"] == "lo"

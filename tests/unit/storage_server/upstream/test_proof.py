@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from storage_server.planning.block_checksums import BLOCK_BYTES, BlockChecksums
@@ -30,7 +30,6 @@ def test_a_proof_fits_the_metadata_and_is_read_back(nbytes: int) -> None:
     assert parse_proof(proof.header(), nbytes) == proof
 
 
-@settings(deadline=None)
 @given(st.data())
 def test_what_has_come_is_proved_unit_by_unit(data: st.DataObject) -> None:
     nbytes = data.draw(st.sampled_from([1, BLOCK_BYTES, 3 * BLOCK_BYTES + 5, LONG]))

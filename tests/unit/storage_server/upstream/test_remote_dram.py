@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import os
-import threading
 import time
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager
 
 import pytest
@@ -15,11 +14,14 @@ from hypothesis import strategies as st
 
 from descriptors.objects import Attributes, ObjectInfo
 from storage_server.gather.landing import Landed, Landing
+from storage_server.memory_area import SharedArea
 from storage_server.planning.block_checksums import BlockChecksums
 from storage_server.settings import RemoteDramSettings, UpstreamSettings
+from storage_server.upstream import mooncake_process
 from storage_server.upstream import remote_dram as module
+from storage_server.upstream.mooncake_process import RemoteDramError
 from storage_server.upstream.proof import make_proof
-from storage_server.upstream.remote_dram import RemoteDram, RemoteDramError
+from storage_server.upstream.remote_dram import RemoteDram
 from storage_server.upstream.remote_entry import ENTRY_BYTES, RemoteEntry, decode_entry, encode_entry
 from tests.support.played_mooncake import NO_MASTER, PlayedMooncake
 
@@ -71,10 +73,17 @@ async def until(is_so: Callable[[], bool]) -> None:
 
 
 @asynccontextmanager
-async def made(keep_s: float = 3600.0) -> AsyncIterator[Bed]:
-    store, landing = PlayedMooncake(), Landing(8 << 20)
-    remote = RemoteDram(SETTINGS, "home", keep_s, lambda _: store)
-    await remote.start(landing)
+async def made(
+    keep_s: float = 3600.0, namespace: str = "home", joined: PlayedMooncake | None = None
+) -> AsyncIterator[Bed]:
+    store = joined or PlayedMooncake()
+
+    async def connect(_: RemoteDramSettings, areas: Sequence[SharedArea]) -> PlayedMooncake:
+        return store
+
+    remote = RemoteDram(SETTINGS, namespace, keep_s, connect)
+    landing = remote.landing(8 << 20)
+    await remote.start()
     await until(lambda: remote.is_open)
     yield Bed(remote, store, landing)
     await remote.close()
@@ -167,15 +176,15 @@ async def test_a_store_that_hangs_is_not_waited_for_and_its_memory_is_kept(monke
         await until(lambda: bed.landing.used_bytes == 0)
 
 
-async def test_a_store_whose_client_raises_is_left_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_store_whose_process_ends_is_left_alone(monkeypatch: pytest.MonkeyPatch) -> None:
     async with made() as bed:
         await bed.admitted(b"1" * NBYTES)
 
-        def broken(*_: object) -> list[int]:
-            raise RuntimeError("broken")
+        async def broken(*_: object) -> list[int]:
+            raise ConnectionError("broken")
 
-        monkeypatch.setattr(bed.store, "batch_get_into_multi_buffers", broken)
-        monkeypatch.setattr(bed.store, "batch_remove", broken)
+        monkeypatch.setattr(bed.store, "get", broken)
+        monkeypatch.setattr(bed.store, "remove", broken)
         assert await bed.read() is None
         assert not bed.remote.is_open
         bed.remote._closed_until_s = 0.0
@@ -205,16 +214,17 @@ async def test_a_full_store_takes_no_more_and_is_no_failure() -> None:
 
 
 async def test_a_store_that_is_not_there_is_asked_again_later(monkeypatch: pytest.MonkeyPatch) -> None:
-    store, landing, calls = PlayedMooncake(), Landing(8 << 20), list[int]()
+    store, calls = PlayedMooncake(), list[int]()
 
-    def connect(_: RemoteDramSettings) -> PlayedMooncake:
+    async def connect(_: RemoteDramSettings, areas: Sequence[SharedArea]) -> PlayedMooncake:
         calls.append(1)
         if len(calls) == 1:
             raise ConnectionError("not yet")
         return store
 
     remote = RemoteDram(SETTINGS, "home", 3600.0, connect)
-    await remote.start(landing)
+    landing = remote.landing(8 << 20)
+    await remote.start()
     bed = Bed(remote, store, landing)
     await until(lambda: remote.failed_count == 1)
     assert await bed.read() is None
@@ -227,9 +237,9 @@ async def test_a_store_that_is_not_there_is_asked_again_later(monkeypatch: pytes
 
 
 async def test_without_its_client_the_start_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(module.importlib.util, "find_spec", lambda name: None)
+    monkeypatch.setattr(mooncake_process.importlib.util, "find_spec", lambda name: None)
     with pytest.raises(RemoteDramError, match=r"objectcache\[mooncake\]"):
-        await RemoteDram(SETTINGS, "home", 1.0).start(Landing(1 << 20))
+        await RemoteDram(SETTINGS, "home", 1.0).start()
 
 
 async def test_when_too_many_were_removed_what_is_older_is_not_believed(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -257,13 +267,9 @@ async def test_a_chunk_that_another_server_puts_there_late_is_not_believed() -> 
 async def test_two_homes_do_not_see_each_others_chunks() -> None:
     async with made() as bed:
         await bed.admitted(b"1" * NBYTES)
-        other = RemoteDram(SETTINGS, "another home", 3600.0, lambda _: bed.store)
-        await other.start(bed.landing)
-        await until(lambda: other.is_open)
-        landed = bed.landed()
-        assert await other.read("bucket", KEY, landed) is None
-        landed.release()
-        await other.close()
+        async with made(namespace="another home", joined=bed.store) as other:
+            assert await other.read() is None
+            assert await bed.read() is not None
 
 
 async def test_a_chunk_that_is_being_written_is_a_miss_and_its_removal_is_tried_again(
@@ -272,11 +278,16 @@ async def test_a_chunk_that_is_being_written_is_a_miss_and_its_removal_is_tried_
     monkeypatch.setattr(module, "REMOVE_AGAIN_S", 0.01)
     async with made() as bed:
         await bed.admitted(b"1" * NBYTES)
-        answers, remove = [module.NOT_READY] * 2, bed.store.batch_remove
-        monkeypatch.setattr(bed.store, "batch_get_into_multi_buffers", lambda *_: [module.NOT_READY])
-        monkeypatch.setattr(
-            bed.store, "batch_remove", lambda keys, force: [answers.pop()] if answers else remove(keys, force)
-        )
+        answers, remove = [module.NOT_READY] * 2, bed.store.remove
+
+        async def not_ready(*_: object) -> int:
+            return module.NOT_READY
+
+        async def later(keys: Sequence[str]) -> list[int]:
+            return [answers.pop()] if answers else await remove(keys)
+
+        monkeypatch.setattr(bed.store, "get", not_ready)
+        monkeypatch.setattr(bed.store, "remove", later)
         assert await bed.read() is None
         await bed.remote.remove("bucket", [KEY])
         assert bed.store.stored == {}
@@ -300,13 +311,13 @@ async def test_a_busy_store_is_not_waited_for_and_does_not_count_as_failed(monke
 async def test_nothing_waits_behind_a_removal_that_hangs(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(module, "REMOVE_WAIT_S", 0.1)
     async with made() as bed:
-        hold = threading.Event()
+        hold = asyncio.Event()
 
-        def hang(keys: list[str], force: bool) -> list[int]:
-            hold.wait(20)
+        async def hang(keys: Sequence[str]) -> list[int]:
+            await hold.wait()
             return [0] * len(keys)
 
-        monkeypatch.setattr(bed.store, "batch_remove", hang)
+        monkeypatch.setattr(bed.store, "remove", hang)
         start_s = time.monotonic()
         for number in range(20):
             await bed.remote.remove("bucket", [f"{number:064x}"])
