@@ -27,11 +27,12 @@ MAY_IMPORT = {
 }
 STAGES = {
     "storage_server": (
-        "memory_area", "child_process", "planning", "scheduler", "eviction", "gather", "store/rows", "store/data",
-        "settings", "store/index", "store/reads", "store/evictor", "store/objects", "store/uploads", "store/chunks",
-        "store/beside", "store/upkeep", "store/embedded", "upstream", "shared_files", "tiers", "agents", "requests", "request_id_log",
-        "transport", "link", "registrar", "metrics", "pipeline", "buffer_path", "region_body", "object_moves",
-        "object_transfers", "prefixes", "service", "peer_body", "http_api",
+        "memory_area", "child_process", "planning", "scheduler", "eviction", "gather", "store/rows",
+        "store/data", "settings", "store/index", "store/reads", "store/evictor", "store/objects",
+        "store/uploads", "store/chunks", "store/beside", "store/upkeep", "store/embedded", "upstream",
+        "shared_files", "tiers", "agents", "requests", "request_id_log", "transport", "link", "registrar",
+        "metrics", "pipeline", "buffer_path", "region_body", "object_moves", "object_transfers", "prefixes",
+        "service", "peer_body", "http_api",
     ),
     "gateway": (
         "s3", "settings", "document_budget", "trace", "metrics", "body", "storage_client", "call", "operations",
