@@ -5,9 +5,10 @@ VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 CEPH_LACKS := CHECKSUMS,CONDITIONAL_DELETE,CONDITIONS,EXPIRY,LIFECYCLE,MULTIPART_DETAILS,PART_BOUNDARIES,REPEATED_COMPLETION
+SEAWEEDFS_LACKS := $(CEPH_LACKS),KEYS,MISSING_BUCKETS,REPEATED_PARTS
 CODE := adapters bench calibration demo descriptors fuzz gateway nixl_client objectcache storage_server tests
 
-.PHONY: demo test test-fast test-engines test-minio test-ceph bounds check format lint types bench-smoke clients engines figures image-check compatibility crash fuzz peers install clean
+.PHONY: demo test test-fast test-engines test-minio test-ceph test-seaweedfs bounds check format lint types bench-smoke clients engines figures image-check compatibility crash fuzz peers install clean
 
 demo: $(STAMP)
 	$(BIN)/python -m demo
@@ -35,6 +36,10 @@ test-minio: $(STAMP)
 # the same in front of Ceph's RGW, which Debian's packages bring: as root
 test-ceph: $(STAMP)
 	OBJECTCACHE_TEST_S3_LACKS=$(CEPH_LACKS) $(BIN)/python -m tests.support.foreign_services ceph -- $(MAKE) test-minio
+
+# the same in front of SeaweedFS, which a package of PyPI brings
+test-seaweedfs: $(STAMP)
+	OBJECTCACHE_TEST_S3_LACKS=$(SEAWEEDFS_LACKS) $(BIN)/python -m tests.support.foreign_services seaweedfs -- $(MAKE) test-minio
 
 # ten minutes of writers in bounded caches, with kills in between
 bounds: $(STAMP)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncIterator, Mapping
 from contextlib import asynccontextmanager
+from dataclasses import replace
 from typing import Any
 from urllib.parse import unquote_plus, urlencode
 
@@ -238,7 +239,10 @@ class UpstreamObjects:
     async def _head(self, request: ReadRequest) -> ReadHead:
         try:
             async with self._opened("HEAD", request) as (_, head):
-                return head
+                if request.range is None:
+                    return head
+                # some services answer a HEAD with the whole: HTTP has ranges for GET alone
+                return replace(head, range=resolve_range(request.range, head.info.nbytes))
         except CallerError as error:
             if error.code is ErrorCode.NO_SUCH_KEY:
                 await self.require_bucket(request.bucket)

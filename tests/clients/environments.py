@@ -70,4 +70,6 @@ FSSPEC = Environment("fsspec")
 TORCH = Environment("torch", Dependencies.BORROWED)
 SERVICES = Environment("services")
 """S3 services that stand upstream."""
+SEAWEEDFS = Environment("seaweedfs")
+"""As large as all others together, and made by `make test-seaweedfs` alone."""
 ENVIRONMENTS = (LIBRARIES, PROGRAMS, FSSPEC, TORCH, SERVICES)

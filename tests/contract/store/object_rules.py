@@ -86,6 +86,7 @@ class ObjectRules(StoreRules):
         assert info.part_count is None
         assert await get(filled, "key") == data
 
+    @optional(Feature.KEYS)
     async def test_a_key_may_be_any_text(self, filled: Any) -> None:
         keys = ["a/b//c", "ü ñ/漢字", "q?x=1&y#%2F+", "."]
         for key in keys:

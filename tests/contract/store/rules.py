@@ -59,9 +59,12 @@ class Feature(Enum):
     CONDITIONAL_DELETE = "few S3 services have If-Match for DeleteObject"
     CONDITIONS = "some S3 services ignore conditions, or know only some of them"
     EXPIRY = "a service that carries lifecycle rules out by itself may not say when an object expires"
+    KEYS = "a service whose keys are paths refuses some keys, and lists keys in an order of its own"
     LIFECYCLE = "a service may have lifecycle rules of its own, or none"
+    MISSING_BUCKETS = "some S3 services do not say that a bucket is missing"
     MULTIPART_DETAILS = "some S3 services refuse and page uploads and parts in ways of their own"
     PART_BOUNDARIES = "some S3 services forget where the parts of a complete object began"
+    REPEATED_PARTS = "a service may list a part twice that was sent again"
     REPEATED_COMPLETION = "S3 itself answers NoSuchUpload when a completed upload is completed again"
 
 

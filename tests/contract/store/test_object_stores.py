@@ -147,7 +147,15 @@ class TestCachedSharedDirectory(BucketRules, ObjectRules, UploadRules):
             yield storage
 
 
-MOTO_LACKS = frozenset(Feature) - {Feature.LIFECYCLE, Feature.CHECKSUMS, Feature.CONDITIONAL_DELETE}
+MOTO_HAS = (
+    Feature.LIFECYCLE,
+    Feature.CHECKSUMS,
+    Feature.CONDITIONAL_DELETE,
+    Feature.KEYS,
+    Feature.MISSING_BUCKETS,
+    Feature.REPEATED_PARTS,
+)
+MOTO_LACKS = frozenset(Feature) - frozenset(MOTO_HAS)
 
 
 @pytest.fixture(scope="module")

@@ -134,6 +134,7 @@ class UploadRules(StoreRules):
         assert await keys_of(filled) == ["stored"]
         assert await part_numbers(filled, upload) == []
 
+    @optional(Feature.MISSING_BUCKETS)
     async def test_without_its_bucket_an_upload_is_refused(self, filled: Any) -> None:
         create = filled.uploads.create_upload(CALLER, UploadRequest(CALLER, "unknown", "key"))
         assert await refusal(create) is ErrorCode.NO_SUCH_BUCKET
@@ -145,6 +146,7 @@ class UploadRules(StoreRules):
 
     # parts
 
+    @optional(Feature.REPEATED_PARTS)
     async def test_a_part_sent_again_replaces_the_one_before(self, filled: Any) -> None:
         upload = await begun(filled)
         await sent(filled, upload, 1, content(LARGE_BYTES, 1))
