@@ -97,18 +97,19 @@ def s3_client(url: str, access_key: str, secret_key: str, *, region: str = REGIO
 
 @contextmanager
 def running_server(
-    parent: Path | None, options: Sequence[str] = (), *, makes_bucket: bool = True
+    parent: Path | None, options: Sequence[str] = (), *, makes_bucket: bool = True, python_path: Sequence[Path] = ()
 ) -> Iterator[LocalServer]:
     """Serve from a new folder in `parent` (default: the system's temporary folder), removed afterwards.
 
-    `options` are further ones of `objectcache serve`. Without `makes_bucket` the bucket is there already.
+    `options` are further ones of `objectcache serve`. Without `makes_bucket` the bucket is there already. Packages are
+    also looked for in `python_path`.
 
     Raises LocalServerError when the server does not start, or does not end with status 0 on SIGTERM.
     """
     with tempfile.TemporaryDirectory(prefix="objectcache-local-", dir=parent) as folder:
         access_key, secret_key = "OC" + secrets.token_hex(9).upper(), secrets.token_urlsafe(30)
         data = Path(folder) / "data"
-        process = _start(data, options, access_key, secret_key)
+        process = _start(data, options, access_key, secret_key, python_path)
         try:
             server = LocalServer(_ready_url(process), process.pid, access_key, secret_key, data)
             if makes_bucket:
@@ -213,10 +214,12 @@ def is_same_rate(seen: float | None, wanted: float | None) -> bool:
     return math.isclose(seen, wanted, rel_tol=1e-6)
 
 
-def _start(data: Path, options: Sequence[str], access_key: str, secret_key: str) -> subprocess.Popen[str]:
+def _start(
+    data: Path, options: Sequence[str], access_key: str, secret_key: str, further: Sequence[Path]
+) -> subprocess.Popen[str]:
     keys = {"AWS_ACCESS_KEY_ID": access_key, "AWS_SECRET_ACCESS_KEY": secret_key}
     serve = [sys.executable, "-m", "objectcache.cli", "serve", "--data", str(data), "--port", "0", "--ucx"]
-    environment = {**os.environ, **keys, "PYTHONPATH": python_path()}
+    environment = {**os.environ, **keys, "PYTHONPATH": os.pathsep.join([python_path(), *map(str, further)])}
     return subprocess.Popen([*serve, *options], stdout=subprocess.PIPE, text=True, env=environment)
 
 

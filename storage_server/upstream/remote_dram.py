@@ -34,8 +34,8 @@ REMOVE_WAIT_S = 6.0
 REMOVE_ATTEMPTS = 5
 REMOVE_AGAIN_S = 0.2
 CLOSE_WAIT_S = 10.0
-ADMITS_MAX = 16
-"""So many chunks may wait to be written there; others are not kept."""
+ADMITS_PART = 0.25
+"""Of landing memory, for chunks that wait to be written there; others are not kept."""
 BACK_OFF_MIN_S = 1.0
 BACK_OFF_MAX_S = 60.0
 REMOVED_MAX = 65_536
@@ -70,6 +70,8 @@ class RemoteDram:
         self._is_closing = False
         self._admits: dict[Name, object] = {}
         """What waits to be written there, with a token: a removal takes the token away."""
+        self._admitting_bytes = 0
+        self._landing_bytes = 0
         self._written: tuple[Name, asyncio.Future[int]] | None = None
         """The chunk that is being written there."""
         self._removed: OrderedDict[Name, float] = OrderedDict()
@@ -84,7 +86,7 @@ class RemoteDram:
 
     def landing(self, nbytes: int) -> Landing:
         """The memory that chunks come into, which the Mooncake process has, too."""
-        self.landing_area = SharedArea(nbytes)
+        self.landing_area, self._landing_bytes = SharedArea(nbytes), nbytes
         return Landing(nbytes, self.landing_area)
 
     async def start(self) -> None:
@@ -154,18 +156,23 @@ class RemoteDram:
         """Keep a chunk there, behind all else."""
         name = entry.bucket, entry.info.key
         header = encode_entry(entry)
-        if header is None or not self.is_open or len(self._admits) >= ADMITS_MAX or not self._is_believed(entry):
+        nbytes = len(landed.view)
+        waiting_bytes = self._admitting_bytes
+        has_room = not waiting_bytes or waiting_bytes + nbytes <= ADMITS_PART * self._landing_bytes
+        if header is None or not self.is_open or not has_room or not self._is_believed(entry):
             return
         landed.hold()
+        self._admitting_bytes += nbytes
         token = self._admits[name] = object()
-        call = self._call(self._put(name, token, header, landed.address, len(landed.view)))
+        call = self._call(self._put(name, token, header, landed.address, nbytes))
 
         def end(_: object) -> None:
             landed.release()
+            self._admitting_bytes -= nbytes
             if self._admits.get(name) is token:
                 del self._admits[name]
             if not call.cancelled() and self._result(call):
-                self.admitted_bytes += len(landed.view)
+                self.admitted_bytes += nbytes
 
         call.add_done_callback(end)
 

@@ -5,8 +5,6 @@ Mooncake itself, where it is installed (`make peers`).
 from __future__ import annotations
 
 import os
-import subprocess
-import sys
 import textwrap
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
@@ -16,7 +14,8 @@ import numpy as np
 import pytest
 
 from bench.beds.kv_peers.install import MOONCAKE
-from bench.beds.kv_peers.running import running_owner
+from bench.beds.kv_peers.running import borrowed_mooncake, running_owner
+from bench.beds.processes import BaselineError
 from descriptors.descriptor import Delivery
 from descriptors.layout import ChunkLayout
 from nixl_client.client import ObjectCacheClient
@@ -210,19 +209,13 @@ endpoint = "mooncake://{master}"
 """
 
 
-@pytest.mark.skipif(not MOONCAKE.is_installed, reason="not installed: make peers")
 @pytest.mark.timeout(180)
 def test_mooncake_itself_keeps_chunks_for_another_server(home: LocalStack, tmp_path: Path) -> None:
     """Two servers in processes of their own, and Mooncake's master and an owner of memory."""
-    packages = next((MOONCAKE.folder / "lib").glob("python*/site-packages"))
-    probe = [sys.executable, "-c", "import sys; sys.path.append(sys.argv[1]); import mooncake.store", str(packages)]
-    if subprocess.run(probe, capture_output=True, timeout=60, check=False).returncode:
-        pytest.skip("Mooncake's client cannot be loaded: it needs libibverbs1")
-    borrowed = tmp_path / "borrowed"
-    borrowed.mkdir()
-    (borrowed / "mooncake").symlink_to(packages / "mooncake")
-    for libraries in packages.glob("mooncake*.libs"):
-        (borrowed / libraries.name).symlink_to(libraries)
+    try:
+        borrowed = borrowed_mooncake(tmp_path)
+    except BaselineError as error:
+        pytest.skip(f"Mooncake's client cannot be loaded: {error}")
     keys, chunks = stored(home, (home, home), tmp_path, 15)
     with running_owner(MOONCAKE.folder / "bin", 64 << 20, tmp_path) as (master, _):
         config = tmp_path / "config.toml"

@@ -125,6 +125,24 @@ class Peers:
             self.runs.append(PeerRun(named, partial(_run, child, capability.name)))
 
 
+def borrowed_mooncake(folder: Path) -> Path:
+    """A folder in `folder` from which a process of another environment can import Mooncake's client, and nothing else.
+    Raises BaselineError where it cannot be loaded.
+    """
+    if not MOONCAKE.is_installed:
+        raise BaselineError("not installed: make peers")
+    packages = next((MOONCAKE.folder / "lib").glob("python*/site-packages"))
+    borrowed = folder / "mooncake"
+    borrowed.mkdir()
+    for found in (packages / "mooncake", *packages.glob("mooncake*.libs")):
+        (borrowed / found.name).symlink_to(found)
+    load = "import sys; sys.path.append(sys.argv[1]); import mooncake.store"
+    problem = failure_of([sys.executable, "-c", load, str(borrowed)], CHECK_TIMEOUT_S)
+    if problem is not None:
+        raise BaselineError(problem)
+    return borrowed
+
+
 @contextmanager
 def running_owner(programs: Path, payload_bytes: int, folder: Path) -> Iterator[tuple[str, str]]:
     """Mooncake's master and the process that owns the memory, with room for the payload, on free ports of loopback;

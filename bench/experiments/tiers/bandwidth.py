@@ -18,6 +18,7 @@ from bench.beds.kv_stores.running import SAID, RunningStore, StoreName, start
 from bench.beds.memory import huge_page_memory
 from bench.beds.processes import BaselineError
 from bench.core.show import Json
+from bench.experiments.tiers.homes import HomeBed
 from calibration.chunks import Chunks, StoredFiles, drop_pages, fetch_checked, make_chunks, store_chunks, warm
 from calibration.content import Bytes, VerificationError
 from calibration.samples import interleaved, spread
@@ -67,6 +68,9 @@ def measure_bandwidth(parent: Path | None, block_count: int, runs: int, seed: in
             ways[title] = _ours(stack, parent, chunks, dram_bytes, is_cold=is_cold)
         folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="objectcache-tiers-", dir=parent)))
         ways["files, one per block, cold, one thread"] = _cold_files(folder, chunks)
+        homes, not_here = HomeBed(stack, parent, block_count, LAYOUT, runs, seed).ways()
+        ways |= homes
+        absent |= not_here
         for chosen in STORES:
             try:
                 store = start(chosen, LAYOUT.chunk_bytes, 2 * nbytes, parent, stack)

@@ -131,6 +131,18 @@ async def test_a_chunk_that_waits_to_be_written_is_not_when_it_was_removed() -> 
         assert bed.store.stored == {}
 
 
+async def test_what_waits_to_be_written_holds_a_quarter_of_landing_memory() -> None:
+    async with made() as bed:
+        with bed.store.held():
+            for number in range(40):
+                landed = bed.landed(b"1" * NBYTES)
+                bed.remote.admit(entry_of(b"1" * NBYTES, f"{number:064x}"), landed)
+                landed.release()
+            assert 0.2 < bed.landing.used_bytes / (8 << 20) <= module.ADMITS_PART + 0.01
+        await until(lambda: bed.landing.used_bytes == 0)
+        assert len(bed.store.stored) == (8 << 20) * module.ADMITS_PART // NBYTES
+
+
 async def test_an_old_chunk_is_not_read() -> None:
     async with made(keep_s=10.0) as bed:
         await bed.admitted(b"1" * NBYTES, seen_at=time.time() - 11.0)
