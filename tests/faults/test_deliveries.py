@@ -68,7 +68,7 @@ def test_a_dropped_connection_frees_everything_at_once(local: LocalStack, keys: 
         sock.sendall(descriptor_request(local.url, body))
         assert sock.recv(100).startswith(b"HTTP/1.1 200")
         assert not is_idle(local)
-    assert eventually(lambda: is_idle(local), 5)
+    assert eventually(lambda: is_idle(local))
 
 
 def test_a_dropped_control_connection_stops_the_writes(local: LocalStack, keys: list[str]) -> None:
@@ -82,7 +82,7 @@ def test_a_dropped_control_connection_stops_the_writes(local: LocalStack, keys: 
         with pytest.raises(ServerError):
             fetch.wait(30)
         fetch.wait_settled(30)
-        assert eventually(lambda: is_idle(local), 5)
+        assert eventually(lambda: is_idle(local))
 
 
 def test_a_flipped_bit_fails_its_layer_and_is_never_announced(

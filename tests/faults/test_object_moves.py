@@ -183,7 +183,7 @@ def test_a_dropped_connection_stops_and_drains(paths: LocalStack, threads: Threa
             sock.sendall("\r\n".join([*lines, "", ""]).encode())
             assert eventually(lambda: held.held_count > 0)
         held.release()
-        assert eventually(lambda: is_idle(paths), 5)
+        assert eventually(lambda: is_idle(paths))
         assert not is_stored(paths, "dropped")
 
 

@@ -66,7 +66,7 @@ Pair = tuple[LocalStack, LocalStack]
 @pytest.fixture
 def pair(way: FaultyUpstream, played: PlayedMooncake, tmp_path: Path) -> Iterator[Pair]:
     remote = RemoteDramSettings("mooncake://127.0.0.1:1")
-    settings = UpstreamSettings(way.url, *OWNER, remote_dram=remote, read_timeout_s=2.0, connect_timeout_s=1.0)
+    settings = UpstreamSettings(way.url, *OWNER, remote_dram=remote, read_timeout_s=4.0, connect_timeout_s=3.0)
     with LocalStack(tmp_path / "a", upstream=settings) as one, LocalStack(tmp_path / "b", upstream=settings) as other:
         for each in (one, other):
             assert eventually(lambda each=each: each.storage.upstream.remote.is_joined)  # type: ignore[misc]

@@ -105,7 +105,7 @@ WAYS: dict[str, dict[str, int]] = {
 def cold(request: pytest.FixtureRequest, upstream: FaultyUpstream, tmp_path: Path) -> Iterator[LocalStack]:
     """Us, with nothing in the cache, and a way upstream that can go wrong. The parameter is one of WAYS."""
     way = WAYS[getattr(request, "param", "groups")]
-    options = {"connect_timeout_s": 1.0, "read_timeout_s": 2.0, **way}
+    options = {"connect_timeout_s": 3.0, "read_timeout_s": 4.0, **way}
     settings = UpstreamSettings(upstream.url, *OWNER, **options)
     with LocalStack(tmp_path / "cold", upstream=settings) as running:
         yield running

@@ -66,7 +66,7 @@ class Front:
     def __init__(self, directory: Path, upstream: FaultyUpstream) -> None:
         self._directory = directory
         self._settings = UpstreamSettings(
-            upstream.url, *OWNER, connect_timeout_s=1.0, read_timeout_s=2.0, write=Write.BACK
+            upstream.url, *OWNER, connect_timeout_s=3.0, read_timeout_s=4.0, write=Write.BACK
         )
 
     def started(self, **settings: Any) -> AbstractContextManager[LocalStack]:

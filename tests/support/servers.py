@@ -216,7 +216,7 @@ class LocalStack:
         return self._hold.hold_from(layer_index)
 
 
-def eventually(is_true: Callable[[], bool], timeout_s: float = 15.0) -> bool:
+def eventually(is_true: Callable[[], bool], timeout_s: float = 60.0) -> bool:
     """Wait for a state another process reaches on its own."""
     deadline = time.monotonic() + timeout_s
     while time.monotonic() < deadline:

@@ -10,6 +10,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 from awscrt import checksums
 
@@ -30,7 +31,8 @@ CHUNKS = 3 * threads.HERE_ITEMS_MAX + 1
 CHUNK_BYTES = 64
 KEYS = tuple(f"{index:064x}" for index in range(CHUNKS))
 FILE_ID = "ab" * 16
-DATA = bytes(index * 7 % 251 for index in range(CHUNKS * CHUNK_BYTES))
+DATA = np.random.default_rng(1).bytes(CHUNKS * CHUNK_BYTES)
+"""No two chunks are equal: deduplication would free the pages of one, which here holds other chunks, too."""
 
 
 class Sink:

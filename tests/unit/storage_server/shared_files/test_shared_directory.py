@@ -323,7 +323,7 @@ async def test_a_file_is_deleted_a_while_after_nothing_names_it(
         assert await get(one, "kept") == await get(other, "kept") == content(100_000, 1)
 
 
-async def until(is_so: Any, timeout_s: float = 10.0) -> None:
+async def until(is_so: Any, timeout_s: float = 60.0) -> None:
     end_s = time.monotonic() + timeout_s
     while not is_so():
         assert time.monotonic() < end_s
