@@ -76,15 +76,16 @@ async def joined(settings: RemoteDramSettings, areas: Sequence[SharedArea]) -> M
         process, ours = await spawned("storage_server.upstream.mooncake_engine", areas, environment)
     except OSError as error:
         raise ConnectionError(f"the Mooncake process cannot be started: {error}") from error
-    reader, writer = await asyncio.open_unix_connection(sock=ours, limit=LINE_BYTES_MAX)
+    writer: asyncio.StreamWriter | None = None
     try:
+        reader, writer = await asyncio.open_unix_connection(sock=ours, limit=LINE_BYTES_MAX)
         writer.write(encode_join(join))
         async with asyncio.timeout(JOIN_WAIT_S):
             first = decode_answer(await reader.readline())
         if first.problem is not None:
             raise ConnectionError(first.problem)
     except BaseException as error:
-        writer.close()
+        (writer or ours).close()
         with contextlib.suppress(ProcessLookupError):
             process.kill()
         await process.wait()
