@@ -4,8 +4,8 @@ answer to the request comes last.
 
 from __future__ import annotations
 
-import contextlib
 import logging
+import time
 from dataclasses import replace
 
 from descriptors.descriptor_codec import encode_binary
@@ -17,6 +17,8 @@ from nixl_client.session.agent import GONE, ClientAgent
 from nixl_client.session.signed_http import Answer, SignedHttp
 from nixl_client.transports.http import UnansweredError
 
+STOP_PAUSES_S = (0.05, 0.1, 0.2, 0.4, 0.8)
+"""The pauses after each unanswered request to stop a fetch."""
 _log = logging.getLogger(__name__)
 
 
@@ -47,14 +49,22 @@ class OneSidedFetches:
 
     def _end_unanswered(self, fetch: LayerFetch, error: ObjectCacheError) -> None:
         """No answer came. A server that has sent `done` writes into the buffer no more. Otherwise it is asked to
-        stop.
+        stop, again where the question is not answered either; without an answer the fetch stays unsettled.
         """
         fetch.on_failure(error)
         if fetch.is_complete:
             fetch.settle()
             return
-        with contextlib.suppress(ObjectCacheError):  # if the caller cancels, the error is raised there
-            self.cancel(fetch)
+        for pause_s in STOP_PAUSES_S:
+            if fetch.is_settled:  # the caller has cancelled meanwhile
+                return
+            try:
+                self.cancel(fetch)
+                return
+            except UnansweredError:  # the network that broke the request's connection may break this one, too
+                time.sleep(pause_s)
+            except ObjectCacheError:
+                return  # if the caller cancels, the error is raised there
 
     def cancel(self, fetch: LayerFetch) -> None:
         """Have the server stop the fetch; it answers when nothing is in flight. Raises ObjectCacheError when the server

@@ -21,14 +21,19 @@ DESCRIPTOR = Descriptor(("a", "b"), 2, 16, 1_000, rdma_target=RdmaTarget("agent"
 
 
 class LostHttp:
-    """The descriptor's answer is lost, and the cancellation cannot be sent."""
+    """The descriptor's answer is lost, and so are the first `lost_stops` requests to stop it."""
 
-    def __init__(self, fetch_says: Any) -> None:
+    def __init__(self, fetch_says: Any, lost_stops: int) -> None:
         self._fetch_says = fetch_says
+        self._lost_stops = lost_stops
 
     def request(self, method: str, *_: object, **__: object) -> Any:
         if method == "POST":
             self._fetch_says()
+        elif self._lost_stops == 0:
+            return None
+        else:
+            self._lost_stops -= 1
         raise UnansweredError("the connection broke")
 
 
@@ -38,12 +43,12 @@ class QuietReceiver:
     def stop_listening(self, *_: object) -> None: ...
 
 
-def run(notices: list[Any]) -> LayerFetch:
+def run(notices: list[Any], lost_stops: int = 1_000) -> LayerFetch:
     def says() -> None:
         for notice in notices:
             fetch.on_notice(notice)
 
-    http: Any = LostHttp(says)
+    http: Any = LostHttp(says, lost_stops)
     agent: Any = SimpleNamespace(receiver=QuietReceiver())
     fetches = OneSidedFetches(http, agent)
     fetch = LayerFetch(
@@ -66,3 +71,11 @@ def test_neither_done_nor_an_answer_is_an_error_and_the_buffer_stays_the_servers
         fetch.wait(1)
     assert failed.value.code is not ErrorCode.CANCELLED
     assert not fetch.is_settled
+
+
+def test_a_stop_that_is_lost_is_asked_for_again() -> None:
+    """A network that breaks one connection often breaks the next one, too; the buffer must come back all the same."""
+    fetch = run([Admitted("r" * 16, Mode.LAYER_MAJOR, 2)], lost_stops=2)
+    assert fetch.is_settled
+    with pytest.raises(ServerError):
+        fetch.wait(1)
