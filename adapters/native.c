@@ -10,13 +10,18 @@
 
 #include <errno.h>
 #include <fcntl.h>
+#include <linux/io_uring.h>
 #include <linux/userfaultfd.h>
 #include <poll.h>
+#include <pthread.h>
 #include <setjmp.h>
 #include <signal.h>
+#include <stdatomic.h>
 #include <stdint.h>
+#include <stdio.h>
 #include <string.h>
 #include <sys/ioctl.h>
+#include <sys/mman.h>
 #include <sys/socket.h>
 #include <sys/syscall.h>
 #include <sys/uio.h>
@@ -28,6 +33,10 @@
 #define READ_BYTES (16 * BLOCK_BYTES) /* read, then proved while still in the second-level cache */
 #define AHEAD_BYTES (4 * 65536)        /* four layers of a small model's chunk at a time keep a disk busier than one */
 #define AHEAD_BYTES_MAX (2 << 20)      /* of one chunk at a time */
+#define QUEUE_DEPTH 256               /* reads that one thread has under way at the disk */
+#define DIRECT_BYTES_MAX (1 << 20)    /* of one such read */
+#define DIRECT_ALIGNMENT 4096         /* of its place in the file and of its length */
+#define DIRECT_FILES 1024             /* files that one gather reads from past the page cache */
 #define SEND_SPANS 512 /* half of what the kernel takes at once; the fewer calls, the fewer copies it interrupts */
 #define SEND_BYTES (8 << 20)
 #define SHORT_BYTES (1 << 20) /* giving the interpreter up costs up to a switch interval to get it back */
@@ -193,7 +202,7 @@ static void copy_past_cache(uint8_t *target, const uint8_t *source, size_t nbyte
 }
 
 typedef struct {
-    int64_t fd, offset, start, nbytes, extent_bytes, first_word, target;
+    int64_t fd, offset, start, nbytes, extent_bytes, first_word, target, landing;
 } Row;
 
 typedef enum { GOOD, CORRUPT, SHORT, FAILED, COLD } Outcome;
@@ -363,25 +372,268 @@ static PyObject *guard_missing(PyObject *module, PyObject *args)
     return Py_NewRef(Py_None);
 }
 
-/* What is at hand first; of the rest every read is started before the first is waited for, so that the disk has as many
-   at once as there are rows. */
+/* Reading past the page cache. A disk is fastest when it has many reads at once, and the page cache costs more processor
+   time than the disk does: reads go from the disk into the memory where the bytes are wanted, through a queue of the
+   kernel (io_uring) that each gathering thread has for itself. Whatever cannot be read so, or comes back wrong, is read
+   again through the page cache, and only that tells of damage. */
+typedef struct {
+    int fd; /* -1: the system has no such queue; 0: not asked for yet */
+    unsigned *sq_tail, *sq_array, *cq_head, *cq_tail, sq_mask, cq_mask;
+    struct io_uring_sqe *sqes;
+    struct io_uring_cqe *cqes;
+    unsigned unsubmitted, in_flight;
+    void *ring;
+    size_t ring_bytes, sqes_bytes;
+} Queue;
+
+static __thread Queue queue;
+static pthread_key_t queue_key; /* closes a thread's queue when the thread ends */
+
+static void close_queue(void *ended)
+{
+    Queue *of_thread = ended;
+    munmap(of_thread->ring, of_thread->ring_bytes);
+    munmap(of_thread->sqes, of_thread->sqes_bytes);
+    close(of_thread->fd);
+    of_thread->fd = -1;
+}
+
+static int open_queue(void)
+{
+    struct io_uring_params made = {0};
+    if (queue.fd)
+        return queue.fd > 0;
+    int fd = (int)syscall(SYS_io_uring_setup, QUEUE_DEPTH, &made);
+    queue.fd = -1;
+    if (fd < 0)
+        return 0;
+    size_t sq_bytes = made.sq_off.array + made.sq_entries * sizeof(unsigned);
+    size_t cq_bytes = made.cq_off.cqes + made.cq_entries * sizeof(struct io_uring_cqe);
+    size_t sqes_bytes = made.sq_entries * sizeof(struct io_uring_sqe);
+    if (sq_bytes < cq_bytes)
+        sq_bytes = cq_bytes;
+    if (fd == 0 || !(made.features & IORING_FEAT_SINGLE_MMAP))
+        goto no_queue;
+    char *ring = mmap(NULL, sq_bytes, PROT_READ | PROT_WRITE, MAP_SHARED | MAP_POPULATE, fd, IORING_OFF_SQ_RING);
+    if (ring == MAP_FAILED)
+        goto no_queue;
+    void *sqes = mmap(NULL, sqes_bytes, PROT_READ | PROT_WRITE, MAP_SHARED | MAP_POPULATE, fd, IORING_OFF_SQES);
+    if (sqes == MAP_FAILED) {
+        munmap(ring, sq_bytes);
+        goto no_queue;
+    }
+    queue = (Queue){
+        .fd = fd,
+        .sq_tail = (unsigned *)(ring + made.sq_off.tail),
+        .sq_array = (unsigned *)(ring + made.sq_off.array),
+        .cq_head = (unsigned *)(ring + made.cq_off.head),
+        .cq_tail = (unsigned *)(ring + made.cq_off.tail),
+        .sq_mask = *(unsigned *)(ring + made.sq_off.ring_mask),
+        .cq_mask = *(unsigned *)(ring + made.cq_off.ring_mask),
+        .sqes = sqes,
+        .cqes = (struct io_uring_cqe *)(ring + made.cq_off.cqes),
+        .ring = ring,
+        .ring_bytes = sq_bytes,
+        .sqes_bytes = sqes_bytes,
+    };
+    pthread_setspecific(queue_key, &queue);
+    return 1;
+no_queue:
+    close(fd);
+    return 0;
+}
+
+static void enqueue(int fd, uint8_t *target, unsigned nbytes, int64_t offset, uint64_t mark)
+{
+    unsigned tail = *queue.sq_tail, at = tail & queue.sq_mask;
+    queue.sqes[at] = (struct io_uring_sqe){
+        .opcode = IORING_OP_READ, .fd = fd, .off = offset, .addr = (uintptr_t)target, .len = nbytes, .user_data = mark};
+    queue.sq_array[at] = at;
+    atomic_store_explicit((_Atomic unsigned *)queue.sq_tail, tail + 1, memory_order_release);
+    queue.unsubmitted++, queue.in_flight++;
+}
+
+/* Hand over what is queued, and wait until one read has ended. 0 where the kernel takes none now. */
+static int submit(unsigned wait)
+{
+    int count;
+    do
+        count = (int)syscall(SYS_io_uring_enter, queue.fd, queue.unsubmitted, wait, IORING_ENTER_GETEVENTS, NULL, 0);
+    while (count < 0 && errno == EINTR);
+    if (count > 0)
+        queue.unsubmitted -= count;
+    return count >= 0;
+}
+
+static int next_completion(struct io_uring_cqe *ended)
+{
+    unsigned head = *queue.cq_head;
+    if (head == atomic_load_explicit((_Atomic unsigned *)queue.cq_tail, memory_order_acquire))
+        return 0;
+    *ended = queue.cqes[head & queue.cq_mask];
+    atomic_store_explicit((_Atomic unsigned *)queue.cq_head, head + 1, memory_order_release);
+    queue.in_flight--;
+    return 1;
+}
+
+/* Take back what the kernel has not been given, and wait for the rest: nothing may be written into memory that is the
+   caller's again. */
+static void drain(void)
+{
+    struct io_uring_cqe ended;
+    struct timespec pause = {.tv_nsec = 1000000};
+    atomic_store_explicit((_Atomic unsigned *)queue.sq_tail, *queue.sq_tail - queue.unsubmitted, memory_order_release);
+    queue.in_flight -= queue.unsubmitted;
+    queue.unsubmitted = 0;
+    while (queue.in_flight)
+        if (!next_completion(&ended) && !submit(1))
+            nanosleep(&pause, NULL);
+}
+
+/* Whether the page cache has all of a row. Kernels before 6.5 do not tell: then it counts as having nothing. */
+static int is_cached(const Row *row)
+{
+    struct { uint64_t offset, nbytes; } range = {row->offset + row->start, row->nbytes};
+    struct { uint64_t cached, dirty, writeback, evicted, recently_evicted; } pages = {0};
+    if (syscall(451 /* cachestat */, (int)row->fd, &range, &pages, 0) < 0)
+        return 0;
+    return pages.cached * 4096 >= (uint64_t)row->nbytes;
+}
+
+static uint8_t *read_to(const Row *row, uint8_t *base)
+{
+    return row->landing ? (uint8_t *)(uintptr_t)row->landing : base + row->target;
+}
+
+/* Whole blocks, at places where a disk can read by itself. */
+static int can_be_direct(const Row *row, uint8_t *base)
+{
+    int64_t end = row->start + row->nbytes;
+    return row->fd >= 0 && row->start % BLOCK_BYTES == 0 && (end % BLOCK_BYTES == 0 || end == row->extent_bytes) &&
+           row->nbytes % DIRECT_ALIGNMENT == 0 && (row->offset + row->start) % DIRECT_ALIGNMENT == 0 &&
+           (uintptr_t)read_to(row, base) % 512 == 0 && row->nbytes / DIRECT_BYTES_MAX < 1 << 16;
+}
+
+/* The files of one gather, opened once more for reading past the page cache; by descriptor modulo DIRECT_FILES. */
+typedef struct {
+    int known[DIRECT_FILES], direct[DIRECT_FILES];
+} DirectFiles;
+
+static int direct_file(DirectFiles *files, int fd)
+{
+    char path[32];
+    int at = fd % DIRECT_FILES;
+    if (files->known[at] == 0) {
+        snprintf(path, sizeof path, "/proc/self/fd/%d", fd);
+        files->known[at] = fd + 1;
+        files->direct[at] = open(path, O_RDONLY | O_DIRECT | O_CLOEXEC);
+    }
+    return files->known[at] == fd + 1 ? files->direct[at] : -1;
+}
+
+static void close_direct(DirectFiles *files)
+{
+    for (int at = 0; at < DIRECT_FILES; at++)
+        if (files->known[at] && files->direct[at] >= 0)
+            close(files->direct[at]);
+}
+
+/* How each row of a gather is read. */
+typedef enum { AT_HAND, DIRECT, BUFFERED, DONE } How;
+
+typedef struct {
+    Row *rows;
+    Py_ssize_t count, next; /* the next row to be queued, and of it the next read */
+    unsigned next_read;
+    const uint8_t *words;
+    uint8_t *base, *how;
+    int past_cache;
+    DirectFiles files;
+} Gather;
+
+/* Queue reads of DIRECT rows while there is room. `mark` is the row's index and the number of the read in it. */
+static void queue_reads(Gather *g)
+{
+    for (; g->next < g->count && queue.in_flight < QUEUE_DEPTH; g->next++, g->next_read = 0) {
+        const Row *row = g->rows + g->next;
+        if (g->how[g->next] != DIRECT)
+            continue;
+        int fd = direct_file(&g->files, (int)row->fd);
+        if (fd < 0) {
+            g->how[g->next] = BUFFERED;
+            continue;
+        }
+        for (int64_t at = (int64_t)g->next_read * DIRECT_BYTES_MAX; at < row->nbytes; at += DIRECT_BYTES_MAX) {
+            if (queue.in_flight == QUEUE_DEPTH)
+                return;
+            int64_t nbytes = row->nbytes - at < DIRECT_BYTES_MAX ? row->nbytes - at : DIRECT_BYTES_MAX;
+            enqueue(fd, read_to(row, g->base) + at, (unsigned)nbytes, row->offset + row->start + at,
+                    (uint64_t)g->next << 16 | g->next_read);
+            g->next_read++;
+        }
+    }
+}
+
+/* Prove what has come, while other reads are under way. */
+static void take_read(Gather *g, const struct io_uring_cqe *ended)
+{
+    Py_ssize_t index = ended->user_data >> 16;
+    const Row *row = g->rows + index;
+    int64_t at = (int64_t)(ended->user_data & 0xFFFF) * DIRECT_BYTES_MAX;
+    int64_t nbytes = row->nbytes - at < DIRECT_BYTES_MAX ? row->nbytes - at : DIRECT_BYTES_MAX;
+    uint8_t *read = read_to(row, g->base) + at;
+    const uint8_t *words = g->words + 4 * (row->first_word + (row->start + at) / BLOCK_BYTES);
+    if (ended->res != nbytes || first_bad(read, nbytes, words) >= 0)
+        g->how[index] = BUFFERED;
+    else if (row->landing && g->past_cache)
+        copy_past_cache(g->base + row->target + at, read, nbytes);
+    else if (row->landing)
+        memcpy(g->base + row->target + at, read, nbytes);
+}
+
+/* Read every DIRECT row. Those that could not be read so are BUFFERED then. */
+static void read_direct(Gather *g)
+{
+    struct io_uring_cqe ended;
+    for (;;) {
+        queue_reads(g);
+        if (!queue.in_flight)
+            break;
+        if (!submit(1)) {
+            drain();
+            for (Py_ssize_t index = 0; index < g->count; index++)
+                if (g->how[index] == DIRECT)
+                    g->how[index] = BUFFERED;
+            return;
+        }
+        while (next_completion(&ended))
+            take_read(g, &ended);
+    }
+}
+
+/* The disk is given its reads first, then come the rows at hand, and then the reads that have ended. Where reads go
+   through the page cache, every one is started before the first is waited for, so that the disk has as many at once as
+   there are rows. Of rows that do not lie at their landing afterwards, the landing is 0. */
 static PyObject *gather(PyObject *module, PyObject *args)
 {
     Py_buffer rows, words;
     unsigned long long address;
-    int past_cache;
-    if (!PyArg_ParseTuple(args, "y*y*Kp", &rows, &words, &address, &past_cache))
+    int past_cache, is_direct;
+    if (!PyArg_ParseTuple(args, "w*y*Kpp", &rows, &words, &address, &past_cache, &is_direct))
         return NULL;
-    const Row *row = rows.buf;
-    Py_ssize_t count = rows.len / (Py_ssize_t)sizeof(Row), cold_count = 0;
+    Gather *g = PyMem_Calloc(1, sizeof *g);
     volatile Py_ssize_t index = 0, failed_index = 0;
-    Py_ssize_t *cold = PyMem_Malloc((count ? count : 1) * sizeof *cold);
-    if (cold == NULL) {
+    const Py_ssize_t count = rows.len / (Py_ssize_t)sizeof(Row);
+    uint8_t *how = PyMem_Calloc(count ? count : 1, 1);
+    if (g == NULL || how == NULL) {
+        PyMem_Free(g);
+        PyMem_Free(how);
         PyBuffer_Release(&rows);
         PyBuffer_Release(&words);
         return PyErr_NoMemory();
     }
-    uint8_t *base = (uint8_t *)(uintptr_t)address;
+    g->rows = rows.buf, g->count = count, g->words = words.buf, g->how = how, g->past_cache = past_cache;
+    g->base = (uint8_t *)(uintptr_t)address;
     volatile Outcome outcome = GOOD;
     int64_t failed_at = 0;
     volatile int failure = 0;
@@ -392,28 +644,49 @@ static PyObject *gather(PyObject *module, PyObject *args)
         goto ended;
     }
     gathering = &here;
+    is_direct = is_direct && count < 1 << 24 && open_queue();
+    for (index = 0; is_direct && index < count; index++)
+        if (can_be_direct(g->rows + index, g->base) && !is_cached(g->rows + index))
+            how[index] = DIRECT;
+    if (is_direct) {
+        queue_reads(g);
+        submit(0);
+    }
     for (index = 0; index < count && outcome == GOOD; index++) {
-        outcome = carry_out(row + index, words.buf, base, past_cache, &failed_at, NOWAIT);
+        if (how[index] != AT_HAND)
+            continue;
+        outcome = carry_out(g->rows + index, g->words, g->base, past_cache, &failed_at, NOWAIT);
+        how[index] = DONE;
         if (outcome == COLD) {
-            read_ahead(row + index);
-            cold[cold_count++] = index;
+            read_ahead(g->rows + index);
+            how[index] = BUFFERED;
             outcome = GOOD;
         } else if (outcome != GOOD) {
             failed_index = index;
             failure = errno;
         }
+        g->rows[index].landing = 0;
     }
-    for (index = 0; index < cold_count && outcome == GOOD; index++) {
-        outcome = carry_out(row + cold[index], words.buf, base, past_cache, &failed_at, WAIT);
+    if (is_direct && outcome == GOOD)
+        read_direct(g);
+    for (index = 0; index < count && outcome == GOOD; index++) {
+        if (how[index] != BUFFERED)
+            continue;
+        g->rows[index].landing = 0;
+        outcome = carry_out(g->rows + index, g->words, g->base, past_cache, &failed_at, WAIT);
         if (outcome != GOOD) {
-            failed_index = cold[index];
+            failed_index = index;
             failure = errno;
         }
     }
 ended:
     gathering = NULL;
+    if (queue.fd > 0)
+        drain();
+    close_direct(&g->files);
     Py_END_ALLOW_THREADS
-    PyMem_Free(cold);
+    PyMem_Free(g);
+    PyMem_Free(how);
     PyBuffer_Release(&rows);
     PyBuffer_Release(&words);
     return outcome == GOOD ? PyTuple_New(0) : Py_BuildValue("nLii", (Py_ssize_t)failed_index, (long long)failed_at, (int)outcome, failure);
@@ -561,6 +834,8 @@ static struct PyModuleDef definition = {
 PyMODINIT_FUNC PyInit_native(void)
 {
     make_software_table();
+    if (pthread_key_create(&queue_key, close_queue))
+        return PyErr_NoMemory();
 #ifdef HARDWARE
     if (has_hardware_crc()) {
         crc_run = crc_hardware;

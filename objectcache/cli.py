@@ -24,7 +24,7 @@ from objectcache import serve
 from objectcache.calibrate import add_calibrate
 from objectcache.config import Config, ConfigError, load_config, load_credentials, load_peer_secret
 from objectcache.workers import worker_storage
-from storage_server.settings import StorageSettings
+from storage_server.settings import ColdReads, StorageSettings
 from storage_server.store.data.durability import Durability
 from storage_server.store.index.identity import IndexMismatchError
 from storage_server.store.index.migrations import SchemaError
@@ -266,6 +266,12 @@ def _add_storage(parser: argparse.ArgumentParser) -> None:
         help="memory for chunks that are asked for repeatedly, for example 32GB; 0: none",
     )
     parser.add_argument(
+        "--cold-reads",
+        choices=[each.value for each in ColdReads],
+        help="how chunks that no memory has are read: through the page cache (default), or past it, which is faster"
+        " where --dram-bytes has most of the memory",
+    )
+    parser.add_argument(
         "--disk-bytes",
         type=_size,
         metavar="SIZE",
@@ -372,6 +378,7 @@ def _storage_settings(config: Config, options: argparse.Namespace) -> StorageSet
     chosen = {
         "durability": None if options.durability is None else Durability(options.durability),
         "dram_bytes": options.dram_bytes,
+        "cold_reads": None if options.cold_reads is None else ColdReads(options.cold_reads),
         "disk_bytes": options.disk_bytes,
         "ucx": options.ucx,
     }

@@ -29,7 +29,15 @@ from storage_server.scheduler.policies import Policy
 from storage_server.scheduler.pool import PoolSettings
 from storage_server.scheduler.profiles import ComputeProfile
 from storage_server.scheduler.settings import SchedulerSettings
-from storage_server.settings import CacheSettings, Dedup, RemoteDramSettings, StorageSettings, UpstreamSettings, Write
+from storage_server.settings import (
+    CacheSettings,
+    ColdReads,
+    Dedup,
+    RemoteDramSettings,
+    StorageSettings,
+    UpstreamSettings,
+    Write,
+)
 from storage_server.store.data.durability import Durability
 
 PEER_SECRET_BYTES = 32
@@ -97,6 +105,7 @@ class StorageConfig(_Model):
     window_bytes: Size | None = None
     direct_payload_bytes: Size | None = None
     dram_bytes: Size | None = None
+    cold_reads: ColdReads | None = None
     deliveries_max: int | None = None
     agents_max: int | None = None
     open_files_max: int | None = None

@@ -27,12 +27,12 @@ from storage_server.link import Link, Place
 from storage_server.metrics import DONE, DeliveryMeter
 from storage_server.planning.extent import Extent
 from storage_server.planning.plan import DeliveryPlan, Payload, plan_delivery
-from storage_server.planning.rows import SourceTable, make_table, spans_of
+from storage_server.planning.rows import Rows, SourceTable, make_table, spans_of
 from storage_server.scheduler.admission import Admission
 from storage_server.scheduler.mode import choose_mode
 from storage_server.scheduler.profiles import compute_s
 from storage_server.settings import StorageSettings
-from storage_server.tiers.dram import DramTier
+from storage_server.tiers.dram import DramTier, Lent
 from storage_server.transport.destination import Destination, Room, Transfer
 
 GATHERED_AHEAD_MAX = 2
@@ -65,8 +65,8 @@ class _Delivery:
     sent_bytes: int = 0
 
 
-def _table_of(chunks: Sequence[Sequence[Extent]], addresses: Sequence[int | None]) -> SourceTable:
-    return make_table(chunks, with_landed(chain.from_iterable(chunks), addresses))
+def _table_of(chunks: Sequence[Sequence[Extent]], lent: Lent) -> SourceTable:
+    return make_table(chunks, with_landed(chain.from_iterable(chunks), lent.addresses), lent.landings)
 
 
 async def _abandon(gatherings: Sequence[_Gathering]) -> None:
@@ -133,13 +133,13 @@ class Pipeline:
         async with (
             self._admission.admit(access_key, self.link.drained_s()),
             self._source.open_chunks(bucket, descriptor.chunk_keys, layout, prefix_only=prefix_only) as chunks,
-            self._dram.lent(list(chain.from_iterable(chunks))) as addresses,
+            self._dram.lent(list(chain.from_iterable(chunks))) as lent,
         ):
             mode = choose_mode(descriptor.delivery, layout.delivery_bytes(len(chunks)), self._settings.theta_bytes)
             delivery.mode = mode
-            is_long = len(addresses) > HERE_ITEMS_MAX
-            delivery.is_resident = None not in addresses
-            table = await computed(partial(_table_of, chunks, addresses), is_long=is_long)
+            is_long = len(lent.addresses) > HERE_ITEMS_MAX
+            delivery.is_resident = None not in lent.addresses
+            table = await computed(partial(_table_of, chunks, lent), is_long=is_long)
             coming = Coming.among(table, chunks)
             table = table if coming is None else coming.table
             payload_bytes_max = destination.payload_bytes_max(is_resident=delivery.is_resident)
@@ -241,9 +241,14 @@ class Pipeline:
             return _Gathering(payload, spans_of(rows), None, None)
         spans = np.array([[room.address, payload.nbytes]], dtype=np.int64)
         past_cache = delivery.destination.past_cache
-        work = partial(gather, self._source, table, payload, rows, room.address, past_cache=past_cache)
+        work = partial(self._gather, table, payload, rows, room.address, past_cache=past_cache)
         if table.is_resident and payload.nbytes <= HERE_BYTES_MAX:
             work()
             return _Gathering(payload, spans, room, None)
         reading = asyncio.get_running_loop().run_in_executor(self._gatherers, work)
         return _Gathering(payload, spans, room, reading)
+
+    def _gather(self, table: SourceTable, payload: Payload, rows: Rows, address: int, *, past_cache: bool) -> None:
+        gather(self._source, table, payload, rows, address, past_cache=past_cache)
+        if table.landings is not None:
+            self._dram.note_landed(rows)

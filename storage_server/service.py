@@ -29,7 +29,7 @@ from storage_server.prefixes import Prefixes
 from storage_server.registrar import Registrar
 from storage_server.request_id_log import RequestIdLog, UsedId
 from storage_server.requests import REMEMBER_S, RequestTable
-from storage_server.settings import StorageSettings
+from storage_server.settings import ColdReads, StorageSettings
 from storage_server.shared_files.store import SharedDirectory
 from storage_server.store.data.disk import Disk
 from storage_server.store.embedded import EmbeddedStore
@@ -91,7 +91,13 @@ class EmbeddedStorage:
         self.shm: ShmAgents | None = None
         source = wrap_source(home.chunks)
         make_area = self.ucx.memory.dram_area if self.ucx is not None and settings.ucx_maps_dram else PrivateArea
-        self.dram = DramTier(settings.dram_bytes, source, make_area, settings.eviction)
+        self.dram = DramTier(
+            settings.dram_bytes,
+            source,
+            make_area,
+            settings.eviction,
+            takes_landings=settings.cold_reads is ColdReads.DIRECT,
+        )
         self.pipeline = Pipeline(settings, source, self.dram)
         self._transfers = ObjectTransfers(
             settings,

@@ -32,6 +32,15 @@ class Dedup(Enum):
     OFF = "off"
 
 
+class ColdReads(Enum):
+    """How chunks are read that lie neither in the DRAM tier nor in the page cache."""
+
+    CACHED = "cached"
+    """Through the page cache."""
+    DIRECT = "direct"
+    """Past the page cache. What the DRAM tier is going to keep is read to its place there."""
+
+
 @dataclass(frozen=True, slots=True)
 class RemoteDramSettings:
     """Memory that hosts put together in a Mooncake Store, whose master is at `endpoint` (mooncake://HOST:PORT). This
@@ -140,6 +149,9 @@ class StorageSettings:
     Payloads that need no staging, because they go into shared memory or come from the DRAM tier, have
     `direct_payload_bytes`. `dram_bytes` of memory keep chunks; `eviction` says which. 0 turns this tier off.
 
+    `cold_reads` says whether chunks that no memory has are read through the page cache, or past it straight into the
+    DRAM tier and the payload.
+
     One access key may have half of `deliveries_max` at once.
 
     An http client that takes fewer than `least_bytes_per_s` during `stall_timeout_s` is cut off, because it holds
@@ -174,6 +186,7 @@ class StorageSettings:
     window_bytes: int = 32 * MIB
     direct_payload_bytes: int = 16 * MIB
     dram_bytes: int = GIB
+    cold_reads: ColdReads = ColdReads.CACHED
     deliveries_max: int = 512
     agents_max: int = 4096
     request_ids_max: int = 262_144

@@ -68,11 +68,14 @@ class ChunkSource(Protocol):
 
     def read_rows(self, table: SourceTable, rows: Rows, address: int, *, past_cache: bool) -> RowFailure | None:
         """Read and prove rows of the table into memory at `address`. May run in any thread. Resident rows are copied.
+        Where a row's bytes do not lie at its landing afterwards, its landing becomes 0.
         Raises ServerError(SlowDown) where too many files are open.
         """
 
-    def read_extent(self, extent: Extent, view: memoryview) -> None:
-        """Read and prove a whole pinned extent. May run in any thread. Raises CorruptExtentError, OSError."""
+    def read_extent(self, extent: Extent, view: memoryview, start: int = 0) -> None:
+        """Read and prove bytes of a pinned extent, from `start` on, into `view`. May run in any thread. Raises
+        CorruptExtentError, OSError.
+        """
 
     def note_damage(self, bucket: str, key: str, extents: Sequence[Extent]) -> None:
         """Remember that these extents of the chunk are damaged: from now on a lookup stops before this chunk."""

@@ -25,7 +25,8 @@ RESIDENT = -1
 class Row(IntEnum):
     """Columns of a payload's rows, as adapters/native.c reads them. A row reads `NBYTES` bytes, from `START` of the
     extent that lies at `OFFSET` of the file `SOURCE`, to byte `TARGET` of the payload. SOURCE is first a file's number
-    in the table, and then the file's descriptor. For RESIDENT bytes OFFSET is a memory address.
+    in the table, and then the file's descriptor. For RESIDENT bytes OFFSET is a memory address. LANDING is an address
+    where the row's bytes are to lie as well, or 0.
     """
 
     SOURCE = 0
@@ -35,6 +36,7 @@ class Row(IntEnum):
     EXTENT_BYTES = 4
     FIRST_WORD = 5
     TARGET = 6
+    LANDING = 7
 
 
 class _Source(IntEnum):
@@ -52,13 +54,15 @@ class _Source(IntEnum):
 class SourceTable:
     """The sources of a prefix: `files` by number, extents as rows of `_Source`, and the block checksums of all extents
     one after the other. `first_row[i]` is the row of chunk i's first extent; it has one more entry than there are
-    chunks.
+    chunks. `landings` has one entry for every extent: the address where its bytes are to lie after they have been read,
+    or 0. The DRAM tier fills the addresses in while the delivery is under way.
     """
 
     files: tuple[str, ...]
     extents: Rows
     first_row: Rows
     words: bytes | bytearray
+    landings: Rows | None = None
 
     @property
     def chunk_count(self) -> int:
@@ -71,9 +75,12 @@ class SourceTable:
         return not self.files
 
     def rows(self, payload: Payload) -> Rows:
-        """The rows of one payload, with neighbours in file and payload joined: int64 of shape (n, 7)."""
+        """The rows of one payload: int64 of shape (n, 8). Neighbours in file and payload are joined where nothing
+        lands.
+        """
         chunks = slice(payload.first_chunk, payload.first_chunk + payload.chunk_count)
-        extents = self.extents[self.first_row[chunks.start] : self.first_row[chunks.stop]]
+        of_chunks = slice(self.first_row[chunks.start], self.first_row[chunks.stop])
+        extents = self.extents[of_chunks]
         piece_index = extents[:, _Source.CHUNK] - payload.first_chunk
         source, piece_bytes = payload.source_offset, payload.piece_bytes
         source = source if isinstance(source, int) else source[piece_index]
@@ -89,9 +96,13 @@ class SourceTable:
         rows[:, Row.EXTENT_BYTES] = extents[:, _Source.NBYTES]
         rows[:, Row.FIRST_WORD] = extents[:, _Source.FIRST_WORD]
         rows[:, Row.TARGET] = payload.piece_starts(piece_index) + extents[:, _Source.OBJECT_OFFSET] + first - source
+        rows[:, Row.LANDING] = 0
+        if self.landings is not None:
+            landings = self.landings[of_chunks]
+            rows[:, Row.LANDING] = np.where(landings > 0, landings + first, 0)
         if len(extents) != payload.chunk_count:
             rows = rows[nbytes > 0]
-        return joined(rows)
+        return joined(rows) if self.landings is None else rows
 
     def first_word_of(self, chunk_index: int) -> int:
         """Where the checksums of a chunk begin, counted in words."""
@@ -136,7 +147,11 @@ def spans_of(rows: Rows) -> Rows:
     return spans
 
 
-def make_table(chunks: Sequence[Sequence[Extent]], addresses: Sequence[int | None] | None = None) -> SourceTable:
+def make_table(
+    chunks: Sequence[Sequence[Extent]],
+    addresses: Sequence[int | None] | None = None,
+    landings: Rows | None = None,
+) -> SourceTable:
     """The table of a prefix. `addresses` has one entry for every extent, in order: the address of its bytes in memory,
     or None where they must be read from the file. Raises CorruptExtentError where checksums are missing.
     """
@@ -155,10 +170,11 @@ def make_table(chunks: Sequence[Sequence[Extent]], addresses: Sequence[int | Non
     ]
     table[:, _Source.NBYTES] = [extent.nbytes for extent in extents]
     table[:, _Source.OBJECT_OFFSET] = [extent.object_offset for extent in extents]
-    words = np.array([len(extent.checksums) // 4 for extent in extents], dtype=np.int64)
-    if (words * BLOCK_BYTES < table[:, _Source.NBYTES]).any():
+    word_counts = np.array([len(extent.checksums) // 4 for extent in extents], dtype=np.int64)
+    if (word_counts * BLOCK_BYTES < table[:, _Source.NBYTES]).any():
         raise CorruptExtentError("the index has no checksums for all blocks of an extent")
-    table[:, _Source.FIRST_WORD] = np.cumsum(words) - words
+    table[:, _Source.FIRST_WORD] = np.cumsum(word_counts) - word_counts
     table[:, _Source.CHUNK] = np.repeat(np.arange(len(chunks)), counts)
     first_row = np.concatenate(([0], np.cumsum(counts))).astype(np.int64)
-    return SourceTable(tuple(files), table, first_row, b"".join([extent.checksums for extent in extents]))
+    words = b"".join([extent.checksums for extent in extents])
+    return SourceTable(tuple(files), table, first_row, words, landings)

@@ -22,9 +22,11 @@ from storage_server.store.reads import Reads
 class EmbeddedChunks:
     """Implements storage_server.gather.source.ChunkSource."""
 
-    def __init__(self, reads: Reads, files: ExtentFiles) -> None:
+    def __init__(self, reads: Reads, files: ExtentFiles, *, is_direct: bool = False) -> None:
+        """With `is_direct`, what the page cache does not have is read past it."""
         self._reads = reads
         self._files = files
+        self._is_direct = is_direct
 
     def open_chunks(
         self, bucket: str, keys: Sequence[str], layout: ChunkLayout, *, prefix_only: bool
@@ -52,22 +54,24 @@ class EmbeddedChunks:
     def read_rows(self, table: SourceTable, rows: Rows, address: int, *, past_cache: bool) -> RowFailure | None:
         """Make one call of the native gather, with open descriptors of the rows' files."""
         if table.is_resident:
-            return _row_failure(native.gather(rows, table.words, address, past_cache))
+            return _row_failure(native.gather(rows, table.words, address, past_cache, False))
         numbers = np.unique(rows[:, Row.SOURCE])
         numbers = numbers[numbers != RESIDENT]
         try:
             with self._files.lent([table.files[number] for number in numbers]) as descriptors:
                 opened = _opened(rows, numbers, descriptors)
-                return _row_failure(native.gather(opened, table.words, address, past_cache))
+                failure = native.gather(opened, table.words, address, past_cache, self._is_direct)
+                rows[:, Row.LANDING] = opened[:, Row.LANDING]
+                return _row_failure(failure)
         except OSError as error:
             raise disk_error(error, "reading a chunk") from error
         except MissingFileError as error:
             index = int(np.argmax(rows[:, Row.SOURCE] == table.files.index(error.file_id)))
             return RowFailure(index, 0, Outcome.CORRUPT)
 
-    def read_extent(self, extent: Extent, view: memoryview) -> None:
-        """Read and prove the extent from its file."""
-        self._files.read_into(extent, 0, view)
+    def read_extent(self, extent: Extent, view: memoryview, start: int = 0) -> None:
+        """Read and prove bytes of the extent from its file."""
+        self._files.read_into(extent, start, view)
 
     def note_damage(self, bucket: str, key: str, extents: Sequence[Extent]) -> None:
         """Remember the damage until the process ends, or until the object has other extents."""

@@ -22,7 +22,7 @@ from adapters.threads import to_end
 from descriptors.errors import ServerError
 from descriptors.objects import ByteRange
 from descriptors.storage_api import Piece
-from storage_server.settings import CacheSettings, Dedup, StorageSettings
+from storage_server.settings import CacheSettings, ColdReads, Dedup, StorageSettings
 from storage_server.store.chunks import EmbeddedChunks
 from storage_server.store.data.bodies import BodyReader, BodyWriter
 from storage_server.store.data.buffers import BufferShare
@@ -112,7 +112,7 @@ class EmbeddedStore:
             settings.object_bytes_max,
             self.evictor,
         )
-        self.chunks = EmbeddedChunks(self.objects, self.files)
+        self.chunks = EmbeddedChunks(self.objects, self.files, is_direct=settings.cold_reads is ColdReads.DIRECT)
         self.uploads = Uploads(
             self.reader, self.committer, self.bodies, settings.object_bytes_max, self.objects, self.evictor
         )

@@ -1,6 +1,10 @@
 """The DRAM tier: chunks that are expected to be asked for again, in huge pages. Bytes are proved once, when they are
 copied into the tier.
 
+A tier that takes landings asks the policy when a delivery begins. What is to be in memory then has its place at once,
+and what the delivery reads past the page cache is read to that place. Any other tier asks when a delivery has ended.
+What is still missing is read behind the answer.
+
 Used from one event loop. One thread asks the policy what is to be in memory, another fills the tier and yields to
 deliveries.
 """
@@ -15,8 +19,11 @@ from collections import deque
 from collections.abc import AsyncIterator, Callable, Coroutine, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import asynccontextmanager
+from dataclasses import dataclass
 from functools import partial
-from typing import TypeVar, cast
+from typing import Any, TypeVar, cast
+
+import numpy as np
 
 from adapters.threads import finished, in_parts, others, to_end
 from storage_server.eviction.choice import POLICIES, Eviction
@@ -25,11 +32,24 @@ from storage_server.gather.coming import is_whole
 from storage_server.gather.source import ChunkSource, Pins
 from storage_server.memory_area import Area, PrivateArea
 from storage_server.planning.extent import ALIGNMENT_BYTES, CorruptExtentError, Extent, aligned
+from storage_server.planning.rows import Row, Rows
+from storage_server.tiers.landed import LandedUnits
 from storage_server.tiers.residency import Key, Residency, key_of
 
 WAITING_MAX = 256
 _T = TypeVar("_T")
 _log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True)
+class Lent:
+    """The extents of a prefix in memory: the address of each, None for those that are not there. `landings` are the
+    addresses where those that come are to lie, 0 for the others; None where the tier takes no landings. They are filled
+    in while the delivery is under way.
+    """
+
+    addresses: list[int | None]
+    landings: Rows | None = None
 
 
 class DramTier:
@@ -43,6 +63,8 @@ class DramTier:
         source: ChunkSource,
         make_area: Callable[[int], Area] = PrivateArea,
         eviction: Eviction = Eviction.REUSE_VALUE,
+        *,
+        takes_landings: bool = False,
     ) -> None:
         self.nbytes = -(-nbytes // mmap.PAGESIZE) * mmap.PAGESIZE
         self._source = source
@@ -52,8 +74,9 @@ class DramTier:
         self._fillers = ThreadPoolExecutor(1, "dram-fill")
         self._deciding = asyncio.Lock()
         self._waiting_count = 0
-        self._working: set[asyncio.Task[None]] = set()
+        self._working: set[asyncio.Task[Any]] = set()
         self._closed = False
+        self._landed = LandedUnits(self.nbytes) if takes_landings and self.nbytes else None
         self.address = 0
         if self.nbytes:
             self._area = make_area(self.nbytes)
@@ -86,22 +109,35 @@ class DramTier:
         return self._residency.evicted_count
 
     @asynccontextmanager
-    async def lent(self, extents: Sequence[Extent]) -> AsyncIterator[list[int | None]]:
-        """Lend the extents of a prefix, from the first on, until the block ends: the address of each resident extent,
-        None for the others. After the block the others may be copied into the tier.
+    async def lent(self, extents: Sequence[Extent]) -> AsyncIterator[Lent]:
+        """Lend the extents of a prefix, from the first on, until the block ends. After the block those that are not in
+        memory may be copied into the tier.
         """
         if not self.nbytes:
-            yield [None] * len(extents)
+            yield Lent([None] * len(extents))
             return
         offsets: list[int | None] = []
+        deciding: asyncio.Task[list[tuple[Extent, int]]] | None = None
+        landings: Rows | None = None
         try:
             for start, part in in_parts(extents):
                 await others(start)
                 offsets += self._residency.pin(part)
-            yield [None if offset is None else self.address + offset for offset in offsets]
+            if self._landed is not None and None in offsets and all(map(is_whole, extents)):
+                landings = np.zeros(len(extents), dtype=np.int64)
+                deciding = self._track(self._coming(extents, landings))
+            yield Lent([None if offset is None else self.address + offset for offset in offsets], landings)
         finally:
             if offsets:
-                self._track(self._give_back(extents[: len(offsets)], offsets, self._source.generation))
+                self._track(self._give_back(extents[: len(offsets)], offsets, self._source.generation, deciding))
+
+    def note_landed(self, rows: Rows) -> None:
+        """Note that these rows of a payload have been read: those that have a landing lie there, proved. May run in any
+        thread.
+        """
+        if self._landed is not None:
+            landed = rows[rows[:, Row.LANDING] > 0]
+            self._landed.add(landed[:, Row.LANDING] - self.address, landed[:, Row.NBYTES])
 
     async def close(self) -> None:
         """Finish the copies under way and begin no more."""
@@ -111,24 +147,24 @@ class DramTier:
         self._books.shutdown()
         self._fillers.shutdown()
 
-    def _track(self, work: Coroutine[None, None, None]) -> None:
+    def _track(self, work: Coroutine[None, None, _T]) -> asyncio.Task[_T]:
         task = asyncio.create_task(work)
         self._working.add(task)
         task.add_done_callback(self._working.discard)
+        return task
 
-    async def _give_back(self, extents: Sequence[Extent], offsets: Sequence[int | None], looked_at: int) -> None:
-        """End what `lent` began, and tell the policy. Where too many wait to tell it, this use is forgotten."""
+    async def _give_back(
+        self,
+        extents: Sequence[Extent],
+        offsets: Sequence[int | None],
+        looked_at: int,
+        deciding: asyncio.Task[list[tuple[Extent, int]]] | None,
+    ) -> None:
+        """End what `lent` began. The policy is told of the use now, unless `deciding` has told it already."""
         for start, asked in in_parts(extents):
             await others(start)
             self._residency.unpin(asked, offsets[start : start + len(asked)])
-        if self._closed or self._waiting_count >= WAITING_MAX:
-            return
-        self._waiting_count += 1
-        try:
-            async with self._deciding:  # what one decision admits, the next one may evict: in this order
-                coming = await self._decided(extents)
-        finally:
-            self._waiting_count -= 1
+        coming = await (self._coming(extents, None) if deciding is None else deciding)
         left = deque(coming)
         try:
             for start, part in in_parts(coming):
@@ -139,6 +175,28 @@ class DramTier:
         finally:
             if left:
                 await self._dropped(left)
+
+    async def _coming(self, extents: Sequence[Extent], landings: Rows | None) -> list[tuple[Extent, int]]:
+        """Tell the policy of a use of these extents. Returns those that are to come into memory, each with its offset,
+        and fills their addresses in into `landings`. Where too many wait to tell the policy, this use is forgotten.
+        """
+        if self._closed or self._waiting_count >= WAITING_MAX:
+            return []
+        self._waiting_count += 1
+        try:
+            async with self._deciding:  # what one decision admits, the next one may evict: in this order
+                coming = await self._decided(extents)
+        finally:
+            self._waiting_count -= 1
+        if self._landed is not None:
+            for extent, offset in coming:
+                self._landed.clear(offset, extent.nbytes)
+        if landings is not None and coming:
+            places = {key_of(extent): self.address + offset for extent, offset in coming}
+            for start, part in in_parts(extents):
+                await others(start)
+                landings[start : start + len(part)] = [places.get(key_of(extent), 0) for extent in part]
+        return coming
 
     async def _decided(self, extents: Sequence[Extent]) -> list[tuple[Extent, int]]:
         """Ask the policy what is to be in memory after a use of these extents, and carry it out but for the copying. Of
@@ -183,7 +241,8 @@ class DramTier:
         try:
             while left and not self._closed:
                 extent, offset = left[0]
-                is_good = await loop.run_in_executor(self._fillers, self._read, extent, offset)
+                missing = [(0, extent.nbytes)] if self._landed is None else self._landed.missing(offset, extent.nbytes)
+                is_good = not missing or await loop.run_in_executor(self._fillers, self._read, extent, offset, missing)
                 taken = left.popleft()
                 if is_good:
                     self._residency.filled(extent)
@@ -198,9 +257,10 @@ class DramTier:
             self._residency.dropped(extent)
         await self._forgotten([key_of(extent) for extent, _ in coming])
 
-    def _read(self, extent: Extent, offset: int) -> bool:
+    def _read(self, extent: Extent, offset: int, missing: Sequence[tuple[int, int]]) -> bool:
         try:
-            self._source.read_extent(extent, self._view[offset : offset + extent.nbytes])
+            for start, end in missing:
+                self._source.read_extent(extent, self._view[offset + start : offset + end], start)
         except (CorruptExtentError, OSError) as error:
             _log.warning("an extent was not taken into memory: %s", error)
             return False

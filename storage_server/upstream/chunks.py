@@ -141,13 +141,14 @@ class UpstreamChunks:
         """Read the cache's files."""
         return self._cache.chunks.read_rows(table, rows, address, past_cache=past_cache)
 
-    def read_extent(self, extent: Extent, view: memoryview) -> None:
+    def read_extent(self, extent: Extent, view: memoryview, start: int = 0) -> None:
         """Copy from landing memory, or read the cache's file."""
         landed = extent.arrival.landed if isinstance(extent, ComingExtent) else None
         if landed is not None and landed.is_held:
-            np.copyto(np.frombuffer(view, dtype=np.uint8), np.frombuffer(landed.view, dtype=np.uint8))
+            source = landed.view[start : start + len(view)]
+            np.copyto(np.frombuffer(view, dtype=np.uint8), np.frombuffer(source, dtype=np.uint8))
             return
-        self._cache.chunks.read_extent(_whole(extent), view)
+        self._cache.chunks.read_extent(_whole(extent), view, start)
 
     def note_damage(self, bucket: str, key: str, extents: Sequence[Extent]) -> None:
         """Take the chunk out of the cache: the next delivery fetches it again."""

@@ -45,8 +45,8 @@ class SourceWrapper:
     def read_rows(self, table: SourceTable, rows: Rows, address: int, *, past_cache: bool) -> RowFailure | None:
         return self.source.read_rows(table, rows, address, past_cache=past_cache)
 
-    def read_extent(self, extent: Extent, view: memoryview) -> None:
-        self.source.read_extent(extent, view)
+    def read_extent(self, extent: Extent, view: memoryview, start: int = 0) -> None:
+        self.source.read_extent(extent, view, start)
 
     def note_damage(self, bucket: str, key: str, extents: Sequence[Extent]) -> None:
         self.source.note_damage(bucket, key, extents)
@@ -86,10 +86,10 @@ class SlowSource(SourceWrapper):
             self._block(self.read_s)
         return self.source.read_rows(table, rows, address, past_cache=past_cache)
 
-    def read_extent(self, extent: Extent, view: memoryview) -> None:
+    def read_extent(self, extent: Extent, view: memoryview, start: int = 0) -> None:
         if self.read_s:
             self._block(self.read_s)
-        self.source.read_extent(extent, view)
+        self.source.read_extent(extent, view, start)
 
 
 class SourceCall(Enum):
@@ -121,9 +121,9 @@ class FailingSource(SourceWrapper):
         self._count(SourceCall.READ_ROWS)
         return self.source.read_rows(table, rows, address, past_cache=past_cache)
 
-    def read_extent(self, extent: Extent, view: memoryview) -> None:
+    def read_extent(self, extent: Extent, view: memoryview, start: int = 0) -> None:
         self._count(SourceCall.READ_EXTENT)
-        self.source.read_extent(extent, view)
+        self.source.read_extent(extent, view, start)
 
     def _count(self, call: SourceCall) -> None:
         with self._lock:
@@ -182,11 +182,11 @@ class DamagedSource(SourceWrapper):
         earlier = self.source.read_rows(table, readable, address, past_cache=past_cache) if len(readable) else None
         return earlier or failure
 
-    def read_extent(self, extent: Extent, view: memoryview) -> None:
+    def read_extent(self, extent: Extent, view: memoryview, start: int = 0) -> None:
         end = extent.offset + extent.nbytes
         if any(bad.start < end and extent.offset < bad.end for bad in self._bad.get(extent.file_id, ())):
             raise CorruptExtentError(f"{extent.file_id} at {extent.offset} is damaged")
-        self.source.read_extent(extent, view)
+        self.source.read_extent(extent, view, start)
 
     def _place(self, bucket: str, key: str, extents: Sequence[Extent]) -> None:
         """Where the damage of this chunk lies in the files of its extents."""

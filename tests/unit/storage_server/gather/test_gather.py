@@ -49,17 +49,32 @@ def checksums_of(data: bytes) -> bytes:
     return blocks.packed()
 
 
+def make_cold(fd: int) -> None:
+    """Drop a file from the page cache."""
+    os.fsync(fd)
+    os.posix_fadvise(fd, 0, 0, os.POSIX_FADV_DONTNEED)
+
+
 class Chunks:
     """Chunk objects cut into extents at `cuts`, which lie one after the other in two files, 4 KiB aligned; those whose
     index is in `resident` are in memory.
     """
 
-    def __init__(self, folder: Path, layout: ChunkLayout, count: int, cuts: list[int], resident: set[int]) -> None:
+    def __init__(
+        self,
+        folder: Path,
+        layout: ChunkLayout,
+        count: int,
+        cuts: list[int],
+        resident: set[int],
+        *,
+        is_direct: bool = False,
+    ) -> None:
         rng = np.random.default_rng(count)
         self.data = [rng.integers(0, 256, layout.chunk_bytes, dtype=np.uint8).tobytes() for _ in range(count)]
         self.files = ExtentFiles(folder, 64, Disk())
         self.files.start()
-        self.source = EmbeddedChunks(cast(Reads, None), self.files)  # nothing is resolved here
+        self.source = EmbeddedChunks(cast(Reads, None), self.files, is_direct=is_direct)  # nothing is resolved here
         self.kept = [np.frombuffer(data, dtype=np.uint8) for data in self.data]
         bounds = sorted({0, layout.chunk_bytes, *(cut % layout.chunk_bytes for cut in cuts)})
         stored = {"a" * 32: bytearray(), "b" * 32: bytearray()}
@@ -83,6 +98,13 @@ class Chunks:
     def table(self) -> SourceTable:
         return make_table(self.chunks, self.addresses)
 
+    def make_cold(self) -> None:
+        """Drop the files from the page cache."""
+        for file_id in ("a" * 32, "b" * 32):
+            fd = os.open(self.files.path(file_id), os.O_RDONLY)
+            make_cold(fd)
+            os.close(fd)
+
     def expected(self, mode: Mode, layout: ChunkLayout) -> bytes:
         if mode is Mode.CHUNK_MAJOR:
             return b"".join(self.data)
@@ -101,6 +123,7 @@ class Chunks:
     aggregation_bytes=st.sampled_from([4_096, 50_000, 300_000]),
     mode=st.sampled_from(Mode),
     past_cache=st.booleans(),
+    is_direct=st.booleans(),
 )
 def test_gathered_payloads_are_the_chunks_whatever_lies_where(
     tmp_path_factory: pytest.TempPathFactory,
@@ -111,9 +134,14 @@ def test_gathered_payloads_are_the_chunks_whatever_lies_where(
     aggregation_bytes: int,
     mode: Mode,
     past_cache: bool,
+    is_direct: bool,
 ) -> None:
-    """Any cut into extents, any of them in memory, any payload size; and no byte beside the payload is touched."""
-    chunks = Chunks(tmp_path_factory.mktemp("gather"), layout, count, cuts, resident)
+    """Any cut into extents, any of them in memory, any payload size, through the page cache or past it; and no byte
+    beside the payload is touched.
+    """
+    chunks = Chunks(tmp_path_factory.mktemp("gather"), layout, count, cuts, resident, is_direct=is_direct)
+    if is_direct:
+        chunks.make_cold()
     table = chunks.table()
     target = np.full(layout.delivery_bytes(count) + 200, 0xAA, dtype=np.uint8)
     for payload in plan_delivery(mode, layout, count, aggregation_bytes).payloads():
@@ -334,7 +362,10 @@ def folded() -> np.ndarray:
     return array
 
 
-def test_what_happens_to_the_target_is_no_verdict_on_the_store(tmp_path: Path, folded: np.ndarray) -> None:
+@pytest.mark.parametrize("is_direct", [False, True])
+def test_what_happens_to_the_target_is_no_verdict_on_the_store(
+    tmp_path: Path, folded: np.ndarray, is_direct: bool
+) -> None:
     """The target may be a client's memory, which the client writes too. Here every block overwrites the one before, so
     none is what was read when it is proved; the store is sound all the same.
     """
@@ -342,18 +373,21 @@ def test_what_happens_to_the_target_is_no_verdict_on_the_store(tmp_path: Path, f
     file = tmp_path / "extent"
     file.write_bytes(data)
     fd = os.open(file, os.O_RDONLY)
-    row = np.array([[fd, 0, 0, len(data), len(data), 0, 0]], dtype=np.int64)
-    assert native.gather(row, checksums_of(data), int(folded.ctypes.data), False) == ()
+    row = np.array([[fd, 0, 0, len(data), len(data), 0, 0, 0]], dtype=np.int64)
+    assert native.gather(row, checksums_of(data), int(folded.ctypes.data), False, is_direct) == ()
     damaged = bytearray(data)
     damaged[25 * BLOCK_BYTES + 3] ^= 1
     file.write_bytes(damaged)
-    failed = native.gather(row, checksums_of(data), int(folded.ctypes.data), False)
+    failed = native.gather(row, checksums_of(data), int(folded.ctypes.data), False, is_direct)
     assert failed[1:3] == (25 * BLOCK_BYTES, 1)
     os.close(fd)
 
 
+@pytest.mark.parametrize("is_direct", [False, True])
 @pytest.mark.parametrize("from_file", [True, False])
-def test_a_page_that_is_gone_ends_the_gather_and_is_not_made_again(tmp_path: Path, from_file: bool) -> None:
+def test_a_page_that_is_gone_ends_the_gather_and_is_not_made_again(
+    tmp_path: Path, from_file: bool, is_direct: bool
+) -> None:
     """Guarded memory of a client: a hole in it is an error, and takes no page of ours."""
     guard, size = native.open_guard(), 64 * BLOCK_BYTES
     fd = os.memfd_create("client", os.MFD_ALLOW_SEALING)
@@ -366,16 +400,18 @@ def test_a_page_that_is_gone_ends_the_gather_and_is_not_made_again(tmp_path: Pat
         file.write_bytes(data)
         source = os.open(file, os.O_RDONLY)
         kept = np.frombuffer(data, dtype=np.uint8)
-        row = np.array([[source, 0, 0, size, size, 0, 0]], dtype=np.int64)
+        row = np.array([[source, 0, 0, size, size, 0, 0, 0]], dtype=np.int64)
         if not from_file:
             row[0, :2] = -1, int(kept.ctypes.data)
         for past_cache in (True, False):
-            assert native.gather(row, checksums_of(data), address, past_cache) == ()
+            make_cold(source)
+            assert native.gather(row, checksums_of(data), address, past_cache, is_direct) == ()
             assert mapping[:] == data
         punch(fd, 40 * BLOCK_BYTES, 8192)
         left = os.fstat(fd).st_blocks
         for past_cache in (True, False):
-            assert native.gather(row, checksums_of(data), address, past_cache)[2:] == (3, errno.EFAULT)
+            make_cold(source)
+            assert native.gather(row, checksums_of(data), address, past_cache, is_direct)[2:] == (3, errno.EFAULT)
         assert os.fstat(fd).st_blocks == left
         os.close(source)
     os.close(fd)

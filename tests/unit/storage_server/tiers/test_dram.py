@@ -7,12 +7,14 @@ import ctypes
 import threading
 from collections.abc import AsyncIterator, Sequence
 
+import numpy as np
 import pytest
 
 from storage_server.eviction.choice import Eviction
 from storage_server.planning.extent import ALIGNMENT_BYTES, CorruptExtentError, Extent
+from storage_server.planning.rows import Row
 from storage_server.tiers import dram
-from storage_server.tiers.dram import DramTier
+from storage_server.tiers.dram import DramTier, Lent
 
 UNIT = ALIGNMENT_BYTES
 
@@ -35,6 +37,7 @@ class Source:
         self.gone = False
         self.kept_count = 0
         self.reads: list[Extent] = []
+        self.read_bytes = 0
         self.may_read = threading.Event()
         self.may_read.set()
 
@@ -47,20 +50,21 @@ class Source:
     def release(self) -> None:
         self.kept_count -= 1
 
-    def read_extent(self, one: Extent, view: memoryview) -> None:
+    def read_extent(self, one: Extent, view: memoryview, start: int = 0) -> None:
         assert self.may_read.wait(10)
         self.reads.append(one)
+        self.read_bytes += len(view)
         if one in self.damaged:
             raise CorruptExtentError("damaged")
-        view[:] = content(one)
+        view[:] = content(one)[start : start + len(view)]
 
 
 async def use(tier: DramTier, extents: Sequence[Extent]) -> list[bool]:
     """One delivery: which extents were in memory. What was lent is right."""
-    async with tier.lent(extents) as addresses:
-        for one, address in zip(extents, addresses, strict=True):
+    async with tier.lent(extents) as lent:
+        for one, address in zip(extents, lent.addresses, strict=True):
             assert address is None or ctypes.string_at(address, one.nbytes) == content(one)
-        return [address is not None for address in addresses]
+        return [address is not None for address in lent.addresses]
 
 
 async def settle(tier: DramTier) -> None:
@@ -116,7 +120,8 @@ async def test_an_extent_that_is_named_twice_is_lent_twice(tier: DramTier) -> No
 async def test_what_is_lent_stays_until_it_is_given_back(tier: DramTier) -> None:
     await use(tier, [extent(1, 4)])
     await settle(tier)
-    async with tier.lent([extent(1, 4)]) as (address,):
+    async with tier.lent([extent(1, 4)]) as lent:
+        (address,) = lent.addresses
         assert address is not None
         for number in (2, 3, 4):
             assert await use(tier, [extent(number)]) == [False]
@@ -186,3 +191,79 @@ async def test_without_memory_nothing_is_lent(source: Source) -> None:
     assert await use(tier, [extent(1)]) == [False]
     await tier.close()
     assert source.reads == []
+
+
+@pytest.fixture
+async def landing_tier(source: Source) -> AsyncIterator[DramTier]:
+    tier = DramTier(4 * UNIT, source, eviction=Eviction.LRU, takes_landings=True)  # type: ignore[arg-type]
+    yield tier
+    await tier.close()
+    assert source.kept_count == 0
+
+
+async def landings_of(lent: Lent) -> list[int]:
+    """The addresses, when the policy has decided."""
+    assert lent.landings is not None
+    for _ in range(500):
+        if lent.landings.any():
+            return [int(landing) for landing in lent.landings]
+        await asyncio.sleep(0.01)
+    return [0] * len(lent.landings)
+
+
+def land(tier: DramTier, extents: Sequence[Extent], landings: Sequence[int], start: int, nbytes: int) -> None:
+    """What a gather does with these bytes of each extent."""
+    rows = np.zeros((len(extents), len(Row)), dtype=np.int64)
+    for row, one, landing in zip(rows, extents, landings, strict=True):
+        if landing:
+            row[Row.LANDING], row[Row.NBYTES] = landing + start, nbytes
+            ctypes.memmove(landing + start, content(one)[start : start + nbytes], nbytes)
+    tier.note_landed(rows)
+
+
+async def test_what_landed_is_not_read_again(landing_tier: DramTier, source: Source) -> None:
+    both = [extent(1, 2), extent(2, 2)]
+    async with landing_tier.lent(both) as lent:
+        landings = await landings_of(lent)
+        assert all(landings)
+        for start in (0, UNIT):
+            land(landing_tier, both, landings, start, UNIT)
+    await settle(landing_tier)
+    assert source.reads == []
+    assert await use(landing_tier, both) == [True, True]
+
+
+async def test_what_did_not_land_is_read_behind_the_answer(landing_tier: DramTier, source: Source) -> None:
+    """The policy may decide after the first layers were read; others were at hand; a delivery may have broken off."""
+    both = [extent(1, 2), extent(2, 2)]
+    async with landing_tier.lent(both) as lent:
+        landings = await landings_of(lent)
+        land(landing_tier, both, [landings[0], 0], UNIT, UNIT)
+    await settle(landing_tier)
+    assert source.read_bytes == 3 * UNIT
+    assert await use(landing_tier, both) == [True, True]
+
+
+async def test_a_place_that_was_another_extents_has_not_landed(landing_tier: DramTier, source: Source) -> None:
+    first, second = extent(1, 4), extent(2, 4)
+    for one in (first, second):
+        async with landing_tier.lent([one]) as lent:
+            landings = await landings_of(lent)
+            if one is first:
+                land(landing_tier, [one], landings, 0, 4 * UNIT)
+        await settle(landing_tier)
+    for _ in range(2):
+        await use(landing_tier, [second])
+        await settle(landing_tier)
+    assert source.read_bytes in (4 * UNIT, 8 * UNIT)
+    assert await use(landing_tier, [second]) == [True]
+
+
+async def test_a_delivery_that_ends_before_the_policy_has_decided_is_counted(
+    landing_tier: DramTier, source: Source
+) -> None:
+    async with landing_tier._deciding:
+        assert await use(landing_tier, [extent(1)]) == [False]
+    await settle(landing_tier)
+    assert await use(landing_tier, [extent(1)]) == [True]
+    assert source.reads == [extent(1)]
