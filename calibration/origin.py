@@ -22,11 +22,14 @@ def python_path() -> str:
 
 
 def describe_commit() -> dict[str, Any]:
-    """`commit` and `has_local_changes`, both None where this is no git checkout of ours."""
-    top, _, commit = _git("rev-parse", "--show-toplevel", "HEAD").partition("\n")
+    """`commit`, `tree` and `has_local_changes`, all None where this is no git checkout of ours. The tree names the
+    files that were measured, also after their commit was written again with another author or parent.
+    """
+    top, _, commits = _git("rev-parse", "--show-toplevel", "HEAD", "HEAD^{tree}").partition("\n")
     if not top or Path(top).resolve() != ROOT:
-        return {"commit": None, "has_local_changes": None}
-    return {"commit": commit, "has_local_changes": bool(_git("status", "--porcelain"))}
+        return {"commit": None, "tree": None, "has_local_changes": None}
+    commit, _, tree = commits.partition("\n")
+    return {"commit": commit, "tree": tree, "has_local_changes": bool(_git("status", "--porcelain"))}
 
 
 def describe_machine() -> dict[str, Any]:

@@ -34,6 +34,7 @@ class DeliveryMeter:
     payload_bytes: Tally = field(default_factory=Tally)
     phase_seconds: Tally = field(default_factory=Tally)
     duration_s: Distribution = field(default_factory=lambda: Distribution(metrics.SECONDS))
+    first_layer_phase_seconds: Tally = field(default_factory=Tally)
     first_layer_s: Distribution = field(default_factory=lambda: Distribution(metrics.SECONDS))
     lookup_count: int = 0
     asked_chunk_count: int = 0
@@ -52,6 +53,8 @@ class DeliveryMeter:
     def first_layer(self, transport: str, phases: Phases) -> None:
         """Count the first layer of a layer-major delivery, which was handed over now."""
         self.first_layer_s.observe(phases.total_s, transport)
+        for phase in _PHASES:
+            self.first_layer_phase_seconds.add(phases.seconds(phase), transport, phase.value)
 
     def looked_up(self, asked_count: int, matched_count: int) -> None:
         """Count a lookup of `asked_count` chunks that found `matched_count` of them."""
@@ -64,7 +67,8 @@ class DeliveryMeter:
         yield metrics.DELIVERY_BYTES, self.payload_bytes.samples
         yield metrics.DELIVERY_PHASE_SECONDS, self.phase_seconds.samples
         yield metrics.DELIVERY_SECONDS, self.duration_s
-        yield metrics.FIRST_GROUP_SECONDS, self.first_layer_s
+        yield metrics.FIRST_LAYER_SECONDS, self.first_layer_s
+        yield metrics.FIRST_LAYER_PHASE_SECONDS, self.first_layer_phase_seconds.samples
         yield metrics.LOOKUPS, _one(self.lookup_count)
         yield metrics.LOOKUP_ASKED, _one(self.asked_chunk_count)
         yield metrics.LOOKUP_MATCHED, _one(self.matched_chunk_count)

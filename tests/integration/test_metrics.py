@@ -118,6 +118,8 @@ def test_deliveries_are_counted_by_transport_order_and_end(metered: Stack, trans
     assert samples(metered.url, "objectcache_delivery_sent_bytes_total") == {(transport,): 3 * chunks.nbytes}
     assert samples(metered.url, "objectcache_delivery_first_layer_seconds_count") == {(transport,): 2}
     assert samples(metered.url, "objectcache_delivery_duration_seconds_count") == {(transport,): 4}
+    first = samples(metered.url, "objectcache_delivery_first_layer_phase_seconds_total")
+    assert set(first) == {(phase, transport) for phase in ("plan", "wait", "gather", "transfer")}
     phases = samples(metered.url, "objectcache_delivery_phase_seconds_total")
     assert set(phases) == {("plan",), ("wait",), ("gather",), ("transfer",)}
     assert total(metered.url, "objectcache_lookup_asked_chunks_total") == N + 1
