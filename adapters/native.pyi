@@ -15,9 +15,9 @@ def gather(
 
     Empty when all is there and proved; otherwise which row failed, how many bytes
     into it, how (storage_server.gather.read.Outcome), and errno.
-    `past_cache`: copies from memory go around the processor's cache. `is_direct`: rows that the page cache does not have
-    are read past it, where the kernel has io_uring and the row lies at multiples of 4 KiB. The landing of a row becomes 0
-    unless the row's bytes lie there, proved.
+    `past_cache`: copies from memory go around the processor's cache. `is_direct`: rows that the page cache does not
+    have are read past it, where the kernel has io_uring and the row lies at multiples of 4 KiB. The landing of a row
+    becomes 0 unless the row's bytes lie there, proved.
     """
 
 def send_spans(fd: int, spans: _Array, start: int, patience_ms: int, /) -> int:
