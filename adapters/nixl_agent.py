@@ -15,13 +15,14 @@ import sys
 import threading
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
 from enum import Enum
 from types import ModuleType
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
+
+from adapters.nixl_memory import Memory
 
 _MODULES = ("nixl_cu12._api", "nixl_cu13._api", "nixl._api")
 _BOOT_ID = pathlib.Path("/proc/sys/kernel/random/boot_id")
@@ -43,25 +44,6 @@ class TransferState(Enum):
 
     IN_FLIGHT = "in-flight"
     DONE = "done"
-
-
-@dataclass(frozen=True, slots=True)
-class Memory:
-    """A span of memory: `device` is cpu or cuda:N."""
-
-    address: int
-    nbytes: int
-    device: str = "cpu"
-
-    @property
-    def nixl_type(self) -> str:
-        """NIXL's name for this kind of memory."""
-        return "VRAM" if self.device.startswith("cuda") else "DRAM"
-
-    @property
-    def device_index(self) -> int:
-        """N of cuda:N, 0 for cpu."""
-        return int(self.device.partition(":")[2] or 0)
 
 
 def has_infiniband() -> bool:

@@ -10,9 +10,8 @@ from typing import TYPE_CHECKING, Any
 from calibration.charts import chart
 from calibration.knee import CONFIDENCE, Side, falling_curve
 from calibration.link import TOLERANCE, LinkPlan, increase_at, rounds_of, without_first
-from calibration.origin import origin_entries, six_digits
 from calibration.samples import format_bytes
-from calibration.text import aligned, spread_text
+from calibration.text import aligned, origin_entries, six_digits, spread_text
 from descriptors.layout import ChunkLayout
 from descriptors.units import gbps_from_bytes_per_s
 from storage_server.scheduler.policies import MARGIN_BYTES_PER_S

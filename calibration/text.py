@@ -38,3 +38,18 @@ def plain_text(value: Any) -> str:
     if isinstance(value, Mapping):
         return ", ".join(f"{name} {plain_text(entry)}" for name, entry in value.items())
     return ", ".join(map(plain_text, value)) if isinstance(value, (list, tuple)) else str(value)
+
+
+def origin_entries(origin: Mapping[str, Any]) -> dict[str, str]:
+    """The origin of figures in short, for a config file: `measured_at`, `machine` and, where it is known, `commit`."""
+    machine = origin["machine"]
+    processor = f"{machine['cpu_model']}, {machine['cpu_count']} processors, {machine['memory_bytes']} bytes of memory"
+    found = {"measured_at": origin["measured_at"], "machine": processor}
+    if origin["commit"] is not None:
+        found["commit"] = origin["commit"] + (" with local changes" if origin["has_local_changes"] else "")
+    return found
+
+
+def six_digits(value: float) -> float:
+    """Six significant ones, which is more than any figure here has."""
+    return float(f"{value:.6g}")

@@ -8,8 +8,9 @@ from typing import Any
 
 from calibration.chunks import state_of_warm
 from calibration.measure import measure
-from calibration.origin import describe_origin, origin_entries, six_digits
+from calibration.origin import describe_origin
 from calibration.samples import State
+from calibration.text import origin_entries, six_digits
 from calibration.theta import CalibrationPlan
 from calibration.theta_report import conclude, plot, table
 from objectcache.calibrate_run import (

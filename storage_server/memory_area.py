@@ -5,8 +5,6 @@ from __future__ import annotations
 import fcntl
 import mmap
 import os
-from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import Protocol
 
 import numpy as np
@@ -61,27 +59,3 @@ class SharedArea:
         fd, self.fd = self.fd, -1
         if fd >= 0:
             os.close(fd)
-
-
-@dataclass(frozen=True, slots=True)
-class AreaSpan:
-    """`nbytes` bytes from `offset` of an area: how the server names its memory to a child process."""
-
-    area: int
-    offset: int
-    nbytes: int
-
-
-def area_spans(areas: Sequence[tuple[int, int]], spans: Sequence[tuple[int, int]]) -> tuple[AreaSpan, ...]:
-    """Spans (address, nbytes) of the server's memory, named by area. `areas` are (address, nbytes), by number. Raises
-    ValueError for memory that lies in no area.
-    """
-    found = []
-    for address, nbytes in spans:
-        for number, (start, size) in enumerate(areas):
-            if start <= address and address + nbytes <= start + size:
-                found.append(AreaSpan(number, address - start, nbytes))
-                break
-        else:
-            raise ValueError("the memory is not shared with the child process")
-    return tuple(found)

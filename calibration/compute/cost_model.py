@@ -19,7 +19,7 @@ import numpy as np
 
 from calibration.compute.shapes import ModelShape, causal_pairs
 from calibration.fitting import fitted
-from calibration.origin import six_digits
+from calibration.text import six_digits
 from descriptors.recompute import PrefillCosts
 
 COEFFICIENTS = 3

@@ -15,9 +15,8 @@ from calibration.charts import chart
 from calibration.compute.cost_model import Fit, Observation, Profile, fit_cost_model, prefill_s
 from calibration.compute.layer import DecoderLayer, Device, Dtype, describe_device
 from calibration.compute.shapes import ModelShape, small
-from calibration.origin import origin_entries
 from calibration.samples import Cell, Task, run_rounds
-from calibration.text import aligned
+from calibration.text import aligned, origin_entries
 
 
 class Point(NamedTuple):

@@ -10,7 +10,8 @@ from contextlib import ExitStack
 from dataclasses import dataclass
 from typing import Any
 
-from adapters.nixl_agent import Memory, NixlFailure, has_infiniband
+from adapters.nixl_agent import NixlFailure, has_infiniband
+from adapters.nixl_memory import Memory
 from descriptors.errors import ErrorCode, ObjectCacheError
 from nixl_client.fetch.one_sided import OneSidedFetches
 from nixl_client.session.agent import ClientAgent

@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from adapters.nixl_agent import Memory
+from adapters.nixl_memory import Memory
 from descriptors.layout import ChunkLayout
 from descriptors.notices import Mode
 

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
-from adapters.nixl_agent import Memory
+from adapters.nixl_memory import Memory
 from nixl_client.transports.buffers import Buffer, as_buffer
 
 _allocated: dict[int, SharedMemory] = {}

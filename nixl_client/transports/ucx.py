@@ -17,7 +17,8 @@ from concurrent.futures import Future
 from typing import Any, TypeVar
 
 from adapters.interfaces import interface_towards, ucx_devices
-from adapters.nixl_agent import Agent, Memory, NixlFailure, Registration, host_id
+from adapters.nixl_agent import Agent, NixlFailure, Registration, host_id
+from adapters.nixl_memory import Memory
 from descriptors.messages import AgentRegistration, AgentRenewal, Region
 from descriptors.notices import GREETING, Notice, NoticeError, decode_notice
 from nixl_client.transports.buffers import Buffer

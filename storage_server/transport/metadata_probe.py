@@ -18,7 +18,8 @@ import sys
 import uuid
 from collections.abc import Mapping, Sequence
 
-from adapters.nixl_agent import Agent, Memory, NixlFailure, leave
+from adapters.nixl_agent import Agent, NixlFailure, leave
+from adapters.nixl_memory import Memory
 from adapters.threads import to_end
 
 ANSWER_TIMEOUT_S = 20.0

@@ -7,7 +7,8 @@ from collections.abc import Callable, Sequence
 
 import numpy as np
 
-from adapters.nixl_agent import Memory, NixlFailure
+from adapters.nixl_agent import NixlFailure
+from adapters.nixl_memory import Memory
 from adapters.threads import to_end
 from descriptors.errors import ServerError
 from descriptors.messages import Region

@@ -11,7 +11,8 @@ import asyncio
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from adapters.nixl_agent import Memory, NixlFailure
+from adapters.nixl_agent import NixlFailure
+from adapters.nixl_memory import Memory
 from descriptors.messages import Region
 from descriptors.notices import Done, Failed, LayerReady, Mode, Notice, encode_notice
 from descriptors.storage_api import DeliveryStart, Spans

@@ -8,7 +8,8 @@ import os
 from collections.abc import Callable, Sequence
 
 from adapters.interfaces import ucx_devices
-from adapters.nixl_agent import Memory, NixlFailure, writes_pieces_well
+from adapters.nixl_agent import NixlFailure, writes_pieces_well
+from adapters.nixl_memory import Memory
 from adapters.nixl_metadata import agent_name
 from adapters.threads import to_end
 from descriptors.errors import CallerError, ErrorCode, ServerError

@@ -1,4 +1,4 @@
-"""The commands and replies between the storage server and its ucx process: lines of JSON over a socket pair.
+"""The commands and replies between the storage server and its ucx process: lines of JSON over a socket pair. Pure.
 
 The ucx process maps only the areas that it was given, so the server's memory is named by area and offset. Any UCX peer
 may have written into the process that replies. So the server believes a reply only in how a command ended.
@@ -11,8 +11,8 @@ import json
 from dataclasses import dataclass
 from typing import Any
 
-from adapters.nixl_agent import Memory
-from storage_server.memory_area import AreaSpan
+from adapters.nixl_memory import Memory
+from storage_server.planning.area_span import AreaSpan
 
 REPLY_BYTES_MAX = 16_384
 REASON_CHARACTERS_MAX = 1_000

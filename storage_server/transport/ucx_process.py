@@ -15,11 +15,13 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
-from adapters.nixl_agent import Memory, NixlFailure, PeerLost
+from adapters.nixl_agent import NixlFailure, PeerLost
+from adapters.nixl_memory import Memory
 from adapters.threads import to_end
 from descriptors.storage_api import Spans
 from storage_server.child_process import child_environment, spawned
-from storage_server.memory_area import SharedArea, area_spans
+from storage_server.memory_area import SharedArea
+from storage_server.planning.area_span import area_spans
 from storage_server.transport.ucx_commands import (
     REPLY_BYTES_MAX,
     AddPeer,

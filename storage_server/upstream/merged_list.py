@@ -6,7 +6,9 @@ from collections.abc import Sequence
 
 from descriptors.objects import ListPage, ListRequest, ObjectInfo
 from storage_server.store.index.listing import rolled_up
-from storage_server.upstream.objects import AFTER_PREFIX
+
+AFTER_PREFIX = "\U0010ffff"
+"""The greatest character: a key after a common prefix and this is after all that the prefix rolls up."""
 
 
 def merged(page: ListPage, dirty: Sequence[ObjectInfo], request: ListRequest) -> ListPage:

@@ -1,7 +1,8 @@
-"""The calls and answers between the server and its Mooncake process: lines of JSON over a socket pair.
+"""The calls and answers between the server and its Mooncake process: lines of JSON over a socket pair. Pure.
 
-The process maps only the areas that it was given, so memory is named by area and offset. Whoever reaches Mooncake's
-ports may have taken the process over: an answer is believed only in the codes that it has.
+The process maps only the areas that it was given, so memory is named by area and offset. An attacker who reaches
+Mooncake's ports may control this process, so the server uses nothing of an answer but its codes and a shortened reason
+for the log.
 """
 
 from __future__ import annotations
@@ -12,7 +13,7 @@ from dataclasses import dataclass
 from enum import Enum
 from typing import Any
 
-from storage_server.memory_area import AreaSpan
+from storage_server.planning.area_span import AreaSpan
 
 KEYS_MAX = 1_000
 """Of one call."""

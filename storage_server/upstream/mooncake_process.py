@@ -14,7 +14,8 @@ from urllib.parse import urlsplit
 
 from adapters.threads import to_end
 from storage_server.child_process import child_environment, spawned
-from storage_server.memory_area import SharedArea, area_spans
+from storage_server.memory_area import SharedArea
+from storage_server.planning.area_span import area_spans
 from storage_server.settings import RemoteDramSettings
 from storage_server.upstream.mooncake_commands import (
     KEYS_MAX,

@@ -42,12 +42,10 @@ from storage_server.upstream.headers import (
     write_headers,
 )
 from storage_server.upstream.lifecycle import lifecycle_document, lifecycle_rules
+from storage_server.upstream.merged_list import AFTER_PREFIX
 from storage_server.upstream.proof import HEADER, Proof, parse_proof
 from storage_server.upstream.refusals import unreachable
 from storage_server.upstream.service import Sent
-
-AFTER_PREFIX = "\U0010ffff"
-"""The greatest character: a key after a common prefix and this is after all that the prefix rolls up."""
 
 
 class UpstreamObjects:

@@ -10,7 +10,8 @@ from collections.abc import AsyncIterator
 import numpy as np
 import pytest
 
-from adapters.nixl_agent import Memory, Registration
+from adapters.nixl_agent import Registration
+from adapters.nixl_memory import Memory
 from adapters.nixl_metadata import agent_name
 from descriptors.errors import ErrorCode, ServerError
 from descriptors.layout import ChunkLayout

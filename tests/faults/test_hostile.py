@@ -21,7 +21,7 @@ import numpy as np
 import pytest
 import uvloop
 
-from adapters.nixl_agent import Memory
+from adapters.nixl_memory import Memory
 from adapters.response_sink import abort_connection
 from descriptors.descriptor import Delivery, Descriptor, RdmaTarget
 from descriptors.descriptor_codec import encode_binary, encode_json

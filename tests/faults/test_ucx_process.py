@@ -18,7 +18,7 @@ import numpy as np
 import psutil
 import pytest
 
-from adapters.nixl_agent import Memory
+from adapters.nixl_memory import Memory
 from descriptors.descriptor import Delivery
 from descriptors.errors import ErrorCode, ObjectCacheError
 from storage_server.memory_area import SharedArea

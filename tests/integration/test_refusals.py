@@ -19,7 +19,7 @@ from unittest import mock
 import numpy as np
 import pytest
 
-from adapters.nixl_agent import Memory
+from adapters.nixl_memory import Memory
 from descriptors.descriptor import Descriptor, RdmaTarget
 from descriptors.descriptor_codec import encode_binary, encode_json
 from descriptors.layout import ChunkLayout

@@ -12,7 +12,8 @@ from dataclasses import asdict
 import numpy as np
 import torch
 
-from adapters.nixl_agent import Agent, Memory, PostedTransfer, TransferState
+from adapters.nixl_agent import Agent, PostedTransfer, TransferState
+from adapters.nixl_memory import Memory
 from bench.core.show import fixed, written
 from calibration.samples import spread
 from nixl_client.connectors.vllm.blocks import Blocks, plain_layer

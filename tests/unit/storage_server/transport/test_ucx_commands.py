@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from adapters.nixl_agent import Memory
-from storage_server.memory_area import AreaSpan, area_spans
+from adapters.nixl_memory import Memory
+from storage_server.planning.area_span import AreaSpan, area_spans
 from storage_server.transport.ucx_commands import (
     AddPeer,
     Command,

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from storage_server.memory_area import AreaSpan
+from storage_server.planning.area_span import AreaSpan
 from storage_server.upstream.mooncake_commands import (
     LINE_BYTES_MAX,
     REASON_CHARACTERS_MAX,
