@@ -20,11 +20,11 @@ from botocore.awsrequest import AWSRequest
 from botocore.credentials import Credentials
 from yarl import URL
 
+from adapters.breaker import Breaker, back_off_s
 from descriptors.errors import ErrorCode, ObjectCacheError, ServerError
 from descriptors.objects import ChecksumAlgorithm
 from descriptors.storage_api import Body
 from storage_server.settings import UpstreamSettings
-from storage_server.upstream.breaker import ATTEMPTS_MAX, BACK_OFF_S, Breaker
 from storage_server.upstream.bulk_reads import ERROR_BYTES_MAX, BulkReads, Head, Into, Reading
 from storage_server.upstream.documents import call_of, result_of
 from storage_server.upstream.headers import is_md5
@@ -33,6 +33,12 @@ from storage_server.upstream.sent_body import SentBody, checked_if_small
 
 DOCUMENT_BYTES_MAX = 16 << 20
 PAYLOAD_HASH = "payload_hash"
+ATTEMPTS_MAX = 3
+AGAIN_S_MIN = 0.2
+"""Before the second attempt of one request; twice as long before each further one."""
+FAILURES_MAX = 5
+PAUSE_S_MIN, PAUSE_S_MAX = 1.0, 30.0
+"""After so many failures in a row the service is left alone for so long."""
 _T = TypeVar("_T")
 
 
@@ -56,7 +62,7 @@ class Upstream:
         self._base = settings.endpoint.rstrip("/")
         self._host = urlsplit(self._base).netloc
         self._session: aiohttp.ClientSession | None = None
-        self._breaker = Breaker()
+        self._breaker = Breaker(FAILURES_MAX, PAUSE_S_MIN, PAUSE_S_MAX)
         self._bulk = BulkReads(settings)
         self._takes_trailers = True
         self.failed_count = 0
@@ -178,7 +184,7 @@ class Upstream:
         have been carried out.
         """
         for attempt in count(1):
-            self._require_closed_breaker()
+            self._require_not_failing()
             try:
                 answered = await send()
             except asyncio.CancelledError:
@@ -195,7 +201,7 @@ class Upstream:
                 self._breaker.failed(time.monotonic())
                 if method not in _READS or attempt == ATTEMPTS_MAX:
                     raise
-                await asyncio.sleep(BACK_OFF_S * 2**attempt)
+                await asyncio.sleep(back_off_s(attempt, AGAIN_S_MIN, PAUSE_S_MAX))
                 continue
             except ObjectCacheError:
                 self._breaker.succeeded()
@@ -204,7 +210,7 @@ class Upstream:
             return answered
         raise AssertionError("the loop ends by itself")
 
-    def _require_closed_breaker(self) -> None:
+    def _require_not_failing(self) -> None:
         wait_s = self._breaker.wait_s(time.monotonic())
         if wait_s:
             problem = "the upstream store fails, and is asked again in a while"

@@ -196,7 +196,7 @@ class Fetch:
     async def _fetch_remote(self, layout: ChunkLayout) -> bool:
         """Bring the chunk from remote DRAM; False where it is not there, or not what it should be."""
         remote = self._ways.remote
-        if remote is None or not remote.is_open or not is_chunk_key(self._key):
+        if remote is None or not remote.is_usable or not is_chunk_key(self._key):
             return False
         landed = self._ways.landing.take(self._bucket, layout.chunk_bytes)
         if landed is None:

@@ -16,6 +16,7 @@ from hashlib import sha256
 from typing import Any, TypeVar
 from urllib.parse import quote
 
+from adapters.breaker import Breaker
 from adapters.threads import to_end
 from storage_server.gather.landing import Landed, Landing
 from storage_server.memory_area import SharedArea
@@ -36,8 +37,8 @@ REMOVE_AGAIN_S = 0.2
 CLOSE_WAIT_S = 10.0
 ADMITS_PART = 0.25
 """Of landing memory, for chunks that wait to be written there; others are not kept."""
-BACK_OFF_MIN_S = 1.0
-BACK_OFF_MAX_S = 60.0
+PAUSE_S_MIN, PAUSE_S_MAX = 2.0, 60.0
+"""After a failure the store is left alone for so long."""
 REMOVED_MAX = 65_536
 NOT_FOUND, NOT_READY, NO_ROOM = -704, -703, -200
 _T = TypeVar("_T")
@@ -65,8 +66,7 @@ class RemoteDram:
         self._entries = SharedArea(2 * ENTRY_BYTES)
         """What lies beside the bytes of the chunk that is read, and of the one that is written."""
         self.landing_area: SharedArea | None = None
-        self._failure_count = 0
-        self._closed_until_s = 0.0
+        self._breaker = Breaker(1, PAUSE_S_MIN, PAUSE_S_MAX)
         self._is_closing = False
         self._admits: dict[Name, object] = {}
         """What waits to be written there, with a token: a removal takes the token away."""
@@ -111,11 +111,11 @@ class RemoteDram:
                 area.close()
 
     @property
-    def is_open(self) -> bool:
+    def is_usable(self) -> bool:
         """Whether the store is there, and did not fail a moment ago."""
         if not self.is_joined:
             self._join_again()
-        return self.is_joined and not self._is_closing and time.monotonic() >= self._closed_until_s
+        return self.is_joined and not self._is_closing and not self._breaker.is_open(time.monotonic())
 
     @property
     def is_joined(self) -> bool:
@@ -126,9 +126,9 @@ class RemoteDram:
         """Bring a chunk into its memory; None where it is not there, or not soon enough. Its bytes are not proved yet.
         The memory is held until nothing writes there any more.
         """
-        if not self.is_open or not await self._has_turn():
+        if not self.is_usable or not await self._has_turn():
             return None
-        if not self.is_open:
+        if not self.is_usable:
             self._reading.release()
             return None
         nbytes = len(landed.view)
@@ -159,7 +159,7 @@ class RemoteDram:
         nbytes = len(landed.view)
         waiting_bytes = self._admitting_bytes
         has_room = not waiting_bytes or waiting_bytes + nbytes <= ADMITS_PART * self._landing_bytes
-        if header is None or not self.is_open or not has_room or not self._is_believed(entry):
+        if header is None or not self.is_usable or not has_room or not self._is_believed(entry):
             return
         landed.hold()
         self._admitting_bytes += nbytes
@@ -199,8 +199,8 @@ class RemoteDram:
 
     def removing(self, bucket: str, keys: Sequence[str]) -> asyncio.Task[None] | None:
         """Begin to remove these chunks. None where the store cannot be reached, or an earlier removal hangs."""
-        is_stuck = self._removing is not None and not self._removing.done() and not self.is_open
-        if not keys or not self.is_open or is_stuck:
+        is_stuck = self._removing is not None and not self._removing.done() and not self.is_usable
+        if not keys or not self.is_usable or is_stuck:
             return None
         names = [(bucket, key) for key in keys]
         self._removing = self._call(self._remove(names))
@@ -239,7 +239,7 @@ class RemoteDram:
     def _join_again(self) -> None:
         """Begin to join the store, unless that failed a moment ago."""
         is_joining = self._joining is not None and not self._joining.done()
-        if not is_joining and not self._is_closing and time.monotonic() >= self._closed_until_s:
+        if not is_joining and not self._is_closing and not self._breaker.is_open(time.monotonic()):
             self._joining = self._call(self._join())
 
     async def _join(self) -> None:
@@ -253,7 +253,7 @@ class RemoteDram:
         except Exception as error:  # whatever it is, home is there
             self._failed(str(error))
             return
-        self._failure_count = 0
+        self._breaker.succeeded()
 
     async def _get(self, bucket: str, key: str, address: int, nbytes: int) -> RemoteEntry | None:
         """Whoever calls has the turn."""
@@ -271,7 +271,7 @@ class RemoteDram:
     async def _put(self, name: Name, token: object, header: bytes, address: int, nbytes: int) -> bool:
         """Whether the chunk is there now."""
         async with self._writing:
-            if self._admits.get(name) is not token or not self.is_open:
+            if self._admits.get(name) is not token or not self.is_usable:
                 return False
             assert self._client is not None
             memoryview(self._entries.map)[ENTRY_BYTES : 2 * ENTRY_BYTES] = header
@@ -303,20 +303,18 @@ class RemoteDram:
                 await asyncio.sleep(REMOVE_AGAIN_S)
 
     def _note(self, code: int) -> None:
-        if code >= 0 or code in (NOT_FOUND, NOT_READY):
-            self._failure_count = 0
-        else:
+        """An answer. One that comes during a pause was waited for too long, and says nothing good of the store."""
+        if code < 0 and code not in (NOT_FOUND, NOT_READY):
             self._failed(f"Mooncake answered {code}")
+        elif not self._breaker.is_open(time.monotonic()):
+            self._breaker.succeeded()
 
     def _failed(self, problem: str) -> None:
         """Leave the store alone for a while."""
         self.failed_count += 1
-        if time.monotonic() < self._closed_until_s:
-            return
-        self._failure_count += 1
-        wait_s = min(BACK_OFF_MAX_S, BACK_OFF_MIN_S * 2.0 ** min(self._failure_count, 10))
-        self._closed_until_s = time.monotonic() + wait_s
-        if self._failure_count == 1:
+        was_good = not self._breaker.failure_count
+        self._breaker.failed(time.monotonic())
+        if was_good:
             _log.warning("remote DRAM: %s; home is asked instead", problem)
 
     def _key(self, bucket: str, key: str) -> str:

@@ -11,6 +11,7 @@ from contextlib import AsyncExitStack, asynccontextmanager, contextmanager
 from dataclasses import dataclass, field
 from functools import partial
 
+from adapters.breaker import back_off_s
 from adapters.threads import to_end
 from descriptors.conditions import NO_WRITE_CONDITION
 from descriptors.errors import CallerError, ErrorCode, ObjectCacheError, ServerError
@@ -324,7 +325,7 @@ class WriteBack:
 
 
 def _back_off_s(failures: int) -> float:
-    return min(BACK_OFF_MAX_S, BACK_OFF_MIN_S * 2.0 ** min(failures, 10))
+    return back_off_s(failures, BACK_OFF_MIN_S, BACK_OFF_MAX_S)
 
 
 async def send_stored(objects: HomeObjects, request: PutRequest, body: StoredBody, proof: Proof) -> Sent:

@@ -50,6 +50,7 @@ PURE_FOLDERS = (
     "storage_server/eviction",
 )
 PURE_MODULES = (
+    "adapters/breaker.py",
     "adapters/deadlines.py",
     "adapters/nixl_memory.py",
     "adapters/nixl_metadata.py",
@@ -88,7 +89,6 @@ PURE_MODULES = (
     "storage_server/store/upkeep/compaction_plan.py",
     "storage_server/tiers/residency.py",
     "storage_server/transport/ucx_commands.py",
-    "storage_server/upstream/breaker.py",
     "storage_server/upstream/chunk_names.py",
     "storage_server/upstream/documents.py",
     "storage_server/upstream/groups.py",

@@ -233,7 +233,7 @@ async def test_a_server_that_stops_while_it_joins_leaves_no_process(monkeypatch:
 
 
 async def test_remote_dram_joins_again_after_its_process_was_killed(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("storage_server.upstream.remote_dram.BACK_OFF_MIN_S", 0.1)
+    monkeypatch.setattr("storage_server.upstream.remote_dram.PAUSE_S_MIN", 0.2)
     joined: list[MooncakeProcess] = []
 
     async def join(settings: RemoteDramSettings, areas: Sequence[SharedArea]) -> MooncakeProcess:
@@ -245,10 +245,10 @@ async def test_remote_dram_joins_again_after_its_process_was_killed(monkeypatch:
     remote = RemoteDram(settings(), "home", 1.0, join)
     landing = remote.landing(1 << 20)
     await remote.start()
-    await until(lambda: remote.is_open)
+    await until(lambda: remote.is_usable)
     os.kill(joined[0].pid, 9)
     await until(lambda: not remote.is_joined)
-    await until(lambda: remote.is_open)
+    await until(lambda: remote.is_usable)
     assert len(joined) == 2
     landed = landing.take("bucket", NBYTES)
     assert landed is not None

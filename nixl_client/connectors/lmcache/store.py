@@ -11,6 +11,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from adapters.breaker import Breaker
 from descriptors.descriptor import CHUNK_COUNT_MAX, Delivery, OnMissing
 from descriptors.errors import ChunkUnavailable, ObjectCacheError
 from descriptors.recompute import AdviceRequest
@@ -43,31 +44,13 @@ class Loaded:
     unusable: str | None = None
 
 
-class Breaker:
-    """After a request that was not answered, no request is made for `retry_s`: an engine must not wait for a dead
-    server each time. Times are monotonic seconds.
-    """
-
-    def __init__(self, retry_s: float) -> None:
-        self._retry_s = retry_s
-        self._closed_at_s = float("-inf")
-
-    def is_open(self, now_s: float) -> bool:
-        """Whether to ask nothing now."""
-        return now_s < self._closed_at_s
-
-    def trip(self, now_s: float) -> None:
-        """A request was not answered."""
-        self._closed_at_s = now_s + self._retry_s
-
-
 class ChunkStore:
     """Chunks are byte buffers (memoryviews); keys are object names, those of one prefix in order."""
 
     def __init__(self, options: Options) -> None:
         self.counters = Counters()
         self._options = options
-        self._breaker, self._store_breaker = Breaker(options.retry_s), Breaker(options.retry_s)
+        self._breaker, self._store_breaker = _breaker(options), _breaker(options)
         self._lookups = ObjectCacheClient(options.endpoint, options.bucket, timeout_s=options.lookup_timeout_s)
         self._loads = ObjectCacheClient(
             options.endpoint,
@@ -280,6 +263,13 @@ class ChunkStore:
 
     def _fail(self, what: str, error: Exception, breaker: Breaker | None = None) -> None:
         if not isinstance(error, ObjectCacheError) or isinstance(error, UnansweredError):
-            (breaker or self._breaker).trip(time.monotonic())
+            (breaker or self._breaker).failed(time.monotonic())
         self.counters.add(failures=1)
         _log.warning("%s: %s", what, error)
+
+
+def _breaker(options: Options) -> Breaker:
+    """After one request that was not answered, none is made for `retry_s`: an engine must not wait for a dead server
+    each time.
+    """
+    return Breaker(1, options.retry_s, options.retry_s)

@@ -84,7 +84,7 @@ async def made(
     remote = RemoteDram(SETTINGS, namespace, keep_s, connect)
     landing = remote.landing(8 << 20)
     await remote.start()
-    await until(lambda: remote.is_open)
+    await until(lambda: remote.is_usable)
     yield Bed(remote, store, landing)
     await remote.close()
     assert landing.used_bytes == 0
@@ -157,7 +157,7 @@ async def test_a_chunk_that_could_not_be_removed_is_not_read_here() -> None:
         bed.store.fails = NO_MASTER
         await bed.remote.remove("bucket", [KEY])
         bed.store.fails = 0
-        bed.remote._closed_until_s = 0.0
+        bed.remote._breaker.succeeded()
         assert bed.store.stored
         assert await bed.read() is None
         await bed.admitted(b"2" * NBYTES)
@@ -165,15 +165,15 @@ async def test_a_chunk_that_could_not_be_removed_is_not_read_here() -> None:
 
 
 async def test_a_store_that_fails_is_left_alone_for_a_while(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(module, "BACK_OFF_MIN_S", 0.1)
+    monkeypatch.setattr(module, "PAUSE_S_MIN", 0.2)
     async with made() as bed:
         await bed.admitted(b"1" * NBYTES)
         bed.store.fails = NO_MASTER
         assert await bed.read() is None
-        assert not bed.remote.is_open
+        assert not bed.remote.is_usable
         bed.store.fails = 0
         assert await bed.read() is None
-        await until(lambda: bed.remote.is_open)
+        await until(lambda: bed.remote.is_usable)
         assert await bed.read() == b"1" * NBYTES
 
 
@@ -184,7 +184,7 @@ async def test_a_store_that_hangs_is_not_waited_for_and_its_memory_is_kept(monke
         with bed.store.held():
             assert await bed.read() is None
             assert bed.landing.used_bytes > 0  # the call may still write there
-            assert not bed.remote.is_open
+            assert not bed.remote.is_usable
         await until(lambda: bed.landing.used_bytes == 0)
 
 
@@ -198,10 +198,10 @@ async def test_a_store_whose_process_ends_is_left_alone(monkeypatch: pytest.Monk
         monkeypatch.setattr(bed.store, "get", broken)
         monkeypatch.setattr(bed.store, "remove", broken)
         assert await bed.read() is None
-        assert not bed.remote.is_open
-        bed.remote._closed_until_s = 0.0
+        assert not bed.remote.is_usable
+        bed.remote._breaker.succeeded()
         await bed.remote.remove("bucket", [KEY])
-        assert not bed.remote.is_open
+        assert not bed.remote.is_usable
 
 
 async def test_a_chunk_of_another_size_is_a_miss_and_no_failure() -> None:
@@ -212,7 +212,7 @@ async def test_a_chunk_of_another_size_is_a_miss_and_no_failure() -> None:
         assert landed is not None
         assert await bed.remote.read("bucket", KEY, landed) is None
         landed.release()
-        assert bed.remote.is_open
+        assert bed.remote.is_usable
         assert await bed.read() == b"1" * NBYTES
 
 
@@ -222,7 +222,7 @@ async def test_a_full_store_takes_no_more_and_is_no_failure() -> None:
         await bed.admitted(b"1" * NBYTES)
         await bed.admitted(b"2" * NBYTES, "b" * 64)
         assert len(bed.store.stored) == 1
-        assert bed.remote.is_open
+        assert bed.remote.is_usable
 
 
 async def test_a_store_that_is_not_there_is_asked_again_later(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -240,8 +240,8 @@ async def test_a_store_that_is_not_there_is_asked_again_later(monkeypatch: pytes
     bed = Bed(remote, store, landing)
     await until(lambda: remote.failed_count == 1)
     assert await bed.read() is None
-    remote._closed_until_s = 0.0
-    await until(lambda: remote.is_open)
+    remote._breaker.succeeded()
+    await until(lambda: remote.is_usable)
     assert len(calls) == 2
     await bed.admitted(b"1" * NBYTES)
     assert await bed.read() == b"1" * NBYTES
@@ -303,7 +303,7 @@ async def test_a_chunk_that_is_being_written_is_a_miss_and_its_removal_is_tried_
         assert await bed.read() is None
         await bed.remote.remove("bucket", [KEY])
         assert bed.store.stored == {}
-        assert bed.remote.is_open
+        assert bed.remote.is_usable
         assert bed.remote.failed_count == 0
 
 
@@ -317,7 +317,7 @@ async def test_a_busy_store_is_not_waited_for_and_does_not_count_as_failed(monke
             assert sum(task.done() for task in reading) == 7
         assert sorted(found is None for found in await asyncio.gather(*reading)) == [False] + [True] * 7
         assert bed.remote.failed_count == 0
-        assert bed.remote.is_open
+        assert bed.remote.is_usable
 
 
 async def test_nothing_waits_behind_a_removal_that_hangs(monkeypatch: pytest.MonkeyPatch) -> None:

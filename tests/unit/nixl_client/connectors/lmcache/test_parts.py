@@ -19,7 +19,6 @@ from nixl_client.connectors.lmcache.chunks import (
 )
 from nixl_client.connectors.lmcache.jobs import Jobs
 from nixl_client.connectors.lmcache.options import Options
-from nixl_client.connectors.lmcache.store import Breaker
 from nixl_client.transports.transport import Transport
 
 SPACE = ChunkSpace("in-process", "org/model", "0 of 1", "bfloat16", "(2, 2, 16, 8, 64)")
@@ -105,12 +104,6 @@ class TestPlan:
     @pytest.mark.parametrize(("nbytes", "tokens"), [(0, 0), (10, 1), (15, 0), (150, 15), (160, 0), (170, 0)])
     def test_part_of_a_chunk_is_whole_tokens_and_no_whole_chunk(self, nbytes: int, tokens: int) -> None:
         assert partial_tokens(nbytes, 10, 16) == tokens
-
-    def test_breaker_opens_for_a_time(self) -> None:
-        breaker = Breaker(5.0)
-        assert not breaker.is_open(0.0)
-        breaker.trip(10.0)
-        assert [breaker.is_open(now_s) for now_s in (10.0, 14.9, 15.0)] == [True, True, False]
 
 
 class TestJobs:
