@@ -18,7 +18,7 @@ from adapters.threads import to_end
 from descriptors.storage_api import Pump, Spans
 from descriptors.units import KIB
 
-HERE_BYTES_MAX = 256 * KIB
+SENT_HERE_BYTES_MAX = 256 * KIB
 PATIENCE_MS = 20
 """The seconds that a thread waits in all for a full connection. After that the event loop waits."""
 
@@ -56,7 +56,7 @@ async def send_spans(http: web.BaseRequest, spans: Spans, pace: ReadingPace) -> 
     nbytes = int(spans[:, 1].sum())
     with await _drained(http) as own:
         # few bytes are sent here, because a hand-over to a thread would cost more
-        sent = native.send_spans(own.fileno(), spans, 0, 0) if nbytes <= HERE_BYTES_MAX else 0
+        sent = native.send_spans(own.fileno(), spans, 0, 0) if nbytes <= SENT_HERE_BYTES_MAX else 0
         while sent < nbytes:
             sending = loop.run_in_executor(None, native.send_spans, own.fileno(), spans, sent, PATIENCE_MS)
             sent += await to_end(sending)

@@ -36,7 +36,7 @@ from storage_server.tiers.dram import DramTier, Lent
 from storage_server.transport.destination import Destination, Room, Transfer
 
 GATHERED_AHEAD_MAX = 2
-HERE_BYTES_MAX = 256 * KIB
+COPIED_HERE_BYTES_MAX = 256 * KIB
 """Payloads up to this size are gathered on the event loop when all their bytes are resident: copying them takes tens of
 microseconds, less than the hand-over to a thread. Bytes in files always go to a thread, because reads may block.
 """
@@ -242,7 +242,7 @@ class Pipeline:
         spans = np.array([[room.address, payload.nbytes]], dtype=np.int64)
         past_cache = delivery.destination.past_cache
         work = partial(self._gather, table, payload, rows, room.address, past_cache=past_cache)
-        if table.is_resident and payload.nbytes <= HERE_BYTES_MAX:
+        if table.is_resident and payload.nbytes <= COPIED_HERE_BYTES_MAX:
             work()
             return _Gathering(payload, spans, room, None)
         reading = asyncio.get_running_loop().run_in_executor(self._gatherers, work)

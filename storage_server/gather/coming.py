@@ -76,7 +76,7 @@ class ComingExtent(Extent):
 
     @staticmethod
     def of(file_id: str, offset: int, arrival: Arrival) -> ComingExtent:
-        """The extent at this place of a file."""
+        """The extent at this location in a file."""
         return ComingExtent(file_id, offset, arrival.nbytes, bytes(len(arrival.words)), 0, arrival)
 
 

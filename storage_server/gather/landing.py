@@ -10,7 +10,7 @@ from storage_server.memory_area import Area, PrivateArea
 from storage_server.planning.extent import aligned
 from storage_server.planning.free_space import FreeSpace
 
-BUCKET_PART = 0.5
+BUCKET_MEMORY_FRACTION = 0.5
 """Of the memory, for one bucket: its readers must not take all of it."""
 
 
@@ -70,7 +70,7 @@ class Landing:
     def take(self, bucket: str, nbytes: int) -> Landed | None:
         """Memory for a chunk of the bucket; None where there is no room."""
         taken_bytes = aligned(nbytes)
-        if self._by_bucket[bucket] + taken_bytes > BUCKET_PART * self.nbytes:
+        if self._by_bucket[bucket] + taken_bytes > BUCKET_MEMORY_FRACTION * self.nbytes:
             return None
         offset = self._free.take(taken_bytes)
         if offset is None:

@@ -12,9 +12,9 @@ import sqlite3
 from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
-from storage_server.shared_files.records import Body, Record
+from storage_server.shared_files.records import BodyRow, Record
 from storage_server.store.index.transaction import Transaction
-from storage_server.store.rows import Kind, Touched
+from storage_server.store.rows import Touched, TouchedKind
 from storage_server.upstream.service import Shown
 
 TABLES = (
@@ -180,7 +180,7 @@ def _note(db: sqlite3.Connection, writer: str, generation: int, record: Record, 
     )
 
 
-def _found(db: sqlite3.Connection, about: Touched) -> tuple[tuple[Any, ...] | None, tuple[Body, ...]]:
+def _found(db: sqlite3.Connection, about: Touched) -> tuple[tuple[Any, ...] | None, tuple[BodyRow, ...]]:
     """What the rows show of a thing."""
     if about.kind == "bucket":
         return db.execute(
@@ -198,9 +198,9 @@ def _found(db: sqlite3.Connection, about: Touched) -> tuple[tuple[Any, ...] | No
     return (() if bodies else None), bodies
 
 
-def _bodies(db: sqlite3.Connection, version: int | None) -> tuple[Body, ...]:
+def _bodies(db: sqlite3.Connection, version: int | None) -> tuple[BodyRow, ...]:
     sql = f"SELECT {_BODY_COLUMNS} FROM extents WHERE version = ? ORDER BY part_number"
-    return tuple(Body(*row) for row in db.execute(sql, (version,)).fetchall())
+    return tuple(BodyRow(*row) for row in db.execute(sql, (version,)).fetchall())
 
 
 def _upload_version(db: sqlite3.Connection, upload_id: str, table: str = "uploads") -> int | None:
@@ -263,7 +263,7 @@ def _show_part(tx: Transaction, record: Record) -> None:
     _add_bodies(tx, version, record.bodies)
 
 
-def _add_bodies(tx: Transaction, version: int, bodies: Iterable[Body]) -> None:
+def _add_bodies(tx: Transaction, version: int, bodies: Iterable[BodyRow]) -> None:
     columns = f"version, {_BODY_COLUMNS}, synced"
     tx.db.executemany(
         f"INSERT OR REPLACE INTO extents ({columns}) VALUES (?, ?, ?, ?, ?, ?, ?, ?, ?, ?, 1)",
@@ -285,7 +285,7 @@ def _add_bodies(tx: Transaction, version: int, bodies: Iterable[Body]) -> None:
     )
 
 
-_SHOW: dict[Kind, Any] = {
+_SHOW: dict[TouchedKind, Any] = {
     "bucket": _show_bucket,
     "object": _show_object,
     "upload": _show_upload,

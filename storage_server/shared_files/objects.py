@@ -218,13 +218,13 @@ class SharedObjects:
 
     async def _require_there(self, request: ReadRequest) -> None:
         """Raises CallerError(NoSuchKey) where the file is gone: somebody has cleared the file system up."""
-        places = self._objects.places(request.bucket, request.key)
-        if await asyncio.to_thread(self._are_gone, places):
+        locations = self._objects.locations(request.bucket, request.key)
+        if await asyncio.to_thread(self._are_gone, locations):
             self._objects.note_damaged(request.bucket, request.key)
             raise _gone() from None
 
-    def _are_gone(self, places: Sequence[Extent]) -> bool:
-        return any(not self._files.path(extent.file_id).exists() for extent in places)
+    def _are_gone(self, locations: Sequence[Extent]) -> bool:
+        return any(not self._files.path(extent.file_id).exists() for extent in locations)
 
 
 def _gone() -> CallerError:

@@ -49,7 +49,7 @@ class SharedReads:
         self.failed_count = 0
         """How many reads the file system failed."""
 
-    def read(self, extents: Sequence[Extent], start: int, into: Into, note_damage: Callable[[], None]) -> Reading:
+    def read(self, extents: Sequence[Extent], start: int, into: Into, note_damage: Callable[[], None]) -> SharedRead:
         """Begin to read an object's bytes from `start` on. `note_damage` is called, in the reading thread, where they
         are not what was stored.
         """
@@ -69,14 +69,14 @@ class SharedReads:
                 self.failed_count += 1
                 raise unreachable(error.strerror or str(error)) from error
 
-        return Reading(into, read_piece, self._threads)
+        return SharedRead(into, read_piece, self._threads)
 
     def close(self) -> None:
         """Wait for the threads."""
         self._threads.shutdown()
 
 
-class Reading:
+class SharedRead:
     """One read under way. `body` says when all of it lies there, and may raise ServerError. `end` it before its memory
     is used for anything else.
     """

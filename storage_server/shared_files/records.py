@@ -24,16 +24,16 @@ from typing import Any, cast, get_args
 from awscrt.checksums import crc32c
 
 from descriptors.units import MIB
-from storage_server.store.rows import Kind, Touched, rules_of, stored_object, stored_upload
+from storage_server.store.rows import Touched, TouchedKind, rules_of, stored_object, stored_upload
 
 FRAME_BYTES_MAX = 256 * MIB
 STAMP_MAX = 1 << 62
 WRITER = re.compile(r"[0-9a-f]{12}\Z")
 FILE_ID = re.compile(r"[0-9a-f]{32}\Z")
 _HEAD = struct.Struct("<II")
-_KINDS = frozenset(get_args(Kind))
+_KINDS = frozenset(get_args(TouchedKind))
 _Type = type | tuple[type, ...]
-_ROW_TYPES: dict[Kind, tuple[_Type, ...]] = {
+_ROW_TYPES: dict[TouchedKind, tuple[_Type, ...]] = {
     "bucket": (str, (int, float), str),
     "object": (int, str, (int, float), str),
     "upload": (str, str, str, (int, float), str),
@@ -46,8 +46,8 @@ class BadRecordError(ValueError):
 
 
 @dataclass(frozen=True, slots=True)
-class Body:
-    """The row of one body: its place in a file, and the packed checksums of its blocks. An empty body has the file
+class BodyRow:
+    """The row of one body: its location in a file, and the packed checksums of its blocks. An empty body has the file
     "".
     """
 
@@ -74,7 +74,7 @@ class Record:
     about: Touched
     stamp: int
     row: tuple[Any, ...] | None
-    bodies: tuple[Body, ...] = ()
+    bodies: tuple[BodyRow, ...] = ()
 
 
 def encode(records: Sequence[Record]) -> bytes:
@@ -135,7 +135,7 @@ def _fields(record: Record) -> list[Any]:
     return [*head, list(record.row), [_body_fields(body) for body in record.bodies]]
 
 
-def _body_fields(body: Body) -> list[Any]:
+def _body_fields(body: BodyRow) -> list[Any]:
     blocks = base64.b64encode(body.blocks).decode()
     head = [body.part_number, body.object_offset, body.nbytes, body.file_id, body.file_offset]
     return [*head, body.etag, body.modified_at, body.checksum, blocks]
@@ -159,7 +159,7 @@ def _record(fields: Any) -> Record:
         raise BadRecordError(f"a record about {kind!r}")
     if type(stamp) is not int or not 0 <= stamp <= STAMP_MAX:
         raise BadRecordError(f"the stamp {stamp!r}")
-    about = Touched(cast(Kind, kind), name, key)
+    about = Touched(cast(TouchedKind, kind), name, key)
     if len(fields) == 4:
         return Record(about, stamp, None)
     row, bodies = fields[4:]
@@ -177,7 +177,7 @@ def _record(fields: Any) -> Record:
     return Record(about, stamp, tuple(row), found)
 
 
-def _body(fields: Any) -> Body:
+def _body(fields: Any) -> BodyRow:
     types: tuple[_Type, ...] = (int, int, int, str, int, str, (int, float), (str, type(None)), str)
     if not isinstance(fields, list) or len(fields) != len(types):
         raise BadRecordError("a body without its fields")
@@ -185,14 +185,14 @@ def _body(fields: Any) -> Body:
         raise BadRecordError("a body of other types")
     number, object_offset, nbytes, file_id, file_offset, etag, modified_at, checksum, blocks = fields
     if min(number, object_offset, nbytes, file_offset) < 0 or max(object_offset, nbytes, file_offset) > STAMP_MAX:
-        raise BadRecordError("a body at no place")
+        raise BadRecordError("a body at no location")
     if file_id and not FILE_ID.match(file_id):
         raise BadRecordError(f"a file of the name {file_id[:64]!r}")
     try:
         words = base64.b64decode(blocks, validate=True)
     except (binascii.Error, ValueError) as error:
         raise BadRecordError("checksums that are no base64") from error
-    return Body(number, object_offset, nbytes, file_id, file_offset, etag, float(modified_at), checksum, words)
+    return BodyRow(number, object_offset, nbytes, file_id, file_offset, etag, float(modified_at), checksum, words)
 
 
 def _is(value: Any, wanted: _Type) -> bool:

@@ -29,8 +29,8 @@ from storage_server.shared_files import merge
 from storage_server.shared_files.clock import StampClock
 from storage_server.shared_files.files import GRACE_S, SharedFiles
 from storage_server.shared_files.following import Following
-from storage_server.shared_files.identity import joined
 from storage_server.shared_files.journal import OwnJournal, named_files
+from storage_server.shared_files.membership import joined
 from storage_server.shared_files.objects import SharedObjects, SharedUploads
 from storage_server.shared_files.reading import SharedReads
 from storage_server.shared_files.records import WRITER, BadRecordError, Record, encode, file_ids, writer_of
@@ -83,9 +83,10 @@ class SharedDirectory:
         self._settings = settings
         self._root = root = settings.directory
         self._disk = disk = disk or Disk()
-        self._identity = identity = joined(root, local)
-        self._folder = root / "writers" / identity.writer
-        self.files = SharedFiles(root, identity.writer, storage.open_files_max, disk)
+        self._membership = joined(root, local)
+        writer = self._membership.writer
+        self._folder = root / "writers" / writer
+        self.files = SharedFiles(root, writer, storage.open_files_max, disk)
         self.files.start()
         self._journal = OwnJournal(self._folder, disk)
         self._rewritten_bytes = 0
@@ -99,7 +100,7 @@ class SharedDirectory:
             Durability.STRICT,
             disk,
             self._dispose,
-            lambda *place: None,  # a place that nothing names may be named by a record that was not read yet
+            lambda *location: None,  # a location that nothing names may be named by a record that was not read yet
             0.0,
             resolved := ResolvedKeys(storage.resolved_keys_max, storage.resolved_bytes_max),
             self._mark,
@@ -129,7 +130,7 @@ class SharedDirectory:
             evictor,
         )
         uploads = Uploads(self.reader, self.committer, bodies, storage.object_bytes_max, objects, evictor)
-        self.following = Following(root, identity.writer, self.committer, self._clock.observe, settings.read_timeout_s)
+        self.following = Following(root, writer, self.committer, self._clock.observe, settings.read_timeout_s)
         self._reads = SharedReads(self.files, settings.fetches_max, settings.read_bytes_per_s)
         self.objects = SharedObjects(objects, self.files, self.following, self._reads)
         self.uploads = SharedUploads(uploads, self.following)
@@ -156,7 +157,7 @@ class SharedDirectory:
         await self.committer.commit(self._open_journal)
         await self.following.start(await self.reader.threaded(merge.positions))
         named = await self.reader.threaded(queries.file_ids)
-        stored = await self._io.run(lambda: self.files.stored(self._identity.writer))
+        stored = await self._io.run(lambda: self.files.stored(self._membership.writer))
         self.files.found_dead(file_id for file_id in stored if file_id not in named)
         works = (
             self.following.run(self._settings.poll_s),
@@ -186,7 +187,7 @@ class SharedDirectory:
     def _open_journal(self, tx: Transaction) -> None:
         """In the committer's thread, which alone uses the journal."""
         merge.prepare(tx)
-        writer = self._identity.writer
+        writer = self._membership.writer
         generation, position = merge.positions(tx.db).get(writer, (0, 0))
         self._clock.observe(merge.last_stamp(tx.db))
         self._journal.open(generation, position)
@@ -197,7 +198,7 @@ class SharedDirectory:
         if not tx.touched:
             return
         records = merge.collected(tx.db, tx.touched, self._clock.stamp())
-        others = {file_id for file_id in file_ids(records) if writer_of(file_id) != self._identity.writer}
+        others = {file_id for file_id in file_ids(records) if writer_of(file_id) != self._membership.writer}
         self._require_sure(others)
         try:
             self._append(encode(records), frees=all(record.row is None for record in records))
@@ -206,8 +207,8 @@ class SharedDirectory:
         except OSError as error:
             _log.warning("the journal of the shared directory: %s", error)
             raise disk_error(error, "writing the journal") from error
-        merge.note_own(tx.db, self._identity.writer, self._journal.generation, records, time.time())
-        merge.note_position(tx.db, self._identity.writer, self._journal.generation, self._journal.end)
+        merge.note_own(tx.db, self._membership.writer, self._journal.generation, records, time.time())
+        merge.note_position(tx.db, self._membership.writer, self._journal.generation, self._journal.end)
         if not self._is_sure(others):
             self._require_there(others, records)
 
@@ -223,7 +224,7 @@ class SharedDirectory:
 
     def catch_up(self, tx: Transaction) -> None:
         """Carry out what the journal has and the index has not: a change that ended between the two."""
-        writer, journal = self._identity.writer, self._journal
+        writer, journal = self._membership.writer, self._journal
         if not journal.generation:
             return
         try:
@@ -321,7 +322,7 @@ class SharedDirectory:
 
     def _shorten_journal(self, tx: Transaction) -> None:
         """Write the journal anew where most of it may be old. A change that is not in the journal yet has to wait."""
-        journal, writer = self._journal, self._identity.writer
+        journal, writer = self._journal, self._membership.writer
         self._reserve.keep()
         if tx.touched or journal.end < max(REWRITE_BYTES_MIN, REWRITE_GROWTH * self._rewritten_bytes):
             return

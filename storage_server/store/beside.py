@@ -18,7 +18,7 @@ from storage_server.planning.extent import CorruptExtentError
 from storage_server.store.data.bodies import BodyReader
 from storage_server.store.data.buffers import BufferShare
 from storage_server.store.data.disk import Disk
-from storage_server.store.data.extents import ExtentFiles, Place
+from storage_server.store.data.extents import ExtentFiles, Location
 from storage_server.store.data.io_threads import IoThreads
 from storage_server.store.index.reader import IndexReader
 from storage_server.store.reads import Reads
@@ -46,11 +46,11 @@ class FilesBeside(ExtentFiles):
             return False
         return True
 
-    def pin_places(self, places: Sequence[Place]) -> bool:
-        return self.pin({file_id for file_id, _ in places})
+    def pin_locations(self, locations: Sequence[Location]) -> bool:
+        return self.pin({file_id for file_id, _ in locations})
 
-    def unpin_places(self, places: Sequence[Place]) -> None:
-        self.unpin({file_id for file_id, _ in places})
+    def unpin_locations(self, locations: Sequence[Location]) -> None:
+        self.unpin({file_id for file_id, _ in locations})
 
     def close_deleted(self) -> None:
         """Close files that were deleted and that nobody here reads, because only then is their space free."""

@@ -47,7 +47,7 @@ from storage_server.store.upkeep.recovery import drop_unsynced
 from storage_server.store.uploads import Uploads
 
 IO_THREADS = 4
-FREE_PART = 0.9
+FREE_FRACTION = 0.9
 WHAT_TO_DO = (
     "Put the right index.sqlite3 back; or start with --adopt-index to go on with this one: files it does not know are"
     " then moved to the directory set-aside, and nothing is deleted"
@@ -128,7 +128,7 @@ class EmbeddedStore:
             settings.compact_live_fraction_max,
             self._is_busy,
         )
-        # workers read places for longer than they can be kept for them; what nobody deletes must not go under them
+        # workers read locations for longer than they can be kept for them; what nobody deletes must not go under them
         dedup = Dedup.OFF if settings.punch_delay_s else settings.dedup
         self.deduplicator = Deduplicator(dedup, self.reader, self.committer, self.files, self._is_busy)
         self.lifecycle = Lifecycle(self.objects, self.uploads, self.reader, partial(self.change, frees=True))
@@ -154,7 +154,7 @@ class EmbeddedStore:
             await self.change(lambda tx: None, frees=True)  # writes a mark of this index
         if self.settings.upstream is not None and self.settings.disk_bytes is None:
             free_bytes = self.disk.free_bytes(self.settings.data_dir)
-            self.space.bound_bytes = self.space.used_bytes + int(FREE_PART * free_bytes)
+            self.space.bound_bytes = self.space.used_bytes + int(FREE_FRACTION * free_bytes)
         await self.evictor.load()
         return dropped + removed
 

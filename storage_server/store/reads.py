@@ -125,7 +125,7 @@ class Reads:
         """What a key shows; None where it shows nothing."""
         return self._index.here(lambda db: transaction.find_object(db, bucket, key))
 
-    def places(self, bucket: str, key: str) -> list[Extent]:
+    def locations(self, bucket: str, key: str) -> list[Extent]:
         """Where the bytes of what a key shows lie; nobody keeps them there."""
         return self._index.here(lambda db: queries.stored(db, bucket, key))[1]
 
@@ -133,11 +133,11 @@ class Reads:
         """Whether what the key shows is known to be damaged."""
         if not self.damaged.count:
             return False
-        return self.damaged.has(bucket, key, self.places(bucket, key))
+        return self.damaged.has(bucket, key, self.locations(bucket, key))
 
     def note_damaged(self, bucket: str, key: str) -> None:
         """Remember that what the key shows is damaged, until the process ends or the key shows something else."""
-        self.damaged.note(bucket, key, self.places(bucket, key))
+        self.damaged.note(bucket, key, self.locations(bucket, key))
 
     async def object_parts(self, access_key: str, bucket: str, key: str) -> list[ObjectPart]:
         return await self._index.threaded(lambda db: queries.object_parts(db, bucket, key))

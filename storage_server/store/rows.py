@@ -30,13 +30,13 @@ UPLOAD_COLUMNS = "upload_id, key, version, owner, initiated_at, attributes"
 
 
 RULES = TypeAdapter(list[LifecycleRule])
-Kind = Literal["bucket", "object", "upload", "part"]
+TouchedKind = Literal["bucket", "object", "upload", "part"]
 
 
 class Touched(NamedTuple):
     """What a change is about: a bucket, an object by bucket and key, an upload, or a part by upload and number."""
 
-    kind: Kind
+    kind: TouchedKind
     name: str
     key: str = ""
 

@@ -63,9 +63,9 @@ class BulkReads:
         self._idle: deque[tuple[float, http.client.HTTPConnection]] = deque(maxlen=settings.fetches_max)
         self._threads = ThreadPoolExecutor(settings.fetches_max, "upstream-read")
 
-    def read(self, target: str, headers: Mapping[str, str], into: Into) -> Reading:
+    def read(self, target: str, headers: Mapping[str, str], into: Into) -> BulkRead:
         """Begin a GET with these signed headers."""
-        return Reading(self, target, headers, into, self._threads)
+        return BulkRead(self, target, headers, into, self._threads)
 
     def close(self) -> None:
         """Wait for the threads, and close the idle connections."""
@@ -103,7 +103,7 @@ class BulkReads:
                 self._idle.popleft()[1].close()
 
 
-class Reading:
+class BulkRead:
     """One request under way. `head` comes first, then `body`, when all of it lies there; both may raise
     ServerError(SlowDown). `end` it before its memory is used for anything else.
     """

@@ -25,7 +25,7 @@ from descriptors.errors import ErrorCode, ObjectCacheError, ServerError
 from descriptors.objects import ChecksumAlgorithm
 from descriptors.storage_api import Body
 from storage_server.settings import UpstreamSettings
-from storage_server.upstream.bulk_reads import ERROR_BYTES_MAX, BulkReads, Head, Into, Reading
+from storage_server.upstream.bulk_reads import ERROR_BYTES_MAX, BulkRead, BulkReads, Head, Into
 from storage_server.upstream.documents import call_of, result_of
 from storage_server.upstream.headers import is_md5
 from storage_server.upstream.refusals import is_about, refusal, unreachable
@@ -117,7 +117,7 @@ class Upstream:
         target = _target(bucket, key, "")
         signed = self._signed("GET", target, headers, b"")
 
-        async def begun() -> Reading:
+        async def begun() -> BulkRead:
             reading = self._bulk.read(target, signed, into)
             try:
                 head = await asyncio.shield(reading.head)

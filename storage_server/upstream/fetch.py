@@ -16,7 +16,7 @@ from descriptors.layout import ChunkLayout
 from descriptors.objects import ObjectInfo, RangeSpec, ReadRequest
 from descriptors.units import MIB
 from storage_server.gather.coming import Arrival, ComingExtent
-from storage_server.gather.landing import BUCKET_PART, Landing
+from storage_server.gather.landing import BUCKET_MEMORY_FRACTION, Landing
 from storage_server.store.data.body_hashes import BodyHashes
 from storage_server.store.data.disk import disk_error
 from storage_server.store.data.io_threads import IoThreads
@@ -44,7 +44,7 @@ QUIET_S = 0.05
 """Landed chunks are written when so long nothing has come from upstream,"""
 QUIET_WAIT_MAX_S = 1.0
 """or so long after they came, or when anybody waits for room in the cache,"""
-QUIET_PART_MAX = 0.75
+QUIET_FRACTION_MAX = 0.75
 """or when this part of what one bucket may have of the landing memory is used."""
 _log = logging.getLogger(__name__)
 _ABSENT = frozenset({ErrorCode.NO_SUCH_KEY, ErrorCode.NO_SUCH_BUCKET})
@@ -101,7 +101,7 @@ class Ways:
                 await self.io.run(store)
 
     def _is_quiet(self) -> bool:
-        is_pressed = self.landing.used_bytes > QUIET_PART_MAX * BUCKET_PART * self.landing.nbytes
+        is_pressed = self.landing.used_bytes > QUIET_FRACTION_MAX * BUCKET_MEMORY_FRACTION * self.landing.nbytes
         is_waited_for = self.cache.bound.waiting_bytes > 0
         return is_pressed or is_waited_for or time.monotonic() - self.turns.busy_at_s >= QUIET_S
 

@@ -26,10 +26,10 @@ from storage_server.upstream.service import HomeObjects
 from storage_server.upstream.turns import Turns
 
 FETCHES_MAX = 16_384
-BUCKET_PART = 0.5
+BUCKET_FETCHES_FRACTION = 0.5
 """Of all fetches and prefetches, for one bucket: its readers must not stop those of others."""
 PREFETCHES_MAX = 1024
-PREFETCH_PART = 0.25
+PREFETCH_FRACTION = 0.25
 """Of the connections for chunks."""
 IO_THREADS = 2
 
@@ -54,7 +54,7 @@ class Fetches:
         self._running: dict[Name, Fetch] = {}
         self._by_bucket: Counter[str] = Counter()
         self._prefetching: Counter[str] = Counter()
-        self._prefetch_slots = asyncio.Semaphore(max(1, int(PREFETCH_PART * requests_max)))
+        self._prefetch_slots = asyncio.Semaphore(max(1, int(PREFETCH_FRACTION * requests_max)))
         self.fetched_bytes = 0
         """The bytes of chunks that have come as a whole since the start."""
 
@@ -99,7 +99,8 @@ class Fetches:
         begun = []
         for key in keys:
             room = min(
-                PREFETCHES_MAX - self._prefetching.total(), BUCKET_PART * PREFETCHES_MAX - self._prefetching[bucket]
+                PREFETCHES_MAX - self._prefetching.total(),
+                BUCKET_FETCHES_FRACTION * PREFETCHES_MAX - self._prefetching[bucket],
             )
             if room < 1 or self._is_full(bucket):
                 break
@@ -139,7 +140,9 @@ class Fetches:
         return self._begun(bucket, key, index, layout, is_crowded=is_crowded)
 
     def _is_full(self, bucket: str) -> bool:
-        return self._by_bucket.total() >= FETCHES_MAX or self._by_bucket[bucket] >= BUCKET_PART * FETCHES_MAX
+        return (
+            self._by_bucket.total() >= FETCHES_MAX or self._by_bucket[bucket] >= BUCKET_FETCHES_FRACTION * FETCHES_MAX
+        )
 
     def _begun(self, bucket: str, key: str, index: int, layout: ChunkLayout | None, *, is_crowded: bool) -> Fetch:
         counted = [(self._by_bucket, bucket)] + [(self._prefetching, bucket)] * (layout is None)

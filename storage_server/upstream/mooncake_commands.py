@@ -21,7 +21,7 @@ LINE_BYTES_MAX = 4 << 20
 REASON_CHARACTERS_MAX = 1_000
 
 
-class Kind(Enum):
+class CallKind(Enum):
     """What is asked for. Calls of one kind are carried out one after the other, those of several side by side."""
 
     GET = "get"
@@ -45,7 +45,7 @@ class Call:
     """GET and PUT have one key, whose value lies in `spans`, one after the other; REMOVE has none of them."""
 
     number: int
-    kind: Kind
+    kind: CallKind
     keys: tuple[str, ...]
     spans: tuple[AreaSpan, ...] = ()
 
@@ -78,7 +78,7 @@ def encode_call(call: Call) -> bytes:
 def decode_call(line: bytes) -> Call:
     """Raises ValueError."""
     number, kind, keys, spans = json.loads(line)
-    return Call(number, Kind(kind), tuple(keys), tuple(AreaSpan(*span) for span in spans))
+    return Call(number, CallKind(kind), tuple(keys), tuple(AreaSpan(*span) for span in spans))
 
 
 def encode_answer(answer: Answer) -> bytes:

@@ -25,8 +25,8 @@ from storage_server.child_process import begun
 from storage_server.upstream.mooncake_commands import (
     Answer,
     Call,
+    CallKind,
     Join,
-    Kind,
     decode_call,
     decode_join,
     encode_answer,
@@ -49,9 +49,11 @@ class Engine:
 
     def codes(self, call: Call) -> list[int]:
         """Mooncake's code for each key; what GET brought lies in the spans. Raises what its client raises."""
-        carry_out: Callable[[Call], list[int]] = {Kind.GET: self._get, Kind.PUT: self._put, Kind.REMOVE: self._remove}[
-            call.kind
-        ]
+        carry_out: Callable[[Call], list[int]] = {
+            CallKind.GET: self._get,
+            CallKind.PUT: self._put,
+            CallKind.REMOVE: self._remove,
+        }[call.kind]
         return [int(code) for code in carry_out(call)]
 
     def _get(self, call: Call) -> list[int]:
@@ -91,7 +93,7 @@ def joined(join: Join, areas: _Areas) -> Any:
 
 def serve(control: socket.socket, engine: Engine) -> None:
     """Carry out calls until the server closes the socket."""
-    threads = {kind: ThreadPoolExecutor(1, kind.value) for kind in Kind}
+    threads = {kind: ThreadPoolExecutor(1, kind.value) for kind in CallKind}
     sending = threading.Lock()
 
     def carry_out(call: Call) -> None:

@@ -22,8 +22,8 @@ from storage_server.upstream.mooncake_commands import (
     LINE_BYTES_MAX,
     Answer,
     Call,
+    CallKind,
     Join,
-    Kind,
     decode_answer,
     encode_call,
     encode_join,
@@ -127,19 +127,19 @@ class MooncakeProcess:
 
     async def get(self, key: str, spans: Spans) -> int:
         """Bring a value of the size of all spans into them; its size, or a code."""
-        (code,) = await self._call(Kind.GET, (key,), spans)
+        (code,) = await self._call(CallKind.GET, (key,), spans)
         return code
 
     async def put(self, key: str, spans: Spans) -> int:
         """Keep a value in the place of what is there; 0, or a code."""
-        (code,) = await self._call(Kind.PUT, (key,), spans)
+        (code,) = await self._call(CallKind.PUT, (key,), spans)
         return code
 
     async def remove(self, keys: Sequence[str]) -> list[int]:
         """Remove values; a code for each."""
         codes: list[int] = []
         for start in range(0, len(keys), KEYS_MAX):
-            codes += await self._call(Kind.REMOVE, tuple(keys[start : start + KEYS_MAX]), ())
+            codes += await self._call(CallKind.REMOVE, tuple(keys[start : start + KEYS_MAX]), ())
         return codes
 
     async def close(self) -> None:
@@ -152,7 +152,7 @@ class MooncakeProcess:
         self._kill()
         await self._hearing
 
-    async def _call(self, kind: Kind, keys: tuple[str, ...], spans: Spans) -> tuple[int, ...]:
+    async def _call(self, kind: CallKind, keys: tuple[str, ...], spans: Spans) -> tuple[int, ...]:
         """Ends when the call has ended, even where the caller is cancelled: until then its memory is in use."""
         if not self.is_running:
             raise ConnectionError("the Mooncake process is not running")

@@ -35,7 +35,7 @@ REMOVE_WAIT_S = 6.0
 REMOVE_ATTEMPTS = 5
 REMOVE_AGAIN_S = 0.2
 CLOSE_WAIT_S = 10.0
-ADMITS_PART = 0.25
+ADMITS_FRACTION = 0.25
 """Of landing memory, for chunks that wait to be written there; others are not kept."""
 PAUSE_S_MIN, PAUSE_S_MAX = 2.0, 60.0
 """After a failure the store is left alone for so long."""
@@ -158,7 +158,7 @@ class RemoteDram:
         header = encode_entry(entry)
         nbytes = len(landed.view)
         waiting_bytes = self._admitting_bytes
-        has_room = not waiting_bytes or waiting_bytes + nbytes <= ADMITS_PART * self._landing_bytes
+        has_room = not waiting_bytes or waiting_bytes + nbytes <= ADMITS_FRACTION * self._landing_bytes
         if header is None or not self.is_usable or not has_room or not self._is_believed(entry):
             return
         landed.hold()

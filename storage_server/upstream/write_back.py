@@ -28,7 +28,7 @@ from storage_server.upstream.proof import Proof, make_proof
 from storage_server.upstream.sent_body import CheckedBody
 from storage_server.upstream.service import HomeObjects, Sent
 
-DIRTY_PART = 0.25
+DIRTY_FRACTION = 0.25
 """Of what the cache may take. Pins and leases may hold half; the rest stays free for what is read."""
 BACK_OFF_MIN_S = 0.5
 BACK_OFF_MAX_S = 30.0
@@ -140,7 +140,7 @@ class WriteBack:
         limit_bytes = self._cache.space.extent_bytes_max
         nbytes = aligned(request.nbytes)
         wanted_bytes = self.dirty_bytes + self._coming_bytes + nbytes
-        fits = limit_bytes is None or wanted_bytes <= DIRTY_PART * limit_bytes
+        fits = limit_bytes is None or wanted_bytes <= DIRTY_FRACTION * limit_bytes
         if not (self._accepts and fits and request.condition == NO_WRITE_CONDITION):
             yield False
             return

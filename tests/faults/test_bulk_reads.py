@@ -14,7 +14,7 @@ import pytest
 
 from descriptors.errors import ServerError
 from storage_server.settings import UpstreamSettings
-from storage_server.upstream.bulk_reads import BulkReads, Into, Reading
+from storage_server.upstream.bulk_reads import BulkRead, BulkReads, Into
 
 Answer = Callable[[socket.socket], None]
 BODY = bytes(range(256)) * 40
@@ -85,7 +85,7 @@ def closing_after(connection: socket.socket) -> None:
     connection.shutdown(socket.SHUT_RDWR)
 
 
-def begun(reads: BulkReads, view: memoryview, steps: list[int] | None = None) -> Reading:
+def begun(reads: BulkReads, view: memoryview, steps: list[int] | None = None) -> BulkRead:
     return reads.read("/bucket/key", {}, Into(view, 1000, 4000, (steps if steps is not None else []).append))
 
 

@@ -247,7 +247,7 @@ def test_dirty_chunks_are_not_evicted_and_leave_room_for_others(
         for name in names:
             s3.put_object(Bucket=bucket, Key=key_of(name), Body=content(name, 512 * KIB))
         status = dirty(running)
-        assert 0 < status.dirty_bytes <= write_back.DIRTY_PART * limit_bytes
+        assert 0 < status.dirty_bytes <= write_back.DIRTY_FRACTION * limit_bytes
         assert len(keys(there, bucket)) == len(names) - status.dirty_chunks
         for name in names:
             assert get(s3, bucket, name) == content(name, 512 * KIB)

@@ -21,7 +21,7 @@ from bench.experiments.scheduler.workloads import paper_batch
 from bench.paper.tables import PaperPolicy, workload
 from calibration.samples import spread
 
-PAPER_PART = 0.9
+PAPER_FRACTION = 0.9
 SLACK_TARGETS = {"added_ttft_calibrated_over_slack": 1.5, "added_ttft_best_work_conserving_over_slack": 1.1}
 """Of the issue of this project, on each workload."""
 
@@ -98,7 +98,7 @@ def targets(found: Mapping[str, Mapping[str, float]]) -> list[dict[str, Any]]:
             workload(name).added(policy).added_ttft_s
             for policy in (PaperPolicy.EQUAL, PaperPolicy.CALIBRATED_STALL_OPT)
         )
-        limits = {"added_ttft_equal_over_calibrated": PAPER_PART * equal / calibrated, **SLACK_TARGETS}
+        limits = {"added_ttft_equal_over_calibrated": PAPER_FRACTION * equal / calibrated, **SLACK_TARGETS}
         listed += [Target(f"{name}: {what}", least, values.get(what)).json("least") for what, least in limits.items()]
     return listed
 

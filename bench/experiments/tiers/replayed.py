@@ -39,7 +39,7 @@ DRAM_BYTES = 64 * MIB
 LAYERS = 4
 LEASE_S = 0.2
 """From the lookup to the end of the load. Leases hold half of a cache at most: longer ones would fill it."""
-CAPACITY_PART = 0.25
+CAPACITY_FRACTION = 0.25
 """Of the unique bytes, where caches are bounded."""
 CAPACITY_BYTES_MIN = 64 * MIB
 """A cache keeps 8 MiB free ahead of writes."""
@@ -112,7 +112,7 @@ def measure_stores(settings: ReplaySettings) -> Json:
 
 def measure_ablation(settings: ReplaySettings) -> Json:
     """Ours with a bounded bucket, whole and with one part left out."""
-    capacity_bytes = max(int(CAPACITY_PART * settings.unique_bytes), CAPACITY_BYTES_MIN)
+    capacity_bytes = max(int(CAPACITY_FRACTION * settings.unique_bytes), CAPACITY_BYTES_MIN)
     whole = {"eviction": "reuse-value"}
     configurations: dict[str, tuple[dict[str, str], str]] = {
         "whole": (whole, f"dram_bytes = {DRAM_BYTES}\n"),

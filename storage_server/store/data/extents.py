@@ -27,11 +27,11 @@ from storage_server.store.data.space import Space
 
 IDLE_FILES_MAX = 512
 PUNCHED_MAX = 65_536
-"""So many places are remembered that were given back. A reader that began before the first of them reads again."""
+"""So many locations are remembered that were given back. A reader that began before the first of them reads again."""
 _T = TypeVar("_T")
 _FILE_ID = re.compile(r"[0-9a-f]{32}\Z")
 Read = Callable[[int, memoryview, int], int]
-Place = tuple[str, int]
+Location = tuple[str, int]
 """A file, and the offset of an extent in it."""
 
 
@@ -60,12 +60,12 @@ class ExtentFiles:
         self._fds: OrderedDict[str, int] = OrderedDict()
         self._doomed: set[str] = set()
         self._whole: Counter[str] = Counter()
-        self._places: Counter[Place] = Counter()
+        self._locations: Counter[Location] = Counter()
         self._holes: dict[str, dict[int, int]] = {}
-        self._punched: dict[Place, int] = {}
+        self._punched: dict[Location, int] = {}
         self._forgotten_count = 0
         self.punch_count = 0
-        """How many places were given back since the start."""
+        """How many locations were given back since the start."""
 
     def path(self, file_id: str) -> Path:
         """Where a file lies."""
@@ -118,21 +118,21 @@ class ExtentFiles:
             _decrease(self._whole, released)
             self._release(released)
 
-    def pin_places(self, places: Sequence[Place]) -> bool:
-        """As `pin`, for some extents of files; other places in the files may become holes."""
-        file_ids = {file_id for file_id, _ in places}
+    def pin_locations(self, locations: Sequence[Location]) -> bool:
+        """As `pin`, for some extents of files; other locations in the files may become holes."""
+        file_ids = {file_id for file_id, _ in locations}
         with self._lock:
             if not self._live.issuperset(file_ids):
                 return False
             self._pins.update(file_ids)
-            self._places.update(places)
+            self._locations.update(locations)
             return True
 
-    def unpin_places(self, places: Sequence[Place]) -> None:
-        """Undo `pin_places` of the same places."""
+    def unpin_locations(self, locations: Sequence[Location]) -> None:
+        """Undo `pin_locations` of the same locations."""
         with self._lock:
-            _decrease(self._places, places)
-            self._release({file_id for file_id, _ in places})
+            _decrease(self._locations, locations)
+            self._release({file_id for file_id, _ in locations})
 
     def dispose(self, file_id: str) -> None:
         """Delete a file that the index no longer names, now or when its last reader is done."""
@@ -156,7 +156,7 @@ class ExtentFiles:
                 self._punch(file_id, offset, nbytes)
 
     def _is_read(self, file_id: str, offset: int) -> bool:
-        return file_id in self._whole or (file_id, offset) in self._places
+        return file_id in self._whole or (file_id, offset) in self._locations
 
     def _release(self, file_ids: Iterable[str]) -> None:
         """Unpin files once, and do what had to wait for it."""
@@ -259,12 +259,14 @@ class ExtentFiles:
         for file_id in [name for name in self._fds if not self._pins.get(name)][: len(self._fds) - keep]:
             os.close(self._fds.pop(file_id))
 
-    def is_punched(self, places: Iterable[Place], since: int) -> bool:
-        """Whether any of these places may have been given back since `punch_count` was `since`."""
+    def is_punched(self, locations: Iterable[Location], since: int) -> bool:
+        """Whether any of these locations may have been given back since `punch_count` was `since`."""
         if self.punch_count == since:
             return False
         with self._lock:
-            return since < self._forgotten_count or any(self._punched.get(place, 0) > since for place in places)
+            return since < self._forgotten_count or any(
+                self._punched.get(location, 0) > since for location in locations
+            )
 
     def _punch(self, file_id: str, offset: int, nbytes: int) -> None:
         self.punch_count += 1
@@ -323,28 +325,28 @@ class PinSet:
 
     def __init__(self, files: ExtentFiles) -> None:
         self._files = files
-        self._places: list[list[Place]] = []
+        self._locations: list[list[Location]] = []
 
     @property
     def count(self) -> int:
-        """How many places are pinned."""
-        return sum(map(len, self._places))
+        """How many locations are pinned."""
+        return sum(map(len, self._locations))
 
     def keep(self, extents: Iterable[Extent], since: int) -> bool:
         """Pin the extents. False when one is gone, or may have been given back since the count of punches was `since`;
         the index must then be read again.
         """
-        places = list({(extent.file_id, extent.offset) for extent in extents})
-        if not self._files.pin_places(places):
+        locations = list({(extent.file_id, extent.offset) for extent in extents})
+        if not self._files.pin_locations(locations):
             return False
-        self._places.append(places)
-        return not self._files.is_punched(places, since)
+        self._locations.append(locations)
+        return not self._files.is_punched(locations, since)
 
     def release(self) -> None:
         """Give all pins back."""
-        pinned, self._places = self._places, []
-        for places in pinned:
-            self._files.unpin_places(places)
+        pinned, self._locations = self._locations, []
+        for locations in pinned:
+            self._files.unpin_locations(locations)
 
 
 def _decrease(counts: Counter[_T], items: Iterable[_T]) -> None:

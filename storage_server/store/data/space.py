@@ -20,7 +20,7 @@ from storage_server.planning.extent import aligned
 
 ROOM_BYTES = 16 * MIB
 """The index and its log may grow by so much between two measurements, besides their part of the bound."""
-ROOM_PART = 1 / 256
+ROOM_FRACTION = 1 / 256
 """The index of a full directory grows with the bound: a chunk's row has 4 bytes for each 16 KiB."""
 BLOCK_UNIT_BYTES = 512
 WAITING_MAX = 1024
@@ -65,7 +65,7 @@ class Space:
 
     @property
     def kept_bytes(self) -> int:
-        """What extents take, without the places that are about to be given back."""
+        """What extents take, without the locations that are about to be given back."""
         return self._extent_bytes - self._dying_bytes
 
     @property
@@ -73,7 +73,7 @@ class Space:
         """How many bytes extents may take, beside all other files and what these may grow by; None for no bound."""
         if self.bound_bytes is None:
             return None
-        room_bytes = ROOM_BYTES + int(ROOM_PART * self.bound_bytes)
+        room_bytes = ROOM_BYTES + int(ROOM_FRACTION * self.bound_bytes)
         return max(0, self.bound_bytes - room_bytes - self._other_bytes)
 
     @property
@@ -87,12 +87,12 @@ class Space:
             self._of_files[file_id] += aligned(nbytes)
             self._extent_bytes += aligned(nbytes)
 
-    def doom(self, places: Iterable[tuple[str, int, int]]) -> None:
-        """Note that no row names these places (file, offset, bytes) any more: they are given back as soon as nobody can
-        be reading them.
+    def doom(self, locations: Iterable[tuple[str, int, int]]) -> None:
+        """Note that no row names these locations (file, offset, bytes) any more: they are given back as soon as nobody
+        can be reading them.
         """
         with self._lock:
-            for file_id, _, nbytes in places:
+            for file_id, _, nbytes in locations:
                 self._dying[file_id] += aligned(nbytes)
                 self._dying_bytes += aligned(nbytes)
 

@@ -80,7 +80,7 @@ class _Job:
 
 class Committer:
     """Owns the index's writing connection. Keys that a transaction changed are removed from `resolved`. The thread
-    calls `dispose` with files that no row names. It calls `punch` with freed places in other files (file, offset,
+    calls `dispose` with files that no row names. It calls `punch` with freed locations in other files (file, offset,
     bytes), `punch_delay_s` after nobody in this process can find them any more. `mark` records the number of
     transactions. `space` is told which bytes are about to be given back, and `on_changes` what keys show, once it is
     committed. `copies` are other servers' copies of this index, which are told of each transaction before its commit.

@@ -17,20 +17,20 @@ from storage_server.store.rows import (
     RULES,
     KeyChange,
     KeyUse,
-    Kind,
     StoredObject,
     StoredPart,
     Touched,
+    TouchedKind,
     object_attributes,
     stored_object,
 )
 
 
 class Transaction:
-    """One transaction of the writing connection. `released` collects the files that lost a row, and `lost` the places
-    in them: file, offset, bytes. `changes` collects what keys show now, and `moved` the keys whose bytes lie elsewhere
-    now; `has_moved` says that those of any other key may, too. `touched` collects what others that have a copy of this
-    index must be told of.
+    """One transaction of the writing connection. `released` collects the files that lost a row, and `lost` the
+    locations in them: file, offset, bytes. `changes` collects what keys show now, and `moved` the keys whose bytes lie
+    elsewhere now; `has_moved` says that those of any other key may, too. `touched` collects what others that have a
+    copy of this index must be told of.
     """
 
     def __init__(self, db: sqlite3.Connection, versions: Iterator[int], *, synced: bool) -> None:
@@ -72,8 +72,8 @@ class Transaction:
         return [file_id for file_id in self.released if self.db.execute(sql, (file_id,)).fetchone() is None]
 
     def holes(self) -> list[tuple[str, int, int]]:
-        """Places that no row names any more. A place stays as long as a copy names it. Places of dead files are among
-        them, because such a file may still be written, and stay.
+        """Locations that no row names any more. A location stays as long as a copy names it. Locations of dead files
+        are among them, because such a file may still be written, and stay.
         """
         sql = "SELECT 1 FROM extents WHERE file_id = ? AND file_offset = ? LIMIT 1"
         return [
@@ -113,7 +113,7 @@ class Transaction:
             ),
         )
 
-    def touch(self, kind: Kind, name: str, key: str = "") -> None:
+    def touch(self, kind: TouchedKind, name: str, key: str = "") -> None:
         """Note that this has changed."""
         self.touched.append(Touched(kind, name, key))
 

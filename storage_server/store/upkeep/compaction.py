@@ -2,10 +2,10 @@
 
 Each job takes these steps, in this order:
 
-1. The old files are pinned, and the places that rows name in them are read from the index.
+1. The old files are pinned, and the locations that rows name in them are read from the index.
 2. Those bytes are read, each block proved, and written to a new file whose name is synced.
 3. The new file is synced, dropped from the page cache, read back, and each block proved.
-4. One transaction moves the rows that still name the old places (storage_server.store.upkeep.compaction_rows).
+4. One transaction moves the rows that still name the old locations (storage_server.store.upkeep.compaction_rows).
 5. When the transaction is durable, files that no row names are deleted, each after its last reader.
 
 Before the transaction no row names the new file, after it no row names the old files. So whatever fails, rows name one

@@ -101,13 +101,13 @@ def plan(uses: Iterable[SegmentUse], rules: Rules) -> list[tuple[str, ...]]:
     return [tuple(use.file_id for use in job) for job in jobs if job]
 
 
-def layout(places: Iterable[LiveExtent]) -> list[Move]:
-    """The new place of every extent, one after the other in the order that the module's head gives."""
+def layout(live: Iterable[LiveExtent]) -> list[Move]:
+    """The new location of every extent, one after the other in the order that the module's head gives."""
     moves = []
     offset = 0
-    for place in sorted(places, key=_order):
-        moves.append(Move(place.extent, offset))
-        offset += aligned(place.extent.nbytes)
+    for each in sorted(live, key=_order):
+        moves.append(Move(each.extent, offset))
+        offset += aligned(each.extent.nbytes)
     return moves
 
 
@@ -126,8 +126,8 @@ def steps(moves: Iterable[Move], bytes_max: int) -> list[list[CopyStep]]:
     return made
 
 
-def _order(place: LiveExtent) -> tuple[int, int, str, int]:
-    return (place.version, place.extent.object_offset, place.extent.file_id, place.extent.offset)
+def _order(live: LiveExtent) -> tuple[int, int, str, int]:
+    return (live.version, live.extent.object_offset, live.extent.file_id, live.extent.offset)
 
 
 def _fits(group: Sequence[SegmentUse], rules: Rules) -> bool:

@@ -60,10 +60,10 @@ def live_extents(db: sqlite3.Connection, file_ids: Collection[str]) -> list[Live
 def move_rows(tx: Transaction, file_id: str, moves: Sequence[Move]) -> int:
     """Make every row that still names a moved extent name its copy in `file_id`; returns how many rows did.
 
-    A place names the same bytes for ever. So the rows there are now are right, whatever became of objects meanwhile: a
-    deleted or overwritten object has no row, and a copy made meanwhile moves along. The new bytes are synced.
+    A location names the same bytes for ever. So the rows there are now are right, whatever became of objects meanwhile:
+    a deleted or overwritten object has no row, and a copy made meanwhile moves along. The new bytes are synced.
     """
-    targets = {(*_place(move.source), move.source.checksums): move.offset for move in moves}
+    targets = {(*_location(move.source), move.source.checksums): move.offset for move in moves}
     sources = {move.source.file_id for move in moves}
     found: list[tuple[str, int, int, int]] = []
     for source in sources:
@@ -82,5 +82,5 @@ def move_rows(tx: Transaction, file_id: str, moves: Sequence[Move]) -> int:
     return len(found)
 
 
-def _place(extent: Extent) -> tuple[str, int, int]:
+def _location(extent: Extent) -> tuple[str, int, int]:
     return extent.file_id, extent.offset, extent.nbytes

@@ -63,7 +63,7 @@ _T = TypeVar("_T")
 
 
 class Deduplicator:
-    """Shares equal extents of one store. `is_busy` gets the number of places that it has pinned itself, and says
+    """Shares equal extents of one store. `is_busy` gets the number of locations that it has pinned itself, and says
     whether anybody else uses the store.
     """
 

@@ -58,7 +58,7 @@ class Twins:
 
 @dataclass(frozen=True, slots=True)
 class Stored:
-    """What all extents would take if each had a place of its own, and what their places take, in bytes."""
+    """What all extents would take if each had a location of its own, and what their locations take, in bytes."""
 
     named_bytes: int = 0
     stored_bytes: int = 0
@@ -118,8 +118,8 @@ def new_extents(db: sqlite3.Connection, versions: Sequence[Version], dedup: Dedu
 
 
 def older_twins(db: sqlite3.Connection, extents: Sequence[NewExtent]) -> list[Twins]:
-    """The extents that have a twin in another place, which is on the disk: one that was looked at before, or an older
-    one of these.
+    """The extents that have a twin in another location, which is on the disk: one that was looked at before, or an
+    older one of these.
     """
     sql = (
         f"SELECT {EXTENT_COLUMNS} FROM extents WHERE content = ? AND nbytes = ? AND blocks = ?"
@@ -131,7 +131,7 @@ def older_twins(db: sqlite3.Connection, extents: Sequence[NewExtent]) -> list[Tw
         same = (each.content_id, each.extent.nbytes, each.extent.checksums)
         row = db.execute(sql, same).fetchone()
         old = firsts.setdefault(same, each.extent) if row is None else Extent(*row)
-        if place_of(old) != place_of(each.extent):
+        if location_of(old) != location_of(each.extent):
             found.append(Twins(each, old))
     return found
 
@@ -140,38 +140,38 @@ def settle(tx: Transaction, extents: Sequence[NewExtent], equal: Sequence[Twins]
     """Note the ids of these extents, and make the rows of the `equal` ones name the old bytes; returns how many rows
     do so now, and how many bytes no row names now.
 
-    A place names the same bytes for ever. So if rows still name both places, the proof of before is still right; what
-    was deleted, overwritten or moved meanwhile stays as it is.
+    A location names the same bytes for ever. So if rows still name both locations, the proof of before is still right;
+    what was deleted, overwritten or moved meanwhile stays as it is.
     """
     rows = [(each.content_id, each.version, each.part_number) for each in extents]
     tx.db.executemany("UPDATE extents SET content = ? WHERE version = ? AND part_number = ?", rows)
     named = "SELECT 1 FROM extents WHERE file_id = ? AND file_offset = ? AND nbytes = ? AND synced = 1 LIMIT 1"
     shared_count = shared_bytes = 0
     for each in equal:
-        if tx.db.execute(named, place_of(each.old)).fetchone() is None:
+        if tx.db.execute(named, location_of(each.old)).fetchone() is None:
             continue
         moved = tx.db.execute(
             "UPDATE extents SET file_id = ?, file_offset = ?, synced = 1 WHERE version = ? AND part_number = ?"
             " AND file_id = ? AND file_offset = ? AND nbytes = ?",
-            (each.old.file_id, each.old.offset, each.new.version, each.new.part_number, *place_of(each.new.extent)),
+            (each.old.file_id, each.old.offset, each.new.version, each.new.part_number, *location_of(each.new.extent)),
         )
         if moved.rowcount:
             shared_count += 1
             tx.moved.add((each.new.bucket, each.new.key))
             tx.released.add(each.new.extent.file_id)
-            tx.lost.add(place_of(each.new.extent))
-            if tx.db.execute(named, place_of(each.new.extent)).fetchone() is None:
+            tx.lost.add(location_of(each.new.extent))
+            if tx.db.execute(named, location_of(each.new.extent)).fetchone() is None:
                 shared_bytes += aligned(each.new.extent.nbytes)
     return shared_count, shared_bytes
 
 
 def stored_bytes(db: sqlite3.Connection) -> Stored:
     """What all extents take, with and without their copies."""
-    places = "SELECT nbytes, count(*) AS uses FROM extents WHERE file_id <> '' GROUP BY file_id, file_offset, nbytes"
-    row = db.execute(f"SELECT coalesce(sum(nbytes * uses), 0), coalesce(sum(nbytes), 0) FROM ({places})").fetchone()
+    locations = "SELECT nbytes, count(*) AS uses FROM extents WHERE file_id <> '' GROUP BY file_id, file_offset, nbytes"
+    row = db.execute(f"SELECT coalesce(sum(nbytes * uses), 0), coalesce(sum(nbytes), 0) FROM ({locations})").fetchone()
     return Stored(*row)
 
 
-def place_of(extent: Extent) -> tuple[str, int, int]:
+def location_of(extent: Extent) -> tuple[str, int, int]:
     """File, offset and bytes."""
     return extent.file_id, extent.offset, extent.nbytes

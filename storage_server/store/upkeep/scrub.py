@@ -70,7 +70,7 @@ def scrub(directory: Path) -> Iterator[Checked]:
 
 
 def _check(directory: Path, files: FilesBeside, row: _Row) -> Checked:
-    """Read one extent. A failure counts as damage only if the index still names the extent at this place."""
+    """Read one extent. A failure counts as damage only if the index still names the extent at this location."""
     found: _Row | None = row
     reason = ""
     start = 0

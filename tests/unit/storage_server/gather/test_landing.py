@@ -10,7 +10,7 @@ from descriptors.layout import ChunkLayout
 from descriptors.notices import Mode
 from descriptors.units import KIB
 from storage_server.gather.coming import Arrival, Coming, ComingExtent, hold_landed, is_whole, with_landed
-from storage_server.gather.landing import BUCKET_PART, Landing
+from storage_server.gather.landing import BUCKET_MEMORY_FRACTION, Landing
 from storage_server.planning.block_checksums import BLOCK_BYTES
 from storage_server.planning.extent import Extent
 from storage_server.planning.plan import plan_delivery
@@ -38,7 +38,7 @@ def test_one_bucket_cannot_take_all() -> None:
     landing = Landing(4 * TAKEN_BYTES)
     taken = [landing.take("greedy", CHUNK_BYTES) for _ in range(3)]
     assert [landed is not None for landed in taken] == [True, True, False]
-    assert landing.used_bytes == BUCKET_PART * landing.nbytes
+    assert landing.used_bytes == BUCKET_MEMORY_FRACTION * landing.nbytes
     others = [landing.take("other", CHUNK_BYTES) for _ in range(3)]
     assert [landed is not None for landed in others] == [True, True, False]
     for landed in (*taken, *others):

@@ -12,7 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from storage_server.shared_files.clock import StampClock
-from storage_server.shared_files.records import Body, Record, decode, encode, file_ids, wanted_bytes, writer_of
+from storage_server.shared_files.records import BodyRow, Record, decode, encode, file_ids, wanted_bytes, writer_of
 from storage_server.store.rows import Touched
 
 ATTRIBUTES = '{"headers":{"content-type":"text/plain"},"tags":{"a":"b"}}'
@@ -20,7 +20,7 @@ TEXTS = st.text(st.characters(exclude_categories=("Cs",)), max_size=20)
 TIMES = st.floats(0, 4e9)
 SIZES = st.integers(0, 1 << 62)
 BODIES = st.builds(
-    Body,
+    BodyRow,
     st.integers(1, 10_000),
     SIZES,
     SIZES,

@@ -35,7 +35,7 @@ from storage_server.settings import StorageSettings, UpstreamSettings
 from storage_server.shared_files import files as files_module
 from storage_server.shared_files import following as following_module
 from storage_server.shared_files import store as store_module
-from storage_server.shared_files.identity import WrongHomeError
+from storage_server.shared_files.membership import WrongHomeError
 from storage_server.shared_files.reading import Rate
 from storage_server.shared_files.store import SharedDirectory
 from storage_server.upstream.bulk_reads import Into
@@ -114,7 +114,7 @@ def journal_of(tmp_path: Path, shared: SharedDirectory) -> Path:
 
 
 def writer(shared: SharedDirectory) -> str:
-    return shared._identity.writer
+    return shared._membership.writer
 
 
 async def test_each_server_sees_what_the_other_has_done(tmp_path: Path) -> None:

@@ -34,7 +34,7 @@ from storage_server.store.upkeep.scrub import scrub
 from tests.support.chunks import BytesBody
 from tests.support.store_bed import LARGE, SMALL, content, get, opened, put
 
-Place = tuple[str, int]
+Location = tuple[str, int]
 
 
 async def store_with_bucket(directory: Path, **options: object) -> EmbeddedStore:
@@ -43,7 +43,7 @@ async def store_with_bucket(directory: Path, **options: object) -> EmbeddedStore
     return store
 
 
-def places(store: EmbeddedStore) -> list[Place]:
+def locations(store: EmbeddedStore) -> list[Location]:
     """Where the extents lie, by the age of their rows."""
     sql = "SELECT file_id, file_offset FROM extents WHERE file_id <> '' ORDER BY version, part_number"
     return store.reader.here(lambda db: db.execute(sql).fetchall())
@@ -65,9 +65,9 @@ async def test_equal_bytes_lie_in_one_place(tmp_path: Path, nbytes: int) -> None
         await put(store, key, data)
     await put(store, "other", content(nbytes, 1))
     before_bytes = store.space.kept_bytes
-    first, *_, other = places(store)
+    first, *_, other = locations(store)
     await share(store)
-    assert places(store) == [first, first, first, other]
+    assert locations(store) == [first, first, first, other]
     assert [await get(store, key) for key in ("one", "two", "three", "other")] == [data] * 3 + [content(nbytes, 1)]
     assert store.deduplicator.shared_count == 2
     assert before_bytes - store.space.kept_bytes == store.deduplicator.shared_bytes > 0
@@ -110,7 +110,7 @@ async def test_the_scan_finds_twins_in_any_order(tmp_path: Path, monkeypatch: py
     store.close()
     store = await opened(tmp_path)
     await share(store)
-    assert len(set(places(store))) == 1
+    assert len(set(locations(store))) == 1
     store.close()
 
 
@@ -140,9 +140,9 @@ async def test_a_tenant_shares_with_nobody_else(tmp_path: Path) -> None:
         for owner, bucket in (("k", "aaa"), ("k", "bbb"), ("other", "ccc")):
             await store.objects.create_bucket(owner, bucket)
             await put_in(store, bucket, "key", data)
-        before = places(store)
+        before = locations(store)
         await share(store)
-        assert places(store) == [before[at] for at in expected]
+        assert locations(store) == [before[at] for at in expected]
         store.close()
 
 
@@ -160,7 +160,7 @@ async def test_switched_off_it_only_counts(tmp_path: Path, monkeypatch: pytest.M
     running.cancel()
     await asyncio.wait([running])
     assert store.deduplicator.stored.ratio == 1.5
-    assert len(set(places(store))) == 2
+    assert len(set(locations(store))) == 2
     store.close()
 
 
@@ -191,7 +191,7 @@ async def test_bytes_of_equal_checksums_are_compared(tmp_path: Path) -> None:
     await put(store, "one", data)
     await put(store, "two", forged)
     await share(store)
-    assert len(set(places(store))) == 2
+    assert len(set(locations(store))) == 2
     assert (await get(store, "one"), await get(store, "two")) == (data, forged)
     store.close()
 
@@ -202,12 +202,12 @@ async def test_damaged_bytes_are_not_shared(tmp_path: Path, damaged: int) -> Non
     data = content(LARGE)
     await put(store, "one", data)
     await put(store, "two", data)
-    file_id, offset = places(store)[damaged]
+    file_id, offset = locations(store)[damaged]
     with extent_path(tmp_path, file_id).open("r+b") as file:
         file.seek(offset + 100_000)
         file.write(b"garbage")
     await share(store)
-    assert len(set(places(store))) == 2
+    assert len(set(locations(store))) == 2
     assert await get(store, ["two", "one"][damaged]) == data
     with pytest.raises(ServerError):
         await get(store, ["one", "two"][damaged])
@@ -222,7 +222,7 @@ async def test_what_was_stored_before_is_shared_after_a_restart(tmp_path: Path) 
     store.close()
     store = await opened(tmp_path)
     await share(store)
-    assert len(set(places(store))) == 5
+    assert len(set(locations(store))) == 5
     assert [await get(store, f"key-{index:03}") for index in range(20)] == [content(100, at % 5) for at in range(20)]
     store.close()
     store = await opened(tmp_path)
@@ -247,7 +247,7 @@ async def test_an_object_of_many_parts_is_shared_in_several_steps(
             claimed.append(ClaimedPart(number, info.etag))
         await store.uploads.complete_upload("k", CompleteRequest(ref, claimed))
     await share(store)
-    found = places(store)
+    found = locations(store)
     assert found[:4] == found[4:]
     assert store.deduplicator.shared_count == 4
     assert await get(store, "two") == b"".join(bodies)
@@ -283,7 +283,7 @@ async def test_what_comes_too_fast_is_found_in_the_index(tmp_path: Path, monkeyp
     await share(store)
     await asyncio.gather(*(put(store, f"key-{index}", content(SMALL)) for index in range(9)))
     await share(store)
-    assert len(set(places(store))) == 1
+    assert len(set(locations(store))) == 1
     store.close()
 
 
@@ -298,10 +298,10 @@ async def test_parts_of_uploads_share_when_the_upload_is_complete(tmp_path: Path
         info = await store.uploads.put_part("k", PartRequest(ref, number, len(data)), BytesBody(data))
         claimed.append(ClaimedPart(number, info.etag))
     await share(store)
-    assert len(set(places(store))) == 3
+    assert len(set(locations(store))) == 3
     await store.uploads.complete_upload("k", CompleteRequest(ref, claimed))
     await share(store)
-    first, second, third = places(store)
+    first, second, third = locations(store)
     assert first == second != third
     assert await get(store, "parts") == part + b"end"
     assert await get(store, "parts", part=2) == b"end"
@@ -314,7 +314,7 @@ async def test_a_copy_shares_its_place_from_the_start(tmp_path: Path) -> None:
     await put(store, "one", content(SMALL))
     await store.objects.copy_object("k", CopyRequest(ReadRequest("bbb", "one"), "bbb", "copy"))
     await share(store)
-    assert len(set(places(store))) == 1
+    assert len(set(locations(store))) == 1
     assert await get(store, "copy") == content(SMALL)
     store.close()
 
@@ -325,14 +325,14 @@ async def test_unsynced_bytes_wait(tmp_path: Path) -> None:
     await put(store, "one", content(SMALL))
     await put(store, "two", content(SMALL))
     await share(store)
-    assert len(set(places(store))) == 2
+    assert len(set(locations(store))) == 2
     store.committer.sync_soon()
     for _ in range(400):
         await share(store)
-        if len(set(places(store))) == 1:
+        if len(set(locations(store))) == 1:
             break
         await asyncio.sleep(0.01)
-    assert len(set(places(store))) == 1
+    assert len(set(locations(store))) == 1
     store.close()
 
 
@@ -345,7 +345,7 @@ async def test_a_reader_of_the_new_bytes_reads_to_the_end(tmp_path: Path) -> Non
         pieces = aiter(read.body)
         begun = bytes(await anext(pieces))
         await share(store)
-        assert len(set(places(store))) == 1
+        assert len(set(locations(store))) == 1
         assert begun + b"".join([bytes(piece) async for piece in pieces]) == data
     store.close()
 
@@ -402,7 +402,7 @@ async def test_compaction_keeps_the_ids(tmp_path: Path) -> None:
     await compacted(store, "")
     await put(store, "two", content(SMALL))
     await share(store)
-    assert len(set(places(store))) == 1
+    assert len(set(locations(store))) == 1
     assert await get(store, "one") == await get(store, "two") == content(SMALL)
     store.close()
 
@@ -462,12 +462,12 @@ async def test_a_failing_index_costs_nothing_but_time(tmp_path: Path, monkeypatc
     await asyncio.sleep(0.2)
     await put(store, "three", content(SMALL))
     for _ in range(400):
-        if len(set(places(store))) == 1:
+        if len(set(locations(store))) == 1:
             break
         await asyncio.sleep(0.01)
     running.cancel()
     await asyncio.wait([running])
-    assert len(set(places(store))) == 1
+    assert len(set(locations(store))) == 1
     assert await get(store, "three") == content(SMALL)
     store.close()
 

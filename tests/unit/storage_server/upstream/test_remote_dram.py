@@ -138,9 +138,9 @@ async def test_what_waits_to_be_written_holds_a_quarter_of_landing_memory() -> N
                 landed = bed.landed(b"1" * NBYTES)
                 bed.remote.admit(entry_of(b"1" * NBYTES, f"{number:064x}"), landed)
                 landed.release()
-            assert 0.2 < bed.landing.used_bytes / (8 << 20) <= module.ADMITS_PART + 0.01
+            assert 0.2 < bed.landing.used_bytes / (8 << 20) <= module.ADMITS_FRACTION + 0.01
         await until(lambda: bed.landing.used_bytes == 0)
-        assert len(bed.store.stored) == (8 << 20) * module.ADMITS_PART // NBYTES
+        assert len(bed.store.stored) == (8 << 20) * module.ADMITS_FRACTION // NBYTES
 
 
 async def test_an_old_chunk_is_not_read() -> None:

@@ -23,14 +23,14 @@ class WrongHomeError(Exception):
 
 
 @dataclass(frozen=True, slots=True)
-class Identity:
+class Membership:
     """`home` names the shared directory, `writer` this server in it."""
 
     home: str
     writer: str
 
 
-def joined(root: Path, local: Path) -> Identity:
+def joined(root: Path, local: Path) -> Membership:
     """Join a shared directory, or come back to it. Raises WrongHomeError, OSError."""
     if not root.is_dir():
         raise WrongHomeError(f"{root} is no directory: is the file system mounted?")
@@ -38,21 +38,21 @@ def joined(root: Path, local: Path) -> Identity:
     known = _read(mark)
     if known is None:
         home = _home(root)
-        identity = Identity(home, secrets.token_hex(6))
-        (root / "writers" / identity.writer).mkdir(parents=True, mode=0o700)
+        membership = Membership(home, secrets.token_hex(6))
+        (root / "writers" / membership.writer).mkdir(parents=True, mode=0o700)
         local.mkdir(parents=True, exist_ok=True, mode=0o700)
-        _write(mark, {"home": identity.home, "writer": identity.writer})
-        return identity
-    identity = Identity(str(known.get("home")), str(known.get("writer")))
-    if not WRITER.match(identity.writer):
+        _write(mark, {"home": membership.home, "writer": membership.writer})
+        return membership
+    membership = Membership(str(known.get("home")), str(known.get("writer")))
+    if not WRITER.match(membership.writer):
         raise WrongHomeError(f"{mark} cannot be read: use another data directory")
     found = _read(root / "format.json")
-    if found is None or found.get("id") != identity.home or not (root / "writers" / identity.writer).is_dir():
+    if found is None or found.get("id") != membership.home or not (root / "writers" / membership.writer).is_dir():
         raise WrongHomeError(
             f"{root} is not the directory that {local.parent} is a cache of: is the right file system mounted?"
             " Otherwise use another data directory"
         )
-    return identity
+    return membership
 
 
 def _home(root: Path) -> str:
