@@ -54,6 +54,17 @@ def long_lines(page: str) -> list[int]:
     ]
 
 
+def uneven_rows(page: str) -> list[int]:
+    """Numbers of the rows of tables that have more or fewer cells than the head of their table."""
+    found, cell_count = [], 0
+    for number, line in enumerate(page.splitlines(), 1):
+        cells = len(re.findall(r"(?<!\\)\|", re.sub(r"`[^`]*`", "", line))) - 1 if line.startswith("|") else 0
+        if cells and cell_count and cells != cell_count:
+            found.append(number)
+        cell_count = cell_count or cells if cells else 0
+    return found
+
+
 def who_sentences(text: str) -> list[str]:
     """Statements that begin with "Who": their subject is hard to find. Questions may begin so."""
     sentences = re.findall(r"(?:^|[.:!?] |\n\n|\| )(Who [^.?!|]*[.?!|]?)", text)
@@ -79,6 +90,12 @@ def test_a_page_has_short_lines_and_no_spaces_at_their_ends(page: Path) -> None:
     text = page.read_text()
     assert long_lines(text) == []
     assert [number for number, line in enumerate(text.splitlines(), 1) if line != line.rstrip()] == []
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
+def test_rows_of_a_table_have_the_cells_of_its_head(page: Path) -> None:
+    """A cell too many is not shown, and with it the end of a sentence."""
+    assert uneven_rows(page.read_text()) == []
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
@@ -120,6 +137,10 @@ def test_the_readme_is_short() -> None:
 )
 def test_long_lines_are_found(page: str, numbers: list[int]) -> None:
     assert long_lines(page) == numbers
+
+
+def test_uneven_rows_are_found() -> None:
+    assert uneven_rows("| a | b |\n|---|---|\n| `x|y` | c |\n| | d | e |\n\n| a |\n|---|\n| b |") == [4]
 
 
 @pytest.mark.parametrize(
