@@ -81,8 +81,8 @@ class ComingExtent(Extent):
 
 
 def is_whole(extent: Extent) -> bool:
-    """Whether all of it can be read."""
-    return not isinstance(extent, ComingExtent) or extent.arrival.is_whole
+    """Whether all of it can be read: it has come, and was not stopped on the way from memory into its file."""
+    return not isinstance(extent, ComingExtent) or (extent.arrival.is_whole and extent.arrival.failure is None)
 
 
 def hold_landed(extents: Iterable[Extent]) -> list[Landed]:

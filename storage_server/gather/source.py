@@ -1,6 +1,6 @@
 """ChunkSource, the interface to stored chunks that the pipeline, the gather and the DRAM tier are written against.
-`storage_server.store.chunks` implements it over the embedded store. tests/contract/store/chunk_rules.py has the rules
-that every implementation keeps.
+`storage_server.store.chunks` implements it over the embedded store, `storage_server.upstream.chunks` over a cache
+before another home. tests/contract/store/chunk_rules.py has the rules that every implementation keeps.
 """
 
 from __future__ import annotations
@@ -78,4 +78,6 @@ class ChunkSource(Protocol):
         """
 
     def note_damage(self, bucket: str, key: str, extents: Sequence[Extent]) -> None:
-        """Remember that these extents of the chunk are damaged: from now on a lookup stops before this chunk."""
+        """Remember that these extents of the chunk are damaged: from now on a lookup stops before this chunk, or the
+        next delivery brings the chunk from where it can be had again.
+        """

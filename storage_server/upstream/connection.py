@@ -20,11 +20,12 @@ from botocore.awsrequest import AWSRequest
 from botocore.credentials import Credentials
 from yarl import URL
 
-from adapters.breaker import Breaker, back_off_s
+from adapters.breaker import Breaker
 from descriptors.errors import ErrorCode, ObjectCacheError, ServerError
 from descriptors.objects import ChecksumAlgorithm
 from descriptors.storage_api import Body
 from storage_server.settings import UpstreamSettings
+from storage_server.upstream.attempts import ATTEMPTS_MAX, pause_before_next_s
 from storage_server.upstream.bulk_reads import ERROR_BYTES_MAX, BulkRead, BulkReads, Head, Into
 from storage_server.upstream.documents import call_of, result_of
 from storage_server.upstream.headers import is_md5
@@ -33,9 +34,6 @@ from storage_server.upstream.sent_body import SentBody, checked_if_small
 
 DOCUMENT_BYTES_MAX = 16 << 20
 PAYLOAD_HASH = "payload_hash"
-ATTEMPTS_MAX = 3
-AGAIN_S_MIN = 0.2
-"""Before the second attempt of one request; twice as long before each further one."""
 FAILURES_MAX = 5
 PAUSE_S_MIN, PAUSE_S_MAX = 1.0, 30.0
 """After so many failures in a row the service is left alone for so long."""
@@ -201,7 +199,7 @@ class Upstream:
                 self._breaker.failed(time.monotonic())
                 if method not in _READS or attempt == ATTEMPTS_MAX:
                     raise
-                await asyncio.sleep(back_off_s(attempt, AGAIN_S_MIN, PAUSE_S_MAX))
+                await asyncio.sleep(pause_before_next_s(attempt))
                 continue
             except ObjectCacheError:
                 self._breaker.succeeded()

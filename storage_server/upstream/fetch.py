@@ -17,6 +17,7 @@ from descriptors.objects import ObjectInfo, RangeSpec, ReadRequest
 from descriptors.units import MIB
 from storage_server.gather.coming import Arrival, ComingExtent
 from storage_server.gather.landing import BUCKET_MEMORY_FRACTION, Landing
+from storage_server.planning.extent import Extent
 from storage_server.store.data.body_hashes import BodyHashes
 from storage_server.store.data.disk import disk_error
 from storage_server.store.data.io_threads import IoThreads
@@ -135,7 +136,7 @@ class Fetch:
         self.has_begun = False
         """Whether it has had its first turn."""
         self._is_crowded = is_crowded
-        self.begun: asyncio.Future[ComingExtent | None] = asyncio.get_running_loop().create_future()
+        self.begun: asyncio.Future[Extent | None] = asyncio.get_running_loop().create_future()
         self.begun.add_done_callback(lambda begun: begun.cancelled() or begun.exception())
         self._arrival: Arrival | None = None
         self._so_far = b"", 0
@@ -181,7 +182,6 @@ class Fetch:
                         stack.callback(receiver.close)
                     end = await self._fetch_group(receiver, start, group_end, stack)
                 if end is None:
-                    self.begun.set_result(None)
                     return
                 start = end
             assert receiver is not None
@@ -239,6 +239,7 @@ class Fetch:
                 if self.layout is None and head.info.nbytes > PREFETCH_BYTES_MAX:
                     raise ServerError(ErrorCode.SLOW_DOWN, "too large to be read ahead", retryable=True)
                 if self.layout is not None and head.info.nbytes != self.layout.chunk_bytes:
+                    self.begun.set_result(_of_another_size(head.info.nbytes))
                     return None
                 self._proof = proof
                 await self._begin(head.info, receiver)
@@ -305,5 +306,12 @@ class Fetch:
         elif not self.begun.done():
             if isinstance(error, CallerError) and error.code in _ABSENT:
                 self.begun.set_result(None)
+            elif isinstance(error, CallerError) and error.code is ErrorCode.INVALID_RANGE:
+                self.begun.set_result(_of_another_size(0))  # only an empty object has no first byte
             else:
                 self.begun.set_exception(error)
+
+
+def _of_another_size(nbytes: int) -> Extent:
+    """Stands for an object that is no chunk of the layout: it lies nowhere, and a delivery is refused for its size."""
+    return Extent("", 0, nbytes, b"")

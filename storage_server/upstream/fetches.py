@@ -15,8 +15,8 @@ from adapters.threads import in_parts, others
 from descriptors.errors import ErrorCode, ObjectCacheError, ServerError
 from descriptors.layout import ChunkLayout
 from descriptors.objects import ObjectInfo
-from storage_server.gather.coming import ComingExtent
 from storage_server.gather.landing import Landing
+from storage_server.planning.extent import Extent
 from storage_server.store.data.io_threads import IoThreads
 from storage_server.store.embedded import EmbeddedStore
 from storage_server.upstream.fetch import Fetch, Ways
@@ -68,9 +68,10 @@ class Fetches:
         """The memory in bytes that chunks lie in until they are written into files."""
         return self.landing.used_bytes
 
-    async def begin(self, bucket: str, keys: Sequence[str], layout: ChunkLayout) -> list[ComingExtent | None]:
-        """The extents of these chunks, on their way, when upstream has begun to answer; None where upstream has none,
-        or one of another size. Chunks that are on their way already are joined. Raises ServerError(SlowDown).
+    async def begin(self, bucket: str, keys: Sequence[str], layout: ChunkLayout) -> list[Extent | None]:
+        """The extents of these chunks, on their way, when upstream has begun to answer; None where upstream has none.
+        An object of another size has an extent of its size that cannot be read. Chunks that are on their way already
+        are joined. Raises ServerError(SlowDown).
         """
         is_crowded = len(keys) + self._by_bucket.total() > self._requests_max
         fetches: list[Fetch] = []

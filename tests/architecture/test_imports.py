@@ -89,6 +89,7 @@ PURE_MODULES = (
     "storage_server/store/upkeep/compaction_plan.py",
     "storage_server/tiers/residency.py",
     "storage_server/transport/ucx_commands.py",
+    "storage_server/upstream/attempts.py",
     "storage_server/upstream/chunk_names.py",
     "storage_server/upstream/documents.py",
     "storage_server/upstream/groups.py",

@@ -2,15 +2,17 @@
 
 To try an implementation, subclass `ChunkSourceRules` in a test module and override its `bed`.
 
-No rule is optional. A rule that needs the store to rewrite files (`rearrange`) is kept trivially by a source whose
-bytes never move.
+A rule that needs the store to rewrite files (`rearrange`) is kept trivially by a source whose bytes never move. One
+rule is another for a source that can get a damaged chunk again: see `CachedSourceRules`.
 """
 
 from __future__ import annotations
 
 import asyncio
 from collections.abc import Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass, field
+from itertools import chain
 from typing import Protocol
 
 import numpy as np
@@ -19,6 +21,7 @@ import pytest
 from descriptors.errors import CallerError, ChunkUnavailable, ErrorCode
 from descriptors.layout import ChunkLayout
 from descriptors.notices import Mode
+from storage_server.gather.coming import Coming, with_landed
 from storage_server.gather.source import ChunkSource, RowFailure
 from storage_server.planning.block_checksums import BLOCK_BYTES
 from storage_server.planning.extent import CorruptExtentError, Extent
@@ -71,7 +74,13 @@ class Reading:
         return self.table.target_of(self.table.rows(self.payload), self.failure.row_index, self.failure.failed_at)
 
 
-def read_all(
+def table_of(chunks: Sequence[Sequence[Extent]], addresses: Sequence[int | None] | None = None) -> SourceTable:
+    """The table of a delivery of these chunks, as the pipeline makes it. `addresses` are those of resident extents."""
+    extents = list(chain.from_iterable(chunks))
+    return make_table(chunks, with_landed(extents, addresses or [None] * len(extents)))
+
+
+async def read_payloads(
     source: ChunkSource,
     chunks: Sequence[Sequence[Extent]],
     mode: Mode = Mode.CHUNK_MAJOR,
@@ -83,15 +92,20 @@ def read_all(
         for extent in chunk:
             is_resident = index < len(resident)
             addresses.append(int(resident[index].ctypes.data) + extent.object_offset if is_resident else None)
-    table = make_table(chunks, addresses)
-    target = np.zeros(LAYOUT.delivery_bytes(len(chunks)), dtype=np.uint8)
-    reading = Reading(table, target, kept=list(resident))
-    for payload in plan_delivery(mode, LAYOUT, len(chunks), PAYLOAD_BYTES).payloads():
-        address = int(target.ctypes.data) + payload.target_offset
-        failure = source.read_rows(table, table.rows(payload), address, past_cache=False)
-        if failure is not None:
-            reading.payload, reading.failure = payload, failure
-            return reading
+    table = table_of(chunks, addresses)
+    with Coming.among(table, chunks) or nullcontext() as coming:
+        table = table if coming is None else coming.table
+        target = np.zeros(LAYOUT.delivery_bytes(len(chunks)), dtype=np.uint8)
+        reading = Reading(table, target, kept=list(resident))
+        for payload in plan_delivery(mode, LAYOUT, len(chunks), PAYLOAD_BYTES).payloads():
+            if coming is not None:
+                await coming.until(payload)
+            address = int(target.ctypes.data) + payload.target_offset
+            rows = table.rows(payload)
+            failure = await asyncio.to_thread(source.read_rows, table, rows, address, past_cache=False)
+            if failure is not None:
+                reading.payload, reading.failure = payload, failure
+                return reading
     return reading
 
 
@@ -120,7 +134,7 @@ class ChunkSourceRules:
         keys = [KEYS[index] for index in order]
         async with stored.source.open_chunks(BUCKET, keys, LAYOUT, prefix_only=False) as chunks:
             assert len(chunks) == len(order)
-            reading = await asyncio.to_thread(read_all, stored.source, chunks)
+            reading = await read_payloads(stored.source, chunks)
         assert reading.failure is None
         assert reading.target.tobytes() == CHUNKS[order].tobytes()
 
@@ -162,7 +176,7 @@ class ChunkSourceRules:
         await stored.delete([KEYS[3]])
         async with stored.source.open_chunks(BUCKET, KEYS, LAYOUT, prefix_only=True) as chunks:
             assert len(chunks) == 3
-            reading = await asyncio.to_thread(read_all, stored.source, chunks)
+            reading = await read_payloads(stored.source, chunks)
         assert reading.target.tobytes() == CHUNKS[:3].tobytes()
 
     async def test_with_prefix_only_a_chunk_of_another_size_ends_the_prefix(self, stored: SourceBed) -> None:
@@ -220,7 +234,7 @@ class ChunkSourceRules:
             await stored.put(KEYS[0], bytes(LAYOUT.chunk_bytes))
             await stored.delete(KEYS[1:])
             await stored.rearrange()
-            reading = await asyncio.to_thread(read_all, stored.source, chunks)
+            reading = await read_payloads(stored.source, chunks)
         assert reading.failure is None
         assert reading.target.tobytes() == CHUNKS.tobytes()
 
@@ -229,10 +243,10 @@ class ChunkSourceRules:
         kept = [KEYS[0], KEYS[4]]
         async with stored.source.open_chunks(BUCKET, kept, LAYOUT, prefix_only=False) as chunks:
             await stored.rearrange()
-            reading = await asyncio.to_thread(read_all, stored.source, chunks)
+            reading = await read_payloads(stored.source, chunks)
         assert reading.target.tobytes() == CHUNKS[[0, 4]].tobytes()
         async with stored.source.open_chunks(BUCKET, kept, LAYOUT, prefix_only=False) as moved:
-            reading = await asyncio.to_thread(read_all, stored.source, moved)
+            reading = await read_payloads(stored.source, moved)
         assert reading.target.tobytes() == CHUNKS[[0, 4]].tobytes()
 
     async def test_kept_extents_stay_readable_until_they_are_released(self, stored: SourceBed) -> None:
@@ -242,7 +256,7 @@ class ChunkSourceRules:
         assert pins is not None
         await stored.delete(KEYS)
         await stored.rearrange()
-        reading = await asyncio.to_thread(read_all, stored.source, [extents])
+        reading = await read_payloads(stored.source, [extents])
         pins.release()
         assert reading.target.tobytes() == CHUNKS[0].tobytes()
 
@@ -277,7 +291,11 @@ class ChunkSourceRules:
         expected = CHUNKS.tobytes() if mode is Mode.CHUNK_MAJOR else layer_major(CHUNKS)
         guarded = np.full(PAYLOAD_BYTES + 200, 0xAA, dtype=np.uint8)
         async with stored.source.open_chunks(BUCKET, KEYS, LAYOUT, prefix_only=False) as chunks:
-            table = make_table(chunks)
+            table = table_of(chunks)
+            coming = Coming.among(table, chunks)
+            if coming is not None:
+                with coming:  # every chunk has come: its checksums are filled in
+                    table = coming.table
             for payload in plan_delivery(mode, LAYOUT, len(chunks), PAYLOAD_BYTES).payloads():
                 guarded[:] = 0xAA
                 address = int(guarded.ctypes.data) + 100
@@ -295,7 +313,7 @@ class ChunkSourceRules:
         """The memory holds other bytes than the store, so that it shows where the bytes came from."""
         resident = [np.full(LAYOUT.chunk_bytes, 7 + index, dtype=np.uint8) for index in range(resident_count)]
         async with stored.source.open_chunks(BUCKET, KEYS, LAYOUT, prefix_only=False) as chunks:
-            reading = await asyncio.to_thread(read_all, stored.source, chunks, Mode.CHUNK_MAJOR, resident)
+            reading = await read_payloads(stored.source, chunks, Mode.CHUNK_MAJOR, resident)
         expected = b"".join(chunk.tobytes() for chunk in resident) + CHUNKS[resident_count:].tobytes()
         assert reading.target.tobytes() == expected
 
@@ -306,7 +324,7 @@ class ChunkSourceRules:
         bad = 2
         await stored.damage(KEYS[bad], offset)
         async with stored.source.open_chunks(BUCKET, KEYS, LAYOUT, prefix_only=False) as chunks:
-            reading = await asyncio.to_thread(read_all, stored.source, chunks, mode)
+            reading = await read_payloads(stored.source, chunks, mode)
             assert reading.payload is not None
             assert reading.payload.chunk_at(reading.failed_target) == bad
             if mode is Mode.LAYER_MAJOR:
@@ -319,7 +337,7 @@ class ChunkSourceRules:
         await stored.damage(KEYS[2], 0)
         others = [key for index, key in enumerate(KEYS) if index != 2]
         async with stored.source.open_chunks(BUCKET, others, LAYOUT, prefix_only=False) as chunks:
-            reading = await asyncio.to_thread(read_all, stored.source, chunks)
+            reading = await read_payloads(stored.source, chunks)
         assert reading.failure is None
         assert reading.target.tobytes() == CHUNKS[[0, 1, 3, 4]].tobytes()
 
@@ -343,3 +361,17 @@ def block_around(offset: int) -> range:
     """The bytes of the block that holds the byte at `offset`."""
     start = offset // BLOCK_BYTES * BLOCK_BYTES
     return range(start, min(start + BLOCK_BYTES, LAYOUT.chunk_bytes))
+
+
+class CachedSourceRules(ChunkSourceRules):
+    """The rules of a source that is a cache before a home."""
+
+    async def test_a_damaged_chunk_is_not_matched_until_it_is_written_again(self, stored: SourceBed) -> None:
+        """Here it is matched all the time: the next delivery brings it from the home again."""
+        async with stored.source.open_chunks(BUCKET, KEYS, LAYOUT, prefix_only=False) as chunks:
+            stored.source.note_damage(BUCKET, KEYS[2], chunks[2])
+        assert await stored.source.matched(BUCKET, KEYS) == CHUNK_COUNT
+        async with stored.source.open_chunks(BUCKET, KEYS, LAYOUT, prefix_only=False) as chunks:
+            reading = await read_payloads(stored.source, chunks)
+        assert reading.failure is None
+        assert reading.target.tobytes() == CHUNKS.tobytes()
