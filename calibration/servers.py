@@ -148,7 +148,7 @@ class ConfiguredServer:
 
     def status(self) -> dict[str, Any]:
         """What the scheduler says of itself."""
-        found: dict[str, Any] = self.client._http.request("GET", STATUS_PATH).json()
+        found: dict[str, Any] = self.client.http.request("GET", STATUS_PATH).json()
         return found
 
 

@@ -56,6 +56,10 @@ Piece = bytes | bytearray | memoryview
 """A run of body bytes."""
 
 
+SERVER_KEY = ""
+"""The access key of calls that a server makes by itself, for no caller."""
+
+
 class Body(Protocol):
     """A request's body. Iterate once over its bytes; after the end, and only then, `digests` gives the digests that
     they should have.

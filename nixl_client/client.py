@@ -82,10 +82,11 @@ class ObjectCacheClient:
         if not 1 <= http_connections <= HTTP_CONNECTIONS_MAX:
             raise ValueError(f"http_connections must be from 1 to {HTTP_CONNECTIONS_MAX}, not {http_connections!r}")
         self.bucket = bucket
-        self._http = SignedHttp(endpoint, access_key, secret_key, region, timeout_s)
+        self.http = SignedHttp(endpoint, access_key, secret_key, region, timeout_s)
+        """Signed requests to the server, for paths that no method here has: its status and metrics."""
         self._fetch_timeout_s = fetch_timeout_s
-        self._http_fetches = HttpFetches(self._http, http_connections)
-        self._routes = Routes(self._http, wanted, agent_lifetime_s)
+        self._http_fetches = HttpFetches(self.http, http_connections)
+        self._routes = Routes(self.http, wanted, agent_lifetime_s)
         self._is_own = True
         self._fetchers = ThreadPoolExecutor(FETCHES_MAX, "objectcache-fetch")
         self._waiters = ThreadPoolExecutor(FETCHES_MAX, "objectcache-wait")
@@ -108,7 +109,7 @@ class ObjectCacheClient:
         finally:
             for pool in (self._fetchers, self._waiters, self._putters):
                 pool.shutdown()
-            self._http.close()
+            self.http.close()
 
     def __enter__(self) -> ObjectCacheClient:
         return self
@@ -125,7 +126,7 @@ class ObjectCacheClient:
             raise ValueError(f"{len(chunk_keys)} keys, {len(chunks)} chunks")
 
         def put(key: str, chunk: Any) -> None:
-            self._http.request("PUT", f"/{self.bucket}/{key}", None, memoryview(chunk).cast("B"), timeout_s)
+            self.http.request("PUT", f"/{self.bucket}/{key}", None, memoryview(chunk).cast("B"), timeout_s)
 
         self._run_all(put, zip(chunk_keys, chunks, strict=True))
 
@@ -135,7 +136,7 @@ class ObjectCacheClient:
         """
 
         def delete(key: str) -> None:
-            self._http.request("DELETE", f"/{self.bucket}/{key}", timeout_s=timeout_s)
+            self.http.request("DELETE", f"/{self.bucket}/{key}", timeout_s=timeout_s)
 
         self._run_all(delete, [(key,) for key in chunk_keys])
 
@@ -178,7 +179,7 @@ class ObjectCacheClient:
         return answer.matched, answer.advice or advise_here(answer.matched, compute)
 
     def _lookup(self, body: bytes, timeout_s: float | None) -> Answer:
-        return self._http.request("POST", f"/{self.bucket}", {"lookup": ""}, body, timeout_s)
+        return self.http.request("POST", f"/{self.bucket}", {"lookup": ""}, body, timeout_s)
 
     def allocate_buffer(self, nbytes: int) -> npt.NDArray[np.uint8]:
         """A uint8 array in memory that can be handed to a server on this host. Every transport can fill it, and SHM can
@@ -279,7 +280,7 @@ class ObjectCacheClient:
     @property
     def objects(self) -> ObjectPaths:
         """Whole objects of the bucket, and puts of many chunks, over each of the paper's S3 paths."""
-        return ObjectPaths(self._http, self.bucket, self._register_for_ucx, self._fetch_timeout_s)
+        return ObjectPaths(self.http, self.bucket, self._register_for_ucx, self._fetch_timeout_s)
 
     def _register_for_ucx(self, array: Any) -> Registered:
         route = self._routes.route_over(Transport.UCX, array)

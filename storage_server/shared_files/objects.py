@@ -33,7 +33,7 @@ from descriptors.objects import (
     UploadRef,
     UploadRequest,
 )
-from descriptors.storage_api import Body, ObjectRead, Piece
+from descriptors.storage_api import SERVER_KEY, Body, ObjectRead, Piece
 from storage_server.planning.block_checksums import BLOCK_BYTES
 from storage_server.planning.extent import Extent
 from storage_server.shared_files.files import SharedFiles
@@ -92,10 +92,10 @@ class SharedObjects:
     async def require_bucket(self, bucket: str) -> None:
         """Raises CallerError(NoSuchBucket)."""
         try:
-            await self._objects.head_bucket("", bucket)
+            await self._objects.head_bucket(SERVER_KEY, bucket)
         except CallerError:
             await self._following.fresh()
-            await self._objects.head_bucket("", bucket)
+            await self._objects.head_bucket(SERVER_KEY, bucket)
 
     async def put_object(self, access_key: str, request: PutRequest, body: Body) -> ObjectInfo:
         if request.condition != NO_WRITE_CONDITION or not is_chunk(request.key, request.attributes):
@@ -106,7 +106,7 @@ class SharedObjects:
 
     async def send(self, request: PutRequest, body: Body, proof: Proof | None = None) -> Sent:
         """Put an object. The checksums of its blocks, which are its proof, are kept anyway."""
-        info = await self.put_object("", request, body)
+        info = await self.put_object(SERVER_KEY, request, body)
         return Sent(info.etag, info.modified_at)
 
     async def has_object(self, bucket: str, key: str, since_s: float) -> bool:
@@ -139,7 +139,7 @@ class SharedObjects:
     ) -> AsyncIterator[tuple[ReadHead, Proof | None, AsyncIterator[Piece]]]:
         """A read that also gives the proof of the whole object."""
         proof = await self._proof(request)
-        async with self.open_object("", request) as read:
+        async with self.open_object(SERVER_KEY, request) as read:
             yield read.head, proof, read.body
 
     @asynccontextmanager

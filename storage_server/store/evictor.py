@@ -83,7 +83,9 @@ class _Asked:
 
 
 class Evictor(Uses):
-    """The caches of one store. `note` and `noted` are called as things happen; `run` acts on them."""
+    """The caches of one store. `note_changes`, `note_read` and `note_lookup` are called as things happen; `run`
+    acts on them.
+    """
 
     def __init__(
         self,

@@ -17,6 +17,7 @@ from adapters.threads import in_parts, others
 from descriptors.errors import CallerError, ErrorCode
 from descriptors.layout import ChunkLayout
 from descriptors.objects import ObjectInfo, ReadRequest
+from descriptors.storage_api import SERVER_KEY
 from storage_server.gather.coming import ComingExtent, hold_landed, is_whole
 from storage_server.gather.landing import Landed
 from storage_server.gather.source import Pins, RowFailure
@@ -189,7 +190,7 @@ class UpstreamChunks:
         """Whether upstream still has the object of this ETag."""
         try:
             async with self._checks:
-                head = await self._objects.head_object("", ReadRequest(bucket, key))
+                head = await self._objects.head_object(SERVER_KEY, ReadRequest(bucket, key))
         except CallerError as error:
             if error.code is not ErrorCode.NO_SUCH_KEY:
                 raise

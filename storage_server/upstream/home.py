@@ -38,7 +38,7 @@ from descriptors.objects import (
     UploadRef,
     UploadRequest,
 )
-from descriptors.storage_api import Body, ObjectRead, Piece, UploadsApi
+from descriptors.storage_api import SERVER_KEY, Body, ObjectRead, Piece, UploadsApi
 from storage_server.settings import UpstreamSettings, Write
 from storage_server.store.embedded import EmbeddedStore
 from storage_server.store.index import transaction
@@ -168,7 +168,7 @@ class UpstreamHome:
         await self._stop_copies(bucket, keys)
         self.chunks.forget_known(bucket, keys)
         try:
-            await self.cache.objects.delete_objects("", bucket, list(keys))
+            await self.cache.objects.delete_objects(SERVER_KEY, bucket, list(keys))
         except CallerError as error:
             if error.code is not ErrorCode.NO_SUCH_BUCKET:
                 raise

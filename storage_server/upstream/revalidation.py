@@ -14,6 +14,7 @@ from functools import partial
 
 from descriptors.errors import CallerError, ErrorCode, ObjectCacheError
 from descriptors.objects import ListRequest
+from descriptors.storage_api import SERVER_KEY
 from storage_server.store.index import queries, transaction
 from storage_server.store.index.reader import IndexReader
 from storage_server.store.rows import StoredObject
@@ -83,7 +84,9 @@ class Revalidation:
     async def _listed(self, bucket: str, after: str) -> tuple[dict[str, str], str | None]:
         """The ETags of the next keys upstream, and how far they reach; None: to the end."""
         try:
-            page = await self._objects.list_objects("", ListRequest(bucket, after=after, max_keys=KEYS_PER_PAGE))
+            page = await self._objects.list_objects(
+                SERVER_KEY, ListRequest(bucket, after=after, max_keys=KEYS_PER_PAGE)
+            )
         except CallerError as error:
             if error.code is ErrorCode.NO_SUCH_BUCKET:
                 return {}, None

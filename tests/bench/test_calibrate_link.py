@@ -203,7 +203,7 @@ def test_a_calibrated_link_goes_into_the_file_and_a_server_starts_with_it(
     assert config.calibration.theta_side is None
     assert config.scheduler.link_bytes_per_s == config.calibration.link["http"].bytes_per_s
     with running_server(tmp_path, ["--config", str(path)]) as server, server.client(Transport.HTTP) as client:
-        status = client._http.request("GET", STATUS_PATH).json()
+        status = client.http.request("GET", STATUS_PATH).json()
     assert status["policy"] == "calibrated"
     assert status["link_bytes_per_s"] == config.scheduler.link_bytes_per_s
     assert status["margin_bytes_per_s"] == config.scheduler.margin_bytes_per_s

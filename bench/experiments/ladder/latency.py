@@ -58,7 +58,7 @@ Heads = list[tuple[float, Mapping[str, str]]]
 
 def _heads_of(client: ObjectCacheClient) -> Heads:
     """Of a client that serves this figure alone, from now on."""
-    http: Any = client._http
+    http: Any = client.http
     stream, heads = http.stream, Heads()
 
     def tapped(*arguments: Any, **options: Any) -> Stream:

@@ -135,7 +135,7 @@ class HomeBed:
 def metric(server: LocalServer, name: str) -> float:
     """One of remote DRAM's metrics. Raises BaselineError."""
     with server.client(Transport.HTTP) as client:
-        text = client._http.request("GET", "/_objectcache/metrics").body.decode()
+        text = client.http.request("GET", "/_objectcache/metrics").body.decode()
     for line in text.splitlines():
         if line.startswith(f"objectcache_remote_dram_{name} "):
             return float(line.split()[1])
