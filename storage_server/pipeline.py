@@ -201,7 +201,7 @@ class Pipeline:
         async def begin_all() -> None:
             for index, payload in enumerate(plan.payloads()):
                 if coming is not None:
-                    await coming.until(payload)
+                    await coming.wait_for(payload)
                 await place.wait_to_gather(index, is_staged=is_staged)
                 gathering = await self._begin(delivery, table, payload, transfer)
                 held.append(gathering)

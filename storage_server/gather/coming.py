@@ -138,7 +138,7 @@ class Coming:
         for stop in self._stop_listening:
             stop()
 
-    async def until(self, payload: Payload) -> None:
+    async def wait_for(self, payload: Payload) -> None:
         """Return when every byte of the payload, and of the blocks that it lies in, can be read. Raises
         ChunkUnavailable with the chunk's index where a chunk will not come.
         """
@@ -159,7 +159,7 @@ class Coming:
     def _listener(self, index: int, arrival: Arrival) -> OnArrival:
         first_word = self.table.first_word_of(index) * WORD_BYTES
 
-        def heard(before: int, now: int) -> None:
+        def on_arrival(before: int, now: int) -> None:
             start, end = before // BLOCK_BYTES * WORD_BYTES, -(-now // BLOCK_BYTES) * WORD_BYTES
             self._words[first_word + start : first_word + end] = arrival.words[start:end]
             if arrival.failure is not None:
@@ -168,7 +168,7 @@ class Coming:
             self._arrived[index] = now if is_whole else now // BLOCK_BYTES * BLOCK_BYTES
             self._changed.set()
 
-        return heard
+        return on_arrival
 
 
 def _will_not_come(index: int, payload: Payload, failure: ObjectCacheError) -> ChunkUnavailable:

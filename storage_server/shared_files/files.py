@@ -93,7 +93,7 @@ class SharedFiles(FilesBeside):
             for file_id in file_ids:
                 self._dead.setdefault(file_id, time.monotonic())
 
-    def due(self, seen_s: float) -> list[str]:
+    def deletable(self, seen_s: float) -> list[str]:
         """The files that have been dead for GRACE_S: `delete` them, if still no row names them. All that others had
         written at `seen_s` is known.
         """

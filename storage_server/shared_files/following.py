@@ -70,11 +70,11 @@ class Following:
         while True:
             await asyncio.sleep(poll_s)
             try:
-                await self.fresh()
+                await self.read_journals()
             except ObjectCacheError as error:
                 _log.warning("the journals of the shared directory: %s", error)
 
-    async def fresh(self, since_s: float | None = None) -> None:
+    async def read_journals(self, since_s: float | None = None) -> None:
         """On return the index has all that was in the journals when this was called, or at `since_s` by the steady
         clock. Raises ServerError, SlowDown where the directory does not answer.
         """
@@ -101,7 +101,7 @@ class Following:
         if self._next is not None:
             self._running, self._next = self._next, None
         begun_s = time.monotonic()
-        while await self._step():
+        while await self._apply_next_piece():
             pass
         if not self._problems:
             if self._outdated_s is not None and begun_s >= self._outdated_s:  # what replaces the older is read, too
@@ -109,9 +109,9 @@ class Following:
                 self._outdated_s = None
             self.whole_s = begun_s
         self.begun_s = begun_s
-        await self._tell()
+        await self._tell_changes()
 
-    async def _step(self) -> bool:
+    async def _apply_next_piece(self) -> bool:
         """Read a piece of the journals and carry it out; whether there may be more."""
         read, has_more = await self._io.run(self._read)
         self._note_problems(read)
@@ -165,7 +165,7 @@ class Following:
         merge.note_position(tx.db, journal.writer, journal.generation, position)
         return position, changed
 
-    async def _tell(self) -> None:
+    async def _tell_changes(self) -> None:
         """Tell what has changed. What could not be told is told with the next pass."""
         untold, self._untold = self._untold, []
         if not untold or self.on_changed is None:

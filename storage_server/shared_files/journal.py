@@ -50,7 +50,7 @@ class OwnJournal:
         self.end = position if self.generation == generation else 0
         self._find_end(may_cut=self.end > 0 or not generation)
 
-    def settle(self) -> None:
+    def find_end_again(self) -> None:
         """Find the end again after a write that failed; `end` is then behind all that others may have read."""
         if not self._is_doubtful:
             return
@@ -113,7 +113,7 @@ class OwnJournal:
     def read(self, position: int) -> Iterator[list[Record]]:
         """The frames from `position` to the end."""
         while position < self.end:
-            frames, problem = decode(_front(self._fd, position, self.end))
+            frames, problem = decode(_read_frames(self._fd, position, self.end))
             if not frames:
                 raise OSError(errno.EBADMSG, f"the journal is damaged at {position}: {problem}")
             yield from (records for _, records in frames)
@@ -133,7 +133,7 @@ class OwnJournal:
         if size < self.end:
             raise OSError(errno.ESTALE, "the journal is shorter than it was")
         while self.end < size:
-            data = _front(self._fd, self.end, size)
+            data = _read_frames(self._fd, self.end, size)
             frames, _ = decode(data)
             if not frames:
                 is_torn = self.end + wanted_bytes(data, 0) >= size or not any(data)
@@ -181,7 +181,7 @@ def read_journal(folder: Path, generation: int, position: int, budget_bytes: int
         if size < journal.start:
             journal.problem = f"it ends at {size}, and was read to {journal.start}"
             return journal
-        data = _front(fd, journal.start, size, budget_bytes)
+        data = _read_frames(fd, journal.start, size, budget_bytes)
         found, journal.problem = decode(data)
         journal.nbytes = len(data)
         journal.frames = [(journal.start + end, records) for end, records in found]
@@ -233,7 +233,7 @@ def _path(folder: Path, generation: int) -> Path:
     return folder / f"journal-{generation}"
 
 
-def _front(fd: int, at: int, size: int, budget_bytes: int = STEP_BYTES) -> bytes:
+def _read_frames(fd: int, at: int, size: int, budget_bytes: int = STEP_BYTES) -> bytes:
     """Some whole frames from `at` on, if there are any."""
     data = _read(fd, at, min(budget_bytes, size - at))
     wanted = wanted_bytes(data, 0)

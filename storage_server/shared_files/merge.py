@@ -62,7 +62,7 @@ def collected(db: sqlite3.Connection, touched: Iterable[Touched], now_stamp: int
     """
     records = []
     for about in dict.fromkeys(touched):
-        row, bodies = _found(db, about)
+        row, bodies = _shown_rows(db, about)
         if row is not None:
             records.append(Record(about, now_stamp, row, bodies))
             continue
@@ -154,7 +154,7 @@ def kept(db: sqlite3.Connection, writer: str, gone_after_s: float) -> Iterator[R
             if noted_at > gone_after_s or _has_others(db, about, writer):
                 yield Record(about, stamp, None)
             continue
-        row, bodies = _found(db, about)
+        row, bodies = _shown_rows(db, about)
         if row is not None:
             yield Record(about, stamp, row, bodies)
 
@@ -180,7 +180,7 @@ def _note(db: sqlite3.Connection, writer: str, generation: int, record: Record, 
     )
 
 
-def _found(db: sqlite3.Connection, about: Touched) -> tuple[tuple[Any, ...] | None, tuple[BodyRow, ...]]:
+def _shown_rows(db: sqlite3.Connection, about: Touched) -> tuple[tuple[Any, ...] | None, tuple[BodyRow, ...]]:
     """What the rows show of a thing."""
     if about.kind == "bucket":
         return db.execute(

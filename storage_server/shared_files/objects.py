@@ -63,30 +63,30 @@ class SharedObjects:
         self._reads = reads
 
     async def create_bucket(self, access_key: str, bucket: str) -> None:
-        await self._following.fresh()
+        await self._following.read_journals()
         await self._objects.create_bucket_anew(access_key, bucket)
 
     async def head_bucket(self, access_key: str, bucket: str) -> BucketInfo:
-        await self._following.fresh()
+        await self._following.read_journals()
         return await self._objects.head_bucket(access_key, bucket)
 
     async def list_buckets(self, access_key: str) -> list[BucketInfo]:
-        await self._following.fresh()
+        await self._following.read_journals()
         return await self._objects.list_buckets(access_key)
 
     async def delete_bucket(self, access_key: str, bucket: str) -> None:
-        await self._following.fresh()
+        await self._following.read_journals()
         await self._objects.delete_bucket(access_key, bucket)
 
     async def get_lifecycle(self, access_key: str, bucket: str) -> list[LifecycleRule]:
-        await self._following.fresh()
+        await self._following.read_journals()
         return await self._objects.get_lifecycle(access_key, bucket)
 
     async def own_lifecycle(self, access_key: str, bucket: str) -> list[LifecycleRule]:
         return await self._objects.own_lifecycle(access_key, bucket)
 
     async def set_lifecycle(self, access_key: str, bucket: str, rules: list[LifecycleRule]) -> None:
-        await self._following.fresh()
+        await self._following.read_journals()
         await self._objects.set_lifecycle(access_key, bucket, rules)
 
     async def require_bucket(self, bucket: str) -> None:
@@ -94,12 +94,12 @@ class SharedObjects:
         try:
             await self._objects.head_bucket(SERVER_KEY, bucket)
         except CallerError:
-            await self._following.fresh()
+            await self._following.read_journals()
             await self._objects.head_bucket(SERVER_KEY, bucket)
 
     async def put_object(self, access_key: str, request: PutRequest, body: Body) -> ObjectInfo:
         if request.condition != NO_WRITE_CONDITION or not is_chunk(request.key, request.attributes):
-            await self._following.fresh()
+            await self._following.read_journals()
         else:
             await self.require_bucket(request.bucket)
         return await self._objects.put_object(access_key, request, body)
@@ -112,19 +112,19 @@ class SharedObjects:
     async def has_object(self, bucket: str, key: str, since_s: float) -> bool:
         """Whether there is such an object whose bytes are not known to be damaged."""
         if not self._has(bucket, key):
-            await self._following.fresh(since_s)
+            await self._following.read_journals(since_s)
         return self._has(bucket, key)
 
     def _has(self, bucket: str, key: str) -> bool:
         return self._objects.stored(bucket, key) is not None and not self._objects.is_damaged(bucket, key)
 
     async def head_object(self, access_key: str, request: ReadRequest) -> ReadHead:
-        await self._see(request)
+        await self._read_journals_unless_known(request)
         return await self._objects.head_object(access_key, request)
 
     @asynccontextmanager
     async def open_object(self, access_key: str, request: ReadRequest) -> AsyncIterator[ObjectRead]:
-        await self._see(request)
+        await self._read_journals_unless_known(request)
         async with AsyncExitStack() as stack:
             try:
                 read = await stack.enter_async_context(self._objects.open_object(access_key, request))
@@ -167,48 +167,48 @@ class SharedObjects:
                 await reading.end()
 
     async def object_parts(self, access_key: str, bucket: str, key: str) -> list[ObjectPart]:
-        await self._following.fresh()
+        await self._following.read_journals()
         return await self._objects.object_parts(access_key, bucket, key)
 
     async def copy_object(self, access_key: str, request: CopyRequest) -> ObjectInfo:
-        await self._following.fresh()
+        await self._following.read_journals()
         return await self._objects.copy_object(access_key, request)
 
     async def delete_object(
         self, access_key: str, bucket: str, key: str, condition: WriteCondition = NO_WRITE_CONDITION
     ) -> None:
-        await self._following.fresh()
+        await self._following.read_journals()
         await self._objects.delete_object(access_key, bucket, key, condition)
 
     async def delete_objects(self, access_key: str, bucket: str, keys: list[str]) -> None:
-        await self._following.fresh()
+        await self._following.read_journals()
         await self._objects.delete_objects(access_key, bucket, keys)
 
     async def set_tags(self, access_key: str, bucket: str, key: str, tags: dict[str, str]) -> None:
-        await self._following.fresh()
+        await self._following.read_journals()
         await self._objects.set_tags(access_key, bucket, key, tags)
 
     async def list_objects(self, access_key: str, request: ListRequest) -> ListPage:
-        await self._following.fresh()
+        await self._following.read_journals()
         return await self._objects.list_objects(access_key, request)
 
-    async def _see(self, request: ReadRequest) -> None:
+    async def _read_journals_unless_known(self, request: ReadRequest) -> None:
         """A chunk that is known is what it was; of anything else, another server may have put another. Raises
         ServerError, NoSuchKey for a chunk that is known to be damaged: whoever made it can make it again.
         """
         bucket, key = request.bucket, request.key
         stored = self._objects.stored(bucket, key)
         if stored is None or not is_chunk(key, stored.info.attributes):
-            await self._following.fresh()
+            await self._following.read_journals()
             return
         if self._objects.is_damaged(bucket, key):
-            await self._following.fresh()
+            await self._following.read_journals()
             if self._objects.is_damaged(bucket, key):
                 raise _gone()
 
     async def _proof(self, request: ReadRequest) -> Proof | None:
         """The checksums of the object's blocks; None where its parts do not end with blocks."""
-        await self._see(request)
+        await self._read_journals_unless_known(request)
         try:
             async with self._objects.open_stored(request.bucket, request.key) as (stored, extents):
                 return None if stored is None else proof_of(stored.info.nbytes, extents)
@@ -249,29 +249,29 @@ class SharedUploads:
         self._following = following
 
     async def create_upload(self, access_key: str, request: UploadRequest) -> str:
-        await self._following.fresh()
+        await self._following.read_journals()
         return await self._uploads.create_upload(access_key, request)
 
     async def put_part(self, access_key: str, request: PartRequest, body: Body) -> PartInfo:
-        await self._following.fresh()
+        await self._following.read_journals()
         return await self._uploads.put_part(access_key, request, body)
 
     async def copy_part(self, access_key: str, request: PartCopyRequest) -> PartInfo:
-        await self._following.fresh()
+        await self._following.read_journals()
         return await self._uploads.copy_part(access_key, request)
 
     async def complete_upload(self, access_key: str, request: CompleteRequest) -> ObjectInfo:
-        await self._following.fresh()
+        await self._following.read_journals()
         return await self._uploads.complete_upload(access_key, request)
 
     async def abort_upload(self, access_key: str, upload: UploadRef) -> None:
-        await self._following.fresh()
+        await self._following.read_journals()
         await self._uploads.abort_upload(access_key, upload)
 
     async def list_parts(self, access_key: str, upload: UploadRef, part_number_marker: int, max_parts: int) -> PartPage:
-        await self._following.fresh()
+        await self._following.read_journals()
         return await self._uploads.list_parts(access_key, upload, part_number_marker, max_parts)
 
     async def list_uploads(self, access_key: str, request: UploadListRequest) -> UploadPage:
-        await self._following.fresh()
+        await self._following.read_journals()
         return await self._uploads.list_uploads(access_key, request)

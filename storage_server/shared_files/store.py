@@ -72,8 +72,8 @@ _log = logging.getLogger(__name__)
 
 
 class SharedDirectory:
-    """Implements storage_server.upstream.service.Service, and Copies of storage_server.store.index.committer. The index
-    lies in `local`.
+    """Implements storage_server.upstream.service.Service, and SharedJournal of storage_server.store.index.committer.
+    The index lies in `local`.
     """
 
     def __init__(
@@ -193,13 +193,13 @@ class SharedDirectory:
         self._journal.open(generation, position)
         self.catch_up(tx)
 
-    def tell(self, tx: Transaction) -> None:
+    def append_to_journal(self, tx: Transaction) -> None:
         """Write what the transaction changes into the journal, before it is committed here. Raises ServerError."""
         if not tx.touched:
             return
         records = merge.collected(tx.db, tx.touched, self._clock.stamp())
         others = {file_id for file_id in file_ids(records) if writer_of(file_id) != self._membership.writer}
-        self._require_sure(others)
+        self._require_read_journals(others)
         try:
             self._append(encode(records), frees=all(record.row is None for record in records))
         except BadRecordError as error:
@@ -209,7 +209,7 @@ class SharedDirectory:
             raise disk_error(error, "writing the journal") from error
         merge.note_own(tx.db, self._membership.writer, self._journal.generation, records, time.time())
         merge.note_position(tx.db, self._membership.writer, self._journal.generation, self._journal.end)
-        if not self._is_sure(others):
+        if not self._has_read_journals_lately(others):
             self._require_there(others, records)
 
     def _append(self, frame: bytes, *, frees: bool) -> None:
@@ -228,7 +228,7 @@ class SharedDirectory:
         if not journal.generation:
             return
         try:
-            journal.settle()
+            journal.find_end_again()
         except OSError as error:
             raise disk_error(error, "reading the journal") from error
         generation, position = merge.positions(tx.db).get(writer, (0, 0))
@@ -242,14 +242,14 @@ class SharedDirectory:
             raise disk_error(error, "reading the journal") from error
         merge.note_position(tx.db, writer, journal.generation, journal.end)
 
-    def _is_sure(self, others: set[str]) -> bool:
+    def _has_read_journals_lately(self, others: set[str]) -> bool:
         """A row that names another server's file keeps it from being deleted only if that server sees the row soon
         enough: what it is made from must have been looked at a moment ago.
         """
         return not others or time.monotonic() - self.following.whole_s <= GRACE_S / 2
 
-    def _require_sure(self, others: set[str]) -> None:
-        if not self._is_sure(others):
+    def _require_read_journals(self, others: set[str]) -> None:
+        if not self._has_read_journals_lately(others):
             raise ServerError(ErrorCode.SLOW_DOWN, "the shared directory answers too slowly", retryable=True)
 
     def _require_there(self, others: set[str], records: Sequence[Record]) -> None:
@@ -292,10 +292,10 @@ class SharedDirectory:
 
     async def _delete_dead(self) -> None:
         """Delete what has been dead for GRACE_S, if no journal that was read since then names it."""
-        if not self.files.due(math.inf):
+        if not self.files.deletable(math.inf):
             return
-        await self.following.fresh()
-        due = self.files.due(self.following.whole_s)
+        await self.following.read_journals()
+        due = self.files.deletable(self.following.whole_s)
         if due:
             dead = await self.committer.commit(lambda tx: merge.unnamed(tx.db, due))
             await self._io.run(lambda: self.files.delete(due, dead))

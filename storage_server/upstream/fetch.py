@@ -212,7 +212,7 @@ class Fetch:
                 await self._ways.io.run(partial(receiver.blocks.update, landed.view))
             if proved_bytes(entry.proof, receiver.words(), entry.info.nbytes) != entry.info.nbytes:
                 remote.distrust(self._bucket, [self._key])
-                remote.removing(self._bucket, [self._key])
+                remote.begin_removal(self._bucket, [self._key])
                 return False
             self._proof = entry.proof
             await self._begin(entry.info, receiver)

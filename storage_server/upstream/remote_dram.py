@@ -189,7 +189,7 @@ class RemoteDram:
     async def remove(self, bucket: str, keys: Sequence[str]) -> None:
         """Remove these chunks, as far as the store can be reached; and distrust them."""
         self.distrust(bucket, keys)
-        call = self.removing(bucket, keys)
+        call = self.begin_removal(bucket, keys)
         if call is not None:
             await asyncio.wait([call], timeout=REMOVE_WAIT_S)
             if not call.done():
@@ -197,7 +197,7 @@ class RemoteDram:
             elif not call.cancelled():
                 self._result(call)
 
-    def removing(self, bucket: str, keys: Sequence[str]) -> asyncio.Task[None] | None:
+    def begin_removal(self, bucket: str, keys: Sequence[str]) -> asyncio.Task[None] | None:
         """Begin to remove these chunks. None where the store cannot be reached, or an earlier removal hangs."""
         is_stuck = self._removing is not None and not self._removing.done() and not self.is_usable
         if not keys or not self.is_usable or is_stuck:

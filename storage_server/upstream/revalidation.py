@@ -70,7 +70,7 @@ class Revalidation:
         after = ""
         while cached := await self._cached(bucket, after):
             first, last = next(iter(cached)), next(reversed(cached))
-            listed, end = await self._listed(bucket, max(after, before(first)))
+            listed, end = await self._listed(bucket, max(after, just_before(first)))
             stale = stale_keys({key: stored.info.etag for key, stored in cached.items()}, listed, end)
             if stale:
                 self.stale_count += await self._forget(bucket, {key: cached[key].version for key in stale})
@@ -105,6 +105,6 @@ def stale_keys(cached: Mapping[str, str], listed: Mapping[str, str], end: str | 
     return [key for key in reached if listed.get(key) != cached[key]]
 
 
-def before(key: str) -> str:
+def just_before(key: str) -> str:
     """A text before `key`, behind which few other keys lie. Pure."""
     return key[:-1]

@@ -44,14 +44,16 @@ _log = logging.getLogger(__name__)
 Change = Callable[[Transaction], Any]
 
 
-class Copies(Protocol):
-    """Other servers' copies of the index. What a method raises, a ServerError, undoes the transaction."""
+class SharedJournal(Protocol):
+    """The journal from which other servers keep indexes of their own. A ServerError that a method raises undoes the
+    transaction.
+    """
 
     def catch_up(self, tx: Transaction) -> None:
-        """The transaction begins: carry out what the copies were told of and the index has lost."""
+        """The transaction begins: carry out the changes that the journal has and this index has lost."""
 
-    def tell(self, tx: Transaction) -> None:
-        """All changes of the transaction are made, and it is about to be committed."""
+    def append_to_journal(self, tx: Transaction) -> None:
+        """Write down the changes of the transaction, which are all made. It is committed next."""
 
 
 class _Sync:
@@ -83,7 +85,7 @@ class Committer:
     calls `dispose` with files that no row names. It calls `punch` with freed locations in other files (file, offset,
     bytes), `punch_delay_s` after nobody in this process can find them any more. `mark` records the number of
     transactions. `space` is told which bytes are about to be given back, and `on_changes` what keys show, once it is
-    committed. `copies` are other servers' copies of this index, which are told of each transaction before its commit.
+    committed. `journal` is where other servers read of each transaction; it has the transaction before its commit.
     """
 
     def __init__(
@@ -98,12 +100,12 @@ class Committer:
         mark: Mark,
         space: Space,
         on_changes: Callable[[Sequence[KeyChange]], None],
-        copies: Copies | None = None,
+        journal: SharedJournal | None = None,
     ) -> None:
         self._path = path
         self._space = space
         self._on_changes = on_changes
-        self._copies = copies
+        self._journal = journal
         self._marked = mark
         self._durability = durability
         self._disk = disk
@@ -294,13 +296,13 @@ class Committer:
         try:
             self.db.execute(f"PRAGMA synchronous={'FULL' if strict else 'NORMAL'}")
             self.db.execute("BEGIN IMMEDIATE")
-            if self._copies is not None:
-                self._copies.catch_up(tx)
+            if self._journal is not None:
+                self._journal.catch_up(tx)
             for job in batch:
                 if job.error is None:
                     _carry_out_one(tx, job)
-            if self._copies is not None:
-                self._copies.tell(tx)
+            if self._journal is not None:
+                self._journal.append_to_journal(tx)
             # This write also replaces what a failed commit may have left in the log, before the files it named go.
             transactions = count_transaction(self.db)
             dead = tx.dead_files()

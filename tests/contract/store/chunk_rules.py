@@ -99,7 +99,7 @@ async def read_payloads(
         reading = Reading(table, target, kept=list(resident))
         for payload in plan_delivery(mode, LAYOUT, len(chunks), PAYLOAD_BYTES).payloads():
             if coming is not None:
-                await coming.until(payload)
+                await coming.wait_for(payload)
             address = int(target.ctypes.data) + payload.target_offset
             rows = table.rows(payload)
             failure = await asyncio.to_thread(source.read_rows, table, rows, address, past_cache=False)

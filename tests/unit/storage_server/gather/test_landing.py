@@ -85,11 +85,11 @@ async def test_what_came_in_part_and_left_the_memory_is_not_there() -> None:
     assert coming is not None
     arrival.advance(BLOCK_BYTES, b"abcd")
     with coming:
-        await coming.until(first)
+        await coming.wait_for(first)
         arrival.fail(ServerError(ErrorCode.SLOW_DOWN, "gone", retryable=True))
-        await coming.until(first)
+        await coming.wait_for(first)
         with pytest.raises(ChunkUnavailable):
-            await coming.until(second)
+            await coming.wait_for(second)
         landed.release()
         with pytest.raises(ChunkUnavailable):
-            await coming.until(first)
+            await coming.wait_for(first)

@@ -149,11 +149,11 @@ def test_all_servers_come_to_show_the_same(
             servers = [await stack.enter_async_context(opened(path, name)) for name in "abc"]
             await servers[0].objects.create_bucket(KEY, BUCKET)
             for shared in servers:
-                await shared.following.fresh()
+                await shared.following.read_journals()
             inner = [shared.objects._objects for shared in servers]  # past the look at the journals
             for number, (which, action, key) in enumerate(operations):
                 if action == "follow":
-                    await servers[which].following.fresh()
+                    await servers[which].following.read_journals()
                 elif action == "put":
                     request = PutRequest(BUCKET, key, 5000)
                     await inner[which].put_object(KEY, request, BytesBody(content(5000, number)))
@@ -162,7 +162,7 @@ def test_all_servers_come_to_show_the_same(
                 elif inner[which].stored(BUCKET, key) is not None:
                     await inner[which].set_tags(KEY, BUCKET, key, {"number": str(number)})
             for shared in servers:
-                await shared.following.fresh()
+                await shared.following.read_journals()
             assert shown(servers[0]) == shown(servers[1]) == shown(servers[2])
             async with opened(path, "newcomer") as newcomer:
                 assert shown(newcomer) == shown(servers[0])
@@ -176,7 +176,7 @@ async def test_a_deletion_does_not_hit_what_it_had_not_seen(tmp_path: Path) -> N
     async with opened(tmp_path, "a") as one, opened(tmp_path, "b") as other:
         await one.objects.create_bucket(KEY, BUCKET)
         await put(one, "key", b"old")
-        await other.following.fresh()
+        await other.following.read_journals()
         await put(one, "key", b"new")
         await other.objects._objects.delete_object(KEY, BUCKET, "key")  # it still sees the old one
         assert await get(one, "key") == await get(other, "key") == b"new"
@@ -209,7 +209,7 @@ async def test_a_part_that_is_read_before_its_upload_waits_for_it(tmp_path: Path
         away = hidden.rename(hidden.with_name("away"))
         async with opened(tmp_path, "c") as third:
             for _ in range(50):
-                await third.following.fresh()
+                await third.following.read_journals()
             assert third.objects._objects.stored(BUCKET, "behind") is not None
             away.rename(hidden)
             await third.uploads.complete_upload(
@@ -313,10 +313,10 @@ async def test_a_file_is_deleted_a_while_after_nothing_names_it(
         await put(one, "key", content(100_000))
         await put(one, "kept", content(100_000, 1))
         assert len(data_files(tmp_path)) == 2
-        await other.following.fresh()
+        await other.following.read_journals()
         async with other.objects.open_object(KEY, ReadRequest(BUCKET, "key")) as read:
             await other.objects.delete_object(KEY, BUCKET, "key")
-            await one.following.fresh()
+            await one.following.read_journals()
             assert len(data_files(tmp_path)) == 2
             await until(lambda: len(data_files(tmp_path)) == 1)
             assert b"".join([bytes(piece) async for piece in read.body]) == content(100_000)
@@ -384,7 +384,7 @@ async def test_a_journal_is_written_anew_when_most_of_it_is_old(
     async with opened(tmp_path, "a") as one, opened(tmp_path, "b") as other:
         await one.objects.create_bucket(KEY, BUCKET)
         await put(one, "gone", b"gone")
-        await other.following.fresh()
+        await other.following.read_journals()
         for number in range(40):
             await put(one, "key", content(1000, number))
         await put(one, "kept", b"kept")
@@ -412,7 +412,7 @@ async def test_a_journal_that_is_damaged_in_the_middle_keeps_what_was_read(
     async with opened(tmp_path, "a") as one, opened(tmp_path, "b") as other:
         await one.objects.create_bucket(KEY, BUCKET)
         await put(one, "first", b"1")
-        await other.following.fresh()
+        await other.following.read_journals()
         journal = journal_of(tmp_path, one)
         at = journal.stat().st_size
         await put(one, "second", b"2")
@@ -488,7 +488,7 @@ async def graced(*servers: SharedDirectory, seconds: float = 1.8) -> None:
     end_s = time.monotonic() + seconds
     while time.monotonic() < end_s:
         for shared in servers:
-            await shared.following.fresh()
+            await shared.following.read_journals()
             await shared._delete_dead()
         await asyncio.sleep(0.05)
 
@@ -519,13 +519,13 @@ async def test_bytes_that_are_named_again_while_they_are_deleted_stay(tmp_path: 
         if action == "complete":
             ref = UploadRef(BUCKET, "key", await one.uploads.create_upload(KEY, UploadRequest(KEY, BUCKET, "key")))
             part = await one.uploads.put_part(KEY, PartRequest(ref, 1, len(data)), BytesBody(data))
-            await other.following.fresh()
+            await other.following.read_journals()
             await one.uploads._uploads.abort_upload(KEY, ref)
             request = CompleteRequest(ref, [ClaimedPart(part.part_number, part.etag)])
             await other.uploads._uploads.complete_upload(KEY, request)
         else:
             await put(one, "key", data)
-            await other.following.fresh()
+            await other.following.read_journals()
             await one.objects._objects.delete_object(KEY, BUCKET, "key")
             if action == "copy":
                 source = CopyRequest(ReadRequest(BUCKET, "key"), BUCKET, "copy")
@@ -545,7 +545,7 @@ async def test_what_was_deleted_while_a_server_was_away_stays_deleted(
     monkeypatch.setattr(store_module, "REWRITE_BYTES_MIN", 1)
     monkeypatch.setattr(store_module, "GONE_KEPT_S", -1.0)
     async with opened(tmp_path, "b") as other:
-        await other.following.fresh()
+        await other.following.read_journals()
     async with opened(tmp_path, "a") as one:
         await one.objects.create_bucket(KEY, BUCKET)
         await put(one, "kept", b"kept")
@@ -586,7 +586,7 @@ async def test_a_rewrite_that_fails_does_not_split_the_journal(
         disk.fail[call] = errno.EIO
         await one.committer.commit(one._shorten_journal, frees=True)
         disk.fail.clear()
-        await other.following.fresh()
+        await other.following.read_journals()
         await put(one, "acknowledged", b"more")
         for shared in (one, other):
             assert [await get(shared, key) for key in ("key", "acknowledged")] == [b"data", b"more"]
@@ -609,10 +609,10 @@ async def test_parts_whose_upload_is_forgotten_hold_nobody_up(tmp_path: Path, mo
         await one.committer.commit(one._shorten_journal, frees=True)
         async with opened(tmp_path, "c") as newcomer:
             assert await get(newcomer, "behind") == b"behind"
-            await other.following.fresh()
+            await other.following.read_journals()
             await other.committer.commit(other._shorten_journal, frees=True)
-            await newcomer.following.fresh()
-            await newcomer.following.fresh()
+            await newcomer.following.read_journals()
+            await newcomer.following.read_journals()
             count = newcomer.reader.here(lambda db: db.execute("SELECT count(*) FROM extents").fetchone())
             assert count == (1,)
 
@@ -623,7 +623,7 @@ async def test_no_file_goes_while_a_journal_cannot_be_read(tmp_path: Path) -> No
     async with opened(tmp_path, "a") as one, opened(tmp_path, "b") as other:
         await one.objects.create_bucket(KEY, BUCKET)
         await put(one, "key", content(50_000))
-        await other.following.fresh()
+        await other.following.read_journals()
         journal = journal_of(tmp_path, other)
         at = journal.stat().st_size
         await put(other, "unread", b"unread")
@@ -676,7 +676,7 @@ async def test_a_file_that_was_named_again_has_its_whole_grace_again(tmp_path: P
     async with opened(tmp_path, "a", segment_body_bytes_max=0) as one, opened(tmp_path, "b") as other:
         await one.objects.create_bucket(KEY, BUCKET)
         await put(one, "key", content(50_000))
-        await other.following.fresh()
+        await other.following.read_journals()
         await one.objects._objects.delete_object(KEY, BUCKET, "key")
         await other.objects._objects.set_tags(KEY, BUCKET, "key", {"a": "b"})
         await graced(one, other, seconds=1.3)
@@ -720,7 +720,7 @@ async def test_a_frame_whose_sync_failed_is_written_again(tmp_path: Path) -> Non
 async def test_zeros_with_bytes_behind_them_are_a_problem(tmp_path: Path) -> None:
     async with opened(tmp_path, "a") as one, opened(tmp_path, "b") as other:
         await one.objects.create_bucket(KEY, BUCKET)
-        await other.following.fresh()
+        await other.following.read_journals()
         journal = journal_of(tmp_path, one)
         at = journal.stat().st_size
         await put(one, "lost", b"1")
@@ -729,14 +729,14 @@ async def test_zeros_with_bytes_behind_them_are_a_problem(tmp_path: Path) -> Non
         with journal.open("r+b") as file:
             file.seek(at)
             file.write(bytes(middle - at))
-        await other.following.fresh()
+        await other.following.read_journals()
         assert other.unread_count == 1
 
 
 async def test_a_bucket_of_the_same_name_begins_empty(tmp_path: Path) -> None:
     async with opened(tmp_path, "a") as one, opened(tmp_path, "b") as other:
         await one.objects.create_bucket(KEY, BUCKET)
-        await other.following.fresh()
+        await other.following.read_journals()
         await one.objects.delete_bucket(KEY, BUCKET)
         await other.objects._objects.put_object(KEY, PutRequest(BUCKET, "secret", 5), BytesBody(b"alice"))
         await one.objects.create_bucket("MALLORY", BUCKET)
@@ -753,7 +753,7 @@ async def test_an_old_journal_that_could_not_be_deleted_misleads_nobody(
     async with opened(tmp_path, "a", disk=disk) as one, opened(tmp_path, "b") as other:
         await one.objects.create_bucket(KEY, BUCKET)
         await put(one, "key", b"data")
-        await other.following.fresh()
+        await other.following.read_journals()
         first = journal_of(tmp_path, one)
         left = first.read_bytes()
         for _ in range(2):
@@ -779,9 +779,9 @@ async def test_the_cache_is_told_until_it_has_heard(tmp_path: Path) -> None:
         other.on_changed(tell)
         await one.objects.create_bucket(KEY, BUCKET)
         await put(one, "x", b"1")
-        await other.following.fresh()
+        await other.following.read_journals()
         await put(one, "y", b"1")
-        await other.following.fresh()
+        await other.following.read_journals()
         assert told == ["failed", "x,y"]
 
 
@@ -806,7 +806,7 @@ async def test_many_records_are_read_in_steps(tmp_path: Path, monkeypatch: pytes
         for number in range(20):
             await put(one, f"one{number}", b"1")
             await put(other, f"other{number}", b"2")
-        await one.following.fresh()
+        await one.following.read_journals()
         async with opened(tmp_path, "c") as third:
             assert shown(third) == shown(one)
 
