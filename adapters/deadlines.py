@@ -10,7 +10,7 @@ _HEAD_END = b"\r\n\r\n"
 
 
 class Verdict(Enum):
-    """What to do with a connection."""
+    """The decision about a connection."""
 
     KEEP = auto()
     HEAD_LATE = auto()

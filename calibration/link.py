@@ -130,7 +130,7 @@ class LinkPlan:
 
 
 def full_link_plan(runs: int) -> LinkPlan:
-    """What a machine is calibrated by."""
+    """The plan that a machine is calibrated by."""
     return LinkPlan(runs, runs)
 
 

@@ -34,7 +34,7 @@ def link_result(plan: LinkPlan, found: Json, origin: Json, storage: Json) -> dic
 
 
 def link_table(result: Json) -> str:
-    """What each transport moves, its knees, and the margin that follows."""
+    """The bytes per second of each transport, its knees, and the margin that follows from them."""
     plan, links = result["settings"], result["links"]
     payload = format_bytes(ChunkLayout(**plan["layout"]).delivery_bytes(plan["together_chunks"]))
     lines = [f"{name}: {text}" for name, text in origin_entries(result).items()]

@@ -147,7 +147,7 @@ class ConfiguredServer:
             time.sleep(POLL_S)
 
     def status(self) -> dict[str, Any]:
-        """What the scheduler says of itself."""
+        """The scheduler's status."""
         found: dict[str, Any] = self.client.http.request("GET", STATUS_PATH).json()
         return found
 
@@ -164,8 +164,8 @@ def configured_server(folder: Path | None, text: str) -> Iterator[ConfiguredServ
 
 @dataclass(frozen=True, slots=True)
 class FixedConfig:
-    """What stays while links change. `gather_s` is how long the scheduler waits for company before it begins an epoch;
-    None: its default.
+    """The part of a configuration that stays the same while links change. `gather_s` is how long the scheduler waits
+    for company before it begins an epoch; None: its default.
     """
 
     dram_bytes: int

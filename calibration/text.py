@@ -8,7 +8,7 @@ from typing import Any
 from calibration.samples import Spread
 
 NUMERIC = "+-0123456789~"
-"""What a cell that is set to the right begins with."""
+"""First characters of cells that are set to the right."""
 
 
 def aligned(heads: Sequence[str], rows: Sequence[Sequence[str]], indent: str = "") -> list[str]:

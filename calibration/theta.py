@@ -70,7 +70,7 @@ class Family:
 
 @dataclass(frozen=True, slots=True)
 class CalibrationPlan:
-    """What to measure, `runs` counted rounds of it."""
+    """The cases to measure, in `runs` counted rounds."""
 
     families: Sequence[Family]
     runs: int
@@ -204,7 +204,7 @@ def find_theta(cases: Sequence[Case], seed: int) -> dict[str, Any]:
 
 
 def sensitivities(cases: Sequence[Case], theta_bytes: int) -> list[dict[str, Any]]:
-    """What other thresholds do to TTFT, relative to Theta's: a quarter to four times Theta, and none at all (`factor`
+    """TTFT with other thresholds, relative to TTFT with Theta: a quarter to four times Theta, and none at all (`factor`
     None): in the geometric mean, and at the payload hit hardest; and their mean cost over always choosing the better
     order. `theta_bytes` is None where it is infinite.
     """

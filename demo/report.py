@@ -1,4 +1,4 @@
-"""What the demo found: whether the logits agree, how long the first token took, and both as text and JSON."""
+"""The findings of the demo: whether the logits agree, how long the first token took, and both as text and JSON."""
 
 from __future__ import annotations
 
@@ -73,7 +73,7 @@ class Timings:
 
     @property
     def eq3_ttft_s(self) -> float:
-        """What Eq. 3 makes of X and C."""
+        """TTFT by Eq. 3, from X and C."""
         return ttft_layerwise_s(self.transfer_s, self.compute_s)
 
     def text(self) -> str:

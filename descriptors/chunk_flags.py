@@ -1,4 +1,4 @@
-"""What a PUT may say of a chunk in headers that are kept with it."""
+"""Flags: headers of a PUT that say something of a chunk, and are kept with it."""
 
 from __future__ import annotations
 

@@ -37,7 +37,7 @@ class Delivery(Enum):
 
 
 class OnMissing(Enum):
-    """What the server does when a chunk is not stored: refuse everything, or serve the chunks before it."""
+    """The server's answer when a chunk is not stored: it refuses everything, or serves the chunks before it."""
 
     FAIL = "fail"
     PREFIX = "prefix"

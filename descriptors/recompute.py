@@ -29,7 +29,9 @@ _US = 1e-6
 
 
 class Choice(Enum):
-    """What to do with a stored prefix. Where times are equal, the first choice in this order is taken."""
+    """How much of a stored prefix to load, and in which order. Where times are equal, the first choice in this order is
+    taken.
+    """
 
     RECOMPUTE = "recompute"
     CHUNKWISE = "chunkwise"

@@ -1,4 +1,5 @@
-"""What is fuzzed: each target reads bytes as a stranger may send them. A CallerError is an answer, anything else a bug.
+"""The targets of fuzzing. Each target reads bytes as a stranger may send them. A CallerError is an answer, anything
+else a bug.
 
 Where input may come in pieces, a target also checks that the pieces make no difference.
 """
@@ -105,7 +106,7 @@ def fuzz_chunks(data: bytes) -> None:
 
 
 def decode_in_steps(wire: bytes, nbytes: int, form: PayloadForm, step: int) -> tuple[bytes, dict[str, str] | str]:
-    """What came before the end, and the trailers or the error there."""
+    """The decoded bytes, and the trailers or the error at their end."""
     chain = SignatureChain(b"key", "20130524T000000Z", "scope", "0" * 64) if form.is_signed else None
     decoder = ChunkedDecoder(nbytes, chain, frozenset({TRAILER}) if form.has_trailer else None)
     decoded = bytearray()

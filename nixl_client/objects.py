@@ -213,7 +213,8 @@ class ObjectPaths:
     def _send_past_http(self, registered: Registered, request_id: str, send: Callable[[str], _T]) -> _T:
         """Send a request whose bytes go past HTTP; its answer comes when they have. Our side is polled meanwhile: over
         TCP nothing moves otherwise. An agent the server has forgotten is registered anew, and the request sent again:
-        such a refusal comes before anything is moved. What may have started is stopped before an error is raised.
+        such a refusal comes before anything is moved. A move that may have started is stopped before an error is
+        raised.
         """
         agent = registered.agent
         agent.receiver.listen(request_id, lambda _: None)

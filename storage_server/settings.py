@@ -25,7 +25,7 @@ class Write(Enum):
 
 
 class Dedup(Enum):
-    """Whose equal bytes are stored once: those of all buckets of one owner, or of one bucket, or nobody's."""
+    """The scope in which equal bytes are stored once: all buckets of one owner, one bucket, or none."""
 
     OWNER = "owner"
     BUCKET = "bucket"
@@ -70,12 +70,12 @@ class UpstreamSettings:
     `connect_timeout_s` is for making a connection, `read_timeout_s` for the time between two reads of an answer. At
     most `connections_max` connections are open, of which `fetches_max` read chunks, and `uploads_max` write chunks that
     were written `back`. Chunks come into `landing_bytes` of memory, and into files behind the deliveries; with 0 they
-    come straight into files. What others change there past us is seen within `chunk_revalidate_s`; with 0 chunks never
-    change.
+    come straight into files. Changes that others make there past us are seen within `chunk_revalidate_s`; with 0 chunks
+    never change.
 
-    With an endpoint `file:///DIR` the home is a directory that many servers share, and no account is needed. What other
-    servers have done there is looked for every `poll_s`, and reads keep to `read_bytes_per_s` (None: no limit). Bodies
-    up to `segment_body_bytes_max` share files, others have files of their own.
+    With an endpoint `file:///DIR` the home is a directory that many servers share, and no account is needed. Changes by
+    other servers are looked for every `poll_s`, and reads keep to `read_bytes_per_s` (None: no limit). Bodies up to
+    `segment_body_bytes_max` share files, others have files of their own.
 
     With `remote_dram`, chunks are looked for there before home is asked.
     """

@@ -1,1 +1,1 @@
-"""What a decoder layer's prefill costs: measured on this machine, and fitted."""
+"""The cost of a decoder layer's prefill: measured on this machine, and fitted."""

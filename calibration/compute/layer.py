@@ -27,7 +27,7 @@ class Device(Enum):
 
 
 class Dtype(Enum):
-    """What it computes in."""
+    """The number format that a layer computes in."""
 
     BFLOAT16 = "bfloat16"
     FLOAT32 = "float32"
@@ -110,7 +110,7 @@ def is_present(device: Device) -> bool:
 
 
 def describe_device(device: Device) -> str:
-    """What a report calls it."""
+    """The device's name in a report."""
     if device is Device.CUDA:
         return str(torch.cuda.get_device_name())
     return f"CPU, {torch.get_num_threads()} threads"

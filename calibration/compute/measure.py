@@ -44,7 +44,7 @@ SMOKE_POINTS = _points((64, 128), (8, 32, 64))
 
 @dataclass(frozen=True, slots=True)
 class ComputePlan:
-    """What is measured where. `is_smoke` measures layers too small to say anything about speed."""
+    """The prefills to measure, and the device. `is_smoke` measures layers too small to say anything about speed."""
 
     device: Device
     dtype: Dtype

@@ -1,4 +1,4 @@
-"""What an engine's steps and loads take, learned from those it runs anyway. Pure.
+"""The times that an engine's steps and loads take, learned from those that it runs anyway. Pure.
 
 A step that computes n tokens, each after h others, takes request_us + token_us * sum(n) + token_pair_us * sum(pairs):
 the prefill costs of `descriptors.recompute`, with pairs = n * (2 h + n) / 2 as there.
@@ -31,7 +31,7 @@ _US = 1e6
 
 @dataclass(frozen=True, slots=True)
 class Work:
-    """What a step computes: `tokens` of all its requests, and `pairs` of tokens that attend to each other."""
+    """The work of a step: `tokens` of all its requests, and `pairs` of tokens that attend to each other."""
 
     tokens: int = 0
     pairs: float = 0.0

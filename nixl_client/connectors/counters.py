@@ -21,13 +21,13 @@ class Counters:
                 self._totals[name] = self._totals.get(name, 0) + amount
 
     def take(self) -> dict[str, float]:
-        """What was counted since the last call."""
+        """The counts since the last call."""
         with self._lock:
             taken, self._since_take = self._since_take, {}
             return taken
 
     @property
     def totals(self) -> dict[str, float]:
-        """What was counted since the start."""
+        """The counts since the start."""
         with self._lock:
             return dict(self._totals)

@@ -1,14 +1,14 @@
 """When a load that is under way is not worth waiting for any more, and how much of it still is. Pure.
 
 A load of k chunks and L layers has `left` layers to come, one every `pace_s` by what came last, after a silence that is
-expected to last as long again as it has: whoever waits like this never waits much more than twice what giving up would
-have cost. What can be done:
+expected to last as long again as it has: a wait by this rule never costs much more than twice as much as giving up at
+once. The choices, and what each costs:
 
     go on                   left * pace + silence
     fetch n of k chunks     silence + L * pace * n/k, then C(n)
     give up                 C(0)
 
-C(n) is what computing the tokens of all chunks but the first n takes. Layers that came stay, but a fetch begins with
+C(n) is the time to compute the tokens of all chunks but the first n. Layers that came stay, but a fetch begins with
 layer 0 again, over the same connection. The forward pass under way goes on in any case.
 """
 
@@ -70,7 +70,7 @@ class Verdict:
 
 
 def judge(progress: Progress, tail: Tail, costs: PrefillCosts, layer_compute_s: float = 0.0) -> Verdict:
-    """What to do with the load, in a step whose layers take `layer_compute_s` of computing each."""
+    """The best choice for the load, in a step that computes each layer in `layer_compute_s`."""
     count = tail.chunk_count
     forward_s = progress.layers_left * layer_compute_s
     others_s = tail.recompute_s(costs)[:-1] + forward_s

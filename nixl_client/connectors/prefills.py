@@ -1,5 +1,5 @@
-"""What a model's prefills cost, learned from those that run: which part of a stored prefix is worth loading, and how
-long a layer takes, for callers that run their model themselves.
+"""The costs of a model's prefills, learned from those that run. They say which part of a stored prefix is worth
+loading, and how long a layer takes, for callers that run their model themselves.
 
     prefills = Prefills(shape.layout, model.device)
     stored, count = prefills.worth_loading(client, keys, len(tokens))
@@ -52,7 +52,7 @@ class Prefills:
 
     @property
     def costs(self) -> PrefillCosts | None:
-        """What prefills cost; None while too few sizes have been seen."""
+        """The costs of prefills; None while too few sizes have been seen."""
         seen = self._timer.take()
         for work, seconds in seen:
             self._fit.observe(work, seconds)

@@ -35,7 +35,7 @@ WAIT_TIMEOUT_S = 60.0
 
 
 class Fetch(Protocol):
-    """What a cache asks of a running fetch; `nixl_client.fetch.layer_fetch.LayerFetch` is one."""
+    """The calls that a cache makes to a running fetch; `nixl_client.fetch.layer_fetch.LayerFetch` is one."""
 
     def wait_admitted(self, timeout_s: float | None = None) -> tuple[Mode, int]:
         """Mode and k, the number of chunks that will come."""
@@ -46,7 +46,7 @@ class Fetch(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class KvShape:
-    """What one model's KV looks like, cut into chunks of `chunk_tokens` tokens."""
+    """The shape of one model's KV, cut into chunks of `chunk_tokens` tokens."""
 
     num_layers: int
     kv_heads: int
@@ -154,9 +154,9 @@ class WaitingLayer(DynamicLayer):  # type: ignore[no-untyped-call]  # its __init
 class WaitingCache(Cache):
     """`past_key_values` over a running fetch, for one forward pass and the decoding after it.
 
-    Waits for the fetch's admission, which tells how many chunks come, and for each layer in that layer's attention:
-    at most `timeout_s` each, then TimeoutError. What ends the fetch is raised by the wait that meets it. After the
-    first forward pass nothing refers to the fetch's buffer any more.
+    Waits for the fetch's admission, which tells how many chunks come, and for each layer in that layer's attention: at
+    most `timeout_s` each, then TimeoutError. If the fetch fails, the wait under way raises its error. After the first
+    forward pass nothing refers to the fetch's buffer any more.
     """
 
     def __init__(self, fetch: Fetch, shape: KvShape, *, timeout_s: float = WAIT_TIMEOUT_S) -> None:

@@ -1,5 +1,5 @@
-"""What is known of the delivery of one fetch: which layers are complete, whatever order the notices take. Pure; locks
-are the caller's.
+"""The state of the delivery of one fetch: which layers are complete, whatever order the notices take. Pure; locks are
+the caller's.
 
 A notice proves the bytes of its own writer and nothing else. A layer is complete when every writer has reported it.
 Duplicates change nothing. Where a notice is missing, the writer's `done` takes its place, which a server sends only
@@ -31,7 +31,7 @@ class DeliveryState:
         self.chunk_count: int | None = None
         self.mode: Mode | None = None
         self.grant = Grant()
-        """What the server said of rate and epoch when it admitted the request."""
+        """The rate and epoch that the server gave when it admitted the request."""
         self.failure: ObjectCacheError | None = None
         self.is_complete = False
         self._chunk_count_max = chunk_count_max

@@ -164,7 +164,7 @@ class LayerFetch:
         if not is_true() and self._state.failure is not None:
             raise self._state.failure
 
-    # What follows is for the transports, from their own threads.
+    # The methods below are for the transports, which call them from their own threads.
 
     def on_notice(self, notice: Notice) -> None:
         """A notice came. One that contradicts others ends the fetch, since its bytes cannot be trusted."""

@@ -30,7 +30,9 @@ class OneSidedFetches:
         self.agent = agent
 
     def run(self, fetch: LayerFetch) -> None:
-        """POST the descriptor; its answer comes when every write is done. What may have started is never sent twice."""
+        """POST the descriptor; its answer comes when every write is done. A descriptor whose delivery may have started
+        is never sent twice.
+        """
         self.agent.receiver.listen(fetch.request_id, fetch.on_notice)
         try:
             answer = self._post(fetch)

@@ -3,8 +3,8 @@
 Registrations are short so that a client that dies is forgotten soon, with its connection and its memory keys.
 
 The clients of one process that use a transport with the same account and the same times share one agent: one NIXL agent
-or one shm connection, one heartbeat. What they share beside it: while one of them registers or releases memory, the
-others wait for that request, and a server that forgets the agent forgets it for all of them.
+or one shm connection, one heartbeat. They also share waits and losses: while one of them registers or releases memory,
+the others wait for that request, and a server that forgets the agent forgets it for all of them.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ class ClientAgent:
 
     @property
     def receiver(self) -> Receiver:
-        """What hears the server's notices."""
+        """The receiver of the server's notices."""
         return self._shared.receiver
 
     def region_of(self, buffer: Buffer) -> str:

@@ -21,8 +21,9 @@ Name = tuple[str, str]
 @dataclass(frozen=True, slots=True)
 class Entry:
     """An object in the cache. `nbytes` is the space that it takes, `parent` the key of the chunk before, if known.
-    `pinned_until` and `leased_until` are None for an object without a pin or a lease. Nobody else has an object that
-    `is_dirty`; of one that `is_shared` a client said that many prompts begin with it. Times are Unix seconds.
+    `pinned_until` and `leased_until` are None for an object without a pin or a lease. An object that `is_dirty` exists
+    only in this cache. Of one that `is_shared` a client has said that many prompts begin with it. Times are Unix
+    seconds.
     """
 
     version: int
@@ -64,7 +65,9 @@ class Books:
         """One entry of the heap counts for each object, its earliest; renewed leases must not fill the memory."""
         self._held_bytes = 0
         self.held_bytes_max: int | None = None
-        """What pins and leases may hold at most, with dirty objects; later ones have no effect. None: any amount."""
+        """The most bytes that pin tags and leases may hold, dirty objects included; later ones have no effect. None:
+        any amount.
+        """
         self._births: OrderedDict[Name, float] = OrderedDict()
         self._changed: set[Name] = set()
         self._leaving: list[Victim] = []
@@ -140,8 +143,8 @@ class Books:
                 self._changed.add(name)
 
     def expect(self, bucket: str, keys: Sequence[str], matched: int) -> None:
-        """Note that somebody has asked for this prefix, whose first `matched` chunks are there. Whoever computes the
-        others puts them soon, one by one.
+        """Note that somebody has asked for this prefix, whose first `matched` chunks are there. The client that
+        computes the others will put them soon, one by one.
         """
         for index in range(max(1, matched), len(keys)):
             self._expected[bucket, keys[index]] = keys[index - 1]

@@ -1,4 +1,4 @@
-"""What a bounded cache asks of its eviction policy, and the books that every policy keeps.
+"""The interface of eviction policies, and the books that every policy keeps.
 
 A request names the chunks of a prefix in order. Chunk i + 1 is the child of chunk i, since its KV is of use only behind
 the KV of chunk i. Therefore a chunk leaves only after all of its resident children have left, and the hits of a request
@@ -39,8 +39,8 @@ class Request:
 
 @dataclass(frozen=True, slots=True)
 class Change:
-    """What the cache does after a request. It evicts `evicted`, children before parents, and then copies `admitted`,
-    parents before children, so it holds at most `capacity_bytes` at every moment.
+    """The changes of the cache after a request. It evicts `evicted`, children before parents, and then copies
+    `admitted`, parents before children, so it holds at most `capacity_bytes` at every moment.
     """
 
     admitted: tuple[Key, ...]
@@ -115,9 +115,9 @@ class PrefixPolicy(ABC):
     """The books of an `EvictionPolicy`; a subclass says in which order chunks leave.
 
     The chunks of a request are used from the last one to the first one, so that a parent is always the more recently
-    used. A chunk that is the next one to leave while it must stay is parked: it is in no queue until its last child
-    leaves or its last pin is released, and is then the next one again. So each chunk is looked at once for each time
-    that it is used, and the cost of a request does not grow with the number of residents.
+    used. A chunk may reach the front of its queue while a child or a pin keeps it. It is then parked: it leaves the
+    queue, and returns to the front when its last child leaves or its last pin is released. So a queue never searches
+    past chunks that must stay, and the cost of a request does not grow with the number of residents.
     """
 
     def __init__(self, capacity_bytes: int) -> None:

@@ -3,8 +3,8 @@
 Chunks are of classes. A class is a path of features, from the coarsest to the finest; a chunk counts for every
 beginning of its path. For each class and each bucket of ages there are two counts: of the chunks that came to such an
 age, those that were used before they left the bucket, and those that were not. Chunks count when they leave the bucket,
-used or not: counting uses at once would make the greatest ages seen so far look like certain uses. What few chunks say
-about a class is mixed with the rates of the coarser class.
+used or not: counting uses at once would make the greatest ages seen so far look like certain uses. Where few chunks of
+a class have been seen, its rates are mixed with those of the coarser class.
 
 The value at an age (Gittins' index) is max over T of P(used again within T) / E(time held until then, at most T): uses
 per second of space, with the best moment to give up.
@@ -26,7 +26,7 @@ EDGES_S = (0.0, *(FIRST_AGE_S * AGE_RATIO**step for step in range(BUCKET_COUNT))
 WEIGHT_USES = 3.0
 """A class is as its coarser class is until about so many uses are expected of it."""
 NEARNESS = 0.7
-"""What is seen in a bucket says something of the buckets beside it, and so much less for each step."""
+"""A count in a bucket also counts for the buckets beside it, less by this factor for each step away."""
 RATE_MAX = 0.9
 PRIOR_RATE = 0.05
 PRIOR_WEIGHT = 300.0

@@ -55,7 +55,7 @@ class _Chunk(Resident):
 
 
 class _Known:
-    """What is remembered of a chunk, resident or not."""
+    """The policy's memory of a chunk, resident or not."""
 
     __slots__ = ("continuation_count", "run", "use_count")
 

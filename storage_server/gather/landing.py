@@ -11,11 +11,11 @@ from storage_server.planning.extent import aligned
 from storage_server.planning.free_space import FreeSpace
 
 BUCKET_MEMORY_FRACTION = 0.5
-"""Of the memory, for one bucket: its readers must not take all of it."""
+"""The part of the memory that one bucket may have: its readers must not take all of it."""
 
 
 class Landed:
-    """The memory of one chunk. Its first holder is whoever took it; without a holder it is gone."""
+    """The memory of one chunk. `take` returns it with one hold; the last `release` frees it."""
 
     def __init__(self, landing: Landing, bucket: str, offset: int, nbytes: int) -> None:
         self._landing = landing

@@ -16,7 +16,7 @@ class StampClock:
         self._last = last
 
     def observe(self, stamp: int) -> None:
-        """This stamp was seen."""
+        """Note that this stamp was seen."""
         self._last = max(self._last, stamp)
 
     def stamp(self) -> int:

@@ -83,19 +83,19 @@ class SharedFiles(FilesBeside):
         (self._directory / "writers" / self._writer / "alive").touch(mode=0o600)
 
     def note_dead(self, file_id: str) -> None:
-        """The file has lost its last row now."""
+        """Note that the file has lost its last row now."""
         with self._dead_lock:
             self._dead[file_id] = time.monotonic()
 
     def found_dead(self, file_ids: Iterable[str]) -> None:
-        """These files have no rows, for nobody knows how long."""
+        """Note files without rows, where it is not known since when they have none: their time begins now."""
         with self._dead_lock:
             for file_id in file_ids:
                 self._dead.setdefault(file_id, time.monotonic())
 
     def deletable(self, seen_s: float) -> list[str]:
-        """The files that have been dead for GRACE_S: `delete` them, if still no row names them. All that others had
-        written at `seen_s` is known.
+        """The files that have had no row for GRACE_S. `delete` them, if still no row names them. All journals were last
+        read to their ends at `seen_s`, by the steady clock; a record that names the file would have been seen by then.
         """
         now_s = time.monotonic()
         with self._dead_lock:

@@ -166,7 +166,7 @@ class Following:
         return position, changed
 
     async def _tell_changes(self) -> None:
-        """Tell what has changed. What could not be told is told with the next pass."""
+        """Tell what has changed. Changes that could not be told are told after the next pass."""
         untold, self._untold = self._untold, []
         if not untold or self.on_changed is None:
             return

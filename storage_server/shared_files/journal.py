@@ -126,8 +126,9 @@ class OwnJournal:
             self._fd = -1
 
     def _find_end(self, *, may_cut: bool) -> None:
-        """Behind the last whole frame; what is torn behind it is cut off, since nobody can have read it. What is found
-        there is written once more where its first write was in doubt: a failed sync drops what it could not write.
+        """Set `end` behind the last whole frame. A torn frame behind it is cut off, since no server can have read it.
+        After a failed sync the system may have dropped the frames from its cache, so whole frames are then written and
+        synced once more.
         """
         size = os.fstat(self._fd).st_size
         if size < self.end:
@@ -151,8 +152,8 @@ class OwnJournal:
 
 @dataclass(slots=True)
 class ReadJournal:
-    """What was read of another writer's journal in one step: whole frames from `start` on, each with its end. `problem`
-    says why reading ends there, None where the rest is not written yet.
+    """One read of another writer's journal: whole frames from `start` on, each with its end. `problem` says why reading
+    ends there, None where the rest is not written yet.
     """
 
     writer: str

@@ -57,8 +57,8 @@ def last_stamp(db: sqlite3.Connection) -> int:
 
 
 def collected(db: sqlite3.Connection, touched: Iterable[Touched], now_stamp: int) -> list[Record]:
-    """Records of what these things show now. What is gone gets the stamp just behind that of what it was, so that a
-    change elsewhere, which whoever deleted had not seen, outlives the deletion.
+    """Records of the present state of these things. A deletion's stamp is one above the deleted record's stamp, so a
+    concurrent change on another server wins.
     """
     records = []
     for about in dict.fromkeys(touched):
@@ -108,9 +108,9 @@ def apply(tx: Transaction, writer: str, generation: int, records: Sequence[Recor
 
 
 def forget_older(tx: Transaction, writer: str, generation: int) -> list[Shown]:
-    """A journal's new generation is read as a whole, and all other journals are, too: what only older ones had is in
-    it no more. What such a record still shows was deleted, and its deletion forgotten. Returns which keys show nothing
-    now.
+    """A journal's new generation is read as a whole, and all other journals are, too: records that only older
+    generations had are in none of them any more. A row that such a record still shows was deleted, and the deletion's
+    record was dropped later. Returns which keys show nothing now.
     """
     changed = list[Shown]()
     sql = "SELECT kind, name, key, stamp, is_gone FROM records WHERE writer = ? AND generation < ?"
@@ -141,8 +141,8 @@ def unnamed(db: sqlite3.Connection, file_ids: Iterable[str]) -> list[str]:
 
 
 def kept(db: sqlite3.Connection, writer: str, gone_after_s: float) -> Iterator[Record]:
-    """What a new generation of the own journal must have: all own records that hold. Of what is gone only what was
-    deleted after `gone_after_s`, or hides another journal's record.
+    """The records that a new generation of the own journal must have: all own records that hold. Of what is gone only
+    what was deleted after `gone_after_s`, or hides another journal's record.
     """
     sql = "SELECT kind, name, key, stamp, is_gone, noted_at FROM records WHERE writer = ?"
     for kind, name, key, stamp, is_gone, noted_at in db.execute(sql, (writer,)).fetchall():
@@ -181,7 +181,7 @@ def _note(db: sqlite3.Connection, writer: str, generation: int, record: Record, 
 
 
 def _shown_rows(db: sqlite3.Connection, about: Touched) -> tuple[tuple[Any, ...] | None, tuple[BodyRow, ...]]:
-    """What the rows show of a thing."""
+    """The index's rows of a thing."""
     if about.kind == "bucket":
         return db.execute(
             "SELECT owner, created_at, lifecycle FROM buckets WHERE name = ?", (about.name,)

@@ -193,8 +193,9 @@ class SharedObjects:
         return await self._objects.list_objects(access_key, request)
 
     async def _read_journals_unless_known(self, request: ReadRequest) -> None:
-        """A chunk that is known is what it was; of anything else, another server may have put another. Raises
-        ServerError, NoSuchKey for a chunk that is known to be damaged: whoever made it can make it again.
+        """Read the journals, unless the object is a chunk that the index has: chunks do not change. Any other object
+        may have been replaced by another server. Raises ServerError, and NoSuchKey for a chunk that is known to be
+        damaged, so that its client computes it again.
         """
         bucket, key = request.bucket, request.key
         stored = self._objects.stored(bucket, key)

@@ -1,4 +1,4 @@
-"""What the journals of a shared directory say: records, and the frames that hold them. Pure.
+"""The contents of a shared directory's journals: records, and the frames that hold them. Pure.
 
 A record says what one thing shows from a stamp on: a bucket, an object, an upload or a part. Among the records of a
 thing the newest one holds, whichever journal it is in, so that the order in which journals are read does not matter. A
@@ -64,7 +64,7 @@ class BodyRow:
 
 @dataclass(frozen=True, slots=True)
 class Record:
-    """What `about` shows from `stamp` on; `row` None says that it is gone.
+    """The state of `about` from `stamp` on; `row` None says that it is gone.
 
     The rows are: of a bucket owner, creation time and lifecycle rules; of an object bytes, ETag, modification time and
     attributes, with its bodies; of an upload bucket, key, owner, time of its begin and attributes; of a part nothing,

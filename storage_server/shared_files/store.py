@@ -243,8 +243,9 @@ class SharedDirectory:
         merge.note_position(tx.db, writer, journal.generation, journal.end)
 
     def _has_read_journals_lately(self, others: set[str]) -> bool:
-        """A row that names another server's file keeps it from being deleted only if that server sees the row soon
-        enough: what it is made from must have been looked at a moment ago.
+        """Whether a record may name these files of other servers. Another server deletes its file GRACE_S after its
+        last row went, unless it has read a record that names the file. So the rows that this record is made from must
+        come from a whole read of all journals in the last half of that time.
         """
         return not others or time.monotonic() - self.following.whole_s <= GRACE_S / 2
 
@@ -253,8 +254,8 @@ class SharedDirectory:
             raise ServerError(ErrorCode.SLOW_DOWN, "the shared directory answers too slowly", retryable=True)
 
     def _require_there(self, others: set[str], records: Sequence[Record]) -> None:
-        """The record took long to be written: the files that it names may have been deleted meanwhile. Then it is taken
-        back. Raises ServerError.
+        """Take a record back, where its writing took so long that a file that it names was deleted meanwhile. Raises
+        ServerError then.
         """
         if all(self.files.path(file_id).exists() for file_id in others):
             return

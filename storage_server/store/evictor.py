@@ -329,8 +329,8 @@ class Evictor(Uses):
                     cache.books.lease(noted.bucket, noted.keys[: noted.matched], noted.at + noted.lease_s)
 
     def _capacities(self) -> dict[int, int]:
-        """What each cache may keep: its own bound, and its part of what is short in the directory, of which the largest
-        cache gives first. Some room is kept ahead of writes.
+        """The bytes that each cache may keep: its own bound, less its part of the bytes that the directory lacks, which
+        the largest cache gives up first. Some room is kept ahead of writes.
         """
         capacities: dict[int, int] = {}
         for cache in self._all():
@@ -397,7 +397,7 @@ class Evictor(Uses):
 
 
 def entry_of(change: KeyChange, use: KeyUse | None) -> Entry:
-    """What the books keep of an object. An object that was never used counts as used when it was put."""
+    """The books' entry of an object. An object that was never used counts as used when it was put."""
     assert change.version is not None
     nbytes = max(ALIGNMENT_BYTES, aligned(change.nbytes))
     entry = Entry(

@@ -111,8 +111,8 @@ class Reads:
 
     @asynccontextmanager
     async def open_stored(self, bucket: str, key: str) -> AsyncIterator[tuple[StoredObject | None, Sequence[Extent]]]:
-        """What a key shows, with its extents, readable until the context ends; it counts as no use. None where the
-        key shows nothing.
+        """The object of a key, with its extents, readable until the context ends. It does not count as a use. None
+        where the key shows nothing.
         """
 
         async def find() -> tuple[StoredObject | None, list[Extent]]:
@@ -122,7 +122,7 @@ class Reads:
             yield found
 
     def stored(self, bucket: str, key: str) -> StoredObject | None:
-        """What a key shows; None where it shows nothing."""
+        """The object of a key; None where there is none."""
         return self._index.here(lambda db: transaction.find_object(db, bucket, key))
 
     def locations(self, bucket: str, key: str) -> list[Extent]:

@@ -34,7 +34,9 @@ TouchedKind = Literal["bucket", "object", "upload", "part"]
 
 
 class Touched(NamedTuple):
-    """What a change is about: a bucket, an object by bucket and key, an upload, or a part by upload and number."""
+    """The thing that a change is about: a bucket, an object by bucket and key, an upload, or a part by upload and
+    number.
+    """
 
     kind: TouchedKind
     name: str
@@ -55,7 +57,7 @@ class StoredObject:
 
 @dataclass(frozen=True, slots=True)
 class KeyChange:
-    """What a key shows after a change of the index: an object of `nbytes`, or nothing (`version` is None). An object
+    """The state of a key after a change of the index: an object of `nbytes`, or nothing (`version` is None). An object
     that `is_dirty` must not leave the cache: nobody else has it yet.
     """
 

@@ -268,7 +268,7 @@ class DramTier:
 
 
 def _requested(policy: EvictionPolicy, extents: Mapping[Key, Extent]) -> tuple[list[Key], list[Key]]:
-    """What comes, parents before children, and what goes, after this use."""
+    """The extents that come, parents before children, and those that go, after this use."""
     sizes = [max(ALIGNMENT_BYTES, aligned(extent.nbytes)) for extent in extents.values()]
     change = policy.request(Request(time.monotonic(), list(extents), sizes))
     return cast("list[Key]", list(change.admitted)), cast("list[Key]", list(change.evicted))

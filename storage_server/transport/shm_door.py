@@ -3,8 +3,8 @@
 A client connects, gets a ticket, and passes a memfd for every region. With the ticket it then registers at the gateway,
 by a signed request (docs/protocol.md). Only then is its memory mapped: until its key is known, a caller costs a
 connection and a few descriptors. Notices go back over the same connection. When the connection ends, the client counts
-as gone. A descriptor proves that the client itself may write to the memory. Whatever the client does to the pages later
-can only make the server's writes fail (`shared_region`).
+as gone. A descriptor proves that the client itself may write to the memory. If the client takes pages away later, the
+server's writes fail, and nothing worse (`shared_region`).
 
 Messages both ways, one per packet: JSON, or notices (descriptors.notices).
 """

@@ -227,7 +227,7 @@ class BulkRead:
 
 
 _OF_ONE_OBJECT = (http.client.HTTPException, http.client.LineTooLong)
-"""What http.client raises for more than 100 headers, or for a long one: it is about one object, and not the service."""
+"""Raised by http.client for more than 100 headers, or for a long one: it is about one object, not about the service."""
 
 
 def _has_input(connected: socket.socket) -> bool:

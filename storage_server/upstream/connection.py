@@ -265,7 +265,7 @@ _AUTOMATIC = ("Content-Type", "User-Agent", "Accept", "Accept-Encoding")
 
 
 _NO_TRAILERS = (ErrorCode.X_AMZ_CONTENT_SHA256_MISMATCH, ErrorCode.NOT_IMPLEMENTED)
-"""What services say to a trailer that they do not know. Our requests have no hash of the body that could be wrong."""
+"""Answers of services to a trailer that they do not know. Our requests have no hash of the body that could be wrong."""
 _READS = frozenset({"GET", "HEAD"})
 
 

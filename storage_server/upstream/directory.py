@@ -1,5 +1,5 @@
-"""Whose objects a data directory holds: its own, or copies of those of an upstream service. A directory is one or the
-other for ever, because copies must not be taken for the truth, and the truth must not be evicted like copies.
+"""Marks a data directory as a home of objects or as a cache of one upstream service. A directory is one or the other
+for ever: copies must not be taken for the only objects, and the only objects must not be evicted like copies.
 """
 
 from __future__ import annotations

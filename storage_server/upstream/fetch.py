@@ -52,7 +52,7 @@ _ABSENT = frozenset({ErrorCode.NO_SUCH_KEY, ErrorCode.NO_SUCH_BUCKET})
 
 
 class Ways:
-    """What every fetch uses."""
+    """Everything that all fetches share."""
 
     def __init__(
         self,
@@ -142,7 +142,7 @@ class Fetch:
         self._so_far = b"", 0
         self._proof: Proof | None = None
         self.info: ObjectInfo | None = None
-        """What upstream said of it, when it has begun."""
+        """Upstream's description of it, when it has begun."""
         self.fetched_bytes = 0
         self._asked_at = time.time()
         self.task = asyncio.create_task(self._run())

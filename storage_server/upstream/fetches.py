@@ -83,7 +83,7 @@ class Fetches:
         return [await asyncio.shield(fetch.begun) for fetch in fetches]
 
     async def info(self, bucket: str, key: str) -> ObjectInfo | None:
-        """What upstream said of a chunk that is on its way; None where none is, or it will not come."""
+        """Upstream's description of a chunk that is on its way; None where none is, or it will not come."""
         fetch = self._running.get((bucket, key))
         if fetch is None:
             return None
@@ -94,8 +94,8 @@ class Fetches:
         return fetch.info
 
     def prefetch(self, bucket: str, keys: Sequence[str], wait_s: float) -> None:
-        """Begin to read these chunks, as far as there is room for it. What nobody has asked for after `wait_s` and is
-        still on its way is given up.
+        """Begin to read these chunks, as far as there is room for it. A chunk that is still on its way after `wait_s`,
+        and that nobody has asked for, is given up.
         """
         begun = []
         for key in keys:
@@ -151,7 +151,7 @@ class Fetches:
             counts[name] += 1
 
         def on_come() -> None:
-            """What is only written into its file yet holds nobody up."""
+            """A chunk that has come, and is still written into its file, counts no more."""
             while counted:
                 counts, name = counted.pop()
                 counts[name] -= 1

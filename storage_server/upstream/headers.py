@@ -35,7 +35,7 @@ CONTENT_HEADERS = (
 METADATA_PREFIX = "x-amz-meta-"
 TAGGING_COUNT = "x-amz-tagging-count"
 DEFAULT_CONTENT_TYPES = ("binary/octet-stream", "application/octet-stream")
-"""What services say of objects that were stored without a content type."""
+"""Content types that services give objects that were stored without one."""
 _FLAGS_HERE = {name: METADATA_PREFIX + name.removeprefix("x-amz-") for name in FLAGS}
 """Other services keep no header that they do not know, but all metadata."""
 _FLAGS_THERE = {there: here for here, there in _FLAGS_HERE.items()}

@@ -344,7 +344,7 @@ class CachedObjects:
                     await cache.objects.set_tags(access_key, bucket, key, tags)
 
     async def list_objects(self, access_key: str, request: ListRequest) -> ListPage:
-        """What is dirty is read first: a chunk that gets upstream meanwhile is seen there."""
+        """Dirty chunks are read first. A chunk that gets upstream after that is in upstream's list."""
         dirty = await self._write_back.page(request.bucket, dirty_after(request), request.prefix, request.max_keys + 1)
         page = await self._there.list_objects(access_key, request)
         return merged(page, dirty, request) if dirty and request.max_keys else page

@@ -13,8 +13,8 @@ AFTER_PREFIX = "\U0010ffff"
 
 def merged(page: ListPage, dirty: Sequence[ObjectInfo], request: ListRequest) -> ListPage:
     """`dirty` are the first such chunks behind the page's start, more than `max_keys` where there may be others behind
-    them. They were read before `page`: a chunk that got upstream meanwhile is in both. What is here replaces what
-    upstream shows under the same key.
+    them. They were read before `page`: a chunk that got upstream meanwhile is in both. A dirty chunk replaces
+    upstream's object of the same key.
     """
     entries: dict[str, ObjectInfo | None] = dict.fromkeys(page.common_prefixes)
     entries |= {info.key: info for info in page.objects}

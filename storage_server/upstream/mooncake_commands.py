@@ -22,7 +22,7 @@ REASON_CHARACTERS_MAX = 1_000
 
 
 class CallKind(Enum):
-    """What is asked for. Calls of one kind are carried out one after the other, those of several side by side."""
+    """The kind of a call. Calls of one kind are carried out one after the other, those of several side by side."""
 
     GET = "get"
     PUT = "put"

@@ -35,7 +35,7 @@ from storage_server.upstream.mooncake_commands import (
 LEAVE_WAIT_S = 8.0
 NOT_FOUND = -704
 WRONG_SIZE = frozenset({-600, -800})
-"""What is said to a buffer of another size; -800 is also said of hosts that are gone."""
+"""Mooncake's codes for a buffer of another size; -800 is also its code for hosts that are gone."""
 _PR_SET_PDEATHSIG = 1  # linux/prctl.h
 _Areas = Sequence[tuple[int, int]]
 

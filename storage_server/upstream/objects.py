@@ -265,7 +265,7 @@ class UpstreamObjects:
     async def _checked(
         self, request: ReadRequest, status: int, headers: Mapping[str, str], *, is_sure: bool, with_tags: bool = True
     ) -> ReadHead:
-        """What an answer's head says. Raises what the request's conditions and range say."""
+        """The head of an answer. Raises what the request's conditions and range say."""
         self.counts_tags = self.counts_tags or TAGGING_COUNT in headers
         tags = await self._tags(request, headers, is_sure=is_sure) if with_tags else {}
         head = read_head(request.key, status, headers, tags)
@@ -322,7 +322,7 @@ async def pieces_of(answer: Answer) -> AsyncIterator[Piece]:
 
 
 def _of_part(error: CallerError, request: ReadRequest) -> CallerError:
-    """What a refused HEAD was about: its answer has a status and nothing else."""
+    """The error of a refused HEAD, whose answer has a status and nothing else."""
     if error.code is ErrorCode.INVALID_RANGE and request.part_number is not None:
         return CallerError(ErrorCode.INVALID_PART_NUMBER, "the object has no such part", field="partNumber")
     return error

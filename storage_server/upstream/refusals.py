@@ -1,4 +1,4 @@
-"""What an upstream S3 service's refusal means to our caller. Pure."""
+"""The errors that our caller gets when an upstream S3 service refuses. Pure."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ _BY_STATUS: Mapping[int, ErrorCode] = {
     416: ErrorCode.INVALID_RANGE,
     501: ErrorCode.NOT_IMPLEMENTED,
 }
-"""What a status alone says: answers to HEAD have no document."""
+"""Errors by status alone: answers to HEAD have no document."""
 _OURS_TO_EXPLAIN = frozenset(
     {
         ErrorCode.INVALID_ACCESS_KEY_ID,

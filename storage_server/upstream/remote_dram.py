@@ -64,18 +64,18 @@ class RemoteDram:
         self._removing: asyncio.Task[None] | None = None
         self._joining: asyncio.Task[None] | None = None
         self._entries = SharedArea(2 * ENTRY_BYTES)
-        """What lies beside the bytes of the chunk that is read, and of the one that is written."""
+        """The entries of the chunk that is read, and of the one that is written."""
         self.landing_area: SharedArea | None = None
         self._breaker = Breaker(1, PAUSE_S_MIN, PAUSE_S_MAX)
         self._is_closing = False
         self._admits: dict[Name, object] = {}
-        """What waits to be written there, with a token: a removal takes the token away."""
+        """Chunks that wait to be written there, each with a token. A removal takes the token away."""
         self._admitting_bytes = 0
         self._landing_bytes = 0
         self._written: tuple[Name, asyncio.Future[int]] | None = None
         """The chunk that is being written there."""
         self._removed: OrderedDict[Name, float] = OrderedDict()
-        """When chunks were removed last (Unix seconds): what was seen before is not believed."""
+        """When chunks were removed last (Unix seconds): remote copies that were read from home before are ignored."""
         self._removed_before = 0.0
         self._calls: set[asyncio.Task[Any]] = set()
         self.hit_count = 0
@@ -177,7 +177,7 @@ class RemoteDram:
         call.add_done_callback(end)
 
     def distrust(self, bucket: str, keys: Sequence[str]) -> None:
-        """These chunks have changed: what was seen of them before now is not believed here any more."""
+        """These chunks have changed: this server ignores remote copies that were read from home before now."""
         now_s = time.time()
         for key in keys:
             self._admits.pop((bucket, key), None)
@@ -229,7 +229,7 @@ class RemoteDram:
         return task
 
     def _result(self, call: asyncio.Task[_T]) -> _T | None:
-        """What a call has returned; None where it raised."""
+        """The result of a call; None where it raised."""
         error = call.exception()
         if error is not None:
             self._failed(f"Mooncake's client: {error!r}")
@@ -256,7 +256,7 @@ class RemoteDram:
         self._breaker.succeeded()
 
     async def _get(self, bucket: str, key: str, address: int, nbytes: int) -> RemoteEntry | None:
-        """Whoever calls has the turn."""
+        """The caller must hold `_reading`."""
         assert self._client is not None
         header = memoryview(self._entries.map)[:ENTRY_BYTES]
         header[:] = bytes(ENTRY_BYTES)

@@ -1,4 +1,5 @@
-"""What lies beside a chunk's bytes in remote DRAM: whose it is, what home said of it, and the proof of its bytes. Pure.
+"""The entry that lies beside a chunk's bytes in remote DRAM: the chunk's name, home's description of it, and the proof
+of its bytes. Pure.
 
     bytes of the JSON (u32) | CRC-32C of the JSON (u32) | JSON | zeros up to ENTRY_BYTES
 
@@ -33,7 +34,7 @@ class RemoteEntry:
 
 
 def encode_entry(entry: RemoteEntry) -> bytes | None:
-    """ENTRY_BYTES; None where it has more to say."""
+    """ENTRY_BYTES; None where the entry does not fit."""
     info = entry.info
     fields = [_FORMAT, entry.bucket, info.key, info.nbytes, info.etag, info.modified_at]
     text = json.dumps([*fields, object_attributes(info, None), entry.proof.header(), entry.seen_at]).encode()

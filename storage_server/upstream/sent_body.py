@@ -101,11 +101,11 @@ class SentBody:
 
     @property
     def payload_hash(self) -> str:
-        """What stands in place of the body's hash in the signature."""
+        """The signature's stand-in for the body's hash."""
         return UNSIGNED_TRAILER if self.has_trailer else UNSIGNED
 
     async def __aiter__(self) -> AsyncIterator[bytes]:
-        """What goes over the wire."""
+        """The bytes that go over the wire."""
         try:
             if not self.has_trailer:
                 async for piece in self._checked():

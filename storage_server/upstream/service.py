@@ -1,5 +1,5 @@
-"""What the home of objects must offer, so that a cache can stand in front of it: another S3 service, or files that many
-servers share.
+"""The interface of a home of objects that a cache can stand in front of: another S3 service, or files that many servers
+share.
 """
 
 from __future__ import annotations
@@ -18,8 +18,8 @@ from storage_server.upstream.proof import Proof
 
 @dataclass(frozen=True, slots=True)
 class Sent:
-    """What the home says of an object that it has stored: its ETag, empty where the home did not tell it, and when it
-    was modified (Unix seconds).
+    """The home's answer to storing an object: its ETag, empty where the home did not tell it, and when it was modified
+    (Unix seconds).
     """
 
     etag: str
@@ -27,7 +27,7 @@ class Sent:
 
 
 class Shown(NamedTuple):
-    """What an object's key shows now: its ETag, None for nothing; and whether it showed something before."""
+    """The state of an object's key now: its ETag, None for no object; and whether the key showed an object before."""
 
     bucket: str
     key: str
@@ -36,7 +36,7 @@ class Shown(NamedTuple):
 
 
 OnChanged = Callable[[Sequence[Shown]], Awaitable[None]]
-"""Told which keys others have changed."""
+"""Called with the keys that others have changed."""
 
 
 class HomeObjects(ObjectsApi, Protocol):
@@ -52,8 +52,8 @@ class HomeObjects(ObjectsApi, Protocol):
         """Raises CallerError(NoSuchBucket)."""
 
     async def has_object(self, bucket: str, key: str, since_s: float) -> bool:
-        """Whether there is such an object; where there is none, there may be no such bucket either. What was stored
-        before `since_s`, by the steady clock, is seen.
+        """Whether there is such an object; where there is none, there may be no such bucket either. An object that was
+        stored before `since_s`, by the steady clock, is seen.
         """
 
     async def send(self, request: PutRequest, body: Body, proof: Proof | None = None) -> Sent:

@@ -113,7 +113,7 @@ class WriteBack:
             self._workers = [asyncio.create_task(self._work()) for _ in range(self._uploads_max)]
 
     def pause(self) -> None:
-        """Begin no upload by itself any more. What a change needs upstream is still sent there."""
+        """Begin no upload by itself any more. Chunks that a change needs upstream are still sent there."""
         self._is_paused = True
 
     def resume(self) -> None:
@@ -122,7 +122,7 @@ class WriteBack:
         self._wake.set()
 
     async def close(self) -> None:
-        """Stop uploads. What is dirty stays so, and is uploaded after the next start."""
+        """Stop uploads. Dirty chunks stay so, and are uploaded after the next start."""
         for timer in self._timers.values():
             timer.cancel()
         for worker in self._workers:
@@ -192,7 +192,7 @@ class WriteBack:
             yield
 
     def forget(self, bucket: str, keys: Sequence[str]) -> None:
-        """The copies of these keys were removed. What was put since stays."""
+        """The copies of these keys were removed. Chunks that were put since stay."""
         for key in keys:
             dirty = self._dirty.get((bucket, key))
             if dirty is not None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import re
+import tokenize
 from collections.abc import Iterator
 from functools import cache
 from pathlib import Path
@@ -26,6 +27,7 @@ FOLDERS = (
     "storage_server",
     "tests",
 )
+PLAIN_FOLDERS = (*(folder for folder in FOLDERS if folder not in ("bench", "tests")), "demo", "fuzz")
 FUNCTIONS = (ast.FunctionDef, ast.AsyncFunctionDef)
 PAGES = sorted([*ROOT.glob("*.md"), *(ROOT / "docs").rglob("*.md"), *(ROOT / "tests").glob("*.md")])
 MODULES = sorted(path for folder in FOLDERS for path in (ROOT / folder).rglob("*.py"))
@@ -67,14 +69,37 @@ def uneven_rows(page: str) -> list[int]:
 
 def who_sentences(text: str) -> list[str]:
     """Statements that begin with "Who": their subject is hard to find. Questions may begin so."""
-    sentences = re.findall(r"(?:^|[.:!?] |\n\n|\| )(Who [^.?!|]*[.?!|]?)", text)
+    return statements(text, "Who")
+
+
+def hidden_subjects(text: str) -> list[str]:
+    """Statements whose subject is a clause, such as "What is stored stays": nobody can see what stays."""
+    return statements(text, "Who|Whoever|Whose|Whom|What|Whatever")
+
+
+def statements(text: str, beginning: str) -> list[str]:
+    """Sentences of a text that begin with one of these words, and are no questions."""
+    sentences = re.findall(rf"(?:^|[.:!?] |\n\n|\| )((?:{beginning}) [^.?!|]*[.?!|]?)", text)
     return [sentence for sentence in sentences if not sentence.endswith(("?", "|"))]
+
+
+def unwrapped(text: str) -> str:
+    """The paragraphs of a docstring, each in one line."""
+    return "\n\n".join(" ".join(paragraph.split()) for paragraph in text.split("\n\n"))
 
 
 @cache
 def parsed(path: Path) -> ast.Module:
     """A module, parsed once for all tests."""
     return ast.parse(path.read_text())
+
+
+def comments(path: Path) -> Iterator[tuple[int, str]]:
+    """Line and text of each comment."""
+    with path.open() as file:
+        for token in tokenize.generate_tokens(file.readline):
+            if token.type == tokenize.COMMENT:
+                yield token.start[0], token.string.lstrip("# ")
 
 
 def docstrings(tree: ast.Module) -> Iterator[tuple[int, str]]:
@@ -109,6 +134,18 @@ def test_no_sentence_of_a_docstring_begins_with_who() -> None:
         for path in MODULES
         for line, text in docstrings(parsed(path))
         if (sentences := who_sentences(text))
+    }
+    assert found == {}
+
+
+@pytest.mark.parametrize("folder", PLAIN_FOLDERS)
+def test_every_statement_of_the_product_has_a_visible_subject(folder: str) -> None:
+    """In docstrings and comments."""
+    found = {
+        f"{path.relative_to(ROOT)}:{line}": sentences
+        for path in sorted((ROOT / folder).rglob("*.py"))
+        for line, text in (*docstrings(parsed(path)), *comments(path))
+        if (sentences := hidden_subjects(unwrapped(text)))
     }
     assert found == {}
 
@@ -155,3 +192,17 @@ def test_uneven_rows_are_found() -> None:
 )
 def test_sentences_that_begin_with_who_are_found(text: str, is_found: bool) -> None:
     assert bool(who_sentences(text)) is is_found
+
+
+@pytest.mark.parametrize(
+    ("text", "is_found"),
+    [
+        ("What is dirty stays.", True),
+        ("Chunks come. Whoever\n    waits goes on.", True),
+        ("Whatever it is: it goes", True),
+        ("Nobody knows what it is. The client says whose it is.", False),
+        ("What is it?", False),
+    ],
+)
+def test_statements_without_a_visible_subject_are_found(text: str, is_found: bool) -> None:
+    assert bool(hidden_subjects(unwrapped(text))) is is_found

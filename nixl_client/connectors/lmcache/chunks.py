@@ -27,7 +27,7 @@ _UNSAFE = re.compile(r"[^A-Za-z0-9._-]+")
 
 @dataclass(frozen=True, slots=True)
 class ChunkSpace:
-    """What chunks that may follow each other in a prefix have in common.
+    """The properties that chunks of one prefix have in common.
 
     `mode` tells LMCache's two modes apart, which hash differently. `rank` says which part of the KV it is in the words
     of the mode: world size and worker, or the packed rank and the group of layers. `tags` keep tenants apart.

@@ -1,8 +1,8 @@
 """LMCache's in-process mode: `remote_storage_plugins: ["objectcache"]` loads `ObjectCacheAdapter`, which makes one
 `ObjectCacheConnector` in each of LMCache's processes.
 
-LMCache calls coroutines from its own event loop and cancels them when they take too long. What blocks runs in threads
-of ours, and holds references to LMCache's memory until it is really over.
+LMCache calls coroutines from its own event loop and cancels them when they take too long. Blocking calls run in threads
+of ours. A thread holds references to LMCache's memory until its call has ended, also after a cancellation.
 """
 
 from __future__ import annotations

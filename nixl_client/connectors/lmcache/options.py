@@ -1,4 +1,4 @@
-"""What LMCache's configuration may say to us, the same for both modes."""
+"""The options that LMCache's configuration may give us, the same for both modes."""
 
 from __future__ import annotations
 
@@ -30,13 +30,13 @@ class Options:
     retry_s: float = 5.0
     """After a request that was not answered nothing is asked for so long."""
     prefill_token_us: float = 0.0
-    """What computing takes, as `objectcache calibrate --model` finds it: for each token,"""
+    """The time of computing, as `objectcache calibrate --model` finds it: for each token,"""
     prefill_token_pair_us: float = 0.0
     """for each pair of tokens that attend to each other,"""
     prefill_request_us: float = 0.0
     """and for each step. With any of them only what is sooner loaded than computed counts as stored."""
     lease_s: float = 60.0
-    """What a lookup matched is kept from eviction so long."""
+    """For so long chunks that a lookup matched are kept from eviction."""
     store: bool = True
     """Whether to write what is missing, and to delete what is damaged."""
     store_queue_chunks: int = 256
@@ -67,7 +67,7 @@ class Options:
 
     @property
     def prefill(self) -> PrefillCosts | None:
-        """What computing takes; None where that was not said."""
+        """The cost of computing; None where the options do not give it."""
         costs = PrefillCosts(self.prefill_token_us, self.prefill_token_pair_us, self.prefill_request_us)
         return costs if costs != PrefillCosts(0.0) else None
 

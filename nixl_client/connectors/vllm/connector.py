@@ -106,7 +106,7 @@ class ObjectCacheConnector(KVConnectorBase_V1):  # type: ignore[misc]  # vLLM is
         return self._scheduler.finished(request, block_ids), None
 
     def update_connector_output(self, connector_output: Any) -> None:
-        """What workers have read, and what they could not load."""
+        """Take over the workers' reports: chunks that they have read, and blocks that they could not load."""
         self._evict(connector_output.invalid_block_ids)
         report = connector_output.kv_connector_worker_meta
         if self._scheduler is not None and isinstance(report, WorkerReport):
@@ -177,12 +177,12 @@ class ObjectCacheConnector(KVConnectorBase_V1):  # type: ignore[misc]  # vLLM is
         return set() if self._worker is None else self._worker.take_lost_blocks()
 
     def build_connector_worker_meta(self) -> KVConnectorWorkerMetadata | None:
-        """What has been read since the last step."""
+        """The worker's report since the last step."""
         report = None if self._worker is None else self._worker.take_report()
         return WorkerReport(report) if report is not None and not report.is_empty else None
 
     def get_kv_connector_stats(self) -> ObjectCacheStats | None:
-        """What was counted since the last step."""
+        """The counts since the last step."""
         taken = self.counters.take()
         return ObjectCacheStats(data=dict(taken)) if taken else None
 

@@ -1,4 +1,4 @@
-"""What the connector has to know of vLLM's configuration and of its memory."""
+"""Facts about vLLM's configuration and memory that the connector needs."""
 
 from __future__ import annotations
 
@@ -122,8 +122,8 @@ def chunk_bytes(vllm_config: Any, group: Any, grid: Grid) -> int:
 
 
 def deployment(vllm_config: Any, group: Any, options: Options) -> Deployment:
-    """What the keys say about the engine: weights, configuration and whatever else KV bytes depend on. `group` is the
-    one cache group.
+    """The part of the keys that is the engine's: weights, configuration and all else that KV bytes depend on. `group`
+    is the one cache group.
     """
     parallel, model, spec = vllm_config.parallel_config, vllm_config.model_config, group.kv_cache_spec
     config: str = model.hf_config.to_json_string(use_diff=False)
@@ -231,7 +231,7 @@ def given_out_blocks(scheduler_output: Any, block_tokens: int) -> set[int]:
 
 
 def step_work(scheduler_output: Any) -> Work:
-    """What the coming step computes, of all its requests."""
+    """The work of the coming step, of all its requests."""
     cached = scheduler_output.scheduled_cached_reqs
     before = {new.req_id: new.num_computed_tokens for new in scheduler_output.scheduled_new_reqs}
     before |= dict(zip(cached.req_ids, cached.num_computed_tokens, strict=True))

@@ -55,15 +55,15 @@ class Grid:
         return max(0, end // self.block_tokens * self.block_tokens - computed_tokens)
 
     def load_range(self, computed_tokens: int, token_count: int, block_ids: Sequence[int]) -> ChunkRange:
-        """What to load for the `token_count` tokens after `computed_tokens`; both whole blocks. `block_ids` are all of
-        the request's.
+        """The range to load for the `token_count` tokens after `computed_tokens`; both whole blocks. `block_ids` are
+        all of the request's.
         """
         if computed_tokens % self.block_tokens or token_count % self.block_tokens:
             raise ValueError("the engine loads whole blocks")
         return self._range(computed_tokens, computed_tokens + token_count, block_ids)
 
     def store_range(self, first_chunk: int, end_chunk: int, block_ids: Sequence[int]) -> ChunkRange:
-        """What to read for these whole chunks."""
+        """The range to read for these whole chunks."""
         return self._range(first_chunk * self.chunk_tokens, end_chunk * self.chunk_tokens, block_ids)
 
     def first_lost_block(self, chunk_range: ChunkRange, chunk_count: int) -> int:

@@ -1,8 +1,8 @@
 """The scheduler's ledger: what is stored of each request, what to load and to write, which blocks get other bytes, and
 which reads are outstanding.
 
-Events come in as calls: a lookup was answered, the engine gave out blocks, a step was scheduled, workers reported. What
-has to be done goes out as the `Step` that `take_step` returns. Pure: time and the engine's own counts are arguments.
+Events come in as calls: a lookup was answered, the engine gave out blocks, a step was scheduled, workers reported.
+Instructions go out as the `Step` that `take_step` returns. Pure: time and the engine's own counts are arguments.
 """
 
 from __future__ import annotations
@@ -79,7 +79,7 @@ class SchedulerLedger:
 
     @property
     def deployment(self) -> Deployment:
-        """What keys are made from, for requests that are tracked from now on."""
+        """The deployment that keys are made from, for requests that are tracked from now on."""
         return self._deployment
 
     def track(self, request_id: str, lora: str, salt: str) -> Tracked:
@@ -264,8 +264,8 @@ class SchedulerLedger:
                 tracked.unread_jobs.discard(job_id)
 
     def take_step(self, work: Work = NO_WORK, layer_compute_us: int = 0) -> Step:
-        """What workers have to do in the coming step, in which the engine computes `work`, each layer in about
-        `layer_compute_us`. What is noted from now on is for the step after it.
+        """The instructions for workers in the coming step, in which the engine computes `work`, each layer in about
+        `layer_compute_us`. Events from now on are for the step after it.
         """
         step = Step(
             tuple(self._loads),

@@ -68,7 +68,7 @@ class Loads:
         self.waited_s = 0.0
         """How long this step's layers were waited for and copied."""
         self.load_fit = LoadFit()
-        """What loads that nobody paced have taken."""
+        """The times of loads that no rate held back."""
         self._retired = Retired(RETIRED_MAX)
         self.is_idle = threading.Event()
         self.is_idle.set()

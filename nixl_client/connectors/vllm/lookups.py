@@ -42,8 +42,8 @@ class _Pending:
 
 
 class Lookups:
-    """What is stored of each request, asked in threads. After a failure nothing is asked for `retry_s`, and after each
-    further failure for twice as long as before, at most SILENCE_MAX_S. Used by the scheduler's thread.
+    """Lookups of how much of each request is stored, in threads. After a failure nothing is asked for `retry_s`, and
+    after each further failure for twice as long as before, at most SILENCE_MAX_S. Used by the scheduler's thread.
     """
 
     def __init__(self, client: ObjectCacheClient, options: Options, counters: Counters) -> None:
@@ -61,8 +61,9 @@ class Lookups:
         return time.monotonic() < self._silent_until_s
 
     def ask(self, request_id: str, keys: Callable[[], Keys], compute: AdviceRequest | None = None) -> Found | None:
-        """What is stored; None: not known yet, ask again. `keys` are each rank's; with `compute` the server is told
-        what the engine's steps cost, and asked for its rate. What fails is nothing: the engine can do without.
+        """How much is stored; None: not known yet, ask again. `keys` are each rank's; with `compute` the server is told
+        what the engine's steps cost, and asked for its rate. A lookup that fails counts as nothing stored, since the
+        engine can compute.
         """
         pending = self._pending.get(request_id)
         if pending is None:

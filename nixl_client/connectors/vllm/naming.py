@@ -13,7 +13,7 @@ from descriptors.prefix_keys import Namespace
 
 @dataclass(frozen=True, slots=True)
 class Deployment:
-    """What all requests of one engine have in common and KV bytes depend on."""
+    """The properties of one engine that KV bytes depend on."""
 
     model: str
     dtype: str

@@ -1,4 +1,4 @@
-"""What `kv_connector_extra_config` may say."""
+"""The options in `kv_connector_extra_config`."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ class Options:
     retry_s: float = 5.0
     """After a lookup or a load that failed nothing is looked up for so long; twice as long each time, to a minute."""
     lease_s: float = 60.0
-    """What a lookup matched is kept from eviction so long."""
+    """For so long chunks that a lookup matched are kept from eviction."""
     load: LoadPolicy = LoadPolicy.ADVISED
     """Load the prefix that is sooner there than computed, at the rate the server offers; or all that is stored."""
     min_load_tokens: int = 0

@@ -126,7 +126,7 @@ class SchedulerSide:
         return self._ledger.finish(request.request_id)
 
     def report(self, report: Report) -> None:
-        """What workers have done."""
+        """Take over the workers' report."""
         self._ledger.report(report, time.monotonic())
         if report.costs is not None and self._costs is None:
             _log.info("steps cost %s, loads %s: what is sooner computed is not loaded", report.costs, report.load_costs)
@@ -146,7 +146,7 @@ class SchedulerSide:
         return self._ledger.stale_blocks(lost_blocks)
 
     def take_step(self, work: Work) -> Step:
-        """What workers have to do in the coming step, in which the engine computes `work`."""
+        """The instructions for workers in the coming step, in which the engine computes `work`."""
         layer_s = 0.0 if self._costs is None else step_s(self._costs, work) / self._layout.num_layers
         step = self._ledger.take_step(work, min(round(layer_s * 1e6), LAYER_COMPUTE_US_MAX))
         return replace(step, costs=self._costs) if self._options.load is LoadPolicy.ADVISED else step
@@ -156,8 +156,8 @@ class SchedulerSide:
         self._lookups.close()
 
     def reset(self) -> None:
-        """The weights may be others from now on: have nothing stored, and store under names nobody had before. What is
-        running goes on without the store.
+        """The weights may be others from now on: have nothing stored, and store under names nobody had before. Running
+        requests go on without the store.
         """
         for request_id in self._requests:
             self._lookups.forget(request_id)
@@ -197,7 +197,7 @@ class SchedulerSide:
         return found is not None
 
     def _compute(self, context_tokens: int, held_tokens: int) -> AdviceRequest | None:
-        """What the server needs to advise; None where nobody asks it, or nothing is known yet."""
+        """The facts that the server needs to advise; None where it is not asked, or nothing is known yet."""
         if self._costs is None or self._options.load is not LoadPolicy.ADVISED:
             return None
         loads = self._load_costs

@@ -1,4 +1,4 @@
-"""What the scheduler's side tells the workers in each step of the engine, and what they answer."""
+"""The scheduler's instructions to the workers in each step of the engine, and their reports."""
 
 from __future__ import annotations
 
@@ -55,8 +55,7 @@ class Step:
 class Report:
     """Store jobs whose blocks are not read any more, and load jobs that are over: how many workers say so, by job. By
     load job the first chunk of the prefix that is missing or damaged. How many loads failed for other reasons; those
-    that came too late did not. What the rank's steps have been found to cost, and what its
-    loads, where that has changed.
+    that came too late did not. The costs of the rank's steps and loads, where they have changed.
     """
 
     read_jobs: dict[int, int] = field(default_factory=dict)

@@ -66,8 +66,8 @@ class _Entry:
 
 @dataclass(slots=True)
 class Outbox:
-    """What instructions have a worker say, until it is asked: requests whose blocks are free, jobs that nothing reads
-    any more, and chunks that were dropped.
+    """The worker's results, until they are asked for: requests whose blocks are free, jobs that nothing reads any more,
+    and chunks that were dropped.
     """
 
     freed: set[str] = field(default_factory=set)

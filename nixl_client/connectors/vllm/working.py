@@ -105,7 +105,7 @@ class WorkerSide:
         return report.add(self._loads.take_report()).add(self._measured())
 
     def _measured(self) -> Report:
-        """What steps cost and loads take, told again when FIT_EVERY more steps have been seen, or a load was late."""
+        """A report of the costs of steps and loads, where FIT_EVERY more steps have been seen, or a load was late."""
         before = self._observed // FIT_EVERY
         for work, seconds in self._timer.take():
             self._fit.observe(work, seconds)

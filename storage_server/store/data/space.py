@@ -50,22 +50,22 @@ class Space:
 
     @property
     def used_bytes(self) -> int:
-        """What all files take now."""
+        """The bytes that all files take now."""
         return self._extent_bytes + self._other_bytes
 
     @property
     def extent_bytes(self) -> int:
-        """What extents take now."""
+        """The bytes that extents take now."""
         return self._extent_bytes
 
     @property
     def dying_bytes(self) -> int:
-        """What is about to be given back."""
+        """The bytes that are about to be given back."""
         return self._dying_bytes
 
     @property
     def kept_bytes(self) -> int:
-        """What extents take, without the locations that are about to be given back."""
+        """The bytes that extents take, without the locations that are about to be given back."""
         return self._extent_bytes - self._dying_bytes
 
     @property
@@ -176,18 +176,18 @@ class Bound:
         self.wants: Callable[[], None] | None = None
         """Called when somebody waits. None where nobody can make room, so that nobody needs to wait."""
         self.reserved_bytes = 0
-        """What was promised and has not come yet."""
+        """Bytes that were promised, and have not come yet."""
         self.arriving_count = 0
         """Objects that count as used, and have no row yet: they may leave when they have one."""
 
     @property
     def waiting_bytes(self) -> int:
-        """What is waited for."""
+        """Bytes that somebody waits for."""
         return sum(nbytes for nbytes, _ in self._waiting)
 
     @property
     def promised_bytes(self) -> int:
-        """What is waited for, and what was promised and has not come."""
+        """Bytes that somebody waits for, or that were promised and have not come."""
         return self.waiting_bytes + self.reserved_bytes
 
     @asynccontextmanager

@@ -61,7 +61,7 @@ def extents_of(db: sqlite3.Connection, version: int, start: int, end: int) -> li
 
 
 def stored(db: sqlite3.Connection, name: str, key: str) -> tuple[StoredObject | None, list[Extent]]:
-    """What a key shows, with its extents; None where it shows nothing."""
+    """The object of a key, with its extents; None where there is none."""
     found = find_object(db, name, key)
     return (None, []) if found is None else (found, extents_of(db, found.version, 0, max(1, found.info.nbytes)))
 

@@ -88,7 +88,7 @@ class Deduplicator:
         self._scanned_at = float("-inf")
         self._count_due_at = 0.0
         self.stored = Stored()
-        """What all extents take, as it was COUNT_INTERVAL_S ago, or longer in a large store."""
+        """The bytes of all extents, as they were COUNT_INTERVAL_S ago, or longer in a large store."""
         self.shared_count = 0
         """Extents that were given up for older ones since the start."""
         self.shared_bytes = 0

@@ -58,7 +58,7 @@ class Twins:
 
 @dataclass(frozen=True, slots=True)
 class Stored:
-    """What all extents would take if each had a location of its own, and what their locations take, in bytes."""
+    """The bytes that all extents would take if each had a location of its own, and the bytes that their locations take."""
 
     named_bytes: int = 0
     stored_bytes: int = 0
@@ -166,7 +166,7 @@ def settle(tx: Transaction, extents: Sequence[NewExtent], equal: Sequence[Twins]
 
 
 def stored_bytes(db: sqlite3.Connection) -> Stored:
-    """What all extents take, with and without their copies."""
+    """The bytes of all extents, with and without their copies."""
     locations = "SELECT nbytes, count(*) AS uses FROM extents WHERE file_id <> '' GROUP BY file_id, file_offset, nbytes"
     row = db.execute(f"SELECT coalesce(sum(nbytes * uses), 0), coalesce(sum(nbytes), 0) FROM ({locations})").fetchone()
     return Stored(*row)
