@@ -156,6 +156,11 @@ def test_no_test_is_named_after_who() -> None:
     assert sorted(name for name in names if name.startswith("test_who_")) == []
 
 
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
+def test_a_page_has_one_title(page: Path) -> None:
+    assert len([line for _, line in prose_lines(page.read_text()) if line.startswith("# ")]) == 1
+
+
 def test_the_readme_is_short() -> None:
     """Figures and details have pages of their own."""
     assert len((ROOT / "README.md").read_text().splitlines()) <= README_LINES_MAX
