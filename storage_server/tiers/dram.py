@@ -1,9 +1,9 @@
 """The DRAM tier: chunks that are expected to be asked for again, in huge pages. Bytes are proved once, when they are
 copied into the tier.
 
-A tier that takes landings asks the policy when a delivery begins. What is to be in memory then has its place at once,
-and what the delivery reads past the page cache is read to that place. Any other tier asks when a delivery has ended.
-What is still missing is read behind the answer.
+A tier that takes landings asks the policy when a delivery begins. An extent that the policy admits gets its memory at
+once, and the rows that the delivery reads past the page cache are read into that memory. Any other tier asks when a
+delivery has ended. Bytes that are still missing are read behind the answer.
 
 Used from one event loop. One thread asks the policy what is to be in memory, another fills the tier and yields to
 deliveries.

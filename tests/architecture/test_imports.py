@@ -87,6 +87,7 @@ PURE_MODULES = (
     "storage_server/store/index/reading.py",
     "storage_server/store/rows.py",
     "storage_server/store/upkeep/compaction_plan.py",
+    "storage_server/tiers/landed.py",
     "storage_server/tiers/residency.py",
     "storage_server/transport/ucx_commands.py",
     "storage_server/upstream/attempts.py",
