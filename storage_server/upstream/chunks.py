@@ -28,9 +28,9 @@ from storage_server.store.index.reader import pinned
 from storage_server.store.index.reading import usable_prefix
 from storage_server.store.index.transaction import find_object
 from storage_server.store.rows import StoredObject
-from storage_server.upstream.chunk_names import is_chunk, is_chunk_key
 from storage_server.upstream.fetches import Fetches
-from storage_server.upstream.known_keys import KnownKeys
+from storage_server.upstream.rules.chunk_names import is_chunk, is_chunk_key
+from storage_server.upstream.rules.known_keys import KnownKeys
 from storage_server.upstream.service import HomeObjects
 
 CHECKS_MAX = 64
