@@ -30,12 +30,12 @@ async def computed(work: Callable[[], _T], *, is_long: bool) -> _T:
 
 
 def in_parts(items: Sequence[_T]) -> Iterator[tuple[int, Sequence[_T]]]:
-    """`items` in parts of HERE_ITEMS_MAX, each with its start: `await others(start)` before each."""
+    """`items` in parts of HERE_ITEMS_MAX, each with its start: `await let_others_run(start)` before each."""
     for start in range(0, len(items), HERE_ITEMS_MAX):
         yield start, items[start : start + HERE_ITEMS_MAX]
 
 
-async def others(start: int) -> None:
+async def let_others_run(start: int) -> None:
     """Let other tasks run between two parts. Before the first part, at 0, there is no wait."""
     if start:
         await asyncio.sleep(0)

@@ -38,7 +38,7 @@ class ColdReads(Enum):
     CACHED = "cached"
     """Through the page cache."""
     DIRECT = "direct"
-    """Past the page cache. Chunks that the DRAM tier is going to keep are read to their place there."""
+    """Past the page cache. Chunks that the DRAM tier is going to keep are read into its memory."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -43,9 +43,9 @@ from storage_server.store.objects import Objects
 from storage_server.store.uploads import Uploads
 from storage_server.upstream.bulk_reads import Into
 from storage_server.upstream.cached_read import healing
-from storage_server.upstream.chunk_names import is_chunk
-from storage_server.upstream.proof import Proof
-from storage_server.upstream.refusals import unreachable
+from storage_server.upstream.rules.chunk_names import is_chunk
+from storage_server.upstream.rules.proof import Proof
+from storage_server.upstream.rules.refusals import unreachable
 from storage_server.upstream.service import Sent
 
 _WORD = np.dtype("<u4")

@@ -13,7 +13,7 @@ from descriptors.errors import ErrorCode, ServerError
 from storage_server.planning.extent import CorruptExtentError, Extent, MissingFileError, read_object
 from storage_server.store.data.extents import ExtentFiles
 from storage_server.upstream.bulk_reads import Into
-from storage_server.upstream.refusals import unreachable
+from storage_server.upstream.rules.refusals import unreachable
 
 BURST_S = 0.1
 """So much of a second's bytes may be read at once."""

@@ -9,7 +9,7 @@ from collections.abc import AsyncIterator, Sequence
 from contextlib import aclosing, asynccontextmanager
 from itertools import chain
 
-from adapters.threads import HERE_ITEMS_MAX, computed, in_parts, others
+from adapters.threads import HERE_ITEMS_MAX, computed, in_parts, let_others_run
 from descriptors.conditions import check_read
 from descriptors.errors import CallerError, ErrorCode
 from descriptors.lifecycle import LifecycleRule, expiry
@@ -164,7 +164,7 @@ class Reads:
         async def find() -> tuple[list[list[Extent]], list[Extent]]:
             found: list[list[Extent] | None] = []
             for start, part in in_parts(keys):
-                await others(start)
+                await let_others_run(start)
                 found += await self._resolve(bucket, part)
             usable = await computed(
                 lambda: usable_prefix(found, chunk_bytes, prefix_only=prefix_only), is_long=len(keys) > HERE_ITEMS_MAX
@@ -179,7 +179,7 @@ class Reads:
         """The extents of each key's object; None where there is no object, or where its bytes are damaged."""
         found: list[list[Extent] | None] = []
         for start, part in in_parts(keys):
-            await others(start)
+            await let_others_run(start)
             found += await self._resolve(bucket, part)
         return [
             None if extents is None or self.damaged.has(bucket, key, extents) else extents
@@ -208,7 +208,7 @@ class Reads:
 
     async def _matched(self, bucket: str, keys: Sequence[str]) -> int:
         for start, part in in_parts(keys):
-            await others(start)
+            await let_others_run(start)
             for index, extents in enumerate(await self._resolve(bucket, part)):
                 if extents is None or self.damaged.has(bucket, part[index], extents):
                     return start + index

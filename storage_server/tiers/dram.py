@@ -1,9 +1,9 @@
 """The DRAM tier: chunks that are expected to be asked for again, in huge pages. Bytes are proved once, when they are
 copied into the tier.
 
-A tier that takes landings asks the policy when a delivery begins. Extents that are to be in memory then have their
-place at once, and the delivery reads them to that place, past the page cache. Any other tier asks when a delivery has
-ended. Bytes that are still missing are read behind the answer.
+A tier that takes landings asks the policy when a delivery begins. An extent that the policy admits gets its memory at
+once, and the rows that the delivery reads past the page cache are read into that memory. Any other tier asks when a
+delivery has ended. Bytes that are still missing are read behind the answer.
 
 Used from one event loop. One thread asks the policy what is to be in memory, another fills the tier and yields to
 deliveries.
@@ -25,7 +25,7 @@ from typing import Any, TypeVar, cast
 
 import numpy as np
 
-from adapters.threads import finished, in_parts, others, to_end
+from adapters.threads import finished, in_parts, let_others_run, to_end
 from storage_server.eviction.choice import POLICIES, Eviction
 from storage_server.eviction.policy import EvictionPolicy, Request
 from storage_server.gather.coming import is_whole
@@ -121,7 +121,7 @@ class DramTier:
         landings: Rows | None = None
         try:
             for start, part in in_parts(extents):
-                await others(start)
+                await let_others_run(start)
                 offsets += self._residency.pin(part)
             if self._landed is not None and None in offsets and all(map(is_whole, extents)):
                 landings = np.zeros(len(extents), dtype=np.int64)
@@ -162,13 +162,13 @@ class DramTier:
     ) -> None:
         """End what `lent` began. The policy is told of the use now, unless `deciding` has told it already."""
         for start, asked in in_parts(extents):
-            await others(start)
+            await let_others_run(start)
             self._residency.unpin(asked, offsets[start : start + len(asked)])
         coming = await (self._coming(extents, None) if deciding is None else deciding)
         left = deque(coming)
         try:
             for start, part in in_parts(coming):
-                await others(start)
+                await let_others_run(start)
                 for _ in part:
                     left.popleft()
                 await self._take_in(part, looked_at)
@@ -194,7 +194,7 @@ class DramTier:
         if landings is not None and coming:
             places = {key_of(extent): self.address + offset for extent, offset in coming}
             for start, part in in_parts(extents):
-                await others(start)
+                await let_others_run(start)
                 landings[start : start + len(part)] = [places.get(key_of(extent), 0) for extent in part]
         return coming
 
@@ -204,16 +204,16 @@ class DramTier:
         """
         known: dict[Key, Extent] = {}
         for start, part in in_parts(extents):
-            await others(start)
+            await let_others_run(start)
             known |= {key_of(extent): extent for extent in part if is_whole(extent)}
         admitted, evicted = await self._in_books(partial(_requested, self._policy, known))
         coming: list[tuple[Extent, int]] = []
         refused: list[Key] = []
         for start, keys in in_parts(evicted):
-            await others(start)
+            await let_others_run(start)
             self._residency.evict(keys)
         for start, keys in in_parts(admitted):
-            await others(start)
+            await let_others_run(start)
             come, refuse = self._residency.admit(keys, known)
             coming += come
             refused += refuse

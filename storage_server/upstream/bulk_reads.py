@@ -23,7 +23,7 @@ from urllib.parse import urlsplit
 from adapters.threads import finished
 from descriptors.errors import ErrorCode, ServerError
 from storage_server.settings import UpstreamSettings
-from storage_server.upstream.refusals import unreachable
+from storage_server.upstream.rules.refusals import unreachable
 
 ERROR_BYTES_MAX = 64 << 10
 IDLE_S_MAX = 15.0

@@ -13,7 +13,7 @@ from itertools import chain
 
 import numpy as np
 
-from adapters.threads import in_parts, others
+from adapters.threads import in_parts, let_others_run
 from descriptors.errors import CallerError, ErrorCode
 from descriptors.layout import ChunkLayout
 from descriptors.objects import ObjectInfo, ReadRequest
@@ -28,9 +28,9 @@ from storage_server.store.index.reader import pinned
 from storage_server.store.index.reading import usable_prefix
 from storage_server.store.index.transaction import find_object
 from storage_server.store.rows import StoredObject
-from storage_server.upstream.chunk_names import is_chunk, is_chunk_key
 from storage_server.upstream.fetches import Fetches
-from storage_server.upstream.known_keys import KnownKeys
+from storage_server.upstream.rules.chunk_names import is_chunk, is_chunk_key
+from storage_server.upstream.rules.known_keys import KnownKeys
 from storage_server.upstream.service import HomeObjects
 
 CHECKS_MAX = 64
@@ -115,7 +115,7 @@ class UpstreamChunks:
     async def _known_count(self, bucket: str, keys: Sequence[str], found: Sequence[list[Extent] | None]) -> int:
         now_s = time.monotonic()
         for start, part in in_parts(keys):
-            await others(start)
+            await let_others_run(start)
             for index, key in enumerate(part, start):
                 if found[index] is None and not self._known.has(bucket, key, now_s):
                     return index
@@ -123,7 +123,7 @@ class UpstreamChunks:
 
     async def _remember(self, bucket: str, keys: Sequence[str]) -> None:
         for start, part in in_parts(keys):
-            await others(start)
+            await let_others_run(start)
             self._known.add(bucket, part, time.monotonic())
 
     @property
@@ -176,7 +176,7 @@ class UpstreamChunks:
         doubtful = await self._not_chunks(bucket, keys, found)
         stale: list[tuple[int, StoredObject | None]] = []
         for start, part in in_parts(doubtful):
-            await others(start)
+            await let_others_run(start)
             current = await asyncio.gather(
                 *(self._is_current(bucket, keys[at], None if stored is None else stored.info) for at, stored in part)
             )

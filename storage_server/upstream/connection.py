@@ -25,11 +25,11 @@ from descriptors.errors import ErrorCode, ObjectCacheError, ServerError
 from descriptors.objects import ChecksumAlgorithm
 from descriptors.storage_api import Body
 from storage_server.settings import UpstreamSettings
-from storage_server.upstream.attempts import ATTEMPTS_MAX, pause_before_next_s
 from storage_server.upstream.bulk_reads import ERROR_BYTES_MAX, BulkRead, BulkReads, Head, Into
-from storage_server.upstream.documents import call_of, result_of
-from storage_server.upstream.headers import is_md5
-from storage_server.upstream.refusals import is_about, refusal, unreachable
+from storage_server.upstream.rules.attempts import ATTEMPTS_MAX, pause_before_next_s
+from storage_server.upstream.rules.documents import call_of, result_of
+from storage_server.upstream.rules.headers import is_md5
+from storage_server.upstream.rules.refusals import is_about, refusal, unreachable
 from storage_server.upstream.sent_body import SentBody, checked_if_small
 
 DOCUMENT_BYTES_MAX = 16 << 20

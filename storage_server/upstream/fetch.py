@@ -26,14 +26,14 @@ from storage_server.store.embedded import EmbeddedStore
 from storage_server.store.index import transaction
 from storage_server.store.index.transaction import Transaction
 from storage_server.store.rows import StoredPart
-from storage_server.upstream.chunk_names import is_chunk_key
-from storage_server.upstream.groups import group_ends
-from storage_server.upstream.headers import is_md5
 from storage_server.upstream.key_locks import KeyLocks
-from storage_server.upstream.proof import Proof, proved_bytes
 from storage_server.upstream.receiving import IntoFile, IntoMemory, Receiver, wrong
 from storage_server.upstream.remote_dram import RemoteDram
-from storage_server.upstream.remote_entry import RemoteEntry
+from storage_server.upstream.rules.chunk_names import is_chunk_key
+from storage_server.upstream.rules.groups import group_ends
+from storage_server.upstream.rules.headers import is_md5
+from storage_server.upstream.rules.proof import Proof, proved_bytes
+from storage_server.upstream.rules.remote_entry import RemoteEntry
 from storage_server.upstream.service import HomeObjects
 from storage_server.upstream.turns import Turns
 

@@ -11,7 +11,7 @@ import asyncio
 from collections import Counter
 from collections.abc import Mapping, Sequence
 
-from adapters.threads import in_parts, others
+from adapters.threads import in_parts, let_others_run
 from descriptors.errors import ErrorCode, ObjectCacheError, ServerError
 from descriptors.layout import ChunkLayout
 from descriptors.objects import ObjectInfo
@@ -76,7 +76,7 @@ class Fetches:
         is_crowded = len(keys) + self._by_bucket.total() > self._requests_max
         fetches: list[Fetch] = []
         for start, part in in_parts(keys):
-            await others(start)
+            await let_others_run(start)
             fetches += [
                 self._fetch(bucket, key, at, layout, is_crowded=is_crowded) for at, key in enumerate(part, start)
             ]

@@ -46,14 +46,14 @@ from storage_server.store.index.transaction import Transaction
 from storage_server.store.objects import check_size
 from storage_server.store.rows import StoredObject
 from storage_server.upstream.cached_read import healing
-from storage_server.upstream.chunk_names import is_chunk, is_chunk_key
 from storage_server.upstream.chunks import UpstreamChunks
 from storage_server.upstream.fetches import Fetches
 from storage_server.upstream.key_locks import KeyLocks
-from storage_server.upstream.merged_list import dirty_after, merged
-from storage_server.upstream.proof import make_proof
 from storage_server.upstream.remote_dram import RemoteDram
 from storage_server.upstream.revalidation import PASSES, Revalidation
+from storage_server.upstream.rules.chunk_names import is_chunk, is_chunk_key
+from storage_server.upstream.rules.merged_list import dirty_after, merged
+from storage_server.upstream.rules.proof import make_proof
 from storage_server.upstream.service import HomeObjects, Service, Shown
 from storage_server.upstream.write_back import StoredBody, WriteBack, send_stored
 

@@ -22,7 +22,7 @@ from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 from storage_server.child_process import begun
-from storage_server.upstream.mooncake_commands import (
+from storage_server.upstream.rules.mooncake_commands import (
     Answer,
     Call,
     CallKind,

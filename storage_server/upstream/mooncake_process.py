@@ -17,7 +17,7 @@ from storage_server.child_process import child_environment, spawned
 from storage_server.memory_area import SharedArea
 from storage_server.planning.area_span import area_spans
 from storage_server.settings import RemoteDramSettings
-from storage_server.upstream.mooncake_commands import (
+from storage_server.upstream.rules.mooncake_commands import (
     KEYS_MAX,
     LINE_BYTES_MAX,
     Answer,

@@ -32,7 +32,7 @@ from storage_server.store.index.reading import resolve_range
 from storage_server.store.objects import check_size
 from storage_server.upstream.bulk_reads import Into
 from storage_server.upstream.connection import Answer, Upstream
-from storage_server.upstream.headers import (
+from storage_server.upstream.rules.headers import (
     TAGGING_COUNT,
     attribute_headers,
     put_time,
@@ -41,10 +41,10 @@ from storage_server.upstream.headers import (
     source_headers,
     write_headers,
 )
-from storage_server.upstream.lifecycle import lifecycle_document, lifecycle_rules
-from storage_server.upstream.merged_list import AFTER_PREFIX
-from storage_server.upstream.proof import HEADER, Proof, parse_proof
-from storage_server.upstream.refusals import unreachable
+from storage_server.upstream.rules.lifecycle import lifecycle_document, lifecycle_rules
+from storage_server.upstream.rules.merged_list import AFTER_PREFIX
+from storage_server.upstream.rules.proof import HEADER, Proof, parse_proof
+from storage_server.upstream.rules.refusals import unreachable
 from storage_server.upstream.service import Sent
 
 

@@ -22,7 +22,7 @@ from storage_server.store.data.disk import Disk
 from storage_server.store.data.io_threads import IoThreads
 from storage_server.store.data.segments import ExtentWriter
 from storage_server.upstream.bulk_reads import Into
-from storage_server.upstream.proof import Proof
+from storage_server.upstream.rules.proof import Proof
 from storage_server.upstream.service import HomeObjects
 
 STEP_BYTES = MIB

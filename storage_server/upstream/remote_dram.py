@@ -24,7 +24,7 @@ from storage_server.settings import RemoteDramSettings
 from storage_server.upstream import mooncake_process
 from storage_server.upstream.key_locks import Name
 from storage_server.upstream.mooncake_process import MooncakeClient
-from storage_server.upstream.remote_entry import ENTRY_BYTES, RemoteEntry, decode_entry, encode_entry
+from storage_server.upstream.rules.remote_entry import ENTRY_BYTES, RemoteEntry, decode_entry, encode_entry
 
 TURN_WAIT_S = 1.0
 """So long a fetch waits until others have been read; then home is asked."""

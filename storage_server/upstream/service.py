@@ -13,7 +13,7 @@ from typing import NamedTuple, Protocol
 from descriptors.objects import PutRequest, ReadHead, ReadRequest
 from descriptors.storage_api import Body, ObjectsApi, Piece, UploadsApi
 from storage_server.upstream.bulk_reads import Into
-from storage_server.upstream.proof import Proof
+from storage_server.upstream.rules.proof import Proof
 
 
 @dataclass(frozen=True, slots=True)

@@ -27,8 +27,8 @@ from descriptors.objects import (
 from descriptors.storage_api import Body
 from storage_server.store.uploads import check_part
 from storage_server.upstream.connection import Upstream
-from storage_server.upstream.headers import attribute_headers, put_time, source_headers, write_headers
 from storage_server.upstream.objects import UpstreamObjects, checksum_of
+from storage_server.upstream.rules.headers import attribute_headers, put_time, source_headers, write_headers
 
 
 class UpstreamUploads:

@@ -24,7 +24,7 @@ from storage_server.store.index import queries, transaction
 from storage_server.store.index.transaction import Transaction
 from storage_server.store.rows import StoredPart
 from storage_server.upstream.key_locks import KeyLocks, Name
-from storage_server.upstream.proof import Proof, make_proof
+from storage_server.upstream.rules.proof import Proof, make_proof
 from storage_server.upstream.sent_body import CheckedBody
 from storage_server.upstream.service import HomeObjects, Sent
 

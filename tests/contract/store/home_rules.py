@@ -15,7 +15,7 @@ from descriptors.errors import CallerError, ErrorCode, ObjectCacheError
 from descriptors.objects import PutRequest, RangeSpec, ReadRequest
 from storage_server.planning.block_checksums import BLOCK_BYTES, BlockChecksums
 from storage_server.upstream.bulk_reads import Into
-from storage_server.upstream.proof import make_proof, proved_bytes
+from storage_server.upstream.rules.proof import make_proof, proved_bytes
 from storage_server.upstream.service import HomeObjects, Sent
 from tests.support.chunks import BytesBody
 from tests.support.store_bed import content

@@ -19,12 +19,12 @@ from storage_server.planning.block_checksums import BLOCK_BYTES
 from storage_server.settings import StorageSettings
 from storage_server.store.embedded import EmbeddedStore
 from storage_server.upstream import turns as turns_module
-from storage_server.upstream.chunk_names import is_chunk_key
 from storage_server.upstream.fetches import Fetches
-from storage_server.upstream.groups import GROUP_BYTES_MAX, SPLIT_BYTES_MIN, group_ends
 from storage_server.upstream.key_locks import KeyLocks
-from storage_server.upstream.lifecycle import lifecycle_document, lifecycle_rules
-from storage_server.upstream.refusals import refusal
+from storage_server.upstream.rules.chunk_names import is_chunk_key
+from storage_server.upstream.rules.groups import GROUP_BYTES_MAX, SPLIT_BYTES_MIN, group_ends
+from storage_server.upstream.rules.lifecycle import lifecycle_document, lifecycle_rules
+from storage_server.upstream.rules.refusals import refusal
 from storage_server.upstream.sent_body import HELD_BYTES_MAX, SentBody, checked_if_small
 from storage_server.upstream.turns import Turns
 from tests.support.chunks import BytesBody

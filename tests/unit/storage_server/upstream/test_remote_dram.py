@@ -20,9 +20,9 @@ from storage_server.settings import RemoteDramSettings, UpstreamSettings
 from storage_server.upstream import mooncake_process
 from storage_server.upstream import remote_dram as module
 from storage_server.upstream.mooncake_process import RemoteDramError
-from storage_server.upstream.proof import make_proof
 from storage_server.upstream.remote_dram import RemoteDram
-from storage_server.upstream.remote_entry import ENTRY_BYTES, RemoteEntry, decode_entry, encode_entry
+from storage_server.upstream.rules.proof import make_proof
+from storage_server.upstream.rules.remote_entry import ENTRY_BYTES, RemoteEntry, decode_entry, encode_entry
 from tests.support.played_mooncake import NO_MASTER, PlayedMooncake
 
 SETTINGS = RemoteDramSettings("mooncake://127.0.0.1:1")

@@ -22,7 +22,7 @@ from descriptors.objects import (
     ReadHead,
     ReadRequest,
 )
-from storage_server.upstream.proof import HEADER as PROOF_HEADER
+from storage_server.upstream.rules.proof import HEADER as PROOF_HEADER
 
 CONTENT_HEADERS = (
     "content-type",

@@ -16,7 +16,7 @@ from awscrt.checksums import crc32c
 
 from descriptors.objects import ObjectInfo
 from storage_server.store.rows import object_attributes, stored_object
-from storage_server.upstream.proof import Proof, parse_proof
+from storage_server.upstream.rules.proof import Proof, parse_proof
 
 ENTRY_BYTES = 8192
 _HEAD = struct.Struct("<II")

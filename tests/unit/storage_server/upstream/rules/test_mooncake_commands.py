@@ -9,7 +9,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from storage_server.planning.area_span import AreaSpan
-from storage_server.upstream.mooncake_commands import (
+from storage_server.upstream.mooncake_engine import NOT_FOUND, Engine
+from storage_server.upstream.rules.mooncake_commands import (
     LINE_BYTES_MAX,
     REASON_CHARACTERS_MAX,
     Answer,
@@ -23,7 +24,6 @@ from storage_server.upstream.mooncake_commands import (
     encode_call,
     encode_join,
 )
-from storage_server.upstream.mooncake_engine import NOT_FOUND, Engine
 
 
 def test_calls_and_answers_come_out_as_they_went_in() -> None:

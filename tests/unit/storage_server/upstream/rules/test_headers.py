@@ -7,7 +7,7 @@ import pytest
 from descriptors.conditions import ReadCondition, WriteCondition
 from descriptors.errors import ErrorCode, ServerError
 from descriptors.objects import Attributes, ByteRange, ChecksumType, RangeSpec, ReadRequest
-from storage_server.upstream.headers import (
+from storage_server.upstream.rules.headers import (
     attribute_headers,
     is_md5,
     object_info,

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from descriptors.objects import ListPage, ListRequest, ObjectInfo
 from storage_server.store.index.listing import list_page
-from storage_server.upstream.merged_list import AFTER_PREFIX, dirty_after, merged
+from storage_server.upstream.rules.merged_list import AFTER_PREFIX, dirty_after, merged
 
 KEYS = st.lists(st.text("ab/", min_size=1, max_size=4), max_size=12, unique=True)
 

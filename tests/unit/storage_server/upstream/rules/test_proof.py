@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from storage_server.planning.block_checksums import BLOCK_BYTES, BlockChecksums
-from storage_server.upstream.proof import HEADER, PROOF_WORDS_MAX, make_proof, parse_proof, proved_bytes
+from storage_server.upstream.rules.proof import HEADER, PROOF_WORDS_MAX, make_proof, parse_proof, proved_bytes
 
 LONG = BLOCK_BYTES * PROOF_WORDS_MAX * 2 + 5 * BLOCK_BYTES + 77
 
