@@ -21,8 +21,10 @@ import psutil
 import pytest
 
 from adapters.nixl_memory import Memory
+from adapters.nixl_metadata import agent_name
 from descriptors.descriptor import Delivery
 from descriptors.errors import ErrorCode, ObjectCacheError
+from nixl_client.transports.ucx import NixlThread
 from storage_server.memory_area import SharedArea
 from storage_server.transport import ucx_process
 from storage_server.transport.ucx_commands import (
@@ -268,3 +270,46 @@ async def test_a_process_that_says_what_it_should_not_is_ended(monkeypatch: pyte
         assert process.pid != first
     finally:
         await process.stop()
+
+
+async def test_a_peer_whose_registration_is_cancelled_is_forgotten(tmp_path: Path) -> None:
+    """It would stay for ever: nobody knows of it, so nobody removes it."""
+    area = SharedArea(4096)
+    process = UcxProcess([area], "lo", lambda: None)
+    await process.start()
+    receiver = await asyncio.to_thread(NixlThread)
+    buffer = np.zeros(4096, dtype=np.uint8)
+    memory = Memory(int(buffer.ctypes.data), buffer.nbytes)
+    registration = receiver.register(memory)
+    metadata = receiver.metadata()
+    name = agent_name(metadata)
+
+    async def is_known() -> bool:
+        ended: asyncio.Future[object] = asyncio.get_running_loop().create_future()
+        process.write(name, np.array([[area.address, 64]]), memory, None, lambda _, failure: ended.set_result(failure))
+        return await asyncio.wait_for(ended, 60) is None
+
+    try:
+        assert not await is_known()
+        await process.add_peer(name, metadata, [memory])
+        receiver.listen("0" * 32, lambda _: None)  # so that its thread polls, and the write ends
+        assert await is_known()
+        await process.remove_peer(name)
+        assert process.pid is not None
+        os.kill(process.pid, signal.SIGSTOP)  # so that the peer is being added for a while
+        adding = asyncio.create_task(process.add_peer(name, metadata, [memory]))
+        for _ in range(3):  # the task begins, and gives the command
+            await asyncio.sleep(0)
+        assert process.in_flight_count == 1
+        adding.cancel()
+        await asyncio.sleep(0)
+        assert not adding.done()
+        os.kill(process.pid, signal.SIGCONT)
+        with pytest.raises(asyncio.CancelledError):
+            await asyncio.wait_for(adding, 60)
+        assert not await is_known()
+        assert process.start_count == 1
+    finally:
+        await process.stop()
+        receiver.deregister(registration)
+        receiver.stop()

@@ -48,18 +48,19 @@ class Door:
     """Opens one-sided transfers, which hang: each move stays under way until it is cancelled."""
 
     def __init__(self) -> None:
-        self.open_count = 0
+        self._opened = asyncio.Semaphore(0)
 
     @contextlib.asynccontextmanager
     async def open(self) -> AsyncIterator[Any]:
-        self.open_count += 1
+        self._opened.release()
         await asyncio.Event().wait()
         yield None
 
     async def opened(self, count: int) -> None:
+        """Wait for so many more."""
         async with asyncio.timeout(30):
-            while self.open_count < count:
-                await asyncio.sleep(0)
+            for _ in range(count):
+                await self._opened.acquire()
 
 
 Move = Callable[[ObjectMoves, str, Any], Awaitable[Any]]
@@ -87,11 +88,11 @@ async def test_one_access_key_gets_half_of_the_places(tmp_path: Path, move: Move
         held = [tasks.create_task(_run(move, moves, "greedy", door)) for _ in range(2)]
         await door.opened(2)
         with pytest.raises(ServerError) as refused:
-            async with asyncio.timeout(30):
+            async with asyncio.timeout(10):
                 await move(moves, "greedy", door.open)
         assert refused.value.code is ErrorCode.SLOW_DOWN
         held.append(tasks.create_task(_run(move, moves, "modest", door)))
-        await door.opened(3)
+        await door.opened(1)
         assert moves.active_count == 3
         for task in held:
             task.cancel()
