@@ -172,7 +172,11 @@ def _require_keys(keys: tuple[str, ...]) -> None:
 
 
 def key_bytes(key: str) -> int:
-    """The length of a key in UTF-8, or 0 for an invalid key: lone surrogates have no UTF-8 form, and NUL is refused."""
+    """The length of a key in UTF-8, or 0 for an invalid key: lone surrogates have no UTF-8 form, and NUL is refused. A
+    key of more characters than a key may have bytes is not encoded: its characters are counted.
+    """
+    if len(key) > OBJECT_KEY_BYTES_MAX:
+        return len(key)
     if "\0" in key:
         return 0
     if key.isascii():

@@ -79,7 +79,7 @@ class Call:
 
     async def document(self, parse: Callable[[bytes], _T], nbytes_max: int) -> _T:
         """Read a small body whole, check every digest that the request gives, and parse it. Its memory counts in the
-        gateway's budget for documents. A large document is parsed in a thread.
+        gateway's budget for documents. A large document is checked and parsed in a thread.
 
         Raises CallerError: EntityTooLarge, XAmzContentSHA256Mismatch, BadDigest, RequestTimeout, and what `upload` and
         its body raise; ServerError(SlowDown); what `parse` raises.
@@ -97,10 +97,14 @@ class Call:
                     self.documents.take(self.claim.access_key, len(piece))
                     held_bytes += len(piece)
                     data += piece
-            whole = bytes(data)
+            whole, digests = bytes(data), body.digests()
             del data
-            check_digests(whole, plan.checksum, body.digests())
-            return await parsed(parse, whole)
+
+            def proved(document: bytes) -> _T:
+                check_digests(document, plan.checksum, digests)
+                return parse(document)
+
+            return await parsed(proved, whole)
         except TimeoutError:
             problem = f"the body did not arrive completely within {self.settings.document_timeout_s:g} s"
             raise CallerError(ErrorCode.REQUEST_TIMEOUT, problem, field="body") from None

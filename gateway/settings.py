@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from adapters.deadlines import ConnectionLimits
 from descriptors.descriptor import DESCRIPTOR_BYTES_MAX
@@ -44,6 +44,19 @@ class GatewaySettings:
         """The limits of each connection."""
         return ConnectionLimits(
             self.header_timeout_s, self.keepalive_timeout_s, self.send_idle_timeout_s, self.connections_max
+        )
+
+    def share_of(self, gateway_count: int) -> GatewaySettings:
+        """The settings of one of `gateway_count` gateways that share one port: a part of the connections and of the
+        memory for documents, so that all gateways together allow as much as these settings say. A share has room for
+        one document of the greatest size, and for one connection.
+        """
+        key_bytes = max(DESCRIPTOR_BYTES_MAX, self.document_key_bytes // gateway_count)
+        return replace(
+            self,
+            connections_max=max(1, self.connections_max // gateway_count),
+            document_key_bytes=key_bytes,
+            document_bytes=max(key_bytes, self.document_bytes // gateway_count),
         )
 
     def __post_init__(self) -> None:

@@ -14,7 +14,7 @@ import uuid
 from collections.abc import AsyncIterator, Callable, Coroutine, Iterable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import replace
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 import numpy.typing as npt
@@ -38,6 +38,7 @@ from nixl_client.transports.transport import HTTP_CONNECTIONS_MAX, Transport
 
 FETCHES_MAX = 64
 PUT_THREADS = 8
+_T = TypeVar("_T")
 _log = logging.getLogger(__name__)
 __all__ = ["ObjectCacheClient", "Transport"]
 
@@ -262,20 +263,30 @@ class ObjectCacheClient:
         finally:
             await _to_end(asyncio.to_thread(fetch.cancel))
 
-    async def put_chunks_async(self, chunk_keys: Sequence[str], chunks: Sequence[Any]) -> None:
+    async def put_chunks_async(
+        self, chunk_keys: Sequence[str], chunks: Sequence[Any], *, timeout_s: float | None = None
+    ) -> None:
         """`put_chunks` for event loops."""
-        await asyncio.get_running_loop().run_in_executor(self._waiters, self.put_chunks, chunk_keys, chunks)
+        await self._in_thread(lambda: self.put_chunks(chunk_keys, chunks, timeout_s=timeout_s))
 
-    async def lookup_async(self, chunk_keys: Sequence[str], lease_s: float = 0.0) -> int:
+    async def delete_async(self, chunk_keys: Sequence[str], *, timeout_s: float | None = None) -> None:
+        """`delete` for event loops."""
+        await self._in_thread(lambda: self.delete(chunk_keys, timeout_s=timeout_s))
+
+    async def lookup_async(
+        self, chunk_keys: Sequence[str], lease_s: float = 0.0, *, timeout_s: float | None = None
+    ) -> int:
         """`lookup` for event loops."""
-        return await asyncio.get_running_loop().run_in_executor(self._waiters, self.lookup, chunk_keys, lease_s)
+        return await self._in_thread(lambda: self.lookup(chunk_keys, lease_s, timeout_s=timeout_s))
 
     async def advise_async(
-        self, chunk_keys: Sequence[str], compute: AdviceRequest, lease_s: float = 0.0
+        self, chunk_keys: Sequence[str], compute: AdviceRequest, lease_s: float = 0.0, *, timeout_s: float | None = None
     ) -> tuple[int, Advice]:
         """`advise` for event loops."""
-        loop = asyncio.get_running_loop()
-        return await loop.run_in_executor(self._waiters, self.advise, chunk_keys, compute, lease_s)
+        return await self._in_thread(lambda: self.advise(chunk_keys, compute, lease_s, timeout_s=timeout_s))
+
+    async def _in_thread(self, call: Callable[[], _T]) -> _T:
+        return await asyncio.get_running_loop().run_in_executor(self._waiters, call)
 
     @property
     def objects(self) -> ObjectPaths:

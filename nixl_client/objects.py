@@ -70,6 +70,7 @@ class _Move:
     request_id: str
     registered: Registered | None
     began_s: float
+    timeout_s: float
 
     def result(self, nbytes: int, path: Path, headers: Mapping[str, str], body_s: float = 0.0) -> ObjectMoved:
         timing = split_time(time.monotonic() - self.began_s, headers, body_s)
@@ -85,7 +86,7 @@ class BufferInUseError(ServerError):
 
 class ObjectPaths:
     """Objects of one bucket. `register` makes a buffer known to the server and keeps it referenced; doing so again
-    changes nothing.
+    changes nothing. `timeout_s` bounds each wait for the gateway; a call may take another bound in its own `timeout_s`.
     """
 
     def __init__(self, http: SignedHttp, bucket: str, register: Callable[[Any], Registered], timeout_s: float) -> None:
@@ -103,6 +104,7 @@ class ObjectPaths:
         length: int | None = None,
         path: Path | str = Path.DIRECT,
         byte_range: tuple[int, int] | None = None,
+        timeout_s: float | None = None,
     ) -> ObjectMoved:
         """Get an object, or its bytes from the first to the last of `byte_range`, into at most `length` bytes (the
         rest of the buffer) from `offset` on. Raises ValueError where that is outside the buffer, or a body is longer.
@@ -110,10 +112,10 @@ class ObjectPaths:
         path, target = enum_member(Path, path, "path"), as_buffer(buffer)
         length = _checked_length(target, offset, length)
         headers = {} if byte_range is None else {"Range": f"bytes={byte_range[0]}-{byte_range[1]}"}
-        move = self._begin(path, buffer)
+        move = self._begin(path, buffer, timeout_s)
         if path is Path.TCP:
             named = {**headers, REQUEST_ID_HEADER: move.request_id}
-            stream = self._http.stream("GET", self._path_of(key), timeout_s=self._timeout_s, headers=named)
+            stream = self._http.stream("GET", self._path_of(key), timeout_s=move.timeout_s, headers=named)
         else:
             stream = self._with_token("GET", key, headers, move, offset, length, path)
         body_s = 0.0
@@ -137,17 +139,18 @@ class ObjectPaths:
         length: int | None = None,
         path: Path | str = Path.DIRECT,
         headers: Mapping[str, str] | None = None,
+        timeout_s: float | None = None,
     ) -> ObjectMoved:
         """Store `length` bytes (the rest of the buffer) from `offset` on. `headers` are those of any PUT; Content-MD5
         and checksums are the object's. Raises ValueError where that is outside the buffer.
         """
         path, target = enum_member(Path, path, "path"), as_buffer(buffer)
         length = _checked_length(target, offset, length)
-        move = self._begin(path, buffer)
+        move = self._begin(path, buffer, timeout_s)
         if path is Path.TCP:
             body = target.host_view()[offset : offset + length]
             named = {**(headers or {}), REQUEST_ID_HEADER: move.request_id}
-            answer = self._http.request("PUT", self._path_of(key), None, body, self._timeout_s, named)
+            answer = self._http.request("PUT", self._path_of(key), None, body, move.timeout_s, named)
             return move.result(length, path, answer.headers)
         stream = self._with_token("PUT", key, headers or {}, move, offset, length, path)
         stream.close()
@@ -163,6 +166,7 @@ class ObjectPaths:
         *,
         offset: int = 0,
         delivery: Delivery | str = Delivery.CHUNK_MAJOR,
+        timeout_s: float | None = None,
     ) -> list[str]:
         """Store chunks that lie in the buffer chunk after chunk (S3RDMA Batch) or layer after layer (S3RDMA Agg), in
         one request; their ETags. Raises the error of the first chunk that was not stored, with its index; the others
@@ -184,7 +188,7 @@ class ObjectPaths:
                 request_id=request_id,
             )
             body = encode_binary(descriptor)
-            return self._http.request("PUT", f"/{self._bucket}", {"layerwise": ""}, body, self._timeout_s)
+            return self._http.request("PUT", f"/{self._bucket}", {"layerwise": ""}, body, timeout_s or self._timeout_s)
 
         puts = self._send_past_http(registered, request_id, send).json()["chunks"]
         for index, put in enumerate(puts):
@@ -202,13 +206,13 @@ class ObjectPaths:
         def send(agent_id: str) -> Stream:
             token = RdmaToken(agent_id, region_id, offset, length, move.request_id, _TOKEN_PATHS[path])
             with_token = {**headers, TOKEN_HEADER: encode_token(token)}
-            return self._http.stream(method, self._path_of(key), timeout_s=self._timeout_s, headers=with_token)
+            return self._http.stream(method, self._path_of(key), timeout_s=move.timeout_s, headers=with_token)
 
         return self._send_past_http(move.registered, move.request_id, send)
 
-    def _begin(self, path: Path, buffer: Any) -> _Move:
+    def _begin(self, path: Path, buffer: Any, timeout_s: float | None) -> _Move:
         registered = None if path is Path.TCP else self._register(buffer)
-        return _Move(uuid.uuid4().hex, registered, time.monotonic())
+        return _Move(uuid.uuid4().hex, registered, time.monotonic(), timeout_s or self._timeout_s)
 
     def _send_past_http(self, registered: Registered, request_id: str, send: Callable[[str], _T]) -> _T:
         """Send a request whose bytes go past HTTP; its answer comes when they have. Our side is polled meanwhile: over

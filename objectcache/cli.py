@@ -170,6 +170,7 @@ def _add_worker(commands: _Commands, logs: argparse.ArgumentParser) -> None:
     worker = commands.add_parser("worker", parents=[logs])
     worker.add_argument("--data", type=Path, required=True)
     worker.add_argument("--socket", type=Path, required=True)
+    worker.add_argument("--workers", type=int, required=True)
     worker.add_argument("--upstream")
     worker.add_argument("--peer-secret-file", type=Path, required=True)
     _add_listen(worker)
@@ -304,7 +305,7 @@ def _serve(options: argparse.Namespace) -> int:
     def worker_command(port: int, socket_path: Path) -> list[str]:
         command = [sys.executable, "-m", "objectcache.cli", "--log-level", options.log_level, "worker"]
         command += ["--data", str(options.data), "--socket", str(socket_path), "--peer-secret-file", str(secret_file)]
-        command += ["--host", options.host, "--port", str(port)]
+        command += ["--host", options.host, "--port", str(port), "--workers", str(options.workers)]
         for name, value in (
             ("--config", options.config),
             ("--tls-certificate", options.tls_certificate),
@@ -333,10 +334,11 @@ def _worker(options: argparse.Namespace) -> int:
     credentials = load_credentials(config, os.environ, options.data / "credentials.json")
     listen = serve.Listen(options.host, options.port, tls=_tls(config), shares_port=True)
     settings = _with_upstream(config, options).storage_settings(options.data)
+    gateway = config.gateway_settings().share_of(options.workers)
     serve.run(
         "objectcache worker",
         lambda: serve.GatewayServer(
-            worker_storage(f"unix:{options.socket}", secret, settings), config.gateway_settings(), credentials, listen
+            worker_storage(f"unix:{options.socket}", secret, settings), gateway, credentials, listen
         ),
         until_stdin_ends=True,
     )

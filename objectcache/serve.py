@@ -79,6 +79,7 @@ class Listen:
 class Together:
     """Gateway and storage server in one process; the gateway calls the storage server directly. With `worker_command`,
     further gateways in their own processes share the port. The command gets the port and the socket of this process.
+    The limits of `gateway` are those of all `worker_count` gateways together.
     """
 
     def __init__(
@@ -97,7 +98,7 @@ class Together:
         if worker_count > 1:
             storage = replace(storage, punch_delay_s=WORKER_READ_S)
         self.storage = EmbeddedStorage(storage, disk, wrap_source, wrap_destination)
-        self._gateway = Gateway(self.storage, CredentialBook(credentials), gateway)
+        self._gateway = Gateway(self.storage, CredentialBook(credentials), gateway.share_of(worker_count))
         self._listen = replace(listen, shares_port=listen.shares_port or worker_count > 1)
         self._worker_count = worker_count
         self._worker_command = worker_command

@@ -8,14 +8,17 @@ with it all memory that a replay could write to.
 from __future__ import annotations
 
 import contextlib
+import errno
 import json
 import logging
+import math
 import os
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
 LINE_BYTES_MAX = 1024
+WARN_EVERY_S = 60.0
 _log = logging.getLogger(__name__)
 
 
@@ -38,7 +41,12 @@ class RequestIdLog:
         self._keep_s = keep_s
         self._current = 0
         self._since_s = 0.0
+        self._is_loaded = False
         self._fd = -1
+        self._flags = os.O_APPEND
+        self._is_torn = False
+        self._lost_count = 0
+        self._warned_s = -math.inf
 
     def load(self, unix_s: float) -> list[UsedId]:
         """The ids that may still be replayed at `unix_s`. Opens the log for `append`."""
@@ -46,32 +54,58 @@ class RequestIdLog:
         newest = [max((used.unix_s for used in ids), default=0.0) for ids in found]
         self._current = int(newest[1] > newest[0])
         self._since_s = min((used.unix_s for used in found[self._current]), default=unix_s)
-        self._open(os.O_APPEND)
+        self._is_loaded = True
+        try:
+            self._open()
+        except OSError as error:
+            self._warn(error, unix_s)
         return [used for ids in found for used in ids if used.unix_s > unix_s - self._keep_s]
 
     def append(self, used: UsedId) -> None:
-        """Write an id to the log. A disk error is logged only: the ids are then forgotten at a restart."""
-        if self._fd < 0:
+        """Write an id to the log. After a disk error the id is forgotten at a restart, and a warning says so, at most
+        once in WARN_EVERY_S.
+        """
+        if not self._is_loaded:
             return
-        if not 0 <= used.unix_s - self._since_s <= self._keep_s:
-            self._current, self._since_s = 1 - self._current, used.unix_s
-            self._open(os.O_TRUNC)
-        line = json.dumps([used.unix_s, used.access_key, used.request_id]) + "\n"
-        with contextlib.suppress(OSError):
-            os.write(self._fd, line.encode())
+        try:
+            self._write(used)
+        except OSError as error:
+            self._lost_count += 1
+            self._warn(error, used.unix_s)
 
     def close(self) -> None:
+        self._is_loaded = False
+        self._shut()
+
+    def _write(self, used: UsedId) -> None:
+        if not 0 <= used.unix_s - self._since_s <= self._keep_s:
+            self._current, self._since_s, self._flags = 1 - self._current, used.unix_s, os.O_TRUNC
+            self._shut()
+        if self._fd < 0:
+            self._open()
+        line = json.dumps([used.unix_s, used.access_key, used.request_id]).encode() + b"\n"
+        if self._is_torn:
+            line = b"\n" + line  # so that a torn line does not spoil this one
+        written = os.write(self._fd, line)
+        self._is_torn = written < len(line)
+        if self._is_torn:
+            raise OSError(errno.ENOSPC, f"{written} of {len(line)} bytes were written")
+
+    def _open(self) -> None:
+        flags = os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC | self._flags
+        self._fd = os.open(self._paths[self._current], flags, 0o600)
+        self._flags = os.O_APPEND
+
+    def _shut(self) -> None:
         fd, self._fd = self._fd, -1
         if fd >= 0:
             os.close(fd)
 
-    def _open(self, how: int) -> None:
-        self.close()
-        try:
-            flags = os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC | how
-            self._fd = os.open(self._paths[self._current], flags, 0o600)
-        except OSError as error:
-            _log.warning("request ids are not remembered across a restart: %s", error)
+    def _warn(self, error: OSError, unix_s: float) -> None:
+        if 0 <= unix_s - self._warned_s < WARN_EVERY_S:
+            return
+        self._warned_s = unix_s
+        _log.warning("request ids are not remembered across a restart (%d so far): %s", self._lost_count, error)
 
 
 def _read(path: Path) -> Iterator[UsedId]:

@@ -15,10 +15,15 @@ DEPTH_MAX = 16
 ELEMENTS_MAX = 80_000
 """The most elements: enough for 10,000 parts with every field that S3 knows."""
 MARKUP_BYTES_MAX = 65_536
-"""The most bytes of a tag with the text after it. No field of S3 is nearly as long. The reason: expat handles a tag
-with a million attributes in one step that nothing can interrupt.
+"""The most bytes of a tag with the text after it, and of all comments and processing instructions together. No field of
+S3 is nearly as long. The reason: expat handles a tag with a million attributes, or a comment of 8 MiB, in one step that
+nothing can interrupt.
 """
 _LONG_MARKUP = re.compile(rb"<[^<]{%d}" % MARKUP_BYTES_MAX)
+_UNSEEN = ((b"<!--", b"-->"), (b"<?", b"?>"))
+"""Comments and processing instructions: markup that calls no handler."""
+_SECTION = b"<![CDATA["
+_DOCTYPE = b"<!DOCTYPE"
 
 
 @dataclass(slots=True)
@@ -74,16 +79,14 @@ class Node:
 
 def parse_tree(data: bytes, root: str) -> Node:
     """The document's root, which must be named `root`. Raises CallerError(MalformedXML)."""
-    if _LONG_MARKUP.search(data):
-        raise malformed(f"a tag and the text after it have at most {MARKUP_BYTES_MAX} bytes")
+    _refuse_long_steps(data)
     builder = _Builder(root)
     parser = expat.ParserCreate(encoding="UTF-8")
     parser.buffer_text = True
-    parser.buffer_size = 1 << 20
+    parser.buffer_size = MARKUP_BYTES_MAX
     parser.StartElementHandler = builder.start
     parser.EndElementHandler = builder.end
     parser.CharacterDataHandler = builder.characters
-    parser.StartDoctypeDeclHandler = builder.refuse_doctype
     try:
         parser.Parse(data, True)
     except expat.ExpatError as error:
@@ -94,6 +97,28 @@ def parse_tree(data: bytes, root: str) -> Node:
 def malformed(problem: str) -> CallerError:
     """The error for XML that S3's schema does not allow."""
     return CallerError(ErrorCode.MALFORMED_XML, problem, field="body")
+
+
+def _refuse_long_steps(data: bytes) -> None:
+    """Measure the document before it is parsed. Between two calls of our handlers, where other threads get their turn,
+    expat then handles a small part of it only. Raises CallerError(MalformedXML).
+    """
+    if _DOCTYPE in data:
+        raise malformed("a document type is not allowed")
+    if _LONG_MARKUP.search(data):
+        raise malformed(f"a tag and the text after it have at most {MARKUP_BYTES_MAX} bytes")
+    if data.count(_SECTION) > ELEMENTS_MAX:
+        raise malformed("the document is too large")
+    unseen_bytes = 0
+    for opening, closing in _UNSEEN:
+        at = data.find(opening)
+        while at >= 0:
+            inside = at + len(opening)
+            end = data.find(closing, inside)
+            unseen_bytes += (len(data) if end < 0 else end) - at
+            if unseen_bytes > MARKUP_BYTES_MAX:
+                raise malformed(f"comments have at most {MARKUP_BYTES_MAX} bytes")
+            at = data.find(opening, inside)  # not behind `end`: the first may be no comment, in a CDATA section
 
 
 class _Builder:
@@ -123,9 +148,6 @@ class _Builder:
         wider character.
         """
         self._texts[-1].append(text)
-
-    def refuse_doctype(self, *_: object) -> None:
-        raise malformed("a document type is not allowed")
 
 
 def _local(name: str) -> str:

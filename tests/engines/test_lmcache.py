@@ -9,6 +9,7 @@ import itertools
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from pathlib import Path
 
 import pytest
 
@@ -165,3 +166,40 @@ def test_a_killed_store_is_a_miss_and_a_new_one_is_used(bench: Bench) -> None:
     bench.restart()
     time.sleep(RETRY_S)
     assert bench.got(seed) == 6
+
+
+LINK_BYTES_PER_S = 1e6
+"""A chunk of one rank takes 12 ms, a chunk of both 25 ms."""
+
+
+@pytest.mark.parametrize(
+    ("token_us", "worth"),
+    [({"in-process": 300, "multiprocess": 1100}, 0), ({"in-process": 5000, "multiprocess": 5000}, 6)],
+    ids=["computed sooner", "loaded sooner"],
+)
+@pytest.mark.parametrize("mode", ["in-process", "multiprocess"])
+def test_only_what_is_worth_loading_counts_as_stored(
+    tmp_path: Path, mode: str, token_us: dict[str, int], worth: int
+) -> None:
+    """In the server's mode both ranks are weighed together: by itself each would be worth loading at 1,100 us."""
+    config = f"[scheduler]\nlink_bytes_per_s = {LINK_BYTES_PER_S}\n"
+    with running_store(tmp_path / "store", config=config) as store:
+        costs = {"prefill_token_us": token_us[mode], "chunk_tokens": CHUNK_TOKENS}
+        plugin = {**PLUGIN, "endpoint": store.endpoint, "load_timeout_s": 30.0, **costs}
+        with lmcache(mode, tmp_path / "log", plugin=plugin, config={"blocking_timeout_secs": 60}) as cache:
+            seed = next(_seeds)
+            cache.put(seed, 6 * CHUNK_TOKENS)
+            cache.forget()
+            assert cache.get(seed, 6 * CHUNK_TOKENS) == worth * CHUNK_TOKENS
+            counters = cache.counters()
+            ranks = 1 if mode == "in-process" else 2
+            assert counters["matched_chunks"] == 6 * ranks
+            assert counters["advised_against_chunks"] == (6 - worth) * ranks
+            cache.close()
+
+
+def test_costs_without_the_tokens_of_a_chunk_are_an_error_of_the_l2_adapter(tmp_path: Path) -> None:
+    """LMCache does not tell it, and nothing would be advised without a word."""
+    plugin = {**PLUGIN, "endpoint": "http://127.0.0.1:9", "prefill_token_us": 100.0}
+    with pytest.raises(AssertionError, match="chunk_tokens"), lmcache("multiprocess", tmp_path / "log", plugin=plugin):
+        pass

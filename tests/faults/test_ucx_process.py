@@ -5,12 +5,14 @@ that were named, without credentials, and replaced when it ends.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import os
 import signal
 import socket
 import subprocess
 import sys
 import time
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -19,8 +21,10 @@ import psutil
 import pytest
 
 from adapters.nixl_memory import Memory
+from adapters.nixl_metadata import agent_name
 from descriptors.descriptor import Delivery
 from descriptors.errors import ErrorCode, ObjectCacheError
+from nixl_client.transports.ucx import NixlThread
 from storage_server.memory_area import SharedArea
 from storage_server.transport import ucx_process
 from storage_server.transport.ucx_commands import (
@@ -31,6 +35,7 @@ from storage_server.transport.ucx_process import UcxProcess
 from tests.support.chunks import LAYOUT, N, make_chunks
 from tests.support.requests import OWNER, request
 from tests.support.servers import CONFIG, LocalStack, Stack, eventually, stack, started
+from tests.support.ucx_handshake import captured, put_frame
 
 
 def listeners_of(pid: int) -> set[str]:
@@ -87,8 +92,8 @@ def test_the_client_listens_where_it_reaches_the_server(local: LocalStack, keys:
     with local.client("chunks", "ucx") as client:
         client.register_buffer(np.zeros(4096, dtype=np.uint8))
         now = psutil.Process().net_connections("tcp")
-        made = {entry.laddr.ip for entry in now if entry.status == "LISTEN"} - {ip for ip, _ in before}
-        assert made <= {"127.0.0.1"}
+        made = {(entry.laddr.ip, entry.laddr.port) for entry in now if entry.status == "LISTEN"} - before
+        assert {ip for ip, _ in made} == {"127.0.0.1"}
         assert "UCX_NET_DEVICES" not in os.environ
 
 
@@ -135,21 +140,19 @@ def test_a_process_that_hangs_is_replaced(local: LocalStack, keys: list[str], mo
     assert buffer.tobytes() == make_chunks(N, LAYOUT)[1].tobytes()
 
 
-@pytest.mark.parametrize("garbage", [b"\0" * 64, b"\xff" * 4096, b"GET / HTTP/1.1\r\n\r\n", bytes(range(256)) * 64])
-def test_strangers_at_its_listeners_cost_ucx_at_most(tmp_path: Path, garbage: bytes) -> None:
-    """Whatever a process without a key sends there: the server goes on, and so does ucx."""
+@contextlib.contextmanager
+def unharmed(directory: Path) -> Iterator[Stack]:
+    """A server whose ucx listeners strangers talk to. Afterwards it is the same process and serves as before: http at
+    once, ucx when its process has come back.
+    """
     keys, chunks = make_chunks(3, LAYOUT)
-    with stack("together", tmp_path, CONFIG) as running:
+    with stack("together", directory, CONFIG) as running:
         running.s3().create_bucket(Bucket="chunks")
         with running.client("chunks", "http") as client:
             client.put_chunks(keys, list(chunks))
         assert fetched(running, keys) == chunks.tobytes()
-        for child in ucx_children(running.storage_pid).values():
-            ports = [entry.laddr for entry in child.net_connections("tcp") if entry.status == "LISTEN"]
-            for address in ports:
-                with socket.create_connection(tuple(address), timeout=5) as stranger:
-                    stranger.sendall(garbage)
-                    time.sleep(0.1)
+        yield running
+        assert running.processes[0].poll() is None
         assert fetched(running, keys, "http") == chunks.tobytes()
 
         def again() -> bool:
@@ -159,6 +162,58 @@ def test_strangers_at_its_listeners_cost_ucx_at_most(tmp_path: Path, garbage: by
                 return False
 
         assert eventually(again)
+
+
+def send_to_listeners(running: Stack, data: bytes) -> int:
+    """Send these bytes to every ucx listener of the server; the number of listeners."""
+    count = 0
+    for child in ucx_children(running.storage_pid).values():
+        for address in [entry.laddr for entry in child.net_connections("tcp") if entry.status == "LISTEN"]:
+            with contextlib.suppress(ConnectionError), socket.create_connection(tuple(address), timeout=5) as stranger:
+                stranger.sendall(data)
+                time.sleep(0.1)
+            count += 1
+    return count
+
+
+@pytest.mark.parametrize("garbage", [b"\0" * 64, b"\xff" * 4096, b"GET / HTTP/1.1\r\n\r\n", bytes(range(256)) * 64])
+def test_strangers_at_its_listeners_cost_ucx_at_most(tmp_path: Path, garbage: bytes) -> None:
+    """Whatever a process without a key sends there: the server goes on, and so does ucx."""
+    with unharmed(tmp_path) as running:
+        assert send_to_listeners(running, garbage) == 2
+
+
+@pytest.fixture(scope="module")
+def handshake() -> list[bytes]:
+    """The pieces that a real client sends."""
+    return captured()
+
+
+@pytest.mark.parametrize("attack", ["garbage", "put", "put at nothing", "replay", "replay with other lengths"])
+def test_strangers_that_begin_as_a_client_does_cost_ucx_at_most(
+    tmp_path: Path, handshake: list[bytes], attack: str
+) -> None:
+    """A handshake and one PUT frame wrote anywhere into the server, and ended it with a segmentation fault."""
+    frames = {
+        "garbage": bytes(range(256)) * 16,
+        "put": put_frame(8, b"x" * 4096) * 4,
+        "put at nothing": put_frame(0x7FFF_FFFF_F000, b""),
+        "replay": b"".join(handshake[1:]),
+        "replay with other lengths": b"".join(piece[:2] + b"\xff" + piece[3:] for piece in handshake[1:]),
+    }
+    with unharmed(tmp_path) as running:
+        first = ucx_children(running.storage_pid)["ucx_engine"].pid
+        assert send_to_listeners(running, handshake[0] + frames[attack]) == 2
+        if attack == "put":  # else the frame is no attack any more, and this test shows nothing
+            assert eventually(lambda: running_engine(running) not in (None, first))
+
+
+def running_engine(running: Stack) -> int | None:
+    """The id of the process that has the ucx agent, where it runs."""
+    with contextlib.suppress(psutil.Error):
+        child = ucx_children(running.storage_pid).get("ucx_engine")
+        return None if child is None else child.pid
+    return None
 
 
 def test_the_dram_tier_is_mapped_for_reading_only_where_that_was_asked_for(tmp_path: Path) -> None:
@@ -215,3 +270,46 @@ async def test_a_process_that_says_what_it_should_not_is_ended(monkeypatch: pyte
         assert process.pid != first
     finally:
         await process.stop()
+
+
+async def test_a_peer_whose_registration_is_cancelled_is_forgotten(tmp_path: Path) -> None:
+    """It would stay for ever: nobody knows of it, so nobody removes it."""
+    area = SharedArea(4096)
+    process = UcxProcess([area], "lo", lambda: None)
+    await process.start()
+    receiver = await asyncio.to_thread(NixlThread)
+    buffer = np.zeros(4096, dtype=np.uint8)
+    memory = Memory(int(buffer.ctypes.data), buffer.nbytes)
+    registration = receiver.register(memory)
+    metadata = receiver.metadata()
+    name = agent_name(metadata)
+
+    async def is_known() -> bool:
+        ended: asyncio.Future[object] = asyncio.get_running_loop().create_future()
+        process.write(name, np.array([[area.address, 64]]), memory, None, lambda _, failure: ended.set_result(failure))
+        return await asyncio.wait_for(ended, 60) is None
+
+    try:
+        assert not await is_known()
+        await process.add_peer(name, metadata, [memory])
+        receiver.listen("0" * 32, lambda _: None)  # so that its thread polls, and the write ends
+        assert await is_known()
+        await process.remove_peer(name)
+        assert process.pid is not None
+        os.kill(process.pid, signal.SIGSTOP)  # so that the peer is being added for a while
+        adding = asyncio.create_task(process.add_peer(name, metadata, [memory]))
+        for _ in range(3):  # the task begins, and gives the command
+            await asyncio.sleep(0)
+        assert process.in_flight_count == 1
+        adding.cancel()
+        await asyncio.sleep(0)
+        assert not adding.done()
+        os.kill(process.pid, signal.SIGCONT)
+        with pytest.raises(asyncio.CancelledError):
+            await asyncio.wait_for(adding, 60)
+        assert not await is_known()
+        assert process.start_count == 1
+    finally:
+        await process.stop()
+        receiver.deregister(registration)
+        receiver.stop()

@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 
 from descriptors.errors import ErrorCode, ObjectCacheError
+from descriptors.recompute import AdviceRequest, PrefillCosts
 from nixl_client.client import ObjectCacheClient
 from nixl_client.objects import Path
 from tests.support.chunks import LAYOUT, make_chunks
@@ -97,7 +98,37 @@ def test_a_call_has_a_timeout_of_its_own() -> None:
                 lambda: client.delete(["k"], timeout_s=0.2),
                 lambda: client.put_chunks(["k"], [b"x"], timeout_s=0.2),
                 lambda: client.fetch(["k"], LAYOUT, np.zeros(120_000, np.uint8), timeout_s=0.2).wait(30),
+                lambda: client.objects.get_object("k", np.zeros(9, np.uint8), path="tcp", timeout_s=0.2),
+                lambda: client.objects.put_object("k", np.zeros(9, np.uint8), path="tcp", timeout_s=0.2),
             ):
                 with pytest.raises(ObjectCacheError):
                     call()
             assert time.monotonic() - began_s < 20
+
+
+async def test_an_asynchronous_call_has_a_timeout_of_its_own() -> None:
+    prompt = AdviceRequest(64, LAYOUT, PrefillCosts(token_us=100.0))
+    with socket.create_server(("127.0.0.1", 0)) as silent:
+        endpoint = f"http://127.0.0.1:{silent.getsockname()[1]}"
+        with ObjectCacheClient(endpoint, "b", access_key="k", secret_key="s" * 8, transport="http") as client:
+            began_s = time.monotonic()
+            for call in (
+                client.lookup_async(["k"], timeout_s=0.2),
+                client.advise_async(["k"], prompt, timeout_s=0.2),
+                client.put_chunks_async(["k"], [b"x"], timeout_s=0.2),
+                client.delete_async(["k"], timeout_s=0.2),
+            ):
+                with pytest.raises(ObjectCacheError):
+                    await call
+            assert time.monotonic() - began_s < 20
+
+
+async def test_asynchronous_calls_do_what_the_blocking_ones_do(local: LocalStack) -> None:
+    keys, chunks = make_chunks(4, LAYOUT)
+    prompt = AdviceRequest(64, LAYOUT, PrefillCosts(token_us=100.0))
+    with local.client("chunks", "http") as client:
+        await client.put_chunks_async(keys, list(chunks))
+        assert await client.lookup_async(keys) == 4
+        assert (await client.advise_async(keys, prompt))[0] == 4
+        await client.delete_async(keys[1:])
+        assert await client.lookup_async(keys) == 1

@@ -2,14 +2,22 @@
 
 from __future__ import annotations
 
+import base64
 import contextlib
+import hashlib
 import http.client
 import socket
+import threading
 import time
 from collections.abc import Iterator
+from typing import Any
 
+import pytest
+
+from gateway import call
+from gateway.s3.upload import check_digests
 from tests.support.servers import eventually
-from tests.support.small_gateway import SmallGateway, head_of, signed_headers, small_gateway
+from tests.support.small_gateway import SmallGateway, head_of, sent, signed_headers, small_gateway
 
 MIB = 1 << 20
 
@@ -57,3 +65,32 @@ def test_a_document_that_drips_is_given_up() -> None:
                     assert b"RequestTimeout" in sock.recv(65_536)
                     break
         assert time.monotonic() - began_s < 19
+
+
+def test_large_documents_are_proved_and_parsed_beside_the_event_loop(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each kind of them. The digest of 16 MiB alone would stop everybody for tens of milliseconds."""
+    threads: dict[str, int] = {}
+
+    def noted(document: bytes, *digests: Any) -> None:
+        threads[document[:9].decode()] = threading.get_ident()
+        check_digests(document, *digests)
+
+    monkeypatch.setattr(call, "check_digests", noted)
+    room = "a" * MIB
+    bodies = {
+        ("POST", "/b?layerwise"): f'{{"desc":["{room}"]}}',
+        ("POST", "/b?lookup"): f'{{"look":["{room}"]}}',
+        ("POST", "/_objectcache/agents"): f'{{"regs":["{room}"]}}',
+        ("POST", "/b?delete"): f"<Delete><Object><Key>{room}</Key></Object></Delete>",
+        ("POST", "/b/k?uploadId=u"): f"<CompleteMultipartUpload>{room}</CompleteMultipartUpload>",
+    }
+    with small_gateway() as gateway:
+        for (method, target), text in bodies.items():
+            body = text.encode()
+            named = {"Content-MD5": base64.b64encode(hashlib.md5(body).digest()).decode()}
+            headers = signed_headers(method, target, named, hashlib.sha256(body).hexdigest())
+            reply = sent(gateway.url, head_of(method, target, {**headers, "Content-Length": str(len(body))}), body)
+            assert reply.status == 400, reply
+        loop_thread = gateway.thread_id
+    assert len(threads) == len(bodies)
+    assert loop_thread not in threads.values()

@@ -100,6 +100,8 @@ class SmallGateway:
     storage: DictStorage
     server: LimitedServer
     documents: DocumentBudget
+    thread_id: int
+    """Of the thread that its event loop runs in."""
 
     @property
     def url(self) -> str:
@@ -147,7 +149,7 @@ def small_gateway(**settings: Any) -> Iterator[SmallGateway]:
     assert started.wait(10)
     try:
         port, server, documents = found[0]
-        yield SmallGateway(port, storage, server, documents)
+        yield SmallGateway(port, storage, server, documents, thread.ident or 0)
     finally:
         stop.now()
         thread.join(20)

@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import hashlib
 import re
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 
 from descriptors.descriptor import CHUNK_COUNT_MAX, NUM_LAYERS_MAX, PER_LAYER_CHUNK_BYTES_MAX
@@ -63,7 +63,7 @@ def object_name(space: ChunkSpace, chunk_hash: bytes | int) -> str:
 
 @dataclass(frozen=True, slots=True)
 class ChunkSize:
-    """A chunk's tokens, its bytes on one rank, and how many ranks load at the same time."""
+    """A chunk's tokens, its bytes in one lookup, and how many ranks load the same tokens by lookups of their own."""
 
     tokens: int
     nbytes: int
@@ -73,6 +73,13 @@ class ChunkSize:
     def layout(self) -> ChunkLayout:
         """As far as times go: a chunk comes whole, as one layer would."""
         return ChunkLayout(1, self.tokens, self.nbytes)
+
+
+def joint_size(tokens: int, shard_bytes: Iterable[int]) -> ChunkSize:
+    """The size of a chunk whose shards, one for each rank and group of layers, are looked up together: tokens count as
+    loaded when all their shards are.
+    """
+    return ChunkSize(tokens, sum(shard_bytes))
 
 
 def opaque_layout(chunk_bytes: int) -> ChunkLayout:

@@ -67,6 +67,8 @@ class ObjectCacheConnector(RemoteConnector):  # type: ignore[misc]
             raise ValueError("use_layerwise would make an object of each layer of each chunk: it is not supported")
         if config.remote_serde not in (None, "naive"):
             raise ValueError(f"remote_serde {config.remote_serde!r} is not supported, only naive")
+        if options.chunk_tokens not in (0, self._metadata.chunk_size):
+            raise ValueError(f"chunk_tokens is LMCache's chunk_size, {self._metadata.chunk_size}, or not given")
         super().__init__(config, self._metadata)
         timeout_s = min(options.load_timeout_s, BLOCKING_SHARE * config.blocking_timeout_secs)
         self._options = replace(options, load_timeout_s=timeout_s)

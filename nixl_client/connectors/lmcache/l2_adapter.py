@@ -7,6 +7,7 @@ ranks and groups of layers at once, each a prefix of its own.
 from __future__ import annotations
 
 import logging
+import math
 import threading
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -19,7 +20,7 @@ from lmcache.v1.distributed.l2_adapters.base import L2AdapterInterface
 from lmcache.v1.memory_management import MemoryObj
 from lmcache.v1.platform import create_event_notifier
 
-from nixl_client.connectors.lmcache.chunks import ChunkSpace, object_name
+from nixl_client.connectors.lmcache.chunks import ChunkSpace, joint_size, object_name
 from nixl_client.connectors.lmcache.jobs import Jobs
 from nixl_client.connectors.lmcache.options import Options
 from nixl_client.connectors.lmcache.store import ChunkStore
@@ -34,6 +35,8 @@ class ObjectCacheL2Adapter(L2AdapterInterface):  # type: ignore[misc]  # LMCache
     def __init__(self, params: Mapping[str, object], l1_memory_desc: object = None) -> None:
         super().__init__()
         self._options = Options.of(params)
+        if self._options.prefill is not None and not self._options.chunk_tokens:
+            raise ValueError("chunk_tokens is needed beside the costs of computing: it is LMCache's --chunk-size")
         self.store = ChunkStore(self._options)
         self.store.warm()
         self._jobs = Jobs(self._options.store_queue_chunks)
@@ -81,14 +84,20 @@ class ObjectCacheL2Adapter(L2AdapterInterface):  # type: ignore[misc]  # LMCache
     def submit_lookup_and_lock_task(
         self, keys: list[ObjectKey], group_layout_descs: dict[int, MemoryLayoutDesc]
     ) -> int:
-        """Look up, in one request for each rank and group; what is found is leased, which ends by itself."""
+        """Look up, in one request for each rank and group; what is found is leased, which ends by itself. Where the
+        options say what computing costs, only what is worth loading counts as found.
+        """
         layouts = {group: _layout(desc.shapes, desc.dtypes) for group, desc in group_layout_descs.items()}
+        sizes = {group: _nbytes(desc.shapes, desc.dtypes) for group, desc in group_layout_descs.items()}
 
         def work() -> Bitmap:
             found = Bitmap(len(keys))
             hits: list[ObjectKey] = []
-            for names in _by_prefix(keys, [layouts.get(key.object_group_id) for key in keys]).values():
-                for index, _ in names[: self.store.lookup([name for _, name in names])]:
+            prefixes = _by_prefix(keys, [layouts.get(key.object_group_id) for key in keys]).values()
+            shard_bytes = [sizes[keys[names[0][0]].object_group_id] for names in prefixes]
+            chunk = joint_size(self._options.chunk_tokens, shard_bytes)
+            for names in prefixes:
+                for index, _ in names[: self.store.lookup([name for _, name in names], chunk)]:
                     found.set(index)
                     hits.append(keys[index])
             if hits:
@@ -218,6 +227,10 @@ def _shard(key: ObjectKey) -> _Shard:
 
 def _layout(shapes: Sequence[Any], dtypes: Sequence[Any]) -> str:
     return f"{[tuple(shape) for shape in shapes]} {[str(dtype) for dtype in dtypes]}"
+
+
+def _nbytes(shapes: Sequence[Any], dtypes: Sequence[Any]) -> int:
+    return sum(math.prod(shape) * dtype.itemsize for shape, dtype in zip(shapes, dtypes, strict=True))
 
 
 def _space(key: ObjectKey, layout: str) -> ChunkSpace:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 
+from descriptors.descriptor import CHUNK_TOKENS_MAX
 from descriptors.recompute import PrefillCosts
 from nixl_client.options import dataclass_arguments
 from nixl_client.transports.transport import HTTP_CONNECTIONS_MAX, Transport
@@ -35,6 +36,8 @@ class Options:
     """for each pair of tokens that attend to each other,"""
     prefill_request_us: float = 0.0
     """and for each step. With any of them only what is sooner loaded than computed counts as stored."""
+    chunk_tokens: int = 0
+    """Tokens of a chunk. The plug-in knows them; the L2 adapter must be told, to compare loading with computing."""
     lease_s: float = 60.0
     """For so long chunks that a lookup matched are kept from eviction."""
     store: bool = True
@@ -57,6 +60,8 @@ class Options:
         for name in ("prefill_token_us", "prefill_token_pair_us", "prefill_request_us"):
             if not 0 <= getattr(self, name) < 3.6e9:
                 raise ValueError(f"{name} must be from 0 to an hour")
+        if not 0 <= self.chunk_tokens <= CHUNK_TOKENS_MAX:
+            raise ValueError(f"chunk_tokens must be from 0 to {CHUNK_TOKENS_MAX}")
         for name in ("staging_bytes", "store_queue_chunks"):
             if getattr(self, name) < 1:
                 raise ValueError(f"{name} must be at least 1")

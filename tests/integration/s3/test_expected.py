@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import contextlib
+import hashlib
+import hmac
 import http.client
 import os
+import re
 import socket
 import subprocess
 import sys
@@ -99,6 +102,41 @@ def test_only_ascii_spaces_are_collapsed_in_signed_headers(servers: Stack, space
 
     reply = request(servers.url, "PUT", "/chunks/spaces", headers=collapsed, change=as_sent)
     assert reply.status == 200, "as botocore signs it"
+
+
+def signed_as_s3_says(url: str, target: str, value: str) -> dict[str, str]:
+    """Headers of a PUT without a body and with x-amz-meta-name. In the signed form of the value only ASCII spaces are
+    collapsed, as S3's documentation says. This is another signer than botocore's and than the server's.
+    """
+    date = time.strftime("%Y%m%dT%H%M%SZ", time.gmtime())
+    empty = hashlib.sha256(b"").hexdigest()
+    canonical = re.sub(" +", " ", value.strip(" "))
+    headers = {"host": urlsplit(url).netloc, "x-amz-content-sha256": empty, "x-amz-date": date}
+    lines = "".join(f"{name}:{text}\n" for name, text in {**headers, "x-amz-meta-name": canonical}.items())
+    names = ";".join([*headers, "x-amz-meta-name"])
+    scope = f"{date[:8]}/us-east-1/s3/aws4_request"
+    digest = hashlib.sha256(f"PUT\n{target}\n\n{lines}\n{names}\n{empty}".encode()).hexdigest()
+    key = f"AWS4{OWNER[1]}".encode()
+    for part in scope.split("/"):
+        key = hmac.digest(key, part.encode(), "sha256")
+    signature = hmac.digest(key, f"AWS4-HMAC-SHA256\n{date}\n{scope}\n{digest}".encode(), "sha256").hex()
+    claim = f"AWS4-HMAC-SHA256 Credential={OWNER[0]}/{scope},SignedHeaders={names},Signature={signature}"
+    sent = value.encode().decode("latin-1")  # http.client writes headers as Latin-1
+    return {**headers, "x-amz-meta-name": sent, "Authorization": claim}
+
+
+@pytest.mark.parametrize("space", ["\u00a0", "\u2003", "\u3000", "\u0085"])
+@pytest.mark.parametrize(
+    "form", ["a{0}{0}b  c", "{0}a b{0}", "a {0} b", "  a{0}  "], ids=["within", "ends", "mixed", "out"]
+)
+def test_a_signer_that_leaves_other_spaces_as_they_are_is_accepted(servers: Stack, space: str, form: str) -> None:
+    """And the value is kept as it was sent. Collapsed, it would be another one than the signer signed."""
+    value = form.format(space)
+    headers = signed_as_s3_says(servers.url, "/chunks/spaced", value)
+    reply = request(servers.url, "PUT", "/chunks/spaced", headers=headers, key=None)
+    assert reply.status == 200, reply.body
+    other = {**headers, "x-amz-meta-name": headers["x-amz-meta-name"] + "d"}
+    assert request(servers.url, "PUT", "/chunks/spaced", headers=other, key=None).code == "SignatureDoesNotMatch"
 
 
 @pytest.mark.parametrize(

@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 import asyncio
+import errno
+import logging
+import os
 from pathlib import Path
+from unittest import mock
 
 import pytest
 
 from descriptors.errors import CallerError, ObjectCacheError
-from storage_server.request_id_log import RequestIdLog, UsedId
+from storage_server.request_id_log import WARN_EVERY_S, RequestIdLog, UsedId
 from storage_server.requests import REMEMBER_S, RequestTable
 
 
@@ -43,3 +47,47 @@ def test_the_log_of_ids_forgets_what_cannot_be_replayed_and_survives_garbage(tmp
     kept = {used.request_id for used in RequestIdLog(tmp_path, keep_s=100.0).load(1000.0)}
     assert kept == {f"id-{unix_s}" for unix_s in range(910, 1000, 10)}
     assert sum(path.stat().st_size for path in tmp_path.iterdir()) < 2000
+
+
+def test_ids_that_a_disk_error_loses_are_warned_of_and_not_each_by_itself(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """A replay of such an id is carried out after a restart, so somebody must be able to know."""
+    log = RequestIdLog(tmp_path, keep_s=1000.0)
+    log.load(0.0)
+    full = OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+    with caplog.at_level(logging.WARNING), mock.patch.object(os, "write", side_effect=full):
+        for index in range(5):
+            log.append(UsedId("k", f"lost-{index}", float(index)))
+        log.append(UsedId("k", "lost-later", WARN_EVERY_S + 1.0))
+    assert [record.getMessage() for record in caplog.records] == [
+        "request ids are not remembered across a restart (1 so far): [Errno 28] No space left on device",
+        "request ids are not remembered across a restart (6 so far): [Errno 28] No space left on device",
+    ]
+    log.append(UsedId("k", "kept", WARN_EVERY_S + 2.0))
+    log.close()
+    assert [used.request_id for used in RequestIdLog(tmp_path, keep_s=1000.0).load(100.0)] == ["kept"]
+
+
+def test_a_line_that_the_disk_took_in_part_spoils_no_other(tmp_path: Path) -> None:
+    log = RequestIdLog(tmp_path, keep_s=1000.0)
+    log.load(0.0)
+    whole_write = os.write
+    with mock.patch.object(os, "write", lambda fd, line: whole_write(fd, line[:7])):
+        log.append(UsedId("k", "torn", 1.0))
+    log.append(UsedId("k", "kept", 2.0))
+    log.close()
+    assert [used.request_id for used in RequestIdLog(tmp_path, keep_s=1000.0).load(100.0)] == ["kept"]
+
+
+def test_a_log_that_could_not_be_opened_is_opened_later(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """The error may have been of the moment: no ids would be kept until a restart."""
+    log = RequestIdLog(tmp_path / "gone", keep_s=1000.0)
+    with caplog.at_level(logging.WARNING):
+        log.load(0.0)
+        log.append(UsedId("k", "lost", 1.0))
+    assert len(caplog.records) == 1
+    (tmp_path / "gone").mkdir()
+    log.append(UsedId("k", "kept", 2.0))
+    log.close()
+    assert [used.request_id for used in RequestIdLog(tmp_path / "gone", keep_s=1000.0).load(100.0)] == ["kept"]

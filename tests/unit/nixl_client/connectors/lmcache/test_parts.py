@@ -12,6 +12,7 @@ from nixl_client.connectors.lmcache.chunks import (
     ChunkSize,
     ChunkSpace,
     batches,
+    joint_size,
     object_name,
     opaque_layout,
     partial_tokens,
@@ -48,6 +49,13 @@ class TestOptions:
         assert Options.of(given | {"prefill_token_us": 12}).prefill == PrefillCosts(12)
         with pytest.raises(ValueError, match="prefill_token_us"):
             Options.of(given | {"prefill_token_us": -1})
+
+    def test_tokens_of_a_chunk_are_bounded(self) -> None:
+        given = {"endpoint": "e", "bucket": "b"}
+        assert Options.of(given | {"chunk_tokens": 64}).chunk_tokens == 64
+        for wrong in (-1, 1 << 40, "64"):
+            with pytest.raises(ValueError, match="chunk_tokens"):
+                Options.of(given | {"chunk_tokens": wrong})
 
     def test_values_are_taken(self) -> None:
         options = Options.of({"endpoint": "e", "bucket": "b", "transport": "shm", "lease_s": 5, "store": False})
@@ -158,6 +166,13 @@ class TestWorthLoading:
         two = ChunkSize(256, 10**6, rank_count=2)
         assert worth_loading(8, two, 10, self.PREFILL, 60e6) == 0
         assert worth_loading(8, two, 10, self.PREFILL, 90e6) == 8
+
+    def test_shards_that_are_looked_up_together_are_weighed_together(self) -> None:
+        """Tokens of which one shard is missing must be computed."""
+        joint = joint_size(256, [10**6, 10**6])
+        assert (joint.tokens, joint.nbytes) == (256, 2 * 10**6)
+        assert worth_loading(8, joint, 10, self.PREFILL, 60e6) == 0
+        assert worth_loading(8, joint, 10, self.PREFILL, 90e6) == 8
 
     def test_nothing_stored_is_nothing_worth(self) -> None:
         assert worth_loading(0, self.CHUNK, 10, self.PREFILL, None) == 0
