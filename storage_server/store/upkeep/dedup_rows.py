@@ -58,7 +58,7 @@ class Twins:
 
 @dataclass(frozen=True, slots=True)
 class Stored:
-    """The bytes that all extents would take if each had a location of its own, and the bytes that their locations take."""
+    """The bytes that all extents would take if each had a location of its own, and those that their locations take."""
 
     named_bytes: int = 0
     stored_bytes: int = 0
