@@ -28,7 +28,7 @@ def theta(found: Json) -> str:
         Column("TTFT, mean of all cases", "mean_change", percent),
         Column("worst case", "worst_change", percent),
     )
-    return as_markdown([text, table(found["sensitivity"], Column("with", "name"), *changes)])
+    return as_markdown([text, table(found["sensitivity"], "with = name", *changes)])
 
 
 def crash(found: Json) -> str:

@@ -119,7 +119,7 @@ def _peers(result: Json) -> Table:
     found = [(title, ratio) for name, title in PEERS.items() if (ratio := ratio_of(result, name))]
     return table(
         [{"title": title, **ratio} for title, ratio in found],
-        Column("peer", "title"),
+        "peer = title",
         Column("what over what", lambda row: row.get("reason") or " over ".join(_last(row[side]) for side in SIDES)),
         Column("its GB/s", lambda row: _rate(result, row.get("theirs") or "")),
         Column("ours over it", lambda row: row, significant),
@@ -134,7 +134,7 @@ def _last(key: str) -> str:
 def _limits(result: Json, titles: Mapping[str, str]) -> Table:
     rows = [{"title": title, **ratio} for name, title in titles.items() if (ratio := ratio_of(result, name))]
     seen = Column("seen", lambda row: row.get("reason") or row)
-    return table(rows, Column("ratio, paired within rounds", "title"), seen, GOAL)
+    return table(rows, "ratio, paired within rounds = title", seen, GOAL)
 
 
 def _first_layers(result: Json) -> Table:
@@ -151,11 +151,7 @@ def _first_layers(result: Json) -> Table:
     return table(
         rows(),
         Column("", "name", "`{}`".format),
-        Column("from", "state"),
-        Column("chunks", "grain"),
-        Column("first layer, ms", "median_s", ms),
-        Column("at most", "limit_s", ms),
-        Column("", "is_met", verdict),
+        "from = state | chunks = grain | first layer, ms = median_s:ms | at most = limit_s:ms | = is_met:verdict",
     )
 
 
@@ -172,9 +168,9 @@ def _color(row: Any) -> str:
 
 CHART = Chart(
     Kind.LYING,
-    across=lambda row: " ".join(filter(None, (row["chunk_tokens"] and f"g{row['chunk_tokens']}", row["name"]))),
-    value=lambda row: row["throughput_bytes_per_s"],
-    value_title="GB/s. Blue: ours, grey: raw limits, orange: peers",
+    lambda row: " ".join(filter(None, (row["chunk_tokens"] and f"g{row['chunk_tokens']}", row["name"]))),
+    "throughput_bytes_per_s",
+    "GB/s. Blue: ours, grey: raw limits, orange: peers",
     row=lambda row: row["state"].replace("_", " "),
     scale=1e-9,
     color=_color,

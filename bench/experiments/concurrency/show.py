@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from bench.core.plots import Chart, Kind, draw
-from bench.core.show import Column, Json, Section, fixed, gbps, ms, size, table
+from bench.core.show import Column, Json, Section, fixed, ms, size, table
 
 
 def show(result: Json) -> dict[str, Section]:
@@ -28,16 +28,12 @@ def show(result: Json) -> dict[str, Section]:
         "levels": (
             table(
                 result["levels"],
-                Column("over", "transport"),
-                Column("at once", "count"),
-                Column("GB/s, all together", "throughput_bytes_per_s", gbps),
+                "over = transport | at once = count | GB/s, all together = throughput_bytes_per_s:GB/s",
                 Column("over 1", lambda level: over(level, "1"), fixed(2)),
                 Column("over memcpy", lambda level: over(level, "memcpy"), fixed(2)),
-                Column("Jain", "jain", fixed(3)),
-                Column("slowest over fastest", "slowest_over_fastest", fixed(2)),
-                Column("ms until complete", "ended_s", ms),
+                "Jain = jain:.3 | slowest over fastest = slowest_over_fastest:.2 | ms until complete = ended_s:ms",
                 Column("first layer", lambda level: level["first_layer_s"]["median"], ms),
-                Column("memory", "memory_bytes_max", size),
+                "memory = memory_bytes_max:size",
             ),
             memory,
         )
@@ -62,12 +58,5 @@ PANELS = (
     ("ms until each fetch was complete, all rounds", "ended_s", 1e3),
 )
 CHART = Chart(
-    Kind.LINES,
-    across=lambda row: row["count"],
-    value=lambda row: row["drawn"],
-    value_title="",
-    series=lambda row: row["transport"],
-    column=lambda row: row["panel"],
-    across_title="fetches at once",
-    is_log=True,
+    Kind.LINES, "count", "drawn", "", "transport", column="panel", across_title="fetches at once", is_log=True
 )

@@ -14,7 +14,7 @@ import numpy as np
 
 from bench.core.experiment import Experiment, published
 from bench.core.plots import Chart, Kind, draw
-from bench.core.show import Column, Json, Section, gbps, size, table, us
+from bench.core.show import Json, Section, table
 from bench.experiments.device.command import declare_device, opened_device
 from calibration.content import VerificationError
 from calibration.samples import progress_bar
@@ -123,13 +123,9 @@ def show(result: Json) -> dict[str, Section]:
     """A line for each size."""
     blocks = table(
         result["blocks"],
-        Column("block", "block_bytes", size),
-        Column("GB/s", "mean_bytes_per_s", gbps),
-        Column("stdev", "stdev_bytes_per_s", gbps),
-        Column("queued", "queued_bytes_per_s", gbps),
-        Column("P50, us", "p50_s", us),
-        Column("P99, us", "p99_s", us),
-        Column("samples", "sample_count"),
+        "block = block_bytes:size | GB/s = mean_bytes_per_s:GB/s | "
+        "stdev = stdev_bytes_per_s:GB/s | queued = queued_bytes_per_s:GB/s | "
+        "P50, us = p50_s:us | P99, us = p99_s:us | samples = sample_count",
     )
     return {"copies": (f"device: {result['device']}", *(f"* {note}" for note in result["notes"]), blocks)}
 
@@ -149,16 +145,7 @@ def plot(result: Json, path: Path) -> None:
     draw(CHART, rows, f"Pinned copies to {result['device']}, mean and standard deviation", path)
 
 
-CHART = Chart(
-    Kind.LINES,
-    across=lambda row: row["block_mib"],
-    value=lambda row: row["value"],
-    value_title="",
-    series=lambda row: row["of"],
-    column=lambda row: row["unit"],
-    across_title="block, MiB",
-    is_log=True,
-)
+CHART = Chart(Kind.LINES, "block_mib", "value", "", "of", column="unit", across_title="block, MiB", is_log=True)
 
 
 def _measure(options: argparse.Namespace, origin: Mapping[str, Any]) -> Json:

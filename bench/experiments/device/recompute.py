@@ -152,7 +152,7 @@ def show(result: Json) -> dict[str, Section]:
     boundaries = table(
         result["boundaries"],
         Column("TTFT, ms", _title),
-        Column("hit", "hit_rate", "{:.1%}".format),
+        "hit = hit_rate:.1%",
         *(Column(f"G={grain}", f"by_chunk_tokens.{grain}.ttft_s.median", fixed(1, 1e3)) for grain in grains),
         Column(f"G={grains[-1]} over the finest", f"by_chunk_tokens.{grains[-1]}.added_s", fixed(1, 1e3)),
         *(Column(f"paper's {gpu}", f"paper_added_s.{gpu}", fixed(1, 1e3)) for gpu in PAPER_GPUS),
@@ -163,7 +163,7 @@ def show(result: Json) -> dict[str, Section]:
         Column("here", lambda row: f"{row['added_mean_s'] * 1e3:.1f} ± {row['added_stdev_s'] * 1e3:.1f}"),
         *(Column(f"paper's {gpu}", partial(_paper_mean, result, gpu)) for gpu in PAPER_GPUS),
         Column("T operations", "added_operations", fixed(1, 1e-12)),
-        Column("GPU hours a day", "gpu_hours_per_day", fixed(0)),
+        "GPU hours a day = gpu_hours_per_day:.0",
     )
     notes = (f"* {note}" for note in result["notes"])
     return {"boundaries": (f"device: {result['device']}", *notes, boundaries), "table-a6": (table_a6,)}
@@ -191,10 +191,10 @@ def plot(result: Json, path: Path) -> None:
 
 CHART = Chart(
     Kind.LINES,
-    across=lambda row: f"{100 * row['hit_rate']:g}",
-    value=lambda row: row["added_s"],
-    value_title="TTFT added over the finest chunks, ms",
-    series=lambda row: row["of"],
+    lambda row: f"{100 * row['hit_rate']:g}",
+    "added_s",
+    "TTFT added over the finest chunks, ms",
+    "of",
     column=_title,
     across_title="hit boundary, %",
     scale=1e3,

@@ -12,7 +12,7 @@ from typing import Any
 
 from bench.core.lines import from_line, to_line
 from bench.core.plots import Chart, Kind, draw
-from bench.core.show import NOT_MEASURED, Block, Column, Json, Section, crossed, fixed, ms, table, verdict, written
+from bench.core.show import NOT_MEASURED, Block, Column, Json, Section, crossed, ms, table, verdict, written
 from bench.experiments.engine.cases import OUTPUT_TOKENS, Case, Shape, by_case, context_words
 from calibration.samples import format_bytes, spread
 
@@ -77,11 +77,9 @@ def _ttfts(rows: Sequence[Json]) -> Block:
 def _targets(result: Json) -> Block:
     return table(
         result["targets"],
-        Column("target, at 87.5 %", "what"),
-        Column("worst case", "case"),
-        Column("at least", "limit", "{:g}".format),
+        "target, at 87.5 % = what | worst case = case | at least = limit:g",
         Column("seen", lambda target: target["value"] or f"{NOT_MEASURED}: {target['reason']}"),
-        Column("", "is_met", verdict),
+        "= is_met:verdict",
     )
 
 
@@ -114,10 +112,9 @@ def _case(rows: Sequence[Json], token_bytes: int) -> Iterable[Block]:
     yield table(
         rows,
         Column("", lambda row: _title(row["way"])),
-        Column("TTFT, s", "ttft_s", fixed(3)),
+        "TTFT, s = ttft_s:.3",
         Column("recompute over it", lambda row: None if row["way"] == "recompute" else row["recompute_over_it"]),
-        Column("over own blocks, ms", "over_own_blocks.added_s", ms),
-        Column("GB/s", "over_own_blocks.rate_bytes_per_s", fixed(2, 1e-9)),
+        "over own blocks, ms = over_own_blocks.added_s:ms | GB/s = over_own_blocks.rate_bytes_per_s:GB/s.2",
         *(Column(head, _counted(name), ms) for head, name in COUNTERS.items()),
         Column("samples", lambda row: len(row["samples"])),
     )
@@ -183,10 +180,10 @@ def plot(result: Json, path: Path) -> None:
 
 CHART = Chart(
     Kind.BARS,
-    across=lambda row: context_words(row["context_tokens"]),
-    value=lambda row: row["ttft_s"],
-    value_title="TTFT, s (medians, least and greatest)",
-    series=lambda row: _title(row["way"]).replace("*", ""),
+    lambda row: context_words(row["context_tokens"]),
+    "ttft_s",
+    "TTFT, s (medians, least and greatest)",
+    lambda row: _title(row["way"]).replace("*", ""),
     column=lambda row: f"{row['hit_rate']:.1%} stored",
     across_title="tokens of the prompt",
     is_log=True,

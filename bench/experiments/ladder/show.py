@@ -7,7 +7,7 @@ from operator import itemgetter
 from pathlib import Path
 from typing import Any
 
-from bench.core.plots import Chart, Kind, draw
+from bench.core.plots import Chart, Kind, Of, draw
 from bench.core.show import Column, Json, Section, Table, gbps, ms, size, table, written
 from bench.paper.models import MODELS
 from calibration.samples import format_bytes
@@ -51,8 +51,8 @@ def _table(rows: Sequence[Json]) -> Table:
 
 def _slices(cells: Sequence[Json]) -> Section:
     shown = [cell for cell in cells if cell["operation"] == "GET" and cell["block_bytes"] == 64 * KIB]
-    columns = Column("GET, 64 KiB slices", "path"), Column("in flight", "in_flight"), Column("GB/s", RATE, gbps)
-    return table(shown, *columns), f"Samples of a cell: {min(cell['sample_count'] for cell in shown)}."
+    made = table(shown, "GET, 64 KiB slices = path | in flight = in_flight | GB/s = throughput_bytes_per_s:GB/s")
+    return made, f"Samples of a cell: {min(cell['sample_count'] for cell in shown)}."
 
 
 FAMILIES = list(dict.fromkeys(model.family for model in MODELS))
@@ -91,30 +91,25 @@ def _elements(figure: Json) -> list[Json]:
     return [{**row, "kind": kind, "count": row[column]} for row in figure["rows"] for kind, column in kinds]
 
 
-def _rates(across: Callable[[Any], Any], title: str, series: Callable[[Any], str], **panels: Any) -> Chart:
-    return Chart(Kind.LINES, across, itemgetter(RATE), "GB/s", series, across_title=title, scale=1e-9, **panels)
+def _rates(across: Of, title: str, series: Of, **panels: Any) -> Chart:
+    return Chart(Kind.LINES, across, RATE, "GB/s", series, across_title=title, scale=1e-9, **panels)
 
 
 def _over_blocks(series: str, row: str, what: str) -> Chart:
-    panels = {"row": itemgetter(row), "column": lambda cell: f"C={cell['in_flight']}"}
-    return _rates(lambda cell: cell["block_bytes"] / KIB, f"{what} size, KiB", itemgetter(series), **panels)
+    panels = {"row": row, "column": lambda cell: f"C={cell['in_flight']}"}
+    return _rates(lambda cell: cell["block_bytes"] / KIB, f"{what} size, KiB", series, **panels)
 
 
 PAYLOADS = Chart(
-    Kind.LYING,
-    itemgetter("model"),
-    itemgetter("payload_bytes"),
-    "KiB a layer; one colour for each family",
-    scale=1 / KIB,
-    color=_family_color,
+    Kind.LYING, "model", "payload_bytes", "KiB a layer; one colour for each family", scale=1 / KIB, color=_family_color
 )
 HASHING = Chart(
     Kind.LINES,
-    itemgetter("tokens"),
-    itemgetter(TIME),
+    "tokens",
+    TIME,
     "ms",
-    series=lambda cell: f"G={cell['chunk_tokens']}" if cell["chunk_tokens"] else cell["what"],
-    column=itemgetter("panel"),
+    lambda cell: f"G={cell['chunk_tokens']}" if cell["chunk_tokens"] else cell["what"],
+    column="panel",
     across_title="tokens",
     scale=1e3,
     is_log=True,
@@ -122,21 +117,19 @@ HASHING = Chart(
 LATENCY = Chart(
     Kind.BARS,
     lambda cell: f"{cell['path'].removeprefix('S3RDMA ')}\n{cell['operation']}",
-    itemgetter(TIME),
+    TIME,
     "ms",
-    series=itemgetter("part"),
+    "part",
     row=lambda cell: format_bytes(cell["block_bytes"]),
     scale=1e3,
 )
-AGGREGATION = _rates(
-    itemgetter("chunk_tokens"), "tokens of a chunk (G)", lambda cell: format_bytes(cell["aggregation_bytes"])
-)
+AGGREGATION = _rates("chunk_tokens", "tokens of a chunk (G)", lambda cell: format_bytes(cell["aggregation_bytes"]))
 ELEMENTS = Chart(
     Kind.BARS,
     lambda row: f"{row['context']}, G={row['chunk_tokens']}\n{row['agg_payload_mib']} MiB",
-    itemgetter("count"),
+    "count",
     "elements the client sees",
-    itemgetter("kind"),
+    "kind",
     is_log=True,
 )
 CELLS = itemgetter("cells")

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from bench.core.show import Block, Column, Json, Section, crossed, gbps, significant, size, table
+from bench.core.show import Block, Json, Section, crossed, significant, table
 from bench.experiments.overlap.grids import Origin
 from calibration.charts import cell_ticks, chart
 from calibration.compute.shapes import shape
@@ -52,9 +52,8 @@ def show(result: Json) -> dict[str, Section]:
         legend.append(f"{TRANSFER_MARK}: transfer-bound at this machine's throughput for layers of that size")
     throughput = table(
         result["throughput"],
-        Column("layer-major delivery here, every byte compared: layers of", "layer_bytes", size),
-        Column("GB/s", "throughput_bytes_per_s", gbps),
-        Column("samples", "sample_count"),
+        "layer-major delivery here, every byte compared: layers of = layer_bytes:size | "
+        "GB/s = throughput_bytes_per_s:GB/s | samples = sample_count",
     )
     return {
         "throughput": (throughput, *(_compute(name, found) for name, found in result["compute"].items())),

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from bench.core.plots import Chart, Kind, draw
-from bench.core.show import NOT_MEASURED, Column, Json, Section, at, crossed, gbps, ms, size, table, us, written
+from bench.core.show import NOT_MEASURED, Column, Json, Section, at, crossed, gbps, size, table, written
 from bench.experiments.s3.ratios import OURS, Cell, cells_of
 
 FURTHER = {
@@ -32,16 +32,11 @@ def show(result: Json) -> dict[str, Section]:
             f"disk: {disk['write_bytes_per_s'] / 1e9:.2f} GB/s written, {disk['sync_s'] * 1e3:.2f} ms a sync",
             table(
                 _rows(result),
-                Column("", "cell"),
-                Column("", "name"),
-                Column("1/s", "rate_per_s"),
+                "= cell | = name | 1/s = rate_per_s",
                 Column("expected", lambda row: result["expected_per_s"].get(row["cell"])),
                 Column("GB/s", lambda row: row["bytes_per_s"] and row["bytes_per_s"]["median"], gbps),
-                Column("p50 ms", "p50_s", ms),
-                Column("p99 ms", "p99_s", ms),
-                Column("client us", "client_cpu_s_per_request", us),
-                Column("server us", "server_cpu_s_per_request", us),
-                Column("samples", "sample_count"),
+                "p50 ms = p50_s:ms | p99 ms = p99_s:ms | client us = client_cpu_s_per_request:us | "
+                "server us = server_cpu_s_per_request:us | samples = sample_count",
             ),
             "Medians. 1/s: requests, for the list keys. us: processor time of a request, for the list of a page. "
             "expected: the load on canned answers and, for PUTs, the disk, measured before the counted rounds.",
@@ -84,10 +79,10 @@ def _beside_rgw(result: Json) -> Iterator[tuple[str, str, str]]:
 
 CHART = Chart(
     Kind.BARS,
-    across=lambda row: "\n".join(row["cell"].split("_")[1:]) or "all keys",
-    value=lambda row: row["rate_per_s"],
-    value_title="requests/s, of lists keys/s",
-    series=lambda row: row["name"].replace("_", " "),
+    lambda row: "\n".join(row["cell"].split("_")[1:]) or "all keys",
+    "rate_per_s",
+    "requests/s, of lists keys/s",
+    lambda row: row["name"].replace("_", " "),
     row=lambda row: row["cell"].split("_")[0],
     is_log=True,
 )

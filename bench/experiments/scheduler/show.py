@@ -19,7 +19,6 @@ from bench.core.show import (
     fixed,
     significant,
     table,
-    verdict,
     written,
 )
 from bench.experiments.scheduler.cells import paper_policy
@@ -54,24 +53,19 @@ WHOLE_MS = fixed(0, 1e3)
 VARIANT = Column("", lambda row: _title(row["variant"]))
 COST = (
     Column("decisions, processor time", VARIANT.value),
-    Column("active", "active_count"),
-    Column("an epoch, ms", "plan", fixed(2, 1e3)),
-    Column("a payload, us", "payload", fixed(1, 1e6)),
+    "active = active_count | an epoch, ms = plan:ms.2 | a payload, us = payload:us.1",
 )
 SERVED = (
     VARIANT,
-    Column("mean TTFT, s", "ttft_mean_s", fixed(3)),
-    Column("median", "ttft_p50_s", fixed(3)),
-    Column("p99", "ttft_p99_s", fixed(3)),
-    Column("added, mean", "added_mean_s", fixed(3)),
-    Column("added, p99", "added_p99_s", fixed(3)),
-    Column("requests/s simulated", "requests_per_wall_s", fixed(0)),
+    "mean TTFT, s = ttft_mean_s:.3 | median = ttft_p50_s:.3 | p99 = ttft_p99_s:.3 | "
+    "added, mean = added_mean_s:.3 | added, p99 = added_p99_s:.3 | "
+    "requests/s simulated = requests_per_wall_s:.0",
 )
 LIVE_TARGETS = (
     Column("target", lambda target: target["what"].replace("_", " ")),
-    Column("at least", "least", fixed(2)),
+    "at least = least:.2",
     Column("seen", lambda target: NOT_MEASURED if target["value"] is None else target["value"]),
-    Column("", "is_met", verdict),
+    "= is_met:verdict",
 )
 
 
@@ -218,12 +212,12 @@ def plot(result: Json, folder: Path) -> None:
 
 WORKLOADS = Chart(
     Kind.BARS,
-    across=lambda bar: bar["variant"].replace("/work-conserving", " (w.c.)"),
-    value=lambda bar: bar["value"],
-    value_title="",
-    series=lambda bar: bar["of"],
+    lambda bar: bar["variant"].replace("/work-conserving", " (w.c.)"),
+    "value",
+    "",
+    "of",
     row=lambda bar: f"{bar['workload']}, {workload(bar['workload']).cap_gbps:g} Gbps",
-    column=lambda bar: bar["panel"],
+    column="panel",
 )
 """Figure 16: what each policy allocates, and the added TTFT, a row for each workload."""
 

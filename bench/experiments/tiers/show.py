@@ -43,10 +43,9 @@ def hit_rates(found: Json) -> Section:
         "stream's unique bytes.",
         table(
             rows,
-            Column("stream", "trace"),
-            Column("size", "size"),
+            "stream = trace | size",
             *(Column(POLICIES[name], f"policies.{name}", RATE) for name in known),
-            Column("ours over the best other", "over_best_other", RATE),
+            "ours over the best other = over_best_other:.3",
             Column("gap to the optimum closed", lambda row: written(row["gap_closed"], PERCENT)),
         ),
     )
@@ -77,11 +76,8 @@ def table_1(found: Json) -> Section:
         "index and its checksums, in the same process.",
         table(
             rows,
-            Column("", "step"),
-            Column("block", "size"),
-            Column("a file for each, MB/s", "per_file", MB_PER_S),
-            Column("aggregated, MB/s", "aggregated", MB_PER_S),
-            Column("aggregated over files", "ratio", RATIO),
+            "= step | block = size | a file for each, MB/s = per_file:MB/s.0 | "
+            "aggregated, MB/s = aggregated:MB/s.0 | aggregated over files = ratio:.2",
         ),
     )
 
@@ -96,15 +92,12 @@ def table_2(found: Json) -> Section:
         "that deduplicates.",
         table(
             rows,
-            Column("workload", "workload"),
-            Column("blocks in all", "total_blocks", COUNT),
-            Column("unique", "unique_blocks", COUNT),
-            Column("dedup ratio, counted", "dedup_ratio", RATIO),
-            Column("requests stored", "stored.request_count", COUNT),
-            Column("named by session: objects", "stored.sessions.object_count", COUNT),
-            Column("ratio on the disk", "stored.sessions.dedup_ratio", RATIO),
-            Column("named by prefix: objects", "stored.prefixes.object_count", COUNT),
-            Column("ratio on the disk", "stored.prefixes.dedup_ratio", RATIO),
+            "workload | blocks in all = total_blocks:, | unique = unique_blocks:, | "
+            "dedup ratio, counted = dedup_ratio:.2 | requests stored = stored.request_count:, | "
+            "named by session: objects = stored.sessions.object_count:, | "
+            "ratio on the disk = stored.sessions.dedup_ratio:.2 | "
+            "named by prefix: objects = stored.prefixes.object_count:, | "
+            "ratio on the disk = stored.prefixes.dedup_ratio:.2",
         ),
     )
 
@@ -122,13 +115,9 @@ def table_3(found: Json) -> Section:
         "blocks of the round before still take space.",
         table(
             rows,
-            Column("system", "system"),
-            Column("TTFT, median, ms", "ttft_s", MS),
-            Column("mean, ms", "ttft_mean_s", MS),
-            Column("throughput", "throughput_over_alone", RATIO),
-            Column("hit rate", "hit_rate", RATE),
-            Column("get, ms a block", "get_s_per_hit_block", MS),
-            Column("dedup ratio", "dedup_ratio", RATIO),
+            "system | TTFT, median, ms = ttft_s:ms.2 | mean, ms = ttft_mean_s:ms.2 | "
+            "throughput = throughput_over_alone:.2 | hit rate = hit_rate:.3 | "
+            "get, ms a block = get_s_per_hit_block:ms.2 | dedup ratio = dedup_ratio:.2",
         ),
         _absent(found),
     )
@@ -139,11 +128,7 @@ def table_4(found: Json) -> Section:
     rows = [{"tier": name, **each} for name, each in found["tiers"].items()]
     return (
         f"Table IV. {found['block_count']} blocks of {found['block_bytes'] // 1024} KiB.",
-        table(
-            rows,
-            Column("tier", "tier"),
-            Column("GB/s", "bytes_per_s", GB_PER_S),
-        ),
+        table(rows, "tier | GB/s = bytes_per_s:GB/s.2"),
         _absent(found),
     )
 
@@ -158,12 +143,9 @@ def table_5(found: Json) -> Section:
         "brackets say nothing.",
         table(
             rows,
-            Column("configuration", "name"),
-            Column("TTFT, median, ms", "ttft_s", MS),
-            Column("mean, ms", "ttft_mean_s", MS),
-            Column("hit rate", "hit_rate", RATE),
-            Column("get, ms a block", "get_s_per_hit_block", MS),
-            Column("dedup ratio", "dedup_ratio", RATIO),
+            "configuration = name | TTFT, median, ms = ttft_s:ms.2 | mean, ms = ttft_mean_s:ms.2 | "
+            "hit rate = hit_rate:.3 | get, ms a block = get_s_per_hit_block:ms.2 | "
+            "dedup ratio = dedup_ratio:.2",
         ),
     )
 
@@ -176,21 +158,17 @@ def table_6(found: Json) -> Section:
         "anyway, and equal ids are compared byte by byte.",
         table(
             rows,
-            Column("block", "size"),
-            Column("MiB", "block_bytes", fixed(0, 2**-20)),
-            Column("put over http, ms", "seconds.put", MS),
-            Column("SHA-256, ms", "seconds.sha256", MS),
-            Column("of the put", "over_put.sha256", PART),
-            Column("CRC-32C of 16 KiB blocks, ms", "seconds.crc32c_blocks", MS),
-            Column("of the put", "over_put.crc32c_blocks", PART),
-            Column("content id, ms", "seconds.content_id", MS),
+            "block = size | MiB = block_bytes:MiB.0 | put over http, ms = seconds.put:ms.2 | "
+            "SHA-256, ms = seconds.sha256:ms.2 | of the put = over_put.sha256:.0% | "
+            "CRC-32C of 16 KiB blocks, ms = seconds.crc32c_blocks:ms.2 | "
+            "of the put = over_put.crc32c_blocks:.0% | content id, ms = seconds.content_id:ms.2",
         ),
     )
 
 
 def _absent(found: Json) -> Table:
     rows = [{"what": what, "reason": reason} for what, reason in found["absent"].items()]
-    return table(rows, Column("not measured", "what"), Column("reason", "reason"))
+    return table(rows, "not measured = what | reason")
 
 
 SECTIONS: Mapping[str, Callable[[Json], Section]] = {
@@ -218,19 +196,13 @@ def plot(result: Json, folder: Path) -> None:
     draw(BANDWIDTH, bars, "what each tier gives; median and extremes", folder / "tiers-bandwidth.png")
 
 
-BANDWIDTH = Chart(
-    Kind.LYING,
-    across=lambda bar: bar["tier"],
-    value=lambda bar: bar["bytes_per_s"],
-    value_title="GB/s",
-    scale=1e-9,
-)
+BANDWIDTH = Chart(Kind.LYING, "tier", "bytes_per_s", "GB/s", scale=1e-9)
 HIT_RATES = Chart(
     Kind.LINES,
-    across=lambda row: row["percent"],
-    value=lambda row: dict.fromkeys(("median", "min", "max"), row["hit_rate"]),
-    value_title="hit rate",
-    series=lambda row: POLICIES[row["policy"]].replace("**", ""),
-    column=lambda row: row["trace"],
+    "percent",
+    lambda row: dict.fromkeys(("median", "min", "max"), row["hit_rate"]),
+    "hit rate",
+    lambda row: POLICIES[row["policy"]].replace("**", ""),
+    column="trace",
     across_title="cache, percent of the unique bytes",
 )

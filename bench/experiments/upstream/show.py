@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 from bench.core.plots import Chart, Kind, draw
-from bench.core.show import Column, Json, Section, fixed, gbps, ms, table, targets
+from bench.core.show import Json, Section, table, targets
 
 
 def show(result: Json) -> dict[str, Section]:
@@ -25,24 +25,19 @@ def show(result: Json) -> dict[str, Section]:
             about,
             table(
                 rows,
-                Column("service", "service"),
-                Column("way", "way"),
-                Column("first layer, ms", "first_layer_s", ms),
-                Column("whole prefix, ms", "whole_s", ms),
-                Column("GB/s", "bytes_per_s", gbps),
+                "service | way | first layer, ms = first_layer_s:ms | whole prefix, ms = whole_s:ms | "
+                "GB/s = bytes_per_s:GB/s",
             ),
             *(f"Not here: {name}: {reason}." for name, reason in result["absent"].items()),
         ),
         "upstream-ratios": (
             table(
                 ratios,
-                Column("service", "service"),
-                Column("cold over native", "cold_over_native", fixed(2)),
-                Column("first layer over native", "first_layer_over_native", fixed(2)),
-                Column("cache's files over native", "cache_over_native", fixed(2)),
-                Column("DRAM over native", "dram_over_native", fixed(2)),
-                Column("DRAM over embedded DRAM", "dram_over_embedded", fixed(2)),
-                Column("bytes got over asked", "asked", fixed(3)),
+                "service | cold over native = cold_over_native:.2 | "
+                "first layer over native = first_layer_over_native:.2 | "
+                "cache's files over native = cache_over_native:.2 | "
+                "DRAM over native = dram_over_native:.2 | "
+                "DRAM over embedded DRAM = dram_over_embedded:.2 | bytes got over asked = asked:.3",
             ),
         ),
         "upstream-targets": (targets(result["targets"]),),
@@ -67,12 +62,4 @@ def plot(result: Json, path: Path) -> None:
     draw(CHART, rows, "upstream; a prefix from another S3 service", path)
 
 
-CHART = Chart(
-    Kind.LYING,
-    across=lambda row: row["way"],
-    value=lambda row: row["value"],
-    value_title="ms",
-    series=lambda row: row["what"],
-    row=lambda row: row["service"],
-    scale=1e3,
-)
+CHART = Chart(Kind.LYING, "way", "value", "ms", "what", row="service", scale=1e3)
