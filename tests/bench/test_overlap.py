@@ -27,8 +27,7 @@ from bench.experiments.overlap.grids import (
     scaling_error,
     share_below,
 )
-from bench.experiments.overlap.run import OVERLAP, rate_at
-from bench.experiments.overlap.show import MARKS, show
+from bench.experiments.overlap.run import MARKS, OVERLAP, rate_at, show
 from bench.paper import tables
 from bench.paper.tables import (
     MARGIN_BYTES_PER_S,

@@ -13,8 +13,17 @@ from bench.beds.processes import BaselineError
 from bench.core.lines import plain
 from bench.core.show import Json
 from bench.experiments.engine.bed import Bed, running_bed
-from bench.experiments.engine.cases import Case, by_case
-from bench.experiments.engine.ways import COMPUTING, LOADING_ALL, NOTES, OURS, Answer, EngineSettings, Way
+from bench.experiments.engine.ways import (
+    COMPUTING,
+    LOADING_ALL,
+    NOTES,
+    OURS,
+    Answer,
+    Case,
+    EngineSettings,
+    Way,
+    by_case,
+)
 from calibration.content import VerificationError
 from calibration.samples import Turns, progress_bar, spread
 

@@ -20,7 +20,7 @@ from bench.beds.kv_stores.adapter import Answer, Prompt, Replay, Replayed, block
 from bench.beds.kv_stores.running import SAID, WITHOUT, RunningStore, StoreName, start
 from bench.beds.processes import BaselineError
 from bench.core.show import Json
-from bench.experiments.tiers.sharing import BLOCK_TOKENS, OWN_TOKENS, sessions_of
+from bench.experiments.tiers.blocks import BLOCK_TOKENS, OWN_TOKENS, sessions_of
 from calibration.content import VerificationError
 from calibration.samples import Turns, interleaved, spread
 from calibration.servers import BUCKET, LocalServer, running_server
