@@ -13,7 +13,7 @@ latent vector and the rotary part of the key, shared by all heads (DeepSeek-V2, 
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from enum import Enum
 from functools import cache
@@ -69,43 +69,14 @@ class Model:
         return chunk_tokens * self.attention.token_bytes()
 
 
-_LATENT = Latent(512, 64)
-MODELS = (
-    Model("Llama", "Llama 3.1 8B", "meta-llama/Llama-3.1-8B", 32, GroupedQuery(8, 128)),
-    Model("Llama", "Llama 3.1 70B", "meta-llama/Llama-3.1-70B", 80, GroupedQuery(8, 128)),
-    Model("Llama", "Llama 3.1 405B", "meta-llama/Llama-3.1-405B", 126, GroupedQuery(8, 128)),
-    Model("Llama", "Llama 3.2 1B", "meta-llama/Llama-3.2-1B", 16, GroupedQuery(8, 64)),
-    Model("Llama", "Llama 4 Scout", "meta-llama/Llama-4-Scout-17B-16E", 48, GroupedQuery(8, 128)),
-    Model("Mistral", "Mistral 7B v0.3", "mistralai/Mistral-7B-v0.3", 32, GroupedQuery(8, 128)),
-    Model("Mistral", "Mistral Nemo 12B", "mistralai/Mistral-Nemo-Base-2407", 40, GroupedQuery(8, 128)),
-    Model("Mistral", "Mixtral 8x22B", "mistralai/Mixtral-8x22B-v0.1", 56, GroupedQuery(8, 128)),
-    Model("Mistral", "Mistral Large 2", "mistralai/Mistral-Large-Instruct-2407", 88, GroupedQuery(8, 128)),
-    Model("Qwen", "Qwen2.5 0.5B", "Qwen/Qwen2.5-0.5B", 24, GroupedQuery(2, 64)),
-    Model("Qwen", "Qwen2.5 7B", "Qwen/Qwen2.5-7B", 28, GroupedQuery(4, 128)),
-    Model("Qwen", "Qwen2.5 72B", "Qwen/Qwen2.5-72B", 80, GroupedQuery(8, 128)),
-    Model("Qwen", "Qwen3 8B", "Qwen/Qwen3-8B", 36, GroupedQuery(8, 128)),
-    Model("Qwen", "Qwen3 30B-A3B", "Qwen/Qwen3-30B-A3B", 48, GroupedQuery(4, 128)),
-    Model("Qwen", "Qwen3 235B-A22B", "Qwen/Qwen3-235B-A22B", 94, GroupedQuery(4, 128)),
-    Model("Qwen", "Qwen3-Next 80B-A3B", "Qwen/Qwen3-Next-80B-A3B-Instruct", 12, GroupedQuery(2, 256)),
-    Model("Gemma", "Gemma 2 9B", "google/gemma-2-9b", 42, GroupedQuery(8, 256)),
-    Model("Gemma", "Gemma 2 27B", "google/gemma-2-27b", 46, GroupedQuery(16, 128)),
-    Model("Gemma", "Gemma 3 1B", "google/gemma-3-1b-pt", 26, GroupedQuery(1, 256)),
-    Model("Gemma", "Gemma 3 4B", "google/gemma-3-4b-pt", 34, GroupedQuery(4, 256)),
-    Model("Gemma", "Gemma 3 27B", "google/gemma-3-27b-pt", 62, GroupedQuery(16, 128)),
-    Model("DeepSeek", "DeepSeek-V2", "deepseek-ai/DeepSeek-V2", 60, _LATENT),
-    Model("DeepSeek", "DeepSeek-V3 and R1", "deepseek-ai/DeepSeek-V3", 61, _LATENT),
-    Model("DeepSeek", "R1 Distill Qwen 7B", "deepseek-ai/DeepSeek-R1-Distill-Qwen-7B", 28, GroupedQuery(4, 128)),
-    Model("Kimi", "Kimi K2", "moonshotai/Kimi-K2-Instruct", 61, _LATENT),
-    Model("GLM", "GLM-4 9B", "THUDM/glm-4-9b", 40, GroupedQuery(2, 128)),
-    Model("GLM", "GLM-4.5 Air", "zai-org/GLM-4.5-Air", 46, GroupedQuery(8, 128)),
-    Model("GLM", "GLM-4.5", "zai-org/GLM-4.5", 92, GroupedQuery(8, 128)),
-    Model("Phi", "Phi-3 mini", "microsoft/Phi-3-mini-4k-instruct", 32, GroupedQuery(32, 96)),
-    Model("Phi", "Phi-4", "microsoft/phi-4", 40, GroupedQuery(10, 128)),
-    Model("gpt-oss", "gpt-oss 20B", "openai/gpt-oss-20b", 24, GroupedQuery(8, 64)),
-    Model("gpt-oss", "gpt-oss 120B", "openai/gpt-oss-120b", 36, GroupedQuery(8, 64)),
-    Model("Granite", "Granite 3.1 8B", "ibm-granite/granite-3.1-8b-base", 40, GroupedQuery(8, 128)),
-    Model("OLMo", "OLMo 2 7B", "allenai/OLMo-2-1124-7B", 32, GroupedQuery(32, 128)),
-)
+def _models() -> Iterator[Model]:
+    """Those of models.json, whose attention is grouped-query (kv_heads, head_dim) or latent (rank, rope_dim)."""
+    for row in json.loads(Path(__file__).with_name("models.json").read_text()):
+        attention = Latent(*row.pop("latent")) if "latent" in row else GroupedQuery(*row.pop("grouped"))
+        yield Model(attention=attention, **row)
+
+
+MODELS = tuple(_models())
 
 
 NUM_LAYERS = 32

@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import Any
 
 from bench.beds.baselines import ColdRead, MemoryCopy, raw_nixl_writes, raw_socket
-from bench.beds.kv_peers.running import S3_PEERS, PeerFailed, PeerName, PeerRun, Peers, put_chunks
+from bench.beds.kv_peers.running import S3_PEERS, PeerName, PeerRun, Peers, put_chunks
 from bench.beds.kv_peers.work import Work
 from bench.beds.ours import target_of
 from bench.beds.processes import BaselineError
@@ -28,6 +28,7 @@ from bench.beds.s3_servers import running_rgw
 from bench.core import options
 from bench.core.experiment import Experiment, need_nixl, plain, published
 from bench.core.options import ascending, each, number, some_of
+from bench.core.rounds import sampled
 from bench.core.show import Json
 from bench.experiments.aggregate.ratios import (
     HTTP_PARTS,
@@ -45,7 +46,7 @@ from bench.experiments.aggregate.ratios import (
 )
 from calibration.chunks import Chunks, StoredFiles, fetch_checked, make_chunks, register_as, store_chunks, warm
 from calibration.content import Bytes, VerificationError
-from calibration.samples import State, format_bytes, interleaved
+from calibration.samples import State, format_bytes
 from calibration.servers import LocalServer, running_server
 from descriptors.descriptor import CHUNK_TOKENS_MAX, Delivery
 from descriptors.layout import ChunkLayout
@@ -160,23 +161,17 @@ def run_rounds(state: State, contenders: Sequence[Contender], peers: Peers, runs
     """One round is not counted. A peer that fails loses all its samples. Raises VerificationError for wrong bytes of
     ours.
     """
-    failed: set[int] = set()
-    samples: dict[int, list[Sample]] = {index: [] for index in range(len(contenders))}
-    for round_index, (index, contender) in interleaved(list(enumerate(contenders)), runs, state.value):
-        if index in failed:
-            continue
-        try:
-            sample = contender.run()
-        except PeerFailed as error:
-            assert contender.peer is not None
-            peers.drop(contender.peer, str(error))
-            failed.add(index)
-            samples[index].clear()
-            continue
-        if round_index > 0:
-            samples[index].append(sample)
+
+    def failed(index: int, error: BaselineError) -> None:
+        peer = contenders[index].peer
+        if peer is None:
+            raise error
+        peers.drop(peer, str(error))
+
+    ways = {index: lambda _, run=each.run: run() for index, each in enumerate(contenders)}
+    samples = sampled(ways, runs, state.value, failed=failed)
     return [
-        Measurement(each.name, state, each.chunk_tokens, each.nbytes, tuple(samples[index]), each.note)
+        Measurement(each.name, state, each.chunk_tokens, each.nbytes, tuple(samples.get(index, ())), each.note)
         for index, each in enumerate(contenders)
     ]
 

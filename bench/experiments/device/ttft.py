@@ -25,8 +25,8 @@ LANDINGS = {
 def measure_on_device(
     options: Any, hit_rates: Sequence[float], accelerator: Accelerator, origin: Mapping[str, Any]
 ) -> Json:
-    """`bench ttft --device`, with its options. Wrong bytes end it, and they and wrong logits are the result's `problem`.
-    Raises WrongUse, FAILURES, and as `filled_bed`.
+    """`bench ttft --device`, with its options. Wrong bytes end it, and they and wrong logits are the result's
+    `problem`. Raises WrongUse, FAILURES, and as `filled_bed`.
     """
     transport, landing = options.transport, options.landing
     if landing is Landing.DEVICE and transport is not Transport.UCX:

@@ -23,12 +23,13 @@ from bench.beds.kv_peers.running import borrowed_mooncake, running_owner
 from bench.beds.kv_stores.adapter import Prompt, Replay
 from bench.beds.kv_stores.running import SAID, RunningStore, StoreName, start
 from bench.beds.memory import huge_page_memory
+from bench.beds.ours import Servers, home_table, target_of
 from bench.beds.processes import BaselineError
+from bench.core.rounds import sampled, spreads
 from bench.core.show import Json
 from calibration.chunks import Chunks, StoredFiles, drop_pages, fetch_checked, make_chunks, store_chunks, warm
 from calibration.content import Bytes, VerificationError
-from calibration.samples import interleaved, spread
-from calibration.servers import BUCKET, REGION, LocalServer, running_server
+from calibration.servers import BUCKET, LocalServer, running_server
 from descriptors.descriptor import Delivery
 from descriptors.layout import ChunkLayout
 from descriptors.units import KIB, MIB
@@ -53,20 +54,19 @@ class HomeBed:
     def __init__(
         self, stack: ExitStack, parent: Path | None, block_count: int, layout: ChunkLayout, runs: int, seed: int
     ) -> None:
-        self._stack = stack
-        self._folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="objectcache-homes-", dir=parent)))
+        self._servers = Servers(stack, parent, "homes")
         self._count, self._layout = block_count, layout
         self._nbytes = block_count * layout.chunk_bytes
-        self._runs = runs
+        self._room_bytes = (runs + 2) * 2 * self._nbytes
         self._seeds = itertools.count(seed + 1_000)
-        self._home = stack.enter_context(running_server(self._folder))
+        self._home = target_of(self._servers.serve())
 
     def ways(self) -> tuple[Ways, dict[str, str]]:
         """The seconds of a fetch, for each home; and what is not here, with the reason."""
-        ways = {ANOTHER: self._cold(self._over_http("a"), self._over_http("b"))}
-        shared = self._folder / "shared"
+        ways = {ANOTHER: self._cold(self._before_home(), self._before_home())}
+        shared = self._servers.folder / "shared"
         shared.mkdir()
-        one, other = (self._front(f'[upstream]\nendpoint = "file://{shared}"\n', name) for name in "cd")
+        one, other = (self._front(f'[upstream]\nendpoint = "file://{shared}"\n') for _ in range(2))
         one.make_bucket(BUCKET)
         ways[DIRECTORY] = self._cold(one, other)
         try:
@@ -75,28 +75,13 @@ class HomeBed:
             return ways, {REMOTE: str(error)}
         return ways, {}
 
-    def _over_http(self, name: str, further: str = "", python_path: Sequence[Path] = ()) -> LocalServer:
-        home = self._home
-        text = (
-            f'[upstream]\nendpoint = "{home.url}"\naccess_key = "{home.access_key}"\n'
-            f'secret_key = "{home.secret_key}"\nregion = "{REGION}"\n'
-            f"landing_bytes = {self._landing_bytes}\n{further}"
-        )
-        return self._front(text, name, python_path)
+    def _before_home(self, further: str = "", python_path: Sequence[Path] = ()) -> LocalServer:
+        """With landing memory for all chunks of two samples, as one bucket may have half of it."""
+        landing_bytes = max(LANDING_BYTES_MIN, 4 * self._nbytes)
+        return self._front(home_table(self._home, f"landing_bytes = {landing_bytes}\n{further}"), python_path)
 
-    @property
-    def _landing_bytes(self) -> int:
-        """All chunks of two samples, as one bucket may have half of it."""
-        return max(LANDING_BYTES_MIN, 4 * self._nbytes)
-
-    def _front(self, text: str, name: str, python_path: Sequence[Path] = ()) -> LocalServer:
-        config = self._folder / f"{name}.toml"
-        config.write_text(text)
-        disk_bytes = (self._runs + 2) * 2 * self._nbytes + (64 << 20)
-        options = ["--config", str(config), "--dram-bytes", "0", "--disk-bytes", str(disk_bytes)]
-        return self._stack.enter_context(
-            running_server(self._folder, options, makes_bucket=False, python_path=python_path)
-        )
+    def _front(self, text: str, python_path: Sequence[Path] = ()) -> LocalServer:
+        return self._servers.front(text, 0, self._room_bytes + (64 << 20), python_path)
 
     def _cold(self, writer: LocalServer, reader: LocalServer) -> Callable[[], float]:
         """What `writer` has just put comes to `reader`."""
@@ -112,12 +97,13 @@ class HomeBed:
 
     def _remote(self) -> Callable[[], float]:
         """What one server has fetched from home comes to another one. Raises BaselineError."""
-        borrowed = [borrowed_mooncake(self._folder)]
-        room_bytes = (self._runs + 2) * 2 * self._nbytes
-        master, _ = self._stack.enter_context(running_owner(MOONCAKE.folder / "bin", room_bytes, self._folder))
+        folder = self._servers.folder
+        borrowed = [borrowed_mooncake(folder)]
+        owner = running_owner(MOONCAKE.folder / "bin", self._room_bytes, folder)
+        master, _ = self._servers.stack.enter_context(owner)
         further = f'[upstream.remote_dram]\nendpoint = "mooncake://{master}"\n'
-        one, other = (self._over_http(name, further, borrowed) for name in "ef")
-        writer = self._over_http("g")
+        one, other = (self._before_home(further, borrowed) for _ in range(2))
+        writer = self._before_home()
         filled, fetched = self._reader(one), self._reader(other)
         for server in (one, other):
             _awaited(server, "joined_stores", 1)
@@ -137,7 +123,7 @@ class HomeBed:
         return run
 
     def _reader(self, server: LocalServer) -> Callable[[Chunks], float]:
-        client = self._stack.enter_context(server.client(Transport.SHM))
+        client = self._servers.stack.enter_context(server.client(Transport.SHM))
         buffer = client.allocate_buffer(self._nbytes)
         return lambda chunks: fetch_checked(client, chunks, buffer, Delivery.LAYER_MAJOR).ended_s
 
@@ -215,12 +201,11 @@ def measure_bandwidth(parent: Path | None, block_count: int, runs: int, seed: in
             ids = [f"{seed}-{index}" for index in range(block_count)]
             work = Replay([Prompt(ids), Prompt(ids)], LAYOUT.chunk_bytes)
             ways[PER_BLOCK[chosen]] = partial(_got_again, store, work)
-        taken: dict[str, list[float]] = {name: [] for name in ways}
-        for round_index, name in interleaved(list(ways), runs, "tiers"):
-            seconds = ways[name]()
-            if round_index > 0:
-                taken[name].append((copy.nbytes if name == MEMORY_COPY else nbytes) / seconds)
-    tiers = {name: {"bytes_per_s": spread(rates)} for name, rates in taken.items()}
+        tasks = {name: lambda _, run=run: run() for name, run in ways.items()}
+        taken = sampled(tasks, runs, "tiers")
+    moved = {name: copy.nbytes if name == MEMORY_COPY else nbytes for name in taken}
+    rates = {name: [moved[name] / seconds for seconds in times_s] for name, times_s in taken.items()}
+    tiers = {name: {"bytes_per_s": found} for name, found in spreads(rates).items()}
     return {"block_bytes": LAYOUT.chunk_bytes, "block_count": block_count, "tiers": tiers, "absent": absent}
 
 

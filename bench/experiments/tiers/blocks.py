@@ -30,6 +30,7 @@ from random import Random
 import numpy as np
 
 from bench.beds.kv_stores.adapter import block
+from bench.core.rounds import paired, sampled, spreads
 from bench.core.show import Json
 from bench.experiments.tiers.replay import Stream
 from calibration.chunks import drop_pages
@@ -93,10 +94,7 @@ def measure_layout(parent: Path | None, block_count: int, runs: int, seed: int) 
         found[f"{nbytes // KIB} KiB"] = {
             "block_bytes": nbytes,
             "bytes_per_s": {way: {step: spread(rates) for step, rates in each.items()} for way, each in steps.items()},
-            "aggregated_over_per_file": {
-                step: spread([ours / theirs for ours, theirs in zip(names[step], steps[PER_FILE][step], strict=True)])
-                for step in names
-            },
+            "aggregated_over_per_file": {step: spread(paired(names[step], steps[PER_FILE][step])) for step in names},
         }
     return {"block_count": block_count, "at_once": AT_ONCE, "sizes": found}
 
@@ -310,18 +308,10 @@ def _measured(client: ObjectCacheClient, body: Bytes, runs: int) -> Json:
         "crc32c_blocks": lambda: BlockChecksums().update(body.data),
         "content_id": lambda: content_id("owner", extent),
     }
-    taken: dict[str, list[float]] = {name: [] for name in tasks}
-    for round_index, name in interleaved(list(tasks), runs, f"blocks of {body.nbytes // MIB} MiB"):
-        started_s = time.monotonic()
-        tasks[name]()
-        if round_index > 0:
-            taken[name].append(time.monotonic() - started_s)
+    ways = {name: lambda _, task=task: _timed(task) for name, task in tasks.items()}
+    taken = sampled(ways, runs, f"blocks of {body.nbytes // MIB} MiB")
     return {
         "block_bytes": body.nbytes,
-        "seconds": {name: spread(seconds) for name, seconds in taken.items()},
-        "over_put": {
-            name: statistics.median(one / other for one, other in zip(taken[name], taken["put"], strict=True))
-            for name in tasks
-            if name != "put"
-        },
+        "seconds": spreads(taken),
+        "over_put": {name: statistics.median(paired(taken[name], taken["put"])) for name in tasks if name != "put"},
     }
