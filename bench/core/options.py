@@ -1,6 +1,6 @@
 """Options of the commands: their parsers, and values that differ between a full run and a smoke run.
 
-The settings of a bench say for each field with which option it is set: `declared` adds the options of a class of
+The settings of a bench say for each field with which option it is set: `declare` adds the options of a class of
 settings to a command, and `filled` makes settings of them. A field has the value of a full run as its default.
 """
 
@@ -12,7 +12,7 @@ import re
 import shlex
 import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field, fields, is_dataclass
+from dataclasses import dataclass, field, fields
 from enum import Enum
 from pathlib import Path
 from typing import Any, TypeVar
@@ -28,50 +28,6 @@ _SAME = object()
 T = TypeVar("T")
 Choice = TypeVar("Choice", bound=Enum)
 Commands = argparse._SubParsersAction
-
-
-class Options:
-    """The options of one command while they are declared. What `add` is told of full and smoke runs comes into force in
-    `resolved`, where the option was not given: explicit options win over the size of the run.
-    """
-
-    def __init__(self, parser: argparse.ArgumentParser) -> None:
-        self._parser: Any = parser
-        self._defaults: dict[str, tuple[Any, Any]] = {}
-        parser.set_defaults(defaults=self._defaults)
-
-    def group(self, title: str) -> Options:
-        """Further options under a heading of their own."""
-        grouped = Options.__new__(Options)
-        grouped._parser, grouped._defaults = self._parser.add_argument_group(title), self._defaults
-        return grouped
-
-    def add(self, *flags: str, full: Any = None, smoke: Any = _SAME, **options: Any) -> None:
-        """As argparse's `add_argument`."""
-        made = self._parser.add_argument(*flags, **options)
-        if full is not None or smoke is not _SAME:
-            self._defaults[made.dest] = (full, full if smoke is _SAME else smoke)
-
-    def declare(self, settings: type) -> None:
-        """The options of settings' fields, under the headings that they name."""
-        groups: dict[str, Options] = {"": self}
-        for each in fields(settings):
-            known: Setting | type | None = each.metadata.get(_SETTING)
-            if isinstance(known, type):
-                self.declare(known)
-            if not isinstance(known, Setting):
-                continue
-            if known.group not in groups:
-                groups[known.group] = self.group(known.group)
-            groups[known.group].set(each.name, known)
-
-    def set(self, name: str, known: Setting) -> None:
-        """The option of a field; without a flag its value depends on the size of the run alone."""
-        if known.flags:
-            self._parser.add_argument(*known.flags, dest=name, default=None, **known.options)
-        else:
-            self._parser.set_defaults(**{name: None})
-        self._defaults[name] = (known.full, known.smoke)
 
 
 @dataclass(frozen=True, slots=True)
@@ -94,15 +50,11 @@ def setting(
     """A field that an option sets, or without a flag the size of the run alone. `text` is the option's help, to which
     the default is added unless it speaks of one; `more` is for argparse.
     """
-    if full is not None and "default" not in text:
+    if full is not None and "action" not in more and "default" not in text:
         text = "; ".join(filter(None, (text, f"default: {_said(full)}")))
-    if "action" not in more:
-        more = {
-            "type": parse,
-            **({} if "choices" in more else {"metavar": "LIST" if isinstance(full, tuple) else "X"}),
-            **more,
-        }
     options = {"help": text, **more}
+    if parse is not None:
+        options = {"type": parse, "metavar": "LIST" if isinstance(full, tuple) else "X", **options}
     known = Setting(tuple(flag.split()), full, full if smoke is _SAME else smoke, group, options)
     return field(default=full, metadata={_SETTING: known})
 
@@ -119,7 +71,7 @@ def sized(full: Any, smoke: Any = _SAME) -> Any:
 
 def flag(name: str, text: str, given: bool = True, smoke: Any = _SAME) -> Any:
     """A field that is `given` where the option is, and the opposite without."""
-    return setting(name, not given, smoke, text=f"{text} (default: not)", action="store_const", const=given)
+    return setting(name, not given, smoke, text=text, action="store_const", const=given)
 
 
 def count(flag: str, full: Any, smoke: Any = _SAME, least: int = 1, most: int = 1 << 30, **more: Any) -> Any:
@@ -180,28 +132,36 @@ def slice_bytes(full: int, smoke: int, of: str) -> Any:
     return count("-S --slice-bytes", full, smoke, STAMP_BYTES, PER_LAYER_CHUNK_BYTES_MAX, text=text)
 
 
-def resolved(options: argparse.Namespace) -> argparse.Namespace:
-    """The same with the values of a full or a smoke run where an option was not given."""
-    values = dict(vars(options))
-    for name, (full, smoke) in values.pop("defaults").items():
-        if values[name] is None:
-            values[name] = smoke if values["smoke"] else full
-    return argparse.Namespace(**values)
+def declare(parser: argparse.ArgumentParser, settings: type) -> None:
+    """Add the options of settings' fields, under the headings that they name."""
+    groups: dict[str, Any] = {"": parser}
+    for each in fields(settings):
+        known: Setting | type | None = each.metadata.get(_SETTING)
+        if isinstance(known, type):
+            declare(parser, known)
+        elif known is not None and known.flags:
+            if known.group not in groups:
+                groups[known.group] = parser.add_argument_group(known.group)
+            groups[known.group].add_argument(*known.flags, dest=each.name, default=None, **known.options)
 
 
 def filled(settings: type[T], options: Any, **others: Any) -> T:
-    """Settings with the options that are called as their fields are, and with `others`."""
-    assert is_dataclass(settings)
+    """Settings with the options that are called as their fields are, and with `others`. Where an option was not given,
+    the value is that of a full or a smoke run: explicit options win over the size of the run.
+    """
     named = dict(others)
-    for each in fields(settings):
-        if each.name not in named:
-            known = each.metadata.get(_SETTING)
-            if isinstance(known, type):
-                named[each.name] = filled(known, options)
-            elif hasattr(options, each.name):
-                named[each.name] = getattr(options, each.name)
-    made: T = settings(**named)
-    return made
+    for each in fields(settings):  # type: ignore[arg-type]
+        known, given = each.metadata.get(_SETTING), getattr(options, each.name, None)
+        if each.name in named:
+            continue
+        if isinstance(known, type):
+            named[each.name] = filled(known, options)
+        elif isinstance(known, Setting):
+            by_size = known.smoke if options.smoke else known.full
+            named[each.name] = given if known.flags and given is not None else by_size
+        elif hasattr(options, each.name):
+            named[each.name] = given
+    return settings(**named)
 
 
 def number(least: int, most: int) -> Callable[[str], int]:

@@ -13,7 +13,7 @@ import pytest
 from bench.core import options
 from bench.core.experiment import Experiment, WrongUse, plain, published
 from bench.core.lines import from_line, to_line
-from bench.core.options import ascending, each, filled, number, resolved, some_of
+from bench.core.options import ascending, each, filled, number, some_of
 from bench.core.rounds import Side, Target
 from calibration.samples import Turns, interleaved
 from calibration.text import aligned
@@ -68,7 +68,7 @@ def parsed(*arguments: str) -> Settings:
     """Settings of these arguments."""
     parser = argparse.ArgumentParser()
     made(None).add(parser.add_subparsers())
-    return filled(Settings, resolved(parser.parse_args(["try", *arguments])))
+    return filled(Settings, parser.parse_args(["try", *arguments]))
 
 
 def test_what_was_asked_for_wins_over_the_size_of_the_run() -> None:

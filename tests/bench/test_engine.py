@@ -14,7 +14,7 @@ import pytest
 
 from bench.beds.processes import BaselineError, last_words
 from bench.core.lines import from_line, to_line
-from bench.core.options import filled, number, resolved
+from bench.core.options import filled, number
 from bench.core.show import as_text
 from bench.experiments.engine import bed as engine_bed
 from bench.experiments.engine import measure, paced
@@ -60,7 +60,7 @@ def settings(text: str = "") -> EngineSettings:
     """As the command line gives them."""
     parser = argparse.ArgumentParser()
     ENGINE.add(parser.add_subparsers())
-    return settings_of(filled(EngineSettings, resolved(parser.parse_args(["engine", *text.split()]))))
+    return settings_of(filled(EngineSettings, parser.parse_args(["engine", *text.split()])))
 
 
 def transfer(way: Way, tmp_path: Path) -> Any:

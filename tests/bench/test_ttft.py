@@ -17,7 +17,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from bench.beds.play import Clock, Played, Waits, play
-from bench.core.options import filled, resolved
+from bench.core.options import filled
 from bench.core.show import NOT_MEASURED, as_text
 from bench.experiments.ttft import run as command
 from bench.experiments.ttft import run as ttft_bed
@@ -106,7 +106,7 @@ def parse(*arguments: str) -> argparse.Namespace:
 
 def settings_of(options: argparse.Namespace) -> TtftSettings:
     """As the command has them."""
-    return settings_of_all(filled(TtftOptions, resolved(options)))
+    return settings_of_all(filled(TtftOptions, options))
 
 
 def model_samples(rates: list[float], layer_bytes: float, compute_s: float, layers: int) -> list[Sample]:

@@ -22,6 +22,7 @@ from typing import Any
 
 from bench.beds.kv_peers.install import ENGINES
 from bench.beds.kv_peers.work import S3Target
+from bench.beds.ours import target_of
 from bench.beds.processes import BaselineError, Child, await_ready, failure_of, free_port, last_words, running_program
 from bench.core.lines import from_line, to_line
 from bench.core.show import Json
@@ -40,7 +41,7 @@ from bench.experiments.engine.ways import (
     transfer_config,
 )
 from calibration.origin import python_path
-from calibration.servers import REGION, LocalServer, running_server
+from calibration.servers import LocalServer, running_server
 from descriptors.units import GIB
 
 START_TIMEOUT_S = 120.0
@@ -236,7 +237,7 @@ class Bed:
         try:
             server.make_bucket(way.bucket)
             if way in LMCACHES:
-                s3 = S3Target(server.url, server.access_key, server.secret_key, way.bucket, REGION)
+                s3 = target_of(server, way.bucket)
                 log, memory_bytes = self.place / f"{way.value}-server.log", LMCACHE_COPIES * self.settings.payload_bytes
                 running = running_lmcache(engines_python(), log, memory_bytes, s3 if way is Way.LMCACHE_S3 else None)
                 self.lmcaches[way] = self.stack.enter_context(running)

@@ -21,7 +21,6 @@ from bench.experiments.engine.ways import (
     BLOCK_TOKENS,
     OURS,
     OUTPUT_TOKENS,
-    WEIGHTS_SEED,
     Case,
     EngineSettings,
     Shape,
@@ -236,7 +235,7 @@ def settings_of(settings: EngineSettings) -> EngineSettings:
     if settings.advised and settings.stated:
         raise ValueError("--advised and --stated are two questions: ask one")
     ways = tuple(way for way in Way if way in settings.ways or way is Way.RECOMPUTE)
-    settings = replace(settings, ways=ways, shape=replace(settings.shape, seed=WEIGHTS_SEED))
+    settings = replace(settings, ways=ways)
     if settings.chunk_tokens % BLOCK_TOKENS and BLOCK_TOKENS % settings.chunk_tokens and set(OURS) & set(settings.ways):
         raise ValueError(f"--chunk-tokens must be a multiple or a divisor of the engine's {BLOCK_TOKENS}")
     if not settings.cases:

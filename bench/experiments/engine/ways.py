@@ -55,7 +55,7 @@ class Shape:
     vocabulary: int = 1024
     dtype: Dtype = options.choice("--dtype", Dtype, Dtype.FLOAT32, text=DTYPE_HELP, group=GROUP)
     initializer_range: float = 0.05
-    seed: int = WEIGHTS_SEED
+    seed: int = options.sized(WEIGHTS_SEED)
 
     def __post_init__(self) -> None:
         if self.heads % self.kv_heads:

@@ -99,7 +99,7 @@ class LiveSettings:
     chunk_tokens: int = options.count("-G --chunk-tokens", 64, most=CHUNK_TOKENS_MAX, group=LIVE)
     transport: Transport = options.choice("--transport", TRANSPORTS, Transport.SHM, group=LIVE)
     gather_s: float = options.setting("--gather-s", 0.05, 0.05, real(0, 10), GATHER_HELP, LIVE)
-    seed: int = 1
+    seed: int = options.sized(1)
     folder: Path | None = options.folder("for the store", group=LIVE)
 
     @property

@@ -11,7 +11,7 @@ import multiprocessing
 import time
 from collections.abc import Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from enum import Enum
 from pathlib import Path
 from typing import Any
@@ -281,7 +281,8 @@ class SchedulerSettings:
 
 def measure_scheduler(asked: SchedulerSettings, origin: Mapping[str, Any]) -> Json:
     """The parts, one after the other; wrong bytes of the live one are the problem of the result. Raises FAILURES."""
-    parts, live, seed = asked.parts, asked.live, asked.seed
+    parts, seed = asked.parts, asked.seed
+    live = replace(asked.live, seed=seed)
     need_nixl(live.transport is Transport.UCX and Part.LIVE in parts, "--transport shm")
     entries = read_trace(asked.trace, asked.trace_requests) if Part.TRACE in parts else []
     arrivals = trace_requests(entries) if entries else []
