@@ -16,7 +16,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from bench.beds.play import Clock, Played, Waits, play
+from bench.beds.fetchers import Clock, Played, Waits, play
 from bench.core.options import filled
 from bench.core.show import NOT_MEASURED, as_text
 from bench.experiments.ttft import run as command

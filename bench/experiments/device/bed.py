@@ -22,7 +22,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from bench.beds.play import LAYER_TIMEOUT_S, CopiedLayers, FetchedLayers, Played, Source
+from bench.beds.fetchers import LAYER_TIMEOUT_S, CopiedLayers, FetchedLayers, Played, Source
 from bench.experiments.device.command import Landing
 from bench.experiments.device.model import Accelerator, Mark, Subject, poison
 from bench.experiments.ttft.results import S3_SYSTEMS, Case, Scale, System, Task

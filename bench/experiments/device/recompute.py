@@ -20,7 +20,7 @@ from bench.core.options import ascending, each, number
 from bench.core.plots import Chart, Kind, draw
 from bench.core.show import Column, Json, Section, fixed, table
 from bench.experiments.device.command import CONTEXT_SMOKE, DeviceSettings, model_of, opened_device
-from bench.experiments.overlap.grids import COARSE, FINE, HIT_RATES, PAPER_NAMES
+from bench.experiments.overlap.run import COARSE, FINE, HIT_RATES, PAPER_NAMES
 from bench.experiments.ttft.results import CONTEXTS
 from bench.paper.tables import context_tokens, table_a1_a2
 from calibration.compute.shapes import ModelShape, shape

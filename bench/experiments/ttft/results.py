@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from enum import Enum
 from typing import Any, TypeVar
 
-from bench.beds.play import Played
+from bench.beds.fetchers import Played
 from bench.core.experiment import plain
 from bench.core.rounds import Side, Target
 from bench.core.show import Json

@@ -22,7 +22,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from bench.beds.play import CopiedLayers, FetchedLayers, Played, Source, Waits, play
+from bench.beds.fetchers import CopiedLayers, FetchedLayers, Played, Source, Waits, play
 from bench.core import options
 from bench.core.experiment import Experiment, WrongUse, need_nixl, published
 from bench.core.options import each, filled, real, some_of
