@@ -6,7 +6,7 @@ import argparse
 from collections.abc import Sequence
 
 from bench.experiments.aggregate.run import AGGREGATE
-from bench.experiments.concurrency.run import CONCURRENCY
+from bench.experiments.concurrency import CONCURRENCY
 from bench.experiments.device.copies import COPIES
 from bench.experiments.device.recompute import RECOMPUTE
 from bench.experiments.engine.run import ENGINE
@@ -16,7 +16,7 @@ from bench.experiments.s3.run import S3
 from bench.experiments.scheduler.run import SCHEDULER
 from bench.experiments.tiers.run import TIERS
 from bench.experiments.ttft.run import TTFT
-from bench.experiments.upstream.run import UPSTREAM
+from bench.experiments.upstream import UPSTREAM
 
 EXPERIMENTS = (AGGREGATE, S3, LADDER, CONCURRENCY, SCHEDULER, TIERS, UPSTREAM, TTFT, OVERLAP, RECOMPUTE, COPIES, ENGINE)
 

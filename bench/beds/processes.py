@@ -10,6 +10,7 @@ import socket
 import subprocess
 import sys
 import time
+import traceback
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager
@@ -129,6 +130,20 @@ def take_answers(log: Path) -> TextIO:
     for name in PROXIES:
         os.environ.pop(name, None)
     return answers
+
+
+def answer_lines(answers: TextIO, answer: Callable[[str], str], failed: Callable[[Exception], str]) -> None:
+    """Answer each line of standard input until it ends. Whatever a library raises is its failure, and the parent is
+    told what `failed` makes of it.
+    """
+    for line in sys.stdin:
+        try:
+            said = answer(line.strip())
+        except Exception as error:
+            traceback.print_exc()
+            said = failed(error)
+        say(said, answers)
+    sys.stderr.flush()
 
 
 @contextmanager

@@ -15,6 +15,7 @@ from pathlib import Path
 from botocore.exceptions import BotoCoreError, ClientError
 
 from bench.beds.kv_peers.work import S3Target
+from bench.beds.ours import target_of
 from bench.beds.processes import BaselineError, Child, free_port, last_words, serving_program
 from calibration.servers import BUCKET, REGION, running_server, s3_client
 
@@ -61,7 +62,7 @@ class Peer:
 def running_ours(folder: Path | None, options: Sequence[str]) -> Iterator[Peer]:
     """Our server with these options of `serve`. Raises LocalServerError."""
     with running_server(folder, options) as server:
-        target = S3Target(server.url, server.access_key, server.secret_key, BUCKET, REGION)
+        target = target_of(server)
         durability = f"serve {' '.join(options)}; otherwise its default: bytes and index synced before the answer"
         yield Peer(PeerName.OURS, target, durability, "this tree", lambda: [server.pid])
 

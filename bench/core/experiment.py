@@ -14,7 +14,7 @@ from typing import Any
 from adapters.nixl_agent import NixlFailure, is_available
 from bench.beds.processes import BaselineError
 from bench.core.lines import plain as plain
-from bench.core.options import Commands, Options, resolved
+from bench.core.options import Commands, declare, filled
 from bench.core.show import Json, Sections, as_text
 from calibration.origin import describe_commit, describe_machine
 from calibration.servers import LocalServerError
@@ -31,7 +31,8 @@ class WrongUse(Exception):
 
 @dataclass(frozen=True, slots=True)
 class Experiment:
-    """One sub-command. `measure` is given the options, and commit and machine, and returns the result that `published`
+    """One sub-command. `settings` is the class of its settings, whose fields say their options. `measure` is
+    given them, and commit and machine, and returns the result that `published`
     makes: plain values, of which `problem` is the first wrong byte or token. It raises WrongUse for what does not fit
     together, and FAILURES. `show` and `plot` make sections and charts of a result. `charts` is what `--plot` names: a
     file or a folder.
@@ -40,8 +41,8 @@ class Experiment:
     name: str
     help: str
     description: str
-    declare: Callable[[Options], None]
-    measure: Callable[[argparse.Namespace, Mapping[str, Any]], Json]
+    settings: type
+    measure: Callable[[Any, Mapping[str, Any]], Json]
     show: Callable[[Json], Sections]
     plot: Callable[[Json, Path], None]
     charts: str = "FILE"
@@ -49,7 +50,7 @@ class Experiment:
     def add(self, commands: Commands[argparse.ArgumentParser]) -> None:
         """Add the sub-command."""
         parser = commands.add_parser(self.name, help=self.help, description=self.description)
-        self.declare(Options(parser))
+        declare(parser, self.settings)
         parser.add_argument("--smoke", action="store_true", help="tiny sizes, one run: does it work, not how fast")
         parser.add_argument("--json", type=Path, metavar="FILE", help="write everything there, raw samples included")
         parser.add_argument("--plot", type=Path, metavar=self.charts, help="draw it there; needs the extra 'plot'")
@@ -64,7 +65,7 @@ class Experiment:
                 return _complain(f"{file.parent}: no such folder", WRONG_USE)
         origin = {**describe_commit(), "machine": describe_machine()}
         try:
-            result = self.measure(resolved(options), origin)
+            result = self.measure(filled(self.settings, options), origin)
         except WrongUse as error:
             return _complain(str(error), WRONG_USE)
         except FAILURES as error:

@@ -1,4 +1,8 @@
-"""Options of the commands: their parsers, and values that differ between a full run and a smoke run."""
+"""Options of the commands: their parsers, and values that differ between a full run and a smoke run.
+
+The settings of a bench say for each field with which option it is set: `declare` adds the options of a class of
+settings to a command, and `filled` makes settings of them. A field has the value of a full run as its default.
+"""
 
 from __future__ import annotations
 
@@ -6,8 +10,9 @@ import argparse
 import math
 import re
 import shlex
-from collections.abc import Callable, Sequence
-from dataclasses import fields, is_dataclass
+import sys
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, fields
 from enum import Enum
 from pathlib import Path
 from typing import Any, TypeVar
@@ -25,83 +30,138 @@ Choice = TypeVar("Choice", bound=Enum)
 Commands = argparse._SubParsersAction
 
 
-class Options:
-    """The options of one command while they are declared. What `add` is told of full and smoke runs comes into force in
-    `resolved`, where the option was not given: explicit options win over the size of the run.
+@dataclass(frozen=True, slots=True)
+class Setting:
+    """How a field is set: flags, values of a full and of a smoke run, the heading, and argparse's own options."""
+
+    flags: tuple[str, ...]
+    full: Any
+    smoke: Any
+    group: str
+    options: Mapping[str, Any]
+
+
+_SETTING = "setting"
+
+
+def setting(
+    flag: str, full: Any = None, smoke: Any = _SAME, parse: Any = None, text: str = "", group: str = "", **more: Any
+) -> Any:
+    """A field that an option sets, or without a flag the size of the run alone. `text` is the option's help, to which
+    the default is added unless it speaks of one; `more` is for argparse.
     """
-
-    def __init__(self, parser: argparse.ArgumentParser) -> None:
-        self._parser: Any = parser
-        self._defaults: dict[str, tuple[Any, Any]] = {}
-        parser.set_defaults(defaults=self._defaults)
-
-    def group(self, title: str) -> Options:
-        """Further options under a heading of their own."""
-        grouped = Options.__new__(Options)
-        grouped._parser, grouped._defaults = self._parser.add_argument_group(title), self._defaults
-        return grouped
-
-    def add(self, *flags: str, full: Any = None, smoke: Any = _SAME, **options: Any) -> None:
-        """As argparse's `add_argument`."""
-        made = self._parser.add_argument(*flags, **options)
-        if full is not None or smoke is not _SAME:
-            self._defaults[made.dest] = (full, full if smoke is _SAME else smoke)
-
-    def flag(self, name: str, text: str) -> None:
-        """An option without a value."""
-        self._parser.add_argument(name, action="store_true", help=text)
-
-    def choice(self, flag: str, choices: Sequence[Enum], default: Enum, what: str = "") -> None:
-        """One value of an enum."""
-        text = ", ".join(filter(None, (names(choices), what))) + f"; default: {default.value}"
-        self._parser.add_argument(flag, type=one_of(choices), default=default, metavar="NAME", help=text)
-
-    def runs(self, full: int | None, smoke: int | None = 1, what: str = "counted rounds") -> None:
-        """How often everything is measured."""
-        text = f"{what}; default: {full}"
-        self.add("--runs", type=number(1, RUNS_MAX), metavar="K", full=full, smoke=smoke, help=text)
-
-    def seed(self) -> None:
-        """Of everything that is random."""
-        self._parser.add_argument("--seed", type=number(0, SEED_MAX), default=1, help="default: 1")
-
-    def folder(self, what: str = "for the stores") -> None:
-        """Where files are put for the time being."""
-        self._parser.add_argument("--folder", type=Path, metavar="DIR", help=f"{what}; default: temporary files")
-
-    def serve_options(self) -> None:
-        """For `objectcache serve`."""
-        text = "further options of `objectcache serve`"
-        self._parser.add_argument("--serve-options", type=_words_of, default=(), metavar="TEXT", help=text)
-
-    def shape(self, chunks: tuple[int, int], layers: tuple[int, int], slice_bytes: tuple[int, int], of: str) -> None:
-        """N, L and S, each for a full and a smoke run."""
-        size = number(STAMP_BYTES, PER_LAYER_CHUNK_BYTES_MAX)
-        many = f"bytes of one layer in one chunk {of}, KiB and MiB understood; default: {slice_bytes[0] // KIB}KiB"
-        for letter, name, field, parse, (full, smoke), text in (
-            ("N", "chunks", "chunk_count", number(1, CHUNK_COUNT_MAX), chunks, f"chunks {of}; default: {chunks[0]}"),
-            ("L", "layers", "num_layers", number(1, NUM_LAYERS_MAX), layers, f"layers; default: {layers[0]}"),
-            ("S", "slice-bytes", "per_layer_chunk_bytes", size, slice_bytes, many),
-        ):
-            options = {"dest": field, "metavar": letter, "type": parse, "help": text}
-            self.add(f"-{letter}", f"--{name}", full=full, smoke=smoke, **options)
+    if full is not None and "action" not in more and "default" not in text:
+        text = "; ".join(filter(None, (text, f"default: {_said(full)}")))
+    options = {"help": text, **more}
+    if parse is not None:
+        options = {"type": parse, "metavar": "LIST" if isinstance(full, tuple) else "X", **options}
+    known = Setting(tuple(flag.split()), full, full if smoke is _SAME else smoke, group, options)
+    return field(default=full, metadata={_SETTING: known})
 
 
-def resolved(options: argparse.Namespace) -> argparse.Namespace:
-    """The same with the values of a full or a smoke run where an option was not given."""
-    values = dict(vars(options))
-    for name, (full, smoke) in values.pop("defaults").items():
-        if values[name] is None:
-            values[name] = smoke if values["smoke"] else full
-    return argparse.Namespace(**values)
+def nested(settings: type) -> Any:
+    """A field that has settings of its own, all at their defaults where none are given."""
+    return field(default_factory=settings, metadata={_SETTING: settings})
 
 
-def filled(settings: type[T], options: argparse.Namespace, **others: Any) -> T:
-    """Settings with the options that are called as their fields are, and with `others`."""
-    assert is_dataclass(settings)
-    named = {field.name: getattr(options, field.name) for field in fields(settings) if field.name in options}
-    made: T = settings(**{**named, **others})
-    return made
+def sized(full: Any, smoke: Any = _SAME) -> Any:
+    """A field without an option."""
+    return setting("", full, smoke)
+
+
+def flag(name: str, text: str, given: bool = True, smoke: Any = _SAME) -> Any:
+    """A field that is `given` where the option is, and the opposite without."""
+    return setting(name, not given, smoke, text=text, action="store_const", const=given)
+
+
+def count(flag: str, full: Any, smoke: Any = _SAME, least: int = 1, most: int = 1 << 30, **more: Any) -> Any:
+    """A field that is a whole number, or a tuple of some."""
+    parse: Any = number(least, most)
+    return setting(flag, full, smoke, each(parse) if isinstance(full, tuple) else parse, metavar="K", **more)
+
+
+def choice(flag: str, of: Iterable[Enum], full: Any, smoke: Any = _SAME, text: str = "", **more: Any) -> Any:
+    """A field that is one value of an enum, or a tuple of some."""
+    known = tuple(of)
+    if isinstance(full, tuple):
+        return setting(flag, full, smoke, some_of(known), text, **more)
+    text = ", ".join(filter(None, (names(known), text)))
+    return setting(flag, full, smoke, one_of(known), text, metavar="NAME", **more)
+
+
+def runs(full: int | None, smoke: int | None = 1, text: str = "counted rounds", **more: Any) -> Any:
+    """How often everything is measured."""
+    return count("--runs", full, smoke, most=RUNS_MAX, text=text, **more)
+
+
+def seed() -> Any:
+    """Of everything that is random."""
+    return count("--seed", 1, least=0, most=SEED_MAX)
+
+
+def folder(what: str = "for the stores", **more: Any) -> Any:
+    """Where files are put for the time being."""
+    return setting("--folder", None, None, Path, f"{what}; default: temporary files", metavar="DIR", **more)
+
+
+def moto_python() -> Any:
+    """Where moto is."""
+    text = "an interpreter that has moto[server]; default: ours"
+    return setting("--moto", sys.executable, text=text, metavar="PYTHON")
+
+
+def serve_options() -> Any:
+    """For `objectcache serve`."""
+    text = "further options of `objectcache serve`; default: none"
+    return setting("--serve-options", (), _SAME, _words_of, text, metavar="TEXT")
+
+
+def chunk_count(full: int, smoke: int, of: str) -> Any:
+    """N."""
+    return count("-N --chunks", full, smoke, most=CHUNK_COUNT_MAX, text=f"chunks {of}")
+
+
+def num_layers(full: int, smoke: int) -> Any:
+    """L."""
+    return count("-L --layers", full, smoke, most=NUM_LAYERS_MAX, text="layers")
+
+
+def slice_bytes(full: int, smoke: int, of: str) -> Any:
+    """S."""
+    text = f"bytes of one layer in one chunk {of}, KiB and MiB understood; default: {full // KIB}KiB"
+    return count("-S --slice-bytes", full, smoke, STAMP_BYTES, PER_LAYER_CHUNK_BYTES_MAX, text=text)
+
+
+def declare(parser: argparse.ArgumentParser, settings: type) -> None:
+    """Add the options of settings' fields, under the headings that they name."""
+    groups: dict[str, Any] = {"": parser}
+    for each in fields(settings):
+        known: Setting | type | None = each.metadata.get(_SETTING)
+        if isinstance(known, type):
+            declare(parser, known)
+        elif known is not None and known.flags:
+            if known.group not in groups:
+                groups[known.group] = parser.add_argument_group(known.group)
+            groups[known.group].add_argument(*known.flags, dest=each.name, default=None, **known.options)
+
+
+def filled(settings: type[T], options: Any, **others: Any) -> T:
+    """Settings with the options that are called as their fields are, and with `others`. Where an option was not given,
+    the value is that of a full or a smoke run: explicit options win over the size of the run.
+    """
+    named = dict(others)
+    for each in fields(settings):  # type: ignore[arg-type]
+        known, given = each.metadata.get(_SETTING), getattr(options, each.name, None)
+        if each.name in named:
+            continue
+        if isinstance(known, type):
+            named[each.name] = filled(known, options)
+        elif isinstance(known, Setting):
+            by_size = known.smoke if options.smoke else known.full
+            named[each.name] = given if known.flags and given is not None else by_size
+        elif hasattr(options, each.name):
+            named[each.name] = given
+    return settings(**named)
 
 
 def number(least: int, most: int) -> Callable[[str], int]:
@@ -191,3 +251,9 @@ def _words_of(text: str) -> tuple[str, ...]:
 
 def _words(values: Sequence[Any]) -> str:
     return ",".join(str(value) for value in values)
+
+
+def _said(value: Any) -> str:
+    if isinstance(value, tuple):
+        return ",".join(map(_said, value))
+    return str(value.value if isinstance(value, Enum) else f"{value:g}" if isinstance(value, float) else value)

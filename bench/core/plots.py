@@ -10,6 +10,7 @@ from enum import Enum
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from bench.core.show import at
 from calibration.charts import cell_ticks, chart, draw_bars, draw_line, draw_rows, shared_legend
 from calibration.charts import scaled as scaled_spreads
 from calibration.samples import Spread
@@ -31,8 +32,14 @@ class Kind(Enum):
     LYING = "lying"
 
 
-def _one(_: Row) -> str:
-    return ""
+Of = str | Callable[[Row], Any]
+"""Something of a row: the path of a field, or a function; "" is nothing."""
+
+
+def _of(what: Of, row: Row) -> Any:
+    if isinstance(what, str):
+        return at(row, what) if what else ""
+    return what(row)
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,12 +49,12 @@ class Chart:
     """
 
     kind: Kind
-    across: Callable[[Row], Any]
-    value: Callable[[Row], Any]
+    across: Of
+    value: Of
     value_title: str
-    series: Callable[[Row], str] = _one
-    row: Callable[[Row], str] = _one
-    column: Callable[[Row], str] = _one
+    series: Of = ""
+    row: Of = ""
+    column: Of = ""
     across_title: str = ""
     scale: float = 1.0
     offset: float = 0.0
@@ -59,8 +66,10 @@ def draw(how: Chart, rows: Sequence[Row], title: str, path: Path) -> None:
     """Draw the rows into a file whose name says its format. Without a row there is no file."""
     if not rows:
         return
-    down, over, series = (list(dict.fromkeys(map(of, rows))) for of in (how.row, how.column, how.series))
-    panels = {(line, column): [each for each in rows if (how.row(each), how.column(each)) == (line, column)]
+    down, over, series = (
+        list(dict.fromkeys(_of(what, each) for each in rows)) for what in (how.row, how.column, how.series)
+    )
+    panels = {(line, column): [each for each in rows if (_of(how.row, each), _of(how.column, each)) == (line, column)]
               for line in down for column in over}  # fmt: skip
     heights = [max(len(panels[line, column]) for column in over) + 1 for line in down]
     size = (10.0, 0.32 * sum(heights) + 1.5) if how.kind is Kind.LYING else (3 + 3.6 * len(over), 1 + 3.2 * len(down))
@@ -83,20 +92,20 @@ def _ratios(how: Chart, heights: list[int]) -> list[int] | None:
 def _panel(axes: Axes, how: Chart, rows: Sequence[Row], series: Sequence[str]) -> None:
     if how.kind is Kind.LYING:
         colors = None if how.color is None else [how.color(each) for each in rows]
-        bars = draw_rows(axes, [str(how.across(each)) for each in rows], _spreads(how, rows), color=colors)
+        bars = draw_rows(axes, [str(_of(how.across, each)) for each in rows], _spreads(how, rows), color=colors)
         axes.bar_label(bars, fmt="%.3g", padding=4, fontsize=7)
         axes.tick_params(labelsize=7)
         axes.margins(x=0.1)
         return
-    ticks = sorted({how.across(each) for each in rows}) if how.kind is Kind.LINES else _order(how, rows)
-    present = [name for name in series if any(how.series(each) == name for each in rows)]
+    ticks = sorted({_of(how.across, each) for each in rows}) if how.kind is Kind.LINES else _order(how, rows)
+    present = [name for name in series if any(_of(how.series, each) == name for each in rows)]
     for place, name in enumerate(present):
-        mine, color = [each for each in rows if how.series(each) == name], f"C{series.index(name)}"
+        mine, color = [each for each in rows if _of(how.series, each) == name], f"C{series.index(name)}"
         if how.kind is Kind.LINES:
-            draw_line(axes, [how.across(each) for each in mine], _spreads(how, mine), name, color=color)
+            draw_line(axes, [_of(how.across, each) for each in mine], _spreads(how, mine), name, color=color)
         else:
             width = 0.8 / len(present)
-            at = [ticks.index(how.across(each)) + width * (place - (len(present) - 1) / 2) for each in mine]
+            at = [ticks.index(_of(how.across, each)) + width * (place - (len(present) - 1) / 2) for each in mine]
             draw_bars(axes, at, _spreads(how, mine), width, color=color, label=name)
     if how.kind is Kind.BARS:
         turned = {"rotation": 35, "ha": "right"} if len(ticks) > TICKS_UPRIGHT_MAX else {}
@@ -110,11 +119,11 @@ def _panel(axes: Axes, how: Chart, rows: Sequence[Row], series: Sequence[str]) -
 
 
 def _order(how: Chart, rows: Sequence[Row]) -> list[Any]:
-    return list(dict.fromkeys(map(how.across, rows)))
+    return list(dict.fromkeys(_of(how.across, each) for each in rows))
 
 
 def _spreads(how: Chart, rows: Sequence[Row]) -> list[Spread]:
-    return scaled_spreads([_spread_of(how.value(row)) for row in rows], how.scale, how.offset)
+    return scaled_spreads([_spread_of(_of(how.value, row)) for row in rows], how.scale, how.offset)
 
 
 def _spread_of(value: Any) -> Spread:

@@ -34,8 +34,9 @@ def fixed(digits: int, factor: float = 1.0) -> Form:
     return lambda value: f"{value * factor:,.{digits}f}"
 
 
-gbps, ms, us = scaled(1e-9), scaled(1e3), scaled(1e6)
-"""Bytes/s in GB/s; seconds in milliseconds and in microseconds."""
+UNITS = {"": 1.0, "ms": 1e3, "us": 1e6, "GB/s": 1e-9, "MB/s": 1e-6, "MiB": 2**-20}
+"""How many of the unit are one second, one byte or one byte/s."""
+ms, gbps = scaled(UNITS["ms"]), scaled(UNITS["GB/s"])
 size: Form = format_bytes
 
 
@@ -98,6 +99,31 @@ class Column:
         return written(at(row, self.value) if isinstance(self.value, str) else self.value(row), self.form)
 
 
+FORMS: Mapping[str, Form] = {"size": size, "significant": significant, "verdict": verdict, "code": code}
+
+
+def form_of(name: str) -> Form:
+    """The form of that name: "ms" is in milliseconds, "ms.2" too with two digits after the point, ".2" in the value's
+    own unit; and a format such as "g" or ".1%".
+    """
+    if name in FORMS:
+        return FORMS[name]
+    unit, point, digits = name.rpartition(".")
+    if digits in UNITS:
+        return scaled(UNITS[digits])
+    return fixed(int(digits), UNITS[unit]) if point and digits.isdecimal() else f"{{:{name}}}".format
+
+
+def columns(text: str) -> list[Column]:
+    """Columns as the head of the table has them, "HEAD | HEAD = PATH | HEAD = PATH:FORM"; a path may be the head."""
+    made = []
+    for part in text.split("|"):
+        head, is_other, value = part.strip().rpartition("= ")
+        path, _, form = value.partition(":")
+        made.append(Column(head.strip() if is_other else path, path, form_of(form) if form else None))
+    return made
+
+
 @dataclass(frozen=True, slots=True)
 class Table:
     """Cells as text."""
@@ -121,9 +147,15 @@ Section = Sequence[Block]
 Sections = Mapping[str, Section]
 
 
-def table(rows: Iterable[Any], *columns: Column) -> Table:
-    """One line for each row."""
-    return Table([column.head for column in columns], [[column.of(row) for column in columns] for row in rows])
+def table(rows: Iterable[Any], *shown: str | Column) -> Table:
+    """One line for each row; columns as text are those of `columns`."""
+    every = [column for each in shown for column in (columns(each) if isinstance(each, str) else [each])]
+    return Table([column.head for column in every], [[column.of(row) for column in every] for row in rows])
+
+
+def listed(found: Mapping[str, Any], name: str) -> list[Json]:
+    """The values as rows, which have their names under `name`."""
+    return [{name: key, **value} for key, value in found.items()]
 
 
 def crossed(

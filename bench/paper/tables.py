@@ -1,14 +1,19 @@
-"""The ObjectCache paper's tables as values: A1, A2 and A8 to A12. Llama 3.1 8B on an A100 unless a row says otherwise.
+"""The ObjectCache paper's tables as values: A1, A2 and A8 to A12, Llama 3.1 8B on an A100 unless a row says otherwise;
+and how many bytes of KV current open-weight models keep, from the constants of their published configurations.
 
 A layer's compute window c is the total of Table A8 over 32; the table's own column is that, rounded to 10 us. BW-prop
 of Table A9 comes out to the printed digits from the unrounded c and up to 0.01 Gbps off from the rounded one; the B_req
 that Table A8 prints for 4K at 87.5 % (7.41 GB/s) is that of the rounded one (unrounded: 7.40).
+
+The source of a model's row is the file config.json of the repository it names at huggingface.co. What counts for a
+layer (ObjectCache paper, Eq. 1) is 2 * n_kv * d elements a token; with multi-head latent attention (MLA) it is one
+latent vector and the rotary part of the key, shared by all heads (DeepSeek-V2, section 2.1.3).
 """
 
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from enum import Enum
 from functools import cache
@@ -16,7 +21,63 @@ from inspect import signature
 from pathlib import Path
 from typing import Any, TypeVar
 
+from descriptors.layout import slice_bytes
 from descriptors.units import KIB, bytes_per_s_from_gbps
+
+ELEMENT_BYTES = 2
+"""bfloat16, what all of these were published in or are served with; an 8-bit cache halves every figure."""
+
+
+@dataclass(frozen=True, slots=True)
+class GroupedQuery:
+    """num_key_value_heads and head_dim."""
+
+    kv_heads: int
+    head_dim: int
+
+    def token_bytes(self) -> int:
+        """Keys and values of one layer and token."""
+        return slice_bytes(1, self.kv_heads, self.head_dim, ELEMENT_BYTES)
+
+
+@dataclass(frozen=True, slots=True)
+class Latent:
+    """kv_lora_rank and qk_rope_head_dim."""
+
+    rank: int
+    rope_dim: int
+
+    def token_bytes(self) -> int:
+        """Latent and rotary key of one layer and token."""
+        return (self.rank + self.rope_dim) * ELEMENT_BYTES
+
+
+@dataclass(frozen=True, slots=True)
+class Model:
+    """`source` is a repository at huggingface.co. `kv_layers` counts the layers that keep KV for the whole context;
+    layers with a sliding window keep the same bytes a token but fewer tokens, and are counted too.
+    """
+
+    family: str
+    name: str
+    source: str
+    kv_layers: int
+    attention: GroupedQuery | Latent
+
+    def payload_bytes(self, chunk_tokens: int) -> int:
+        """S: one layer of a chunk."""
+        return chunk_tokens * self.attention.token_bytes()
+
+
+def _models() -> Iterator[Model]:
+    """Those of models.json, whose attention is grouped-query (kv_heads, head_dim) or latent (rank, rope_dim)."""
+    for row in json.loads(Path(__file__).with_name("models.json").read_text()):
+        attention = Latent(*row.pop("latent")) if "latent" in row else GroupedQuery(*row.pop("grouped"))
+        yield Model(attention=attention, **row)
+
+
+MODELS = tuple(_models())
+
 
 NUM_LAYERS = 32
 TOKEN_LAYER_BYTES = 4096

@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 
 from bench.core.show import NOT_MEASURED, as_markdown, significant, written
-from bench.experiments.aggregate.show import show
-from bench.figures.__main__ import DOCUMENTS, SECTIONS, load, render
+from bench.experiments.aggregate.ratios import show
+from bench.figures import DOCUMENTS, SECTIONS, load, render
 
 RESULTS = load()
 

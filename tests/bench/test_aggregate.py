@@ -22,10 +22,8 @@ from bench.cli import run
 from bench.core.lines import from_line, to_line
 from bench.core.show import as_text
 from bench.experiments.aggregate import run as aggregate
-from bench.experiments.aggregate.contenders import Contender, peer_contenders, run_rounds
-from bench.experiments.aggregate.ratios import Measurement, Ratio, Sample, grain_ratios
-from bench.experiments.aggregate.run import Found, result_of
-from bench.experiments.aggregate.show import plot, show
+from bench.experiments.aggregate.ratios import Measurement, Ratio, Sample, grain_ratios, plot, show
+from bench.experiments.aggregate.run import Contender, Found, peer_contenders, result_of, run_rounds
 from calibration.chunks import Chunks
 from calibration.content import Content, VerificationError, make_content, verify_payload
 from calibration.samples import Spread, State, spread

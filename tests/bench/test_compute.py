@@ -7,8 +7,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from bench.paper.models import MODELS, GroupedQuery
-from bench.paper.tables import NUM_LAYERS, TOKEN_LAYER_BYTES
+from bench.paper.tables import MODELS, NUM_LAYERS, TOKEN_LAYER_BYTES, GroupedQuery
 from calibration.compute.cost_model import Fit, Observation, compute_profile, fit_cost_model, prefill_s, scaled
 from calibration.compute.layer import DecoderLayer, Device, Dtype
 from calibration.compute.measure import (

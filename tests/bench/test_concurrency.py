@@ -18,10 +18,16 @@ from bench.beds.processes import shares
 from bench.cli import run
 from bench.core.lines import from_line, to_line
 from bench.core.show import Json, as_text
-from bench.experiments.concurrency import run as running
-from bench.experiments.concurrency.run import ConcurrencySettings, measure_concurrency
-from bench.experiments.concurrency.show import show
-from bench.experiments.concurrency.waves import jain_index, level_of, ratios, server_of
+from bench.experiments import concurrency
+from bench.experiments.concurrency import (
+    ConcurrencySettings,
+    jain_index,
+    level_of,
+    measure_concurrency,
+    ratios,
+    server_of,
+    show,
+)
 from calibration.samples import Spread
 from calibration.servers import LocalServer
 from descriptors.layout import ChunkLayout
@@ -80,8 +86,8 @@ def test_wrong_bytes_are_the_result() -> None:
     """Fetchers that expect other bytes than are stored must say so."""
     wrong = replace(SETTINGS, seed=2)
     with pytest.MonkeyPatch.context() as patched:
-        fill = running.fill
-        patched.setattr(running, "fill", lambda server, _: fill(server, [SETTINGS.job(server)]))
+        fill = concurrency.fill
+        patched.setattr(concurrency, "fill", lambda server, _: fill(server, [SETTINGS.job(server)]))
         found = measure_concurrency(wrong, {})
     assert found["verified"] is False
     assert "wrong bytes" in found["problem"]

@@ -10,10 +10,11 @@ from typing import Any
 
 import pytest
 
+from bench.core import options
 from bench.core.experiment import Experiment, WrongUse, plain, published
 from bench.core.lines import from_line, to_line
-from bench.core.options import Options, ascending, each, filled, number, resolved, some_of
-from bench.core.targets import Side, Target
+from bench.core.options import ascending, each, filled, number, some_of
+from bench.core.rounds import Side, Target
 from calibration.samples import Turns, interleaved
 from calibration.text import aligned
 
@@ -46,9 +47,9 @@ class Value:
 class Settings:
     """Of the command below."""
 
-    runs: int
-    color: Color
-    extra: int = 7
+    runs: int = options.runs(5, 2)
+    color: Color = options.choice("--color", Color, Color.RED, Color.BLUE)
+    extra: int = options.sized(7, 8)
 
 
 @pytest.mark.parametrize("maybe", [None, Inner(Color.BLUE)])
@@ -60,25 +61,20 @@ def test_values_come_out_of_a_line_as_they_went_in(maybe: Inner | None) -> None:
 
 def made(run: Any) -> Experiment:
     """A command with one option of its own."""
-
-    def declare(options: Options) -> None:
-        options.runs(5, 2)
-        options.add("--color", type=Color, full=Color.RED, smoke=Color.BLUE)
-
-    return Experiment("try", "", "", declare, run, lambda result: {"found": (f"seen: {result['seen']}",)}, print)
+    return Experiment("try", "", "", Settings, run, lambda result: {"found": (f"seen: {result['seen']}",)}, print)
 
 
 def parsed(*arguments: str) -> Settings:
     """Settings of these arguments."""
     parser = argparse.ArgumentParser()
     made(None).add(parser.add_subparsers())
-    return filled(Settings, resolved(parser.parse_args(["try", *arguments])), extra=1)
+    return filled(Settings, parser.parse_args(["try", *arguments]))
 
 
 def test_what_was_asked_for_wins_over_the_size_of_the_run() -> None:
-    assert parsed() == Settings(5, Color.RED, 1)
-    assert parsed("--smoke") == Settings(2, Color.BLUE, 1)
-    assert parsed("--smoke", "--runs", "9") == Settings(9, Color.BLUE, 1)
+    assert parsed() == Settings() == Settings(5, Color.RED, 7)
+    assert parsed("--smoke") == Settings(2, Color.BLUE, 8)
+    assert parsed("--smoke", "--runs", "9") == Settings(9, Color.BLUE, 8)
 
 
 @pytest.mark.parametrize(
@@ -92,7 +88,7 @@ def test_what_was_asked_for_wins_over_the_size_of_the_run() -> None:
     ],
 )
 def test_the_status_says_how_it_ended(outcome: Any, status: int, said: str, capsys: pytest.CaptureFixture[str]) -> None:
-    def measure(_: argparse.Namespace, origin: Mapping[str, Any]) -> dict[str, Any]:
+    def measure(_: Settings, origin: Mapping[str, Any]) -> dict[str, Any]:
         assert origin["machine"]
         if isinstance(outcome, BaseException):
             raise outcome

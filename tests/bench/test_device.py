@@ -20,12 +20,6 @@ from transformers.cache_utils import DynamicCache
 from bench import cli
 from bench.experiments.device import bed as beds
 from bench.experiments.device import model as models
-from bench.experiments.device.accelerator import (
-    Accelerator,
-    CudaAccelerator,
-    DeviceError,
-    opened,
-)
 from bench.experiments.device.bed import (
     SLOT_COUNT,
     DeviceBed,
@@ -38,10 +32,21 @@ from bench.experiments.device.bed import (
 )
 from bench.experiments.device.command import Landing, model_of
 from bench.experiments.device.copies import COPIES, CopySettings, measure_copies
-from bench.experiments.device.model import LOGITS_ERROR_MAX, Model, Subject, make_subject, poison, relative_error
+from bench.experiments.device.model import (
+    LOGITS_ERROR_MAX,
+    Accelerator,
+    CudaAccelerator,
+    DeviceError,
+    Model,
+    Subject,
+    make_subject,
+    opened,
+    poison,
+    relative_error,
+)
 from bench.experiments.device.recompute import RECOMPUTE, boundary_row, paper_added_s
 from bench.experiments.device.ttft import judged_logits
-from bench.experiments.ttft.cases import Case, Scale, System, Task
+from bench.experiments.ttft.results import Case, Scale, System, Task
 from bench.experiments.ttft.run import TTFT
 from bench.paper.tables import TOKEN_LAYER_BYTES, table_a1_a2
 from calibration.compute.layer import Device

@@ -14,12 +14,11 @@ import pytest
 
 from bench.beds.processes import BaselineError, last_words
 from bench.core.lines import from_line, to_line
-from bench.core.options import number, resolved
+from bench.core.options import filled, number
 from bench.core.show import as_text
-from bench.experiments.engine import lmcache_server, measure, paced
-from bench.experiments.engine.bed import Bed
-from bench.experiments.engine.cases import BLOCK_TOKENS, Case, Dtype, Prompts, Shape
-from bench.experiments.engine.lmcache_server import LmcacheServer
+from bench.experiments.engine import bed as engine_bed
+from bench.experiments.engine import measure, paced
+from bench.experiments.engine.bed import Bed, LmcacheServer
 from bench.experiments.engine.measure import (
     best_of,
     figures,
@@ -32,14 +31,18 @@ from bench.experiments.engine.measure import (
     wrong,
 )
 from bench.experiments.engine.paced import is_met, link_row, measure_advised
-from bench.experiments.engine.run import ENGINE, result_of, settings_of
-from bench.experiments.engine.show import plot, show
+from bench.experiments.engine.run import ENGINE, plot, result_of, settings_of, show
 from bench.experiments.engine.ways import (
+    BLOCK_TOKENS,
     NOTES,
     Answer,
+    Case,
     Command,
+    Dtype,
     EngineSettings,
     EngineWork,
+    Prompts,
+    Shape,
     Way,
     engine_options,
     transfer_config,
@@ -57,7 +60,7 @@ def settings(text: str = "") -> EngineSettings:
     """As the command line gives them."""
     parser = argparse.ArgumentParser()
     ENGINE.add(parser.add_subparsers())
-    return settings_of(resolved(parser.parse_args(["engine", *text.split()])))
+    return settings_of(filled(EngineSettings, parser.parse_args(["engine", *text.split()])))
 
 
 def transfer(way: Way, tmp_path: Path) -> Any:
@@ -581,7 +584,7 @@ class TestLmcacheServer:
             return left.pop(0) if path == "/status" else {}
 
         monkeypatch.setattr(LmcacheServer, "_call", call)
-        monkeypatch.setattr(lmcache_server, "POLL_S", 0.0)
+        monkeypatch.setattr(engine_bed, "POLL_S", 0.0)
         return asked
 
     def test_it_is_quiet_when_nothing_is_under_way(self, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -598,7 +601,7 @@ class TestLmcacheServer:
 
     def test_it_does_not_wait_for_ever(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.play(monkeypatch, self.status(objects=3, pending=2), self.status(objects=3))
-        monkeypatch.setattr(lmcache_server, "QUIET_TIMEOUT_S", -1.0)
+        monkeypatch.setattr(engine_bed, "QUIET_TIMEOUT_S", -1.0)
         with pytest.raises(BaselineError, match="2 stores and 0 fetches"):
             LmcacheServer(1, 2).await_quiet()
         with pytest.raises(BaselineError, match="3 chunks in its memory"):

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from bench.beds.kv_stores.adapter import Prompt, Replay, StorageAdapter, block, replay, require_equal
-from bench.beds.kv_stores.files_adapter import FilesAdapter
+from bench.beds.kv_stores.adapters import FilesAdapter
 from bench.beds.kv_stores.running import RunningStore, StoreName, start
 from bench.beds.processes import BaselineError
 from calibration.content import Bytes, VerificationError
@@ -72,7 +72,7 @@ class InMemory:
 
 
 def test_a_replay_gets_what_leads_and_puts_the_rest(tmp_path: Path) -> None:
-    adapters: list[StorageAdapter] = [InMemory(), FilesAdapter(tmp_path / "blocks")]
+    adapters: list[StorageAdapter] = [InMemory(), FilesAdapter(tmp_path)]
     for adapter in adapters:
         assert [answer.hit_blocks for answer in replay(adapter, work()).answers] == HITS
         assert adapter.contains("d")

@@ -22,13 +22,9 @@ from bench.experiments.ladder import raw_store
 from bench.experiments.ladder import run as ladder_run
 from bench.experiments.ladder.bed import BLOCK_BYTES, LadderSettings, NotRun, Session, even_parts, figure
 from bench.experiments.ladder.computed import element_counts, layer_payloads, planned_elements
-from bench.experiments.ladder.latency import PARTS, check_account
-from bench.experiments.ladder.objects import speedups
-from bench.experiments.ladder.paths import FIVE, Work
-from bench.experiments.ladder.run import FIGURES, measure_ladder
-from bench.experiments.ladder.show import plot, show
-from bench.paper.models import MODELS, GroupedQuery, Latent
-from bench.paper.tables import table_a7
+from bench.experiments.ladder.moves import FIVE, PARTS, Work, check_account, speedups
+from bench.experiments.ladder.run import FIGURES, measure_ladder, plot, show
+from bench.paper.tables import MODELS, GroupedQuery, Latent, table_a7
 from calibration.chunks import Chunks, drop_pages, resident_share
 from calibration.content import VerificationError, make_content
 from calibration.samples import Cell, Task, run_rounds

@@ -15,21 +15,22 @@ import pytest
 from bench.core import experiment
 from bench.core.show import as_text
 from bench.experiments.overlap import run as command
-from bench.experiments.overlap.grids import (
+from bench.experiments.overlap.run import (
     CONTEXTS,
     HIT_RATES,
+    MARKS,
+    OVERLAP,
     PAPER_DEVICES,
     Origin,
     Row,
     held_against,
     paper_grid,
     paper_grids,
+    rate_at,
     scaling_error,
     share_below,
+    show,
 )
-from bench.experiments.overlap.run import OVERLAP, rate_at
-from bench.experiments.overlap.show import MARKS, show
-from bench.paper import tables
 from bench.paper.tables import (
     MARGIN_BYTES_PER_S,
     NUM_LAYERS,
@@ -49,7 +50,6 @@ from calibration.content import VerificationError
 from calibration.samples import Cell, cell_json
 from calibration.servers import LocalServerError
 from descriptors.units import MIB, gbps_from_bytes_per_s
-from tests.support.tree import repository
 
 LLAMA = shape("llama-3.1-8b")
 CELL = {"layer_bytes": 8 * MIB, "layer_compute_s": 4e-3, "required_bytes_per_s": 8 * MIB / 4e-3}
@@ -135,13 +135,6 @@ def test_the_papers_tables_agree_with_each_other() -> None:
             assert added.total_ttft_s - added.no_limit_s == pytest.approx(added.added_ttft_s, abs=2e-4)
     with pytest.raises(KeyError):
         workload("D")
-
-
-def test_the_tables_travel_with_the_bench() -> None:
-    """The copy of the bench is the one the other tests have."""
-    ours = Path(tables.__file__).parent / "paper_tables.json"
-    theirs = repository() / "tests" / "data" / "paper_tables.json"
-    assert json.loads(ours.read_text()) == json.loads(theirs.read_text())
 
 
 def test_every_cell_says_where_it_comes_from() -> None:

@@ -36,10 +36,9 @@ from bench.cli import run
 from bench.core.lines import from_line, to_line
 from bench.core.show import as_text
 from bench.experiments.s3 import run as s3
-from bench.experiments.s3.bed import SampleFailed
-from bench.experiments.s3.ratios import Cell, expected_per_s, measurement_of, ratios
-from bench.experiments.s3.show import plot, show
-from bench.figures.__main__ import load
+from bench.experiments.s3.results import Cell, expected_per_s, measurement_of, plot, ratios, show
+from bench.experiments.s3.run import SampleFailed
+from bench.figures import load
 from calibration.samples import Spread
 from calibration.servers import BUCKET, REGION
 from descriptors.units import KIB, MIB

@@ -14,27 +14,26 @@ import pytest
 from bench.core.experiment import WrongUse
 from bench.core.show import as_text
 from bench.experiments.scheduler import live as live_module
-from bench.experiments.scheduler.cells import cell, paper_policy, ratios, simulation, targets
+from bench.experiments.scheduler.cells import cell, paper_policy, ratios, show, simulation, targets
 from bench.experiments.scheduler.live import LiveSettings, measure_live
-from bench.experiments.scheduler.run import SCHEDULER
-from bench.experiments.scheduler.scale import measure_random, serve_scale, summarize
-from bench.experiments.scheduler.show import show
-from bench.experiments.scheduler.simulation import Load, Simulated, SimulatedRequest, simulate
-from bench.experiments.scheduler.variants import (
+from bench.experiments.scheduler.run import SCHEDULER, measure_random, serve_scale, summarize
+from bench.experiments.scheduler.simulation import (
     CALIBRATED,
     EQUAL,
+    EXCERPT,
     HELD,
     SLACK,
     VARIANTS,
     WORK_CONSERVING,
+    Load,
+    Simulated,
+    SimulatedRequest,
     Variant,
-)
-from bench.experiments.scheduler.workloads import (
-    EXCERPT,
     paper_batch,
     poisson_load,
     random_batch,
     read_trace,
+    simulate,
     table_a8_costs,
     trace_requests,
 )

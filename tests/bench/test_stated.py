@@ -15,11 +15,9 @@ from bench.core.lines import from_line, to_line
 from bench.core.show import as_text
 from bench.experiments.engine import paced
 from bench.experiments.engine.bed import Bed
-from bench.experiments.engine.cases import Case
 from bench.experiments.engine.paced import LIE, Condition, Ttfts, factors, judged, link_bytes_per_s, measure_stated
-from bench.experiments.engine.run import result_of
-from bench.experiments.engine.show import show
-from bench.experiments.engine.ways import Answer, Command, EngineSettings, Way, transfer_config
+from bench.experiments.engine.run import result_of, show
+from bench.experiments.engine.ways import Answer, Case, Command, EngineSettings, Way, transfer_config
 from calibration.servers import LocalServer
 from nixl_client.connectors.vllm.options import Options
 from nixl_client.transports.transport import Transport

@@ -17,11 +17,20 @@ from hypothesis import strategies as st
 
 from bench.core.show import as_text
 from bench.experiments.tiers import run as command
-from bench.experiments.tiers.optimum import Optimum
-from bench.experiments.tiers.replay import ONLINE, CapacityExceeded, Contender, replay
+from bench.experiments.tiers.replay import (
+    CHUNK_TOKENS,
+    ONLINE,
+    CapacityExceeded,
+    Contender,
+    Optimum,
+    Stream,
+    Trace,
+    parsed,
+    read,
+    replay,
+)
 from bench.experiments.tiers.run import TIERS, compared, targets_of
 from bench.experiments.tiers.show import show
-from bench.experiments.tiers.traces import CHUNK_TOKENS, Stream, Trace, parsed, read
 from storage_server.eviction.policy import Key, Request
 from storage_server.eviction.recency import LeastRecentlyUsed
 from tests.unit.storage_server.eviction.streams import hit_bytes, request, streams

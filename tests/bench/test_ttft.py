@@ -16,14 +16,29 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from bench.beds.play import Clock, Played, Waits, play
-from bench.core.options import resolved
+from bench.beds.fetchers import Clock, Played, Waits, play
+from bench.core.options import filled
 from bench.core.show import NOT_MEASURED, as_text
-from bench.experiments.ttft import bed as ttft_bed
 from bench.experiments.ttft import run as command
-from bench.experiments.ttft.cases import CHUNK_TOKENS, CONTEXTS, HIT_RATES, Case, Scale, System, Task, make_case
-from bench.experiments.ttft.results import Row, beyond_bound_s, cell_row, increases, judged, overheads, sweep_row
-from bench.experiments.ttft.run import RATE_FACTORS, TTFT, FigureName, TtftSettings, measure_ttft
+from bench.experiments.ttft import run as ttft_bed
+from bench.experiments.ttft.results import (
+    CHUNK_TOKENS,
+    CONTEXTS,
+    HIT_RATES,
+    Case,
+    Row,
+    Scale,
+    System,
+    Task,
+    beyond_bound_s,
+    cell_row,
+    increases,
+    judged,
+    make_case,
+    overheads,
+    sweep_row,
+)
+from bench.experiments.ttft.run import RATE_FACTORS, TTFT, FigureName, TtftOptions, TtftSettings, measure_ttft
 from bench.experiments.ttft.run import settings_of as settings_of_all
 from bench.experiments.ttft.show import show
 from calibration import servers as ttft_link
@@ -91,7 +106,7 @@ def parse(*arguments: str) -> argparse.Namespace:
 
 def settings_of(options: argparse.Namespace) -> TtftSettings:
     """As the command has them."""
-    return settings_of_all(resolved(options))
+    return settings_of_all(filled(TtftOptions, options))
 
 
 def model_samples(rates: list[float], layer_bytes: float, compute_s: float, layers: int) -> list[Sample]:

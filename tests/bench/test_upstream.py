@@ -14,9 +14,7 @@ import pytest
 
 from bench.cli import run
 from bench.core.show import as_text
-from bench.experiments.upstream.bed import Bed, Taken, Way, counting_relay
-from bench.experiments.upstream.run import FIRST_LAYER_MAX
-from bench.experiments.upstream.show import plot, show
+from bench.experiments.upstream import FIRST_LAYER_MAX, Bed, Taken, Way, counting_relay, plot, show
 
 
 @pytest.mark.needs_server

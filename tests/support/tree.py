@@ -12,6 +12,6 @@ def repository() -> Path:
 
 
 def paper_tables() -> dict[str, Any]:
-    """The paper's tables, by name: `data/paper_tables.json`."""
-    tables: dict[str, Any] = json.loads((repository() / "tests" / "data" / "paper_tables.json").read_text())
+    """The paper's tables, by name: `bench/paper/paper_tables.json`."""
+    tables: dict[str, Any] = json.loads((repository() / "bench" / "paper" / "paper_tables.json").read_text())
     return tables

@@ -7,51 +7,35 @@ chunk. Its settings are the defaults of LMCache's adapter but for TLS.
 
 from __future__ import annotations
 
-import asyncio
-import ctypes
 import os
 import sys
-import threading
 import time
-from collections.abc import Coroutine, Sequence
-from typing import Any, TypeVar
+from collections.abc import Sequence
 
 import numpy as np
 import torch
 from lmcache.utils import CacheEngineKey
-from lmcache.v1.config import LMCacheEngineConfig
-from lmcache.v1.metadata import LMCacheMetadata
 from lmcache.v1.storage_backend.connector.s3_connector import S3Connector
-from lmcache.v1.storage_backend.local_cpu_backend import LocalCPUBackend
 
+from bench.beds.kv_peers.lmcache import Loop, backend_of, bytes_of
 from bench.beds.kv_peers.work import Capability, Run, S3Target, Work, serve
 from calibration.content import VerificationError
 
-os.environ["LMCACHE_TRACK_USAGE"] = "false"
-os.environ.setdefault("LMCACHE_LOG_LEVEL", "ERROR")
-
 IO_THREADS = 64
 SPARE_BYTES = 128 << 20
-CALL_TIMEOUT_S = 280.0
-_T = TypeVar("_T")
 
 
 def start(work: Work) -> Sequence[tuple[Capability, Run]]:
     """Start the connector and store the chunks through it."""
     assert work.s3 is not None
-    loop = asyncio.new_event_loop()
-    threading.Thread(target=loop.run_forever, daemon=True).start()
-
-    def wait(calls: Coroutine[Any, Any, _T]) -> _T:
-        return asyncio.run_coroutine_threadsafe(calls, loop).result(CALL_TIMEOUT_S)
-
-    connector = _connector(work, work.s3, loop)
+    loop = Loop()
+    connector, wait = _connector(work, work.s3, loop), loop.wait
     keys = [CacheEngineKey("bench", 1, 0, number + 1, torch.float16) for number in range(len(work.keys))]
     content = work.content()
     backend = connector.local_cpu_backend
     for index, key in enumerate(keys):
         chunk = backend.allocate(connector.meta_shapes, connector.meta_dtypes, connector.meta_fmt)
-        _bytes_of(chunk)[:] = content.chunk(index)
+        bytes_of(chunk)[:] = content.chunk(index)
         wait(connector.put(key, chunk))
         chunk.ref_count_down()
     if not connector.exists_sync(keys[-1]):
@@ -64,9 +48,9 @@ def start(work: Work) -> Sequence[tuple[Capability, Run]]:
         for index, chunk in enumerate(chunks):
             if chunk is None:
                 raise RuntimeError(f"chunk {index} could not be loaded")
-            if not np.array_equal(_bytes_of(chunk), content.chunk(index)):
+            if not np.array_equal(bytes_of(chunk), content.chunk(index)):
                 raise VerificationError(f"chunk {index}: wrong bytes")
-            _bytes_of(chunk).fill(0)
+            bytes_of(chunk).fill(0)
             chunk.ref_count_down()
         return duration_s, None
 
@@ -74,31 +58,17 @@ def start(work: Work) -> Sequence[tuple[Capability, Run]]:
     return [(Capability("lmcache_s3", work.payload_bytes, note), run)]
 
 
-def _connector(work: Work, s3: S3Target, loop: asyncio.AbstractEventLoop) -> S3Connector:
+def _connector(work: Work, s3: S3Target, loop: Loop) -> S3Connector:
     head_dim, odd = divmod(work.layout.per_layer_chunk_bytes, 4 * work.layout.chunk_tokens)
     if odd:
         raise ValueError(f"S must be a multiple of {4 * work.layout.chunk_tokens} bytes for LMCache")
-    metadata = LMCacheMetadata(
-        model_name="bench",
-        world_size=1,
-        local_world_size=1,
-        worker_id=0,
-        local_worker_id=0,
-        kv_dtype=torch.float16,
-        kv_shape=(work.layout.num_layers, 2, work.layout.chunk_tokens, 1, head_dim),
-        chunk_size=work.layout.chunk_tokens,
-    )
-    config = LMCacheEngineConfig.from_defaults(
-        chunk_size=work.layout.chunk_tokens,
-        local_cpu=False,
-        max_local_cpu_size=(work.payload_bytes + SPARE_BYTES) / (1 << 30),
-        extra_config={"save_chunk_meta": False},
-    )
+    memory_bytes = work.payload_bytes + SPARE_BYTES
+    _, backend = backend_of(work.layout.chunk_tokens, work.layout.num_layers, head_dim, memory_bytes)
     os.environ.update(s3.proxy())
     return S3Connector(
         f"s3://{s3.address}",
-        loop=loop,
-        local_cpu_backend=LocalCPUBackend(config, metadata),
+        loop=loop.loop,
+        local_cpu_backend=backend,
         s3_num_io_threads=IO_THREADS,
         s3_prefer_http2=False,
         s3_region=s3.region,
@@ -107,10 +77,6 @@ def _connector(work: Work, s3: S3Target, loop: asyncio.AbstractEventLoop) -> S3C
         aws_access_key_id=s3.access_key,
         aws_secret_access_key=s3.secret_key,
     )
-
-
-def _bytes_of(chunk: Any) -> Any:
-    return np.ctypeslib.as_array((ctypes.c_uint8 * chunk.get_size()).from_address(chunk.data_ptr))
 
 
 if __name__ == "__main__":

@@ -64,7 +64,7 @@ PROGRAMS: Mapping[PeerName, Program] = {
 }
 
 
-class PeerFailed(Exception):
+class PeerFailed(BaselineError):
     """A run of a peer failed or brought wrong bytes."""
 
 

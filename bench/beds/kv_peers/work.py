@@ -9,14 +9,12 @@ one contiguous buffer. Chunk-major: the chunks as they are.
 from __future__ import annotations
 
 import socket
-import sys
-import traceback
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from urllib.parse import urlsplit
 
-from bench.beds.processes import say, take_answers
+from bench.beds.processes import answer_lines, say, take_answers
 from bench.core.lines import from_line, to_line
 from calibration.content import Bytes, Content, VerificationError, make_content, verify_slices
 from descriptors.layout import ChunkLayout
@@ -121,15 +119,12 @@ def serve(start: Callable[[Work], Sequence[tuple[Capability, Run]]], file: str) 
     found = start(from_line(Work, Path(file).read_text()))
     runs = {capability.name: run for capability, run in found}
     say(to_line([capability for capability, _ in found]), answers)
-    for line in sys.stdin:
-        try:
-            outcome = Outcome(*runs[line.strip()]())
-        except VerificationError as error:
-            outcome = Outcome(0.0, problem=str(error))
-        except Exception as error:  # whatever a peer's library raises is the peer's failure, and the parent is told
-            traceback.print_exc()
-            outcome = Outcome(0.0, problem=f"{type(error).__name__}: {error}")
-        say(to_line(outcome), answers)
+
+    def failed(error: Exception) -> str:
+        wrong = isinstance(error, VerificationError)
+        return to_line(Outcome(0.0, problem=str(error) if wrong else f"{type(error).__name__}: {error}"))
+
+    answer_lines(answers, lambda name: to_line(Outcome(*runs[name]())), failed)
 
 
 def log_of(work: Path) -> Path:

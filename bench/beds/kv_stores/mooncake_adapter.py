@@ -17,7 +17,7 @@ BUFFER_BYTES = 256 << 20
 class MooncakeAdapter:
     """`put_from` and `get_into`; what is got is copied out of the registered buffer."""
 
-    def __init__(self, master: str) -> None:
+    def __init__(self, folder: Path, master: str) -> None:
         self._store = MooncakeDistributedStore()
         self._is_ready = self._store.setup("127.0.0.1", "P2PHANDSHAKE", 0, 0, "tcp", "", master) == 0
         self._buffer = huge_page_memory(BUFFER_BYTES)
@@ -41,8 +41,3 @@ class MooncakeAdapter:
 
     def clear(self) -> None:
         self._store.remove_all(True)  # also what a get has leased a moment ago
-
-
-def make(folder: Path, master: str) -> MooncakeAdapter:
-    """For the worker."""
-    return MooncakeAdapter(master)

@@ -34,26 +34,11 @@ class StoreName(Enum):
     MOONCAKE = "mooncake"
 
 
-SAID = {
-    StoreName.OBJECTCACHE: "ObjectCache, block by block over HTTP",
-    StoreName.FILES: "a file for each block",
-    StoreName.LMCACHE: "LMCache, FSConnector",
-    StoreName.HDF5: "HDF5 (h5py), one file",
-    StoreName.REDIS: "Redis (hiredis)",
-    StoreName.MOONCAKE: "Mooncake Store, TCP",
-}
 WITHOUT = {
     "PDC": "not on PyPI and not in Debian; built from source it needs Mercury and MPI, and a server on a parallel file "
     "system, which this machine lacks"
 }
 """What CASCADE compares with and has no adapter here, with the reason."""
-NEEDS: Mapping[StoreName, tuple[str, str]] = {
-    StoreName.LMCACHE: (str(LMCACHE.python), "lmcache.v1.storage_backend.connector.fs_connector"),
-    StoreName.MOONCAKE: (str(MOONCAKE.python), "mooncake.store"),
-    StoreName.HDF5: (sys.executable, "h5py"),
-    StoreName.REDIS: (sys.executable, "redis"),
-}
-"""Interpreter and module; the others need nothing."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,41 +68,37 @@ class RunningStore:
 
 def start(name: StoreName, block_bytes: int, nbytes_max: int, parent: Path | None, stack: ExitStack) -> RunningStore:
     """Start a store for at most so many bytes; `stack` ends it. Raises BaselineError, LocalServerError."""
-    python, module = NEEDS.get(name, (sys.executable, ""))
-    if module:
-        if not Path(python).exists():
+    store = STORES[name]
+    if store.needs:
+        if not store.python.exists():
             raise BaselineError("not installed: make peers")
-        problem = failure_of([python, "-c", f"import {module}"], CHECK_TIMEOUT_S)
+        problem = failure_of([str(store.python), "-c", f"import {store.needs}"], CHECK_TIMEOUT_S)
         if problem is not None:
             raise BaselineError(problem)
     place = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="objectcache-store-", dir=parent)))
-    arguments, data = STARTS[name](place, block_bytes, nbytes_max, stack)
+    arguments, data = store.start(place, block_bytes, nbytes_max, stack)
     try:
-        child = Child("bench.beds.kv_stores.worker", name.value, place, *arguments, python=python)
+        child = Child("bench.beds.kv_stores.worker", *store.adapter, place, *arguments, python=store.python)
     except BaselineError as error:
         raise BaselineError(last_words(place / "log") or str(error)) from error
     stack.callback(child.close)
     return RunningStore(name, child, place, data)
 
 
-def _ours(place: Path, block_bytes: int, nbytes_max: int, stack: ExitStack) -> tuple[Sequence[str], Path | None]:
+Started = tuple[Sequence[str], Path | None]
+"""The adapter's arguments, and the folder of the store's files."""
+
+
+def _ours(place: Path, block_bytes: int, nbytes_max: int, stack: ExitStack) -> Started:
     server = stack.enter_context(running_server(place))
     return (server.url, server.access_key, server.secret_key, BUCKET), server.data / "extents"
 
 
-def _files(place: Path, block_bytes: int, nbytes_max: int, stack: ExitStack) -> tuple[Sequence[str], Path | None]:
+def _in_blocks(place: Path, *_: object) -> Started:
     return (), place / "blocks"
 
 
-def _lmcache(place: Path, block_bytes: int, nbytes_max: int, stack: ExitStack) -> tuple[Sequence[str], Path | None]:
-    return (str(block_bytes),), place / "blocks"
-
-
-def _hdf5(place: Path, block_bytes: int, nbytes_max: int, stack: ExitStack) -> tuple[Sequence[str], Path | None]:
-    return (), place
-
-
-def _redis(place: Path, block_bytes: int, nbytes_max: int, stack: ExitStack) -> tuple[Sequence[str], Path | None]:
+def _redis(place: Path, block_bytes: int, nbytes_max: int, stack: ExitStack) -> Started:
     program = shutil.which("redis-server")
     if program is None:
         raise BaselineError("redis-server not installed (Debian: redis-server)")
@@ -127,18 +108,36 @@ def _redis(place: Path, block_bytes: int, nbytes_max: int, stack: ExitStack) -> 
     return (f"127.0.0.1:{port}",), None
 
 
-def _mooncake(place: Path, block_bytes: int, nbytes_max: int, stack: ExitStack) -> tuple[Sequence[str], Path | None]:
+def _mooncake(place: Path, block_bytes: int, nbytes_max: int, stack: ExitStack) -> Started:
     master, _ = stack.enter_context(running_owner(MOONCAKE.folder / "bin", nbytes_max, place))
     return (master,), None
 
 
-Start = Callable[[Path, int, int, ExitStack], tuple[Sequence[str], Path | None]]
-"""Starts a store; returns the adapter's arguments, and the folder of its files."""
-STARTS: Mapping[StoreName, Start] = {
-    StoreName.OBJECTCACHE: _ours,
-    StoreName.FILES: _files,
-    StoreName.LMCACHE: _lmcache,
-    StoreName.HDF5: _hdf5,
-    StoreName.REDIS: _redis,
-    StoreName.MOONCAKE: _mooncake,
+@dataclass(frozen=True, slots=True)
+class Store:
+    """A store as people read it, its adapter's module and class, how it is started, and what interpreter can import."""
+
+    said: str
+    adapter: tuple[str, str]
+    start: Callable[[Path, int, int, ExitStack], Started]
+    needs: str = ""
+    python: Path = Path(sys.executable)
+
+
+STORES: Mapping[StoreName, Store] = {
+    StoreName.OBJECTCACHE: Store("ObjectCache, block by block over HTTP", ("adapters", "ObjectCacheAdapter"), _ours),
+    StoreName.FILES: Store("a file for each block", ("adapters", "FilesAdapter"), _in_blocks),
+    StoreName.LMCACHE: Store(
+        "LMCache, FSConnector",
+        ("lmcache_adapter", "LMCacheAdapter"),
+        lambda place, block_bytes, *_: ((str(block_bytes),), place / "blocks"),
+        "lmcache.v1.storage_backend.connector.fs_connector",
+        LMCACHE.python,
+    ),
+    StoreName.HDF5: Store("HDF5 (h5py), one file", ("adapters", "Hdf5Adapter"), lambda place, *_: ((), place), "h5py"),
+    StoreName.REDIS: Store("Redis (hiredis)", ("adapters", "RedisAdapter"), _redis, "redis"),
+    StoreName.MOONCAKE: Store(
+        "Mooncake Store, TCP", ("mooncake_adapter", "MooncakeAdapter"), _mooncake, "mooncake.store", MOONCAKE.python
+    ),
 }
+SAID = {name: store.said for name, store in STORES.items()}

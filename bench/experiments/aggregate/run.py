@@ -1,59 +1,205 @@
-"""Settings of `bench aggregate`, its phases, and its command.
+"""Settings of `bench aggregate`, the contenders of its phases and their rounds, and its command.
 
     N chunk_count   L num_layers   G chunk_tokens   S per_layer_chunk_bytes
 
 The same payload is stored in chunks of several sizes (more tokens, as many more bytes, fewer chunks) and fetched in
-several states, each a phase with a server of its own, whose rounds are interleaved. The buffer is cleared before every
-run and every fetched byte compared after it, both untimed.
+several states, each a phase with a server of its own, whose rounds are interleaved. The contenders are raw limits of
+the machine, our fetches, and running peers. The buffer is cleared before every run and every fetched byte compared
+after it, both untimed.
 """
 
 from __future__ import annotations
 
 import argparse
 import os
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any
 
-from bench.beds.kv_peers.running import S3_PEERS, PeerName, Peers, put_chunks
-from bench.beds.kv_peers.work import S3Target, Work
+from bench.beds.baselines import ColdRead, MemoryCopy, raw_nixl_writes, raw_socket
+from bench.beds.kv_peers.running import S3_PEERS, PeerName, PeerRun, Peers, put_chunks
+from bench.beds.kv_peers.work import Work
+from bench.beds.ours import target_of
 from bench.beds.processes import BaselineError
 from bench.beds.s3_servers import running_rgw
+from bench.core import options
 from bench.core.experiment import Experiment, need_nixl, plain, published
-from bench.core.options import Options, ascending, each, filled, names, number, some_of
+from bench.core.options import ascending, each, number, some_of
+from bench.core.rounds import sampled
 from bench.core.show import Json
-from bench.experiments.aggregate.contenders import (
-    Bed,
-    fetches,
-    fetches_in_parts,
-    peer_contenders,
-    raw_limits,
-    run_rounds,
+from bench.experiments.aggregate.ratios import (
+    HTTP_PARTS,
+    HTTP_PARTS_NAME,
+    MEMCPY,
+    RAW_COLD_READ,
+    RAW_NIXL_WRITE,
+    RAW_NIXL_WRITE_LAYER,
+    RAW_SOCKET,
+    Measurement,
+    Sample,
+    judged,
+    plot,
+    show,
 )
-from bench.experiments.aggregate.ratios import HTTP_PARTS, Measurement, judged
-from bench.experiments.aggregate.show import plot, show
-from calibration.chunks import Chunks, StoredFiles, make_chunks, store_chunks, warm
-from calibration.content import VerificationError
+from calibration.chunks import Chunks, StoredFiles, fetch_checked, make_chunks, register_as, store_chunks, warm
+from calibration.content import Bytes, VerificationError
 from calibration.samples import State, format_bytes
-from calibration.servers import BUCKET, REGION, running_server
-from descriptors.descriptor import CHUNK_TOKENS_MAX
+from calibration.servers import LocalServer, running_server
+from descriptors.descriptor import CHUNK_TOKENS_MAX, Delivery
 from descriptors.layout import ChunkLayout
 from descriptors.units import GIB, KIB, MIB
 from nixl_client.client import ObjectCacheClient, Transport
+from storage_server.settings import StorageSettings
+
+
+@dataclass(frozen=True, slots=True)
+class Contender:
+    """One thing to measure: `run` takes and checks one sample. `peer` is set for other software's."""
+
+    name: str
+    chunk_tokens: int | None
+    nbytes: int
+    run: Callable[[], Sample]
+    note: str = ""
+    peer: PeerRun | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Bed:
+    """A filled server in one state, and the buffer to fill. `files` are the store's, in the cold state."""
+
+    state: State
+    server: LocalServer
+    chunks: Mapping[int, Chunks]
+    buffer: Bytes
+    files: StoredFiles
+
+    def fetch(self, client: ObjectCacheClient, chunks: Chunks, delivery: Delivery) -> Sample:
+        """One request for everything; every byte is compared."""
+        self.files.drop()
+        found = fetch_checked(client, chunks, self.buffer, delivery)
+        return Sample(found.ended_s, found.layers_s[0] if delivery is Delivery.LAYER_MAJOR else None)
+
+
+def raw_limits(bed: Bed, memcpy_bytes: int, transports: Sequence[Transport], stack: ExitStack) -> list[Contender]:
+    """What the machine can do; what they hold is given back by `stack`."""
+    storage = StorageSettings(data_dir=Path())
+    largest = max(bed.chunks.values(), key=lambda chunks: chunks.layer_bytes)
+    grain = next(iter(bed.chunks)) if len(bed.chunks) == 1 else None
+    buffer = bed.buffer[: largest.payload_bytes]
+    found = []
+
+    def add(name: str, nbytes: int, run: Callable[[], float], note: str) -> None:
+        found.append(Contender(name, grain, nbytes, lambda: Sample(run()), note))
+
+    if bed.state is State.COLD:
+        read = ColdRead(bed.files.files)
+
+        def read_cold() -> float:
+            bed.files.drop()
+            return read.run()
+
+        add(RAW_COLD_READ, read.nbytes, read_cold, "direct reads of the store's files, four at a time")
+    if bed.state in (State.PAGE_CACHE, State.DRAM):
+        copy = MemoryCopy(memcpy_bytes)
+        add(MEMCPY, copy.nbytes, copy.run, "one thread")
+        if Transport.HTTP in transports:
+            fill = stack.enter_context(raw_socket(buffer, storage.window_bytes))
+            add(RAW_SOCKET, buffer.nbytes, fill, "loopback TCP")
+    if Transport.UCX in transports and bed.state is not State.COLD:
+        writes = stack.enter_context(raw_nixl_writes(buffer, max(storage.window_bytes, largest.layer_bytes)))
+        for name, write_bytes in (
+            (RAW_NIXL_WRITE, min(storage.aggregation_bytes, largest.layer_bytes)),
+            (RAW_NIXL_WRITE_LAYER, largest.layer_bytes),
+        ):
+            add(name, buffer.nbytes, partial(writes, write_bytes), f"writes of {write_bytes} bytes")
+    return found
+
+
+def fetches_in_parts(bed: Bed, client: ObjectCacheClient) -> Contender:
+    """Our own over several connections of http, of the finest chunks."""
+    grain, chunks = next(iter(bed.chunks.items()))
+    run = partial(bed.fetch, client, chunks, Delivery.LAYER_MAJOR)
+    name, note = f"{HTTP_PARTS_NAME}_layer_major", f"over {HTTP_PARTS} connections"
+    return Contender(name, grain, chunks.payload_bytes, run, note)
+
+
+def fetches(bed: Bed, client: ObjectCacheClient, transport: Transport) -> list[Contender]:
+    """Our own, for each size of chunks; both orders but for the cold state. Registers the buffer."""
+    register_as(client, bed.buffer, transport)
+    deliveries = [Delivery.LAYER_MAJOR] + ([] if bed.state is State.COLD else [Delivery.CHUNK_MAJOR])
+    return [
+        Contender(
+            f"{transport.value}_{delivery.value.replace('-', '_')}",
+            grain,
+            chunks.payload_bytes,
+            partial(bed.fetch, client, chunks, delivery),
+        )
+        for grain, chunks in bed.chunks.items()
+        for delivery in deliveries
+    ]
+
+
+def peer_contenders(peers: Peers, grain: int) -> list[Contender]:
+    """Running peers, on the chunks of that size."""
+
+    def contender(peer: PeerRun) -> Contender:
+        def run() -> Sample:
+            outcome = peer.run()
+            return Sample(outcome.duration_s, outcome.first_layer_s)
+
+        capability = peer.capability
+        return Contender(capability.name, grain, capability.nbytes, run, capability.note, peer)
+
+    return [contender(peer) for peer in peers.runs]
+
+
+def run_rounds(state: State, contenders: Sequence[Contender], peers: Peers, runs: int) -> list[Measurement]:
+    """One round is not counted. A peer that fails loses all its samples. Raises VerificationError for wrong bytes of
+    ours.
+    """
+
+    def failed(index: int, error: BaselineError) -> None:
+        peer = contenders[index].peer
+        if peer is None:
+            raise error
+        peers.drop(peer, str(error))
+
+    ways = {index: lambda _, run=each.run: run() for index, each in enumerate(contenders)}
+    samples = sampled(ways, runs, state.value, failed=failed)
+    return [
+        Measurement(each.name, state, each.chunk_tokens, each.nbytes, tuple(samples.get(index, ())), each.note)
+        for index, each in enumerate(contenders)
+    ]
+
 
 JOINT_BYTES_MAX = 5 * GIB // 4
 """Up to this payload all sizes of chunks are in one server and in the same rounds."""
 DRAM_SPARE_BYTES = 256 * MIB
 IN_DRAM = (State.DRAM, State.TCP)
 TRANSPORTS = (Transport.SHM, Transport.UCX, Transport.HTTP)
+GRAINS_HELP = "sizes of chunks, ascending, each a multiple of the first"
+SLICES_HELP = "slices for peers that ask for one at a time"
 REMARKS = {
     State.PAGE_CACHE: "stored moments ago, the server's DRAM tier off",
     State.DRAM: "fetched until all of it was in the server's DRAM tier",
     State.TCP: "as dram, with UCX_TLS=tcp for server and client",
     State.COLD: "the DRAM tier off; before each run every file synced and dropped (POSIX_FADV_DONTNEED)",
 }
+
+
+def _peers_of(text: str) -> tuple[PeerName, ...]:
+    return () if text == "none" else some_of(tuple(PeerName))(text)
+
+
+def _grains(text: str) -> tuple[int, ...]:
+    grains = ascending(each(number(1, CHUNK_TOKENS_MAX)))(text)
+    if any(grain % grains[0] for grain in grains):
+        raise argparse.ArgumentTypeError("must be multiples of the first")
+    return grains
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,19 +210,19 @@ class AggregateSettings:
     those that ask for single slices get `slices_max` of them. `folder` is where the stores go for the time being.
     """
 
-    chunk_count: int
-    num_layers: int
-    grains: tuple[int, ...]
-    per_layer_chunk_bytes: int
-    runs: int
-    seed: int
-    states: tuple[State, ...]
-    transports: tuple[Transport, ...]
-    peers: tuple[PeerName, ...]
-    rgw: bool
-    slices_max: int
-    memcpy_bytes: int
-    folder: Path | None = None
+    chunk_count: int = options.chunk_count(512, 16, "of the first size")
+    num_layers: int = options.num_layers(32, 4)
+    grains: tuple[int, ...] = options.setting("-G --chunk-tokens", (16, 64, 256), (16, 64), _grains, GRAINS_HELP)
+    per_layer_chunk_bytes: int = options.slice_bytes(64 * KIB, 4 * KIB, "of the first size")
+    runs: int = options.runs(5)
+    seed: int = options.seed()
+    states: tuple[State, ...] = options.choice("--states", State, tuple(State))
+    transports: tuple[Transport, ...] = options.choice("--transports", TRANSPORTS, TRANSPORTS)
+    peers: tuple[PeerName, ...] = options.setting("--peers", tuple(PeerName), parse=_peers_of, text="none, or some")
+    rgw: bool = options.flag("--no-rgw", "S3 peers go against our gateway only, not Ceph RGW too", False, False)
+    slices_max: int = options.count("--slices-max", 4096, 1024, most=1 << 26, text=SLICES_HELP)
+    memcpy_bytes: int = options.sized(256 * MIB, 16 * MIB)
+    folder: Path | None = options.folder()
 
     def layout(self, grain: int) -> ChunkLayout:
         """L, G and S of chunks of that many tokens."""
@@ -116,6 +262,7 @@ class Found:
 
 def measure_aggregate(settings: AggregateSettings, origin: Mapping[str, Any]) -> Json:
     """Run the whole benchmark; wrong bytes end it early and are the result's `problem`. Raises FAILURES."""
+    need_nixl(Transport.UCX in settings.transports, "--transports shm,http")
     origin = {**origin, "load_average_before": list(os.getloadavg())}
     described = {**plain(settings), "payload_bytes": settings.payload_bytes, "ucx_tls": os.environ.get("UCX_TLS")}
     chunks = {grain: settings.chunks(grain) for grain in settings.grains}
@@ -206,7 +353,7 @@ def _start_peers(settings: AggregateSettings, bed: Bed, peers: Peers) -> None:
         peers.start(wanted, work, {}, settings.folder)
         return
     server = bed.server
-    servers = {"ours": S3Target(server.url, server.access_key, server.secret_key, BUCKET, REGION)}
+    servers = {"ours": target_of(server)}
     if settings.rgw and set(settings.peers) & set(S3_PEERS) and work.payload_bytes <= JOINT_BYTES_MAX:
         try:
             servers["rgw"] = peers.stack.enter_context(running_rgw(settings.folder)).target
@@ -232,55 +379,14 @@ def _ucx_tls(value: str | None) -> Iterator[None]:
             del os.environ["UCX_TLS"]
 
 
-def _declare(options: Options) -> None:
-    options.shape((512, 16), (32, 4), (64 * KIB, 4 * KIB), "of the first size")
-    text = "sizes of chunks, ascending, each a multiple of the first; default: 16,64,256"
-    grains = (16, 64, 256)
-    options.add("-G", "--chunk-tokens", type=_grains, metavar="LIST", full=grains, smoke=grains[:2], help=text)
-    options.runs(5)
-    options.seed()
-    for name, choices in (("--transports", TRANSPORTS), ("--states", tuple(State))):
-        text = f"default: {names(choices)}"
-        options.add(name, type=some_of(choices), default=choices, metavar="LIST", help=text)
-    text = f"none, or some of {names(tuple(PeerName))} (default: all)"
-    options.add("--peers", type=_peers, default=tuple(PeerName), metavar="LIST", help=text)
-    options.flag("--no-rgw", "S3 peers go against our gateway only, not Ceph RGW too")
-    text = "slices for peers that ask for one at a time"
-    options.add("--slices-max", type=number(1, 1 << 26), metavar="COUNT", full=4096, smoke=1024, help=text)
-    options.folder()
-
-
-def _measure(options: argparse.Namespace, origin: Mapping[str, Any]) -> Json:
-    need_nixl(Transport.UCX in options.transports, "--transports shm,http")
-    settings = filled(
-        AggregateSettings,
-        options,
-        grains=options.chunk_tokens,
-        rgw=not (options.no_rgw or options.smoke),
-        memcpy_bytes=16 * MIB if options.smoke else 256 * MIB,
-    )
-    return measure_aggregate(settings, origin)
-
-
-def _peers(text: str) -> tuple[PeerName, ...]:
-    return () if text == "none" else some_of(tuple(PeerName))(text)
-
-
-def _grains(text: str) -> tuple[int, ...]:
-    grains = ascending(each(number(1, CHUNK_TOKENS_MAX)))(text)
-    if any(grain % grains[0] for grain in grains):
-        raise argparse.ArgumentTypeError("must be multiples of the first")
-    return grains
-
-
 AGGREGATE = Experiment(
     name="aggregate",
     help="one request for many chunks, layer-major and chunk-major, over each transport, beside its peers",
     description="Store the same payload in chunks of several sizes in servers of its own and fetch it in one request "
     "over each transport: from the page cache, from the server's DRAM tier, over TCP, and cold. Raw limits of the "
     "machine and other software doing the same work are measured in the same rounds.",
-    declare=_declare,
-    measure=_measure,
+    settings=AggregateSettings,
+    measure=measure_aggregate,
     show=show,
     plot=plot,
 )

@@ -22,11 +22,10 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from bench.beds.play import LAYER_TIMEOUT_S, CopiedLayers, FetchedLayers, Played, Source
-from bench.experiments.device.accelerator import Accelerator, Mark
+from bench.beds.fetchers import LAYER_TIMEOUT_S, CopiedLayers, FetchedLayers, Played, Source
 from bench.experiments.device.command import Landing
-from bench.experiments.device.model import Subject, poison
-from bench.experiments.ttft.cases import S3_SYSTEMS, Case, Scale, System, Task
+from bench.experiments.device.model import Accelerator, Mark, Subject, poison
+from bench.experiments.ttft.results import S3_SYSTEMS, Case, Scale, System, Task
 from calibration.chunks import Chunks, check_fetch, register_as, store_bodies, warm
 from calibration.content import VerificationError, make_content
 from calibration.servers import FixedConfig, PlayedLink, served_link

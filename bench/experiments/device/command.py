@@ -5,22 +5,20 @@ Imports torch only where a device is asked for: the other benches do without it.
 
 from __future__ import annotations
 
-import argparse
 import importlib.util
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from enum import Enum
 from typing import TYPE_CHECKING, Any
 
 from bench.beds.processes import BaselineError
+from bench.core import options
 from bench.core.experiment import WrongUse
-from bench.core.options import Options, some_of
-from bench.experiments.ttft.cases import System
 from calibration.compute.shapes import ModelShape, shape
 
 if TYPE_CHECKING:
-    from bench.experiments.device.accelerator import Accelerator
+    from bench.experiments.device.model import Accelerator
 
 CONTEXT_SMOKE = ("1K",)
 VOCABULARIES = {"llama-3.1-8b": 128256, "deepseek-r1-7b": 152064}
@@ -36,18 +34,12 @@ class Landing(Enum):
     DEVICE = "device"
 
 
-def declare_ttft(options: Options) -> None:
-    """The options of `bench ttft --device`."""
-    text = "compute on it instead of playing windows: figure 13 with a real model, nothing scaled; cpu: --smoke only"
-    options.add("--device", choices=("cuda", "cpu"), help=text)
-    options.choice("--landing", tuple(Landing), Landing.HOST, "what the server fills, with --device")
-    text = "with --device; default: all of figure 13's"
-    options.add("--systems", type=_systems, metavar="LIST", default=tuple(System), help=text)
-
-
-def declare_device(options: Options) -> None:
+@dataclass(frozen=True, slots=True)
+class DeviceSettings:
     """The option of a bench that needs a device."""
-    options.add("--device", choices=("cuda", "cpu"), default="cuda", help="cpu: --smoke only; default: cuda")
+
+    device: str = options.setting("--device", "cuda", choices=("cuda", "cpu"), text="cpu: --smoke only")
+    smoke: bool = options.sized(False, True)
 
 
 def need_torch(asked: str, device: str) -> None:
@@ -63,21 +55,21 @@ def need_torch(asked: str, device: str) -> None:
 
 
 @contextmanager
-def opened_device(options: argparse.Namespace, origin: Origin) -> Iterator[tuple[Accelerator, Origin]]:
+def opened_device(device: str, is_smoke: bool, origin: Origin) -> Iterator[tuple[Accelerator, Origin]]:
     """The device, and the origin with its software. What torch and CUDA raise is a baseline's failure here. Raises
     WrongUse where the device cannot be had.
     """
-    if options.device == "cpu" and not options.smoke:
+    if device == "cpu" and not is_smoke:
         raise WrongUse("--device cpu only tries the code out: pass --smoke, or --device cuda")
-    need_torch(f"--device {options.device}", options.device)
+    need_torch(f"--device {device}", device)
     import torch
 
-    from bench.experiments.device.accelerator import DeviceError, opened
+    from bench.experiments.device.model import DeviceError, opened
     from calibration.compute.layer import Device
 
     machine = {**origin["machine"], "torch": str(torch.__version__), "cuda": torch.version.cuda}
     try:
-        with opened(Device(options.device)) as accelerator:
+        with opened(Device(device)) as accelerator:
             yield accelerator, {**origin, "machine": machine}
     except (DeviceError, RuntimeError) as error:
         raise BaselineError(str(error)) from error
@@ -89,9 +81,3 @@ def model_of(name: str, is_smoke: bool) -> tuple[ModelShape, int]:
     if not is_smoke:
         return model, VOCABULARIES[name]
     return replace(model, hidden=64, heads=4, kv_heads=2, head_dim=16, intermediate=128), VOCABULARY_SMALL
-
-
-def _systems(text: str) -> tuple[System, ...]:
-    """opt-local-LW is what the others are over: it comes first, asked for or not."""
-    chosen = some_of(tuple(System))(text)
-    return tuple(system for system in System if system is System.OPT_LOCAL_LW or system in chosen)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import argparse
 import statistics
 import time
 from collections.abc import Iterable, Mapping
@@ -14,8 +13,8 @@ import numpy as np
 
 from bench.core.experiment import Experiment, published
 from bench.core.plots import Chart, Kind, draw
-from bench.core.show import Column, Json, Section, gbps, size, table, us
-from bench.experiments.device.command import declare_device, opened_device
+from bench.core.show import Json, Section, table
+from bench.experiments.device.command import DeviceSettings, opened_device
 from calibration.content import VerificationError
 from calibration.samples import progress_bar
 from descriptors.units import KIB, MIB
@@ -24,7 +23,7 @@ from nixl_client.transports import shared_memory
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from bench.experiments.device.accelerator import Accelerator
+    from bench.experiments.device.model import Accelerator
 
 BLOCK_BYTES = tuple(64 * KIB << power for power in range(11))
 WARMING_SAMPLES = 10
@@ -123,13 +122,9 @@ def show(result: Json) -> dict[str, Section]:
     """A line for each size."""
     blocks = table(
         result["blocks"],
-        Column("block", "block_bytes", size),
-        Column("GB/s", "mean_bytes_per_s", gbps),
-        Column("stdev", "stdev_bytes_per_s", gbps),
-        Column("queued", "queued_bytes_per_s", gbps),
-        Column("P50, us", "p50_s", us),
-        Column("P99, us", "p99_s", us),
-        Column("samples", "sample_count"),
+        "block = block_bytes:size | GB/s = mean_bytes_per_s:GB/s | "
+        "stdev = stdev_bytes_per_s:GB/s | queued = queued_bytes_per_s:GB/s | "
+        "P50, us = p50_s:us | P99, us = p99_s:us | samples = sample_count",
     )
     return {"copies": (f"device: {result['device']}", *(f"* {note}" for note in result["notes"]), blocks)}
 
@@ -149,28 +144,19 @@ def plot(result: Json, path: Path) -> None:
     draw(CHART, rows, f"Pinned copies to {result['device']}, mean and standard deviation", path)
 
 
-CHART = Chart(
-    Kind.LINES,
-    across=lambda row: row["block_mib"],
-    value=lambda row: row["value"],
-    value_title="",
-    series=lambda row: row["of"],
-    column=lambda row: row["unit"],
-    across_title="block, MiB",
-    is_log=True,
-)
+CHART = Chart(Kind.LINES, "block_mib", "value", "", "of", column="unit", across_title="block, MiB", is_log=True)
 
 
-def _measure(options: argparse.Namespace, origin: Mapping[str, Any]) -> Json:
-    with opened_device(options, origin) as (accelerator, described):
-        return measure_copies(SETTINGS_SMOKE if options.smoke else CopySettings(), accelerator, described)
+def _measure(asked: DeviceSettings, origin: Mapping[str, Any]) -> Json:
+    with opened_device(asked.device, asked.smoke, origin) as (accelerator, described):
+        return measure_copies(SETTINGS_SMOKE if asked.smoke else CopySettings(), accelerator, described)
 
 
 COPIES = Experiment(
     name="copies",
     help="copies from pinned host memory to a GPU by block size (figure A3)",
     description="Blocks of 64 KiB to 64 MiB, each waited for by itself, and many at once; every byte compared.",
-    declare=declare_device,
+    settings=DeviceSettings,
     measure=_measure,
     show=show,
     plot=plot,

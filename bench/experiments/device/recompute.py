@@ -9,17 +9,19 @@ from __future__ import annotations
 import argparse
 import statistics
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from bench.core import options
 from bench.core.experiment import Experiment, plain, published
-from bench.core.options import Options, ascending, each, number
+from bench.core.options import ascending, each, number
 from bench.core.plots import Chart, Kind, draw
 from bench.core.show import Column, Json, Section, fixed, table
-from bench.experiments.device.command import CONTEXT_SMOKE, declare_device, model_of, opened_device
-from bench.experiments.overlap.grids import COARSE, FINE, HIT_RATES, PAPER_NAMES
-from bench.experiments.ttft.cases import CONTEXTS
+from bench.experiments.device.command import CONTEXT_SMOKE, DeviceSettings, model_of, opened_device
+from bench.experiments.overlap.run import COARSE, FINE, HIT_RATES, PAPER_NAMES
+from bench.experiments.ttft.results import CONTEXTS
 from bench.paper.tables import context_tokens, table_a1_a2
 from calibration.compute.shapes import ModelShape, shape
 from calibration.content import VerificationError
@@ -36,31 +38,51 @@ REQUESTS_PER_S = 1000
 Row = dict[str, Any]
 
 
-def _measure(options: argparse.Namespace, origin: Mapping[str, Any]) -> Json:
+def _chunk_tokens(text: str) -> tuple[int, ...]:
+    grains: tuple[int, ...] = ascending(each(number(1, 512)))(text)
+    if len(grains) < 2:
+        raise argparse.ArgumentTypeError("must be two or more")
+    return grains
+
+
+@dataclass(frozen=True, slots=True)
+class RecomputeSettings(DeviceSettings):
+    """Prompts, and the sizes of chunks that cut their hits."""
+
+    models: tuple[str, ...] = options.setting("--models", MODELS[:1], MODELS[:1], each(str, MODELS), ",".join(MODELS))
+    contexts: tuple[str, ...] = options.setting("--contexts", CONTEXTS, CONTEXT_SMOKE, each(str, CONTEXTS))
+    chunk_tokens: tuple[int, ...] = options.setting(
+        "-G --chunk-tokens", CHUNK_TOKENS, (16, 64, 512), _chunk_tokens, "ascending"
+    )
+    runs: int = options.runs(3)
+    seed: int = options.seed()
+
+
+def _measure(asked: RecomputeSettings, origin: Mapping[str, Any]) -> Json:
     """Every model, context, boundary and chunk size; wrong logits end it and are the result's `problem`. Raises
     WrongUse, BaselineError.
     """
-    models = [model_of(name, options.smoke) for name in options.models]
+    models = [model_of(name, asked.smoke) for name in asked.models]
     settings = {
         "shapes": [model for model, _ in models],
         "vocabularies": {model.name: vocabulary for model, vocabulary in models},
-        "contexts": options.contexts,
-        "hit_rates": (0.5, 0.875) if options.smoke else HIT_RATES,
-        "chunk_tokens": options.chunk_tokens,
-        "runs": options.runs,
-        "seed": options.seed,
+        "contexts": asked.contexts,
+        "hit_rates": (0.5, 0.875) if asked.smoke else HIT_RATES,
+        "chunk_tokens": asked.chunk_tokens,
+        "runs": asked.runs,
+        "seed": asked.seed,
     }
     boundaries: list[Row] = []
     table_a6: list[Row] = []
     problem = None
-    with opened_device(options, origin) as (accelerator, described):
+    with opened_device(asked.device, asked.smoke, origin) as (accelerator, described):
         from bench.experiments.device.model import Model
 
-        longest = max(map(context_tokens, options.contexts))
+        longest = max(map(context_tokens, asked.contexts))
         try:
             for of, vocabulary in models:
-                model = Model(of, vocabulary, accelerator, options.seed, longest)
-                for context in options.contexts:
+                model = Model(of, vocabulary, accelerator, asked.seed, longest)
+                for context in asked.contexts:
                     here = _measure_context(settings, model, context)
                     boundaries += here
                     table_a6.append(_summary(of, context, here))
@@ -69,7 +91,7 @@ def _measure(options: argparse.Namespace, origin: Mapping[str, Any]) -> Json:
             problem = str(error)
     notes = [
         "of a prompt whose first M tokens would hit, M - G are reused and their KV is on the device; random weights",
-        f"the paper's columns are G=512 over G=16 of its Tables A1 and A2; {options.runs} counted rounds",
+        f"the paper's columns are G=512 over G=16 of its Tables A1 and A2; {asked.runs} counted rounds",
         f"GPU hours: of {REQUESTS_PER_S} requests/s for a day, as in the caption of Table A6",
     ]
     found = {"notes": notes, "boundaries": boundaries, "table_a6": table_a6}
@@ -152,7 +174,7 @@ def show(result: Json) -> dict[str, Section]:
     boundaries = table(
         result["boundaries"],
         Column("TTFT, ms", _title),
-        Column("hit", "hit_rate", "{:.1%}".format),
+        "hit = hit_rate:.1%",
         *(Column(f"G={grain}", f"by_chunk_tokens.{grain}.ttft_s.median", fixed(1, 1e3)) for grain in grains),
         Column(f"G={grains[-1]} over the finest", f"by_chunk_tokens.{grains[-1]}.added_s", fixed(1, 1e3)),
         *(Column(f"paper's {gpu}", f"paper_added_s.{gpu}", fixed(1, 1e3)) for gpu in PAPER_GPUS),
@@ -163,7 +185,7 @@ def show(result: Json) -> dict[str, Section]:
         Column("here", lambda row: f"{row['added_mean_s'] * 1e3:.1f} ± {row['added_stdev_s'] * 1e3:.1f}"),
         *(Column(f"paper's {gpu}", partial(_paper_mean, result, gpu)) for gpu in PAPER_GPUS),
         Column("T operations", "added_operations", fixed(1, 1e-12)),
-        Column("GPU hours a day", "gpu_hours_per_day", fixed(0)),
+        "GPU hours a day = gpu_hours_per_day:.0",
     )
     notes = (f"* {note}" for note in result["notes"])
     return {"boundaries": (f"device: {result['device']}", *notes, boundaries), "table-a6": (table_a6,)}
@@ -191,40 +213,21 @@ def plot(result: Json, path: Path) -> None:
 
 CHART = Chart(
     Kind.LINES,
-    across=lambda row: f"{100 * row['hit_rate']:g}",
-    value=lambda row: row["added_s"],
-    value_title="TTFT added over the finest chunks, ms",
-    series=lambda row: row["of"],
+    lambda row: f"{100 * row['hit_rate']:g}",
+    "added_s",
+    "TTFT added over the finest chunks, ms",
+    "of",
     column=_title,
     across_title="hit boundary, %",
     scale=1e3,
 )
 
 
-def _declare(options: Options) -> None:
-    text = ",".join(MODELS)
-    options.add("--models", type=each(str, MODELS), default=MODELS[:1], metavar="LIST", help=text)
-    some, text = each(str, CONTEXTS), "default: 4K,64K"
-    options.add("--contexts", type=some, metavar="LIST", full=CONTEXTS, smoke=CONTEXT_SMOKE, help=text)
-    tiny, text = (16, 64, 512), "ascending; default: 16,32,64,128,256,512"
-    options.add("-G", "--chunk-tokens", type=_chunk_tokens, metavar="LIST", full=CHUNK_TOKENS, smoke=tiny, help=text)
-    options.runs(3)
-    options.seed()
-    declare_device(options)
-
-
-def _chunk_tokens(text: str) -> tuple[int, ...]:
-    grains: tuple[int, ...] = ascending(each(number(1, 512)))(text)
-    if len(grains) < 2:
-        raise argparse.ArgumentTypeError("must be two or more")
-    return grains
-
-
 RECOMPUTE = Experiment(
     name="recompute",
     help="what coarse chunks cost at each hit boundary, on a GPU (tables A1, A2 and A6)",
     description="Prefill of what is left when a hit is cut to M - G tokens, with random weights of real shapes.",
-    declare=_declare,
+    settings=RecomputeSettings,
     measure=_measure,
     show=show,
     plot=plot,

@@ -2,18 +2,15 @@
 
 from __future__ import annotations
 
-import argparse
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 from bench.core.experiment import WrongUse, need_nixl, published
 from bench.core.show import Json
-from bench.experiments.device.accelerator import Accelerator
 from bench.experiments.device.bed import DeviceBedSettings, DeviceRun, filled_bed
 from bench.experiments.device.command import CONTEXT_SMOKE, Landing, model_of
-from bench.experiments.device.model import LOGITS_ERROR_MAX, Model, Subject, make_subject
-from bench.experiments.ttft.cases import Case, Scale, Task
-from bench.experiments.ttft.results import Row, judged, measure_cells
+from bench.experiments.device.model import LOGITS_ERROR_MAX, Accelerator, Model, Subject, make_subject
+from bench.experiments.ttft.results import Case, Row, Scale, Task, judged, measure_cells
 from bench.paper.tables import TOKEN_LAYER_BYTES, context_tokens
 from calibration.content import VerificationError
 from descriptors.units import gbps_from_bytes_per_s
@@ -26,10 +23,10 @@ LANDINGS = {
 
 
 def measure_on_device(
-    options: argparse.Namespace, hit_rates: Sequence[float], accelerator: Accelerator, origin: Mapping[str, Any]
+    options: Any, hit_rates: Sequence[float], accelerator: Accelerator, origin: Mapping[str, Any]
 ) -> Json:
-    """`bench ttft --device`. Wrong bytes end it, and they and wrong logits are the result's `problem`. Raises WrongUse,
-    FAILURES, and as `filled_bed`.
+    """`bench ttft --device`, with its options. Wrong bytes end it, and they and wrong logits are the result's
+    `problem`. Raises WrongUse, FAILURES, and as `filled_bed`.
     """
     transport, landing = options.transport, options.landing
     if landing is Landing.DEVICE and transport is not Transport.UCX:

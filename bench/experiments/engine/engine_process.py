@@ -15,8 +15,17 @@ from typing import Any
 
 from bench.beds.processes import say, take_answers
 from bench.core.lines import from_line, to_line
-from bench.experiments.engine.cases import OUTPUT_TOKENS, Shape
-from bench.experiments.engine.ways import CONNECTED, CONNECTORS_MODULE, LMCACHES, Answer, Command, EngineWork, Way
+from bench.experiments.engine.ways import (
+    CONNECTED,
+    CONNECTORS_MODULE,
+    LMCACHES,
+    OUTPUT_TOKENS,
+    Answer,
+    Command,
+    EngineWork,
+    Shape,
+    Way,
+)
 
 DRAIN_S = 120.0
 PAUSE_S = 0.05

@@ -11,12 +11,22 @@ from typing import Any
 
 from bench.beds.processes import BaselineError
 from bench.core.lines import plain
+from bench.core.rounds import Side, Target, paired
 from bench.core.show import Json
 from bench.experiments.engine.bed import Bed, running_bed
-from bench.experiments.engine.cases import Case, by_case
-from bench.experiments.engine.ways import COMPUTING, LOADING_ALL, NOTES, OURS, Answer, EngineSettings, Way
+from bench.experiments.engine.ways import (
+    COMPUTING,
+    LOADING_ALL,
+    NOTES,
+    OURS,
+    Answer,
+    Case,
+    EngineSettings,
+    Way,
+    by_case,
+)
 from calibration.content import VerificationError
-from calibration.samples import Turns, progress_bar, spread
+from calibration.samples import Spread, Turns, progress_bar, spread
 
 WARM_UP_ROUND = 0
 NEEDED = (Way.RECOMPUTE, *OURS)
@@ -163,7 +173,7 @@ def ttfts_s(row: Json) -> list[float]:
 
 def ratio(over: Json, under: Json) -> dict[str, float]:
     """TTFT over TTFT, round by round. Raises ValueError where the rows have not the same rounds."""
-    return asdict(spread([theirs / ours for theirs, ours in zip(ttfts_s(over), ttfts_s(under), strict=True)]))
+    return asdict(spread(paired(ttfts_s(over), ttfts_s(under))))
 
 
 def best_of(ways: Mapping[str, Json], of: Sequence[Way] = OURS) -> Json | None:
@@ -186,18 +196,19 @@ def targets(measured: Sequence[Json], missing: Mapping[Way, str]) -> list[dict[s
     """Each in the case where it is worst: theirs over the best of ours. Of recomputing the limit itself is enough;
     peers must be slower.
     """
+    cases = by_case([row for row in measured if row["hit_rate"] == TARGET_HIT_RATE])
     made = []
     for what, way, limit in TARGETS:
-        target: dict[str, Any] = {"what": what, "limit": limit, "value": None, "is_met": None}
-        target |= {"case": None, "ours": None, "reason": missing.get(way, "nothing to compare it with")}
-        for ways in by_case([row for row in measured if row["hit_rate"] == TARGET_HIT_RATE]):
+        side = Side.AT_LEAST if way is Way.RECOMPUTE else Side.MORE_THAN
+        reason = missing.get(way, "nothing to compare it with")
+        target = Target(what, limit, None, side, reason=reason)
+        for ways in cases:
             theirs, ours = ways.get(way.value), best_of(ways)
             if theirs is None or ours is None:
                 continue
-            value = ratio(theirs, ours)
-            median, title = value["median"], Case(ours["context_tokens"], ours["hit_rate"]).title
-            if target["value"] is None or median < target["value"]["median"]:
-                is_met = median > limit or (way is Way.RECOMPUTE and median == limit)
-                target |= {"value": value, "is_met": is_met, "case": title, "ours": ours["way"], "reason": None}
-        made.append(target)
+            value = spread(paired(ttfts_s(theirs), ttfts_s(ours)))
+            if not isinstance(target.value, Spread) or value.median < target.value.median:
+                title = Case(ours["context_tokens"], ours["hit_rate"]).title
+                target = Target(what, limit, value, side, title, ours["way"])
+        made.append(target.json("case", "ours", "reason"))
     return made

@@ -28,11 +28,10 @@ import numpy as np
 from bench.beds.processes import BaselineError, Child
 from bench.core.show import Json
 from bench.experiments.engine.bed import Bed, running_bed
-from bench.experiments.engine.cases import Case, by_case
 from bench.experiments.engine.measure import WARM_UP_ROUND, best_of, measure_engines, ratio, ttfts_s, wrong
-from bench.experiments.engine.ways import Answer, Command, EngineSettings, Way
+from bench.experiments.engine.ways import Answer, Case, Command, EngineSettings, Way, by_case
 from bench.experiments.scheduler.live import Rules, go_by
-from bench.experiments.scheduler.variants import EQUAL_WORK_CONSERVING, SLACK
+from bench.experiments.scheduler.simulation import EQUAL_WORK_CONSERVING, SLACK
 from calibration.samples import Turns, progress_bar, spread
 from calibration.servers import ConfiguredServer
 from nixl_client.client import Transport

@@ -1,50 +1,220 @@
-"""`bench engine`: one of three questions, and the command."""
+"""`bench engine`: one of three questions, the command, and sections and chart of a result, whichever
+question it answers.
+"""
 
 from __future__ import annotations
 
-import argparse
-from collections.abc import Mapping
+import statistics
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import asdict, replace
+from pathlib import Path
 from typing import Any
 
 from bench.core.experiment import Experiment, WrongUse, plain, published
-from bench.core.options import Options, ascending, each, filled, names, number, real, some_of
-from bench.core.show import Json
+from bench.core.lines import from_line, to_line
+from bench.core.plots import Chart, Kind, draw
+from bench.core.show import NOT_MEASURED, Block, Column, Json, Section, crossed, ms, table, verdict, written
 from bench.experiments.engine.bed import why_no_engines
-from bench.experiments.engine.cases import BLOCK_TOKENS, Dtype, Shape
 from bench.experiments.engine.measure import measure_engines
 from bench.experiments.engine.paced import measure_advised, measure_stated
-from bench.experiments.engine.show import plot, show
-from bench.experiments.engine.ways import OURS, EngineSettings, Way
-from descriptors.descriptor import CHUNK_TOKENS_MAX
-from nixl_client.transports.transport import Transport
+from bench.experiments.engine.ways import (
+    BLOCK_TOKENS,
+    OURS,
+    OUTPUT_TOKENS,
+    Case,
+    EngineSettings,
+    Shape,
+    Way,
+    by_case,
+    context_words,
+)
+from calibration.samples import format_bytes, spread
 
-WAYS = tuple(way for way in Way if way not in (Way.ADVISED, Way.STATED))
-WAYS_SMOKE = (Way.RECOMPUTE, Way.LAYERWISE)
-SHAPE = Shape()
-SHAPE_SMOKE = Shape(num_layers=2, hidden=256, intermediate=512)
-CONTEXT_TOKENS_MAX = 1 << 16
-SHAPE_OPTIONS = {
-    "num_layers": ("--layers", "L", 1, 256),
-    "hidden": ("--hidden", "WIDTH", 64, 16384),
-    "intermediate": ("--intermediate", "WIDTH", 64, 65536),
-    "heads": ("--heads", "COUNT", 1, 256),
-    "kv_heads": ("--kv-heads", "COUNT", 1, 256),
-    "head_dim": ("--head-dim", "WIDTH", 32, 256),
+TITLES = {
+    "recompute": "recompute",
+    "objectcache_layerwise": "**ObjectCache layerwise**",
+    "objectcache_chunkwise": "chunkwise",
+    "objectcache_advised": "advised",
+    "lmcache_cpu": "LMCache, its own memory",
+    "lmcache_s3": "LMCache over S3 (our gateway)",
+    "example_connector": "ExampleConnector",
+    "example_connector_told": "the same, told the prefixes",
+    "own_blocks": "own blocks: the floor",
 }
-"""Options by the fields that they set, with least and greatest values."""
+STATED = {
+    "equal": "equal shares, freed bandwidth shared again",
+    "profile": "slack, nothing stated, a static profile",
+    "stated": "slack, stated",
+    "liar": "slack, stated, one states a tenth",
+}
+HONEST = "honest_ttft_over_equal"
+STATED_RATIOS = {
+    "added_ttft_profile_over_stated": "added TTFT, static profile over stated",
+    "added_ttft_equal_over_stated": "added TTFT, equal shares over stated",
+    HONEST: "TTFT of the worst honest engine beside a liar, over equal shares: at most {bound:g}",
+    "honest_ttft_over_stated": "the same, over that where nobody lies",
+    "liar_ttft_over_stated": "the liar's TTFT over its own where it does not",
+}
 
 
-def _measure(options: argparse.Namespace, origin: Mapping[str, Any]) -> Json:
+def show(result: Json) -> dict[str, Section]:
+    """The sections of the question that was asked."""
+    if "advised" in result:
+        return _advised(result["advised"])
+    if "stated_compute" in result:
+        return {"stated": tuple(block for shared in result["stated_compute"] for block in _stated(shared))}
+    order = {way: place for place, way in enumerate(TITLES)}
+    rows = sorted(result["measurements"], key=lambda row: (row["context_tokens"], order[row["way"]]))
+    rates = sorted({row["hit_rate"] for row in rows}, reverse=True)
+    shape = from_line(Shape, to_line(result["settings"]["shape"]))
+    return {
+        "remarks": ("\n".join(_remarks(result, rows, shape.token_bytes)),),
+        "engine": (*(_ttfts([row for row in rows if row["hit_rate"] == rate]) for rate in rates), _targets(result)),
+        "cases": tuple(block for ways in by_case(rows) for block in _case(list(ways.values()), shape.token_bytes)),
+    }
+
+
+def _title(way: str) -> str:
+    return TITLES.get(way, way.replace("_", " "))
+
+
+def _ttfts(rows: Sequence[Json]) -> Block:
+    return crossed(
+        rows,
+        f"TTFT in s, {rows[0]['hit_rate']:.1%} stored",
+        down=lambda row: context_words(row["context_tokens"]),
+        across=lambda row: _title(row["way"]),
+        cell=lambda row: written(row["ttft_s"]["median"]),
+    )
+
+
+def _targets(result: Json) -> Block:
+    return table(
+        result["targets"],
+        "target, at 87.5 % = what | worst case = case | at least = limit:g",
+        Column("seen", lambda target: target["value"] or f"{NOT_MEASURED}: {target['reason']}"),
+        "= is_met:verdict",
+    )
+
+
+def _remarks(result: Json, rows: Sequence[Json], token_bytes: int) -> Iterable[str]:
+    """What a reader must know."""
+    for ready in [*result["engines"].values()][:1]:
+        yield f"vLLM {ready['vllm']}, torch {ready['torch']}, {ready['threads']} threads, eager"
+    yield f"Llama of the shape above, weights seeded: {token_bytes / 1024:g} KiB of KV a token"
+    idle = max((row["idle_cpu_share_max"] for row in rows), default=0.0)
+    yield (
+        "TTFT is vLLM's, arrival to first token. Every engine is a process of its own; an idle one took at most "
+        f"{idle:.1%} of a core. Stored KV is in memory or the page cache. Servers share the engines' cores"
+    )
+    is_seen = any(count > 1 for count in result["distinct_outputs"].values())
+    yield (
+        f"{OUTPUT_TOKENS} greedy tokens of every request are compared with those of recomputing; that other prefixes "
+        "before the same suffix give other tokens was seen" + ("" if is_seen else " in no case")
+    )
+    for way, note in result["notes"].items():
+        yield f"{_title(way)}: {result['not_run'].get(way, note)}"
+    for target in result["targets"]:
+        if target["ours"] is not None:
+            yield f"{target['what']}: ours is {_title(target['ours'])}"
+
+
+def _case(rows: Sequence[Json], token_bytes: int) -> Iterable[Block]:
+    case = Case(rows[0]["context_tokens"], rows[0]["hit_rate"])
+    kv_bytes = case.prefix_tokens * token_bytes
+    yield f"{case.title} of it stored: {case.prefix_tokens} tokens, {format_bytes(kv_bytes)} of KV"
+    yield table(
+        rows,
+        Column("", lambda row: _title(row["way"])),
+        "TTFT, s = ttft_s:.3",
+        Column("recompute over it", lambda row: None if row["way"] == "recompute" else row["recompute_over_it"]),
+        "over own blocks, ms = over_own_blocks.added_s:ms | GB/s = over_own_blocks.rate_bytes_per_s:GB/s.2",
+        *(Column(head, _counted(name), ms) for head, name in COUNTERS.items()),
+        Column("samples", lambda row: len(row["samples"])),
+    )
+
+
+COUNTERS = {"lookup, ms": "lookup_s", "wait, ms": "load_wait_s", "copy, ms": "load_copy_s"}
+
+
+def _counted(name: str) -> Callable[[Json], float | None]:
+    """The median of what our connector counted; None for others."""
+
+    def of(row: Json) -> float | None:
+        seen = [sample["counters"].get(name, 0.0) for sample in row["samples"]]
+        return statistics.median(seen) if row["way"].startswith("objectcache_") else None
+
+    return of
+
+
+def _advised(seen: Json) -> dict[str, Section]:
+    """What is advised beside loading all and computing all, over paced links."""
+
+    def ttft_s(way: str) -> Callable[[Json], Any]:
+        return lambda link: asdict(spread(found)) if (found := link["ttfts_s"].get(way)) else NOT_MEASURED
+
+    def rate(link: Json) -> str:
+        return f"{link['factor']:g} ({link['link_bytes_per_s'] / 1e6:.1f} MB/s)"
+
+    over = f"advised over the better: at most {seen['limit']:g}"
+    links = table(
+        seen["links"],
+        Column(f"TTFT in s, {seen['case']} stored; link, of the break-even", rate),
+        Column("recompute", ttft_s("recompute")),
+        Column("load all", ttft_s("objectcache_layerwise")),
+        Column("advised", ttft_s("objectcache_advised")),
+        Column(over, lambda link: link["advised_over_best"] or NOT_MEASURED),
+    )
+    return {
+        "break-even": (f"The break-even is {seen['break_even_bytes_per_s'] / 1e6:.2f} MB/s.",),
+        "advised": (links, f"Target: {verdict(seen['is_met'])}."),
+    }
+
+
+def _stated(shared: Json) -> Iterable[Block]:
+    """Engines on one link, by what they state of their compute times."""
+    cases = f"{shared['engines']} engines ({'; '.join(shared['cases'])}), {shared['link_bytes_per_s'] / 1e6:.1f} MB/s"
+    yield table(
+        [name for name in STATED if name in shared["added_ttft_s"]],
+        Column(cases, STATED.__getitem__),
+        Column("added TTFT of all, s", shared["added_ttft_s"].__getitem__),
+    )
+    yield table(
+        STATED_RATIOS,
+        Column("ratio", lambda name: STATED_RATIOS[name].format(bound=shared["bound"])),
+        Column("seen", lambda name: shared[name] or NOT_MEASURED),
+        Column("", lambda name: verdict(shared["is_bound_kept"]) if name == HONEST else ""),
+    )
+
+
+def plot(result: Json, path: Path) -> None:
+    """TTFTs of the ways side by side: a panel for each hit rate. The other questions have no chart."""
+    draw(CHART, result.get("measurements", ()), "vLLM on CPU: TTFT by where the prefix comes from", path)
+
+
+CHART = Chart(
+    Kind.BARS,
+    lambda row: context_words(row["context_tokens"]),
+    "ttft_s",
+    "TTFT, s (medians, least and greatest)",
+    lambda row: _title(row["way"]).replace("*", ""),
+    column=lambda row: f"{row['hit_rate']:.1%} stored",
+    across_title="tokens of the prompt",
+    is_log=True,
+)
+
+
+def _measure(asked: EngineSettings, origin: Mapping[str, Any]) -> Json:
     try:
-        settings = settings_of(options)
+        settings = settings_of(asked)
     except ValueError as error:
         raise WrongUse(str(error)) from error
     if (missing := why_no_engines()) is not None:
         raise WrongUse(missing)
-    if options.advised:
+    if settings.advised:
         advised = measure_advised(settings)
         return result_of(settings, origin, advised["problem"], advised=advised)
-    if options.stated:
+    if settings.stated:
         stated = measure_stated(settings)
         return result_of(settings, origin, stated[-1]["problem"], stated_compute=stated)
     return result_of(settings, origin, **measure_engines(settings))
@@ -53,59 +223,24 @@ def _measure(options: argparse.Namespace, origin: Mapping[str, Any]) -> Json:
 def result_of(settings: EngineSettings, origin: Mapping[str, Any], problem: str | None, **found: Any) -> dict[str, Any]:
     """The result, which has always had its name under `benchmark` as well."""
     values = {**plain(settings), "block_tokens": BLOCK_TOKENS}
-    del values["folder"]
+    for name in ("folder", "advised", "stated"):
+        del values[name]
     return {"benchmark": "engine", **published("engine", origin, values, problem, **found)}
 
 
-def settings_of(options: argparse.Namespace) -> EngineSettings:
+def settings_of(settings: EngineSettings) -> EngineSettings:
     """Recomputing is always among the ways, since it is what the tokens of all are compared with. Raises ValueError for
     what does not fit together.
     """
-    if options.advised and options.stated:
+    if settings.advised and settings.stated:
         raise ValueError("--advised and --stated are two questions: ask one")
-    shape = filled(Shape, options, dtype=Dtype(options.dtype), seed=SHAPE.seed)
-    ways = tuple(way for way in Way if way in options.ways or way is Way.RECOMPUTE)
-    settings = filled(EngineSettings, options, shape=shape, ways=ways, transport=Transport(options.transport))
+    ways = tuple(way for way in Way if way in settings.ways or way is Way.RECOMPUTE)
+    settings = replace(settings, ways=ways)
     if settings.chunk_tokens % BLOCK_TOKENS and BLOCK_TOKENS % settings.chunk_tokens and set(OURS) & set(settings.ways):
         raise ValueError(f"--chunk-tokens must be a multiple or a divisor of the engine's {BLOCK_TOKENS}")
     if not settings.cases:
         raise ValueError("no cases")
     return settings
-
-
-def _declare(options: Options) -> None:
-    known = (*WAYS, Way.ADVISED)
-    options.add("--ways", type=some_of(known), metavar="LIST", full=WAYS, smoke=WAYS_SMOKE, help=names(WAYS))
-    text = "instead: loading what is advised, all and nothing, over links paced to 4, 1 and 0.25 of the break-even"
-    options.flag("--advised", text)
-    text = "instead: two and four engines on one paced link, by what they state of their compute times, one a liar"
-    options.flag("--stated", text)
-    lengths, text = ascending(each(_length)), "tokens of prompts; default: 2K,4K,8K,16K"
-    full, smoke = (2048, 4096, 8192, 16384), (1024,)
-    options.add("--lengths", dest="contexts", type=lengths, metavar="LIST", full=full, smoke=smoke, help=text)
-    share = ascending(each(lambda text: real(0.001, 99.999)(text) / 100))
-    text = "stored share in percent; default: 50,87.5"
-    options.add("--hits", dest="hit_rates", type=share, metavar="LIST", full=(0.5, 0.875), smoke=(0.875,), help=text)
-    options.runs(5)
-    text = f"tokens of our chunks; default: {BLOCK_TOKENS}, a block of the engine"
-    grain = number(1, CHUNK_TOKENS_MAX)
-    options.add("-G", "--chunk-tokens", type=grain, default=BLOCK_TOKENS, metavar="G", help=text)
-    options.choice("--transport", tuple(Transport), Transport.AUTO)
-    model = options.group("the model")
-    for field, (name, metavar, least, most) in SHAPE_OPTIONS.items():
-        kind, size, tiny = number(least, most), getattr(SHAPE, field), getattr(SHAPE_SMOKE, field)
-        text = f"default: {size}"
-        model.add(name, dest=field, type=kind, metavar=metavar, full=size, smoke=tiny, help=text)
-    text = "default: float32, in which tokens do not hang on the sequence of sums, and no slower on most CPUs"
-    model.choice("--dtype", tuple(Dtype), SHAPE.dtype, text)
-    options.seed()
-    options.serve_options()
-    options.folder("for stores and model")
-
-
-def _length(text: str) -> int:
-    one = number(2 * BLOCK_TOKENS, CONTEXT_TOKENS_MAX)
-    return one(f"{text[:-1]}KiB" if text[-1:] in ("K", "k") else text)
 
 
 ENGINE = Experiment(
@@ -114,7 +249,7 @@ ENGINE = Experiment(
     description="An engine for each way, side by side; in each round each stores a prefix of its own and answers "
     "prompts that begin with it. Every token is compared with that of recomputing. Needs the environment 'engines': "
     "python -m bench.beds.kv_peers.install engines.",
-    declare=_declare,
+    settings=EngineSettings,
     measure=_measure,
     show=show,
     plot=plot,

@@ -1,17 +1,140 @@
-"""The ways to a first token that are compared, how vLLM is told of each, and what engines are told and answer. Pure."""
+"""The ways to a first token that are compared, and in which cases: the model's shape, lengths, hit rates, the tokens of
+every prompt, how vLLM is told of each way, and what engines are told and answer. Pure.
+
+A round has a base, tokens of its own that are stored up to the longest prefix of all. A prompt is a beginning of that
+base and a suffix. Suffixes depend on the case alone: that the same suffix ends in other tokens in another round shows
+that the KV of the prefix decides them.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import random
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import Enum
 from pathlib import Path
+from typing import Any
 
-from bench.experiments.engine.cases import BLOCK_TOKENS, OUTPUT_TOKENS, Case, Prompts, Shape
-from descriptors.descriptor import Delivery
+from bench.core import options
+from bench.core.options import ascending, each, number, real
+from descriptors.descriptor import CHUNK_TOKENS_MAX, Delivery
 from descriptors.units import MIB
 from nixl_client.connectors.vllm.options import LoadPolicy
 from nixl_client.transports.transport import Transport
+
+WEIGHTS_SEED = 7
+GROUP = "the model"
+DTYPE_HELP = "in float32 tokens do not hang on the sequence of sums, and it is no slower on most CPUs"
+BLOCK_TOKENS = 32
+"""What vLLM's blocks hold; on CPUs the least it allows."""
+OUTPUT_TOKENS = 4
+"""Tokens that are compared; all but the first are decoded over the loaded KV."""
+
+
+class Dtype(Enum):
+    """Of weights, activations and KV."""
+
+    FLOAT32 = "float32"
+    BFLOAT16 = "bfloat16"
+
+
+@dataclass(frozen=True, slots=True)
+class Shape:
+    """A Llama with seeded random weights. `initializer_range` is so large that attention decides tokens.
+
+    Few attention heads to the width of the layers: attention over a long prefix, which no cache of KV saves, then has
+    the part of the computation that it has in models of eight billion parameters.
+    """
+
+    num_layers: int = options.count("--layers", 4, 2, most=256, group=GROUP)
+    hidden: int = options.count("--hidden", 1024, 256, 64, 16384, group=GROUP)
+    intermediate: int = options.count("--intermediate", 4096, 512, 64, 65536, group=GROUP)
+    heads: int = options.count("--heads", 4, most=256, group=GROUP)
+    kv_heads: int = options.count("--kv-heads", 4, most=256, group=GROUP)
+    head_dim: int = options.count("--head-dim", 64, least=32, most=256, group=GROUP)
+    vocabulary: int = 1024
+    dtype: Dtype = options.choice("--dtype", Dtype, Dtype.FLOAT32, text=DTYPE_HELP, group=GROUP)
+    initializer_range: float = 0.05
+    seed: int = options.sized(WEIGHTS_SEED)
+
+    def __post_init__(self) -> None:
+        if self.heads % self.kv_heads:
+            raise ValueError(f"{self.heads} heads cannot share {self.kv_heads} of KV evenly")
+
+    @property
+    def token_layer_bytes(self) -> int:
+        """One token's keys and values in one layer."""
+        return 2 * self.kv_heads * self.head_dim * (4 if self.dtype is Dtype.FLOAT32 else 2)
+
+    @property
+    def token_bytes(self) -> int:
+        """One token's keys and values."""
+        return self.num_layers * self.token_layer_bytes
+
+
+@dataclass(frozen=True, slots=True)
+class Case:
+    """Prompts of `context_tokens`, of which the share `hit_rate` is stored. Raises ValueError for a prefix that is no
+    whole number of blocks.
+    """
+
+    context_tokens: int
+    hit_rate: float
+
+    def __post_init__(self) -> None:
+        if not 0 < self.hit_rate < 1 or self.context_tokens * self.hit_rate % BLOCK_TOKENS:
+            raise ValueError(f"{self.title}: the prefix must be whole blocks of {BLOCK_TOKENS} tokens")
+
+    @property
+    def prefix_tokens(self) -> int:
+        """Tokens that are stored."""
+        return int(self.context_tokens * self.hit_rate)
+
+    @property
+    def title(self) -> str:
+        """For people."""
+        return f"{context_words(self.context_tokens)}, {self.hit_rate:.4g}"
+
+
+def context_words(tokens: int) -> str:
+    """4K for 4096."""
+    return f"{tokens // 1024}K" if tokens % 1024 == 0 else str(tokens)
+
+
+def by_case(measured: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
+    """Rows of a result: those of each case, by way."""
+    cases: dict[tuple[int, float], dict[str, Any]] = {}
+    for row in measured:
+        cases.setdefault((row["context_tokens"], row["hit_rate"]), {})[row["way"]] = row
+    return list(cases.values())
+
+
+@dataclass(frozen=True, slots=True)
+class Prompts:
+    """The tokens of one run of the bench, all from its seed."""
+
+    seed: int
+    vocabulary: int
+
+    def base(self, round_index: int, count: int) -> list[int]:
+        """The first tokens of a round's base."""
+        return self._tokens(f"base {round_index}", count)
+
+    def prompt(self, case: Case, round_index: int) -> list[int]:
+        """The prompt of a case in that round."""
+        suffix = self._tokens(case.title, case.context_tokens - case.prefix_tokens)
+        return self.base(round_index, case.prefix_tokens) + suffix
+
+    def storing(self, round_index: int, count: int) -> list[int]:
+        """A prompt that computes the first `count` tokens of the base and two more, without which engines do not
+        count the last block as done.
+        """
+        return self.base(round_index, count) + self._tokens("end", 2)
+
+    def _tokens(self, what: str, count: int) -> list[int]:
+        generator = random.Random(f"{self.seed} {what}")
+        return [generator.randrange(self.vocabulary) for _ in range(count)]
+
 
 LMCACHE_CHUNK_TOKENS = 256
 """Its default."""
@@ -83,20 +206,40 @@ NOTES: Mapping[Way, str] = {
 }
 
 
+WAYS = tuple(way for way in Way if way not in (Way.ADVISED, Way.STATED))
+KNOWN = (*WAYS, Way.ADVISED)
+ADVISED_HELP = "instead: loading what is advised, all and nothing, over links paced to 4, 1 and 0.25 of the break-even"
+STATED_HELP = "instead: two and four engines on one paced link, by what they state of their compute times, one a liar"
+CONTEXTS, CONTEXT_TOKENS_MAX = (2048, 4096, 8192, 16384), 1 << 16
+LENGTHS_HELP, HITS_HELP = "tokens of prompts, 2K for 2048", "stored share in percent; default: 50,87.5"
+GRAIN_HELP = "tokens of our chunks; the default is a block of the engine"
+
+
+def _length(text: str) -> int:
+    one = number(2 * BLOCK_TOKENS, CONTEXT_TOKENS_MAX)
+    return one(f"{text[:-1]}KiB" if text[-1:] in ("K", "k") else text)
+
+
+def _share(text: str) -> float:
+    return real(0.001, 99.999)(text) / 100
+
+
 @dataclass(frozen=True, slots=True)
 class EngineSettings:
     """`chunk_tokens` is G of our connector; `folder` is for stores and the model."""
 
-    shape: Shape
-    ways: tuple[Way, ...]
-    contexts: tuple[int, ...]
-    hit_rates: tuple[float, ...]
-    runs: int
-    chunk_tokens: int
-    transport: Transport
-    seed: int = 1
-    serve_options: tuple[str, ...] = ()
-    folder: Path | None = None
+    shape: Shape = options.nested(Shape)
+    ways: tuple[Way, ...] = options.choice("--ways", KNOWN, WAYS, (Way.RECOMPUTE, Way.LAYERWISE))
+    advised: bool = options.flag("--advised", ADVISED_HELP)
+    stated: bool = options.flag("--stated", STATED_HELP)
+    contexts: tuple[int, ...] = options.setting("--lengths", CONTEXTS, (1024,), ascending(each(_length)), LENGTHS_HELP)
+    hit_rates: tuple[float, ...] = options.setting("--hits", (0.5, 0.875), (0.875,), ascending(each(_share)), HITS_HELP)
+    runs: int = options.runs(5)
+    chunk_tokens: int = options.count("-G --chunk-tokens", BLOCK_TOKENS, most=CHUNK_TOKENS_MAX, text=GRAIN_HELP)
+    transport: Transport = options.choice("--transport", Transport, Transport.AUTO)
+    seed: int = options.seed()
+    serve_options: tuple[str, ...] = options.serve_options()
+    folder: Path | None = options.folder("for stores and model")
 
     @property
     def cases(self) -> tuple[Case, ...]:

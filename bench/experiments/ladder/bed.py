@@ -2,21 +2,26 @@
 
 from __future__ import annotations
 
-import tempfile
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from collections.abc import Mapping, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
+from bench.beds.ours import Servers
+from bench.core import options
 from bench.core.experiment import plain
+from bench.core.options import each
 from bench.core.show import Json
 from calibration.samples import Cell, cell_json
-from calibration.servers import LocalServer, running_server
+from calibration.servers import LocalServer
 from descriptors.units import KIB, MIB
+from nixl_client.client import Transport
 
+FIGURES = ("2", "4", "8", "9", "10", "11", "A8", "A7")
+"""The paper's numbers of what can be measured or computed here."""
 BLOCK_BYTES = (64 * KIB, 128 * KIB, 256 * KIB, 512 * KIB, MIB, 2 * MIB, 4 * MIB)
 
 
@@ -26,12 +31,13 @@ class LadderSettings:
     for the time being; `is_smoke` asks whether it works, not how fast.
     """
 
-    runs: int
-    seed: int
-    is_smoke: bool
-    transport: str = "ucx"
-    serve_options: tuple[str, ...] = ()
-    folder: Path | None = None
+    figures: tuple[str, ...] = options.setting("--figures", FIGURES, FIGURES, each(str.upper, FIGURES))
+    runs: int = options.runs(5)
+    seed: int = options.seed()
+    is_smoke: bool = options.sized(False, True)
+    transport: Transport = options.choice("--transport", Transport, Transport.UCX, text="of descriptor GETs")
+    serve_options: tuple[str, ...] = options.serve_options()
+    folder: Path | None = options.folder()
 
     @property
     def block_bytes(self) -> tuple[int, ...]:
@@ -54,17 +60,12 @@ class Session:
     @cached_property
     def server(self) -> LocalServer:
         """The shared server, which starts when a figure first asks for it. Raises LocalServerError."""
-        return self.stack.enter_context(served(self.settings))
+        return served(self.settings, self.stack)
 
 
-@contextmanager
-def served(settings: LadderSettings, config: str = "") -> Iterator[LocalServer]:
-    """A server of our own; `config` is TOML. Raises LocalServerError."""
-    with tempfile.TemporaryDirectory(prefix="objectcache-ladder-", dir=settings.folder) as name:
-        file = Path(name) / "config.toml"
-        file.write_text(config)
-        with running_server(Path(name), ["--config", str(file), *settings.serve_options]) as server:
-            yield server
+def served(settings: LadderSettings, stack: ExitStack, config: str = "") -> LocalServer:
+    """A server of our own, which `stack` ends; `config` is TOML. Raises LocalServerError."""
+    return Servers(stack, settings.folder, "ladder").serve(config, *settings.serve_options)
 
 
 class NotRun(Exception):

@@ -7,8 +7,16 @@ from __future__ import annotations
 
 from bench.core.show import Json
 from bench.experiments.ladder.bed import figure
-from bench.paper.models import ELEMENT_BYTES, MODELS, GroupedQuery, Latent
-from bench.paper.tables import NUM_LAYERS, TOKEN_LAYER_BYTES, context_tokens, table_a7
+from bench.paper.tables import (
+    ELEMENT_BYTES,
+    MODELS,
+    NUM_LAYERS,
+    TOKEN_LAYER_BYTES,
+    GroupedQuery,
+    Latent,
+    context_tokens,
+    table_a7,
+)
 from descriptors.layout import ChunkLayout
 from descriptors.notices import Mode
 from descriptors.units import KIB, MIB

@@ -9,7 +9,7 @@ import os
 import sysconfig
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -43,7 +43,9 @@ def hashing(session: Session) -> Json:
     held_out, training = read_corpus(max(counts) * CHARACTERS_PER_TOKEN, vocabulary * TRAINING_CHARACTERS_PER_ENTRY)
     tokenizer = train_tokenizer(training, vocabulary)
     prompts = [prompt_of(tokenizer, held_out, count) for count in counts]
-    with _one_core() as core, served(settings) as server, server.client(Transport.HTTP) as client:
+    with _one_core() as core, ExitStack() as stack:
+        server = served(settings, stack)
+        client = stack.enter_context(server.client(Transport.HTTP))
         stored = [key for grain in grains for key in _hashing(prompts[-1][1], grain)()]  # others are its prefixes
         store_bodies(server, stored, lambda index: stored[index][:16].encode(), 16, "figure 4: storing keys")
         tasks = []

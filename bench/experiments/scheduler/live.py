@@ -15,14 +15,18 @@ from typing import Any
 
 from bench.beds.fetchers import Job, Order, Seen, fetch_at_once, fill, start_fetchers, warm_up
 from bench.beds.processes import BaselineError, Child
+from bench.core import options
 from bench.core.experiment import plain
+from bench.core.options import each as each_of
+from bench.core.options import real
 from bench.core.show import Json
 from bench.experiments.scheduler.cells import cell, ratios, targets
-from bench.experiments.scheduler.variants import EPOCH_S_MAX, EQUAL, VARIANTS, Variant
-from bench.paper.tables import MARGIN_BYTES_PER_S, NUM_LAYERS, TOKEN_LAYER_BYTES, PaperRequest, workload
+from bench.experiments.scheduler.simulation import EPOCH_S_MAX, EQUAL, VARIANTS, Variant
+from bench.paper.tables import MARGIN_BYTES_PER_S, NUM_LAYERS, TOKEN_LAYER_BYTES, WORKLOADS, PaperRequest, workload
 from calibration.content import STAMP_BYTES, VerificationError
 from calibration.samples import progress_bar, spread
 from calibration.servers import ConfiguredServer, configured_server, is_same_rate
+from descriptors.descriptor import CHUNK_TOKENS_MAX
 from descriptors.layout import ChunkLayout
 from descriptors.units import KIB, MIB
 from nixl_client.client import Transport
@@ -76,20 +80,27 @@ def go_by(served: ConfiguredServer, other_tables: str, rules: Rules) -> None:
     served.change(other_tables + rules.table(), holds, rules)
 
 
+LIVE = "live"
+TRANSPORTS = (Transport.SHM, Transport.UCX, Transport.HTTP)
+LINK_SCALE_HELP = "link and bytes over the paper's, N kept and S shrunk"
+TIME_SCALE_HELP = "compute windows, and bytes once more, over the paper's; 1 is its own times; default: 0.25"
+GATHER_HELP = "how long an epoch's first request waits for company"
+
+
 @dataclass(frozen=True, slots=True)
 class LiveSettings:
     """What to run. `link_scale` shrinks rates and bytes, `time_scale` compute windows and bytes."""
 
-    workloads: tuple[str, ...]
+    workloads: tuple[str, ...] = options.setting("--workloads", WORKLOADS, ("A",), each_of(str, WORKLOADS))
     variants: tuple[Variant, ...] = VARIANTS
-    rounds: int = 3
-    link_scale: float = 0.1
-    time_scale: float = 0.25
-    chunk_tokens: int = 64
-    transport: Transport = Transport.SHM
-    gather_s: float = 0.05
-    seed: int = 1
-    folder: Path | None = None
+    rounds: int = options.runs(3, group=LIVE)
+    link_scale: float = options.setting("--link-scale", 0.1, 0.05, real(1e-4, 10), LINK_SCALE_HELP, LIVE)
+    time_scale: float = options.setting("--time-scale", 0.25, 0.005, real(1e-4, 10), TIME_SCALE_HELP, LIVE)
+    chunk_tokens: int = options.count("-G --chunk-tokens", 64, most=CHUNK_TOKENS_MAX, group=LIVE)
+    transport: Transport = options.choice("--transport", TRANSPORTS, Transport.SHM, group=LIVE)
+    gather_s: float = options.setting("--gather-s", 0.05, 0.05, real(0, 10), GATHER_HELP, LIVE)
+    seed: int = options.sized(1)
+    folder: Path | None = options.folder("for the store", group=LIVE)
 
     @property
     def per_layer_chunk_bytes(self) -> int:

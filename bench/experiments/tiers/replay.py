@@ -1,15 +1,117 @@
-"""Streams played through policies: the share of tokens that a cache of a given size serves. Pure."""
+"""Recorded request streams played through policies: the share of tokens that a cache of a given size serves. Beside the
+online policies is the best that knowledge of the future allows: Belady's rule, with the right not to admit a chunk.
+
+Streams are in a compact form. A line is one request: `t` is its arrival in milliseconds, `n` its length in tokens, and
+`r` its chunks as runs of numbers: [first, count, first, count, …]. A chunk is 512 tokens; the last chunk of a request
+may be shorter.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+import json
+import lzma
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from enum import Enum
+from heapq import heappop, heappush
+from itertools import pairwise
+from pathlib import Path
 
-from bench.experiments.tiers.optimum import Optimum
-from bench.experiments.tiers.traces import Stream
 from storage_server.eviction.choice import POLICIES
-from storage_server.eviction.policy import EvictionPolicy
+from storage_server.eviction.policy import EvictionPolicy, Key, PrefixPolicy, Request, Resident
+
+CHUNK_TOKENS = 512
+FOLDER = Path(__file__).with_name("traces")
+
+
+class Trace(Enum):
+    """By the names of their files."""
+
+    CONVERSATION = "conversation"
+    SYNTHETIC = "synthetic"
+
+
+@dataclass(frozen=True, slots=True)
+class Stream:
+    """Requests in the order of their arrival. `unique_bytes` has each chunk once. Bytes stand for tokens: a cache of KV
+    takes the same number of bytes for each token, so the unit does not matter.
+    """
+
+    requests: Sequence[Request]
+    unique_bytes: int
+
+
+def read(trace: Trace, count_max: int | None = None) -> Stream:
+    """The first `count_max` requests of a trace. Raises ValueError for a file that is not in the compact form."""
+    return parsed(lzma.decompress((FOLDER / f"{trace.value}.jsonl.xz").read_bytes()).decode().splitlines()[:count_max])
+
+
+def parsed(lines: Sequence[str]) -> Stream:
+    """The requests of such lines. A chunk has as many bytes as tokens. Raises ValueError as `read` does."""
+    requests: list[Request] = []
+    sizes: dict[int, int] = {}
+    for line in lines:
+        entry = json.loads(line)
+        firsts, counts = entry["r"][::2], entry["r"][1::2]
+        keys = [key for first, count in zip(firsts, counts, strict=True) for key in range(first, first + count)]
+        tokens = [CHUNK_TOKENS] * (len(keys) - 1) + [entry["n"] - CHUNK_TOKENS * (len(keys) - 1)]
+        requests.append(Request(entry["t"] / 1000, tuple(keys), tuple(tokens)))
+        sizes.update(zip(keys, tokens, strict=True))
+    if any(before.now_s > after.now_s for before, after in pairwise(requests)):
+        raise ValueError("requests are in the order of their arrival")
+    return Stream(requests, sum(sizes.values()))
+
+
+NEVER = 1 << 60
+
+
+class Optimum(PrefixPolicy):
+    """The chunk whose next use is furthest away leaves first. `requests` are all that will come, in order. For chunks
+    of one size no policy has more hits; with sizes that differ it is a good bound, not an exact one.
+    """
+
+    def __init__(self, capacity_bytes: int, requests: Sequence[Request]) -> None:
+        super().__init__(capacity_bytes)
+        self._next_uses = _next_uses(requests)
+        self._number = -1
+        self._order: list[tuple[int, int, Key]] = []
+        self._current: dict[Key, tuple[int, int]] = {}
+
+    def _note(self, request: Request) -> None:
+        self._number += 1
+
+    def _admit(self, resident: Resident, position: int) -> None:
+        self._use(resident, position)
+
+    def _use(self, resident: Resident, position: int) -> None:
+        self._current[resident.key] = -self._next_uses[self._number][position], -position
+        self._return(resident)
+
+    def _next(self) -> Resident:
+        while True:
+            next_use, depth, key = heappop(self._order)
+            if self._current.get(key) == (next_use, depth):
+                return self._residents[key]
+
+    def _take(self, resident: Resident) -> None:
+        """Nothing: `_next` passes over chunks that have left."""
+
+    def _return(self, resident: Resident) -> None:
+        heappush(self._order, (*self._current[resident.key], resident.key))
+
+    def _left(self, resident: Resident) -> None:
+        del self._current[resident.key]
+
+
+def _next_uses(requests: Sequence[Request]) -> list[list[int]]:
+    """For each chunk of each request the number of the next request that names the chunk."""
+    upcoming: dict[Key, int] = {}
+    found = []
+    for number in range(len(requests) - 1, -1, -1):
+        keys = requests[number].keys
+        found.append([upcoming.get(key, NEVER) for key in keys])
+        upcoming.update(dict.fromkeys(keys, number))
+    return found[::-1]
 
 
 class Contender(Enum):

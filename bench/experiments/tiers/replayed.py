@@ -11,18 +11,20 @@ import time
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack, closing
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
-from tempfile import TemporaryDirectory
 
 import numpy as np
 
 from bench.beds.kv_stores.adapter import Answer, Prompt, Replay, Replayed, block, require_equal
 from bench.beds.kv_stores.running import SAID, WITHOUT, RunningStore, StoreName, start
+from bench.beds.ours import Servers
 from bench.beds.processes import BaselineError
+from bench.core.rounds import sampled
 from bench.core.show import Json
-from bench.experiments.tiers.sharing import BLOCK_TOKENS, OWN_TOKENS, sessions_of
+from bench.experiments.tiers.blocks import BLOCK_TOKENS, OWN_TOKENS, sessions_of
 from calibration.content import VerificationError
-from calibration.samples import Turns, interleaved, spread
+from calibration.samples import Turns, spread
 from calibration.servers import BUCKET, LocalServer, running_server
 from descriptors.descriptor import Delivery
 from descriptors.errors import ChunkUnavailable, ErrorCode
@@ -127,11 +129,7 @@ def measure_ablation(settings: ReplaySettings) -> Json:
         for name, (bucket, storage) in configurations.items():
             text = f'[storage]\n{storage}\n[[buckets]]\nname = "{BUCKET}"\ncapacity_bytes = {capacity_bytes}\n'
             text += f'eviction = "{bucket["eviction"]}"\n'
-            place = stack.enter_context(TemporaryDirectory(prefix="objectcache-ablation-", dir=settings.folder))
-            config = Path(place) / "config.toml"
-            config.write_text(text)
-            server = stack.enter_context(running_server(settings.folder, ["--config", str(config)]))
-            servers[name] = Ours(server, settings, stack)
+            servers[name] = Ours(Servers(stack, settings.folder, "ablation").serve(text), settings, stack)
             runs[name] = servers[name].replay
         taken = _rounds(settings, runs, {})
         rows = {name: dict(_row(settings, answers)) for name, answers in taken.items()}
@@ -204,22 +202,20 @@ def _rounds(
     settings: ReplaySettings, runs: dict[str, Callable[[Replay], Replayed]], absent: dict[str, str]
 ) -> dict[str, list[Sequence[Answer]]]:
     """The answers of every round but the first; a store that fails loses its rows."""
-    taken: dict[str, list[Sequence[Answer]]] = {name: [] for name in runs}
-    for round_index, name in interleaved(list(runs), settings.runs, "prompts", turns=Turns.ROTATING):
-        if name not in taken:
-            continue
-        try:
-            replayed = runs[name](settings.work(round_index))
-        except BaselineError as error:
-            replayed = Replayed((), str(error))
-        if replayed.problem is not None:
-            if name.startswith("ObjectCache"):
-                raise VerificationError(f"{name}: {replayed.problem}")
-            absent[name] = replayed.problem
-            del taken[name]
-        elif round_index > 0:
-            taken[name].append(replayed.answers)
-    return taken
+
+    def replayed(name: str, round_index: int) -> Sequence[Answer]:
+        found = runs[name](settings.work(round_index))
+        if found.problem is not None:
+            raise BaselineError(found.problem)
+        return found.answers
+
+    def failed(name: str, error: BaselineError) -> None:
+        if name.startswith("ObjectCache"):
+            raise VerificationError(f"{name}: {error}")
+        absent[name] = str(error)
+
+    ways = {name: partial(replayed, name) for name in runs}
+    return sampled(ways, settings.runs, "prompts", turns=Turns.ROTATING, failed=failed)
 
 
 def _row(settings: ReplaySettings, rounds: Sequence[Sequence[Answer]]) -> Json:

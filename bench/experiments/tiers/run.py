@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import argparse
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from enum import Enum
@@ -10,19 +9,23 @@ from pathlib import Path
 from typing import Any
 
 from bench.beds.kv_stores.running import StoreName
+from bench.core import options
 from bench.core.experiment import Experiment, published
-from bench.core.options import Options, filled, names, number, real, some_of
-from bench.core.options import each as each_of
+from bench.core.options import real
+from bench.core.rounds import Target
 from bench.core.show import Json
-from bench.core.targets import Target
 from bench.experiments.tiers.bandwidth import measure_bandwidth
-from bench.experiments.tiers.hashing import measure_hashing
-from bench.experiments.tiers.layout import measure_layout
-from bench.experiments.tiers.replay import CapacityExceeded, Contender, policy_of, replay
+from bench.experiments.tiers.blocks import (
+    Blocks,
+    blocks_of,
+    measure_hashing,
+    measure_layout,
+    measure_sharing,
+    sessions_of,
+)
+from bench.experiments.tiers.replay import CapacityExceeded, Contender, Stream, Trace, policy_of, read, replay
 from bench.experiments.tiers.replayed import ReplaySettings, measure_ablation, measure_stores
-from bench.experiments.tiers.sharing import Blocks, blocks_of, measure_sharing, sessions_of
 from bench.experiments.tiers.show import plot, show
-from bench.experiments.tiers.traces import Stream, Trace, read
 from calibration.content import VerificationError
 from calibration.samples import progress_bar
 
@@ -31,8 +34,13 @@ OVER_BEST_MIN = 0.99
 GAP_CLOSED_MIN = 1 / 3
 """Of the difference between the best other online policy and the optimum, in caches of at most GAP_PERCENT_MAX."""
 GAP_PERCENT_MAX = 5
-SMOKE_REQUESTS = 300
 ENDS = (Contender.REUSE_VALUE, Contender.OPTIMUM)
+OTHERS = tuple(each for each in Contender if each not in ENDS)
+SMOKE_STORES = (StoreName.OBJECTCACHE, StoreName.FILES)
+SIZES_HELP = "capacities in percent of the stream's unique bytes"
+REQUESTS_HELP = "the first requests of each stream only; default: all"
+TOKEN_BYTES_HELP = "KV of a token in Tables III and V: the model of bench engine"
+TOKEN_US_HELP = "microseconds that computing a token takes, as vLLM does for 2,048 tokens in bench engine"
 
 
 class Part(Enum):
@@ -53,23 +61,27 @@ class TiersSettings:
     `block_count` blocks in Tables I and IV, prompts and sessions in II, III and V.
     """
 
-    parts: tuple[Part, ...]
-    traces: tuple[Trace, ...]
-    sizes_percent: tuple[int, ...]
-    policies: tuple[Contender, ...]
-    request_count_max: int | None
-    block_count: int
-    prompt_count: int
-    session_count: int
-    replayed_prompt_count: int
-    replayed_session_count: int
-    stored_blocks_max: int
-    token_bytes: int
-    token_us: float
-    stores: tuple[StoreName, ...]
-    runs: int
-    seed: int
-    folder: Path | None
+    parts: tuple[Part, ...] = options.choice("--parts", Part, tuple(Part), text="what to measure")
+    traces: tuple[Trace, ...] = options.choice("--traces", Trace, tuple(Trace), text="recorded streams")
+    sizes_percent: tuple[int, ...] = options.count("--sizes", (1, 5, 10, 25), (5,), most=100, text=SIZES_HELP)
+    policies: tuple[Contender, ...] = options.choice("--policies", OTHERS, OTHERS, text="beside ours and the optimum")
+    request_count_max: int | None = options.count("--requests", None, 300, 2, 10_000_000, text=REQUESTS_HELP)
+    block_count: int = options.count("--blocks", 100, 4, text="blocks of Tables I and IV")
+    prompt_count: int = options.count("--prompts", 100, 3, text="shared prompts of Table II")
+    session_count: int = options.count("--sessions", 50, 3, text="sessions of each prompt of Table II")
+    replayed_prompt_count: int = options.count("--replayed-prompts", 10, 2, text="shared prompts of Tables III and V")
+    replayed_session_count: int = options.count("--replayed-sessions", 10, 2, text="sessions of each, Tables III and V")
+    stored_blocks_max: int = options.count(
+        "--stored-blocks", 40_000, 100, text="that Table II stores, beside counting all"
+    )
+    token_bytes: int = options.count("--token-bytes", 8192, 1024, text=TOKEN_BYTES_HELP)
+    token_us: float = options.setting("--token-us", 736.0, 736.0, real(0, 1e9), TOKEN_US_HELP)
+    stores: tuple[StoreName, ...] = options.choice(
+        "--stores", StoreName, tuple(StoreName), SMOKE_STORES, "of Table III"
+    )
+    runs: int = options.runs(5, text="rounds of the tables")
+    seed: int = options.seed()
+    folder: Path | None = options.folder()
 
     @property
     def replay(self) -> ReplaySettings:
@@ -113,7 +125,7 @@ def measure_tiers(settings: TiersSettings, origin: Mapping[str, Any]) -> Json:
             except VerificationError as error:
                 problem = f"{part.value}: {error}"
     counts = {trace.value: described(stream) for trace, stream in streams.items()}
-    listed = [{**target.json(), "case": target.case, "side": target.side.value} for target in targets]
+    listed = [target.json("case", "side") for target in targets]
     return published("tiers", origin, settings, problem, streams=counts, **found, targets=listed)
 
 
@@ -189,47 +201,6 @@ def targets_of(cell: Json, case: str, percent: int) -> list[Target]:
     return found
 
 
-def _declare(options: Options) -> None:
-    traces, others = tuple(Trace), tuple(each for each in Contender if each not in ENDS)
-    parts, stores = tuple(Part), tuple(StoreName)
-    text = f"what to measure; default: {names(parts)}"
-    options.add("--parts", type=some_of(parts), default=parts, metavar="LIST", help=text)
-    text = f"recorded streams; default: {names(traces)}"
-    options.add("--traces", type=some_of(traces), default=traces, metavar="LIST", help=text)
-    text = "capacities in percent of the stream's unique bytes; default: 1,5,10,25"
-    sizes = each_of(number(1, 100))
-    options.add("--sizes", dest="sizes_percent", type=sizes, metavar="LIST", full=(1, 5, 10, 25), smoke=(5,), help=text)
-    text = f"beside ours and the optimum; default: {names(others)}"
-    options.add("--policies", type=some_of(others), default=others, metavar="LIST", help=text)
-    text = "the first requests of each stream only; default: all"
-    many = number(2, 10_000_000)
-    options.add("--requests", dest="request_count_max", type=many, metavar="K", smoke=SMOKE_REQUESTS, help=text)
-    for flag, name, full, smoke, text in (
-        ("--blocks", "block_count", 100, 4, "blocks of Tables I and IV"),
-        ("--prompts", "prompt_count", 100, 3, "shared prompts of Table II"),
-        ("--sessions", "session_count", 50, 3, "sessions of each prompt of Table II"),
-        ("--replayed-prompts", "replayed_prompt_count", 10, 2, "shared prompts of Tables III and V"),
-        ("--replayed-sessions", "replayed_session_count", 10, 2, "sessions of each prompt of Tables III and V"),
-        ("--stored-blocks", "stored_blocks_max", 40_000, 100, "blocks that Table II stores, beside counting all"),
-        ("--token-bytes", "token_bytes", 8192, 1024, "KV of a token in Tables III and V: the model of bench engine"),
-        ("--runs", "runs", 5, 1, "rounds of the tables"),
-    ):
-        kind, shown = number(1, 1 << 30), f"{text}; default: {full:,}"
-        options.add(flag, dest=name, type=kind, metavar="K", full=full, smoke=smoke, help=shown)
-    text = "microseconds that computing a token takes; default: 736, vLLM's for 2,048 tokens in bench engine"
-    options.add("--token-us", dest="token_us", type=real(0, 1e9), default=736.0, metavar="US", help=text)
-    text = f"of Table III; default: {names(stores)}"
-    small = (StoreName.OBJECTCACHE, StoreName.FILES)
-    options.add("--stores", type=some_of(stores), full=stores, smoke=small, metavar="LIST", help=text)
-    options.add("--seed", type=number(0, 1 << 30), default=1, metavar="K", help="of the blocks; default: 1")
-    text = "a folder for the stores; default: the system's temporary folder"
-    options.add("--folder", type=Path, default=None, metavar="DIR", help=text)
-
-
-def _measure(options: argparse.Namespace, origin: Mapping[str, Any]) -> Json:
-    return measure_tiers(filled(TiersSettings, options), origin)
-
-
 TIERS = Experiment(
     name="tiers",
     help="eviction policies on recorded request streams, and the tables of CASCADE's paper on this machine",
@@ -237,8 +208,8 @@ TIERS = Experiment(
     "a token of the leading run of chunks that are resident. The first half of a stream fills the cache, the second "
     "half is scored. The optimum knows the future. Then the tables of CASCADE's paper: layouts, deduplication, stores "
     "behind one adapter, the bandwidth of each tier, ours with parts left out, and hashing.",
-    declare=_declare,
-    measure=_measure,
+    settings=TiersSettings,
+    measure=measure_tiers,
     show=show,
     plot=plot,
     charts="DIR",

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from pathlib import Path
 
 from bench.core.plots import Chart, Kind, draw
-from bench.core.show import Column, Form, Json, Section, Table, fixed, table, targets, written
+from bench.core.show import Block, Column, Form, Json, Section, fixed, listed, table, targets, written
 
 POLICIES = {
     "lru": "LRU",
@@ -19,12 +20,6 @@ POLICIES = {
 }
 RATE = fixed(3)
 PERCENT: Form = "{:+.0%}".format
-PART: Form = "{:.0%}".format
-COUNT: Form = "{:,}".format
-RATIO = fixed(2)
-MS = fixed(2, 1e3)
-MB_PER_S = fixed(0, 1e-6)
-GB_PER_S = fixed(2, 1e-9)
 
 
 def show(result: Json) -> dict[str, Section]:
@@ -43,10 +38,9 @@ def hit_rates(found: Json) -> Section:
         "stream's unique bytes.",
         table(
             rows,
-            Column("stream", "trace"),
-            Column("size", "size"),
+            "stream = trace | size",
             *(Column(POLICIES[name], f"policies.{name}", RATE) for name in known),
-            Column("ours over the best other", "over_best_other", RATE),
+            "ours over the best other = over_best_other:.3",
             Column("gap to the optimum closed", lambda row: written(row["gap_closed"], PERCENT)),
         ),
     )
@@ -77,130 +71,96 @@ def table_1(found: Json) -> Section:
         "index and its checksums, in the same process.",
         table(
             rows,
-            Column("", "step"),
-            Column("block", "size"),
-            Column("a file for each, MB/s", "per_file", MB_PER_S),
-            Column("aggregated, MB/s", "aggregated", MB_PER_S),
-            Column("aggregated over files", "ratio", RATIO),
+            "= step | block = size | a file for each, MB/s = per_file:MB/s.0 | "
+            "aggregated, MB/s = aggregated:MB/s.0 | aggregated over files = ratio:.2",
         ),
     )
 
 
-def table_2(found: Json) -> Section:
-    """What content addressing saves."""
-    rows = [{"workload": name, **each} for name, each in found["workloads"].items()]
-    return (
-        f"Table II. Blocks of {found['block_tokens']} tokens (of the traces: 512). Named by session, every block is "
-        "new; content addressing then keeps each content once. Named by prefix, as every engine does today, nothing is "
-        f"left to save. Stored: the first requests, with blocks of {found['stored_block_bytes']} bytes, in a server "
-        "that deduplicates.",
-        table(
-            rows,
-            Column("workload", "workload"),
-            Column("blocks in all", "total_blocks", COUNT),
-            Column("unique", "unique_blocks", COUNT),
-            Column("dedup ratio, counted", "dedup_ratio", RATIO),
-            Column("requests stored", "stored.request_count", COUNT),
-            Column("named by session: objects", "stored.sessions.object_count", COUNT),
-            Column("ratio on the disk", "stored.sessions.dedup_ratio", RATIO),
-            Column("named by prefix: objects", "stored.prefixes.object_count", COUNT),
-            Column("ratio on the disk", "stored.prefixes.dedup_ratio", RATIO),
-        ),
-    )
+@dataclass(frozen=True, slots=True)
+class Shown:
+    """How one of CASCADE's tables is shown: where its rows are, what names them, the text before, and columns. The text
+    has fields of the result, and sizes in KiB (`block_kib`) and MB.
+    """
+
+    rows: str
+    name: str
+    text: str
+    columns: str
+
+    def section(self, found: Json) -> Section:
+        """With what could not be measured, and why."""
+        sizes = {name: found.get(f"{name}_bytes", 0) for name in ("block", "capacity", "unique")}
+        known = {f"{name}_kib": nbytes // 1024 for name, nbytes in sizes.items()}
+        known |= {f"{name}_mb": f"{nbytes / 1e6:.0f}" for name, nbytes in sizes.items()}
+        blocks: list[Block] = [
+            self.text.format(**found, **known),
+            table(listed(found[self.rows], self.name), self.columns),
+        ]
+        if "absent" in found:
+            rows = [{"what": what, "reason": reason} for what, reason in found["absent"].items()]
+            blocks.append(table(rows, "not measured = what | reason"))
+        return blocks
 
 
-def table_3(found: Json) -> Section:
-    """Every store behind the same adapter."""
-    rows = [{"system": name, **row} for name, row in found["systems"].items()]
-    return (
-        f"Table III, at this machine's scale. {found['prompt_count']} prompts of {found['shared_tokens']} shared tokens"
-        f" in {found['session_count']} sessions each, {found['prompt_tokens']} tokens a request, blocks of "
-        f"{found['block_bytes'] // 1024} KiB; nothing is bounded. Finding and getting blocks is measured; computing "
-        "the tokens that were not there is played. All stores are given the same names, by prefix: LMCache, too, names "
-        "blocks by prefix, not by session as the paper says, so the hit rates are the same. Files, HDF5 and Redis "
-        "promise nothing about power cuts; ours syncs each put. A dedup ratio below 1: deleted "
-        "blocks of the round before still take space.",
-        table(
-            rows,
-            Column("system", "system"),
-            Column("TTFT, median, ms", "ttft_s", MS),
-            Column("mean, ms", "ttft_mean_s", MS),
-            Column("throughput", "throughput_over_alone", RATIO),
-            Column("hit rate", "hit_rate", RATE),
-            Column("get, ms a block", "get_s_per_hit_block", MS),
-            Column("dedup ratio", "dedup_ratio", RATIO),
-        ),
-        _absent(found),
-    )
-
-
-def table_4(found: Json) -> Section:
-    """What each tier gives."""
-    rows = [{"tier": name, **each} for name, each in found["tiers"].items()]
-    return (
-        f"Table IV. {found['block_count']} blocks of {found['block_bytes'] // 1024} KiB.",
-        table(
-            rows,
-            Column("tier", "tier"),
-            Column("GB/s", "bytes_per_s", GB_PER_S),
-        ),
-        _absent(found),
-    )
-
-
-def table_5(found: Json) -> Section:
-    """Ours with parts left out."""
-    rows = [{"name": name, **row} for name, row in found["configurations"].items()]
-    return (
-        f"Table V. The requests of Table III, with a bucket bounded to {found['capacity_bytes'] / 1e6:.0f} MB of "
-        f"{found['unique_bytes'] / 1e6:.0f}. The remote DRAM of the paper is not there; the local DRAM tier is left "
-        "out instead. What leaves depends on times, so hit rates differ from round to round; differences within the "
-        "brackets say nothing.",
-        table(
-            rows,
-            Column("configuration", "name"),
-            Column("TTFT, median, ms", "ttft_s", MS),
-            Column("mean, ms", "ttft_mean_s", MS),
-            Column("hit rate", "hit_rate", RATE),
-            Column("get, ms a block", "get_s_per_hit_block", MS),
-            Column("dedup ratio", "dedup_ratio", RATIO),
-        ),
-    )
-
-
-def table_6(found: Json) -> Section:
-    """What hashing costs."""
-    rows = [{"size": size, **each} for size, each in found["blocks"].items()]
-    return (
-        "Table VI. One thread. The paper's content address is SHA-256; ours is made of the checksums that are kept "
-        "anyway, and equal ids are compared byte by byte.",
-        table(
-            rows,
-            Column("block", "size"),
-            Column("MiB", "block_bytes", fixed(0, 2**-20)),
-            Column("put over http, ms", "seconds.put", MS),
-            Column("SHA-256, ms", "seconds.sha256", MS),
-            Column("of the put", "over_put.sha256", PART),
-            Column("CRC-32C of 16 KiB blocks, ms", "seconds.crc32c_blocks", MS),
-            Column("of the put", "over_put.crc32c_blocks", PART),
-            Column("content id, ms", "seconds.content_id", MS),
-        ),
-    )
-
-
-def _absent(found: Json) -> Table:
-    rows = [{"what": what, "reason": reason} for what, reason in found["absent"].items()]
-    return table(rows, Column("not measured", "what"), Column("reason", "reason"))
-
-
+TIMES = "TTFT, median, ms = ttft_s:ms.2 | mean, ms = ttft_mean_s:ms.2 | "
+FOUND = "hit rate = hit_rate:.3 | get, ms a block = get_s_per_hit_block:ms.2 | dedup ratio = dedup_ratio:.2"
+TABLE_2 = Shown(
+    "workloads",
+    "workload",
+    "Table II. Blocks of {block_tokens} tokens (of the traces: 512). Named by session, every block is "
+    "new; content addressing then keeps each content once. Named by prefix, as every engine does today, nothing is "
+    "left to save. Stored: the first requests, with blocks of {stored_block_bytes} bytes, in a server "
+    "that deduplicates.",
+    "workload | blocks in all = total_blocks:, | unique = unique_blocks:, | "
+    "dedup ratio, counted = dedup_ratio:.2 | requests stored = stored.request_count:, | "
+    "named by session: objects = stored.sessions.object_count:, | "
+    "ratio on the disk = stored.sessions.dedup_ratio:.2 | "
+    "named by prefix: objects = stored.prefixes.object_count:, | "
+    "ratio on the disk = stored.prefixes.dedup_ratio:.2",
+)
+TABLE_3 = Shown(
+    "systems",
+    "system",
+    "Table III, at this machine's scale. {prompt_count} prompts of {shared_tokens} shared tokens"
+    " in {session_count} sessions each, {prompt_tokens} tokens a request, blocks of "
+    "{block_kib} KiB; nothing is bounded. Finding and getting blocks is measured; computing "
+    "the tokens that were not there is played. All stores are given the same names, by prefix: LMCache, too, names "
+    "blocks by prefix, not by session as the paper says, so the hit rates are the same. Files, HDF5 and Redis "
+    "promise nothing about power cuts; ours syncs each put. A dedup ratio below 1: deleted "
+    "blocks of the round before still take space.",
+    "system | " + TIMES + "throughput = throughput_over_alone:.2 | " + FOUND,
+)
+TABLE_4 = Shown(
+    "tiers", "tier", "Table IV. {block_count} blocks of {block_kib} KiB.", "tier | GB/s = bytes_per_s:GB/s.2"
+)
+TABLE_5 = Shown(
+    "configurations",
+    "name",
+    "Table V. The requests of Table III, with a bucket bounded to {capacity_mb} MB of {unique_mb}. The remote DRAM of "
+    "the paper is not there; the local DRAM tier is left "
+    "out instead. What leaves depends on times, so hit rates differ from round to round; differences within the "
+    "brackets say nothing.",
+    "configuration = name | " + TIMES + FOUND,
+)
+TABLE_6 = Shown(
+    "blocks",
+    "size",
+    "Table VI. One thread. The paper's content address is SHA-256; ours is made of the checksums that are kept "
+    "anyway, and equal ids are compared byte by byte.",
+    "block = size | MiB = block_bytes:MiB.0 | put over http, ms = seconds.put:ms.2 | "
+    "SHA-256, ms = seconds.sha256:ms.2 | of the put = over_put.sha256:.0% | "
+    "CRC-32C of 16 KiB blocks, ms = seconds.crc32c_blocks:ms.2 | "
+    "of the put = over_put.crc32c_blocks:.0% | content id, ms = seconds.content_id:ms.2",
+)
 SECTIONS: Mapping[str, Callable[[Json], Section]] = {
     "hit_rates": hit_rates,
     "table_1": table_1,
-    "table_2": table_2,
-    "table_3": table_3,
-    "table_4": table_4,
-    "table_5": table_5,
-    "table_6": table_6,
+    "table_2": TABLE_2.section,
+    "table_3": TABLE_3.section,
+    "table_4": TABLE_4.section,
+    "table_5": TABLE_5.section,
+    "table_6": TABLE_6.section,
 }
 
 
@@ -214,23 +174,17 @@ def plot(result: Json, folder: Path) -> None:
     ]
     draw(HIT_RATES, rows, "tiers; share of the asked tokens that a cache serves", folder / "tiers.png")
     tiers = result.get("table_4", {"tiers": {}})["tiers"]
-    bars = [{"tier": name, **each} for name, each in tiers.items()]
+    bars = listed(tiers, "tier")
     draw(BANDWIDTH, bars, "what each tier gives; median and extremes", folder / "tiers-bandwidth.png")
 
 
-BANDWIDTH = Chart(
-    Kind.LYING,
-    across=lambda bar: bar["tier"],
-    value=lambda bar: bar["bytes_per_s"],
-    value_title="GB/s",
-    scale=1e-9,
-)
+BANDWIDTH = Chart(Kind.LYING, "tier", "bytes_per_s", "GB/s", scale=1e-9)
 HIT_RATES = Chart(
     Kind.LINES,
-    across=lambda row: row["percent"],
-    value=lambda row: dict.fromkeys(("median", "min", "max"), row["hit_rate"]),
-    value_title="hit rate",
-    series=lambda row: POLICIES[row["policy"]].replace("**", ""),
-    column=lambda row: row["trace"],
+    "percent",
+    lambda row: dict.fromkeys(("median", "min", "max"), row["hit_rate"]),
+    "hit rate",
+    lambda row: POLICIES[row["policy"]].replace("**", ""),
+    column="trace",
     across_title="cache, percent of the unique bytes",
 )

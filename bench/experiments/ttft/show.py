@@ -20,7 +20,6 @@ from bench.core.show import (
     over_one,
     significant,
     table,
-    verdict,
 )
 from bench.experiments.ttft.results import beyond_bound_s, case_of
 from calibration.knee import Sample, falling_curve
@@ -60,11 +59,11 @@ def _cells(result: Json) -> Iterator[Table]:
         yield table(
             [{**cell, "over": over.get(cell["system"])} for cell in here],
             Column(f"{_case(here[0])} stored, G={case[2]}, link {_link(link)}", lambda cell: TITLES[cell["system"]]),
-            Column("TTFT, ms", "ttft_s", ms),
+            "TTFT, ms = ttft_s:ms",
             Column(f"over {baseline}", "over.ratio", over_one),
-            Column("added, ms", "over.added_ms"),
+            "added, ms = over.added_ms",
             Column(f"beyond Eq. 3 ({ms(here[0]['bound_s'])} ms)", beyond_bound_s, ms),
-            Column("samples", "sample_count"),
+            "samples = sample_count",
         )
 
 
@@ -115,10 +114,9 @@ def _summary(result: Json) -> Table:
 def _targets(targets: Iterable[Json]) -> Table:
     return table(
         targets,
-        Column("target", "what"),
-        Column("at most", "limit", significant),
+        "target = what | at most = limit:significant",
         Column("seen", lambda target: NOT_MEASURED if target["value"] is None else significant(target["value"])),
-        Column("", "is_met", verdict),
+        "= is_met:verdict",
     )
 
 
@@ -163,21 +161,21 @@ def _link(bytes_per_s: float | None) -> str:
 
 CHART = Chart(
     Kind.BARS,
-    across=lambda row: f"G={row['chunk_tokens']}",
-    value=lambda row: row["ratio"],
-    value_title="",
-    series=lambda row: TITLES[row["system"]].split()[0],
-    row=lambda row: row["context"],
+    lambda row: f"G={row['chunk_tokens']}",
+    "ratio",
+    "",
+    lambda row: TITLES[row["system"]].split()[0],
+    row="context",
     column=lambda row: f"{row['hit_rate']:.1%}",
     scale=100,
     offset=1.0,
 )
 RATES = Chart(
     Kind.LINES,
-    across=lambda row: round(row["rate"], 2),
-    value=lambda row: row["over"],
-    value_title="TTFT over the best rate's, %",
-    series=lambda row: row["of"],
+    lambda row: round(row["rate"], 2),
+    "over",
+    "TTFT over the best rate's, %",
+    "of",
     column=lambda row: f"{_case(row)}, G={row['chunk_tokens']}",
     across_title="rate over r*",
     scale=100,

@@ -1,1 +1,0 @@
-"""`objectcache bench concurrency`: many descriptor GETs at once."""
