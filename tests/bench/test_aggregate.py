@@ -22,7 +22,7 @@ from bench.cli import run
 from bench.core.lines import from_line, to_line
 from bench.core.show import as_text
 from bench.experiments.aggregate import run as aggregate
-from bench.experiments.aggregate.ratios import Measurement, Ratio, Sample, grain_ratios, plot, show
+from bench.experiments.aggregate.ratios import Measurement, Ratio, Sample, first_layers, grain_ratios, plot, show
 from bench.experiments.aggregate.run import Contender, Found, peer_contenders, result_of, run_rounds
 from calibration.chunks import Chunks
 from calibration.content import Content, VerificationError, make_content, verify_payload
@@ -68,8 +68,10 @@ def test_smoke_measures_everything_and_verifies_every_byte(tmp_path: Path) -> No
         "http_over_native_range_gets",
         "g16_over_g256",
         "g16_over_g256_cold_shm",
+        "g16_over_g256_cold_shm_direct",
         "http_over_raw_socket_page_cache",
         "shm_over_raw_cold_read",
+        "shm_direct_over_raw_cold_read",
     }
     assert result["ratios"]["shm_over_memcpy"] > 0
     assert result["ratios"]["shm_over_lmcache_s3"] is None
@@ -83,7 +85,10 @@ def test_smoke_measures_everything_and_verifies_every_byte(tmp_path: Path) -> No
                 assert measured["sample_count"] == len(measured["samples"]) == 1
                 assert measured["first_layer_s"]["median"] <= measured["duration_s"]["median"]
                 assert f"{state}/g{grain}/{name}_chunk_major" in result["measurements"]
-    assert {"cold/g16/shm_layer_major", "cold/raw_cold_read"} <= set(result["measurements"])
+    cold = {"cold/g16/shm_layer_major", "cold/g16/shm_direct_layer_major", "cold/raw_cold_read"}
+    assert cold <= set(result["measurements"])
+    for key in ("cold/g16/http_layer_major", "dram/g16/shm_layer_major"):
+        assert set(result["first_layers"][key]["phases_s"]) == {"plan", "wait", "gather", "transfer", "rest"}
     assert "stayed" in result["remarks"]["cold g16,g64"]
 
 
@@ -299,8 +304,19 @@ def test_what_was_not_measured_misses_its_target_with_the_reason() -> None:
 
 def test_the_first_layer_may_take_five_milliseconds_and_its_transfer() -> None:
     """At the rate of the raw limit, 100 B/s here."""
-    first = {"median_s": 0.2, "limit_s": 0.005 + 10 / 100, "is_met": False}
+    first = {"median_s": 0.2, "limit_s": 0.005 + 10 / 100, "phases_s": {}, "is_met": False}
     assert result()["first_layers"]["dram/g16/shm_layer_major"] == first
+
+
+def test_a_late_first_layer_is_told_phase_by_phase() -> None:
+    """Each phase has its median, and the rest is of client, gateway and the way."""
+    phases = [{"plan": 0.01, "gather": 0.03}, {"plan": 0.02, "gather": 0.05}, {}]
+    samples = tuple(Sample(4.0, 0.1, each) for each in phases)
+    measured = Measurement("shm_layer_major", State.COLD, 16, 100, samples)
+    raw = Measurement("raw_cold_read", State.COLD, None, 100, (Sample(1.0),))
+    (found,) = first_layers([measured, raw], 10).values()
+    assert found.limit_s == 0.005 + 10 / 100
+    assert found.phases_s == {"plan": pytest.approx(0.015), "gather": pytest.approx(0.04), "rest": pytest.approx(0.045)}
 
 
 def test_a_result_has_samples_spreads_and_origin() -> None:
@@ -310,7 +326,7 @@ def test_a_result_has_samples_spreads_and_origin() -> None:
     assert found["peers_missing"] == {"lmcache_s3": "not installed"}
     assert "dram/raw_socket" not in found["measurements"]
     ucx = found["measurements"]["dram/g16/ucx_layer_major"]
-    assert ucx["samples"][1] == {"duration_s": 4.0, "first_layer_s": 0.4}
+    assert ucx["samples"][1] == {"duration_s": 4.0, "first_layer_s": 0.4, "phases_s": {}}
     assert ucx["throughput_bytes_per_s"] == {"median": 25.0, "min": 25.0, "max": 25.0}
     assert found["measurements"]["dram/memcpy"]["first_layer_s"] is None
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import statistics
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +23,10 @@ RAW_NIXL_WRITE_LAYER = "raw_nixl_write_of_layers"
 RAW_SOCKET = "raw_socket"
 RAW_COLD_READ = "raw_cold_read"
 LAYER_MAJORS = ("shm_layer_major", "ucx_layer_major", "http_layer_major")
+DIRECT = "shm_direct"
+"""Over shm, from a server that reads past the page cache (`cold_reads`)."""
+COLD_LAYER_MAJORS = ("shm_layer_major", f"{DIRECT}_layer_major")
+"""Those that have targets from a cold disk."""
 MOONCAKE_TCP_LAYERWISE = ("mooncake_tcp_layer_major", "mooncake_tcp_session_layer_major")
 MOONCAKE_LAYERWISE = (*MOONCAKE_TCP_LAYERWISE, "mooncake_shm_layer_major")
 MOONCAKE_AT_ONCE = ("mooncake_tcp_at_once_layer_major", "mooncake_shm_at_once_layer_major")
@@ -32,7 +36,8 @@ RANGE_GETS = ("native_range_gets_via_ours", "native_range_gets_via_rgw")
 HTTP_PARTS = 4
 HTTP_PARTS_NAME = f"http{HTTP_PARTS}"
 """Over so many connections."""
-RAW_LIMITS = {"shm": MEMCPY, "ucx": RAW_NIXL_WRITE, "http": RAW_SOCKET}
+RAW_LIMITS = {"shm": MEMCPY, "ucx": RAW_NIXL_WRITE, "http": RAW_SOCKET, HTTP_PARTS_NAME: RAW_SOCKET}
+"""By transport; the limit of each from a cold disk is the disk."""
 FIRST_LAYER_ALLOWANCE_S = 0.005
 
 
@@ -76,10 +81,14 @@ class Ratio:
 
 @dataclass(frozen=True, slots=True)
 class FirstLayer:
-    """Median seconds until the first layer was there, against 5 ms and one layer at the raw limit's rate."""
+    """Median seconds until the first layer was there, against 5 ms and one layer at the raw limit's rate. `phases_s`
+    are the medians of its parts: the phases of the storage server until it had handed the layer over, and the rest,
+    which are client, gateway and the way between them. Empty where the server did not tell them apart.
+    """
 
     median_s: float
     limit_s: float
+    phases_s: Mapping[str, float]
 
     @property
     def is_met(self) -> bool:
@@ -95,6 +104,7 @@ TARGETS: Mapping[str, Definition] = {
     "http_over_raw_socket": Definition(_DRAM, ("http_layer_major",), (RAW_SOCKET,), 0.8),
     "http_over_raw_socket_page_cache": Definition(_PAGES, ("http_layer_major",), (RAW_SOCKET,), 0.7),
     "shm_over_raw_cold_read": Definition(State.COLD, ("shm_layer_major",), (RAW_COLD_READ,), 0.8),
+    "shm_direct_over_raw_cold_read": Definition(State.COLD, (f"{DIRECT}_layer_major",), (RAW_COLD_READ,), 0.8),
     "http_over_mooncake_tcp_layerwise": Definition(_DRAM, ("http_layer_major",), MOONCAKE_TCP_LAYERWISE, 5.0),
     "http4_over_mooncake_tcp_layerwise": Definition(
         _DRAM, (f"{HTTP_PARTS_NAME}_layer_major",), MOONCAKE_TCP_LAYERWISE, 5.0
@@ -120,6 +130,7 @@ FURTHER: Mapping[str, Definition] = {
     "http_over_mooncake_tcp_chunkwise": Definition(_DRAM, ("http_chunk_major",), ("mooncake_tcp_chunk_major",)),
     "shm_over_nixl_obj": Definition(_DRAM, ("shm_layer_major",), NIXL_OBJ),
     "shm_over_native_range_gets": Definition(_DRAM, ("shm_layer_major",), RANGE_GETS),
+    "shm_direct_over_shm_cold": Definition(State.COLD, (f"{DIRECT}_layer_major",), ("shm_layer_major",)),
     "http4_over_http": Definition(_DRAM, (f"{HTTP_PARTS_NAME}_layer_major",), ("http_layer_major",)),
 }
 
@@ -159,11 +170,12 @@ def grain_ratios(measurements: Sequence[Measurement]) -> dict[str, Ratio]:
         return {G16_OVER_G256: Ratio(G16_OVER_G256_TARGET, reason="chunks of one size only")}
     found = {}
     for state in State:
-        for name in LAYER_MAJORS:
+        for name in dict.fromkeys((*LAYER_MAJORS, *COLD_LAYER_MAJORS)):
             ours, theirs = (_find(measurements, state, (name,), grain) for grain in (finest, coarsest))
             if ours is not None and theirs is not None:
-                target = G16_OVER_G256_TARGET if (state, name) == (State.COLD, "shm_layer_major") else None
-                found[f"{G16_OVER_G256}_{state.value}_{name.split('_')[0]}"] = _compare(ours, theirs, target)
+                target = G16_OVER_G256_TARGET if state is State.COLD and name in COLD_LAYER_MAJORS else None
+                key = f"{G16_OVER_G256}_{state.value}_{name.removesuffix('_layer_major')}"
+                found[key] = _compare(ours, theirs, target)
     best = _find(measurements, State.DRAM, LAYER_MAJORS, finest)
     coarse = None if best is None else _find(measurements, State.DRAM, (best.name,), coarsest)
     if best is None or coarse is None:
@@ -176,11 +188,26 @@ def first_layers(measurements: Sequence[Measurement], layer_bytes: int) -> dict[
     found = {}
     for each in measurements:
         raw = RAW_LIMITS.get(each.name.split("_")[0])
-        limit = None if raw is None else _find(measurements, each.state, (raw,), each.chunk_tokens)
-        if each.name in LAYER_MAJORS and limit is not None and each.first_layers_s():
+        if raw is None or not each.name.endswith("_layer_major") or not each.first_layers_s():
+            continue
+        raw = RAW_COLD_READ if each.state is State.COLD else raw
+        limit = _find(measurements, each.state, (raw,), each.chunk_tokens)
+        if limit is not None:
             limit_s = FIRST_LAYER_ALLOWANCE_S + layer_bytes / limit.median_bytes_per_s
-            found[each.key] = FirstLayer(statistics.median(each.first_layers_s()), limit_s)
+            found[each.key] = FirstLayer(statistics.median(each.first_layers_s()), limit_s, _phases_s(each))
     return found
+
+
+def _phases_s(measurement: Measurement) -> dict[str, float]:
+    told = [sample for sample in measurement.samples if sample.phases_s]
+    parts = {
+        phase: statistics.median(sample.phases_s[phase] for sample in told)
+        for phase in (told[0].phases_s if told else ())
+    }
+    if told:
+        rest = [(sample.first_layer_s or 0.0) - sum(sample.phases_s.values()) for sample in told]
+        parts["rest"] = statistics.median(rest)
+    return parts
 
 
 def _ratio(definition: Definition, measurements: Sequence[Measurement], missing: Mapping[str, str]) -> Ratio:
@@ -228,10 +255,13 @@ def _why(names: Sequence[str], missing: Mapping[str, str]) -> str:
 
 @dataclass(frozen=True, slots=True)
 class Sample:
-    """One run: seconds until every byte was there, and until the first layer was, where that is a meaningful time."""
+    """One run: seconds until every byte was there, and until the first layer was, where that is a meaningful time.
+    `phases_s` are the seconds that the storage server spent in each phase until then.
+    """
 
     duration_s: float
     first_layer_s: float | None = None
+    phases_s: Mapping[str, float] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True)
@@ -316,13 +346,17 @@ LIMITS = {
     "http_over_raw_socket_page_cache": "`http` over a raw socket, page cache",
     "http4_over_http": "`http` over 4 connections over one, DRAM",
     "shm_over_raw_cold_read": "`shm` over raw direct reads, cold",
+    "shm_direct_over_raw_cold_read": '`shm` over raw direct reads, cold, `cold_reads = "direct"`',
+    "shm_direct_over_shm_cold": '`shm`, cold, `cold_reads = "direct"` over "cached"',
     **{
         f"g16_over_g256_{state}_{transport}": f"G=16 over G=256, `{transport}`, {title}"
         for state, title in (("dram", "DRAM"), ("page_cache", "page cache"), ("cold", "cold"))
         for transport in ("shm", "ucx", "http")
     },
+    f"g16_over_g256_cold_{DIRECT}": 'G=16 over G=256, `shm`, cold, `cold_reads = "direct"`',
 }
 SIDES = ("ours", "theirs")
+PHASES = ("plan", "wait", "gather", "transfer", "rest")
 GOAL = Column("target", lambda row: "" if row.get("target") is None else f"{row['target']:g}: {_met(row)}")
 
 
@@ -420,6 +454,7 @@ def _first_layers(result: Json) -> Table:
                 "state": STATES[state],
                 "grain": f"G={grain[1:]}",
                 "name": name.removesuffix("_layer_major"),
+                "phases_s": {},
                 **first,
             }
 
@@ -427,6 +462,7 @@ def _first_layers(result: Json) -> Table:
         rows(),
         Column("", "name", "`{}`".format),
         "from = state | chunks = grain | first layer, ms = median_s:ms | at most = limit_s:ms | = is_met:verdict",
+        *(Column(phase, f"phases_s.{phase}", ms) for phase in PHASES),
     )
 
 

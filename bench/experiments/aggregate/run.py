@@ -12,12 +12,16 @@ from __future__ import annotations
 
 import argparse
 import os
+from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
+from itertools import chain
 from pathlib import Path
 from typing import Any
+
+from prometheus_client.parser import text_string_to_metric_families
 
 from bench.beds.baselines import ColdRead, MemoryCopy, raw_nixl_writes, raw_socket
 from bench.beds.kv_peers.running import S3_PEERS, PeerName, PeerRun, Peers, put_chunks
@@ -31,9 +35,11 @@ from bench.core.options import ascending, each, number, some_of
 from bench.core.rounds import sampled
 from bench.core.show import Json
 from bench.experiments.aggregate.ratios import (
+    DIRECT,
     HTTP_PARTS,
     HTTP_PARTS_NAME,
     MEMCPY,
+    PHASES,
     RAW_COLD_READ,
     RAW_NIXL_WRITE,
     RAW_NIXL_WRITE_LAYER,
@@ -53,6 +59,9 @@ from descriptors.layout import ChunkLayout
 from descriptors.units import GIB, KIB, MIB
 from nixl_client.client import ObjectCacheClient, Transport
 from storage_server.settings import StorageSettings
+
+FIRST_LAYERS = "objectcache_delivery_first_layer_seconds_count"
+FIRST_LAYER_PHASES = "objectcache_delivery_first_layer_phase_seconds_total"
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,8 +89,26 @@ class Bed:
     def fetch(self, client: ObjectCacheClient, chunks: Chunks, delivery: Delivery) -> Sample:
         """One request for everything; every byte is compared."""
         self.files.drop()
+        before = self._phases_s(client)
         found = fetch_checked(client, chunks, self.buffer, delivery)
-        return Sample(found.ended_s, found.layers_s[0] if delivery is Delivery.LAYER_MAJOR else None)
+        if delivery is not Delivery.LAYER_MAJOR:
+            return Sample(found.ended_s)
+        after = self._phases_s(client)
+        is_one = after[FIRST_LAYERS] - before[FIRST_LAYERS] == 1  # a fetch over several connections is several requests
+        phases_s = {phase: after[phase] - before[phase] for phase in PHASES[:-1]} if is_one else {}
+        return Sample(found.ended_s, found.layers_s[0], phases_s)
+
+    @staticmethod
+    def _phases_s(client: ObjectCacheClient) -> dict[str, float]:
+        """The seconds of all first layers so far in each phase, and how many first layers there were."""
+        text = client.http.request("GET", "/_objectcache/metrics").body.decode()
+        found: defaultdict[str, float] = defaultdict(float)
+        for sample in chain.from_iterable(family.samples for family in text_string_to_metric_families(text)):
+            if sample.name == FIRST_LAYER_PHASES:
+                found[sample.labels["phase"]] += sample.value
+            elif sample.name == FIRST_LAYERS:
+                found[FIRST_LAYERS] += sample.value
+        return found
 
 
 def raw_limits(bed: Bed, memcpy_bytes: int, transports: Sequence[Transport], stack: ExitStack) -> list[Contender]:
@@ -306,6 +333,10 @@ def _measure_phase(settings: AggregateSettings, state: State, chunks: dict[int, 
             if transport is Transport.HTTP and state in (State.DRAM, State.PAGE_CACHE):
                 parts = stack.enter_context(bed.server.client(transport, HTTP_PARTS))
                 contenders.append(fetches_in_parts(bed, parts))
+        if state is State.COLD and Transport.SHM in transports:
+            direct, (client,) = _open_bed(settings, state, chunks, (Transport.SHM,), stack, "direct")
+            found_direct = fetches(direct, client, Transport.SHM)
+            contenders += [replace(each, name=each.name.replace("shm", DIRECT)) for each in found_direct]
         remark = REMARKS[state]
         peers = Peers(stack)
         if state in IN_DRAM:
@@ -328,13 +359,16 @@ def _open_bed(
     chunks: dict[int, Chunks],
     transports: Sequence[Transport],
     stack: ExitStack,
+    cold_reads: str = "cached",
 ) -> tuple[Bed, list[ObjectCacheClient]]:
     """A filled server of its own, a client for each transport and the buffer; `stack` takes them down."""
     dram_bytes = 0
     if state in IN_DRAM:
         dram_bytes = sum(each.payload_bytes for each in chunks.values()) + DRAM_SPARE_BYTES
     stack.enter_context(_ucx_tls("tcp" if state is State.TCP else None))
-    server = stack.enter_context(running_server(settings.folder, ["--dram-bytes", str(dram_bytes)]))
+    server = stack.enter_context(
+        running_server(settings.folder, ["--dram-bytes", str(dram_bytes), "--cold-reads", cold_reads])
+    )
     for each_size in chunks.values():
         store_chunks(server, each_size)
     clients = [stack.enter_context(server.client(transport)) for transport in transports]
