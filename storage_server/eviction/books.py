@@ -11,6 +11,9 @@ from heapq import heapify, heappop, heappush
 from storage_server.eviction.policy import EvictionPolicy, Request
 
 EXPECTED_MAX = 65_536
+AWAITED_MAX = 65_536
+AWAITED_PART = 0.5
+"""Of all leases of objects that have not come, for one bucket."""
 ENDS_SPARE = 1000
 LATE_S = 60.0
 """A copy that came so long after its object was stored has a use of its own to be written down."""
@@ -59,6 +62,9 @@ class Books:
         self._ttl_s = ttl_s
         self._entries: dict[Name, Entry] = {}
         self._expected: OrderedDict[Name, str] = OrderedDict()
+        self._awaited: dict[str, OrderedDict[str, float]] = {}
+        """The ends of leases by bucket and key, of objects that have not come yet."""
+        self._awaited_count = 0
         self._hold_ends: list[tuple[float, Name]] = []
         self._next_ends: dict[Name, float] = {}
         """One entry of the heap counts for each object, its earliest; renewed leases must not fill the memory."""
@@ -88,6 +94,7 @@ class Books:
             return
         if known is not None:
             self.remove(name)
+        entry = self._with_awaited_lease(name, entry)
         parent = self._expected.pop(name, None) or entry.parent
         self._entries[name] = replace(entry, parent=parent, pinned_until=None, leased_until=None, is_dirty=False)
         if entry.used_at - entry.modified_at > LATE_S:
@@ -132,10 +139,12 @@ class Books:
             parent = name[1]
 
     def lease(self, bucket: str, keys: Sequence[str], until: float) -> None:
-        """Keep these chunks, as far as they are in the cache, until then."""
+        """Keep these chunks until then; those that are not in the cache from the moment when they come."""
         for name in dict.fromkeys((bucket, key) for key in keys):
             known = self._entries.get(name)
-            if known is not None and (known.leased_until is None or known.leased_until < until):
+            if known is None:
+                self._await(name, until)
+            elif known.leased_until is None or known.leased_until < until:
                 self._set(name, replace(known, leased_until=until))
                 self._changed.add(name)
 
@@ -243,6 +252,35 @@ class Books:
                 self._hold_ends = [(end, name) for name, end in self._next_ends.items()]
                 heapify(self._hold_ends)
         self._entries[name] = entry
+
+    def _await(self, name: Name, until: float) -> None:
+        """Lease an object when it comes. One bucket must not make the leases of others be forgotten."""
+        bucket, key = name
+        awaited = self._awaited.setdefault(bucket, OrderedDict())
+        self._awaited_count += key not in awaited
+        awaited[key] = max(until, awaited.pop(key, until))
+        if len(awaited) > AWAITED_PART * AWAITED_MAX:
+            self._stop_awaiting(bucket, next(iter(awaited)))
+        elif self._awaited_count > AWAITED_MAX:
+            largest = max(self._awaited, key=lambda bucket: len(self._awaited[bucket]))
+            self._stop_awaiting(largest, next(iter(self._awaited[largest])))
+
+    def _stop_awaiting(self, bucket: str, key: str) -> float | None:
+        """Forget the lease of an object that has not come; its end, None where there is none."""
+        awaited = self._awaited.get(bucket)
+        until = None if awaited is None else awaited.pop(key, None)
+        self._awaited_count -= until is not None
+        if awaited is not None and not awaited:
+            del self._awaited[bucket]
+        return until
+
+    def _with_awaited_lease(self, name: Name, entry: Entry) -> Entry:
+        """The entry with the lease that somebody got before the object came."""
+        until = self._stop_awaiting(*name)
+        if until is None or until <= entry.used_at:
+            return entry
+        self._changed.add(name)
+        return replace(entry, leased_until=max(until, entry.leased_until or until))
 
     def _forget(self, name: Name) -> None:
         """Keep nothing of an object that is not in the cache any more."""

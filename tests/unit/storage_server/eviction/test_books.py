@@ -9,6 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from storage_server.eviction import books as books_module
 from storage_server.eviction.books import Books, Entry, Name, Victim
 from storage_server.eviction.choice import POLICIES, Eviction
 from storage_server.eviction.policy import Request
@@ -215,6 +216,35 @@ def test_leased_chunks_stay_until_the_last_lease_ends() -> None:
     assert left(books.leaving(0, 20.0)) == "b"
     assert dict(books.changed())[BUCKET, "a"].leased_until == 30.0
     assert left(books.leaving(0, 30.0)) == "a"
+
+
+@pytest.mark.parametrize("eviction", Eviction)
+def test_a_lease_waits_for_its_chunk(eviction: Eviction) -> None:
+    """A chunk that is on its way from upstream must be there when its descriptor comes."""
+    books = filled("abc", made(3, eviction))
+    books.lease(BUCKET, ["x", "y"], 20.0)
+    books.lease(BUCKET, ["x"], 15.0)
+    books.put((BUCKET, "x"), entry(10.0))
+    assert "x" not in left(books.leaving(0, 11.0))
+    assert dict(books.changed())[BUCKET, "x"].leased_until == 20.0
+    books.put((BUCKET, "y"), entry(21.0))
+    assert sorted(left(books.leaving(0, 21.0))) == ["x", "y"]
+    books.put((BUCKET, "x"), entry(22.0))
+    assert left(books.leaving(0, 22.0)) == "x"
+
+
+def test_leases_of_what_never_comes_take_a_bounded_part_of_the_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A bucket that waits for everything must not make the leases of another one be forgotten."""
+    monkeypatch.setattr(books_module, "AWAITED_MAX", 8)
+    books = made()
+    books.lease("quiet", ["q"], 100.0)
+    for bucket in ("first", "second", "third"):
+        books.lease(bucket, [f"{bucket}-{number}" for number in range(100)], 100.0)
+    assert sum(map(len, books._awaited.values())) == 8
+    assert max(map(len, books._awaited.values())) <= 4
+    for name in (("quiet", "q"), ("third", "third-99"), ("third", "third-0")):
+        books.put(name, entry(1.0))
+    assert left(books.leaving(0, 2.0)) == "third-0"
 
 
 def test_pins_and_leases_hold_a_part_of_the_cache_only() -> None:
