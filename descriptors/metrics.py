@@ -98,6 +98,9 @@ STORE_USED = _gauge("store_used_bytes", "Space that the files of the data direct
 STORE_BOUND = _gauge("store_bound_bytes", "The most that they may take (`disk_bytes`); 0 without a bound.")
 STORE_EVICTED = _counter("store_evicted_objects_total", "Objects of caches that were evicted.")
 STORE_EVICTED_BYTES = _counter("store_evicted_bytes_total", "Bytes of these objects.")
+STORE_UNHELD = _counter(
+    "store_unheld_objects_total", "Objects whose pins or leases had no effect: others hold half a cache."
+)
 UPSTREAM_FETCHING = _gauge("upstream_fetching_chunks", "Chunks on their way from the service upstream.")
 UPSTREAM_LANDED = _gauge("upstream_landed_bytes", "Memory that chunks lie in until they are in files.")
 UPSTREAM_FETCHED = _counter("upstream_fetched_bytes_total", "Bytes of chunks that came from there.")
@@ -136,7 +139,8 @@ STORAGE = (
     DELIVERIES, DELIVERY_SECONDS, FIRST_GROUP_SECONDS, DELIVERY_PHASE_SECONDS, DELIVERY_BYTES, DELIVERIES_ACTIVE,
     STAGING_USED, STAGING_SIZE, LOOKUPS, LOOKUP_ASKED, LOOKUP_MATCHED, LINK_RATE, LINK_QUEUED, FLOWS_ACTIVE,
     FLOWS_WAITING, EPOCHS, DRAM_SIZE, DRAM_RESIDENT, DRAM_EXTENTS, DRAM_HITS, DRAM_MISSES, DRAM_EVICTED, STORE_FREE,
-    STORE_USED, STORE_BOUND, STORE_EVICTED, STORE_EVICTED_BYTES, UPSTREAM_FETCHING, UPSTREAM_LANDED, UPSTREAM_FETCHED,
+    STORE_USED, STORE_BOUND, STORE_EVICTED, STORE_EVICTED_BYTES, STORE_UNHELD, UPSTREAM_FETCHING, UPSTREAM_LANDED,
+    UPSTREAM_FETCHED,
     UPSTREAM_STALE, UPSTREAM_FAILED, UPSTREAM_UNREAD, UPSTREAM_DIRTY, UPSTREAM_DIRTY_BYTES, UPSTREAM_DIRTY_AGE,
     UPSTREAM_REFUSED, REMOTE_JOINED, REMOTE_HITS, REMOTE_MISSES, REMOTE_READ, REMOTE_ADMITTED, REMOTE_FAILED,
     STORE_OPEN_FILES, STORE_PINNED_FILES, STORE_COMMITS, STORE_CHANGES, STORE_COMPACTED, STORE_NAMED, STORE_STORED,

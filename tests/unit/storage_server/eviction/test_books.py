@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from storage_server.eviction import books as books_module
-from storage_server.eviction.books import Books, Entry, Name, Victim
+from storage_server.eviction.books import LEASE_SPARE_S, Books, Entry, Name, Victim
 from storage_server.eviction.choice import POLICIES, Eviction
 from storage_server.eviction.policy import Request
 from storage_server.eviction.reuse_classes import Use, class_path
@@ -214,8 +214,35 @@ def test_leased_chunks_stay_until_the_last_lease_ends() -> None:
     books.lease(BUCKET, ["a"], 25.0)
     assert left(books.leaving(0, 10.0)) == "c"
     assert left(books.leaving(0, 20.0)) == "b"
-    assert dict(books.changed())[BUCKET, "a"].leased_until == 30.0
+    assert dict(books.changed())[BUCKET, "a"].leased_until == 30.0 + LEASE_SPARE_S
     assert left(books.leaving(0, 30.0)) == "a"
+
+
+def test_a_lease_is_written_down_once_and_its_renewals_when_they_matter() -> None:
+    """A hot prefix is looked up many times a second, and each lookup renews its leases."""
+    books = filled("abc", made())
+    books.lease(BUCKET, ["a", "b"], 60.0)
+    assert {name[1]: entry.leased_until for name, entry in books.leased()} == {"a": 70.0, "b": 70.0}
+    for number in range(11):
+        books.lease(BUCKET, ["a"], 60.0 + number)
+        assert books.leased() == []
+    books.lease(BUCKET, ["a"], 71.0)
+    assert [(name[1], entry.leased_until) for name, entry in books.leased()] == [("a", 81.0)]
+    books.use(BUCKET, ["a"], 20.0)
+    assert [(name[1], entry.leased_until) for name, entry in books.changed()] == [("a", 81.0)]
+    books.lease(BUCKET, ["c"], 50.0)
+    books.not_written(name for name, _ in books.leased())
+    assert [name[1] for name, _ in books.leased()] == ["c"]
+    books.remove((BUCKET, "c"))
+    assert books.leased() == []
+
+
+def test_a_lease_does_not_grow_from_restart_to_restart() -> None:
+    books = made()
+    books.restore([((BUCKET, "a"), entry(1.0, leased_until=70.0))])
+    assert books.leased() == []
+    books.use(BUCKET, ["a"], 20.0)
+    assert [entry.leased_until for _, entry in books.changed()] == [70.0]
 
 
 @pytest.mark.parametrize("eviction", Eviction)
@@ -226,7 +253,7 @@ def test_a_lease_waits_for_its_chunk(eviction: Eviction) -> None:
     books.lease(BUCKET, ["x"], 15.0)
     books.put((BUCKET, "x"), entry(10.0))
     assert "x" not in left(books.leaving(0, 11.0))
-    assert dict(books.changed())[BUCKET, "x"].leased_until == 20.0
+    assert dict(books.changed())[BUCKET, "x"].leased_until == 20.0 + LEASE_SPARE_S
     books.put((BUCKET, "y"), entry(21.0))
     assert sorted(left(books.leaving(0, 21.0))) == ["x", "y"]
     books.put((BUCKET, "x"), entry(22.0))
@@ -253,6 +280,7 @@ def test_pins_and_leases_hold_a_part_of_the_cache_only() -> None:
     books.held_bytes_max = 2
     books.lease(BUCKET, list("abcd"), 50.0)
     assert left(books.leaving(0, 10.0)) == "cd"
+    assert books.refused_count == 2
     books.put((BUCKET, "p"), entry(11.0, pinned_until=math.inf))
     assert left(books.leaving(2, 12.0)) == "p"
     books.remove((BUCKET, "a"))
