@@ -12,7 +12,7 @@ from urllib.parse import unquote_plus, urlencode
 import aiohttp
 
 from descriptors.conditions import NO_WRITE_CONDITION, WriteCondition, check_read
-from descriptors.errors import CallerError, ErrorCode, ObjectCacheError, ServerError, make_error
+from descriptors.errors import CallerError, ErrorCode
 from descriptors.lifecycle import LifecycleRule
 from descriptors.objects import (
     BucketInfo,
@@ -21,6 +21,7 @@ from descriptors.objects import (
     CopyRequest,
     ListPage,
     ListRequest,
+    NotDeleted,
     ObjectInfo,
     ObjectPart,
     PutRequest,
@@ -188,12 +189,15 @@ class UpstreamObjects:
     ) -> None:
         await self._upstream.call("DeleteObject", write_headers(condition), Bucket=bucket, Key=key)
 
-    async def delete_objects(self, access_key: str, bucket: str, keys: list[str]) -> None:
-        """Raises the error of the first key that upstream did not delete; the others may be gone."""
+    async def delete_objects(self, access_key: str, bucket: str, keys: list[str]) -> list[NotDeleted]:
         wanted = {"Objects": [{"Key": key} for key in keys], "Quiet": True}
         found = await self._upstream.call("DeleteObjects", Bucket=bucket, Delete=wanted)
-        for error in found.get("Errors", ()):
-            raise _error_of(error)
+        return [
+            NotDeleted(
+                error.get("Key", ""), error.get("Code", ErrorCode.INTERNAL_ERROR.value), error.get("Message", "")
+            )
+            for error in found.get("Errors", ())
+        ]
 
     async def set_tags(self, access_key: str, bucket: str, key: str, tags: dict[str, str]) -> None:
         if not tags:
@@ -328,14 +332,6 @@ def _of_part(error: CallerError, request: ReadRequest) -> CallerError:
     if error.code is ErrorCode.INVALID_RANGE and request.part_number is not None:
         return CallerError(ErrorCode.INVALID_PART_NUMBER, "the object has no such part", field="partNumber")
     return error
-
-
-def _error_of(entry: dict[str, str]) -> ObjectCacheError:
-    try:
-        return make_error(ErrorCode(entry.get("Code", "")), entry.get("Message", ""), field="key")
-    except ValueError:
-        problem = f"upstream did not delete a key: {entry.get('Code')}: {entry.get('Message')}"
-        return ServerError(ErrorCode.INTERNAL_ERROR, problem, retryable=True)
 
 
 def checksum_of(entry: Mapping[str, Any]) -> Checksum | None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import re
 import socket
 import threading
 from collections.abc import Callable
@@ -25,10 +26,12 @@ class Fault(Enum):
     CORRUPT = "one bit of the body is another"
     OTHER_RANGE = "the body of another range"
     OTHER_ETAG = "another ETag"
+    KEPT_KEYS = "nothing is deleted, and of the keys that begin with `kept` the answer says so"
     HANGING = "no answer before `release`"
     STALLED = "the second half of the body does not come before `release`"
 
 
+_KEPT = b"<Error><Key>%b</Key><Code>ObjectLocked</Code><Message>until the audit is over</Message></Error>"
 Choose = Callable[[web.Request], Fault | None]
 
 
@@ -95,6 +98,10 @@ class FaultyUpstream:
             assert request.transport is not None
             request.transport.abort()
             raise ConnectionResetError
+        if fault is Fault.KEPT_KEYS:
+            kept = [key for key in re.findall(rb"<Key>(.*?)</Key>", body) if key.startswith(b"kept")]
+            errors = [_KEPT % key for key in kept]
+            return web.Response(body=b"<DeleteResult>" + b"".join(errors) + b"</DeleteResult>")
         headers = {name: value for name, value in request.headers.items() if name != "Transfer-Encoding"}
         if fault is Fault.OTHER_RANGE:
             start = start_of_range(request) or 0  # type: ignore[arg-type]
