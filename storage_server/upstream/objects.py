@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import time
 from collections.abc import AsyncIterator, Mapping
 from contextlib import asynccontextmanager
 from dataclasses import replace
@@ -42,6 +43,7 @@ from storage_server.upstream.headers import (
     source_headers,
     write_headers,
 )
+from storage_server.upstream.least_rate import LeastRate
 from storage_server.upstream.lifecycle import lifecycle_document, lifecycle_rules
 from storage_server.upstream.proof import HEADER, Proof, parse_proof
 from storage_server.upstream.refusals import unreachable
@@ -133,7 +135,7 @@ class UpstreamObjects:
     @asynccontextmanager
     async def open_object(self, access_key: str, request: ReadRequest) -> AsyncIterator[ObjectRead]:
         async with self._opened("GET", request, with_tags=False) as (answer, head):
-            yield ObjectRead(head, pieces_of(answer))
+            yield ObjectRead(head, pieces_of(answer, self._upstream.settings.read_timeout_s))
 
     @asynccontextmanager
     async def open_range(
@@ -141,7 +143,8 @@ class UpstreamObjects:
     ) -> AsyncIterator[tuple[ReadHead, Proof | None, AsyncIterator[Piece]]]:
         """A read that also gives the proof of the whole object, if its headers have one."""
         async with self._opened("GET", request) as (answer, head):
-            yield head, parse_proof(answer.headers.get(HEADER), head.info.nbytes), pieces_of(answer)
+            coming = pieces_of(answer, self._upstream.settings.read_timeout_s)
+            yield head, parse_proof(answer.headers.get(HEADER), head.info.nbytes), coming
 
     @asynccontextmanager
     async def open_into(
@@ -318,11 +321,19 @@ def list_page(found: dict[str, Any]) -> ListPage:
     return ListPage(objects, prefixes, max(last_key, last_prefix, key=str.encode))
 
 
-async def pieces_of(answer: Answer) -> AsyncIterator[Piece]:
-    """The bytes of an answer. Raises ServerError(SlowDown) where upstream breaks off."""
+async def pieces_of(answer: Answer, window_s: float) -> AsyncIterator[Piece]:
+    """The bytes of an answer. Raises ServerError(SlowDown) where upstream breaks off, or sends fewer bytes than
+    `LeastRate` wants while somebody waits for them.
+    """
+    rate = LeastRate(window_s)
+    pieces = answer.content.iter_any()
     try:
-        async for piece in answer.content.iter_any():
+        asked_s = time.monotonic()
+        async for piece in pieces:
+            if rate.is_too_slow(time.monotonic() - asked_s, len(piece)):
+                raise unreachable("the answer comes too slowly")
             yield piece
+            asked_s = time.monotonic()
     except (aiohttp.ClientError, OSError, TimeoutError) as error:
         raise unreachable(str(error) or type(error).__name__) from error
 

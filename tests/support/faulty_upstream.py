@@ -28,6 +28,7 @@ class Fault(Enum):
     OTHER_ETAG = "another ETag"
     KEPT_KEYS = "nothing is deleted, and of the keys that begin with `kept` the answer says so"
     HANGING = "no answer before `release`"
+    DRIPPING = "the second half of the body comes byte by byte before `release`"
     STALLED = "the second half of the body does not come before `release`"
 
 
@@ -137,6 +138,13 @@ class FaultyUpstream:
             await response.write(bytes(data[: len(data) // 2]))
             await self._released.wait()
             del data[: len(data) // 2]
+        if fault is Fault.DRIPPING:
+            await response.write(bytes(data[: len(data) // 2]))
+            del data[: len(data) // 2]
+            while data and not self._released.is_set():
+                await response.write(bytes(data[:1]))
+                del data[:1]
+                await asyncio.sleep(0.1)
         await response.write(bytes(data))
         return response
 
