@@ -25,7 +25,7 @@ from descriptors.headers import PREFIX_HEADER
 from descriptors.pins import pinned_until
 from descriptors.units import GIB, MIB
 from storage_server.eviction.books import Books, Entry, Name, Victim
-from storage_server.eviction.choice import POLICIES
+from storage_server.eviction.choice import policy_of
 from storage_server.planning.extent import ALIGNMENT_BYTES, aligned
 from storage_server.settings import CacheSettings
 from storage_server.store.data.io_threads import IoThreads
@@ -87,7 +87,9 @@ class _Asked:
 
 
 class Evictor(Uses):
-    """The caches of one store. `note` and `noted` are called as things happen; `run` acts on them."""
+    """The caches of one store. `note` and `noted` are called as things happen; `run` acts on them. `growth` is that of
+    the chunks of buckets (storage_server.eviction.use_worth).
+    """
 
     def __init__(
         self,
@@ -97,7 +99,9 @@ class Evictor(Uses):
         reader: IndexReader,
         change: Change,
         sync_soon: Callable[[], None],
+        growth: float = 0.0,
     ) -> None:
+        self._growth = growth
         self._sync_soon = sync_soon
         self._space = space
         self._bound = bound
@@ -130,7 +134,8 @@ class Evictor(Uses):
             bound.wants = self._want
 
     def _made(self, settings: CacheSettings) -> Cache:
-        books = Books(POLICIES[settings.eviction](settings.capacity_bytes or 0), settings.ttl_s)
+        growth = 0.0 if settings.bucket is None else self._growth  # what is missing there is read, and not computed
+        books = Books(policy_of(settings.eviction, settings.capacity_bytes or 0, growth), settings.ttl_s)
         if settings.bucket is None:
             return Cache(books)
         cache = Cache(books, None, settings.capacity_bytes)
