@@ -28,6 +28,7 @@ from storage_server.store.index.transaction import Transaction
 from storage_server.store.rows import StoredPart
 from storage_server.upstream.breaker import ATTEMPTS_MAX, BACK_OFF_S
 from storage_server.upstream.chunk_names import is_chunk_key
+from storage_server.upstream.copied_tags import CopiedTags
 from storage_server.upstream.groups import group_ends
 from storage_server.upstream.headers import is_md5
 from storage_server.upstream.key_locks import KeyLocks
@@ -72,8 +73,10 @@ class Ways:
         landing: Landing,
         io: IoThreads,
         remote: RemoteDram | None,
+        tags: CopiedTags,
     ) -> None:
         self.objects = objects
+        self.tags = tags
         self.remote = remote
         self.cache = cache
         self.locks = locks
@@ -329,6 +332,7 @@ class Fetch:
         committer, locks = self._ways.cache.committer, self._ways.locks
         async with locks.held(self._bucket, [self._key]):  # while others change the key, they end this fetch
             await to_end(asyncio.ensure_future(committer.commit(publish, writer.pending())))
+        self._ways.tags.note(self._bucket, self._key, info.etag)
 
     def _end_with(self, error: ObjectCacheError) -> None:
         if self._arrival is not None:

@@ -48,6 +48,8 @@ class FaultyUpstream:
     def __init__(self, url: str) -> None:
         self._target = url
         self.choose: Choose = lambda _: None
+        self.hidden_headers: frozenset[str] = frozenset()
+        """Headers of answers, in lower case, that this service does not know."""
         self.seen: list[tuple[str, str, str]] = []
         self._loop = asyncio.new_event_loop()
         self._thread = threading.Thread(target=self._loop.run_forever, daemon=True)
@@ -117,7 +119,8 @@ class FaultyUpstream:
         self, request: web.BaseRequest, answer: aiohttp.ClientResponse, fault: Fault | None
     ) -> web.StreamResponse:
         data = bytearray(await answer.read())
-        headers = {name: value for name, value in answer.headers.items() if name not in ("Transfer-Encoding", "Date")}
+        left_out = {"transfer-encoding", "date"} | self.hidden_headers
+        headers = {name: value for name, value in answer.headers.items() if name.lower() not in left_out}
         if fault is Fault.CORRUPT and data:
             data[len(data) // 2] ^= 0x10
         if fault is Fault.SHORT:
