@@ -175,6 +175,15 @@ class ListRequest:
 
 
 @dataclass(frozen=True, slots=True)
+class NotDeleted:
+    """The reason why one of many keys was not deleted: S3's code, or another service's own, and its words."""
+
+    key: str
+    code: str
+    message: str
+
+
+@dataclass(frozen=True, slots=True)
 class ListPage:
     """One page of a listing. `next_after` continues it; None at the end."""
 

@@ -36,6 +36,7 @@ from descriptors.objects import (
     CopyRequest,
     ListPage,
     ListRequest,
+    NotDeleted,
     ObjectInfo,
     ObjectPart,
     PartCopyRequest,
@@ -304,8 +305,10 @@ class ObjectsApi(Protocol):
     ) -> None:
         """Delete an object. An absent object is no error, except with If-Match."""
 
-    async def delete_objects(self, access_key: str, bucket: str, keys: list[str]) -> None:
-        """Delete all of these keys, or none, in one step."""
+    async def delete_objects(self, access_key: str, bucket: str, keys: list[str]) -> list[NotDeleted]:
+        """Delete these keys in one step; those that were not deleted. An absent object is no error. The embedded store
+        deletes all of them, or raises and deletes none.
+        """
 
     async def set_tags(self, access_key: str, bucket: str, key: str, tags: dict[str, str]) -> None:
         """Replace all tags. ETag and modification time stay."""

@@ -7,6 +7,8 @@ from dataclasses import fields
 from enum import Enum
 from typing import Any, TypeVar
 
+from descriptors.units import parse_bytes
+
 _E = TypeVar("_E", bound=Enum)
 _KINDS: dict[str, tuple[type, ...]] = {"str": (str,), "int": (int,), "float": (int, float), "bool": (bool,)}
 
@@ -24,7 +26,7 @@ def enum_member(kind: type[_E], value: _E | object, name: str) -> _E:
 
 def dataclass_arguments(cls: type[Any], given: Mapping[str, object], enums: Mapping[str, type[Enum]]) -> dict[str, Any]:
     """Arguments for `cls`, a dataclass of plain fields and of `enums`. Raises ValueError for unknown names, for values
-    of the wrong type, and for values that an enum does not have.
+    of the wrong type, and for values that an enum does not have. Options in bytes take sizes such as "64MiB".
     """
     kinds = {field.name: str(field.type) for field in fields(cls)}
     if unknown := sorted(set(given) - set(kinds)):
@@ -36,6 +38,13 @@ def dataclass_arguments(cls: type[Any], given: Mapping[str, object], enums: Mapp
 
 
 def _plain_value(name: str, value: object, kind: str) -> object:
+    if name.endswith("_bytes") and isinstance(value, str):
+        try:
+            value = parse_bytes(value)
+        except ValueError as error:
+            raise ValueError(f"{name}: {error}") from None
+    elif name.endswith("_bytes") and isinstance(value, float) and value.is_integer():
+        value = int(value)
     if not isinstance(value, _KINDS[kind]) or (isinstance(value, bool) and kind != "bool"):
         raise ValueError(f"{name} must be of type {kind}, not {value!r}")
     return value

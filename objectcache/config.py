@@ -66,6 +66,8 @@ def _size(value: object) -> object:
 
 Size = Annotated[int, BeforeValidator(_size)]
 """A number of bytes."""
+Rate = Annotated[float, BeforeValidator(_size)]
+"""Bytes in a second, which people write as they write sizes."""
 
 
 class CredentialConfig(_Model):
@@ -118,14 +120,14 @@ class StorageConfig(_Model):
     durability: Durability | None = None
     compact_interval_s: Annotated[float, Field(ge=0)] | None = None
     compact_live_fraction_max: float | None = None
-    compact_bytes_per_s: float | None = None
+    compact_bytes_per_s: Rate | None = None
     dedup: Dedup | None = None
-    dedup_bytes_per_s: float | None = None
+    dedup_bytes_per_s: Rate | None = None
     lifecycle_interval_s: Annotated[float, Field(gt=0)] | None = None
     lifecycle_day_s: Annotated[float, Field(gt=0)] | None = None
     gather_threads: int | None = None
     stall_timeout_s: float | None = None
-    least_bytes_per_s: Annotated[float, Field(ge=0)] | None = None
+    least_bytes_per_s: Annotated[Rate, Field(ge=0)] | None = None
     ucx: bool | tuple[str, ...] | None = None
     ucx_maps_dram: bool | None = None
     shm: bool | None = None
@@ -149,10 +151,10 @@ class BucketConfig(_Model):
 class SchedulerConfig(_Model):
     """The `[scheduler]` table; rates in bytes/s. Unset values keep the defaults of SchedulerSettings."""
 
-    link_bytes_per_s: float | None = None
+    link_bytes_per_s: Rate | None = None
     policy: Literal["slack", "equal", "kv-prop", "bw-prop", "stall-opt", "calibrated"] = "slack"
     rates: Literal["held", "work-conserving"] = "held"
-    margin_bytes_per_s: Annotated[float, Field(ge=0, le=1e15)] | None = None
+    margin_bytes_per_s: Annotated[Rate, Field(ge=0, le=1e15)] | None = None
     epoch_s_max: Annotated[float, Field(gt=0, le=3600)] | None = None
     gather_s: Annotated[float, Field(ge=0, le=10)] | None = None
     chunkwise_fraction: float | None = None
@@ -207,7 +209,7 @@ class UpstreamConfig(_Model):
     write: Write | None = None
     chunk_revalidate_s: Annotated[float, Field(ge=0)] | None = None
     poll_s: Annotated[float, Field(ge=0.01, le=3600)] | None = None
-    read_bytes_per_s: Annotated[Size, Field(ge=1)] | None = None
+    read_bytes_per_s: Annotated[Rate, Field(ge=1)] | None = None
     segment_body_bytes_max: Annotated[Size, Field(ge=0)] | None = None
     remote_dram: RemoteDramConfig | None = None
 
@@ -238,7 +240,7 @@ class TenantConfig(_Model):
 
     access_key: str
     weight: Annotated[float, Field(gt=0)] = 1.0
-    bytes_per_s_max: Annotated[float, Field(ge=1)] | None = None
+    bytes_per_s_max: Annotated[Rate, Field(ge=1)] | None = None
     priority: Annotated[int, Field(ge=0, le=7)] = 0
 
     def tenant(self) -> Tenant:
@@ -264,7 +266,7 @@ class CostsConfig(_Model):
     request_s: Annotated[float, Field(ge=0)]
     chunk_s: Annotated[float, Field(ge=0)]
     layer_s: Annotated[float, Field(ge=0)]
-    bytes_per_s: Annotated[float, Field(gt=0)]
+    bytes_per_s: Annotated[Rate, Field(gt=0)]
 
 
 class TransportCostsConfig(_Model):
@@ -283,12 +285,12 @@ class LinkCalibrationConfig(_Model):
     machine: str
     commit: str = ""
     rounds: Annotated[int, Field(gt=0)]
-    bytes_per_s: Annotated[float, Field(gt=0)]
-    low_bytes_per_s: Annotated[float, Field(gt=0)]
-    high_bytes_per_s: Annotated[float, Field(gt=0)]
-    margin_bytes_per_s: Annotated[float, Field(ge=0)]
-    margin_low_bytes_per_s: Annotated[float, Field(ge=0)]
-    margin_high_bytes_per_s: Annotated[float, Field(ge=0)]
+    bytes_per_s: Annotated[Rate, Field(gt=0)]
+    low_bytes_per_s: Annotated[Rate, Field(gt=0)]
+    high_bytes_per_s: Annotated[Rate, Field(gt=0)]
+    margin_bytes_per_s: Annotated[Rate, Field(ge=0)]
+    margin_low_bytes_per_s: Annotated[Rate, Field(ge=0)]
+    margin_high_bytes_per_s: Annotated[Rate, Field(ge=0)]
 
 
 class CalibrationConfig(_Model):

@@ -13,6 +13,7 @@ from dataclasses import dataclass
 Scalar = str | int | float | bool
 Table = Mapping[str, "Scalar | Table"]
 _HEADER = re.compile(r"\s*(?P<opening>\[\[?)\s*(?P<name>[^\[\]#]+?)\s*\]\]?\s*(#.*)?$")
+_VALUE = r"""("[^"]*"|'[^']*'|[^#\s]+)"""
 WRITTEN_BY = "# written by `objectcache calibrate`; its next run replaces this table"
 
 
@@ -177,7 +178,7 @@ def _with_values(lines: Sequence[str], at: int, values: Mapping[str, Scalar]) ->
     end = next((index for index in range(at + 1, len(lines)) if _header(lines[index]) is not None), len(lines))
     new = []
     for key, value in values.items():
-        pattern = re.compile(rf"(?P<before>\s*{re.escape(key)}\s*=\s*)[^#\s]+(?P<after>\s*(#.*)?)$")
+        pattern = re.compile(rf"(?P<before>\s*{re.escape(key)}\s*=\s*){_VALUE}(?P<after>\s*(#.*)?)$")
         for index in range(at + 1, end):
             if (found := pattern.match(lines[index])) is not None:
                 edited[index] = f"{found['before']}{literal(value)}{found['after']}"

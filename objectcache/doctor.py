@@ -15,9 +15,8 @@ import statistics
 import sys
 import tempfile
 import time
-from collections.abc import AsyncIterator, Awaitable, Sequence
-from dataclasses import asdict, dataclass
-from enum import Enum
+from collections.abc import AsyncIterator, Awaitable
+from dataclasses import asdict
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
@@ -26,6 +25,8 @@ from descriptors.conditions import WriteCondition
 from descriptors.errors import CallerError, ErrorCode, ObjectCacheError
 from descriptors.objects import BodyDigests, ChecksumAlgorithm, PutRequest, ReadRequest
 from descriptors.units import MIB
+from objectcache.doctor_devices import device_findings, remote_dram_findings
+from objectcache.doctor_findings import Finding, State, described
 from storage_server.settings import UpstreamSettings
 from storage_server.store.data.disk import Disk
 from storage_server.upstream.connection import Upstream
@@ -44,29 +45,13 @@ NEEDED_BY = {
 }
 
 
-class State(Enum):
-    """`missing` is something that would make this server faster or more able; `problem` should be changed."""
-
-    GOOD = "good"
-    MISSING = "missing"
-    PROBLEM = "problem"
-
-
-@dataclass(frozen=True, slots=True)
-class Finding:
-    """The result of one check: its subject, the state that was found, and advice."""
-
-    what: str
-    state: State
-    found: str
-    advice: str = ""
-
-
 def run(directory: Path | None, upstream: UpstreamSettings | None, bucket: str | None, report: Path | None) -> int:
     """Print the findings, or write them as JSON (`-` is standard output); 1 where one is a problem."""
     findings = [*host_findings(), *([] if directory is None else directory_findings(directory))]
     if upstream is not None:
         findings += asyncio.run(upstream_findings(upstream, bucket))
+        if upstream.remote_dram is not None:
+            findings += remote_dram_findings(upstream.remote_dram)
     rows = [{**asdict(finding), "state": finding.state.value} for finding in findings]
     text = described(findings) if report is None else json.dumps({"findings": rows}, indent=2)
     if report is None or str(report) == "-":
@@ -76,20 +61,9 @@ def run(directory: Path | None, upstream: UpstreamSettings | None, bucket: str |
     return int(any(finding.state is State.PROBLEM for finding in findings))
 
 
-def described(findings: Sequence[Finding]) -> str:
-    """A line for each finding, and one more where there is something to do. Pure."""
-    width = max((len(finding.what) for finding in findings), default=0)
-    lines = []
-    for finding in findings:
-        lines.append(f"{finding.state.value:<8} {finding.what:<{width}}  {finding.found}")
-        if finding.advice:
-            lines.append(f"{'':<8} {'':<{width}}  -> {finding.advice}")
-    return "\n".join(lines)
-
-
 def host_findings() -> list[Finding]:
     """The host: versions, limits, devices."""
-    return [*_versions(), _descriptors(), _locked_memory(), _guard(), _io_uring(), _huge_pages(), _rdma(), _gpu()]
+    return [*_versions(), _descriptors(), _locked_memory(), _guard(), _io_uring(), _huge_pages(), *device_findings()]
 
 
 def _versions() -> list[Finding]:
@@ -134,9 +108,14 @@ def _io_uring() -> Finding:
     fd = libc.syscall(IO_URING_SETUP, 1, params)
     if fd < 0:
         name = errno.errorcode.get(ctypes.get_errno(), "error")
-        return Finding("io_uring", State.MISSING, name, "this release does not use it")
+        return Finding(
+            "io_uring",
+            State.MISSING,
+            name,
+            'cold_reads = "direct" needs it; without it chunks come through the page cache',
+        )
     os.close(fd)
-    return Finding("io_uring", State.GOOD, "there; this release does not use it")
+    return Finding("io_uring", State.GOOD, 'there, for cold_reads = "direct"')
 
 
 def _huge_pages() -> Finding:
@@ -148,26 +127,6 @@ def _huge_pages() -> Finding:
     if "[never]" in text:
         return Finding("huge pages", State.MISSING, text, f"the DRAM tier uses them: echo madvise > {path}")
     return Finding("huge pages", State.GOOD, text)
-
-
-def _rdma() -> Finding:
-    devices = sorted(each.name for each in _listed(Path("/sys/class/infiniband")))
-    if devices:
-        return Finding("RDMA", State.GOOD, ", ".join(devices))
-    return Finding("RDMA", State.MISSING, "no device", "between hosts, http is then the fastest transport")
-
-
-def _gpu() -> Finding:
-    names = sorted(each.name for each in _listed(Path("/dev")))
-    devices = [name for name in names if name.startswith("nvidia") and name.removeprefix("nvidia").isdecimal()]
-    return Finding("GPU", State.GOOD if devices else State.MISSING, ", ".join(devices) or "no device")
-
-
-def _listed(folder: Path) -> list[Path]:
-    try:
-        return list(folder.iterdir())
-    except OSError:
-        return []
 
 
 def directory_findings(directory: Path) -> list[Finding]:

@@ -7,7 +7,8 @@ from collections.abc import Mapping
 from aiohttp import web
 
 from descriptors.conditions import WriteCondition
-from descriptors.errors import CallerError, ErrorCode
+from descriptors.errors import CallerError, ErrorCode, ServerError
+from descriptors.objects import NotDeleted
 from descriptors.units import MIB
 from gateway.call import Call
 from gateway.operations.answers import xml_answer
@@ -45,10 +46,13 @@ async def delete_objects(call: Call) -> web.StreamResponse:
         else:
             failures += await _delete_if(call, entry, deleted)
     if together:
-        await call.storage.objects.delete_objects(
-            call.access_key, call.request.bucket, [entry.key for entry in together]
-        )
-        deleted += [(entry.key, entry.version_id) for entry in together]
+        failed = await _delete_together(call, [entry.key for entry in together], has_deleted=bool(deleted))
+        for entry in together:
+            kept = failed.get(entry.key)
+            if kept is None:
+                deleted.append((entry.key, entry.version_id))
+            else:
+                failures.append(xml.DeleteFailure(entry.key, entry.version_id, kept.code, kept.message))
     else:
         await call.storage.objects.head_bucket(call.access_key, call.request.bucket)
     return xml_answer(xml.delete_document([] if manifest.quiet else deleted, failures))
@@ -61,15 +65,28 @@ def _check_has_digest(headers: Mapping[str, str]) -> None:
         raise CallerError(ErrorCode.INVALID_REQUEST, problem, field="content-md5")
 
 
+async def _delete_together(call: Call, keys: list[str], *, has_deleted: bool) -> dict[str, NotDeleted]:
+    """The keys that were not deleted. Raises ServerError where that holds for all keys of the request: a client tries
+    the whole request again then.
+    """
+    try:
+        failed = await call.storage.objects.delete_objects(call.access_key, call.request.bucket, keys)
+    except ServerError as error:
+        if not has_deleted:
+            raise
+        failed = [NotDeleted(key, error.code.value, error.message) for key in keys]
+    return {each.key: each for each in failed}
+
+
 async def _delete_if(call: Call, entry: DeleteEntry, deleted: list[tuple[str, str | None]]) -> list[xml.DeleteFailure]:
     try:
         await call.storage.objects.delete_object(
             call.access_key, call.request.bucket, entry.key, WriteCondition(if_match=entry.etag)
         )
-    except CallerError as error:
-        if error.code is ErrorCode.NO_SUCH_BUCKET:
+    except (CallerError, ServerError) as error:
+        if error.code is ErrorCode.NO_SUCH_BUCKET or (isinstance(error, ServerError) and not deleted):
             raise
-        return [xml.DeleteFailure(entry.key, entry.version_id, error.code, error.message)]
+        return [xml.DeleteFailure(entry.key, entry.version_id, error.code.value, error.message)]
     deleted.append((entry.key, entry.version_id))
     return []
 
@@ -77,9 +94,9 @@ async def _delete_if(call: Call, entry: DeleteEntry, deleted: list[tuple[str, st
 def _refusal(entry: DeleteEntry) -> xml.DeleteFailure | None:
     if entry.version_id not in (None, NULL_VERSION):
         code, problem = ErrorCode.NO_SUCH_VERSION, "the only version is null"
-        return xml.DeleteFailure(entry.key, entry.version_id, code, problem)
+        return xml.DeleteFailure(entry.key, entry.version_id, code.value, problem)
     try:
         check_key(entry.key)
     except CallerError as error:
-        return xml.DeleteFailure(entry.key, entry.version_id, error.code, error.message)
+        return xml.DeleteFailure(entry.key, entry.version_id, error.code.value, error.message)
     return None

@@ -166,7 +166,7 @@ class DeleteFailure:
 
     key: str
     version_id: str | None
-    code: ErrorCode
+    code: str
     message: str
 
 
@@ -176,7 +176,7 @@ def delete_document(deleted: list[tuple[str, str | None]], failures: list[Delete
     for failure in failures:
         named = _versioned(failure.key, failure.version_id)
         parts.append(
-            branch("Error", [*named, leaf("Code", failure.code.value), legible_leaf("Message", failure.message)])
+            branch("Error", [*named, legible_leaf("Code", failure.code), legible_leaf("Message", failure.message)])
         )
     return document("DeleteResult", parts)
 

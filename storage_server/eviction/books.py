@@ -11,7 +11,12 @@ from heapq import heapify, heappop, heappush
 from storage_server.eviction.policy import EvictionPolicy, Request
 
 EXPECTED_MAX = 65_536
+AWAITED_MAX = 65_536
+AWAITED_PART = 0.5
+"""Of all leases of objects that have not come, for one bucket."""
 ENDS_SPARE = 1000
+LEASE_SPARE_S = 10.0
+"""Leases are written down so much longer than they are. Renewals within this time need no writing."""
 LATE_S = 60.0
 """A copy that came so long after its object was stored has a use of its own to be written down."""
 Name = tuple[str, str]
@@ -60,6 +65,9 @@ class Books:
         self._ttl_s = ttl_s
         self._entries: dict[Name, Entry] = {}
         self._expected: OrderedDict[Name, str] = OrderedDict()
+        self._awaited: dict[str, OrderedDict[str, float]] = {}
+        """The ends of leases by bucket and key, of objects that have not come yet."""
+        self._awaited_count = 0
         self._hold_ends: list[tuple[float, Name]] = []
         self._next_ends: dict[Name, float] = {}
         """One entry of the heap counts for each object, its earliest; renewed leases must not fill the memory."""
@@ -68,6 +76,12 @@ class Books:
         """The most bytes that pin tags and leases may hold, dirty objects included; later ones have no effect. None:
         any amount.
         """
+        self.refused_count = 0
+        """Pin tags and leases that had no effect for that reason."""
+        self._written_ends: dict[Name, float] = {}
+        """Until when each leased object is leased, as far as that is written down."""
+        self._unwritten: set[Name] = set()
+        """Objects whose leases are longer than what is written down."""
         self._births: OrderedDict[Name, float] = OrderedDict()
         self._changed: set[Name] = set()
         self._leaving: list[Victim] = []
@@ -91,6 +105,7 @@ class Books:
             return
         if known is not None:
             self.remove(name)
+        entry = self._with_awaited_lease(name, entry)
         parent = self._expected.pop(name, None) or entry.parent
         self._entries[name] = replace(entry, parent=parent, pinned_until=None, leased_until=None, is_dirty=False)
         if entry.used_at - entry.modified_at > LATE_S:
@@ -108,6 +123,7 @@ class Books:
         self._request(names, entry.used_at)
         if name in self._entries:
             self._set(name, replace(entry, parent=parent))
+            self._note_lease(name)
         self._left(self._policy.resize(capacity_bytes))
 
     def remove(self, name: Name) -> None:
@@ -135,12 +151,15 @@ class Books:
             parent = name[1]
 
     def lease(self, bucket: str, keys: Sequence[str], until: float) -> None:
-        """Keep these chunks, as far as they are in the cache, until then."""
+        """Keep these chunks until then; those that are not in the cache from the moment when they come."""
         for name in dict.fromkeys((bucket, key) for key in keys):
             known = self._entries.get(name)
-            if known is not None and (known.leased_until is None or known.leased_until < until):
+            if known is None:
+                self._await(name, until)
+            elif known.leased_until is None or known.leased_until < until:
                 self._set(name, replace(known, leased_until=until))
                 self._changed.add(name)
+                self._note_lease(name)
 
     def expect(self, bucket: str, keys: Sequence[str], matched: int) -> None:
         """Note that somebody has asked for this prefix, whose first `matched` chunks are there. The client that
@@ -170,8 +189,11 @@ class Books:
             if name in self._entries:
                 known = self._entries[name]
                 self._entries[name] = replace(known, use_count=entry.use_count, parent=entry.parent)
+                if entry.leased_until is not None:
+                    self._written_ends[name] = entry.leased_until
         self._births = OrderedDict(sorted(self._births.items(), key=lambda item: item[1]))
         self._changed.clear()
+        self._unwritten.clear()
 
     def allow(self, capacity_bytes: int) -> None:
         """Let the objects take so much until the next `leaving`, if that is more than they may take now."""
@@ -204,9 +226,42 @@ class Books:
         return victims
 
     def changed(self) -> list[tuple[Name, Entry]]:
-        """The objects that were used since the last call."""
-        names, self._changed = self._changed, set()
-        return [(name, self._entries[name]) for name in names if name in self._entries]
+        """The objects that were used, pinned or leased since the last call, as they are to be written down."""
+        names, self._changed, self._unwritten = self._changed, set(), set()
+        return self._to_write(names)
+
+    def leased(self) -> list[tuple[Name, Entry]]:
+        """Those of `changed` whose leases are longer than what is written down."""
+        names, self._unwritten = self._unwritten, set()
+        self._changed -= names
+        return self._to_write(names)
+
+    def not_written(self, names: Iterable[Name]) -> None:
+        """Take back what `changed` or `leased` gave: these could not be written down."""
+        for name in names:
+            if name in self._entries:
+                self._changed.add(name)
+                self._written_ends.pop(name, None)
+                self._note_lease(name)
+
+    def _to_write(self, names: Iterable[Name]) -> list[tuple[Name, Entry]]:
+        found = []
+        for name in names:
+            entry = self._entries.get(name)
+            if entry is None:
+                continue
+            until = entry.leased_until
+            if until is not None and until > self._written_ends.get(name, -math.inf):
+                self._written_ends[name] = until + LEASE_SPARE_S
+            written = None if until is None else self._written_ends[name]
+            found.append((name, replace(entry, leased_until=written)))
+        return found
+
+    def _note_lease(self, name: Name) -> None:
+        """Have a lease written down where it is longer than what is."""
+        until = self._entries[name].leased_until
+        if until is not None and until > self._written_ends.get(name, -math.inf):
+            self._unwritten.add(name)
 
     def _request(self, names: Sequence[Name], now: float) -> None:
         self._now = max(self._now, now)
@@ -232,6 +287,7 @@ class Books:
         if entry.is_held and not known.is_held:
             if not entry.is_dirty and limit_bytes is not None and self._held_bytes + entry.nbytes > limit_bytes:
                 entry = replace(entry, pinned_until=None, leased_until=None)
+                self.refused_count += 1
             else:
                 self._policy.pin([name])
                 self._held_bytes += entry.nbytes
@@ -247,9 +303,40 @@ class Books:
                 heapify(self._hold_ends)
         self._entries[name] = entry
 
+    def _await(self, name: Name, until: float) -> None:
+        """Lease an object when it comes. One bucket must not make the leases of others be forgotten."""
+        bucket, key = name
+        awaited = self._awaited.setdefault(bucket, OrderedDict())
+        self._awaited_count += key not in awaited
+        awaited[key] = max(until, awaited.pop(key, until))
+        if len(awaited) > AWAITED_PART * AWAITED_MAX:
+            self._stop_awaiting(bucket, next(iter(awaited)))
+        elif self._awaited_count > AWAITED_MAX:
+            largest = max(self._awaited, key=lambda bucket: len(self._awaited[bucket]))
+            self._stop_awaiting(largest, next(iter(self._awaited[largest])))
+
+    def _stop_awaiting(self, bucket: str, key: str) -> float | None:
+        """Forget the lease of an object that has not come; its end, None where there is none."""
+        awaited = self._awaited.get(bucket)
+        until = None if awaited is None else awaited.pop(key, None)
+        self._awaited_count -= until is not None
+        if awaited is not None and not awaited:
+            del self._awaited[bucket]
+        return until
+
+    def _with_awaited_lease(self, name: Name, entry: Entry) -> Entry:
+        """The entry with the lease that somebody got before the object came."""
+        until = self._stop_awaiting(*name)
+        if until is None or until <= entry.used_at:
+            return entry
+        self._changed.add(name)
+        return replace(entry, leased_until=max(until, entry.leased_until or until))
+
     def _forget(self, name: Name) -> None:
         """Keep nothing of an object that is not in the cache any more."""
         self._changed.discard(name)
+        self._unwritten.discard(name)
+        self._written_ends.pop(name, None)
         self._births.pop(name, None)
         self._next_ends.pop(name, None)
 

@@ -31,3 +31,12 @@ POLICIES: Mapping[Eviction, Callable[[int], EvictionPolicy]] = {
     Eviction.CASCADE: Cascade,
 }
 """How to make each, by the capacity in bytes."""
+
+
+def policy_of(eviction: Eviction, capacity_bytes: int, growth: float) -> EvictionPolicy:
+    """A policy for a cache whose chunks are computed again when they are missing: a byte costs more the deeper it is in
+    its prefix, by `growth` (storage_server.eviction.use_worth). Only REUSE_VALUE looks at that.
+    """
+    if eviction is Eviction.REUSE_VALUE:
+        return ReuseValue(capacity_bytes, growth=growth)
+    return POLICIES[eviction](capacity_bytes)

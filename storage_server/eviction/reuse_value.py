@@ -1,10 +1,10 @@
 """Our policy: the chunk with the lowest value per second leaves first, or is not admitted.
 
-Values are learned online (`reuse_times`), also from chunks that have left. Chunks of one class (`reuse_classes`) that
-one request used are a run. Runs of one class and one bucket of ages have one value and form a cell. An eviction takes
-from the cell of the lowest value, the oldest run first, the deepest chunk first. The number of cells is bounded by the
-classes, and a run moves on through a fixed number of buckets, so the cost of a request does not grow with the number of
-residents.
+Values are learned online (`reuse_times`), also from chunks that have left: uses per second, times what a use saves for
+each byte (`use_worth`). Chunks of one class (`reuse_classes`) and of one worth that one request used are a run. Runs of
+one class, one worth and one bucket of ages have one value and form a cell. An eviction takes from the cell of the
+lowest value, the oldest run first, the deepest chunk first. The number of cells is bounded by the classes, and a run
+moves on through a fixed number of buckets, so the cost of a request does not grow with the number of residents.
 """
 
 from __future__ import annotations
@@ -15,26 +15,31 @@ from heapq import heapify, heappop, heappush
 from storage_server.eviction.policy import Key, PrefixPolicy, Request, Resident
 from storage_server.eviction.reuse_classes import Use, class_path
 from storage_server.eviction.reuse_times import BUCKET_COUNT, EDGES_S, ReuseTimes
+from storage_server.eviction.use_worth import UseWorth, worth_of
 
 GHOST_COUNT_MAX = 1 << 18
 REFRESH_REQUESTS = 100
 """Values follow the counts after so many requests each."""
 KEPT_PART = 0.5 ** (REFRESH_REQUESTS / 10_000)
 """Of all counts at a refresh: what was seen 10,000 requests ago counts half."""
-Cell = tuple[int, int]
-"""The number of a class, and a bucket."""
+Cell = tuple[int, int, int]
+"""The number of a class, a step of worth, and a bucket."""
 
 
 class _Run:
-    """Chunks of one class that one request used. `unused_count` counts those that were not used since, residents and
-    ghosts, and `used_count` those that were used in the bucket that the run is in. `waiting` has residents, the deepest
-    one last; some of them belong to a later run by now.
+    """Chunks of one class and one worth that one request used. `unused_count` counts those that were not used since,
+    residents and ghosts, and `used_count` those that were used in the bucket that the run is in. `waiting` has
+    residents, the deepest one last; some of them belong to a later run by now.
     """
 
-    __slots__ = ("bucket", "chunk_count", "is_queued", "number", "unused_count", "used_at_s", "used_count", "waiting")
+    __slots__ = (
+        "bucket", "chunk_count", "is_queued", "number", "step", "unused_count", "used_at_s", "used_count",
+        "waiting",
+    )  # fmt: skip
 
-    def __init__(self, number: int, used_at_s: float) -> None:
+    def __init__(self, number: int, step: int, used_at_s: float) -> None:
         self.number = number
+        self.step = step
         self.used_at_s = used_at_s
         self.bucket = 0
         self.chunk_count = 0
@@ -55,23 +60,25 @@ class _Chunk(Resident):
 
 
 class _Known:
-    """The policy's memory of a chunk, resident or not."""
+    """The policy's memory of a chunk, resident or not, that lies `offset_bytes` deep in its prefix, as far as known."""
 
-    __slots__ = ("continuation_count", "run", "use_count")
+    __slots__ = ("continuation_count", "offset_bytes", "run", "use_count")
 
     def __init__(self, run: _Run) -> None:
         self.run = run
         self.continuation_count = 0
+        self.offset_bytes = 0
         self.use_count = 0
 
 
 class ReuseValue(PrefixPolicy):
-    """Remembers up to `ghost_count_max` chunks that are not resident."""
+    """Remembers up to `ghost_count_max` chunks that are not resident. `growth` is that of UseWorth."""
 
-    def __init__(self, capacity_bytes: int, ghost_count_max: int = GHOST_COUNT_MAX) -> None:
+    def __init__(self, capacity_bytes: int, ghost_count_max: int = GHOST_COUNT_MAX, growth: float = 0.0) -> None:
         super().__init__(capacity_bytes)
         self._ghost_count_max = ghost_count_max
         self._times = ReuseTimes()
+        self._worth = UseWorth(growth)
         self._known: dict[Key, _Known] = {}
         self._ghosts: OrderedDict[Key, None] = OrderedDict()
         self._aging: tuple[deque[_Run], ...] = tuple(deque() for _ in range(BUCKET_COUNT))
@@ -86,8 +93,9 @@ class ReuseValue(PrefixPolicy):
             self._refresh()
         self._request_count += 1
         known_count = next((at for at, key in enumerate(request.keys) if key not in self._known), len(request.keys))
-        runs: dict[int, _Run] = {}
+        runs: dict[tuple[int, int], _Run] = {}
         parent: _Known | None = None
+        offset_bytes = 0
         for position, key in enumerate(request.keys):
             known = self._known.get(key)
             if known is None:
@@ -101,9 +109,13 @@ class ReuseValue(PrefixPolicy):
             if position < request.shared_count:  # as if it had been seen before, under several continuations
                 counts = max(counts[0], 1), max(counts[1], 2)
             number = self._times.number_of(class_path(Use(position, len(request.keys), known_count, *counts)))
-            run = runs.get(number)
+            nbytes = request.sizes_bytes[position]
+            offset_bytes = max(offset_bytes, known.offset_bytes if known else 0)
+            self._worth.note(nbytes)
+            step = self._worth.step(offset_bytes, nbytes)
+            run = runs.get((number, step))
             if run is None:
-                run = runs[number] = _Run(number, self._now_s)
+                run = runs[number, step] = _Run(number, step, self._now_s)
                 self._aging[0].append(run)
             run.unused_count += 1
             run.chunk_count += 1
@@ -111,6 +123,8 @@ class ReuseValue(PrefixPolicy):
                 known = self._known[key] = _Known(run)
             known.run = run
             known.use_count += 1
+            known.offset_bytes = offset_bytes
+            offset_bytes += nbytes
             parent = known
 
     def _age(self) -> None:
@@ -136,14 +150,14 @@ class ReuseValue(PrefixPolicy):
 
     def _opened(self, run: _Run) -> deque[_Run]:
         """The cell that the run is about to be put into, without runs at its front that have left it."""
-        cell = run.number, run.bucket
+        cell = run.number, run.step, run.bucket
         runs = self._cells[cell]
         while runs and (runs[0].bucket != run.bucket or not runs[0].waiting):
             self._unqueue(runs, run.bucket)
         run.is_queued = True
         if cell not in self._ordered:
             self._ordered.add(cell)
-            heappush(self._order, (self._times.value(*cell), cell))
+            heappush(self._order, (self._value(cell), cell))
         return runs
 
     def _unqueue(self, runs: deque[_Run], bucket: int) -> None:
@@ -151,10 +165,14 @@ class ReuseValue(PrefixPolicy):
         if run.bucket == bucket:
             run.is_queued = False
 
+    def _value(self, cell: Cell) -> float:
+        number, step, bucket = cell
+        return self._times.value(number, bucket) * worth_of(step)
+
     def _refresh(self) -> None:
         self._times.refresh(KEPT_PART)
         self._cells = defaultdict(deque, {cell: runs for cell, runs in self._cells.items() if runs})
-        self._order = [(self._times.value(*cell), cell) for cell in self._cells]
+        self._order = [(self._value(cell), cell) for cell in self._cells]
         self._ordered = set(self._cells)
         heapify(self._order)
 
@@ -176,12 +194,12 @@ class ReuseValue(PrefixPolicy):
             runs = self._cells[cell]
             while runs:
                 run = runs[0]
-                if run.bucket == cell[1]:
+                if run.bucket == cell[2]:
                     while run.waiting:
                         chunk = run.waiting.pop()
                         if chunk.run is run and chunk.is_resident:
                             return chunk
-                self._unqueue(runs, cell[1])
+                self._unqueue(runs, cell[2])
             heappop(self._order)
             self._ordered.discard(cell)
 

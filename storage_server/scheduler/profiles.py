@@ -36,6 +36,20 @@ class ComputeProfile:
         return total_us / 1e6 / self.num_layers
 
 
+def growth_of(profiles: Sequence[ComputeProfile]) -> float:
+    """How much more computing a byte of KV costs for each byte before it in its prefix, over what the first byte costs:
+    the least of all models; 0 without any.
+    """
+    return min(
+        (
+            profile.token_pair_us / (profile.token_us * profile.num_layers * profile.token_layer_bytes)
+            for profile in profiles
+            if profile.token_us
+        ),
+        default=0.0,
+    )
+
+
 def compute_s(descriptor: Descriptor, chunk_count: int, profiles: Sequence[ComputeProfile]) -> float | None:
     """c of one layer in seconds: the mean of the times that the descriptor states, or else the time that a profile of
     the same shape gives for its `chunk_count` chunks; None where there is neither.

@@ -19,6 +19,7 @@ from descriptors.objects import (
     CopyRequest,
     ListPage,
     ListRequest,
+    NotDeleted,
     ObjectInfo,
     ObjectPart,
     PartCopyRequest,
@@ -180,9 +181,9 @@ class SharedObjects:
         await self._following.read_journals()
         await self._objects.delete_object(access_key, bucket, key, condition)
 
-    async def delete_objects(self, access_key: str, bucket: str, keys: list[str]) -> None:
+    async def delete_objects(self, access_key: str, bucket: str, keys: list[str]) -> list[NotDeleted]:
         await self._following.read_journals()
-        await self._objects.delete_objects(access_key, bucket, keys)
+        return await self._objects.delete_objects(access_key, bucket, keys)
 
     async def set_tags(self, access_key: str, bucket: str, key: str, tags: dict[str, str]) -> None:
         await self._following.read_journals()

@@ -22,6 +22,7 @@ from adapters.threads import to_end
 from descriptors.errors import ServerError
 from descriptors.objects import ByteRange
 from descriptors.storage_api import Piece
+from storage_server.scheduler.profiles import growth_of
 from storage_server.settings import CacheSettings, ColdReads, Dedup, StorageSettings
 from storage_server.store.chunks import EmbeddedChunks
 from storage_server.store.data.bodies import BodyReader, BodyWriter
@@ -96,6 +97,7 @@ class EmbeddedStore:
             self.reader,
             partial(self.change, frees=True),
             self.committer.sync_soon,
+            growth_of(settings.scheduler.profiles),
         )
         self._io = IoThreads(IO_THREADS)
         self._share = share = BufferShare(settings.buffer_bytes)

@@ -12,7 +12,7 @@ import logging
 import math
 import time
 from collections import deque
-from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from contextlib import AbstractAsyncContextManager, nullcontext, suppress
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -20,12 +20,12 @@ from itertools import groupby
 from typing import Any
 
 from descriptors.chunk_flags import is_flagged
-from descriptors.errors import CallerError, ObjectCacheError
+from descriptors.errors import CallerError, ErrorCode, ObjectCacheError, ServerError
 from descriptors.headers import PREFIX_HEADER
 from descriptors.pins import pinned_until
 from descriptors.units import GIB, MIB
 from storage_server.eviction.books import Books, Entry, Name, Victim
-from storage_server.eviction.choice import POLICIES
+from storage_server.eviction.choice import policy_of
 from storage_server.planning.extent import ALIGNMENT_BYTES, aligned
 from storage_server.settings import CacheSettings
 from storage_server.store.data.io_threads import IoThreads
@@ -39,6 +39,9 @@ from storage_server.store.rows import KeyChange, KeyUse
 TICK_S = 1.0
 NEWS_MAX = 16_384
 SAVE_INTERVAL_S = 10.0
+LEASE_SAVE_S = 0.05
+"""Leases are written down so long after the first of them was given, together with those given meanwhile."""
+REFUSALS_LOGGED_S = 60.0
 SAVED_AT_ONCE = 2000
 VICTIMS_PER_CHANGE = 256
 ROWS_PER_QUERY = 2000
@@ -49,6 +52,7 @@ HELD_PART = 0.5
 """Of what all caches may take together: pins and leases of one tenant must not close the cache to others."""
 _log = logging.getLogger(__name__)
 Change = Callable[[Callable[[Transaction], Any]], Awaitable[Any]]
+_Use = tuple[Books, Name, Entry]
 
 
 @dataclass(slots=True)
@@ -83,8 +87,8 @@ class _Asked:
 
 
 class Evictor(Uses):
-    """The caches of one store. `note_changes`, `note_read` and `note_lookup` are called as things happen; `run`
-    acts on them.
+    """The caches of one store. `note_changes`, `note_read` and `note_lookup` are called as things happen; `run` acts on
+    them. `growth` is that of the chunks of buckets (storage_server.eviction.use_worth).
     """
 
     def __init__(
@@ -95,7 +99,9 @@ class Evictor(Uses):
         reader: IndexReader,
         change: Change,
         sync_soon: Callable[[], None],
+        growth: float = 0.0,
     ) -> None:
+        self._growth = growth
         self._sync_soon = sync_soon
         self._space = space
         self._bound = bound
@@ -116,6 +122,10 @@ class Evictor(Uses):
         self._going: set[Name] = set()
         self._is_restored = False
         self._saved_at = time.monotonic()
+        self._lease_timer: asyncio.TimerHandle | None = None
+        self._has_leases = False
+        self._told_refusals = 0
+        self._told_refusals_at = -math.inf
         self.evicted_count = 0
         """Objects that were evicted since the start."""
         self.evicted_bytes = 0
@@ -124,7 +134,8 @@ class Evictor(Uses):
             bound.wants = self._want
 
     def _made(self, settings: CacheSettings) -> Cache:
-        books = Books(POLICIES[settings.eviction](settings.capacity_bytes or 0), settings.ttl_s)
+        growth = 0.0 if settings.bucket is None else self._growth  # what is missing there is read, and not computed
+        books = Books(policy_of(settings.eviction, settings.capacity_bytes or 0, growth), settings.ttl_s)
         if settings.bucket is None:
             return Cache(books)
         cache = Cache(books, None, settings.capacity_bytes)
@@ -165,18 +176,36 @@ class Evictor(Uses):
 
     def note_lookup(self, bucket: str, keys: Sequence[str], matched: int, lease_s: float = 0.0) -> int:
         """Note that a prefix was looked up, whose first `matched` chunks are to be kept for `lease_s`. Returns how many
-        of them are not about to leave.
+        of them are not about to leave. Raises ServerError(SlowDown) where the lease cannot be given now.
         """
         if self._going:
             matched = next((at for at in range(matched) if (bucket, keys[at]) in self._going), matched)
-        if self._cache_of(bucket) is not None and (matched < len(keys) or lease_s > 0):
-            self._note(_Asked(bucket, keys, time.time(), matched, lease_s))
+        cache = self._cache_of(bucket)
+        if cache is None or not (matched < len(keys) or lease_s > 0):
+            return matched
+        has_lease = lease_s > 0 and matched > 0
+        if (
+            not self._note(_Asked(bucket, keys, time.time(), matched, lease_s))
+            and has_lease
+            and cache is not self._whole
+        ):
+            # in front of another service the chunks are there in any case
+            raise ServerError(ErrorCode.SLOW_DOWN, "too many lookups wait to be noted", retryable=True)
+        if has_lease and self._lease_timer is None and self._loop is not None:
+            self._lease_timer = self._loop.call_later(LEASE_SAVE_S, self._save_leases_soon)
         return matched
 
-    def _note(self, asked: _Asked) -> None:
+    def _note(self, asked: _Asked) -> bool:
         """Note what was asked, in order with the changes of keys; where too much waits it is forgotten."""
-        if len(self._news) < NEWS_MAX:
-            self._news.append(asked)
+        if len(self._news) >= NEWS_MAX:
+            return False
+        self._news.append(asked)
+        return True
+
+    def _save_leases_soon(self) -> None:
+        self._lease_timer = None
+        self._has_leases = True
+        self._wake.set()
 
     async def load(self) -> None:
         """Count what the caches have. Called before anything is written."""
@@ -202,6 +231,10 @@ class Evictor(Uses):
                 await self._step()
                 if time.monotonic() - self._saved_at >= SAVE_INTERVAL_S:
                     await self.save()
+                elif self._has_leases:
+                    self._has_leases = False
+                    await self._write_down(Books.leased)
+                self._tell_refusals()
             except ObjectCacheError as error:
                 _log.warning("eviction: %s", error)
                 await asyncio.sleep(TICK_S)
@@ -216,14 +249,40 @@ class Evictor(Uses):
     async def save(self) -> None:
         """Write down which objects were used when, so that a restart knows it."""
         self._saved_at = time.monotonic()
+        self._has_leases = False
+        await self._write_down(Books.changed)
+
+    async def _write_down(self, what: Callable[[Books], list[tuple[Name, Entry]]]) -> None:
         if not self.is_needed or not self._is_restored:
             return
-        uses = await self._io.run(self._drained_uses)
-        for start in range(0, len(uses), SAVED_AT_ONCE):
-            await self._change(partial(transaction.note_uses, uses=uses[start : start + SAVED_AT_ONCE]))
+        found = await self._io.run(partial(self._drained, what))
+        for start in range(0, len(found), SAVED_AT_ONCE):
+            uses = [
+                KeyUse(*name, entry.used_at, entry.use_count, entry.parent, entry.leased_until)
+                for _, name, entry in found[start : start + SAVED_AT_ONCE]
+            ]
+            try:
+                await self._change(partial(transaction.note_uses, uses=uses))
+            except ObjectCacheError:
+                await self._io.run(partial(_not_written, found[start:]))
+                raise
+
+    @property
+    def refused_count(self) -> int:
+        """Pins and leases that had no effect, since others hold what they may of their cache."""
+        return sum(cache.books.refused_count for cache in self._all())
+
+    def _tell_refusals(self) -> None:
+        refused, now_s = self.refused_count - self._told_refusals, time.monotonic()
+        if refused and now_s - self._told_refusals_at >= REFUSALS_LOGGED_S:
+            _log.warning("%d pins and leases of objects had no effect: others hold half of the cache", refused)
+            self._told_refusals += refused
+            self._told_refusals_at = now_s
 
     def close(self) -> None:
         """End the thread."""
+        if self._lease_timer is not None:
+            self._lease_timer.cancel()
         self._io.close()
 
     def _cache_of(self, bucket: str) -> Cache | None:
@@ -386,14 +445,14 @@ class Evictor(Uses):
                 cache.books.put((victim.bucket, victim.key), victim.entry)
         return [victim for victim in victims if (victim.bucket, victim.key) not in leased]
 
-    def _drained_uses(self) -> list[KeyUse]:
+    def _drained(self, what: Callable[[Books], list[tuple[Name, Entry]]]) -> list[_Use]:
         self._drain()
-        return list(self._uses())
+        return [(cache.books, name, entry) for cache in self._all() for name, entry in what(cache.books)]
 
-    def _uses(self) -> Iterator[KeyUse]:
-        for cache in self._all():
-            for (bucket, key), entry in cache.books.changed():
-                yield KeyUse(bucket, key, entry.used_at, entry.use_count, entry.parent, entry.leased_until)
+
+def _not_written(uses: Sequence[_Use]) -> None:
+    for books, name, _ in uses:
+        books.not_written([name])
 
 
 def entry_of(change: KeyChange, use: KeyUse | None) -> Entry:

@@ -13,7 +13,7 @@ from adapters.threads import to_end
 from descriptors.conditions import NO_WRITE_CONDITION, WriteCondition, check_read, check_write
 from descriptors.errors import CallerError, ErrorCode
 from descriptors.lifecycle import LifecycleRule
-from descriptors.objects import Attributes, CopyRequest, ObjectInfo, PutRequest, ReadRequest
+from descriptors.objects import Attributes, CopyRequest, NotDeleted, ObjectInfo, PutRequest, ReadRequest
 from descriptors.storage_api import Body
 from storage_server.store.data.bodies import BodyReader, BodyWriter
 from storage_server.store.data.body_hashes import BodyHashes
@@ -129,8 +129,9 @@ class Objects(Reads):
     ) -> None:
         await self._change(lambda tx: transaction.remove(tx, bucket, key, condition), frees=True)
 
-    async def delete_objects(self, access_key: str, bucket: str, keys: list[str]) -> None:
+    async def delete_objects(self, access_key: str, bucket: str, keys: list[str]) -> list[NotDeleted]:
         await self._change(lambda tx: transaction.remove_many(tx, bucket, keys), frees=True)
+        return []
 
     async def set_tags(self, access_key: str, bucket: str, key: str, tags: dict[str, str]) -> None:
         await self._change(lambda tx: transaction.set_tags(tx, bucket, key, tags))

@@ -44,7 +44,7 @@ class Uses:
 
     def note_lookup(self, bucket: str, keys: Sequence[str], matched: int, lease_s: float = 0.0) -> int:
         """Note that a prefix was looked up, whose first `matched` chunks are there and are to be kept for `lease_s`.
-        Returns how many of them will be there.
+        Returns how many of them will be there. Raises ServerError(SlowDown) where no lease can be given now.
         """
         return matched
 

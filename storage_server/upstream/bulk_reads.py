@@ -22,10 +22,14 @@ from urllib.parse import urlsplit
 
 from adapters.threads import finished
 from descriptors.errors import ErrorCode, ServerError
+from descriptors.units import KIB
 from storage_server.settings import UpstreamSettings
+from storage_server.upstream.rules.least_rate import LeastRate
 from storage_server.upstream.rules.refusals import unreachable
 
 ERROR_BYTES_MAX = 64 << 10
+PIECE_BYTES = 128 * KIB
+"""Read in one call, which returns when all of it has come: the rate of a body is watched between calls."""
 IDLE_S_MAX = 15.0
 """Services close connections that are idle for longer."""
 
@@ -65,7 +69,7 @@ class BulkReads:
 
     def read(self, target: str, headers: Mapping[str, str], into: Into) -> BulkRead:
         """Begin a GET with these signed headers."""
-        return BulkRead(self, target, headers, into, self._threads)
+        return BulkRead(self, target, headers, into, self._threads, self._settings.read_timeout_s)
 
     def close(self) -> None:
         """Wait for the threads, and close the idle connections."""
@@ -105,11 +109,18 @@ class BulkReads:
 
 class BulkRead:
     """One request under way. `head` comes first, then `body`, when all of it lies there; both may raise
-    ServerError(SlowDown). `end` it before its memory is used for anything else.
+    ServerError(SlowDown), also where fewer bytes come than `LeastRate` wants in `window_s`. `end` it before its memory
+    is used for anything else.
     """
 
     def __init__(
-        self, reads: BulkReads, target: str, headers: Mapping[str, str], into: Into, threads: ThreadPoolExecutor
+        self,
+        reads: BulkReads,
+        target: str,
+        headers: Mapping[str, str],
+        into: Into,
+        threads: ThreadPoolExecutor,
+        window_s: float,
     ) -> None:
         self._reads = reads
         self._target = target
@@ -119,6 +130,12 @@ class BulkRead:
         self._lock = threading.Lock()
         self._socket: socket.socket | None = None
         self._is_ended = False
+        self._problem = "the request was broken off"
+        self._received_bytes = 0
+        self._seen_bytes: int | None = None
+        self._window_s = window_s
+        self._rate = LeastRate(window_s)
+        self._watch = self._loop.call_later(window_s, self._check_rate)
         self.head: asyncio.Future[Head] = self._loop.create_future()
         self.body: asyncio.Future[None] = self._loop.create_future()
         self._thread = self._loop.run_in_executor(threads, self._run)
@@ -126,18 +143,35 @@ class BulkRead:
 
     async def end(self) -> None:
         """Break the request off where it has not ended. On return no thread writes into its memory."""
+        if self._broken_off():
+            await finished(self._thread)
+
+    def _broken_off(self) -> bool:
+        """Have the thread end; False where it has not begun, and will not."""
         with self._lock:
             self._is_ended = True
-            if self._socket is None:  # it has not begun, and will not
-                return
+            if self._socket is None:
+                return False
             with suppress(OSError):
                 socket.socket.shutdown(self._socket, socket.SHUT_RDWR)
-        await finished(self._thread)
+        return True
+
+    def _check_rate(self) -> None:
+        """Break off what comes too slowly, its head included, from the first check on that finds it begun."""
+        received_bytes = self._received_bytes
+        if self._seen_bytes is not None and self._rate.is_too_slow(self._window_s, received_bytes - self._seen_bytes):
+            self._problem = "the answer comes too slowly"
+            self._broken_off()
+            return
+        if self._socket is not None:
+            self._seen_bytes = received_bytes
+        self._watch = self._loop.call_later(self._window_s, self._check_rate)
 
     def _note_end(self, thread: asyncio.Future[None]) -> None:
+        self._watch.cancel()
         error = None if thread.cancelled() else thread.exception()
         if thread.cancelled():
-            error = unreachable("the request was broken off")
+            error = unreachable(self._problem)
         for future in (self.head, self.body):
             if future.done():
                 continue
@@ -162,8 +196,10 @@ class BulkRead:
                     response.close()
                     connection.close()
         except http.client.IncompleteRead as error:
-            raise unreachable("the answer ended early") from error
+            raise unreachable(self._problem if self._is_ended else "the answer ended early") from error
         except (OSError, http.client.HTTPException) as error:
+            if self._is_ended:
+                raise unreachable(self._problem) from error
             if type(error) in _OF_ONE_OBJECT:
                 problem = f"the upstream store: {error}"
                 raise ServerError(ErrorCode.INTERNAL_ERROR, problem, retryable=False) from error
@@ -194,7 +230,7 @@ class BulkRead:
 
     def _require_wanted(self) -> None:
         if self._is_ended:
-            raise ConnectionAbortedError("the request was broken off")
+            raise ConnectionAbortedError(self._problem)
 
     def _received(self, response: http.client.HTTPResponse) -> bool:
         """Receive the body; whether the connection can be used again."""
@@ -208,10 +244,11 @@ class BulkRead:
             raise ConnectionAbortedError(f"{response.length} bytes come of {len(view)}")
         at, until = 0, self._into.first_bytes
         while at < len(view):
-            count = response.readinto(view[at : min(until, len(view))])
+            count = response.readinto(view[at : min(until, len(view), at + PIECE_BYTES)])
             if not count:
                 raise http.client.IncompleteRead(b"", len(view) - at)
             at += count
+            self._received_bytes = at
             if at >= min(until, len(view)):
                 self._into.on_step(at)
                 until = at + self._into.step_bytes

@@ -102,9 +102,9 @@ class UpstreamChunks:
         if not low:
             await self._objects.require_bucket(bucket)
         await self._remember(bucket, [keys[index] for index in range(low) if found[index] is None])
-        self._cache.evictor.note_lookup(bucket, keys, low, lease_s)
-        if lease_s > 0:
-            absent = [keys[index] for index in range(low) if found[index] is None]
+        staying = self._cache.evictor.note_lookup(bucket, keys, low, lease_s)
+        if lease_s > 0:  # what is just leaving the cache comes again
+            absent = [keys[index] for index in range(low) if found[index] is None or index >= staying]
             self._fetches.prefetch(bucket, absent, min(lease_s, PREFETCH_WAIT_S))
         return low
 

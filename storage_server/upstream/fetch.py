@@ -8,6 +8,7 @@ import time
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from functools import partial
+from itertools import count
 
 from adapters.threads import HERE_BYTES_MAX, to_end
 from descriptors.conditions import NO_WRITE_CONDITION, ReadCondition
@@ -26,9 +27,11 @@ from storage_server.store.embedded import EmbeddedStore
 from storage_server.store.index import transaction
 from storage_server.store.index.transaction import Transaction
 from storage_server.store.rows import StoredPart
+from storage_server.upstream.copied_tags import CopiedTags
 from storage_server.upstream.key_locks import KeyLocks
 from storage_server.upstream.receiving import IntoFile, IntoMemory, Receiver, wrong
 from storage_server.upstream.remote_dram import RemoteDram
+from storage_server.upstream.rules.attempts import ATTEMPTS_MAX, pause_before_next_s
 from storage_server.upstream.rules.chunk_names import is_chunk_key
 from storage_server.upstream.rules.groups import group_ends
 from storage_server.upstream.rules.headers import is_md5
@@ -51,6 +54,14 @@ _log = logging.getLogger(__name__)
 _ABSENT = frozenset({ErrorCode.NO_SUCH_KEY, ErrorCode.NO_SUCH_BUCKET})
 
 
+class _BrokenOffError(Exception):
+    """An answer whose head has come, and whose body does not come to its end."""
+
+    def __init__(self, error: ServerError) -> None:
+        super().__init__(str(error))
+        self.error = error
+
+
 class Ways:
     """Everything that all fetches share."""
 
@@ -63,8 +74,10 @@ class Ways:
         landing: Landing,
         io: IoThreads,
         remote: RemoteDram | None,
+        tags: CopiedTags,
     ) -> None:
         self.objects = objects
+        self.tags = tags
         self.remote = remote
         self.cache = cache
         self.locks = locks
@@ -138,6 +151,7 @@ class Fetch:
         self._is_crowded = is_crowded
         self.begun: asyncio.Future[Extent | None] = asyncio.get_running_loop().create_future()
         self.begun.add_done_callback(lambda begun: begun.cancelled() or begun.exception())
+        self._receiver: Receiver | None = None
         self._arrival: Arrival | None = None
         self._so_far = b"", 0
         self._proof: Proof | None = None
@@ -169,21 +183,16 @@ class Fetch:
         """
         if self.layout is not None and await self._fetch_remote(self.layout):
             return
-        receiver: Receiver | None = None
         start = 0
         self._asked_at = time.time()
         with ExitStack() as stack:
             for group_index, group_end in enumerate(ends):
                 turn_index = PREFETCH_GROUP if self.layout is None else group_index
-                async with self._ways.turns.turn(turn_index, self._index):
-                    self.has_begun = True
-                    if receiver is None:
-                        receiver = self._ways.receiver(self._bucket, self.layout, self._advance)
-                        stack.callback(receiver.close)
-                    end = await self._fetch_group(receiver, start, group_end, stack)
+                end = await self._fetch_group(turn_index, start, group_end, stack)
                 if end is None:
                     return
                 start = end
+            receiver = self._receiver
             assert receiver is not None
             assert self.info is not None
             assert receiver.writer is not None
@@ -229,8 +238,28 @@ class Fetch:
         if self._ways.remote is not None and self._proof is not None and is_chunk_key(self._key):
             self._ways.remote.admit(RemoteEntry(self._bucket, info, self._proof, self._asked_at), receiver.landed)
 
-    async def _fetch_group(self, receiver: Receiver, start: int, group_end: int | None, stack: ExitStack) -> int | None:
-        """Read one group; where it ends, or None where the object is no chunk of this layout."""
+    async def _fetch_group(self, turn_index: int, start: int, group_end: int | None, stack: ExitStack) -> int | None:
+        """Read one group when it is its turn; where it ends, or None where the object is no chunk of this layout. Where
+        an answer breaks off or comes too slowly, the rest is asked for again.
+        """
+        for attempt in count(1):
+            try:
+                async with self._ways.turns.turn(turn_index, self._index):
+                    self.has_begun = True
+                    if self._receiver is None:
+                        self._receiver = self._ways.receiver(self._bucket, self.layout, self._advance)
+                        stack.callback(self._receiver.close)
+                    return await self._ask(self._receiver, start, group_end, stack)
+            except _BrokenOffError as broken:
+                assert self._receiver is not None
+                start = max(start, self._receiver.received_bytes)
+                if attempt == ATTEMPTS_MAX:
+                    raise broken.error from broken
+            await asyncio.sleep(pause_before_next_s(attempt))
+        raise AssertionError("the loop ends by itself")
+
+    async def _ask(self, receiver: Receiver, start: int, group_end: int | None, stack: ExitStack) -> int | None:
+        """One request for the rest of a group, from `start` on. Raises _BrokenOffError."""
         last = None if group_end is None else group_end - 1
         condition = ReadCondition() if self.info is None else ReadCondition(if_match=(self.info.etag,))
         request = ReadRequest(self._bucket, self._key, RangeSpec(start, last), condition=condition)
@@ -249,7 +278,12 @@ class Fetch:
             end = head.info.nbytes if group_end is None else group_end
             if (head.range.start, head.range.length) != (start, end - start):
                 raise wrong("another range came than was asked for")
-            await received
+            try:
+                await received
+            except ServerError as error:
+                if error.code is not ErrorCode.SLOW_DOWN or receiver.received_bytes >= end:
+                    raise
+                raise _BrokenOffError(error) from error
         return end
 
     async def _begin(self, info: ObjectInfo, receiver: Receiver) -> None:
@@ -299,6 +333,7 @@ class Fetch:
         committer, locks = self._ways.cache.committer, self._ways.locks
         async with locks.held(self._bucket, [self._key]):  # while others change the key, they end this fetch
             await to_end(asyncio.ensure_future(committer.commit(publish, writer.pending())))
+        self._ways.tags.note(self._bucket, self._key, info.etag)
 
     def _end_with(self, error: ObjectCacheError) -> None:
         if self._arrival is not None:

@@ -19,6 +19,7 @@ from storage_server.gather.landing import Landing
 from storage_server.planning.extent import Extent
 from storage_server.store.data.io_threads import IoThreads
 from storage_server.store.embedded import EmbeddedStore
+from storage_server.upstream.copied_tags import CopiedTags
 from storage_server.upstream.fetch import Fetch, Ways
 from storage_server.upstream.key_locks import KeyLocks, Name
 from storage_server.upstream.remote_dram import RemoteDram
@@ -50,7 +51,8 @@ class Fetches:
         self._turns = Turns(requests_max)
         self.landing = Landing(landing_bytes) if remote is None else remote.landing(landing_bytes)
         self._io = IoThreads(IO_THREADS)
-        self._ways = Ways(objects, cache, locks, self._turns, self.landing, self._io, remote)
+        self._tags = CopiedTags(objects, cache, locks)
+        self._ways = Ways(objects, cache, locks, self._turns, self.landing, self._io, remote, self._tags)
         self._running: dict[Name, Fetch] = {}
         self._by_bucket: Counter[str] = Counter()
         self._prefetching: Counter[str] = Counter()
@@ -127,6 +129,7 @@ class Fetches:
     async def close(self) -> None:
         """Stop every fetch."""
         await _ended([fetch.task for fetch in self._running.values()])
+        await self._tags.close()
         self._io.close()
 
     def _fetch(self, bucket: str, key: str, index: int, layout: ChunkLayout, *, is_crowded: bool) -> Fetch:

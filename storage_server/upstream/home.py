@@ -8,7 +8,7 @@ import asyncio
 import math
 import time
 from collections import defaultdict
-from collections.abc import AsyncIterator, Awaitable, Mapping, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Collection, Mapping, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager, suppress
 from functools import partial
 from typing import TypeVar
@@ -24,6 +24,7 @@ from descriptors.objects import (
     CopyRequest,
     ListPage,
     ListRequest,
+    NotDeleted,
     ObjectInfo,
     ObjectPart,
     PartCopyRequest,
@@ -180,10 +181,17 @@ class UpstreamHome:
         if clean:
             await self.forget(bucket, clean)
 
-    async def changing(self, bucket: str, keys: Sequence[str], change: Awaitable[_T]) -> _T:
+    async def changing(
+        self,
+        bucket: str,
+        keys: Sequence[str],
+        change: Awaitable[_T],
+        unchanged: Callable[[_T], Collection[str]] = lambda changed: (),
+    ) -> _T:
         """Carry out a change of these objects upstream, and remove every copy before this returns. A change that fails
         may have been carried out all the same: copies go, but what upstream does not have yet stays. Copies also go
-        before the change, so that a crash in the middle leaves none of what it replaced.
+        before the change, so that a crash in the middle leaves none of what it replaced. `unchanged` says which of the
+        keys a change that was carried out has left as they were.
         """
         await self.forget_clean(bucket, [key for key in keys if self.cache.objects.stored(bucket, key) is not None])
         try:
@@ -191,7 +199,10 @@ class UpstreamHome:
         except BaseException:
             await to_end(asyncio.ensure_future(self.forget_clean(bucket, keys)))
             raise
-        await to_end(asyncio.ensure_future(self.forget(bucket, keys)))
+        left = set(unchanged(changed))
+        await to_end(asyncio.ensure_future(self.forget(bucket, [key for key in keys if key not in left])))
+        if left:
+            await to_end(asyncio.ensure_future(self.forget_clean(bucket, [key for key in keys if key in left])))
         return changed
 
     async def _forget_versions(self, bucket: str, versions: Mapping[str, int]) -> int:
@@ -327,9 +338,12 @@ class CachedObjects:
                     await to_end(asyncio.ensure_future(self._home.forget(bucket, [key])))
                 raise
 
-    async def delete_objects(self, access_key: str, bucket: str, keys: list[str]) -> None:
+    async def delete_objects(self, access_key: str, bucket: str, keys: list[str]) -> list[NotDeleted]:
         async with self._write_back.held(bucket, keys):
-            await self._home.changing(bucket, keys, self._there.delete_objects(access_key, bucket, keys))
+            deleting = self._there.delete_objects(access_key, bucket, keys)
+            return await self._home.changing(
+                bucket, keys, deleting, lambda failed: [not_deleted.key for not_deleted in failed]
+            )
 
     async def set_tags(self, access_key: str, bucket: str, key: str, tags: dict[str, str]) -> None:
         """A crash in the middle leaves a copy whose tags are doubtful."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import time
 from collections.abc import AsyncIterator, Mapping
 from contextlib import asynccontextmanager
 from dataclasses import replace
@@ -12,7 +13,7 @@ from urllib.parse import unquote_plus, urlencode
 import aiohttp
 
 from descriptors.conditions import NO_WRITE_CONDITION, WriteCondition, check_read
-from descriptors.errors import CallerError, ErrorCode, ObjectCacheError, ServerError, make_error
+from descriptors.errors import CallerError, ErrorCode
 from descriptors.lifecycle import LifecycleRule
 from descriptors.objects import (
     BucketInfo,
@@ -21,6 +22,7 @@ from descriptors.objects import (
     CopyRequest,
     ListPage,
     ListRequest,
+    NotDeleted,
     ObjectInfo,
     ObjectPart,
     PutRequest,
@@ -41,6 +43,7 @@ from storage_server.upstream.rules.headers import (
     source_headers,
     write_headers,
 )
+from storage_server.upstream.rules.least_rate import LeastRate
 from storage_server.upstream.rules.lifecycle import lifecycle_document, lifecycle_rules
 from storage_server.upstream.rules.merged_list import AFTER_PREFIX
 from storage_server.upstream.rules.proof import HEADER, Proof, parse_proof
@@ -130,7 +133,7 @@ class UpstreamObjects:
     @asynccontextmanager
     async def open_object(self, access_key: str, request: ReadRequest) -> AsyncIterator[ObjectRead]:
         async with self._opened("GET", request, with_tags=False) as (answer, head):
-            yield ObjectRead(head, pieces_of(answer))
+            yield ObjectRead(head, pieces_of(answer, self._upstream.settings.read_timeout_s))
 
     @asynccontextmanager
     async def open_range(
@@ -138,7 +141,8 @@ class UpstreamObjects:
     ) -> AsyncIterator[tuple[ReadHead, Proof | None, AsyncIterator[Piece]]]:
         """A read that also gives the proof of the whole object, if its headers have one."""
         async with self._opened("GET", request) as (answer, head):
-            yield head, parse_proof(answer.headers.get(HEADER), head.info.nbytes), pieces_of(answer)
+            coming = pieces_of(answer, self._upstream.settings.read_timeout_s)
+            yield head, parse_proof(answer.headers.get(HEADER), head.info.nbytes), coming
 
     @asynccontextmanager
     async def open_into(
@@ -186,12 +190,15 @@ class UpstreamObjects:
     ) -> None:
         await self._upstream.call("DeleteObject", write_headers(condition), Bucket=bucket, Key=key)
 
-    async def delete_objects(self, access_key: str, bucket: str, keys: list[str]) -> None:
-        """Raises the error of the first key that upstream did not delete; the others may be gone."""
+    async def delete_objects(self, access_key: str, bucket: str, keys: list[str]) -> list[NotDeleted]:
         wanted = {"Objects": [{"Key": key} for key in keys], "Quiet": True}
         found = await self._upstream.call("DeleteObjects", Bucket=bucket, Delete=wanted)
-        for error in found.get("Errors", ()):
-            raise _error_of(error)
+        return [
+            NotDeleted(
+                error.get("Key", ""), error.get("Code", ErrorCode.INTERNAL_ERROR.value), error.get("Message", "")
+            )
+            for error in found.get("Errors", ())
+        ]
 
     async def set_tags(self, access_key: str, bucket: str, key: str, tags: dict[str, str]) -> None:
         if not tags:
@@ -312,11 +319,19 @@ def list_page(found: dict[str, Any]) -> ListPage:
     return ListPage(objects, prefixes, max(last_key, last_prefix, key=str.encode))
 
 
-async def pieces_of(answer: Answer) -> AsyncIterator[Piece]:
-    """The bytes of an answer. Raises ServerError(SlowDown) where upstream breaks off."""
+async def pieces_of(answer: Answer, window_s: float) -> AsyncIterator[Piece]:
+    """The bytes of an answer. Raises ServerError(SlowDown) where upstream breaks off, or sends fewer bytes than
+    `LeastRate` wants while somebody waits for them.
+    """
+    rate = LeastRate(window_s)
+    pieces = answer.content.iter_any()
     try:
-        async for piece in answer.content.iter_any():
+        asked_s = time.monotonic()
+        async for piece in pieces:
+            if rate.is_too_slow(time.monotonic() - asked_s, len(piece)):
+                raise unreachable("the answer comes too slowly")
             yield piece
+            asked_s = time.monotonic()
     except (aiohttp.ClientError, OSError, TimeoutError) as error:
         raise unreachable(str(error) or type(error).__name__) from error
 
@@ -326,14 +341,6 @@ def _of_part(error: CallerError, request: ReadRequest) -> CallerError:
     if error.code is ErrorCode.INVALID_RANGE and request.part_number is not None:
         return CallerError(ErrorCode.INVALID_PART_NUMBER, "the object has no such part", field="partNumber")
     return error
-
-
-def _error_of(entry: dict[str, str]) -> ObjectCacheError:
-    try:
-        return make_error(ErrorCode(entry.get("Code", "")), entry.get("Message", ""), field="key")
-    except ValueError:
-        problem = f"upstream did not delete a key: {entry.get('Code')}: {entry.get('Message')}"
-        return ServerError(ErrorCode.INTERNAL_ERROR, problem, retryable=True)
 
 
 def checksum_of(entry: Mapping[str, Any]) -> Checksum | None:

@@ -36,6 +36,8 @@ class Receiver(Protocol):
     """One chunk on its way. `writer` is set when the first head has come and the chunk has its place in a file."""
 
     writer: ExtentWriter | None
+    received_bytes: int
+    """How much of the chunk, from its beginning, has come and is counted in its checksums."""
 
     @property
     def landed(self) -> Landed | None:
@@ -61,6 +63,7 @@ class IntoMemory:
         self.landed = landed
         self.writer: ExtentWriter | None = None
         self.blocks = BlockChecksums()
+        self.received_bytes = 0
         self._objects = objects
         self._io = io
         self._view = landed.view
@@ -71,14 +74,12 @@ class IntoMemory:
     @asynccontextmanager
     async def open(self, request: ReadRequest, start: int, end: int | None) -> AsyncIterator[Opened]:
         view = self._view[start:end]
-        at = start
 
         def on_step(received_bytes: int) -> None:  # in the reading thread
-            nonlocal at
-            self.blocks.update(self._view[at : start + received_bytes])
-            at = start + received_bytes
+            self.blocks.update(self._view[self.received_bytes : start + received_bytes])
+            self.received_bytes = start + received_bytes
             with suppress(RuntimeError):  # the loop is closed, so nobody waits any more
-                self._loop.call_soon_threadsafe(self._on_step, self.blocks.packed(), at)
+                self._loop.call_soon_threadsafe(self._on_step, self.blocks.packed(), self.received_bytes)
 
         into = Into(view, self._first_bytes, max(STEP_BYTES, self._first_bytes), on_step)
         async with self._objects.open_into(request, into) as opened:
@@ -102,6 +103,7 @@ class IntoFile:
     def __init__(self, objects: HomeObjects, io: IoThreads, disk: Disk, on_step: OnStep) -> None:
         self.landed: Landed | None = None
         self.writer: ExtentWriter | None = None
+        self.received_bytes = 0
         self._objects = objects
         self._io = io
         self._disk = disk
@@ -138,6 +140,7 @@ class IntoFile:
             self.writer.write(pieces, self._disk)  # in less time than a hand-over to a thread takes
         else:
             await self._io.run(partial(self.writer.write, pieces, self._disk))
+        self.received_bytes = arrived_bytes
         self._on_step(self.writer.words(), arrived_bytes)
 
     def words(self) -> bytes:

@@ -1,16 +1,22 @@
 """`python -m tests.faults.bounds`: writers flood bounded caches, the server is killed in between, and the bytes of all
 files under its directory are counted every 10 ms.
+
+Half of the samples must come within SAMPLE_GAP_S_MAX of the one before: counting itself takes some milliseconds, and on
+a loaded machine a single gap may be of any length. The longest one is told.
 """
 
 from __future__ import annotations
 
 import argparse
 import contextlib
+import http.client
 import json
 import os
 import random
 import secrets
 import signal
+import sqlite3
+import statistics
 import sys
 import tempfile
 import threading
@@ -32,9 +38,16 @@ KINDS = ("embedded", "upstream", "written back")
 DISK_BYTES = 96 * MIB
 CAPACITY_BYTES = 64 * MIB
 SAMPLE_S = 0.01
+SAMPLE_GAP_S_MAX = 0.05
 SIZES = (4 * KIB, 70_000, 300 * KIB, MIB, 2 * MIB)
 WRITERS = 4
 ORDINARY, CACHE, PINNED = "kept", "cached", "pinned"
+CAPACITIES = {CACHE: CAPACITY_BYTES, PINNED: 32 * MIB}
+INDEX_EVERY = 10
+"""Of the samples, those that look into the index, too."""
+LEASE_EVERY_S, LEASE_S = 1.0, 15.0
+COMING_S = 2.0
+"""So long after the lookup a chunk that was on its way has come, and its lease is written down."""
 BUCKETS = f"""
 [[buckets]]
 name = "{CACHE}"
@@ -42,7 +55,7 @@ capacity_bytes = "{CAPACITY_BYTES}"
 eviction = "lru"
 [[buckets]]
 name = "{PINNED}"
-capacity_bytes = "32MiB"
+capacity_bytes = "{CAPACITIES[PINNED]}"
 """
 
 
@@ -68,8 +81,23 @@ class Tally:
     kills: int = 0
     samples: int = 0
     most_bytes: int = 0
+    median_sample_gap_s: float = 0.0
     longest_sample_gap_s: float = 0.0
+    index_samples: int = 0
+    most_bucket_bytes: int = 0
+    leases: int = 0
+    leases_seen: int = 0
+    compared: int = 0
     failures: list[str] = field(default_factory=list)
+
+
+@dataclass(frozen=True, slots=True)
+class Leased:
+    """A chunk that a lookup leased. It must be in the cache from `since_s` to `until_s`, by the steady clock."""
+
+    key: str
+    since_s: float
+    until_s: float
 
 
 def content(key: str, nbytes: int) -> bytes:
@@ -111,12 +139,13 @@ class Flood:
         self._url = ""
         self._stored: list[tuple[str, str, int]] = []
         self._pinned: list[tuple[str, int]] = []
+        self._leased: list[Leased] = []
         self._lock = threading.Lock()
 
     def run(self, seconds: float, kill_every_s: float) -> Iterator[float]:
         """Yields the seconds that have passed. Failures are in the tally."""
         began_s = time.monotonic()
-        threads = [threading.Thread(target=self._sample)]
+        threads = [threading.Thread(target=self._sample), threading.Thread(target=self._lease)]
         threads += [threading.Thread(target=self._guarded, args=(number,)) for number in range(WRITERS)]
         with contextlib.ExitStack() as stack:
             process = self._start(stack)
@@ -130,6 +159,7 @@ class Flood:
                     yield time.monotonic() - began_s
                     if time.monotonic() - killed_s >= kill_every_s:
                         self._is_up.clear()
+                        self._forget_young_leases()
                         process.send_signal(signal.SIGKILL)
                         process.wait()
                         self.tally.kills += 1
@@ -141,7 +171,7 @@ class Flood:
                 self._is_up.set()
                 for thread in threads:
                     thread.join()
-            if self._writes_back and not self.tally.failures:
+            if self._upstream is not None and not self.tally.failures:
                 self._check_upstream()
 
     def _start(self, stack: contextlib.ExitStack) -> Any:
@@ -182,28 +212,98 @@ class Flood:
                 self.tally.failures.append(f"{bucket}/{key} has other bytes")
 
     def _check_upstream(self) -> None:
-        """Everything that was acknowledged gets there."""
-        if not eventually(lambda: metric(self._url, "objectcache_upstream_dirty_chunks") == 0, DRAIN_S):
+        """Everything that was acknowledged is there: at once where it was written through, and soon otherwise."""
+        if self._writes_back and not eventually(
+            lambda: metric(self._url, "objectcache_upstream_dirty_chunks") == 0, DRAIN_S
+        ):
             self.tally.failures.append("some chunks do not get upstream")
         assert self._upstream is not None
         there = s3_client(self._upstream, OWNER)
         for bucket, key, nbytes in self._stored:
             if there.get_object(Bucket=bucket, Key=key)["Body"].read() != content(key, nbytes):
                 self.tally.failures.append(f"{bucket}/{key} has other bytes upstream")
+            self.tally.compared += 1
 
     def _sample(self) -> None:
+        try:
+            self._sample_to_the_end()
+        except Exception as error:
+            self.tally.failures.append(f"sampling: {type(error).__name__}: {error}")
+
+    def _sample_to_the_end(self) -> None:
         last_s = time.monotonic()
+        gaps_s: list[float] = []
         while not self._stop.is_set():
             nbytes = allocated(self._data)
             now_s = time.monotonic()
             self.tally.samples += 1
             self.tally.most_bytes = max(self.tally.most_bytes, nbytes)
-            self.tally.longest_sample_gap_s = max(self.tally.longest_sample_gap_s, now_s - last_s)
+            gaps_s.append(now_s - last_s)
             last_s = now_s
+            if self.tally.samples % INDEX_EVERY == 0:
+                with contextlib.suppress(sqlite3.OperationalError):  # a server that starts has it to itself
+                    self._check_index()
+                    self.tally.index_samples += 1
             if nbytes > DISK_BYTES:
                 self.tally.failures.append(f"{nbytes} bytes are taken, {DISK_BYTES} may be")
                 return
             time.sleep(SAMPLE_S)
+        self.tally.longest_sample_gap_s = max(gaps_s)
+        self.tally.median_sample_gap_s = statistics.median(gaps_s)
+        if self.tally.median_sample_gap_s > SAMPLE_GAP_S_MAX:
+            self.tally.failures.append(f"half of the samples are {self.tally.median_sample_gap_s:.3f} s apart, or more")
+
+    def _check_index(self) -> None:
+        """What each bucket's objects take, and that what is held is in the cache itself: a GET would bring it from
+        upstream, too.
+        """
+        with contextlib.closing(sqlite3.connect(f"file:{self._data}/index.sqlite3?mode=ro", uri=True)) as db:
+            if self._upstream is None:
+                for bucket, capacity_bytes in CAPACITIES.items():
+                    (nbytes,) = db.execute("SELECT SUM(nbytes) FROM objects WHERE bucket = ?", (bucket,)).fetchone()
+                    self.tally.most_bucket_bytes = max(self.tally.most_bucket_bytes, nbytes or 0)
+                    if (nbytes or 0) > capacity_bytes:
+                        self.tally.failures.append(f"{bucket} has {nbytes} bytes, {capacity_bytes} may be")
+            with self._lock:
+                held = [(PINNED, key, "pinned") for key, _ in self._pinned]
+                held += [
+                    (CACHE, each.key, "leased")
+                    for each in self._leased
+                    if each.since_s < time.monotonic() < each.until_s
+                ]
+            for bucket, key, what in held:
+                if db.execute("SELECT 1 FROM objects WHERE bucket = ? AND key = ?", (bucket, key)).fetchone() is None:
+                    with self._lock:
+                        is_counted = what == "pinned" or any(each.key == key for each in self._leased)
+                    if is_counted:
+                        self.tally.failures.append(f"{bucket}/{key} is {what}, and not in the cache")
+                elif what == "leased":
+                    self.tally.leases_seen += 1
+
+    def _lease(self) -> None:
+        """One chunk of the latest after the other; together they are less than pins and leases may hold."""
+        chooser = random.Random(self._random.random())
+        while not self._stop.wait(LEASE_EVERY_S):
+            with self._lock:
+                latest = [key for bucket, key, _ in self._stored[-20:] if bucket == CACHE]
+            if not latest or not self._is_up.is_set():
+                continue
+            key = chooser.choice(latest)
+            asked_s = time.monotonic()
+            try:
+                body = json.dumps({"chunk_keys": [key], "lease_s": LEASE_S}).encode()
+                reply = request(self._url, "POST", f"/{CACHE}?lookup", body=body)
+            except (OSError, http.client.HTTPException):
+                continue  # the server was killed
+            if reply.status == 200 and json.loads(reply.body)["matched"] == 1:
+                with self._lock:
+                    self._leased.append(Leased(key, time.monotonic() + COMING_S, asked_s + LEASE_S))
+                self.tally.leases += 1
+
+    def _forget_young_leases(self) -> None:
+        """A server that is killed may not have written these down."""
+        with self._lock:
+            self._leased = [each for each in self._leased if each.since_s < time.monotonic()]
 
     def _guarded(self, number: int) -> None:
         chooser = random.Random(self._random.random() + number)
@@ -271,7 +371,7 @@ def upstream_server(directory: Path) -> Iterator[str]:
 def main() -> int:
     """Exit status 0 when every promise held."""
     parser = argparse.ArgumentParser(prog="python -m tests.faults.bounds", description=__doc__)
-    parser.add_argument("--seconds", type=float, default=600.0, help="for each of the three; default: 600")
+    parser.add_argument("--seconds", type=float, default=600.0, help="for each of the three kinds; default: 600")
     parser.add_argument("--kill-every", type=float, default=15.0, metavar="S", help="default: 15")
     parser.add_argument("--seed", type=int, help="default: a new one, printed")
     options = parser.parse_args()

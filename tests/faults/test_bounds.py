@@ -10,6 +10,7 @@ import pytest
 from tests.faults.bounds import KINDS, Flood, upstream_server
 
 SECONDS = 20.0
+"""Of each kind: a minute in all."""
 KILL_EVERY_S = 6.0
 
 
@@ -17,8 +18,9 @@ KILL_EVERY_S = 6.0
 @pytest.mark.timeout(180)
 @pytest.mark.parametrize("kind", KINDS)
 def test_bounds_hold_at_every_moment(tmp_path: Path, kind: str) -> None:
-    """Every byte that is read is right, what nobody declared a cache and what is pinned stays, and nothing that was
-    acknowledged is lost upstream, where it comes later with write = back.
+    """Of the directory and of each bucket. Every byte that is read is right, what nobody declared a cache stays, what
+    is pinned or leased stays in the cache itself, and nothing that was acknowledged is lost upstream, where it comes
+    later with write = back.
     """
     with contextlib.ExitStack() as stack:
         url = None if kind == "embedded" else stack.enter_context(upstream_server(tmp_path))
@@ -29,3 +31,7 @@ def test_bounds_hold_at_every_moment(tmp_path: Path, kind: str) -> None:
     assert tally.failures == []
     assert tally.kills >= 2
     assert min(tally.puts, tally.gets, tally.samples) > 100, tally
+    assert tally.index_samples > 20, tally
+    assert tally.leases_seen > tally.leases > 0, tally
+    assert (tally.compared >= tally.puts) is (kind != "embedded"), tally
+    assert (tally.most_bucket_bytes > 0) is (kind == "embedded"), tally

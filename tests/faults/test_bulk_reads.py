@@ -184,6 +184,37 @@ async def test_what_is_no_whole_answer_is_an_error(service: Service, reads: Bulk
     assert bytes(view) == BODY
 
 
+@pytest.mark.parametrize("part", ["head", "body"])
+async def test_what_drips_ends(service: Service, reads: BulkReads, part: str) -> None:
+    """Each byte comes before the time limit of a read ends; the connection and all that wait are free soon all the
+    same.
+    """
+    ended = threading.Event()
+
+    def dripping(connection: socket.socket) -> None:
+        answer = head() + BODY
+        fast = 5 if part == "head" else len(head()) + 100
+        connection.sendall(answer[:fast])
+        for at in range(fast, len(answer)):
+            connection.sendall(answer[at : at + 1])
+            if ended.wait(0.1):
+                return
+
+    service.answers = [dripping, whole]
+    reading = begun(reads, memoryview(bytearray(len(BODY))))
+    async with asyncio.timeout(30):
+        with pytest.raises(ServerError, match="too slowly") as failed:
+            await reading.body
+        assert failed.value.retryable
+        with suppress(ServerError):
+            await reading.head
+        await reading.end()
+    ended.set()
+    view = memoryview(bytearray(len(BODY)))
+    await begun(reads, view).body
+    assert bytes(view) == BODY
+
+
 async def test_a_head_that_is_too_long_is_about_one_object(service: Service, reads: BulkReads) -> None:
     """It is no failure of the service, which would be left alone for everybody."""
     headers = "".join(f"x-amz-meta-{number}: x\r\n" for number in range(200))

@@ -28,7 +28,7 @@ from tests.faults.crash.rounds import Mode, Tally, run_rounds
 from tests.faults.crash.versions import Version
 from tests.support.chunks import BytesBody
 
-ROUNDS = 8
+ROUNDS = 10
 MACHINES = 9
 CUTS_PER_MACHINE = 6
 MEMORY = Path("/dev/shm")

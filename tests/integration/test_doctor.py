@@ -5,6 +5,8 @@ from __future__ import annotations
 import asyncio
 import json
 import os
+import re
+import socket
 import subprocess
 import sys
 from collections.abc import AsyncIterator, Iterator
@@ -18,9 +20,10 @@ import pytest
 from descriptors.conditions import NO_WRITE_CONDITION
 from descriptors.errors import CallerError, ErrorCode, ServerError
 from descriptors.objects import PutRequest, ReadRequest
-from objectcache import doctor
-from objectcache.doctor import PROBE_BYTES, Finding, State, described, upstream_findings
-from storage_server.settings import UpstreamSettings
+from objectcache import doctor, doctor_devices
+from objectcache.doctor import PROBE_BYTES, upstream_findings
+from objectcache.doctor_findings import Finding, State, described
+from storage_server.settings import RemoteDramSettings, UpstreamSettings
 from tests.support.foreign_services import moto_service
 from tests.support.requests import OWNER, s3_client
 from tests.support.servers import Stack, stack
@@ -30,6 +33,54 @@ from tests.support.tree import repository
 def test_what_to_do_stands_below_what_was_found() -> None:
     text = described([Finding("a", State.GOOD, "there"), Finding("long", State.PROBLEM, "not there", "change it")])
     assert text.splitlines() == ["good     a     there", "problem  long  not there", "               -> change it"]
+
+
+def written(folder: Path, files: dict[str, str]) -> Path:
+    for name, text in files.items():
+        (folder / name).parent.mkdir(parents=True, exist_ok=True)
+        (folder / name).write_text(text)
+    return folder
+
+
+def test_networks_that_are_up_have_their_speed(tmp_path: Path) -> None:
+    """As the kernel writes it: a link that is down, and a virtual one, have none."""
+    interfaces = {
+        "eth0": ("100000", "up", "1"),
+        "eth1": ("-1", "up", "1"),
+        "eth2": ("25000", "down", "1"),
+        "lo": ("", "up", "772"),
+    }
+    for name, texts in interfaces.items():
+        written(
+            tmp_path, {f"{name}/{part}": text for part, text in zip(("speed", "operstate", "type"), texts, strict=True)}
+        )
+    found = [(each.what, each.found) for each in doctor_devices.networks(tmp_path)]
+    assert found == [("network eth0", "100 Gbps"), ("network eth1", "speed not told")]
+    assert doctor_devices.networks(tmp_path / "none")[0].state is State.MISSING
+
+
+def test_a_gpu_is_told_by_its_drivers_files_where_there_is_no_nvidia_smi(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(doctor_devices, "ASK_GPUS", ("no-such-command",))
+    assert doctor_devices.gpu(tmp_path) == Finding("GPU", State.MISSING, "none")
+    card = "Model: \t\t NVIDIA H100 80GB HBM3\nIRQ: 1\n"
+    version = "NVRM version: NVIDIA UNIX x86_64 Kernel Module  535.183.01\nGCC version: 12\n"
+    written(tmp_path / "driver/nvidia", {"gpus/0000:01:00.0/information": card, "version": version})
+    told = "NVIDIA H100 80GB HBM3; driver NVIDIA UNIX x86_64 Kernel Module  535.183.01"
+    assert doctor_devices.gpu(tmp_path) == Finding("GPU", State.GOOD, told)
+    says = ("printf", "A100, 550.1\\nA100, 550.1\\n")
+    monkeypatch.setattr(doctor_devices, "ASK_GPUS", says)
+    assert doctor_devices.gpu(tmp_path).found == "A100, A100; driver 550.1"
+
+
+@pytest.mark.needs_server
+def test_the_master_of_remote_dram_is_tried() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as bound:
+        settings = RemoteDramSettings(f"mooncake://127.0.0.1:{bound.getsockname()[1]}")
+        assert doctor_devices.remote_dram_findings(settings)[-1].state is State.GOOD
+    gone = doctor_devices.remote_dram_findings(settings)[-1]
+    assert (gone.what, gone.state) == ("mooncake master", State.PROBLEM)
 
 
 def doctored(*arguments: str, account: tuple[str, str] = OWNER) -> tuple[int, dict[str, Any]]:
@@ -58,7 +109,10 @@ def test_it_looks_at_the_host_the_directory_and_the_service(home: Stack, tmp_pat
         assert found[what]["state"] == "good", found[what]
     assert "MB/s" in found["upstream bandwidth"]["found"]
     assert {found[f"upstream {what}"]["state"] for what in ("trailers", "conditions")} == {"good"}
-    assert {"userfaultfd", "io_uring", "locked memory", "open files", "RDMA", "GPU", "O_DIRECT"} <= set(found)
+    assert {"userfaultfd", "io_uring", "locked memory", "open files", "RDMA", "GPU", "UCX", "O_DIRECT"} <= set(found)
+    assert any(what.startswith("network") for what in found)
+    if found["nixl-cu12"]["state"] == "good":
+        assert re.match(r"\d+\.\d+", found["UCX"]["found"])
     assert s3_client(home.url).list_objects_v2(Bucket="probed")["KeyCount"] == 0
     assert list(tmp_path.iterdir()) == []
 

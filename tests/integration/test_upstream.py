@@ -145,7 +145,7 @@ def test_layers_are_delivered_while_later_ones_have_not_come(
 
 
 GROUPS = [(way, group) for way in ("groups", "straight into files") for group in ("first", "later")]
-FAULTS = [fault for fault in Fault if fault is not Fault.HANGING]
+FAULTS = [fault for fault in Fault if fault not in (Fault.HANGING, Fault.DRIPPING, Fault.KEPT_KEYS)]
 WHOLE_FAULTS = [fault for fault in FAULTS if fault is not Fault.OTHER_ETAG]
 """One answer cannot contradict itself: that its ETag is wrong cannot be told, and the bytes are right."""
 
@@ -167,7 +167,7 @@ def test_no_wrong_byte_is_told_whatever_upstream_does(
 
     def choose(request: web.Request) -> Fault | None:
         start = start_of_range(request)
-        is_meant = start is not None and request.path.endswith(bad) and (start == 0) is (group == "first")
+        is_meant = start is not None and request.path.endswith(bad) and (start > 0 or group == "first")
         return fault if is_meant else None
 
     upstream.choose = choose

@@ -405,3 +405,46 @@ def test_a_full_disk_lets_writes_pass(
             return running.storage.upstream.copy_of(bucket, key_of("again")) is not None
 
         assert eventually(is_kept)
+
+
+def test_each_key_of_a_delete_has_its_own_outcome_in_the_words_of_upstream(
+    upstream: FaultyUpstream, front: Front, bucket: str
+) -> None:
+    """What upstream keeps is not lost here, where it may be the only copy."""
+    with front.started() as running:
+        s3 = s3_client(running.url, OWNER)
+        running.storage.upstream.write_back.pause()
+        kept, gone = f"kept/{key_of('kept')}", key_of("gone")
+        for key in (kept, gone):
+            s3.put_object(Bucket=bucket, Key=key, Body=content(key))
+        upstream.choose = lambda request: Fault.KEPT_KEYS if "delete" in request.query_string else None
+        named = {"Objects": [{"Key": kept}, {"Key": gone}, {"Key": "kept/plain"}]}
+        answer = s3.delete_objects(Bucket=bucket, Delete=named)
+        assert [each["Key"] for each in answer["Deleted"]] == [gone]
+        told = ("ObjectLocked", "until the audit is over")
+        assert [(each["Key"], each["Code"], each["Message"]) for each in answer["Errors"]] == [
+            (kept, *told),
+            ("kept/plain", *told),
+        ]
+        assert s3.get_object(Bucket=bucket, Key=kept)["Body"].read() == content(kept)
+        assert dirty(running).dirty_chunks == 1
+        upstream.release()
+        running.storage.upstream.write_back.resume()
+        assert eventually(lambda: is_clean(running))
+        assert keys(s3, bucket) == [kept]
+
+
+def test_conditional_deletes_that_were_carried_out_are_told_where_upstream_fails_then(
+    upstream: FaultyUpstream, front: Front, bucket: str
+) -> None:
+    with front.started() as running:
+        s3 = s3_client(running.url, OWNER)
+        etag = s3.put_object(Bucket=bucket, Key="first", Body=b"x")["ETag"]
+        upstream.choose = lambda request: Fault.FAILED if "delete" in request.query_string else None
+        named = {"Objects": [{"Key": "first", "ETag": etag}, {"Key": "second"}]}
+        answer = s3.delete_objects(Bucket=bucket, Delete=named)
+        assert [each["Key"] for each in answer["Deleted"]] == ["first"]
+        assert [(each["Key"], each["Code"]) for each in answer["Errors"]] == [("second", "InternalError")]
+        with pytest.raises(ClientError) as refused:  # nothing was carried out: the client may try again
+            s3.delete_objects(Bucket=bucket, Delete={"Objects": [{"Key": "second"}]})
+        assert refusal(refused) == "InternalError"

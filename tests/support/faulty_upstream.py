@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import re
 import socket
 import threading
 from collections.abc import Callable
@@ -25,10 +26,13 @@ class Fault(Enum):
     CORRUPT = "one bit of the body is another"
     OTHER_RANGE = "the body of another range"
     OTHER_ETAG = "another ETag"
+    KEPT_KEYS = "nothing is deleted, and of the keys that begin with `kept` the answer says so"
     HANGING = "no answer before `release`"
+    DRIPPING = "the second half of the body comes byte by byte before `release`"
     STALLED = "the second half of the body does not come before `release`"
 
 
+_KEPT = b"<Error><Key>%b</Key><Code>ObjectLocked</Code><Message>until the audit is over</Message></Error>"
 Choose = Callable[[web.Request], Fault | None]
 
 
@@ -44,6 +48,8 @@ class FaultyUpstream:
     def __init__(self, url: str) -> None:
         self._target = url
         self.choose: Choose = lambda _: None
+        self.hidden_headers: frozenset[str] = frozenset()
+        """Headers of answers, in lower case, that this service does not know."""
         self.seen: list[tuple[str, str, str]] = []
         self._loop = asyncio.new_event_loop()
         self._thread = threading.Thread(target=self._loop.run_forever, daemon=True)
@@ -95,6 +101,10 @@ class FaultyUpstream:
             assert request.transport is not None
             request.transport.abort()
             raise ConnectionResetError
+        if fault is Fault.KEPT_KEYS:
+            kept = [key for key in re.findall(rb"<Key>(.*?)</Key>", body) if key.startswith(b"kept")]
+            errors = [_KEPT % key for key in kept]
+            return web.Response(body=b"<DeleteResult>" + b"".join(errors) + b"</DeleteResult>")
         headers = {name: value for name, value in request.headers.items() if name != "Transfer-Encoding"}
         if fault is Fault.OTHER_RANGE:
             start = start_of_range(request) or 0  # type: ignore[arg-type]
@@ -109,7 +119,8 @@ class FaultyUpstream:
         self, request: web.BaseRequest, answer: aiohttp.ClientResponse, fault: Fault | None
     ) -> web.StreamResponse:
         data = bytearray(await answer.read())
-        headers = {name: value for name, value in answer.headers.items() if name not in ("Transfer-Encoding", "Date")}
+        left_out = {"transfer-encoding", "date"} | self.hidden_headers
+        headers = {name: value for name, value in answer.headers.items() if name.lower() not in left_out}
         if fault is Fault.CORRUPT and data:
             data[len(data) // 2] ^= 0x10
         if fault is Fault.SHORT:
@@ -130,6 +141,13 @@ class FaultyUpstream:
             await response.write(bytes(data[: len(data) // 2]))
             await self._released.wait()
             del data[: len(data) // 2]
+        if fault is Fault.DRIPPING:
+            await response.write(bytes(data[: len(data) // 2]))
+            del data[: len(data) // 2]
+            while data and not self._released.is_set():
+                await response.write(bytes(data[:1]))
+                del data[:1]
+                await asyncio.sleep(0.1)
         await response.write(bytes(data))
         return response
 

@@ -50,21 +50,22 @@ WATCHED = (None, "put", "complete", "abort", "copy", "self-copy", "part", "delet
 
 class Mode(Enum):
     """The home of objects in either durability; a cache in front of another server, which is not killed, where every
-    object counts as a chunk and is written back; and a cache in front of a shared directory.
+    object counts as a chunk and is written back, or written through; and a cache in front of a shared directory.
     """
 
     STRICT = "strict"
     RELAXED = "relaxed"
     BACK = "back"
+    THROUGH = "through"
     FILES = "files"
 
 
-WRITE_BACK = """
+UPSTREAM = """
 [upstream]
 endpoint = "{}"
 access_key = "{}"
 secret_key = "{}"
-write = "back"
+write = "{}"
 """
 
 
@@ -113,13 +114,13 @@ def _one_directory(place: Path, mode: Mode, world: World, rng: Random, count: in
     place.mkdir(parents=True)
     with contextlib.ExitStack() as stack:
         config = place / "config.toml"
-        durability = Durability.RELAXED if mode is Mode.RELAXED else Durability.STRICT
+        durability = Durability.RELAXED if mode in (Mode.RELAXED, Mode.THROUGH) else Durability.STRICT
         packed = rng.choice(PACKED_BYTES_MAX)
         text = f'[storage]\ndurability = "{durability.value}"\npacked_bytes_max = {packed}\n{COMPACTION}{DEDUP}{CONFIG}'
-        if mode is Mode.BACK:
+        if mode in (Mode.BACK, Mode.THROUGH):
             upstream = place / "upstream"
             upstream.mkdir()
-            text += WRITE_BACK.format(stack.enter_context(upstream_server(upstream)), *OWNER)
+            text += UPSTREAM.format(stack.enter_context(upstream_server(upstream)), *OWNER, mode.value)
         if mode is Mode.FILES:
             (place / "shared").mkdir()
             text += SHARED_DIRECTORY.format(place / "shared")

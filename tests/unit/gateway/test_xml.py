@@ -116,7 +116,7 @@ def test_versions() -> None:
 
 
 def test_deletions() -> None:
-    failure = xml.DeleteFailure("c", "v", ErrorCode.NO_SUCH_VERSION, "why")
+    failure = xml.DeleteFailure("c", "v", "NoSuchVersion", "why")
     same(
         xml.delete_document([("a", None), ("b", "null")], [failure]),
         "DeleteResult",

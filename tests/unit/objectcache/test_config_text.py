@@ -88,6 +88,13 @@ def test_values_change_in_their_lines_and_new_ones_go_behind_the_header() -> Non
     )
 
 
+@pytest.mark.parametrize("written", ['"12.5 GB"', "'12.5 GB'", '"#1"'])
+def test_a_value_in_quotes_changes_as_a_whole(written: str) -> None:
+    """A rate may be written with a unit, and with a space before it."""
+    text = f"[scheduler]\nlink_bytes_per_s = {written}  # the NIC's\n"
+    assert with_values(text, "scheduler", {"link_bytes_per_s": 2e9}) == text.replace(written, "2000000000.0")
+
+
 def test_a_value_is_not_looked_for_in_other_tables() -> None:
     """Two tables may have keys of one name."""
     text = "[scheduler]\npolicy = 'equal'\n[gateway]\nmargin_bytes_per_s = 1\n"

@@ -9,7 +9,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from storage_server.eviction.books import Books, Entry, Name, Victim
+from storage_server.eviction import books as books_module
+from storage_server.eviction.books import LEASE_SPARE_S, Books, Entry, Name, Victim
 from storage_server.eviction.choice import POLICIES, Eviction
 from storage_server.eviction.policy import Request
 from storage_server.eviction.reuse_classes import Use, class_path
@@ -213,8 +214,64 @@ def test_leased_chunks_stay_until_the_last_lease_ends() -> None:
     books.lease(BUCKET, ["a"], 25.0)
     assert left(books.leaving(0, 10.0)) == "c"
     assert left(books.leaving(0, 20.0)) == "b"
-    assert dict(books.changed())[BUCKET, "a"].leased_until == 30.0
+    assert dict(books.changed())[BUCKET, "a"].leased_until == 30.0 + LEASE_SPARE_S
     assert left(books.leaving(0, 30.0)) == "a"
+
+
+def test_a_lease_is_written_down_once_and_its_renewals_when_they_matter() -> None:
+    """A hot prefix is looked up many times a second, and each lookup renews its leases."""
+    books = filled("abc", made())
+    books.lease(BUCKET, ["a", "b"], 60.0)
+    assert {name[1]: entry.leased_until for name, entry in books.leased()} == {"a": 70.0, "b": 70.0}
+    for number in range(11):
+        books.lease(BUCKET, ["a"], 60.0 + number)
+        assert books.leased() == []
+    books.lease(BUCKET, ["a"], 71.0)
+    assert [(name[1], entry.leased_until) for name, entry in books.leased()] == [("a", 81.0)]
+    books.use(BUCKET, ["a"], 20.0)
+    assert [(name[1], entry.leased_until) for name, entry in books.changed()] == [("a", 81.0)]
+    books.lease(BUCKET, ["c"], 50.0)
+    books.not_written(name for name, _ in books.leased())
+    assert [name[1] for name, _ in books.leased()] == ["c"]
+    books.remove((BUCKET, "c"))
+    assert books.leased() == []
+
+
+def test_a_lease_does_not_grow_from_restart_to_restart() -> None:
+    books = made()
+    books.restore([((BUCKET, "a"), entry(1.0, leased_until=70.0))])
+    assert books.leased() == []
+    books.use(BUCKET, ["a"], 20.0)
+    assert [entry.leased_until for _, entry in books.changed()] == [70.0]
+
+
+@pytest.mark.parametrize("eviction", Eviction)
+def test_a_lease_waits_for_its_chunk(eviction: Eviction) -> None:
+    """A chunk that is on its way from upstream must be there when its descriptor comes."""
+    books = filled("abc", made(3, eviction))
+    books.lease(BUCKET, ["x", "y"], 20.0)
+    books.lease(BUCKET, ["x"], 15.0)
+    books.put((BUCKET, "x"), entry(10.0))
+    assert "x" not in left(books.leaving(0, 11.0))
+    assert dict(books.changed())[BUCKET, "x"].leased_until == 20.0 + LEASE_SPARE_S
+    books.put((BUCKET, "y"), entry(21.0))
+    assert sorted(left(books.leaving(0, 21.0))) == ["x", "y"]
+    books.put((BUCKET, "x"), entry(22.0))
+    assert left(books.leaving(0, 22.0)) == "x"
+
+
+def test_leases_of_what_never_comes_take_a_bounded_part_of_the_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A bucket that waits for everything must not make the leases of another one be forgotten."""
+    monkeypatch.setattr(books_module, "AWAITED_MAX", 8)
+    books = made()
+    books.lease("quiet", ["q"], 100.0)
+    for bucket in ("first", "second", "third"):
+        books.lease(bucket, [f"{bucket}-{number}" for number in range(100)], 100.0)
+    assert sum(map(len, books._awaited.values())) == 8
+    assert max(map(len, books._awaited.values())) <= 4
+    for name in (("quiet", "q"), ("third", "third-99"), ("third", "third-0")):
+        books.put(name, entry(1.0))
+    assert left(books.leaving(0, 2.0)) == "third-0"
 
 
 def test_pins_and_leases_hold_a_part_of_the_cache_only() -> None:
@@ -223,6 +280,7 @@ def test_pins_and_leases_hold_a_part_of_the_cache_only() -> None:
     books.held_bytes_max = 2
     books.lease(BUCKET, list("abcd"), 50.0)
     assert left(books.leaving(0, 10.0)) == "cd"
+    assert books.refused_count == 2
     books.put((BUCKET, "p"), entry(11.0, pinned_until=math.inf))
     assert left(books.leaving(2, 12.0)) == "p"
     books.remove((BUCKET, "a"))

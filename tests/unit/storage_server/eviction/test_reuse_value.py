@@ -51,3 +51,32 @@ def test_what_left_still_teaches() -> None:
     stream = conversations(60, 40.0)
     remembering, forgetting = ReuseValue(2), ReuseValue(2, ghost_count_max=0)
     assert hit_bytes(remembering, stream) >= hit_bytes(forgetting, stream)
+
+
+def test_of_chunks_that_are_used_alike_the_large_ones_leave_first() -> None:
+    """The space of one large chunk holds fifteen small ones, each of which saves a read besides its bytes."""
+    policy = ReuseValue(64 * 16)
+    for number in range(16):
+        for name, nbytes in (("large", 60), ("small", 4)):
+            policy.request(Request(0.0, [f"{name}-{number}"], [nbytes]))
+    policy.resize(64 * 8)
+    kept = {name: sum(policy.hit_count([f"{name}-{number}"]) for number in range(16)) for name in ("small", "large")}
+    assert kept == {"small": 16, "large": 7}
+
+
+def test_what_costs_more_to_compute_again_stays_longer() -> None:
+    """With a model's costs: the tokens at the end of a long prompt attend to all before them."""
+    for order in (("long", "short"), ("short", "long")):
+        policy = ReuseValue(101, growth=0.1)
+        for name in order:
+            policy.request(asked(1.0, *(f"{name}-{chunk}" for chunk in range(100 if name == "long" else 1))))
+        assert policy.resize(100) == ("short-0",)
+
+
+def test_the_depth_of_a_chunk_is_known_behind_its_parent() -> None:
+    """Chunks are put one by one: each request names the chunk before, and the new one."""
+    policy = ReuseValue(102, growth=0.1)
+    for number in range(1, 100):
+        policy.request(asked(1.0, f"long-{number - 1}", f"long-{number}"))
+    policy.request(asked(1.0, "short", "other"))
+    assert policy.resize(100) == ("other", "short")

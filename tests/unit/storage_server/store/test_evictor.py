@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import time
 from collections.abc import AsyncIterator, Callable
 from pathlib import Path
 from typing import Any
@@ -15,6 +16,7 @@ from descriptors.units import MIB
 from storage_server.settings import CacheSettings, StorageSettings
 from storage_server.store import evictor
 from storage_server.store.embedded import EmbeddedStore
+from storage_server.store.index import queries
 from storage_server.store.index.transaction import Transaction
 from tests.support.chunks import BytesBody
 
@@ -112,4 +114,56 @@ async def test_a_write_waits_for_what_is_on_its_way(tmp_path: Path, monkeypatch:
     assert sum(each.nbytes for each in listed) <= 16 * MIB
     running.cancel()
     await asyncio.wait((running,))
+    store.close()
+
+
+async def test_a_lease_is_on_the_disk_soon_and_many_share_one_write(tmp_path: Path) -> None:
+    """A server that is killed must know whose chunks it has promised; a write for each lookup would be too dear."""
+    store = EmbeddedStore(StorageSettings(data_dir=tmp_path, caches=(CacheSettings("cached", 16 * MIB),)))
+    await store.start()
+    await store.objects.create_bucket("k", "cached")
+    for key in "abc":
+        await store.objects.put_object("k", PutRequest("cached", key, 5), BytesBody(b"bytes"))
+    running = asyncio.create_task(store.evictor.run())
+    try:
+        await _noted(store, lambda noted: True)
+        before = store.committer.change_count
+        for _ in range(200):
+            assert await store.chunks.matched("cached", ["a", "b", "x"], 60.0) == 2
+        noted = await _noted(store, lambda noted: {"a", "b"} <= set(noted))
+        assert min(noted["a"], noted["b"]) > time.time() + 59
+        assert "c" not in noted
+        assert store.committer.change_count <= before + 4
+    finally:
+        running.cancel()
+        await asyncio.wait((running,))
+        store.close()
+
+
+async def _noted(store: EmbeddedStore, is_so: Callable[[dict[str, float]], bool]) -> dict[str, float]:
+    """The ends of leases that the index knows, when they are so."""
+    for _ in range(200):
+        rows = await store.reader.threaded(lambda db: queries.cached(db, ("", ""), 100))
+        noted = {use.key: use.leased_until for _, use in rows if use is not None and use.leased_until is not None}
+        if store.evictor._is_restored and is_so(noted):
+            return noted
+        await asyncio.sleep(0.02)
+    raise AssertionError(noted)
+
+
+async def test_no_lookup_is_answered_as_if_its_lease_had_been_noted(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Where the evictor is far behind; a lookup without a lease loses nothing."""
+    monkeypatch.setattr(evictor, "NEWS_MAX", 3)
+    store = EmbeddedStore(StorageSettings(data_dir=tmp_path, caches=(CacheSettings("cached", 16 * MIB),)))
+    await store.start()
+    await store.objects.create_bucket("k", "cached")
+    for key in "abc":
+        await store.objects.put_object("k", PutRequest("cached", key, 5), BytesBody(b"bytes"))
+    assert await store.chunks.matched("cached", ["a", "b"]) == 2
+    assert await store.chunks.matched("cached", ["x"], 60.0) == 0
+    with pytest.raises(ServerError) as refused:
+        await store.chunks.matched("cached", ["a", "b"], 60.0)
+    assert refused.value.code is ErrorCode.SLOW_DOWN
     store.close()

@@ -1,0 +1,208 @@
+"""A service upstream that is slow, breaks off or is gone, here a second ObjectCache behind a proxy."""
+
+from __future__ import annotations
+
+import contextlib
+import socket
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+from urllib.parse import urlsplit
+
+import numpy as np
+import pytest
+from aiohttp import web
+
+from descriptors.descriptor import Delivery, Descriptor
+from descriptors.descriptor_codec import encode_json
+from descriptors.errors import ObjectCacheError
+from descriptors.layout import ChunkLayout
+from descriptors.units import MIB
+from storage_server.settings import UpstreamSettings
+from tests.support.chunks import make_chunks
+from tests.support.faulty_upstream import Fault, FaultyUpstream, start_of_range
+from tests.support.requests import OWNER, descriptor_request, request
+from tests.support.servers import LocalStack, eventually
+
+LAYOUT = ChunkLayout(6, 16, 70_000)
+N = 9
+WAYS: dict[str, dict[str, Any]] = {
+    "whole": {},
+    "groups": {"fetches_max": 4},
+    "straight into files": {"fetches_max": 4, "landing_bytes": 0},
+}
+"""How chunks come: each in one request, or in groups of layers since there are more chunks than connections."""
+
+
+@pytest.fixture(scope="module")
+def home(tmp_path_factory: pytest.TempPathFactory) -> Iterator[LocalStack]:
+    """The service upstream."""
+    with LocalStack(tmp_path_factory.mktemp("home")) as running:
+        running.call(running.storage.objects.create_bucket(OWNER[0], "chunks"))
+        yield running
+
+
+@pytest.fixture(scope="module")
+def stored(home: LocalStack, tmp_path_factory: pytest.TempPathFactory) -> tuple[list[str], np.ndarray]:
+    """Chunks that were put through another server of ours, so that they carry their proof, and are upstream alone."""
+    keys, chunks = make_chunks(N, LAYOUT)
+    with (
+        LocalStack(tmp_path_factory.mktemp("writer"), upstream=UpstreamSettings(home.url, *OWNER)) as writer,
+        writer.client("chunks", "http") as client,
+    ):
+        client.put_chunks(keys, list(chunks))
+    return keys, chunks
+
+
+@pytest.fixture
+def upstream(home: LocalStack) -> Iterator[FaultyUpstream]:
+    """The way from us to the service."""
+    with FaultyUpstream(home.url) as running:
+        yield running
+
+
+@pytest.fixture
+def cold(request: pytest.FixtureRequest, upstream: FaultyUpstream, tmp_path: Path) -> Iterator[LocalStack]:
+    """Us, with nothing in the cache. The parameter is one of WAYS."""
+    options = {"connect_timeout_s": 3.0, "read_timeout_s": 1.0, **WAYS[getattr(request, "param", "whole")]}
+    with LocalStack(tmp_path / "cold", upstream=UpstreamSettings(upstream.url, *OWNER, **options)) as running:
+        yield running
+
+
+Stored = tuple[list[str], np.ndarray]
+
+
+@pytest.mark.parametrize("cold", WAYS, indirect=True)
+@pytest.mark.parametrize("fault", [Fault.DRIPPING, Fault.TRUNCATED])
+def test_what_breaks_off_or_drips_is_asked_for_again_from_where_it_ended(
+    upstream: FaultyUpstream, stored: Stored, cold: LocalStack, fault: Fault
+) -> None:
+    """The delivery does not hear of it. What has been received is not asked for again."""
+    keys, chunks = stored
+    failed = set[tuple[str, str]]()
+
+    def once(request: web.Request) -> Fault | None:
+        asked = request.path, request.headers.get("Range", "")
+        if request.method != "GET" or start_of_range(request) is None or request.path in dict(failed):
+            return None
+        failed.add(asked)
+        return fault
+
+    upstream.choose = once
+    with cold.client("chunks", "http") as client:
+        buffer = np.zeros(chunks.nbytes, np.uint8)
+        client.fetch(keys, LAYOUT, buffer, delivery=Delivery.CHUNK_MAJOR).wait(60)
+        assert np.array_equal(buffer, chunks.ravel())
+    assert len(failed) == N
+    assert eventually(lambda: cold.storage.upstream.fetches.running_count == 0)
+    assert cold.storage.upstream.fetches.fetched_bytes == chunks.nbytes
+    for key in keys:
+        ranges = [asked for method, path, asked in upstream.seen if method == "GET" and path.endswith(key)]
+        starts = [int(asked.removeprefix("bytes=").split("-")[0]) for asked in ranges]
+        assert starts == sorted(starts)
+        if len(starts) == 2:  # one request for all, and one for the rest of it
+            assert starts[1] > 0
+
+
+@pytest.mark.parametrize("cold", WAYS, indirect=True)
+def test_a_service_that_drips_for_ever_holds_nobody_up_for_ever(
+    upstream: FaultyUpstream, stored: Stored, cold: LocalStack
+) -> None:
+    """A byte comes long before each time limit of a read ends."""
+    keys, chunks = stored
+    upstream.choose = lambda request: Fault.DRIPPING if start_of_range(request) is not None else None
+    with cold.client("chunks", "http") as client:
+        buffer = np.zeros(chunks.nbytes, np.uint8)
+        with pytest.raises(ObjectCacheError):
+            client.fetch(keys, LAYOUT, buffer, delivery=Delivery.CHUNK_MAJOR).wait(60)
+        assert eventually(lambda: cold.storage.upstream.fetches.running_count == 0, 60)
+        upstream.release()
+        client.fetch(keys, LAYOUT, buffer, delivery=Delivery.CHUNK_MAJOR).wait(60)
+        assert np.array_equal(buffer, chunks.ravel())
+
+
+def asked_ranges(upstream: FaultyUpstream) -> list[tuple[str, str]]:
+    return [(path, asked) for method, path, asked in upstream.seen if method == "GET" and asked]
+
+
+def test_the_deadline_of_the_first_asker_does_not_end_the_fetch_for_another_one(
+    upstream: FaultyUpstream, stored: Stored, tmp_path: Path
+) -> None:
+    keys, chunks = stored
+    upstream.choose = lambda request: Fault.STALLED if start_of_range(request) is not None else None
+    settings = UpstreamSettings(upstream.url, *OWNER, read_timeout_s=60.0)
+    with (
+        LocalStack(tmp_path / "cold", upstream=settings) as cold,
+        cold.client("chunks", "http", fetch_timeout_s=1.0) as hasty,
+        cold.client("chunks", "http") as patient,
+    ):
+        first, second = (np.zeros(chunks.nbytes, np.uint8) for _ in range(2))
+        given_up = hasty.fetch(keys, LAYOUT, first, delivery=Delivery.CHUNK_MAJOR)
+        assert eventually(lambda: len(asked_ranges(upstream)) == N)
+        waiting = patient.fetch(keys, LAYOUT, second, delivery=Delivery.CHUNK_MAJOR)
+        with pytest.raises(ObjectCacheError):
+            given_up.wait(30)
+        assert cold.storage.upstream.fetches.running_count == N
+        upstream.release()
+        waiting.wait(60)
+        assert np.array_equal(second, chunks.ravel())
+    assert len(asked_ranges(upstream)) == N
+
+
+def test_slow_reading_of_the_first_asker_does_not_slow_the_fetch_for_another_one(
+    upstream: FaultyUpstream, home: LocalStack, cold: LocalStack
+) -> None:
+    """It takes a few bytes of an answer that no socket holds, and stops."""
+    layout = ChunkLayout(8, 16, MIB)
+    keys, chunks = make_chunks(6, layout, seed=7)
+    with home.client("chunks", "http") as direct:
+        direct.put_chunks(keys, list(chunks))
+    wanted = Descriptor(tuple(keys), layout.num_layers, layout.chunk_tokens, layout.per_layer_chunk_bytes)
+    place = urlsplit(cold.url)
+    with contextlib.closing(socket.socket()) as slow, cold.client("chunks", "http") as client:
+        slow.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
+        slow.connect((place.hostname, place.port))
+        slow.sendall(descriptor_request(cold.url, encode_json(wanted)))
+        assert slow.recv(100).startswith(b"HTTP/1.1 200")
+        buffer = np.zeros(chunks.nbytes, np.uint8)
+        client.fetch(keys, layout, buffer, delivery=Delivery.CHUNK_MAJOR).wait(60)
+        assert np.array_equal(buffer, chunks.ravel())
+        assert eventually(lambda: cold.storage.upstream.fetches.running_count == 0)
+        assert cold.storage.requests.active_count == 1, "the slow one is still at it"
+    asked = asked_ranges(upstream)
+    assert len(asked) == len(set(asked))
+    assert cold.storage.upstream.fetches.fetched_bytes == chunks.nbytes
+
+
+def test_a_service_that_is_gone_is_left_alone_until_it_is_back(
+    upstream: FaultyUpstream, stored: Stored, home: LocalStack, cold: LocalStack
+) -> None:
+    """Requests do not go out for each caller, cached chunks are served all the while, and service comes back by
+    itself.
+    """
+    keys, chunks = stored
+    others, _ = make_chunks(60, LAYOUT, seed=11)
+    buffer = np.zeros(chunks.nbytes, np.uint8)
+    with cold.client("chunks", "http") as client:
+        client.fetch(keys, LAYOUT, buffer, delivery=Delivery.CHUNK_MAJOR).wait(30)
+        assert eventually(lambda: cold.storage.upstream.fetches.running_count == 0)
+        upstream.choose = lambda _: Fault.RESET
+        for key in others[:10]:
+            assert request(cold.url, "GET", f"/chunks/{key}").status == 503
+        before = len(upstream.seen)
+        for key in others[10:]:
+            reply = request(cold.url, "GET", f"/chunks/{key}")
+            assert (reply.status, reply.code) == (503, "SlowDown")
+            assert int(reply.headers["retry-after"]) >= 1
+        assert len(upstream.seen) - before < 25, "without a breaker, three for each key"
+        buffer[:] = 0
+        assert client.lookup(keys) == N
+        client.fetch(keys, LAYOUT, buffer, delivery=Delivery.CHUNK_MAJOR).wait(30)
+        assert np.array_equal(buffer, chunks.ravel())
+        assert request(cold.url, "GET", f"/chunks/{keys[0]}").body == chunks[0].tobytes()
+        upstream.release()
+        assert request(home.url, "PUT", "/chunks/back", body=b"again").status == 200
+        assert eventually(lambda: request(cold.url, "GET", "/chunks/back").body == b"again")
+        seen = len(upstream.seen)
+        assert request(cold.url, "GET", "/chunks/back").status == 200
+        assert len(upstream.seen) > seen
