@@ -1,4 +1,4 @@
-"""What `objectcache doctor` says of devices: networks, RDMA, UCX, GPUs, and memory of other hosts."""
+"""Checks of `objectcache doctor` on devices: networks, RDMA, UCX, GPUs, and memory of other hosts."""
 
 from __future__ import annotations
 
@@ -91,7 +91,7 @@ def remote_dram_findings(settings: RemoteDramSettings) -> list[Finding]:
 
 
 def listed(folder: Path) -> list[Path]:
-    """What is in a folder; nothing where it cannot be read."""
+    """The names in a folder; none where it cannot be read."""
     try:
         return list(folder.iterdir())
     except OSError:
@@ -106,7 +106,7 @@ def _text(path: Path) -> str:
 
 
 def _said(*command: str) -> str:
-    """What a command prints; nothing where it fails, or is not there."""
+    """The output of a command; empty where it fails, or is not there."""
     try:
         done = subprocess.run(command, capture_output=True, text=True, timeout=ANSWER_S_MAX, check=True)
     except (OSError, subprocess.SubprocessError):

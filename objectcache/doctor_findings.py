@@ -1,4 +1,4 @@
-"""What `objectcache doctor` tells."""
+"""Findings of `objectcache doctor`."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ class State(Enum):
 
 @dataclass(frozen=True, slots=True)
 class Finding:
-    """What was looked at, what was found, and what to do about it."""
+    """The result of one check: its subject, the state that was found, and advice."""
 
     what: str
     state: State

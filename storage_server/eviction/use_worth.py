@@ -1,4 +1,4 @@
-"""What one use saves for each byte of a chunk, compared with other bytes of the cache. Pure.
+"""The saving of one use for each byte of a chunk, compared with other bytes of the cache. Pure.
 
 A use of a chunk saves its computing again: token_us + token_pair_us*h microseconds for the token behind h others
 (storage_server.scheduler.profiles). So with

@@ -49,7 +49,7 @@ class CopiedTags:
             reader.add_done_callback(self._readers.discard)
 
     async def close(self) -> None:
-        """Stop reading. What was not read is not known to be pinned."""
+        """Stop reading. Chunks whose tags were not read are not known to be pinned."""
         for reader in self._readers:
             reader.cancel()
         if self._readers:

@@ -12,17 +12,17 @@ from pydantic.fields import FieldInfo
 from objectcache import config
 from objectcache.config import ConfigError, load_config
 
-SIZED = [
-    (model.__name__, name, field)
+SIZED = {
+    f"{model.__name__}.{name}": field
     for _, model in inspect.getmembers(config, inspect.isclass)
     if issubclass(model, BaseModel)
     for name, field in model.model_fields.items()
     if "bytes" in name
-]
+}
 
 
-@pytest.mark.parametrize(("name", "field"), [(f"{model}.{name}", field) for model, name, field in SIZED], ids=str)
-def test_each_size_and_rate_of_the_configuration_may_be_written_with_a_unit(name: str, field: FieldInfo) -> None:
+@pytest.mark.parametrize("field", SIZED.values(), ids=SIZED)
+def test_each_size_and_rate_of_the_configuration_may_be_written_with_a_unit(field: FieldInfo) -> None:
     """A user who may write disk_bytes = "200GB" expects the same of link_bytes_per_s."""
     annotated = field.rebuild_annotation()
     read = TypeAdapter(annotated).validate_python
