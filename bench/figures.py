@@ -9,7 +9,7 @@ import argparse
 import json
 import re
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
 from bench.core.show import (
@@ -115,12 +115,16 @@ def _goal(limit: float, target: Json) -> str:
 def commits(found: Json) -> str:
     """Which commit each result is of; results of several commits are not to be compared with each other."""
     rows = found.items()
-    commit = Column("measured at", lambda row: _commit(row[1].get("commit")))
-    return table(rows, Column("result", lambda row: f"[{row[0]}](results/{row[0]}.json)"), commit).markdown()
+    named = [
+        Column("result", lambda row: f"[{row[0]}](results/{row[0]}.json)"),
+        Column("commit", lambda row: _short(row[1].get("commit"))),
+        Column("tree", lambda row: _short(row[1].get("tree"))),
+    ]
+    return table(rows, *named).markdown()
 
 
-def _commit(commit: str | None) -> str:
-    return f"commit `{commit[:7]}`" if commit else "no commit named"
+def _short(name: str | None) -> str:
+    return f"`{name[:7]}`" if name else ""
 
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -177,11 +181,11 @@ def render(document: str, results: Mapping[str, Json]) -> str:
     return _PLACE.sub(fill, document)
 
 
-def main() -> int:
+def main(arguments: Sequence[str]) -> int:
     """0: written, or with --check nothing to write; 1: a document is not what the results say."""
     parser = argparse.ArgumentParser(prog="python -m bench.figures", description=__doc__)
     parser.add_argument("--check", action="store_true", help="write nothing; say which document differs")
-    check = parser.parse_args().check
+    check = parser.parse_args(arguments).check
     results = load()
     stale = []
     for file in DOCUMENTS:
@@ -198,4 +202,4 @@ def main() -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(main(sys.argv[1:]))
