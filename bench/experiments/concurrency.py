@@ -258,7 +258,8 @@ CHART = Chart(
 CONCURRENCY = Experiment(
     name="concurrency",
     help="1, 4, 16 and 64 descriptor GETs at once: throughput, fairness and the server's memory",
-    description="Fetch different payloads at the same moment from several client processes over each transport.",
+    description="See what many readers at once get, each of them and together. Fetch different payloads at the same "
+    "moment from several client processes over each transport.",
     settings=ConcurrencySettings,
     measure=measure_concurrency,
     show=show,

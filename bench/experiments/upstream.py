@@ -400,9 +400,10 @@ CHART = Chart(Kind.LYING, "way", "value", "ms", "what", row="service", scale=1e3
 UPSTREAM = Experiment(
     name="upstream",
     help="prefixes in another S3 service: through us cold, from the cache, from DRAM, and by a native client",
-    description="Stores prefixes in an S3 service. They are fetched through a server of ours that stands before it: "
-    "cold, from the files of its cache, and from DRAM; and straight from the service by obstore. A second ObjectCache, "
-    "moto and Ceph RGW are the services.",
+    description="See what this server costs and gains in front of your S3 service. Stores prefixes in an S3 service. "
+    "They are fetched through a server of ours that stands before it: cold, from the files of its cache, "
+    "and from DRAM; and straight from the service by obstore. A second ObjectCache, moto and Ceph RGW are "
+    "the services.",
     settings=UpstreamBenchSettings,
     measure=measure_upstream,
     show=show,

@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 
+from bench.cli import EXPERIMENTS
 from bench.core import options
 from bench.core.experiment import Experiment, WrongUse, plain, published
 from bench.core.lines import from_line, to_line
@@ -146,3 +147,18 @@ def test_columns_are_as_wide_as_what_is_in_them() -> None:
 
 def test_results_are_plain_values() -> None:
     assert plain({Color.RED: (Inner(Color.BLUE), None)}) == {"red": [{"color": "blue"}, None]}
+
+
+def test_one_setting_has_one_option_in_every_benchmark() -> None:
+    """A user who has learned --runs, --contexts or --gather-s from one benchmark finds it in the others."""
+    flags: dict[str, set[str]] = {}
+    for experiment in EXPERIMENTS:
+        parser = argparse.ArgumentParser()
+        experiment.add(parser.add_subparsers())
+        (command,) = next(
+            each for each in parser._actions if isinstance(each, argparse._SubParsersAction)
+        ).choices.values()
+        for option in command._actions:
+            flags.setdefault(option.dest, set()).add(option.option_strings[-1])
+    differing = {name: sorted(found) for name, found in flags.items() if len(found) > 1}
+    assert differing == {}

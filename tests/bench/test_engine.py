@@ -335,7 +335,7 @@ class TestAdvised:
             return {"measurements": rows(seen, 1), "problem": None, "not_run": {}}
 
         monkeypatch.setattr(paced, "measure_engines", measured)
-        found = measure_advised(settings("--lengths 16K --hits 87.5"), (2.0,))
+        found = measure_advised(settings("--contexts 16K --hits 87.5"), (2.0,))
         assert found["break_even_bytes_per_s"] == pytest.approx(14336 * SHAPE.token_bytes / 19.0)
         assert asked[0] == ((Way.RECOMPUTE, Way.OWN_BLOCKS), "")
         assert asked[1][0] == (Way.RECOMPUTE, Way.LAYERWISE, Way.ADVISED)
@@ -409,7 +409,7 @@ class TestCommandLine:
             settings("-G 48")
 
     @pytest.mark.parametrize(
-        "text", ["--ways a", "--ways recompute,recompute", "--lengths 4K,2K", "--hits 0", "--hits x"]
+        "text", ["--ways a", "--ways recompute,recompute", "--contexts 4K,2K", "--hits 0", "--hits x"]
     )
     def test_nonsense_is_refused(self, text: str, capsys: pytest.CaptureFixture[str]) -> None:
         with pytest.raises(SystemExit):
@@ -427,7 +427,7 @@ class TestCommandLine:
         assert "bench.beds.kv_peers.install engines" in capsys.readouterr().err
 
     def test_lengths_have_units(self) -> None:
-        assert settings("--lengths 1K,1536").contexts == (1024, 1536)
+        assert settings("--contexts 1K,1536").contexts == (1024, 1536)
         assert number(1, 10)("3") == 3
 
 

@@ -172,7 +172,7 @@ def beds(monkeypatch: pytest.MonkeyPatch) -> list[PlayedBed]:
 
 class TestMeasuring:
     def test_every_condition_is_asked_in_every_round_with_its_rules(self, beds: list[PlayedBed]) -> None:
-        given = settings("--lengths 4K --runs 2")
+        given = settings("--contexts 4K --runs 2")
         found = measure_stated(given, (2,))
         assert [shared["problem"] for shared in found] == [None]
         assert found[0]["cases"] == ["4K, 0.875", "4K, 0.5"]
@@ -193,7 +193,7 @@ class TestMeasuring:
         self, beds: list[PlayedBed], monkeypatch: pytest.MonkeyPatch
     ) -> None:
         monkeypatch.setattr(PlayedBed, "tokens", (1, 2, 3, 4))
-        found = measure_stated(settings("--lengths 4K --runs 1"), (2, 4))
+        found = measure_stated(settings("--contexts 4K --runs 1"), (2, 4))
         assert len(found) == len(beds) == 1
         assert "tokens [1, 2, 3, 4]" in str(found[0]["problem"])
 
@@ -203,5 +203,5 @@ class TestMeasuring:
         """They would state nothing, and the bench would compare the profile with itself."""
         monkeypatch.setattr(PlayedBed, "layer_compute_us", 0)
         with pytest.raises(BaselineError, match="what its steps cost"):
-            measure_stated(settings("--lengths 4K --runs 1"), (2,))
+            measure_stated(settings("--contexts 4K --runs 1"), (2,))
         assert len(beds[0].asked) == 2 * paced.WARM_UPS_MAX

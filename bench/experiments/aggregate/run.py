@@ -416,9 +416,10 @@ def _ucx_tls(value: str | None) -> Iterator[None]:
 AGGREGATE = Experiment(
     name="aggregate",
     help="one request for many chunks, layer-major and chunk-major, over each transport, beside its peers",
-    description="Store the same payload in chunks of several sizes in servers of its own and fetch it in one request "
-    "over each transport: from the page cache, from the server's DRAM tier, over TCP, and cold. Raw limits of the "
-    "machine and other software doing the same work are measured in the same rounds.",
+    description="See how fast one request for a whole prefix is here, beside the machine's limits and other software. "
+    "Store the same payload in chunks of several sizes in servers of its own and fetch it in one request "
+    "over each transport: from the page cache, from the server's DRAM tier, over TCP, and cold. Raw "
+    "limits of the machine and other software doing the same work are measured in the same rounds.",
     settings=AggregateSettings,
     measure=measure_aggregate,
     show=show,

@@ -155,7 +155,8 @@ def _measure(asked: DeviceSettings, origin: Mapping[str, Any]) -> Json:
 COPIES = Experiment(
     name="copies",
     help="copies from pinned host memory to a GPU by block size (figure A3)",
-    description="Blocks of 64 KiB to 64 MiB, each waited for by itself, and many at once; every byte compared.",
+    description="See which block size fills a GPU's copy engine. Blocks of 64 KiB to 64 MiB, each waited for by "
+    "itself, and many at once; every byte compared.",
     settings=DeviceSettings,
     measure=_measure,
     show=show,

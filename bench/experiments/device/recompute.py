@@ -226,7 +226,8 @@ CHART = Chart(
 RECOMPUTE = Experiment(
     name="recompute",
     help="what coarse chunks cost at each hit boundary, on a GPU (tables A1, A2 and A6)",
-    description="Prefill of what is left when a hit is cut to M - G tokens, with random weights of real shapes.",
+    description="See what a chunk size costs in recomputed tokens, on a GPU. Prefill of what is left when a hit is "
+    "cut to M - G tokens, with random weights of real shapes.",
     settings=RecomputeSettings,
     measure=_measure,
     show=show,

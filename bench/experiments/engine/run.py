@@ -246,9 +246,10 @@ def settings_of(settings: EngineSettings) -> EngineSettings:
 ENGINE = Experiment(
     name="engine",
     help="TTFT of vLLM on the CPU with stored prefixes: our connector, vLLM's own, LMCache, and recomputing",
-    description="An engine for each way, side by side; in each round each stores a prefix of its own and answers "
-    "prompts that begin with it. Every token is compared with that of recomputing. Needs the environment 'engines': "
-    "python -m bench.beds.kv_peers.install engines.",
+    description="See what stored prefixes save vLLM on this machine. An engine for each way, side by side; in each "
+    "round each stores a prefix of its own and answers prompts that begin with it. Every token is "
+    "compared with that of recomputing. Needs the environment 'engines': python -m "
+    "bench.beds.kv_peers.install engines.",
     settings=EngineSettings,
     measure=_measure,
     show=show,

@@ -232,7 +232,7 @@ class EngineSettings:
     ways: tuple[Way, ...] = options.choice("--ways", KNOWN, WAYS, (Way.RECOMPUTE, Way.LAYERWISE))
     advised: bool = options.flag("--advised", ADVISED_HELP)
     stated: bool = options.flag("--stated", STATED_HELP)
-    contexts: tuple[int, ...] = options.setting("--lengths", CONTEXTS, (1024,), ascending(each(_length)), LENGTHS_HELP)
+    contexts: tuple[int, ...] = options.setting("--contexts", CONTEXTS, (1024,), ascending(each(_length)), LENGTHS_HELP)
     hit_rates: tuple[float, ...] = options.setting("--hits", (0.5, 0.875), (0.875,), ascending(each(_share)), HITS_HELP)
     runs: int = options.runs(5)
     chunk_tokens: int = options.count("-G --chunk-tokens", BLOCK_TOKENS, most=CHUNK_TOKENS_MAX, text=GRAIN_HELP)

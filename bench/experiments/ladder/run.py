@@ -213,8 +213,8 @@ def _measure(settings: LadderSettings, origin: Mapping[str, Any]) -> Json:
 LADDER = Experiment(
     name="ladder",
     help="the paper's figures 2, 4, 8, 9, 10, 11 and A8 and table A7, on this machine",
-    description="From the raw store up to aggregated layers: each figure with its bytes checked, raw samples, median "
-    "and extremes.",
+    description="Compare this machine with the paper, step by step. From the raw store up to aggregated layers: each "
+    "figure with its bytes checked, raw samples, median and extremes.",
     settings=LadderSettings,
     measure=_measure,
     show=show,

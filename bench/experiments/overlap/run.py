@@ -443,9 +443,10 @@ def _measure(settings: OverlapSettings, origin: Mapping[str, Any]) -> Json:
 OVERLAP = Experiment(
     name="overlap",
     help="what hiding the transfer behind prefill asks of it (figures 12, A4 to A7), and what this machine carries",
-    description="Layer bytes, layer compute and the throughput between them over contexts and hit rates, from the "
-    "paper's tables and, with --measure, from layers timed here; marked against the layer-major throughput of a server "
-    "of its own.",
+    description="See which links hide the transfer behind prefill, for your model and context. Layer bytes, layer "
+    "compute and the throughput between them over contexts and hit rates, from the paper's tables and, "
+    "with --measure, from layers timed here; marked against the layer-major throughput of a server of its "
+    "own.",
     settings=OverlapSettings,
     measure=_measure,
     show=show,

@@ -366,8 +366,9 @@ def _start(
 S3 = Experiment(
     name="s3",
     help="plain S3 requests: put, get and list, beside Ceph RGW and moto",
-    description="The same load, by obstore in processes of its own, on a server of ours, on Ceph RGW, on moto and on "
-    "the cheapest senders there can be, in the same rounds.",
+    description="See how plain S3 requests compare with other services. The same load, by obstore in processes of its "
+    "own, on a server of ours, on Ceph RGW, on moto and on the cheapest senders there can be, in the same "
+    "rounds.",
     settings=S3Settings,
     measure=measure_s3,
     show=show,

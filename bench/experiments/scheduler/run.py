@@ -337,9 +337,9 @@ def measure_scheduler(asked: SchedulerSettings, origin: Mapping[str, Any]) -> Js
 SCHEDULER = Experiment(
     name="scheduler",
     help="the paper's policies and slack-aware dispatch: simulated, on a server, on random workloads and traces",
-    description="Workloads A, B and C of the paper under every policy, with rates held and work-conserving, and under "
-    "slack-aware dispatch: simulated unscaled, and on a real server with its transport and clients that play the "
-    "compute windows.",
+    description="See what each policy adds to TTFT where requests share a link. Workloads A, B and C of the paper "
+    "under every policy, with rates held and work-conserving, and under slack-aware dispatch: simulated "
+    "unscaled, and on a real server with its transport and clients that play the compute windows.",
     settings=SchedulerSettings,
     measure=measure_scheduler,
     show=show,

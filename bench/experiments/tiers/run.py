@@ -204,10 +204,11 @@ def targets_of(cell: Json, case: str, percent: int) -> list[Target]:
 TIERS = Experiment(
     name="tiers",
     help="eviction policies on recorded request streams, and the tables of CASCADE's paper on this machine",
-    description="Plays recorded request streams through caches of several sizes under each eviction policy. A hit is "
-    "a token of the leading run of chunks that are resident. The first half of a stream fills the cache, the second "
-    "half is scored. The optimum knows the future. Then the tables of CASCADE's paper: layouts, deduplication, stores "
-    "behind one adapter, the bandwidth of each tier, ours with parts left out, and hashing.",
+    description="Choose an eviction policy and a cache size, and compare stores. Plays recorded request streams "
+    "through caches of several sizes under each eviction policy. A hit is a token of the leading run of "
+    "chunks that are resident. The first half of a stream fills the cache, the second half is scored. The "
+    "optimum knows the future. Then the tables of CASCADE's paper: layouts, deduplication, stores behind "
+    "one adapter, the bandwidth of each tier, ours with parts left out, and hashing.",
     settings=TiersSettings,
     measure=measure_tiers,
     show=show,

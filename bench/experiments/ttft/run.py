@@ -290,7 +290,7 @@ class TtftOptions:
     link_bytes_per_s: float | None = options.setting("--link-gbps", None, None, real(0, 1e5, GBPS), LINK_HELP)
     cap_bytes_per_s: float = options.setting("--cap-gbps", 10 * GBPS, 10 * GBPS, real(0.01, 1e5, GBPS), "default: 10")
     waits: Waits = options.setting("--play", Waits.LOADING, text=PLAY_HELP, action="store_const", const=Waits.ALL)
-    gather_s: float | None = options.setting("--gather-ms", None, None, real(0, 1e4, 1e-3), "the scheduler's gather_s")
+    gather_s: float | None = options.setting("--gather-s", None, None, real(0, 10), "the scheduler's gather_s")
     transport: Transport = options.choice("--transport", Transport, Transport.SHM)
     state: State = options.choice("--state", PLACES, State.DRAM, text="of chunks")
     device: str | None = options.setting("--device", None, choices=("cuda", "cpu"), text=DEVICE_HELP)
@@ -341,8 +341,9 @@ def settings_of(asked: TtftOptions) -> TtftSettings:
 TTFT = Experiment(
     name="ttft",
     help="the paper's figures 13, 14 and 15: time to first token with played compute windows",
-    description="Prefixes of Llama 3.1 8B, 4K and 64K, fetched from a server of its own over a played link, or copied "
-    "out of local memory, while compute windows of Table A8 pass; every byte compared.",
+    description="See TTFT with stored prefixes over a link of your rate. Prefixes of Llama 3.1 8B, 4K and 64K, "
+    "fetched from a server of its own over a played link, or copied out of local memory, while compute "
+    "windows of Table A8 pass; every byte compared.",
     settings=TtftOptions,
     measure=_measure,
     show=show,
