@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
 import secrets
 import sys
 import tempfile
@@ -29,7 +30,7 @@ def main() -> int:
     seed = secrets.randbelow(1 << 30) if options.seed is None else options.seed
     directory = options.directory or Path(tempfile.mkdtemp(prefix="objectcache-crash-"))
     print(f"seed {seed}, in {directory}", flush=True)
-    origin = {**describe_commit(), "machine": describe_machine()}
+    origin = {**describe_commit(), "machine": describe_machine(), "load_average_before": list(os.getloadavg())}
     tally = Tally()
     began_s = time.monotonic()
     failure = None
