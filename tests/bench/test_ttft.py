@@ -493,7 +493,7 @@ def make_link(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, *seen: float | No
         return Answer({}, json.dumps({"link_bytes_per_s": rate}).encode())
 
     monkeypatch.setattr(ttft_link.os, "kill", lambda pid, number: signals.append(number))
-    client = SimpleNamespace(_http=SimpleNamespace(request=request))
+    client = SimpleNamespace(http=SimpleNamespace(request=request))
     server = LocalServer("http://127.0.0.1:1", 0, "a", "b")
     return PlayedLink(server, tmp_path / "config.toml", cast(ObjectCacheClient, client), FixedConfig(1000)), signals
 
