@@ -37,29 +37,29 @@ class Run:
     chart: str | None = None
 
 
-UNSCALED = "-m objectcache bench ttft --figures 13 --contexts 64K --hits 50 -G 64 --scale 1 --link-gbps 0"
+UNSCALED = "-m objectcache.cli bench ttft --figures 13 --contexts 64K --hits 50 -G 64 --scale 1 --link-gbps 0"
 RUNS = {
-    "aggregate": Run("-m objectcache bench aggregate", "aggregate.png"),
+    "aggregate": Run("-m objectcache.cli bench aggregate", "aggregate.png"),
     "descriptor-n3584": Run(
-        "-m objectcache bench aggregate -N 3584 -S 256 -G 16 --states dram --transports shm --peers none"
+        "-m objectcache.cli bench aggregate -N 3584 -S 256 -G 16 --states dram --transports shm --peers none"
     ),
-    "ladder": Run("-m objectcache bench ladder", "ladder"),
-    "scheduler-live": Run("-m objectcache bench scheduler --parts live --time-scale 0.5", "."),
-    "scheduler-cost": Run("-m objectcache bench scheduler --parts cost"),
-    "scheduler-simulated": Run("-m objectcache bench scheduler --parts simulation,random,trace,scale", "."),
-    "ttft": Run("-m objectcache bench ttft --runs 3", "ttft"),
-    "ttft-4k-at-once": Run("-m objectcache bench ttft --figures 13 --contexts 4K -G 64 --gather-s 0"),
+    "ladder": Run("-m objectcache.cli bench ladder", "ladder"),
+    "scheduler-live": Run("-m objectcache.cli bench scheduler --parts live --time-scale 0.5", "."),
+    "scheduler-cost": Run("-m objectcache.cli bench scheduler --parts cost"),
+    "scheduler-simulated": Run("-m objectcache.cli bench scheduler --parts simulation,random,trace,scale", "."),
+    "ttft": Run("-m objectcache.cli bench ttft --runs 3", "ttft"),
+    "ttft-4k-at-once": Run("-m objectcache.cli bench ttft --figures 13 --contexts 4K -G 64 --gather-s 0"),
     "ttft-64k-page-cache": Run(f"{UNSCALED} --state page_cache"),
     "ttft-64k-cold": Run(f"{UNSCALED} --state cold"),
-    "overlap": Run("-m objectcache bench overlap --transport shm", "overlap.png"),
-    "engine": Run("-m objectcache bench engine --runs 3", "engine.png"),
-    "engine-advised": Run("-m objectcache bench engine --advised --contexts 4K --hits 87.5 --runs 7"),
-    "engine-stated": Run("-m objectcache bench engine --stated --contexts 4K --runs 3"),
-    "s3": Run("-m objectcache bench s3 --seconds 0.5"),
-    "tiers": Run("-m objectcache bench tiers", "."),
-    "upstream": Run("-m objectcache bench upstream", "upstream.png"),
+    "overlap": Run("-m objectcache.cli bench overlap --transport shm", "overlap.png"),
+    "engine": Run("-m objectcache.cli bench engine --runs 3", "engine.png"),
+    "engine-advised": Run("-m objectcache.cli bench engine --advised --contexts 4K --hits 87.5 --runs 7"),
+    "engine-stated": Run("-m objectcache.cli bench engine --stated --contexts 4K --runs 3"),
+    "s3": Run("-m objectcache.cli bench s3 --seconds 0.5"),
+    "tiers": Run("-m objectcache.cli bench tiers", "."),
+    "upstream": Run("-m objectcache.cli bench upstream", "upstream.png"),
     "crash": Run("-m tests.faults.crash --rounds 200"),
-    "calibrate": Run("-m objectcache calibrate", "calibrate.png"),
+    "calibrate": Run("-m objectcache.cli calibrate", "calibrate.png"),
     "demo": Run("-m demo"),
 }
 

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import importlib.util
 import json
 from pathlib import Path
 
 import pytest
 
 from bench import results
+from bench.cli import run as bench
 from bench.figures import load
 
 
@@ -54,3 +56,14 @@ def test_a_wrong_result_is_not_published(
     (tmp_path / "crash.json").write_text(json.dumps({"commit": "abc", "has_local_changes": False, "failure": None}))
     assert results.main(["--publish", "crash"]) == 0
     assert (published / "crash.json").exists()
+
+
+@pytest.mark.parametrize("name", results.RUNS)
+def test_the_command_of_a_result_is_one(name: str, capsys: pytest.CaptureFixture[str]) -> None:
+    """Its module can be run, and knows the options."""
+    module, *arguments = results.RUNS[name].command.removeprefix("-m ").split()
+    assert importlib.util.find_spec(f"{module}.__main__" if module in ("demo", "tests.faults.crash") else module)
+    if module == "objectcache.cli" and arguments[0] == "bench":
+        with pytest.raises(SystemExit) as ended:
+            bench([*arguments[1:], "--help"])
+        assert ended.value.code == 0
