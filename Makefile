@@ -83,7 +83,7 @@ engines: $(STAMP)
 	$(BIN)/python -m bench.beds.kv_peers.install engines
 
 # measure every result again, in two hours on a machine that does nothing else; NAMES: some of them
-results: $(STAMP) engines peers
+results: $(STAMP) clients engines peers
 	$(BIN)/python -m bench.results $(NAMES)
 	$(BIN)/python -m bench.results --publish $(NAMES)
 

@@ -37,6 +37,7 @@ class Run:
     chart: str | None = None
 
 
+MOTO = "--moto-python .venv-clients/services/bin/python"
 UNSCALED = "-m objectcache.cli bench ttft --figures 13 --contexts 64K --hits 50 -G 64 --scale 1 --link-gbps 0"
 RUNS = {
     "aggregate": Run("-m objectcache.cli bench aggregate", "aggregate.png"),
@@ -55,9 +56,9 @@ RUNS = {
     "engine": Run("-m objectcache.cli bench engine --runs 3", "engine.png"),
     "engine-advised": Run("-m objectcache.cli bench engine --advised --contexts 4K --hits 87.5 --runs 7"),
     "engine-stated": Run("-m objectcache.cli bench engine --stated --contexts 4K --runs 3"),
-    "s3": Run("-m objectcache.cli bench s3 --seconds 0.5"),
+    "s3": Run(f"-m objectcache.cli bench s3 --seconds 0.5 {MOTO}"),
     "tiers": Run("-m objectcache.cli bench tiers", "."),
-    "upstream": Run("-m objectcache.cli bench upstream", "upstream.png"),
+    "upstream": Run(f"-m objectcache.cli bench upstream {MOTO}", "upstream.png"),
     "crash": Run("-m tests.faults.crash --rounds 200"),
     "calibrate": Run("-m objectcache.cli calibrate", "calibrate.png"),
     "demo": Run("-m demo"),
