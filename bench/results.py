@@ -37,7 +37,7 @@ class Run:
     chart: str | None = None
 
 
-MOTO = "--moto-python .venv-clients/services/bin/python"
+MOTO = "--moto .venv-clients/services/bin/python"
 UNSCALED = "-m objectcache.cli bench ttft --figures 13 --contexts 64K --hits 50 -G 64 --scale 1 --link-gbps 0"
 RUNS = {
     "aggregate": Run("-m objectcache.cli bench aggregate", "aggregate.png"),
