@@ -514,16 +514,18 @@ static int can_be_direct(const Row *row, uint8_t *base)
            (uintptr_t)read_to(row, base) % 512 == 0 && row->nbytes / DIRECT_BYTES_MAX < 1 << 16;
 }
 
-/* The files of one gather, opened once more for reading past the page cache; by descriptor modulo DIRECT_FILES. */
+/* The files of one gather, opened once more for reading past the page cache, at most `left` more; by descriptor modulo
+   DIRECT_FILES. */
 typedef struct {
-    int known[DIRECT_FILES], direct[DIRECT_FILES];
+    int known[DIRECT_FILES], direct[DIRECT_FILES], left;
 } DirectFiles;
 
 static int direct_file(DirectFiles *files, int fd)
 {
     char path[32];
     int at = fd % DIRECT_FILES;
-    if (files->known[at] == 0) {
+    if (files->known[at] == 0 && files->left > 0) {
+        files->left--;
         snprintf(path, sizeof path, "/proc/self/fd/%d", fd);
         files->known[at] = fd + 1;
         files->direct[at] = open(path, O_RDONLY | O_DIRECT | O_CLOEXEC);
@@ -618,8 +620,8 @@ static PyObject *gather(PyObject *module, PyObject *args)
 {
     Py_buffer rows, words;
     unsigned long long address;
-    int past_cache, is_direct;
-    if (!PyArg_ParseTuple(args, "w*y*Kpp", &rows, &words, &address, &past_cache, &is_direct))
+    int past_cache, direct_files_max;
+    if (!PyArg_ParseTuple(args, "w*y*Kpi", &rows, &words, &address, &past_cache, &direct_files_max))
         return NULL;
     Gather *g = PyMem_Calloc(1, sizeof *g);
     volatile Py_ssize_t index = 0, failed_index = 0;
@@ -634,6 +636,7 @@ static PyObject *gather(PyObject *module, PyObject *args)
     }
     g->rows = rows.buf, g->count = count, g->words = words.buf, g->how = how, g->past_cache = past_cache;
     g->base = (uint8_t *)(uintptr_t)address;
+    g->files.left = direct_files_max;
     volatile Outcome outcome = GOOD;
     int64_t failed_at = 0;
     volatile int failure = 0;
@@ -644,7 +647,7 @@ static PyObject *gather(PyObject *module, PyObject *args)
         goto ended;
     }
     gathering = &here;
-    is_direct = is_direct && count < 1 << 24 && open_queue();
+    int is_direct = direct_files_max > 0 && count < 1 << 24 && open_queue();
     for (index = 0; is_direct && index < count; index++)
         if (can_be_direct(g->rows + index, g->base) && !is_cached(g->rows + index))
             how[index] = DIRECT;

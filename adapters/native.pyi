@@ -9,15 +9,16 @@ from _typeshed import ReadableBuffer
 _Array = npt.NDArray[np.int64]
 
 def gather(
-    rows: _Array, words: ReadableBuffer, address: int, past_cache: bool, is_direct: bool, /
+    rows: _Array, words: ReadableBuffer, address: int, past_cache: bool, direct_files_max: int, /
 ) -> tuple[int, int, int, int] | tuple[()]:
     """Carry out rows of storage_server.planning.rows (int64, eight columns) into memory from `address` on.
 
     Empty when all is there and proved; otherwise which row failed, how many bytes
     into it, how (storage_server.gather.read.Outcome), and errno.
-    `past_cache`: copies from memory go around the processor's cache. `is_direct`: rows that the page cache does not
-    have are read past it, where the kernel has io_uring and the row lies at multiples of 4 KiB. The landing of a row
-    becomes 0 unless the row's bytes lie there, proved.
+    `past_cache`: copies from memory go around the processor's cache. With `direct_files_max`, rows that the page cache
+    does not have are read past it, where the kernel has io_uring and the row lies at multiples of 4 KiB; up to so many
+    files are opened once more for that until the call ends. The landing of a row becomes 0 unless the row's bytes lie
+    there, proved.
     """
 
 def send_spans(fd: int, spans: _Array, start: int, patience_ms: int, /) -> int:

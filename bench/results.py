@@ -4,7 +4,7 @@
     --publish    put what was measured into docs/results and docs/images, and its figures into the documents
 
 Results are of one commit only if nothing is changed meanwhile, so what is measured goes to out/results first. A result
-that is there already, of this commit, is not measured again: a run that was ended goes on where it stopped.
+that is there already, of these files, is not measured again: a run that was ended goes on where it stopped.
 """
 
 from __future__ import annotations
@@ -108,7 +108,7 @@ def measure(name: str) -> int:
     """Measure one result, unless it is there; 1 where that fails."""
     run, file = RUNS[name], MEASURED / f"{name}.json"
     measured = _read(file)
-    if measured is not None and measured["commit"] == describe_commit()["commit"]:
+    if measured is not None and measured.get("tree") == describe_commit()["tree"]:
         print(f"{name}: measured already", flush=True)
         return 0
     command = [sys.executable, *run.command.split(), "--json", str(file)]

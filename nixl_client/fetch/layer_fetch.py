@@ -187,6 +187,16 @@ class LayerFetch:
         self._update(lambda: self._state.answer(mode, chunk_count))
         self.settle()
 
+    def wait_reported(self, layer_count: int, timeout_s: float) -> None:
+        """Block until that many layers are complete or the storage side has reported a failure, or for `timeout_s`."""
+
+        def reported() -> bool:
+            state = self._state
+            return state.ready_count >= layer_count or state.failure is not None or self._violation is not None
+
+        with self._changed:
+            self._changed.wait_for(reported, timeout_s)
+
     def on_failure(self, error: ObjectCacheError) -> None:
         """The request failed."""
         self._update(lambda: self._state.fail(error))

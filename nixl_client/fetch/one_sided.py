@@ -19,6 +19,10 @@ from nixl_client.transports.http import UnansweredError
 
 STOP_PAUSES_S = (0.05, 0.1, 0.2, 0.4, 0.8)
 """The pauses after each unanswered request to stop a fetch."""
+NOTICE_WAIT_S = 0.5
+"""How long notices of the layers before a failed one are waited for. Each is a few bytes that were sent before the
+answer; on a fabric that loses them the layers count as not written.
+"""
 _log = logging.getLogger(__name__)
 
 
@@ -41,6 +45,8 @@ class OneSidedFetches:
         except UnansweredError as error:
             self._end_unanswered(fetch, error)
         except ObjectCacheError as error:
+            if error.layer:  # the layers before it were written: their notices came another way than this answer
+                fetch.wait_reported(error.layer, NOTICE_WAIT_S)
             fetch.on_failure(error)
             fetch.settle()
         except Exception as error:

@@ -22,11 +22,9 @@ from storage_server.store.reads import Reads
 class EmbeddedChunks:
     """Implements storage_server.gather.source.ChunkSource."""
 
-    def __init__(self, reads: Reads, files: ExtentFiles, *, is_direct: bool = False) -> None:
-        """With `is_direct`, what the page cache does not have is read past it."""
+    def __init__(self, reads: Reads, files: ExtentFiles) -> None:
         self._reads = reads
         self._files = files
-        self._is_direct = is_direct
 
     def open_chunks(
         self, bucket: str, keys: Sequence[str], layout: ChunkLayout, *, prefix_only: bool
@@ -54,13 +52,13 @@ class EmbeddedChunks:
     def read_rows(self, table: SourceTable, rows: Rows, address: int, *, past_cache: bool) -> RowFailure | None:
         """Make one call of the native gather, with open descriptors of the rows' files."""
         if table.is_resident:
-            return _row_failure(native.gather(rows, table.words, address, past_cache, False))
+            return _row_failure(native.gather(rows, table.words, address, past_cache, 0))
         numbers = np.unique(rows[:, Row.SOURCE])
         numbers = numbers[numbers != RESIDENT]
         try:
             with self._files.lent([table.files[number] for number in numbers]) as descriptors:
                 opened = _opened(rows, numbers, descriptors)
-                failure = native.gather(opened, table.words, address, past_cache, self._is_direct)
+                failure = native.gather(opened, table.words, address, past_cache, self._files.direct_files_max)
                 rows[:, Row.LANDING] = opened[:, Row.LANDING]
                 return _row_failure(failure)
         except OSError as error:

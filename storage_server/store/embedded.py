@@ -70,7 +70,8 @@ class EmbeddedStore:
         self.space = Space(settings.data_dir, settings.disk_bytes)
         self.bound = Bound("the data directory", lambda: self.space.extent_bytes_max, lambda: self.space.extent_bytes)
         self.space.freed = self.bound.notify
-        self.files = ExtentFiles(settings.data_dir, settings.open_files_max, disk, self.space)
+        direct_threads = settings.gather_threads if settings.cold_reads is ColdReads.DIRECT else 0
+        self.files = ExtentFiles(settings.data_dir, settings.open_files_max, disk, self.space, direct_threads)
         self.files.start()
         resolved = ResolvedKeys(settings.resolved_keys_max, settings.resolved_bytes_max)
         mark = Mark(settings.data_dir)
@@ -114,7 +115,7 @@ class EmbeddedStore:
             settings.object_bytes_max,
             self.evictor,
         )
-        self.chunks = EmbeddedChunks(self.objects, self.files, is_direct=settings.cold_reads is ColdReads.DIRECT)
+        self.chunks = EmbeddedChunks(self.objects, self.files)
         self.uploads = Uploads(
             self.reader, self.committer, self.bodies, settings.object_bytes_max, self.objects, self.evictor
         )

@@ -21,13 +21,15 @@ def test_every_published_result_has_its_command() -> None:
 def test_a_result_that_was_measured_is_not_measured_again(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """A run that was ended goes on where it stopped; a result of another commit does not count."""
+    """A run that was ended goes on where it stopped; a result of other files does not count."""
     monkeypatch.setattr(results, "MEASURED", tmp_path)
-    monkeypatch.setattr(results, "describe_commit", lambda: {"commit": "abc", "has_local_changes": False})
+    monkeypatch.setattr(
+        results, "describe_commit", lambda: {"commit": "abc", "tree": "def", "has_local_changes": False}
+    )
     monkeypatch.setitem(results.RUNS, "crash", results.Run("-c pass"))
-    (tmp_path / "crash.json").write_text(json.dumps({"commit": "abc"}))
+    (tmp_path / "crash.json").write_text(json.dumps({"commit": "abc", "tree": "def"}))
     assert results.main(["crash"]) == 0
-    (tmp_path / "crash.json").write_text(json.dumps({"commit": "before"}))
+    (tmp_path / "crash.json").write_text(json.dumps({"commit": "before", "tree": "before"}))
     assert results.main(["crash"]) == 0
     lines = capsys.readouterr().out.splitlines()
     assert lines[0] == "crash: measured already"

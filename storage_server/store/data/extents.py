@@ -48,12 +48,17 @@ class ExtentFiles:
     waits = False
     """Whether to pin a file may take long."""
 
-    def __init__(self, directory: Path, open_files_max: int, disk: Disk, space: Space | None = None) -> None:
+    def __init__(
+        self, directory: Path, open_files_max: int, disk: Disk, space: Space | None = None, direct_threads: int = 0
+    ) -> None:
         self._directory = directory
         self.disk = disk
         self._space = space or Space(directory, None)
         soft_limit, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
-        self._open_files_max = min(open_files_max, soft_limit // 2)
+        limit = min(open_files_max, soft_limit // 2)
+        self.direct_files_max = max(1, limit // 4 // direct_threads) if direct_threads else 0
+        """How many files each of `direct_threads` may open once more while it reads them past the page cache."""
+        self._open_files_max = limit - direct_threads * self.direct_files_max
         self._lock = threading.Lock()
         self._live: set[str] = set()
         self._pins: Counter[str] = Counter()

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import threading
+from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
 
@@ -9,8 +11,9 @@ import numpy as np
 import pytest
 
 from descriptors.descriptor import Descriptor, RdmaTarget
-from descriptors.errors import ErrorCode, ServerError
-from descriptors.notices import Admitted, Done, Mode
+from descriptors.errors import ChunkUnavailable, ErrorCode, ServerError
+from descriptors.notices import Admitted, Done, Failed, LayerReady, Mode
+from nixl_client.fetch import one_sided
 from nixl_client.fetch.layer_fetch import LayerFetch
 from nixl_client.fetch.one_sided import OneSidedFetches
 from nixl_client.transports.buffers import as_buffer
@@ -37,6 +40,19 @@ class LostHttp:
         raise UnansweredError("the connection broke")
 
 
+class RefusingHttp:
+    """The answer says that layer 1 failed; the notices that were sent before it come `late_s` after it, if ever."""
+
+    def __init__(self, fetch_says: Any, late_s: float | None) -> None:
+        self._fetch_says = fetch_says
+        self._late_s = late_s
+
+    def request(self, *_: object, **__: object) -> Any:
+        if self._late_s is not None:
+            threading.Timer(self._late_s, self._fetch_says).start()
+        raise ChunkUnavailable(ErrorCode.CHUNK_CORRUPT, "chunk_keys[1] is damaged", index=1, layer=1)
+
+
 class QuietReceiver:
     def listen(self, *_: object) -> None: ...
 
@@ -44,11 +60,15 @@ class QuietReceiver:
 
 
 def run(notices: list[Any], lost_stops: int = 1_000) -> LayerFetch:
+    return run_over(lambda says: LostHttp(says, lost_stops), notices)
+
+
+def run_over(make_http: Callable[[Any], Any], notices: list[Any]) -> LayerFetch:
     def says() -> None:
         for notice in notices:
             fetch.on_notice(notice)
 
-    http: Any = LostHttp(says, lost_stops)
+    http = make_http(says)
     agent: Any = SimpleNamespace(receiver=QuietReceiver())
     fetches = OneSidedFetches(http, agent)
     fetch = LayerFetch(
@@ -79,3 +99,21 @@ def test_a_stop_that_is_lost_is_asked_for_again() -> None:
     assert fetch.is_settled
     with pytest.raises(ServerError):
         fetch.wait(1)
+
+
+@pytest.mark.parametrize("late_s", [0.0, 0.05])
+def test_layers_before_a_failed_one_count_although_their_notices_come_after_the_answer(late_s: float) -> None:
+    """Notices and the answer come over two connections, in any order."""
+    notices = [Admitted("r" * 16, Mode.LAYER_MAJOR, 2), LayerReady("r" * 16, 0, 0, 2_000), Failed("r" * 16, 1, 1)]
+    fetch = run_over(lambda says: RefusingHttp(says, late_s), notices)
+    assert fetch.wait_layer(0, 1).chunk_count == 2
+    with pytest.raises(ChunkUnavailable):
+        fetch.wait(1)
+
+
+def test_a_failure_is_told_although_the_notices_of_layers_before_never_come(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(one_sided, "NOTICE_WAIT_S", 0.01)
+    fetch = run_over(lambda says: RefusingHttp(says, None), [])
+    assert fetch.is_settled
+    with pytest.raises(ChunkUnavailable):
+        fetch.wait_layer(0, 1)

@@ -48,9 +48,12 @@ class Stored:
     def row(self, start: int, nbytes: int, target: int, landing: int = 0) -> list[int]:
         return [self.fd, 0, start, nbytes, len(self.data), 0, target, landing]
 
-    def gather(self, rows: list[list[int]], target: np.ndarray) -> tuple[tuple[int, ...], np.ndarray]:
+    def gather(
+        self, rows: list[list[int]], target: np.ndarray, direct_files_max: int = 1
+    ) -> tuple[tuple[int, ...], np.ndarray]:
         array = np.array(rows, dtype=np.int64)
-        return native.gather(array, self.words, int(target.ctypes.data), False, True), array[:, Row.LANDING]
+        failure = native.gather(array, self.words, int(target.ctypes.data), False, direct_files_max)
+        return failure, array[:, Row.LANDING]
 
 
 def room(nbytes: int) -> np.ndarray:
@@ -122,6 +125,23 @@ def test_a_row_that_a_disk_cannot_read_by_itself_comes_through_the_page_cache(st
     for start, nbytes, at in odd:
         assert target[at : at + nbytes].tobytes() == stored.data[start : start + nbytes]
     assert (landing == 0xAA).all()
+
+
+@pytest.mark.parametrize("direct_files_max", [0, 1, 2])
+def test_no_more_files_are_opened_once_more_than_may_be(stored: Stored, direct_files_max: int) -> None:
+    """The rows of other files come through the page cache, so they do not land."""
+    if stored.cached_pages() is None:
+        pytest.skip("kernels before 6.5 do not tell what the page cache has")
+    other = os.open(stored.path, os.O_RDONLY)
+    target, landing = room(2 * MIB), room(2 * MIB)
+    address = int(landing.ctypes.data)
+    rows = [stored.row(0, MIB, 0, address), stored.row(8 * MIB, MIB, MIB, address + MIB)]
+    rows[1][Row.SOURCE] = other
+    failure, landed = stored.gather(rows, target, direct_files_max)
+    os.close(other)
+    assert failure == ()
+    assert target.tobytes() == stored.data[:MIB] + stored.data[8 * MIB : 9 * MIB]
+    assert np.count_nonzero(landed) == direct_files_max
 
 
 def test_damage_is_told_and_does_not_land(stored: Stored) -> None:

@@ -68,13 +68,13 @@ class Chunks:
         cuts: list[int],
         resident: set[int],
         *,
-        is_direct: bool = False,
+        direct_threads: int = 0,
     ) -> None:
         rng = np.random.default_rng(count)
         self.data = [rng.integers(0, 256, layout.chunk_bytes, dtype=np.uint8).tobytes() for _ in range(count)]
-        self.files = ExtentFiles(folder, 64, Disk())
+        self.files = ExtentFiles(folder, 64, Disk(), direct_threads=direct_threads)
         self.files.start()
-        self.source = EmbeddedChunks(cast(Reads, None), self.files, is_direct=is_direct)  # nothing is resolved here
+        self.source = EmbeddedChunks(cast(Reads, None), self.files)  # nothing is resolved here
         self.kept = [np.frombuffer(data, dtype=np.uint8) for data in self.data]
         bounds = sorted({0, layout.chunk_bytes, *(cut % layout.chunk_bytes for cut in cuts)})
         stored = {"a" * 32: bytearray(), "b" * 32: bytearray()}
@@ -123,7 +123,7 @@ class Chunks:
     aggregation_bytes=st.sampled_from([4_096, 50_000, 300_000]),
     mode=st.sampled_from(Mode),
     past_cache=st.booleans(),
-    is_direct=st.booleans(),
+    direct_threads=st.integers(0, 1),
 )
 def test_gathered_payloads_are_the_chunks_whatever_lies_where(
     tmp_path_factory: pytest.TempPathFactory,
@@ -134,13 +134,13 @@ def test_gathered_payloads_are_the_chunks_whatever_lies_where(
     aggregation_bytes: int,
     mode: Mode,
     past_cache: bool,
-    is_direct: bool,
+    direct_threads: int,
 ) -> None:
     """Any cut into extents, any of them in memory, any payload size, through the page cache or past it; and no byte
     beside the payload is touched.
     """
-    chunks = Chunks(tmp_path_factory.mktemp("gather"), layout, count, cuts, resident, is_direct=is_direct)
-    if is_direct:
+    chunks = Chunks(tmp_path_factory.mktemp("gather"), layout, count, cuts, resident, direct_threads=direct_threads)
+    if direct_threads:
         chunks.make_cold()
     table = chunks.table()
     target = np.full(layout.delivery_bytes(count) + 200, 0xAA, dtype=np.uint8)
@@ -362,9 +362,9 @@ def folded() -> np.ndarray:
     return array
 
 
-@pytest.mark.parametrize("is_direct", [False, True])
+@pytest.mark.parametrize("direct_files", [0, 1])
 def test_what_happens_to_the_target_is_no_verdict_on_the_store(
-    tmp_path: Path, folded: np.ndarray, is_direct: bool
+    tmp_path: Path, folded: np.ndarray, direct_files: int
 ) -> None:
     """The target may be a client's memory, which the client writes too. Here every block overwrites the one before, so
     none is what was read when it is proved; the store is sound all the same.
@@ -374,19 +374,19 @@ def test_what_happens_to_the_target_is_no_verdict_on_the_store(
     file.write_bytes(data)
     fd = os.open(file, os.O_RDONLY)
     row = np.array([[fd, 0, 0, len(data), len(data), 0, 0, 0]], dtype=np.int64)
-    assert native.gather(row, checksums_of(data), int(folded.ctypes.data), False, is_direct) == ()
+    assert native.gather(row, checksums_of(data), int(folded.ctypes.data), False, direct_files) == ()
     damaged = bytearray(data)
     damaged[25 * BLOCK_BYTES + 3] ^= 1
     file.write_bytes(damaged)
-    failed = native.gather(row, checksums_of(data), int(folded.ctypes.data), False, is_direct)
+    failed = native.gather(row, checksums_of(data), int(folded.ctypes.data), False, direct_files)
     assert failed[1:3] == (25 * BLOCK_BYTES, 1)
     os.close(fd)
 
 
-@pytest.mark.parametrize("is_direct", [False, True])
+@pytest.mark.parametrize("direct_files", [0, 1])
 @pytest.mark.parametrize("from_file", [True, False])
 def test_a_page_that_is_gone_ends_the_gather_and_is_not_made_again(
-    tmp_path: Path, from_file: bool, is_direct: bool
+    tmp_path: Path, from_file: bool, direct_files: int
 ) -> None:
     """Guarded memory of a client: a hole in it is an error, and takes no page of ours."""
     guard, size = native.open_guard(), 64 * BLOCK_BYTES
@@ -405,13 +405,13 @@ def test_a_page_that_is_gone_ends_the_gather_and_is_not_made_again(
             row[0, :2] = -1, int(kept.ctypes.data)
         for past_cache in (True, False):
             make_cold(source)
-            assert native.gather(row, checksums_of(data), address, past_cache, is_direct) == ()
+            assert native.gather(row, checksums_of(data), address, past_cache, direct_files) == ()
             assert mapping[:] == data
         punch(fd, 40 * BLOCK_BYTES, 8192)
         left = os.fstat(fd).st_blocks
         for past_cache in (True, False):
             make_cold(source)
-            assert native.gather(row, checksums_of(data), address, past_cache, is_direct)[2:] == (3, errno.EFAULT)
+            assert native.gather(row, checksums_of(data), address, past_cache, direct_files)[2:] == (3, errno.EFAULT)
         assert os.fstat(fd).st_blocks == left
         os.close(source)
     os.close(fd)
