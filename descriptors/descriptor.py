@@ -10,10 +10,15 @@ import re
 from dataclasses import dataclass
 from enum import Enum
 
+import numpy as np
+
 from descriptors.errors import CallerError, ErrorCode
 from descriptors.layout import ChunkLayout
 
 PROTOCOL_VERSION = 1
+PART_VERSION = 2
+"""The version of descriptors for one part of a delivery, which a gateway of a cluster sends to storage servers."""
+PARTS_MAX = 1_024
 CHUNK_COUNT_MAX = 65_536
 NUM_LAYERS_MAX = 1_024
 CHUNK_TOKENS_MAX = 4_096
@@ -62,8 +67,40 @@ class RdmaTarget:
 
 
 @dataclass(frozen=True, slots=True)
+class Part:
+    """The place of a descriptor's chunks in a delivery of `chunk_count` chunks, which several storage servers bring
+    together: chunk i of the descriptor is chunk `positions[i]` of the whole. Layers before `first_layer` have been
+    brought by another server, which has been given up. `attempt` tells the tries of one part apart.
+
+    Raises CallerError(InvalidDescriptor).
+    """
+
+    index: int
+    count: int
+    chunk_count: int
+    positions: tuple[int, ...]
+    first_layer: int = 0
+    attempt: int = 0
+
+    def __post_init__(self) -> None:
+        _require_int(self.count, 1, PARTS_MAX, "part.count")
+        _require_int(self.index, 0, self.count - 1, "part.index")
+        _require_int(self.chunk_count, 1, CHUNK_COUNT_MAX, "part.chunk_count")
+        _require_int(self.first_layer, 0, NUM_LAYERS_MAX - 1, "part.first_layer")
+        _require_int(self.attempt, 0, 255, "part.attempt")
+        places = np.asarray(self.positions, dtype=np.int64)
+        if not len(places) or places[0] < 0 or places[-1] >= self.chunk_count or (np.diff(places) <= 0).any():
+            raise invalid("part.positions", f"must ascend from 0 on and stay below {self.chunk_count}")
+
+    @property
+    def label(self) -> str:
+        """What tells this try of this part from others under one request id."""
+        return f"{self.index}.{self.attempt}"
+
+
+@dataclass(frozen=True, slots=True)
 class Descriptor:
-    """A request for the KV of `chunk_keys`, in prefix order.
+    """A request for the KV of `chunk_keys`, in prefix order. With `part`, they are some of the chunks of a delivery.
 
     Raises CallerError(InvalidDescriptor), which names the field, where docs/protocol.md refuses the value.
     """
@@ -78,10 +115,12 @@ class Descriptor:
     request_id: str | None = None
     layer_compute_us: tuple[int, ...] = ()
     version: int = PROTOCOL_VERSION
+    part: Part | None = None
 
     def __post_init__(self) -> None:
-        if self.version != PROTOCOL_VERSION:
-            raise invalid("version", f"must be {PROTOCOL_VERSION}, not {self.version!r}")
+        wanted = PROTOCOL_VERSION if self.part is None else PART_VERSION
+        if self.version != wanted:
+            raise invalid("version", f"must be {wanted}, not {self.version!r}")
         _require_keys(self.chunk_keys)
         _require_int(self.num_layers, 1, NUM_LAYERS_MAX, "num_layers")
         _require_int(self.chunk_tokens, 1, CHUNK_TOKENS_MAX, "chunk_tokens")
@@ -90,17 +129,26 @@ class Descriptor:
             raise invalid("chunk_keys", f"N*L*S is {self.delivery_bytes} bytes, at most {DELIVERY_BYTES_MAX}")
         if self.request_id is not None:
             require_request_id(self.request_id)
+        if self.part is not None:
+            self._check_part(self.part)
         if self.rdma_target is not None:
             self._check_target(self.rdma_target)
         self._check_compute()
 
+    def _check_part(self, part: Part) -> None:
+        if len(part.positions) != self.chunk_count:
+            raise invalid("part.positions", f"has {len(part.positions)} entries for {self.chunk_count} chunks")
+        if part.first_layer >= self.num_layers:
+            raise invalid("part.first_layer", f"is {part.first_layer} of {self.num_layers} layers")
+        if self.on_missing is not OnMissing.FAIL:
+            raise invalid("on_missing", "must be fail in a part: how many chunks come is decided for the whole")
+
     def _check_target(self, target: RdmaTarget) -> None:
         if self.request_id is None:
             raise invalid("request_id", "is required with rdma_target")
-        if target.length < self.delivery_bytes:
-            raise invalid(
-                "rdma_target.length", f"is {target.length} bytes, the delivery may need {self.delivery_bytes} (N*L*S)"
-            )
+        needed = self.layout.delivery_bytes(self.whole_chunk_count)
+        if target.length < needed:
+            raise invalid("rdma_target.length", f"is {target.length} bytes, the delivery may need {needed} (N*L*S)")
         if target.offset + target.length > ADDRESS_MAX:
             raise invalid("rdma_target.offset", "offset + length passes the end of the address space")
 
@@ -116,6 +164,11 @@ class Descriptor:
     def chunk_count(self) -> int:
         """N, the number of chunks asked for."""
         return len(self.chunk_keys)
+
+    @property
+    def whole_chunk_count(self) -> int:
+        """N of the delivery that this is a part of, or of this one."""
+        return self.chunk_count if self.part is None else self.part.chunk_count
 
     @property
     def layout(self) -> ChunkLayout:

@@ -133,13 +133,17 @@ class Grant:
 
 @dataclass(frozen=True, slots=True)
 class DeliveryStart:
-    """The facts of a delivery before its first byte: the mode, k, its size, the request's id and its rate."""
+    """The facts of a delivery before its first byte: the mode, k, its size, the request's id and its rate. Part `part`
+    of `parts` brings `delivery_bytes` of the k chunks.
+    """
 
     request_id: str
     mode: Mode
     chunk_count: int
     delivery_bytes: int
     grant: Grant = Grant()
+    part: int = 0
+    parts: int = 1
 
 
 @dataclass(frozen=True, slots=True)

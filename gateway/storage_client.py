@@ -14,6 +14,7 @@ import aiohttp
 from pydantic import TypeAdapter
 
 from adapters.phases import Phases, delivery_timing
+from descriptors.cluster import VIEW_HEADER, Stamp
 from descriptors.descriptor import Descriptor
 from descriptors.errors import ErrorCode, ObjectCacheError, ServerError, error_from_fields
 from descriptors.objects import BodyDigests
@@ -45,9 +46,18 @@ class StorageUnreachableError(ServerError):
     """The storage server did not answer. Whether the call took effect is unknown, unless the connection failed."""
 
     def __init__(self, cause: BaseException) -> None:
-        never_connected = isinstance(cause, aiohttp.ClientConnectorError)
-        code = ErrorCode.SLOW_DOWN if never_connected else ErrorCode.INTERNAL_ERROR
+        self.never_connected = isinstance(cause, aiohttp.ClientConnectorError)
+        code = ErrorCode.SLOW_DOWN if self.never_connected else ErrorCode.INTERNAL_ERROR
         super().__init__(code, "the storage server cannot be reached", retryable=True)
+
+
+class StaleViewError(ServerError):
+    """The storage server knows a later view of the cluster than the one that the call was made under. Nothing of the
+    call was carried out.
+    """
+
+    def __init__(self, message: str) -> None:
+        super().__init__(ErrorCode.SLOW_DOWN, message, retryable=True, field=VIEW_HEADER, retry_after_s=1)
 
 
 class RemoteRole:
@@ -62,8 +72,9 @@ class RemoteRole:
 class RemoteStorage:
     """Implements descriptors.storage_api.StorageApi over `endpoint`: http://HOST:PORT or unix:/PATH."""
 
-    def __init__(self, endpoint: str, secret: bytes) -> None:
-        self._peer = Peer(endpoint, secret)
+    def __init__(self, endpoint: str, secret: bytes, stamp: Callable[[], Stamp] | None = None) -> None:
+        """With `stamp`, calls say under which view of a cluster they are made."""
+        self._peer = Peer(endpoint, secret, stamp)
         self.objects = cast(ObjectsApi, RemoteRole(self._peer, "objects"))
         self.uploads = cast(UploadsApi, RemoteRole(self._peer, "uploads"))
         self.prefixes = cast(PrefixesApi, RemoteRole(self._peer, "prefixes"))
@@ -82,8 +93,9 @@ class RemoteStorage:
 class Peer:
     """Connections to one storage server, and one method for each form of call."""
 
-    def __init__(self, endpoint: str, secret: bytes) -> None:
+    def __init__(self, endpoint: str, secret: bytes, stamp: Callable[[], Stamp] | None = None) -> None:
         self._secret = secret
+        self._stamp = stamp
         self._base = endpoint
         self._socket_path: str | None = None
         if endpoint.startswith("unix:"):
@@ -216,14 +228,21 @@ class Peer:
         request_id = current_request_id()
         if request_id is not None:
             headers[PEER_REQUEST_ID_HEADER] = request_id
+        if self._stamp is not None:
+            headers[VIEW_HEADER] = str(self._stamp())
         try:
             url = f"{self._base}/v1/{call.operation}"
             async with self._session.post(url, data=body, headers=headers, expect100=waits_for_leave) as response:
                 if response.status != 200:
-                    raise error_from_fields(await response.json())
+                    raise _refusal(await response.json())
                 yield response
         except (aiohttp.ClientError, TimeoutError) as error:
             raise StorageUnreachableError(error) from error
+
+
+def _refusal(fields: dict[str, Any]) -> ObjectCacheError:
+    error = error_from_fields(fields)
+    return StaleViewError(error.message) if error.field == VIEW_HEADER else error
 
 
 def _method(peer: Peer, call: PeerCall) -> Callable[..., Any]:

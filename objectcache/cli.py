@@ -15,15 +15,20 @@ from pathlib import Path
 from typing import TypeAlias
 
 from adapters.interfaces import LOOPBACK, UnknownInterfaceError
+from adapters.membership import MembershipError
 from adapters.metrics import shared_folder
 from adapters.nixl_agent import NixlFailure, leave
 from descriptors.errors import ObjectCacheError
 from descriptors.units import parse_bytes
+from gateway.cluster.members import Members
+from gateway.cluster.storage import ClusterStorage
 from gateway.storage_client import RemoteStorage
 from objectcache import serve
 from objectcache.calibrate import add_calibrate
+from objectcache.cluster import adopt, membership_of
 from objectcache.config import Config, ConfigError, load_config, load_credentials, load_peer_secret
 from objectcache.workers import worker_storage
+from storage_server.own_keys import OwnKeys
 from storage_server.settings import ColdReads, StorageSettings
 from storage_server.store.data.durability import Durability
 from storage_server.store.index.identity import IndexMismatchError
@@ -52,7 +57,7 @@ def run(arguments: Sequence[str]) -> int:
     except (NixlFailure, UnknownInterfaceError) as error:
         print(f"objectcache: the ucx transport cannot be offered: {error}", file=sys.stderr)
         return 1
-    except (IndexMismatchError, SchemaError, WrongDirectoryError) as error:
+    except (IndexMismatchError, MembershipError, SchemaError, WrongDirectoryError) as error:
         print(f"objectcache: {error}", file=sys.stderr)
         return 1
     except ObjectCacheError as error:
@@ -133,6 +138,14 @@ def _add_serving(commands: _Commands, logs: argparse.ArgumentParser) -> None:
         metavar="FILE",
         help="default: DIR/peer-secret, made once",
     )
+    _add_cluster(storage)
+    storage.add_argument("--name", metavar="NAME", help="this server's name among the members of the cluster")
+    storage.add_argument(
+        "--advertise", metavar="URL", help="where gateways reach it, for etcd; default: where it listens"
+    )
+    storage.add_argument(
+        "--weight", type=float, default=1.0, metavar="W", help="its part of the keys beside the others'; default: 1"
+    )
     _add_common(storage)
     _add_storage(storage)
     storage.set_defaults(command=_storage_server)
@@ -146,13 +159,14 @@ def _add_gateway(commands: _Commands, logs: argparse.ArgumentParser) -> None:
     gateway = commands.add_parser(
         "gateway",
         help="the S3 gateway alone, over a storage server elsewhere",
-        usage="%(prog)s --storage ADDRESS --peer-secret-file FILE [options]",
+        usage="%(prog)s (--storage ADDRESS | --cluster WHERE) --peer-secret-file FILE [options]",
         description="Answer S3 requests from the objects of a storage server, on this host (unix:DIR/storage.sock) "
-        "or on another host. Both must be of the same version.",
+        "or on another host, or of a whole cluster. All must be of the same version.",
         parents=[logs],
     )
-    gateway.add_argument("--storage", required=True, metavar="ADDRESS", help="unix:PATH or http://HOST:PORT")
-    gateway.add_argument("--peer-secret-file", type=Path, required=True, metavar="FILE", help="the storage server's")
+    gateway.add_argument("--storage", metavar="ADDRESS", help="unix:PATH or http://HOST:PORT")
+    _add_cluster(gateway)
+    gateway.add_argument("--peer-secret-file", type=Path, required=True, metavar="FILE", help="the storage servers'")
     gateway.add_argument(
         "--credentials-file",
         type=Path,
@@ -207,6 +221,18 @@ def _add_care(commands: _Commands, logs: argparse.ArgumentParser) -> None:
     doctor.add_argument("--json", type=Path, metavar="FILE", help="write the findings here; - is standard output")
     doctor.set_defaults(command=_doctor)
 
+    cluster = commands.add_parser(
+        "cluster",
+        help="repair the membership of a storage server",
+        usage="%(prog)s adopt --data DIR",
+        description="After etcd was rebuilt a storage server refuses to start, because its cluster is not there any "
+        "more. `adopt` has its next start take the cluster that it finds.",
+        parents=[logs],
+    )
+    cluster.add_argument("action", choices=["adopt"])
+    cluster.add_argument("--data", type=Path, required=True, metavar="DIR", help="of the storage server")
+    cluster.set_defaults(command=lambda options: adopt(options.data))
+
     compact = commands.add_parser(
         "compact",
         help="rewrite sparse segments of a store that is not being served",
@@ -219,6 +245,15 @@ def _add_care(commands: _Commands, logs: argparse.ArgumentParser) -> None:
     compact.add_argument("--json", type=Path, metavar="FILE", help="write what was done here; - is standard output")
     _add_common(compact)
     compact.set_defaults(command=_compact)
+
+
+def _add_cluster(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "--cluster",
+        metavar="WHERE",
+        help="where the members of a cluster are learned: file:PATH, which SIGHUP reads again, or"
+        " etcd://HOST:PORT[,HOST:PORT]/PREFIX; docs/cluster.md",
+    )
 
 
 def _add_listen(parser: argparse.ArgumentParser) -> None:
@@ -415,15 +450,27 @@ def _storage_server(options: argparse.Namespace) -> int:
     settings = _storage_settings(config, options)
     secret = load_peer_secret(options.peer_secret_file or options.data / "peer-secret", create=True)
     listen = _parse_listen(options.listen or f"unix:{options.data / 'storage.sock'}")
+    if (options.cluster is None) != (options.name is None):
+        raise ConfigError("--cluster and --name go together")
+    if options.cluster is not None and settings.upstream is None:
+        raise ConfigError("--cluster needs --upstream: the home of objects that all members stand in front of")
     serve.run(
         "objectcache storage-server",
-        lambda: serve.StorageServer(settings, secret, listen),
+        lambda: serve.StorageServer(settings, secret, listen, _own_keys(options, config), options.advertise),
         read_scheduler=lambda: load_config(options.config).scheduler_settings(),
     )
     return 0
 
 
+def _own_keys(options: argparse.Namespace, config: Config) -> OwnKeys | None:
+    if options.cluster is None:
+        return None
+    return OwnKeys(membership_of(options.cluster, config.cluster, options.data), options.name, options.weight)
+
+
 def _gateway(options: argparse.Namespace) -> int:
+    if (options.storage is None) == (options.cluster is None):
+        raise ConfigError("a gateway needs --storage or --cluster, and not both")
     config = _config(options)
     secret = load_peer_secret(options.peer_secret_file, create=False)
     credentials = load_credentials(config, os.environ, options.credentials_file)
@@ -431,10 +478,21 @@ def _gateway(options: argparse.Namespace) -> int:
     serve.run(
         "objectcache gateway",
         lambda: serve.GatewayServer(
-            RemoteStorage(options.storage, secret), config.gateway_settings(), credentials, listen
+            _storage_of_gateway(options, config, secret), config.gateway_settings(), credentials, listen
         ),
     )
     return 0
+
+
+def _storage_of_gateway(options: argparse.Namespace, config: Config, secret: bytes) -> RemoteStorage | ClusterStorage:
+    if options.cluster is None:
+        return RemoteStorage(options.storage, secret)
+    membership = membership_of(options.cluster, config.cluster)
+
+    def make_storage(endpoint: str) -> RemoteStorage:
+        return RemoteStorage(endpoint, secret, lambda: membership.view.stamp)
+
+    return ClusterStorage(Members(membership, make_storage))
 
 
 def _parse_listen(text: str) -> serve.Listen:

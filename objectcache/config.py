@@ -319,6 +319,28 @@ class CalibrationConfig(_Model):
         return self
 
 
+class ClusterConfig(_Model):
+    """The `[cluster]` table: how etcd is reached, and how long its leases are."""
+
+    etcd_user: str | None = None
+    etcd_password_file: Path | None = None
+    etcd_ca: Path | None = None
+    etcd_certificate: Path | None = None
+    etcd_key: Path | None = None
+    lease_s: Annotated[int, Field(ge=2, le=600)] = 10
+
+    def account(self) -> tuple[str, str] | None:
+        """etcd's user and password; None without a user. Raises ConfigError."""
+        if (self.etcd_user is None) != (self.etcd_password_file is None):
+            raise ConfigError("[cluster]: etcd_user and etcd_password_file go together")
+        if self.etcd_user is None or self.etcd_password_file is None:
+            return None
+        try:
+            return self.etcd_user, self.etcd_password_file.read_text().rstrip("\n")
+        except OSError as error:
+            raise ConfigError(f"[cluster]: etcd_password_file: {error.strerror}") from None
+
+
 class Config(_Model):
     """A whole config file."""
 
@@ -330,6 +352,7 @@ class Config(_Model):
     credentials: tuple[CredentialConfig, ...] = ()
     upstream: UpstreamConfig = UpstreamConfig()
     buckets: tuple[BucketConfig, ...] = ()
+    cluster: ClusterConfig = ClusterConfig()
     calibration: CalibrationConfig | None = None
 
     def gateway_settings(self) -> GatewaySettings:

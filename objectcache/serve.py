@@ -24,10 +24,12 @@ import uvloop
 from aiohttp import web
 
 from gateway.app import Gateway, GatewaySettings
+from gateway.cluster.storage import ClusterStorage
 from gateway.s3.credentials import Credential, CredentialBook
 from gateway.storage_client import RemoteStorage
 from objectcache.workers import Workers
 from storage_server.http_api import StorageHttp
+from storage_server.own_keys import OwnKeys
 from storage_server.scheduler.settings import SchedulerSettings
 from storage_server.service import (
     EmbeddedStorage,
@@ -136,9 +138,19 @@ class Together:
 class StorageServer:
     """A storage server for gateways in other processes."""
 
-    def __init__(self, storage: StorageSettings, secret: bytes, listen: Listen) -> None:
-        self.storage = EmbeddedStorage(storage)
-        self._http = StorageHttp(self.storage, secret)
+    def __init__(
+        self,
+        storage: StorageSettings,
+        secret: bytes,
+        listen: Listen,
+        own: OwnKeys | None = None,
+        advertised: str | None = None,
+    ) -> None:
+        """With `own`, it is a member of a cluster, whose gateways reach it at `advertised`, or where it listens."""
+        self.storage = EmbeddedStorage(storage, own=own)
+        self._http = StorageHttp(self.storage, secret, None if own is None else own.require_current)
+        self.membership = None if own is None else own.membership
+        self._advertised = advertised
         self._listen = listen
         self._runner: web.ServerRunner | None = None
         self.url = ""
@@ -146,6 +158,7 @@ class StorageServer:
     async def start(self) -> None:
         await self.storage.start()
         self._runner, self.url = await _listen(self._http.server(), self._listen)
+        await self.storage.join(self._advertised or self.url)
 
     async def close(self) -> None:
         if self._runner is not None:
@@ -154,16 +167,17 @@ class StorageServer:
 
 
 class GatewayServer:
-    """A gateway over a storage server elsewhere."""
+    """A gateway over a storage server elsewhere, or over a cluster of them."""
 
     def __init__(
         self,
-        storage: RemoteStorage,
+        storage: RemoteStorage | ClusterStorage,
         gateway: GatewaySettings,
         credentials: Sequence[Credential],
         listen: Listen,
     ) -> None:
         self._storage = storage
+        self.membership = storage.membership if isinstance(storage, ClusterStorage) else None
         self._gateway = Gateway(self._storage, CredentialBook(credentials), gateway)
         self._listen = listen
         self._runner: web.ServerRunner | None = None
@@ -210,7 +224,7 @@ async def _until_stopped(
     loop = asyncio.get_running_loop()
     for number in (signal.SIGINT, signal.SIGTERM):
         loop.add_signal_handler(number, stop.set)
-    loop.add_signal_handler(signal.SIGHUP, _log.info, "SIGHUP: there is nothing to read anew")
+    loop.add_signal_handler(signal.SIGHUP, _log.info, "SIGHUP: nothing is read anew before the server has started")
     if until_stdin_ends:
         threading.Thread(target=_wait_for_stdin, args=(loop, stop), daemon=True).start()
     server = make_server()
@@ -219,13 +233,25 @@ async def _until_stopped(
         gc.collect()
         gc.freeze()  # a full collection stops the event loop, and need not visit objects that live for ever
         # only now, because UCX takes SIGHUP when it starts
-        if read_scheduler is not None and not isinstance(server, GatewayServer):
-            loop.add_signal_handler(signal.SIGHUP, _reconfigure, server.storage, read_scheduler)
+        loop.add_signal_handler(signal.SIGHUP, _read_anew, server, read_scheduler)
         print(f"{name} is listening on {server.url}", flush=True)
         await stop.wait()
         _log.info("stopping")
     finally:
         await server.close()
+
+
+_rereading: set[asyncio.Task[None]] = set()
+"""Tasks that read the members again; the event loop does not hold them."""
+
+
+def _read_anew(server: Server, read_scheduler: Callable[[], SchedulerSettings] | None) -> None:
+    if read_scheduler is not None and not isinstance(server, GatewayServer):
+        _reconfigure(server.storage, read_scheduler)
+    if not isinstance(server, Together) and server.membership is not None:
+        task = asyncio.get_running_loop().create_task(server.membership.refresh())
+        _rereading.add(task)
+        task.add_done_callback(_rereading.discard)
 
 
 def _reconfigure(storage: EmbeddedStorage, read_scheduler: Callable[[], SchedulerSettings]) -> None:

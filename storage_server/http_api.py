@@ -21,6 +21,7 @@ from adapters.limited_server import LimitedServer
 from adapters.phases import Phases
 from adapters.request_log import CLIENT_GONE, RequestLine, log_request, logs_requests
 from adapters.response_sink import ResponseSink, abort_if_begun, begin_answer, begun_status, cutting
+from descriptors.cluster import VIEW_HEADER
 from descriptors.descriptor import DESCRIPTOR_BYTES_MAX, is_request_id
 from descriptors.errors import CallerError, ErrorCode, ObjectCacheError, ServerError
 from descriptors.peer_auth import AUTH_HEADER, CALL_HEADER, STREAMED_BODY, check_call
@@ -36,6 +37,7 @@ PEER_LIMITS = ConnectionLimits(header_bytes_max=CALL_BYTES_MAX, connections_max=
 in time.
 """
 Method = Callable[..., Any]
+RequireCurrent = Callable[[str], None]
 _log = logging.getLogger(__name__)
 
 
@@ -66,9 +68,11 @@ _TRACE = web.RequestKey("trace", _Trace)
 class StorageHttp:
     """Serves one StorageApi."""
 
-    def __init__(self, storage: StorageApi, secret: bytes) -> None:
+    def __init__(self, storage: StorageApi, secret: bytes, require_current: RequireCurrent | None = None) -> None:
+        """`require_current` is given the view of each call, as its header has it, and raises where that is stale."""
         self._storage = storage
         self._secret = secret
+        self._require_current = require_current
         self._answers = {
             Form.VALUES: self._values,
             Form.BODY: self._body,
@@ -112,6 +116,8 @@ class StorageHttp:
             return _json_bytes(b'{"status":"ok"}')
         call, fields = self._authenticated(http)
         trace.operation = call.method
+        if self._require_current is not None:
+            self._require_current(http.headers.get(VIEW_HEADER, ""))
         method = getattr(getattr(self._storage, call.role), call.method)
         return await self._answers[call.form](call, method, fields, http)
 

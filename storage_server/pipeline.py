@@ -14,10 +14,10 @@ import numpy as np
 
 from adapters.phases import Phases, delivery_timing
 from adapters.threads import HERE_ITEMS_MAX, computed, finished, to_end
-from descriptors.descriptor import Descriptor, OnMissing
+from descriptors.descriptor import Descriptor, OnMissing, Part
 from descriptors.errors import ChunkUnavailable, ErrorCode, ObjectCacheError
 from descriptors.notices import Mode
-from descriptors.storage_api import DeliveryOutcome, DeliveryStart, Spans
+from descriptors.storage_api import DeliveryOutcome, DeliveryStart, Grant, Spans
 from descriptors.tracing import Phase
 from descriptors.units import KIB
 from storage_server.gather.coming import Coming, with_landed
@@ -58,6 +58,7 @@ class _Delivery:
 
     request_id: str
     destination: Destination
+    part: Part | None = None
     phases: Phases = field(default_factory=lambda: Phases(Phase.PLAN))
     mode: Mode | None = None
     is_resident: bool = False
@@ -67,6 +68,13 @@ class _Delivery:
 
 def _table_of(chunks: Sequence[Sequence[Extent]], lent: Lent) -> SourceTable:
     return make_table(chunks, with_landed(chain.from_iterable(chunks), lent.addresses), lent.landings)
+
+
+def _start_of(delivery: _Delivery, plan: DeliveryPlan, grant: Grant) -> DeliveryStart:
+    request_id, part = delivery.request_id, delivery.part
+    if part is None:
+        return DeliveryStart(request_id, plan.mode, plan.chunk_count, plan.delivery_bytes, grant)
+    return DeliveryStart(request_id, plan.mode, part.chunk_count, plan.delivery_bytes, grant, part.index, part.count)
 
 
 async def _abandon(gatherings: Sequence[_Gathering]) -> None:
@@ -109,7 +117,7 @@ class Pipeline:
         ServerError(TargetUnreachable, SlowDown). At the end, also after an error, nothing is in flight, and memory,
         pins and rate are given back.
         """
-        delivery = _Delivery(request_id, destination)
+        delivery = _Delivery(request_id, destination, descriptor.part)
         outcome = DONE
         try:
             return await self._carry_out(delivery, access_key, bucket, descriptor)
@@ -135,7 +143,9 @@ class Pipeline:
             self._source.open_chunks(bucket, descriptor.chunk_keys, layout, prefix_only=prefix_only) as chunks,
             self._dram.lent(list(chain.from_iterable(chunks))) as lent,
         ):
-            mode = choose_mode(descriptor.delivery, layout.delivery_bytes(len(chunks)), self._settings.theta_bytes)
+            part = descriptor.part
+            whole_bytes = layout.delivery_bytes(len(chunks) if part is None else part.chunk_count)
+            mode = choose_mode(descriptor.delivery, whole_bytes, self._settings.theta_bytes)
             delivery.mode = mode
             is_long = len(lent.addresses) > HERE_ITEMS_MAX
             delivery.is_resident = None not in lent.addresses
@@ -143,7 +153,10 @@ class Pipeline:
             coming = Coming.among(table, chunks)
             table = table if coming is None else coming.table
             payload_bytes_max = destination.payload_bytes_max(is_resident=delivery.is_resident)
-            plan = plan_delivery(mode, layout, len(chunks), payload_bytes_max)
+            if part is None:
+                plan = plan_delivery(mode, layout, len(chunks), payload_bytes_max)
+            else:
+                plan = destination.plan_part(mode, layout, part, payload_bytes_max)
             layer_compute_s = compute_s(descriptor, len(chunks), self.link.settings.profiles)
             async with self.link.place(access_key, plan, layer_compute_s) as place:
                 delivery.phases.enter(Phase.WAIT)
@@ -170,7 +183,7 @@ class Pipeline:
         try:
             grant = await place.admitted()
             delivery.phases.enter(Phase.TRANSFER)
-            start = DeliveryStart(delivery.request_id, plan.mode, plan.chunk_count, plan.delivery_bytes, grant)
+            start = _start_of(delivery, plan, grant)
             await transfer.start(start)
             await self._send_all(delivery, plan, table, transfer, place, coming)
             transferred_bytes = await transfer.finish()
@@ -224,7 +237,7 @@ class Pipeline:
                     await transfer.send(payload, gathering.spans, gathering.room)
                     place.note_sent()
                     delivery.sent_bytes += payload.nbytes
-                    if payload.ends_group and payload.group.index == 0 and plan.mode is Mode.LAYER_MAJOR:
+                    if payload.ends_group and payload.group.index == plan.first_group and plan.mode is Mode.LAYER_MAJOR:
                         self.meter.first_layer(destination.transport, phases)
                     phases.enter(Phase.GATHER)
                     index += 1

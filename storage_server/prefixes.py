@@ -68,13 +68,14 @@ class Prefixes:
         instead, the delivery stops at once and drains on its own.
         """
         target, now_s = descriptor.rdma_target, time.monotonic()
+        part = "" if descriptor.part is None else descriptor.part.label
         if target is None:
-            request = self._requests.begin(access_key, descriptor.request_id, now_s)
+            request = self._requests.begin(access_key, descriptor.request_id, now_s, part=part)
             destination: Destination = self._body(access_key, sink)
         else:
             agent, region = self._registrar.target(access_key, target)
             destination = self._registrar.endpoint(agent).destination(access_key, region, target.offset)
-            request = self._requests.begin(access_key, descriptor.request_id, now_s, agent.agent_id, region)
+            request = self._requests.begin(access_key, descriptor.request_id, now_s, agent.agent_id, region, part)
         wrapped = self._wrap_destination(destination)
         work = self._pipeline.run(access_key, bucket, descriptor, request.request_id, wrapped)
         return await self._requests.run(request, work)

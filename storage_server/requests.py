@@ -24,9 +24,12 @@ class ActiveRequest:
     is set when nothing of the request can reach the client's memory any more.
     """
 
-    def __init__(self, access_key: str, request_id: str, agent_id: str | None, region: Region | None) -> None:
+    def __init__(
+        self, access_key: str, request_id: str, agent_id: str | None, region: Region | None, part: str = ""
+    ) -> None:
         self.access_key = access_key
         self.request_id = request_id
+        self.part = part
         self.agent_id = agent_id
         self.region = region
         self.stopped_by: ObjectCacheError | None = None
@@ -76,14 +79,18 @@ class RequestTable:
         now_s: float,
         agent_id: str | None = None,
         region: Region | None = None,
+        part: str = "",
     ) -> ActiveRequest:
-        """Register a request that moves bytes of this region, if any; `run` comes next. Raises
-        CallerError(RequestReplayed), ServerError(SlowDown).
+        """Register a request that moves bytes of this region, if any; `run` comes next. With `part`, the label of a
+        part of a request, each part of one id may be begun once. Raises CallerError(RequestReplayed),
+        ServerError(SlowDown).
         """
         if request_id is not None:
-            self._use(access_key, request_id, now_s)
-        request = ActiveRequest(access_key, request_id or secrets.token_hex(16), agent_id, region)
-        self._active[access_key, request.request_id] = request
+            if part and request_id in self._used[access_key]:
+                raise _replayed(request_id)
+            self._use(access_key, _used_as(request_id, part), now_s)
+        request = ActiveRequest(access_key, request_id or secrets.token_hex(16), agent_id, region, part)
+        self._active[access_key, _used_as(request.request_id, part)] = request
         return request
 
     async def run(self, request: ActiveRequest, work: Coroutine[Any, Any, _T]) -> _T:
@@ -97,7 +104,7 @@ class RequestTable:
 
         def ended(_: asyncio.Task[_T]) -> None:
             self._running.discard(task)
-            self._active.pop((request.access_key, request.request_id), None)
+            self._active.pop((request.access_key, _used_as(request.request_id, request.part)), None)
             request.drained.set()
             if not task.cancelled():
                 task.exception()
@@ -119,25 +126,43 @@ class RequestTable:
             await asyncio.wait(self._running, timeout=timeout_s)
 
     async def cancel(self, access_key: str, request_id: str, now_s: float) -> None:
-        """Stop a request and wait until it has drained. An id that is not known yet is marked as used, so that a
-        request that arrives later is refused: after this method returns, nothing is written for the request.
+        """Stop a request, with all its parts here, and wait until it has drained. An id that is not known yet is marked
+        as used, so that a request that arrives later, or a further part of it, is refused: after this method returns,
+        nothing is written for the request.
         """
-        request = self._active.get((access_key, request_id))
-        if request is not None:
+        active = self._active.get((access_key, request_id))
+        requests = [active] if active is not None else self._active_parts(access_key, request_id)
+        for request in requests:
             request.stop(CallerError(ErrorCode.CANCELLED, "the request was cancelled", field="request_id"))
-            await request.drained.wait()
-        elif request_id not in self._used[access_key]:
+        if active is None and request_id not in self._used[access_key]:
             self._use(access_key, request_id, now_s)
+        for request in requests:
+            await request.drained.wait()
+
+    def _active_parts(self, access_key: str, request_id: str) -> list[ActiveRequest]:
+        return [
+            request
+            for request in self._active.values()
+            if request.part and (request.access_key, request.request_id) == (access_key, request_id)
+        ]
 
     def _use(self, access_key: str, request_id: str, now_s: float) -> None:
         used = self._used[access_key]
         while used and next(iter(used.values())) < now_s - REMEMBER_S:
             used.popitem(last=False)
         if request_id in used or (access_key, request_id) in self._active:
-            raise CallerError(
-                ErrorCode.REQUEST_REPLAYED, f"request_id {request_id} was used already", field="request_id"
-            )
+            raise _replayed(request_id)
         if len(used) >= self._ids_max:
             raise ServerError(ErrorCode.SLOW_DOWN, "this access key has used too many request ids", retryable=True)
         self._on_used(access_key, request_id)
         used[request_id] = now_s
+
+
+def _used_as(request_id: str, part: str) -> str:
+    """The name under which an id is remembered: no id has a `#`."""
+    return f"{request_id}#{part}" if part else request_id
+
+
+def _replayed(request_id: str) -> CallerError:
+    problem = f"request_id {request_id.partition('#')[0]} was used already"
+    return CallerError(ErrorCode.REQUEST_REPLAYED, problem, field="request_id")

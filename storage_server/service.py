@@ -24,6 +24,7 @@ from storage_server.metrics import (
     upstream_readings,
 )
 from storage_server.object_transfers import ObjectTransfers
+from storage_server.own_keys import OwnKeys
 from storage_server.pipeline import Pipeline
 from storage_server.prefixes import Prefixes
 from storage_server.registrar import Registrar
@@ -71,11 +72,18 @@ class EmbeddedStorage:
         disk: Disk | None = None,
         wrap_source: WrapSource = unwrapped_source,
         wrap_destination: WrapDestination = unwrapped_destination,
+        own: OwnKeys | None = None,
     ) -> None:
+        """In a cluster `own` says which keys this server is the home of. Raises ValueError without an upstream service,
+        which all members share.
+        """
+        if own is not None and settings.upstream is None:
+            raise ValueError("a cluster needs an upstream service, in front of which all its members stand")
         self.settings = settings
+        self.own = own
         claim(settings.data_dir, settings.upstream)
         self.store = EmbeddedStore(settings, disk)
-        self.upstream = _home_before(settings, self.store)
+        self.upstream = _home_before(settings, self.store, own)
         home = self.upstream or self.store
         self.objects: ObjectsApi = home.objects
         self.uploads: UploadsApi = home.uploads
@@ -154,6 +162,13 @@ class EmbeddedStorage:
             compaction = self.store.compactor.run(self.settings.compact_interval_s, self.settings.compact_bytes_per_s)
             self._sweepers.append(asyncio.create_task(compaction))
 
+    async def join(self, endpoint: str) -> None:
+        """Be a member of the cluster, whom gateways reach at `endpoint`: call it when that is so. Raises
+        MembershipError.
+        """
+        if self.own is not None and self.upstream is not None:
+            await self.own.start(self.upstream.revalidation.compare_all, endpoint)
+
     async def close(self) -> None:
         """Stop deliveries, let their writes drain, close everything."""
         for sweeper in self._sweepers:
@@ -169,6 +184,8 @@ class EmbeddedStorage:
             await self.shm.close()
         await self.dram.close()
         self._id_log.close()
+        if self.own is not None:
+            await self.own.close()
         if self.upstream is not None:
             await self.upstream.close()
         try:
@@ -200,7 +217,7 @@ class EmbeddedStorage:
         return text_of(readings).decode()
 
 
-def _home_before(settings: StorageSettings, store: EmbeddedStore) -> UpstreamHome | None:
+def _home_before(settings: StorageSettings, store: EmbeddedStore, own: OwnKeys | None) -> UpstreamHome | None:
     """The home of which the store is a cache; None where the store is the home itself."""
     upstream = settings.upstream
     if upstream is None:
@@ -212,4 +229,4 @@ def _home_before(settings: StorageSettings, store: EmbeddedStore) -> UpstreamHom
         local = settings.data_dir / "shared"
         store.space.count_too(local)
         service = SharedDirectory(upstream, settings, local)
-    return UpstreamHome(upstream, service, store)
+    return UpstreamHome(upstream, service, store, own)

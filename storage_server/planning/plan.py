@@ -24,6 +24,7 @@ from typing import NamedTuple, Protocol
 import numpy as np
 import numpy.typing as npt
 
+from descriptors.descriptor import Part
 from descriptors.layout import ChunkLayout
 from descriptors.notices import Mode
 
@@ -45,7 +46,8 @@ class Group:
 class Payload:
     """Bytes of `chunk_count` chunks from `first_chunk` on: `piece_bytes` of each, from `source_offset` of its object.
     `piece_bytes` and `source_offset` are one number where all chunks have the same, else int64 of shape (chunk_count,).
-    The pieces land one after the other from `target_offset` of the target.
+    The pieces land one after the other from `target_offset` of the target, or where `landing_offsets`, from there on,
+    says: int64 of shape (chunk_count,), ascending from 0. Then other bytes of the target lie between them.
     """
 
     group: Group
@@ -56,15 +58,20 @@ class Payload:
     target_offset: int
     nbytes: int
     ends_group: bool
+    landing_offsets: Numbers | None = None
 
     def piece_starts(self, piece_index: Numbers) -> Numbers:
-        """The byte of the payload at which each of these pieces starts; piece 0 is that of `first_chunk`."""
+        """The byte, from `target_offset` on, at which each of these pieces starts; piece 0 is that of `first_chunk`."""
+        if self.landing_offsets is not None:
+            return self.landing_offsets[piece_index]
         if isinstance(self.piece_bytes, int):
             return piece_index * self.piece_bytes
         return (np.cumsum(self.piece_bytes) - self.piece_bytes)[piece_index]
 
     def chunk_at(self, at: int) -> int:
-        """The index of the chunk from which byte `at` of the payload comes."""
+        """The index of the chunk whose piece has the byte that is `at` bytes after `target_offset`."""
+        if self.landing_offsets is not None:
+            return self.first_chunk + int(np.searchsorted(self.landing_offsets, at, side="right")) - 1
         if isinstance(self.piece_bytes, int):
             return self.first_chunk + at // self.piece_bytes
         return self.first_chunk + int(np.searchsorted(np.cumsum(self.piece_bytes), at, side="right"))
@@ -72,7 +79,8 @@ class Payload:
 
 class Cut(NamedTuple):
     """The part of a group that one payload brings: `slice_count` whole slices from `first_slice` on, or `nbytes` of one
-    slice from its byte `start`. It lands at `target_offset` for the first group of its series.
+    slice from its byte `start`. It lands at `target_offset` for the first group of its series, its slices apart where
+    `is_scattered`.
     """
 
     first_slice: int
@@ -80,6 +88,7 @@ class Cut(NamedTuple):
     start: int
     nbytes: int
     target_offset: int
+    is_scattered: bool = False
 
 
 class Cuts(Protocol):
@@ -98,7 +107,8 @@ class Series:
     The slices are those of `slice_count` chunks from `first_chunk` on. Slice i of the first group is `slice_bytes` of
     its object from `source_offset` on, and lands at `target_offset`. In each further group both offsets grow by their
     stride. `slice_bytes` and `source_offset` are one number, or int64 of shape (slice_count,). So is `target_offset`,
-    but there one number means that the slices land one after the other from it.
+    but there one number means that the slices land one after the other from it. Where they land apart, a payload holds
+    the slices that lie side by side; with `is_scattered` it may hold any, as far as they fit.
 
     Raises ValueError for arrays of another length, and for a slice without bytes.
     """
@@ -111,6 +121,7 @@ class Series:
     source_stride: int
     target_offset: int | Numbers
     target_stride: int
+    is_scattered: bool = False
 
     def __post_init__(self) -> None:
         for name in ("slice_bytes", "source_offset", "target_offset"):
@@ -140,6 +151,8 @@ class Series:
         targets = self.target_offset
         if isinstance(targets, int):
             targets = targets + np.cumsum(sizes) - sizes
+        if self.is_scattered:
+            return _scattered_cuts(sizes, targets, payload_bytes_max)
         return _uneven_cuts(sizes, targets, payload_bytes_max)
 
 
@@ -196,6 +209,18 @@ def _uneven_cuts(sizes: Numbers, targets: Numbers, payload_bytes_max: int) -> li
     return cuts
 
 
+def _scattered_cuts(sizes: Numbers, targets: Numbers, payload_bytes_max: int) -> list[Cut]:
+    """Cuts of slices that lie anywhere, in ascending order: each payload takes as many whole slices as fit."""
+    ends = np.cumsum(sizes)
+    cuts: list[Cut] = []
+    for cut in _uneven_cuts(sizes, ends - sizes, payload_bytes_max):
+        last = cut.first_slice + cut.slice_count - 1
+        target, side_by_side = int(targets[cut.first_slice]), int(ends[last] - sizes[last] - ends[cut.first_slice])
+        is_scattered = int(targets[last]) - target != side_by_side + int(sizes[cut.first_slice])
+        cuts.append(cut._replace(target_offset=target + cut.start, is_scattered=is_scattered and cut.slice_count > 1))
+    return cuts
+
+
 class PayloadSizes(Protocol):
     """The bytes of each payload of a group, in order."""
 
@@ -231,6 +256,8 @@ class DeliveryPlan:
     chunk_count: int
     series: tuple[Series, ...]
     payload_bytes_max: int
+    first_group: int = 0
+    """The index of the first group: more than 0 where another server has delivered the layers before."""
 
     @property
     def group_count(self) -> int:
@@ -257,7 +284,7 @@ class DeliveryPlan:
 
     def payloads(self) -> Iterator[Payload]:
         """All payloads, group after group; within a group in prefix order."""
-        first_group = 0
+        first_group = self.first_group
         for each, cuts in zip(self.series, self._cuts, strict=True):
             cut_count, group_bytes = len(cuts), each.group_bytes
             for step in range(each.group_count):
@@ -275,13 +302,16 @@ class DeliveryPlan:
 def _payload(series: Series, cut: Cut, group: Group, step: int, *, ends_group: bool) -> Payload:
     """The payload of a cut in the series' group number `step`."""
     source, piece = series.source_offset, series.slice_bytes
+    slices = slice(cut.first_slice, cut.first_slice + cut.slice_count)
     if cut.slice_count == 1:
         source = source if isinstance(source, int) else int(source[cut.first_slice])
         piece = cut.nbytes
     else:
-        slices = slice(cut.first_slice, cut.first_slice + cut.slice_count)
         source = source if isinstance(source, int) else source[slices]
         piece = piece if isinstance(piece, int) else piece[slices]
+    landing_offsets = None
+    if cut.is_scattered and not isinstance(series.target_offset, int):
+        landing_offsets = series.target_offset[slices] - cut.target_offset
     return Payload(
         group=group,
         first_chunk=series.first_chunk + cut.first_slice,
@@ -291,6 +321,7 @@ def _payload(series: Series, cut: Cut, group: Group, step: int, *, ends_group: b
         target_offset=cut.target_offset + step * series.target_stride,
         nbytes=cut.nbytes,
         ends_group=ends_group,
+        landing_offsets=landing_offsets,
     )
 
 
@@ -301,3 +332,34 @@ def plan_delivery(mode: Mode, layout: ChunkLayout, chunk_count: int, payload_byt
         group_count, slice_bytes = 1, layout.chunk_bytes
     series = Series(group_count, 0, chunk_count, slice_bytes, 0, slice_bytes, 0, chunk_count * slice_bytes)
     return DeliveryPlan(mode, chunk_count, (series,), payload_bytes_max)
+
+
+def plan_part(
+    mode: Mode, layout: ChunkLayout, part: Part, payload_bytes_max: int, *, is_packed: bool, is_scattered: bool
+) -> DeliveryPlan:
+    """The plan for some of the chunks of a delivery, whose other chunks come from other servers. With `is_packed` the
+    slices lie one after the other in the target, without those of others; otherwise each lies where the whole delivery
+    has it, and with `is_scattered` one payload may hold slices that lie apart. In chunk-major mode, which has one group
+    only, `part.first_layer` does not count.
+    """
+    group_count, slice_bytes, first = layout.num_layers, layout.per_layer_chunk_bytes, part.first_layer
+    if mode is Mode.CHUNK_MAJOR:
+        group_count, slice_bytes, first = 1, layout.chunk_bytes, 0
+    slice_count, source_offset = len(part.positions), first * slice_bytes
+    target_offset: int | Numbers = 0
+    target_stride = slice_count * slice_bytes
+    if not is_packed:
+        target_stride = part.chunk_count * slice_bytes
+        target_offset = np.array(part.positions, dtype=np.int64) * slice_bytes + first * target_stride
+    series = Series(
+        group_count - first,
+        0,
+        slice_count,
+        slice_bytes,
+        source_offset,
+        slice_bytes,
+        target_offset,
+        target_stride,
+        is_scattered=is_scattered,
+    )
+    return DeliveryPlan(mode, slice_count, (series,), payload_bytes_max, first_group=first)

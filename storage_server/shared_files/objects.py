@@ -10,6 +10,7 @@ from contextlib import AsyncExitStack, asynccontextmanager
 
 import numpy as np
 
+from descriptors.chunk_names import is_chunk
 from descriptors.conditions import NO_WRITE_CONDITION, WriteCondition
 from descriptors.errors import CallerError, ErrorCode, ServerError
 from descriptors.lifecycle import LifecycleRule
@@ -44,7 +45,6 @@ from storage_server.store.objects import Objects
 from storage_server.store.uploads import Uploads
 from storage_server.upstream.bulk_reads import Into
 from storage_server.upstream.cached_read import healing
-from storage_server.upstream.rules.chunk_names import is_chunk
 from storage_server.upstream.rules.proof import Proof
 from storage_server.upstream.rules.refusals import unreachable
 from storage_server.upstream.service import Sent

@@ -14,6 +14,7 @@ from itertools import chain
 import numpy as np
 
 from adapters.threads import in_parts, let_others_run
+from descriptors.chunk_names import is_chunk, is_chunk_key
 from descriptors.errors import CallerError, ErrorCode
 from descriptors.layout import ChunkLayout
 from descriptors.objects import ObjectInfo, ReadRequest
@@ -21,6 +22,7 @@ from descriptors.storage_api import SERVER_KEY
 from storage_server.gather.coming import ComingExtent, hold_landed, is_whole
 from storage_server.gather.landing import Landed
 from storage_server.gather.source import Pins, RowFailure
+from storage_server.own_keys import OwnKeys
 from storage_server.planning.extent import Extent
 from storage_server.planning.rows import Rows, SourceTable
 from storage_server.store.embedded import EmbeddedStore
@@ -29,7 +31,6 @@ from storage_server.store.index.reading import usable_prefix
 from storage_server.store.index.transaction import find_object
 from storage_server.store.rows import StoredObject
 from storage_server.upstream.fetches import Fetches
-from storage_server.upstream.rules.chunk_names import is_chunk, is_chunk_key
 from storage_server.upstream.rules.known_keys import KnownKeys
 from storage_server.upstream.service import HomeObjects
 
@@ -42,11 +43,20 @@ Forget = Callable[[str, Mapping[str, int]], Awaitable[int]]
 class UpstreamChunks:
     """Implements storage_server.gather.source.ChunkSource."""
 
-    def __init__(self, objects: HomeObjects, cache: EmbeddedStore, fetches: Fetches, forget: Forget) -> None:
+    def __init__(
+        self,
+        objects: HomeObjects,
+        cache: EmbeddedStore,
+        fetches: Fetches,
+        forget: Forget,
+        own: OwnKeys | None = None,
+    ) -> None:
+        """In a cluster `own` says which keys this server is the home of."""
         self._objects = objects
         self._cache = cache
         self._fetches = fetches
         self._forget = forget
+        self._own = own
         self._checks = asyncio.Semaphore(CHECKS_MAX)
         self._known = KnownKeys(KNOWN_S)
 
@@ -89,7 +99,7 @@ class UpstreamChunks:
         With a lease somebody is about to come for them: those that are not in the cache begin to come.
         """
         found = await self._cached(bucket, keys)
-        for index, _ in await self._not_chunks(bucket, keys, found):
+        for index, _ in await self._doubtful(bucket, keys, found):
             found[index] = None
         low, since_s = await self._known_count(bucket, keys, found), time.monotonic()
         high, step, is_bounded = len(keys), 1, False
@@ -155,11 +165,19 @@ class UpstreamChunks:
         """Take the chunk out of the cache: the next delivery fetches it again."""
         self._cache.chunks.note_damage(bucket, key, extents)
 
-    async def _not_chunks(
+    async def _doubtful(
         self, bucket: str, keys: Sequence[str], found: Sequence[list[Extent] | None]
     ) -> list[tuple[int, StoredObject | None]]:
-        """Index and row of the objects that the cache has and that are no chunks: upstream may have others by now."""
-        doubtful = [at for at, key in enumerate(keys) if found[at] is not None and not is_chunk_key(key)]
+        """Index and row of the objects in the cache that upstream may have others of by now: those that are no chunks,
+        and in a cluster the chunks of other servers, which are not told of changes here.
+        """
+        own = None if self._own is None else self._own.are_own(bucket, keys)
+
+        def is_others(at: int) -> bool:
+            return own is not None and not own[at]
+
+        at_all = [at for at, key in enumerate(keys) if found[at] is not None]
+        doubtful = [at for at in at_all if is_others(at) or not is_chunk_key(keys[at])]
         if not doubtful:
             return []
         wanted = [keys[at] for at in doubtful]
@@ -167,13 +185,13 @@ class UpstreamChunks:
         return [
             (at, each)
             for at, each in zip(doubtful, stored, strict=True)
-            if each is None or not is_chunk(keys[at], each.info.attributes)
+            if each is None or is_others(at) or not is_chunk(keys[at], each.info.attributes)
         ]
 
     async def _require_current(self, bucket: str, keys: Sequence[str], found: list[list[Extent] | None]) -> None:
         """Compare the ETags of objects that are no chunks with upstream, and forget those that differ."""
 
-        doubtful = await self._not_chunks(bucket, keys, found)
+        doubtful = await self._doubtful(bucket, keys, found)
         stale: list[tuple[int, StoredObject | None]] = []
         for start, part in in_parts(doubtful):
             await let_others_run(start)

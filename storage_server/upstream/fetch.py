@@ -11,6 +11,7 @@ from functools import partial
 from itertools import count
 
 from adapters.threads import HERE_BYTES_MAX, to_end
+from descriptors.chunk_names import is_chunk_key
 from descriptors.conditions import NO_WRITE_CONDITION, ReadCondition
 from descriptors.errors import CallerError, ErrorCode, ObjectCacheError, ServerError
 from descriptors.layout import ChunkLayout
@@ -32,7 +33,6 @@ from storage_server.upstream.key_locks import KeyLocks
 from storage_server.upstream.receiving import IntoFile, IntoMemory, Receiver, wrong
 from storage_server.upstream.remote_dram import RemoteDram
 from storage_server.upstream.rules.attempts import ATTEMPTS_MAX, pause_before_next_s
-from storage_server.upstream.rules.chunk_names import is_chunk_key
 from storage_server.upstream.rules.groups import group_ends
 from storage_server.upstream.rules.headers import is_md5
 from storage_server.upstream.rules.proof import Proof, proved_bytes

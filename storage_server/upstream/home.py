@@ -14,6 +14,7 @@ from functools import partial
 from typing import TypeVar
 
 from adapters.threads import to_end
+from descriptors.chunk_names import is_chunk, is_chunk_key
 from descriptors.conditions import NO_WRITE_CONDITION, WriteCondition
 from descriptors.errors import CallerError, ErrorCode, ServerError
 from descriptors.lifecycle import LifecycleRule
@@ -40,6 +41,7 @@ from descriptors.objects import (
     UploadRequest,
 )
 from descriptors.storage_api import SERVER_KEY, Body, ObjectRead, Piece, UploadsApi
+from storage_server.own_keys import OwnKeys
 from storage_server.settings import UpstreamSettings, Write
 from storage_server.store.embedded import EmbeddedStore
 from storage_server.store.index import transaction
@@ -52,7 +54,6 @@ from storage_server.upstream.fetches import Fetches
 from storage_server.upstream.key_locks import KeyLocks
 from storage_server.upstream.remote_dram import RemoteDram
 from storage_server.upstream.revalidation import PASSES, Revalidation
-from storage_server.upstream.rules.chunk_names import is_chunk, is_chunk_key
 from storage_server.upstream.rules.merged_list import dirty_after, merged
 from storage_server.upstream.rules.proof import make_proof
 from storage_server.upstream.service import HomeObjects, Service, Shown
@@ -67,8 +68,12 @@ _T = TypeVar("_T")
 class UpstreamHome:
     """The roles `objects` and `uploads`, and the ChunkSource `chunks`. `start` before use, `close` after."""
 
-    def __init__(self, settings: UpstreamSettings, service: Service, cache: EmbeddedStore) -> None:
+    def __init__(
+        self, settings: UpstreamSettings, service: Service, cache: EmbeddedStore, own: OwnKeys | None = None
+    ) -> None:
+        """In a cluster `own` says which keys this server is the home of."""
         self.settings = settings
+        self._own = own
         nbytes_max = cache.settings.object_bytes_max
         self.service = service
         service.on_changed(self._forget_changed)
@@ -85,7 +90,7 @@ class UpstreamHome:
         self.cache = cache
         self.objects = CachedObjects(plain, nbytes_max, self)
         self.uploads = CachedUploads(self.service.uploads, self)
-        self.chunks = UpstreamChunks(plain, cache, self.fetches, self._forget_versions)
+        self.chunks = UpstreamChunks(plain, cache, self.fetches, self._forget_versions, own)
         self.revalidation = Revalidation(plain, cache.reader, self._forget_versions)
         self._revalidate_s = settings.chunk_revalidate_s
         self._revalidating: asyncio.Task[None] | None = None
@@ -139,9 +144,17 @@ class UpstreamHome:
         await self.service.close()
 
     def copy_of(self, bucket: str, key: str) -> StoredObject | None:
-        """The chunk in the cache that answers for this key; None where upstream must be asked."""
+        """The chunk in the cache that answers for this key; None where upstream must be asked: in a cluster also for
+        the keys of other servers, unless upstream does not have the chunk yet.
+        """
         stored = self.cache.objects.stored(bucket, key)
         if stored is None or not is_chunk(key, stored.info.attributes):
+            return None
+        if (
+            self._own is not None
+            and not self._own.are_own(bucket, [key])[0]
+            and not self.write_back.is_dirty(bucket, key)
+        ):
             return None
         return None if self.cache.objects.is_damaged(bucket, key) else stored
 

@@ -30,14 +30,14 @@ STAGES = {
     "storage_server": (
         "memory_area", "child_process", "planning", "scheduler", "eviction", "gather", "store/rows",
         "store/data", "settings", "store/index", "store/reads", "store/evictor", "store/objects",
-        "store/uploads", "store/chunks", "store/beside", "store/upkeep", "store/embedded", "upstream/rules",
+        "store/uploads", "store/chunks", "store/beside", "store/upkeep", "store/embedded", "own_keys", "upstream/rules",
         "upstream", "shared_files", "tiers", "agents", "requests", "request_id_log", "transport", "link", "registrar",
         "metrics", "pipeline", "buffer_path", "region_body", "object_moves", "object_transfers", "prefixes",
         "service", "peer_body", "http_api",
     ),
     "gateway": (
-        "s3", "settings", "document_budget", "trace", "metrics", "body", "storage_client", "call", "operations",
-        "handlers", "app",
+        "s3", "settings", "document_budget", "trace", "metrics", "body", "storage_client", "cluster", "call",
+        "operations", "handlers", "app",
     ),
     "nixl_client": ("options", "transports", "session", "fetch", "objects", "client", "device_tier", "connectors"),
 }  # fmt: skip
@@ -64,6 +64,7 @@ PURE_MODULES = (
     "calibration/link.py",
     "calibration/text.py",
     "calibration/theta.py",
+    "gateway/cluster/split.py",
     "gateway/document_budget.py",
     "gateway/settings.py",
     "nixl_client/connectors/compute_fit.py",

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from storage_server.upstream.rules.chunk_names import is_chunk_key
+from descriptors.chunk_names import is_chunk_key
 from tests.engines.conftest import Engines, Reference
 from tests.engines.prompts import shared_prefixes
 from tests.engines.store import Store, running_store

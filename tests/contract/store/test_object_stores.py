@@ -12,12 +12,12 @@ from typing import Any
 
 import pytest
 
+from descriptors import chunk_names
 from gateway.trace import TimedStorage
 from objectcache.workers import StorageBeside
 from storage_server.http_api import StorageHttp
 from storage_server.settings import UpstreamSettings, Write
 from storage_server.store.data.durability import Durability
-from storage_server.upstream.rules import chunk_names
 from tests.contract.store.bucket_rules import BucketRules
 from tests.contract.store.object_rules import ObjectRules
 from tests.contract.store.rules import BUCKET, OTHER_BUCKET, Feature

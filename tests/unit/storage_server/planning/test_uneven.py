@@ -10,11 +10,12 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from descriptors.descriptor import Part
 from descriptors.errors import ChunkUnavailable
 from descriptors.layout import ChunkLayout
 from descriptors.notices import Mode
 from storage_server.gather.read import gather
-from storage_server.planning.plan import DeliveryPlan, Payload, Series, plan_delivery
+from storage_server.planning.plan import DeliveryPlan, Payload, Series, plan_delivery, plan_part
 from storage_server.planning.rows import Row
 from storage_server.store.data.extents import extent_path
 from tests.unit.storage_server.gather.test_gather import Chunks
@@ -52,6 +53,7 @@ def series(draw: st.DrawFn) -> tuple[Series, ...]:
                 source_stride,
                 target if not gaps.any() and draw(st.booleans()) else targets,
                 stride,
+                is_scattered=draw(st.booleans()),
             )
         )
         target += group_count * stride
@@ -174,3 +176,64 @@ def test_a_series_that_cannot_be_is_refused() -> None:
         Series(1, 0, 4, np.ones(3, dtype=np.int64), 0, 10, 0, 10)
     with pytest.raises(ValueError, match="no bytes"):
         Series(1, 0, 2, np.array([1, 0], dtype=np.int64), 0, 10, 0, 10)
+
+
+@given(
+    mode=st.sampled_from(Mode),
+    homes=st.lists(st.integers(0, 2), min_size=1, max_size=CHUNK_COUNT),
+    layers=st.integers(1, 4),
+    first_layer=st.integers(0, 3),
+    payload_bytes_max=st.sampled_from([1_000, 20_000, 1 << 20]),
+    is_scattered=st.booleans(),
+)
+def test_the_parts_of_a_delivery_fill_its_target_together(
+    tmp_path_factory: pytest.TempPathFactory,
+    mode: Mode,
+    homes: list[int],
+    layers: int,
+    first_layer: int,
+    payload_bytes_max: int,
+    is_scattered: bool,
+) -> None:
+    """Each server has its own chunks only, in the order of the prefix. Packed, a part is its slices alone."""
+    count, layout = len(homes), ChunkLayout(layers, 16, CHUNK_BYTES // layers)
+    first_layer = min(first_layer, layers - 1)
+    first_group = first_layer if mode is Mode.LAYER_MAJOR else 0
+    whole = np.full(layout.delivery_bytes(count), 0xAA, dtype=np.uint8)
+    expected = whole.copy()
+    for home in sorted(set(homes)):
+        positions = [at for at, each in enumerate(homes) if each == home]
+        part = Part(0, 1, count, tuple(positions), first_layer)
+        chunks = Chunks(tmp_path_factory.mktemp("part"), layout, len(positions), [70], {1})
+        own = np.array([np.frombuffer(data, dtype=np.uint8) for data in chunks.data])
+        if mode is Mode.LAYER_MAJOR:
+            slices = own.reshape(len(positions), layers, -1).transpose(1, 0, 2)[first_layer:]
+            expected.reshape(layers, count, -1)[first_layer:, positions] = slices
+        else:
+            slices = own[None]
+            expected.reshape(count, -1)[positions] = own
+        apart = plan_part(mode, layout, part, payload_bytes_max, is_packed=False, is_scattered=is_scattered)
+        packed = plan_part(mode, layout, part, payload_bytes_max, is_packed=True, is_scattered=False)
+        body = np.full(slices.size, 0xAA, dtype=np.uint8)
+        table = chunks.table()
+        for plan, target in ((apart, whole), (packed, body)):
+            payloads = list(plan.payloads())
+            assert [payloads[0].group.index, payloads[-1].group.index] == [first_group, first_group + len(slices) - 1]
+            for payload in payloads:
+                address = int(target.ctypes.data) + payload.target_offset
+                gather(chunks.source, table, payload, table.rows(payload), address, past_cache=False)
+        chunks.files.close()
+        assert body.tobytes() == slices.tobytes()
+    assert whole.tobytes() == expected.tobytes()
+
+
+def test_scattered_slices_of_a_part_are_few_payloads() -> None:
+    """Every second chunk of 100: slices that lie apart go together where the destination takes them so."""
+    layout, part = ChunkLayout(4, 16, 1_000), Part(0, 2, 100, tuple(range(0, 100, 2)))
+    scattered = plan_part(Mode.LAYER_MAJOR, layout, part, 20_000, is_packed=False, is_scattered=True)
+    one_by_one = plan_part(Mode.LAYER_MAJOR, layout, part, 20_000, is_packed=False, is_scattered=False)
+    assert (scattered.payload_count, one_by_one.payload_count) == (4 * 3, 4 * 50)
+    first = next(scattered.payloads())
+    assert first.chunk_at(0) == 0
+    assert first.chunk_at(2_999) == 1
+    assert first.chunk_at(38_000) == 19

@@ -11,6 +11,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from descriptors.chunk_names import is_chunk_key
 from descriptors.errors import CallerError, ErrorCode, ServerError
 from descriptors.layout import ChunkLayout
 from descriptors.lifecycle import LifecycleRule
@@ -21,7 +22,6 @@ from storage_server.store.embedded import EmbeddedStore
 from storage_server.upstream import turns as turns_module
 from storage_server.upstream.fetches import Fetches
 from storage_server.upstream.key_locks import KeyLocks
-from storage_server.upstream.rules.chunk_names import is_chunk_key
 from storage_server.upstream.rules.groups import GROUP_BYTES_MAX, SPLIT_BYTES_MIN, group_ends
 from storage_server.upstream.rules.lifecycle import lifecycle_document, lifecycle_rules
 from storage_server.upstream.rules.refusals import refusal

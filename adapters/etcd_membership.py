@@ -1,0 +1,263 @@
+"""Membership in etcd: each storage server keeps its entry under a lease, and everybody watches the entries.
+
+The number of a view is the revision of etcd that it was true at. While etcd cannot be reached the last view stays in
+force; entries whose leases end meanwhile leave only when etcd says so.
+
+    PREFIX/cluster          the cluster's id, made once
+    PREFIX/members/NAME     {"name": …, "endpoint": …, "weight": …, "is_draining": …}, under the server's lease
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+import logging
+import secrets
+import time
+from collections.abc import Callable, Iterable
+from dataclasses import replace
+
+from adapters.breaker import back_off_s
+from adapters.etcd import CompactedError, Entry, Etcd, EtcdError, Found
+from adapters.membership import MembershipError, OnView
+from descriptors.cluster import ClusterError, Member, View, member_fields, member_from_fields
+
+LEASE_S = 10
+RENEWALS = 3
+"""How often a lease is renewed while it lasts."""
+PAUSE_S_MIN, PAUSE_S_MAX = 0.1, 5.0
+_log = logging.getLogger(__name__)
+
+
+class EtcdMembership:
+    """Implements adapters.membership.Membership. Of a member that is announced it keeps the entry."""
+
+    def __init__(
+        self,
+        etcd: Etcd,
+        prefix: str,
+        lease_s: int = LEASE_S,
+        known_id: str | None = None,
+        learned_id: Callable[[str], None] = lambda cluster_id: None,
+    ) -> None:
+        """`known_id` is the cluster's id as this server has seen it before; `learned_id` is called with it the first
+        time.
+        """
+        self._etcd = etcd
+        self._prefix = prefix.rstrip("/")
+        self._own: Member | None = None
+        self._lease_s = lease_s
+        self._known_id = known_id
+        self._learned_id = learned_id
+        self._told: list[OnView] = []
+        self._view = View("none", 0)
+        self._changed_at = 0
+        self._etcd_id = 0
+        self._lease = 0
+        self._lease_until_s = 0.0
+        self._members: dict[str, Member] = {}
+        self._tasks: list[asyncio.Task[None]] = []
+        self._reading = asyncio.Lock()
+        self.is_connected = False
+        """Whether etcd has answered the last time that it was asked."""
+
+    @property
+    def view(self) -> View:
+        return self._view
+
+    @property
+    def changed_at(self) -> int:
+        return self._changed_at
+
+    @property
+    def holds_lease(self) -> bool:
+        """Whether this server's lease has surely not ended, by its own clock."""
+        return time.monotonic() < self._lease_until_s
+
+    def on_view(self, told: OnView) -> None:
+        self._told.append(told)
+
+    def announce(self, own: Member) -> None:
+        self._own = own
+
+    async def start(self) -> None:
+        """Learn the members, and be one of them. Raises MembershipError."""
+        await self._etcd.start()
+        try:
+            cluster_id = await self._cluster_id()
+            if self._known_id is not None and cluster_id != self._known_id:
+                raise MembershipError(
+                    f"etcd has the cluster {cluster_id}, and this server was a member of {self._known_id}. If etcd was"
+                    " rebuilt: objectcache cluster adopt"
+                )
+            self._learned_id(cluster_id)
+            self._known_id = cluster_id
+            if self._own is not None:
+                await self._register(self._own)
+            self._take(await self._etcd.range(self._members_prefix))
+        except EtcdError as error:
+            await self._etcd.close()
+            raise MembershipError(f"etcd: {error}") from None
+        except MembershipError:
+            await self._etcd.close()
+            raise
+        self._tasks = [asyncio.create_task(self._watch())]
+        if self._own is not None:
+            self._tasks.append(asyncio.create_task(self._renew(self._own)))
+
+    async def refresh(self) -> None:
+        """Read the members again."""
+        async with self._reading:
+            try:
+                self._take(await self._etcd.range(self._members_prefix))
+            except EtcdError as error:
+                self.is_connected = False
+                _log.warning("the members stay as they were: %s", error)
+
+    async def close(self) -> None:
+        """Leave the cluster."""
+        for task in self._tasks:
+            task.cancel()
+        if self._tasks:
+            await asyncio.wait(self._tasks)
+        if self._lease:
+            with contextlib.suppress(EtcdError):
+                await self._etcd.revoke(self._lease)
+        await self._etcd.close()
+
+    async def drain(self, *, is_draining: bool = True) -> None:
+        """Give this member's keys to others, or take them again. Raises EtcdError."""
+        if self._own is not None:
+            self._own = replace(self._own, is_draining=is_draining)
+            await self._etcd.put(self._own_key(self._own), _value(self._own), self._lease)
+
+    @property
+    def _members_prefix(self) -> str:
+        return f"{self._prefix}/members/"
+
+    def _own_key(self, own: Member) -> str:
+        return f"{self._members_prefix}{own.name}"
+
+    async def _cluster_id(self) -> str:
+        made = f"kv-{secrets.token_hex(8)}"
+        there = await self._etcd.create(f"{self._prefix}/cluster", made.encode())
+        return made if there is None else there.value.decode(errors="replace")
+
+    async def _register(self, own: Member) -> None:
+        """Put this member's entry under a new lease. An entry of the same endpoint is ours, of an earlier life. Raises
+        EtcdError, MembershipError where another server has the name.
+        """
+        began_s = time.monotonic()
+        lease = await self._etcd.grant(self._lease_s)
+        key, value = self._own_key(own), _value(own)
+        for _ in range(RENEWALS):
+            there = await self._etcd.create(key, value, lease)
+            if there is not None:
+                if _endpoint(there) != own.endpoint:
+                    raise MembershipError(f"another server is the member {own.name}, at {_endpoint(there)}")
+                if not await self._etcd.replace(there, value, lease):
+                    continue
+            self._lease, self._lease_until_s = lease, began_s + self._lease_s
+            return
+        raise MembershipError(f"the entry of the member {own.name} changes all the time")
+
+    async def _renew(self, own: Member) -> None:
+        """Keep the lease, for ever. One that has ended is replaced."""
+        failed_count = 0
+        while True:
+            pause_s = self._lease_s / RENEWALS if not failed_count else back_off_s(failed_count, PAUSE_S_MIN, 1.0)
+            await asyncio.sleep(pause_s)
+            began_s = time.monotonic()
+            try:
+                if await self._etcd.keep_alive(self._lease):
+                    self._lease_until_s = began_s + self._lease_s
+                else:
+                    _log.warning("the lease of the member %s has ended; it registers again", own.name)
+                    await self._register(self._own or own)
+                failed_count = 0
+                self.is_connected = True
+            except (EtcdError, MembershipError) as error:
+                failed_count += 1
+                self.is_connected = False
+                if failed_count == 1:
+                    _log.warning("the lease of the member %s cannot be renewed: %s", own.name, error)
+
+    async def _watch(self) -> None:
+        """Take changes as they come, for ever. After a break all is read again."""
+        failed_count = 0
+        while True:
+            try:
+                async for changes in self._etcd.watch(self._members_prefix, self._view.number + 1):
+                    failed_count = 0
+                    self._apply({change.key: change.value for change in changes}, changes[-1].revision)
+            except EtcdError as error:
+                failed_count += 1
+                self.is_connected = False
+                level = logging.INFO if isinstance(error, CompactedError) else logging.WARNING
+                if failed_count <= 1:
+                    _log.log(level, "the members are not watched: %s", error)
+                await asyncio.sleep(back_off_s(failed_count, PAUSE_S_MIN, PAUSE_S_MAX))
+                await self.refresh()
+
+    def _take(self, found: Found) -> None:
+        """Take all entries, as of a revision."""
+        self.is_connected = True
+        if self._etcd_id and found.cluster_id != self._etcd_id:
+            _log.error(
+                "etcd has been rebuilt; the members stay as they were. Restart the servers after `objectcache cluster"
+                " adopt`"
+            )
+            return
+        self._etcd_id = found.cluster_id
+        if found.revision < self._view.number:
+            return
+        members = _members_of((entry.key, entry.value) for entry in found.entries)
+        self._set(members, found.revision)
+
+    def _apply(self, changes: dict[str, bytes | None], revision: int) -> None:
+        """Take some changes, the last of which was made at a revision."""
+        if revision <= self._view.number:
+            return
+        members = dict(self._members)
+        for key, value in changes.items():
+            members.pop(key.removeprefix(self._members_prefix), None)
+            if value is not None:
+                members |= _members_of([(key, value)])
+        self._set(members, revision)
+
+    def _set(self, members: dict[str, Member], revision: int) -> None:
+        is_changed = members != self._members or self._view.number == 0
+        self._members = members
+        self._view = View(self._known_id or "none", revision, tuple(members.values()))
+        if is_changed:
+            self._changed_at = revision
+            for told in self._told:
+                told(self._view)
+
+
+def _members_of(entries: Iterable[tuple[str, bytes]]) -> dict[str, Member]:
+    """The members by name; entries that are none are told and passed over."""
+    members: dict[str, Member] = {}
+    for key, value in entries:
+        name = key.rpartition("/")[2]
+        try:
+            member = member_from_fields(json.loads(value))
+            if member.name != name:
+                raise ClusterError(f"the entry {key} is of the member {member.name}")
+        except (ValueError, TypeError) as error:
+            _log.error("the entry %s is no member: %s", key, error)
+            continue
+        members[name] = member
+    return members
+
+
+def _value(member: Member) -> bytes:
+    return json.dumps(member_fields(member)).encode()
+
+
+def _endpoint(entry: Entry) -> str:
+    try:
+        return str(json.loads(entry.value)["endpoint"])
+    except (ValueError, KeyError, TypeError):
+        return ""

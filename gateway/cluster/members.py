@@ -1,0 +1,124 @@
+"""A gateway's connections to the members of its cluster, and what it knows of each."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from collections.abc import Callable
+from contextlib import suppress
+
+from adapters.breaker import Breaker
+from adapters.membership import Membership
+from descriptors.cluster import Member, View
+from descriptors.errors import ErrorCode, ObjectCacheError, ServerError
+from descriptors.placement import Placement
+from descriptors.storage_api import SERVER_KEY
+from gateway.storage_client import RemoteStorage, StorageUnreachableError
+
+FAILURES_MAX = 1
+PAUSE_S_MIN, PAUSE_S_MAX = 0.25, 4.0
+"""A member that could not be reached is asked again after a pause, which doubles with each failure."""
+ALIVE_S = 1.0
+"""A member that takes longer for an answer without work counts as gone."""
+CLOSE_AFTER_S = 60.0
+"""The connections to a member that has left are kept for so long, since calls may still be under way."""
+_log = logging.getLogger(__name__)
+MakeStorage = Callable[[str], RemoteStorage]
+
+
+class Members:
+    """The members of the latest view. `start` before use, `close` after. Used on one event loop."""
+
+    def __init__(self, membership: Membership, make_storage: MakeStorage) -> None:
+        self.membership = membership
+        self._make_storage = make_storage
+        self._storages: dict[str, RemoteStorage] = {}
+        self._breakers: dict[str, Breaker] = {}
+        self._placement: Placement | None = None
+        self._closing: set[asyncio.Task[None]] = set()
+        membership.on_view(self._take)
+
+    async def start(self) -> None:
+        """Learn who the members are. Raises MembershipError."""
+        await self.membership.start()
+
+    async def close(self) -> None:
+        """Close every connection."""
+        await self.membership.close()
+        for task in self._closing:
+            task.cancel()
+        if self._closing:
+            await asyncio.wait(self._closing)
+        for storage in self._storages.values():
+            await storage.close()
+
+    @property
+    def view(self) -> View:
+        """The latest view."""
+        return self.membership.view
+
+    @property
+    def placement(self) -> Placement:
+        """Where keys lie in the latest view. Raises ServerError(SlowDown) while it has no members."""
+        view = self.view
+        if not view.members:
+            raise ServerError(ErrorCode.SLOW_DOWN, "the cluster has no storage server", retryable=True, retry_after_s=1)
+        if self._placement is None or self._placement.view is not view:
+            self._placement = Placement(view)
+        return self._placement
+
+    async def storage(self, member: Member) -> RemoteStorage:
+        """The connections to a member."""
+        found = self._storages.get(member.endpoint)
+        if found is None:
+            found = self._storages[member.endpoint] = self._make_storage(member.endpoint)
+            await found.start()
+        return found
+
+    @property
+    def unreachable(self) -> frozenset[str]:
+        """The names of members that could not be reached a moment ago; none where that would leave nobody."""
+        now_s = time.monotonic()
+        names = frozenset(name for name, breaker in self._breakers.items() if breaker.is_open(now_s))
+        return names if len(names) < len(self.view.members) else frozenset()
+
+    def failed(self, member: Member) -> None:
+        """Note that a member could not be reached."""
+        breaker = self._breakers.setdefault(member.name, Breaker(FAILURES_MAX, PAUSE_S_MIN, PAUSE_S_MAX))
+        if not breaker.is_open(time.monotonic()):
+            _log.warning("the storage server %s at %s cannot be reached", member.name, member.endpoint)
+        breaker.failed(time.monotonic())
+
+    def succeeded(self, member: Member) -> None:
+        """Note that a member has answered."""
+        breaker = self._breakers.get(member.name)
+        if breaker is not None:
+            breaker.succeeded()
+
+    async def require_alive(self, member: Member) -> None:
+        """Raises StorageUnreachableError where a member that has gone quiet does not answer a question, either."""
+        storage = await self.storage(member)
+        try:
+            async with asyncio.timeout(ALIVE_S):
+                await storage.status.transports(SERVER_KEY)
+        except (TimeoutError, ObjectCacheError) as error:
+            raise StorageUnreachableError(error) from error
+
+    def _take(self, view: View) -> None:
+        """Forget members that have left."""
+        names = {member.name for member in view.members}
+        for name in set(self._breakers) - names:
+            del self._breakers[name]
+        for endpoint in set(self._storages) - {member.endpoint for member in view.members}:
+            task = asyncio.get_running_loop().create_task(self._close_later(endpoint))
+            self._closing.add(task)
+            task.add_done_callback(self._closing.discard)
+
+    async def _close_later(self, endpoint: str) -> None:
+        with suppress(asyncio.CancelledError):
+            await asyncio.sleep(CLOSE_AFTER_S)
+        if endpoint not in {member.endpoint for member in self.view.members}:
+            storage = self._storages.pop(endpoint, None)
+            if storage is not None:
+                await storage.close()

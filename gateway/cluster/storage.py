@@ -1,0 +1,241 @@
+"""ClusterStorage: the StorageApi of a cluster. Each call goes to the member, or members, that it concerns."""
+
+from __future__ import annotations
+
+import asyncio
+from collections import defaultdict
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
+from contextlib import AsyncExitStack, asynccontextmanager
+from typing import Any, TypeVar, cast
+
+from descriptors.chunk_names import is_chunk_key
+from descriptors.cluster import Member
+from descriptors.errors import CallerError, ErrorCode, ServerError
+from descriptors.messages import SchedulerStatus, Transports
+from descriptors.objects import NotDeleted
+from descriptors.peer_calls import CALLS, Form, PeerCall
+from descriptors.storage_api import AgentsApi, ObjectRead, ObjectsApi, PrefixesApi, UploadsApi
+from gateway.cluster.members import Members
+from gateway.cluster.prefixes import ClusterPrefixes
+from gateway.storage_client import StaleViewError, StorageUnreachableError
+
+_T = TypeVar("_T")
+READS = frozenset({"head_bucket", "list_buckets", "get_lifecycle", "head_object", "object_parts", "list_objects",
+                   "list_parts", "list_uploads"})  # fmt: skip
+"""Calls that may be made again where the answer was lost: they change nothing."""
+LEAVES_COPIES = frozenset({"delete_object", "copy_object", "complete_upload", "set_tags"})
+"""Changes of a chunk that its home must carry out: another member would leave the home's copy as it was."""
+
+
+class ClusterStorage:
+    """Implements descriptors.storage_api.StorageApi over the members of a cluster. All of them stand in front of the
+    same home of objects, so any of them can carry a call out; a key's home does, since its copies lie there.
+    """
+
+    def __init__(self, members: Members) -> None:
+        self._members = members
+        self.membership = members.membership
+        self.objects = cast(ObjectsApi, _Role(members, "objects", {"delete_objects": _delete_objects}))
+        self.uploads = cast(UploadsApi, _Role(members, "uploads", {}))
+        self.prefixes: PrefixesApi = ClusterPrefixes(members)
+        self.agents: AgentsApi = cast(AgentsApi, _NoAgents())
+
+    @property
+    def status(self) -> ClusterStorage:
+        """The StatusApi."""
+        return self
+
+    async def start(self) -> None:
+        """Learn who the members are. Raises MembershipError."""
+        await self._members.start()
+
+    async def close(self) -> None:
+        """Close every connection."""
+        await self._members.close()
+
+    async def transports(self, access_key: str) -> Transports:
+        """Only http: memory is registered with one storage server, not yet with all of a cluster."""
+        return Transports(ucx=False, shm_socket=None)
+
+    async def scheduler(self, access_key: str) -> SchedulerStatus:
+        """The settings of the first member that answers, and the deliveries of all that answer."""
+        found = await self._of_all("scheduler", access_key)
+        first: SchedulerStatus = found[0]
+        counts = ("layerwise_active", "layerwise_waiting", "chunkwise_active", "chunkwise_waiting", "queued_bytes")
+        summed = {name: sum(getattr(status, name) for status in found) for name in counts}
+        return SchedulerStatus(
+            first.policy, first.rates, first.link_bytes_per_s, first.margin_bytes_per_s, first.epoch, **summed
+        )
+
+    async def metrics(self, access_key: str) -> str:
+        """None: each storage server tells its own."""
+        return ""
+
+    async def _of_all(self, method: str, access_key: str) -> list[Any]:
+        async def ask(member: Member) -> Any:
+            storage = await self._members.storage(member)
+            return await getattr(storage.status, method)(access_key)
+
+        answers = await asyncio.gather(*map(ask, self._members.view.members), return_exceptions=True)
+        good = [answer for answer in answers if not isinstance(answer, BaseException)]
+        if not good:
+            raise _nobody()
+        return good
+
+
+class _NoAgents:
+    """Implements AgentsApi where nobody's memory can be registered."""
+
+    async def register_agent(self, *_: object) -> None:
+        raise _no_agents()
+
+    async def renew_agent(self, *_: object) -> None:
+        raise _no_agents()
+
+    async def delete_agent(self, *_: object) -> None:
+        raise _no_agents()
+
+
+def _no_agents() -> CallerError:
+    problem = "a cluster takes no registrations of memory; ask for the body instead"
+    return CallerError(ErrorCode.NOT_IMPLEMENTED, problem, field="rdma_target")
+
+
+Special = Callable[..., Awaitable[Any]]
+
+
+class _Role:
+    """One role: a method for each of its calls, which goes to the home of the bucket and key that it names, and where
+    that cannot be reached to the next in the key's order. `special` has the calls that are otherwise.
+    """
+
+    def __init__(self, members: Members, role: str, special: Mapping[str, Special]) -> None:
+        for call in CALLS.values():
+            if call.role == role:
+                made = special.get(call.method)
+                setattr(self, call.method, _routed(members, call) if made is None else _bound(members, call, made))
+
+
+def _bound(members: Members, call: PeerCall, special: Special) -> Callable[..., Awaitable[Any]]:
+    return lambda *values, **named: special(members, **call.bound(*values, **named))
+
+
+def _routed(members: Members, call: PeerCall) -> Callable[..., Any]:
+    if call.form is Form.READ:
+        return lambda *values, **named: _read(members, call, call.bound(*values, **named))
+    return lambda *values, **named: _ask(members, call, call.bound(*values, **named))
+
+
+def concerns(arguments: Mapping[str, Any]) -> tuple[str, str]:
+    """The bucket and key that a call is about; the key is empty for a call about a bucket, both for one about all."""
+    for name in ("request", "upload"):
+        named = arguments.get(name)
+        if named is not None:
+            named = getattr(named, "upload", named)
+            return named.bucket, getattr(named, "key", "")
+    return arguments.get("bucket", ""), arguments.get("key", "")
+
+
+def order(members: Members, call: PeerCall, bucket: str, key: str) -> list[Member]:
+    """The members that may be asked, in turn. Those that could not be reached a moment ago come last."""
+    ordered = members.placement.order(bucket, key)
+    if call.method in LEAVES_COPIES and is_chunk_key(key):
+        return ordered[:1]
+    unreachable = members.unreachable
+    return sorted(ordered, key=lambda member: member.name in unreachable)
+
+
+def may_ask_again(call: PeerCall, error: StorageUnreachableError) -> bool:
+    """Whether another member may carry out a call that was not answered."""
+    return error.never_connected or call.method in READS
+
+
+async def _ask(members: Members, call: PeerCall, arguments: dict[str, Any]) -> Any:
+    """A call that a member refuses, because its view is later than ours, is made again under that view. Where it has a
+    body, that may have begun, so its caller is told to come again.
+    """
+    try:
+        return await _ask_in_turn(members, call, arguments)
+    except StaleViewError:
+        await members.membership.refresh()
+        if call.form is Form.BODY:
+            raise
+    return await _ask_in_turn(members, call, arguments)
+
+
+async def _ask_in_turn(members: Members, call: PeerCall, arguments: dict[str, Any]) -> Any:
+    bucket, key = concerns(arguments)
+    lost: StorageUnreachableError | None = None
+    for member in order(members, call, bucket, key):
+        storage = await members.storage(member)
+        try:
+            result = await getattr(getattr(storage, call.role), call.method)(**arguments)
+        except StorageUnreachableError as error:
+            members.failed(member)
+            if not may_ask_again(call, error):
+                raise
+            lost = error
+            continue
+        members.succeeded(member)
+        return result
+    raise lost or _nobody()
+
+
+@asynccontextmanager
+async def _read(members: Members, call: PeerCall, arguments: dict[str, Any]) -> AsyncIterator[ObjectRead]:
+    """Once the object is open, its bytes come from that member alone."""
+    async with AsyncExitStack() as opened:
+        try:
+            read = await _open_in_turn(members, call, arguments, opened)
+        except StaleViewError:
+            await members.membership.refresh()
+            read = await _open_in_turn(members, call, arguments, opened)
+        yield read
+
+
+async def _open_in_turn(
+    members: Members, call: PeerCall, arguments: dict[str, Any], opened: AsyncExitStack
+) -> ObjectRead:
+    bucket, key = concerns(arguments)
+    lost: StorageUnreachableError | None = None
+    for member in order(members, call, bucket, key):
+        storage = await members.storage(member)
+        try:
+            method = getattr(getattr(storage, call.role), call.method)
+            read: ObjectRead = await opened.enter_async_context(method(**arguments))
+        except StorageUnreachableError as error:
+            members.failed(member)
+            lost = error
+            continue
+        members.succeeded(member)
+        return read
+    raise lost or _nobody()
+
+
+def _nobody() -> ServerError:
+    return ServerError(ErrorCode.SLOW_DOWN, "no storage server can be reached", retryable=True, retry_after_s=1)
+
+
+async def _delete_objects(members: Members, access_key: str, bucket: str, keys: Sequence[str]) -> list[NotDeleted]:
+    """Each key is deleted by its home; keys whose home does not answer are told as not deleted."""
+    homes = members.placement.homes(bucket, list(keys)).tolist()
+    of_home = defaultdict[int, list[str]](list)
+    for key, home in zip(keys, homes, strict=True):
+        of_home[home].append(key)
+
+    async def ask(member: Member, of_member: list[str]) -> list[NotDeleted]:
+        storage = await members.storage(member)
+        try:
+            found = await storage.objects.delete_objects(access_key, bucket, of_member)
+        except StaleViewError as error:
+            await members.membership.refresh()
+            return [NotDeleted(key, ErrorCode.SLOW_DOWN.value, error.message) for key in of_member]
+        except StorageUnreachableError as error:
+            members.failed(member)
+            return [NotDeleted(key, ErrorCode.SLOW_DOWN.value, error.message) for key in of_member]
+        members.succeeded(member)
+        return found
+
+    asked = [ask(members.placement.members[home], some) for home, some in of_home.items()]
+    found = await asyncio.gather(*asked)
+    return [each for some in found for each in some]

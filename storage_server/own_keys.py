@@ -1,0 +1,115 @@
+"""What a storage server knows of its place in a cluster: which keys it is the home of, and which calls are stale."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Awaitable, Callable, Sequence
+
+import numpy as np
+import numpy.typing as npt
+
+from adapters.membership import Membership
+from descriptors.cluster import VIEW_HEADER, ClusterError, Member, View, parse_stamp
+from descriptors.errors import CallerError, ErrorCode, ObjectCacheError, ServerError
+from descriptors.placement import Placement
+
+_log = logging.getLogger(__name__)
+
+
+SETTLE_S = 15.0
+"""How long after a change of the members another server may still take itself for the home of keys that are ours now:
+longer than a lease of membership, and longer than people take to have every server read a members file.
+"""
+Compare = Callable[[], Awaitable[None]]
+
+
+class OwnKeys:
+    """The keys whose home is the member `name`, and of those the ones whose copies here can be trusted.
+
+    Only the home of a key is told of changes. So a server asks the upstream service before it answers from its cache
+    for any key of which it has not been the home since its cache was last compared with upstream. That is done after
+    its start, when it may have missed changes, and after a change of the members. Used on one event loop.
+    """
+
+    def __init__(self, membership: Membership, name: str, weight: float = 1.0, settle_s: float = SETTLE_S) -> None:
+        self.membership = membership
+        self.name = name
+        self.weight = weight
+        self._settle_s = settle_s
+        self._since: list[Placement] | None = None
+        self._compare: Compare | None = None
+        self._comparing: asyncio.Task[None] | None = None
+        self._refreshing: asyncio.Task[None] | None = None
+        membership.on_view(self._take)
+
+    async def start(self, compare: Compare, endpoint: str) -> None:
+        """Be a member, whom gateways reach at `endpoint`, and learn the others. From now on `compare`, which removes
+        what upstream has no more, is called after each change of the members. Raises MembershipError, ClusterError.
+        """
+        self._compare = compare
+        self.membership.announce(Member(self.name, endpoint, self.weight))
+        await self.membership.start()
+
+    async def close(self) -> None:
+        """Look for no further view."""
+        tasks = [task for task in (self._refreshing, self._comparing) if task is not None]
+        for task in tasks:
+            task.cancel()
+        if tasks:
+            await asyncio.wait(tasks)
+        await self.membership.close()
+
+    def are_own(self, bucket: str, keys: Sequence[str]) -> npt.NDArray[np.bool_]:
+        """Of each key, whether a copy of it here is as good as upstream's."""
+        if not self._since:
+            return np.zeros(len(keys), dtype=np.bool_)
+        own = np.ones(len(keys), dtype=np.bool_)
+        for placement in self._since:
+            names = np.array([member.name == self.name for member in placement.members])
+            own &= names[placement.homes(bucket, keys)]
+        return own
+
+    def _take(self, view: View) -> None:
+        """Trust no key of which this server was not the home all along."""
+        if not view.members:
+            self._since = None
+        elif self._since is not None:
+            self._since = [*self._since, Placement(view)]
+        if self._comparing is not None:
+            self._comparing.cancel()
+        self._comparing = asyncio.get_running_loop().create_task(self._trust(view))
+
+    async def _trust(self, view: View) -> None:
+        """When the members have settled, compare the cache with upstream, until that has been done."""
+        await asyncio.sleep(self._settle_s)
+        while self._compare is not None and view.members:
+            try:
+                await self._compare()
+            except ObjectCacheError as error:
+                _log.warning("the cache could not be compared with upstream, and is not trusted yet: %s", error)
+                await asyncio.sleep(self._settle_s)
+                continue
+            self._since = [Placement(view)]
+            return
+
+    def require_current(self, stamp: str) -> None:
+        """Check the view that a call was made under. Raises ServerError(SlowDown) for one from before the last change
+        that this server knows of, CallerError(AccessDenied) for one of another cluster. A later one is looked for.
+        """
+        try:
+            theirs = parse_stamp(stamp)
+        except ClusterError as error:
+            raise CallerError(ErrorCode.INVALID_REQUEST, str(error), field=VIEW_HEADER) from None
+        view: View = self.membership.view
+        if not view.number:
+            problem = "this server does not know the members of the cluster yet"
+            raise ServerError(ErrorCode.SLOW_DOWN, problem, retryable=True, field=VIEW_HEADER, retry_after_s=1)
+        if theirs.cluster_id != view.cluster_id:
+            problem = f"the call is of the cluster {theirs.cluster_id}, and this server is of {view.cluster_id}"
+            raise CallerError(ErrorCode.ACCESS_DENIED, problem)
+        if theirs.number < self.membership.changed_at:
+            problem = f"the members have changed since the view {theirs}"
+            raise ServerError(ErrorCode.SLOW_DOWN, problem, retryable=True, field=VIEW_HEADER, retry_after_s=1)
+        if theirs.number > view.number and (self._refreshing is None or self._refreshing.done()):
+            self._refreshing = asyncio.get_running_loop().create_task(self.membership.refresh())

@@ -1,0 +1,170 @@
+"""Several storage servers and gateways as one: prefixes, objects, and what becomes of them when servers go."""
+
+from __future__ import annotations
+
+import signal
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from adapters.membership import read_view
+from descriptors.descriptor import Delivery, OnMissing
+from descriptors.errors import ChunkUnavailable, ObjectCacheError
+from descriptors.placement import Placement
+from tests.support.chunks import LAYOUT, N, make_chunks
+from tests.support.clusters import Cluster, cluster
+from tests.support.requests import s3_client
+from tests.support.servers import LocalStack, eventually
+
+pytestmark = pytest.mark.needs_server
+KEYS, CHUNKS = make_chunks(N, LAYOUT)
+WAIT_S = 30.0
+
+
+@pytest.fixture(scope="module")
+def home(tmp_path_factory: pytest.TempPathFactory) -> Iterator[LocalStack]:
+    with LocalStack(tmp_path_factory.mktemp("home"), ucx=()) as running:
+        yield running
+
+
+@pytest.fixture
+def kv(tmp_path: Path, home: LocalStack) -> Iterator[Cluster]:
+    with cluster(tmp_path, home.url) as running:
+        yield running
+
+
+def fetched(client: Any, keys: list[str] = KEYS, delivery: Delivery = Delivery.LAYER_MAJOR, **options: Any) -> bytes:
+    buffer = client.allocate_buffer(LAYOUT.delivery_bytes(len(keys)))
+    result = client.fetch(keys, LAYOUT, buffer, delivery=delivery, **options).wait(WAIT_S)
+    return buffer.tobytes()[: LAYOUT.delivery_bytes(result.chunk_count)]
+
+
+def expected(chunks: np.ndarray, delivery: Delivery) -> bytes:
+    if delivery is Delivery.CHUNK_MAJOR:
+        return chunks.tobytes()
+    return chunks.reshape(len(chunks), LAYOUT.num_layers, -1).transpose(1, 0, 2).tobytes()
+
+
+def homes_of(running: Cluster, bucket: str, keys: list[str] = KEYS) -> list[str]:
+    placement = Placement(read_view(running.file))
+    return [placement.members[index].name for index in placement.homes(bucket, keys).tolist()]
+
+
+@pytest.fixture
+def bucket(kv: Cluster, request: pytest.FixtureRequest) -> str:
+    name = f"chunks-{abs(hash(request.node.name)) % 10**9}"
+    s3_client(kv.gateways[0].url).create_bucket(Bucket=name)
+    return name
+
+
+@pytest.mark.parametrize("delivery", [Delivery.LAYER_MAJOR, Delivery.CHUNK_MAJOR])
+def test_a_prefix_comes_from_all_servers_through_any_gateway(kv: Cluster, bucket: str, delivery: Delivery) -> None:
+    assert set(homes_of(kv, bucket)) == {"a", "b", "c"}
+    with kv.client(bucket) as client:
+        client.put_chunks(KEYS, list(CHUNKS))
+        assert client.lookup(KEYS) == N
+    for gateway in (0, 1):
+        with kv.client(bucket, gateway) as client:
+            assert fetched(client, delivery=delivery) == expected(CHUNKS, delivery)
+
+
+def test_a_prefix_with_a_gap_ends_before_it(kv: Cluster, bucket: str) -> None:
+    with kv.client(bucket) as client:
+        client.put_chunks(KEYS[:5], list(CHUNKS[:5]))
+        client.put_chunks(KEYS[6:], list(CHUNKS[6:]))
+        assert client.lookup(KEYS) == 5
+        found = fetched(client, on_missing=OnMissing.PREFIX)
+        assert found == expected(CHUNKS[:5], Delivery.LAYER_MAJOR)
+        with pytest.raises(ChunkUnavailable) as missing:
+            fetched(client)
+        assert missing.value.index == 5
+        assert "chunk_keys[5]" in missing.value.message
+
+
+def test_a_server_that_is_killed_is_missed_by_nobody(kv: Cluster, bucket: str) -> None:
+    with kv.client(bucket) as client:
+        client.put_chunks(KEYS, list(CHUNKS))
+        kv.members["b"].kill()
+        assert client.lookup(KEYS) == N
+        assert fetched(client) == expected(CHUNKS, Delivery.LAYER_MAJOR)
+        s3 = s3_client(kv.gateways[0].url)
+        for key, chunk in zip(KEYS, CHUNKS, strict=True):
+            assert s3.get_object(Bucket=bucket, Key=key)["Body"].read() == chunk.tobytes()
+        kv.members["b"].start()
+        assert fetched(client) == expected(CHUNKS, Delivery.LAYER_MAJOR)
+
+
+def test_a_server_that_hangs_is_given_up_and_comes_back(kv: Cluster, bucket: str) -> None:
+    with kv.client(bucket) as client:
+        client.put_chunks(KEYS, list(CHUNKS))
+        kv.members["c"].send(signal.SIGSTOP)
+        try:
+            assert fetched(client) == expected(CHUNKS, Delivery.LAYER_MAJOR)
+        finally:
+            kv.members["c"].send(signal.SIGCONT)
+        assert fetched(client) == expected(CHUNKS, Delivery.LAYER_MAJOR)
+
+
+def test_members_join_and_leave_while_gateways_run(kv: Cluster, bucket: str) -> None:
+    with kv.client(bucket) as client, kv.client(bucket, 1) as other:
+        client.put_chunks(KEYS, list(CHUNKS))
+        kv.add_member("d")
+        kv.write_members(["a", "b", "c", "d"])
+        kv.members["d"].start()
+        kv.gateways[0].send(signal.SIGHUP)
+        assert fetched(client) == expected(CHUNKS, Delivery.LAYER_MAJOR)
+        assert fetched(other) == expected(CHUNKS, Delivery.LAYER_MAJOR)
+        kv.write_members(["b", "d"])
+        kv.reread()
+        kv.members["a"].kill()
+        kv.members["c"].kill()
+        assert fetched(client) == expected(CHUNKS, Delivery.LAYER_MAJOR)
+        assert fetched(other) == expected(CHUNKS, Delivery.LAYER_MAJOR)
+
+
+def test_a_deleted_chunk_is_gone_from_every_server(kv: Cluster, bucket: str) -> None:
+    """Also from the one that was its home before."""
+    with kv.client(bucket) as client, kv.client(bucket, 1) as other:
+        client.put_chunks(KEYS, list(CHUNKS))
+        assert fetched(client) == expected(CHUNKS, Delivery.LAYER_MAJOR)
+        before = homes_of(kv, bucket)
+        kv.add_member("d")
+        kv.write_members(["a", "b", "c", "d"])
+        kv.members["d"].start()
+        kv.reread()
+        moved = [index for index, (old, new) in enumerate(zip(before, homes_of(kv, bucket), strict=True)) if old != new]
+        gone = moved[0] if moved else 3
+        assert fetched(other) == expected(CHUNKS, Delivery.LAYER_MAJOR)
+        client.delete([KEYS[gone]])
+        kv.write_members(["a", "b", "c"])
+        kv.reread()
+        assert eventually(lambda: client.lookup(KEYS) == gone and other.lookup(KEYS) == gone)
+        with pytest.raises(ObjectCacheError):
+            fetched(client)
+
+
+def test_the_whole_s3_surface_goes_through_any_gateway(kv: Cluster, bucket: str) -> None:
+    first, second = (s3_client(gateway.url) for gateway in kv.gateways)
+    for index in range(12):
+        first.put_object(Bucket=bucket, Key=f"docs/{index}", Body=f"{index}".encode())
+    page = second.list_objects_v2(Bucket=bucket, Prefix="docs/")
+    assert page["KeyCount"] == 12
+    second.put_object(Bucket=bucket, Key="docs/1", Body=b"changed")
+    assert first.get_object(Bucket=bucket, Key="docs/1")["Body"].read() == b"changed"
+    first.copy_object(Bucket=bucket, Key="copy", CopySource={"Bucket": bucket, "Key": "docs/1"})
+    assert second.head_object(Bucket=bucket, Key="copy")["ContentLength"] == 7
+    upload = first.create_multipart_upload(Bucket=bucket, Key="big")["UploadId"]
+    body = bytes(5 << 20)
+    parts = []
+    for number, (s3, data) in enumerate([(first, body), (second, b"end")], 1):
+        done = s3.upload_part(Bucket=bucket, Key="big", UploadId=upload, PartNumber=number, Body=data)
+        parts.append({"PartNumber": number, "ETag": done["ETag"]})
+    second.complete_multipart_upload(Bucket=bucket, Key="big", UploadId=upload, MultipartUpload={"Parts": parts})
+    assert first.get_object(Bucket=bucket, Key="big", Range="bytes=5242880-")["Body"].read() == b"end"
+    keys = [{"Key": f"docs/{index}"} for index in range(12)]
+    deleted = second.delete_objects(Bucket=bucket, Delete={"Objects": keys})
+    assert len(deleted["Deleted"]) == 12
+    assert first.list_objects_v2(Bucket=bucket, Prefix="docs/")["KeyCount"] == 0

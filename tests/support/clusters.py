@@ -1,0 +1,140 @@
+"""A cluster in processes of its own: storage servers before one upstream service, and gateways over all of them."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from nixl_client.client import ObjectCacheClient
+from tests.support.requests import OWNER
+from tests.support.servers import CONFIG, READY
+from tests.support.tree import repository
+
+
+@dataclass
+class Process:
+    """One server of a cluster, started by its arguments, which can be killed, stopped and started again."""
+
+    arguments: list[str]
+    environment: dict[str, str]
+    process: subprocess.Popen[str] | None = None
+    url: str = ""
+
+    def start(self) -> None:
+        command = [sys.executable, "-m", "objectcache.cli", *self.arguments]
+        environment = {**os.environ, **self.environment}
+        self.process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=environment, cwd=repository())
+        assert self.process.stdout is not None
+        line = self.process.stdout.readline()
+        assert READY in line, f"{self.arguments}: {line!r}, exit {self.process.poll()}"
+        self.url = line.strip().partition(READY)[2]
+
+    def send(self, number: int) -> None:
+        assert self.process is not None
+        self.process.send_signal(number)
+
+    def kill(self) -> None:
+        """Idempotent."""
+        if self.process is not None:
+            self.process.kill()
+            self.process.wait()
+            if self.process.stdout is not None:
+                self.process.stdout.close()
+            self.process = None
+
+
+@dataclass
+class Cluster:
+    """Running servers by name, and what they were started with."""
+
+    directory: Path
+    upstream_url: str
+    members: dict[str, Process] = field(default_factory=dict)
+    gateways: list[Process] = field(default_factory=list)
+    number: int = 0
+
+    @property
+    def file(self) -> Path:
+        return self.directory / "members.toml"
+
+    @property
+    def secret(self) -> Path:
+        return self.directory / "peer-secret"
+
+    def write_members(self, names: list[str] | None = None) -> None:
+        """A new edition of the members file, with these members or all."""
+        self.number += 1
+        lines = ['cluster = "kv"', f"number = {self.number}"]
+        for name in names or list(self.members):
+            lines += ["[[members]]", f'name = "{name}"', f'endpoint = "unix:{self.socket(name)}"']
+        self.file.write_text("\n".join(lines) + "\n")
+
+    def socket(self, name: str) -> Path:
+        return self.directory / f"{name}.sock"
+
+    def add_member(self, name: str, *options: str) -> None:
+        arguments = ["storage-server", "--data", str(self.directory / name), "--listen", f"unix:{self.socket(name)}"]
+        arguments += ["--upstream", self.upstream_url, "--cluster", f"file:{self.file}", "--name", name]
+        arguments += ["--peer-secret-file", str(self.secret), "--config", str(self.directory / "config.toml"), *options]
+        account = {"OBJECTCACHE_UPSTREAM_ACCESS_KEY_ID": OWNER[0], "OBJECTCACHE_UPSTREAM_SECRET_ACCESS_KEY": OWNER[1]}
+        self.members[name] = Process(arguments, account)
+
+    def add_gateway(self) -> Process:
+        arguments = ["gateway", "--cluster", f"file:{self.file}", "--peer-secret-file", str(self.secret), "--port", "0"]
+        gateway = Process([*arguments, "--config", str(self.directory / "config.toml")], {})
+        self.gateways.append(gateway)
+        return gateway
+
+    def reread(self) -> None:
+        """Have every server read the members again."""
+        for process in [*self.members.values(), *self.gateways]:
+            if process.process is not None:
+                process.send(signal.SIGHUP)
+
+    def client(self, bucket: str, gateway: int = 0, **options: object) -> ObjectCacheClient:
+        url = self.gateways[gateway].url
+        return ObjectCacheClient(
+            url,
+            bucket,
+            access_key=OWNER[0],
+            secret_key=OWNER[1],
+            transport="http",
+            **options,  # type: ignore[arg-type]
+        )
+
+    def close(self) -> None:
+        for process in [*self.gateways, *self.members.values()]:
+            process.kill()
+
+
+@contextlib.contextmanager
+def cluster(
+    directory: Path,
+    upstream_url: str,
+    names: tuple[str, ...] = ("a", "b", "c"),
+    gateway_count: int = 2,
+    config: str = "",
+) -> Iterator[Cluster]:
+    """Storage servers of these names, and gateways, over an upstream service whose account is OWNER."""
+    directory.mkdir(parents=True, exist_ok=True)
+    (directory / "config.toml").write_text(CONFIG + config)
+    made = Cluster(directory, upstream_url)
+    (directory / "peer-secret").write_text("a secret of gateways and storage servers\n")
+    (directory / "peer-secret").chmod(0o600)
+    for name in names:
+        made.add_member(name)
+    made.write_members()
+    try:
+        for process in made.members.values():
+            process.start()
+        for _ in range(gateway_count):
+            made.add_gateway().start()
+        yield made
+    finally:
+        made.close()

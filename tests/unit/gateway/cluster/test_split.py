@@ -1,0 +1,175 @@
+"""Dividing a prefix among members, and merging what they deliver."""
+
+from __future__ import annotations
+
+import asyncio
+from dataclasses import replace
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from descriptors.cluster import Member, View
+from descriptors.descriptor import PART_VERSION, Delivery, Descriptor, OnMissing
+from descriptors.layout import ChunkLayout
+from descriptors.notices import Mode
+from descriptors.placement import Placement
+from descriptors.storage_api import DeliveryStart
+from gateway.cluster.merge import Merger, PartBody, Window, bytes_before, windows
+from gateway.cluster.split import cut_to, descriptor_of, matched_of, shares, shares_at
+
+MEMBERS = tuple(Member(name, f"http://{name}:1") for name in "abc")
+PLACEMENT = Placement(View("kv", 1, MEMBERS))
+KEYS = tuple(f"{index:064x}" for index in range(30))
+DESCRIPTOR = Descriptor(KEYS, 4, 16, 1_000, Delivery.AUTO, OnMissing.PREFIX, request_id="r" * 16)
+
+
+def test_shares_are_all_chunks_once_in_the_order_of_need() -> None:
+    parts = shares(PLACEMENT, "bucket", KEYS)
+    assert sorted(np.concatenate([part.positions for part in parts]).tolist()) == list(range(30))
+    firsts = [int(part.positions[0]) for part in parts]
+    assert firsts == sorted(firsts)
+    for part in parts:
+        assert (np.diff(part.positions) > 0).all()
+        for position in part.positions.tolist():
+            assert PLACEMENT.order("bucket", KEYS[position])[0] == part.member
+
+
+def test_the_chunks_of_a_lost_member_go_to_the_next_in_their_order() -> None:
+    parts = shares(PLACEMENT, "bucket", KEYS)
+    lost = parts[0]
+    others = shares_at(PLACEMENT, "bucket", KEYS, lost.positions, {lost.member.name})
+    assert sorted(np.concatenate([part.positions for part in others]).tolist()) == lost.positions.tolist()
+    for part in others:
+        for position in part.positions.tolist():
+            assert PLACEMENT.order("bucket", KEYS[position])[1] == part.member
+
+
+def test_what_is_matched_ends_before_the_first_gap_of_any_member() -> None:
+    parts = shares(PLACEMENT, "bucket", KEYS)
+    whole = [part.chunk_count for part in parts]
+    assert matched_of(parts, whole, 30) == 30
+    for index, part in enumerate(parts):
+        for count in range(part.chunk_count):
+            found = [count if at == index else all_of for at, all_of in enumerate(whole)]
+            assert matched_of(parts, found, 30) == int(part.positions[count])
+
+
+def test_the_descriptor_of_a_part_names_its_chunks_and_their_places() -> None:
+    share = shares(PLACEMENT, "bucket", KEYS)[1]
+    part = descriptor_of(DESCRIPTOR, share, 1, 3, Mode.LAYER_MAJOR, first_layer=2)
+    assert part.chunk_keys == tuple(KEYS[position] for position in share.positions)
+    assert part.part is not None
+    assert part.part.positions == tuple(share.positions.tolist())
+    assert (part.version, part.on_missing, part.delivery) == (PART_VERSION, OnMissing.FAIL, Delivery.LAYER_MAJOR)
+    assert (part.part.index, part.part.count, part.part.chunk_count, part.part.first_layer) == (1, 3, 30, 2)
+    assert part.request_id == DESCRIPTOR.request_id
+    assert cut_to(DESCRIPTOR, 7) == replace(DESCRIPTOR, chunk_keys=KEYS[:7], on_missing=OnMissing.FAIL)
+
+
+async def alive() -> None:
+    return
+
+
+class Feeder:
+    """A part's server: writes a body in pieces of odd sizes, and fails after `fail_after` bytes."""
+
+    def __init__(self, data: bytes, piece_bytes: int, fail_after: int | None = None) -> None:
+        self.body = PartBody(alive)
+        self._data = data
+        self._piece_bytes = piece_bytes
+        self._fail_after = fail_after
+        self.task = asyncio.create_task(self._feed())
+
+    async def _feed(self) -> None:
+        await self.body.begin(DeliveryStart("r" * 16, Mode.LAYER_MAJOR, 1, len(self._data)))
+        end = len(self._data) if self._fail_after is None else self._fail_after
+        for start in range(0, end, self._piece_bytes):
+            await self.body.write(memoryview(self._data)[start : min(start + self._piece_bytes, end)])
+        if self._fail_after is not None:
+            self.body.fail(ConnectionError("lost"))
+
+
+@given(
+    layers=st.integers(1, 4),
+    slice_bytes=st.sampled_from([1, 7, 100, 999]),
+    homes=st.lists(st.integers(0, 3), min_size=1, max_size=12),
+    window_bytes=st.sampled_from([7, 100, 1_000]),
+    piece_bytes=st.sampled_from([1, 13, 500, 5_000]),
+    cut=st.integers(0, 4_000),
+    seed=st.integers(0, 9),
+)
+def test_merged_bodies_are_the_whole_even_where_a_part_fails_and_comes_again(
+    layers: int, slice_bytes: int, homes: list[int], window_bytes: int, piece_bytes: int, cut: int, seed: int
+) -> None:
+    count, layout = len(homes), ChunkLayout(layers, 16, slice_bytes)
+    chunks = np.random.default_rng(seed).integers(0, 256, (layers, count, slice_bytes), dtype=np.uint8)
+    positions = [np.flatnonzero(np.array(homes) == home) for home in sorted(set(homes))]
+
+    def body_of(index: int, first_layer: int) -> bytes:
+        return chunks[first_layer:, positions[index]].tobytes()
+
+    async def merge() -> tuple[bytes, int]:
+        feeders = [Feeder(body_of(index, 0), piece_bytes) for index in range(len(positions))]
+        feeders[0].task.cancel()
+        first_group = [0] * len(positions)
+        feeders[0] = Feeder(body_of(0, 0), piece_bytes, min(cut, len(body_of(0, 0)) - 1))
+        merger, out, failed_count = Merger(slice_bytes, window_bytes), bytearray(), 0
+        for window in windows(layers, count, slice_bytes, window_bytes):
+            for index in range(len(positions)):
+                while True:
+                    try:
+                        await merger.take(window, feeders[index].body, positions[index], first_group[index])
+                        break
+                    except ConnectionError:
+                        failed_count += 1
+                        first_group[index] = window.group
+                        feeders[index] = Feeder(body_of(index, window.group), piece_bytes)
+            out += merger.view(window)
+        for feeder in feeders:
+            feeder.task.cancel()
+        return bytes(out), failed_count
+
+    merged, failed_count = asyncio.run(merge())
+    assert merged == chunks.tobytes()
+    assert failed_count == 1
+    assert len(merged) == layout.delivery_bytes(count)
+
+
+@given(
+    groups=st.integers(1, 4),
+    count=st.integers(1, 9),
+    slice_bytes=st.integers(1, 50),
+    window_bytes=st.integers(1, 60),
+)
+def test_windows_are_all_bytes_once_in_order(groups: int, count: int, slice_bytes: int, window_bytes: int) -> None:
+    at = 0
+    for window in windows(groups, count, slice_bytes, window_bytes):
+        assert (window.group * count + window.first) * slice_bytes + window.start == at
+        assert 0 < window.nbytes <= window_bytes
+        at += window.nbytes
+    assert at == groups * count * slice_bytes
+
+
+def test_bytes_before_a_window_count_from_the_layer_with_which_the_body_begins() -> None:
+    positions = np.array([1, 4, 5])
+    assert bytes_before(positions, Window(0, 0, 6, 0, 600), 100, 0) == 0
+    assert bytes_before(positions, Window(2, 4, 6, 0, 200), 100, 0) == 700
+    assert bytes_before(positions, Window(2, 4, 6, 0, 200), 100, 2) == 100
+    assert bytes_before(positions, Window(1, 4, 5, 30, 20), 100, 1) == 130
+
+
+async def test_a_quiet_part_is_asked_after_and_the_reader_told_that_it_is_gone() -> None:
+    asked = 0
+
+    async def gone() -> None:
+        nonlocal asked
+        asked += 1
+        if asked == 2:
+            raise ConnectionError("gone")
+
+    body = PartBody(gone, stall_s=0.01)
+    with pytest.raises(ConnectionError):
+        await body.read_into(memoryview(bytearray(4)))
+    assert asked == 2
