@@ -117,14 +117,22 @@ class EtcdMembership:
 
     async def close(self) -> None:
         """Leave the cluster."""
-        for task in self._tasks:
-            task.cancel()
-        if self._tasks:
-            await asyncio.wait(self._tasks)
+        await self._stop()
         if self._lease:
             with contextlib.suppress(EtcdError):
                 await self._etcd.revoke(self._lease)
         await self._etcd.close()
+
+    async def abandon(self) -> None:
+        """Do nothing more, and leave the lease to end by itself, as after a crash."""
+        await self._stop()
+        await self._etcd.close()
+
+    async def _stop(self) -> None:
+        for task in self._tasks:
+            task.cancel()
+        if self._tasks:
+            await asyncio.wait(self._tasks)
 
     async def drain(self, *, is_draining: bool = True) -> None:
         """Give this member's keys to others, or take them again. Raises EtcdError."""
@@ -197,8 +205,11 @@ class EtcdMembership:
                 level = logging.INFO if isinstance(error, CompactedError) else logging.WARNING
                 if failed_count <= 1:
                     _log.log(level, "the members are not watched: %s", error)
-                await asyncio.sleep(back_off_s(failed_count, PAUSE_S_MIN, PAUSE_S_MAX))
-                await self.refresh()
+            except Exception:
+                failed_count += 1
+                _log.exception("the members are not watched; they are read again")
+            await asyncio.sleep(back_off_s(failed_count, PAUSE_S_MIN, PAUSE_S_MAX))
+            await self.refresh()
 
     def _take(self, found: Found) -> None:
         """Take all entries, as of a revision."""
@@ -242,10 +253,13 @@ def _members_of(entries: Iterable[tuple[str, bytes]]) -> dict[str, Member]:
     for key, value in entries:
         name = key.rpartition("/")[2]
         try:
-            member = member_from_fields(json.loads(value))
+            fields = json.loads(value)
+            if not isinstance(fields, dict):
+                raise ClusterError("a member is a JSON object")
+            member = member_from_fields(fields)
             if member.name != name:
                 raise ClusterError(f"the entry {key} is of the member {member.name}")
-        except (ValueError, TypeError) as error:
+        except (ValueError, RecursionError) as error:
             _log.error("the entry %s is no member: %s", key, error)
             continue
         members[name] = member

@@ -1,4 +1,4 @@
-"""Who is in the cluster: a view of its members, from a file or from etcd (`adapters.etcd_membership`)."""
+"""Membership: the latest view of a cluster, from a file, or from etcd (`adapters.etcd_membership`)."""
 
 from __future__ import annotations
 
@@ -46,8 +46,8 @@ class Membership(Protocol):
 
 
 class FileMembership:
-    """The members in a TOML file, which is read again when it is asked for (SIGHUP). Whoever edits the file makes its
-    `number` greater, so that gateways and storage servers that have read different editions can tell.
+    """The members in a TOML file, which is read again when it is asked for (SIGHUP). Every edition has a greater
+    `number`, so that gateways and storage servers can tell which of them have read an older one.
 
         cluster = "kv"
         number = 2
@@ -93,9 +93,9 @@ class FileMembership:
             return
         if view == self._view:
             return
-        if not self._view.stamp.is_before(view.stamp):
+        if not self._view.id.is_before(view.id):
             _log.error(
-                "the members stay as they were: %s has %s, and %s is in force", self._path, view.stamp, self._view.stamp
+                "the members stay as they were: %s has %s, and %s is in force", self._path, view.id, self._view.id
             )
             return
         self._view = view

@@ -18,7 +18,7 @@ VIEW_HEADER = "x-objectcache-view"
 
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}\Z")
 _ENDPOINT = re.compile(r"(https?://[^\s/?#@]{1,255}|unix:/[^\s]{1,255})\Z")
-_VIEW_TEXT = re.compile(r"([A-Za-z0-9][A-Za-z0-9._-]{0,63}):([0-9]{1,19})\Z")
+_VIEW_ID = re.compile(r"([A-Za-z0-9][A-Za-z0-9._-]{0,63}):([0-9]{1,19})\Z")
 
 
 class ClusterError(ValueError):
@@ -27,7 +27,7 @@ class ClusterError(ValueError):
 
 @dataclass(frozen=True, slots=True)
 class Member:
-    """One storage server. Gateways reach it at `endpoint`; `weight` is its part of the keys, in any unit that all
+    """One storage server. Gateways reach it at `endpoint`; `weight` is its fraction of the keys, in any unit that all
     members share (its tier's bytes, say). A member that drains is given no keys, but answers for those that it has.
 
     Raises ClusterError.
@@ -69,9 +69,9 @@ class View:
         object.__setattr__(self, "_by_name", by_name)
 
     @property
-    def stamp(self) -> Stamp:
-        """What a call says of the view that it was made under."""
-        return Stamp(self.cluster_id, self.number)
+    def id(self) -> ViewId:
+        """The name of the view, which every call carries that is made under it."""
+        return ViewId(self.cluster_id, self.number)
 
     def member(self, name: str) -> Member | None:
         """The member of this name; None where there is none."""
@@ -84,8 +84,8 @@ class View:
 
 
 @dataclass(frozen=True, slots=True)
-class Stamp:
-    """The name of a view."""
+class ViewId:
+    """The name of a view: of its cluster, and its number."""
 
     cluster_id: str
     number: int
@@ -93,17 +93,17 @@ class Stamp:
     def __str__(self) -> str:
         return f"{self.cluster_id}:{self.number}"
 
-    def is_before(self, other: Stamp) -> bool:
+    def is_before(self, other: ViewId) -> bool:
         """Whether the other view is of the same cluster, and later."""
         return self.cluster_id == other.cluster_id and self.number < other.number
 
 
-def parse_stamp(text: str) -> Stamp:
-    """The inverse of `str(stamp)`. Raises ClusterError."""
-    match = _VIEW_TEXT.match(text)
+def parse_view_id(text: str) -> ViewId:
+    """The inverse of `str(view_id)`. Raises ClusterError."""
+    match = _VIEW_ID.match(text)
     if match is None or int(match[2]) > NUMBER_MAX:
         raise ClusterError(f"{VIEW_HEADER} must be CLUSTER:NUMBER, not {text[:80]!r}")
-    return Stamp(match[1], int(match[2]))
+    return ViewId(match[1], int(match[2]))
 
 
 def require_name(value: object, name: str) -> str:

@@ -16,9 +16,9 @@ from descriptors.errors import CallerError, ErrorCode
 from descriptors.layout import ChunkLayout
 
 PROTOCOL_VERSION = 1
-PART_VERSION = 2
-"""The version of descriptors for one part of a delivery, which a gateway of a cluster sends to storage servers."""
-PARTS_MAX = 1_024
+PORTION_VERSION = 2
+"""The version of descriptors for one portion of a delivery, which a gateway of a cluster sends to storage servers."""
+PORTIONS_MAX = 1_024
 CHUNK_COUNT_MAX = 65_536
 NUM_LAYERS_MAX = 1_024
 CHUNK_TOKENS_MAX = 4_096
@@ -67,10 +67,10 @@ class RdmaTarget:
 
 
 @dataclass(frozen=True, slots=True)
-class Part:
+class Portion:
     """The place of a descriptor's chunks in a delivery of `chunk_count` chunks, which several storage servers bring
     together: chunk i of the descriptor is chunk `positions[i]` of the whole. Layers before `first_layer` have been
-    brought by another server, which has been given up. `attempt` tells the tries of one part apart.
+    brought by another server, which has been given up. `attempt` tells the tries of one portion apart.
 
     Raises CallerError(InvalidDescriptor).
     """
@@ -83,24 +83,24 @@ class Part:
     attempt: int = 0
 
     def __post_init__(self) -> None:
-        _require_int(self.count, 1, PARTS_MAX, "part.count")
-        _require_int(self.index, 0, self.count - 1, "part.index")
-        _require_int(self.chunk_count, 1, CHUNK_COUNT_MAX, "part.chunk_count")
-        _require_int(self.first_layer, 0, NUM_LAYERS_MAX - 1, "part.first_layer")
-        _require_int(self.attempt, 0, 255, "part.attempt")
+        _require_int(self.count, 1, PORTIONS_MAX, "portion.count")
+        _require_int(self.index, 0, self.count - 1, "portion.index")
+        _require_int(self.chunk_count, 1, CHUNK_COUNT_MAX, "portion.chunk_count")
+        _require_int(self.first_layer, 0, NUM_LAYERS_MAX - 1, "portion.first_layer")
+        _require_int(self.attempt, 0, 255, "portion.attempt")
         places = np.asarray(self.positions, dtype=np.int64)
         if not len(places) or places[0] < 0 or places[-1] >= self.chunk_count or (np.diff(places) <= 0).any():
-            raise invalid("part.positions", f"must ascend from 0 on and stay below {self.chunk_count}")
+            raise invalid("portion.positions", f"must ascend from 0 on and stay below {self.chunk_count}")
 
     @property
     def label(self) -> str:
-        """What tells this try of this part from others under one request id."""
+        """The name of this try of this portion, under the request's id."""
         return f"{self.index}.{self.attempt}"
 
 
 @dataclass(frozen=True, slots=True)
 class Descriptor:
-    """A request for the KV of `chunk_keys`, in prefix order. With `part`, they are some of the chunks of a delivery.
+    """A request for the KV of `chunk_keys`, in prefix order. With `portion`, they are some of the chunks of a delivery.
 
     Raises CallerError(InvalidDescriptor), which names the field, where docs/protocol.md refuses the value.
     """
@@ -115,10 +115,10 @@ class Descriptor:
     request_id: str | None = None
     layer_compute_us: tuple[int, ...] = ()
     version: int = PROTOCOL_VERSION
-    part: Part | None = None
+    portion: Portion | None = None
 
     def __post_init__(self) -> None:
-        wanted = PROTOCOL_VERSION if self.part is None else PART_VERSION
+        wanted = PROTOCOL_VERSION if self.portion is None else PORTION_VERSION
         if self.version != wanted:
             raise invalid("version", f"must be {wanted}, not {self.version!r}")
         _require_keys(self.chunk_keys)
@@ -129,19 +129,19 @@ class Descriptor:
             raise invalid("chunk_keys", f"N*L*S is {self.delivery_bytes} bytes, at most {DELIVERY_BYTES_MAX}")
         if self.request_id is not None:
             require_request_id(self.request_id)
-        if self.part is not None:
-            self._check_part(self.part)
+        if self.portion is not None:
+            self._check_portion(self.portion)
         if self.rdma_target is not None:
             self._check_target(self.rdma_target)
         self._check_compute()
 
-    def _check_part(self, part: Part) -> None:
-        if len(part.positions) != self.chunk_count:
-            raise invalid("part.positions", f"has {len(part.positions)} entries for {self.chunk_count} chunks")
-        if part.first_layer >= self.num_layers:
-            raise invalid("part.first_layer", f"is {part.first_layer} of {self.num_layers} layers")
+    def _check_portion(self, portion: Portion) -> None:
+        if len(portion.positions) != self.chunk_count:
+            raise invalid("portion.positions", f"has {len(portion.positions)} entries for {self.chunk_count} chunks")
+        if portion.first_layer >= self.num_layers:
+            raise invalid("portion.first_layer", f"is {portion.first_layer} of {self.num_layers} layers")
         if self.on_missing is not OnMissing.FAIL:
-            raise invalid("on_missing", "must be fail in a part: how many chunks come is decided for the whole")
+            raise invalid("on_missing", "must be fail in a portion: how many chunks come is decided for the whole")
 
     def _check_target(self, target: RdmaTarget) -> None:
         if self.request_id is None:
@@ -167,8 +167,8 @@ class Descriptor:
 
     @property
     def whole_chunk_count(self) -> int:
-        """N of the delivery that this is a part of, or of this one."""
-        return self.chunk_count if self.part is None else self.part.chunk_count
+        """N of the delivery that this is a portion of, or of this one."""
+        return self.chunk_count if self.portion is None else self.portion.chunk_count
 
     @property
     def layout(self) -> ChunkLayout:

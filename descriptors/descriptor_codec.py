@@ -6,7 +6,7 @@ Binary form (all integers little-endian), told from JSON by its magic:
     u32 chunk_count | u32 num_layers | u32 chunk_tokens | u32 per_layer_chunk_bytes | u32 compute_count
     request_id | compute u32 each
     target (flag 1): u8 agent_id_bytes, agent_id, u8 region_id_bytes, region_id, u64 offset, u64 length
-    part (version 2, between servers): u16 index, u16 count, u32 chunk_count, u32 first_layer, u8 attempt,
+    portion (version 2, between servers): u16 index, u16 count, u32 chunk_count, u32 first_layer, u8 attempt,
         u32 position for each key
     keys: flag 2, 32 raw bytes each (lower-case hex digests); otherwise u16 length and UTF-8 each
 
@@ -28,12 +28,12 @@ from descriptors.descriptor import (
     CHUNK_COUNT_MAX,
     DESCRIPTOR_BYTES_MAX,
     NUM_LAYERS_MAX,
-    PART_VERSION,
+    PORTION_VERSION,
     PROTOCOL_VERSION,
     Delivery,
     Descriptor,
     OnMissing,
-    Part,
+    Portion,
     RdmaTarget,
     invalid,
 )
@@ -45,7 +45,7 @@ _T = TypeVar("_T", bound=Enum)
 MAGIC = b"OCD"
 _HEAD = struct.Struct("<3sBBBBBIIIII")
 _TARGET_TAIL = struct.Struct("<QQ")
-_PART = struct.Struct("<HHIIB")
+_PORTION = struct.Struct("<HHIIB")
 _FLAG_TARGET = 1
 _FLAG_HEX_KEYS = 2
 _DIGEST_BYTES = 32
@@ -163,9 +163,11 @@ def encode_binary(descriptor: Descriptor) -> bytes:
         for name in (target.agent_id, target.region_id):
             parts += [bytes([len(name)]), name.encode()]
         parts.append(_TARGET_TAIL.pack(target.offset, target.length))
-    if (part := descriptor.part) is not None:
-        parts.append(_PART.pack(part.index, part.count, part.chunk_count, part.first_layer, part.attempt))
-        parts.append(np.array(part.positions, dtype="<u4").tobytes())
+    if (portion := descriptor.portion) is not None:
+        parts.append(
+            _PORTION.pack(portion.index, portion.count, portion.chunk_count, portion.first_layer, portion.attempt)
+        )
+        parts.append(np.array(portion.positions, dtype="<u4").tobytes())
     if hex_keys:
         parts.append(bytes.fromhex(joined))
     else:
@@ -201,20 +203,20 @@ class _Reader:
             raise invalid("body", f"has {len(self._data) - self._at} bytes after the descriptor")
 
 
-def decode_part(data: bytes) -> Descriptor:
-    """A descriptor that a gateway sends to a storage server: in the binary form, and possibly for a part of a delivery.
+def decode_peer_descriptor(data: bytes) -> Descriptor:
+    """A descriptor that a gateway sends to a storage server: in the binary form, possibly for a portion of a delivery.
     Raises CallerError (InvalidDescriptor, EntityTooLarge) naming the field.
     """
     if len(data) > DESCRIPTOR_BYTES_MAX or data[:3] != MAGIC:
         raise invalid("body", "is no binary descriptor")
-    return _decode_binary(data, takes_parts=True)
+    return _decode_binary(data, takes_portions=True)
 
 
-def _decode_binary(data: bytes, *, takes_parts: bool = False) -> Descriptor:
+def _decode_binary(data: bytes, *, takes_portions: bool = False) -> Descriptor:
     reader = _Reader(data)
     head = _HEAD.unpack(reader.take(_HEAD.size, "body"))
     _, version, delivery, on_missing, flags, id_bytes, chunks, layers, tokens, slice_size, computes = head
-    if version not in ((PROTOCOL_VERSION, PART_VERSION) if takes_parts else (PROTOCOL_VERSION,)):
+    if version not in ((PROTOCOL_VERSION, PORTION_VERSION) if takes_portions else (PROTOCOL_VERSION,)):
         raise invalid("version", f"must be {PROTOCOL_VERSION}, not {version}")
     if flags & ~(_FLAG_TARGET | _FLAG_HEX_KEYS):
         raise invalid("flags", f"{flags:#x} has bits that no version knows")
@@ -225,7 +227,7 @@ def _decode_binary(data: bytes, *, takes_parts: bool = False) -> Descriptor:
     request_id = reader.text(id_bytes, "request_id") or None
     compute = np.frombuffer(reader.take(4 * computes, "layer_compute_us"), dtype="<u4").tolist()
     target = _read_target(reader) if flags & _FLAG_TARGET else None
-    part = _read_part(reader, chunks) if version == PART_VERSION else None
+    portion = _read_portion(reader, chunks) if version == PORTION_VERSION else None
     keys = _read_keys(reader, chunks, hex_keys=bool(flags & _FLAG_HEX_KEYS))
     reader.finish()
     return Descriptor(
@@ -239,14 +241,14 @@ def _decode_binary(data: bytes, *, takes_parts: bool = False) -> Descriptor:
         rdma_target=target,
         request_id=request_id,
         layer_compute_us=tuple(compute),
-        part=part,
+        portion=portion,
     )
 
 
-def _read_part(reader: _Reader, chunk_count: int) -> Part:
-    index, count, whole, first_layer, attempt = _PART.unpack(reader.take(_PART.size, "part"))
-    positions = np.frombuffer(reader.take(4 * chunk_count, "part.positions"), dtype="<u4").tolist()
-    return Part(index, count, whole, tuple(positions), first_layer, attempt)
+def _read_portion(reader: _Reader, chunk_count: int) -> Portion:
+    index, count, whole, first_layer, attempt = _PORTION.unpack(reader.take(_PORTION.size, "portion"))
+    positions = np.frombuffer(reader.take(4 * chunk_count, "portion.positions"), dtype="<u4").tolist()
+    return Portion(index, count, whole, tuple(positions), first_layer, attempt)
 
 
 def _read_target(reader: _Reader) -> RdmaTarget:

@@ -19,7 +19,7 @@ from typing import Any, get_type_hints
 from pydantic import TypeAdapter
 
 from descriptors.descriptor import Descriptor
-from descriptors.descriptor_codec import decode_part, encode_binary
+from descriptors.descriptor_codec import decode_peer_descriptor, encode_binary
 from descriptors.messages import (
     AgentRegistration,
     AgentRenewal,
@@ -42,7 +42,7 @@ CALL_BYTES_MAX = 65_536
 ARGUMENT_BYTES_MAX = 16_384
 DIGESTS_BYTES_MAX = 4_096
 DOCUMENTS: Mapping[type, tuple[Callable[[Any], bytes], Callable[[bytes], Any]]] = {
-    Descriptor: (encode_binary, decode_part),
+    Descriptor: (encode_binary, decode_peer_descriptor),
     LookupRequest: (lookup_body, parse_lookup),
     LookupAnswer: (lookup_answer_body, parse_lookup_answer),
     AgentRegistration: (registration_body, parse_registration),

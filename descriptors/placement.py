@@ -1,7 +1,7 @@
 """Which members of a cluster keep a key: weighted rendezvous hashing. Pure.
 
-Every member scores every key, and the members in the order of their scores are the key's order: the first is its home,
-the next stands in where the home cannot be reached. A score depends on the key and on that member alone, so a member
+Every member scores every key, and the members in the order of their scores are the key's order: the first is its keeper,
+the next stands in where the keeper cannot be reached. A score depends on the key and on that member alone, so a member
 that joins or leaves moves its own share of the keys and no other. (Thaler and Ravishankar, "A Name-Based Mapping Scheme
 for Rendezvous", 1996; weights by the logarithmic method of Schindler and others.)
 
@@ -62,8 +62,8 @@ class Placement:
         uniform = ((mixed >> np.uint64(11)).astype(np.float64) + 0.5) * 2.0**-53
         return -self._weights / np.log(uniform)
 
-    def homes(self, bucket: str, keys: Sequence[str], without: Collection[str] = ()) -> Indices:
-        """The index in `members` of each key's home, or of the next in its order that is not in `without`: int64 of
+    def keepers(self, bucket: str, keys: Sequence[str], without: Collection[str] = ()) -> Indices:
+        """The index in `members` of each key's keeper, or of the next in its order that is not in `without`: int64 of
         shape (len(keys),). Raises ValueError where `without` names every member.
         """
         if len(self.members) == 1 and not without:
@@ -74,9 +74,10 @@ class Placement:
             if left_out.all():
                 raise ValueError("every member is left out")
             scores[:, left_out] = -1.0
-        return scores.argmax(axis=1)
+        nearest: Indices = scores.argmax(axis=1)
+        return nearest
 
     def order(self, bucket: str, key: str) -> list[Member]:
-        """All members, the key's home first."""
+        """All members, the key's keeper first."""
         scores = self.scores(key_words(bucket, [key]))[0]
         return [self.members[index] for index in np.argsort(-scores, kind="stable")]

@@ -133,8 +133,8 @@ class Grant:
 
 @dataclass(frozen=True, slots=True)
 class DeliveryStart:
-    """The facts of a delivery before its first byte: the mode, k, its size, the request's id and its rate. Part `part`
-    of `parts` brings `delivery_bytes` of the k chunks.
+    """The facts of a delivery before its first byte: the mode, k, its size, the request's id and its rate. Portion
+    `portion` of `portions` brings `delivery_bytes` of the k chunks.
     """
 
     request_id: str
@@ -142,8 +142,8 @@ class DeliveryStart:
     chunk_count: int
     delivery_bytes: int
     grant: Grant = Grant()
-    part: int = 0
-    parts: int = 1
+    portion: int = 0
+    portions: int = 1
 
 
 @dataclass(frozen=True, slots=True)
@@ -369,6 +369,11 @@ class PrefixesApi(Protocol):
         self, access_key: str, request: PutRequest, token: RdmaToken, said: BodyDigests
     ) -> ObjectStored:
         """Store an object as `put_object` does, from the client's memory; its bytes must have the digests in `said`."""
+
+    async def claim(self, access_key: str, request_id: str) -> None:
+        """Take a request id for a request whose portions other storage servers carry out. Raises
+        CallerError(RequestReplayed) where it was taken before.
+        """
 
     async def cancel(self, access_key: str, request_id: str) -> None:
         """Returns when nothing of the request is in flight. An id that was not used yet is marked as used."""

@@ -14,7 +14,7 @@ import aiohttp
 from pydantic import TypeAdapter
 
 from adapters.phases import Phases, delivery_timing
-from descriptors.cluster import VIEW_HEADER, Stamp
+from descriptors.cluster import VIEW_HEADER, ViewId
 from descriptors.descriptor import Descriptor
 from descriptors.errors import ErrorCode, ObjectCacheError, ServerError, error_from_fields
 from descriptors.objects import BodyDigests
@@ -72,9 +72,9 @@ class RemoteRole:
 class RemoteStorage:
     """Implements descriptors.storage_api.StorageApi over `endpoint`: http://HOST:PORT or unix:/PATH."""
 
-    def __init__(self, endpoint: str, secret: bytes, stamp: Callable[[], Stamp] | None = None) -> None:
-        """With `stamp`, calls say under which view of a cluster they are made."""
-        self._peer = Peer(endpoint, secret, stamp)
+    def __init__(self, endpoint: str, secret: bytes, view_id: Callable[[], ViewId] | None = None) -> None:
+        """With `view_id`, calls say under which view of a cluster they are made."""
+        self._peer = Peer(endpoint, secret, view_id)
         self.objects = cast(ObjectsApi, RemoteRole(self._peer, "objects"))
         self.uploads = cast(UploadsApi, RemoteRole(self._peer, "uploads"))
         self.prefixes = cast(PrefixesApi, RemoteRole(self._peer, "prefixes"))
@@ -93,9 +93,9 @@ class RemoteStorage:
 class Peer:
     """Connections to one storage server, and one method for each form of call."""
 
-    def __init__(self, endpoint: str, secret: bytes, stamp: Callable[[], Stamp] | None = None) -> None:
+    def __init__(self, endpoint: str, secret: bytes, view_id: Callable[[], ViewId] | None = None) -> None:
         self._secret = secret
-        self._stamp = stamp
+        self._view_id = view_id
         self._base = endpoint
         self._socket_path: str | None = None
         if endpoint.startswith("unix:"):
@@ -228,8 +228,8 @@ class Peer:
         request_id = current_request_id()
         if request_id is not None:
             headers[PEER_REQUEST_ID_HEADER] = request_id
-        if self._stamp is not None:
-            headers[VIEW_HEADER] = str(self._stamp())
+        if self._view_id is not None:
+            headers[VIEW_HEADER] = str(self._view_id())
         try:
             url = f"{self._base}/v1/{call.operation}"
             async with self._session.post(url, data=body, headers=headers, expect100=waits_for_leave) as response:

@@ -144,7 +144,11 @@ def _add_serving(commands: _Commands, logs: argparse.ArgumentParser) -> None:
         "--advertise", metavar="URL", help="where gateways reach it, for etcd; default: where it listens"
     )
     storage.add_argument(
-        "--weight", type=float, default=1.0, metavar="W", help="its part of the keys beside the others'; default: 1"
+        "--weight",
+        type=float,
+        default=1.0,
+        metavar="W",
+        help="how many keys it keeps, beside the others' weights; default: 1",
     )
     _add_common(storage)
     _add_storage(storage)
@@ -490,7 +494,7 @@ def _storage_of_gateway(options: argparse.Namespace, config: Config, secret: byt
     membership = membership_of(options.cluster, config.cluster)
 
     def make_storage(endpoint: str) -> RemoteStorage:
-        return RemoteStorage(endpoint, secret, lambda: membership.view.stamp)
+        return RemoteStorage(endpoint, secret, lambda: membership.view.id)
 
     return ClusterStorage(Members(membership, make_storage))
 

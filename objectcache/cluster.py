@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import os
 import re
 import ssl
 from pathlib import Path
@@ -52,7 +51,7 @@ def write_id(file: Path, cluster_id: str) -> None:
     file.parent.mkdir(parents=True, exist_ok=True)
     made = file.with_suffix(".new")
     made.write_text(f"{cluster_id}\n")
-    os.replace(made, file)
+    made.replace(file)
 
 
 def adopt(data_dir: Path) -> int:

@@ -1,4 +1,4 @@
-"""What a storage server knows of its place in a cluster: which keys it is the home of, and which calls are stale."""
+"""A storage server's part in a cluster: the keys that it is the keeper of, and the refusal of stale calls."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import numpy as np
 import numpy.typing as npt
 
 from adapters.membership import Membership
-from descriptors.cluster import VIEW_HEADER, ClusterError, Member, View, parse_stamp
+from descriptors.cluster import VIEW_HEADER, ClusterError, Member, View, parse_view_id
 from descriptors.errors import CallerError, ErrorCode, ObjectCacheError, ServerError
 from descriptors.placement import Placement
 
@@ -18,17 +18,17 @@ _log = logging.getLogger(__name__)
 
 
 SETTLE_S = 15.0
-"""How long after a change of the members another server may still take itself for the home of keys that are ours now:
+"""How long after a change of the members another server may still take itself for the keeper of keys that are ours now:
 longer than a lease of membership, and longer than people take to have every server read a members file.
 """
 Compare = Callable[[], Awaitable[None]]
 
 
 class OwnKeys:
-    """The keys whose home is the member `name`, and of those the ones whose copies here can be trusted.
+    """The keys whose keeper is the member `name`, and of those the ones whose copies here can be trusted.
 
-    Only the home of a key is told of changes. So a server asks the upstream service before it answers from its cache
-    for any key of which it has not been the home since its cache was last compared with upstream. That is done after
+    Only the keeper of a key is told of changes. So a server asks the upstream service before it answers from its cache
+    for any key of which it has not been the keeper since its cache was last compared with upstream. That is done after
     its start, when it may have missed changes, and after a change of the members. Used on one event loop.
     """
 
@@ -67,11 +67,11 @@ class OwnKeys:
         own = np.ones(len(keys), dtype=np.bool_)
         for placement in self._since:
             names = np.array([member.name == self.name for member in placement.members])
-            own &= names[placement.homes(bucket, keys)]
+            own &= names[placement.keepers(bucket, keys)]
         return own
 
     def _take(self, view: View) -> None:
-        """Trust no key of which this server was not the home all along."""
+        """Trust no key of which this server was not the keeper all along."""
         if not view.members:
             self._since = None
         elif self._since is not None:
@@ -93,12 +93,12 @@ class OwnKeys:
             self._since = [Placement(view)]
             return
 
-    def require_current(self, stamp: str) -> None:
+    def require_current(self, view_id: str) -> None:
         """Check the view that a call was made under. Raises ServerError(SlowDown) for one from before the last change
         that this server knows of, CallerError(AccessDenied) for one of another cluster. A later one is looked for.
         """
         try:
-            theirs = parse_stamp(stamp)
+            theirs = parse_view_id(view_id)
         except ClusterError as error:
             raise CallerError(ErrorCode.INVALID_REQUEST, str(error), field=VIEW_HEADER) from None
         view: View = self.membership.view

@@ -14,7 +14,7 @@ import numpy as np
 
 from adapters.phases import Phases, delivery_timing
 from adapters.threads import HERE_ITEMS_MAX, computed, finished, to_end
-from descriptors.descriptor import Descriptor, OnMissing, Part
+from descriptors.descriptor import Descriptor, OnMissing, Portion
 from descriptors.errors import ChunkUnavailable, ErrorCode, ObjectCacheError
 from descriptors.notices import Mode
 from descriptors.storage_api import DeliveryOutcome, DeliveryStart, Grant, Spans
@@ -58,7 +58,7 @@ class _Delivery:
 
     request_id: str
     destination: Destination
-    part: Part | None = None
+    portion: Portion | None = None
     phases: Phases = field(default_factory=lambda: Phases(Phase.PLAN))
     mode: Mode | None = None
     is_resident: bool = False
@@ -71,10 +71,12 @@ def _table_of(chunks: Sequence[Sequence[Extent]], lent: Lent) -> SourceTable:
 
 
 def _start_of(delivery: _Delivery, plan: DeliveryPlan, grant: Grant) -> DeliveryStart:
-    request_id, part = delivery.request_id, delivery.part
-    if part is None:
+    request_id, portion = delivery.request_id, delivery.portion
+    if portion is None:
         return DeliveryStart(request_id, plan.mode, plan.chunk_count, plan.delivery_bytes, grant)
-    return DeliveryStart(request_id, plan.mode, part.chunk_count, plan.delivery_bytes, grant, part.index, part.count)
+    return DeliveryStart(
+        request_id, plan.mode, portion.chunk_count, plan.delivery_bytes, grant, portion.index, portion.count
+    )
 
 
 async def _abandon(gatherings: Sequence[_Gathering]) -> None:
@@ -117,7 +119,7 @@ class Pipeline:
         ServerError(TargetUnreachable, SlowDown). At the end, also after an error, nothing is in flight, and memory,
         pins and rate are given back.
         """
-        delivery = _Delivery(request_id, destination, descriptor.part)
+        delivery = _Delivery(request_id, destination, descriptor.portion)
         outcome = DONE
         try:
             return await self._carry_out(delivery, access_key, bucket, descriptor)
@@ -143,8 +145,8 @@ class Pipeline:
             self._source.open_chunks(bucket, descriptor.chunk_keys, layout, prefix_only=prefix_only) as chunks,
             self._dram.lent(list(chain.from_iterable(chunks))) as lent,
         ):
-            part = descriptor.part
-            whole_bytes = layout.delivery_bytes(len(chunks) if part is None else part.chunk_count)
+            portion = descriptor.portion
+            whole_bytes = layout.delivery_bytes(len(chunks) if portion is None else portion.chunk_count)
             mode = choose_mode(descriptor.delivery, whole_bytes, self._settings.theta_bytes)
             delivery.mode = mode
             is_long = len(lent.addresses) > HERE_ITEMS_MAX
@@ -153,10 +155,10 @@ class Pipeline:
             coming = Coming.among(table, chunks)
             table = table if coming is None else coming.table
             payload_bytes_max = destination.payload_bytes_max(is_resident=delivery.is_resident)
-            if part is None:
+            if portion is None:
                 plan = plan_delivery(mode, layout, len(chunks), payload_bytes_max)
             else:
-                plan = destination.plan_part(mode, layout, part, payload_bytes_max)
+                plan = destination.plan_portion(mode, layout, portion, payload_bytes_max)
             layer_compute_s = compute_s(descriptor, len(chunks), self.link.settings.profiles)
             async with self.link.place(access_key, plan, layer_compute_s) as place:
                 delivery.phases.enter(Phase.WAIT)

@@ -68,14 +68,14 @@ class Prefixes:
         instead, the delivery stops at once and drains on its own.
         """
         target, now_s = descriptor.rdma_target, time.monotonic()
-        part = "" if descriptor.part is None else descriptor.part.label
+        portion = "" if descriptor.portion is None else descriptor.portion.label
         if target is None:
-            request = self._requests.begin(access_key, descriptor.request_id, now_s, part=part)
+            request = self._requests.begin(access_key, descriptor.request_id, now_s, portion=portion)
             destination: Destination = self._body(access_key, sink)
         else:
             agent, region = self._registrar.target(access_key, target)
             destination = self._registrar.endpoint(agent).destination(access_key, region, target.offset)
-            request = self._requests.begin(access_key, descriptor.request_id, now_s, agent.agent_id, region, part)
+            request = self._requests.begin(access_key, descriptor.request_id, now_s, agent.agent_id, region, portion)
         wrapped = self._wrap_destination(destination)
         work = self._pipeline.run(access_key, bucket, descriptor, request.request_id, wrapped)
         return await self._requests.run(request, work)
@@ -93,6 +93,10 @@ class Prefixes:
     ) -> ObjectStored:
         """Store an object out of the client's memory."""
         return await self._transfers.put_from(access_key, request, token, said)
+
+    async def claim(self, access_key: str, request_id: str) -> None:
+        """Take a request id whose request is carried out elsewhere, or in portions."""
+        self._requests.claim(access_key, require_request_id(request_id), time.monotonic())
 
     async def cancel(self, access_key: str, request_id: str) -> None:
         """Stop a request. Returns when nothing of the request is in flight."""

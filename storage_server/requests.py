@@ -16,6 +16,9 @@ from descriptors.messages import Region
 REMEMBER_S = 30 * 60
 """A signature is valid from 15 minutes before to 15 minutes after its date, so a replay may come for 30 minutes."""
 
+CLAIM = "whole"
+"""Stands in place of a portion's label for the claim on a request's id."""
+
 _T = TypeVar("_T")
 
 
@@ -25,11 +28,11 @@ class ActiveRequest:
     """
 
     def __init__(
-        self, access_key: str, request_id: str, agent_id: str | None, region: Region | None, part: str = ""
+        self, access_key: str, request_id: str, agent_id: str | None, region: Region | None, portion: str = ""
     ) -> None:
         self.access_key = access_key
         self.request_id = request_id
-        self.part = part
+        self.portion = portion
         self.agent_id = agent_id
         self.region = region
         self.stopped_by: ObjectCacheError | None = None
@@ -79,19 +82,27 @@ class RequestTable:
         now_s: float,
         agent_id: str | None = None,
         region: Region | None = None,
-        part: str = "",
+        portion: str = "",
     ) -> ActiveRequest:
-        """Register a request that moves bytes of this region, if any; `run` comes next. With `part`, the label of a
-        part of a request, each part of one id may be begun once. Raises CallerError(RequestReplayed),
+        """Register a request that moves bytes of this region, if any; `run` comes next. With `portion`, the label
+        of a portion of a request, each portion of one id may be begun once. Raises CallerError(RequestReplayed),
         ServerError(SlowDown).
         """
         if request_id is not None:
-            if part and request_id in self._used[access_key]:
+            if portion and request_id in self._used[access_key]:
                 raise _replayed(request_id)
-            self._use(access_key, _used_as(request_id, part), now_s)
-        request = ActiveRequest(access_key, request_id or secrets.token_hex(16), agent_id, region, part)
-        self._active[access_key, _used_as(request.request_id, part)] = request
+            self._use(access_key, _used_as(request_id, portion), now_s)
+        request = ActiveRequest(access_key, request_id or secrets.token_hex(16), agent_id, region, portion)
+        self._active[access_key, _used_as(request.request_id, portion)] = request
         return request
+
+    def claim(self, access_key: str, request_id: str, now_s: float) -> None:
+        """Take an id for a request whose portions may be begun here, or elsewhere. Raises CallerError(RequestReplayed),
+        ServerError(SlowDown).
+        """
+        if request_id in self._used[access_key]:
+            raise _replayed(request_id)
+        self._use(access_key, _used_as(request_id, CLAIM), now_s)
 
     async def run(self, request: ActiveRequest, work: Coroutine[Any, Any, _T]) -> _T:
         """Carry the work out; the request ends with it. Raises what the work raises, or the error that the request was
@@ -104,7 +115,7 @@ class RequestTable:
 
         def ended(_: asyncio.Task[_T]) -> None:
             self._running.discard(task)
-            self._active.pop((request.access_key, _used_as(request.request_id, request.part)), None)
+            self._active.pop((request.access_key, _used_as(request.request_id, request.portion)), None)
             request.drained.set()
             if not task.cancelled():
                 task.exception()
@@ -126,12 +137,12 @@ class RequestTable:
             await asyncio.wait(self._running, timeout=timeout_s)
 
     async def cancel(self, access_key: str, request_id: str, now_s: float) -> None:
-        """Stop a request, with all its parts here, and wait until it has drained. An id that is not known yet is marked
-        as used, so that a request that arrives later, or a further part of it, is refused: after this method returns,
+        """Stop a request, with all its portions here, and wait until it has drained. An id that is not known yet is marked
+        as used, so that a request that arrives later, or a further portion of it, is refused: after this method returns,
         nothing is written for the request.
         """
         active = self._active.get((access_key, request_id))
-        requests = [active] if active is not None else self._active_parts(access_key, request_id)
+        requests = [active] if active is not None else self._active_portions(access_key, request_id)
         for request in requests:
             request.stop(CallerError(ErrorCode.CANCELLED, "the request was cancelled", field="request_id"))
         if active is None and request_id not in self._used[access_key]:
@@ -139,11 +150,11 @@ class RequestTable:
         for request in requests:
             await request.drained.wait()
 
-    def _active_parts(self, access_key: str, request_id: str) -> list[ActiveRequest]:
+    def _active_portions(self, access_key: str, request_id: str) -> list[ActiveRequest]:
         return [
             request
             for request in self._active.values()
-            if request.part and (request.access_key, request.request_id) == (access_key, request_id)
+            if request.portion and (request.access_key, request.request_id) == (access_key, request_id)
         ]
 
     def _use(self, access_key: str, request_id: str, now_s: float) -> None:
@@ -158,9 +169,9 @@ class RequestTable:
         used[request_id] = now_s
 
 
-def _used_as(request_id: str, part: str) -> str:
+def _used_as(request_id: str, portion: str) -> str:
     """The name under which an id is remembered: no id has a `#`."""
-    return f"{request_id}#{part}" if part else request_id
+    return f"{request_id}#{portion}" if portion else request_id
 
 
 def _replayed(request_id: str) -> CallerError:

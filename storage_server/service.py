@@ -74,7 +74,7 @@ class EmbeddedStorage:
         wrap_destination: WrapDestination = unwrapped_destination,
         own: OwnKeys | None = None,
     ) -> None:
-        """In a cluster `own` says which keys this server is the home of. Raises ValueError without an upstream service,
+        """In a cluster `own` says which keys this server is the keeper of. Raises ValueError without an upstream service,
         which all members share.
         """
         if own is not None and settings.upstream is None:

@@ -1,8 +1,8 @@
-"""Merging the bodies of a delivery's parts into one body, in bounded memory.
+"""Merging the bodies of a delivery's portions into one body, in bounded memory.
 
-A part's body has its own slices only, group after group (a group is a layer, or all chunks in chunk-major mode), each
-in the order of the prefix. So the next bytes of the whole are always the next bytes of one of the parts. They are taken
-window by window: as many neighbouring slices as fit in `window_bytes`, each part's at once.
+A portion's body has its own slices only, group after group (a group is a layer, or all chunks in chunk-major mode),
+each in the order of the prefix. So the next bytes of the whole are always the next bytes of one of the portions. They
+are taken window by window: as many neighbouring slices as fit in `window_bytes`, each portion's at once.
 """
 
 from __future__ import annotations
@@ -19,13 +19,14 @@ from descriptors.units import MIB
 
 WINDOW_BYTES = 4 * MIB
 STALL_S = 2.0
-"""The time without a byte after which a part's server is asked whether it is there."""
+"""The time without a byte after which a portion's server is asked whether it is there."""
 
 
-class PartBody:
-    """The body of one part, as a BodySink for the storage side and as a reader for the merge. The storage side waits in
-    `write` until its bytes have been taken, so that nothing of a part is kept here but what its connection has brought.
-    When nothing has come for `stall_s`, `require_alive` is called, which raises where the part's server is gone.
+class PortionBody:
+    """The body of one portion, as a BodySink for the storage side and as a reader for the merge. The storage side
+    waits in `write` until its bytes have been taken, so that nothing of a portion is kept here but the bytes that its
+    connection has just brought. When nothing has come for `stall_s`, `require_alive` is called, which raises where the
+    portion's server is gone.
     """
 
     def __init__(self, require_alive: Callable[[], Awaitable[None]], stall_s: float = STALL_S) -> None:
@@ -40,7 +41,7 @@ class PartBody:
         """How many bytes have been taken."""
 
     async def begin(self, start: DeliveryStart) -> None:
-        """Note that the part begins."""
+        """Note that the portion begins."""
         self._start = start
         self._came.set()
 
@@ -55,7 +56,7 @@ class PartBody:
 
     async def send(self, spans: Spans, patience: Patience) -> None:
         """Not used: a storage server in another process writes."""
-        raise NotImplementedError("a part's body comes from another process")
+        raise NotImplementedError("a portion's body comes from another process")
 
     def abort(self) -> None:
         """Note that the body was cut short; `fail` says why."""
@@ -68,13 +69,13 @@ class PartBody:
         self._came.set()
 
     async def started(self) -> DeliveryStart:
-        """What the part said before its first byte. Raises what the part failed with."""
+        """The facts that the portion begins with. Raises what the portion failed with."""
         while self._start is None:
             await self._wait()
         return self._start
 
     async def read_into(self, target: memoryview) -> None:
-        """Fill `target` with the next bytes. Raises what the part failed with."""
+        """Fill `target` with the next bytes. Raises what the portion failed with."""
         at = 0
         while at < len(target):
             taken = await self._take(len(target) - at)
@@ -83,7 +84,7 @@ class PartBody:
             self._let_go(len(taken))
 
     async def skip_to(self, at: int) -> None:
-        """Pass over the bytes before byte `at` of the body. Raises what the part failed with."""
+        """Pass over the bytes before byte `at` of the body. Raises what the portion failed with."""
         while self.read_bytes < at:
             self._let_go(len(await self._take(at - self.read_bytes)))
 
@@ -141,14 +142,14 @@ def windows(
 
 
 def bytes_before(positions: Indices, window: Window, slice_bytes: int, first_group: int) -> int:
-    """How many bytes of a part, whose body begins with `first_group`, lie before a window."""
+    """How many bytes of a portion, whose body begins with `first_group`, lie before a window."""
     before = int(np.searchsorted(positions, window.first))
     inside = window.start if before < len(positions) and int(positions[before]) == window.first else 0
     return ((window.group - first_group) * len(positions) + before) * slice_bytes + inside
 
 
 class Merger:
-    """Puts the slices of parts in their places in a window. The memory is that of two windows."""
+    """Puts the slices of portions in their places in a window. The memory is that of two windows."""
 
     def __init__(self, slice_bytes: int, window_bytes: int = WINDOW_BYTES) -> None:
         self._slice_bytes = slice_bytes
@@ -157,11 +158,11 @@ class Merger:
 
     def view(self, window: Window) -> memoryview:
         """The window's bytes; used again by the next window."""
-        return memoryview(self._whole[: window.nbytes])
+        return self._whole[: window.nbytes].data
 
-    async def take(self, window: Window, body: PartBody, positions: Indices, first_group: int) -> None:
-        """Bring the slices of one part to their places. Bytes of the part before the window are passed over. Raises
-        what the part failed with; then it may be taken again, from another body.
+    async def take(self, window: Window, body: PortionBody, positions: Indices, first_group: int) -> None:
+        """Bring the slices of one portion to their places. Bytes of the portion before the window are passed over. Raises
+        what the portion failed with; then it may be taken again, from another body.
         """
         low, high = np.searchsorted(positions, (window.first, window.end)).tolist()
         if low == high:
@@ -169,9 +170,9 @@ class Merger:
         await body.skip_to(bytes_before(positions, window, self._slice_bytes, first_group))
         whole = self._whole[: window.nbytes]
         if high - low == window.end - window.first:
-            await body.read_into(memoryview(whole))
+            await body.read_into(whole.data)
             return
         apart = self._apart[: (high - low) * self._slice_bytes]
-        await body.read_into(memoryview(apart))
+        await body.read_into(apart.data)
         slices = whole.reshape(window.end - window.first, self._slice_bytes)
         slices[positions[low:high] - window.first] = apart.reshape(high - low, self._slice_bytes)

@@ -30,8 +30,8 @@ from descriptors.storage_api import (
 )
 from descriptors.tracing import Phase
 from gateway.cluster.members import Members
-from gateway.cluster.merge import WINDOW_BYTES, Merger, PartBody, Window, windows
-from gateway.cluster.split import Share, cut_to, descriptor_of, matched_of, shares, shares_at
+from gateway.cluster.merge import WINDOW_BYTES, Merger, PortionBody, Window, windows
+from gateway.cluster.split import Holding, cut_to, descriptor_of, matched_of, holdings, holdings_at
 from gateway.storage_client import StaleViewError, StorageUnreachableError
 
 LEASE_S = 10.0
@@ -48,22 +48,22 @@ class ClusterPrefixes:
         self._members = members
 
     async def lookup(self, access_key: str, bucket: str, request: LookupRequest) -> LookupAnswer:
-        """Each member counts its own chunks of the prefix. Advice assumes the rate at which the slowest part comes."""
+        """Each member counts its own chunks of the prefix. Advice assumes the rate at which the slowest portion comes."""
         keys, compute = request.chunk_keys, request.compute
         asked = None if compute is None else replace(compute, bytes_per_s=0.0)
 
-        async def ask(share: Share) -> LookupAnswer:
-            storage = await self._members.storage(share.member)
-            own = tuple([keys[position] for position in share.positions.tolist()])
+        async def ask(holding: Holding) -> LookupAnswer:
+            storage = await self._members.storage(holding.member)
+            own = tuple([keys[position] for position in holding.positions.tolist()])
             return await storage.prefixes.lookup(access_key, bucket, LookupRequest(own, request.lease_s, asked))
 
-        parts, answers = await self._of_each(bucket, keys, ask)
-        matched = matched_of(parts, [answer.matched for answer in answers], len(keys))
+        portions, answers = await self._of_each(bucket, keys, ask)
+        matched = matched_of(portions, [answer.matched for answer in answers], len(keys))
         if compute is None:
             return LookupAnswer(matched)
         rates = [
-            answer.advice.rate_bytes_per_s * len(keys) / part.chunk_count
-            for part, answer in zip(parts, answers, strict=True)
+            answer.advice.rate_bytes_per_s * len(keys) / portion.chunk_count
+            for portion, answer in zip(portions, answers, strict=True)
             if answer.advice is not None and answer.advice.rate_bytes_per_s is not None
         ]
         return LookupAnswer(matched, advise(matched, compute, min(rates, default=0.0)))
@@ -78,6 +78,8 @@ class ClusterPrefixes:
             if matched == 0:
                 raise _missing(0)
             descriptor = cut_to(descriptor, matched)
+        if descriptor.request_id is not None:
+            await self.claim(access_key, descriptor.request_id)
         delivery = _Delivery(self._members, access_key, bucket, descriptor)
         try:
             return await delivery.run(sink)
@@ -99,8 +101,25 @@ class ClusterPrefixes:
         """Raises CallerError(NotImplemented): the client sends the body instead."""
         raise declined("a cluster has no ucx transport")
 
+    async def claim(self, access_key: str, request_id: str) -> None:
+        """Take a request id once in the cluster: the id has a keeper among the members, as keys have."""
+        try:
+            await self._claim_in_turn(access_key, request_id)
+        except StaleViewError:
+            await self._members.membership.refresh()
+            await self._claim_in_turn(access_key, request_id)
+
+    async def _claim_in_turn(self, access_key: str, request_id: str) -> None:
+        for member in self._members.placement.order("", request_id):
+            storage = await self._members.storage(member)
+            try:
+                return await storage.prefixes.claim(access_key, request_id)
+            except StorageUnreachableError:
+                self._members.failed(member)
+        raise _nobody()
+
     async def cancel(self, access_key: str, request_id: str) -> None:
-        """Stop every part. A member that cannot be reached writes into nobody's memory."""
+        """Stop every portion. A member that cannot be reached writes into nobody's memory."""
 
         async def ask(member: Member) -> None:
             storage = await self._members.storage(member)
@@ -110,63 +129,65 @@ class ClusterPrefixes:
         await asyncio.gather(*map(ask, self._members.view.members))
 
     async def _of_each(
-        self, bucket: str, keys: Sequence[str], ask: Callable[[Share], Awaitable[_T]]
-    ) -> tuple[list[Share], list[_T]]:
+        self, bucket: str, keys: Sequence[str], ask: Callable[[Holding], Awaitable[_T]]
+    ) -> tuple[list[Holding], list[_T]]:
         """The answers of the members to a question that changes nothing. The chunks of a member that does not answer
         are asked of the next in their order.
         """
         without: set[str] = set(self._members.unreachable)
-        waiting = shares(self._members.placement, bucket, keys, without)
-        parts: list[Share] = []
+        waiting = holdings(self._members.placement, bucket, keys, without)
+        portions: list[Holding] = []
         answers: list[_T] = []
         refreshed_count = 0
         while waiting:
             asked = await asyncio.gather(*map(ask, waiting), return_exceptions=True)
-            lost: list[Share] = []
-            for share, answer in zip(waiting, asked, strict=True):
+            lost: list[Holding] = []
+            for holding, answer in zip(waiting, asked, strict=True):
                 if isinstance(answer, StorageUnreachableError):
-                    self._members.failed(share.member)
-                    without.add(share.member.name)
-                    lost.append(share)
+                    self._members.failed(holding.member)
+                    without.add(holding.member.name)
+                    lost.append(holding)
                 elif isinstance(answer, StaleViewError) and refreshed_count < REFRESHES_MAX:
                     refreshed_count += 1
                     await self._members.membership.refresh()
-                    lost.append(share)
+                    lost.append(holding)
                 elif isinstance(answer, BaseException):
                     raise answer
                 else:
-                    self._members.succeeded(share.member)
-                    parts.append(share)
+                    self._members.succeeded(holding.member)
+                    portions.append(holding)
                     answers.append(answer)
-            waiting = [part for share in lost for part in self._elsewhere(bucket, keys, share.positions, without)]
-        return parts, answers
+            waiting = [
+                portion for holding in lost for portion in self._elsewhere(bucket, keys, holding.positions, without)
+            ]
+        return portions, answers
 
-    def _elsewhere(self, bucket: str, keys: Sequence[str], positions: Indices, without: set[str]) -> list[Share]:
+    def _elsewhere(self, bucket: str, keys: Sequence[str], positions: Indices, without: set[str]) -> list[Holding]:
         try:
-            return shares_at(self._members.placement, bucket, keys, positions, without)
+            return holdings_at(self._members.placement, bucket, keys, positions, without)
         except ValueError:
             raise _nobody() from None
 
 
 @dataclass(slots=True)
-class _Part:
-    """A part under way: its share, its body, and the task that brings it. Its body begins with `first_layer`."""
+class _Portion:
+    """A portion under way: its holding, its body, and the task that brings it. Its body begins with `first_layer`."""
 
-    share: Share
-    body: PartBody
+    holding: Holding
+    body: PortionBody
     first_layer: int
     task: asyncio.Task[None]
 
 
 class _Delivery:
-    """One delivery over http whose parts come from several members."""
+    """One delivery over http whose portions come from several members."""
 
     def __init__(self, members: Members, access_key: str, bucket: str, descriptor: Descriptor) -> None:
         self._members = members
         self._access_key = access_key
         self._bucket = bucket
         self._descriptor = descriptor
-        self._parts: list[_Part] = []
+        self._portions: list[_Portion] = []
         self._without: set[str] = set(members.unreachable)
         self._begun_count = 0
         self._refreshed_count = 0
@@ -176,8 +197,8 @@ class _Delivery:
 
     async def run(self, sink: BodySink) -> DeliveryOutcome:
         """Carry it out. Before the first byte an error is an answer; after it the body is cut short."""
-        first = shares(self._members.placement, self._bucket, self._descriptor.chunk_keys, self._without)
-        self._parts = [await self._begin(share, 0) for share in first]
+        first = holdings(self._members.placement, self._bucket, self._descriptor.chunk_keys, self._without)
+        self._portions = [await self._begin(holding, 0) for holding in first]
         start = await self._start()
         layout, is_layered = self._descriptor.layout, start.mode is Mode.LAYER_MAJOR
         slice_bytes = layout.per_layer_chunk_bytes if is_layered else layout.chunk_bytes
@@ -206,15 +227,15 @@ class _Delivery:
             await asyncio.wait(self._tasks)
 
     async def _start(self) -> DeliveryStart:
-        """The start of the whole, when every part has started."""
+        """The start of the whole, when every portion has started."""
         starts: list[DeliveryStart] = []
-        waiting = list(self._parts)
+        waiting = list(self._portions)
         while waiting:
-            part = waiting.pop(0)
+            portion = waiting.pop(0)
             try:
-                starts.append(await part.body.started())
+                starts.append(await portion.body.started())
             except ObjectCacheError as error:
-                waiting[:0] = await self._replace(part, error, 0, 0)
+                waiting[:0] = await self._replace(portion, error, 0, 0)
         self._mode = starts[0].mode
         if any(start.mode is not self._mode for start in starts):
             raise _modes_differ()
@@ -223,24 +244,24 @@ class _Delivery:
         return DeliveryStart(starts[0].request_id, self._mode, chunk_count, layout.delivery_bytes(chunk_count), grant)
 
     async def _fill(self, merger: Merger, window: Window) -> None:
-        """Take a window's slices from every part. One that fails is asked of others, which begin with the window."""
-        waiting = list(self._parts)
+        """Take a window's slices from every portion. One that fails is asked of others, which begin with the window."""
+        waiting = list(self._portions)
         while waiting:
-            part = waiting.pop(0)
+            portion = waiting.pop(0)
             try:
-                await merger.take(window, part.body, part.share.positions, part.first_layer)
+                await merger.take(window, portion.body, portion.holding.positions, portion.first_layer)
             except ObjectCacheError as error:
                 if self._mode is Mode.LAYER_MAJOR:
-                    waiting[:0] = await self._replace(part, error, window.group, 0)
+                    waiting[:0] = await self._replace(portion, error, window.group, 0)
                 else:
-                    waiting[:0] = await self._replace(part, error, 0, window.first)
+                    waiting[:0] = await self._replace(portion, error, 0, window.first)
 
-    async def _begin(self, share: Share, first_layer: int) -> _Part:
-        """Ask a member for its share, from this layer on."""
+    async def _begin(self, holding: Holding, first_layer: int) -> _Portion:
+        """Ask a member for its holding, from this layer on."""
         index, self._begun_count = self._begun_count, self._begun_count + 1
-        wanted = descriptor_of(self._descriptor, share, index, index + 1, self._mode, first_layer)
-        storage = await self._members.storage(share.member)
-        body = PartBody(partial(self._members.require_alive, share.member))
+        wanted = descriptor_of(self._descriptor, holding, index, index + 1, self._mode, first_layer)
+        storage = await self._members.storage(holding.member)
+        body = PortionBody(partial(self._members.require_alive, holding.member))
 
         async def bring() -> None:
             try:
@@ -250,33 +271,33 @@ class _Delivery:
 
         task = asyncio.create_task(bring())
         self._tasks.append(task)
-        return _Part(share, body, first_layer, task)
+        return _Portion(holding, body, first_layer, task)
 
-    async def _replace(self, part: _Part, reason: ObjectCacheError, layer: int, position: int) -> list[_Part]:
-        """Ask others for the chunks of a part that failed, from this layer and this chunk of the prefix on. Raises the
+    async def _replace(self, portion: _Portion, reason: ObjectCacheError, layer: int, position: int) -> list[_Portion]:
+        """Ask others for the chunks of a portion that failed, from this layer and this chunk of the prefix on. Raises the
         reason where others would say the same.
         """
         if isinstance(reason, ChunkUnavailable):
-            raise _of_whole(reason, part.share) from None
+            raise _of_whole(reason, portion.holding) from None
         if isinstance(reason, StaleViewError) and self._refreshed_count < REFRESHES_MAX:
             self._refreshed_count += 1
             await self._members.membership.refresh()
         elif isinstance(reason, StorageUnreachableError):
-            self._members.failed(part.share.member)
-            self._without.add(part.share.member.name)
+            self._members.failed(portion.holding.member)
+            self._without.add(portion.holding.member.name)
         else:
             raise reason
-        part.task.cancel()
-        positions = part.share.positions[part.share.positions >= position]
+        portion.task.cancel()
+        positions = portion.holding.positions[portion.holding.positions >= position]
         try:
-            others = shares_at(
+            others = holdings_at(
                 self._members.placement, self._bucket, self._descriptor.chunk_keys, positions, self._without
             )
         except ValueError:
             raise _nobody() from reason
-        begun = [await self._begin(share, layer) for share in others]
-        at = self._parts.index(part)
-        self._parts[at : at + 1] = begun
+        begun = [await self._begin(holding, layer) for holding in others]
+        at = self._portions.index(portion)
+        self._portions[at : at + 1] = begun
         return begun
 
 
@@ -294,11 +315,11 @@ def _nobody() -> ServerError:
     return ServerError(ErrorCode.SLOW_DOWN, "no storage server can be reached", retryable=True, retry_after_s=1)
 
 
-def _of_whole(error: ChunkUnavailable, share: Share) -> ChunkUnavailable:
+def _of_whole(error: ChunkUnavailable, holding: Holding) -> ChunkUnavailable:
     """The error with the index of the chunk in the whole prefix."""
     if error.index is None or error.code not in CHUNK_CODES:
         return error
-    index = int(share.positions[error.index])
+    index = int(holding.positions[error.index])
     field = f"chunk_keys[{index}]"
     message = error.message.replace(f"chunk_keys[{error.index}]", field)
     return ChunkUnavailable(error.code, message, field=field, index=index, layer=error.layer)

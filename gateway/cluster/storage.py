@@ -24,12 +24,12 @@ READS = frozenset({"head_bucket", "list_buckets", "get_lifecycle", "head_object"
                    "list_parts", "list_uploads"})  # fmt: skip
 """Calls that may be made again where the answer was lost: they change nothing."""
 LEAVES_COPIES = frozenset({"delete_object", "copy_object", "complete_upload", "set_tags"})
-"""Changes of a chunk that its home must carry out: another member would leave the home's copy as it was."""
+"""Changes of a chunk that its keeper must carry out: another member would leave the keeper's copy as it was."""
 
 
 class ClusterStorage:
     """Implements descriptors.storage_api.StorageApi over the members of a cluster. All of them stand in front of the
-    same home of objects, so any of them can carry a call out; a key's home does, since its copies lie there.
+    same home of objects, so any of them can carry a call out; a key's keeper does, since its copies lie there.
     """
 
     def __init__(self, members: Members) -> None:
@@ -105,7 +105,7 @@ Special = Callable[..., Awaitable[Any]]
 
 
 class _Role:
-    """One role: a method for each of its calls, which goes to the home of the bucket and key that it names, and where
+    """One role: a method for each of its calls, which goes to the keeper of the bucket and key that it names, and where
     that cannot be reached to the next in the key's order. `special` has the calls that are otherwise.
     """
 
@@ -217,11 +217,11 @@ def _nobody() -> ServerError:
 
 
 async def _delete_objects(members: Members, access_key: str, bucket: str, keys: Sequence[str]) -> list[NotDeleted]:
-    """Each key is deleted by its home; keys whose home does not answer are told as not deleted."""
-    homes = members.placement.homes(bucket, list(keys)).tolist()
-    of_home = defaultdict[int, list[str]](list)
-    for key, home in zip(keys, homes, strict=True):
-        of_home[home].append(key)
+    """Each key is deleted by its keeper; keys whose keeper does not answer are told as not deleted."""
+    keepers = members.placement.keepers(bucket, list(keys)).tolist()
+    of_keeper = defaultdict[int, list[str]](list)
+    for key, keeper in zip(keys, keepers, strict=True):
+        of_keeper[keeper].append(key)
 
     async def ask(member: Member, of_member: list[str]) -> list[NotDeleted]:
         storage = await members.storage(member)
@@ -236,6 +236,6 @@ async def _delete_objects(members: Members, access_key: str, bucket: str, keys: 
         members.succeeded(member)
         return found
 
-    asked = [ask(members.placement.members[home], some) for home, some in of_home.items()]
+    asked = [ask(members.placement.members[keeper], some) for keeper, some in of_keeper.items()]
     found = await asyncio.gather(*asked)
     return [each for some in found for each in some]

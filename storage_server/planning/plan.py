@@ -24,7 +24,7 @@ from typing import NamedTuple, Protocol
 import numpy as np
 import numpy.typing as npt
 
-from descriptors.descriptor import Part
+from descriptors.descriptor import Portion
 from descriptors.layout import ChunkLayout
 from descriptors.notices import Mode
 
@@ -334,23 +334,23 @@ def plan_delivery(mode: Mode, layout: ChunkLayout, chunk_count: int, payload_byt
     return DeliveryPlan(mode, chunk_count, (series,), payload_bytes_max)
 
 
-def plan_part(
-    mode: Mode, layout: ChunkLayout, part: Part, payload_bytes_max: int, *, is_packed: bool, is_scattered: bool
+def plan_portion(
+    mode: Mode, layout: ChunkLayout, portion: Portion, payload_bytes_max: int, *, is_packed: bool, is_scattered: bool
 ) -> DeliveryPlan:
     """The plan for some of the chunks of a delivery, whose other chunks come from other servers. With `is_packed` the
     slices lie one after the other in the target, without those of others; otherwise each lies where the whole delivery
     has it, and with `is_scattered` one payload may hold slices that lie apart. In chunk-major mode, which has one group
-    only, `part.first_layer` does not count.
+    only, `portion.first_layer` does not count.
     """
-    group_count, slice_bytes, first = layout.num_layers, layout.per_layer_chunk_bytes, part.first_layer
+    group_count, slice_bytes, first = layout.num_layers, layout.per_layer_chunk_bytes, portion.first_layer
     if mode is Mode.CHUNK_MAJOR:
         group_count, slice_bytes, first = 1, layout.chunk_bytes, 0
-    slice_count, source_offset = len(part.positions), first * slice_bytes
+    slice_count, source_offset = len(portion.positions), first * slice_bytes
     target_offset: int | Numbers = 0
     target_stride = slice_count * slice_bytes
     if not is_packed:
-        target_stride = part.chunk_count * slice_bytes
-        target_offset = np.array(part.positions, dtype=np.int64) * slice_bytes + first * target_stride
+        target_stride = portion.chunk_count * slice_bytes
+        target_offset = np.array(portion.positions, dtype=np.int64) * slice_bytes + first * target_stride
     series = Series(
         group_count - first,
         0,

@@ -10,7 +10,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Protocol
 
-from descriptors.descriptor import Part
+from descriptors.descriptor import Portion
 from descriptors.layout import ChunkLayout
 from descriptors.notices import Admitted, Mode
 from descriptors.storage_api import DeliveryStart, Spans
@@ -74,8 +74,8 @@ class Destination(Protocol):
     def uses_staging(self, *, is_resident: bool) -> bool:
         """Whether a payload occupies staging memory, which is shared with other deliveries, until it has been sent."""
 
-    def plan_part(self, mode: Mode, layout: ChunkLayout, part: Part, payload_bytes_max: int) -> DeliveryPlan:
-        """The plan for a part of a delivery, with its slices where this destination takes them."""
+    def plan_portion(self, mode: Mode, layout: ChunkLayout, portion: Portion, payload_bytes_max: int) -> DeliveryPlan:
+        """The plan for a portion of a delivery, with its slices where this destination takes them."""
 
     def open(self, plan: DeliveryPlan) -> Transfer:
         """The transfer that carries the payloads of this plan."""
@@ -95,5 +95,11 @@ def admitted(start: DeliveryStart) -> Admitted:
     """The notice that a client's agent gets before the first layer."""
     grant = start.grant
     return Admitted(
-        start.request_id, start.mode, start.chunk_count, grant.rate_bytes_per_s, grant.epoch, start.part, start.parts
+        start.request_id,
+        start.mode,
+        start.chunk_count,
+        grant.rate_bytes_per_s,
+        grant.epoch,
+        start.portion,
+        start.portions,
     )

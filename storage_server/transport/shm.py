@@ -8,12 +8,12 @@ from __future__ import annotations
 import asyncio
 from dataclasses import dataclass
 
-from descriptors.descriptor import Part
+from descriptors.descriptor import Portion
 from descriptors.errors import ErrorCode, ServerError
 from descriptors.layout import ChunkLayout
 from descriptors.notices import Done, Failed, LayerReady, Mode, encode_notice
 from descriptors.storage_api import DeliveryStart, Spans
-from storage_server.planning.plan import DeliveryPlan, Payload, plan_part
+from storage_server.planning.plan import DeliveryPlan, Payload, plan_portion
 from storage_server.transport.destination import Room, admitted
 from storage_server.transport.shm_door import ShmClient
 
@@ -45,9 +45,9 @@ class ShmDestination:
         """False, because payloads are gathered into the client's own memory."""
         return False
 
-    def plan_part(self, mode: Mode, layout: ChunkLayout, part: Part, payload_bytes_max: int) -> DeliveryPlan:
+    def plan_portion(self, mode: Mode, layout: ChunkLayout, portion: Portion, payload_bytes_max: int) -> DeliveryPlan:
         """Slices that lie apart are gathered at once."""
-        return plan_part(mode, layout, part, payload_bytes_max, is_packed=False, is_scattered=True)
+        return plan_portion(mode, layout, portion, payload_bytes_max, is_packed=False, is_scattered=True)
 
     def open(self, plan: DeliveryPlan) -> ShmTransfer:
         """The transfer into this memory. It takes the size of a layer from the plan."""
@@ -74,11 +74,11 @@ class ShmTransfer:
         self._plan = plan
         self._permits = asyncio.Semaphore(AHEAD_MAX)
         self._request_id = ""
-        self._part = (0, 1)
+        self._portion = (0, 1)
         self._sent_bytes = 0
 
     async def start(self, start: DeliveryStart) -> None:
-        self._request_id, self._part = start.request_id, (start.part, start.parts)
+        self._request_id, self._portion = start.request_id, (start.portion, start.portions)
         self._require_client()
         self._client.notify(encode_notice(admitted(start)))
 
@@ -93,15 +93,15 @@ class ShmTransfer:
         self._sent_bytes += payload.nbytes
         if payload.ends_group and self._plan.mode is Mode.LAYER_MAJOR:
             layer = payload.group
-            ready = LayerReady(self._request_id, layer.index, layer.target_offset, layer.nbytes, *self._part)
+            ready = LayerReady(self._request_id, layer.index, layer.target_offset, layer.nbytes, *self._portion)
             self._client.notify(encode_notice(ready))
 
     async def finish(self) -> int:
-        self._client.notify(encode_notice(Done(self._request_id, self._sent_bytes, *self._part)))
+        self._client.notify(encode_notice(Done(self._request_id, self._sent_bytes, *self._portion)))
         return self._sent_bytes
 
     async def fail(self, layer_index: int, chunk_index: int) -> None:
-        self._client.notify(encode_notice(Failed(self._request_id, layer_index, chunk_index, *self._part)))
+        self._client.notify(encode_notice(Failed(self._request_id, layer_index, chunk_index, *self._portion)))
 
     async def close(self) -> None:
         """Do nothing: the pipeline has waited for every gather."""

@@ -13,13 +13,13 @@ from dataclasses import dataclass
 
 from adapters.nixl_agent import NixlFailure
 from adapters.nixl_memory import Memory
-from descriptors.descriptor import Part
+from descriptors.descriptor import Portion
 from descriptors.layout import ChunkLayout
 from descriptors.messages import Region
 from descriptors.notices import Done, Failed, LayerReady, Mode, Notice, encode_notice
 from descriptors.storage_api import DeliveryStart, Spans
 from storage_server.gather.staging import Window
-from storage_server.planning.plan import DeliveryPlan, Payload, plan_part
+from storage_server.planning.plan import DeliveryPlan, Payload, plan_portion
 from storage_server.transport.destination import PayloadLimits, Room, admitted
 from storage_server.transport.flight import Flight
 from storage_server.transport.ucx_commands import Group
@@ -60,9 +60,9 @@ class UcxDestination:
         """Whether the payload is staged: every payload is, except one written straight from the DRAM tier."""
         return not (is_resident and self.is_direct)
 
-    def plan_part(self, mode: Mode, layout: ChunkLayout, part: Part, payload_bytes_max: int) -> DeliveryPlan:
+    def plan_portion(self, mode: Mode, layout: ChunkLayout, portion: Portion, payload_bytes_max: int) -> DeliveryPlan:
         """Each write lands in one piece, so slices that lie apart are written one by one."""
-        return plan_part(mode, layout, part, payload_bytes_max, is_packed=False, is_scattered=False)
+        return plan_portion(mode, layout, portion, payload_bytes_max, is_packed=False, is_scattered=False)
 
     def open(self, plan: DeliveryPlan) -> UcxTransfer:
         """The transfer into this memory. It takes the size of a layer from the plan."""
@@ -82,11 +82,11 @@ class UcxTransfer:
         self._base_address = destination.region.address + destination.offset
         self._permits = asyncio.Semaphore(DIRECT_WRITES_MAX)
         self._request_id = ""
-        self._part = (0, 1)
+        self._portion = (0, 1)
         self._flight_number = self._engine.begin_flight()
 
     async def start(self, start: DeliveryStart) -> None:
-        self._request_id, self._part = start.request_id, (start.part, start.parts)
+        self._request_id, self._portion = start.request_id, (start.portion, start.portions)
         self._notify(admitted(start))
 
     async def room(self, payload: Payload, *, is_resident: bool) -> Room | None:
@@ -116,13 +116,13 @@ class UcxTransfer:
 
     async def finish(self) -> int:
         moved_bytes = await self._flight.finish()
-        self._notify(Done(self._request_id, moved_bytes, *self._part))
+        self._notify(Done(self._request_id, moved_bytes, *self._portion))
         return moved_bytes
 
     async def fail(self, layer_index: int, chunk_index: int) -> None:
         await self._flight.landed()
         if self._flight.failure is None:
-            self._notify(Failed(self._request_id, layer_index, chunk_index, *self._part))
+            self._notify(Failed(self._request_id, layer_index, chunk_index, *self._portion))
 
     async def close(self) -> None:
         try:
@@ -135,7 +135,9 @@ class UcxTransfer:
         if self._plan.mode is not Mode.LAYER_MAJOR:
             return b""
         layer = payload.group
-        return encode_notice(LayerReady(self._request_id, layer.index, layer.target_offset, layer.nbytes, *self._part))
+        return encode_notice(
+            LayerReady(self._request_id, layer.index, layer.target_offset, layer.nbytes, *self._portion)
+        )
 
     def _notify(self, notice: Notice) -> None:
         self._engine.notify(self._to.peer, encode_notice(notice))

@@ -51,7 +51,7 @@ class UpstreamChunks:
         forget: Forget,
         own: OwnKeys | None = None,
     ) -> None:
-        """In a cluster `own` says which keys this server is the home of."""
+        """In a cluster `own` says which keys this server is the keeper of."""
         self._objects = objects
         self._cache = cache
         self._fetches = fetches

@@ -71,7 +71,7 @@ class UpstreamHome:
     def __init__(
         self, settings: UpstreamSettings, service: Service, cache: EmbeddedStore, own: OwnKeys | None = None
     ) -> None:
-        """In a cluster `own` says which keys this server is the home of."""
+        """In a cluster `own` says which keys this server is the keeper of."""
         self.settings = settings
         self._own = own
         nbytes_max = cache.settings.object_bytes_max

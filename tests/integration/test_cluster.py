@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import os
 import signal
+import subprocess
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -11,13 +14,16 @@ import numpy as np
 import pytest
 
 from adapters.membership import read_view
-from descriptors.descriptor import Delivery, OnMissing
+from descriptors.descriptor import Delivery, Descriptor, OnMissing
+from descriptors.descriptor_codec import encode_binary
 from descriptors.errors import ChunkUnavailable, ObjectCacheError
 from descriptors.placement import Placement
 from tests.support.chunks import LAYOUT, N, make_chunks
 from tests.support.clusters import Cluster, cluster
-from tests.support.requests import s3_client
+from tests.support.etcd import etcd_server
+from tests.support.requests import OWNER, request, s3_client
 from tests.support.servers import LocalStack, eventually
+from tests.support.tree import repository
 
 pytestmark = pytest.mark.needs_server
 KEYS, CHUNKS = make_chunks(N, LAYOUT)
@@ -48,9 +54,9 @@ def expected(chunks: np.ndarray, delivery: Delivery) -> bytes:
     return chunks.reshape(len(chunks), LAYOUT.num_layers, -1).transpose(1, 0, 2).tobytes()
 
 
-def homes_of(running: Cluster, bucket: str, keys: list[str] = KEYS) -> list[str]:
+def keepers_of(running: Cluster, bucket: str, keys: list[str] = KEYS) -> list[str]:
     placement = Placement(read_view(running.file))
-    return [placement.members[index].name for index in placement.homes(bucket, keys).tolist()]
+    return [placement.members[index].name for index in placement.keepers(bucket, keys).tolist()]
 
 
 @pytest.fixture
@@ -62,7 +68,7 @@ def bucket(kv: Cluster, request: pytest.FixtureRequest) -> str:
 
 @pytest.mark.parametrize("delivery", [Delivery.LAYER_MAJOR, Delivery.CHUNK_MAJOR])
 def test_a_prefix_comes_from_all_servers_through_any_gateway(kv: Cluster, bucket: str, delivery: Delivery) -> None:
-    assert set(homes_of(kv, bucket)) == {"a", "b", "c"}
+    assert set(keepers_of(kv, bucket)) == {"a", "b", "c"}
     with kv.client(bucket) as client:
         client.put_chunks(KEYS, list(CHUNKS))
         assert client.lookup(KEYS) == N
@@ -126,16 +132,18 @@ def test_members_join_and_leave_while_gateways_run(kv: Cluster, bucket: str) -> 
 
 
 def test_a_deleted_chunk_is_gone_from_every_server(kv: Cluster, bucket: str) -> None:
-    """Also from the one that was its home before."""
+    """Also from the one that was its keeper before."""
     with kv.client(bucket) as client, kv.client(bucket, 1) as other:
         client.put_chunks(KEYS, list(CHUNKS))
         assert fetched(client) == expected(CHUNKS, Delivery.LAYER_MAJOR)
-        before = homes_of(kv, bucket)
+        before = keepers_of(kv, bucket)
         kv.add_member("d")
         kv.write_members(["a", "b", "c", "d"])
         kv.members["d"].start()
         kv.reread()
-        moved = [index for index, (old, new) in enumerate(zip(before, homes_of(kv, bucket), strict=True)) if old != new]
+        moved = [
+            index for index, (old, new) in enumerate(zip(before, keepers_of(kv, bucket), strict=True)) if old != new
+        ]
         gone = moved[0] if moved else 3
         assert fetched(other) == expected(CHUNKS, Delivery.LAYER_MAJOR)
         client.delete([KEYS[gone]])
@@ -168,3 +176,98 @@ def test_the_whole_s3_surface_goes_through_any_gateway(kv: Cluster, bucket: str)
     deleted = second.delete_objects(Bucket=bucket, Delete={"Objects": keys})
     assert len(deleted["Deleted"]) == 12
     assert first.list_objects_v2(Bucket=bucket, Prefix="docs/")["KeyCount"] == 0
+
+
+def test_over_etcd_a_killed_server_leaves_and_its_keys_have_another_keeper(tmp_path: Path, home: LocalStack) -> None:
+    """Also for deletes, which wait for the keeper of a chunk until it has left."""
+    with (
+        etcd_server(tmp_path / "etcd") as etcd,
+        cluster(
+            tmp_path, home.url, config="[cluster]\nlease_s = 2\n", where=f"{etcd.url.replace('http', 'etcd')}/kv"
+        ) as kv,
+        kv.client("etcd-chunks") as client,
+        kv.client("etcd-chunks", 1) as other,
+    ):
+        s3_client(kv.gateways[0].url).create_bucket(Bucket="etcd-chunks")
+        client.put_chunks(KEYS, list(CHUNKS))
+        assert fetched(other) == expected(CHUNKS, Delivery.LAYER_MAJOR)
+        kv.members["a"].kill()
+        assert fetched(client) == expected(CHUNKS, Delivery.LAYER_MAJOR)
+        assert eventually(lambda: deleted(client, KEYS[8:]), 30)
+        assert other.lookup(KEYS) == 8
+        kv.members["a"].start()
+        assert fetched(client, KEYS[:8]) == expected(CHUNKS[:8], Delivery.LAYER_MAJOR)
+        kv.add_member("d")
+        kv.members["d"].start()
+        for each in (client, other):
+            assert fetched(each, KEYS[:8]) == expected(CHUNKS[:8], Delivery.LAYER_MAJOR)
+        etcd.send(signal.SIGSTOP)
+        try:
+            assert fetched(client, KEYS[:8]) == expected(CHUNKS[:8], Delivery.LAYER_MAJOR)
+        finally:
+            etcd.send(signal.SIGCONT)
+        kv.members["b"].send(signal.SIGTERM)
+        assert fetched(other, KEYS[:8]) == expected(CHUNKS[:8], Delivery.LAYER_MAJOR)
+
+
+def deleted(client: Any, keys: list[str]) -> bool:
+    try:
+        client.delete(keys)
+    except ObjectCacheError:
+        return False
+    return True
+
+
+def test_a_request_id_is_taken_once_in_the_cluster(kv: Cluster, bucket: str) -> None:
+    """A descriptor that was carried out through one gateway is refused by the other, which has never seen it."""
+    with kv.client(bucket) as client:
+        client.put_chunks(KEYS, list(CHUNKS))
+    body = encode_binary(Descriptor(tuple(KEYS), LAYOUT.num_layers, 16, 20_000, request_id="once-and-only-once"))
+    answers = [
+        request(gateway.url, "POST", f"/{bucket}?layerwise", body=body) for gateway in (*kv.gateways, kv.gateways[0])
+    ]
+    assert [answer.status for answer in answers] == [200, 409, 409]
+    assert answers[0].body in (expected(CHUNKS, Delivery.LAYER_MAJOR), expected(CHUNKS, Delivery.CHUNK_MAJOR))
+    assert b"RequestReplayed" in answers[1].body
+
+
+def test_a_cancelled_request_is_not_carried_out_later(kv: Cluster, bucket: str) -> None:
+    with kv.client(bucket) as client:
+        client.put_chunks(KEYS, list(CHUNKS))
+    request_id = "cancelled-before-it-came"
+    assert request(kv.gateways[0].url, "DELETE", f"/_objectcache/requests/{request_id}").status == 204
+    body = encode_binary(Descriptor(tuple(KEYS), LAYOUT.num_layers, 16, 20_000, request_id=request_id))
+    assert request(kv.gateways[1].url, "POST", f"/{bucket}?layerwise", body=body).status == 409
+
+
+def test_strangers_and_other_clusters_are_refused(kv: Cluster, tmp_path: Path) -> None:
+    """A gateway of another cluster, and one with a members file from before the last change."""
+    (tmp_path / "other.toml").write_text(kv.file.read_text().replace('cluster = "kv"', 'cluster = "other"'))
+    kv.where = f"file:{tmp_path / 'other.toml'}"
+    stranger = kv.add_gateway()
+    stranger.start()
+    answer = request(stranger.url, "GET", "/")
+    assert (answer.status, b"cluster" in answer.body) == (403, True)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "problem"),
+    [
+        (("gateway",), "--storage or --cluster"),
+        (("gateway", "--storage", "unix:/x", "--cluster", "file:y"), "--storage or --cluster"),
+        (("gateway", "--cluster", "etcd://x"), "--cluster etcd://x: must be"),
+        (("gateway", "--cluster", "file:/nowhere/members.toml"), "members.toml: No such file"),
+        (("storage-server", "--data", "d", "--cluster", "file:y"), "--cluster and --name"),
+        (("storage-server", "--data", "d", "--cluster", "file:y", "--name", "a"), "--cluster needs --upstream"),
+    ],
+)
+def test_what_does_not_fit_is_said_at_the_start(tmp_path: Path, arguments: tuple[str, ...], problem: str) -> None:
+    secret = tmp_path / "secret"
+    secret.write_text("a secret of gateways and storage servers\n")
+    command = [sys.executable, "-m", "objectcache.cli", *arguments, "--peer-secret-file", str(secret)]
+    environment = {**os.environ, "AWS_ACCESS_KEY_ID": OWNER[0], "AWS_SECRET_ACCESS_KEY": OWNER[1]}
+    environment["PYTHONPATH"] = str(repository())
+    done = subprocess.run(command, capture_output=True, text=True, timeout=60, cwd=tmp_path, env=environment)
+    assert done.returncode in (1, 2)
+    assert problem in done.stderr
+    assert "Traceback" not in done.stderr

@@ -55,6 +55,8 @@ class Cluster:
 
     directory: Path
     upstream_url: str
+    where: str
+    """What `--cluster` names."""
     members: dict[str, Process] = field(default_factory=dict)
     gateways: list[Process] = field(default_factory=list)
     number: int = 0
@@ -80,13 +82,13 @@ class Cluster:
 
     def add_member(self, name: str, *options: str) -> None:
         arguments = ["storage-server", "--data", str(self.directory / name), "--listen", f"unix:{self.socket(name)}"]
-        arguments += ["--upstream", self.upstream_url, "--cluster", f"file:{self.file}", "--name", name]
+        arguments += ["--upstream", self.upstream_url, "--cluster", self.where, "--name", name]
         arguments += ["--peer-secret-file", str(self.secret), "--config", str(self.directory / "config.toml"), *options]
         account = {"OBJECTCACHE_UPSTREAM_ACCESS_KEY_ID": OWNER[0], "OBJECTCACHE_UPSTREAM_SECRET_ACCESS_KEY": OWNER[1]}
         self.members[name] = Process(arguments, account)
 
     def add_gateway(self) -> Process:
-        arguments = ["gateway", "--cluster", f"file:{self.file}", "--peer-secret-file", str(self.secret), "--port", "0"]
+        arguments = ["gateway", "--cluster", self.where, "--peer-secret-file", str(self.secret), "--port", "0"]
         gateway = Process([*arguments, "--config", str(self.directory / "config.toml")], {})
         self.gateways.append(gateway)
         return gateway
@@ -120,11 +122,14 @@ def cluster(
     names: tuple[str, ...] = ("a", "b", "c"),
     gateway_count: int = 2,
     config: str = "",
+    where: str | None = None,
 ) -> Iterator[Cluster]:
-    """Storage servers of these names, and gateways, over an upstream service whose account is OWNER."""
+    """Storage servers of these names, and gateways, over an upstream service whose account is OWNER. They find each
+    other by a members file, or as `where` says.
+    """
     directory.mkdir(parents=True, exist_ok=True)
     (directory / "config.toml").write_text(CONFIG + config)
-    made = Cluster(directory, upstream_url)
+    made = Cluster(directory, upstream_url, where or f"file:{directory / 'members.toml'}")
     (directory / "peer-secret").write_text("a secret of gateways and storage servers\n")
     (directory / "peer-secret").chmod(0o600)
     for name in names:

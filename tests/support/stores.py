@@ -10,7 +10,7 @@ from __future__ import annotations
 import asyncio
 import socket
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
-from contextlib import aclosing, asynccontextmanager
+from contextlib import AsyncExitStack, aclosing, asynccontextmanager
 from dataclasses import dataclass, replace
 from itertools import cycle
 from pathlib import Path
@@ -18,15 +18,20 @@ from typing import Any, cast
 
 from aiohttp import web
 
+from descriptors.cluster import Member, View
 from descriptors.errors import CallerError, ErrorCode
 from descriptors.objects import ListRequest, ReadRequest, UploadListRequest, UploadRef
 from descriptors.peer_calls import CALLS, Form
 from descriptors.storage_api import ObjectRead, ObjectsApi, Piece, StorageApi, UploadsApi
+from gateway.cluster.members import Members
+from gateway.cluster.storage import ClusterStorage
 from gateway.storage_client import RemoteStorage
 from storage_server.http_api import StorageHttp
+from storage_server.own_keys import OwnKeys
 from storage_server.service import EmbeddedStorage
 from storage_server.settings import StorageSettings, UpstreamSettings
 from storage_server.shared_files.store import SharedDirectory
+from storage_server.store.data.durability import Durability
 from storage_server.upstream.connection import Upstream
 from storage_server.upstream.objects import UpstreamObjects
 from storage_server.upstream.uploads import UpstreamUploads
@@ -189,10 +194,12 @@ async def _changed(body: AsyncIterator[Piece], offset: int) -> AsyncIterator[Pie
 
 
 @asynccontextmanager
-async def embedded_storage(directory: Path, **settings: Any) -> AsyncIterator[EmbeddedStorage]:
+async def embedded_storage(
+    directory: Path, own: OwnKeys | None = None, **settings: Any
+) -> AsyncIterator[EmbeddedStorage]:
     """A whole storage side in this process, without sockets: no ucx, no shm, no DRAM tier."""
     small = {"aggregation_bytes": 8192, "window_bytes": 32768, "staging_bytes": 65536, "dram_bytes": 0, "shm": False}
-    storage = EmbeddedStorage(StorageSettings(data_dir=directory, **{**small, **settings}))
+    storage = EmbeddedStorage(StorageSettings(data_dir=directory, **{**small, **settings}), own=own)
     await storage.start()
     try:
         yield storage
@@ -223,6 +230,63 @@ async def remote_storage(storage: StorageApi) -> AsyncIterator[RemoteStorage]:
             yield remote
         finally:
             await remote.close()
+
+
+class KnownMembers:
+    """A Membership of one view, which a test replaces."""
+
+    def __init__(self, view: View) -> None:
+        self.view = view
+        self._told: list[Callable[[View], None]] = []
+
+    @property
+    def changed_at(self) -> int:
+        return self.view.number
+
+    def on_view(self, told: Callable[[View], None]) -> None:
+        self._told.append(told)
+
+    def announce(self, own: Member) -> None: ...
+
+    async def start(self) -> None:
+        self.tell()
+
+    def tell(self) -> None:
+        for told in self._told:
+            told(self.view)
+
+    async def refresh(self) -> None: ...
+
+    async def close(self) -> None: ...
+
+
+@asynccontextmanager
+async def cluster_storage(directory: Path, upstream: UpstreamSettings, count: int = 3) -> AsyncIterator[ClusterStorage]:
+    """A gateway's view of storage servers of this process, which talk the peer protocol over loopback."""
+    async with AsyncExitStack() as running:
+        members: list[Member] = []
+        joined: list[tuple[EmbeddedStorage, KnownMembers, str]] = []
+        for name in "abcdefgh"[:count]:
+            known = KnownMembers(View("kv", 1))
+            own = OwnKeys(known, name, settle_s=0.0)
+            storage = await running.enter_async_context(
+                embedded_storage(directory / name, own=own, upstream=upstream, durability=Durability.RELAXED)
+            )
+            url = await running.enter_async_context(
+                listening(StorageHttp(storage, SECRET, own.require_current).server())
+            )
+            members.append(Member(name, url))
+            joined.append((storage, known, url))
+        view = View("kv", 1, tuple(members))
+        for storage, known, url in joined:
+            known.view = view
+            await storage.join(url)
+        storages = ClusterStorage(Members(KnownMembers(view), lambda url: RemoteStorage(url, SECRET, lambda: view.id)))
+        await storages.start()
+        try:
+            yield storages
+        finally:
+            await storages.close()
 
 
 async def emptied(storage: UpstreamStorage, buckets: Sequence[str]) -> None:

@@ -31,6 +31,7 @@ from tests.support.stores import (
     FailingStorage,
     SlowStorage,
     TakingTurns,
+    cluster_storage,
     embedded_storage,
     emptied,
     listening,
@@ -68,6 +69,19 @@ class TestRemote(BucketRules, ObjectRules, UploadRules):
     async def storage(self, tmp_path: Path) -> AsyncIterator[Any]:
         async with embedded_storage(tmp_path / "data") as storage, remote_storage(storage) as remote:
             yield remote
+
+
+@pytest.mark.needs_server
+class TestCluster(BucketRules, ObjectRules, UploadRules):
+    """A gateway over three storage servers before one upstream service; every call goes to the home of its key."""
+
+    lacks = frozenset({Feature.BUCKET_OWNERS})
+
+    @pytest.fixture
+    async def storage(self, tmp_path: Path) -> AsyncIterator[Any]:
+        with LocalStack(tmp_path / "home", ucx=()) as home:
+            async with cluster_storage(tmp_path, UpstreamSettings(home.url, *OWNER)) as storage:
+                yield storage
 
 
 @pytest.mark.needs_server

@@ -10,12 +10,12 @@ from hypothesis import strategies as st
 from descriptors.cluster import (
     ClusterError,
     Member,
-    Stamp,
+    ViewId,
     View,
     changed_members,
     member_fields,
     member_from_fields,
-    parse_stamp,
+    parse_view_id,
 )
 from descriptors.placement import Placement
 
@@ -31,51 +31,51 @@ def placement(*members: Member) -> Placement:
     return Placement(View("kv", 1, members))
 
 
-def homes(placed: Placement, keys: list[str] = KEYS, without: tuple[str, ...] = ()) -> list[str]:
-    return [placed.members[index].name for index in placed.homes(BUCKET, keys, without).tolist()]
+def keepers(placed: Placement, keys: list[str] = KEYS, without: tuple[str, ...] = ()) -> list[str]:
+    return [placed.members[index].name for index in placed.keepers(BUCKET, keys, without).tolist()]
 
 
 def test_each_member_is_home_to_its_weight_s_share() -> None:
-    found = homes(placement(member("a"), member("b", 2.0), member("c")))
+    found = keepers(placement(member("a"), member("b", 2.0), member("c")))
     shares = {name: found.count(name) / len(KEYS) for name in "abc"}
     assert shares == pytest.approx({"a": 0.25, "b": 0.5, "c": 0.25}, abs=0.03)
 
 
 def test_a_member_that_joins_or_leaves_moves_its_own_share_alone() -> None:
-    before = homes(placement(member("a"), member("b"), member("c")))
-    after = homes(placement(member("a"), member("b"), member("c"), member("d")))
+    before = keepers(placement(member("a"), member("b"), member("c")))
+    after = keepers(placement(member("a"), member("b"), member("c"), member("d")))
     moved = {(old, new) for old, new in zip(before, after, strict=True) if old != new}
     assert {new for _, new in moved} == {"d"}
     assert sum(new == "d" for new in after) / len(KEYS) == pytest.approx(0.25, abs=0.03)
 
 
 def test_a_heavier_member_takes_keys_and_gives_none() -> None:
-    before = homes(placement(member("a"), member("b")))
-    after = homes(placement(member("a"), member("b", 1.5)))
+    before = keepers(placement(member("a"), member("b")))
+    after = keepers(placement(member("a"), member("b", 1.5)))
     assert all(new == "b" for old, new in zip(before, after, strict=True) if old != new)
 
 
 def test_the_next_in_a_key_s_order_stands_in_for_its_home() -> None:
     placed = placement(member("a"), member("b"), member("c"))
-    whole, without_b = homes(placed), homes(placed, without=("b",))
-    for key, home, other in zip(KEYS, whole, without_b, strict=True):
+    whole, without_b = keepers(placed), keepers(placed, without=("b",))
+    for key, keeper, other in zip(KEYS, whole, without_b, strict=True):
         order = [each.name for each in placed.order(BUCKET, key)]
-        assert order[0] == home
-        assert other == (order[1] if home == "b" else home)
+        assert order[0] == keeper
+        assert other == (order[1] if keeper == "b" else keeper)
     with pytest.raises(ValueError, match="every member"):
-        placed.homes(BUCKET, KEYS[:1], ("a", "b", "c"))
+        placed.keepers(BUCKET, KEYS[:1], ("a", "b", "c"))
 
 
 def test_a_member_that_drains_is_given_nothing_unless_all_drain() -> None:
-    assert set(homes(placement(member("a"), member("b", is_draining=True)))) == {"a"}
-    assert set(homes(placement(member("a", is_draining=True), member("b", is_draining=True)))) == {"a", "b"}
+    assert set(keepers(placement(member("a"), member("b", is_draining=True)))) == {"a"}
+    assert set(keepers(placement(member("a", is_draining=True), member("b", is_draining=True)))) == {"a", "b"}
 
 
 def test_homes_are_the_same_in_every_process_and_of_every_release() -> None:
     """Servers of two releases side by side must agree; so these are written down."""
     placed = placement(member("a"), member("b"), member("c"))
-    assert homes(placed, KEYS[:12]) == GOLDEN
-    assert homes(placed, ["übung", "", "x" * 1024]) == GOLDEN_ODD
+    assert keepers(placed, KEYS[:12]) == GOLDEN
+    assert keepers(placed, ["übung", "", "x" * 1024]) == GOLDEN_ODD
 
 
 GOLDEN = list("acacccabcbcc")
@@ -84,7 +84,7 @@ GOLDEN_ODD = list("aac")
 
 def test_buckets_place_their_keys_apart() -> None:
     placed = placement(member("a"), member("b"))
-    differ = placed.homes("one", KEYS) != placed.homes("two", KEYS)
+    differ = placed.keepers("one", KEYS) != placed.keepers("two", KEYS)
     assert np.count_nonzero(differ) / len(KEYS) == pytest.approx(0.5, abs=0.05)
 
 
@@ -128,23 +128,23 @@ def test_a_view_has_each_name_once() -> None:
 
 
 @given(number=st.integers(0, (1 << 63) - 1))
-def test_stamps_travel_as_text(number: int) -> None:
-    stamp = Stamp("kv-1.x", number)
-    assert parse_stamp(str(stamp)) == stamp
+def test_view_ids_travel_as_text(number: int) -> None:
+    view_id = ViewId("kv-1.x", number)
+    assert parse_view_id(str(view_id)) == view_id
 
 
 @pytest.mark.parametrize(
     "text", ["", "kv", "kv:", "kv:-1", "kv:1:2", ":1", "kv:99999999999999999999", "kv:1 ", "k v:1"]
 )
-def test_other_texts_are_no_stamps(text: str) -> None:
+def test_other_texts_are_no_view_ids(text: str) -> None:
     with pytest.raises(ClusterError):
-        parse_stamp(text)
+        parse_view_id(text)
 
 
 def test_views_of_other_clusters_are_neither_before_nor_after() -> None:
-    assert Stamp("kv", 1).is_before(Stamp("kv", 2))
-    assert not Stamp("kv", 2).is_before(Stamp("kv", 2))
-    assert not Stamp("kv", 1).is_before(Stamp("other", 2))
+    assert ViewId("kv", 1).is_before(ViewId("kv", 2))
+    assert not ViewId("kv", 2).is_before(ViewId("kv", 2))
+    assert not ViewId("kv", 1).is_before(ViewId("other", 2))
 
 
 def test_changed_members_are_those_that_differ() -> None:

@@ -13,14 +13,14 @@ from hypothesis import strategies as st
 from descriptors.descriptor import (
     CHUNK_COUNT_MAX,
     DESCRIPTOR_BYTES_MAX,
-    PART_VERSION,
+    PORTION_VERSION,
     Delivery,
     Descriptor,
     OnMissing,
-    Part,
+    Portion,
     RdmaTarget,
 )
-from descriptors.descriptor_codec import decode_descriptor, decode_part, encode_binary, encode_json
+from descriptors.descriptor_codec import decode_descriptor, decode_peer_descriptor, encode_binary, encode_json
 from descriptors.errors import CallerError, ErrorCode
 
 HEX = st.text("0123456789abcdef", min_size=64, max_size=64)
@@ -179,8 +179,8 @@ def test_the_largest_descriptor_fits_the_body_limit() -> None:
         replace(largest, chunk_keys=(*largest.chunk_keys, "one more"))
 
 
-PART = Part(1, 3, 9, (0, 4, 8), first_layer=2, attempt=1)
-OF_A_PART = Descriptor(("a", "b", "c"), 4, 16, 64, request_id="r" * 16, version=PART_VERSION, part=PART)
+PORTION = Portion(1, 3, 9, (0, 4, 8), first_layer=2, attempt=1)
+OF_A_PORTION = Descriptor(("a", "b", "c"), 4, 16, 64, request_id="r" * 16, version=PORTION_VERSION, portion=PORTION)
 
 
 @given(descriptors(), st.integers(0, 5), st.data())
@@ -191,46 +191,46 @@ def test_a_part_travels_in_the_binary_form_between_servers_alone(
     chunk_count = positions[-1] + 1 + data.draw(st.integers(0, 3))
     needed = whole.layout.delivery_bytes(chunk_count)
     target = None if whole.rdma_target is None else replace(whole.rdma_target, length=needed)
-    part = Part(0, 2, chunk_count, positions, data.draw(st.integers(0, whole.num_layers - 1)))
-    descriptor = replace(whole, version=PART_VERSION, part=part, on_missing=OnMissing.FAIL, rdma_target=target)
-    assert decode_part(encode_binary(descriptor)) == descriptor
-    assert decode_part(encode_binary(whole)) == whole
+    portion = Portion(0, 2, chunk_count, positions, data.draw(st.integers(0, whole.num_layers - 1)))
+    descriptor = replace(whole, version=PORTION_VERSION, portion=portion, on_missing=OnMissing.FAIL, rdma_target=target)
+    assert decode_peer_descriptor(encode_binary(descriptor)) == descriptor
+    assert decode_peer_descriptor(encode_binary(whole)) == whole
     with pytest.raises(CallerError, match="version"):
         decode_descriptor(encode_binary(descriptor))
     for cut in range(0, len(encode_binary(descriptor)), 7):
         with pytest.raises(CallerError):
-            decode_part(encode_binary(descriptor)[:cut])
+            decode_peer_descriptor(encode_binary(descriptor)[:cut])
 
 
 @pytest.mark.parametrize(
     ("change", "named"),
     [
-        ({"index": 3}, "part.index"),
-        ({"count": 0}, "part.count"),
-        ({"count": 1_025, "index": 0}, "part.count"),
-        ({"chunk_count": 8}, "part.positions"),
-        ({"chunk_count": CHUNK_COUNT_MAX + 1}, "part.chunk_count"),
-        ({"positions": ()}, "part.positions"),
-        ({"positions": (0, 0, 1)}, "part.positions"),
-        ({"positions": (-1, 0, 1)}, "part.positions"),
-        ({"positions": (0, 1)}, "part.positions"),
-        ({"first_layer": 4}, "part.first_layer"),
-        ({"first_layer": -1}, "part.first_layer"),
-        ({"attempt": 256}, "part.attempt"),
+        ({"index": 3}, "portion.index"),
+        ({"count": 0}, "portion.count"),
+        ({"count": 1_025, "index": 0}, "portion.count"),
+        ({"chunk_count": 8}, "portion.positions"),
+        ({"chunk_count": CHUNK_COUNT_MAX + 1}, "portion.chunk_count"),
+        ({"positions": ()}, "portion.positions"),
+        ({"positions": (0, 0, 1)}, "portion.positions"),
+        ({"positions": (-1, 0, 1)}, "portion.positions"),
+        ({"positions": (0, 1)}, "portion.positions"),
+        ({"first_layer": 4}, "portion.first_layer"),
+        ({"first_layer": -1}, "portion.first_layer"),
+        ({"attempt": 256}, "portion.attempt"),
     ],
 )
 def test_a_part_that_does_not_fit_is_refused_by_field(change: dict[str, Any], named: str) -> None:
     with pytest.raises(CallerError) as refused:
-        replace(OF_A_PART, part=replace(PART, **change))
+        replace(OF_A_PORTION, portion=replace(PORTION, **change))
     assert (refused.value.code, refused.value.field) == (ErrorCode.INVALID_DESCRIPTOR, named)
 
 
 def test_the_chunks_of_a_part_are_decided_for_the_whole() -> None:
     with pytest.raises(CallerError, match="on_missing"):
-        replace(OF_A_PART, on_missing=OnMissing.PREFIX)
+        replace(OF_A_PORTION, on_missing=OnMissing.PREFIX)
     with pytest.raises(CallerError, match="version"):
-        replace(OF_A_PART, version=1)
-    target = RdmaTarget("agent", "kv", 0, OF_A_PART.delivery_bytes)
+        replace(OF_A_PORTION, version=1)
+    target = RdmaTarget("agent", "kv", 0, OF_A_PORTION.delivery_bytes)
     with pytest.raises(CallerError, match=r"rdma_target.length"):
-        replace(OF_A_PART, rdma_target=target)
-    assert (OF_A_PART.whole_chunk_count, replace(OF_A_PART, version=1, part=None).whole_chunk_count) == (9, 3)
+        replace(OF_A_PORTION, rdma_target=target)
+    assert (OF_A_PORTION.whole_chunk_count, replace(OF_A_PORTION, version=1, portion=None).whole_chunk_count) == (9, 3)

@@ -11,13 +11,13 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from descriptors.cluster import Member, View
-from descriptors.descriptor import PART_VERSION, Delivery, Descriptor, OnMissing
+from descriptors.descriptor import PORTION_VERSION, Delivery, Descriptor, OnMissing
 from descriptors.layout import ChunkLayout
 from descriptors.notices import Mode
 from descriptors.placement import Placement
 from descriptors.storage_api import DeliveryStart
-from gateway.cluster.merge import Merger, PartBody, Window, bytes_before, windows
-from gateway.cluster.split import cut_to, descriptor_of, matched_of, shares, shares_at
+from gateway.cluster.merge import Merger, PortionBody, Window, bytes_before, windows
+from gateway.cluster.split import cut_to, descriptor_of, matched_of, holdings, holdings_at
 
 MEMBERS = tuple(Member(name, f"http://{name}:1") for name in "abc")
 PLACEMENT = Placement(View("kv", 1, MEMBERS))
@@ -26,45 +26,54 @@ DESCRIPTOR = Descriptor(KEYS, 4, 16, 1_000, Delivery.AUTO, OnMissing.PREFIX, req
 
 
 def test_shares_are_all_chunks_once_in_the_order_of_need() -> None:
-    parts = shares(PLACEMENT, "bucket", KEYS)
-    assert sorted(np.concatenate([part.positions for part in parts]).tolist()) == list(range(30))
-    firsts = [int(part.positions[0]) for part in parts]
+    portions = holdings(PLACEMENT, "bucket", KEYS)
+    assert sorted(np.concatenate([portion.positions for portion in portions]).tolist()) == list(range(30))
+    firsts = [int(portion.positions[0]) for portion in portions]
     assert firsts == sorted(firsts)
-    for part in parts:
-        assert (np.diff(part.positions) > 0).all()
-        for position in part.positions.tolist():
-            assert PLACEMENT.order("bucket", KEYS[position])[0] == part.member
+    for portion in portions:
+        assert (np.diff(portion.positions) > 0).all()
+        for position in portion.positions.tolist():
+            assert PLACEMENT.order("bucket", KEYS[position])[0] == portion.member
 
 
 def test_the_chunks_of_a_lost_member_go_to_the_next_in_their_order() -> None:
-    parts = shares(PLACEMENT, "bucket", KEYS)
-    lost = parts[0]
-    others = shares_at(PLACEMENT, "bucket", KEYS, lost.positions, {lost.member.name})
-    assert sorted(np.concatenate([part.positions for part in others]).tolist()) == lost.positions.tolist()
-    for part in others:
-        for position in part.positions.tolist():
-            assert PLACEMENT.order("bucket", KEYS[position])[1] == part.member
+    portions = holdings(PLACEMENT, "bucket", KEYS)
+    lost = portions[0]
+    others = holdings_at(PLACEMENT, "bucket", KEYS, lost.positions, {lost.member.name})
+    assert sorted(np.concatenate([portion.positions for portion in others]).tolist()) == lost.positions.tolist()
+    for portion in others:
+        for position in portion.positions.tolist():
+            assert PLACEMENT.order("bucket", KEYS[position])[1] == portion.member
 
 
 def test_what_is_matched_ends_before_the_first_gap_of_any_member() -> None:
-    parts = shares(PLACEMENT, "bucket", KEYS)
-    whole = [part.chunk_count for part in parts]
-    assert matched_of(parts, whole, 30) == 30
-    for index, part in enumerate(parts):
-        for count in range(part.chunk_count):
+    portions = holdings(PLACEMENT, "bucket", KEYS)
+    whole = [portion.chunk_count for portion in portions]
+    assert matched_of(portions, whole, 30) == 30
+    for index, portion in enumerate(portions):
+        for count in range(portion.chunk_count):
             found = [count if at == index else all_of for at, all_of in enumerate(whole)]
-            assert matched_of(parts, found, 30) == int(part.positions[count])
+            assert matched_of(portions, found, 30) == int(portion.positions[count])
 
 
 def test_the_descriptor_of_a_part_names_its_chunks_and_their_places() -> None:
-    share = shares(PLACEMENT, "bucket", KEYS)[1]
-    part = descriptor_of(DESCRIPTOR, share, 1, 3, Mode.LAYER_MAJOR, first_layer=2)
-    assert part.chunk_keys == tuple(KEYS[position] for position in share.positions)
-    assert part.part is not None
-    assert part.part.positions == tuple(share.positions.tolist())
-    assert (part.version, part.on_missing, part.delivery) == (PART_VERSION, OnMissing.FAIL, Delivery.LAYER_MAJOR)
-    assert (part.part.index, part.part.count, part.part.chunk_count, part.part.first_layer) == (1, 3, 30, 2)
-    assert part.request_id == DESCRIPTOR.request_id
+    holding = holdings(PLACEMENT, "bucket", KEYS)[1]
+    portion = descriptor_of(DESCRIPTOR, holding, 1, 3, Mode.LAYER_MAJOR, first_layer=2)
+    assert portion.chunk_keys == tuple(KEYS[position] for position in holding.positions)
+    assert portion.portion is not None
+    assert portion.portion.positions == tuple(holding.positions.tolist())
+    assert (portion.version, portion.on_missing, portion.delivery) == (
+        PORTION_VERSION,
+        OnMissing.FAIL,
+        Delivery.LAYER_MAJOR,
+    )
+    assert (portion.portion.index, portion.portion.count, portion.portion.chunk_count, portion.portion.first_layer) == (
+        1,
+        3,
+        30,
+        2,
+    )
+    assert portion.request_id == DESCRIPTOR.request_id
     assert cut_to(DESCRIPTOR, 7) == replace(DESCRIPTOR, chunk_keys=KEYS[:7], on_missing=OnMissing.FAIL)
 
 
@@ -73,10 +82,10 @@ async def alive() -> None:
 
 
 class Feeder:
-    """A part's server: writes a body in pieces of odd sizes, and fails after `fail_after` bytes."""
+    """A portion's server: writes a body in pieces of odd sizes, and fails after `fail_after` bytes."""
 
     def __init__(self, data: bytes, piece_bytes: int, fail_after: int | None = None) -> None:
-        self.body = PartBody(alive)
+        self.body = PortionBody(alive)
         self._data = data
         self._piece_bytes = piece_bytes
         self._fail_after = fail_after
@@ -94,18 +103,18 @@ class Feeder:
 @given(
     layers=st.integers(1, 4),
     slice_bytes=st.sampled_from([1, 7, 100, 999]),
-    homes=st.lists(st.integers(0, 3), min_size=1, max_size=12),
+    keepers=st.lists(st.integers(0, 3), min_size=1, max_size=12),
     window_bytes=st.sampled_from([7, 100, 1_000]),
     piece_bytes=st.sampled_from([1, 13, 500, 5_000]),
     cut=st.integers(0, 4_000),
     seed=st.integers(0, 9),
 )
 def test_merged_bodies_are_the_whole_even_where_a_part_fails_and_comes_again(
-    layers: int, slice_bytes: int, homes: list[int], window_bytes: int, piece_bytes: int, cut: int, seed: int
+    layers: int, slice_bytes: int, keepers: list[int], window_bytes: int, piece_bytes: int, cut: int, seed: int
 ) -> None:
-    count, layout = len(homes), ChunkLayout(layers, 16, slice_bytes)
+    count, layout = len(keepers), ChunkLayout(layers, 16, slice_bytes)
     chunks = np.random.default_rng(seed).integers(0, 256, (layers, count, slice_bytes), dtype=np.uint8)
-    positions = [np.flatnonzero(np.array(homes) == home) for home in sorted(set(homes))]
+    positions = [np.flatnonzero(np.array(keepers) == keeper) for keeper in sorted(set(keepers))]
 
     def body_of(index: int, first_layer: int) -> bytes:
         return chunks[first_layer:, positions[index]].tobytes()
@@ -169,7 +178,7 @@ async def test_a_quiet_part_is_asked_after_and_the_reader_told_that_it_is_gone()
         if asked == 2:
             raise ConnectionError("gone")
 
-    body = PartBody(gone, stall_s=0.01)
+    body = PortionBody(gone, stall_s=0.01)
     with pytest.raises(ConnectionError):
         await body.read_into(memoryview(bytearray(4)))
     assert asked == 2

@@ -10,12 +10,12 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from descriptors.descriptor import Part
+from descriptors.descriptor import Portion
 from descriptors.errors import ChunkUnavailable
 from descriptors.layout import ChunkLayout
 from descriptors.notices import Mode
 from storage_server.gather.read import gather
-from storage_server.planning.plan import DeliveryPlan, Payload, Series, plan_delivery, plan_part
+from storage_server.planning.plan import DeliveryPlan, Payload, Series, plan_delivery, plan_portion
 from storage_server.planning.rows import Row
 from storage_server.store.data.extents import extent_path
 from tests.unit.storage_server.gather.test_gather import Chunks
@@ -195,7 +195,7 @@ def test_the_parts_of_a_delivery_fill_its_target_together(
     payload_bytes_max: int,
     is_scattered: bool,
 ) -> None:
-    """Each server has its own chunks only, in the order of the prefix. Packed, a part is its slices alone."""
+    """Each server has its own chunks only, in the order of the prefix. Packed, a portion is its slices alone."""
     count, layout = len(homes), ChunkLayout(layers, 16, CHUNK_BYTES // layers)
     first_layer = min(first_layer, layers - 1)
     first_group = first_layer if mode is Mode.LAYER_MAJOR else 0
@@ -203,8 +203,8 @@ def test_the_parts_of_a_delivery_fill_its_target_together(
     expected = whole.copy()
     for home in sorted(set(homes)):
         positions = [at for at, each in enumerate(homes) if each == home]
-        part = Part(0, 1, count, tuple(positions), first_layer)
-        chunks = Chunks(tmp_path_factory.mktemp("part"), layout, len(positions), [70], {1})
+        portion = Portion(0, 1, count, tuple(positions), first_layer)
+        chunks = Chunks(tmp_path_factory.mktemp("portion"), layout, len(positions), [70], {1})
         own = np.array([np.frombuffer(data, dtype=np.uint8) for data in chunks.data])
         if mode is Mode.LAYER_MAJOR:
             slices = own.reshape(len(positions), layers, -1).transpose(1, 0, 2)[first_layer:]
@@ -212,8 +212,8 @@ def test_the_parts_of_a_delivery_fill_its_target_together(
         else:
             slices = own[None]
             expected.reshape(count, -1)[positions] = own
-        apart = plan_part(mode, layout, part, payload_bytes_max, is_packed=False, is_scattered=is_scattered)
-        packed = plan_part(mode, layout, part, payload_bytes_max, is_packed=True, is_scattered=False)
+        apart = plan_portion(mode, layout, portion, payload_bytes_max, is_packed=False, is_scattered=is_scattered)
+        packed = plan_portion(mode, layout, portion, payload_bytes_max, is_packed=True, is_scattered=False)
         body = np.full(slices.size, 0xAA, dtype=np.uint8)
         table = chunks.table()
         for plan, target in ((apart, whole), (packed, body)):
@@ -229,9 +229,9 @@ def test_the_parts_of_a_delivery_fill_its_target_together(
 
 def test_scattered_slices_of_a_part_are_few_payloads() -> None:
     """Every second chunk of 100: slices that lie apart go together where the destination takes them so."""
-    layout, part = ChunkLayout(4, 16, 1_000), Part(0, 2, 100, tuple(range(0, 100, 2)))
-    scattered = plan_part(Mode.LAYER_MAJOR, layout, part, 20_000, is_packed=False, is_scattered=True)
-    one_by_one = plan_part(Mode.LAYER_MAJOR, layout, part, 20_000, is_packed=False, is_scattered=False)
+    layout, portion = ChunkLayout(4, 16, 1_000), Portion(0, 2, 100, tuple(range(0, 100, 2)))
+    scattered = plan_portion(Mode.LAYER_MAJOR, layout, portion, 20_000, is_packed=False, is_scattered=True)
+    one_by_one = plan_portion(Mode.LAYER_MAJOR, layout, portion, 20_000, is_packed=False, is_scattered=False)
     assert (scattered.payload_count, one_by_one.payload_count) == (4 * 3, 4 * 50)
     first = next(scattered.payloads())
     assert first.chunk_at(0) == 0
