@@ -30,6 +30,10 @@ class Membership(Protocol):
     def changed_at(self) -> int:
         """The number at which the members last changed, as far as is known. A caller with an earlier view is stale."""
 
+    @property
+    def holds_lease(self) -> bool:
+        """Whether the others surely count this server as a member now, by its own clock."""
+
     def on_view(self, told: OnView) -> None:
         """Call this with each new view whose members differ."""
 
@@ -70,6 +74,11 @@ class FileMembership:
     @property
     def changed_at(self) -> int:
         return self._view.number
+
+    @property
+    def holds_lease(self) -> bool:
+        """True: a member that is listed in a file stays one until the file is read again."""
+        return True
 
     def on_view(self, told: OnView) -> None:
         self._told.append(told)

@@ -1,9 +1,9 @@
 """Which members of a cluster keep a key: weighted rendezvous hashing. Pure.
 
-Every member scores every key, and the members in the order of their scores are the key's order: the first is its keeper,
-the next stands in where the keeper cannot be reached. A score depends on the key and on that member alone, so a member
-that joins or leaves moves its own share of the keys and no other. (Thaler and Ravishankar, "A Name-Based Mapping Scheme
-for Rendezvous", 1996; weights by the logarithmic method of Schindler and others.)
+Every member scores every key, and the members in the order of their scores are the key's order: the first is its
+keeper, the next stands in where the keeper cannot be reached. A score depends on the key and on that member alone, so a
+member that joins or leaves moves its own share of the keys and no other. (Thaler and Ravishankar, "A Name-Based Mapping
+Scheme for Rendezvous", 1996; weights by the logarithmic method of Schindler and others.)
 
     score = -weight / ln(u),  u a hash of (member, key) in (0, 1)
 """

@@ -29,7 +29,8 @@ class OwnKeys:
 
     Only the keeper of a key is told of changes. So a server asks the upstream service before it answers from its cache
     for any key of which it has not been the keeper since its cache was last compared with upstream. That is done after
-    its start, when it may have missed changes, and after a change of the members. Used on one event loop.
+    its start, when it may have missed changes, and after a change of the members. It trusts no copy while its lease of
+    membership may have ended, since another server may be the keeper by now. Used on one event loop.
     """
 
     def __init__(self, membership: Membership, name: str, weight: float = 1.0, settle_s: float = SETTLE_S) -> None:
@@ -62,13 +63,21 @@ class OwnKeys:
 
     def are_own(self, bucket: str, keys: Sequence[str]) -> npt.NDArray[np.bool_]:
         """Of each key, whether a copy of it here is as good as upstream's."""
-        if not self._since:
+        if not self._since or not self.membership.holds_lease:
             return np.zeros(len(keys), dtype=np.bool_)
         own = np.ones(len(keys), dtype=np.bool_)
         for placement in self._since:
             names = np.array([member.name == self.name for member in placement.members])
             own &= names[placement.keepers(bucket, keys)]
         return own
+
+    def may_write_back(self, bucket: str, key: str) -> bool:
+        """Whether a chunk may lie here alone for a while: only on its keeper, which others surely ask for it."""
+        view = self.membership.view
+        if not self.membership.holds_lease or not view.members:
+            return False
+        placement = Placement(view)
+        return placement.members[int(placement.keepers(bucket, [key])[0])].name == self.name
 
     def _take(self, view: View) -> None:
         """Trust no key of which this server was not the keeper all along."""

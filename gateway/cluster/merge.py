@@ -161,8 +161,8 @@ class Merger:
         return self._whole[: window.nbytes].data
 
     async def take(self, window: Window, body: PortionBody, positions: Indices, first_group: int) -> None:
-        """Bring the slices of one portion to their places. Bytes of the portion before the window are passed over. Raises
-        what the portion failed with; then it may be taken again, from another body.
+        """Bring the slices of one portion to their places. Bytes of the portion before the window are passed over.
+        Raises what the portion failed with; then it may be taken again, from another body.
         """
         low, high = np.searchsorted(positions, (window.first, window.end)).tolist()
         if low == high:

@@ -158,6 +158,10 @@ class UpstreamHome:
             return None
         return None if self.cache.objects.is_damaged(bucket, key) else stored
 
+    def may_write_back(self, bucket: str, key: str) -> bool:
+        """Whether this server is the one that others ask for a chunk that upstream does not have yet."""
+        return self._own is None or self._own.may_write_back(bucket, key)
+
     async def put_chunk(self, request: PutRequest, body: Body) -> ObjectInfo:
         """Put a chunk upstream and into the cache, in this order, so that the cache never has what upstream lacks."""
         bucket, key = request.bucket, request.key
@@ -273,7 +277,7 @@ class CachedObjects:
             counted = CountedBody(body)
             try:
                 with self._write_back.room(request) as has_room:
-                    if has_room:
+                    if has_room and self._home.may_write_back(request.bucket, request.key):
                         return await self._write_back.put(request, counted)
                 return await self._home.put_chunk(request, counted)
             except ServerError as error:

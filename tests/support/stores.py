@@ -243,6 +243,10 @@ class KnownMembers:
     def changed_at(self) -> int:
         return self.view.number
 
+    @property
+    def holds_lease(self) -> bool:
+        return True
+
     def on_view(self, told: Callable[[View], None]) -> None:
         self._told.append(told)
 
