@@ -31,7 +31,7 @@ from descriptors.storage_api import (
 from descriptors.tracing import Phase
 from gateway.cluster.members import Members
 from gateway.cluster.merge import WINDOW_BYTES, Merger, PortionBody, Window, windows
-from gateway.cluster.split import Holding, cut_to, descriptor_of, matched_of, holdings, holdings_at
+from gateway.cluster.split import Holding, cut_to, descriptor_of, holdings, holdings_at, matched_of
 from gateway.storage_client import StaleViewError, StorageUnreachableError
 
 LEASE_S = 10.0

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import os
 import signal
 import subprocess
@@ -14,6 +15,7 @@ import numpy as np
 import pytest
 
 from adapters.membership import read_view
+from descriptors.cluster import Member, View
 from descriptors.descriptor import Delivery, Descriptor, OnMissing
 from descriptors.descriptor_codec import encode_binary
 from descriptors.errors import ChunkUnavailable, ObjectCacheError
@@ -36,8 +38,16 @@ def home(tmp_path_factory: pytest.TempPathFactory) -> Iterator[LocalStack]:
         yield running
 
 
+@pytest.fixture(scope="module")
+def calm(tmp_path_factory: pytest.TempPathFactory, home: LocalStack) -> Iterator[Cluster]:
+    """One whose servers no test harms; each test has a bucket of its own."""
+    with cluster(tmp_path_factory.mktemp("calm"), home.url) as running:
+        yield running
+
+
 @pytest.fixture
 def kv(tmp_path: Path, home: LocalStack) -> Iterator[Cluster]:
+    """One to kill and change."""
     with cluster(tmp_path, home.url) as running:
         yield running
 
@@ -60,25 +70,30 @@ def keepers_of(running: Cluster, bucket: str, keys: list[str] = KEYS) -> list[st
 
 
 @pytest.fixture
-def bucket(kv: Cluster, request: pytest.FixtureRequest) -> str:
-    name = f"chunks-{abs(hash(request.node.name)) % 10**9}"
-    s3_client(kv.gateways[0].url).create_bucket(Bucket=name)
+def bucket(home: LocalStack, request: pytest.FixtureRequest) -> str:
+    """At home, with a name of its own, which spreads KEYS over all three servers."""
+    digest = hashlib.sha256(request.node.name.encode()).hexdigest()[:16]
+    names = (f"chunks-{digest}-{number}" for number in range(100))
+    members = tuple(Member(name, f"http://{name}:1") for name in "abc")
+    placement = Placement(View("kv", 1, members))
+    name = next(name for name in names if len(set(placement.keepers(name, KEYS).tolist())) == 3)
+    s3_client(home.url).create_bucket(Bucket=name)
     return name
 
 
 @pytest.mark.parametrize("delivery", [Delivery.LAYER_MAJOR, Delivery.CHUNK_MAJOR])
-def test_a_prefix_comes_from_all_servers_through_any_gateway(kv: Cluster, bucket: str, delivery: Delivery) -> None:
-    assert set(keepers_of(kv, bucket)) == {"a", "b", "c"}
-    with kv.client(bucket) as client:
+def test_a_prefix_comes_from_all_servers_through_any_gateway(calm: Cluster, bucket: str, delivery: Delivery) -> None:
+    assert set(keepers_of(calm, bucket)) == {"a", "b", "c"}
+    with calm.client(bucket) as client:
         client.put_chunks(KEYS, list(CHUNKS))
         assert client.lookup(KEYS) == N
     for gateway in (0, 1):
-        with kv.client(bucket, gateway) as client:
+        with calm.client(bucket, gateway) as client:
             assert fetched(client, delivery=delivery) == expected(CHUNKS, delivery)
 
 
-def test_a_prefix_with_a_gap_ends_before_it(kv: Cluster, bucket: str) -> None:
-    with kv.client(bucket) as client:
+def test_a_prefix_with_a_gap_ends_before_it(calm: Cluster, bucket: str) -> None:
+    with calm.client(bucket) as client:
         client.put_chunks(KEYS[:5], list(CHUNKS[:5]))
         client.put_chunks(KEYS[6:], list(CHUNKS[6:]))
         assert client.lookup(KEYS) == 5
@@ -154,8 +169,8 @@ def test_a_deleted_chunk_is_gone_from_every_server(kv: Cluster, bucket: str) -> 
             fetched(client)
 
 
-def test_the_whole_s3_surface_goes_through_any_gateway(kv: Cluster, bucket: str) -> None:
-    first, second = (s3_client(gateway.url) for gateway in kv.gateways)
+def test_the_whole_s3_surface_goes_through_any_gateway(calm: Cluster, bucket: str) -> None:
+    first, second = (s3_client(gateway.url) for gateway in calm.gateways)
     for index in range(12):
         first.put_object(Bucket=bucket, Key=f"docs/{index}", Body=f"{index}".encode())
     page = second.list_objects_v2(Bucket=bucket, Prefix="docs/")
@@ -218,35 +233,39 @@ def deleted(client: Any, keys: list[str]) -> bool:
     return True
 
 
-def test_a_request_id_is_taken_once_in_the_cluster(kv: Cluster, bucket: str) -> None:
+def test_a_request_id_is_taken_once_in_the_cluster(calm: Cluster, bucket: str) -> None:
     """A descriptor that was carried out through one gateway is refused by the other, which has never seen it."""
-    with kv.client(bucket) as client:
+    with calm.client(bucket) as client:
         client.put_chunks(KEYS, list(CHUNKS))
     body = encode_binary(Descriptor(tuple(KEYS), LAYOUT.num_layers, 16, 20_000, request_id="once-and-only-once"))
     answers = [
-        request(gateway.url, "POST", f"/{bucket}?layerwise", body=body) for gateway in (*kv.gateways, kv.gateways[0])
+        request(gateway.url, "POST", f"/{bucket}?layerwise", body=body)
+        for gateway in (*calm.gateways, calm.gateways[0])
     ]
     assert [answer.status for answer in answers] == [200, 409, 409]
     assert answers[0].body in (expected(CHUNKS, Delivery.LAYER_MAJOR), expected(CHUNKS, Delivery.CHUNK_MAJOR))
     assert b"RequestReplayed" in answers[1].body
 
 
-def test_a_cancelled_request_is_not_carried_out_later(kv: Cluster, bucket: str) -> None:
-    with kv.client(bucket) as client:
+def test_a_cancelled_request_is_not_carried_out_later(calm: Cluster, bucket: str) -> None:
+    with calm.client(bucket) as client:
         client.put_chunks(KEYS, list(CHUNKS))
     request_id = "cancelled-before-it-came"
-    assert request(kv.gateways[0].url, "DELETE", f"/_objectcache/requests/{request_id}").status == 204
+    assert request(calm.gateways[0].url, "DELETE", f"/_objectcache/requests/{request_id}").status == 204
     body = encode_binary(Descriptor(tuple(KEYS), LAYOUT.num_layers, 16, 20_000, request_id=request_id))
-    assert request(kv.gateways[1].url, "POST", f"/{bucket}?layerwise", body=body).status == 409
+    assert request(calm.gateways[1].url, "POST", f"/{bucket}?layerwise", body=body).status == 409
 
 
-def test_strangers_and_other_clusters_are_refused(kv: Cluster, tmp_path: Path) -> None:
-    """A gateway of another cluster, and one with a members file from before the last change."""
-    (tmp_path / "other.toml").write_text(kv.file.read_text().replace('cluster = "kv"', 'cluster = "other"'))
-    kv.where = f"file:{tmp_path / 'other.toml'}"
-    stranger = kv.add_gateway()
-    stranger.start()
-    answer = request(stranger.url, "GET", "/")
+def test_strangers_and_other_clusters_are_refused(calm: Cluster, tmp_path: Path) -> None:
+    """A gateway of another cluster, which has the secret."""
+    (tmp_path / "other.toml").write_text(calm.file.read_text().replace('cluster = "kv"', 'cluster = "other"'))
+    other = Cluster(calm.directory, calm.upstream_url, f"file:{tmp_path / 'other.toml'}")
+    stranger = other.add_gateway()
+    try:
+        stranger.start()
+        answer = request(stranger.url, "GET", "/")
+    finally:
+        stranger.kill()
     assert (answer.status, b"cluster" in answer.body) == (403, True)
 
 
@@ -254,10 +273,8 @@ def test_strangers_and_other_clusters_are_refused(kv: Cluster, tmp_path: Path) -
     ("arguments", "problem"),
     [
         (("gateway",), "--storage or --cluster"),
-        (("gateway", "--storage", "unix:/x", "--cluster", "file:y"), "--storage or --cluster"),
         (("gateway", "--cluster", "etcd://x"), "--cluster etcd://x: must be"),
         (("gateway", "--cluster", "file:/nowhere/members.toml"), "members.toml: No such file"),
-        (("storage-server", "--data", "d", "--cluster", "file:y"), "--cluster and --name"),
         (("storage-server", "--data", "d", "--cluster", "file:y", "--name", "a"), "--cluster needs --upstream"),
     ],
 )

@@ -27,9 +27,16 @@ class Process:
     url: str = ""
 
     def start(self) -> None:
+        self.spawn()
+        self.wait_ready()
+
+    def spawn(self) -> None:
         command = [sys.executable, "-m", "objectcache.cli", *self.arguments]
         environment = {**os.environ, **self.environment}
         self.process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=environment, cwd=repository())
+
+    def wait_ready(self) -> None:
+        assert self.process is not None
         assert self.process.stdout is not None
         line = self.process.stdout.readline()
         assert READY in line, f"{self.arguments}: {line!r}, exit {self.process.poll()}"
@@ -136,10 +143,11 @@ def cluster(
         made.add_member(name)
     made.write_members()
     try:
-        for process in made.members.values():
-            process.start()
-        for _ in range(gateway_count):
-            made.add_gateway().start()
+        processes = [*made.members.values(), *(made.add_gateway() for _ in range(gateway_count))]
+        for process in processes:
+            process.spawn()
+        for process in processes:
+            process.wait_ready()
         yield made
     finally:
         made.close()

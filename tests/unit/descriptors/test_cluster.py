@@ -10,8 +10,8 @@ from hypothesis import strategies as st
 from descriptors.cluster import (
     ClusterError,
     Member,
-    ViewId,
     View,
+    ViewId,
     changed_members,
     member_fields,
     member_from_fields,

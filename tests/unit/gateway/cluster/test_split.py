@@ -17,7 +17,7 @@ from descriptors.notices import Mode
 from descriptors.placement import Placement
 from descriptors.storage_api import DeliveryStart
 from gateway.cluster.merge import Merger, PortionBody, Window, bytes_before, windows
-from gateway.cluster.split import cut_to, descriptor_of, matched_of, holdings, holdings_at
+from gateway.cluster.split import cut_to, descriptor_of, holdings, holdings_at, matched_of
 
 MEMBERS = tuple(Member(name, f"http://{name}:1") for name in "abc")
 PLACEMENT = Placement(View("kv", 1, MEMBERS))
