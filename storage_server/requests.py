@@ -137,9 +137,9 @@ class RequestTable:
             await asyncio.wait(self._running, timeout=timeout_s)
 
     async def cancel(self, access_key: str, request_id: str, now_s: float) -> None:
-        """Stop a request, with all its portions here, and wait until it has drained. An id that is not known yet is marked
-        as used, so that a request that arrives later, or a further portion of it, is refused: after this method returns,
-        nothing is written for the request.
+        """Stop a request, with all its portions here, and wait until it has drained. An id that is not known yet is
+        marked as used, so that a request that arrives later, or a further portion of it, is refused: after this method
+        returns, nothing is written for the request.
         """
         active = self._active.get((access_key, request_id))
         requests = [active] if active is not None else self._active_portions(access_key, request_id)

@@ -74,8 +74,8 @@ class EmbeddedStorage:
         wrap_destination: WrapDestination = unwrapped_destination,
         own: OwnKeys | None = None,
     ) -> None:
-        """In a cluster `own` says which keys this server is the keeper of. Raises ValueError without an upstream service,
-        which all members share.
+        """In a cluster `own` says which keys this server is the keeper of. Raises ValueError without an upstream
+        service, which all members share.
         """
         if own is not None and settings.upstream is None:
             raise ValueError("a cluster needs an upstream service, in front of which all its members stand")

@@ -48,7 +48,7 @@ class ClusterPrefixes:
         self._members = members
 
     async def lookup(self, access_key: str, bucket: str, request: LookupRequest) -> LookupAnswer:
-        """Each member counts its own chunks of the prefix. Advice assumes the rate at which the slowest portion comes."""
+        """Each member counts its own chunks of the prefix. Advice assumes the rate of the slowest portion."""
         keys, compute = request.chunk_keys, request.compute
         asked = None if compute is None else replace(compute, bytes_per_s=0.0)
 
@@ -274,8 +274,8 @@ class _Delivery:
         return _Portion(holding, body, first_layer, task)
 
     async def _replace(self, portion: _Portion, reason: ObjectCacheError, layer: int, position: int) -> list[_Portion]:
-        """Ask others for the chunks of a portion that failed, from this layer and this chunk of the prefix on. Raises the
-        reason where others would say the same.
+        """Ask others for the chunks of a portion that failed, from this layer and this chunk of the prefix on. Raises
+        the reason where others would say the same.
         """
         if isinstance(reason, ChunkUnavailable):
             raise _of_whole(reason, portion.holding) from None

@@ -68,8 +68,8 @@ def descriptor_of(
     first_layer: int = 0,
     attempt: int = 0,
 ) -> Descriptor:
-    """The descriptor for one portion of a delivery whose chunks are all known to be there. `mode` is that of the delivery
-    where it has begun.
+    """The descriptor for one portion of a delivery whose chunks are all known to be there. `mode` is that of the
+    delivery where it has begun.
     """
     positions = tuple(holding.positions.tolist())
     keys = whole.chunk_keys
