@@ -9,11 +9,13 @@ import base64
 import binascii
 import json
 import re
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 from typing import Annotated
 
 from pydantic import BaseModel, ConfigDict, Field
 
+from descriptors.cluster import MEMBERS_MAX
 from descriptors.descriptor import (
     ADDRESS_MAX,
     CHUNK_COUNT_MAX,
@@ -67,8 +69,12 @@ class Region:
 @dataclass(frozen=True, slots=True)
 class AgentRegistration:
     """An agent to register for `lifetime_s` seconds, with the regions that descriptors may name. Exactly one is given
-    of `metadata`, of a NIXL agent, and `shm_ticket`, of a connection over which shared memory was handed in. `host_id`,
-    where given, tells a server whether it is on the same host; only speed depends on it.
+    of `metadata`, of a NIXL agent, `shm_ticket`, of a connection over which shared memory was handed in, and
+    `shm_tickets`, of connections to several members of a cluster, by their names. `host_id`, where given, tells a
+    server whether it is on the same host; only speed depends on it.
+
+    In a cluster an agent that is registered already is made known to more members, under its `agent_id`: to those that
+    `shm_tickets` or `members` name.
     """
 
     metadata: bytes
@@ -76,6 +82,9 @@ class AgentRegistration:
     lifetime_s: float
     shm_ticket: str | None = None
     host_id: str = ""
+    shm_tickets: Mapping[str, str] = field(default_factory=dict)
+    agent_id: str | None = None
+    members: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -91,10 +100,15 @@ class AgentRenewal:
 
 @dataclass(frozen=True, slots=True)
 class AgentLease:
-    """The answer to a registration: the agent id for descriptors, and the end of the lease (Unix seconds)."""
+    """The answer to a registration: the agent id for descriptors, and the end of the lease (Unix seconds). In a cluster
+    `unknown_to` names the members that do not know the agent, since they have joined or restarted, and `unreached`
+    those that could not be told.
+    """
 
     agent_id: str
     expires_at: float
+    unknown_to: tuple[str, ...] = ()
+    unreached: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -117,11 +131,12 @@ class SchedulerStatus:
 class Transports:
     """The transports besides http that a server offers. `shm_socket` is the abstract Unix socket at which memory is
     handed in. It can be reached from the server's own host only; a client that reaches it knows that it is on that
-    host.
+    host. A cluster has `shm_sockets` instead, by the names of its members, where all of them offer shm.
     """
 
     ucx: bool
     shm_socket: str | None
+    shm_sockets: Mapping[str, str] = field(default_factory=dict)
 
 
 class _Model(BaseModel):
@@ -141,12 +156,16 @@ class _RegionModel(_Model):
     device: str = "cpu"
 
 
+_Ticket = Annotated[str, Field(min_length=1, max_length=64)]
 _Lifetime = Annotated[float, Field(gt=0, le=AGENT_LIFETIME_S_MAX, allow_inf_nan=False)]
 
 
 class _RegistrationModel(_Model):
     metadata: str | None = None
-    shm_ticket: Annotated[str, Field(min_length=1, max_length=64)] | None = None
+    shm_ticket: _Ticket | None = None
+    shm_tickets: Annotated[dict[str, _Ticket], Field(max_length=MEMBERS_MAX)] = {}
+    agent_id: str | None = None
+    members: Annotated[list[str], Field(max_length=MEMBERS_MAX)] = []
     host_id: Annotated[str, Field(max_length=64)] = ""
     regions: Annotated[list[_RegionModel], Field(min_length=1, max_length=AGENT_REGIONS_MAX, fail_fast=True)]
     lifetime_s: _Lifetime
@@ -176,10 +195,19 @@ def parse_lookup(body: bytes) -> LookupRequest:
 def parse_registration(body: bytes) -> AgentRegistration:
     """A registration's body. Raises CallerError(InvalidArgument), which names the field."""
     model = parse_body(_RegistrationModel, body, _refuse)
-    if (model.metadata is None) == (model.shm_ticket is None):
-        raise _refuse("metadata", "or shm_ticket is needed, and not both")
+    if [model.metadata is None, model.shm_ticket is None, not model.shm_tickets].count(False) != 1:
+        raise _refuse("metadata", "or shm_ticket or shm_tickets is needed, and only one of them")
+    if model.agent_id is not None:
+        require_name(model.agent_id, "agent_id")
     return AgentRegistration(
-        _metadata(model.metadata) or b"", _regions(model.regions), model.lifetime_s, model.shm_ticket, model.host_id
+        _metadata(model.metadata) or b"",
+        _regions(model.regions),
+        model.lifetime_s,
+        model.shm_ticket,
+        model.host_id,
+        model.shm_tickets,
+        model.agent_id,
+        tuple(model.members),
     )
 
 
@@ -222,7 +250,13 @@ def registration_body(request: AgentRegistration) -> bytes:
         "regions": [_region_fields(region) for region in request.regions],
         "lifetime_s": request.lifetime_s,
     }
-    if request.shm_ticket is not None:
+    if request.agent_id is not None:
+        fields["agent_id"] = request.agent_id
+    if request.members:
+        fields["members"] = list(request.members)
+    if request.shm_tickets:
+        fields["shm_tickets"] = dict(request.shm_tickets)
+    elif request.shm_ticket is not None:
         fields["shm_ticket"] = request.shm_ticket
     else:
         fields["metadata"] = base64.b64encode(request.metadata).decode()

@@ -169,11 +169,14 @@ class Moved:
 
 @dataclass(frozen=True, slots=True)
 class DeliveryOutcome:
-    """The successful end of a descriptor GET. `transferred_bytes` is the count of the transport itself."""
+    """The successful end of a descriptor GET. `transferred_bytes` is the count of the transport itself. `given_up`
+    names storage servers of a cluster that may still write the bytes that others have brought in their place.
+    """
 
     start: DeliveryStart
     transferred_bytes: int
     timing: DeliveryTiming
+    given_up: tuple[str, ...] = ()
 
     @property
     def moved(self) -> Moved:
@@ -375,8 +378,10 @@ class PrefixesApi(Protocol):
         CallerError(RequestReplayed) where it was taken before.
         """
 
-    async def cancel(self, access_key: str, request_id: str) -> None:
-        """Returns when nothing of the request is in flight. An id that was not used yet is marked as used."""
+    async def cancel(self, access_key: str, request_id: str, given_up: tuple[str, ...] = ()) -> None:
+        """Returns when nothing of the request is in flight. An id that was not used yet is marked as used. In a cluster
+        `given_up` names members that may be none any more, and that must answer, too.
+        """
 
 
 class AgentsApi(Protocol):

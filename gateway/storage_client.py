@@ -189,7 +189,7 @@ class Peer:
         try:
             yield
         except StorageUnreachableError as lost:
-            if request_id is None:
+            if request_id is None or lost.never_connected:
                 raise
             cancel = CALLS["prefixes.cancel"]
             try:

@@ -87,10 +87,15 @@ class AgentTable:
         raise ServerError(ErrorCode.SLOW_DOWN, problem, field="regions", retryable=True)
 
     def add(self, access_key: str, peer: str, registration: AgentRegistration, now_s: float) -> RegisteredAgent:
-        """Register an agent whose name nobody holds. Raises what `check_name` raises."""
+        """Register an agent whose name nobody holds, under the id that the gateway of a cluster has given it, or a new
+        one. Raises what `check_name` raises, and CallerError(AgentConflict) where the id is another agent's.
+        """
         self.check_name(access_key, peer, now_s)
+        if registration.agent_id in self._by_id:
+            raise CallerError(ErrorCode.AGENT_CONFLICT, "the agent is registered already", field="agent_id")
         expires_s = now_s + registration.lifetime_s
-        agent = RegisteredAgent(secrets.token_hex(16), access_key, peer, registration.regions, expires_s)
+        agent_id = registration.agent_id or secrets.token_hex(16)
+        agent = RegisteredAgent(agent_id, access_key, peer, registration.regions, expires_s)
         self._by_id[agent.agent_id] = agent
         return agent
 

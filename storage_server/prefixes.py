@@ -98,8 +98,8 @@ class Prefixes:
         """Take a request id whose request is carried out elsewhere, or in portions."""
         self._requests.claim(access_key, require_request_id(request_id), time.monotonic())
 
-    async def cancel(self, access_key: str, request_id: str) -> None:
-        """Stop a request. Returns when nothing of the request is in flight."""
+    async def cancel(self, access_key: str, request_id: str, given_up: tuple[str, ...] = ()) -> None:
+        """Stop a request. Returns when nothing of the request is in flight here."""
         await self._requests.cancel(access_key, require_request_id(request_id), time.monotonic())
 
     def _body(self, access_key: str, sink: BodySink) -> HttpDestination:

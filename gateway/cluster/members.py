@@ -122,3 +122,8 @@ class Members:
             storage = self._storages.pop(endpoint, None)
             if storage is not None:
                 await storage.close()
+
+
+def nobody() -> ServerError:
+    """The error for a call that no member could carry out."""
+    return ServerError(ErrorCode.SLOW_DOWN, "no storage server can be reached", retryable=True, retry_after_s=1)

@@ -4,15 +4,13 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Awaitable, Callable, Sequence
-from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import TypeVar
 
 from adapters.phases import Phases, delivery_timing
-from descriptors.cluster import Member
 from descriptors.descriptor import Descriptor, OnMissing
-from descriptors.errors import CHUNK_CODES, CallerError, ChunkUnavailable, ErrorCode, ObjectCacheError, ServerError
+from descriptors.errors import CallerError, ChunkUnavailable, ErrorCode, ObjectCacheError, ServerError
 from descriptors.messages import LookupAnswer, LookupRequest
 from descriptors.notices import Mode
 from descriptors.objects import BodyDigests, PutRequest, ReadRequest
@@ -29,9 +27,10 @@ from descriptors.storage_api import (
     ObjectStored,
 )
 from descriptors.tracing import Phase
-from gateway.cluster.members import Members
+from gateway.cluster.members import Members, nobody
+from gateway.cluster.memory import MemoryDelivery, cancel_everywhere
 from gateway.cluster.merge import WINDOW_BYTES, Merger, PortionBody, Window, windows
-from gateway.cluster.split import Holding, cut_to, descriptor_of, holdings, holdings_at, matched_of
+from gateway.cluster.split import Holding, cut_to, descriptor_of, holdings, holdings_at, matched_of, of_whole
 from gateway.storage_client import StaleViewError, StorageUnreachableError
 
 LEASE_S = 10.0
@@ -69,10 +68,9 @@ class ClusterPrefixes:
         return LookupAnswer(matched, advise(matched, compute, min(rates, default=0.0)))
 
     async def deliver(self, access_key: str, bucket: str, descriptor: Descriptor, sink: BodySink) -> DeliveryOutcome:
-        """Have every member deliver its chunks, and merge their bodies. How many come is decided before."""
-        if descriptor.rdma_target is not None:
-            problem = "a cluster takes no registrations of memory; ask for the body instead"
-            raise CallerError(ErrorCode.NOT_IMPLEMENTED, problem, field="rdma_target")
+        """Have every member deliver its chunks: into the client's memory, or as bodies that are merged. How many come
+        is decided before.
+        """
         if descriptor.on_missing is OnMissing.PREFIX:
             matched = (await self.lookup(access_key, bucket, LookupRequest(descriptor.chunk_keys, LEASE_S))).matched
             if matched == 0:
@@ -80,6 +78,8 @@ class ClusterPrefixes:
             descriptor = cut_to(descriptor, matched)
         if descriptor.request_id is not None:
             await self.claim(access_key, descriptor.request_id)
+        if descriptor.rdma_target is not None:
+            return await MemoryDelivery(self._members, access_key, bucket, descriptor).run()
         delivery = _Delivery(self._members, access_key, bucket, descriptor)
         try:
             return await delivery.run(sink)
@@ -116,17 +116,11 @@ class ClusterPrefixes:
                 return await storage.prefixes.claim(access_key, request_id)
             except StorageUnreachableError:
                 self._members.failed(member)
-        raise _nobody()
+        raise nobody()
 
-    async def cancel(self, access_key: str, request_id: str) -> None:
-        """Stop every portion. A member that cannot be reached writes into nobody's memory."""
-
-        async def ask(member: Member) -> None:
-            storage = await self._members.storage(member)
-            with suppress(StorageUnreachableError):
-                await storage.prefixes.cancel(access_key, request_id)
-
-        await asyncio.gather(*map(ask, self._members.view.members))
+    async def cancel(self, access_key: str, request_id: str, given_up: tuple[str, ...] = ()) -> None:
+        """Stop every portion. Raises ServerError where a member cannot be asked, which may still write."""
+        await cancel_everywhere(self._members, access_key, request_id, given_up)
 
     async def _of_each(
         self, bucket: str, keys: Sequence[str], ask: Callable[[Holding], Awaitable[_T]]
@@ -166,7 +160,7 @@ class ClusterPrefixes:
         try:
             return holdings_at(self._members.placement, bucket, keys, positions, without)
         except ValueError:
-            raise _nobody() from None
+            raise nobody() from None
 
 
 @dataclass(slots=True)
@@ -278,7 +272,7 @@ class _Delivery:
         the reason where others would say the same.
         """
         if isinstance(reason, ChunkUnavailable):
-            raise _of_whole(reason, portion.holding) from None
+            raise of_whole(reason, portion.holding.positions) from None
         if isinstance(reason, StaleViewError) and self._refreshed_count < REFRESHES_MAX:
             self._refreshed_count += 1
             await self._members.membership.refresh()
@@ -294,7 +288,7 @@ class _Delivery:
                 self._members.placement, self._bucket, self._descriptor.chunk_keys, positions, self._without
             )
         except ValueError:
-            raise _nobody() from reason
+            raise nobody() from reason
         begun = [await self._begin(holding, layer) for holding in others]
         at = self._portions.index(portion)
         self._portions[at : at + 1] = begun
@@ -309,17 +303,3 @@ def _modes_differ() -> ServerError:
 def _missing(index: int) -> ChunkUnavailable:
     field = f"chunk_keys[{index}]"
     return ChunkUnavailable(ErrorCode.NO_SUCH_CHUNK, f"{field} is not stored", field=field, index=index)
-
-
-def _nobody() -> ServerError:
-    return ServerError(ErrorCode.SLOW_DOWN, "no storage server can be reached", retryable=True, retry_after_s=1)
-
-
-def _of_whole(error: ChunkUnavailable, holding: Holding) -> ChunkUnavailable:
-    """The error with the index of the chunk in the whole prefix."""
-    if error.index is None or error.code not in CHUNK_CODES:
-        return error
-    index = int(holding.positions[error.index])
-    field = f"chunk_keys[{index}]"
-    message = error.message.replace(f"chunk_keys[{error.index}]", field)
-    return ChunkUnavailable(error.code, message, field=field, index=index, layer=error.layer)

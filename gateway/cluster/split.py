@@ -15,6 +15,7 @@ import numpy as np
 
 from descriptors.cluster import Member
 from descriptors.descriptor import PORTION_VERSION, Delivery, Descriptor, OnMissing, Portion
+from descriptors.errors import CHUNK_CODES, ChunkUnavailable
 from descriptors.notices import Mode
 from descriptors.placement import Indices, Placement
 
@@ -86,3 +87,13 @@ def descriptor_of(
 def cut_to(descriptor: Descriptor, chunk_count: int) -> Descriptor:
     """The descriptor of the first `chunk_count` chunks, which are stored."""
     return replace(descriptor, chunk_keys=descriptor.chunk_keys[:chunk_count], on_missing=OnMissing.FAIL)
+
+
+def of_whole(error: ChunkUnavailable, positions: Indices) -> ChunkUnavailable:
+    """A portion's error with the index of the chunk in the whole prefix."""
+    if error.index is None or error.code not in CHUNK_CODES:
+        return error
+    index = int(positions[error.index])
+    chunk_field = f"chunk_keys[{index}]"
+    message = error.message.replace(f"chunk_keys[{error.index}]", chunk_field)
+    return ChunkUnavailable(error.code, message, field=chunk_field, index=index, layer=error.layer)

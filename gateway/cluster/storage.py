@@ -10,12 +10,13 @@ from typing import Any, TypeVar, cast
 
 from descriptors.chunk_names import is_chunk_key
 from descriptors.cluster import Member
-from descriptors.errors import CallerError, ErrorCode, ServerError
+from descriptors.errors import ErrorCode
 from descriptors.messages import SchedulerStatus, Transports
 from descriptors.objects import NotDeleted
 from descriptors.peer_calls import CALLS, Form, PeerCall
 from descriptors.storage_api import AgentsApi, ObjectRead, ObjectsApi, PrefixesApi, UploadsApi
-from gateway.cluster.members import Members
+from gateway.cluster.agents import ClusterAgents
+from gateway.cluster.members import ALIVE_S, Members, nobody
 from gateway.cluster.prefixes import ClusterPrefixes
 from gateway.storage_client import StaleViewError, StorageUnreachableError
 
@@ -38,7 +39,7 @@ class ClusterStorage:
         self.objects = cast(ObjectsApi, _Role(members, "objects", {"delete_objects": _delete_objects}))
         self.uploads = cast(UploadsApi, _Role(members, "uploads", {}))
         self.prefixes: PrefixesApi = ClusterPrefixes(members)
-        self.agents: AgentsApi = cast(AgentsApi, _NoAgents())
+        self.agents: AgentsApi = ClusterAgents(members)
 
     @property
     def status(self) -> ClusterStorage:
@@ -54,12 +55,17 @@ class ClusterStorage:
         await self._members.close()
 
     async def transports(self, access_key: str) -> Transports:
-        """Only http: memory is registered with one storage server, not yet with all of a cluster."""
-        return Transports(ucx=False, shm_socket=None)
+        """The transports that every member offers which can be reached."""
+        found = await self._of_all("transports", access_key)
+        names = list(found)
+        sockets = {name: found[name].shm_socket for name in names if found[name].shm_socket is not None}
+        return Transports(
+            all(offered.ucx for offered in found.values()), None, sockets if len(sockets) == len(names) else {}
+        )
 
     async def scheduler(self, access_key: str) -> SchedulerStatus:
         """The settings of the first member that answers, and the deliveries of all that answer."""
-        found = await self._of_all("scheduler", access_key)
+        found = list((await self._of_all("scheduler", access_key)).values())
         first: SchedulerStatus = found[0]
         counts = ("layerwise_active", "layerwise_waiting", "chunkwise_active", "chunkwise_waiting", "queued_bytes")
         summed = {name: sum(getattr(status, name) for status in found) for name in counts}
@@ -71,34 +77,24 @@ class ClusterStorage:
         """None: each storage server tells its own."""
         return ""
 
-    async def _of_all(self, method: str, access_key: str) -> list[Any]:
+    async def _of_all(self, method: str, access_key: str) -> dict[str, Any]:
+        """The answers of the members that can be reached, by name. Raises ServerError(SlowDown) where none can."""
+        members = self._members.view.members
+
         async def ask(member: Member) -> Any:
             storage = await self._members.storage(member)
-            return await getattr(storage.status, method)(access_key)
+            async with asyncio.timeout(ALIVE_S):
+                return await getattr(storage.status, method)(access_key)
 
-        answers = await asyncio.gather(*map(ask, self._members.view.members), return_exceptions=True)
-        good = [answer for answer in answers if not isinstance(answer, BaseException)]
+        answers = await asyncio.gather(*map(ask, members), return_exceptions=True)
+        good = {
+            member.name: answer
+            for member, answer in zip(members, answers, strict=True)
+            if not isinstance(answer, BaseException)
+        }
         if not good:
-            raise _nobody()
+            raise nobody()
         return good
-
-
-class _NoAgents:
-    """Implements AgentsApi where nobody's memory can be registered."""
-
-    async def register_agent(self, *_: object) -> None:
-        raise _no_agents()
-
-    async def renew_agent(self, *_: object) -> None:
-        raise _no_agents()
-
-    async def delete_agent(self, *_: object) -> None:
-        raise _no_agents()
-
-
-def _no_agents() -> CallerError:
-    problem = "a cluster takes no registrations of memory; ask for the body instead"
-    return CallerError(ErrorCode.NOT_IMPLEMENTED, problem, field="rdma_target")
 
 
 Special = Callable[..., Awaitable[Any]]
@@ -178,7 +174,7 @@ async def _ask_in_turn(members: Members, call: PeerCall, arguments: dict[str, An
             continue
         members.succeeded(member)
         return result
-    raise lost or _nobody()
+    raise lost or nobody()
 
 
 @asynccontextmanager
@@ -209,11 +205,7 @@ async def _open_in_turn(
             continue
         members.succeeded(member)
         return read
-    raise lost or _nobody()
-
-
-def _nobody() -> ServerError:
-    return ServerError(ErrorCode.SLOW_DOWN, "no storage server can be reached", retryable=True, retry_after_s=1)
+    raise lost or nobody()
 
 
 async def _delete_objects(members: Members, access_key: str, bucket: str, keys: Sequence[str]) -> list[NotDeleted]:

@@ -21,6 +21,7 @@ from descriptors.headers import (
     RATE_HEADER,
     RDMA_BYTES_HEADER,
     RDMA_REPLY_HEADER,
+    UNSETTLED_HEADER,
 )
 from descriptors.messages import (
     AGENT_METADATA_BYTES_MAX,
@@ -65,7 +66,8 @@ async def lookup(call: Call) -> web.StreamResponse:
 async def transports(call: Call) -> web.StreamResponse:
     """GET /_objectcache/transports: the transports that the storage server offers."""
     offered = await call.storage.status.transports(call.access_key)
-    return _json({"ucx": offered.ucx, "shm_socket": offered.shm_socket})
+    of_members = {"shm_sockets": dict(offered.shm_sockets)} if offered.shm_sockets else {}
+    return _json({"ucx": offered.ucx, "shm_socket": offered.shm_socket, **of_members})
 
 
 async def scheduler(call: Call) -> web.StreamResponse:
@@ -91,7 +93,8 @@ async def delete_agent(call: Call) -> web.StreamResponse:
 
 async def cancel_request(call: Call) -> web.StreamResponse:
     """Cancel a request. Answers when every posted write has drained. An unknown id is marked as used."""
-    await call.storage.prefixes.cancel(call.access_key, _last_segment(call))
+    given_up = tuple(name for name in call.request.headers.get(UNSETTLED_HEADER, "").split(",") if name)
+    await call.storage.prefixes.cancel(call.access_key, _last_segment(call), given_up)
     return web.Response(status=204)
 
 
@@ -112,6 +115,8 @@ async def _deliver(call: Call, descriptor: Descriptor) -> web.StreamResponse:
     headers = _headers(outcome.start)
     headers[RDMA_REPLY_HEADER] = "200"
     headers[RDMA_BYTES_HEADER] = str(outcome.transferred_bytes)
+    if outcome.given_up:
+        headers[UNSETTLED_HEADER] = ",".join(outcome.given_up)
     return web.Response(headers=headers)
 
 
@@ -137,7 +142,9 @@ def _last_segment(call: Call) -> str:
 
 
 def _lease(lease: AgentLease) -> web.Response:
-    return _json({"agent_id": lease.agent_id, "expires_at": lease.expires_at})
+    of_members = {"unknown_to": list(lease.unknown_to), "unreached": list(lease.unreached)}
+    said = {name: members for name, members in of_members.items() if members}
+    return _json({"agent_id": lease.agent_id, "expires_at": lease.expires_at, **said})
 
 
 def _json(fields: dict[str, object]) -> web.Response:

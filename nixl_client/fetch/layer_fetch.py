@@ -10,6 +10,7 @@ from typing import Any
 
 from descriptors.descriptor import Descriptor
 from descriptors.errors import ErrorCode, ObjectCacheError, ServerError
+from descriptors.headers import UNSETTLED_HEADER
 from descriptors.notices import Mode, Notice
 from descriptors.storage_api import Grant
 from nixl_client.fetch.delivery_state import DeliveryState, ProtocolViolationError
@@ -75,6 +76,11 @@ class LayerFetch:
         self._timing = Timing(0.0, 0.0, 0.0, 0.0)
         self._began_s = time.monotonic()
         self._settled = False
+        self._is_answered = False
+        self.given_up = ""
+        """Names of storage servers of a cluster that were given up, with commas between. They may still write bytes
+        that are in the buffer already. Another fetch into it has them asked first, and fails where they cannot be.
+        """
         self._violation: ProtocolViolationError | None = None
 
     def wait_admitted(self, timeout_s: float | None = None) -> tuple[Mode, int]:
@@ -94,9 +100,14 @@ class LayerFetch:
             return Layer(layer_index, chunk_count, data, self._ready_at_s[layer_index])
 
     def wait(self, timeout_s: float | None = None) -> FetchResult:
-        """Block until every layer is complete and the request is answered; then the buffer is the caller's again."""
+        """Block until every layer is complete and the request is answered. Then the buffer is the caller's again, but
+        where `given_up` names a server of a cluster that may still write the same bytes: there when the fetch is
+        settled.
+        """
         with self._changed:
-            self._wait_for(lambda: self._state.is_complete and self._settled, timeout_s, "the fetch is not finished")
+            self._wait_for(
+                lambda: self._state.is_complete and self._is_answered, timeout_s, "the fetch is not finished"
+            )
             mode, chunk_count = self._shape()
             return FetchResult(mode, chunk_count, self._transferred_bytes, self._timing)
 
@@ -143,6 +154,14 @@ class LayerFetch:
     def __exit__(self, *_: object) -> None:
         self.cancel()
 
+    def shares_memory_with(self, other: LayerFetch) -> bool:
+        """Whether the two fetches fill some of the same bytes."""
+        here, there = self._buffer.memory, other._buffer.memory
+        start, other_start = here.address + self._offset, there.address + other._offset
+        end = start + self.descriptor.delivery_bytes
+        other_end = other_start + other.descriptor.delivery_bytes
+        return here.device == there.device and start < other_end and other_start < end
+
     def host_view(self) -> memoryview:
         """The payload's part of the buffer. Raises ValueError for device memory."""
         return self._buffer.host_view()[self._offset : self._offset + self.descriptor.delivery_bytes]
@@ -184,8 +203,11 @@ class LayerFetch:
         """The request was answered with success, and with these headers; reading the body took `body_s`."""
         self._transferred_bytes = transferred_bytes
         self._timing = split_time(time.monotonic() - self._began_s, headers, body_s)
+        self.given_up = headers.get(UNSETTLED_HEADER, "")
+        self._is_answered = True
         self._update(lambda: self._state.answer(mode, chunk_count))
-        self.settle()
+        if not self.given_up:
+            self.settle()
 
     def wait_reported(self, layer_count: int, timeout_s: float) -> None:
         """Block until that many layers are complete or the storage side has reported a failure, or for `timeout_s`."""
@@ -210,7 +232,7 @@ class LayerFetch:
     def settle(self) -> None:
         """Nothing writes into the buffer any more."""
         with self._changed:
-            self._settled = True
+            self._settled = self._is_answered = True
             if not self._state.is_complete:
                 self._state.fail(ServerError(ErrorCode.CANCELLED, "the fetch was cancelled"))
             self._changed.notify_all()

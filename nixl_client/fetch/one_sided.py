@@ -5,12 +5,13 @@ answer to the request comes last.
 from __future__ import annotations
 
 import logging
+import threading
 import time
 from dataclasses import replace
 
 from descriptors.descriptor_codec import encode_binary
 from descriptors.errors import ErrorCode, ObjectCacheError, ServerError
-from descriptors.headers import RDMA_BYTES_HEADER, REQUESTS_PATH
+from descriptors.headers import RDMA_BYTES_HEADER, REQUESTS_PATH, UNSETTLED_HEADER
 from nixl_client.fetch.delivery_state import payload_shape
 from nixl_client.fetch.layer_fetch import LayerFetch
 from nixl_client.session.agent import GONE, ClientAgent
@@ -32,6 +33,9 @@ class OneSidedFetches:
     def __init__(self, http: SignedHttp, agent: ClientAgent) -> None:
         self._http = http
         self.agent = agent
+        self._lock = threading.Lock()
+        self._left_open: list[LayerFetch] = []
+        """Fetches that have ended well, but for a server that was given up and may still write."""
 
     def run(self, fetch: LayerFetch) -> None:
         """POST the descriptor; its answer comes when every write is done. A descriptor whose delivery may have started
@@ -39,9 +43,13 @@ class OneSidedFetches:
         """
         self.agent.receiver.listen(fetch.request_id, fetch.on_notice)
         try:
+            self._settle_before(fetch)
             answer = self._post(fetch)
             headers = answer.headers
             fetch.on_answer(*payload_shape(headers), int(headers[RDMA_BYTES_HEADER]), headers)
+            if fetch.given_up:
+                with self._lock:
+                    self._left_open.append(fetch)
         except UnansweredError as error:
             self._end_unanswered(fetch, error)
         except ObjectCacheError as error:
@@ -54,6 +62,21 @@ class OneSidedFetches:
             self._end_unanswered(fetch, ServerError(ErrorCode.INTERNAL_ERROR, f"the client failed: {error}"))
         finally:
             self.agent.receiver.stop_listening(fetch.request_id)
+
+    def _settle_before(self, fetch: LayerFetch) -> None:
+        """Have servers that were given up drain, where they may write into this fetch's memory. Raises ServerError
+        where one cannot be asked: then the memory must be given up, too.
+        """
+        with self._lock:
+            mine = [other for other in self._left_open if not other.is_settled and other.shares_memory_with(fetch)]
+        for other in mine:
+            try:
+                self.cancel(other)
+            except ObjectCacheError as error:
+                problem = f"{other.given_up} may still write into this buffer, and cannot be asked; take another one"
+                raise ServerError(ErrorCode.TARGET_UNREACHABLE, problem, field="rdma_target") from error
+        with self._lock:
+            self._left_open = [other for other in self._left_open if not other.is_settled]
 
     def _end_unanswered(self, fetch: LayerFetch, error: ObjectCacheError) -> None:
         """No answer came. A server that has sent `done` writes into the buffer no more. Otherwise it is asked to
@@ -78,7 +101,8 @@ class OneSidedFetches:
         """Have the server stop the fetch; it answers when nothing is in flight. Raises ObjectCacheError when the server
         cannot be asked.
         """
-        self._http.request("DELETE", f"{REQUESTS_PATH}/{fetch.request_id}")
+        headers = {UNSETTLED_HEADER: fetch.given_up} if fetch.given_up else None
+        self._http.request("DELETE", f"{REQUESTS_PATH}/{fetch.request_id}", headers=headers)
         fetch.settle()
 
     def _post(self, fetch: LayerFetch) -> Answer:

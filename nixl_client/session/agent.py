@@ -13,18 +13,18 @@ import logging
 import os
 import threading
 import uuid
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from adapters.interfaces import UnknownInterfaceError
 from adapters.nixl_agent import NixlFailure, is_available
-from descriptors.errors import ErrorCode, ObjectCacheError
+from descriptors.errors import ErrorCode, ObjectCacheError, ServerError
 from descriptors.headers import AGENTS_PATH, TRANSPORTS_PATH
 from descriptors.messages import AgentRenewal, Region, registration_body, renewal_body
 from nixl_client.session.shared import Shared
 from nixl_client.session.signed_http import Account, SignedHttp
 from nixl_client.transports.buffers import Buffer
 from nixl_client.transports.receiver import Receiver
-from nixl_client.transports.shm import ShmReceiver
+from nixl_client.transports.shm import SINGLE, ShmReceiver, ShmUnavailableError
 from nixl_client.transports.transport import Transport
 from nixl_client.transports.ucx import UcxReceiver
 
@@ -200,7 +200,7 @@ class _SharedAgent:
             return
         try:
             if self._regions and self._agent_id is not None:
-                self._announce(http)
+                self._announce(http, ends_regions=True)
             else:
                 self._deregister(http)
         except BaseException:  # not released: the server may still write into them
@@ -209,24 +209,50 @@ class _SharedAgent:
         for region_id in ended:
             self.receiver.withdraw(region_id)
 
-    def _announce(self, http: SignedHttp) -> None:
-        """Register, or renew with the regions as they are now."""
+    def _region_list(self) -> list[Region]:
         memories = [(region_id, known.buffer.memory) for region_id, known in self._regions.items()]
-        regions = [Region(region_id, memory.address, memory.nbytes, memory.device) for region_id, memory in memories]
+        return [Region(region_id, memory.address, memory.nbytes, memory.device) for region_id, memory in memories]
+
+    def _announce(self, http: SignedHttp, *, ends_regions: bool = False) -> None:
+        """Register, or renew with the regions as they are now. With `ends_regions`, every server must have heard it.
+        Raises ObjectCacheError.
+        """
+        regions = self._region_list()
+        unreached: tuple[str, ...] = ()
         if self._agent_id is not None:
-            self._renew(http, self.receiver.renewal(regions, self._lifetime_s))
+            unreached = self._renew(http, self.receiver.renewal(regions, self._lifetime_s))
+        if unreached and ends_regions:
+            problem = f"the storage server {unreached[0]} could not be told, and may still write"
+            raise ServerError(ErrorCode.SLOW_DOWN, problem, retryable=True)
         if self._agent_id is None:
             body = registration_body(self.receiver.registration(regions, self._lifetime_s))
             answer = self.receiver.call_and_connect(lambda: http.request("POST", AGENTS_PATH, body=body))
             self._agent_id = answer.json()["agent_id"]
 
-    def _renew(self, http: SignedHttp, renewal: AgentRenewal) -> None:
+    def _renew(self, http: SignedHttp, renewal: AgentRenewal) -> tuple[str, ...]:
+        """Renew, and make the agent known to members of a cluster that do not know it. Returns the names of those that
+        could not be told.
+        """
         try:
-            http.request("POST", f"{AGENTS_PATH}/{self._agent_id}", body=renewal_body(renewal))
+            answer = http.request("POST", f"{AGENTS_PATH}/{self._agent_id}", body=renewal_body(renewal)).json()
         except ObjectCacheError as error:
             if error.code not in GONE:
                 raise
             self._agent_id = None
+            return ()
+        if answer.get("unknown_to"):
+            self._introduce(http, answer["unknown_to"])
+        return tuple(answer.get("unreached", ()))
+
+    def _introduce(self, http: SignedHttp, names: list[str]) -> None:
+        """A member that does not take us gets no portions: the others bring them."""
+        try:
+            introduction = self.receiver.introduction(self._region_list(), self._lifetime_s, names)
+            if introduction.shm_tickets or introduction.members:
+                body = registration_body(replace(introduction, agent_id=self._agent_id))
+                self.receiver.call_and_connect(lambda: http.request("POST", AGENTS_PATH, body=body))
+        except (ObjectCacheError, ShmUnavailableError, NixlFailure) as error:
+            _log.warning("the agent could not be made known to %s: %s", ", ".join(names), error)
 
     def _keep_renewing(self) -> None:
         while not self._closing.wait(self._lifetime_s / 3):
@@ -258,7 +284,7 @@ class _SharedAgent:
 def _make_receiver(transport: Transport, http: SignedHttp) -> Receiver:
     """Raises ImportError or NixlFailure where ucx cannot run."""
     if transport is Transport.SHM:
-        return ShmReceiver(lambda: _shm_socket(http))
+        return ShmReceiver(lambda: _shm_sockets(http))
     if not is_available():
         raise ImportError("NIXL is not installed: pip install 'objectcache[ucx]'")
     try:
@@ -267,9 +293,12 @@ def _make_receiver(transport: Transport, http: SignedHttp) -> Receiver:
         raise NixlFailure(f"no interface leads to the server: {error}") from error
 
 
-def _shm_socket(http: SignedHttp) -> str | None:
-    address = http.request("GET", TRANSPORTS_PATH).json().get("shm_socket")
-    return None if address is None else str(address)
+def _shm_sockets(http: SignedHttp) -> dict[str, str]:
+    """The socket of the storage server, or those of a cluster's members by name; none where shm is off."""
+    offered = http.request("GET", TRANSPORTS_PATH).json()
+    if offered.get("shm_socket") is not None:
+        return {SINGLE: str(offered["shm_socket"])}
+    return {str(name): str(address) for name, address in offered.get("shm_sockets", {}).items()}
 
 
 _agents: Shared[_AgentKey, _SharedAgent] = Shared()

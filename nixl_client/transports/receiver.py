@@ -24,6 +24,9 @@ class Receiver(Protocol):
     def registration(self, regions: Sequence[Region], lifetime_s: float) -> AgentRegistration:
         """The message that registers us with these regions, all of which have been offered."""
 
+    def introduction(self, regions: Sequence[Region], lifetime_s: float, names: Sequence[str]) -> AgentRegistration:
+        """The message that makes us known to these members of a cluster, where others know us already."""
+
     def renewal(self, regions: Sequence[Region], lifetime_s: float) -> AgentRenewal:
         """The message that says which regions there are now."""
 

@@ -7,7 +7,7 @@ import logging
 import queue
 import socket
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import TypeVar
 
 from descriptors.messages import AgentRegistration, AgentRenewal, Region
@@ -29,32 +29,38 @@ class NoShmError(ShmUnavailableError):
     """The server has no shm transport."""
 
 
+SINGLE = ""
+"""Stands in place of a member's name where one storage server has the only socket."""
+
+
 class ShmReceiver:
-    """One connection at a time to the Unix socket that `find_socket` names (None: the server has no shm transport),
-    made when it is first needed. A ticket serves one registration. The next registration gets a new connection, over
-    which all memory is offered again.
+    """A connection to each Unix socket that `find_sockets` names, by the name of its storage server (none where the
+    transport is off), made when it is first needed. A ticket serves one registration. The next registration gets new
+    connections, over which all memory is offered again.
     """
 
-    def __init__(self, find_socket: Callable[[], str | None]) -> None:
-        self._find_socket = find_socket
+    def __init__(self, find_sockets: Callable[[], Mapping[str, str]]) -> None:
+        self._find_sockets = find_sockets
         self._lock = threading.RLock()
         self._offered: dict[str, SharedMemory] = {}
-        self._connection: _Connection | None = None
-        self._is_ticket_used = False
+        self._connections: dict[str, _Connection] = {}
         self._listeners: dict[str, Callable[[Notice], None]] = {}
 
     def offer(self, region_id: str, buffer: Buffer) -> None:
-        """Hand a whole allocation over to the server. Raises ShmUnavailableError."""
+        """Hand a whole allocation over to every server. Raises ShmUnavailableError."""
         shared = find(buffer.memory)
         if shared is None:
             raise ShmUnavailableError("the shm transport needs a buffer of allocate_buffer")
         with self._lock:
-            connection = self._current(with_ticket=False)
-            try:
-                connection.hand_over(region_id, shared)
-            except ConnectionError:  # the server has restarted, or has forgotten us
-                connection.has_ended = True
-                self._current(with_ticket=False).hand_over(region_id, shared)
+            self._connect(with_tickets=False)
+            for name in list(self._connections):
+                try:
+                    self._connections[name].hand_over(region_id, shared)
+                except ConnectionError:  # the server has restarted, or has forgotten us
+                    self._connections[name].has_ended = True
+                    self._connect(with_tickets=False)
+                    if name in self._connections:
+                        self._connections[name].hand_over(region_id, shared)
             self._offered[region_id] = shared
 
     def withdraw(self, region_id: str) -> None:
@@ -64,9 +70,21 @@ class ShmReceiver:
     def registration(self, regions: Sequence[Region], lifetime_s: float) -> AgentRegistration:
         """Raises ShmUnavailableError."""
         with self._lock:
-            connection = self._current(with_ticket=True)
-            self._is_ticket_used = True
-            return AgentRegistration(b"", tuple(regions), lifetime_s, connection.ticket)
+            self._connect(with_tickets=True)
+            return self._registration(regions, lifetime_s, list(self._connections))
+
+    def introduction(self, regions: Sequence[Region], lifetime_s: float, names: Sequence[str]) -> AgentRegistration:
+        """Connections to servers that do not know us are made anew."""
+        with self._lock:
+            for name in names:
+                connection = self._connections.pop(name, None)
+                if connection is not None:
+                    connection.close()
+            addresses = self._find_sockets()
+            wanted = [name for name in names if name in addresses]
+            for name in wanted:
+                self._connections[name] = self._connected(addresses[name])
+            return self._registration(regions, lifetime_s, wanted)
 
     def renewal(self, regions: Sequence[Region], lifetime_s: float) -> AgentRenewal:
         return AgentRenewal(lifetime_s, None, tuple(regions))
@@ -74,8 +92,8 @@ class ShmReceiver:
     def on_forgotten(self) -> None:
         """The server closes the connection of a client that it has forgotten: close our end."""
         with self._lock:
-            connection, self._connection = self._connection, None
-        if connection is not None:
+            connections, self._connections = self._connections, {}
+        for connection in connections.values():
             connection.close()
 
     def call_and_connect(self, register: Callable[[], _T]) -> _T:
@@ -91,15 +109,32 @@ class ShmReceiver:
     def stop(self) -> None:
         self.on_forgotten()
 
-    def _current(self, *, with_ticket: bool) -> _Connection:
-        """The connection. A new one is made where it has ended, or where a ticket is wanted and its ticket is used."""
-        connection = self._connection
-        if connection is not None and not connection.has_ended and not (with_ticket and self._is_ticket_used):
-            return connection
-        if connection is not None:
-            connection.close()
-        self._connection = connection = _Connection(self._find_socket(), self._on_notice)
-        self._is_ticket_used = False
+    def _registration(self, regions: Sequence[Region], lifetime_s: float, names: Sequence[str]) -> AgentRegistration:
+        tickets = {name: self._connections[name].use_ticket() for name in names}
+        if set(tickets) == {SINGLE}:
+            return AgentRegistration(b"", tuple(regions), lifetime_s, tickets[SINGLE])
+        return AgentRegistration(b"", tuple(regions), lifetime_s, shm_tickets=tickets)
+
+    def _connect(self, *, with_tickets: bool) -> None:
+        """Make the connections that are missing: where one has ended, and all where tickets are wanted and one of them
+        is used. Raises ShmUnavailableError where a server cannot be reached.
+        """
+        before = len(self._connections)
+        is_used = with_tickets and any(connection.is_ticket_used for connection in self._connections.values())
+        for name in [name for name, connection in self._connections.items() if is_used or connection.has_ended]:
+            self._connections.pop(name).close()
+        if self._connections and len(self._connections) == before:
+            return
+        addresses = self._find_sockets()
+        if not addresses:
+            raise NoShmError("the server has no shm transport")
+        for name, address in addresses.items():
+            if name not in self._connections:
+                self._connections[name] = self._connected(address)
+
+    def _connected(self, address: str) -> _Connection:
+        """A new connection, over which all memory is offered."""
+        connection = _Connection(address, self._on_notice)
         for region_id, shared in self._offered.items():
             connection.hand_over(region_id, shared)
         return connection
@@ -117,9 +152,10 @@ class ShmReceiver:
 class _Connection:
     """A connection and the thread that reads it. Raises ShmUnavailableError where no such server is on this host."""
 
-    def __init__(self, address: str | None, on_notice: Callable[[Notice], None]) -> None:
-        if address is None or not address.startswith("@"):
+    def __init__(self, address: str, on_notice: Callable[[Notice], None]) -> None:
+        if not address.startswith("@"):
             raise NoShmError("the server has no shm transport")
+        self.is_ticket_used = False
         self._on_notice = on_notice
         self._replies: queue.SimpleQueue[bytes] = queue.SimpleQueue()
         self._socket = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
@@ -134,6 +170,11 @@ class _Connection:
         self.has_ended = False
         self._thread = threading.Thread(target=self._read, name="objectcache-shm", daemon=True)
         self._thread.start()
+
+    def use_ticket(self) -> str:
+        """The ticket, which serves one registration."""
+        self.is_ticket_used = True
+        return self.ticket
 
     def hand_over(self, region_id: str, shared: SharedMemory) -> None:
         """Hand memory over. Raises ShmUnavailableError where the server refuses it, ConnectionError where it has closed

@@ -14,6 +14,7 @@ import time
 import uuid
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
+from dataclasses import replace
 from typing import Any, TypeVar
 
 from adapters.interfaces import interface_towards, ucx_devices
@@ -53,6 +54,9 @@ class UcxReceiver:
 
     def registration(self, regions: Sequence[Region], lifetime_s: float) -> AgentRegistration:
         return AgentRegistration(self._thread.metadata(), tuple(regions), lifetime_s, host_id=host_id())
+
+    def introduction(self, regions: Sequence[Region], lifetime_s: float, names: Sequence[str]) -> AgentRegistration:
+        return replace(self.registration(regions, lifetime_s), members=tuple(names))
 
     def renewal(self, regions: Sequence[Region], lifetime_s: float) -> AgentRenewal:
         return AgentRenewal(lifetime_s, self._thread.metadata(), tuple(regions))

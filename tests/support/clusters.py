@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import os
 import signal
@@ -11,6 +12,8 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from descriptors.cluster import ViewId
+from gateway.storage_client import RemoteStorage
 from nixl_client.client import ObjectCacheClient
 from tests.support.requests import OWNER
 from tests.support.servers import CONFIG, READY
@@ -117,6 +120,24 @@ class Cluster:
             **options,  # type: ignore[arg-type]
         )
 
+    def metrics(self, name: str) -> str:
+        """A member's metrics, as it tells them to gateways."""
+
+        async def ask() -> str:
+            storage = RemoteStorage(
+                f"unix:{self.socket(name)}", self.secret.read_text().strip().encode(), self._view_id
+            )
+            await storage.start()
+            try:
+                return await storage.status.metrics("")
+            finally:
+                await storage.close()
+
+        return asyncio.run(ask())
+
+    def _view_id(self) -> ViewId:
+        return ViewId("kv", self.number)
+
     def close(self) -> None:
         for process in [*self.gateways, *self.members.values()]:
             process.kill()
@@ -130,6 +151,7 @@ def cluster(
     gateway_count: int = 2,
     config: str = "",
     where: str | None = None,
+    storage_options: tuple[str, ...] = (),
 ) -> Iterator[Cluster]:
     """Storage servers of these names, and gateways, over an upstream service whose account is OWNER. They find each
     other by a members file, or as `where` says.
@@ -140,7 +162,7 @@ def cluster(
     (directory / "peer-secret").write_text("a secret of gateways and storage servers\n")
     (directory / "peer-secret").chmod(0o600)
     for name in names:
-        made.add_member(name)
+        made.add_member(name, *storage_options)
     made.write_members()
     try:
         processes = [*made.members.values(), *(made.add_gateway() for _ in range(gateway_count))]

@@ -1,0 +1,154 @@
+"""Deliveries into a client's registered memory: every member writes its own slices there by itself."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Coroutine
+from typing import Any
+
+from descriptors.cluster import Member
+from descriptors.descriptor import Descriptor
+from descriptors.errors import ChunkUnavailable, ErrorCode, ObjectCacheError, ServerError
+from descriptors.storage_api import DeliveryOutcome, DeliveryStart, DeliveryTiming
+from gateway.cluster.agents import UNKNOWN
+from gateway.cluster.members import Members, nobody
+from gateway.cluster.merge import STALL_S
+from gateway.cluster.split import Holding, descriptor_of, holdings, holdings_at, of_whole
+from gateway.storage_client import StaleViewError, StorageUnreachableError
+
+CANCEL_WAIT_S = 30.0
+
+
+class MemoryDelivery:
+    """One delivery. The client counts a layer as complete when each portion has reported it, by the portion's number;
+    so a portion keeps its number, whoever brings it. A member that was given up may still write, but only bytes that
+    are there already: the outcome names it, and the client must not use the memory for anything else before it has
+    drained.
+    """
+
+    def __init__(self, members: Members, access_key: str, bucket: str, descriptor: Descriptor) -> None:
+        self._members = members
+        self._access_key = access_key
+        self._bucket = bucket
+        self._descriptor = descriptor
+        self._given_up: set[str] = set()
+
+    async def run(self) -> DeliveryOutcome:
+        """Carry it out. When this raises, nothing is in flight any more; it raises ConnectionResetError, which ends the
+        client's connection without an answer, where that cannot be known.
+        """
+        without = set(self._members.unreachable)
+        portions = holdings(self._members.placement, self._bucket, self._descriptor.chunk_keys, without)
+        tasks = [
+            asyncio.create_task(self._bring(index, len(portions), holding, set(without)))
+            for index, holding in enumerate(portions)
+        ]
+        try:
+            outcomes = await asyncio.gather(*tasks)
+        except BaseException as error:
+            for task in tasks:
+                task.cancel()
+            await asyncio.wait(tasks)
+            stopping = asyncio.ensure_future(self._stop())
+            await asyncio.shield(stopping)
+            raise error
+        start = outcomes[0].start
+        if any(outcome.start.mode is not start.mode for outcome in outcomes):
+            problem = "the storage servers of the cluster choose different modes: they must have the same theta_bytes"
+            raise ServerError(ErrorCode.INTERNAL_ERROR, problem)
+        layout, chunk_count = self._descriptor.layout, self._descriptor.chunk_count
+        nbytes = layout.delivery_bytes(chunk_count)
+        whole = DeliveryStart(start.request_id, start.mode, chunk_count, nbytes, start.grant)
+        moved_bytes = sum(outcome.transferred_bytes for outcome in outcomes)
+        slowest = max(outcomes, key=lambda outcome: _total_s(outcome.timing))
+        return DeliveryOutcome(whole, moved_bytes, slowest.timing, tuple(sorted(self._given_up)))
+
+    async def _stop(self) -> None:
+        """Have every member drain what it writes. Raises ConnectionResetError where one cannot be asked."""
+        request_id = self._descriptor.request_id or ""
+        try:
+            await cancel_everywhere(self._members, self._access_key, request_id, tuple(self._given_up))
+        except ObjectCacheError as error:
+            raise ConnectionResetError("a storage server may still be moving bytes") from error
+
+    async def _bring(self, index: int, count: int, holding: Holding, without: set[str]) -> DeliveryOutcome:
+        """One portion, by its keepers' member or by those that stand in for it, one after the other."""
+        attempt, member = 0, holding.member
+        while True:
+            wanted = descriptor_of(self._descriptor, Holding(member, holding.positions), index, count, attempt=attempt)
+            storage = await self._members.storage(member)
+            call = storage.prefixes.deliver(self._access_key, self._bucket, wanted, None)  # type: ignore[arg-type]
+            try:
+                return await self._watched(member, call)
+            except ChunkUnavailable as error:
+                raise of_whole(error, holding.positions) from None
+            except StaleViewError:
+                await self._members.membership.refresh()
+                if attempt >= len(self._members.view.members):
+                    raise
+            except StorageUnreachableError:
+                self._members.failed(member)
+                without.add(member.name)
+            except ObjectCacheError as error:
+                if error.code not in UNKNOWN:
+                    raise
+                without.add(member.name)  # it has joined or restarted, and does not know the client's memory
+            attempt += 1
+            try:
+                first = holding.positions[:1]
+                keys = self._descriptor.chunk_keys
+                member = holdings_at(self._members.placement, self._bucket, keys, first, without)[0].member
+            except ValueError:
+                raise nobody() from None
+
+    async def _watched(self, member: Member, call: Coroutine[Any, Any, DeliveryOutcome]) -> DeliveryOutcome:
+        """The outcome of a call; the member is asked whether it is there whenever nothing has come for STALL_S. Raises
+        StorageUnreachableError where it is given up.
+        """
+        task = asyncio.ensure_future(call)
+        try:
+            while True:
+                done, _ = await asyncio.wait([task], timeout=STALL_S)
+                if done:
+                    break
+                await self._members.require_alive(member)
+            return task.result()
+        except StorageUnreachableError as error:
+            if not task.done():
+                self._given_up.add(member.name)
+            raise error
+        except ConnectionResetError as error:  # the call broke, and nobody says that its writes have drained
+            self._given_up.add(member.name)
+            raise StorageUnreachableError(error) from error
+        finally:
+            if not task.done():
+                task.cancel()
+                await asyncio.wait([task])
+
+
+async def cancel_everywhere(members: Members, access_key: str, request_id: str, given_up: tuple[str, ...]) -> None:
+    """Stop a request on every member, and on those that were given up. Raises ServerError(SlowDown) where one of them
+    cannot be asked: it may still write.
+    """
+    missing = [name for name in given_up if members.view.member(name) is None]
+    if missing:
+        raise _may_still_write(missing[0])
+
+    async def ask(member: Member) -> None:
+        storage = await members.storage(member)
+        try:
+            async with asyncio.timeout(CANCEL_WAIT_S):
+                await storage.prefixes.cancel(access_key, request_id)
+        except (StorageUnreachableError, TimeoutError) as error:
+            raise _may_still_write(member.name) from error
+
+    await asyncio.gather(*map(ask, members.view.members))
+
+
+def _may_still_write(name: str) -> ServerError:
+    problem = f"the storage server {name} cannot be asked, and may still write"
+    return ServerError(ErrorCode.SLOW_DOWN, problem, retryable=True, retry_after_s=1)
+
+
+def _total_s(timing: DeliveryTiming) -> float:
+    return timing.plan_s + timing.gather_s + timing.transfer_s + timing.wait_s
