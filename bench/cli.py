@@ -6,6 +6,7 @@ import argparse
 from collections.abc import Sequence
 
 from bench.experiments.aggregate.run import AGGREGATE
+from bench.experiments.cluster import CLUSTER
 from bench.experiments.concurrency import CONCURRENCY
 from bench.experiments.device.copies import COPIES
 from bench.experiments.device.recompute import RECOMPUTE
@@ -18,7 +19,9 @@ from bench.experiments.tiers.run import TIERS
 from bench.experiments.ttft.run import TTFT
 from bench.experiments.upstream import UPSTREAM
 
-EXPERIMENTS = (AGGREGATE, S3, LADDER, CONCURRENCY, SCHEDULER, TIERS, UPSTREAM, TTFT, OVERLAP, RECOMPUTE, COPIES, ENGINE)
+EXPERIMENTS = (
+    AGGREGATE, S3, LADDER, CONCURRENCY, SCHEDULER, TIERS, UPSTREAM, CLUSTER, TTFT, OVERLAP, RECOMPUTE, COPIES, ENGINE,
+)  # fmt: skip
 
 
 def run(arguments: Sequence[str]) -> int:

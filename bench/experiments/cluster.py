@@ -1,0 +1,274 @@
+"""`bench cluster`: one prefix from three storage servers, and from one, by the same gateway code, in the same rounds;
+what the split costs; and how long a delivery takes longer when a server is killed in it.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Iterator, Mapping
+from contextlib import ExitStack
+from dataclasses import dataclass
+from enum import Enum
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from bench.beds.clusters import Cluster
+from bench.beds.ours import Servers, target_of
+from bench.core import options
+from bench.core.experiment import Experiment, need_nixl, published
+from bench.core.plots import Chart, Kind, draw
+from bench.core.rounds import Side, Target, paired, sampled
+from bench.core.show import Json, Section, table, targets
+from calibration.content import Bytes, Content, VerificationError, make_content, verify_payload
+from calibration.samples import spread
+from calibration.servers import BUCKET
+from descriptors.cluster import Member, View
+from descriptors.descriptor import Delivery, Descriptor
+from descriptors.descriptor_codec import encode_binary
+from descriptors.layout import ChunkLayout
+from descriptors.placement import Placement
+from descriptors.units import GIB, KIB
+from gateway.cluster.split import descriptor_of, holdings
+from nixl_client.client import ObjectCacheClient, Transport
+
+TRANSPORTS = (Transport.SHM, Transport.UCX, Transport.HTTP)
+NAMES = ("a", "b", "c")
+FETCH_S = 120.0
+WARMING_FETCHES = 4
+"""Until the DRAM tiers have all of the prefix."""
+THREE_OVER_ONE_MIN = 0.9
+SPLIT_MS_MAX = 5.0
+REMARK = (
+    "Three servers, a gateway, their home and the client share the cores of this machine: three have no more of them."
+)
+
+
+class Servers3(Enum):
+    """How many storage servers bring the prefix."""
+
+    ONE = "one server"
+    THREE = "three servers"
+
+
+@dataclass(frozen=True, slots=True)
+class ClusterBenchSettings:
+    """What to measure. `split_chunks` is N of the split whose cost is measured."""
+
+    transports: tuple[Transport, ...] = options.choice("--transports", TRANSPORTS, TRANSPORTS)
+    chunk_count: int = options.chunk_count(512, 12, "of the prefix")
+    num_layers: int = options.num_layers(32, 4)
+    chunk_tokens: int = options.sized(16)
+    per_layer_chunk_bytes: int = options.slice_bytes(64 * KIB, 4 * KIB, "of a chunk")
+    split_chunks: int = options.count("--split-chunks", 3584, 64, text="chunks of the split whose cost is measured")
+    runs: int = options.runs(5)
+    kills: int = options.count("--kills", 5, 1, least=0, text="deliveries in which a server is killed")
+    seed: int = options.seed()
+    dram_bytes: int = options.sized(2 * GIB, GIB)
+    folder: Path | None = options.folder()
+
+    @property
+    def layout(self) -> ChunkLayout:
+        """L, G and S."""
+        return ChunkLayout(self.num_layers, self.chunk_tokens, self.per_layer_chunk_bytes)
+
+    @property
+    def nbytes(self) -> int:
+        """W."""
+        return self.layout.delivery_bytes(self.chunk_count)
+
+
+@dataclass
+class Prefix:
+    """A stored prefix, and a client with a buffer for it."""
+
+    client: ObjectCacheClient
+    keys: list[str]
+    content: Content
+    buffer: Bytes
+    layout: ChunkLayout
+
+    def fetch(self, kill: Any = None) -> float:
+        """Seconds of one layer-major fetch, every byte of which is compared. `kill` is called when the first layer is
+        there. Raises VerificationError.
+        """
+        self.buffer[:] = 0
+        began_s = time.monotonic()
+        fetch = self.client.fetch(self.keys, self.layout, self.buffer, delivery=Delivery.LAYER_MAJOR)
+        if kill is not None:
+            fetch.wait_layer(0, FETCH_S)
+            threading.Thread(target=kill).start()
+        fetch.wait(FETCH_S)
+        seconds = time.monotonic() - began_s
+        verify_payload(self.buffer, self.content, Delivery.LAYER_MAJOR)
+        return seconds
+
+
+def measure_cluster(settings: ClusterBenchSettings, origin: Mapping[str, Any]) -> Json:
+    """Everything; wrong bytes are the result's `problem`. Raises FAILURES."""
+    need_nixl(Transport.UCX in settings.transports, "--transports shm,http")
+    content = make_content(settings.chunk_count, settings.layout, settings.seed)
+    keys = [f"{settings.seed:08x}{index:056x}" for index in range(settings.chunk_count)]
+    measured: dict[str, Any] = {"transports": {}, "recovery": {}}
+    problem = None
+    with ExitStack() as stack:
+        servers = Servers(stack, settings.folder, "cluster")
+        home = target_of(servers.serve())
+        clusters = {
+            Servers3.ONE: Cluster(stack, servers.folder / "one", home, NAMES[:1], settings.dram_bytes),
+            Servers3.THREE: Cluster(stack, servers.folder / "three", home, NAMES, settings.dram_bytes),
+        }
+        with clusters[Servers3.ONE].client(BUCKET, Transport.HTTP) as client:
+            for index, key in enumerate(keys):
+                client.put_chunks([key], [content.chunk(index)])
+        try:
+            for transport in settings.transports:
+                measured["transports"][transport.value] = _rates(settings, clusters, transport, keys, content)
+            for transport in settings.transports if settings.kills else ():
+                found = _recovery(settings, clusters[Servers3.THREE], transport, keys, content)
+                measured["recovery"][transport.value] = found
+        except VerificationError as error:
+            problem = str(error)
+    split_s = split_samples(settings.split_chunks, settings.layout, max(settings.runs, 5))
+    made = _targets(measured["transports"], spread(split_s).median * 1e3)
+    return published(
+        "cluster",
+        origin,
+        settings,
+        problem,
+        remarks=[REMARK],
+        three_over_one={name: found["three_over_one"] for name, found in measured["transports"].items()},
+        split_ms=spread([seconds * 1e3 for seconds in split_s]),
+        recovery_s={name: found["recovery_s"] for name, found in measured["recovery"].items()},
+        targets=[target.json("case", "side") for target in made],
+        measurements=measured,
+    )
+
+
+def _prefix(cluster: Cluster, transport: Transport, keys: list[str], content: Content, stack: ExitStack) -> Prefix:
+    client = stack.enter_context(cluster.client(BUCKET, transport))
+    layout = content.layout
+    prefix = Prefix(client, keys, content, client.allocate_buffer(layout.delivery_bytes(len(keys))), layout)
+    for _ in range(WARMING_FETCHES):
+        prefix.fetch()
+    return prefix
+
+
+def _rates(
+    settings: ClusterBenchSettings,
+    clusters: Mapping[Servers3, Cluster],
+    transport: Transport,
+    keys: list[str],
+    content: Content,
+) -> Json:
+    """Layer-major from the DRAM tiers, by turns."""
+    with ExitStack() as stack:
+        prefixes = {which: _prefix(cluster, transport, keys, content, stack) for which, cluster in clusters.items()}
+        ways = {which: partial(_timed, prefix) for which, prefix in prefixes.items()}
+        taken = sampled(ways, settings.runs, transport.value)
+    ratios = paired(taken[Servers3.ONE], taken[Servers3.THREE])
+    return {
+        "three_over_one": spread(ratios),
+        "bytes_per_s": {
+            which.value: spread([settings.nbytes / seconds for seconds in samples]) for which, samples in taken.items()
+        },
+        "samples_s": {which.value: samples for which, samples in taken.items()},
+    }
+
+
+def _timed(prefix: Prefix, round_index: int) -> float:
+    return prefix.fetch()
+
+
+def _recovery(
+    settings: ClusterBenchSettings, cluster: Cluster, transport: Transport, keys: list[str], content: Content
+) -> Json:
+    """How much longer a delivery takes in which a member is killed after the first layer, than the one before it."""
+    longer_s, samples = [], []
+    for index in range(settings.kills):
+        victim = NAMES[index % len(NAMES)]
+        with ExitStack() as stack:
+            prefix = _prefix(cluster, transport, keys, content, stack)
+            calm_s = prefix.fetch()
+            killed_s = prefix.fetch(partial(cluster.kill, victim))
+        samples.append([calm_s, killed_s])
+        longer_s.append(killed_s - calm_s)
+        cluster.start_again(victim)
+    return {"recovery_s": spread(longer_s), "samples_s": samples}
+
+
+def split_samples(chunk_count: int, layout: ChunkLayout, count: int) -> list[float]:
+    """Seconds that the gateway takes to find the keepers of so many chunks, and to write the descriptors of three
+    portions.
+    """
+    keys = tuple(f"{index:064x}" for index in range(chunk_count))
+    descriptor = Descriptor(keys, layout.num_layers, layout.chunk_tokens, layout.per_layer_chunk_bytes)
+    placement = Placement(View("bench", 1, tuple(Member(name, f"http://{name}:1") for name in NAMES)))
+    samples = []
+    for _ in range(count + 1):
+        began_s = time.perf_counter()
+        portions = holdings(placement, BUCKET, keys)
+        for index, holding in enumerate(portions):
+            encode_binary(descriptor_of(descriptor, holding, index, len(portions)))
+        samples.append(time.perf_counter() - began_s)
+    return samples[1:]
+
+
+def _targets(transports: Mapping[str, Json], split_ms: float) -> Iterator[Target]:
+    for name, found in transports.items():
+        what = "three servers over one, layer-major from DRAM"
+        yield Target(what, THREE_OVER_ONE_MIN, found["three_over_one"], case=name)
+    yield Target("cost of the split, ms", SPLIT_MS_MAX, split_ms, Side.AT_MOST)
+
+
+def show(result: Json) -> dict[str, Section]:
+    """One line for each transport, the recovery, and the targets."""
+    found = result["measurements"]
+    rows = [
+        {
+            "transport": name,
+            **each,
+            "one": each["bytes_per_s"][Servers3.ONE.value],
+            "three": each["bytes_per_s"][Servers3.THREE.value],
+            "recovery": found["recovery"].get(name, {}).get("recovery_s"),
+        }
+        for name, each in found["transports"].items()
+    ]
+    return {
+        "cluster": (
+            table(
+                rows,
+                "over = transport | GB/s, one server = one:GB/s | three = three:GB/s",
+                "three over one = three_over_one:.2 | ms longer with a kill in it = recovery:ms",
+            ),
+            table([{"split": result["split_ms"]}], "ms for the split = split:.2"),
+            targets(result["targets"]),
+            *result["remarks"],
+        )
+    }
+
+
+CHART = Chart(Kind.BARS, "transport", "rate", "GB/s", "servers", across_title="transport")
+
+
+def plot(result: Json, path: Path) -> None:
+    """The rates of one server and of three."""
+    rows = [
+        {"transport": name, "servers": which, "rate": {key: value * 1e-9 for key, value in rate.items()}}
+        for name, each in result["measurements"]["transports"].items()
+        for which, rate in each["bytes_per_s"].items()
+    ]
+    draw(CHART, rows, "cluster; medians, least and greatest", path)
+
+
+CLUSTER = Experiment(
+    name="cluster",
+    help="one prefix from three storage servers and from one; the cost of the split; a server killed in a delivery",
+    description="See what a cluster costs and how fast it recovers. Fetch the same prefix from one storage server and "
+    "from three, over each transport, and kill servers while they deliver.",
+    settings=ClusterBenchSettings,
+    measure=measure_cluster,
+    show=show,
+    plot=plot,
+)
