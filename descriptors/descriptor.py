@@ -213,7 +213,7 @@ def _require_int(value: int, least: int, most: int, field: str) -> None:
 def _require_keys(keys: tuple[str, ...]) -> None:
     if not 1 <= len(keys) <= CHUNK_COUNT_MAX:
         raise invalid("chunk_keys", f"needs 1 to {CHUNK_COUNT_MAX} keys, not {len(keys)}")
-    for index, key in enumerate(keys):
+    for index, key in enumerate(() if _are_plain(keys) else keys):
         if not isinstance(key, str) or not 1 <= key_bytes(key) <= OBJECT_KEY_BYTES_MAX:
             raise invalid(f"chunk_keys[{index}]", f"must be 1 to {OBJECT_KEY_BYTES_MAX} bytes of UTF-8 without NUL")
     if len(set(keys)) != len(keys):
@@ -222,6 +222,15 @@ def _require_keys(keys: tuple[str, ...]) -> None:
             if key in seen:
                 raise invalid(f"chunk_keys[{index}]", "appears twice")
             seen.add(key)
+
+
+def _are_plain(keys: tuple[str, ...]) -> bool:
+    """Whether all keys are surely valid: ASCII without NUL, none too long. It looks at all of them at once."""
+    try:
+        joined, lengths = "".join(keys), list(map(len, keys))
+    except TypeError:
+        return False
+    return joined.isascii() and "\0" not in joined and min(lengths) > 0 and max(lengths) <= OBJECT_KEY_BYTES_MAX
 
 
 def key_bytes(key: str) -> int:
