@@ -373,6 +373,11 @@ class PrefixesApi(Protocol):
     ) -> ObjectStored:
         """Store an object as `put_object` does, from the client's memory; its bytes must have the digests in `said`."""
 
+    async def count_prefix(self, access_key: str, bucket: str, descriptor: Descriptor) -> int:
+        """How many of the chunks, from the first, a delivery would bring. Unlike a lookup this is exact, and chunks
+        that are only upstream begin to come.
+        """
+
     async def claim(self, access_key: str, request_id: str) -> None:
         """Take a request id for a request whose portions other storage servers carry out. Raises
         CallerError(RequestReplayed) where it was taken before.

@@ -47,6 +47,8 @@ class StorageUnreachableError(ServerError):
 
     def __init__(self, cause: BaseException) -> None:
         self.never_connected = isinstance(cause, aiohttp.ClientConnectorError)
+        self.has_ended = False
+        """Whether the call surely moves no bytes any more."""
         code = ErrorCode.SLOW_DOWN if self.never_connected else ErrorCode.INTERNAL_ERROR
         super().__init__(code, "the storage server cannot be reached", retryable=True)
 

@@ -6,6 +6,7 @@ import time
 from collections.abc import Callable
 
 from descriptors.descriptor import Descriptor, require_request_id
+from descriptors.errors import ChunkUnavailable
 from descriptors.messages import LookupAnswer, LookupRequest
 from descriptors.objects import BodyDigests, PutRequest, ReadRequest
 from descriptors.rdma_token import RdmaToken
@@ -93,6 +94,15 @@ class Prefixes:
     ) -> ObjectStored:
         """Store an object out of the client's memory."""
         return await self._transfers.put_from(access_key, request, token, said)
+
+    async def count_prefix(self, access_key: str, bucket: str, descriptor: Descriptor) -> int:
+        """Open the chunks as a delivery does, and count them."""
+        keys, layout = descriptor.chunk_keys, descriptor.layout
+        try:
+            async with self._source.open_chunks(bucket, keys, layout, prefix_only=True) as chunks:
+                return len(chunks)
+        except ChunkUnavailable:
+            return 0
 
     async def claim(self, access_key: str, request_id: str) -> None:
         """Take a request id whose request is carried out elsewhere, or in portions."""

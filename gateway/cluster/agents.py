@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import secrets
-from collections.abc import Awaitable, Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Coroutine, Mapping
 from dataclasses import dataclass, replace
-from typing import Generic, TypeVar
+from typing import Any, Generic, TypeVar
 
 from descriptors.cluster import Member
 from descriptors.errors import CallerError, ErrorCode, ObjectCacheError, ServerError
@@ -17,8 +17,6 @@ from gateway.storage_client import StaleViewError, StorageUnreachableError
 
 WAIT_S = 1.0
 """A member that hangs delays a registration by this much, and gets no portions until it knows the agent."""
-DRAIN_WAIT_S = 60.0
-"""For answers that come when nothing is in flight any more."""
 UNKNOWN = frozenset({ErrorCode.NO_SUCH_AGENT, ErrorCode.EXPIRED_TOKEN})
 _T = TypeVar("_T")
 
@@ -49,7 +47,7 @@ class ClusterAgents:
         agent_id = registration.agent_id or secrets.token_hex(16)
         tickets = registration.shm_tickets
 
-        def ask(agents: AgentsApi, member: Member) -> Awaitable[AgentLease]:
+        def ask(agents: AgentsApi, member: Member) -> Coroutine[Any, Any, AgentLease]:
             own = replace(
                 registration, agent_id=agent_id, shm_ticket=tickets.get(member.name), shm_tickets={}, members=()
             )
@@ -75,7 +73,7 @@ class ClusterAgents:
         """Returns when no member moves bytes of the agent's memory any more. Raises ServerError(SlowDown) where one
         could not be asked.
         """
-        told = await self._tell(lambda agents, _: agents.delete_agent(access_key, agent_id), None, DRAIN_WAIT_S)
+        told = await self._tell(lambda agents, _: agents.delete_agent(access_key, agent_id), None, None)
         for error in told.refused.values():
             if error.code not in UNKNOWN:
                 raise error
@@ -96,13 +94,20 @@ class ClusterAgents:
         return AgentLease(agent_id, expires_at, unknown, told.unreached)
 
     async def _tell(
-        self, ask: Callable[[AgentsApi, Member], Awaitable[_T]], names: Collection[str] | None, wait_s: float
+        self,
+        ask: Callable[[AgentsApi, Member], Coroutine[Any, Any, _T]],
+        names: Collection[str] | None,
+        wait_s: float | None,
     ) -> Told[_T]:
-        """Ask all members, or those named, at once. One that takes longer than `wait_s` counts as not reached."""
+        """Ask all members, or those named, at once. One that takes longer than `wait_s` counts as not reached; with
+        None, one that is not there.
+        """
         asked = [member for member in self._members.view.members if names is None or member.name in names]
 
         async def tell(member: Member) -> _T:
             storage = await self._members.storage(member)
+            if wait_s is None:
+                return await self._members.watched(member, ask(storage.agents, member))
             async with asyncio.timeout(wait_s):
                 return await ask(storage.agents, member)
 

@@ -5,8 +5,9 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Coroutine
 from contextlib import suppress
+from typing import Any, TypeVar
 
 from adapters.breaker import Breaker
 from adapters.membership import Membership
@@ -19,11 +20,14 @@ from gateway.storage_client import RemoteStorage, StorageUnreachableError
 FAILURES_MAX = 1
 PAUSE_S_MIN, PAUSE_S_MAX = 0.25, 4.0
 """A member that could not be reached is asked again after a pause, which doubles with each failure."""
+STALL_S = 2.0
+"""The time without an answer, or without a byte, after which a member is asked whether it is there."""
 ALIVE_S = 1.0
 """A member that takes longer for an answer without work counts as gone."""
 CLOSE_AFTER_S = 60.0
 """The connections to a member that has left are kept for so long, since calls may still be under way."""
 _log = logging.getLogger(__name__)
+_T = TypeVar("_T")
 MakeStorage = Callable[[str], RemoteStorage]
 
 
@@ -104,6 +108,20 @@ class Members:
                 await storage.status.transports(SERVER_KEY)
         except (TimeoutError, ObjectCacheError) as error:
             raise StorageUnreachableError(error) from error
+
+    async def watched(self, member: Member, call: Coroutine[Any, Any, _T], stall_s: float = STALL_S) -> _T:
+        """The result of a call that may take long. The member is asked whether it is there whenever nothing has come
+        for `stall_s`. Raises StorageUnreachableError where it is not; then the call is not awaited any more.
+        """
+        task = asyncio.ensure_future(call)
+        try:
+            while not (await asyncio.wait([task], timeout=stall_s))[0]:
+                await self.require_alive(member)
+            return task.result()
+        finally:
+            if not task.done():
+                task.cancel()
+                await asyncio.wait([task])
 
     def _take(self, view: View) -> None:
         """Forget members that have left."""

@@ -3,20 +3,19 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Coroutine
-from typing import Any
+from typing import cast
 
 from descriptors.cluster import Member
 from descriptors.descriptor import Descriptor
 from descriptors.errors import ChunkUnavailable, ErrorCode, ObjectCacheError, ServerError
-from descriptors.storage_api import DeliveryOutcome, DeliveryStart, DeliveryTiming
+from descriptors.storage_api import BodySink, DeliveryOutcome, DeliveryStart, DeliveryTiming
 from gateway.cluster.agents import UNKNOWN
 from gateway.cluster.members import Members, nobody
-from gateway.cluster.merge import STALL_S
 from gateway.cluster.split import Holding, descriptor_of, holdings, holdings_at, of_whole
 from gateway.storage_client import StaleViewError, StorageUnreachableError
 
-CANCEL_WAIT_S = 30.0
+NO_BODY = cast(BodySink, None)
+"""Where bytes go to registered memory nothing is written to a body."""
 
 
 class MemoryDelivery:
@@ -71,22 +70,32 @@ class MemoryDelivery:
         except ObjectCacheError as error:
             raise ConnectionResetError("a storage server may still be moving bytes") from error
 
+    async def _ask(self, member: Member, wanted: Descriptor) -> DeliveryOutcome:
+        storage = await self._members.storage(member)
+        try:
+            return await storage.prefixes.deliver(self._access_key, self._bucket, wanted, NO_BODY)
+        except StorageUnreachableError as error:  # it never left, or it has drained
+            error.has_ended = True
+            raise
+        except ConnectionResetError as error:  # it broke, and nobody says that its writes have drained
+            raise StorageUnreachableError(error) from error
+
     async def _bring(self, index: int, count: int, holding: Holding, without: set[str]) -> DeliveryOutcome:
         """One portion, by its keepers' member or by those that stand in for it, one after the other."""
         attempt, member = 0, holding.member
         while True:
             wanted = descriptor_of(self._descriptor, Holding(member, holding.positions), index, count, attempt=attempt)
-            storage = await self._members.storage(member)
-            call = storage.prefixes.deliver(self._access_key, self._bucket, wanted, None)  # type: ignore[arg-type]
             try:
-                return await self._watched(member, call)
+                return await self._members.watched(member, self._ask(member, wanted))
             except ChunkUnavailable as error:
                 raise of_whole(error, holding.positions) from None
             except StaleViewError:
                 await self._members.membership.refresh()
                 if attempt >= len(self._members.view.members):
                     raise
-            except StorageUnreachableError:
+            except StorageUnreachableError as error:
+                if not error.has_ended:
+                    self._given_up.add(member.name)
                 self._members.failed(member)
                 without.add(member.name)
             except ObjectCacheError as error:
@@ -101,30 +110,6 @@ class MemoryDelivery:
             except ValueError:
                 raise nobody() from None
 
-    async def _watched(self, member: Member, call: Coroutine[Any, Any, DeliveryOutcome]) -> DeliveryOutcome:
-        """The outcome of a call; the member is asked whether it is there whenever nothing has come for STALL_S. Raises
-        StorageUnreachableError where it is given up.
-        """
-        task = asyncio.ensure_future(call)
-        try:
-            while True:
-                done, _ = await asyncio.wait([task], timeout=STALL_S)
-                if done:
-                    break
-                await self._members.require_alive(member)
-            return task.result()
-        except StorageUnreachableError as error:
-            if not task.done():
-                self._given_up.add(member.name)
-            raise error
-        except ConnectionResetError as error:  # the call broke, and nobody says that its writes have drained
-            self._given_up.add(member.name)
-            raise StorageUnreachableError(error) from error
-        finally:
-            if not task.done():
-                task.cancel()
-                await asyncio.wait([task])
-
 
 async def cancel_everywhere(members: Members, access_key: str, request_id: str, given_up: tuple[str, ...]) -> None:
     """Stop a request on every member, and on those that were given up. Raises ServerError(SlowDown) where one of them
@@ -137,9 +122,8 @@ async def cancel_everywhere(members: Members, access_key: str, request_id: str, 
     async def ask(member: Member) -> None:
         storage = await members.storage(member)
         try:
-            async with asyncio.timeout(CANCEL_WAIT_S):
-                await storage.prefixes.cancel(access_key, request_id)
-        except (StorageUnreachableError, TimeoutError) as error:
+            await members.watched(member, storage.prefixes.cancel(access_key, request_id))
+        except StorageUnreachableError as error:
             raise _may_still_write(member.name) from error
 
     await asyncio.gather(*map(ask, members.view.members))

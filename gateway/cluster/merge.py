@@ -16,10 +16,9 @@ import numpy as np
 from descriptors.placement import Indices
 from descriptors.storage_api import DeliveryStart, Patience, Spans
 from descriptors.units import MIB
+from gateway.cluster.members import STALL_S
 
 WINDOW_BYTES = 4 * MIB
-STALL_S = 2.0
-"""The time without a byte after which a portion's server is asked whether it is there."""
 
 
 class PortionBody:

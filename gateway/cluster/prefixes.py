@@ -33,8 +33,6 @@ from gateway.cluster.merge import WINDOW_BYTES, Merger, PortionBody, Window, win
 from gateway.cluster.split import Holding, cut_to, descriptor_of, holdings, holdings_at, matched_of, of_whole
 from gateway.storage_client import StaleViewError, StorageUnreachableError
 
-LEASE_S = 10.0
-"""Chunks that a lookup before a delivery has counted are not evicted for so long."""
 REFRESHES_MAX = 8
 """How often one request takes a later view, where members refuse it for an older one."""
 _T = TypeVar("_T")
@@ -72,10 +70,10 @@ class ClusterPrefixes:
         is decided before.
         """
         if descriptor.on_missing is OnMissing.PREFIX:
-            matched = (await self.lookup(access_key, bucket, LookupRequest(descriptor.chunk_keys, LEASE_S))).matched
-            if matched == 0:
+            count = await self.count_prefix(access_key, bucket, descriptor)
+            if count == 0:
                 raise _missing(0)
-            descriptor = cut_to(descriptor, matched)
+            descriptor = cut_to(descriptor, count)
         if descriptor.request_id is not None:
             await self.claim(access_key, descriptor.request_id)
         if descriptor.rdma_target is not None:
@@ -100,6 +98,18 @@ class ClusterPrefixes:
     ) -> ObjectStored:
         """Raises CallerError(NotImplemented): the client sends the body instead."""
         raise declined("a cluster has no ucx transport")
+
+    async def count_prefix(self, access_key: str, bucket: str, descriptor: Descriptor) -> int:
+        """Each member counts its own chunks, exactly."""
+        keys = descriptor.chunk_keys
+
+        async def ask(holding: Holding) -> int:
+            storage = await self._members.storage(holding.member)
+            own = tuple([keys[position] for position in holding.positions.tolist()])
+            alone = replace(descriptor, chunk_keys=own, rdma_target=None, request_id=None)
+            return await self._members.watched(holding.member, storage.prefixes.count_prefix(access_key, bucket, alone))
+
+        return matched_of(*await self._of_each(bucket, keys, ask), len(keys))
 
     async def claim(self, access_key: str, request_id: str) -> None:
         """Take a request id once in the cluster: the id has a keeper among the members, as keys have."""

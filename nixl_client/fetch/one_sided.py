@@ -101,7 +101,11 @@ class OneSidedFetches:
         """Have the server stop the fetch; it answers when nothing is in flight. Raises ObjectCacheError when the server
         cannot be asked.
         """
-        headers = {UNSETTLED_HEADER: fetch.given_up} if fetch.given_up else None
+        left = [name for name in fetch.given_up.split(",") if name and not self.agent.receiver.is_gone(name)]
+        if fetch.given_up and not left:  # every other server has answered
+            fetch.settle()
+            return
+        headers = {UNSETTLED_HEADER: ",".join(left)} if left else None
         self._http.request("DELETE", f"{REQUESTS_PATH}/{fetch.request_id}", headers=headers)
         fetch.settle()
 

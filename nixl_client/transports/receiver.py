@@ -30,6 +30,9 @@ class Receiver(Protocol):
     def renewal(self, regions: Sequence[Region], lifetime_s: float) -> AgentRenewal:
         """The message that says which regions there are now."""
 
+    def is_gone(self, name: str) -> bool:
+        """Whether this member of a cluster surely writes into our memory no more, because it has ended."""
+
     def on_forgotten(self) -> None:
         """The server has forgotten us: the next message to it is a registration."""
 

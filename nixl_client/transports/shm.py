@@ -89,6 +89,12 @@ class ShmReceiver:
     def renewal(self, regions: Sequence[Region], lifetime_s: float) -> AgentRenewal:
         return AgentRenewal(lifetime_s, None, tuple(regions))
 
+    def is_gone(self, name: str) -> bool:
+        """The kernel closes the connection of a process that has ended; a server closes it when nothing writes."""
+        with self._lock:
+            connection = self._connections.get(name)
+            return connection is not None and connection.has_ended
+
     def on_forgotten(self) -> None:
         """The server closes the connection of a client that it has forgotten: close our end."""
         with self._lock:

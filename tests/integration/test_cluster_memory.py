@@ -123,6 +123,21 @@ def test_a_server_that_is_killed_is_replaced_in_the_same_delivery(kv: Cluster, b
             check(client.fetch(KEYS, LAYOUT, buffer, delivery=Delivery.LAYER_MAJOR))
 
 
+def test_a_server_that_is_killed_in_the_middle_is_replaced_and_the_buffer_comes_back(kv: Cluster, bucket: str) -> None:
+    """Its end closes the client's connection, so the client knows that it writes no more."""
+    for victim in ("a", "b", "c"):
+        with client_of(kv, bucket, "shm") as client:
+            buffer = client.allocate_buffer(LAYOUT.delivery_bytes(N))
+            check(client.fetch(KEYS, LAYOUT, buffer, delivery=Delivery.LAYER_MAJOR))
+            buffer[:] = 0
+            fetch = client.fetch(KEYS, LAYOUT, buffer, delivery=Delivery.LAYER_MAJOR)
+            kv.members[victim].kill()
+            check(fetch)
+            buffer[:] = 0
+            check(client.fetch(KEYS, LAYOUT, buffer, delivery=Delivery.LAYER_MAJOR))
+        kv.members[victim].start()
+
+
 def test_a_server_that_has_restarted_learns_the_client_s_memory(kv: Cluster, bucket: str) -> None:
     """From the next heartbeat; until then the others bring its chunks."""
     with client_of(kv, bucket, "shm", agent_lifetime_s=1.5) as client:
