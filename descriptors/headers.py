@@ -19,6 +19,8 @@ PREFIX_HEADER = "x-amz-objectcache-prefix"
 """`true` with a PUT: the chunk is of a prefix that many prompts share, and leaves a bounded cache late."""
 RDMA_REPLY_HEADER = "x-amz-rdma-reply"
 RDMA_BYTES_HEADER = "x-amz-rdma-bytes-transferred"
+ENDED_HEADER = "x-amz-objectcache-ended"
+"""Names of storage servers that a client knows to have ended, so that they need not be asked."""
 UNSETTLED_HEADER = "x-amz-objectcache-unsettled"
 """Names of storage servers that were given up and may still write bytes of a delivery."""
 

@@ -396,8 +396,10 @@ class AgentsApi(Protocol):
 
     async def renew_agent(self, access_key: str, agent_id: str, renewal: AgentRenewal) -> AgentLease: ...
 
-    async def delete_agent(self, access_key: str, agent_id: str) -> None:
-        """Returns when nothing moves bytes of the agent's memory any more."""
+    async def delete_agent(self, access_key: str, agent_id: str, ended: tuple[str, ...] = ()) -> None:
+        """Returns when nothing moves bytes of the agent's memory any more. In a cluster `ended` names members that need
+        not answer, since their processes have ended.
+        """
 
 
 class StatusApi(Protocol):

@@ -67,7 +67,7 @@ class Registrar:
             agent = self.table.owned(access_key, agent_id, time.monotonic(), "agent_id")  # it may have been deleted
             return self.table.renew(agent, renewal, time.monotonic()).lease(time.monotonic(), time.time())
 
-    async def delete_agent(self, access_key: str, agent_id: str) -> None:
+    async def delete_agent(self, access_key: str, agent_id: str, ended: tuple[str, ...] = ()) -> None:
         """Delete an agent. Returns when nothing writes into its memory any more."""
         peer = self.table.owned(access_key, agent_id, time.monotonic(), "agent_id").peer
         async with self._names.locked(peer):

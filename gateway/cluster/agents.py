@@ -69,18 +69,19 @@ class ClusterAgents:
                 raise error
         return self._lease(agent_id, told)
 
-    async def delete_agent(self, access_key: str, agent_id: str) -> None:
+    async def delete_agent(self, access_key: str, agent_id: str, ended: tuple[str, ...] = ()) -> None:
         """Returns when no member moves bytes of the agent's memory any more. Raises ServerError(SlowDown) where one
-        could not be asked.
+        could not be asked that has not ended.
         """
         told = await self._tell(lambda agents, _: agents.delete_agent(access_key, agent_id), None, None)
         for error in told.refused.values():
             if error.code not in UNKNOWN:
                 raise error
-        if told.unreached:
-            problem = f"the storage server {told.unreached[0]} could not be asked, and may still write"
+        unreached = [name for name in told.unreached if name not in ended]
+        if unreached:
+            problem = f"the storage server {unreached[0]} could not be asked, and may still write"
             raise ServerError(ErrorCode.SLOW_DOWN, problem, retryable=True)
-        if not told.good:
+        if not told.good and not ended:
             raise next(iter(told.refused.values()), _no_such_agent(agent_id))
 
     def _lease(self, agent_id: str, told: Told[AgentLease]) -> AgentLease:

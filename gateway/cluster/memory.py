@@ -99,7 +99,7 @@ class MemoryDelivery:
                 self._members.failed(member)
                 without.add(member.name)
             except ObjectCacheError as error:
-                if error.code not in UNKNOWN:
+                if error.code not in UNKNOWN and error.field != "rdma_target.region_id":
                     raise
                 without.add(member.name)  # it has joined or restarted, and does not know the client's memory
             attempt += 1

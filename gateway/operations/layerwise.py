@@ -16,6 +16,7 @@ from descriptors.errors import CallerError, ErrorCode
 from descriptors.headers import (
     CHUNKS_HEADER,
     DESCRIPTOR_HEADER,
+    ENDED_HEADER,
     EPOCH_HEADER,
     MODE_HEADER,
     RATE_HEADER,
@@ -87,14 +88,13 @@ async def renew_agent(call: Call) -> web.StreamResponse:
 
 async def delete_agent(call: Call) -> web.StreamResponse:
     """Delete an agent. Answers when every write into the agent's memory has drained."""
-    await call.storage.agents.delete_agent(call.access_key, _last_segment(call))
+    await call.storage.agents.delete_agent(call.access_key, _last_segment(call), _names(call, ENDED_HEADER))
     return web.Response(status=204)
 
 
 async def cancel_request(call: Call) -> web.StreamResponse:
     """Cancel a request. Answers when every posted write has drained. An unknown id is marked as used."""
-    given_up = tuple(name for name in call.request.headers.get(UNSETTLED_HEADER, "").split(",") if name)
-    await call.storage.prefixes.cancel(call.access_key, _last_segment(call), given_up)
+    await call.storage.prefixes.cancel(call.access_key, _last_segment(call), _names(call, UNSETTLED_HEADER))
     return web.Response(status=204)
 
 
@@ -135,6 +135,11 @@ def _headers(start: DeliveryStart) -> dict[str, str]:
 def _refuse_range(call: Call) -> None:
     if "range" in call.request.headers:
         raise CallerError(ErrorCode.INVALID_REQUEST, "Range does not go with a descriptor", field="range")
+
+
+def _names(call: Call, header: str) -> tuple[str, ...]:
+    """The names of storage servers in a header, with commas between."""
+    return tuple(name for name in call.request.headers.get(header, "").split(",") if name)
 
 
 def _last_segment(call: Call) -> str:

@@ -101,7 +101,8 @@ class OneSidedFetches:
         """Have the server stop the fetch; it answers when nothing is in flight. Raises ObjectCacheError when the server
         cannot be asked.
         """
-        left = [name for name in fetch.given_up.split(",") if name and not self.agent.receiver.is_gone(name)]
+        ended = self.agent.receiver.ended_names() if fetch.given_up else []
+        left = [name for name in fetch.given_up.split(",") if name and name not in ended]
         if fetch.given_up and not left:  # every other server has answered
             fetch.settle()
             return

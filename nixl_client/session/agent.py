@@ -18,7 +18,7 @@ from dataclasses import dataclass, field, replace
 from adapters.interfaces import UnknownInterfaceError
 from adapters.nixl_agent import NixlFailure, is_available
 from descriptors.errors import ErrorCode, ObjectCacheError, ServerError
-from descriptors.headers import AGENTS_PATH, TRANSPORTS_PATH
+from descriptors.headers import AGENTS_PATH, ENDED_HEADER, TRANSPORTS_PATH
 from descriptors.messages import AgentRenewal, Region, registration_body, renewal_body
 from nixl_client.session.shared import Shared
 from nixl_client.session.signed_http import Account, SignedHttp
@@ -220,7 +220,9 @@ class _SharedAgent:
         regions = self._region_list()
         unreached: tuple[str, ...] = ()
         if self._agent_id is not None:
-            unreached = self._renew(http, self.receiver.renewal(regions, self._lifetime_s))
+            told = self._renew(http, self.receiver.renewal(regions, self._lifetime_s))
+            ended = self.receiver.ended_names()
+            unreached = tuple(name for name in told if name not in ended)
         if unreached and ends_regions:
             problem = f"the storage server {unreached[0]} could not be told, and may still write"
             raise ServerError(ErrorCode.SLOW_DOWN, problem, retryable=True)
@@ -268,8 +270,10 @@ class _SharedAgent:
         """Drop the registration; answered when nothing is in flight."""
         if self._agent_id is None:
             return
+        ended = self.receiver.ended_names()
+        headers = {ENDED_HEADER: ",".join(ended)} if ended else None
         try:
-            http.request("DELETE", f"{AGENTS_PATH}/{self._agent_id}")
+            http.request("DELETE", f"{AGENTS_PATH}/{self._agent_id}", headers=headers)
         except ObjectCacheError as error:
             if error.code not in GONE:
                 raise

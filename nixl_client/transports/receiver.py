@@ -30,8 +30,8 @@ class Receiver(Protocol):
     def renewal(self, regions: Sequence[Region], lifetime_s: float) -> AgentRenewal:
         """The message that says which regions there are now."""
 
-    def is_gone(self, name: str) -> bool:
-        """Whether this member of a cluster surely writes into our memory no more, because it has ended."""
+    def ended_names(self) -> list[str]:
+        """Members of a cluster that surely write into our memory no more, because they have ended."""
 
     def on_forgotten(self) -> None:
         """The server has forgotten us: the next message to it is a registration."""

@@ -17,6 +17,8 @@ from nixl_client.transports.buffers import Buffer
 from nixl_client.transports.shared_memory import SharedMemory, find
 
 REPLY_TIMEOUT_S = 30.0
+MEMBER_TIMEOUT_S = 1.0
+"""A member of a cluster that hangs delays a registration by this much."""
 _T = TypeVar("_T")
 _log = logging.getLogger(__name__)
 
@@ -54,14 +56,26 @@ class ShmReceiver:
         with self._lock:
             self._connect(with_tickets=False)
             for name in list(self._connections):
-                try:
-                    self._connections[name].hand_over(region_id, shared)
-                except ConnectionError:  # the server has restarted, or has forgotten us
-                    self._connections[name].has_ended = True
-                    self._connect(with_tickets=False)
-                    if name in self._connections:
-                        self._connections[name].hand_over(region_id, shared)
+                self._offer_to(name, region_id, shared)
+            if not self._connections:
+                raise ShmUnavailableError("no server takes the memory now")
             self._offered[region_id] = shared
+
+    def _offer_to(self, name: str, region_id: str, shared: SharedMemory) -> None:
+        """A member of a cluster that does not take the memory now is left: others bring its chunks, and it learns of us
+        anew when it answers again.
+        """
+        try:
+            self._connections[name].hand_over(region_id, shared)
+        except ConnectionError:  # the server has restarted, or has forgotten us
+            self._connections[name].has_ended = True
+            if name == SINGLE:
+                self._connect(with_tickets=False)
+                self._connections[name].hand_over(region_id, shared)
+        except ShmUnavailableError:
+            if name == SINGLE:
+                raise
+            self._connections.pop(name).close()
 
     def withdraw(self, region_id: str) -> None:
         with self._lock:
@@ -82,18 +96,20 @@ class ShmReceiver:
                     connection.close()
             addresses = self._find_sockets()
             wanted = [name for name in names if name in addresses]
+            made = []
             for name in wanted:
-                self._connections[name] = self._connected(addresses[name])
-            return self._registration(regions, lifetime_s, wanted)
+                with contextlib.suppress(ShmUnavailableError, ConnectionError):
+                    self._connections[name] = self._connected(name, addresses[name])
+                    made.append(name)
+            return self._registration(regions, lifetime_s, made)
 
     def renewal(self, regions: Sequence[Region], lifetime_s: float) -> AgentRenewal:
         return AgentRenewal(lifetime_s, None, tuple(regions))
 
-    def is_gone(self, name: str) -> bool:
+    def ended_names(self) -> list[str]:
         """The kernel closes the connection of a process that has ended; a server closes it when nothing writes."""
         with self._lock:
-            connection = self._connections.get(name)
-            return connection is not None and connection.has_ended
+            return [name for name, connection in self._connections.items() if name != SINGLE and connection.has_ended]
 
     def on_forgotten(self) -> None:
         """The server closes the connection of a client that it has forgotten: close our end."""
@@ -136,11 +152,11 @@ class ShmReceiver:
             raise NoShmError("the server has no shm transport")
         for name, address in addresses.items():
             if name not in self._connections:
-                self._connections[name] = self._connected(address)
+                self._connections[name] = self._connected(name, address)
 
-    def _connected(self, address: str) -> _Connection:
+    def _connected(self, name: str, address: str) -> _Connection:
         """A new connection, over which all memory is offered."""
-        connection = _Connection(address, self._on_notice)
+        connection = _Connection(address, self._on_notice, REPLY_TIMEOUT_S if name == SINGLE else MEMBER_TIMEOUT_S)
         for region_id, shared in self._offered.items():
             connection.hand_over(region_id, shared)
         return connection
@@ -158,14 +174,15 @@ class ShmReceiver:
 class _Connection:
     """A connection and the thread that reads it. Raises ShmUnavailableError where no such server is on this host."""
 
-    def __init__(self, address: str, on_notice: Callable[[Notice], None]) -> None:
+    def __init__(self, address: str, on_notice: Callable[[Notice], None], timeout_s: float) -> None:
         if not address.startswith("@"):
             raise NoShmError("the server has no shm transport")
         self.is_ticket_used = False
+        self._timeout_s = timeout_s
         self._on_notice = on_notice
         self._replies: queue.SimpleQueue[bytes] = queue.SimpleQueue()
         self._socket = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-        self._socket.settimeout(REPLY_TIMEOUT_S)
+        self._socket.settimeout(timeout_s)
         try:
             self._socket.connect("\0" + address[1:])
             self.ticket = parse_greeting(self._socket.recv(MESSAGE_BYTES_MAX))
@@ -189,7 +206,7 @@ class _Connection:
         message = offer_message(RegionOffer(region_id, shared.nbytes))
         try:
             socket.send_fds(self._socket, [message], [shared.fd])
-            said = self._replies.get(timeout=REPLY_TIMEOUT_S)
+            said = self._replies.get(timeout=self._timeout_s)
             if not said:
                 raise ConnectionResetError("the server has closed the connection")
             refusal = parse_reply(said)

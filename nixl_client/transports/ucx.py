@@ -61,9 +61,9 @@ class UcxReceiver:
     def renewal(self, regions: Sequence[Region], lifetime_s: float) -> AgentRenewal:
         return AgentRenewal(lifetime_s, self._thread.metadata(), tuple(regions))
 
-    def is_gone(self, name: str) -> bool:
-        """False: UCX does not tell."""
-        return False
+    def ended_names(self) -> list[str]:
+        """None: UCX does not tell."""
+        return []
 
     def on_forgotten(self) -> None:
         """The NIXL agent can be registered again as it is."""
