@@ -75,7 +75,7 @@ class TiersSettings:
         "--stored-blocks", 40_000, 100, text="that Table II stores, beside counting all"
     )
     token_bytes: int = options.count("--token-bytes", 8192, 1024, text=TOKEN_BYTES_HELP)
-    token_us: float = options.setting("--token-us", 736.0, 736.0, real(0, 1e9), TOKEN_US_HELP)
+    token_us: float = options.setting("--token-us", 736.0, 20.0, real(0, 1e9), TOKEN_US_HELP)
     stores: tuple[StoreName, ...] = options.choice(
         "--stores", StoreName, tuple(StoreName), SMOKE_STORES, "of Table III"
     )
