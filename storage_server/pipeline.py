@@ -79,6 +79,11 @@ def _start_of(delivery: _Delivery, plan: DeliveryPlan, grant: Grant) -> Delivery
     )
 
 
+def _index_in_whole(portion: Portion | None, index: int) -> int:
+    """The index that a client knows a chunk by."""
+    return index if portion is None else portion.positions[index]
+
+
 async def _abandon(gatherings: Sequence[_Gathering]) -> None:
     """Give up gathered payloads that will not be sent. Each gives its memory back when no thread writes to it."""
     for gathering in gatherings:
@@ -193,7 +198,7 @@ class Pipeline:
         except ChunkUnavailable as missing:
             if missing.code is ErrorCode.CHUNK_CORRUPT:
                 note_damage(missing.index or 0)
-            await transfer.fail(missing.layer or 0, missing.index or 0)
+            await transfer.fail(missing.layer or 0, _index_in_whole(delivery.portion, missing.index or 0))
             raise
         finally:
             await to_end(asyncio.ensure_future(transfer.close()))

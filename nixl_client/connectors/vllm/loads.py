@@ -112,6 +112,7 @@ class Loads:
                 load.fetch.wait(load.left_s())
             except Exception as error:
                 _log.warning("request %s: loaded, but its fetch did not end: %s", load.job.request_id, error)
+            if not load.fetch.is_settled:  # a server of a cluster that was given up may still write
                 self._abandoned.append(load.fetch)
         self._active = []
         self._used = 0
