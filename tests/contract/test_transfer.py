@@ -20,7 +20,7 @@ from descriptors.notices import Admitted, Done, Failed, LayerReady, Mode, Notice
 from descriptors.storage_api import DeliveryStart, Patience, Spans
 from nixl_client.transports.buffers import as_buffer
 from nixl_client.transports.shared_memory import allocate
-from nixl_client.transports.shm import ShmReceiver
+from nixl_client.transports.shm import SINGLE, ShmReceiver
 from nixl_client.transports.ucx import NixlThread
 from storage_server.gather.staging import StagingPool, stride_of
 from storage_server.memory_area import SharedArea
@@ -170,7 +170,7 @@ class ShmEnd:
     def __init__(self, door: ShmDoor) -> None:
         self.door = door
         self.buffer = allocate(LAYOUT.delivery_bytes(K))
-        self.receiver = ShmReceiver(lambda: door.address)
+        self.receiver = ShmReceiver(lambda: {SINGLE: door.address})
         self.notices: list[Notice] = []
         self.receiver.listen(ID, self.notices.append)
         self.receiver.offer("kv", as_buffer(self.buffer))

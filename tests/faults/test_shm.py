@@ -11,7 +11,7 @@ import tempfile
 import threading
 import time
 import uuid
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 
 import numpy as np
 import pytest
@@ -291,8 +291,8 @@ def test_a_client_that_hangs_up_during_a_renewal_stays_gone(
     receivers: list[ShmReceiver] = []
 
     class Recorded(ShmReceiver):
-        def __init__(self, find_socket: Callable[[], str | None]) -> None:
-            super().__init__(find_socket)
+        def __init__(self, find_sockets: Callable[[], Mapping[str, str]]) -> None:
+            super().__init__(find_sockets)
             receivers.append(self)
 
     monkeypatch.setattr(agent, "ShmReceiver", Recorded)

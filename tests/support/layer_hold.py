@@ -11,6 +11,9 @@ from __future__ import annotations
 import asyncio
 import threading
 
+from descriptors.descriptor import Portion
+from descriptors.layout import ChunkLayout
+from descriptors.notices import Mode
 from descriptors.storage_api import DeliveryStart, Spans
 from storage_server.planning.plan import DeliveryPlan, Payload
 from storage_server.transport.destination import Destination, Room, Transfer
@@ -68,6 +71,9 @@ class _HeldDestination:
 
     def uses_staging(self, *, is_resident: bool) -> bool:
         return self._destination.uses_staging(is_resident=is_resident)
+
+    def plan_portion(self, mode: Mode, layout: ChunkLayout, portion: Portion, payload_bytes_max: int) -> DeliveryPlan:
+        return self._destination.plan_portion(mode, layout, portion, payload_bytes_max)
 
     def open(self, plan: DeliveryPlan) -> Transfer:
         return _HeldTransfer(self._destination.open(plan), self._hold)
