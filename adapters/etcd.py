@@ -18,6 +18,8 @@ import aiohttp
 
 CALL_S = 5.0
 CONNECT_S = 2.0
+WATCH_S = 30.0
+"""A watch without a word for so long is begun again, maybe elsewhere: its host may be gone."""
 LINE_BYTES_MAX = 16 << 20
 _GONE = (aiohttp.ClientError, TimeoutError, OSError, json.JSONDecodeError)
 
@@ -142,9 +144,9 @@ class Etcd:
         """End a lease, and with it its keys. Raises EtcdError."""
         await self.call("lease/revoke", {"ID": str(lease)})
 
-    async def watch(self, prefix: str, revision: int) -> AsyncIterator[list[Change]]:
+    async def watch(self, prefix: str, revision: int, cluster_id: int = 0) -> AsyncIterator[list[Change]]:
         """The changes under a prefix from a revision on, as they are made. Raises EtcdError when the connection ends,
-        CompactedError.
+        when nothing comes for WATCH_S, and where etcd is not the cluster of this id; CompactedError.
         """
         body = {
             "create_request": {
@@ -156,10 +158,15 @@ class Etcd:
         }
         endpoint = self._endpoints[0]
         try:
-            async with self._open().post(f"{endpoint}/v3/watch", json=body, headers=self._headers()) as response:
+            quiet = aiohttp.ClientTimeout(total=None, sock_connect=CONNECT_S, sock_read=WATCH_S)
+            async with self._open().post(
+                f"{endpoint}/v3/watch", json=body, headers=self._headers(), timeout=quiet
+            ) as response:
                 await _require_good(response)
                 async for line in _lines(response):
                     result = json.loads(line).get("result", {})
+                    if cluster_id and int(result.get("header", {}).get("cluster_id", cluster_id)) != cluster_id:
+                        raise EtcdError(f"{endpoint}: etcd has been rebuilt")
                     if result.get("canceled"):
                         kind = CompactedError if result.get("compact_revision") else EtcdError
                         raise kind(result.get("cancel_reason", "the watch was cancelled"))

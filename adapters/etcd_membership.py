@@ -15,11 +15,11 @@ import json
 import logging
 import secrets
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 
 from adapters.breaker import back_off_s
-from adapters.etcd import CompactedError, Entry, Etcd, EtcdError, Found
+from adapters.etcd import Change, CompactedError, Entry, Etcd, EtcdError, Found
 from adapters.membership import MembershipError, OnView
 from descriptors.cluster import ClusterError, Member, View, member_fields, member_from_fields
 
@@ -55,6 +55,10 @@ class EtcdMembership:
         self._changed_at = 0
         self._etcd_id = 0
         self._lease = 0
+        self._registration_count = 0
+        self._seen = 0
+        """The revision up to which the watch has told every change."""
+        self._told_at = 0
         self._lease_until_s = 0.0
         self._members: dict[str, Member] = {}
         self._tasks: list[asyncio.Task[None]] = []
@@ -74,6 +78,10 @@ class EtcdMembership:
     def holds_lease(self) -> bool:
         """Whether this server's lease has surely not ended, by its own clock."""
         return time.monotonic() < self._lease_until_s
+
+    @property
+    def registration_count(self) -> int:
+        return self._registration_count
 
     def on_view(self, told: OnView) -> None:
         self._told.append(told)
@@ -167,6 +175,7 @@ class EtcdMembership:
                 if not await self._etcd.replace(there, value, lease):
                     continue
             self._lease, self._lease_until_s = lease, began_s + self._lease_s
+            self._registration_count += 1
             return
         raise MembershipError(f"the entry of the member {own.name} changes all the time")
 
@@ -185,31 +194,43 @@ class EtcdMembership:
                     await self._register(self._own or own)
                 failed_count = 0
                 self.is_connected = True
-            except (EtcdError, MembershipError) as error:
+            except Exception as error:
                 failed_count += 1
                 self.is_connected = False
                 if failed_count == 1:
-                    _log.warning("the lease of the member %s cannot be renewed: %s", own.name, error)
+                    _log.warning("the lease of the member %s cannot be renewed: %r", own.name, error)
 
     async def _watch(self) -> None:
-        """Take changes as they come, for ever. After a break all is read again."""
+        """Take changes as they come, for ever, each once. After a break the watch goes on where it was; where those
+        changes are kept no more, all is read again.
+        """
         failed_count = 0
         while True:
             try:
-                async for changes in self._etcd.watch(self._members_prefix, self._view.number + 1):
+                async for changes in self._etcd.watch(self._members_prefix, self._seen + 1, self._etcd_id):
                     failed_count = 0
-                    self._apply({change.key: change.value for change in changes}, changes[-1].revision)
-            except EtcdError as error:
+                    self._apply(changes)
+            except CompactedError:
+                _log.info("the changes of the members since %d are kept no more", self._seen)
+                await self._read_anew()
+            except Exception as error:
                 failed_count += 1
                 self.is_connected = False
-                level = logging.INFO if isinstance(error, CompactedError) else logging.WARNING
-                if failed_count <= 1:
-                    _log.log(level, "the members are not watched: %s", error)
-            except Exception:
-                failed_count += 1
-                _log.exception("the members are not watched; they are read again")
-            await asyncio.sleep(back_off_s(failed_count, PAUSE_S_MIN, PAUSE_S_MAX))
-            await self.refresh()
+                if failed_count == 1:
+                    _log.warning("the members are not watched: %r", error)
+            await asyncio.sleep(back_off_s(max(failed_count, 1), PAUSE_S_MIN, PAUSE_S_MAX))
+
+    async def _read_anew(self) -> None:
+        """Read all, after changes that were not seen: the members may have been others meanwhile."""
+        try:
+            found = await self._etcd.range(self._members_prefix)
+        except EtcdError as error:
+            _log.warning("the members stay as they were: %s", error)
+            return
+        self._take(found)
+        if found.cluster_id == self._etcd_id:
+            self._seen = max(self._seen, found.revision)
+            self._tell(found.revision)
 
     def _take(self, found: Found) -> None:
         """Take all entries, as of a revision."""
@@ -220,31 +241,42 @@ class EtcdMembership:
                 " adopt`"
             )
             return
-        self._etcd_id = found.cluster_id
+        if not self._etcd_id:
+            self._etcd_id, self._seen = found.cluster_id, found.revision
         if found.revision < self._view.number:
             return
         members = _members_of((entry.key, entry.value) for entry in found.entries)
         self._set(members, found.revision)
 
-    def _apply(self, changes: dict[str, bytes | None], revision: int) -> None:
-        """Take some changes, the last of which was made at a revision."""
-        if revision <= self._view.number:
-            return
+    def _apply(self, changes: Sequence[Change]) -> None:
+        """Take changes of the watch. Each says that the members have changed, also where a view has them already."""
         members = dict(self._members)
-        for key, value in changes.items():
-            members.pop(key.removeprefix(self._members_prefix), None)
-            if value is not None:
-                members |= _members_of([(key, value)])
-        self._set(members, revision)
+        newest = changes[-1].revision
+        for change in changes:
+            if change.revision > self._view.number:
+                members.pop(change.key.removeprefix(self._members_prefix), None)
+                if change.value is not None:
+                    members |= _members_of([(change.key, change.value)])
+        self._seen = max(self._seen, newest)
+        is_told = self._set(members, max(newest, self._view.number))
+        if not is_told and newest > self._told_at:
+            self._tell(newest)
 
-    def _set(self, members: dict[str, Member], revision: int) -> None:
+    def _set(self, members: dict[str, Member], revision: int) -> bool:
+        """Take the members as of a revision; whether they differ from those before."""
         is_changed = members != self._members or self._view.number == 0
         self._members = members
         self._view = View(self._known_id or "none", revision, tuple(members.values()))
         if is_changed:
-            self._changed_at = revision
-            for told in self._told:
-                told(self._view)
+            self._tell(revision)
+        return is_changed
+
+    def _tell(self, revision: int) -> None:
+        """The members have changed at this revision."""
+        self._told_at = revision
+        self._changed_at = max(self._changed_at, revision)
+        for told in self._told:
+            told(self._view)
 
 
 def _members_of(entries: Iterable[tuple[str, bytes]]) -> dict[str, Member]:

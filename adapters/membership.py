@@ -34,8 +34,12 @@ class Membership(Protocol):
     def holds_lease(self) -> bool:
         """Whether the others surely count this server as a member now, by its own clock."""
 
+    @property
+    def registration_count(self) -> int:
+        """How often this server has become a member. Between two times others may have taken its place."""
+
     def on_view(self, told: OnView) -> None:
-        """Call this with each new view whose members differ."""
+        """Call this with the latest view whenever the members have changed, be it back to what they were."""
 
     def announce(self, own: Member) -> None:
         """Be this member from `start` on. Where members are listed by hand, this server must be listed."""
@@ -79,6 +83,10 @@ class FileMembership:
     def holds_lease(self) -> bool:
         """True: a member that is listed in a file stays one until the file is read again."""
         return True
+
+    @property
+    def registration_count(self) -> int:
+        return 1
 
     def on_view(self, told: OnView) -> None:
         self._told.append(told)

@@ -7,6 +7,7 @@ by different members for long.
 
 from __future__ import annotations
 
+import hashlib
 import re
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
@@ -45,6 +46,11 @@ class Member:
         if type(self.weight) not in (int, float) or not 0 < self.weight <= WEIGHT_MAX:
             raise ClusterError(f"weight must be more than 0 and at most {WEIGHT_MAX:g}, not {self.weight!r}")
 
+    @property
+    def id(self) -> str:
+        """The member at its endpoint: a server elsewhere that has taken the name over has another id."""
+        return f"{self.name}.{hashlib.blake2b(self.endpoint.encode(), digest_size=6).hexdigest()}"
+
 
 @dataclass(frozen=True, slots=True)
 class View:
@@ -76,6 +82,11 @@ class View:
     def member(self, name: str) -> Member | None:
         """The member of this name; None where there is none."""
         return self._by_name.get(name)
+
+    def by_id(self, member_id: str) -> Member | None:
+        """The member of this id; None where there is none."""
+        member = self.member(member_id.rpartition(".")[0])
+        return member if member is not None and member.id == member_id else None
 
     @property
     def placed(self) -> tuple[Member, ...]:

@@ -140,8 +140,6 @@ class Descriptor:
             raise invalid("portion.positions", f"has {len(portion.positions)} entries for {self.chunk_count} chunks")
         if portion.first_layer >= self.num_layers:
             raise invalid("portion.first_layer", f"is {portion.first_layer} of {self.num_layers} layers")
-        if self.on_missing is not OnMissing.FAIL:
-            raise invalid("on_missing", "must be fail in a portion: how many chunks come is decided for the whole")
 
     def _check_target(self, target: RdmaTarget) -> None:
         if self.request_id is None:

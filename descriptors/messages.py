@@ -70,7 +70,7 @@ class Region:
 class AgentRegistration:
     """An agent to register for `lifetime_s` seconds, with the regions that descriptors may name. Exactly one is given
     of `metadata`, of a NIXL agent, `shm_ticket`, of a connection over which shared memory was handed in, and
-    `shm_tickets`, of connections to several members of a cluster, by their names. `host_id`, where given, tells a
+    `shm_tickets`, of connections to several members of a cluster, by their ids. `host_id`, where given, tells a
     server whether it is on the same host; only speed depends on it.
 
     In a cluster an agent that is registered already is made known to more members, under its `agent_id`: to those that
@@ -101,12 +101,13 @@ class AgentRenewal:
 @dataclass(frozen=True, slots=True)
 class AgentLease:
     """The answer to a registration: the agent id for descriptors, and the end of the lease (Unix seconds). In a cluster
-    `unknown_to` names the members that do not know the agent, since they have joined or restarted, and `unreached`
-    those that could not be told.
+    also the ids of members: `members` know the agent, `unknown_to` do not, since they have joined or restarted, and
+    `unreached` could not be told.
     """
 
     agent_id: str
     expires_at: float
+    members: tuple[str, ...] = ()
     unknown_to: tuple[str, ...] = ()
     unreached: tuple[str, ...] = ()
 
@@ -131,7 +132,7 @@ class SchedulerStatus:
 class Transports:
     """The transports besides http that a server offers. `shm_socket` is the abstract Unix socket at which memory is
     handed in. It can be reached from the server's own host only; a client that reaches it knows that it is on that
-    host. A cluster has `shm_sockets` instead, by the names of its members, where all of them offer shm.
+    host. A cluster has `shm_sockets` instead, by the ids of its members, where all of them offer shm.
     """
 
     ucx: bool

@@ -375,7 +375,8 @@ class PrefixesApi(Protocol):
 
     async def count_prefix(self, access_key: str, bucket: str, descriptor: Descriptor) -> int:
         """How many of the chunks, from the first, a delivery would bring. Unlike a lookup this is exact, and chunks
-        that are only upstream begin to come.
+        that are only upstream begin to come. Raises ChunkUnavailable where the descriptor says that none may be
+        missing, and NoSuchAgent where it names memory that is not known.
         """
 
     async def claim(self, access_key: str, request_id: str) -> None:
@@ -383,9 +384,9 @@ class PrefixesApi(Protocol):
         CallerError(RequestReplayed) where it was taken before.
         """
 
-    async def cancel(self, access_key: str, request_id: str, given_up: tuple[str, ...] = ()) -> None:
+    async def cancel(self, access_key: str, request_id: str, writers: tuple[str, ...] = ()) -> None:
         """Returns when nothing of the request is in flight. An id that was not used yet is marked as used. In a cluster
-        `given_up` names members that may be none any more, and that must answer, too.
+        `writers` are the ids of the members that must answer, be they members still or not.
         """
 
 
@@ -396,10 +397,8 @@ class AgentsApi(Protocol):
 
     async def renew_agent(self, access_key: str, agent_id: str, renewal: AgentRenewal) -> AgentLease: ...
 
-    async def delete_agent(self, access_key: str, agent_id: str, ended: tuple[str, ...] = ()) -> None:
-        """Returns when nothing moves bytes of the agent's memory any more. In a cluster `ended` names members that need
-        not answer, since their processes have ended.
-        """
+    async def delete_agent(self, access_key: str, agent_id: str, writers: tuple[str, ...] = ()) -> None:
+        """Returns when nothing moves bytes of the agent's memory any more; `writers` as in `cancel`."""
 
 
 class StatusApi(Protocol):

@@ -29,7 +29,7 @@ from objectcache.cluster import adopt, membership_of
 from objectcache.config import Config, ConfigError, load_config, load_credentials, load_peer_secret
 from objectcache.workers import worker_storage
 from storage_server.own_keys import OwnKeys
-from storage_server.settings import ColdReads, StorageSettings
+from storage_server.settings import ColdReads, StorageSettings, Write
 from storage_server.store.data.durability import Durability
 from storage_server.store.index.identity import IndexMismatchError
 from storage_server.store.index.migrations import SchemaError
@@ -458,6 +458,8 @@ def _storage_server(options: argparse.Namespace) -> int:
         raise ConfigError("--cluster and --name go together")
     if options.cluster is not None and settings.upstream is None:
         raise ConfigError("--cluster needs --upstream: the home of objects that all members stand in front of")
+    if options.cluster is not None and settings.upstream is not None and settings.upstream.write is Write.BACK:
+        raise ConfigError('[upstream]: write = "back" does not go with --cluster: others would not know what is dirty')
     serve.run(
         "objectcache storage-server",
         lambda: serve.StorageServer(settings, secret, listen, _own_keys(options, config), options.advertise),

@@ -71,6 +71,11 @@ class AgentTable:
             problem = f"{self._agents_max} agents of this access key are registered already"
             raise ServerError(ErrorCode.SLOW_DOWN, problem, retryable=True)
 
+    def check_id(self, agent_id: str | None) -> None:
+        """Raises CallerError(AgentConflict) for an id that is in use."""
+        if agent_id in self._by_id:
+            raise CallerError(ErrorCode.AGENT_CONFLICT, "the agent is registered already", field="agent_id")
+
     def check_region_count(self, access_key: str, region_count: int, but: RegisteredAgent | None) -> None:
         """Raises ServerError(SlowDown) where `region_count` more regions exceed a bound. The regions of `but` do not
         count, because the new agent replaces it.
@@ -91,8 +96,7 @@ class AgentTable:
         one. Raises what `check_name` raises, and CallerError(AgentConflict) where the id is another agent's.
         """
         self.check_name(access_key, peer, now_s)
-        if registration.agent_id in self._by_id:
-            raise CallerError(ErrorCode.AGENT_CONFLICT, "the agent is registered already", field="agent_id")
+        self.check_id(registration.agent_id)
         expires_s = now_s + registration.lifetime_s
         agent_id = registration.agent_id or secrets.token_hex(16)
         agent = RegisteredAgent(agent_id, access_key, peer, registration.regions, expires_s)

@@ -37,7 +37,7 @@ PEER_LIMITS = ConnectionLimits(header_bytes_max=CALL_BYTES_MAX, connections_max=
 in time.
 """
 Method = Callable[..., Any]
-RequireCurrent = Callable[[str], None]
+RequireCurrent = Callable[[str, str], None]
 _log = logging.getLogger(__name__)
 
 
@@ -69,7 +69,9 @@ class StorageHttp:
     """Serves one StorageApi."""
 
     def __init__(self, storage: StorageApi, secret: bytes, require_current: RequireCurrent | None = None) -> None:
-        """`require_current` is given the view of each call, as its header has it, and raises where that is stale."""
+        """`require_current` is given the view of each call, as its header has it, and its method; it raises where the
+        call must not be carried out here.
+        """
         self._storage = storage
         self._secret = secret
         self._require_current = require_current
@@ -117,7 +119,7 @@ class StorageHttp:
         call, fields = self._authenticated(http)
         trace.operation = call.method
         if self._require_current is not None:
-            self._require_current(http.headers.get(VIEW_HEADER, ""))
+            self._require_current(http.headers.get(VIEW_HEADER, ""), call.method)
         method = getattr(getattr(self._storage, call.role), call.method)
         return await self._answers[call.form](call, method, fields, http)
 

@@ -21,6 +21,7 @@ SETTLE_S = 15.0
 """How long after a change of the members another server may still take itself for the keeper of keys that are ours now:
 longer than a lease of membership, and longer than people take to have every server read a members file.
 """
+CHANGES = frozenset({"put_object", "delete_object", "delete_objects", "copy_object", "complete_upload", "set_tags"})
 Compare = Callable[[], Awaitable[None]]
 
 
@@ -39,6 +40,7 @@ class OwnKeys:
         self.weight = weight
         self._settle_s = settle_s
         self._since: list[Placement] | None = None
+        self._registration_count = 0
         self._compare: Compare | None = None
         self._comparing: asyncio.Task[None] | None = None
         self._refreshing: asyncio.Task[None] | None = None
@@ -51,6 +53,7 @@ class OwnKeys:
         self._compare = compare
         self.membership.announce(Member(self.name, endpoint, self.weight))
         await self.membership.start()
+        self._registration_count = self.membership.registration_count
 
     async def close(self) -> None:
         """Look for no further view."""
@@ -63,6 +66,10 @@ class OwnKeys:
 
     def are_own(self, bucket: str, keys: Sequence[str]) -> npt.NDArray[np.bool_]:
         """Of each key, whether a copy of it here is as good as upstream's."""
+        if self.membership.registration_count != self._registration_count:
+            self._registration_count = self.membership.registration_count  # others were the keepers for a while
+            self._since = None
+            self._take(self.membership.view)
         if not self._since or not self.membership.holds_lease:
             return np.zeros(len(keys), dtype=np.bool_)
         own = np.ones(len(keys), dtype=np.bool_)
@@ -70,14 +77,6 @@ class OwnKeys:
             names = np.array([member.name == self.name for member in placement.members])
             own &= names[placement.keepers(bucket, keys)]
         return own
-
-    def may_write_back(self, bucket: str, key: str) -> bool:
-        """Whether a chunk may lie here alone for a while: only on its keeper, which others surely ask for it."""
-        view = self.membership.view
-        if not self.membership.holds_lease or not view.members:
-            return False
-        placement = Placement(view)
-        return placement.members[int(placement.keepers(bucket, [key])[0])].name == self.name
 
     def _take(self, view: View) -> None:
         """Trust no key of which this server was not the keeper all along."""
@@ -95,16 +94,18 @@ class OwnKeys:
         while self._compare is not None and view.members:
             try:
                 await self._compare()
-            except ObjectCacheError as error:
-                _log.warning("the cache could not be compared with upstream, and is not trusted yet: %s", error)
+            except Exception as error:
+                level = logging.WARNING if isinstance(error, ObjectCacheError) else logging.ERROR
+                _log.log(level, "the cache could not be compared with upstream, and is not trusted yet: %r", error)
                 await asyncio.sleep(self._settle_s)
                 continue
             self._since = [Placement(view)]
             return
 
-    def require_current(self, view_id: str) -> None:
+    def require_current(self, view_id: str, method: str) -> None:
         """Check the view that a call was made under. Raises ServerError(SlowDown) for one from before the last change
-        that this server knows of, CallerError(AccessDenied) for one of another cluster. A later one is looked for.
+        that this server knows of, and for a change of objects where another server may be their keeper by now;
+        CallerError(AccessDenied) for one of another cluster. A later view is looked for.
         """
         try:
             theirs = parse_view_id(view_id)
@@ -120,5 +121,8 @@ class OwnKeys:
         if theirs.number < self.membership.changed_at:
             problem = f"the members have changed since the view {theirs}"
             raise ServerError(ErrorCode.SLOW_DOWN, problem, retryable=True, field=VIEW_HEADER, retry_after_s=1)
+        if method in CHANGES and not self.membership.holds_lease:
+            problem = "this server may be no member any more, so it changes nothing"
+            raise ServerError(ErrorCode.SLOW_DOWN, problem, retryable=True, retry_after_s=1)
         if theirs.number > view.number and (self._refreshing is None or self._refreshing.done()):
             self._refreshing = asyncio.get_running_loop().create_task(self.membership.refresh())

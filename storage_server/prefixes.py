@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable
 
-from descriptors.descriptor import Descriptor, require_request_id
+from descriptors.descriptor import Descriptor, OnMissing, invalid, require_request_id
 from descriptors.errors import ChunkUnavailable
 from descriptors.messages import LookupAnswer, LookupRequest
 from descriptors.objects import BodyDigests, PutRequest, ReadRequest
@@ -68,6 +68,8 @@ class Prefixes:
         Raises CallerError(RequestCancelled) for a cancelled request. When the caller of this method is cancelled
         instead, the delivery stops at once and drains on its own.
         """
+        if descriptor.portion is not None and descriptor.on_missing is not OnMissing.FAIL:
+            raise invalid("on_missing", "must be fail in a portion: how many chunks come is decided for the whole")
         target, now_s = descriptor.rdma_target, time.monotonic()
         portion = "" if descriptor.portion is None else descriptor.portion.label
         if target is None:
@@ -96,19 +98,23 @@ class Prefixes:
         return await self._transfers.put_from(access_key, request, token, said)
 
     async def count_prefix(self, access_key: str, bucket: str, descriptor: Descriptor) -> int:
-        """Open the chunks as a delivery does, and count them."""
-        keys, layout = descriptor.chunk_keys, descriptor.layout
+        """Open the chunks as a delivery does, and count them. Raises what a delivery raises before its first byte."""
+        keys, layout, prefix_only = descriptor.chunk_keys, descriptor.layout, descriptor.on_missing is OnMissing.PREFIX
+        if descriptor.rdma_target is not None:
+            self._registrar.target(access_key, descriptor.rdma_target)
         try:
-            async with self._source.open_chunks(bucket, keys, layout, prefix_only=True) as chunks:
+            async with self._source.open_chunks(bucket, keys, layout, prefix_only=prefix_only) as chunks:
                 return len(chunks)
         except ChunkUnavailable:
+            if not prefix_only:
+                raise
             return 0
 
     async def claim(self, access_key: str, request_id: str) -> None:
         """Take a request id whose request is carried out elsewhere, or in portions."""
         self._requests.claim(access_key, require_request_id(request_id), time.monotonic())
 
-    async def cancel(self, access_key: str, request_id: str, given_up: tuple[str, ...] = ()) -> None:
+    async def cancel(self, access_key: str, request_id: str, writers: tuple[str, ...] = ()) -> None:
         """Stop a request. Returns when nothing of the request is in flight here."""
         await self._requests.cancel(access_key, require_request_id(request_id), time.monotonic())
 

@@ -9,6 +9,7 @@ import time
 from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
 
+from adapters.threads import to_end
 from descriptors.descriptor import RdmaTarget
 from descriptors.errors import CallerError, ErrorCode, ObjectCacheError, ServerError
 from descriptors.messages import AgentLease, AgentRegistration, AgentRenewal, Region
@@ -22,8 +23,10 @@ SWEEP_INTERVAL_S = 1.0
 class Registrar:
     """Implements descriptors.storage_api.AgentsApi: keeps the table of agents in step with the transports."""
 
-    def __init__(self, table: AgentTable, requests: RequestTable) -> None:
+    def __init__(self, table: AgentTable, requests: RequestTable, *, takes_ids: bool = False) -> None:
+        """With `takes_ids` gateways of a cluster give agents their ids."""
         self.table = table
+        self._takes_ids = takes_ids
         self._requests = requests
         self._ucx: AgentTransport | None = None
         self._shm: AgentTransport | None = None
@@ -38,17 +41,25 @@ class Registrar:
         """Register an agent. On return the transport knows the agent, and its connection is open. An earlier
         registration of the same peer is stopped and drained first.
         """
+        if registration.shm_tickets or registration.members or (registration.agent_id and not self._takes_ids):
+            problem = "is for clusters, and this service is none"
+            raise CallerError(ErrorCode.INVALID_ARGUMENT, f"agent_id {problem}", field="agent_id")
         transport = self._transport(registration)
         peer = transport.peer_of(registration)
         async with self._names.locked(peer):
             self.table.check_name(access_key, peer, time.monotonic())
+            self.table.check_id(registration.agent_id)
             holder = self.table.holder(peer)
             self.table.check_region_count(access_key, len(registration.regions), holder)
             if holder is not None:
                 transport.check_replacing()
                 await self._drain_and_forget(holder, _cancelled("the agent was registered again"))
             endpoint = await transport.connect(peer, registration)
-            added = self.table.add(access_key, peer, registration, time.monotonic())
+            try:
+                added = self.table.add(access_key, peer, registration, time.monotonic())
+            except BaseException:
+                await to_end(asyncio.ensure_future(endpoint.close()))
+                raise
             self._endpoints[added.agent_id] = endpoint
             return added.lease(time.monotonic(), time.time())
 
@@ -67,7 +78,7 @@ class Registrar:
             agent = self.table.owned(access_key, agent_id, time.monotonic(), "agent_id")  # it may have been deleted
             return self.table.renew(agent, renewal, time.monotonic()).lease(time.monotonic(), time.time())
 
-    async def delete_agent(self, access_key: str, agent_id: str, ended: tuple[str, ...] = ()) -> None:
+    async def delete_agent(self, access_key: str, agent_id: str, writers: tuple[str, ...] = ()) -> None:
         """Delete an agent. Returns when nothing writes into its memory any more."""
         peer = self.table.owned(access_key, agent_id, time.monotonic(), "agent_id").peer
         async with self._names.locked(peer):

@@ -146,7 +146,7 @@ class RequestTable:
         for request in requests:
             request.stop(CallerError(ErrorCode.CANCELLED, "the request was cancelled", field="request_id"))
         if active is None and request_id not in self._used[access_key]:
-            self._use(access_key, request_id, now_s)
+            self._use(access_key, request_id, now_s, is_bounded=not requests)
         for request in requests:
             await request.drained.wait()
 
@@ -157,13 +157,13 @@ class RequestTable:
             if request.portion and (request.access_key, request.request_id) == (access_key, request_id)
         ]
 
-    def _use(self, access_key: str, request_id: str, now_s: float) -> None:
+    def _use(self, access_key: str, request_id: str, now_s: float, *, is_bounded: bool = True) -> None:
         used = self._used[access_key]
         while used and next(iter(used.values())) < now_s - REMEMBER_S:
             used.popitem(last=False)
         if request_id in used or (access_key, request_id) in self._active:
             raise _replayed(request_id)
-        if len(used) >= self._ids_max:
+        if is_bounded and len(used) >= self._ids_max:
             raise ServerError(ErrorCode.SLOW_DOWN, "this access key has used too many request ids", retryable=True)
         self._on_used(access_key, request_id)
         used[request_id] = now_s

@@ -30,7 +30,7 @@ from storage_server.prefixes import Prefixes
 from storage_server.registrar import Registrar
 from storage_server.request_id_log import RequestIdLog, UsedId
 from storage_server.requests import REMEMBER_S, RequestTable
-from storage_server.settings import ColdReads, StorageSettings
+from storage_server.settings import ColdReads, StorageSettings, Write
 from storage_server.shared_files.store import SharedDirectory
 from storage_server.store.data.disk import Disk
 from storage_server.store.embedded import EmbeddedStore
@@ -79,6 +79,8 @@ class EmbeddedStorage:
         """
         if own is not None and settings.upstream is None:
             raise ValueError("a cluster needs an upstream service, in front of which all its members stand")
+        if own is not None and settings.upstream is not None and settings.upstream.write is Write.BACK:
+            raise ValueError("a cluster writes through: what is dirty here, the other members would not know")
         self.settings = settings
         self.own = own
         claim(settings.data_dir, settings.upstream)
@@ -94,7 +96,7 @@ class EmbeddedStorage:
             settings.request_ids_max,
             lambda access_key, request_id: self._id_log.append(UsedId(access_key, request_id, time.time())),
         )
-        self.agents = Registrar(AgentTable(settings.agents_max), self.requests)
+        self.agents = Registrar(AgentTable(settings.agents_max), self.requests, takes_ids=own is not None)
         self.ucx = UcxAgents(settings, self.agents.peer_lost) if settings.ucx else None
         self.shm: ShmAgents | None = None
         source = wrap_source(home.chunks)

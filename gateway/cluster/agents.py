@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import secrets
-from collections.abc import Callable, Collection, Coroutine, Mapping
+from collections.abc import Callable, Coroutine, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Generic, TypeVar
 
@@ -12,7 +12,7 @@ from descriptors.cluster import Member
 from descriptors.errors import CallerError, ErrorCode, ObjectCacheError, ServerError
 from descriptors.messages import AgentLease, AgentRegistration, AgentRenewal
 from descriptors.storage_api import AgentsApi
-from gateway.cluster.members import Members
+from gateway.cluster.members import Members, nobody
 from gateway.storage_client import StaleViewError, StorageUnreachableError
 
 WAIT_S = 1.0
@@ -23,7 +23,7 @@ _T = TypeVar("_T")
 
 @dataclass(frozen=True, slots=True)
 class Told(Generic[_T]):
-    """The answers of members, by name: of those that carried a call out, those that refused it, and those that could
+    """The answers of members, by id: of those that carried a call out, those that refused it, and those that could
     not be reached.
     """
 
@@ -44,44 +44,54 @@ class ClusterAgents:
         """Register with every member, or make an agent known to those that the registration names. One that refuses, as
         it has no such transport, ends the registration.
         """
+        named = tuple(registration.shm_tickets or registration.members)
+        if registration.agent_id is not None and not named:
+            problem = "needs members, or shm_tickets, to make the agent known to"
+            raise CallerError(ErrorCode.INVALID_ARGUMENT, f"agent_id {problem}", field="agent_id")
         agent_id = registration.agent_id or secrets.token_hex(16)
         tickets = registration.shm_tickets
 
         def ask(agents: AgentsApi, member: Member) -> Coroutine[Any, Any, AgentLease]:
             own = replace(
-                registration, agent_id=agent_id, shm_ticket=tickets.get(member.name), shm_tickets={}, members=()
+                registration, agent_id=agent_id, shm_ticket=tickets.get(member.id), shm_tickets={}, members=()
             )
             return agents.register_agent(access_key, own)
 
-        told = await self._tell(ask, set(tickets or registration.members) or None, WAIT_S)
+        asked = [member for member in self._members.view.members if not named or member.id in named]
+        told = await self._tell(ask, asked, WAIT_S)
         refused = {name: error for name, error in told.refused.items() if error.code is not ErrorCode.AGENT_CONFLICT}
         if refused:
             if registration.agent_id is None:
-                await self._tell(lambda agents, _: agents.delete_agent(access_key, agent_id), set(told.good), WAIT_S)
+                good = [member for member in asked if member.id in told.good]
+                await self._tell(lambda agents, _: agents.delete_agent(access_key, agent_id), good, WAIT_S)
             raise next(iter(refused.values()))
         return self._lease(agent_id, told)
 
     async def renew_agent(self, access_key: str, agent_id: str, renewal: AgentRenewal) -> AgentLease:
         """Renew with every member that knows the agent."""
-        told = await self._tell(lambda agents, _: agents.renew_agent(access_key, agent_id, renewal), None, WAIT_S)
+        everybody = self._members.view.members
+        told = await self._tell(lambda agents, _: agents.renew_agent(access_key, agent_id, renewal), everybody, WAIT_S)
         for error in told.refused.values():
             if error.code not in UNKNOWN:
                 raise error
         return self._lease(agent_id, told)
 
-    async def delete_agent(self, access_key: str, agent_id: str, ended: tuple[str, ...] = ()) -> None:
-        """Returns when no member moves bytes of the agent's memory any more. Raises ServerError(SlowDown) where one
-        could not be asked that has not ended.
+    async def delete_agent(self, access_key: str, agent_id: str, writers: tuple[str, ...] = ()) -> None:
+        """Returns when no member moves bytes of the agent's memory any more. Raises ServerError(SlowDown) where one of
+        `writers` could not be asked.
         """
-        told = await self._tell(lambda agents, _: agents.delete_agent(access_key, agent_id), None, None)
+        gone = [member_id for member_id in writers if self._members.view.by_id(member_id) is None]
+        if gone:
+            raise may_still_write(gone[0])
+        everybody = self._members.view.members
+        told = await self._tell(lambda agents, _: agents.delete_agent(access_key, agent_id), everybody, None)
         for error in told.refused.values():
             if error.code not in UNKNOWN:
                 raise error
-        unreached = [name for name in told.unreached if name not in ended]
+        unreached = [member_id for member_id in told.unreached if member_id in writers]
         if unreached:
-            problem = f"the storage server {unreached[0]} could not be asked, and may still write"
-            raise ServerError(ErrorCode.SLOW_DOWN, problem, retryable=True)
-        if not told.good and not ended:
+            raise may_still_write(unreached[0])
+        if not told.good and not told.unreached:
             raise next(iter(told.refused.values()), _no_such_agent(agent_id))
 
     def _lease(self, agent_id: str, told: Told[AgentLease]) -> AgentLease:
@@ -89,21 +99,20 @@ class ClusterAgents:
         if not told.good:
             if told.refused:
                 raise next(iter(told.refused.values()))
-            raise ServerError(ErrorCode.SLOW_DOWN, "no storage server can be reached", retryable=True)
+            raise nobody()
         expires_at = min(lease.expires_at for lease in told.good.values())
-        unknown = tuple(name for name, error in told.refused.items() if error.code in UNKNOWN)
-        return AgentLease(agent_id, expires_at, unknown, told.unreached)
+        unknown = tuple(member_id for member_id, error in told.refused.items() if error.code in UNKNOWN)
+        return AgentLease(agent_id, expires_at, tuple(told.good), unknown, told.unreached)
 
     async def _tell(
         self,
         ask: Callable[[AgentsApi, Member], Coroutine[Any, Any, _T]],
-        names: Collection[str] | None,
+        asked: Sequence[Member],
         wait_s: float | None,
     ) -> Told[_T]:
-        """Ask all members, or those named, at once. One that takes longer than `wait_s` counts as not reached; with
-        None, one that is not there.
+        """Ask members at once. One that takes longer than `wait_s` counts as not reached; with None, one that is not
+        there. Where one knows of a later view, they are asked once more under that.
         """
-        asked = [member for member in self._members.view.members if names is None or member.name in names]
 
         async def tell(member: Member) -> _T:
             storage = await self._members.storage(member)
@@ -112,20 +121,33 @@ class ClusterAgents:
             async with asyncio.timeout(wait_s):
                 return await ask(storage.agents, member)
 
-        answers = await asyncio.gather(*map(tell, asked), return_exceptions=True)
+        async def tell_again(member: Member) -> _T:
+            try:
+                return await tell(member)
+            except StaleViewError:
+                await self._members.membership.refresh()
+                return await tell(member)
+
+        answers = await asyncio.gather(*map(tell_again, asked), return_exceptions=True)
         good: dict[str, _T] = {}
         refused: dict[str, ObjectCacheError] = {}
         unreached: list[str] = []
         for member, answer in zip(asked, answers, strict=True):
             if isinstance(answer, StorageUnreachableError | StaleViewError | TimeoutError | ConnectionError):
-                unreached.append(member.name)
+                unreached.append(member.id)
             elif isinstance(answer, ObjectCacheError):
-                refused[member.name] = answer
+                refused[member.id] = answer
             elif isinstance(answer, BaseException):
                 raise answer
             else:
-                good[member.name] = answer
+                good[member.id] = answer
         return Told(good, refused, tuple(unreached))
+
+
+def may_still_write(member_id: str) -> ServerError:
+    """The error where a storage server cannot be asked that may be writing into a client's memory."""
+    problem = f"the storage server {member_id} cannot be asked, and may still write"
+    return ServerError(ErrorCode.SLOW_DOWN, problem, retryable=True, retry_after_s=1)
 
 
 def _no_such_agent(agent_id: str) -> CallerError:

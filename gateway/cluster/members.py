@@ -5,8 +5,8 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import Callable, Coroutine
-from contextlib import suppress
+from collections.abc import AsyncIterator, Callable, Coroutine
+from contextlib import asynccontextmanager, suppress
 from typing import Any, TypeVar
 
 from adapters.breaker import Breaker
@@ -85,7 +85,7 @@ class Members:
         """The names of members that could not be reached a moment ago; none where that would leave nobody."""
         now_s = time.monotonic()
         names = frozenset(name for name, breaker in self._breakers.items() if breaker.is_open(now_s))
-        return names if len(names) < len(self.view.members) else frozenset()
+        return names if any(member.name not in names for member in self.view.placed) else frozenset()
 
     def failed(self, member: Member) -> None:
         """Note that a member could not be reached."""
@@ -106,8 +106,10 @@ class Members:
         try:
             async with asyncio.timeout(ALIVE_S):
                 await storage.status.transports(SERVER_KEY)
-        except (TimeoutError, ObjectCacheError) as error:
+        except (TimeoutError, StorageUnreachableError) as error:
             raise StorageUnreachableError(error) from error
+        except ObjectCacheError:
+            return  # a refusal is an answer
 
     async def watched(self, member: Member, call: Coroutine[Any, Any, _T], stall_s: float = STALL_S) -> _T:
         """The result of a call that may take long. The member is asked whether it is there whenever nothing has come
@@ -122,6 +124,29 @@ class Members:
             if not task.done():
                 task.cancel()
                 await asyncio.wait([task])
+
+    @asynccontextmanager
+    async def watching(self, member: Member) -> AsyncIterator[None]:
+        """As `watched`, for awaits in the block: they end with StorageUnreachableError where the member is gone."""
+
+        async def watch() -> None:
+            while True:
+                await asyncio.sleep(STALL_S)
+                try:
+                    await self.require_alive(member)
+                except StorageUnreachableError:
+                    limit.reschedule(asyncio.get_running_loop().time())
+                    return
+
+        try:
+            async with asyncio.timeout(None) as limit:
+                watchdog = asyncio.create_task(watch())
+                try:
+                    yield
+                finally:
+                    watchdog.cancel()
+        except TimeoutError as error:
+            raise StorageUnreachableError(error) from error
 
     def _take(self, view: View) -> None:
         """Forget members that have left."""

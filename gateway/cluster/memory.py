@@ -3,54 +3,62 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Collection
 from typing import cast
 
 from descriptors.cluster import Member
 from descriptors.descriptor import Descriptor
 from descriptors.errors import ChunkUnavailable, ErrorCode, ObjectCacheError, ServerError
 from descriptors.storage_api import BodySink, DeliveryOutcome, DeliveryStart, DeliveryTiming
-from gateway.cluster.agents import UNKNOWN
+from gateway.cluster.agents import UNKNOWN, may_still_write
 from gateway.cluster.members import Members, nobody
 from gateway.cluster.split import Holding, descriptor_of, holdings, holdings_at, of_whole
 from gateway.storage_client import StaleViewError, StorageUnreachableError
 
+STALE_MAX = 4
+"""How often one portion takes a later view."""
 NO_BODY = cast(BodySink, None)
 """Where bytes go to registered memory nothing is written to a body."""
 
 
 class MemoryDelivery:
-    """One delivery. The client counts a layer as complete when each portion has reported it, by the portion's number;
-    so a portion keeps its number, whoever brings it. A member that was given up may still write, but only bytes that
+    """One delivery. The client counts a layer as complete when each portion has reported it, by the portion's number.
+    So a portion keeps its number, whoever brings it. A member that was given up may still write, but only bytes that
     are there already: the outcome names it, and the client must not use the memory for anything else before it has
     drained.
     """
 
-    def __init__(self, members: Members, access_key: str, bucket: str, descriptor: Descriptor) -> None:
+    def __init__(
+        self, members: Members, access_key: str, bucket: str, descriptor: Descriptor, without: Collection[str]
+    ) -> None:
+        """`without` names members that cannot be reached, or do not know the client's memory."""
         self._members = members
         self._access_key = access_key
         self._bucket = bucket
         self._descriptor = descriptor
+        self._without = frozenset(without)
+        self._asked: dict[str, Member] = {}
         self._given_up: set[str] = set()
 
     async def run(self) -> DeliveryOutcome:
         """Carry it out. When this raises, nothing is in flight any more; it raises ConnectionResetError, which ends the
         client's connection without an answer, where that cannot be known.
         """
-        without = set(self._members.unreachable)
-        portions = holdings(self._members.placement, self._bucket, self._descriptor.chunk_keys, without)
+        try:
+            portions = holdings(self._members.placement, self._bucket, self._descriptor.chunk_keys, self._without)
+        except ValueError:
+            raise nobody() from None
         tasks = [
-            asyncio.create_task(self._bring(index, len(portions), holding, set(without)))
-            for index, holding in enumerate(portions)
+            asyncio.create_task(self._bring(index, len(portions), holding)) for index, holding in enumerate(portions)
         ]
         try:
             outcomes = await asyncio.gather(*tasks)
-        except BaseException as error:
+        except BaseException:
             for task in tasks:
                 task.cancel()
             await asyncio.wait(tasks)
-            stopping = asyncio.ensure_future(self._stop())
-            await asyncio.shield(stopping)
-            raise error
+            await asyncio.shield(asyncio.ensure_future(self._stop()))
+            raise
         start = outcomes[0].start
         if any(outcome.start.mode is not start.mode for outcome in outcomes):
             problem = "the storage servers of the cluster choose different modes: they must have the same theta_bytes"
@@ -63,26 +71,19 @@ class MemoryDelivery:
         return DeliveryOutcome(whole, moved_bytes, slowest.timing, tuple(sorted(self._given_up)))
 
     async def _stop(self) -> None:
-        """Have every member drain what it writes. Raises ConnectionResetError where one cannot be asked."""
+        """Have every member that was asked drain what it writes, be it a member still or not. Raises
+        ConnectionResetError where one cannot be asked.
+        """
         request_id = self._descriptor.request_id or ""
         try:
-            await cancel_everywhere(self._members, self._access_key, request_id, tuple(self._given_up))
+            await cancel_at(self._members, list(self._asked.values()), self._access_key, request_id)
         except ObjectCacheError as error:
             raise ConnectionResetError("a storage server may still be moving bytes") from error
 
-    async def _ask(self, member: Member, wanted: Descriptor) -> DeliveryOutcome:
-        storage = await self._members.storage(member)
-        try:
-            return await storage.prefixes.deliver(self._access_key, self._bucket, wanted, NO_BODY)
-        except StorageUnreachableError as error:  # it never left, or it has drained
-            error.has_ended = True
-            raise
-        except ConnectionResetError as error:  # it broke, and nobody says that its writes have drained
-            raise StorageUnreachableError(error) from error
-
-    async def _bring(self, index: int, count: int, holding: Holding, without: set[str]) -> DeliveryOutcome:
-        """One portion, by its keepers' member or by those that stand in for it, one after the other."""
-        attempt, member = 0, holding.member
+    async def _bring(self, index: int, count: int, holding: Holding) -> DeliveryOutcome:
+        """Bring one portion, by its member or by those that stand in for it, one after the other."""
+        attempt, stale_count, member, without = 0, 0, holding.member, set(self._without)
+        unknown: ObjectCacheError | None = None
         while True:
             wanted = descriptor_of(self._descriptor, Holding(member, holding.positions), index, count, attempt=attempt)
             try:
@@ -90,17 +91,19 @@ class MemoryDelivery:
             except ChunkUnavailable as error:
                 raise of_whole(error, holding.positions) from None
             except StaleViewError:
-                await self._members.membership.refresh()
-                if attempt >= len(self._members.view.members):
+                stale_count += 1
+                if stale_count > STALE_MAX:
                     raise
+                await self._members.membership.refresh()
             except StorageUnreachableError as error:
                 if not error.has_ended:
-                    self._given_up.add(member.name)
+                    self._given_up.add(member.id)
                 self._members.failed(member)
                 without.add(member.name)
             except ObjectCacheError as error:
                 if error.code not in UNKNOWN and error.field != "rdma_target.region_id":
                     raise
+                unknown = error
                 without.add(member.name)  # it has joined or restarted, and does not know the client's memory
             attempt += 1
             try:
@@ -108,30 +111,54 @@ class MemoryDelivery:
                 keys = self._descriptor.chunk_keys
                 member = holdings_at(self._members.placement, self._bucket, keys, first, without)[0].member
             except ValueError:
-                raise nobody() from None
+                raise unknown or nobody() from None
+
+    async def _ask(self, member: Member, wanted: Descriptor) -> DeliveryOutcome:
+        storage = await self._members.storage(member)
+        self._asked[member.id] = member
+        try:
+            return await storage.prefixes.deliver(self._access_key, self._bucket, wanted, NO_BODY)
+        except StaleViewError:
+            raise
+        except StorageUnreachableError as error:  # it never left, or it has drained
+            error.has_ended = True
+            raise
+        except ConnectionResetError as error:  # it broke, and nobody says that its writes have drained
+            raise StorageUnreachableError(error) from error
 
 
-async def cancel_everywhere(members: Members, access_key: str, request_id: str, given_up: tuple[str, ...]) -> None:
-    """Stop a request on every member, and on those that were given up. Raises ServerError(SlowDown) where one of them
-    cannot be asked: it may still write.
+async def cancel_everywhere(members: Members, access_key: str, request_id: str, writers: tuple[str, ...]) -> None:
+    """Stop a request on every member. Raises ServerError(SlowDown) where one of `writers`, by their ids, cannot be
+    asked: it may still write.
     """
-    missing = [name for name in given_up if members.view.member(name) is None]
-    if missing:
-        raise _may_still_write(missing[0])
+    for member_id in writers:
+        if members.view.by_id(member_id) is None:
+            raise may_still_write(member_id)
+    must = [member for member in members.view.members if member.id in writers]
+    others = [member for member in members.view.members if member.id not in writers]
+    asked = [cancel_at(members, [member], access_key, request_id) for member in others]
+    results = await asyncio.gather(cancel_at(members, must, access_key, request_id), *asked, return_exceptions=True)
+    if isinstance(results[0], BaseException):
+        raise results[0]
+
+
+async def cancel_at(members: Members, asked: list[Member], access_key: str, request_id: str) -> None:
+    """Stop a request on these servers. Raises ServerError(SlowDown) where one cannot be asked."""
 
     async def ask(member: Member) -> None:
         storage = await members.storage(member)
         try:
             await members.watched(member, storage.prefixes.cancel(access_key, request_id))
+        except StaleViewError:
+            await members.membership.refresh()
+            await members.watched(member, storage.prefixes.cancel(access_key, request_id))
         except StorageUnreachableError as error:
-            raise _may_still_write(member.name) from error
+            raise may_still_write(member.id) from error
 
-    await asyncio.gather(*map(ask, members.view.members))
-
-
-def _may_still_write(name: str) -> ServerError:
-    problem = f"the storage server {name} cannot be asked, and may still write"
-    return ServerError(ErrorCode.SLOW_DOWN, problem, retryable=True, retry_after_s=1)
+    results = await asyncio.gather(*map(ask, asked), return_exceptions=True)
+    for result in results:
+        if isinstance(result, BaseException):
+            raise result
 
 
 def _total_s(timing: DeliveryTiming) -> float:

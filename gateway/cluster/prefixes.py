@@ -3,12 +3,17 @@
 from __future__ import annotations
 
 import asyncio
+import secrets
+from collections import Counter
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import TypeVar
 
+import numpy as np
+
 from adapters.phases import Phases, delivery_timing
+from descriptors.cluster import Member
 from descriptors.descriptor import Descriptor, OnMissing
 from descriptors.errors import CallerError, ChunkUnavailable, ErrorCode, ObjectCacheError, ServerError
 from descriptors.messages import LookupAnswer, LookupRequest
@@ -27,14 +32,17 @@ from descriptors.storage_api import (
     ObjectStored,
 )
 from descriptors.tracing import Phase
+from gateway.cluster.agents import UNKNOWN
 from gateway.cluster.members import Members, nobody
 from gateway.cluster.memory import MemoryDelivery, cancel_everywhere
 from gateway.cluster.merge import WINDOW_BYTES, Merger, PortionBody, Window, windows
 from gateway.cluster.split import Holding, cut_to, descriptor_of, holdings, holdings_at, matched_of, of_whole
 from gateway.storage_client import StaleViewError, StorageUnreachableError
 
-REFRESHES_MAX = 8
+ROUNDS_MAX = 8
 """How often one request takes a later view, where members refuse it for an older one."""
+CUT_MAX = 2
+"""How often a member may cut a portion short and be asked again, while it is there."""
 _T = TypeVar("_T")
 
 
@@ -52,7 +60,8 @@ class ClusterPrefixes:
         async def ask(holding: Holding) -> LookupAnswer:
             storage = await self._members.storage(holding.member)
             own = tuple([keys[position] for position in holding.positions.tolist()])
-            return await storage.prefixes.lookup(access_key, bucket, LookupRequest(own, request.lease_s, asked))
+            looked_up = storage.prefixes.lookup(access_key, bucket, LookupRequest(own, request.lease_s, asked))
+            return await self._members.watched(holding.member, looked_up)
 
         portions, answers = await self._of_each(bucket, keys, ask)
         matched = matched_of(portions, [answer.matched for answer in answers], len(keys))
@@ -67,17 +76,19 @@ class ClusterPrefixes:
 
     async def deliver(self, access_key: str, bucket: str, descriptor: Descriptor, sink: BodySink) -> DeliveryOutcome:
         """Have every member deliver its chunks: into the client's memory, or as bodies that are merged. How many come
-        is decided before.
+        is decided before, and whether all can come that must.
         """
-        if descriptor.on_missing is OnMissing.PREFIX:
-            count = await self.count_prefix(access_key, bucket, descriptor)
+        if descriptor.request_id is None:
+            descriptor = replace(descriptor, request_id=secrets.token_hex(16))
+        without: set[str] = set(self._members.unreachable)
+        if descriptor.on_missing is OnMissing.PREFIX or descriptor.rdma_target is not None:
+            count = await self._count(access_key, bucket, descriptor, without)
             if count == 0:
                 raise _missing(0)
             descriptor = cut_to(descriptor, count)
-        if descriptor.request_id is not None:
-            await self.claim(access_key, descriptor.request_id)
+        await self.claim(access_key, descriptor.request_id or "")
         if descriptor.rdma_target is not None:
-            return await MemoryDelivery(self._members, access_key, bucket, descriptor).run()
+            return await MemoryDelivery(self._members, access_key, bucket, descriptor, without).run()
         delivery = _Delivery(self._members, access_key, bucket, descriptor)
         try:
             return await delivery.run(sink)
@@ -101,15 +112,24 @@ class ClusterPrefixes:
 
     async def count_prefix(self, access_key: str, bucket: str, descriptor: Descriptor) -> int:
         """Each member counts its own chunks, exactly."""
+        return await self._count(access_key, bucket, descriptor, set(self._members.unreachable))
+
+    async def _count(self, access_key: str, bucket: str, descriptor: Descriptor, without: set[str]) -> int:
+        """Members that do not know the memory that the descriptor names, or cannot be reached, are added to `without`;
+        others count in their place.
+        """
         keys = descriptor.chunk_keys
 
         async def ask(holding: Holding) -> int:
             storage = await self._members.storage(holding.member)
-            own = tuple([keys[position] for position in holding.positions.tolist()])
-            alone = replace(descriptor, chunk_keys=own, rdma_target=None, request_id=None)
-            return await self._members.watched(holding.member, storage.prefixes.count_prefix(access_key, bucket, alone))
+            own = descriptor_of(descriptor, holding, 0, 1, on_missing=descriptor.on_missing)
+            asked = storage.prefixes.count_prefix(access_key, bucket, own)
+            try:
+                return await self._members.watched(holding.member, asked)
+            except ChunkUnavailable as error:
+                raise of_whole(error, holding.positions) from None
 
-        return matched_of(*await self._of_each(bucket, keys, ask), len(keys))
+        return matched_of(*await self._of_each(bucket, keys, ask, without), len(keys))
 
     async def claim(self, access_key: str, request_id: str) -> None:
         """Take a request id once in the cluster: the id has a keeper among the members, as keys have."""
@@ -120,57 +140,85 @@ class ClusterPrefixes:
             await self._claim_in_turn(access_key, request_id)
 
     async def _claim_in_turn(self, access_key: str, request_id: str) -> None:
-        for member in self._members.placement.order("", request_id):
+        unreachable = self._members.unreachable
+        ordered = self._members.placement.order("", request_id)
+        for member in sorted(ordered, key=lambda member: member.name in unreachable):
             storage = await self._members.storage(member)
             try:
-                return await storage.prefixes.claim(access_key, request_id)
+                return await self._members.watched(member, storage.prefixes.claim(access_key, request_id))
             except StorageUnreachableError:
                 self._members.failed(member)
         raise nobody()
 
-    async def cancel(self, access_key: str, request_id: str, given_up: tuple[str, ...] = ()) -> None:
-        """Stop every portion. Raises ServerError where a member cannot be asked, which may still write."""
-        await cancel_everywhere(self._members, access_key, request_id, given_up)
+    async def cancel(self, access_key: str, request_id: str, writers: tuple[str, ...] = ()) -> None:
+        """Stop every portion. Raises ServerError where one of `writers` cannot be asked, which may still write."""
+        await cancel_everywhere(self._members, access_key, request_id, writers)
 
     async def _of_each(
-        self, bucket: str, keys: Sequence[str], ask: Callable[[Holding], Awaitable[_T]]
+        self,
+        bucket: str,
+        keys: Sequence[str],
+        ask: Callable[[Holding], Awaitable[_T]],
+        without: set[str] | None = None,
     ) -> tuple[list[Holding], list[_T]]:
-        """The answers of the members to a question that changes nothing. The chunks of a member that does not answer
-        are asked of the next in their order.
+        """The answers of the members to a question that changes nothing. The chunks of a member that does not answer,
+        or that does not know the client's memory, are asked of the next in their order; it is added to `without`.
         """
-        without: set[str] = set(self._members.unreachable)
-        waiting = holdings(self._members.placement, bucket, keys, without)
+        without = set(self._members.unreachable) if without is None else without
+        waiting = self._elsewhere(bucket, keys, np.arange(len(keys)), without, None)
         portions: list[Holding] = []
         answers: list[_T] = []
-        refreshed_count = 0
+        round_count = 0
         while waiting:
             asked = await asyncio.gather(*map(ask, waiting), return_exceptions=True)
             lost: list[Holding] = []
+            missing: list[ChunkUnavailable] = []
+            unknown: ObjectCacheError | None = None
+            is_stale = False
             for holding, answer in zip(waiting, asked, strict=True):
-                if isinstance(answer, StorageUnreachableError):
+                if isinstance(answer, StaleViewError) and round_count < ROUNDS_MAX:
+                    is_stale = True
+                    lost.append(holding)
+                elif isinstance(answer, StorageUnreachableError):
                     self._members.failed(holding.member)
                     without.add(holding.member.name)
                     lost.append(holding)
-                elif isinstance(answer, StaleViewError) and refreshed_count < REFRESHES_MAX:
-                    refreshed_count += 1
-                    await self._members.membership.refresh()
+                elif isinstance(answer, ObjectCacheError) and answer.code in UNKNOWN:
+                    unknown = answer
+                    without.add(holding.member.name)
                     lost.append(holding)
+                elif isinstance(answer, ChunkUnavailable):
+                    missing.append(answer)
                 elif isinstance(answer, BaseException):
                     raise answer
                 else:
                     self._members.succeeded(holding.member)
                     portions.append(holding)
                     answers.append(answer)
+            if missing:
+                raise min(missing, key=lambda error: len(keys) if error.index is None else error.index)
+            if is_stale:
+                round_count += 1
+                await self._members.membership.refresh()
             waiting = [
-                portion for holding in lost for portion in self._elsewhere(bucket, keys, holding.positions, without)
+                portion
+                for holding in lost
+                for portion in self._elsewhere(bucket, keys, holding.positions, without, unknown)
             ]
         return portions, answers
 
-    def _elsewhere(self, bucket: str, keys: Sequence[str], positions: Indices, without: set[str]) -> list[Holding]:
+    def _elsewhere(
+        self,
+        bucket: str,
+        keys: Sequence[str],
+        positions: Indices,
+        without: set[str],
+        unknown: ObjectCacheError | None,
+    ) -> list[Holding]:
         try:
             return holdings_at(self._members.placement, bucket, keys, positions, without)
         except ValueError:
-            raise nobody() from None
+            raise unknown or nobody() from None
 
 
 @dataclass(slots=True)
@@ -181,6 +229,7 @@ class _Portion:
     body: PortionBody
     first_layer: int
     task: asyncio.Task[None]
+    view_number: int
 
 
 class _Delivery:
@@ -194,14 +243,18 @@ class _Delivery:
         self._portions: list[_Portion] = []
         self._without: set[str] = set(members.unreachable)
         self._begun_count = 0
-        self._refreshed_count = 0
+        self._stale_count = 0
+        self._cuts = Counter[str]()
         self._tasks: list[asyncio.Task[None]] = []
         self._mode: Mode | None = None
         self._phases = Phases(Phase.PLAN)
 
     async def run(self, sink: BodySink) -> DeliveryOutcome:
         """Carry it out. Before the first byte an error is an answer; after it the body is cut short."""
-        first = holdings(self._members.placement, self._bucket, self._descriptor.chunk_keys, self._without)
+        try:
+            first = holdings(self._members.placement, self._bucket, self._descriptor.chunk_keys, self._without)
+        except ValueError:
+            raise nobody() from None
         self._portions = [await self._begin(holding, 0) for holding in first]
         start = await self._start()
         layout, is_layered = self._descriptor.layout, start.mode is Mode.LAYER_MAJOR
@@ -275,7 +328,7 @@ class _Delivery:
 
         task = asyncio.create_task(bring())
         self._tasks.append(task)
-        return _Portion(holding, body, first_layer, task)
+        return _Portion(holding, body, first_layer, task, self._members.view.number)
 
     async def _replace(self, portion: _Portion, reason: ObjectCacheError, layer: int, position: int) -> list[_Portion]:
         """Ask others for the chunks of a portion that failed, from this layer and this chunk of the prefix on. Raises
@@ -283,12 +336,13 @@ class _Delivery:
         """
         if isinstance(reason, ChunkUnavailable):
             raise of_whole(reason, portion.holding.positions) from None
-        if isinstance(reason, StaleViewError) and self._refreshed_count < REFRESHES_MAX:
-            self._refreshed_count += 1
-            await self._members.membership.refresh()
+        member = portion.holding.member
+        if isinstance(reason, StaleViewError) and self._stale_count < ROUNDS_MAX:
+            if self._members.view.number <= portion.view_number:  # no other portion has looked since
+                self._stale_count += 1
+                await self._members.membership.refresh()
         elif isinstance(reason, StorageUnreachableError):
-            self._members.failed(portion.holding.member)
-            self._without.add(portion.holding.member.name)
+            await self._note_cut(member)
         else:
             raise reason
         portion.task.cancel()
@@ -303,6 +357,18 @@ class _Delivery:
         at = self._portions.index(portion)
         self._portions[at : at + 1] = begun
         return begun
+
+    async def _note_cut(self, member: Member) -> None:
+        """A member that is there may have cut a body for a reason of its own: it is asked again, a few times."""
+        self._cuts[member.name] += 1
+        try:
+            await self._members.require_alive(member)
+        except StorageUnreachableError:
+            self._members.failed(member)
+            self._without.add(member.name)
+            return
+        if self._cuts[member.name] > CUT_MAX:
+            self._without.add(member.name)
 
 
 def _modes_differ() -> ServerError:

@@ -68,6 +68,7 @@ def descriptor_of(
     mode: Mode | None = None,
     first_layer: int = 0,
     attempt: int = 0,
+    on_missing: OnMissing = OnMissing.FAIL,
 ) -> Descriptor:
     """The descriptor for one portion of a delivery whose chunks are all known to be there. `mode` is that of the
     delivery where it has begun.
@@ -77,7 +78,7 @@ def descriptor_of(
     return replace(
         whole,
         chunk_keys=tuple([keys[position] for position in positions]),
-        on_missing=OnMissing.FAIL,
+        on_missing=on_missing,
         delivery=whole.delivery if mode is None else Delivery(mode.value),
         version=PORTION_VERSION,
         portion=Portion(index, count, whole.chunk_count, positions, first_layer, attempt),

@@ -24,7 +24,7 @@ _T = TypeVar("_T")
 READS = frozenset({"head_bucket", "list_buckets", "get_lifecycle", "head_object", "object_parts", "list_objects",
                    "list_parts", "list_uploads"})  # fmt: skip
 """Calls that may be made again where the answer was lost: they change nothing."""
-LEAVES_COPIES = frozenset({"delete_object", "copy_object", "complete_upload", "set_tags"})
+CHANGES = frozenset({"put_object", "delete_object", "copy_object", "complete_upload", "set_tags"})
 """Changes of a chunk that its keeper must carry out: another member would leave the keeper's copy as it was."""
 
 
@@ -58,7 +58,9 @@ class ClusterStorage:
         """The transports that every member offers which can be reached."""
         found = await self._of_all("transports", access_key)
         names = list(found)
-        sockets = {name: found[name].shm_socket for name in names if found[name].shm_socket is not None}
+        members = self._members.view
+        ids = {name: member.id for name in names if (member := members.member(name)) is not None}
+        sockets = {ids[name]: socket for name in ids if (socket := found[name].shm_socket) is not None}
         return Transports(
             all(offered.ucx for offered in found.values()), None, sockets if len(sockets) == len(names) else {}
         )
@@ -135,7 +137,7 @@ def concerns(arguments: Mapping[str, Any]) -> tuple[str, str]:
 def order(members: Members, call: PeerCall, bucket: str, key: str) -> list[Member]:
     """The members that may be asked, in turn. Those that could not be reached a moment ago come last."""
     ordered = members.placement.order(bucket, key)
-    if call.method in LEAVES_COPIES and is_chunk_key(key):
+    if call.method in CHANGES and is_chunk_key(key):
         return ordered[:1]
     unreachable = members.unreachable
     return sorted(ordered, key=lambda member: member.name in unreachable)
@@ -165,7 +167,8 @@ async def _ask_in_turn(members: Members, call: PeerCall, arguments: dict[str, An
     for member in order(members, call, bucket, key):
         storage = await members.storage(member)
         try:
-            result = await getattr(getattr(storage, call.role), call.method)(**arguments)
+            made = getattr(getattr(storage, call.role), call.method)(**arguments)
+            result = await members.watched(member, made)
         except StorageUnreachableError as error:
             members.failed(member)
             if not may_ask_again(call, error):
@@ -198,7 +201,8 @@ async def _open_in_turn(
         storage = await members.storage(member)
         try:
             method = getattr(getattr(storage, call.role), call.method)
-            read: ObjectRead = await opened.enter_async_context(method(**arguments))
+            async with members.watching(member):
+                read: ObjectRead = await opened.enter_async_context(method(**arguments))
         except StorageUnreachableError as error:
             members.failed(member)
             lost = error
@@ -210,24 +214,27 @@ async def _open_in_turn(
 
 async def _delete_objects(members: Members, access_key: str, bucket: str, keys: Sequence[str]) -> list[NotDeleted]:
     """Each key is deleted by its keeper; keys whose keeper does not answer are told as not deleted."""
-    keepers = members.placement.keepers(bucket, list(keys)).tolist()
-    of_keeper = defaultdict[int, list[str]](list)
-    for key, keeper in zip(keys, keepers, strict=True):
-        of_keeper[keeper].append(key)
 
     async def ask(member: Member, of_member: list[str]) -> list[NotDeleted]:
         storage = await members.storage(member)
         try:
-            found = await storage.objects.delete_objects(access_key, bucket, of_member)
-        except StaleViewError as error:
-            await members.membership.refresh()
-            return [NotDeleted(key, ErrorCode.SLOW_DOWN.value, error.message) for key in of_member]
+            found = await members.watched(member, storage.objects.delete_objects(access_key, bucket, of_member))
         except StorageUnreachableError as error:
             members.failed(member)
             return [NotDeleted(key, ErrorCode.SLOW_DOWN.value, error.message) for key in of_member]
         members.succeeded(member)
         return found
 
-    asked = [ask(members.placement.members[keeper], some) for keeper, some in of_keeper.items()]
-    found = await asyncio.gather(*asked)
-    return [each for some in found for each in some]
+    async def ask_all() -> list[NotDeleted]:
+        placement = members.placement
+        of_keeper = defaultdict[int, list[str]](list)
+        for key, keeper in zip(keys, placement.keepers(bucket, list(keys)).tolist(), strict=True):
+            of_keeper[keeper].append(key)
+        asked = [ask(placement.members[keeper], some) for keeper, some in of_keeper.items()]
+        return [each for some in await asyncio.gather(*asked) for each in some]
+
+    try:
+        return await ask_all()
+    except StaleViewError:  # what was deleted already is no error to delete again
+        await members.membership.refresh()
+        return await ask_all()

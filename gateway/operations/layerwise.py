@@ -16,13 +16,13 @@ from descriptors.errors import CallerError, ErrorCode
 from descriptors.headers import (
     CHUNKS_HEADER,
     DESCRIPTOR_HEADER,
-    ENDED_HEADER,
     EPOCH_HEADER,
     MODE_HEADER,
     RATE_HEADER,
     RDMA_BYTES_HEADER,
     RDMA_REPLY_HEADER,
     UNSETTLED_HEADER,
+    WRITERS_HEADER,
 )
 from descriptors.messages import (
     AGENT_METADATA_BYTES_MAX,
@@ -88,13 +88,13 @@ async def renew_agent(call: Call) -> web.StreamResponse:
 
 async def delete_agent(call: Call) -> web.StreamResponse:
     """Delete an agent. Answers when every write into the agent's memory has drained."""
-    await call.storage.agents.delete_agent(call.access_key, _last_segment(call), _names(call, ENDED_HEADER))
+    await call.storage.agents.delete_agent(call.access_key, _last_segment(call), _member_ids(call))
     return web.Response(status=204)
 
 
 async def cancel_request(call: Call) -> web.StreamResponse:
     """Cancel a request. Answers when every posted write has drained. An unknown id is marked as used."""
-    await call.storage.prefixes.cancel(call.access_key, _last_segment(call), _names(call, UNSETTLED_HEADER))
+    await call.storage.prefixes.cancel(call.access_key, _last_segment(call), _member_ids(call))
     return web.Response(status=204)
 
 
@@ -137,9 +137,9 @@ def _refuse_range(call: Call) -> None:
         raise CallerError(ErrorCode.INVALID_REQUEST, "Range does not go with a descriptor", field="range")
 
 
-def _names(call: Call, header: str) -> tuple[str, ...]:
-    """The names of storage servers in a header, with commas between."""
-    return tuple(name for name in call.request.headers.get(header, "").split(",") if name)
+def _member_ids(call: Call) -> tuple[str, ...]:
+    """The storage servers that the client says must answer."""
+    return tuple(name for name in call.request.headers.get(WRITERS_HEADER, "").split(",") if name)
 
 
 def _last_segment(call: Call) -> str:
@@ -147,8 +147,8 @@ def _last_segment(call: Call) -> str:
 
 
 def _lease(lease: AgentLease) -> web.Response:
-    of_members = {"unknown_to": list(lease.unknown_to), "unreached": list(lease.unreached)}
-    said = {name: members for name, members in of_members.items() if members}
+    of_cluster = {"members": lease.members, "unknown_to": lease.unknown_to, "unreached": lease.unreached}
+    said = {name: list(members) for name, members in of_cluster.items() if members}
     return _json({"agent_id": lease.agent_id, "expires_at": lease.expires_at, **said})
 
 

@@ -11,7 +11,7 @@ from dataclasses import replace
 
 from descriptors.descriptor_codec import encode_binary
 from descriptors.errors import ErrorCode, ObjectCacheError, ServerError
-from descriptors.headers import RDMA_BYTES_HEADER, REQUESTS_PATH, UNSETTLED_HEADER
+from descriptors.headers import RDMA_BYTES_HEADER, REQUESTS_PATH
 from nixl_client.fetch.delivery_state import payload_shape
 from nixl_client.fetch.layer_fetch import LayerFetch
 from nixl_client.session.agent import GONE, ClientAgent
@@ -101,13 +101,7 @@ class OneSidedFetches:
         """Have the server stop the fetch; it answers when nothing is in flight. Raises ObjectCacheError when the server
         cannot be asked.
         """
-        ended = self.agent.receiver.ended_names() if fetch.given_up else []
-        left = [name for name in fetch.given_up.split(",") if name and name not in ended]
-        if fetch.given_up and not left:  # every other server has answered
-            fetch.settle()
-            return
-        headers = {UNSETTLED_HEADER: ",".join(left)} if left else None
-        self._http.request("DELETE", f"{REQUESTS_PATH}/{fetch.request_id}", headers=headers)
+        self._http.request("DELETE", f"{REQUESTS_PATH}/{fetch.request_id}", headers=self.agent.writers_header())
         fetch.settle()
 
     def _post(self, fetch: LayerFetch) -> Answer:

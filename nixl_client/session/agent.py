@@ -13,12 +13,14 @@ import logging
 import os
 import threading
 import uuid
+from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
+from typing import Any
 
 from adapters.interfaces import UnknownInterfaceError
 from adapters.nixl_agent import NixlFailure, is_available
 from descriptors.errors import ErrorCode, ObjectCacheError, ServerError
-from descriptors.headers import AGENTS_PATH, ENDED_HEADER, TRANSPORTS_PATH
+from descriptors.headers import AGENTS_PATH, TRANSPORTS_PATH, WRITERS_HEADER
 from descriptors.messages import AgentRenewal, Region, registration_body, renewal_body
 from nixl_client.session.shared import Shared
 from nixl_client.session.signed_http import Account, SignedHttp
@@ -69,6 +71,10 @@ class ClientAgent:
         """The id that descriptors name; registers anew where the server has forgotten us."""
         self._check_open()
         return self._shared.agent_id(self._http)
+
+    def writers_header(self) -> dict[str, str] | None:
+        """The header that names the members of a cluster which must answer before memory is ours again."""
+        return self._shared.writers_header()
 
     def mark_gone(self, agent_id: str) -> None:
         """The server has answered that it knows no agent of this id: the next use registers anew."""
@@ -124,6 +130,7 @@ class _SharedAgent:
         self._lock = threading.Lock()
         self._regions: dict[str, _Registered] = {}
         self._agent_id: str | None = None
+        self._writers: set[str] = set()
         self._closing = threading.Event()
         self._heartbeat = threading.Thread(target=self._keep_renewing, name="objectcache-heartbeat", daemon=True)
         self._heartbeat.start()
@@ -221,19 +228,18 @@ class _SharedAgent:
         unreached: tuple[str, ...] = ()
         if self._agent_id is not None:
             told = self._renew(http, self.receiver.renewal(regions, self._lifetime_s))
-            ended = self.receiver.ended_names()
-            unreached = tuple(name for name in told if name not in ended)
-        if unreached and ends_regions:
+            unreached = tuple(sorted(self._living_writers() - set(told)))
+        if unreached and ends_regions and self._agent_id is not None:
             problem = f"the storage server {unreached[0]} could not be told, and may still write"
             raise ServerError(ErrorCode.SLOW_DOWN, problem, retryable=True)
         if self._agent_id is None:
             body = registration_body(self.receiver.registration(regions, self._lifetime_s))
             answer = self.receiver.call_and_connect(lambda: http.request("POST", AGENTS_PATH, body=body))
-            self._agent_id = answer.json()["agent_id"]
+            self._note(answer.json())
 
     def _renew(self, http: SignedHttp, renewal: AgentRenewal) -> tuple[str, ...]:
-        """Renew, and make the agent known to members of a cluster that do not know it. Returns the names of those that
-        could not be told.
+        """Renew, and make the agent known to members of a cluster that do not know it. Returns the ids of members that
+        have taken the renewal.
         """
         try:
             answer = http.request("POST", f"{AGENTS_PATH}/{self._agent_id}", body=renewal_body(renewal)).json()
@@ -242,9 +248,23 @@ class _SharedAgent:
                 raise
             self._agent_id = None
             return ()
+        self._note(answer)
         if answer.get("unknown_to"):
             self._introduce(http, answer["unknown_to"])
-        return tuple(answer.get("unreached", ()))
+        return tuple(answer.get("members", ()))
+
+    def _note(self, answer: Mapping[str, Any]) -> None:
+        """Remember who may write into our memory from now on."""
+        self._agent_id = answer["agent_id"]
+        self._writers.update(answer.get("members", ()), answer.get("unreached", ()))
+
+    def _living_writers(self) -> set[str]:
+        return self._writers - set(self.receiver.ended_ids())
+
+    def writers_header(self) -> dict[str, str] | None:
+        """The header that names the members of a cluster which must answer before memory is ours again."""
+        living = sorted(self._living_writers())
+        return {WRITERS_HEADER: ",".join(living)} if living else None
 
     def _introduce(self, http: SignedHttp, names: list[str]) -> None:
         """A member that does not take us gets no portions: the others bring them."""
@@ -252,7 +272,8 @@ class _SharedAgent:
             introduction = self.receiver.introduction(self._region_list(), self._lifetime_s, names)
             if introduction.shm_tickets or introduction.members:
                 body = registration_body(replace(introduction, agent_id=self._agent_id))
-                self.receiver.call_and_connect(lambda: http.request("POST", AGENTS_PATH, body=body))
+                answer = self.receiver.call_and_connect(lambda: http.request("POST", AGENTS_PATH, body=body))
+                self._note(answer.json())
         except (ObjectCacheError, ShmUnavailableError, NixlFailure) as error:
             _log.warning("the agent could not be made known to %s: %s", ", ".join(names), error)
 
@@ -270,14 +291,13 @@ class _SharedAgent:
         """Drop the registration; answered when nothing is in flight."""
         if self._agent_id is None:
             return
-        ended = self.receiver.ended_names()
-        headers = {ENDED_HEADER: ",".join(ended)} if ended else None
         try:
-            http.request("DELETE", f"{AGENTS_PATH}/{self._agent_id}", headers=headers)
+            http.request("DELETE", f"{AGENTS_PATH}/{self._agent_id}", headers=self.writers_header())
         except ObjectCacheError as error:
             if error.code not in GONE:
                 raise
         self._agent_id = None
+        self._writers.clear()
         self.receiver.on_forgotten()
 
     def _check_process(self) -> None:

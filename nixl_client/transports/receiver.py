@@ -30,7 +30,7 @@ class Receiver(Protocol):
     def renewal(self, regions: Sequence[Region], lifetime_s: float) -> AgentRenewal:
         """The message that says which regions there are now."""
 
-    def ended_names(self) -> list[str]:
+    def ended_ids(self) -> list[str]:
         """Members of a cluster that surely write into our memory no more, because they have ended."""
 
     def on_forgotten(self) -> None:

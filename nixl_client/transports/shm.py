@@ -106,7 +106,7 @@ class ShmReceiver:
     def renewal(self, regions: Sequence[Region], lifetime_s: float) -> AgentRenewal:
         return AgentRenewal(lifetime_s, None, tuple(regions))
 
-    def ended_names(self) -> list[str]:
+    def ended_ids(self) -> list[str]:
         """The kernel closes the connection of a process that has ended; a server closes it when nothing writes."""
         with self._lock:
             return [name for name, connection in self._connections.items() if name != SINGLE and connection.has_ended]

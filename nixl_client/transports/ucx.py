@@ -61,7 +61,7 @@ class UcxReceiver:
     def renewal(self, regions: Sequence[Region], lifetime_s: float) -> AgentRenewal:
         return AgentRenewal(lifetime_s, self._thread.metadata(), tuple(regions))
 
-    def ended_names(self) -> list[str]:
+    def ended_ids(self) -> list[str]:
         """None: UCX does not tell."""
         return []
 

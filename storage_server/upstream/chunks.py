@@ -168,8 +168,9 @@ class UpstreamChunks:
     async def _doubtful(
         self, bucket: str, keys: Sequence[str], found: Sequence[list[Extent] | None]
     ) -> list[tuple[int, StoredObject | None]]:
-        """Index and row of the objects in the cache that upstream may have others of by now: those that are no chunks,
-        and in a cluster the chunks of other servers, which are not told of changes here.
+        """Index and row of the objects in the cache that upstream may have others of by now: those that are no chunks.
+        In a cluster also the chunks of other servers, which are not told of changes here, and those whose keys do not
+        say that they are chunks, so that gateways may have others change them.
         """
         own = None if self._own is None else self._own.are_own(bucket, keys)
 
@@ -185,7 +186,7 @@ class UpstreamChunks:
         return [
             (at, each)
             for at, each in zip(doubtful, stored, strict=True)
-            if each is None or is_others(at) or not is_chunk(keys[at], each.info.attributes)
+            if each is None or own is not None or not is_chunk(keys[at], each.info.attributes)
         ]
 
     async def _require_current(self, bucket: str, keys: Sequence[str], found: list[list[Extent] | None]) -> None:

@@ -150,17 +150,10 @@ class UpstreamHome:
         stored = self.cache.objects.stored(bucket, key)
         if stored is None or not is_chunk(key, stored.info.attributes):
             return None
-        if (
-            self._own is not None
-            and not self._own.are_own(bucket, [key])[0]
-            and not self.write_back.is_dirty(bucket, key)
-        ):
+        is_others = self._own is not None and not (is_chunk_key(key) and self._own.are_own(bucket, [key])[0])
+        if is_others and not self.write_back.is_dirty(bucket, key):
             return None
         return None if self.cache.objects.is_damaged(bucket, key) else stored
-
-    def may_write_back(self, bucket: str, key: str) -> bool:
-        """Whether this server is the one that others ask for a chunk that upstream does not have yet."""
-        return self._own is None or self._own.may_write_back(bucket, key)
 
     async def put_chunk(self, request: PutRequest, body: Body) -> ObjectInfo:
         """Put a chunk upstream and into the cache, in this order, so that the cache never has what upstream lacks."""
@@ -277,7 +270,7 @@ class CachedObjects:
             counted = CountedBody(body)
             try:
                 with self._write_back.room(request) as has_room:
-                    if has_room and self._home.may_write_back(request.bucket, request.key):
+                    if has_room:
                         return await self._write_back.put(request, counted)
                 return await self._home.put_chunk(request, counted)
             except ServerError as error:

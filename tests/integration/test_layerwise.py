@@ -6,6 +6,7 @@ import asyncio
 import base64
 import json
 import threading
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -24,9 +25,30 @@ from nixl_client.session.signed_http import Answer, SignedHttp
 from nixl_client.transports.shared_memory import allocate
 from storage_server.transport.flight import Flight
 from tests.support.chunks import LAYOUT, N, layer_of, make_chunks
+from tests.support.clusters import cluster
 from tests.support.requests import OWNER, request
-from tests.support.servers import LocalStack, Stack, eventually
+from tests.support.servers import LocalStack, Stack, eventually, stack
 from tests.support.tree import repository
+
+
+@pytest.fixture(scope="module", params=["together", "apart", "cluster"])
+def servers(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Stack]:
+    """Every arrangement of the processes: the last is three storage servers before one home."""
+    folder = tmp_path_factory.mktemp(request.param)
+    if request.param != "cluster":
+        with stack(request.param, folder) as running:
+            running.s3().create_bucket(Bucket="chunks")
+            yield running
+        return
+    with (
+        LocalStack(folder / "home", ucx=()) as home,
+        cluster(folder / "kv", home.url, storage_options=("--ucx",)) as kv,
+    ):
+        member = kv.members["a"].process
+        assert member is not None
+        running = Stack(kv.gateways[0].url, folder / "kv" / "a", member.pid)
+        running.s3().create_bucket(Bucket="chunks")
+        yield running
 
 
 @pytest.fixture

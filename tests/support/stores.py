@@ -243,9 +243,8 @@ class KnownMembers:
     def changed_at(self) -> int:
         return self.view.number
 
-    @property
-    def holds_lease(self) -> bool:
-        return True
+    holds_lease = True
+    registration_count = 1
 
     def on_view(self, told: Callable[[View], None]) -> None:
         self._told.append(told)

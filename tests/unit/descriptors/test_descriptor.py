@@ -225,9 +225,7 @@ def test_a_part_that_does_not_fit_is_refused_by_field(change: dict[str, Any], na
     assert (refused.value.code, refused.value.field) == (ErrorCode.INVALID_DESCRIPTOR, named)
 
 
-def test_the_chunks_of_a_part_are_decided_for_the_whole() -> None:
-    with pytest.raises(CallerError, match="on_missing"):
-        replace(OF_A_PORTION, on_missing=OnMissing.PREFIX)
+def test_the_target_of_a_portion_holds_the_whole() -> None:
     with pytest.raises(CallerError, match="version"):
         replace(OF_A_PORTION, version=1)
     target = RdmaTarget("agent", "kv", 0, OF_A_PORTION.delivery_bytes)

@@ -23,6 +23,7 @@ class PlayedMembership:
         self.view = View("kv", 0)
         self.changed_at = 0
         self.holds_lease = True
+        self.registration_count = 1
         self.refresh_count = 0
         self._told: list[Callable[[View], None]] = []
 
@@ -122,24 +123,36 @@ async def test_a_comparison_that_fails_is_made_again() -> None:
     await own.close()
 
 
-async def test_without_its_lease_a_server_trusts_no_copy_and_keeps_nothing_alone() -> None:
+async def test_without_its_lease_a_server_trusts_no_copy_and_changes_nothing() -> None:
     membership, compare = PlayedMembership(), Compared()
     compare.may_end.set()
     own = await started(membership, compare)
     membership.show(1, A)
     await turns()
-    assert own.may_write_back("bucket", KEYS[0])
+    own.require_current("kv:1", "delete_object")
     membership.holds_lease = False
     assert not own.are_own("bucket", KEYS).any()
-    assert not own.may_write_back("bucket", KEYS[0])
+    own.require_current("kv:1", "head_object")
+    with pytest.raises(ServerError) as refused:
+        own.require_current("kv:1", "delete_object")
+    assert (refused.value.code, refused.value.field) == (ErrorCode.SLOW_DOWN, None)
     await own.close()
 
 
-async def test_only_the_keeper_of_a_chunk_keeps_it_alone() -> None:
+async def test_a_server_that_became_a_member_again_trusts_no_copy_until_the_next_comparison() -> None:
+    """Its members look as before, but another server may have been the keeper meanwhile."""
     membership, compare = PlayedMembership(), Compared()
+    compare.may_end.set()
     own = await started(membership, compare)
-    membership.show(1, A, B)
-    assert [own.may_write_back("bucket", key) for key in KEYS] == kept_by("a", A, B)
+    membership.show(1, A)
+    await turns()
+    assert own.are_own("bucket", KEYS).all()
+    compare.may_end.clear()
+    membership.registration_count = 2
+    assert not own.are_own("bucket", KEYS).any()
+    compare.may_end.set()
+    await turns()
+    assert own.are_own("bucket", KEYS).all()
     await own.close()
 
 
@@ -147,21 +160,21 @@ async def test_calls_under_an_older_view_or_of_another_cluster_are_refused() -> 
     membership, compare = PlayedMembership(), Compared()
     own = await started(membership, compare)
     with pytest.raises(ServerError) as unknown:
-        own.require_current("kv:1")
+        own.require_current("kv:1", "head_object")
     assert (unknown.value.code, unknown.value.field) == (ErrorCode.SLOW_DOWN, VIEW_HEADER)
     membership.show(5, A)
-    own.require_current("kv:5")
+    own.require_current("kv:5", "head_object")
     with pytest.raises(ServerError) as stale:
-        own.require_current("kv:4")
+        own.require_current("kv:4", "head_object")
     assert (stale.value.field, stale.value.retryable) == (VIEW_HEADER, True)
     with pytest.raises(CallerError) as other:
-        own.require_current("other:9")
+        own.require_current("other:9", "head_object")
     assert other.value.code is ErrorCode.ACCESS_DENIED
     for text in ("", "kv", "kv:x"):
         with pytest.raises(CallerError):
-            own.require_current(text)
-    own.require_current("kv:9")
-    own.require_current("kv:9")
+            own.require_current(text, "head_object")
+    own.require_current("kv:9", "head_object")
+    own.require_current("kv:9", "head_object")
     await turns()
     assert membership.refresh_count == 1
     await own.close()
