@@ -16,7 +16,7 @@ import numpy as np
 import numpy.typing as npt
 
 from descriptors.conditions import NO_WRITE_CONDITION, WriteCondition
-from descriptors.descriptor import Descriptor
+from descriptors.descriptor import Descriptor, RdmaTarget
 from descriptors.errors import ErrorCode, ServerError
 from descriptors.lifecycle import LifecycleRule
 from descriptors.messages import (
@@ -373,10 +373,12 @@ class PrefixesApi(Protocol):
     ) -> ObjectStored:
         """Store an object as `put_object` does, from the client's memory; its bytes must have the digests in `said`."""
 
-    async def count_prefix(self, access_key: str, bucket: str, descriptor: Descriptor) -> int:
+    async def count_prefix(
+        self, access_key: str, bucket: str, descriptor: Descriptor, target: RdmaTarget | None = None
+    ) -> int:
         """How many of the chunks, from the first, a delivery would bring. Unlike a lookup this is exact, and chunks
         that are only upstream begin to come. Raises ChunkUnavailable where the descriptor says that none may be
-        missing, and NoSuchAgent where it names memory that is not known.
+        missing, and NoSuchAgent where the target of the whole is in memory that is not known.
         """
 
     async def claim(self, access_key: str, request_id: str) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable
 
-from descriptors.descriptor import Descriptor, OnMissing, invalid, require_request_id
+from descriptors.descriptor import Descriptor, OnMissing, RdmaTarget, invalid, require_request_id
 from descriptors.errors import ChunkUnavailable
 from descriptors.messages import LookupAnswer, LookupRequest
 from descriptors.objects import BodyDigests, PutRequest, ReadRequest
@@ -97,11 +97,13 @@ class Prefixes:
         """Store an object out of the client's memory."""
         return await self._transfers.put_from(access_key, request, token, said)
 
-    async def count_prefix(self, access_key: str, bucket: str, descriptor: Descriptor) -> int:
+    async def count_prefix(
+        self, access_key: str, bucket: str, descriptor: Descriptor, target: RdmaTarget | None = None
+    ) -> int:
         """Open the chunks as a delivery does, and count them. Raises what a delivery raises before its first byte."""
         keys, layout, prefix_only = descriptor.chunk_keys, descriptor.layout, descriptor.on_missing is OnMissing.PREFIX
-        if descriptor.rdma_target is not None:
-            self._registrar.target(access_key, descriptor.rdma_target)
+        if target is not None:
+            self._registrar.target(access_key, target)
         try:
             async with self._source.open_chunks(bucket, keys, layout, prefix_only=prefix_only) as chunks:
                 return len(chunks)

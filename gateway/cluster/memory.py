@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 from collections.abc import Collection
 from typing import cast
 
@@ -15,6 +16,7 @@ from gateway.cluster.members import Members, nobody
 from gateway.cluster.split import Holding, descriptor_of, holdings, holdings_at, of_whole
 from gateway.storage_client import StaleViewError, StorageUnreachableError
 
+_log = logging.getLogger(__name__)
 STALE_MAX = 4
 """How often one portion takes a later view."""
 NO_BODY = cast(BodySink, None)
@@ -53,11 +55,11 @@ class MemoryDelivery:
         ]
         try:
             outcomes = await asyncio.gather(*tasks)
-        except BaseException:
+        except BaseException as error:
             for task in tasks:
                 task.cancel()
             await asyncio.wait(tasks)
-            await asyncio.shield(asyncio.ensure_future(self._stop()))
+            await asyncio.shield(asyncio.ensure_future(self._stop(error)))
             raise
         start = outcomes[0].start
         if any(outcome.start.mode is not start.mode for outcome in outcomes):
@@ -70,7 +72,7 @@ class MemoryDelivery:
         slowest = max(outcomes, key=lambda outcome: _total_s(outcome.timing))
         return DeliveryOutcome(whole, moved_bytes, slowest.timing, tuple(sorted(self._given_up)))
 
-    async def _stop(self) -> None:
+    async def _stop(self, reason: BaseException) -> None:
         """Have every member that was asked drain what it writes, be it a member still or not. Raises
         ConnectionResetError where one cannot be asked.
         """
@@ -78,6 +80,7 @@ class MemoryDelivery:
         try:
             await cancel_at(self._members, list(self._asked.values()), self._access_key, request_id)
         except ObjectCacheError as error:
+            _log.warning("request %s failed, and %s: %r", request_id, error.message, reason)
             raise ConnectionResetError("a storage server may still be moving bytes") from error
 
     async def _bring(self, index: int, count: int, holding: Holding) -> DeliveryOutcome:

@@ -14,7 +14,7 @@ import numpy as np
 
 from adapters.phases import Phases, delivery_timing
 from descriptors.cluster import Member
-from descriptors.descriptor import Descriptor, OnMissing
+from descriptors.descriptor import Descriptor, OnMissing, RdmaTarget
 from descriptors.errors import CallerError, ChunkUnavailable, ErrorCode, ObjectCacheError, ServerError
 from descriptors.messages import LookupAnswer, LookupRequest
 from descriptors.notices import Mode
@@ -110,9 +110,12 @@ class ClusterPrefixes:
         """Raises CallerError(NotImplemented): the client sends the body instead."""
         raise declined("a cluster has no ucx transport")
 
-    async def count_prefix(self, access_key: str, bucket: str, descriptor: Descriptor) -> int:
+    async def count_prefix(
+        self, access_key: str, bucket: str, descriptor: Descriptor, target: RdmaTarget | None = None
+    ) -> int:
         """Each member counts its own chunks, exactly."""
-        return await self._count(access_key, bucket, descriptor, set(self._members.unreachable))
+        whole = replace(descriptor, rdma_target=target)
+        return await self._count(access_key, bucket, whole, set(self._members.unreachable))
 
     async def _count(self, access_key: str, bucket: str, descriptor: Descriptor, without: set[str]) -> int:
         """Members that do not know the memory that the descriptor names, or cannot be reached, are added to `without`;
@@ -122,8 +125,9 @@ class ClusterPrefixes:
 
         async def ask(holding: Holding) -> int:
             storage = await self._members.storage(holding.member)
-            own = descriptor_of(descriptor, holding, 0, 1, on_missing=descriptor.on_missing)
-            asked = storage.prefixes.count_prefix(access_key, bucket, own)
+            moves_nothing = replace(descriptor, rdma_target=None)
+            own = descriptor_of(moves_nothing, holding, 0, 1, on_missing=descriptor.on_missing)
+            asked = storage.prefixes.count_prefix(access_key, bucket, own, descriptor.rdma_target)
             try:
                 return await self._members.watched(holding.member, asked)
             except ChunkUnavailable as error:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import hashlib
 import signal
-import threading
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -165,28 +164,32 @@ def delivered_bytes(running: Cluster, name: str) -> float:
     return sum(float(line.rpartition(" ")[2]) for line in lines)
 
 
-def test_a_server_that_stops_in_mid_copy_and_goes_on_later_harms_no_later_fetch(kv: Cluster, bucket: str) -> None:
+def test_a_server_that_stops_in_mid_copy_and_goes_on_later_harms_no_later_fetch(
+    tmp_path: Path, home: LocalStack, bucket: str
+) -> None:
     """Its slices come from another server. It may write them once more when it goes on, so the buffer is not filled
-    with anything else before it has drained.
+    with anything else before it has drained. The link is slow, so that there is a middle.
     """
     placement = Placement(View("kv", 1, tuple(Member(name, f"http://{name}:1") for name in "abc")))
     victim = placement.members[int(placement.keepers(bucket, KEYS[:1])[0])].name
-    with client_of(kv, bucket, "shm") as client:
+    slow = "[scheduler]\nlink_bytes_per_s = 8000000\n"
+    with cluster(tmp_path, home.url, config=slow) as kv, client_of(kv, bucket, "shm") as client:
         buffer, other = (client.allocate_buffer(LAYOUT.delivery_bytes(N)) for _ in range(2))
         check(client.fetch(KEYS, LAYOUT, buffer, delivery=Delivery.LAYER_MAJOR))
-        kv.members[victim].send(signal.SIGSTOP)
         buffer[:] = 0
         fetch = client.fetch(KEYS, LAYOUT, buffer, delivery=Delivery.LAYER_MAJOR)
-        check(fetch)
-        assert fetch.given_up.startswith(f"{victim}.")
-        assert not fetch.is_settled
-        with pytest.raises(ObjectCacheError) as refused:
-            client.fetch(KEYS[:8], LAYOUT, buffer, delivery=Delivery.LAYER_MAJOR).wait(WAIT_S)
-        assert refused.value.code is ErrorCode.TARGET_UNREACHABLE
-        check(client.fetch(KEYS[:8], LAYOUT, other, delivery=Delivery.LAYER_MAJOR), 8)
-        resumed = threading.Timer(0.2, kv.members[victim].send, (signal.SIGCONT,))
-        resumed.start()
-        resumed.join()
+        fetch.wait_layer(0, WAIT_S)
+        kv.members[victim].send(signal.SIGSTOP)
+        try:
+            check(fetch)
+            assert fetch.given_up.startswith(f"{victim}.")
+            assert not fetch.is_settled
+            with pytest.raises(ObjectCacheError) as refused:
+                client.fetch(KEYS[:8], LAYOUT, buffer, delivery=Delivery.LAYER_MAJOR).wait(WAIT_S)
+            assert refused.value.code is ErrorCode.TARGET_UNREACHABLE
+            check(client.fetch(KEYS[:8], LAYOUT, other, delivery=Delivery.LAYER_MAJOR), 8)
+        finally:
+            kv.members[victim].send(signal.SIGCONT)
         time.sleep(0.5)
         assert np.array_equal(fetch.wait_layer(3, 1).data, layer_of(CHUNKS, LAYOUT, 3))
         check(client.fetch(KEYS[:8], LAYOUT, buffer, delivery=Delivery.LAYER_MAJOR), 8)
