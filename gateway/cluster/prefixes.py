@@ -78,15 +78,16 @@ class ClusterPrefixes:
         """Have every member deliver its chunks: into the client's memory, or as bodies that are merged. How many come
         is decided before, and whether all can come that must.
         """
-        if descriptor.request_id is None:
-            descriptor = replace(descriptor, request_id=secrets.token_hex(16))
         without: set[str] = set(self._members.unreachable)
         if descriptor.on_missing is OnMissing.PREFIX or descriptor.rdma_target is not None:
             count = await self._count(access_key, bucket, descriptor, without)
             if count == 0:
                 raise _missing(0)
             descriptor = cut_to(descriptor, count)
-        await self.claim(access_key, descriptor.request_id or "")
+        if descriptor.request_id is None:
+            descriptor = replace(descriptor, request_id=secrets.token_hex(16))
+        else:
+            await self.claim(access_key, descriptor.request_id)
         if descriptor.rdma_target is not None:
             return await MemoryDelivery(self._members, access_key, bucket, descriptor, without).run()
         delivery = _Delivery(self._members, access_key, bucket, descriptor)
