@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import argparse
+import signal
+import sys
 from collections.abc import Sequence
 
 from bench.experiments.aggregate.run import AGGREGATE
@@ -35,5 +37,6 @@ def run(arguments: Sequence[str]) -> int:
     for benchmark in commands.choices.values():
         benchmark.usage = f"{benchmark.prog} [options]"
     options = parser.parse_args(arguments)
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))  # so that servers are ended on the way out
     status: int = options.command(options)
     return status
