@@ -225,10 +225,12 @@ def _require_keys(keys: tuple[str, ...]) -> None:
 def _are_plain(keys: tuple[str, ...]) -> bool:
     """Whether all keys are surely valid: ASCII without NUL, none too long. It looks at all of them at once."""
     try:
-        joined, lengths = "".join(keys), list(map(len, keys))
+        if not all(map(str.isascii, keys)):
+            return False  # joined, wide keys would take four bytes for each character
     except TypeError:
         return False
-    return joined.isascii() and "\0" not in joined and min(lengths) > 0 and max(lengths) <= OBJECT_KEY_BYTES_MAX
+    lengths = list(map(len, keys))
+    return min(lengths) > 0 and max(lengths) <= OBJECT_KEY_BYTES_MAX and "\0" not in "".join(keys)
 
 
 def key_bytes(key: str) -> int:

@@ -51,8 +51,8 @@ class Cluster:
 
     def kill(self, name: str) -> None:
         """SIGKILL a member."""
-        self.members[name].kill()
-        self.members[name].wait()
+        with self.members[name] as process:
+            process.kill()
 
     def start_again(self, name: str) -> None:
         """Start a member that was killed, on its data."""

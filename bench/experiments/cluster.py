@@ -6,7 +6,7 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass
 from enum import Enum
@@ -89,18 +89,20 @@ class Prefix:
     buffer: Bytes
     layout: ChunkLayout
 
-    def fetch(self, kill: Any = None) -> float:
+    def fetch(self, kill: Callable[[], None] | None = None) -> float:
         """Seconds of one layer-major fetch, every byte of which is compared. `kill` is called when the first layer is
         there. Raises VerificationError.
         """
         self.buffer[:] = 0
         began_s = time.monotonic()
         fetch = self.client.fetch(self.keys, self.layout, self.buffer, delivery=Delivery.LAYER_MAJOR)
+        killing = threading.Thread(target=kill or (lambda: None))
         if kill is not None:
             fetch.wait_layer(0, FETCH_S)
-            threading.Thread(target=kill).start()
+        killing.start()
         fetch.wait(FETCH_S)
         seconds = time.monotonic() - began_s
+        killing.join()
         verify_payload(self.buffer, self.content, Delivery.LAYER_MAJOR)
         return seconds
 

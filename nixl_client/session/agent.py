@@ -12,6 +12,7 @@ from __future__ import annotations
 import logging
 import os
 import threading
+import time
 import uuid
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
@@ -31,6 +32,10 @@ from nixl_client.transports.transport import Transport
 from nixl_client.transports.ucx import UcxReceiver
 
 LIFETIME_S = 60.0
+END_PAUSES_S = (0.05, 0.2, 0.5)
+"""Pauses before the end of an agent is asked for again: a member of a cluster that has just died may be known to have
+ended by then.
+"""
 GONE = frozenset({ErrorCode.NO_SUCH_AGENT, ErrorCode.EXPIRED_TOKEN})
 """The server knows the agent no more: it restarted, or this process was suspended."""
 _log = logging.getLogger(__name__)
@@ -291,11 +296,16 @@ class _SharedAgent:
         """Drop the registration; answered when nothing is in flight."""
         if self._agent_id is None:
             return
-        try:
-            http.request("DELETE", f"{AGENTS_PATH}/{self._agent_id}", headers=self.writers_header())
-        except ObjectCacheError as error:
-            if error.code not in GONE:
-                raise
+        for pause_s in (*END_PAUSES_S, None):
+            try:
+                http.request("DELETE", f"{AGENTS_PATH}/{self._agent_id}", headers=self.writers_header())
+            except ObjectCacheError as error:
+                if error.code is ErrorCode.SLOW_DOWN and pause_s is not None:
+                    time.sleep(pause_s)
+                    continue
+                if error.code not in GONE:
+                    raise
+            break
         self._agent_id = None
         self._writers.clear()
         self.receiver.on_forgotten()

@@ -35,8 +35,6 @@ from descriptors.layout import ChunkLayout
 from descriptors.units import KIB, MIB
 from nixl_client.client import Transport
 
-SETTLE_S = 2.0
-"""Until the files of what has come are written: writing goes on behind a fetch."""
 ADMITTED_WAIT_S = 60.0
 LANDING_BYTES_MIN = 256 << 20
 ANOTHER = "ours, in front of a second ObjectCache, cold, over shm"
@@ -52,10 +50,17 @@ class HomeBed:
     """
 
     def __init__(
-        self, stack: ExitStack, parent: Path | None, block_count: int, layout: ChunkLayout, runs: int, seed: int
+        self,
+        stack: ExitStack,
+        parent: Path | None,
+        block_count: int,
+        layout: ChunkLayout,
+        runs: int,
+        seed: int,
+        settle_s: float,
     ) -> None:
         self._servers = Servers(stack, parent, "homes")
-        self._count, self._layout = block_count, layout
+        self._count, self._layout, self._settle_s = block_count, layout, settle_s
         self._nbytes = block_count * layout.chunk_bytes
         self._room_bytes = (runs + 2) * 2 * self._nbytes
         self._seeds = itertools.count(seed + 1_000)
@@ -90,7 +95,7 @@ class HomeBed:
         def run() -> float:
             chunks = self._chunks()
             store_chunks(writer, chunks)
-            time.sleep(SETTLE_S)
+            time.sleep(self._settle_s)
             return fetched(chunks)
 
         return run
@@ -114,7 +119,7 @@ class HomeBed:
             before = metric(one, "admitted_bytes_total"), metric(other, "hit_chunks_total")
             filled(chunks)
             _awaited(one, "admitted_bytes_total", before[0] + self._nbytes)
-            time.sleep(SETTLE_S)
+            time.sleep(self._settle_s)
             seconds = fetched(chunks)
             if metric(other, "hit_chunks_total") - before[1] != self._count:
                 raise VerificationError("not every chunk came from remote DRAM")
@@ -166,8 +171,10 @@ PER_BLOCK = {
 }
 
 
-def measure_bandwidth(parent: Path | None, block_count: int, runs: int, seed: int) -> Json:
-    """Bytes per second of reading so many blocks of 2 MiB. Raises VerificationError."""
+def measure_bandwidth(parent: Path | None, block_count: int, runs: int, seed: int, settle_s: float) -> Json:
+    """Bytes per second of reading so many blocks of 2 MiB. `settle_s` passes until the files of what has come are
+    written, since writing goes on behind a fetch. Raises VerificationError.
+    """
     nbytes = block_count * LAYOUT.chunk_bytes
     absent = dict(WITHOUT)
     copy = MemoryCopy(nbytes)
@@ -189,7 +196,7 @@ def measure_bandwidth(parent: Path | None, block_count: int, runs: int, seed: in
             ways[title] = _ours(stack, parent, chunks, dram_bytes, is_cold=is_cold)
         folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="objectcache-tiers-", dir=parent)))
         ways["files, one per block, cold, one thread"] = _cold_files(folder, chunks)
-        homes, not_here = HomeBed(stack, parent, block_count, LAYOUT, runs, seed).ways()
+        homes, not_here = HomeBed(stack, parent, block_count, LAYOUT, runs, seed, settle_s).ways()
         ways |= homes
         absent |= not_here
         for chosen in STORES:

@@ -81,6 +81,7 @@ class TiersSettings:
     )
     runs: int = options.runs(5, text="rounds of the tables")
     seed: int = options.seed()
+    settle_s: float = options.sized(2.0, 0.2)
     folder: Path | None = options.folder()
 
     @property
@@ -109,7 +110,7 @@ def measure_tiers(settings: TiersSettings, origin: Mapping[str, Any]) -> Json:
             _workloads(settings, streams), settings.stored_blocks_max, settings.folder
         ),
         Part.TABLE_3: lambda: measure_stores(settings.replay),
-        Part.TABLE_4: lambda: measure_bandwidth(settings.folder, settings.block_count, settings.runs, settings.seed),
+        Part.TABLE_4: lambda: _bandwidth(settings),
         Part.TABLE_5: lambda: measure_ablation(settings.replay),
         Part.TABLE_6: lambda: measure_hashing(settings.folder, settings.runs, settings.seed),
     }
@@ -127,6 +128,10 @@ def measure_tiers(settings: TiersSettings, origin: Mapping[str, Any]) -> Json:
     counts = {trace.value: described(stream) for trace, stream in streams.items()}
     listed = [target.json("case", "side") for target in targets]
     return published("tiers", origin, settings, problem, streams=counts, **found, targets=listed)
+
+
+def _bandwidth(settings: TiersSettings) -> Json:
+    return measure_bandwidth(settings.folder, settings.block_count, settings.runs, settings.seed, settings.settle_s)
 
 
 def _workloads(settings: TiersSettings, streams: Mapping[Trace, Stream]) -> dict[str, Sequence[Blocks]]:

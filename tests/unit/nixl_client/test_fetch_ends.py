@@ -69,7 +69,7 @@ def run_over(make_http: Callable[[Any], Any], notices: list[Any]) -> LayerFetch:
             fetch.on_notice(notice)
 
     http = make_http(says)
-    agent: Any = SimpleNamespace(receiver=QuietReceiver())
+    agent: Any = SimpleNamespace(receiver=QuietReceiver(), writers_header=lambda: None)
     fetches = OneSidedFetches(http, agent)
     fetch = LayerFetch(
         DESCRIPTOR, as_buffer(np.zeros(4_000, np.uint8)), 0, fetches.cancel, Transport.SHM, "bucket", 5.0
