@@ -20,16 +20,19 @@ from adapters.metrics import shared_folder
 from adapters.nixl_agent import NixlFailure, leave
 from descriptors.errors import ObjectCacheError
 from descriptors.units import parse_bytes
-from gateway.cluster.members import Members
-from gateway.cluster.storage import ClusterStorage
-from gateway.storage_client import RemoteStorage
 from objectcache import serve
 from objectcache.calibrate import add_calibrate
-from objectcache.cluster import adopt, membership_of
+from objectcache.cluster import (
+    add_adopt,
+    add_cluster,
+    add_membership,
+    own_keys,
+    require_one_storage,
+    storage_of_gateway,
+)
 from objectcache.config import Config, ConfigError, load_config, load_credentials, load_peer_secret
 from objectcache.workers import worker_storage
-from storage_server.own_keys import OwnKeys
-from storage_server.settings import ColdReads, StorageSettings, Write
+from storage_server.settings import ColdReads, StorageSettings
 from storage_server.store.data.durability import Durability
 from storage_server.store.index.identity import IndexMismatchError
 from storage_server.store.index.migrations import SchemaError
@@ -138,18 +141,7 @@ def _add_serving(commands: _Commands, logs: argparse.ArgumentParser) -> None:
         metavar="FILE",
         help="default: DIR/peer-secret, made once",
     )
-    _add_cluster(storage)
-    storage.add_argument("--name", metavar="NAME", help="this server's name among the members of the cluster")
-    storage.add_argument(
-        "--advertise", metavar="URL", help="where gateways reach it, for etcd; default: where it listens"
-    )
-    storage.add_argument(
-        "--weight",
-        type=float,
-        default=1.0,
-        metavar="W",
-        help="how many keys it keeps, beside the others' weights; default: 1",
-    )
+    add_membership(storage)
     _add_common(storage)
     _add_storage(storage)
     storage.set_defaults(command=_storage_server)
@@ -169,7 +161,7 @@ def _add_gateway(commands: _Commands, logs: argparse.ArgumentParser) -> None:
         parents=[logs],
     )
     gateway.add_argument("--storage", metavar="ADDRESS", help="unix:PATH or http://HOST:PORT")
-    _add_cluster(gateway)
+    add_cluster(gateway)
     gateway.add_argument("--peer-secret-file", type=Path, required=True, metavar="FILE", help="the storage servers'")
     gateway.add_argument(
         "--credentials-file",
@@ -225,18 +217,7 @@ def _add_care(commands: _Commands, logs: argparse.ArgumentParser) -> None:
     doctor.add_argument("--json", type=Path, metavar="FILE", help="write the findings here; - is standard output")
     doctor.set_defaults(command=_doctor)
 
-    cluster = commands.add_parser(
-        "cluster",
-        help="repair the membership of a storage server",
-        usage="%(prog)s adopt --data DIR",
-        description="After etcd was rebuilt a storage server refuses to start, because its cluster is not there any "
-        "more. `adopt` has its next start take the cluster that it finds.",
-        parents=[logs],
-    )
-    cluster.add_argument("action", choices=["adopt"])
-    cluster.add_argument("--data", type=Path, required=True, metavar="DIR", help="of the storage server")
-    cluster.set_defaults(command=lambda options: adopt(options.data))
-
+    add_adopt(commands, [logs])
     compact = commands.add_parser(
         "compact",
         help="rewrite sparse segments of a store that is not being served",
@@ -249,15 +230,6 @@ def _add_care(commands: _Commands, logs: argparse.ArgumentParser) -> None:
     compact.add_argument("--json", type=Path, metavar="FILE", help="write what was done here; - is standard output")
     _add_common(compact)
     compact.set_defaults(command=_compact)
-
-
-def _add_cluster(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument(
-        "--cluster",
-        metavar="WHERE",
-        help="where the members of a cluster are learned: file:PATH, which SIGHUP reads again, or"
-        " etcd://HOST:PORT[,HOST:PORT]/PREFIX; docs/cluster.md",
-    )
 
 
 def _add_listen(parser: argparse.ArgumentParser) -> None:
@@ -454,51 +426,28 @@ def _storage_server(options: argparse.Namespace) -> int:
     settings = _storage_settings(config, options)
     secret = load_peer_secret(options.peer_secret_file or options.data / "peer-secret", create=True)
     listen = _parse_listen(options.listen or f"unix:{options.data / 'storage.sock'}")
-    if (options.cluster is None) != (options.name is None):
-        raise ConfigError("--cluster and --name go together")
-    if options.cluster is not None and settings.upstream is None:
-        raise ConfigError("--cluster needs --upstream: the home of objects that all members stand in front of")
-    if options.cluster is not None and settings.upstream is not None and settings.upstream.write is Write.BACK:
-        raise ConfigError('[upstream]: write = "back" does not go with --cluster: others would not know what is dirty')
+    own = own_keys(options, config, settings)
     serve.run(
         "objectcache storage-server",
-        lambda: serve.StorageServer(settings, secret, listen, _own_keys(options, config), options.advertise),
+        lambda: serve.StorageServer(settings, secret, listen, own, options.advertise),
         read_scheduler=lambda: load_config(options.config).scheduler_settings(),
     )
     return 0
 
 
-def _own_keys(options: argparse.Namespace, config: Config) -> OwnKeys | None:
-    if options.cluster is None:
-        return None
-    return OwnKeys(membership_of(options.cluster, config.cluster, options.data), options.name, options.weight)
-
-
 def _gateway(options: argparse.Namespace) -> int:
-    if (options.storage is None) == (options.cluster is None):
-        raise ConfigError("a gateway needs --storage or --cluster, and not both")
     config = _config(options)
+    require_one_storage(options)
     secret = load_peer_secret(options.peer_secret_file, create=False)
     credentials = load_credentials(config, os.environ, options.credentials_file)
     listen = serve.Listen(options.host, options.port, tls=_tls(config))
     serve.run(
         "objectcache gateway",
         lambda: serve.GatewayServer(
-            _storage_of_gateway(options, config, secret), config.gateway_settings(), credentials, listen
+            storage_of_gateway(options, config, secret), config.gateway_settings(), credentials, listen
         ),
     )
     return 0
-
-
-def _storage_of_gateway(options: argparse.Namespace, config: Config, secret: bytes) -> RemoteStorage | ClusterStorage:
-    if options.cluster is None:
-        return RemoteStorage(options.storage, secret)
-    membership = membership_of(options.cluster, config.cluster)
-
-    def make_storage(endpoint: str) -> RemoteStorage:
-        return RemoteStorage(endpoint, secret, lambda: membership.view.id)
-
-    return ClusterStorage(Members(membership, make_storage))
 
 
 def _parse_listen(text: str) -> serve.Listen:

@@ -2,18 +2,97 @@
 
 from __future__ import annotations
 
+import argparse
 import contextlib
 import re
 import ssl
+from collections.abc import Sequence
 from pathlib import Path
+from typing import TypeAlias
 
 from adapters.etcd import Etcd
 from adapters.etcd_membership import EtcdMembership
 from adapters.membership import FileMembership, Membership
-from objectcache.config import ClusterConfig, ConfigError
+from gateway.cluster.members import Members
+from gateway.cluster.storage import ClusterStorage
+from gateway.storage_client import RemoteStorage
+from objectcache.config import ClusterConfig, Config, ConfigError
+from storage_server.own_keys import OwnKeys
+from storage_server.settings import StorageSettings, Write
 
 _ETCD = re.compile(r"(etcds?)://([^/@]+)/([A-Za-z0-9][A-Za-z0-9._/-]{0,200})\Z")
 ID_FILE = "cluster-id"
+Commands: TypeAlias = "argparse._SubParsersAction[argparse.ArgumentParser]"
+
+
+def add_cluster(parser: argparse.ArgumentParser) -> None:
+    """Add the option that says where the members are learned."""
+    parser.add_argument(
+        "--cluster",
+        metavar="WHERE",
+        help="where the members of a cluster are learned: file:PATH, which SIGHUP reads again, or"
+        " etcd://HOST:PORT[,HOST:PORT]/PREFIX; docs/cluster.md",
+    )
+
+
+def add_membership(parser: argparse.ArgumentParser) -> None:
+    """Add the options of a storage server that is a member."""
+    add_cluster(parser)
+    parser.add_argument("--name", metavar="NAME", help="this server's name among the members of the cluster")
+    parser.add_argument(
+        "--advertise", metavar="URL", help="where gateways reach it, for etcd; default: where it listens"
+    )
+    parser.add_argument(
+        "--weight",
+        type=float,
+        default=1.0,
+        metavar="W",
+        help="how many keys it keeps, beside the others' weights; default: 1",
+    )
+
+
+def add_adopt(commands: Commands, parents: Sequence[argparse.ArgumentParser]) -> None:
+    """Add `objectcache cluster`."""
+    cluster = commands.add_parser(
+        "cluster",
+        help="repair the membership of a storage server",
+        usage="%(prog)s adopt --data DIR",
+        description="After etcd was rebuilt a storage server refuses to start, because its cluster is not there any "
+        "more. `adopt` has its next start take the cluster that it finds.",
+        parents=parents,
+    )
+    cluster.add_argument("action", choices=["adopt"])
+    cluster.add_argument("--data", type=Path, required=True, metavar="DIR", help="of the storage server")
+    cluster.set_defaults(command=lambda options: adopt(options.data))
+
+
+def own_keys(options: argparse.Namespace, config: Config, settings: StorageSettings) -> OwnKeys | None:
+    """A storage server's part in a cluster; None where it is in none. Raises ConfigError."""
+    if (options.cluster is None) != (options.name is None):
+        raise ConfigError("--cluster and --name go together")
+    if options.cluster is None:
+        return None
+    if settings.upstream is None:
+        raise ConfigError("--cluster needs --upstream: the home of objects that all members stand in front of")
+    if settings.upstream.write is Write.BACK:
+        raise ConfigError('[upstream]: write = "back" does not go with --cluster: others would not know what is dirty')
+    return OwnKeys(membership_of(options.cluster, config.cluster, options.data), options.name, options.weight)
+
+
+def require_one_storage(options: argparse.Namespace) -> None:
+    """Raises ConfigError for a gateway over nothing, or over two things."""
+    if (options.storage is None) == (options.cluster is None):
+        raise ConfigError("a gateway needs --storage or --cluster, and not both")
+
+
+def storage_of_gateway(options: argparse.Namespace, config: Config, secret: bytes) -> RemoteStorage | ClusterStorage:
+    """One storage server, or a cluster. Raises ConfigError."""
+    if options.cluster is None:
+        return RemoteStorage(options.storage, secret)
+    membership = membership_of(options.cluster, config.cluster)
+    return ClusterStorage(
+        Members(membership, lambda endpoint: RemoteStorage(endpoint, secret, lambda: membership.view.id))
+    )
 
 
 def membership_of(text: str, config: ClusterConfig, data_dir: Path | None = None) -> Membership:

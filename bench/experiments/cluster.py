@@ -32,6 +32,7 @@ from descriptors.placement import Placement
 from descriptors.units import GIB, KIB
 from gateway.cluster.split import descriptor_of, holdings
 from nixl_client.client import ObjectCacheClient, Transport
+from storage_server.own_keys import SETTLE_S
 
 TRANSPORTS = (Transport.SHM, Transport.UCX, Transport.HTTP)
 NAMES = ("a", "b", "c")
@@ -54,7 +55,9 @@ class Servers3(Enum):
 
 @dataclass(frozen=True, slots=True)
 class ClusterBenchSettings:
-    """What to measure. `split_chunks` is N of the split whose cost is measured."""
+    """The sizes of the run. `split_chunks` is N of the split whose cost is measured. After `settle_s` the servers trust
+    their caches: until then they ask the home about each chunk.
+    """
 
     transports: tuple[Transport, ...] = options.choice("--transports", TRANSPORTS, TRANSPORTS)
     chunk_count: int = options.chunk_count(512, 12, "of the prefix")
@@ -66,6 +69,7 @@ class ClusterBenchSettings:
     kills: int = options.count("--kills", 5, 1, least=0, text="deliveries in which a server is killed")
     seed: int = options.seed()
     dram_bytes: int = options.sized(2 * GIB, GIB)
+    settle_s: float = options.sized(SETTLE_S + 5.0, 0.0)
     folder: Path | None = options.folder()
 
     @property
@@ -124,6 +128,7 @@ def measure_cluster(settings: ClusterBenchSettings, origin: Mapping[str, Any]) -
         with clusters[Servers3.ONE].client(BUCKET, Transport.HTTP) as client:
             for index, key in enumerate(keys):
                 client.put_chunks([key], [content.chunk(index)])
+        time.sleep(settings.settle_s)
         try:
             for transport in settings.transports:
                 measured["transports"][transport.value] = _rates(settings, clusters, transport, keys, content)
@@ -195,6 +200,7 @@ def _recovery(
             calm_s = prefix.fetch()
             killed_s = prefix.fetch(partial(cluster.kill, victim))
             cluster.start_again(victim)  # before the client leaves: over ucx nobody else says that it has ended
+        time.sleep(settings.settle_s)
         samples.append([calm_s, killed_s])
         longer_s.append(killed_s - calm_s)
     return {"recovery_s": spread(longer_s), "samples_s": samples}

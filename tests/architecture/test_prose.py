@@ -128,6 +128,7 @@ def test_no_sentence_of_a_page_begins_with_who(page: Path) -> None:
     assert who_sentences("\n".join(line for _, line in prose_lines(page.read_text()))) == []
 
 
+@pytest.mark.slow
 def test_no_sentence_of_a_docstring_begins_with_who() -> None:
     found = {
         f"{path.relative_to(ROOT)}:{line}": sentences

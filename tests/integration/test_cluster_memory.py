@@ -158,7 +158,7 @@ def test_a_server_that_has_restarted_learns_the_client_s_memory(kv: Cluster, buc
 
 
 def delivered_bytes(running: Cluster, name: str) -> float:
-    """What a member has delivered since its start, by its own metrics."""
+    """A member's own count of the bytes that it has delivered since its start."""
     text = running.metrics(name)
     lines = [line for line in text.splitlines() if line.startswith("objectcache_delivery_sent_bytes_total")]
     return sum(float(line.rpartition(" ")[2]) for line in lines)

@@ -23,7 +23,7 @@ pytestmark = pytest.mark.needs_server
 
 @pytest.fixture(scope="module")
 def shared(tmp_path_factory: pytest.TempPathFactory) -> Iterator[EtcdServer]:
-    """One that no test harms; each test has a prefix of its own."""
+    """An etcd that no test harms; each test has a prefix of its own."""
     with etcd_server(tmp_path_factory.mktemp("etcd")) as server:
         yield server
 

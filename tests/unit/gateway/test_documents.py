@@ -237,6 +237,7 @@ def test_xml_is_parsed_in_small_steps(content: bytes) -> None:
         assert parser.step_bytes_max <= 1 * MIB
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("content", LONG_XML.values(), ids=LONG_XML)
 def test_xml_takes_a_few_times_its_size(content: bytes) -> None:
     """Or, of a small document, no more than its greatest number of elements."""
@@ -249,6 +250,7 @@ def test_a_document_type_is_refused_before_the_document_is_parsed() -> None:
         parse_delete(b'<!DOCTYPE Delete "' + b"<" * HELD + b'"><Delete/>')
 
 
+@pytest.mark.slow
 def test_the_longest_list_of_parts_takes_a_few_times_its_size() -> None:
     part = '<Part><PartNumber>{0}</PartNumber><ETag>"{0:032x}"</ETag><ChecksumSHA256>{1}</ChecksumSHA256></Part>'
     sha256 = base64.b64encode(bytes(32)).decode()

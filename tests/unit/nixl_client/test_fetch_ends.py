@@ -23,6 +23,12 @@ from nixl_client.transports.transport import Transport
 DESCRIPTOR = Descriptor(("a", "b"), 2, 16, 1_000, rdma_target=RdmaTarget("agent", "kv", 0, 4_000), request_id="r" * 16)
 
 
+@pytest.fixture(autouse=True)
+def soon(monkeypatch: pytest.MonkeyPatch) -> None:
+    """No test waits as long as a client does."""
+    monkeypatch.setattr(one_sided, "STOP_PAUSES_S", (0.0, 0.001, 0.002))
+
+
 class LostHttp:
     """The descriptor's answer is lost, and so are the first `lost_stops` requests to stop it."""
 

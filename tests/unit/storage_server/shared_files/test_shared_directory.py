@@ -850,6 +850,7 @@ async def test_conditions_see_what_others_have_done(tmp_path: Path) -> None:
         assert refused.value.code is ErrorCode.PRECONDITION_FAILED
 
 
+@pytest.mark.slow
 async def test_a_directory_that_does_not_answer_is_not_waited_for(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

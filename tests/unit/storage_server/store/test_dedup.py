@@ -214,6 +214,7 @@ async def test_damaged_bytes_are_not_shared(tmp_path: Path, damaged: int) -> Non
     store.close()
 
 
+@pytest.mark.slow
 async def test_what_was_stored_before_is_shared_after_a_restart(tmp_path: Path) -> None:
     """More than is looked at in one go; a second start finds nothing to do."""
     store = await store_with_bucket(tmp_path, dedup=Dedup.OFF)
@@ -407,6 +408,7 @@ async def test_compaction_keeps_the_ids(tmp_path: Path) -> None:
     store.close()
 
 
+@pytest.mark.slow
 async def test_a_full_cache_keeps_more_keys_than_it_has_bytes_for(tmp_path: Path) -> None:
     """Its bound is on what the files take."""
     upstream = UpstreamSettings("http://127.0.0.1:9", "k", "s")
