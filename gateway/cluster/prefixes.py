@@ -97,19 +97,19 @@ class ClusterPrefixes:
             await delivery.close()
 
     async def put_chunks_from(self, access_key: str, bucket: str, descriptor: Descriptor) -> ChunksPut:
-        """Raises CallerError(NotImplemented): no memory is registered with a cluster."""
-        problem = "a cluster takes no registrations of memory; put chunks as bodies instead"
+        """Raises CallerError(NotImplemented): the client sends bodies instead."""
+        problem = "a cluster does not read chunks out of registered memory; put them as bodies"
         raise CallerError(ErrorCode.NOT_IMPLEMENTED, problem, field="rdma_target")
 
     async def get_object_into(self, access_key: str, request: ReadRequest, token: RdmaToken) -> ObjectDelivery:
         """Raises CallerError(NotImplemented): the client asks for the body instead."""
-        raise declined("a cluster has no ucx transport")
+        raise declined("objects do not go past HTTP in a cluster")
 
     async def put_object_from(
         self, access_key: str, request: PutRequest, token: RdmaToken, said: BodyDigests
     ) -> ObjectStored:
         """Raises CallerError(NotImplemented): the client sends the body instead."""
-        raise declined("a cluster has no ucx transport")
+        raise declined("objects do not go past HTTP in a cluster")
 
     async def count_prefix(
         self, access_key: str, bucket: str, descriptor: Descriptor, target: RdmaTarget | None = None

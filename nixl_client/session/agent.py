@@ -135,6 +135,7 @@ class _SharedAgent:
         self._lock = threading.Lock()
         self._regions: dict[str, _Registered] = {}
         self._agent_id: str | None = None
+        self._forgotten_id: str | None = None
         self._writers: set[str] = set()
         self._closing = threading.Event()
         self._heartbeat = threading.Thread(target=self._keep_renewing, name="objectcache-heartbeat", daemon=True)
@@ -182,7 +183,7 @@ class _SharedAgent:
     def mark_gone(self, agent_id: str) -> None:
         with self._lock:
             if self._agent_id == agent_id:
-                self._agent_id = None
+                self._forget()
 
     def close(self, http: SignedHttp) -> None:
         """Tell the server, which answers when nothing is in flight, then let the memory go."""
@@ -230,11 +231,11 @@ class _SharedAgent:
         Raises ObjectCacheError.
         """
         regions = self._region_list()
-        unreached: tuple[str, ...] = ()
+        unreached: list[str] = []
         if self._agent_id is not None:
             told = self._renew(http, self.receiver.renewal(regions, self._lifetime_s))
-            unreached = tuple(sorted(self._living_writers() - set(told)))
-        if unreached and ends_regions and self._agent_id is not None:
+            unreached = sorted(self._living_writers() - set(told))
+        if unreached and ends_regions:  # also where the others know us no more: who hangs may not have forgotten
             problem = f"the storage server {unreached[0]} could not be told, and may still write"
             raise ServerError(ErrorCode.SLOW_DOWN, problem, retryable=True)
         if self._agent_id is None:
@@ -251,12 +252,15 @@ class _SharedAgent:
         except ObjectCacheError as error:
             if error.code not in GONE:
                 raise
-            self._agent_id = None
+            self._forget()
             return ()
         self._note(answer)
         if answer.get("unknown_to"):
             self._introduce(http, answer["unknown_to"])
         return tuple(answer.get("members", ()))
+
+    def _forget(self) -> None:
+        self._forgotten_id, self._agent_id = self._agent_id, None
 
     def _note(self, answer: Mapping[str, Any]) -> None:
         """Remember who may write into our memory from now on."""
@@ -293,12 +297,16 @@ class _SharedAgent:
                     _log.warning("renewing the agent failed: %s", error)
 
     def _deregister(self, http: SignedHttp) -> None:
-        """Drop the registration; answered when nothing is in flight."""
-        if self._agent_id is None:
+        """Drop the registration; answered when nothing is in flight. A registration that the servers have forgotten is
+        dropped, too, while some of them may not have.
+        """
+        agent_id = self._agent_id or (self._forgotten_id if self._living_writers() else None)
+        if agent_id is None:
+            self._writers.clear()
             return
         for pause_s in (*END_PAUSES_S, None):
             try:
-                http.request("DELETE", f"{AGENTS_PATH}/{self._agent_id}", headers=self.writers_header())
+                http.request("DELETE", f"{AGENTS_PATH}/{agent_id}", headers=self.writers_header())
             except ObjectCacheError as error:
                 if error.code is ErrorCode.SLOW_DOWN and pause_s is not None:
                     time.sleep(pause_s)
