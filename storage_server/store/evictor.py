@@ -26,6 +26,7 @@ from descriptors.pins import pinned_until
 from descriptors.units import GIB, MIB
 from storage_server.eviction.books import Books, Entry, Name, Victim
 from storage_server.eviction.choice import policy_of
+from storage_server.eviction.departures import Departures
 from storage_server.planning.extent import ALIGNMENT_BYTES, aligned
 from storage_server.settings import CacheSettings
 from storage_server.store.data.io_threads import IoThreads
@@ -119,7 +120,7 @@ class Evictor(Uses):
         self._news: deque[KeyChange | _Asked] = deque()
         self._loop: asyncio.AbstractEventLoop | None = None
         self._wake = asyncio.Event()
-        self._going: set[Name] = set()
+        self._departures = Departures()
         self._is_restored = False
         self._saved_at = time.monotonic()
         self._lease_timer: asyncio.TimerHandle | None = None
@@ -174,12 +175,16 @@ class Evictor(Uses):
         if self._cache_of(bucket) is not None:
             self._note(_Asked(bucket, keys, time.time()))
 
-    def note_lookup(self, bucket: str, keys: Sequence[str], matched: int, lease_s: float = 0.0) -> int:
+    def before_lookup(self) -> int:
+        """How many batches have left."""
+        return self._departures.ended_count
+
+    def note_lookup(self, bucket: str, keys: Sequence[str], matched: int, since: int, lease_s: float = 0.0) -> int:
         """Note that a prefix was looked up, whose first `matched` chunks are to be kept for `lease_s`. Returns how many
-        of them are not about to leave. Raises ServerError(SlowDown) where the lease cannot be given now.
+        of them do not leave, and have not left since the index was read. Raises ServerError(SlowDown) where the lease
+        cannot be given now.
         """
-        if self._going:
-            matched = next((at for at in range(matched) if (bucket, keys[at]) in self._going), matched)
+        matched = self._departures.staying_count(bucket, keys, matched, since)
         cache = self._cache_of(bucket)
         if cache is None or not (matched < len(keys) or lease_s > 0):
             return matched
@@ -420,12 +425,12 @@ class Evictor(Uses):
     async def _evict(self, victims: Sequence[Victim]) -> None:
         for bucket, group in groupby(sorted(victims, key=lambda victim: victim.bucket), lambda victim: victim.bucket):
             chosen = self._without_leased(list(group))
-            self._going = {(bucket, victim.key) for victim in chosen}
+            self._departures.begin((bucket, victim.key) for victim in chosen)
             versions = {victim.key: victim.entry.version for victim in chosen}
             try:
                 evicted = await self._change(partial(transaction.remove_versions, bucket=bucket, versions=versions))
             finally:
-                self._going = set()
+                self._departures.end()
             self.evicted_count += evicted
             self.evicted_bytes += sum(victim.entry.nbytes for victim in chosen)
 

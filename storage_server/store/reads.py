@@ -42,7 +42,11 @@ class Uses:
     def note_read(self, bucket: str, keys: Sequence[str]) -> None:
         """Note that the chunks of a prefix, or one object, were read."""
 
-    def note_lookup(self, bucket: str, keys: Sequence[str], matched: int, lease_s: float = 0.0) -> int:
+    def before_lookup(self) -> int:
+        """The `since` of `note_lookup`, asked for before the index is read."""
+        return 0
+
+    def note_lookup(self, bucket: str, keys: Sequence[str], matched: int, since: int, lease_s: float = 0.0) -> int:
         """Note that a prefix was looked up, whose first `matched` chunks are there and are to be kept for `lease_s`.
         Returns how many of them will be there. Raises ServerError(SlowDown) where no lease can be given now.
         """
@@ -204,7 +208,8 @@ class Reads:
         """How many of `keys`, from the first, are stored without a gap and are not known to be damaged. The extents are
         remembered for the descriptor that follows.
         """
-        return self._uses.note_lookup(bucket, keys, await self._matched(bucket, keys), lease_s)
+        since = self._uses.before_lookup()
+        return self._uses.note_lookup(bucket, keys, await self._matched(bucket, keys), since, lease_s)
 
     async def _matched(self, bucket: str, keys: Sequence[str]) -> int:
         for start, part in in_parts(keys):

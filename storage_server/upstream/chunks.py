@@ -67,12 +67,13 @@ class UpstreamChunks:
         """Chunks that are not in the cache are on their way when this returns: their extents are ComingExtents."""
 
         async def find() -> tuple[list[list[Extent]], list[Extent]]:
+            since = self._cache.evictor.before_lookup()
             found = await self._cached(bucket, keys)
             await self._require_current(bucket, keys, found)
             absent = [index for index, extents in enumerate(found) if extents is None]
             if absent:
                 await self._stop_stale(bucket, [keys[index] for index in absent])
-                self._cache.evictor.note_lookup(bucket, keys, absent[0])
+                self._cache.evictor.note_lookup(bucket, keys, absent[0], since)
                 begun = await self._fetches.begin(bucket, [keys[index] for index in absent], layout)
                 for index, extent in zip(absent, begun, strict=True):
                     found[index] = None if extent is None else [extent]
@@ -98,22 +99,23 @@ class UpstreamChunks:
 
         With a lease somebody is about to come for them: those that are not in the cache begin to come.
         """
+        since = self._cache.evictor.before_lookup()
         found = await self._cached(bucket, keys)
         for index, _ in await self._doubtful(bucket, keys, found):
             found[index] = None
-        low, since_s = await self._known_count(bucket, keys, found), time.monotonic()
+        low, asked_s = await self._known_count(bucket, keys, found), time.monotonic()
         high, step, is_bounded = len(keys), 1, False
         while low < high:
             index = (low + high) // 2 if is_bounded else min(low + step, high) - 1
-            if await self._objects.has_object(bucket, keys[index], since_s):
+            if await self._objects.has_object(bucket, keys[index], asked_s):
                 low, step = index + 1, step * 2
             else:
                 high, is_bounded = index, True
         if not low:
             await self._objects.require_bucket(bucket)
         await self._remember(bucket, [keys[index] for index in range(low) if found[index] is None])
-        staying = self._cache.evictor.note_lookup(bucket, keys, low, lease_s)
-        if lease_s > 0:  # what is just leaving the cache comes again
+        staying = self._cache.evictor.note_lookup(bucket, keys, low, since, lease_s)
+        if lease_s > 0:  # what has left the cache meanwhile comes again
             absent = [keys[index] for index in range(low) if found[index] is None or index >= staying]
             self._fetches.prefetch(bucket, absent, min(lease_s, PREFETCH_WAIT_S))
         return low

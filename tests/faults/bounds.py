@@ -46,8 +46,10 @@ CAPACITIES = {CACHE: CAPACITY_BYTES, PINNED: 32 * MIB}
 INDEX_EVERY = 10
 """Of the samples, those that look into the index, too."""
 LEASE_EVERY_S, LEASE_S = 1.0, 15.0
-COMING_S = 2.0
-"""So long after the lookup a chunk that was on its way has come, and its lease is written down."""
+COMING_S = 4.0
+"""So long after the lookup a chunk that was on its way has come, and its lease is written down: other processes may
+have the processor for a while.
+"""
 BUCKETS = f"""
 [[buckets]]
 name = "{CACHE}"
@@ -289,7 +291,7 @@ class Flood:
             if not latest or not self._is_up.is_set():
                 continue
             key = chooser.choice(latest)
-            asked_s = time.monotonic()
+            asked_s, kills = time.monotonic(), self.tally.kills
             try:
                 body = json.dumps({"chunk_keys": [key], "lease_s": LEASE_S}).encode()
                 reply = request(self._url, "POST", f"/{CACHE}?lookup", body=body)
@@ -297,6 +299,8 @@ class Flood:
                 continue  # the server was killed
             if reply.status == 200 and json.loads(reply.body)["matched"] == 1:
                 with self._lock:
+                    if not self._is_up.is_set() or self.tally.kills != kills:
+                        continue  # killed before it wrote the lease down
                     self._leased.append(Leased(key, time.monotonic() + COMING_S, asked_s + LEASE_S))
                 self.tally.leases += 1
 

@@ -30,7 +30,7 @@ async def test_a_leased_chunk_that_is_just_leaving_the_cache_comes_again() -> No
 
     cache: Any = SimpleNamespace(
         objects=SimpleNamespace(resolve=resolve),
-        evictor=SimpleNamespace(note_lookup=lambda bucket, keys, matched, lease_s: 2),
+        evictor=SimpleNamespace(before_lookup=lambda: 7, note_lookup=lambda bucket, keys, matched, since, lease_s: 2),
     )
     nothing: Any = None
     fetches: Any = Prefetched()
