@@ -6,7 +6,7 @@ BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 CEPH_LACKS := CHECKSUMS,CONDITIONAL_DELETE,CONDITIONS,EXPIRY,LIFECYCLE,MULTIPART_DETAILS,PART_BOUNDARIES,REPEATED_COMPLETION
 SEAWEEDFS_LACKS := $(CEPH_LACKS),KEYS,MISSING_BUCKETS,REPEATED_PARTS
-CODE := adapters bench calibration demo descriptors fuzz gateway nixl_client objectcache storage_server tests
+CODE := adapters bench calibration demo descriptors fuzz gateway nixl_client objectcache orchestrator storage_server tests
 
 .PHONY: demo test test-fast test-engines test-minio test-ceph test-seaweedfs bounds check format lint types bench-smoke clients engines figures results image-check compatibility crash fuzz peers install clean
 

@@ -14,6 +14,7 @@ from bench.experiments.device.copies import COPIES
 from bench.experiments.device.recompute import RECOMPUTE
 from bench.experiments.engine.run import ENGINE
 from bench.experiments.ladder.run import LADDER
+from bench.experiments.orchestrator.run import ORCHESTRATOR
 from bench.experiments.overlap.run import OVERLAP
 from bench.experiments.s3.run import S3
 from bench.experiments.scheduler.run import SCHEDULER
@@ -22,7 +23,8 @@ from bench.experiments.ttft.run import TTFT
 from bench.experiments.upstream import UPSTREAM
 
 EXPERIMENTS = (
-    AGGREGATE, S3, LADDER, CONCURRENCY, SCHEDULER, TIERS, UPSTREAM, CLUSTER, TTFT, OVERLAP, RECOMPUTE, COPIES, ENGINE,
+    AGGREGATE, S3, LADDER, CONCURRENCY, SCHEDULER, TIERS, UPSTREAM, CLUSTER, ORCHESTRATOR, TTFT, OVERLAP, RECOMPUTE,
+    COPIES, ENGINE,
 )  # fmt: skip
 
 

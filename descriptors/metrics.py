@@ -153,3 +153,44 @@ STORAGE = (
     AGENT_REGIONS, UCX_IN_FLIGHT, UCX_STARTS,
 )  # fmt: skip
 """The metrics of the storage server."""
+
+ORCHESTRATOR_REQUESTS = _counter(
+    "orchestrator_requests_total",
+    "Requests to engines that have ended; status 0 where the client left.",
+    "path",
+    "status",
+)
+ORCHESTRATOR_TTFT = _seconds("orchestrator_ttft_seconds", "Time from a request's arrival to its first byte.")
+ORCHESTRATOR_PREDICTION_ERROR = _seconds(
+    "orchestrator_prediction_error_seconds", "Distance of the time to first byte from its prediction."
+)
+ORCHESTRATOR_DECISION = Metric(
+    "objectcache_orchestrator_decision_seconds",
+    Kind.HISTOGRAM,
+    "Time to choose an engine, when all is known.",
+    (),
+    (0.0001, 0.00025, 0.0005, 0.001, 0.0025, 0.005, 0.01, 0.1),
+)
+ORCHESTRATOR_WAIT = _seconds("orchestrator_wait_seconds", "Time that requests waited to be admitted.")
+ORCHESTRATOR_REASONS = _counter("orchestrator_routed_requests_total", "Decisions, by their reason.", "reason")
+ORCHESTRATOR_TOKENS = _counter(
+    "orchestrator_reused_tokens_total", "Tokens of prompts that engines held, or were told to load.", "source"
+)
+ORCHESTRATOR_FAILOVERS = _counter(
+    "orchestrator_failovers_total", "Attempts that failed before the engine had answered."
+)
+ORCHESTRATOR_MISMATCHES = _counter(
+    "orchestrator_token_mismatches_total", "Times an engine's events did not show the prompts that it was sent."
+)
+ORCHESTRATOR_ACTIVE = _gauge("orchestrator_active_requests", "Requests that engines have.")
+ORCHESTRATOR_WAITING = _gauge("orchestrator_waiting_requests", "Requests that wait to be admitted.")
+ORCHESTRATOR_BLOCKS = _gauge("orchestrator_known_blocks", "Blocks that some engine holds, by events.")
+ORCHESTRATOR_ENGINES = _gauge("orchestrator_known_engines", "Engines, by their state.", "state")
+ORCHESTRATOR_EVENT_GAPS = _counter("orchestrator_event_gaps_total", "Gaps in the events of engines.")
+ORCHESTRATOR_QUEUE = _gauge("orchestrator_queue_seconds", "Wait of a new prompt at an engine, as predicted.", "engine")
+ORCHESTRATOR = (
+    ORCHESTRATOR_REQUESTS, ORCHESTRATOR_TTFT, ORCHESTRATOR_PREDICTION_ERROR, ORCHESTRATOR_DECISION, ORCHESTRATOR_WAIT,
+    ORCHESTRATOR_REASONS, ORCHESTRATOR_TOKENS, ORCHESTRATOR_FAILOVERS, ORCHESTRATOR_MISMATCHES, ORCHESTRATOR_ACTIVE,
+    ORCHESTRATOR_WAITING, ORCHESTRATOR_BLOCKS, ORCHESTRATOR_ENGINES, ORCHESTRATOR_EVENT_GAPS, ORCHESTRATOR_QUEUE,
+)  # fmt: skip
+"""The metrics of an orchestrator, a process of its own with its own `/_objectcache/metrics`."""

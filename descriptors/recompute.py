@@ -51,6 +51,9 @@ class DeliveryCosts:
     bytes_per_s: float = 0.0
 
 
+NO_COSTS = DeliveryCosts()
+
+
 @dataclass(frozen=True, slots=True)
 class PrefillCosts:
     """The prefill of tokens [h, P) takes request_us + token_us*(P-h) + token_pair_us*(P^2-h^2)/2."""
@@ -106,8 +109,8 @@ class AdviceRequest:
     layout: ChunkLayout
     prefill: PrefillCosts | MeasuredPrefill
     bytes_per_s: float = 0.0
-    layer_major: DeliveryCosts = DeliveryCosts()
-    chunk_major: DeliveryCosts = DeliveryCosts()
+    layer_major: DeliveryCosts = NO_COSTS
+    chunk_major: DeliveryCosts = NO_COSTS
     held_tokens: int = 0
 
     @property

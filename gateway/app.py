@@ -11,6 +11,7 @@ from urllib.parse import unquote
 
 from aiohttp import web
 
+from adapters.document_budget import DocumentBudget
 from adapters.leave_to_send import is_held_back
 from adapters.limited_server import LimitedServer
 from adapters.metrics import CONTENT_TYPE
@@ -22,7 +23,6 @@ from descriptors.headers import SERVICE_PREFIX
 from descriptors.storage_api import StorageApi
 from descriptors.tracing import REQUEST_ID_HEADER, TIMING_HEADER, timing_header
 from gateway.call import Call
-from gateway.document_budget import DocumentBudget
 from gateway.handlers import HANDLERS, LAYERWISE
 from gateway.metrics import GatewayMeter, is_bearer
 from gateway.s3 import sigv2, sigv4, xml

@@ -9,12 +9,12 @@ from typing import TypeVar
 
 from aiohttp import web
 
+from adapters.document_budget import DocumentBudget
 from adapters.threads import parsed
 from descriptors.errors import CallerError, ErrorCode
 from descriptors.objects import ChecksumAlgorithm
 from descriptors.storage_api import StorageApi
 from gateway.body import RequestBody
-from gateway.document_budget import DocumentBudget
 from gateway.s3.aws_chunked import SignatureChain
 from gateway.s3.credentials import NOBODY, Credential
 from gateway.s3.payload_form import PayloadForm

@@ -31,6 +31,7 @@ from objectcache.cluster import (
     storage_of_gateway,
 )
 from objectcache.config import Config, ConfigError, load_config, load_credentials, load_peer_secret
+from objectcache.orchestrate import add_orchestrator
 from objectcache.workers import worker_storage
 from storage_server.settings import ColdReads, StorageSettings
 from storage_server.store.data.durability import Durability
@@ -98,6 +99,7 @@ def make_parser() -> argparse.ArgumentParser:
     commands = parser.add_subparsers(required=True, metavar="COMMAND")
 
     _add_serving(commands, logs)
+    add_orchestrator(commands, [logs])
     _add_care(commands, logs)
     add_calibrate(commands, [logs])
     commands.add_parser("bench", help="measure; each figure comes with what it is a ratio of")

@@ -102,18 +102,25 @@ def membership_of(text: str, config: ClusterConfig, data_dir: Path | None = None
     kind, _, rest = text.partition(":")
     if kind == "file" and rest:
         return FileMembership(Path(rest.removeprefix("//")))
-    match = _ETCD.match(text)
-    if match is None:
-        problem = "must be file:PATH, etcd://HOST:PORT[,HOST:PORT]/PREFIX, or etcds:// for TLS"
-        raise ConfigError(f"--cluster {text}: {problem}")
-    scheme, hosts, prefix = match.groups()
-    tls = _tls(config) if scheme == "etcds" else None
-    endpoints = [f"{'http' if tls is None else 'https'}://{host}" for host in hosts.split(",")]
-    etcd = Etcd(endpoints, config.account(), tls)
+    etcd, prefix = etcd_of("--cluster", text, config, "file:PATH, ")
     if data_dir is None:
         return EtcdMembership(etcd, prefix, config.lease_s)
     file = data_dir / ID_FILE
     return EtcdMembership(etcd, prefix, config.lease_s, known_id(file), lambda found: write_id(file, found))
+
+
+def etcd_of(option: str, text: str, config: ClusterConfig, others: str = "") -> tuple[Etcd, str]:
+    """etcd and the prefix that an option names. `others` are other forms that the option may have. Raises
+    ConfigError.
+    """
+    match = _ETCD.match(text)
+    if match is None:
+        problem = f"must be {others}etcd://HOST:PORT[,HOST:PORT]/PREFIX, or etcds:// for TLS"
+        raise ConfigError(f"{option} {text}: {problem}")
+    scheme, hosts, prefix = match.groups()
+    tls = _tls(config) if scheme == "etcds" else None
+    endpoints = [f"{'http' if tls is None else 'https'}://{host}" for host in hosts.split(",")]
+    return Etcd(endpoints, config.account(), tls), prefix
 
 
 def known_id(file: Path) -> str | None:

@@ -17,12 +17,15 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Annotated, Literal, Self
 
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError, model_validator
+from pydantic import Field, ValidationError, model_validator
 
 from adapters.interfaces import LOOPBACK
-from descriptors.units import MIB, parse_bytes
+from descriptors.units import MIB
 from gateway.app import GatewaySettings
 from gateway.s3.credentials import Credential
+from objectcache.config_orchestrator import ApiKeyConfig, EngineConfig, OrchestratorConfig
+from objectcache.config_values import ConfigError as ConfigError
+from objectcache.config_values import Model, Rate, Size
 from storage_server.eviction.choice import Eviction
 from storage_server.scheduler.flow import Tenant
 from storage_server.scheduler.policies import Policy
@@ -49,28 +52,7 @@ UPSTREAM_VARIABLES = {
 TransportName = Literal["shm", "ucx", "http"]
 
 
-class ConfigError(Exception):
-    """A configuration that cannot be used; the message says which part."""
-
-
-class _Model(BaseModel):
-    model_config = ConfigDict(extra="forbid", allow_inf_nan=False)
-
-
-def _size(value: object) -> object:
-    """A size as people write it: 200e9 and "200GB" are whole numbers of bytes."""
-    if isinstance(value, str):
-        return parse_bytes(value)
-    return int(value) if isinstance(value, float) and value.is_integer() else value
-
-
-Size = Annotated[int, BeforeValidator(_size)]
-"""A number of bytes."""
-Rate = Annotated[float, BeforeValidator(_size)]
-"""Bytes in a second, which people write as they write sizes."""
-
-
-class CredentialConfig(_Model):
+class CredentialConfig(Model):
     """One `[[credentials]]` table."""
 
     access_key: Annotated[str, Field(min_length=3, max_length=128, pattern=r"^[\w.-]+$")]
@@ -79,7 +61,7 @@ class CredentialConfig(_Model):
     actions: tuple[str, ...] = ("*",)
 
 
-class GatewayConfig(_Model):
+class GatewayConfig(Model):
     """The `[gateway]` table."""
 
     region: str = "us-east-1"
@@ -98,7 +80,7 @@ class GatewayConfig(_Model):
     metrics_token: Annotated[str, Field(min_length=16, max_length=256, pattern=r"^[A-Za-z0-9._~+/-]+=*$")] | None = None
 
 
-class StorageConfig(_Model):
+class StorageConfig(Model):
     """The `[storage]` table; sizes in bytes. Unset values keep the defaults of StorageSettings."""
 
     theta_bytes: Size | None = None
@@ -135,7 +117,7 @@ class StorageConfig(_Model):
     eviction: Eviction | None = None
 
 
-class BucketConfig(_Model):
+class BucketConfig(Model):
     """One `[[buckets]]` table: a bucket that is a cache."""
 
     name: Annotated[str, Field(pattern=r"^[a-z0-9][a-z0-9.-]{1,61}[a-z0-9]$")]
@@ -148,7 +130,7 @@ class BucketConfig(_Model):
         return CacheSettings(self.name, self.capacity_bytes, self.eviction, self.ttl_s)
 
 
-class SchedulerConfig(_Model):
+class SchedulerConfig(Model):
     """The `[scheduler]` table; rates in bytes/s. Unset values keep the defaults of SchedulerSettings."""
 
     link_bytes_per_s: Rate | None = None
@@ -180,7 +162,7 @@ class SchedulerConfig(_Model):
         )
 
 
-class RemoteDramConfig(_Model):
+class RemoteDramConfig(Model):
     """The `[upstream.remote_dram]` table: memory that hosts put together in a Mooncake Store."""
 
     endpoint: str
@@ -191,7 +173,7 @@ class RemoteDramConfig(_Model):
     namespace: str | None = None
 
 
-class UpstreamConfig(_Model):
+class UpstreamConfig(Model):
     """The `[upstream]` table: the S3 service in front of which this server stands. The account may also come from the
     environment.
     """
@@ -235,7 +217,7 @@ class UpstreamConfig(_Model):
             raise ConfigError(f"[upstream]: {error}") from None
 
 
-class TenantConfig(_Model):
+class TenantConfig(Model):
     """One `[[tenants]]` table: an access key's part of the link."""
 
     access_key: str
@@ -248,7 +230,7 @@ class TenantConfig(_Model):
         return Tenant(self.access_key, self.weight, self.bytes_per_s_max, self.priority)
 
 
-class ComputeProfileConfig(_Model):
+class ComputeProfileConfig(Model):
     """One `[[compute_profiles]]` table: the cost of a model's prefill, for descriptors that state no compute time."""
 
     name: str
@@ -260,7 +242,7 @@ class ComputeProfileConfig(_Model):
     hit_rate: Annotated[float, Field(ge=0.001, le=1)]
 
 
-class CostsConfig(_Model):
+class CostsConfig(Model):
     """The costs of a delivery: seconds for each request, chunk and layer, and bytes/s for the rest."""
 
     request_s: Annotated[float, Field(ge=0)]
@@ -269,14 +251,14 @@ class CostsConfig(_Model):
     bytes_per_s: Annotated[Rate, Field(gt=0)]
 
 
-class TransportCostsConfig(_Model):
+class TransportCostsConfig(Model):
     """The costs of one transport in either order."""
 
     chunk_major: CostsConfig
     layer_major: CostsConfig
 
 
-class LinkCalibrationConfig(_Model):
+class LinkCalibrationConfig(Model):
     """The rate of one transport and the margin it needs, each with the least and the greatest measured value; in
     bytes/s.
     """
@@ -293,7 +275,7 @@ class LinkCalibrationConfig(_Model):
     margin_high_bytes_per_s: Annotated[Rate, Field(ge=0)]
 
 
-class CalibrationConfig(_Model):
+class CalibrationConfig(Model):
     """The `[calibration]` table, which `objectcache calibrate` writes: the measurements behind Theta, the costs by
     state of the chunks and by transport, and the links by transport. Theta or the links may be absent.
     """
@@ -305,10 +287,10 @@ class CalibrationConfig(_Model):
     theta_low_bytes: Annotated[Size, Field(ge=0)] | None = None
     theta_high_bytes: Annotated[Size, Field(ge=0)] | None = None
     theta_side: Literal["between", "below_all", "above_all"] | None = None
-    dram: dict[TransportName, TransportCostsConfig] = {}
-    page_cache: dict[TransportName, TransportCostsConfig] = {}
-    cold: dict[TransportName, TransportCostsConfig] = {}
-    link: dict[TransportName, LinkCalibrationConfig] = {}
+    dram: dict[TransportName, TransportCostsConfig] = Field(default_factory=dict)
+    page_cache: dict[TransportName, TransportCostsConfig] = Field(default_factory=dict)
+    cold: dict[TransportName, TransportCostsConfig] = Field(default_factory=dict)
+    link: dict[TransportName, LinkCalibrationConfig] = Field(default_factory=dict)
 
     @model_validator(mode="after")
     def _has_all_of_theta_or_none(self) -> Self:
@@ -319,7 +301,7 @@ class CalibrationConfig(_Model):
         return self
 
 
-class ClusterConfig(_Model):
+class ClusterConfig(Model):
     """The `[cluster]` table: how etcd is reached, and how long its leases are."""
 
     etcd_user: str | None = None
@@ -341,7 +323,7 @@ class ClusterConfig(_Model):
             raise ConfigError(f"[cluster]: etcd_password_file: {error.strerror}") from None
 
 
-class Config(_Model):
+class Config(Model):
     """A whole config file."""
 
     gateway: GatewayConfig = GatewayConfig()
@@ -353,6 +335,9 @@ class Config(_Model):
     upstream: UpstreamConfig = UpstreamConfig()
     buckets: tuple[BucketConfig, ...] = ()
     cluster: ClusterConfig = ClusterConfig()
+    orchestrator: OrchestratorConfig = OrchestratorConfig()
+    engines: tuple[EngineConfig, ...] = ()
+    api_keys: tuple[ApiKeyConfig, ...] = ()
     calibration: CalibrationConfig | None = None
 
     def gateway_settings(self) -> GatewaySettings:

@@ -18,6 +18,7 @@ import threading
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Protocol
 from urllib.parse import urlsplit
 
 import uvloop
@@ -114,12 +115,12 @@ class Together:
         if self._listen.shares_port:
             _refuse_taken(self._listen)
         await self.storage.start()
-        runner, self.url = await _listen(self._gateway.server(), self._listen)
+        runner, self.url = await listening(self._gateway.server(), self._listen)
         self._runners.append(runner)
         if self._peers is not None and self._worker_command is not None:
             self._socket_folder = Path(tempfile.mkdtemp(prefix="objectcache-"))
             socket_path = self._socket_folder / "storage.sock"
-            peers, _ = await _listen(self._peers.server(), Listen(socket_path=socket_path))
+            peers, _ = await listening(self._peers.server(), Listen(socket_path=socket_path))
             self._runners.append(peers)
             port = urlsplit(self.url).port or 0
             self._workers = Workers(self._worker_command(port, socket_path), self._worker_count - 1)
@@ -157,7 +158,7 @@ class StorageServer:
 
     async def start(self) -> None:
         await self.storage.start()
-        self._runner, self.url = await _listen(self._http.server(), self._listen)
+        self._runner, self.url = await listening(self._http.server(), self._listen)
         await self.storage.join(self._advertised or self.url)
 
     async def close(self) -> None:
@@ -185,7 +186,7 @@ class GatewayServer:
 
     async def start(self) -> None:
         await self._storage.start()
-        self._runner, self.url = await _listen(self._gateway.server(), self._listen)
+        self._runner, self.url = await listening(self._gateway.server(), self._listen)
 
     async def close(self) -> None:
         if self._runner is not None:
@@ -193,7 +194,18 @@ class GatewayServer:
         await self._storage.close()
 
 
-Server = Together | StorageServer | GatewayServer
+class Server(Protocol):
+    """A server of any kind, until a signal ends it."""
+
+    url: str
+
+    async def start(self) -> None:
+        """Listen."""
+        ...
+
+    async def close(self) -> None:
+        """End."""
+        ...
 
 
 def run(
@@ -246,9 +258,9 @@ _rereading: set[asyncio.Task[None]] = set()
 
 
 def _read_anew(server: Server, read_scheduler: Callable[[], SchedulerSettings] | None) -> None:
-    if read_scheduler is not None and not isinstance(server, GatewayServer):
+    if read_scheduler is not None and isinstance(server, Together | StorageServer):
         _reconfigure(server.storage, read_scheduler)
-    if not isinstance(server, Together) and server.membership is not None:
+    if isinstance(server, StorageServer | GatewayServer) and server.membership is not None:
         task = asyncio.get_running_loop().create_task(server.membership.refresh())
         _rereading.add(task)
         task.add_done_callback(_rereading.discard)
@@ -322,7 +334,8 @@ class _Site(web.SockSite):
         )
 
 
-async def _listen(server: web.Server, listen: Listen) -> tuple[web.ServerRunner, str]:
+async def listening(server: web.Server, listen: Listen) -> tuple[web.ServerRunner, str]:
+    """Have a server listen. Returns what ends it, and its address."""
     runner = web.ServerRunner(server, shutdown_timeout=SHUTDOWN_S)
     await runner.setup()
     site: web.BaseSite

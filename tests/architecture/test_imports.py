@@ -15,7 +15,9 @@ import pytest
 from tests.support.tree import repository
 
 ROOT = repository()
-PRODUCT = {"adapters", "calibration", "descriptors", "gateway", "nixl_client", "objectcache", "storage_server"}
+PRODUCT = {
+    "adapters", "calibration", "descriptors", "gateway", "nixl_client", "objectcache", "orchestrator", "storage_server",
+}  # fmt: skip
 OURS = {*PRODUCT, "bench", "demo"}
 MAY_IMPORT = {
     "descriptors": set(),
@@ -23,6 +25,7 @@ MAY_IMPORT = {
     "gateway": {"descriptors", "adapters"},
     "storage_server": {"descriptors", "adapters"},
     "nixl_client": {"descriptors", "adapters"},
+    "orchestrator": {"descriptors", "adapters", "nixl_client"},
     "calibration": {"descriptors", "adapters", "nixl_client", "storage_server"},
     "objectcache": PRODUCT - {"nixl_client"},
 }
@@ -36,8 +39,13 @@ STAGES = {
         "service", "peer_body", "http_api",
     ),
     "gateway": (
-        "s3", "settings", "document_budget", "trace", "metrics", "body", "storage_client", "cluster", "call",
+        "s3", "settings", "trace", "metrics", "body", "storage_client", "cluster", "call",
         "operations", "handlers", "app",
+    ),
+    "orchestrator": (
+        "rules", "settings", "simulation", "answers", "receipts", "events_feed", "engine", "tokens",
+        "store_lookups", "metadata", "registry", "writing", "response_cache", "gate", "router", "dispatch", "meter",
+        "service", "app", "process",
     ),
     "nixl_client": ("options", "transports", "session", "fetch", "objects", "client", "device_tier", "connectors"),
 }  # fmt: skip
@@ -45,6 +53,7 @@ STAGES = {
 PURE_FOLDERS = (
     "descriptors",
     "gateway/s3",
+    "orchestrator/rules",
     "storage_server/planning",
     "storage_server/scheduler",
     "storage_server/eviction",
@@ -65,7 +74,7 @@ PURE_MODULES = (
     "calibration/text.py",
     "calibration/theta.py",
     "gateway/cluster/split.py",
-    "gateway/document_budget.py",
+    "adapters/document_budget.py",
     "gateway/settings.py",
     "nixl_client/connectors/compute_fit.py",
     "nixl_client/connectors/late.py",
@@ -77,7 +86,10 @@ PURE_MODULES = (
     "nixl_client/connectors/vllm/worker_ledger.py",
     "nixl_client/fetch/delivery_state.py",
     "nixl_client/options.py",
+    "nixl_client/connectors/vllm/published.py",
     "objectcache/config_text.py",
+    "orchestrator/response_cache.py",
+    "orchestrator/simulation.py",
     "storage_server/agents.py",
     "storage_server/settings.py",
     "storage_server/shared_files/clock.py",

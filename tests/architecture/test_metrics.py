@@ -6,14 +6,15 @@ import re
 
 import pytest
 
-from descriptors.metrics import GATEWAY, STORAGE, Kind, Metric
+from descriptors.metrics import GATEWAY, ORCHESTRATOR, STORAGE, Kind, Metric
 from tests.support.tree import repository
 
-EVERY = (*GATEWAY, *STORAGE)
+EVERY = (*GATEWAY, *STORAGE, *ORCHESTRATOR)
 _ROW = re.compile(r"\| `(objectcache_\w+)` \| (\w+) \| (.*?) \| (.*) \|")
 UNITS = (
     "seconds", "bytes", "requests", "errors", "chunks", "extents", "journals", "stores", "files", "objects", "flows",
-    "epochs", "agents", "regions", "transfers", "starts", "commits", "changes", "bytes_per_second",
+    "epochs", "agents", "regions", "transfers", "starts", "commits", "changes", "bytes_per_second", "tokens", "blocks",
+    "engines",    "failovers", "mismatches", "gaps",
 )  # fmt: skip
 
 
@@ -40,7 +41,8 @@ def test_names_say_subsystem_and_unit(metric: Metric) -> None:
 def test_no_label_holds_what_a_client_chooses() -> None:
     """A client could make series without end, and read what others do."""
     labels = {label for metric in EVERY for label in metric.labels}
-    assert labels == {"operation", "status", "code", "phase", "transport", "mode", "outcome"}
+    own = {"path", "reason", "source", "state", "engine"}  # an engine's name is an operator's choice
+    assert labels == {"operation", "status", "code", "phase", "transport", "mode", "outcome", *own}
 
 
 def test_no_metric_is_there_twice() -> None:

@@ -21,13 +21,13 @@ from botocore.auth import S3SigV4Auth
 from botocore.awsrequest import AWSRequest
 from botocore.credentials import Credentials
 
+from adapters.document_budget import DocumentBudget
 from adapters.limited_server import LimitedServer
 from descriptors.errors import CallerError, ErrorCode
 from descriptors.messages import Transports
 from descriptors.objects import ByteRange, ObjectInfo, PutRequest, ReadHead, ReadRequest
 from descriptors.storage_api import Body, ObjectRead, Piece
 from gateway.app import Gateway
-from gateway.document_budget import DocumentBudget
 from gateway.s3.credentials import Credential, CredentialBook
 from gateway.s3.upload import check_digests
 from gateway.settings import GatewaySettings

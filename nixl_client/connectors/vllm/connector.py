@@ -24,6 +24,7 @@ from nixl_client.connectors.vllm import engine
 from nixl_client.connectors.vllm.ledger import SchedulerLedger
 from nixl_client.connectors.vllm.metrics import ObjectCachePromMetrics, ObjectCacheStats, StepMetadata, WorkerReport
 from nixl_client.connectors.vllm.options import Options
+from nixl_client.connectors.vllm.published import PUBLISHED
 from nixl_client.connectors.vllm.scheduling import SchedulerSide
 from nixl_client.connectors.vllm.steps import Step
 from nixl_client.connectors.vllm.working import IdleWorker, WorkerSide
@@ -182,9 +183,14 @@ class ObjectCacheConnector(KVConnectorBase_V1):  # type: ignore[misc]  # vLLM is
         return WorkerReport(report) if report is not None and not report.is_empty else None
 
     def get_kv_connector_stats(self) -> ObjectCacheStats | None:
-        """The counts since the last step."""
+        """The counts since the last step, and, beside the scheduler's, what the engine publishes."""
         taken = self.counters.take()
-        return ObjectCacheStats(data=dict(taken)) if taken else None
+        if not taken:
+            return None
+        data: dict[str, Any] = dict(taken)
+        if self._scheduler is not None:
+            data[PUBLISHED] = self._scheduler.published()
+        return ObjectCacheStats(data=data)
 
     def shutdown(self) -> None:
         """Write what waits, for a bounded time, and end."""

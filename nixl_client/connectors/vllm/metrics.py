@@ -8,6 +8,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorMetadat
 from vllm.distributed.kv_transfer.kv_connector.v1.metrics import KVConnectorPromMetrics, KVConnectorStats
 from vllm.v1.metrics.utils import create_metric_per_engine
 
+from nixl_client.connectors.vllm.published import COSTS, DEPLOYMENT_LABELS, PUBLISHED
 from nixl_client.connectors.vllm.steps import Report, Step
 
 COUNTERS = {
@@ -55,21 +56,21 @@ class WorkerReport(KVConnectorWorkerMetadata):  # type: ignore[misc]
 
 
 class ObjectCacheStats(KVConnectorStats):  # type: ignore[misc]
-    """Sums by name."""
+    """Sums by name, and what the engine publishes (`nixl_client.connectors.vllm.published`)."""
 
     def reset(self) -> None:
         """Nothing counted."""
-        self.data: dict[str, float] = {}
+        self.data: dict[str, Any] = {}
 
     def aggregate(self, other: KVConnectorStats) -> KVConnectorStats:
-        """Add the other's sums."""
+        """Add the other's sums; what was published last counts."""
         for name, amount in other.data.items():
-            self.data[name] = self.data.get(name, 0) + amount
+            self.data[name] = amount if name == PUBLISHED else self.data.get(name, 0) + amount
         return self
 
     def reduce(self) -> dict[str, int | float]:
         """The sums, for the log."""
-        return {name: round(amount, 3) for name, amount in sorted(self.data.items())}
+        return {name: round(amount, 3) for name, amount in sorted(self.data.items()) if name != PUBLISHED}
 
     def is_empty(self) -> bool:
         """Whether nothing was counted."""
@@ -77,7 +78,7 @@ class ObjectCacheStats(KVConnectorStats):  # type: ignore[misc]
 
 
 class ObjectCachePromMetrics(KVConnectorPromMetrics):  # type: ignore[misc]
-    """One Prometheus counter for each name, `vllm:objectcache_<name>`."""
+    """One Prometheus counter for each name, `vllm:objectcache_<name>`, and gauges of what the engine publishes."""
 
     def __init__(self, *args: Any) -> None:
         super().__init__(*args)
@@ -88,12 +89,45 @@ class ObjectCachePromMetrics(KVConnectorPromMetrics):  # type: ignore[misc]
             )
             for name, text in COUNTERS.items()
         }
+        self._costs = {
+            name: create_metric_per_engine(
+                self._gauge_cls(
+                    name=f"vllm:objectcache_cost_{name}",
+                    documentation=text,
+                    labelnames=self._labelnames,
+                    multiprocess_mode="mostrecent",
+                ),
+                self.per_engine_labelvalues,
+            )
+            for name, text in COSTS.items()
+        }
+        self._deployment = self._gauge_cls(
+            name="vllm:objectcache_deployment_info",
+            documentation="The names and the shape of the engine's chunks",
+            labelnames=[*self._labelnames, *DEPLOYMENT_LABELS],
+            multiprocess_mode="mostrecent",
+        )
+        self._deployments: dict[int, tuple[str, ...]] = {}
 
     def observe(self, transfer_stats_data: dict[str, Any], engine_idx: int = 0) -> None:
         """Count on."""
         for name, amount in transfer_stats_data.items():
             if name in self._counters:
                 self._counters[name][engine_idx].inc(amount)
+        published = transfer_stats_data.get(PUBLISHED)
+        if published is not None:
+            self._publish(published, engine_idx)
+
+    def _publish(self, published: dict[str, Any], engine_idx: int) -> None:
+        values = tuple(str(published["deployment"][name]) for name in DEPLOYMENT_LABELS)
+        before = self._deployments.get(engine_idx)
+        engine = self.per_engine_labelvalues[engine_idx]
+        if before is not None and before != values:  # the weights are others
+            self._deployment.remove(*engine, *before)
+        self._deployments[engine_idx] = values
+        self._deployment.labels(*engine, *values).set(1)
+        for name, amount in published["costs"].items():
+            self._costs[name][engine_idx].set(amount)
 
 
 __all__ = ["ObjectCachePromMetrics", "ObjectCacheStats", "StepMetadata", "WorkerReport"]

@@ -5,10 +5,10 @@ from __future__ import annotations
 import logging
 import time
 import uuid
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Protocol
+from typing import Any, Protocol
 
 from descriptors.descriptor import LAYER_COMPUTE_US_MAX
 from descriptors.layout import ChunkLayout
@@ -20,6 +20,7 @@ from nixl_client.connectors.vllm.grid import Grid
 from nixl_client.connectors.vllm.ledger import SchedulerLedger, Tracked
 from nixl_client.connectors.vllm.lookups import Lookups
 from nixl_client.connectors.vllm.options import LoadPolicy, Options
+from nixl_client.connectors.vllm.published import published, told_chunks
 from nixl_client.connectors.vllm.steps import Report, Step
 from nixl_client.connectors.vllm.weights import Adapters
 
@@ -48,6 +49,7 @@ class EngineRequest(Protocol):
     prompt_embeds: object | None
     prompt_token_ids: Sequence[int] | None
     block_hashes: Sequence[bytes]
+    kv_transfer_params: Mapping[str, object] | None
 
 
 class SchedulerSide:
@@ -78,6 +80,13 @@ class SchedulerSide:
         """The costs of the engine's steps, fitted from steps it ran; None until enough steps have been timed."""
         return self._costs
 
+    def published(self) -> dict[str, Any]:
+        """The document that the engine publishes."""
+        return published(
+            self._ledger.deployment, self._layout, self._options.endpoint, self._options.bucket, self._costs,
+            self._load_costs,
+        )  # fmt: skip
+
     def match(self, request: EngineRequest, computed_tokens: int) -> int | None:
         """Tokens that can be loaded after the `computed_tokens` in the engine's own blocks. None while that is not
         known, and while some of those blocks are being loaded for another request: should that fail, vLLM has only one
@@ -93,7 +102,9 @@ class SchedulerSide:
         self._requests[request.request_id] = request
         if not self._is_looked_up(tracked, request):
             return None
-        worth_chunks = self._worth_chunks(tracked, request.num_tokens, computed_tokens)
+        worth_chunks = told_chunks(request.kv_transfer_params)
+        if worth_chunks is None:
+            worth_chunks = self._worth_chunks(tracked, request.num_tokens, computed_tokens)
         count = self._ledger.loadable(tracked, request.num_tokens, computed_tokens, worth_chunks)
         return count if count >= self._options.min_load_tokens else 0
 

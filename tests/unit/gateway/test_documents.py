@@ -17,6 +17,7 @@ from xml.parsers import expat
 import pytest
 
 from adapters import threads
+from adapters.document_budget import DocumentBudget
 from descriptors import json_body
 from descriptors.descriptor import DESCRIPTOR_BYTES_MAX, Descriptor
 from descriptors.descriptor_codec import decode_descriptor, encode_binary
@@ -24,7 +25,6 @@ from descriptors.errors import CallerError, ErrorCode, ServerError
 from descriptors.json_body import CONTAINERS_MAX, VALUES_MAX, shape_problem
 from descriptors.messages import parse_lookup, parse_registration, parse_renewal
 from descriptors.units import MIB
-from gateway.document_budget import DocumentBudget
 from gateway.s3 import xml_tree
 from gateway.s3.xml_in import (
     parse_acl,

@@ -279,6 +279,7 @@ class Request:
         self.prompt_token_ids = tokens
         self.num_tokens = len(tokens)
         self.block_hashes = [bytes([index]) for index in range(len(tokens) // 32)]
+        self.kv_transfer_params: dict[str, object] | None = None
         self.num_computed_tokens = 0
         self.num_in_flight_tokens = 0
         self.lora_request = None

@@ -1,0 +1,1 @@
+"""`bench orchestrator`: routing decisions, simulated, live, and what they cost."""

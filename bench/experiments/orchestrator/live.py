@@ -1,0 +1,261 @@
+"""Real engines behind the orchestrator: prompts of the conversation trace at this machine's size, every policy at
+several rates; and 003's measured tables with vLLM in place of Ollama.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import aiohttp
+import numpy as np
+
+from bench.beds.kv_peers.work import S3Target
+from bench.beds.ours import Servers, target_of
+from bench.beds.processes import BaselineError
+from bench.beds.vllm_servers import MODEL, VllmServer, make_model, vllm_servers
+from bench.experiments.orchestrator.cost import orchestrator_process
+from bench.experiments.tiers.replay import Trace, read
+from calibration.samples import progress_bar
+from orchestrator.rules.policies import PolicyName
+
+SCALE = 16
+"""A block of the trace has 512 tokens; here it has 32, and the outputs are as much shorter."""
+BLOCK_TOKENS = 32
+PROMPT_TOKENS_MAX = 3072
+HIDDEN_SIZE, LAYERS = 512, 6
+WARM_REQUESTS = 8
+REQUEST_S = 300.0
+
+
+@dataclass(frozen=True, slots=True)
+class LiveRequest:
+    """A request: when it is sent, its tokens, and how many it puts out."""
+
+    at_s: float
+    tokens: tuple[int, ...]
+    output_tokens: int
+
+
+@dataclass(frozen=True, slots=True)
+class LiveAnswer:
+    """What came: times in seconds, the tokens that the engine had cached, and the text."""
+
+    ttft_s: float
+    total_s: float
+    cached_tokens: int
+    prompt_tokens: int
+    text: str
+    engine: str
+
+
+class WrongTokensError(Exception):
+    """A policy's answer is not the one of an engine that was asked directly."""
+
+
+def live_requests(count: int, rate_per_s: float, seed: int) -> list[LiveRequest]:
+    """The trace's first requests that fit, as a Poisson process. The tokens of a block are made from its number."""
+    random = np.random.default_rng(seed)
+    found: list[LiveRequest] = []
+    now_s = 0.0
+    for each in read(Trace.CONVERSATION).requests:
+        tokens = [token for key in each.keys for token in block_tokens(int(str(key)))]
+        tokens = tokens[: max(BLOCK_TOKENS, sum(each.sizes_bytes) // SCALE)]
+        if len(tokens) > PROMPT_TOKENS_MAX:
+            continue
+        now_s += float(random.exponential(1 / rate_per_s))
+        found.append(LiveRequest(now_s, tuple(tokens), 8))
+        if len(found) == count:
+            return found
+    raise ValueError(f"the trace has no {count} requests of this size")
+
+
+def block_tokens(number: int) -> list[int]:
+    """The tokens of a block of the trace."""
+    return [int(each) for each in np.random.default_rng(number).integers(10, 1000, BLOCK_TOKENS)]
+
+
+@contextmanager
+def live_bed(folder: Path, engine_count: int) -> Iterator[tuple[list[VllmServer], S3Target, Servers]]:
+    """Engines over a store of ours."""
+    from contextlib import ExitStack
+
+    with ExitStack() as stack:
+        servers = Servers(stack, folder, "orchestrator")
+        store = servers.serve()
+        store.make_bucket("kv")
+        target = target_of(store, "kv")
+        model = servers.folder / "model"
+        make_model(model, hidden_size=HIDDEN_SIZE, layers=LAYERS)
+        engines = stack.enter_context(vllm_servers(servers.folder, model, engine_count, target))
+        yield engines, target, servers
+
+
+def run_policy(
+    engines: Sequence[VllmServer], target: S3Target, policy: PolicyName, requests: Sequence[LiveRequest], salt: str
+) -> list[LiveAnswer]:
+    """All requests through an orchestrator with this policy. The salt makes everything cold: no block or chunk of
+    another run has these names.
+    """
+    for engine in engines:
+        engine.forget()
+    environment = {"AWS_ACCESS_KEY_ID": target.access_key, "AWS_SECRET_ACCESS_KEY": target.secret_key}
+    options = ("--store", target.url, "--policy", policy.value)
+    with orchestrator_process([engine.url for engine in engines], *options, environment=environment) as (url, _):
+        return asyncio.run(_run(url, requests, salt))
+
+
+async def _run(url: str, requests: Sequence[LiveRequest], salt: str) -> list[LiveAnswer]:
+    async with aiohttp.ClientSession(timeout=aiohttp.ClientTimeout(total=REQUEST_S)) as http:
+        for _ in range(200):
+            async with http.get(f"{url}/_orchestrator/status") as answer:
+                engines = (await answer.json())["engines"]
+            if all(each["status"] == "up" and each["events"] for each in engines):
+                break
+            await asyncio.sleep(0.1)
+        for at in range(WARM_REQUESTS):
+            await ask(http, url, LiveRequest(0.0, tuple(block_tokens(10_000_000 + at) * 4), 4), f"{salt} warm")
+        began_s = time.monotonic()
+
+        async def one(request: LiveRequest) -> LiveAnswer:
+            await asyncio.sleep(max(0.0, began_s + request.at_s - time.monotonic()))
+            return await ask(http, url, request, salt)
+
+        return list(await asyncio.gather(*map(one, requests)))
+
+
+async def ask(http: aiohttp.ClientSession, url: str, request: LiveRequest, salt: str) -> LiveAnswer:
+    """One stream. Raises BaselineError."""
+    body = {
+        "model": MODEL, "prompt": list(request.tokens), "max_tokens": request.output_tokens, "temperature": 0,
+        "stream": True, "cache_salt": salt, "stream_options": {"include_usage": True}, "ignore_eos": True,
+    }  # fmt: skip
+    began_s = time.monotonic()
+    first_s, text, usage = None, [], None
+    async with http.post(f"{url}/v1/completions", json=body) as answer:
+        if answer.status != 200:
+            raise BaselineError(f"{answer.status} {(await answer.text())[:500]}")
+        async for line in answer.content:
+            if not line.startswith(b"data: ") or line.startswith(b"data: [DONE]"):
+                continue
+            first_s = first_s or time.monotonic()
+            document = json.loads(line.removeprefix(b"data: "))
+            if "error" in document:
+                raise BaselineError(f"the stream broke off: {document['error']}")
+            text += [choice["text"] for choice in document["choices"]]
+            usage = document.get("usage") or usage
+        engine = answer.headers.get("x-objectcache-engine", "")
+    end_s = time.monotonic()
+    details = (usage or {}).get("prompt_tokens_details") or {}
+    cached = int(details.get("cached_tokens") or 0)
+    return LiveAnswer((first_s or end_s) - began_s, end_s - began_s, cached, len(request.tokens), "".join(text), engine)
+
+
+def live(
+    engines: Sequence[VllmServer], target: S3Target, policies: Sequence[PolicyName], rates: Sequence[float], count: int,
+    runs: int, seed: int,
+) -> list[dict[str, Any]]:  # fmt: skip
+    """Every policy at every rate, by turns within a round. Raises WrongTokensError where answers differ."""
+    found: list[dict[str, Any]] = []
+    with progress_bar(len(rates) * runs * len(policies), "live") as advance:
+        for rate in rates:
+            taken: dict[PolicyName, list[list[LiveAnswer]]] = {policy: [] for policy in policies}
+            for round_index in range(runs):
+                requests = live_requests(count, rate, seed + round_index)
+                order = policies if round_index % 2 == 0 else tuple(reversed(policies))
+                texts: list[str] | None = None
+                for policy in order:
+                    salt = f"{rate} {round_index} {policy.value}"
+                    answers = run_policy(engines, target, policy, requests, salt)
+                    if texts is not None and texts != [each.text for each in answers]:
+                        raise WrongTokensError(f"{policy.value} at {rate}/s: other tokens than the policy before it")
+                    texts = [each.text for each in answers]
+                    taken[policy].append(answers)
+                    advance(1)
+            found.append(
+                {"rate_per_s": rate, "policies": {name.value: _figures(runs_) for name, runs_ in taken.items()}}
+            )
+    return found
+
+
+def _figures(runs: Sequence[Sequence[LiveAnswer]]) -> dict[str, Any]:
+    def percentile(share: float) -> list[float]:
+        return [float(np.percentile([each.ttft_s for each in answers], share)) for answers in runs]
+
+    cached = [
+        sum(each.cached_tokens for each in answers) / sum(each.prompt_tokens for each in answers) for answers in runs
+    ]
+    ends = [max(each.total_s for each in answers) for answers in runs]
+    return {
+        "ttft_p50_s": percentile(50), "ttft_p90_s": percentile(90), "ttft_p99_s": percentile(99),
+        "cached_tokens": cached, "longest_s": ends,
+        "engines": [len({each.engine for each in answers}) for answers in runs],
+    }  # fmt: skip
+
+
+def serving(engines: Sequence[VllmServer], target: S3Target) -> dict[str, Any]:
+    """003's tables: cold, warm, prefix, unrelated; and 1, 3, 5, 10 at once, bounded and not."""
+    first = tuple(token for at in range(40) for token in block_tokens(20_000_000 + at))
+    other = tuple(token for at in range(40) for token in block_tokens(30_000_000 + at))
+    environment = {"AWS_ACCESS_KEY_ID": target.access_key, "AWS_SECRET_ACCESS_KEY": target.secret_key}
+    urls = [engine.url for engine in engines]
+    with orchestrator_process(urls, "--store", target.url, environment=environment) as (url, _):
+        steps = asyncio.run(_steps(url, first, other))
+        at_once = [asyncio.run(_at_once(url, count, first)) for count in (1, 3, 5, 10)]
+    bounded = ("--store", target.url, "--max-active", "3", "--queue-max", "0")
+    with orchestrator_process(urls, *bounded, environment=environment) as (url, _):
+        controlled = asyncio.run(_at_once(url, 10, first))
+    return {"steps": steps, "at_once": at_once, "controlled": controlled}
+
+
+async def _ready(http: aiohttp.ClientSession, url: str) -> None:
+    for _ in range(300):
+        async with http.get(f"{url}/health") as answer:
+            if answer.status == 200:
+                return
+        await asyncio.sleep(0.1)
+    raise BaselineError("the orchestrator has no engine")
+
+
+async def _steps(url: str, first: tuple[int, ...], other: tuple[int, ...]) -> dict[str, dict[str, float]]:
+    salt = f"serving {time.time()}"
+    found = {}
+    async with aiohttp.ClientSession() as http:
+        await _ready(http, url)
+        prefix = (*first[: len(first) * 3 // 4], *other[: len(other) // 4])
+        for name, tokens in (("cold", first), ("warm", first), ("prefix", prefix), ("unrelated", other)):
+            answer = await ask(http, url, LiveRequest(0.0, tokens, 32), salt)
+            found[name] = {
+                "total_ms": answer.total_s * 1e3, "prompt_ms": answer.ttft_s * 1e3,
+                "decode_ms": (answer.total_s - answer.ttft_s) * 1e3, "cached_tokens": answer.cached_tokens,
+            }  # fmt: skip
+            await asyncio.sleep(1.0)
+    return found
+
+
+async def _at_once(url: str, count: int, tokens: tuple[int, ...]) -> dict[str, float]:
+    """The same prompt so many times at once, as 003 does."""
+    salt = f"at once {count} {time.time()}"
+    async with aiohttp.ClientSession() as http:
+        await _ready(http, url)
+        began_s = time.monotonic()
+
+        async def one() -> float | None:
+            try:
+                return (await ask(http, url, LiveRequest(0.0, tokens, 32), salt)).total_s
+            except BaselineError:
+                return None
+
+        taken = await asyncio.gather(*(one() for _ in range(count)))
+        wall_s = time.monotonic() - began_s
+    done = [each for each in taken if each is not None]
+    return {
+        "count": count, "accepted": len(done), "average_ms": float(np.mean(done)) * 1e3,
+        "p95_ms": float(np.percentile(done, 95)) * 1e3, "wall_ms": wall_s * 1e3, "per_s": len(done) / wall_s,
+    }  # fmt: skip

@@ -1,0 +1,77 @@
+"""An engine publishes its chunks' names and shape, and the costs of steps and loads that its connector has fitted, in
+vLLM's metrics, so that a router can ask the store for the very same chunks.
+
+    vllm:objectcache_deployment_info{deployment="…",dtype="…",block_tokens="16",chunk_tokens="64",…} 1
+    vllm:objectcache_cost_token_us 812.5
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from descriptors.layout import ChunkLayout
+from descriptors.recompute import DeliveryCosts, PrefillCosts
+from nixl_client.connectors.vllm.naming import Deployment
+
+PUBLISHED = "published"
+"""The key beside the counters."""
+DEPLOYMENT_LABELS = (
+    "deployment", "dtype", "block_tokens", "tp_size", "pp_size", "num_layers", "chunk_tokens", "layer_chunk_bytes",
+    "endpoint", "bucket",
+)  # fmt: skip
+COSTS = {
+    "token_us": "Microseconds to compute a token",
+    "token_pair_us": "Microseconds for each token before it that a token attends to",
+    "request_us": "Microseconds of a step, whatever it computes",
+    "load_request_s": "Seconds of a load, whatever it loads",
+    "load_chunk_s": "Seconds of a load for each chunk",
+    "load_layer_s": "Seconds of a load for each layer",
+    "load_bytes_per_s": "Bytes a second that loads have reached",
+}
+ADVICE = "objectcache"
+LOAD_CHUNKS = "load_chunks"
+"""A router puts `{"objectcache": {"load_chunks": k}}` into a request's `kv_transfer_params`: the first k chunks are to
+be had from the engine's blocks or the store, and the rest is computed.
+"""
+
+
+def published(
+    deployment: Deployment,
+    layout: ChunkLayout,
+    endpoint: str,
+    bucket: str,
+    prefill: PrefillCosts | None,
+    loads: DeliveryCosts,
+) -> dict[str, Any]:
+    """The document. Costs are left out until enough steps have been timed."""
+    found = {
+        "deployment": deployment.model,
+        "dtype": deployment.dtype,
+        "block_tokens": deployment.block_tokens,
+        "tp_size": deployment.tp_size,
+        "pp_size": deployment.pp_size,
+        "num_layers": layout.num_layers,
+        "chunk_tokens": layout.chunk_tokens,
+        "layer_chunk_bytes": layout.per_layer_chunk_bytes,
+        "endpoint": endpoint,
+        "bucket": bucket,
+    }
+    costs: dict[str, float] = {}
+    if prefill is not None:
+        costs = {
+            "token_us": prefill.token_us,
+            "token_pair_us": prefill.token_pair_us,
+            "request_us": prefill.request_us,
+            "load_request_s": loads.request_s,
+            "load_chunk_s": loads.chunk_s,
+            "load_layer_s": loads.layer_s,
+            "load_bytes_per_s": loads.bytes_per_s,
+        }
+    return {"deployment": found, "costs": costs}
+
+
+def told_chunks(kv_transfer_params: object) -> int | None:
+    """How many chunks a router has told the engine to use; None where it has not."""
+    advice = kv_transfer_params.get(ADVICE) if isinstance(kv_transfer_params, dict) else None
+    count = advice.get(LOAD_CHUNKS) if isinstance(advice, dict) else None
+    return count if type(count) is int and count >= 0 else None

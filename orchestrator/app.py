@@ -1,0 +1,386 @@
+"""The orchestrator's HTTP surface: OpenAI's paths, health, metrics, and `/_orchestrator`."""
+
+from __future__ import annotations
+
+import asyncio
+import hmac
+import ipaddress
+import json
+import logging
+import time
+import uuid
+from collections.abc import Mapping
+from typing import Any
+
+from aiohttp import web
+
+from adapters.deadlines import ConnectionLimits
+from adapters.document_budget import DocumentBudget
+from adapters.limited_server import LimitedServer
+from adapters.metrics import CONTENT_TYPE
+from descriptors.descriptor import is_request_id
+from descriptors.errors import ObjectCacheError
+from orchestrator.answers import Refusal
+from orchestrator.dispatch import (
+    ATTEMPTS_MAX,
+    ENGINE_HEADER,
+    REQUEST_HEADER,
+    AttemptFailed,
+    Exchange,
+    forwarded_headers,
+)
+from orchestrator.gate import TooBusyError
+from orchestrator.metadata import MetadataError
+from orchestrator.receipts import Receipt
+from orchestrator.router import NoEngineError, Prompt
+from orchestrator.rules.admission import Tenant
+from orchestrator.rules.openai_requests import Asked, RequestKind, WrongRequestError, read_request, response_key
+from orchestrator.service import Orchestrator
+from orchestrator.settings import OrchestratorSettings
+from orchestrator.tokens import NoTokensError
+
+ANYBODY = Tenant("")
+READ_BYTES = 1 << 18
+_KINDS = {kind.value: kind for kind in RequestKind}
+_log = logging.getLogger(__name__)
+
+
+class App:
+    """Answers requests. `server` makes the aiohttp server on the running event loop."""
+
+    def __init__(self, orchestrator: Orchestrator, settings: OrchestratorSettings, engine_key: str | None) -> None:
+        self._orchestrator = orchestrator
+        self._settings = settings
+        self._engine_key = engine_key
+        self._budget = DocumentBudget(settings.bodies_bytes_max, settings.bodies_bytes_max // 2)
+
+    def server(self) -> web.Server:
+        """The aiohttp server."""
+        settings = self._settings
+        limits = ConnectionLimits(
+            settings.header_timeout_s,
+            settings.keepalive_timeout_s,
+            settings.send_idle_timeout_s,
+            settings.connections_max,
+        )
+        return LimitedServer(self.handle, _refuse_unparsed, limits)
+
+    async def handle(self, http: web.BaseRequest) -> web.StreamResponse:
+        """Answer one request."""
+        try:
+            return await self._route(http)
+        except Refusal as refusal:
+            return refusal.response()
+        except (asyncio.CancelledError, ConnectionResetError):
+            raise
+        except Exception:
+            _log.exception("%s %s", http.method, http.path)
+            return Refusal(500, "the orchestrator failed").response()
+
+    async def _route(self, http: web.BaseRequest) -> web.StreamResponse:
+        path, method = http.path, http.method
+        orchestrator = self._orchestrator
+        if path in _KINDS:
+            _require(method, "POST")
+            return await self._generate(http, _KINDS[path])
+        if path.startswith("/_orchestrator/"):
+            self._require_admin(http)
+            return await self._administer(http, path.removeprefix("/_orchestrator/"))
+        match path:
+            case "/v1/models":
+                _require(method, "GET")
+                self._tenant(http)
+                return web.json_response({"object": "list", "data": orchestrator.models()})
+            case "/health":
+                _require(method, "GET")
+                is_well = orchestrator.is_serving()
+                return web.json_response({"status": "ok" if is_well else "no engine"}, status=200 if is_well else 503)
+            case "/metrics" | "/_objectcache/metrics":
+                _require(method, "GET")
+                return web.Response(body=orchestrator.metrics_text(), headers={"Content-Type": CONTENT_TYPE})
+        raise Refusal(404, f"there is no {path}")
+
+    async def _generate(self, http: web.BaseRequest, kind: RequestKind) -> web.StreamResponse:
+        """One of OpenAI's requests, from its body to the end of its answer."""
+        began_s, tenant = time.monotonic(), self._tenant(http)
+        said_id = http.headers.get("X-Request-Id", "")
+        request_id = said_id if is_request_id(said_id) else uuid.uuid4().hex
+        receipt = Receipt(request_id, tenant.name, http.path, time.time())
+        orchestrator = self._orchestrator
+        if not orchestrator.begin(request_id):
+            request_id = receipt.request_id = uuid.uuid4().hex
+            orchestrator.begin(request_id)
+        try:
+            async with self._document(http, tenant) as body:
+                asked = _read(kind, body, http.headers)
+                receipt_key = self._response_key(tenant, kind, body, asked)
+                if receipt_key is not None:
+                    kept = orchestrator.responses.find(receipt_key, time.monotonic())
+                    if kept is not None:
+                        receipt.reason = "exact hit"
+                        return await _replay(http, kept.content_type, kept.pieces, request_id)
+                exchange = Exchange(
+                    http,
+                    http.path,
+                    asked,
+                    body,
+                    forwarded_headers(http.headers, request_id, self._engine_key),
+                    receipt,
+                    began_s,
+                    [] if receipt_key is not None else None,
+                    orchestrator.responses.answer_bytes_max,
+                )
+                response = await self._admitted(exchange, tenant)
+                receipt.status = response.status
+                if receipt_key is not None and exchange.kept and response.status == 200:
+                    content_type = response.headers.get("Content-Type", "application/json")
+                    orchestrator.responses.keep(receipt_key, content_type, tuple(exchange.kept), time.monotonic())
+                return response
+        except Refusal as refusal:
+            receipt.status, receipt.note = refusal.status, str(refusal)
+            return refusal.response({REQUEST_HEADER: request_id})
+        except (asyncio.CancelledError, ConnectionResetError):
+            receipt.note = receipt.note or "the client went away"
+            raise
+        finally:
+            receipt.total_s = time.monotonic() - began_s
+            orchestrator.ended(receipt)
+
+    async def _admitted(self, exchange: Exchange, tenant: Tenant) -> web.StreamResponse:
+        asked, receipt, orchestrator = exchange.asked, exchange.receipt, self._orchestrator
+        tokens = asked.tokens
+        if tokens is None and asked.to_tokenize is not None:
+            began_s = time.monotonic()
+            try:
+                tokens = tuple(await orchestrator.tokens_of(asked, exchange.headers))
+            except NoTokensError as error:
+                receipt.note = f"routed without its tokens: {error}"
+            receipt.tokenize_s = time.monotonic() - began_s
+        receipt.prompt_tokens = None if tokens is None else len(tokens)
+        size = (len(tokens) if tokens else 0) + asked.output_tokens
+        try:
+            async with orchestrator.gate.admitted(receipt.request_id, tenant, size) as waited_s:
+                receipt.waited_s = waited_s
+                prompt = None
+                if tokens:
+                    prompt = await orchestrator.prompt(asked, tokens, receipt)
+                return await self._attempt(exchange, prompt)
+        except TooBusyError as error:
+            raise Refusal(error.status, str(error), code="too_busy", retry_after_s=error.retry_after_s) from None
+
+    async def _attempt(self, exchange: Exchange, prompt: Prompt | None) -> web.StreamResponse:
+        """Send the request, to another engine where one fails before it has answered."""
+        receipt, orchestrator = exchange.receipt, self._orchestrator
+        tried: list[str] = []
+        failure: AttemptFailed | None = None
+        prompt = await orchestrator.prefilled(exchange, prompt)
+        while len(tried) < ATTEMPTS_MAX:
+            began_s = time.monotonic()
+            try:
+                routed = orchestrator.decide(exchange.asked, receipt.request_id, prompt, without=tried)
+            except NoEngineError as error:
+                if failure is not None:
+                    break
+                retry_after_s = 1 if error.status == 503 else 0
+                raise Refusal(error.status, str(error), code="no_engine", retry_after_s=retry_after_s) from None
+            receipt.decide_s = time.monotonic() - began_s
+            receipt.routed(routed.decision)
+            tried.append(routed.engine.name)
+            try:
+                return await orchestrator.send(exchange, routed, prompt)
+            except AttemptFailed as error:
+                receipt.attempts.append({"engine": routed.engine.name, "error": str(error)})
+                failure = error
+        if failure is not None and failure.answer is not None:
+            return failure.answer
+        raise Refusal(502, f"no engine has answered: {failure}", code="engine_lost", retry_after_s=1)
+
+    async def _administer(self, http: web.BaseRequest, path: str) -> web.StreamResponse:
+        """What an operator asks."""
+        orchestrator, method = self._orchestrator, http.method
+        name, _, rest = path.partition("/")
+        if name == "route" and not rest:
+            _require(method, "POST")
+            return web.json_response(await self._explain(http))
+        if name == "receipts":
+            _require(method, "GET")
+            receipt = orchestrator.receipts.find(rest)
+            if receipt is None:
+                raise Refusal(404, f"there is no receipt of {rest}")
+            return web.json_response(receipt.to_json())
+        if name == "engines":
+            return await self._engines(http, rest)
+        if name == "pins" and method in ("PUT", "DELETE"):
+            document = await self._admin_document(http) if method == "PUT" else {}
+            try:
+                orchestrator.pin(rest, document if method == "PUT" else None)
+            except ValueError as error:
+                raise Refusal(400, str(error)) from None
+            return web.json_response({"prefix": rest})
+        if name == "quotas" and method == "PUT":
+            try:
+                orchestrator.set_quota(rest, await self._admin_document(http))
+            except ValueError as error:
+                raise Refusal(400, str(error)) from None
+            return web.json_response({"tenant": rest})
+        if name == "status" and not rest:
+            _require(method, "GET")
+            return web.json_response(orchestrator.status())
+        raise Refusal(404, f"there is no /_orchestrator/{path}")
+
+    async def _engines(self, http: web.BaseRequest, rest: str) -> web.StreamResponse:
+        orchestrator = self._orchestrator
+        name, _, action = rest.rpartition("/") if rest.endswith(("/drain", "/undrain")) else (rest, "", "")
+        try:
+            match http.method, bool(name), action:
+                case "GET", False, "":
+                    return web.json_response(orchestrator.status()["engines"])
+                case "POST", False, "":
+                    document = await self._admin_document(http)
+                    return web.json_response(await orchestrator.register(document), status=201)
+                case "DELETE", True, "":
+                    await orchestrator.remove(name)
+                    return web.json_response({"name": name})
+                case "POST", True, "drain" | "undrain":
+                    await orchestrator.drain(name, is_wanted=action == "drain")
+                    return web.json_response({"name": name, "is_draining": action == "drain"})
+        except KeyError:
+            raise Refusal(404, f"there is no engine {name}") from None
+        except (ValueError, MetadataError) as error:
+            raise Refusal(400, str(error)) from None
+        raise Refusal(405, f"{http.method} is not possible here")
+
+    async def _explain(self, http: web.BaseRequest) -> dict[str, Any]:
+        """Which engine a request would go to, and every engine's terms."""
+        document = await self._admin_document(http)
+        kind = RequestKind.CHAT if "messages" in document else RequestKind.COMPLETIONS
+        asked = _read(kind, document, http.headers)
+        headers = forwarded_headers(http.headers, uuid.uuid4().hex, self._engine_key)
+        try:
+            return await self._orchestrator.explain(asked, headers)
+        except NoEngineError as error:
+            raise Refusal(error.status, str(error)) from None
+        except NoTokensError as error:
+            raise Refusal(502, str(error)) from None
+
+    async def _admin_document(self, http: web.BaseRequest) -> Mapping[str, Any]:
+        async with self._document(http, ANYBODY) as body:
+            return body
+
+    def _document(self, http: web.BaseRequest, tenant: Tenant) -> _Document:
+        return _Document(http, tenant.name, self._settings, self._budget)
+
+    def _tenant(self, http: web.BaseRequest) -> Tenant:
+        """Whose request it is, by its API key."""
+        tenants = self._settings.tenants
+        if not tenants:
+            return ANYBODY
+        key = _bearer(http)
+        tenant = tenants.get(key) if key else None
+        if tenant is None:
+            raise Refusal(401, "the API key is missing, or not known", code="invalid_api_key")
+        return self._orchestrator.tenant(tenant)
+
+    def _require_admin(self, http: web.BaseRequest) -> None:
+        """An operator has the token; without one, everybody on this host is an operator."""
+        token = self._settings.admin_token
+        if token is not None:
+            if not hmac.compare_digest(_bearer(http).encode(), token.encode()):
+                raise Refusal(401, "/_orchestrator needs the admin token")
+            return
+        peer = http.remote
+        if peer is not None and not ipaddress.ip_address(peer.partition("%")[0]).is_loopback:
+            raise Refusal(403, "/_orchestrator is for this host; set an admin token for others")
+
+    def _response_key(self, tenant: Tenant, kind: RequestKind, body: Mapping[str, Any], asked: Asked) -> str | None:
+        """The name of the answer, where it may be kept."""
+        if not self._orchestrator.responses.is_on or not asked.is_deterministic or not asked.is_generating:
+            return None
+        return response_key(tenant.name, kind, body)
+
+
+class _Document:
+    """A request's body as a JSON object, whose bytes count in the budget until the block ends."""
+
+    def __init__(
+        self, http: web.BaseRequest, tenant: str, settings: OrchestratorSettings, budget: DocumentBudget
+    ) -> None:
+        self._http = http
+        self._tenant = tenant
+        self._settings = settings
+        self._budget = budget
+        self._taken = 0
+
+    async def __aenter__(self) -> Mapping[str, Any]:
+        try:
+            return await self._read()
+        except BaseException:
+            await self.__aexit__()
+            raise
+
+    async def __aexit__(self, *_: object) -> None:
+        self._budget.give_back(self._tenant, self._taken)
+        self._taken = 0
+
+    async def _read(self) -> Mapping[str, Any]:
+        body = bytearray()
+        most = self._settings.body_bytes_max
+        if (self._http.content_length or 0) > most:
+            raise Refusal(413, f"the body is larger than {most} bytes")
+        try:
+            async with asyncio.timeout(self._settings.body_timeout_s):
+                while piece := await self._http.content.read(READ_BYTES):
+                    self._budget.take(self._tenant, len(piece))
+                    self._taken += len(piece)
+                    body += piece
+                    if len(body) > most:
+                        raise Refusal(413, f"the body is larger than {most} bytes")
+        except TimeoutError:
+            raise Refusal(408, "the body did not come in time") from None
+        except ObjectCacheError as error:
+            raise Refusal(503, error.message, code="too_busy", retry_after_s=1) from None
+        return await asyncio.to_thread(_parsed, bytes(body)) if len(body) > READ_BYTES else _parsed(bytes(body))
+
+
+def _parsed(body: bytes) -> Mapping[str, Any]:
+    try:
+        document = json.loads(body)
+    except (ValueError, RecursionError) as error:
+        raise Refusal(400, f"the body is no JSON: {str(error)[:200]}") from None
+    if not isinstance(document, dict):
+        raise Refusal(400, "the body must be a JSON object")
+    return document
+
+
+def _read(kind: RequestKind, body: Mapping[str, Any], headers: Mapping[str, str]) -> Asked:
+    try:
+        return read_request(kind, body, {name.lower(): value for name, value in headers.items()})
+    except WrongRequestError as error:
+        raise Refusal(400, str(error), param=error.field) from None
+
+
+async def _replay(
+    http: web.BaseRequest, content_type: str, pieces: tuple[bytes, ...], request_id: str
+) -> web.StreamResponse:
+    response = web.StreamResponse(
+        headers={"Content-Type": content_type, ENGINE_HEADER: "response cache", REQUEST_HEADER: request_id}
+    )
+    await response.prepare(http)
+    for piece in pieces:
+        await response.write(piece)
+    await response.write_eof()
+    return response
+
+
+def _bearer(http: web.BaseRequest) -> str:
+    kind, _, key = http.headers.get("Authorization", "").partition(" ")
+    return key.strip() if kind.lower() == "bearer" else ""
+
+
+def _require(method: str, wanted: str) -> None:
+    if method != wanted:
+        raise Refusal(405, f"{method} is not possible here; use {wanted}")
+
+
+def _refuse_unparsed(error: ObjectCacheError) -> web.Response:
+    return Refusal(400, error.message).response()

@@ -1,0 +1,263 @@
+"""Sending a routed request to its engine, and its answer back: again elsewhere while no byte has been answered, with an
+honest error after that.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import time
+from collections.abc import AsyncIterator, Mapping
+from contextlib import asynccontextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import aiohttp
+from aiohttp import web
+
+from nixl_client.connectors.vllm.published import ADVICE, LOAD_CHUNKS
+from orchestrator.answers import Refusal
+from orchestrator.engine import Engine
+from orchestrator.receipts import Receipt
+from orchestrator.router import Routed
+from orchestrator.rules.openai_requests import Asked
+
+ANSWER_BYTES_MAX = 256 << 20
+ATTEMPTS_MAX = 3
+ENGINE_HEADER, REQUEST_HEADER = "x-objectcache-engine", "x-objectcache-request-id"
+EVENT_STREAM = "text/event-stream"
+_RETRIED = frozenset({429, 500, 502, 503, 504})
+"""Statuses of an engine that another engine may not give. Of these 429 and 503 say that it is busy, not broken."""
+_BUSY = frozenset({429, 503})
+_HOP_BY_HOP = frozenset(
+    {
+        "connection", "keep-alive", "proxy-authenticate", "proxy-authorization", "te", "trailer", "transfer-encoding",
+        "upgrade", "host", "content-length", "content-encoding", "accept-encoding", "expect",
+    }
+)  # fmt: skip
+
+
+class AttemptFailed(Exception):
+    """An engine has not answered, and nothing has been sent to the client. `answer` is the engine's refusal, where it
+    gave one.
+    """
+
+    def __init__(self, message: str, answer: web.Response | None = None) -> None:
+        super().__init__(message)
+        self.answer = answer
+
+
+@dataclass(slots=True)
+class Exchange:
+    """One client's request on its way: the body as it is sent on, and the headers."""
+
+    http: web.BaseRequest
+    path: str
+    asked: Asked
+    body: Mapping[str, Any]
+    headers: Mapping[str, str]
+    receipt: Receipt
+    began_s: float
+    kept: list[bytes] | None = None
+    """The pieces of the answer, where they are to be kept."""
+    kept_bytes_max: int = 0
+
+    def keep(self, piece: bytes) -> None:
+        """Note a piece of the answer; one that is too large is not kept at all."""
+        if self.kept is not None:
+            self.kept.append(piece)
+            self.kept_bytes_max -= len(piece)
+            if self.kept_bytes_max < 0:
+                self.kept = None
+
+
+def forwarded_headers(headers: Mapping[str, str], request_id: str, engine_key: str | None) -> dict[str, str]:
+    """What an engine is told of a client's headers."""
+    kept = {name: value for name, value in headers.items() if name.lower() not in _HOP_BY_HOP}
+    kept["X-Request-Id"] = request_id
+    if engine_key is not None:
+        kept["Authorization"] = f"Bearer {engine_key}"
+    return kept
+
+
+def body_for(body: Mapping[str, Any], routed: Routed) -> dict[str, Any]:
+    """The body for an engine: one with our connector is told how many chunks to use, as the decision had it."""
+    told = dict(body)
+    if routed.engine.published is not None and routed.decision.prediction.stored_tokens:
+        known = told.get("kv_transfer_params")
+        params = dict(known) if isinstance(known, dict) else {}
+        params.setdefault(ADVICE, {LOAD_CHUNKS: routed.decision.prediction.load_chunks})
+        told["kv_transfer_params"] = params
+    return told
+
+
+class Dispatch:
+    """Carries requests. The session is shared by all of them."""
+
+    def __init__(self, session: aiohttp.ClientSession, first_byte_s: float, idle_s: float) -> None:
+        self._session = session
+        self._first_byte_s = first_byte_s
+        self._timeout = aiohttp.ClientTimeout(total=None, sock_connect=5.0, sock_read=idle_s)
+
+    async def send(self, exchange: Exchange, routed: Routed) -> web.StreamResponse:
+        """One attempt. Raises AttemptFailed where nothing was sent to the client."""
+        engine, headers = routed.engine, dict(exchange.headers)
+        if routed.rank is not None:
+            headers["X-data-parallel-rank"] = str(routed.rank)
+        body = json.dumps(body_for(exchange.body, routed)).encode()
+        async with self._opened(engine, exchange.path, headers, body) as (answer, first, late):
+            note: dict[str, Any] = {"engine": engine.name, "status": answer.status}
+            exchange.receipt.attempts.append(note)
+            if answer.status in _RETRIED:
+                refusal = await self._whole(answer, first, exchange, engine, late)
+                if answer.status not in _BUSY:
+                    engine.failed(f"{exchange.path} answers {answer.status}")
+                raise AttemptFailed(f"{engine.name} answers {answer.status}", refusal)
+            self._noted_first_byte(exchange, routed, first)
+            if answer.content_type != EVENT_STREAM:
+                response = await self._whole(answer, first, exchange, engine, late)
+                engine.succeeded()
+                await response.prepare(exchange.http)
+                await response.write_eof()
+                return response
+            return await self._stream(answer, first, exchange, engine, late)
+
+    async def ask(self, engine: Engine, path: str, headers: Mapping[str, str], body: bytes) -> dict[str, Any]:
+        """A request whose answer is for the orchestrator. Raises AttemptFailed."""
+        async with self._opened(engine, path, headers, body) as (answer, first, _):
+            try:
+                rest = await answer.content.read(ANSWER_BYTES_MAX)
+                document = json.loads(first + rest)
+            except (aiohttp.ClientError, TimeoutError, OSError, ValueError) as error:
+                raise AttemptFailed(f"{engine.name}: {error}") from error
+            if answer.status != 200 or not isinstance(document, dict):
+                raise AttemptFailed(f"{engine.name} answers {answer.status}")
+            return document
+
+    @asynccontextmanager
+    async def _opened(
+        self, engine: Engine, path: str, headers: Mapping[str, str], body: bytes
+    ) -> AsyncIterator[tuple[aiohttp.ClientResponse, bytes, list[str]]]:
+        """The answer's head and its first piece. When the engine is ejected the wait for them ends, and a read that is
+        under way breaks off; the list says so then.
+        """
+        late: list[str] = []
+        opened: list[aiohttp.ClientResponse] = []
+        task = asyncio.current_task()
+        assert task is not None
+
+        async def first_piece() -> bytes:
+            async with asyncio.timeout(self._first_byte_s):
+                opened.append(
+                    await self._session.post(
+                        f"{engine.url}{path}", data=body, headers=headers, timeout=self._timeout, allow_redirects=False
+                    )
+                )
+                return await opened[0].content.readany()
+
+        getting = asyncio.ensure_future(first_piece())
+
+        def on_gone() -> None:
+            late.append(f"{engine.name} is gone: {engine.liveness.last_error}")
+            getting.cancel()
+            for answer in opened:
+                answer.close()
+
+        with engine.watched(on_gone):
+            try:
+                try:
+                    first = await getting
+                except asyncio.CancelledError:
+                    if late and not task.cancelling():
+                        raise AttemptFailed(late[0]) from None
+                    raise
+                except (aiohttp.ClientConnectorError, ConnectionRefusedError) as error:
+                    engine.failed(str(error), is_certain=True)
+                    raise AttemptFailed(f"{engine.name}: {error}") from error
+                except TimeoutError as error:
+                    engine.failed(f"{path}: no first byte in time")
+                    raise AttemptFailed(f"{engine.name} has not answered in time") from error
+                except (aiohttp.ClientError, OSError) as error:
+                    engine.failed(f"{path}: {type(error).__name__} {error}")
+                    raise AttemptFailed(f"{engine.name}: {type(error).__name__} {error}") from error
+                yield opened[0], first, late
+            finally:
+                getting.cancel()
+                for answer in opened:
+                    answer.close()
+
+    def _noted_first_byte(self, exchange: Exchange, routed: Routed, first: bytes) -> None:
+        now_s = time.monotonic()
+        exchange.receipt.ttft_s = now_s - exchange.began_s
+        prediction, books = routed.decision.prediction, routed.engine.books
+        ttft_s = books.first_byte(exchange.receipt.request_id, now_s)
+        if ttft_s is not None and first and prediction.queue_s == 0 and exchange.asked.is_stream:
+            computed = (exchange.receipt.prompt_tokens or 0) - prediction.held_tokens - prediction.load_tokens
+            routed.engine.observed.note(computed, ttft_s)
+
+    async def _whole(
+        self, answer: aiohttp.ClientResponse, first: bytes, exchange: Exchange, engine: Engine, late: list[str]
+    ) -> web.Response:
+        """An answer that is no stream. It is read to its end before the client sees any of it."""
+        pieces, size = [first], len(first)
+        try:
+            async for piece in answer.content.iter_any():
+                pieces.append(piece)
+                size += len(piece)
+                if size > ANSWER_BYTES_MAX:
+                    raise AttemptFailed(f"{engine.name} answers with more than {ANSWER_BYTES_MAX} bytes")
+        except (aiohttp.ClientError, TimeoutError, OSError) as error:
+            if not late:
+                engine.failed(f"{exchange.path}: {type(error).__name__} {error}")
+            raise AttemptFailed(late[0] if late else f"{engine.name}: {type(error).__name__} {error}") from error
+        body = b"".join(pieces)
+        exchange.keep(body)
+        return web.Response(body=body, status=answer.status, headers=self._headers(answer, exchange, engine))
+
+    async def _stream(
+        self, answer: aiohttp.ClientResponse, first: bytes, exchange: Exchange, engine: Engine, late: list[str]
+    ) -> web.StreamResponse:
+        """Pass the pieces on as they come."""
+        response = web.StreamResponse(status=answer.status, headers=self._headers(answer, exchange, engine))
+        await response.prepare(exchange.http)
+        piece = first
+        try:
+            while piece:
+                exchange.keep(piece)
+                await response.write(piece)
+                piece = await answer.content.readany()
+        except (aiohttp.ClientConnectionResetError, ConnectionResetError) as error:
+            if late or (exchange.http.transport is not None and not exchange.http.transport.is_closing()):
+                await self._broken(response, exchange, engine, late, error)
+            else:
+                raise
+        except (aiohttp.ClientError, TimeoutError, OSError) as error:
+            await self._broken(response, exchange, engine, late, error)
+        else:
+            engine.succeeded()
+        await response.write_eof()
+        return response
+
+    async def _broken(
+        self,
+        response: web.StreamResponse,
+        exchange: Exchange,
+        engine: Engine,
+        late: list[str],
+        error: Exception,
+    ) -> None:
+        """The engine's stream has broken off: say so in the stream, since its status is out already."""
+        exchange.kept = None
+        why = late[0] if late else f"{type(error).__name__} {error}"
+        if not late:
+            engine.failed(f"{exchange.path}: the stream broke off: {why}")
+        exchange.receipt.note = f"the stream broke off: {why}"
+        message = "the engine ended before its answer did; the answer is not complete"
+        await response.write(Refusal(502, message, code="engine_lost").event())
+
+    def _headers(self, answer: aiohttp.ClientResponse, exchange: Exchange, engine: Engine) -> dict[str, str]:
+        kept = {name: value for name, value in answer.headers.items() if name.lower() not in _HOP_BY_HOP}
+        for name in ("Date", "Server"):
+            kept.pop(name, None)
+        kept[ENGINE_HEADER], kept[REQUEST_HEADER] = engine.name, exchange.receipt.request_id
+        return kept

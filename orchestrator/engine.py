@@ -1,0 +1,281 @@
+"""One engine as the orchestrator sees it: probes, its metrics, its events, and the books of what was sent to it."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+import logging
+import time
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any
+
+import aiohttp
+
+from descriptors.recompute import PrefillCosts
+from orchestrator.events_feed import EventsFeed, FeedStatus
+from orchestrator.rules.books import EngineBooks
+from orchestrator.rules.engine_metrics import METRICS_BYTES_MAX, EngineReport, Published, read_metrics
+from orchestrator.rules.kv_events import Batch
+from orchestrator.rules.liveness import EngineStatus, Liveness
+from orchestrator.rules.observed_costs import TOKEN_US_DEFAULT, ObservedCosts
+from orchestrator.rules.prefix_index import PrefixIndex
+from orchestrator.settings import EngineSettings
+
+REQUESTS_MAX_DEFAULT = 256
+MODELS_EVERY_S = 30.0
+SOURCES_EVERY_S = 10.0
+FIRST_TOKEN_S = 20.0
+RANKS_MAX = 64
+ANSWER_BYTES_MAX = 4 << 20
+_log = logging.getLogger(__name__)
+
+
+class Engine:
+    """An engine that was registered. `run` keeps what is known of it up to date until it is cancelled."""
+
+    def __init__(
+        self,
+        settings: EngineSettings,
+        http: aiohttp.ClientSession,
+        index: PrefixIndex,
+        poll_s: float,
+        probe_timeout_s: float,
+        next_batches: Mapping[str, int] | None = None,
+        on_batch: Callable[[str, int, Batch], None] | None = None,
+        on_cleared: Callable[[str, int], None] | None = None,
+    ) -> None:
+        self.settings = settings
+        self.name = settings.label
+        self.url = settings.url.rstrip("/")
+        self.liveness = Liveness()
+        self.books = EngineBooks(settings.requests_max or REQUESTS_MAX_DEFAULT)
+        self.observed = ObservedCosts(settings.token_us or TOKEN_US_DEFAULT)
+        self.report = EngineReport(0, 0)
+        self.models: tuple[str, ...] = ()
+        self.model_documents: tuple[Mapping[str, Any], ...] = ()
+        self.feeds: dict[str, EventsFeed] = {}
+        """By the names under which the index knows the engine's data-parallel ranks."""
+        self.unmatched_count = 0
+        """Requests in a row whose blocks did not come in events: the tokens may be others than the engine's."""
+        self._http = http
+        self._index = index
+        self._poll_s = poll_s
+        self._probe_timeout = aiohttp.ClientTimeout(total=probe_timeout_s)
+        self._next_batches = next_batches or {}
+        self._sources_s = 0.0
+        self._on_gone: set[Callable[[], None]] = set()
+        self._on_batch = on_batch
+        self._on_cleared = on_cleared
+        self._first_timeout = aiohttp.ClientTimeout(total=FIRST_TOKEN_S)
+        self._is_asked = False
+        self._models_s = -MODELS_EVERY_S
+        index.add_engine(self.name)
+
+    @property
+    def published(self) -> Published | None:
+        """What its connector publishes."""
+        return self.report.published
+
+    @property
+    def block_tokens(self) -> int | None:
+        """The tokens of its blocks, as its events or its metrics say."""
+        known = (self._index.block_tokens(name) for name in self.index_names)
+        return next((each for each in known if each is not None), self.report.block_tokens)
+
+    @property
+    def index_names(self) -> tuple[str, ...]:
+        """The names of its data-parallel ranks in the index, in order."""
+        return tuple(self.feeds) or (self.name,)
+
+    @property
+    def has_events(self) -> bool:
+        """Whether events say what it holds."""
+        return any(feed.status is not FeedStatus.NONE for feed in self.feeds.values())
+
+    @property
+    def prefill(self) -> PrefillCosts:
+        """Its costs: those that its connector fitted, else those that were seen here."""
+        published = self.published
+        return self.observed.costs if published is None or published.prefill is None else published.prefill
+
+    @property
+    def bias(self) -> float:
+        """The correction of its predictions. Costs that were seen here need none."""
+        published = self.published
+        return self.books.bias if published is not None and published.prefill is not None else 1.0
+
+    def serves(self, model: str) -> bool:
+        """Whether it has the model; an engine that has not said so yet is taken to have it."""
+        return not model or not self.models or model in self.models
+
+    def succeeded(self) -> None:
+        """A probe or a request went well."""
+        self.liveness.succeeded(time.monotonic())
+
+    def failed(self, error: str, *, is_certain: bool = False) -> None:
+        """A probe or a request failed. Requests that wait for an engine which is ejected are told."""
+        now_s = time.monotonic()
+        was_ejected = self.liveness.status(now_s) is EngineStatus.EJECTED
+        self.liveness.failed(now_s, error, is_certain=is_certain)
+        if not was_ejected and self.liveness.status(now_s) is EngineStatus.EJECTED:
+            _log.warning("%s gets no requests for %.0f s: %s", self.name, self.liveness.ejected_s, error)
+            for on_gone in tuple(self._on_gone):
+                on_gone()
+
+    @contextlib.contextmanager
+    def watched(self, on_gone: Callable[[], None]) -> Iterator[None]:
+        """Have `on_gone` called when the engine is ejected within the block."""
+        self._on_gone.add(on_gone)
+        try:
+            yield
+        finally:
+            self._on_gone.discard(on_gone)
+
+    def status(self) -> EngineStatus:
+        """Its state now."""
+        return self.liveness.status(time.monotonic())
+
+    async def run(self) -> None:
+        """Probe it and read its events until cancelled."""
+        async with asyncio.TaskGroup() as tasks:
+            if self.settings.events is not None:
+                self._listen(tasks, 0, self.settings.events, self.settings.replay, self.settings.topic)
+            while True:
+                try:
+                    await self._poll()
+                    if not self.feeds:
+                        await self._find_events(tasks)
+                except Exception:
+                    _log.exception("polling %s", self.name)
+                for feed in self.feeds.values():
+                    feed.age(time.monotonic())
+                await asyncio.sleep(self._poll_s)
+
+    def _listen(self, tasks: asyncio.TaskGroup, rank: int, events: str, replay: str | None, topic: str) -> None:
+        name, on_batch, on_cleared = index_name(self.name, rank), self._on_batch, self._on_cleared
+        self._index.add_engine(name)
+        feed = self.feeds[name] = EventsFeed(
+            name,
+            self._index,
+            events,
+            replay,
+            topic,
+            self._next_batches.get(name),
+            None if on_batch is None else lambda number, batch: on_batch(name, number, batch),
+            None if on_cleared is None else lambda number: on_cleared(name, number),
+        )
+        tasks.create_task(feed.run())
+
+    async def _find_events(self, tasks: asyncio.TaskGroup) -> None:
+        """Ask an engine that is up where its events are, now and then."""
+        now_s = time.monotonic()
+        if not self.liveness.takes_requests(now_s) or now_s < self._sources_s:
+            return
+        self._sources_s = now_s + SOURCES_EVERY_S
+        host = self.url.split("://", 1)[-1].rsplit(":", 1)[0]
+        for rank, events, replay, topic in event_sources(await self._json("/kv_event_sources")):
+            self._listen(tasks, rank, reachable(events, host), reachable(replay, host) if replay else None, topic)
+
+    async def _poll(self) -> None:
+        """One probe, and its metrics where it is up."""
+        began_s = time.monotonic()
+        if self.liveness.status(began_s) is EngineStatus.EJECTED:
+            return
+        try:
+            async with self._http.get(f"{self.url}/health", timeout=self._probe_timeout) as answer:
+                is_well = answer.status == 200
+                error = "" if is_well else f"/health answers {answer.status}"
+        except (aiohttp.ClientConnectorError, ConnectionError) as failure:
+            self.failed(str(failure), is_certain=True)
+            return
+        except (aiohttp.ClientError, TimeoutError, OSError) as failure:
+            is_well, error = False, f"/health: {type(failure).__name__} {failure}"
+        if not is_well:
+            self.failed(error)
+            return
+        await self._read_metrics()
+        if time.monotonic() - self._models_s >= MODELS_EVERY_S:
+            await self._read_models()
+        await self._have_published()
+        self.succeeded()
+
+    async def _read_metrics(self) -> None:
+        text = await self._text("/metrics", METRICS_BYTES_MAX)
+        if text is None:
+            return
+        try:
+            self.report = read_metrics(text)
+        except ValueError as error:
+            _log.warning("metrics of %s cannot be read: %s", self.name, error)
+            return
+        self.books.correct(self.report.running, self.report.waiting)
+
+    async def _have_published(self) -> None:
+        """Ask an engine with our connector for one token, once: it publishes its deployment after its first step."""
+        if self.published is not None or not self.report.has_connector or self._is_asked or not self.models:
+            return
+        self._is_asked = True
+        body = {"model": self.models[0], "prompt": [1], "max_tokens": 1}
+        try:
+            async with self._http.post(f"{self.url}/v1/completions", json=body, timeout=self._first_timeout) as answer:
+                await answer.read()
+        except (aiohttp.ClientError, TimeoutError, OSError) as error:
+            _log.info("%s gives no first token: %r", self.name, error)
+
+    async def _read_models(self) -> None:
+        document = await self._json("/v1/models")
+        entries = document.get("data") if isinstance(document, dict) else None
+        if isinstance(entries, list):
+            found = [each for each in entries if isinstance(each, dict) and isinstance(each.get("id"), str)]
+            self.models = tuple(each["id"] for each in found)
+            self.model_documents = tuple(found)
+            self._models_s = time.monotonic()
+
+    async def _json(self, path: str) -> Any:
+        text = await self._text(path, ANSWER_BYTES_MAX)
+        if text is None:
+            return None
+        with contextlib.suppress(ValueError):
+            return json.loads(text)
+        return None
+
+    async def _text(self, path: str, bytes_max: int) -> str | None:
+        """The answer to a GET; None where there is none, or one that is too long."""
+        try:
+            async with self._http.get(f"{self.url}{path}", timeout=self._probe_timeout) as answer:
+                if answer.status != 200:
+                    return None
+                body = await answer.content.read(bytes_max + 1)
+                while len(body) <= bytes_max and not answer.content.at_eof():
+                    body += await answer.content.read(bytes_max + 1 - len(body))
+        except (aiohttp.ClientError, TimeoutError, OSError):
+            return None
+        return body.decode(errors="replace") if len(body) <= bytes_max else None
+
+
+def index_name(engine: str, rank: int) -> str:
+    """The name of a data-parallel rank in the index."""
+    return f"{engine}#{rank}" if rank else engine
+
+
+def event_sources(document: object) -> list[tuple[int, str, str | None, str]]:
+    """Rank, endpoint, replay endpoint and topic of each rank, of what vLLM's `/kv_event_sources` answers. Others than
+    TCP endpoints are left out.
+    """
+    found: list[tuple[int, str, str | None, str]] = []
+    for rank, source in sorted(document.items() if isinstance(document, dict) else ()):
+        if not isinstance(source, dict) or not str(rank).isdigit() or not source.get("enable_kv_cache_events"):
+            continue
+        events, replay, topic = source.get("endpoint"), source.get("replay_endpoint"), source.get("topic")
+        if isinstance(events, str) and events.startswith("tcp://") and len(found) < RANKS_MAX:
+            is_tcp = isinstance(replay, str) and replay.startswith("tcp://")
+            found.append((int(rank), events, replay if is_tcp else None, topic if isinstance(topic, str) else ""))
+    return found
+
+
+def reachable(endpoint: str, host: str) -> str:
+    """The endpoint as it is reached from here: an engine that listens on every address says `*`."""
+    for every in ("*", "0.0.0.0", "[::]"):
+        endpoint = endpoint.replace(f"tcp://{every}:", f"tcp://{host}:")
+    return endpoint

@@ -1,0 +1,42 @@
+"""An orchestrator that listens."""
+
+from __future__ import annotations
+
+from collections.abc import Awaitable, Callable
+
+from aiohttp import web
+
+from orchestrator.app import App
+from orchestrator.registry import EtcdRegistry
+from orchestrator.service import Orchestrator
+from orchestrator.settings import OrchestratorSettings
+
+Listen = Callable[[web.Server], Awaitable[tuple[web.ServerRunner, str]]]
+
+
+class Orchestration:
+    """Starts the parts, then the HTTP surface. `listen` has a server listen, and gives its address."""
+
+    def __init__(
+        self,
+        settings: OrchestratorSettings,
+        engine_key: str | None,
+        listen: Listen,
+        registry: EtcdRegistry | None = None,
+    ) -> None:
+        self.orchestrator = Orchestrator(settings, registry)
+        self._app = App(self.orchestrator, settings, engine_key)
+        self._listen = listen
+        self._runner: web.ServerRunner | None = None
+        self.url = ""
+
+    async def start(self) -> None:
+        """Join the engines and listen. Raises ValueError, OSError."""
+        await self.orchestrator.start()
+        self._runner, self.url = await self._listen(self._app.server())
+
+    async def close(self) -> None:
+        """End, and write down what waits to be."""
+        if self._runner is not None:
+            await self._runner.cleanup()
+        await self.orchestrator.stop()

@@ -1,0 +1,223 @@
+"""The router: gathers what is known of a request and of every engine, and has the policy decide."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass
+
+from orchestrator.engine import Engine
+from orchestrator.receipts import Receipt
+from orchestrator.rules.books import Sent
+from orchestrator.rules.chains import block_hashes, root_hash
+from orchestrator.rules.engine_metrics import Published
+from orchestrator.rules.openai_requests import Asked
+from orchestrator.rules.policies import Decision, RouteRequest, RoutingPolicy
+from orchestrator.rules.prediction import EngineState, Stored
+from orchestrator.rules.prefix_index import APPROXIMATE_S, EXPECTED_S, PrefixIndex
+from orchestrator.settings import Role
+from orchestrator.store_lookups import LookupKey, StoreLookups, lookup_key
+
+BLOCK_TOKENS_DEFAULT = 16
+PIN_BLOCKS = 1
+
+
+class NoEngineError(Exception):
+    """No engine can take the request: now (`status` 503), because of its size (400), or of its model (404)."""
+
+    def __init__(self, message: str, status: int = 503) -> None:
+        super().__init__(message)
+        self.status = status
+
+
+@dataclass(frozen=True, slots=True)
+class Prompt:
+    """A prompt whose tokens are known, with the store's answers, and its blocks' names by the tokens of a block."""
+
+    tokens: Sequence[int]
+    adapter: str
+    salt: str
+    stored: Mapping[LookupKey, Stored | None]
+    chains: dict[int, list[bytes]]
+
+    def chain(self, block_tokens: int) -> list[bytes]:
+        """The names of its blocks, for blocks of so many tokens."""
+        found = self.chains.get(block_tokens)
+        if found is None:
+            found = block_hashes(self.tokens, block_tokens, root_hash(self.adapter, self.salt))
+            self.chains[block_tokens] = found
+        return found
+
+
+@dataclass(frozen=True, slots=True)
+class Routed:
+    """A decision, and the engine. `rank` is the data-parallel rank that holds most of the prompt; None: any."""
+
+    engine: Engine
+    decision: Decision
+    rank: int | None = None
+
+
+class Router:
+    """Decides among `engines`. Used on one event loop."""
+
+    def __init__(
+        self,
+        engines: Mapping[str, Engine],
+        index: PrefixIndex,
+        policy: RoutingPolicy,
+        lookups: StoreLookups | None,
+        pins: Mapping[str, str],
+    ) -> None:
+        self._engines = engines
+        self._index = index
+        self._lookups = lookups
+        self._pins = pins
+        self.policy = policy
+
+    async def prompt(self, asked: Asked, tokens: Sequence[int], receipt: Receipt | None = None) -> Prompt:
+        """Look the prompt up in the stores of the engines that could take it."""
+        adapter = self._adapter(asked.model)
+        began_s = time.monotonic()
+        wanted: dict[LookupKey, Published] = {}
+        if self._lookups is not None and not adapter:
+            for engine in self._engines.values():
+                if engine.published is not None and engine.serves(asked.model):
+                    wanted.setdefault(lookup_key(engine.published), engine.published)
+        found: Sequence[Stored | None] = ()
+        if wanted and self._lookups is not None:
+            lookups = self._lookups
+            found = await asyncio.gather(*(lookups.find(each, tokens, asked.salt) for each in wanted.values()))
+        if receipt is not None:
+            receipt.lookup_s = time.monotonic() - began_s
+        return Prompt(tokens, adapter, asked.salt, dict(zip(wanted, found, strict=True)), {})
+
+    def decide(
+        self,
+        asked: Asked,
+        request_id: str,
+        prompt: Prompt | None,
+        *,
+        role: Role = Role.BOTH,
+        without: Collection[str] = (),
+        policy: RoutingPolicy | None = None,
+    ) -> Routed:
+        """The engine for a request. Raises NoEngineError."""
+        now_s = time.monotonic()
+        able = [
+            engine
+            for engine in self._engines.values()
+            if engine.name not in without
+            and engine.liveness.takes_requests(now_s)
+            and engine.serves(asked.model)
+            and engine.settings.role is role
+        ]
+        if not able:
+            raise self._no_engine(asked.model)
+        prompt_tokens = 1 if prompt is None else max(1, len(prompt.tokens))
+        need = prompt_tokens + asked.output_tokens
+        able = self._with_room(able, need)
+        held, ranks = self._held(able, prompt, now_s)
+        states = [self._state(engine, held[engine.name], prompt, now_s) for engine in able]
+        start = b"" if prompt is None else next(iter(prompt.chain(self._block_tokens(able[0]))), b"")
+        pinned = self._pins.get(start.hex()) if start else None
+        if pinned is not None and any(state.name == pinned for state in states):
+            states = [state for state in states if state.name == pinned]
+        decision = (policy or self.policy).choose(
+            RouteRequest(request_id, prompt_tokens, asked.output_tokens, asked.session, start), states
+        )
+        return Routed(self._engines[decision.engine], decision, ranks.get(decision.engine))
+
+    def sent(self, routed: Routed, asked: Asked, request_id: str, prompt: Prompt | None) -> None:
+        """The request is on its way to the engine: its blocks will be there soon."""
+        now_s, engine, prediction = time.monotonic(), routed.engine, routed.decision.prediction
+        tokens = (1 if prompt is None else len(prompt.tokens)) + asked.output_tokens
+        engine.books.send(Sent(request_id, tokens, prediction.compute_s, prediction.ttft_s, now_s))
+        if prompt is not None:
+            chain = prompt.chain(self._block_tokens(engine))
+            name = engine.index_names[min(routed.rank or 0, len(engine.index_names) - 1)]
+            self._index.expect(name, chain, now_s, EXPECTED_S if engine.has_events else APPROXIMATE_S)
+
+    def has_come(self, engine: Engine, prompt: Prompt) -> bool | None:
+        """Whether the engine's events show the prompt's first block; None where events do not say."""
+        chain = prompt.chain(self._block_tokens(engine))
+        if not chain or not engine.has_events:
+            return None
+        return any(self._index.holds(name, chain[0]) for name in engine.index_names)
+
+    def _adapter(self, model: str) -> str:
+        """The adapter that a model's name stands for; none for the engine's own model."""
+        for engine in self._engines.values():
+            for document in engine.model_documents:
+                if document.get("id") == model:
+                    return model if document.get("parent") else ""
+        return ""
+
+    def _block_tokens(self, engine: Engine) -> int:
+        return engine.block_tokens or BLOCK_TOKENS_DEFAULT
+
+    def _held(
+        self, able: Sequence[Engine], prompt: Prompt | None, now_s: float
+    ) -> tuple[dict[str, int], dict[str, int]]:
+        """The tokens that each engine holds, and the rank that holds them where there are several."""
+        tokens = {engine.name: 0 for engine in able}
+        ranks: dict[str, int] = {}
+        if prompt is None:
+            return tokens, ranks
+        by_size: dict[int, list[Engine]] = {}
+        for engine in able:
+            by_size.setdefault(self._block_tokens(engine), []).append(engine)
+        for block_tokens, engines in by_size.items():
+            names = [name for engine in engines for name in engine.index_names]
+            counts = self._index.held_by(prompt.chain(block_tokens), now_s, names)
+            for engine in engines:
+                best = max(range(len(engine.index_names)), key=lambda at: counts[engine.index_names[at]])
+                tokens[engine.name] = counts[engine.index_names[best]] * block_tokens
+                if len(engine.index_names) > 1 and tokens[engine.name]:
+                    ranks[engine.name] = best
+        return tokens, ranks
+
+    def _with_room(self, able: Sequence[Engine], need_tokens: int) -> list[Engine]:
+        """Those with free KV blocks for the request, else all that could have them. Raises NoEngineError where no
+        engine is large enough.
+        """
+        rooms = {engine.name: engine.report.kv_tokens for engine in able}
+        large = [engine for engine in able if (room := rooms[engine.name]) is None or room >= need_tokens]
+        if not large:
+            had = ", ".join(f"{name} {room}" for name, room in rooms.items())
+            raise NoEngineError(f"the request needs KV for {need_tokens} tokens; engines have {had}", 400)
+        now_s = time.monotonic()
+        free = [
+            engine
+            for engine in large
+            if (room := rooms[engine.name]) is None or room - engine.books.load(now_s).tokens >= need_tokens
+        ]
+        return free or large
+
+    def _state(self, engine: Engine, held_tokens: int, prompt: Prompt | None, now_s: float) -> EngineState:
+        load = engine.books.load(now_s)
+        stored = None
+        if prompt is not None and engine.published is not None:
+            stored = prompt.stored.get(lookup_key(engine.published))
+        room = engine.report.kv_tokens
+        return EngineState(
+            name=engine.name,
+            prefill=engine.prefill,
+            queue_s=load.queue_s,
+            active_count=load.active_count,
+            requests_max=engine.books.requests_max,
+            held_tokens=held_tokens,
+            stored=stored,
+            free_tokens=None if room is None else max(0, room - load.tokens),
+            bias=engine.bias,
+        )
+
+    def _no_engine(self, model: str) -> NoEngineError:
+        if not self._engines:
+            return NoEngineError("no engine is registered")
+        known = {name for engine in self._engines.values() for name in engine.models}
+        if model and known and model not in known:
+            return NoEngineError(f"no engine has the model {model!r}", 404)
+        states = ", ".join(f"{engine.name} is {engine.status().value}" for engine in self._engines.values())
+        return NoEngineError(f"no engine can take requests: {states}")

@@ -1,0 +1,122 @@
+"""The books of one engine: which requests it has from us, and how long a new one would wait.
+
+Requests are counted from the moment they are sent until their stream ends, however it ends. An engine computes prompts
+one after the other, so a new prompt waits for the rest of those before it; it also waits where as many requests run
+as the engine takes. Requests of others are known from the engine's own metrics only.
+
+    prompts of 0.4 s and 0.2 s are with the engine, the first for 0.1 s   ->   a new one waits 0.3 + 0.2 = 0.5 s
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from dataclasses import dataclass
+from statistics import median
+
+SERVICE_S_DEFAULT = 1.0
+"""The time a request holds its place, until some have ended."""
+SAMPLES_MAX = 64
+SAMPLES_MIN = 5
+BIAS_MIN, BIAS_MAX = 0.25, 4.0
+
+
+@dataclass(slots=True)
+class Sent:
+    """A request that an engine has. `compute_s` is its prefill as predicted, loads included; `tokens` are those of its
+    prompt and of the most that it may put out.
+    """
+
+    request_id: str
+    tokens: int
+    compute_s: float
+    predicted_s: float
+    sent_s: float
+    first_byte_s: float | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Load:
+    """How busy an engine is. `queue_s` is the wait that a new request has before its own prefill begins."""
+
+    queue_s: float
+    active_count: int
+    waiting_count: int
+    tokens: int
+
+
+class EngineBooks:
+    """The requests of one engine. `requests_max` is the number of requests that run at the same time."""
+
+    def __init__(self, requests_max: int) -> None:
+        self.requests_max = requests_max
+        self._sent: dict[str, Sent] = {}
+        self._others_waiting = 0
+        self._others_running = 0
+        self._progress_s = 0.0
+        self._services_s: deque[float] = deque(maxlen=SAMPLES_MAX)
+        self._biases: deque[float] = deque(maxlen=SAMPLES_MAX)
+
+    @property
+    def active_count(self) -> int:
+        """Requests of ours that it has."""
+        return len(self._sent)
+
+    @property
+    def bias(self) -> float:
+        """How much later first tokens come than predicted, as a factor: the median of the last requests."""
+        if len(self._biases) < SAMPLES_MIN:
+            return 1.0
+        return min(max(median(self._biases), BIAS_MIN), BIAS_MAX)
+
+    def send(self, sent: Sent) -> None:
+        """A request was sent to the engine."""
+        if not self._waiting():
+            self._progress_s = sent.sent_s
+        self._sent[sent.request_id] = sent
+
+    def first_byte(self, request_id: str, now_s: float) -> float | None:
+        """The engine has begun to answer. Returns the request's TTFT; None where it is not known, or has begun."""
+        sent = self._sent.get(request_id)
+        if sent is None or sent.first_byte_s is not None:
+            return None
+        sent.first_byte_s = self._progress_s = now_s
+        ttft_s = now_s - sent.sent_s
+        if sent.predicted_s > 0:
+            self._biases.append(ttft_s / sent.predicted_s)
+        return ttft_s
+
+    def end(self, request_id: str, now_s: float, *, is_complete: bool) -> None:
+        """The request has ended: its stream is over, it was cancelled, or it failed."""
+        sent = self._sent.pop(request_id, None)
+        if sent is None:
+            return
+        if sent.first_byte_s is None:
+            self._progress_s = now_s
+        if is_complete:
+            self._services_s.append(now_s - sent.sent_s)
+
+    def correct(self, running: int, waiting: int) -> None:
+        """Take over what the engine's own metrics say: requests that are not ours take room, too."""
+        ours_waiting = len(self._waiting())
+        self._others_waiting = max(0, waiting - ours_waiting)
+        self._others_running = max(0, running + waiting - len(self._sent) - self._others_waiting)
+
+    def load(self, now_s: float) -> Load:
+        """How busy the engine is."""
+        waiting = self._waiting()
+        work_s = sum(each.compute_s for each in waiting)
+        if waiting:
+            work_s -= min(waiting[0].compute_s, max(0.0, now_s - self._progress_s))
+            work_s += self._others_waiting * work_s / len(waiting)
+        active_count = len(self._sent) + self._others_waiting + self._others_running
+        over = active_count - self.requests_max + 1
+        if over > 0:
+            work_s = max(work_s, over * self._service_s() / max(1, self.requests_max))
+        tokens = sum(each.tokens for each in self._sent.values())
+        return Load(work_s, active_count, len(waiting) + self._others_waiting, tokens)
+
+    def _waiting(self) -> list[Sent]:
+        return [each for each in self._sent.values() if each.first_byte_s is None]
+
+    def _service_s(self) -> float:
+        return median(self._services_s) if self._services_s else SERVICE_S_DEFAULT

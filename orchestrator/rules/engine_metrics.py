@@ -1,0 +1,102 @@
+"""What an engine's own `/metrics` say: its queue, its KV blocks, and the deployment that its connector publishes."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+
+from prometheus_client.parser import text_string_to_metric_families
+
+from descriptors.layout import ChunkLayout
+from descriptors.recompute import NO_COSTS, DeliveryCosts, PrefillCosts
+from nixl_client.connectors.vllm.naming import Deployment
+
+RUNNING = ("vllm:num_requests_running", "sglang:num_running_reqs")
+WAITING = ("vllm:num_requests_waiting", "sglang:num_queue_reqs")
+CACHE_CONFIG = "vllm:cache_config_info"
+DEPLOYMENT = "vllm:objectcache_deployment_info"
+COSTS = "vllm:objectcache_cost_"
+CONNECTOR = "vllm:objectcache_lookups_total"
+"""An engine has this metric from its start if it has our connector, and the deployment after its first step."""
+METRICS_BYTES_MAX = 8 << 20
+_WANTED = (*RUNNING, *WAITING, CACHE_CONFIG, DEPLOYMENT, COSTS, CONNECTOR)
+
+
+@dataclass(frozen=True, slots=True)
+class Published:
+    """What the engine's connector publishes: where its chunks are, their names, their shape and the costs it fitted."""
+
+    deployment: Deployment
+    layout: ChunkLayout
+    endpoint: str
+    bucket: str
+    prefill: PrefillCosts | None = None
+    loads: DeliveryCosts = NO_COSTS
+
+
+@dataclass(frozen=True, slots=True)
+class EngineReport:
+    """The engine's own numbers. `kv_tokens` is the room of its KV blocks; None where it does not say."""
+
+    running: int
+    waiting: int
+    kv_tokens: int | None = None
+    block_tokens: int | None = None
+    published: Published | None = None
+    has_connector: bool = False
+
+
+def read_metrics(text: str) -> EngineReport:
+    """Read the few metrics that matter. Raises ValueError for a text that is none of Prometheus'."""
+    wanted = "\n".join(line for line in text.splitlines() if line.startswith(_WANTED)) + "\n"
+    running = waiting = 0.0
+    kv_tokens = block_tokens = None
+    info: Mapping[str, str] | None = None
+    costs: dict[str, float] = {}
+    has_connector = False
+    for name, labels, value in _samples(wanted):
+        if name in RUNNING:
+            running += value
+        elif name in WAITING:
+            waiting += value
+        elif name == CACHE_CONFIG:
+            blocks, block_tokens = _whole(labels.get("num_gpu_blocks")), _whole(labels.get("block_size"))
+            if blocks and block_tokens:
+                kv_tokens = (kv_tokens or 0) + blocks * block_tokens
+        elif name == CONNECTOR:
+            has_connector = True
+        elif name == DEPLOYMENT:
+            info = labels
+        elif name.startswith(COSTS):
+            costs[name.removeprefix(COSTS)] = value
+    published = None if info is None else _published(info, costs)
+    return EngineReport(round(running), round(waiting), kv_tokens, block_tokens, published, has_connector)
+
+
+def _samples(text: str) -> Iterable[tuple[str, Mapping[str, str], float]]:
+    for family in text_string_to_metric_families(text):
+        for sample in family.samples:
+            yield sample.name, sample.labels, sample.value
+
+
+def _published(info: Mapping[str, str], costs: Mapping[str, float]) -> Published | None:
+    try:
+        deployment = Deployment(
+            info["deployment"], info["dtype"], int(info["block_tokens"]), int(info["tp_size"]), int(info["pp_size"])
+        )
+        layout = ChunkLayout(int(info["num_layers"]), int(info["chunk_tokens"]), int(info["layer_chunk_bytes"]))
+        endpoint, bucket = info["endpoint"], info["bucket"]
+    except (KeyError, ValueError):
+        return None
+    prefill = None
+    if costs.get("token_us", 0.0) > 0:  # 0 until enough steps have been timed
+        prefill = PrefillCosts(costs["token_us"], costs.get("token_pair_us", 0.0), costs.get("request_us", 0.0))
+    loads = DeliveryCosts(
+        costs.get("load_request_s", 0.0), costs.get("load_chunk_s", 0.0), costs.get("load_layer_s", 0.0),
+        costs.get("load_bytes_per_s", 0.0),
+    )  # fmt: skip
+    return Published(deployment, layout, endpoint, bucket, prefill, loads)
+
+
+def _whole(text: str | None) -> int | None:
+    return int(text) if text is not None and text.isdigit() else None

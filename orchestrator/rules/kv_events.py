@@ -1,0 +1,218 @@
+"""vLLM's KV events: what a batch says, and whether batches are missing.
+
+A batch comes as three frames: a topic, its number (8 bytes, big-endian), and msgpack `[time, [events], rank]`. Events
+are maps that are tagged `type`, or arrays that begin with their tag in older versions. Source: `vllm/distributed/
+kv_events.py` of vLLM 0.32.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from enum import Enum
+from typing import Any
+
+EVENTS_MAX = 65_536
+"""Of one batch."""
+BLOCK_TOKENS_MAX = 65_536
+GPU = "GPU"
+_STORED_FIELDS = (
+    "block_hashes", "parent_block_hash", "token_ids", "block_size", "lora_id", "medium", "lora_name", "extra_keys",
+    "group_idx",
+)  # fmt: skip
+_REMOVED_FIELDS = ("block_hashes", "medium", "group_idx")
+
+BlockName = int | bytes
+"""The engine's own hash of a block."""
+
+
+class WrongEventError(ValueError):
+    """A batch that is not what the format says; the message names the field."""
+
+
+@dataclass(frozen=True, slots=True)
+class BlockStored:
+    """Blocks that an engine holds from now on, each behind the one before. `parent` is None at a prompt's start. The
+    tokens are those of all blocks. `extras` has, for each block, what else its KV depends on.
+    """
+
+    names: tuple[BlockName, ...]
+    parent: BlockName | None
+    tokens: tuple[int, ...]
+    block_tokens: int
+    adapter: str = ""
+    medium: str = GPU
+    extras: tuple[tuple[Any, ...], ...] = ()
+    group: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class BlockRemoved:
+    """Blocks that an engine holds no more."""
+
+    names: tuple[BlockName, ...]
+    medium: str = GPU
+    group: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class AllBlocksCleared:
+    """The engine holds no block."""
+
+
+Event = BlockStored | BlockRemoved | AllBlocksCleared
+
+
+@dataclass(frozen=True, slots=True)
+class Batch:
+    """The events of one message, and the engine's clock when it was sent (Unix seconds)."""
+
+    sent_at: float
+    events: tuple[Event, ...]
+    rank: int = 0
+
+
+def batch_of(document: object) -> Batch:
+    """A decoded message. Events of unknown kinds are left out. Raises WrongEventError."""
+    if isinstance(document, dict):
+        document = [document.get("ts"), document.get("events"), document.get("data_parallel_rank")]
+    if not isinstance(document, list | tuple) or len(document) < 2:
+        raise WrongEventError("a batch must have a time and events")
+    sent_at, events = document[0], document[1]
+    rank = document[2] if len(document) > 2 and document[2] is not None else 0
+    if not isinstance(sent_at, int | float) or not isinstance(events, list | tuple) or not isinstance(rank, int):
+        raise WrongEventError("time, events or rank are of the wrong kind")
+    if len(events) > EVENTS_MAX:
+        raise WrongEventError(f"events: {len(events)} in one batch, at most {EVENTS_MAX} are read")
+    found = (_event(each) for each in events)
+    return Batch(float(sent_at), tuple(each for each in found if each is not None), rank)
+
+
+def _event(document: object) -> Event | None:
+    if isinstance(document, dict):
+        kind, fields = document.get("type"), document
+    elif isinstance(document, list | tuple) and document:
+        kind = document[0]
+        names = _STORED_FIELDS if kind == "BlockStored" else _REMOVED_FIELDS
+        fields = dict(zip(names, document[1:], strict=False))
+    else:
+        raise WrongEventError("an event must be a map or an array")
+    match kind:
+        case "BlockStored":
+            return _stored(fields)
+        case "BlockRemoved":
+            return BlockRemoved(_names(fields), str(fields.get("medium") or GPU), _number(fields, "group_idx"))
+        case "AllBlocksCleared":
+            return AllBlocksCleared()
+    return None
+
+
+def _stored(fields: dict[str, Any]) -> BlockStored:
+    names, tokens, block_tokens = _names(fields), fields.get("token_ids"), fields.get("block_size")
+    if not isinstance(block_tokens, int) or not 1 <= block_tokens <= BLOCK_TOKENS_MAX:
+        raise WrongEventError(f"block_size must be from 1 to {BLOCK_TOKENS_MAX}")
+    if not isinstance(tokens, list | tuple) or len(tokens) != block_tokens * len(names):
+        raise WrongEventError(f"token_ids: {len(names)} blocks of {block_tokens} tokens need as many")
+    parent = fields.get("parent_block_hash")
+    if parent is not None and not isinstance(parent, int | bytes):
+        raise WrongEventError("parent_block_hash must be a number or bytes")
+    extras = fields.get("extra_keys") or ()
+    if not isinstance(extras, list | tuple) or (extras and len(extras) != len(names)):
+        raise WrongEventError("extra_keys must have an entry for each block")
+    lora = fields.get("lora_name") or fields.get("lora_id")
+    return BlockStored(
+        names=names,
+        parent=parent,
+        tokens=tuple(tokens),
+        block_tokens=block_tokens,
+        adapter="" if lora is None else str(lora),
+        medium=str(fields.get("medium") or GPU),
+        extras=tuple(tuple(each) if isinstance(each, list | tuple) else () for each in extras),
+        group=_number(fields, "group_idx"),
+    )
+
+
+def _names(fields: dict[str, Any]) -> tuple[BlockName, ...]:
+    names = fields.get("block_hashes")
+    if not isinstance(names, list | tuple) or not all(isinstance(name, int | bytes) for name in names):
+        raise WrongEventError("block_hashes must be numbers or bytes")
+    return tuple(names)
+
+
+def _number(fields: dict[str, Any], name: str) -> int:
+    value = fields.get(name)
+    if value is None:
+        return 0
+    if not isinstance(value, int):
+        raise WrongEventError(f"{name} must be a number")
+    return value
+
+
+def name_bytes(name: BlockName) -> bytes:
+    """The engine's name of a block as bytes, to be written down; `block_name` gives it back."""
+    if isinstance(name, bytes):
+        return b"b" + name
+    return b"i" + name.to_bytes(max(8, name.bit_length() // 8 + 1), "little", signed=True)
+
+
+def block_name(packed: bytes) -> BlockName:
+    """The name that `name_bytes` made bytes of."""
+    if packed[:1] == b"b":
+        return packed[1:]
+    return int.from_bytes(packed[1:], "little", signed=True)
+
+
+class Turn(Enum):
+    """What to do with a batch of some number."""
+
+    TAKE = "take"
+    DROP = "drop"
+    REPLAY = "replay"
+    RESTART = "restart"
+
+
+class BatchOrder:
+    """Batches are numbered from 0, in each start of an engine. Example: after batch 6 comes 9, so 7 and 8 are missing:
+    the answer is REPLAY, and `expected` says 7.
+    """
+
+    def __init__(self, expected: int | None = None) -> None:
+        self.expected = expected
+        """The number of the next batch; None before the first."""
+        self._sent_at = 0.0
+
+    def turn(self, number: int, sent_at: float) -> Turn:
+        """What a batch of this number means. A number that was there already is a repetition, or a new start of the
+        engine where the batch was sent later than all before.
+        """
+        if self.expected is None or number > self.expected:
+            return Turn.REPLAY if number != 0 else Turn.TAKE
+        if number == self.expected:
+            return Turn.TAKE
+        return Turn.RESTART if sent_at > self._sent_at else Turn.DROP
+
+    def took(self, number: int, sent_at: float) -> None:
+        """The batch of this number is in the index, or lost for good."""
+        self.expected = number + 1
+        self._sent_at = max(self._sent_at, sent_at)
+
+    def restart(self) -> None:
+        """The engine counts from 0 again."""
+        self.expected = 0
+
+
+def token_root(event: BlockStored, index: int) -> tuple[str, bytes]:
+    """The salt of the event's first block, where it begins a prompt, and what else the block at `index` depends on.
+
+    vLLM puts the adapter's name into the extra keys of every block, and the salt behind it in those of the first.
+    """
+    extras = event.extras[index] if event.extras else ()
+    rest = [each for each in extras if each != event.adapter]
+    is_first = index == 0 and event.parent is None
+    if is_first and rest and isinstance(rest[-1], str):
+        return rest[-1], _text_of(rest[:-1])
+    return "", _text_of(rest)
+
+
+def _text_of(extras: Sequence[Any]) -> bytes:
+    return repr(tuple(extras)).encode() if extras else b""

@@ -1,0 +1,192 @@
+"""OpenAI requests: the parts that decide where a request goes. Everything else passes through as it came."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass
+from enum import Enum
+from typing import Any
+
+OUTPUT_TOKENS_DEFAULT = 256
+"""What a request is taken to put out where it does not say."""
+OUTPUT_TOKENS_MAX = 1 << 20
+PROMPTS_MAX = 256
+SESSION_CHARACTERS_MAX = 256
+NUMBER_OF_ANSWERS_MAX = 128
+
+
+class RequestKind(Enum):
+    """The paths that are routed by their prompts."""
+
+    COMPLETIONS = "/v1/completions"
+    CHAT = "/v1/chat/completions"
+    RESPONSES = "/v1/responses"
+    EMBEDDINGS = "/v1/embeddings"
+    TOKENIZE = "/tokenize"
+
+
+class WrongRequestError(ValueError):
+    """A request that no engine could answer; `field` is what is wrong with it."""
+
+    def __init__(self, message: str, field: str | None = None) -> None:
+        super().__init__(message)
+        self.field = field
+
+
+@dataclass(frozen=True, slots=True)
+class Asked:
+    """One request. Exactly one is given of `tokens`, a prompt of token ids, and `to_tokenize`, the body that has the
+    engine's `/tokenize` give them; neither where the prompt has no tokens that could be known (images, earlier
+    responses, a batch).
+    """
+
+    kind: RequestKind
+    model: str
+    tokens: tuple[int, ...] | None
+    to_tokenize: Mapping[str, Any] | None
+    output_tokens: int
+    is_stream: bool
+    session: str
+    salt: str
+    is_deterministic: bool
+    answer_count: int = 1
+
+    @property
+    def is_generating(self) -> bool:
+        """Whether tokens are put out."""
+        return self.kind in (RequestKind.COMPLETIONS, RequestKind.CHAT, RequestKind.RESPONSES)
+
+
+def read_request(kind: RequestKind, body: Mapping[str, Any], headers: Mapping[str, str]) -> Asked:
+    """What matters of a request. `headers` have lower-case names. Raises WrongRequestError."""
+    model = _text(body, "model")
+    output_tokens = _output_tokens(body, kind)
+    answers = _number(body, "n", 1, NUMBER_OF_ANSWERS_MAX) or 1
+    tokens, to_tokenize = _prompt(kind, body, model)
+    is_stream = body.get("stream", False)
+    if not isinstance(is_stream, bool | None):
+        raise WrongRequestError("stream must be true or false", "stream")
+    return Asked(
+        kind=kind,
+        model=model,
+        tokens=tokens,
+        to_tokenize=to_tokenize,
+        output_tokens=output_tokens * answers,
+        is_stream=bool(is_stream),
+        session=_session(body, headers),
+        salt=_text(body, "cache_salt"),
+        is_deterministic=answers == 1 and body.get("temperature") == 0,
+        answer_count=answers,
+    )
+
+
+def response_key(tenant: str, kind: RequestKind, body: Mapping[str, Any]) -> str:
+    """The name of a request's answer in the response cache: everything that the client sent, and whose it is."""
+    said = json.dumps([tenant, kind.value, body], sort_keys=True, separators=(",", ":"))
+    return hashlib.sha256(said.encode()).hexdigest()
+
+
+def tokenize_key(document: Mapping[str, Any]) -> str:
+    """The name of a prompt's tokens in the token cache."""
+    return hashlib.sha256(json.dumps(document, sort_keys=True, separators=(",", ":")).encode()).hexdigest()
+
+
+def _prompt(
+    kind: RequestKind, body: Mapping[str, Any], model: str
+) -> tuple[tuple[int, ...] | None, Mapping[str, Any] | None]:
+    match kind:
+        case RequestKind.CHAT | RequestKind.TOKENIZE if "messages" in body:
+            return None, _chat(body, model)
+        case RequestKind.COMPLETIONS | RequestKind.TOKENIZE:
+            return _completion(body, model)
+        case RequestKind.CHAT:
+            raise WrongRequestError("messages: missing", "messages")
+    return None, None
+
+
+def _completion(body: Mapping[str, Any], model: str) -> tuple[tuple[int, ...] | None, Mapping[str, Any] | None]:
+    prompt = body.get("prompt")
+    if isinstance(prompt, str):
+        document: dict[str, Any] = {"model": model, "prompt": prompt}
+        if "add_special_tokens" in body:
+            document["add_special_tokens"] = body["add_special_tokens"]
+        return None, document
+    if not isinstance(prompt, list):
+        if prompt is None and "prompt_embeds" in body:
+            return None, None
+        raise WrongRequestError("prompt must be a text, a list of token ids, or a list of these", "prompt")
+    if len(prompt) == 1 and isinstance(prompt[0], list | str):
+        return _completion({**body, "prompt": prompt[0]}, model)
+    if prompt and all(type(each) is int for each in prompt):
+        return tuple(prompt), None
+    if not prompt or len(prompt) > PROMPTS_MAX:
+        raise WrongRequestError(f"prompt must have from 1 to {PROMPTS_MAX} prompts", "prompt")
+    return None, None
+
+
+def _chat(body: Mapping[str, Any], model: str) -> Mapping[str, Any] | None:
+    messages = body.get("messages")
+    if not isinstance(messages, list) or not messages:
+        raise WrongRequestError("messages must be a list of at least one message", "messages")
+    if not all(isinstance(message, dict) for message in messages):
+        raise WrongRequestError("messages must be objects", "messages")
+    if any(not _is_text(message.get("content")) for message in messages):
+        return None
+    document: dict[str, Any] = {"model": model, "messages": messages}
+    for name in (
+        "add_generation_prompt", "continue_final_message", "add_special_tokens", "chat_template",
+        "chat_template_kwargs", "tools", "reasoning_effort",
+    ):  # fmt: skip
+        if body.get(name) is not None:
+            document[name] = body[name]
+    return document
+
+
+def _is_text(content: object) -> bool:
+    """Whether a message's content is text alone."""
+    if content is None or isinstance(content, str):
+        return True
+    return isinstance(content, list) and all(
+        isinstance(part, dict) and part.get("type") in ("text", "input_text") for part in content
+    )
+
+
+def _output_tokens(body: Mapping[str, Any], kind: RequestKind) -> int:
+    if kind in (RequestKind.EMBEDDINGS, RequestKind.TOKENIZE):
+        return 0
+    for name in ("max_completion_tokens", "max_output_tokens", "max_tokens"):
+        value = _number(body, name, 0, OUTPUT_TOKENS_MAX)
+        if value is not None:
+            return value
+    return OUTPUT_TOKENS_DEFAULT
+
+
+def _session(body: Mapping[str, Any], headers: Mapping[str, str]) -> str:
+    """The session that a client names: a header of its own, a conversation, an earlier response, or its user."""
+    said = headers.get("x-session-id") or headers.get("x-objectcache-session")
+    if not said:
+        conversation = body.get("conversation")
+        if isinstance(conversation, dict):
+            conversation = conversation.get("id")
+        said = conversation or body.get("prompt_cache_key") or body.get("user")
+    return str(said)[:SESSION_CHARACTERS_MAX] if isinstance(said, str) else ""
+
+
+def _text(body: Mapping[str, Any], name: str) -> str:
+    value = body.get(name)
+    if value is None:
+        return ""
+    if not isinstance(value, str):
+        raise WrongRequestError(f"{name} must be a text", name)
+    return value
+
+
+def _number(body: Mapping[str, Any], name: str, least: int, most: int) -> int | None:
+    value = body.get(name)
+    if value is None:
+        return None
+    if type(value) is not int or not least <= value <= most:
+        raise WrongRequestError(f"{name} must be a whole number from {least} to {most}", name)
+    return value

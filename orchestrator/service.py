@@ -1,0 +1,462 @@
+"""The orchestrator's parts, joined: engines, index, policy, gate, metadata."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import logging
+import time
+from collections.abc import Collection, Mapping, Sequence
+from typing import Any
+
+import aiohttp
+from aiohttp import web
+
+from orchestrator.dispatch import AttemptFailed, Dispatch, Exchange, body_for
+from orchestrator.engine import Engine
+from orchestrator.gate import Gate
+from orchestrator.meter import Meter
+from orchestrator.receipts import Receipt, Receipts, described
+from orchestrator.registry import Engines, EtcdRegistry
+from orchestrator.response_cache import ResponseCache
+from orchestrator.router import NoEngineError, Prompt, Routed, Router
+from orchestrator.rules.admission import Tenant
+from orchestrator.rules.openai_requests import Asked
+from orchestrator.rules.policies import POLICIES, LeastTtft, PolicyName, RoutingPolicy, Sessions
+from orchestrator.rules.prefix_index import PrefixIndex
+from orchestrator.settings import EngineSettings, OrchestratorSettings, Role, engine_settings
+from orchestrator.store_lookups import StoreLookups
+from orchestrator.tokens import LocalTokenizer, TokenCache, Tokens
+from orchestrator.writing import Writing
+
+UNMATCHED_MAX = 5
+UNMATCHED_CHECK_S = 2.0
+CONNECTIONS_MAX = 8192
+PREFILL_WAIT_S, PREFILL_STEP_S = 1.0, 0.05
+"""A prefill engine writes its chunks behind its answer; so long they are waited for."""
+_log = logging.getLogger(__name__)
+
+
+class Orchestrator:
+    """Everything but the HTTP surface. `start` and `stop` are called on the event loop that it runs on."""
+
+    def __init__(self, settings: OrchestratorSettings, registry: EtcdRegistry | None = None) -> None:
+        """With a registry, engines are registered there, for others, too. Raises MetadataError, OSError."""
+        self._settings = settings
+        self._registry = registry
+        self._of_registry: set[str] = set()
+        self._changing = asyncio.Lock()
+        self.sessions = Sessions()
+        self.index = PrefixIndex()
+        self.engines: dict[str, Engine] = {}
+        self.gate = Gate(settings.admission)
+        self.receipts = Receipts(settings.receipts_max)
+        self.responses = ResponseCache(settings.response_cache_bytes, settings.response_cache_s)
+        self.meter = Meter()
+        self._policy = policy_of(settings.policy, self.sessions)
+        self._lookups = None if settings.store is None else StoreLookups(settings.store)
+        self._writing = None if settings.data is None else Writing(settings.data, self.index, self.sessions)
+        self._pins: dict[str, str] = {} if self._writing is None else self._writing.pins()
+        self._quotas: dict[str, Tenant] = {}
+        if self._writing is not None:
+            self._quotas = {name: tenant_of(name, each) for name, each in self._writing.quotas().items()}
+        self._running: set[str] = set()
+        self._tasks: dict[str, asyncio.Task[None]] = {}
+        self._checks: set[asyncio.Task[None]] = set()
+        self._http: aiohttp.ClientSession | None = None
+        self._tokens: Tokens | None = None
+        self._dispatch: Dispatch | None = None
+        self._router = Router(self.engines, self.index, self._policy, self._lookups, self._pins)
+
+    async def start(self) -> None:
+        """Join the engines of the settings and those that were registered before. Raises ValueError, OSError."""
+        settings = self._settings
+        local = None if settings.tokenizer is None else LocalTokenizer(settings.tokenizer)
+        connector = aiohttp.TCPConnector(limit=CONNECTIONS_MAX, limit_per_host=0)
+        self._http = aiohttp.ClientSession(connector=connector, auto_decompress=True)
+        self._tokens = Tokens(self._http, TokenCache(settings.token_cache_bytes), local)
+        self._dispatch = Dispatch(self._http, settings.first_byte_timeout_s, settings.stream_idle_timeout_s)
+        for each in settings.engines:
+            self._join(each)
+        if self._writing is not None:
+            for each, is_draining in self._writing.engines():
+                if each.label not in self.engines:
+                    self._join(each)
+                self.engines[each.label].liveness.drain(is_wanted=is_draining)
+            self._writing.start()
+        if self._registry is not None:
+            await self._registry.start(self._registry_says)
+
+    async def stop(self) -> None:
+        """End everything."""
+        for task in (*self._tasks.values(), *self._checks):
+            task.cancel()
+        await asyncio.gather(*self._tasks.values(), *self._checks, return_exceptions=True)
+        if self._registry is not None:
+            await self._registry.close()
+        if self._writing is not None:
+            await self._writing.stop()
+        if self._lookups is not None:
+            self._lookups.close()
+        if self._http is not None:
+            await self._http.close()
+
+    def is_serving(self) -> bool:
+        """Whether some engine takes requests."""
+        now_s = time.monotonic()
+        return any(engine.liveness.takes_requests(now_s) for engine in self.engines.values())
+
+    @property
+    def checks_count(self) -> int:
+        """Comparisons of prompts with events that are to come."""
+        return len(self._checks)
+
+    def begin(self, request_id: str) -> bool:
+        """A request has come. False where one of this id is being answered."""
+        if request_id in self._running:
+            return False
+        self._running.add(request_id)
+        return True
+
+    def models(self) -> list[Mapping[str, Any]]:
+        """The models of all engines, each once."""
+        found: dict[str, Mapping[str, Any]] = {}
+        for engine in self.engines.values():
+            for document in engine.model_documents:
+                found.setdefault(str(document["id"]), document)
+        return list(found.values())
+
+    def tenant(self, tenant: Tenant) -> Tenant:
+        """The tenant with the quota that was set for it since."""
+        return self._quotas.get(tenant.name, tenant)
+
+    def set_quota(self, name: str, document: Mapping[str, Any]) -> None:
+        """Give a tenant another share. Raises ValueError."""
+        if all(tenant.name != name for tenant in self._settings.tenants.values()):
+            raise ValueError(f"there is no tenant {name}")
+        self._quotas[name] = tenant_of(name, document)
+        if self._writing is not None:
+            self._writing.set_quota(name, document)
+
+    async def tokens_of(self, asked: Asked, headers: Mapping[str, str]) -> Sequence[int]:
+        """A prompt's tokens. Raises NoTokensError."""
+        assert self._tokens is not None
+        assert asked.to_tokenize is not None
+        now_s = time.monotonic()
+        able = [
+            engine
+            for engine in self.engines.values()
+            if engine.liveness.takes_requests(now_s) and engine.serves(asked.model)
+        ]
+        able.sort(key=lambda engine: engine.books.active_count)
+        return await self._tokens.of(asked.to_tokenize, [engine.url for engine in able], headers)
+
+    async def prompt(self, asked: Asked, tokens: Sequence[int], receipt: Receipt) -> Prompt:
+        """The prompt with the store's answers."""
+        return await self._router.prompt(asked, tokens, receipt)
+
+    def decide(self, asked: Asked, request_id: str, prompt: Prompt | None, *, without: Collection[str] = ()) -> Routed:
+        """The engine. Raises NoEngineError."""
+        began_s = time.perf_counter()
+        routed = self._router.decide(asked, request_id, prompt, without=without)
+        self.meter.decided(routed.decision, time.perf_counter() - began_s)
+        return routed
+
+    async def send(self, exchange: Exchange, routed: Routed, prompt: Prompt | None) -> web.StreamResponse:
+        """One attempt; the engine's books have the request until it ends, however it ends."""
+        assert self._dispatch is not None
+        receipt, engine = exchange.receipt, routed.engine
+        self._router.sent(routed, exchange.asked, receipt.request_id, prompt)
+        is_complete = False
+        try:
+            response = await self._dispatch.send(exchange, routed)
+            is_complete = response.status == 200
+            return response
+        except AttemptFailed:
+            self.meter.failed_over()
+            raise
+        finally:
+            engine.books.end(receipt.request_id, time.monotonic(), is_complete=is_complete)
+            if is_complete and prompt is not None:
+                self._check_tokens(engine, prompt)
+            if self._writing is not None and exchange.asked.session:
+                self._writing.note_session(exchange.asked.session, engine.name)
+
+    async def prefilled(self, exchange: Exchange, prompt: Prompt | None) -> Prompt | None:
+        """Where there are prefill engines and the prompt is long, have one compute it first; the decode engine then has
+        it from the store, or from the prefill engine itself, whose `kv_transfer_params` go on with the request.
+        """
+        asked, receipt = exchange.asked, exchange.receipt
+        if prompt is None or not asked.is_generating or not self._has_prefill():
+            return prompt
+        if len(prompt.tokens) < self._settings.prefill_tokens_min:
+            return prompt
+        assert self._dispatch is not None
+        tried: list[str] = []
+        while len(tried) < 2:
+            try:
+                routed = self._router.decide(asked, receipt.request_id, prompt, without=tried, role=Role.PREFILL)
+            except NoEngineError:
+                return prompt
+            engine, prediction = routed.engine, routed.decision.prediction
+            there = max(prediction.held_tokens, prediction.stored_tokens)
+            if len(prompt.tokens) - there <= self._settings.prefill_tokens_min:
+                return prompt
+            tried.append(engine.name)
+            self._router.sent(routed, asked, receipt.request_id, prompt)
+            try:
+                answer = await self._dispatch.ask(
+                    engine, exchange.path, exchange.headers, json.dumps(_prefill_body(exchange, routed)).encode()
+                )
+            except AttemptFailed as error:
+                receipt.attempts.append({"engine": engine.name, "error": str(error), "role": "prefill"})
+                continue
+            finally:
+                engine.books.end(receipt.request_id, time.monotonic(), is_complete=False)
+            receipt.attempts.append({"engine": engine.name, "status": 200, "role": "prefill"})
+            params = answer.get("kv_transfer_params")
+            if isinstance(params, dict) and params:
+                exchange.body = {**exchange.body, "kv_transfer_params": params}
+                return prompt
+            return await self._stored(asked, prompt, receipt)
+        return prompt
+
+    def ended(self, receipt: Receipt) -> None:
+        """A request is over."""
+        self._running.discard(receipt.request_id)
+        self.receipts.add(receipt)
+        self.meter.ended(receipt)
+
+    async def explain(self, asked: Asked, headers: Mapping[str, str]) -> dict[str, Any]:
+        """What a request's decision would be, with every engine's terms. Raises NoEngineError, NoTokensError."""
+        tokens = asked.tokens
+        if tokens is None and asked.to_tokenize is not None:
+            tokens = tuple(await self.tokens_of(asked, headers))
+        prompt = await self._router.prompt(asked, tokens) if tokens else None
+        everything = LeastTtft(self.sessions.copy(), predicts_all=True)
+        every = self._router.decide(asked, "", prompt, policy=everything)
+        policy = everything if self._settings.policy is PolicyName.TTFT else self._policy
+        chosen = every if policy is everything else self._router.decide(asked, "", prompt, policy=policy)
+        return {
+            "engine": chosen.engine.name,
+            "reason": chosen.decision.reason,
+            "policy": self._settings.policy.value,
+            "prompt_tokens": None if tokens is None else len(tokens),
+            "candidates": [described(each) for each in every.decision.predictions],
+        }
+
+    async def register(self, document: Mapping[str, Any]) -> dict[str, Any]:
+        """Join an engine, for good where there is a place for metadata. Raises ValueError, MetadataError."""
+        settings = engine_settings(document)
+        known = self.engines.get(settings.label)
+        if known is not None and known.url != settings.url.rstrip("/"):
+            raise ValueError(f"the name {settings.label} is another engine's")
+        if self._registry is not None:
+            await self._registry.add(settings)
+        elif self._writing is not None:
+            await asyncio.to_thread(self._writing.add_engine, settings)
+        if self._registry is None:
+            async with self._changing:
+                if settings.label in self.engines:
+                    await self._leave(settings.label)
+                self._join(settings)
+        return {"name": settings.label, "url": settings.url}
+
+    async def remove(self, name: str) -> None:
+        """Forget an engine. Raises KeyError."""
+        if name in self._of_registry and self._registry is not None:
+            await self._registry.remove(name)
+            return
+        async with self._changing:
+            await self._leave(name)
+        if self._writing is not None:
+            await asyncio.to_thread(self._writing.remove_engine, name)
+
+    async def drain(self, name: str, *, is_wanted: bool) -> None:
+        """Send an engine no new requests, or send them again. Raises KeyError, MetadataError."""
+        settings = self.engines[name].settings
+        self.engines[name].liveness.drain(is_wanted=is_wanted)
+        if name in self._of_registry and self._registry is not None:
+            await self._registry.add(settings, is_draining=is_wanted)
+        elif self._writing is not None:
+            await asyncio.to_thread(self._writing.drain, settings, is_wanted)
+
+    def pin(self, prefix: str, document: Mapping[str, Any] | None) -> None:
+        """Send prompts whose first block has this name to an engine; None: do so no more. Raises ValueError."""
+        if len(prefix) != 32 or not set(prefix) <= set("0123456789abcdef"):
+            raise ValueError("a prefix is the 32 hex digits of a prompt's first block")
+        if document is None:
+            self._pins.pop(prefix, None)
+        else:
+            engine, until = document.get("engine"), document.get("until")
+            if engine not in self.engines or not isinstance(until, int | float | None):
+                raise ValueError("engine must be an engine's name, until a Unix time or null")
+            self._pins[prefix] = str(engine)
+        if self._writing is not None:
+            self._writing.pin(prefix, document)
+
+    def status(self) -> dict[str, Any]:
+        """The state of everything, for people and programs."""
+        now_s = time.monotonic()
+        engines = []
+        for engine in self.engines.values():
+            load = engine.books.load(now_s)
+            engines.append(
+                {
+                    "name": engine.name,
+                    "url": engine.url,
+                    "role": engine.settings.role.value,
+                    "status": engine.liveness.status(now_s).value,
+                    "last_error": engine.liveness.last_error,
+                    "models": list(engine.models),
+                    "active": load.active_count,
+                    "waiting": load.waiting_count,
+                    "queue_s": load.queue_s,
+                    "requests_max": engine.books.requests_max,
+                    "kv_tokens": engine.report.kv_tokens,
+                    "blocks": sum(self.index.held_count(name) for name in engine.index_names),
+                    "events": {name: feed.status.value for name, feed in engine.feeds.items()},
+                    "event_gaps": sum(feed.gap_count for feed in engine.feeds.values()),
+                    "token_us": engine.prefill.token_us,
+                    "has_store": engine.published is not None,
+                }
+            )
+        admission = self.gate.admission
+        return {
+            "policy": self._settings.policy.value,
+            "engines": engines,
+            "active": admission.active_count,
+            "waiting": admission.waiting_count,
+            "blocks": self.index.block_count,
+        }
+
+    def metrics_text(self) -> bytes:
+        """Prometheus' text."""
+        return self.meter.text(self)
+
+    def _registry_says(self, engines: Engines) -> None:
+        task = asyncio.create_task(self._follow_registry(dict(engines)))
+        self._checks.add(task)
+        task.add_done_callback(self._checks.discard)
+
+    async def _follow_registry(self, engines: Engines) -> None:
+        """Join and leave engines as the registry has them. Those of options and of the own file stay."""
+        async with self._changing:
+            for name in self._of_registry - set(engines):
+                self._of_registry.discard(name)
+                await self._leave(name)
+            for name, (settings, is_draining) in engines.items():
+                known = self.engines.get(name)
+                if known is not None and name not in self._of_registry:
+                    continue
+                if known is not None and known.settings != settings:
+                    await self._leave(name)
+                    known = None
+                if known is None:
+                    self._join(settings)
+                    self._of_registry.add(name)
+                self.engines[name].liveness.drain(is_wanted=is_draining)
+
+    def _has_prefill(self) -> bool:
+        """Whether some prefill engine takes requests."""
+        now_s = time.monotonic()
+        return any(
+            engine.settings.role is Role.PREFILL and engine.liveness.takes_requests(now_s)
+            for engine in self.engines.values()
+        )
+
+    def _join(self, settings: EngineSettings) -> None:
+        assert self._http is not None
+        writing = self._writing
+        name = settings.label
+        if name in self.engines:
+            raise ValueError(f"two engines have the name {name}")
+        engine = self.engines[name] = Engine(
+            settings,
+            self._http,
+            self.index,
+            self._settings.poll_s,
+            self._settings.probe_timeout_s,
+            None if writing is None else writing.warm(name),
+            None if writing is None else writing.note_batch,
+            None if writing is None else writing.cleared,
+        )
+        self._tasks[name] = asyncio.create_task(engine.run())
+
+    async def _leave(self, name: str) -> None:
+        engine = self.engines.pop(name)
+        task = self._tasks.pop(name)
+        task.cancel()
+        await asyncio.gather(task, return_exceptions=True)
+        for each in {*engine.index_names, engine.name}:
+            self.index.remove_engine(each)
+        self._policy.forget_engine(name)
+
+    async def _stored(self, asked: Asked, prompt: Prompt, receipt: Receipt) -> Prompt:
+        """Wait until the store has the prompt, for a short while."""
+        until_s = time.monotonic() + PREFILL_WAIT_S
+        while True:
+            found = await self._router.prompt(asked, prompt.tokens, receipt)
+            counts = [0 if each is None else each.chunk_count for each in found.stored.values()]
+            wanted = [0 if each is None else (len(prompt.tokens) - 1) // each.layout.chunk_tokens
+                      for each in found.stored.values()]  # fmt: skip
+            if counts == wanted or time.monotonic() >= until_s:
+                return found
+            await asyncio.sleep(PREFILL_STEP_S)
+
+    def _check_tokens(self, engine: Engine, prompt: Prompt) -> None:
+        """Some time after an answer the engine's events must show the prompt's first block; where they do not, again
+        and again, the tokens here are others than the engine's.
+        """
+
+        async def check() -> None:
+            await asyncio.sleep(UNMATCHED_CHECK_S)
+            has_come = self._router.has_come(engine, prompt)
+            if has_come is None:
+                return
+            engine.unmatched_count = 0 if has_come else engine.unmatched_count + 1
+            if engine.unmatched_count == UNMATCHED_MAX:
+                self.meter.mismatched()
+                _log.warning(
+                    "the blocks of %d prompts in a row did not show in the events of %s: the tokens that requests are"
+                    " routed by are not the engine's own; is --tokenizer of its model?",
+                    UNMATCHED_MAX,
+                    engine.name,
+                )
+
+        if len(self._checks) < 1024:
+            task = asyncio.create_task(check())
+            self._checks.add(task)
+            task.add_done_callback(self._checks.discard)
+
+
+def policy_of(name: PolicyName, sessions: Sessions) -> RoutingPolicy:
+    """A policy that uses these sessions, if it uses any."""
+    kind = POLICIES[name]
+    return kind(sessions) if name in (PolicyName.TTFT, PolicyName.PAPER) else kind()  # type: ignore[call-arg]
+
+
+def tenant_of(name: str, document: Mapping[str, Any]) -> Tenant:
+    """A tenant's share by JSON: `weight`, `priority`, `active_max`. Raises ValueError."""
+    if unknown := set(document) - {"weight", "priority", "active_max"}:
+        raise ValueError(f"{', '.join(sorted(unknown))}: not known; a quota has weight, priority, active_max")
+    weight, priority, active_max = (document.get(key) for key in ("weight", "priority", "active_max"))
+    if weight is not None and (not isinstance(weight, int | float) or not 0.001 <= weight <= 1000):
+        raise ValueError("weight must be from 0.001 to 1000")
+    if priority is not None and (type(priority) is not int or not -100 <= priority <= 100):
+        raise ValueError("priority must be a whole number from -100 to 100")
+    if active_max is not None and (type(active_max) is not int or active_max < 1):
+        raise ValueError("active_max must be at least 1")
+    return Tenant(name, 1.0 if weight is None else float(weight), priority or 0, active_max)
+
+
+def _prefill_body(exchange: Exchange, routed: Routed) -> dict[str, Any]:
+    """The request as a prefill engine gets it: one token, no stream, and the KV is to be had by another engine."""
+    body = body_for(exchange.body, routed)
+    for name in ("stream_options", "max_completion_tokens", "max_output_tokens"):
+        body.pop(name, None)
+    params = body.get("kv_transfer_params")
+    remote = {"do_remote_decode": True, "do_remote_prefill": False}
+    body |= {"max_tokens": 1, "stream": False, "n": 1}
+    body["kv_transfer_params"] = {**(params if isinstance(params, dict) else {}), **remote}
+    return body

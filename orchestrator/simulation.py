@@ -1,0 +1,322 @@
+"""A simulation of engines, a store and its link, which drives the orchestrator's own decisions. Pure.
+
+Each engine computes prompts one after the other and holds the blocks it used last; decoding takes a place, and no time
+of others. The store has every block that was computed, the latest of them; its link serves loads one after the other,
+and quotes each request its rate divided by the loads that are under way and one more. 003's model (uncached tokens,
+output tokens, block pools) is the case of one engine with a place and without a store.
+"""
+
+from __future__ import annotations
+
+import heapq
+import itertools
+from collections import OrderedDict, deque
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+from enum import Enum
+
+import numpy as np
+
+from descriptors.layout import ChunkLayout
+from descriptors.recompute import DeliveryCosts, PrefillCosts
+from orchestrator.rules.books import EngineBooks, Sent
+from orchestrator.rules.kv_events import BlockRemoved
+from orchestrator.rules.policies import POLICIES, PolicyName, RouteRequest
+from orchestrator.rules.prediction import EngineState, Stored, recompute_s
+from orchestrator.rules.prefix_index import PrefixIndex
+
+NAME_BYTES = 8
+LAYOUT = ChunkLayout(32, 512, 2 << 20)
+"""A chunk of 512 tokens of Llama 3.1 8B."""
+COSTS = DeliveryCosts(request_s=0.002)
+
+
+@dataclass(frozen=True, slots=True)
+class SimulatedRequest:
+    """A request: when it comes, the ids of its prompt's blocks, and its tokens."""
+
+    at_s: float
+    blocks: tuple[int, ...]
+    prompt_tokens: int
+    output_tokens: int
+    session: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class SimulatedEngine:
+    """An engine. `blocks_max` is its room, `decode_s` the time of each token that it puts out."""
+
+    token_us: float
+    decode_s: float = 0.02
+    requests_max: int = 64
+    blocks_max: int = 2000
+    lost_at_s: float | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class SimulatedStore:
+    """The store: its room in blocks, and the rate of its link. Without a store `blocks_max` is 0."""
+
+    blocks_max: int = 0
+    link_bytes_per_s: float = 0.0
+    layout: ChunkLayout = LAYOUT
+    costs: DeliveryCosts = COSTS
+
+
+@dataclass(frozen=True, slots=True)
+class Outcome:
+    """What became of a request. Tokens were held by the engine, loaded, or computed."""
+
+    at_s: float
+    ttft_s: float
+    engine: int
+    held_tokens: int
+    loaded_tokens: int
+    computed_tokens: int
+    predicted_s: float
+    attempt_count: int = 1
+
+
+class _Kind(Enum):
+    ARRIVAL = 0
+    COMPUTED = 1
+    ENDED = 2
+    LOST = 3
+
+
+@dataclass(slots=True)
+class _Running:
+    request: SimulatedRequest
+    number: int
+    load_blocks: int = 0
+    predicted_s: float = 0.0
+    attempt_count: int = 1
+    held_blocks: int = 0
+    loaded_blocks: int = 0
+
+
+@dataclass(slots=True)
+class _Engine:
+    settings: SimulatedEngine
+    books: EngineBooks
+    waiting: deque[_Running] = field(default_factory=deque)
+    computing: _Running | None = None
+    decoding: dict[int, _Running] = field(default_factory=dict)
+    held: OrderedDict[int, None] = field(default_factory=OrderedDict)
+    is_lost: bool = False
+
+
+class Simulation:
+    """One run of one policy. `block_tokens` is the tokens of each of a prompt's blocks."""
+
+    def __init__(
+        self,
+        engines: Sequence[SimulatedEngine],
+        policy: PolicyName,
+        store: SimulatedStore | None = None,
+        block_tokens: int = 512,
+    ) -> None:
+        self._engines = [_Engine(each, EngineBooks(each.requests_max)) for each in engines]
+        self._policy = POLICIES[policy]()
+        self._store = SimulatedStore() if store is None else store
+        self._block_tokens = block_tokens
+        self._index = PrefixIndex()
+        self._names = [str(at) for at in range(len(engines))]
+        for name in self._names:
+            self._index.add_engine(name)
+        self._stored: OrderedDict[int, None] = OrderedDict()
+        self._link_free_s = 0.0
+        self._load_ends: list[float] = []
+        self._events: list[tuple[float, int, _Kind, int, _Running | None]] = []
+        self._order = itertools.count()
+        self._outcomes: list[Outcome] = []
+
+    def run(self, requests: Sequence[SimulatedRequest]) -> list[Outcome]:
+        """The outcomes of all requests, in the order of their first bytes."""
+        for number, request in enumerate(requests):
+            self._at(request.at_s, _Kind.ARRIVAL, -1, _Running(request, number))
+        for at, engine in enumerate(self._engines):
+            if engine.settings.lost_at_s is not None:
+                self._at(engine.settings.lost_at_s, _Kind.LOST, at, None)
+        while self._events:
+            now_s, _, kind, at, running = heapq.heappop(self._events)
+            if kind is _Kind.ARRIVAL and running is not None:
+                self._arrive(running, now_s)
+            elif kind is _Kind.LOST:
+                self._lose(at, now_s)
+            elif running is not None and not self._engines[at].is_lost:
+                if kind is _Kind.COMPUTED:
+                    self._computed(at, running, now_s)
+                else:
+                    self._ended(at, running, now_s)
+        return self._outcomes
+
+    def _at(self, at_s: float, kind: _Kind, engine: int, running: _Running | None) -> None:
+        heapq.heappush(self._events, (at_s, next(self._order), kind, engine, running))
+
+    def _arrive(self, running: _Running, now_s: float) -> None:
+        request = running.request
+        chain = [_name(block) for block in request.blocks]
+        able = [at for at, engine in enumerate(self._engines) if not engine.is_lost]
+        held = self._index.held_by(chain, now_s, [self._names[at] for at in able])
+        stored = self._stored_prefix(request, now_s)
+        states = []
+        for at in able:
+            engine = self._engines[at]
+            load = engine.books.load(now_s)
+            states.append(
+                EngineState(
+                    name=self._names[at],
+                    prefill=PrefillCosts(engine.settings.token_us),
+                    queue_s=load.queue_s,
+                    active_count=load.active_count,
+                    requests_max=engine.settings.requests_max,
+                    held_tokens=held[self._names[at]] * self._block_tokens,
+                    stored=stored,
+                    bias=engine.books.bias,
+                )
+            )
+        start = chain[0] if chain else b""
+        decision = self._policy.choose(
+            RouteRequest(str(running.number), request.prompt_tokens, request.output_tokens, request.session, start),
+            states,
+        )
+        at = int(decision.engine)
+        engine, prediction = self._engines[at], decision.prediction
+        running.load_blocks, running.predicted_s = prediction.load_chunks, prediction.ttft_s
+        tokens = request.prompt_tokens + request.output_tokens
+        engine.books.send(Sent(str(running.number), tokens, prediction.compute_s, prediction.ttft_s, now_s))
+        self._index.expect(decision.engine, chain, now_s)
+        engine.waiting.append(running)
+        self._begin(at, now_s)
+
+    def _stored_prefix(self, request: SimulatedRequest, now_s: float) -> Stored | None:
+        if not self._store.blocks_max:
+            return None
+        count = next((at for at, block in enumerate(request.blocks) if block not in self._stored), len(request.blocks))
+        while self._load_ends and self._load_ends[0] <= now_s:
+            heapq.heappop(self._load_ends)
+        rate = self._store.link_bytes_per_s / (len(self._load_ends) + 1)
+        whole = min(count, request.prompt_tokens // self._block_tokens)
+        return Stored(whole, self._store.layout, rate, self._store.costs)
+
+    def _begin(self, at: int, now_s: float) -> None:
+        """Let an idle engine with a free place compute the next prompt."""
+        engine = self._engines[at]
+        if engine.computing is not None or not engine.waiting or len(engine.decoding) >= engine.settings.requests_max:
+            return
+        running = engine.computing = engine.waiting.popleft()
+        request = running.request
+        blocks = request.blocks[: (request.prompt_tokens - 1) // self._block_tokens]
+        held = next((index for index, block in enumerate(blocks) if block not in engine.held), len(blocks))
+        stored = next((index for index, block in enumerate(blocks) if block not in self._stored), len(blocks))
+        loaded = max(0, min(running.load_blocks, stored) - held)
+        there = (held + loaded) * self._block_tokens
+        compute_s = recompute_s(request.prompt_tokens, there, PrefillCosts(engine.settings.token_us))
+        load_s = 0.0
+        if loaded:
+            store = self._store
+            moving_s = loaded * store.layout.chunk_bytes / store.link_bytes_per_s
+            self._link_free_s = max(self._link_free_s, now_s) + moving_s
+            load_s = store.costs.request_s + self._link_free_s - now_s
+            heapq.heappush(self._load_ends, now_s + load_s)
+        running.held_blocks, running.loaded_blocks = held, loaded
+        layers = self._store.layout.num_layers
+        took_s = max(compute_s + load_s / layers, load_s + compute_s / layers)  # layer by layer, one beside the other
+        self._at(now_s + took_s, _Kind.COMPUTED, at, running)
+
+    def _computed(self, at: int, running: _Running, now_s: float) -> None:
+        """The first token is there."""
+        engine, request = self._engines[at], running.request
+        engine.computing = None
+        engine.books.first_byte(str(running.number), now_s)
+        held, loaded = (count * self._block_tokens for count in (running.held_blocks, running.loaded_blocks))
+        self._outcomes.append(
+            Outcome(
+                request.at_s, now_s - request.at_s, at, held, loaded, request.prompt_tokens - held - loaded,
+                running.predicted_s, running.attempt_count,
+            )
+        )  # fmt: skip
+        self._hold(engine, self._names[at], request.blocks)
+        self._keep(request.blocks)
+        engine.decoding[running.number] = running
+        self._at(now_s + request.output_tokens * engine.settings.decode_s, _Kind.ENDED, at, running)
+        self._begin(at, now_s)
+
+    def _ended(self, at: int, running: _Running, now_s: float) -> None:
+        engine = self._engines[at]
+        engine.decoding.pop(running.number, None)
+        engine.books.end(str(running.number), now_s, is_complete=True)
+        self._begin(at, now_s)
+
+    def _lose(self, at: int, now_s: float) -> None:
+        """The engine is gone; requests without a first byte are sent again, those that decode are lost for good."""
+        engine = self._engines[at]
+        engine.is_lost = True
+        again = [*([engine.computing] if engine.computing is not None else []), *engine.waiting]
+        self._index.remove_engine(self._names[at])
+        self._policy.forget_engine(self._names[at])
+        for running in again:
+            self._arrive(replace(running, attempt_count=running.attempt_count + 1), now_s)
+
+    def _hold(self, engine: _Engine, name: str, blocks: Sequence[int]) -> None:
+        new = [block for block in blocks if block not in engine.held]
+        for block in reversed(blocks):
+            engine.held[block] = None
+            engine.held.move_to_end(block)
+        self._index.restore(name, ((block, _name(block)) for block in new))
+        gone = []
+        while len(engine.held) > engine.settings.blocks_max:
+            gone.append(engine.held.popitem(last=False)[0])
+        if gone:
+            self._index.apply(name, BlockRemoved(tuple(gone)))
+
+    def _keep(self, blocks: Sequence[int]) -> None:
+        if not self._store.blocks_max:
+            return
+        for block in reversed(blocks):
+            self._stored[block] = None
+            self._stored.move_to_end(block)
+        while len(self._stored) > self._store.blocks_max:
+            self._stored.popitem(last=False)
+
+
+def summary(outcomes: Sequence[Outcome]) -> dict[str, float]:
+    """TTFT percentiles in seconds, and the parts of all prompt tokens that were held, loaded and computed."""
+    ttfts = np.array([each.ttft_s for each in outcomes])
+    held, loaded, computed = (
+        float(sum(getattr(each, name) for each in outcomes))
+        for name in ("held_tokens", "loaded_tokens", "computed_tokens")
+    )
+    whole = max(1.0, held + loaded + computed)
+    p50, p90, p99 = (float(each) for each in np.percentile(ttfts, (50, 90, 99)))
+    return {
+        "count": len(outcomes),
+        "ttft_p50_s": p50,
+        "ttft_p90_s": p90,
+        "ttft_p99_s": p99,
+        "ttft_mean_s": float(ttfts.mean()),
+        "held": held / whole,
+        "loaded": loaded / whole,
+        "computed": computed / whole,
+    }
+
+
+def with_bursts(
+    requests: Sequence[SimulatedRequest], rate_per_s: float, burst: int, seed: int
+) -> list[SimulatedRequest]:
+    """The same requests at other times: groups of up to `burst` come at once, and groups as a Poisson process. With a
+    burst of 1 it is one of requests.
+    """
+    random = np.random.default_rng(seed)
+    found, now_s, at = [], 0.0, 0
+    while at < len(requests):
+        size = int(random.integers(1, burst + 1))
+        now_s += float(random.exponential((1 + burst) / 2 / rate_per_s))
+        found += [replace(each, at_s=now_s) for each in requests[at : at + size]]
+        at += size
+    return found
+
+
+def _name(block: int) -> bytes:
+    return block.to_bytes(NAME_BYTES, "little")

@@ -1,0 +1,117 @@
+"""Lookups in the store: how many chunks of a prompt it has, and at which rate it would deliver them now.
+
+The keys are the engine's own: its connector publishes their namespaces. Engines with the same deployment and bucket
+share a lookup. A store that does not answer in time counts as empty; one that fails again and again is left alone for a
+while.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+
+from adapters.breaker import Breaker
+from descriptors.errors import ObjectCacheError
+from descriptors.recompute import AdviceRequest, PrefillCosts
+from nixl_client.client import ObjectCacheClient
+from nixl_client.connectors.vllm.naming import Deployment, KeyChain
+from orchestrator.rules.engine_metrics import Published
+from orchestrator.rules.prediction import Stored
+from orchestrator.settings import StoreSettings
+
+KEYS_MAX = 65_536
+THREADS = 16
+ACTIVE_MAX = 4 * THREADS
+"""Where so many lookups are under way, a further one would only wait: the request is routed without it."""
+FAILURES_MAX = 3
+PAUSE_S, PAUSE_S_MAX = 1.0, 30.0
+"""After so many failures in a row the store is asked nothing for a while."""
+LookupKey = tuple[Deployment, int, str, str]
+"""The deployment, its chunk's tokens, and the endpoint and the bucket of its store."""
+_log = logging.getLogger(__name__)
+
+
+def lookup_key(published: Published) -> LookupKey:
+    """Engines with the same key have the same chunks."""
+    return published.deployment, published.layout.chunk_tokens, published.endpoint, published.bucket
+
+
+class StoreLookups:
+    """The store of some engines."""
+
+    def __init__(self, settings: StoreSettings) -> None:
+        self._settings = settings
+        self._threads = ThreadPoolExecutor(THREADS, "objectcache-orchestrator-lookup")
+        self._clients: dict[str, ObjectCacheClient] = {}
+        self._breaker = Breaker(FAILURES_MAX, PAUSE_S, PAUSE_S_MAX)
+        self._active_count = 0
+        self.count = 0
+        self.failure_count = 0
+
+    async def find(self, published: Published, tokens: Sequence[int], salt: str) -> Stored | None:
+        """The store's answer; None where nothing is known. Prompts for an adapter are not looked up, since the names of
+        their chunks depend on the adapter's weights.
+        """
+        if len(tokens) <= published.layout.chunk_tokens or self._active_count >= ACTIVE_MAX:
+            return None
+        if self._breaker.wait_s(time.monotonic()) > 0:
+            return None
+        self.count += 1
+        self._active_count += 1
+        try:
+            async with asyncio.timeout(self._settings.timeout_s):
+                found = await asyncio.get_running_loop().run_in_executor(
+                    self._threads, self._look_up, published, tokens, salt
+                )
+        except asyncio.CancelledError:
+            self._breaker.gave_up()
+            raise
+        except (ObjectCacheError, TimeoutError, OSError, ValueError) as error:
+            self.failure_count += 1
+            self._breaker.failed(time.monotonic())
+            _log.warning("a lookup failed: %r", error)
+            return None
+        finally:
+            self._active_count -= 1
+        self._breaker.succeeded()
+        return found
+
+    def close(self) -> None:
+        """Ask nothing more."""
+        self._threads.shutdown(wait=False, cancel_futures=True)
+        for client in self._clients.values():
+            client.close()
+
+    def _look_up(self, published: Published, tokens: Sequence[int], salt: str) -> Stored:
+        client = self._client(published)
+        deployment, layout = published.deployment, published.layout
+        chunk_count = min(len(tokens) // layout.chunk_tokens, KEYS_MAX)
+        request = AdviceRequest(
+            len(tokens), layout, published.prefill or PrefillCosts(0.0),
+            layer_major=published.loads, chunk_major=published.loads,
+        )  # fmt: skip
+        found: list[tuple[int, float]] = []
+        for rank in range(deployment.rank_count):
+            keys = KeyChain(deployment.namespace(rank, "", salt), layout.chunk_tokens).keys(tokens, chunk_count)
+            matched, advice = client.advise(keys, request, self._settings.lease_s)
+            found.append((matched, advice.rate_bytes_per_s or 0.0))
+        count = min(matched for matched, _ in found)
+        rate = min(rate for _, rate in found) / deployment.rank_count
+        return Stored(count, layout, rate, published.loads)
+
+    def _client(self, published: Published) -> ObjectCacheClient:
+        endpoint = self._settings.endpoint or published.endpoint
+        client = self._clients.get(endpoint)
+        if client is None:
+            client = self._clients[endpoint] = ObjectCacheClient(
+                endpoint,
+                published.bucket,
+                access_key=self._settings.access_key,
+                secret_key=self._settings.secret_key,
+                region=self._settings.region,
+                timeout_s=max(1.0, self._settings.timeout_s),
+            )
+        return client if client.bucket == published.bucket else client.in_bucket(published.bucket)

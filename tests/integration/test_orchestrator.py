@@ -1,0 +1,402 @@
+"""The orchestrator in front of engines that are played: what clients see, and what becomes of failures."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import aiohttp
+import pytest
+
+from bench.beds.canned_engines import CannedSettings
+from orchestrator.rules.admission import AdmissionSettings, Tenant
+from orchestrator.rules.policies import PolicyName
+from orchestrator.service import UNMATCHED_MAX, Orchestrator
+from orchestrator.settings import EngineSettings, Role
+from tests.support.orchestrators import QUICK, canned, orchestrated, until
+
+PROMPT = list(range(1, 257))
+OTHER = list(range(1000, 1256))
+FAST = CannedSettings(token_us=20.0, output_s=0.001)
+
+
+def words(prompt: Any) -> list[str]:
+    """The canned answer to a prompt of token ids, of four tokens."""
+    from hashlib import sha256
+
+    seed = sha256(json.dumps(prompt).encode()).hexdigest()
+    return [f" {seed[at : at + 4]}" for at in range(4)]
+
+
+async def test_a_stream_comes_as_the_engine_sends_it_and_says_where_from() -> None:
+    async with canned(2, FAST) as engines, orchestrated(engines) as bed:
+        answer = await bed.complete(PROMPT, stream=True, headers={"X-Request-Id": "0123456789abcdef"})
+        assert answer.status == 200
+        assert answer.headers["content-type"].startswith("text/event-stream")
+        assert answer.words() == words(PROMPT)
+        assert answer.body.endswith(b"data: [DONE]\n\n")
+        assert answer.engine in {engine.url for engine in engines}
+        assert answer.headers["x-objectcache-request-id"] == "0123456789abcdef"
+        receipt = (await bed.ask("GET", "/_orchestrator/receipts/0123456789abcdef")).json()
+        assert receipt["engine"] == answer.engine
+        assert receipt["prompt_tokens"] == 256
+        assert receipt["status"] == 200
+        assert 0 < receipt["ttft_s"] <= receipt["total_s"]
+        assert receipt["attempts"] == [{"engine": answer.engine, "status": 200}]
+
+
+async def test_prompts_go_where_their_beginning_is_by_the_engines_own_events() -> None:
+    async with canned(3, FAST) as engines, orchestrated(engines) as bed:
+        for prompt in (PROMPT, OTHER):
+            await bed.complete(prompt)
+        homes = {}
+        for name, prompt in (("first", PROMPT), ("second", OTHER)):
+            answer = await bed.complete([*prompt, 5, 6, 7])
+            homes[name] = answer.engine
+        known = bed.orchestrator.engines
+        await until(lambda: sum(bed.orchestrator.index.held_count(each) for each in known) == 32)
+        for name, prompt in (("first", PROMPT), ("second", OTHER)):
+            answers = [await bed.complete([*prompt, 8, at], stream=True) for at in range(4)]
+            assert {answer.engine for answer in answers} == {homes[name]}
+        receipt_id = answers[-1].headers["x-objectcache-request-id"]
+        receipt = (await bed.ask("GET", f"/_orchestrator/receipts/{receipt_id}")).json()
+        assert receipt["predictions"][0]["held_tokens"] == 256
+
+
+async def test_chats_texts_and_responses_pass_through() -> None:
+    async with canned(1, FAST) as engines, orchestrated(engines) as bed:
+        chat = await bed.ask(
+            "POST", "/v1/chat/completions",
+            {"model": "canned", "messages": [{"role": "user", "content": "hello"}], "max_tokens": 3, "tools": [],
+             "logprobs": True, "seed": 5},
+        )  # fmt: skip
+        assert chat.json()["choices"][0]["message"]["content"]
+        assert engines[0].requests[-1]["logprobs"] is True
+        assert (await bed.complete("a text")).status == 200
+        responses = await bed.ask("POST", "/v1/responses", {"model": "canned", "input": "hello"})
+        assert responses.status == 200
+        embedded = await bed.ask("POST", "/v1/embeddings", {"model": "canned", "input": "hello"})
+        assert embedded.json()["data"][0]["embedding"] == [0.5]
+        tokens = await bed.ask("POST", "/tokenize", {"model": "canned", "prompt": "ab"})
+        assert tokens.json()["tokens"] == [97, 98]
+        models = await bed.ask("GET", "/v1/models")
+        assert [each["id"] for each in models.json()["data"]] == ["canned"]
+        assert (await bed.ask("GET", "/health")).status == 200
+
+
+async def test_an_explanation_has_every_engines_terms_and_sends_nothing() -> None:
+    async with canned(3, FAST) as engines, orchestrated(engines) as bed:
+        await bed.complete(PROMPT)
+        sent = sum(len(engine.requests) for engine in engines)
+        told = (await bed.ask("POST", "/_orchestrator/route", {"model": "canned", "prompt": PROMPT})).json()
+        assert len(told["candidates"]) == 3
+        assert told["candidates"][0]["engine"] == told["engine"]
+        for each in told["candidates"]:
+            assert each["ttft_s"] == pytest.approx(each["queue_s"] + each["routing_s"] + each["compute_s"])
+        assert sum(len(engine.requests) for engine in engines) == sent
+
+
+@pytest.mark.parametrize("path", ["/v1/completions", "/v1/chat/completions"])
+@pytest.mark.parametrize("body", [b"", b"[]", b"{", b'{"prompt": 5, "messages": 5}', b"\xff" * 100, b"[" * 100_000])
+async def test_a_body_that_no_engine_could_answer_is_refused_and_not_sent(path: str, body: bytes) -> None:
+    async with canned(1, FAST) as engines, orchestrated(engines) as bed:
+        answer = await bed.ask("POST", path, data=body)
+        assert answer.status == 400
+        assert answer.json()["error"]["type"] == "invalid_request_error"
+        assert engines[0].requests == []
+
+
+async def test_an_engine_that_fails_before_its_first_byte_costs_a_retry_elsewhere() -> None:
+    async with canned(3, FAST) as engines, orchestrated(engines) as bed:
+        first = await bed.complete(PROMPT)
+        bed.engine_at(first.engine).fails_with = 500
+        again = await bed.complete([*PROMPT, 1], stream=True)
+        assert again.status == 200
+        assert again.engine != first.engine
+        receipt_id = again.headers["x-objectcache-request-id"]
+        receipt = (await bed.ask("GET", f"/_orchestrator/receipts/{receipt_id}")).json()
+        assert [each.get("status") for each in receipt["attempts"]][:1] == [500]
+        for engine in engines:
+            engine.fails_with = 500
+        answer = await bed.complete(OTHER)
+        assert answer.status in (500, 502, 503)
+
+
+async def test_a_killed_engine_is_left_and_comes_back() -> None:
+    async with canned(2, FAST) as engines, orchestrated(engines) as bed:
+        port = int(engines[0].url.rsplit(":", 1)[1])
+        await engines[0].stop()
+        answers = [await bed.complete([at, *PROMPT]) for at in range(6)]
+        assert {answer.status for answer in answers} == {200}
+        assert {answer.engine for answer in answers} == {engines[1].url}
+        await until(lambda: bed.orchestrator.engines[engines[0].url].status().value != "up")
+        await engines[0].start(port)
+        await until(lambda: bed.orchestrator.engines[engines[0].url].status().value == "up")
+
+
+async def test_an_engine_that_dies_in_mid_stream_ends_in_an_honest_error() -> None:
+    async with canned(1, FAST) as engines, orchestrated(engines) as bed:
+        engines[0].cuts_after = 2
+        answer = await bed.complete(PROMPT, stream=True)
+        assert answer.status == 200
+        assert answer.words() == words(PROMPT)[:2]
+        last = answer.body.decode().strip().rsplit("\n\n", 1)[-1]
+        assert json.loads(last.removeprefix("data: "))["error"]["code"] == "engine_lost"
+        assert b"[DONE]" not in answer.body
+
+
+async def test_an_engine_that_hangs_is_left_by_those_that_wait_for_it() -> None:
+    async with canned(2, FAST) as engines, orchestrated(engines) as bed:
+        first = await bed.complete(PROMPT)
+        hung = bed.engine_at(first.engine)
+        hung.is_hung.set()
+        again = await bed.complete([*PROMPT, 1], stream=True)
+        assert again.status == 200
+        assert again.engine != first.engine
+        assert again.words() == words([*PROMPT, 1])
+
+
+async def test_a_client_that_leaves_takes_its_request_with_it() -> None:
+    slow = replace(FAST, output_s=0.05)
+    async with canned(1, slow) as engines, orchestrated(engines) as bed:
+        body = {"model": "canned", "prompt": PROMPT, "stream": True, "max_tokens": 1000}
+        async with bed.http.post(f"{bed.url}/v1/completions", json=body) as answer:
+            assert await answer.content.readany()
+            assert bed.orchestrator.gate.admission.active_count == 1
+        await until(lambda: engines[0].cancelled_count == 1)
+        await until(lambda: bed.orchestrator.gate.admission.active_count == 0)
+        engine = bed.orchestrator.engines[engines[0].url]
+        assert engine.books.active_count == 0
+
+
+async def test_load_is_counted_to_the_streams_end_on_every_path() -> None:
+    """Whatever happens to 60 requests, the books are empty afterwards."""
+    async with canned(2, replace(FAST, output_s=0.002)) as engines, orchestrated(engines) as bed:
+        engines[1].cuts_after = 1
+
+        async def one(at: int) -> None:
+            body = {"model": "canned", "prompt": [at, *PROMPT], "stream": at % 2 == 0, "max_tokens": 20}
+            if at % 10 == 9:
+                engines[0].fails_with = 500 if at % 20 == 19 else None
+            try:
+                async with asyncio.timeout(0.05 if at % 5 == 0 else 20):
+                    await bed.ask("POST", "/v1/completions", body)
+            except (TimeoutError, aiohttp.ClientError):
+                return
+
+        await asyncio.gather(*(one(at) for at in range(60)))
+        await until(lambda: all(engine.books.active_count == 0 for engine in bed.orchestrator.engines.values()))
+        assert bed.orchestrator.gate.admission.active_count == 0
+        assert bed.orchestrator.gate.admission.waiting_count == 0
+
+
+async def test_admission_bounds_what_runs_and_tells_the_rest_to_come_again() -> None:
+    """003: ten at once with `--max-active 3`: three run and seven are refused."""
+    settings = replace(QUICK, admission=AdmissionSettings(active_max=3, queue_max=0))
+    async with canned(2, replace(FAST, output_s=0.05)) as engines, orchestrated(engines, settings) as bed:
+        answers = await asyncio.gather(*(bed.complete([at, *PROMPT]) for at in range(10)))
+        statuses = sorted(answer.status for answer in answers)
+        assert statuses == [200] * 3 + [429] * 7
+        refused = next(answer for answer in answers if answer.status == 429)
+        assert int(refused.headers["retry-after"]) >= 1
+        assert refused.json()["error"]["type"] == "rate_limit_error"
+
+
+async def test_a_request_that_waits_too_long_is_told_so() -> None:
+    settings = replace(QUICK, admission=AdmissionSettings(active_max=1, queue_max=5, deadline_s=0.1))
+    async with canned(1, replace(FAST, output_s=0.1)) as engines, orchestrated(engines, settings) as bed:
+        answers = await asyncio.gather(*(bed.complete([at, *PROMPT]) for at in range(3)))
+        assert sorted(answer.status for answer in answers) == [200, 503, 503]
+
+
+async def test_tenants_are_told_apart_by_their_keys_and_share_nothing() -> None:
+    tenants = {"key-of-a-tenant": Tenant("a"), "key-of-another": Tenant("b", active_max=1)}
+    settings = replace(QUICK, tenants=tenants, response_cache_bytes=1 << 20)
+    async with canned(1, FAST) as engines, orchestrated(engines, settings) as bed:
+        assert (await bed.complete(PROMPT)).status == 401
+        assert (await bed.complete(PROMPT, headers={"Authorization": "Bearer nobody"})).status == 401
+        assert (await bed.ask("GET", "/v1/models")).status == 401
+        for _ in range(2):
+            answer = await bed.complete(
+                PROMPT, temperature=0, stream=True, headers={"Authorization": "Bearer key-of-a-tenant"}
+            )
+            assert answer.words() == words(PROMPT)
+        assert answer.engine == "response cache"
+        other = await bed.complete(
+            PROMPT, temperature=0, stream=True, headers={"Authorization": "Bearer key-of-another"}
+        )
+        assert other.engine == engines[0].url
+        assert len(engines[0].requests) == 2
+        quota = await bed.ask("PUT", "/_orchestrator/quotas/b", {"weight": 2.0, "active_max": 5})
+        assert quota.status == 200
+        assert (await bed.ask("PUT", "/_orchestrator/quotas/nobody", {"weight": 2.0})).status == 400
+        assert (await bed.ask("PUT", "/_orchestrator/quotas/b", {"weight": -1})).status == 400
+
+
+async def test_an_operator_joins_drains_and_removes_engines_while_it_runs() -> None:
+    async with canned(2, FAST) as engines, orchestrated(engines[:1]) as bed:
+        bed.engines = engines
+        joined = await bed.ask("POST", "/_orchestrator/engines", {"url": engines[1].url, "name": "second"})
+        assert (joined.status, joined.json()["name"]) == (201, "second")
+        await until(lambda: bed.orchestrator.engines["second"].status().value == "up")
+        assert (await bed.ask("POST", f"/_orchestrator/engines/{engines[0].url}/drain")).status == 200
+        answers = [await bed.complete([at, *PROMPT]) for at in range(3)]
+        assert {answer.engine for answer in answers} == {"second"}
+        assert (await bed.ask("POST", f"/_orchestrator/engines/{engines[0].url}/undrain")).status == 200
+        assert (await bed.ask("DELETE", "/_orchestrator/engines/second")).status == 200
+        assert {(await bed.complete(PROMPT)).engine} == {engines[0].url}
+        for wrong in (
+            {},
+            {"url": "ftp://x"},
+            {"url": "http://x:1", "requests_max": 0},
+            {"url": "http://x:1", "more": 1},
+        ):
+            assert (await bed.ask("POST", "/_orchestrator/engines", wrong)).status == 400
+        assert (await bed.ask("DELETE", "/_orchestrator/engines/nobody")).status == 404
+
+
+async def test_the_admin_surface_needs_its_token_where_one_is_set() -> None:
+    settings = replace(QUICK, admin_token="a-token-of-sixteen-letters")
+    async with canned(1, FAST) as engines, orchestrated(engines, settings) as bed:
+        assert (await bed.ask("GET", "/_orchestrator/status")).status == 401
+        headers = {"Authorization": "Bearer a-token-of-sixteen-letters"}
+        status = await bed.ask("GET", "/_orchestrator/status", headers=headers)
+        assert status.json()["engines"][0]["status"] == "up"
+
+
+async def test_after_a_restart_engines_sessions_and_blocks_are_known(tmp_path: Path) -> None:
+    """The registration was acknowledged; the blocks were written down, and what came since is replayed."""
+    settings = replace(QUICK, data=tmp_path)
+    async with canned(2, FAST) as engines:
+        async with orchestrated([], settings) as bed:
+            for engine in engines:
+                await bed.ask("POST", "/_orchestrator/engines", {"url": engine.url})
+            known = bed.orchestrator.engines
+            await until(lambda: len(known) == 2 and all(engine.feeds for engine in known.values()))
+            home = (await bed.complete(PROMPT, user="session")).engine
+            await until(lambda: bed.orchestrator.index.held_count(home) == 16)
+        engine = next(each for each in engines if each.url == home)
+        await engine.publish(
+            [{"type": "BlockStored", "block_hashes": [5], "parent_block_hash": None, "token_ids": list(range(16)),
+              "block_size": 16, "medium": "GPU"}]
+        )  # fmt: skip
+        async with orchestrated([], settings) as bed:
+            assert set(bed.orchestrator.engines) == {each.url for each in engines}
+            assert bed.orchestrator.sessions.engine("session") == home
+            await until(lambda: bed.orchestrator.index.held_count(home) == 17)
+            feed = bed.orchestrator.engines[home].feeds[home]
+            assert feed.replayed_count == 1
+            assert (await bed.complete([*PROMPT, 1])).engine == home
+
+
+@pytest.mark.parametrize("has_replay", [True, False])
+async def test_a_gap_in_the_events_is_replayed_or_known(has_replay: bool) -> None:
+    async with canned(1, FAST) as engines:
+        engine = engines[0]
+        own = EngineSettings(engine.url, events=engine.events, replay=engine.replay if has_replay else None)
+        settings = replace(QUICK, engines=(own,))
+        async with orchestrated([], settings) as bed:
+            bed.engines = engines
+            await bed.complete(PROMPT)
+            index, name = bed.orchestrator.index, engine.url
+            await until(lambda: index.held_count(name) == 16)
+            engine.sent_batches.append(engine.sent_batches[-1])  # a batch that got lost on its way
+            await bed.complete(OTHER)
+            await until(lambda: index.held_count(name) == 32)
+            feed = bed.orchestrator.engines[name].feeds[name]
+            assert feed.gap_count == 1
+            assert feed.status.value == ("live" if has_replay else "degraded")
+            await engine.publish([{"type": "AllBlocksCleared"}], number=0)  # a repetition, or a new start
+            await until(lambda: index.held_count(name) == 0)
+
+
+async def test_batches_of_garbage_do_not_end_the_feed() -> None:
+    async with canned(1, FAST) as engines, orchestrated(engines) as bed:
+        engine, index = engines[0], bed.orchestrator.index
+        await bed.complete(PROMPT)
+        await until(lambda: index.held_count(engine.url) == 16)
+        for frames in (
+            [b"x"],
+            [b"", b"short", b""],
+            [b"", b"\0" * 8, b"\xc1"],
+            [b"", b"\xff" * 8, b"\x93\x01\x90\x00"],
+        ):
+            await engine.send(frames)
+        await engine.publish([{"type": "BlockStored", "block_hashes": ["no"]}])
+        await engine.publish([{"type": "AllBlocksCleared"}])
+        await until(lambda: index.held_count(engine.url) == 0)
+        assert (await bed.complete(PROMPT)).status == 200
+
+
+@pytest.mark.parametrize("shift", [0, 1])
+async def test_tokens_that_are_not_the_engines_are_told_loudly(
+    shift: int, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Otherwise every prompt would be a silent miss."""
+    monkeypatch.setattr("orchestrator.service.UNMATCHED_CHECK_S", 0.1)
+    async with canned(1, replace(FAST, tokenize_shift=shift)) as engines, orchestrated(engines) as bed:
+        for number in range(UNMATCHED_MAX):
+            await bed.complete(f"{number} is the number of this prompt, which has some blocks")
+        engine = bed.orchestrator.engines[engines[0].url]
+        await until(lambda: not bed.orchestrator.checks_count)
+        assert engine.unmatched_count == (UNMATCHED_MAX if shift else 0)
+        assert ("the tokens that requests are routed by are not" in caplog.text) is bool(shift)
+
+
+@pytest.mark.parametrize("policy", PolicyName)
+async def test_every_policy_serves(policy: PolicyName) -> None:
+    async with canned(3, FAST) as engines, orchestrated(engines, replace(QUICK, policy=policy)) as bed:
+        answers = await asyncio.gather(*(bed.complete([at % 3, *PROMPT], stream=True) for at in range(12)))
+        assert {answer.status for answer in answers} == {200}
+        for at, answer in enumerate(answers):
+            assert answer.words() == words([at % 3, *PROMPT])
+
+
+async def test_a_prefill_engine_computes_long_prompts_first_and_its_parameters_go_on() -> None:
+    async with canned(2, FAST) as engines:
+        prefill = EngineSettings(engines[1].url, role=Role.PREFILL)
+        async with orchestrated(engines[:1], replace(QUICK, engines=(prefill,), prefill_tokens_min=64)) as bed:
+            answer = await bed.complete(PROMPT, stream=True)
+            assert answer.engine == engines[0].url
+            assert answer.words() == words(PROMPT)
+            first = engines[1].requests[0]
+            assert (first["max_tokens"], first["stream"]) == (1, False)
+            assert first["kv_transfer_params"]["do_remote_decode"] is True
+            await bed.complete(PROMPT[:32])
+            assert len(engines[1].requests) == 1
+
+
+async def test_a_request_that_no_engine_could_hold_says_what_it_needs_and_what_there_is() -> None:
+    async with canned(2, replace(FAST, blocks_max=10)) as engines, orchestrated(engines) as bed:
+        await until(lambda: all(engine.report.kv_tokens == 160 for engine in bed.orchestrator.engines.values()))
+        answer = await bed.complete(PROMPT)
+        assert answer.status == 400
+        assert "260 tokens" in answer.json()["error"]["message"]
+        assert "160" in answer.json()["error"]["message"]
+        missing = await bed.ask("POST", "/v1/completions", {"model": "nobody's", "prompt": [1]})
+        assert missing.status == 404
+
+
+async def test_two_hundred_at_once_all_get_their_own_answers() -> None:
+    async with canned(3, replace(FAST, token_us=1.0)) as engines, orchestrated(engines) as bed:
+        prompts = [[at, *range(1, 64)] for at in range(200)]
+        answers = await asyncio.gather(*(bed.complete(prompt, stream=at % 2 == 0) for at, prompt in enumerate(prompts)))
+        for at, answer in enumerate(answers):
+            text = "".join(answer.words()) if at % 2 == 0 else answer.json()["choices"][0]["text"]
+            assert text == "".join(words(prompts[at]))
+
+
+async def test_metrics_count_what_was_done() -> None:
+    async with canned(1, FAST) as engines, orchestrated(engines) as bed:
+        await bed.complete(PROMPT)
+        text = (await bed.ask("GET", "/metrics")).body.decode()
+        assert 'objectcache_orchestrator_requests_total{path="/v1/completions",status="200"} 1.0' in text
+        assert "objectcache_orchestrator_ttft_seconds_count 1.0" in text
+        assert 'objectcache_orchestrator_known_engines{state="up"} 1.0' in text
+
+
+def test_settings_without_engines_make_no_orchestrator() -> None:
+    assert not Orchestrator(QUICK).is_serving()

@@ -1,0 +1,121 @@
+"""An orchestrator and canned engines on the running event loop."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import AsyncIterator, Callable, Sequence
+from contextlib import AsyncExitStack, asynccontextmanager
+from dataclasses import dataclass, replace
+from typing import Any
+
+import aiohttp
+
+from bench.beds.canned_engines import CannedEngine, CannedSettings
+from objectcache import serve
+from orchestrator.process import Orchestration
+from orchestrator.service import Orchestrator
+from orchestrator.settings import EngineSettings, OrchestratorSettings
+
+WAIT_S = 10.0
+QUICK = OrchestratorSettings(poll_s=0.05, probe_timeout_s=0.3, first_byte_timeout_s=20.0)
+
+
+@dataclass
+class Answer:
+    """A whole answer."""
+
+    status: int
+    headers: dict[str, str]
+    body: bytes
+
+    @property
+    def engine(self) -> str:
+        """Where it came from."""
+        return self.headers.get("x-objectcache-engine", "")
+
+    def json(self) -> Any:
+        """The body as JSON."""
+        return json.loads(self.body)
+
+    def words(self) -> list[str]:
+        """The pieces of a stream of completions."""
+        events = [line.removeprefix("data: ") for line in self.body.decode().split("\n\n") if line]
+        documents = [json.loads(event) for event in events if event != "[DONE]"]
+        return [each["choices"][0].get("text", "") for each in documents if "choices" in each]
+
+
+class Bed:
+    """An orchestrator in front of some engines."""
+
+    def __init__(self, url: str, orchestrator: Orchestrator, engines: Sequence[CannedEngine]) -> None:
+        self.url = url
+        self.orchestrator = orchestrator
+        self.engines = list(engines)
+        self.http = aiohttp.ClientSession(timeout=aiohttp.ClientTimeout(total=30))
+
+    async def ask(self, method: str, path: str, document: Any = None, **options: Any) -> Answer:
+        """One request, and its whole answer."""
+        if document is not None:
+            options["json"] = document
+        async with self.http.request(method, f"{self.url}{path}", **options) as answer:
+            return Answer(answer.status, {name.lower(): value for name, value in answer.headers.items()},
+                          await answer.read())  # fmt: skip
+
+    async def complete(self, prompt: Any, **options: Any) -> Answer:
+        """A completion."""
+        headers = options.pop("headers", {})
+        return await self.ask(
+            "POST",
+            "/v1/completions",
+            {"model": "canned", "prompt": prompt, "max_tokens": 4, **options},
+            headers=headers,
+        )
+
+    def engine_at(self, url: str) -> CannedEngine:
+        """The engine of an address."""
+        return next(engine for engine in self.engines if engine.url == url)
+
+
+async def until(is_so: Callable[[], bool], wait_s: float = WAIT_S) -> None:
+    """Return when it is so. Raises AssertionError when it does not become so."""
+    for _ in range(round(wait_s / 0.01)):
+        if is_so():
+            return
+        await asyncio.sleep(0.01)
+    raise AssertionError("it does not come to be")
+
+
+@asynccontextmanager
+async def canned(count: int, settings: CannedSettings | None = None) -> AsyncIterator[list[CannedEngine]]:
+    """Some engines."""
+    async with AsyncExitStack() as stack:
+        engines = []
+        for _ in range(count):
+            engine = CannedEngine(None if settings is None else replace(settings))
+            await engine.start()
+            stack.push_async_callback(engine.stop)
+            engines.append(engine)
+        yield engines
+
+
+@asynccontextmanager
+async def orchestrated(
+    engines: Sequence[CannedEngine], settings: OrchestratorSettings = QUICK, *, is_waiting: bool = True
+) -> AsyncIterator[Bed]:
+    """An orchestrator in front of these engines, beside those of the settings; by default when all of them are up."""
+    own = tuple(EngineSettings(engine.url) for engine in engines)
+    settings = replace(settings, engines=(*settings.engines, *own))
+    made = Orchestration(settings, None, lambda server: serve.listening(server, serve.Listen()))
+    await made.start()
+    bed = Bed(made.url, made.orchestrator, engines)
+    try:
+        if is_waiting:
+            known = made.orchestrator.engines
+            await until(lambda: all(engine.status().value == "up" for engine in known.values()))
+            publishing = {engine.url for engine in engines if engine.settings.publishes}
+            await until(lambda: all(known[url].feeds for url in publishing if url in known))
+        yield bed
+    finally:
+        await bed.http.close()
+        await made.close()

@@ -1,0 +1,60 @@
+"""What an engine's metrics say."""
+
+from __future__ import annotations
+
+from descriptors.layout import ChunkLayout
+from descriptors.recompute import DeliveryCosts, PrefillCosts
+from nixl_client.connectors.vllm.naming import Deployment
+from nixl_client.connectors.vllm.published import published
+from orchestrator.rules.engine_metrics import read_metrics
+
+VLLM = """
+# HELP vllm:num_requests_running Number of requests in model execution batches.
+# TYPE vllm:num_requests_running gauge
+vllm:num_requests_running{engine="0",model_name="m"} 3.0
+vllm:num_requests_running{engine="1",model_name="m"} 1.0
+vllm:num_requests_waiting{engine="0",model_name="m"} 2.0
+vllm:num_requests_waiting_by_reason{engine="0",model_name="m",reason="capacity"} 2.0
+vllm:cache_config_info{block_size="16",enable_prefix_caching="True",engine="0",num_gpu_blocks="1000"} 1.0
+"""
+
+
+def test_the_queue_and_the_room_of_all_ranks() -> None:
+    report = read_metrics(VLLM)
+    assert (report.running, report.waiting, report.kv_tokens, report.block_tokens) == (4, 2, 16_000, 16)
+    assert report.published is None
+    assert read_metrics("").running == 0
+
+
+def test_a_connector_shows_before_it_publishes_and_costs_of_zero_are_none() -> None:
+    assert read_metrics('vllm:objectcache_lookups_total{engine="0"} 0.0').has_connector
+    assert not read_metrics(VLLM).has_connector
+    info = (
+        'vllm:objectcache_deployment_info{deployment="m",dtype="d",block_tokens="16",tp_size="1",pp_size="1",'
+        'num_layers="4",chunk_tokens="16",layer_chunk_bytes="64",endpoint="e",bucket="b"} 1'
+    )
+    found = read_metrics(f"{info}\nvllm:objectcache_cost_token_us 0.0").published
+    assert found is not None
+    assert found.prefill is None
+
+
+def test_what_the_connector_publishes_comes_back() -> None:
+    """The same document that the connector makes of its deployment, in the form that vLLM's metrics give it."""
+    deployment = Deployment('weights "x"\\n', "torch.bfloat16 auto", 16, 2, 1)
+    layout, prefill = ChunkLayout(32, 64, 131_072), PrefillCosts(812.5, 0.01, 900.0)
+    loads = DeliveryCosts(0.001, 0.0002, 0.0003, 2e9)
+    document = published(deployment, layout, "http://store:9000", "kv", prefill, loads)
+    escaped = {
+        name: str(value).replace("\\", "\\\\").replace("\n", "\\n").replace('"', '\\"')
+        for name, value in document["deployment"].items()
+    }
+    labels = ",".join(f'{name}="{value}"' for name, value in escaped.items())
+    lines = [f'vllm:objectcache_deployment_info{{engine="0",{labels}}} 1.0']
+    lines += [f'vllm:objectcache_cost_{name}{{engine="0"}} {value}' for name, value in document["costs"].items()]
+    found = read_metrics("\n".join(lines)).published
+    assert found is not None
+    assert (found.deployment, found.layout, found.endpoint, found.bucket) == (
+        deployment, layout, "http://store:9000", "kv",
+    )  # fmt: skip
+    assert (found.prefill, found.loads) == (prefill, loads)
+    assert read_metrics(lines[0].replace('tp_size="2"', 'tp_size="two"')).published is None

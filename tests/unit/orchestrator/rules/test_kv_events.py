@@ -1,0 +1,105 @@
+"""vLLM's KV events."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import msgspec
+import pytest
+
+from orchestrator.rules.kv_events import (
+    AllBlocksCleared,
+    BatchOrder,
+    BlockRemoved,
+    BlockStored,
+    Turn,
+    WrongEventError,
+    batch_of,
+    block_name,
+    name_bytes,
+    token_root,
+)
+
+STORED = {
+    "type": "BlockStored", "block_hashes": [11, 12], "parent_block_hash": 10, "token_ids": [1, 2, 3, 4],
+    "block_size": 2, "medium": "GPU",
+}  # fmt: skip
+
+
+def test_maps_and_arrays_say_the_same() -> None:
+    """Newer versions of vLLM send maps whose defaults are left out, older ones arrays."""
+    array = ["BlockStored", [11, 12], 10, [1, 2, 3, 4], 2, None, "GPU"]
+    assert batch_of([1.0, [STORED], 0]) == batch_of([1.0, [array]])
+    assert batch_of({"ts": 1.0, "events": [STORED], "data_parallel_rank": None}).events == (
+        BlockStored((11, 12), 10, (1, 2, 3, 4), 2),
+    )
+    removed = batch_of([2, [{"type": "BlockRemoved", "block_hashes": [b"x"]}, ["BlockRemoved", [7], "CPU"]], 3])
+    assert removed.events == (BlockRemoved((b"x",)), BlockRemoved((7,), "CPU"))
+    assert removed.rank == 3
+    assert batch_of([1.0, [{"type": "AllBlocksCleared"}, ["AllBlocksCleared"]], 0]).events == (AllBlocksCleared(),) * 2
+
+
+def test_kinds_that_are_not_known_are_left_out() -> None:
+    """A later vLLM may have more of them."""
+    assert batch_of([1.0, [{"type": "BlockMoved"}, STORED], 0]).events == (BlockStored((11, 12), 10, (1, 2, 3, 4), 2),)
+
+
+@pytest.mark.parametrize(
+    "document",
+    [
+        None,
+        [1.0],
+        ["now", [], 0],
+        [1.0, [5], 0],
+        [1.0, [{**STORED, "token_ids": [1, 2, 3]}], 0],
+        [1.0, [{**STORED, "block_size": 0}], 0],
+        [1.0, [{**STORED, "block_size": 3}], 0],
+        [1.0, [{**STORED, "block_hashes": ["a", "b"]}], 0],
+        [1.0, [{**STORED, "parent_block_hash": "a"}], 0],
+        [1.0, [{**STORED, "extra_keys": [["a"]]}], 0],
+        [1.0, [{**STORED, "group_idx": "a"}], 0],
+        [1.0, [STORED] * 70_000, 0],
+    ],
+)
+def test_what_is_not_as_the_format_says_is_refused(document: Any) -> None:
+    with pytest.raises(WrongEventError):
+        batch_of(document)
+
+
+def test_random_bytes_are_refused_and_nothing_else_is_raised() -> None:
+    for size in range(1, 200):
+        payload = bytes((size * 37 + at * 101) % 256 for at in range(size))
+        try:
+            batch_of(msgspec.msgpack.decode(payload))
+        except (msgspec.DecodeError, WrongEventError, ValueError):
+            continue
+
+
+def test_the_salt_stands_behind_the_adapter_in_the_first_block_only() -> None:
+    stored = BlockStored((1, 2), None, (1, 2), 1, "lora", extras=(("lora", "salt"), ("lora",)))
+    assert token_root(stored, 0) == ("salt", b"")
+    assert token_root(stored, 1) == ("", b"")
+    image = BlockStored((1,), None, (1,), 1, extras=((("hash-of-image", 3), "salt"),))
+    assert token_root(image, 0) == ("salt", repr((("hash-of-image", 3),)).encode())
+    later = BlockStored((1,), 9, (1,), 1, extras=(("a text",),))
+    assert token_root(later, 0) == ("", repr(("a text",)).encode())
+
+
+@pytest.mark.parametrize("name", [0, 1, (1 << 63) - 1, 1 << 63, (1 << 64) - 1, -5, b"", b"b", b"\x00" * 32])
+def test_names_of_blocks_come_back(name: int | bytes) -> None:
+    assert block_name(name_bytes(name)) == name
+
+
+def test_batches_come_in_order_and_gaps_repetitions_and_new_starts_are_told_apart() -> None:
+    order = BatchOrder()
+    assert order.turn(4, 10.0) is Turn.REPLAY  # what was before is not known
+    assert order.turn(0, 10.0) is Turn.TAKE
+    order.took(0, 10.0)
+    assert order.turn(1, 11.0) is Turn.TAKE
+    assert order.turn(3, 11.0) is Turn.REPLAY
+    assert order.expected == 1
+    order.took(1, 11.0)
+    assert order.turn(0, 10.0) is Turn.DROP
+    assert order.turn(0, 12.0) is Turn.RESTART
+    order.restart()
+    assert order.turn(0, 12.0) is Turn.TAKE

@@ -1,0 +1,104 @@
+"""The parts of OpenAI's requests that decide."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from orchestrator.rules.openai_requests import (
+    OUTPUT_TOKENS_DEFAULT,
+    RequestKind,
+    WrongRequestError,
+    read_request,
+    response_key,
+)
+
+CHAT, COMPLETIONS = RequestKind.CHAT, RequestKind.COMPLETIONS
+HELLO = [{"role": "user", "content": "hello"}]
+
+
+def test_token_ids_need_no_tokenizer_and_texts_do() -> None:
+    ids = read_request(COMPLETIONS, {"model": "m", "prompt": [1, 2, 3], "max_tokens": 7, "n": 2}, {})
+    assert (ids.tokens, ids.to_tokenize, ids.output_tokens) == ((1, 2, 3), None, 14)
+    assert read_request(COMPLETIONS, {"prompt": [[1, 2]]}, {}).tokens == (1, 2)
+    text = read_request(COMPLETIONS, {"model": "m", "prompt": "hello", "stream": True}, {})
+    assert (text.tokens, text.to_tokenize) == (None, {"model": "m", "prompt": "hello"})
+    assert text.is_stream
+    assert text.output_tokens == OUTPUT_TOKENS_DEFAULT
+
+
+def test_a_chat_is_tokenized_with_everything_that_its_template_sees() -> None:
+    body = {"model": "m", "messages": HELLO, "tools": [{"type": "function"}], "temperature": 0, "logprobs": True}
+    asked = read_request(CHAT, body, {})
+    assert asked.to_tokenize == {"model": "m", "messages": HELLO, "tools": [{"type": "function"}]}
+    assert asked.is_deterministic
+
+
+@pytest.mark.parametrize(
+    ("kind", "body"),
+    [
+        (CHAT, {"messages": [{"role": "user", "content": [{"type": "image_url", "image_url": {}}]}]}),
+        (COMPLETIONS, {"prompt": ["a", "b"]}),
+        (COMPLETIONS, {"prompt_embeds": "…"}),
+        (RequestKind.EMBEDDINGS, {"input": "text"}),
+        (RequestKind.RESPONSES, {"input": "text", "previous_response_id": "resp_1"}),
+    ],
+)
+def test_prompts_whose_tokens_cannot_be_known_are_routed_without_them(kind: RequestKind, body: dict[str, Any]) -> None:
+    asked = read_request(kind, body, {})
+    assert asked.tokens is None
+    assert asked.to_tokenize is None
+
+
+@pytest.mark.parametrize(
+    ("kind", "body", "field"),
+    [
+        (CHAT, {}, "messages"),
+        (CHAT, {"messages": []}, "messages"),
+        (CHAT, {"messages": ["a"]}, "messages"),
+        (COMPLETIONS, {}, "prompt"),
+        (COMPLETIONS, {"prompt": []}, "prompt"),
+        (COMPLETIONS, {"prompt": 5}, "prompt"),
+        (COMPLETIONS, {"prompt": "a", "n": 0}, "n"),
+        (COMPLETIONS, {"prompt": "a", "n": True}, "n"),
+        (COMPLETIONS, {"prompt": "a", "max_tokens": -1}, "max_tokens"),
+        (COMPLETIONS, {"prompt": "a", "max_tokens": 1 << 40}, "max_tokens"),
+        (COMPLETIONS, {"prompt": "a", "model": 5}, "model"),
+        (COMPLETIONS, {"prompt": "a", "stream": "yes"}, "stream"),
+        (COMPLETIONS, {"prompt": "a", "cache_salt": 5}, "cache_salt"),
+    ],
+)
+def test_what_no_engine_could_answer_is_refused_by_its_field(
+    kind: RequestKind, body: dict[str, Any], field: str
+) -> None:
+    with pytest.raises(WrongRequestError) as caught:
+        read_request(kind, body, {})
+    assert caught.value.field == field
+
+
+def test_sessions_come_from_a_header_a_conversation_or_the_user() -> None:
+    def session(body: dict[str, Any], headers: dict[str, str] | None = None) -> str:
+        return read_request(COMPLETIONS, {"prompt": "a", **body}, headers or {}).session
+
+    assert session({"user": "u"}, {"x-session-id": "h"}) == "h"
+    assert session({"user": "u", "conversation": {"id": "c"}}) == "c"
+    assert session({"user": "u", "prompt_cache_key": "k"}) == "k"
+    assert session({"user": "u"}) == "u"
+    assert session({"user": 5}) == ""
+    assert len(session({"user": "u" * 1000})) == 256
+
+
+def test_answers_are_shared_by_nobody_else_and_for_nothing_else() -> None:
+    body = {"model": "m", "prompt": "a", "temperature": 0}
+    keys = {
+        response_key("t", COMPLETIONS, body),
+        response_key("u", COMPLETIONS, body),
+        response_key("t", CHAT, body),
+        response_key("t", COMPLETIONS, {**body, "max_tokens": 5}),
+    }
+    assert len(keys) == 4
+    assert response_key("t", COMPLETIONS, dict(reversed(body.items()))) in keys
+    for changed in ({"n": 2}, {"temperature": 0.1}):
+        assert not read_request(COMPLETIONS, {**body, **changed}, {}).is_deterministic
+    assert not read_request(COMPLETIONS, {"prompt": "a"}, {}).is_deterministic

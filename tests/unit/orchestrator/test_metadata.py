@@ -1,0 +1,78 @@
+"""Durable metadata."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from orchestrator.metadata import FILE, CacheEntry, Metadata, MetadataError, RegisteredEngine
+
+ENGINE = RegisteredEngine("http://a:8000", "a", "{}")
+
+
+def test_everything_is_there_after_a_restart(tmp_path: Path) -> None:
+    metadata = Metadata(tmp_path)
+    metadata.add_engine(ENGINE)
+    metadata.add_engine(RegisteredEngine("http://b:8000", "b", "{}", is_draining=True))
+    metadata.note_sessions({"s": "a", "t": "b"})
+    metadata.note_source("a", 7, [CacheEntry("a", b"p1", b"n1"), CacheEntry("a", b"p2", b"n2")], [], is_cleared=False)
+    metadata.set_pin("prefix", "a", None)
+    metadata.set_pin("over", "a", 5.0)
+    metadata.set_quota("t", '{"weight": 2}')
+    metadata.close()
+    again = Metadata(tmp_path)
+    assert [each.name for each in again.engines()] == ["a", "b"]
+    assert [each.is_draining for each in again.engines()] == [False, True]
+    assert dict(again.sessions()) == {"s": "a", "t": "b"}
+    assert again.next_batches() == {"a": 7}
+    assert [(each.block, each.prefix) for each in again.entries("a")] == [(b"n1", b"p1"), (b"n2", b"p2")]
+    assert again.pins(6.0) == {"prefix": "a"}
+    assert again.quotas() == {"t": '{"weight": 2}'}
+    again.close()
+    assert (tmp_path / FILE).stat().st_mode & 0o077 == 0
+
+
+def test_an_engine_that_is_removed_takes_its_blocks_and_sessions_with_it(tmp_path: Path) -> None:
+    metadata = Metadata(tmp_path)
+    metadata.add_engine(ENGINE)
+    metadata.note_sessions({"s": "a", "t": "b"})
+    metadata.note_entries([CacheEntry(name, b"p", b"n") for name in ("a", "a#1", "ab")])
+    metadata.remove_engine("a")
+    assert metadata.engines() == []
+    assert metadata.sessions() == [("t", "b")]
+    assert [each.engine for each in metadata.entries()] == ["ab"]
+    metadata.close()
+
+
+def test_a_name_is_one_engines_and_an_engine_may_come_again(tmp_path: Path) -> None:
+    metadata = Metadata(tmp_path)
+    metadata.add_engine(ENGINE)
+    metadata.add_engine(RegisteredEngine(ENGINE.url, "a", '{"requests_max": 4}'))
+    with pytest.raises(MetadataError, match="another engine"):
+        metadata.add_engine(RegisteredEngine("http://c:8000", "a", "{}"))
+    assert [each.settings for each in metadata.engines()] == ['{"requests_max": 4}']
+    metadata.close()
+
+
+def test_sessions_are_bounded_and_entries_are_read_in_parts(tmp_path: Path) -> None:
+    metadata = Metadata(tmp_path)
+    metadata.note_sessions({str(at): "a" for at in range(20)}, sessions_max=5)
+    assert len(metadata.sessions()) == 5
+    metadata.note_entries([CacheEntry("a", b"p", at.to_bytes(4, "big")) for at in range(12_000)])
+    assert sum(1 for _ in metadata.entries("a")) == 12_000
+    assert metadata.find_entry("a", (5).to_bytes(4, "big")) is not None
+    assert metadata.find_entry("a", b"none") is None
+    metadata.close()
+
+
+def test_a_file_of_a_later_release_or_of_something_else_is_refused(tmp_path: Path) -> None:
+    metadata = Metadata(tmp_path)
+    metadata._db.execute("PRAGMA user_version = 99")
+    metadata.close()
+    with pytest.raises(MetadataError, match="99"):
+        Metadata(tmp_path)
+    (tmp_path / "other").mkdir()
+    (tmp_path / "other" / FILE).write_bytes(b"no database" * 100)
+    with pytest.raises(MetadataError):
+        Metadata(tmp_path / "other")

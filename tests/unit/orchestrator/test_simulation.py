@@ -1,0 +1,100 @@
+"""The simulation: tokens add up, losses cost a second attempt, and 003's model is one of its cases."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+
+from orchestrator.rules.latency_model import LatencyCosts, ModelRequest, latency_ms
+from orchestrator.rules.policies import PolicyName
+from orchestrator.simulation import (
+    SimulatedEngine,
+    SimulatedRequest,
+    SimulatedStore,
+    Simulation,
+    summary,
+    with_bursts,
+)
+
+ENGINE = SimulatedEngine(100.0, 0.01, blocks_max=100)
+STORE = SimulatedStore(1000, 10e9)
+
+
+def conversations(count: int, turns: int, gap_s: float) -> list[SimulatedRequest]:
+    """Each turn goes on from the one before it."""
+    return sorted(
+        (
+            SimulatedRequest(
+                (turn * count + number) * gap_s,
+                tuple(number * 100 + at for at in range(4 * (turn + 1))),
+                4 * (turn + 1) * 512,
+                20,
+                str(number),
+            )
+            for number in range(count)
+            for turn in range(turns)
+        ),
+        key=lambda each: each.at_s,
+    )
+
+
+@pytest.mark.parametrize("policy", PolicyName)
+@pytest.mark.parametrize("store", [None, STORE])
+def test_every_request_ends_once_and_its_tokens_add_up(policy: PolicyName, store: SimulatedStore | None) -> None:
+    requests = conversations(12, 4, 0.05)
+    outcomes = Simulation([ENGINE] * 3, policy, store).run(requests)
+    assert len(outcomes) == len(requests)
+    whole = sum(each.held_tokens + each.loaded_tokens + each.computed_tokens for each in outcomes)
+    assert whole == sum(each.prompt_tokens for each in requests)
+    assert all(each.ttft_s > 0 and each.computed_tokens >= 1 for each in outcomes)
+    assert sum(each.loaded_tokens for each in outcomes) == 0 or store is not None
+    again = Simulation([ENGINE] * 3, policy, store).run(requests)
+    assert again == outcomes
+
+
+def test_prefixes_that_are_held_make_the_difference() -> None:
+    requests = conversations(13, 6, 0.1)
+    ours, turns = (
+        summary(Simulation([ENGINE] * 4, policy).run(requests)) for policy in (PolicyName.TTFT, PolicyName.ROUND_ROBIN)
+    )
+    assert ours["held"] > turns["held"]
+    assert ours["ttft_mean_s"] < turns["ttft_mean_s"]
+
+
+def test_an_engine_that_is_lost_costs_its_requests_a_second_attempt() -> None:
+    requests = conversations(20, 3, 0.05)
+    engines = [replace(ENGINE, lost_at_s=1.0), ENGINE]
+    outcomes = Simulation(engines, PolicyName.TTFT, STORE).run(requests)
+    assert len(outcomes) == len(requests)
+    assert {each.attempt_count for each in outcomes} == {1, 2}
+    assert all(each.engine == 1 for each in outcomes if each.at_s > 1.0)
+
+
+def test_a_slow_link_is_not_used_where_computing_is_sooner() -> None:
+    requests = conversations(6, 3, 0.2)
+    engines = [replace(ENGINE, blocks_max=1)] * 2
+    slow = Simulation(engines, PolicyName.TTFT, replace(STORE, link_bytes_per_s=1e6)).run(requests)
+    fast = Simulation(engines, PolicyName.TTFT, STORE).run(requests)
+    assert sum(each.loaded_tokens for each in slow) == 0
+    assert sum(each.loaded_tokens for each in fast) > 0
+
+
+def test_the_model_of_003_is_one_engine_without_routing_or_queue() -> None:
+    """Its latency is TTFT and decoding; routing is 003's 5 ms."""
+    costs = LatencyCosts()
+    engine = SimulatedEngine(costs.prefill_ms * 1000, costs.decode_ms / 1000, requests_max=1)
+    requests = [SimulatedRequest(0.0, (1, 2), 1024, 20), SimulatedRequest(10.0, (1, 3), 1024, 20)]
+    miss, hit = Simulation([engine], PolicyName.PAPER).run(requests)
+    for outcome, hit_tokens in ((miss, 0), (hit, 512)):
+        wanted_ms = latency_ms(ModelRequest(1024, 20, hit_tokens), costs)
+        assert outcome.ttft_s * 1000 + 20 * costs.decode_ms + costs.routing_ms == pytest.approx(wanted_ms)
+
+
+def test_bursts_have_the_rate_that_was_asked_for() -> None:
+    requests = conversations(100, 20, 0.0)
+    for burst in (1, 16):
+        times = [each.at_s for each in with_bursts(requests, 10.0, burst, 7)]
+        assert times == sorted(times)
+        assert len(times) / times[-1] == pytest.approx(10.0, rel=0.2)
+        assert (len(set(times)) == len(times)) is (burst == 1)

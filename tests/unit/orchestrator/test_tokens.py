@@ -1,0 +1,62 @@
+"""Tokens by a model's own files, and the cache of tokens."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from orchestrator.tokens import LocalTokenizer, NoTokensError, TokenCache
+
+tokenizers = pytest.importorskip("tokenizers")
+TEMPLATE = "{% for message in messages %}<{{ message.role }}>{{ message.content }}{% endfor %}<end>"
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    """A tokenizer that knows a few words."""
+    words = {"[UNK]": 0, "hello": 1, "world": 2, "user": 3, "end": 4, "<": 5, ">": 6, "><": 7}
+    made = tokenizers.Tokenizer(tokenizers.models.WordLevel(words, unk_token="[UNK]"))
+    made.pre_tokenizer = tokenizers.pre_tokenizers.Whitespace()
+    made.save(str(tmp_path / "tokenizer.json"))
+    (tmp_path / "tokenizer_config.json").write_text(
+        json.dumps({"chat_template": TEMPLATE, "bos_token": {"content": "hello"}})
+    )
+    return tmp_path
+
+
+def test_texts_and_chats_become_tokens(folder: Path) -> None:
+    tokenizer = LocalTokenizer(folder)
+    assert tokenizer.tokens({"prompt": "hello world"}) == [1, 2]
+    whole = tokenizer.tokens({"messages": [{"role": "user", "content": "hello"}]})
+    parts = tokenizer.tokens({"messages": [{"role": "user", "content": [{"type": "text", "text": "hello"}]}]})
+    assert whole == parts
+    assert whole[:3] == [5, 3, 6]
+
+
+def test_a_template_that_refuses_or_is_missing_gives_no_tokens(folder: Path) -> None:
+    messages = [{"role": "user", "content": "hello"}]
+    for template in ("{{ raise_exception('no') }}", "{{ ().__class__.__bases__[0].__subclasses__() }}", "{{ 1 // 0 }}"):
+        (folder / "chat_template.jinja").write_text(template)
+        with pytest.raises(NoTokensError):
+            LocalTokenizer(folder).tokens({"messages": messages})
+    (folder / "chat_template.jinja").unlink()
+    (folder / "tokenizer_config.json").unlink()
+    with pytest.raises(NoTokensError, match="no chat template"):
+        LocalTokenizer(folder).tokens({"messages": messages})
+    (folder / "tokenizer.json").write_text("{}")
+    with pytest.raises(ValueError, match=r"tokenizer\.json"):
+        LocalTokenizer(folder)
+
+
+def test_the_cache_is_bounded_and_keeps_what_was_used_last() -> None:
+    cache = TokenCache(1000)
+    for number in range(10):
+        cache.keep(str(number), [number] * 40)  # 160 bytes and a key
+        cache.find("0")
+    assert list(cache.find("0") or []) == [0] * 40
+    assert cache.find("1") is None
+    cache.keep("large", [1] * 1000)
+    assert cache.find("large") is None
+    assert cache.hit_count == 11
