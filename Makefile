@@ -6,12 +6,16 @@ BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 CEPH_LACKS := CHECKSUMS,CONDITIONAL_DELETE,CONDITIONS,EXPIRY,LIFECYCLE,MULTIPART_DETAILS,PART_BOUNDARIES,REPEATED_COMPLETION
 SEAWEEDFS_LACKS := $(CEPH_LACKS),KEYS,MISSING_BUCKETS,REPEATED_PARTS
-CODE := adapters bench calibration demo descriptors fuzz gateway nixl_client objectcache orchestrator storage_server tests
+CODE := adapters bench calibration demo descriptors fuzz gateway kv_codecs nixl_client objectcache orchestrator storage_server tests
 
-.PHONY: demo test test-fast test-engines test-minio test-ceph test-seaweedfs bounds check format lint types bench-smoke clients engines figures results image-check compatibility crash fuzz peers install clean
+.PHONY: demo demo-orchestrator test test-fast test-engines test-minio test-ceph test-seaweedfs bounds check format lint types bench-smoke clients engines figures results image-check compatibility crash fuzz peers install clean
 
 demo: $(STAMP)
 	$(BIN)/python -m demo
+
+# an orchestrator in front of two vLLM engines: register, route, fail
+demo-orchestrator: $(STAMP) engines
+	$(BIN)/python -m demo.orchestrator
 
 # files of tests are shared out among processes; `make test PROCESSES=1` runs one test after the other
 test: $(STAMP) clients engines

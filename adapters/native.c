@@ -19,6 +19,7 @@
 #include <stdatomic.h>
 #include <stdint.h>
 #include <stdio.h>
+#include <stdlib.h>
 #include <string.h>
 #include <sys/ioctl.h>
 #include <sys/mman.h>
@@ -817,7 +818,220 @@ static PyObject *crc32c(PyObject *module, PyObject *args)
     return PyLong_FromUnsignedLong(crc);
 }
 
+/* KIVI (kv_codecs.kivi): numbers of a few bits, with a scale and a zero for each group, become elements. The results are
+   the bits that numpy's float32 gives: no multiplication is joined with an addition. */
+
+#if defined(__x86_64__) && defined(__GNUC__) && !defined(__clang__)
+#define WIDE __attribute__((target_clones("arch=skylake-avx512", "avx2", "default"), optimize("O3", "fp-contract=off")))
+#else
+#define WIDE
+#endif
+#define ROW_MAX 65536
+
+enum { ELEMENT_FLOAT16 = 1, ELEMENT_BFLOAT16 = 2, ELEMENT_FLOAT32 = 3 };
+
+static float half_to_float(uint16_t half)
+{
+    uint32_t sign = (uint32_t)(half & 0x8000u) << 16, exponent = half >> 10 & 31, mantissa = half & 1023, bits;
+    if (exponent == 31)
+        bits = sign | 0x7F800000u | mantissa << 13;
+    else if (exponent)
+        bits = sign | (exponent + 112) << 23 | mantissa << 13;
+    else if (mantissa) {
+        int shift = __builtin_clz(mantissa) - 21;
+        bits = sign | (uint32_t)(113 - shift) << 23 | (mantissa << shift & 1023) << 13;
+    } else
+        bits = sign;
+    float value;
+    memcpy(&value, &bits, 4);
+    return value;
+}
+
+static uint16_t float_to_half(float value)
+{
+    uint32_t bits;
+    memcpy(&bits, &value, 4);
+    uint32_t sign = bits >> 16 & 0x8000u, size = bits & 0x7FFFFFFFu;
+    if (size >= 0x47800000u)
+        return (uint16_t)(sign | (size > 0x7F800000u ? 0x7E00u : 0x7C00u));
+    if (size < 0x38800000u) { /* subnormal: let the addition round */
+        float shifted;
+        memcpy(&shifted, &size, 4);
+        shifted += 0.5f;
+        uint32_t rounded;
+        memcpy(&rounded, &shifted, 4);
+        return (uint16_t)(sign | (rounded - 0x3F000000u));
+    }
+    uint32_t odd = size >> 13 & 1;
+    return (uint16_t)(sign | (size - 0x38000000u + 0xFFFu + odd) >> 13);
+}
+
+WIDE static void unpack_row(const uint8_t *restrict packed, uint8_t *restrict numbers, size_t count, int bits)
+{
+    size_t whole;
+    switch (bits) {
+    case 8:
+        memcpy(numbers, packed, count);
+        return;
+    case 4:
+        whole = count / 2;
+        for (size_t at = 0; at < whole; at++) {
+            numbers[2 * at] = packed[at] & 15;
+            numbers[2 * at + 1] = packed[at] >> 4;
+        }
+        if (count & 1)
+            numbers[count - 1] = packed[whole] & 15;
+        return;
+    case 2:
+        whole = count / 4;
+        for (size_t at = 0; at < whole; at++)
+            for (int lane = 0; lane < 4; lane++)
+                numbers[4 * at + lane] = packed[at] >> 2 * lane & 3;
+        for (size_t at = 4 * whole; at < count; at++)
+            numbers[at] = packed[at / 4] >> 2 * (at & 3) & 3;
+        return;
+    default:
+        for (size_t at = 0; at < count; at++) {
+            const uint8_t *triple = packed + at / 8 * 3;
+            uint32_t word = triple[0] | triple[1] << 8 | (uint32_t)triple[2] << 16;
+            numbers[at] = word >> 3 * (at & 7) & 7;
+        }
+    }
+}
+
+static uint8_t number_at(const uint8_t *packed, size_t at, int bits)
+{
+    if (bits == 3) {
+        const uint8_t *triple = packed + at / 8 * 3;
+        uint32_t word = triple[0] | triple[1] << 8 | (uint32_t)triple[2] << 16;
+        return word >> 3 * (at & 7) & 7;
+    }
+    size_t each = 8 / bits;
+    return packed[at / each] >> bits * (at % each) & ((1 << bits) - 1);
+}
+
+WIDE static void scale_row(const uint8_t *restrict numbers, const float *restrict scale, const float *restrict zero,
+                           float *restrict row, size_t count)
+{
+    for (size_t at = 0; at < count; at++) {
+        float product = (float)numbers[at] * scale[at];
+        row[at] = product + zero[at];
+    }
+}
+
+WIDE static void store_bfloat16(const float *restrict row, uint8_t *restrict out, size_t count)
+{
+    for (size_t at = 0; at < count; at++) {
+        uint32_t bits;
+        memcpy(&bits, row + at, 4);
+        uint16_t element = (uint16_t)((bits + 0x7FFFu + (bits >> 16 & 1)) >> 16);
+        memcpy(out + 2 * at, &element, 2);
+    }
+}
+
+static void store_row(const float *row, uint8_t *out, size_t count, int element)
+{
+    if (element == ELEMENT_FLOAT32)
+        memcpy(out, row, 4 * count);
+    else if (element == ELEMENT_BFLOAT16)
+        store_bfloat16(row, out, count);
+    else
+        for (size_t at = 0; at < count; at++) {
+            uint16_t half = float_to_half(row[at]);
+            memcpy(out + 2 * at, &half, 2);
+        }
+}
+
+static size_t packed_size(size_t count, int bits)
+{
+    return bits == 3 ? (count + 7) / 8 * 3 : (count * bits + 7) / 8;
+}
+
+static void read_halves(const uint8_t *from, float *to, size_t count)
+{
+    for (size_t at = 0; at < count; at++) {
+        uint16_t half;
+        memcpy(&half, from + 2 * at, 2);
+        to[at] = half_to_float(half);
+    }
+}
+
+/* One half of a layer. `step` tokens share the scales of a channel (keys), or `span` channels those of a token. */
+static const uint8_t *decode_half(const uint8_t *payload, size_t tokens, size_t width, int bits, size_t step, size_t span,
+                                  int element, uint8_t *out, float *memory)
+{
+    float *scale = memory, *zero = memory + width, *row = memory + 2 * width;
+    uint8_t *numbers = (uint8_t *)(memory + 3 * width);
+    size_t groups = tokens / step * (width / span), element_bytes = element == ELEMENT_FLOAT32 ? 4 : 2;
+    const uint8_t *scales = payload, *zeros = payload + 2 * groups, *packed = payload + 4 * groups;
+    size_t each = bits == 3 ? 8 : 8 / bits, row_groups = width / span;
+    for (size_t token = 0; token < tokens; token++) {
+        if (token % step == 0) {
+            size_t first = token / step * row_groups;
+            if (span == 1) {
+                read_halves(scales + 2 * first, scale, width);
+                read_halves(zeros + 2 * first, zero, width);
+            } else
+                for (size_t group = 0; group < row_groups; group++) {
+                    float group_scale, group_zero;
+                    read_halves(scales + 2 * (first + group), &group_scale, 1);
+                    read_halves(zeros + 2 * (first + group), &group_zero, 1);
+                    for (size_t at = 0; at < span; at++) {
+                        scale[group * span + at] = group_scale;
+                        zero[group * span + at] = group_zero;
+                    }
+                }
+        }
+        size_t start = token * width;
+        if (start % each == 0)
+            unpack_row(packed + (bits == 3 ? start / 8 * 3 : start / each), numbers, width, bits);
+        else
+            for (size_t at = 0; at < width; at++)
+                numbers[at] = number_at(packed, start + at, bits);
+        scale_row(numbers, scale, zero, row, width);
+        store_row(row, out + start * element_bytes, width, element);
+    }
+    return packed + packed_size(tokens * width, bits);
+}
+
+static PyObject *kivi_decode(PyObject *self, PyObject *args)
+{
+    Py_buffer payload, out;
+    Py_ssize_t tokens, width, key_step, value_span;
+    int bits, element;
+    if (!PyArg_ParseTuple(args, "y*nnnniiw*", &payload, &tokens, &width, &key_step, &value_span, &bits, &element, &out))
+        return NULL;
+    PyObject *result = NULL;
+    int is_known = (bits == 8 || bits == 4 || bits == 3 || bits == 2) && element >= 1 && element <= 3;
+    int is_shape = tokens >= 1 && tokens <= ROW_MAX && width >= 1 && width <= ROW_MAX && key_step >= 1 &&
+                   value_span >= 1 && tokens % key_step == 0 && width % value_span == 0;
+    if (is_known && is_shape) {
+        size_t half = (size_t)tokens * width, key_groups = (size_t)(tokens / key_step) * width;
+        size_t value_groups = (size_t)tokens * (width / value_span);
+        size_t wanted = 4 * (key_groups + value_groups) + 2 * packed_size(half, bits);
+        size_t half_bytes = half * (element == ELEMENT_FLOAT32 ? 4 : 2);
+        if ((size_t)payload.len == wanted && (size_t)out.len == 2 * half_bytes) {
+            float *memory = malloc((3 * sizeof(float) + 1) * (size_t)width);
+            if (memory) {
+                Py_BEGIN_ALLOW_THREADS;
+                const uint8_t *rest = decode_half(payload.buf, tokens, width, bits, key_step, 1, element, out.buf, memory);
+                decode_half(rest, tokens, width, bits, 1, value_span, element, (uint8_t *)out.buf + half_bytes, memory);
+                Py_END_ALLOW_THREADS;
+                free(memory);
+                result = Py_NewRef(Py_None);
+            } else
+                PyErr_NoMemory();
+        } else
+            PyErr_SetString(PyExc_ValueError, "payload or room of another size");
+    } else
+        PyErr_SetString(PyExc_ValueError, "no such layer");
+    PyBuffer_Release(&payload);
+    PyBuffer_Release(&out);
+    return result;
+}
+
 static PyMethodDef methods[] = {
+    {"kivi_decode", kivi_decode, METH_VARARGS, NULL},
     {"gather", gather, METH_VARARGS, NULL},
     {"guard_missing", guard_missing, METH_VARARGS, NULL},
     {"open_guard", open_guard, METH_NOARGS, NULL},

@@ -4,7 +4,7 @@ each block of 16 KiB.
 
 import numpy as np
 import numpy.typing as npt
-from _typeshed import ReadableBuffer
+from _typeshed import ReadableBuffer, WriteableBuffer
 
 _Array = npt.NDArray[np.int64]
 
@@ -43,4 +43,20 @@ def open_guard() -> int:
 def guard_missing(fd: int, address: int, nbytes: int, /) -> None:
     """Make touching a missing page of a shared mapping a fault that fails instead of a new page, until it is unmapped.
     Raises OSError.
+    """
+
+def kivi_decode(
+    payload: ReadableBuffer,
+    tokens: int,
+    width: int,
+    key_step: int,
+    value_span: int,
+    bits: int,
+    element: int,
+    out: WriteableBuffer,
+    /,
+) -> None:
+    """Decode the payload of kv_codecs.kivi into a layer. `key_step` tokens share the scales of their keys' channels, and
+    `value_span` channels those of a token's values; `element` is an Element's value. Raises ValueError for sizes that
+    do not fit each other.
     """

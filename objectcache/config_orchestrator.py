@@ -57,6 +57,7 @@ class OrchestratorConfig(Model):
     active_max: Annotated[int, Field(ge=1, le=1_000_000)] | None = None
     queue_max: Annotated[int, Field(ge=0, le=1_000_000)] | None = None
     deadline_s: Annotated[float, Field(gt=0, le=3600)] | None = None
+    tenant_salts: bool | None = None
     body_bytes_max: Annotated[Size, Field(ge=1024)] | None = None
     bodies_bytes_max: Annotated[Size, Field(ge=1024)] | None = None
     connections_max: Annotated[int, Field(ge=1)] | None = None

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import hashlib
 import hmac
 import ipaddress
 import json
@@ -30,7 +31,7 @@ from orchestrator.dispatch import (
     forwarded_headers,
 )
 from orchestrator.gate import TooBusyError
-from orchestrator.metadata import MetadataError
+from orchestrator.metadata import MetadataError, NameTakenError
 from orchestrator.receipts import Receipt
 from orchestrator.router import NoEngineError, Prompt
 from orchestrator.rules.admission import Tenant
@@ -41,6 +42,7 @@ from orchestrator.tokens import NoTokensError
 
 ANYBODY = Tenant("")
 READ_BYTES = 1 << 18
+KEPT_REQUEST_BYTES_MAX = 1 << 18
 _KINDS = {kind.value: kind for kind in RequestKind}
 _log = logging.getLogger(__name__)
 
@@ -111,9 +113,10 @@ class App:
             request_id = receipt.request_id = uuid.uuid4().hex
             orchestrator.begin(request_id)
         try:
-            async with self._document(http, tenant) as body:
+            async with self._document(http, tenant) as document:
+                body, raw = self._own(document.fields, document.raw, tenant)
                 asked = _read(kind, body, http.headers)
-                receipt_key = self._response_key(tenant, kind, body, asked)
+                receipt_key = self._response_key(tenant, kind, body, asked, len(document.raw))
                 if receipt_key is not None:
                     kept = orchestrator.responses.find(receipt_key, time.monotonic())
                     if kept is not None:
@@ -124,9 +127,11 @@ class App:
                     http.path,
                     asked,
                     body,
+                    raw,
                     forwarded_headers(http.headers, request_id, self._engine_key),
                     receipt,
                     began_s,
+                    len(document.raw),
                     [] if receipt_key is not None else None,
                     orchestrator.responses.answer_bytes_max,
                 )
@@ -246,8 +251,12 @@ class App:
                     return web.json_response({"name": name, "is_draining": action == "drain"})
         except KeyError:
             raise Refusal(404, f"there is no engine {name}") from None
-        except (ValueError, MetadataError) as error:
+        except ValueError as error:
             raise Refusal(400, str(error)) from None
+        except NameTakenError as error:
+            raise Refusal(409, str(error)) from None
+        except MetadataError as error:
+            raise Refusal(503, str(error), retry_after_s=1) from None
         raise Refusal(405, f"{http.method} is not possible here")
 
     async def _explain(self, http: web.BaseRequest) -> dict[str, Any]:
@@ -264,8 +273,8 @@ class App:
             raise Refusal(502, str(error)) from None
 
     async def _admin_document(self, http: web.BaseRequest) -> Mapping[str, Any]:
-        async with self._document(http, ANYBODY) as body:
-            return body
+        async with self._document(http, ANYBODY) as document:
+            return document.fields
 
     def _document(self, http: web.BaseRequest, tenant: Tenant) -> _Document:
         return _Document(http, tenant.name, self._settings, self._budget)
@@ -292,9 +301,22 @@ class App:
         if peer is not None and not ipaddress.ip_address(peer.partition("%")[0]).is_loopback:
             raise Refusal(403, "/_orchestrator is for this host; set an admin token for others")
 
-    def _response_key(self, tenant: Tenant, kind: RequestKind, body: Mapping[str, Any], asked: Asked) -> str | None:
+    def _own(self, body: Mapping[str, Any], raw: bytes, tenant: Tenant) -> tuple[Mapping[str, Any], bytes | None]:
+        """The body as it may go on. A client's own `kv_transfer_params` could have an engine read KV of others."""
+        changed = dict(body)
+        changed.pop("kv_transfer_params", None)
+        if self._settings.tenant_salts and tenant.name:
+            salt = f"{tenant.name}\n{body.get('cache_salt') or ''}"
+            changed["cache_salt"] = hashlib.sha256(salt.encode()).hexdigest()
+        return (body, raw) if changed == body else (changed, None)
+
+    def _response_key(
+        self, tenant: Tenant, kind: RequestKind, body: Mapping[str, Any], asked: Asked, size: int
+    ) -> str | None:
         """The name of the answer, where it may be kept."""
-        if not self._orchestrator.responses.is_on or not asked.is_deterministic or not asked.is_generating:
+        if not self._orchestrator.responses.is_on or size > KEPT_REQUEST_BYTES_MAX:
+            return None
+        if not asked.is_deterministic or not asked.is_generating:
             return None
         return response_key(tenant.name, kind, body)
 
@@ -310,19 +332,24 @@ class _Document:
         self._settings = settings
         self._budget = budget
         self._taken = 0
+        self.raw = b""
+        self.fields: Mapping[str, Any] = {}
 
-    async def __aenter__(self) -> Mapping[str, Any]:
+    async def __aenter__(self) -> _Document:
         try:
-            return await self._read()
+            self.raw = await self._read()
+            is_large = len(self.raw) > READ_BYTES
+            self.fields = await asyncio.to_thread(_parsed, self.raw) if is_large else _parsed(self.raw)
         except BaseException:
             await self.__aexit__()
             raise
+        return self
 
     async def __aexit__(self, *_: object) -> None:
         self._budget.give_back(self._tenant, self._taken)
         self._taken = 0
 
-    async def _read(self) -> Mapping[str, Any]:
+    async def _read(self) -> bytes:
         body = bytearray()
         most = self._settings.body_bytes_max
         if (self._http.content_length or 0) > most:
@@ -339,7 +366,7 @@ class _Document:
             raise Refusal(408, "the body did not come in time") from None
         except ObjectCacheError as error:
             raise Refusal(503, error.message, code="too_busy", retry_after_s=1) from None
-        return await asyncio.to_thread(_parsed, bytes(body)) if len(body) > READ_BYTES else _parsed(bytes(body))
+        return bytes(body)
 
 
 def _parsed(body: bytes) -> Mapping[str, Any]:

@@ -22,8 +22,9 @@ from orchestrator.receipts import Receipt
 from orchestrator.router import Routed
 from orchestrator.rules.openai_requests import Asked
 
-ANSWER_BYTES_MAX = 256 << 20
+ANSWER_BYTES_MAX = 64 << 20
 ATTEMPTS_MAX = 3
+THREAD_BYTES = 1 << 18
 ENGINE_HEADER, REQUEST_HEADER = "x-objectcache-engine", "x-objectcache-request-id"
 EVENT_STREAM = "text/event-stream"
 _RETRIED = frozenset({429, 500, 502, 503, 504})
@@ -32,7 +33,7 @@ _BUSY = frozenset({429, 503})
 _HOP_BY_HOP = frozenset(
     {
         "connection", "keep-alive", "proxy-authenticate", "proxy-authorization", "te", "trailer", "transfer-encoding",
-        "upgrade", "host", "content-length", "content-encoding", "accept-encoding", "expect",
+        "upgrade", "host", "content-length", "content-encoding", "accept-encoding", "expect", "x-data-parallel-rank",
     }
 )  # fmt: skip
 
@@ -55,9 +56,13 @@ class Exchange:
     path: str
     asked: Asked
     body: Mapping[str, Any]
+    raw: bytes | None
+    """The body as it came; None where it was changed."""
     headers: Mapping[str, str]
     receipt: Receipt
     began_s: float
+    size: int = 0
+    """The bytes of the body as it came."""
     kept: list[bytes] | None = None
     """The pieces of the answer, where they are to be kept."""
     kept_bytes_max: int = 0
@@ -80,15 +85,21 @@ def forwarded_headers(headers: Mapping[str, str], request_id: str, engine_key: s
     return kept
 
 
-def body_for(body: Mapping[str, Any], routed: Routed) -> dict[str, Any]:
+def body_for(body: Mapping[str, Any], routed: Routed) -> Mapping[str, Any]:
     """The body for an engine: one with our connector is told how many chunks to use, as the decision had it."""
-    told = dict(body)
-    if routed.engine.published is not None and routed.decision.prediction.stored_tokens:
-        known = told.get("kv_transfer_params")
-        params = dict(known) if isinstance(known, dict) else {}
-        params.setdefault(ADVICE, {LOAD_CHUNKS: routed.decision.prediction.load_chunks})
-        told["kv_transfer_params"] = params
-    return told
+    prediction = routed.decision.prediction
+    if routed.engine.published is None or not prediction.stored_tokens:
+        return body
+    known = body.get("kv_transfer_params")
+    params = {**(known if isinstance(known, dict) else {}), ADVICE: {LOAD_CHUNKS: prediction.load_chunks}}
+    return {**body, "kv_transfer_params": params}
+
+
+async def encoded(body: Mapping[str, Any], size_hint: int) -> bytes:
+    """A body as JSON; a large one is made in a thread."""
+    if size_hint < THREAD_BYTES:
+        return json.dumps(body).encode()
+    return await asyncio.to_thread(lambda: json.dumps(body).encode())
 
 
 class Dispatch:
@@ -104,7 +115,10 @@ class Dispatch:
         engine, headers = routed.engine, dict(exchange.headers)
         if routed.rank is not None:
             headers["X-data-parallel-rank"] = str(routed.rank)
-        body = json.dumps(body_for(exchange.body, routed)).encode()
+        told = body_for(exchange.body, routed)
+        body = exchange.raw
+        if body is None or told is not exchange.body:
+            body = await encoded(told, exchange.size)
         async with self._opened(engine, exchange.path, headers, body) as (answer, first, late):
             note: dict[str, Any] = {"engine": engine.name, "status": answer.status}
             exchange.receipt.attempts.append(note)

@@ -36,7 +36,11 @@ CREATE TABLE quotas (tenant TEXT PRIMARY KEY, document TEXT NOT NULL) STRICT;
 
 
 class MetadataError(Exception):
-    """The file cannot be used; the message says why."""
+    """The metadata cannot be read or written; the message says why."""
+
+
+class NameTakenError(MetadataError):
+    """An engine's name is another engine's."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -91,9 +95,7 @@ class Metadata:
             self._db.close()
 
     def add_engine(self, engine: RegisteredEngine) -> None:
-        """Register an engine, or register it anew with other settings. Raises MetadataError for a name that another
-        engine has.
-        """
+        """Register an engine, or register it anew with other settings. Raises NameTakenError."""
         try:
             self._write(
                 "INSERT INTO engines VALUES (?, ?, ?, ?, ?) ON CONFLICT (url) DO UPDATE SET name = excluded.name,"
@@ -101,7 +103,7 @@ class Metadata:
                 [(engine.url, engine.name, engine.settings, int(engine.is_draining), time.time())],
             )
         except sqlite3.IntegrityError:
-            raise MetadataError(f"the name {engine.name} is another engine's") from None
+            raise NameTakenError(f"the name {engine.name} is another engine's") from None
 
     def remove_engine(self, name: str) -> None:
         """Forget an engine with its blocks and sessions."""

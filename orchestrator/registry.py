@@ -110,7 +110,7 @@ class EtcdRegistry:
                 raise ValueError("it must be a JSON object of a few KiB")
             is_draining = document.pop("is_draining", False) is True
             settings = engine_settings({**document, "name": name})
-        except ValueError as error:
+        except (ValueError, RecursionError) as error:
             _log.warning("the entry %s of etcd is no engine: %s", key, error)
             return
         self._engines[name] = settings, is_draining

@@ -20,7 +20,8 @@ from orchestrator.settings import Role
 from orchestrator.store_lookups import LookupKey, StoreLookups, lookup_key
 
 BLOCK_TOKENS_DEFAULT = 16
-PIN_BLOCKS = 1
+CHAIN_TOKENS_MAX = 131_072
+"""A decision needs no more of a prompt, and naming more would hold the event loop."""
 
 
 class NoEngineError(Exception):
@@ -45,7 +46,7 @@ class Prompt:
         """The names of its blocks, for blocks of so many tokens."""
         found = self.chains.get(block_tokens)
         if found is None:
-            found = block_hashes(self.tokens, block_tokens, root_hash(self.adapter, self.salt))
+            found = block_hashes(self.tokens[:CHAIN_TOKENS_MAX], block_tokens, root_hash(self.adapter, self.salt))
             self.chains[block_tokens] = found
         return found
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import json
 import logging
 import time
 from collections.abc import Collection, Mapping, Sequence
@@ -12,9 +11,10 @@ from typing import Any
 import aiohttp
 from aiohttp import web
 
-from orchestrator.dispatch import AttemptFailed, Dispatch, Exchange, body_for
+from orchestrator.dispatch import AttemptFailed, Dispatch, Exchange, body_for, encoded
 from orchestrator.engine import Engine
 from orchestrator.gate import Gate
+from orchestrator.metadata import NameTakenError
 from orchestrator.meter import Meter
 from orchestrator.receipts import Receipt, Receipts, described
 from orchestrator.registry import Engines, EtcdRegistry
@@ -206,7 +206,10 @@ class Orchestrator:
             self._router.sent(routed, asked, receipt.request_id, prompt)
             try:
                 answer = await self._dispatch.ask(
-                    engine, exchange.path, exchange.headers, json.dumps(_prefill_body(exchange, routed)).encode()
+                    engine,
+                    exchange.path,
+                    exchange.headers,
+                    await encoded(_prefill_body(exchange, routed), exchange.size),
                 )
             except AttemptFailed as error:
                 receipt.attempts.append({"engine": engine.name, "error": str(error), "role": "prefill"})
@@ -216,7 +219,7 @@ class Orchestrator:
             receipt.attempts.append({"engine": engine.name, "status": 200, "role": "prefill"})
             params = answer.get("kv_transfer_params")
             if isinstance(params, dict) and params:
-                exchange.body = {**exchange.body, "kv_transfer_params": params}
+                exchange.body, exchange.raw = {**exchange.body, "kv_transfer_params": params}, None
                 return prompt
             return await self._stored(asked, prompt, receipt)
         return prompt
@@ -250,7 +253,7 @@ class Orchestrator:
         settings = engine_settings(document)
         known = self.engines.get(settings.label)
         if known is not None and known.url != settings.url.rstrip("/"):
-            raise ValueError(f"the name {settings.label} is another engine's")
+            raise NameTakenError(f"the name {settings.label} is another engine's")
         if self._registry is not None:
             await self._registry.add(settings)
         elif self._writing is not None:
@@ -452,7 +455,7 @@ def tenant_of(name: str, document: Mapping[str, Any]) -> Tenant:
 
 def _prefill_body(exchange: Exchange, routed: Routed) -> dict[str, Any]:
     """The request as a prefill engine gets it: one token, no stream, and the KV is to be had by another engine."""
-    body = body_for(exchange.body, routed)
+    body = dict(body_for(exchange.body, routed))
     for name in ("stream_options", "max_completion_tokens", "max_output_tokens"):
         body.pop(name, None)
     params = body.get("kv_transfer_params")

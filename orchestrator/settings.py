@@ -75,7 +75,9 @@ class OrchestratorSettings:
     data: Path | None = None
     tokenizer: Path | None = None
     admin_token: str | None = None
-    body_bytes_max: int = 32 * MIB
+    tenant_salts: bool = False
+    """Whether each tenant's prompts get a salt of their own: no tenant can tell by time what another has sent."""
+    body_bytes_max: int = 16 * MIB
     bodies_bytes_max: int = 256 * MIB
     connections_max: int = 16_384
     header_timeout_s: float = 30.0

@@ -10,6 +10,7 @@ from __future__ import annotations
 import argparse
 import asyncio
 import json
+import sys
 import time
 from collections import OrderedDict
 from collections.abc import Sequence
@@ -269,11 +270,12 @@ def tokens_of(document: dict[str, Any]) -> list[int]:
 
 
 async def serve(port: int, settings: CannedSettings) -> None:
-    """Serve until cancelled, and say where."""
+    """Serve until the standard input ends, and say where."""
     engine = CannedEngine(settings)
     await engine.start(port)
     print(engine.url, flush=True)
-    await asyncio.Event().wait()
+    await asyncio.to_thread(sys.stdin.read)
+    await engine.stop()
 
 
 def main() -> None:

@@ -103,6 +103,8 @@ def _prompt(
             return _completion(body, model)
         case RequestKind.CHAT:
             raise WrongRequestError("messages: missing", "messages")
+        case RequestKind.RESPONSES:
+            return None, _responses(body, model)
     return None, None
 
 
@@ -144,12 +146,33 @@ def _chat(body: Mapping[str, Any], model: str) -> Mapping[str, Any] | None:
     return document
 
 
+def _responses(body: Mapping[str, Any], model: str) -> Mapping[str, Any] | None:
+    """The chat that a request for a response amounts to. One that goes on from what the engine keeps has no tokens that
+    could be known here.
+    """
+    said = body.get("input")
+    if body.get("previous_response_id") or body.get("conversation") or not isinstance(said, str | list):
+        return None
+    items = [{"role": "user", "content": said}] if isinstance(said, str) else said
+    messages: list[dict[str, Any]] = []
+    if isinstance(body.get("instructions"), str):
+        messages.append({"role": "system", "content": body["instructions"]})
+    for item in items:
+        if not isinstance(item, dict) or item.get("type", "message") != "message" or not _is_text(item.get("content")):
+            return None
+        messages.append({"role": item.get("role"), "content": item.get("content")})
+    document: dict[str, Any] = {"model": model, "messages": messages}
+    if body.get("tools"):
+        document["tools"] = body["tools"]
+    return document
+
+
 def _is_text(content: object) -> bool:
     """Whether a message's content is text alone."""
     if content is None or isinstance(content, str):
         return True
     return isinstance(content, list) and all(
-        isinstance(part, dict) and part.get("type") in ("text", "input_text") for part in content
+        isinstance(part, dict) and part.get("type") in ("text", "input_text", "output_text") for part in content
     )
 
 

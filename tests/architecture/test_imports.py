@@ -16,13 +16,15 @@ from tests.support.tree import repository
 
 ROOT = repository()
 PRODUCT = {
-    "adapters", "calibration", "descriptors", "gateway", "nixl_client", "objectcache", "orchestrator", "storage_server",
+    "adapters", "calibration", "descriptors", "gateway", "kv_codecs", "nixl_client", "objectcache", "orchestrator",
+    "storage_server",
 }  # fmt: skip
 OURS = {*PRODUCT, "bench", "demo"}
 MAY_IMPORT = {
     "descriptors": set(),
     "adapters": {"descriptors"},
     "gateway": {"descriptors", "adapters"},
+    "kv_codecs": {"adapters"},
     "storage_server": {"descriptors", "adapters"},
     "nixl_client": {"descriptors", "adapters"},
     "orchestrator": {"descriptors", "adapters", "nixl_client"},
@@ -31,7 +33,7 @@ MAY_IMPORT = {
 }
 STAGES = {
     "storage_server": (
-        "memory_area", "child_process", "planning", "scheduler", "eviction", "gather", "store/rows",
+        "memory_area", "child_process", "planning", "scheduler", "compression", "eviction", "gather", "store/rows",
         "store/data", "settings", "store/index", "store/reads", "store/evictor", "store/objects",
         "store/uploads", "store/chunks", "store/beside", "store/upkeep", "store/embedded", "own_keys", "upstream/rules",
         "upstream", "shared_files", "tiers", "agents", "requests", "request_id_log", "transport", "link", "registrar",
@@ -56,7 +58,9 @@ PURE_FOLDERS = (
     "orchestrator/rules",
     "storage_server/planning",
     "storage_server/scheduler",
+    "storage_server/compression",
     "storage_server/eviction",
+    "kv_codecs",
     "storage_server/upstream/rules",
 )
 PURE_MODULES = (

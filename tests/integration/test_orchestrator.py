@@ -236,6 +236,31 @@ async def test_tenants_are_told_apart_by_their_keys_and_share_nothing() -> None:
         assert (await bed.ask("PUT", "/_orchestrator/quotas/b", {"weight": -1})).status == 400
 
 
+async def test_a_client_cannot_direct_the_engines_transfers() -> None:
+    """`kv_transfer_params` could name another engine's blocks, which may be another tenant's."""
+    async with canned(1, FAST) as engines, orchestrated(engines) as bed:
+        params = {"do_remote_prefill": True, "remote_block_ids": [1], "remote_host": "10.0.0.1"}
+        answer = await bed.complete(PROMPT, kv_transfer_params=params, headers={"X-Data-Parallel-Rank": "3"})
+        assert answer.status == 200
+        assert "kv_transfer_params" not in engines[0].requests[-1]
+        assert "x-data-parallel-rank" not in {name.lower() for name in engines[0].headers[-1]}
+
+
+async def test_with_salts_of_their_own_tenants_share_no_block() -> None:
+    tenants = {"key-of-a-tenant": Tenant("a"), "key-of-another": Tenant("b")}
+    settings = replace(QUICK, tenants=tenants, tenant_salts=True)
+    async with canned(1, FAST) as engines, orchestrated(engines, settings) as bed:
+        index, name = bed.orchestrator.index, engines[0].url
+        for count, (key, salt) in enumerate(
+            [("key-of-a-tenant", "x"), ("key-of-another", "x"), ("key-of-a-tenant", "y")], start=1
+        ):
+            await bed.complete(PROMPT, cache_salt=salt, headers={"Authorization": f"Bearer {key}"})
+            await until(lambda count=count: index.held_count(name) == 16 * count)
+        await bed.complete(PROMPT, cache_salt="x", headers={"Authorization": "Bearer key-of-a-tenant"})
+        assert len({each["cache_salt"] for each in engines[0].requests}) == 3
+        assert index.held_count(name) == 48
+
+
 async def test_an_operator_joins_drains_and_removes_engines_while_it_runs() -> None:
     async with canned(2, FAST) as engines, orchestrated(engines[:1]) as bed:
         bed.engines = engines

@@ -14,6 +14,7 @@ import aiohttp
 from bench.beds.canned_engines import CannedEngine, CannedSettings
 from objectcache import serve
 from orchestrator.process import Orchestration
+from orchestrator.registry import EtcdRegistry
 from orchestrator.service import Orchestrator
 from orchestrator.settings import EngineSettings, OrchestratorSettings
 
@@ -101,12 +102,16 @@ async def canned(count: int, settings: CannedSettings | None = None) -> AsyncIte
 
 @asynccontextmanager
 async def orchestrated(
-    engines: Sequence[CannedEngine], settings: OrchestratorSettings = QUICK, *, is_waiting: bool = True
+    engines: Sequence[CannedEngine],
+    settings: OrchestratorSettings = QUICK,
+    *,
+    registry: EtcdRegistry | None = None,
+    is_waiting: bool = True,
 ) -> AsyncIterator[Bed]:
     """An orchestrator in front of these engines, beside those of the settings; by default when all of them are up."""
     own = tuple(EngineSettings(engine.url) for engine in engines)
     settings = replace(settings, engines=(*settings.engines, *own))
-    made = Orchestration(settings, None, lambda server: serve.listening(server, serve.Listen()))
+    made = Orchestration(settings, None, lambda server: serve.listening(server, serve.Listen()), registry)
     await made.start()
     bed = Bed(made.url, made.orchestrator, engines)
     try:

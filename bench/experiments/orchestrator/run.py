@@ -255,8 +255,8 @@ def _cost_section(cost: Json) -> Section:
     ]  # fmt: skip
     return (
         f"A decision among {decision['engines']} engines that hold {decision['indexed_blocks']:,} blocks takes "
-        f"{decision['decision_us']['median']:.0f} µs ({decision['decision_us']['low']:.0f} to "
-        f"{decision['decision_us']['high']:.0f}); naming the blocks of {decision['prompt_tokens']:,} tokens before it "
+        f"{decision['decision_us']['median']:.0f} µs ({decision['decision_us']['min']:.0f} to "
+        f"{decision['decision_us']['max']:.0f}); naming the blocks of {decision['prompt_tokens']:,} tokens before it "
         f"takes {decision['naming_us']['median']:.0f} µs.",
         f"A stream of {stream['pieces']} pieces takes {stream['cpu_us_per_stream']:.0f} µs of the orchestrator's core, "
         f"so a core carries {stream['streams_per_core_s']:.0f} a second; beside client and engine on two cores it were "

@@ -89,6 +89,17 @@ def test_sessions_come_from_a_header_a_conversation_or_the_user() -> None:
     assert len(session({"user": "u" * 1000})) == 256
 
 
+def test_a_request_for_a_response_is_a_chat_unless_it_goes_on_from_an_earlier_one() -> None:
+    said = {"model": "m", "input": "hello", "instructions": "Be terse."}
+    wanted = [{"role": "system", "content": "Be terse."}, {"role": "user", "content": "hello"}]
+    assert read_request(RequestKind.RESPONSES, said, {}).to_tokenize == {"model": "m", "messages": wanted}
+    parts = [{"role": "user", "content": [{"type": "input_text", "text": "hello"}]}]
+    asked = read_request(RequestKind.RESPONSES, {"model": "m", "input": parts}, {})
+    assert asked.to_tokenize == {"model": "m", "messages": parts}
+    for other in ({"conversation": "c"}, {"input": [{"type": "function_call"}]}, {"input": 5}):
+        assert read_request(RequestKind.RESPONSES, {**said, **other}, {}).to_tokenize is None
+
+
 def test_answers_are_shared_by_nobody_else_and_for_nothing_else() -> None:
     body = {"model": "m", "prompt": "a", "temperature": 0}
     keys = {

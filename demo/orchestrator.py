@@ -1,0 +1,131 @@
+"""python -m demo.orchestrator: two vLLM engines over one store, and an orchestrator. An engine is registered while
+it runs, requests go where their prefix is, and an engine that is killed costs a second attempt.
+
+Exit status 0 when every answer is the one that an engine gives by itself, else 1. Needs `make engines`; two minutes.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+import tempfile
+import urllib.request
+from collections.abc import Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from bench.beds.ours import Servers, target_of
+from bench.beds.processes import BaselineError
+from bench.beds.vllm_servers import MODEL, TEXT, VllmServer, make_model, vllm_servers
+from bench.experiments.orchestrator.cost import await_engine, orchestrator_process
+
+BUCKET = "kv-cache"
+DOCUMENT_CHARACTERS = 4000
+OUTPUT_TOKENS = 8
+ASK_S = 120.0
+QUESTIONS = ("What is it about?", "Who speaks?", "How does it end?", "Where does it happen?")
+
+
+@dataclass
+class Desk:
+    """The orchestrator, as a client and an operator see it."""
+
+    url: str
+
+    def ask(self, path: str, document: Any = None) -> tuple[Any, str]:
+        """The answer as JSON, and the id of the request."""
+        body = None if document is None else json.dumps(document).encode()
+        asked = urllib.request.Request(f"{self.url}{path}", body, {"Content-Type": "application/json"})
+        with urllib.request.urlopen(asked, timeout=ASK_S) as answer:
+            return json.loads(answer.read()), answer.headers.get("x-objectcache-request-id", "")
+
+    def complete(self, prompt: str) -> tuple[str, dict[str, Any]]:
+        """The text of a completion, and its receipt."""
+        answer, request_id = self.ask("/v1/completions", completion(prompt))
+        receipt, _ = self.ask(f"/_orchestrator/receipts/{request_id}")
+        return str(answer["choices"][0]["text"]), receipt
+
+
+def completion(prompt: str) -> dict[str, Any]:
+    """The request of one answer."""
+    return {"model": MODEL, "prompt": prompt, "max_tokens": OUTPUT_TOKENS, "temperature": 0}
+
+
+def told(receipt: dict[str, Any], names: dict[str, str]) -> str:
+    """A line about one request."""
+    best = receipt["predictions"][0]
+    return (
+        f"engine {names[receipt['engine']]} ({receipt['reason']}): {best['held_tokens']} tokens held, "
+        f"{best['load_tokens']} to load; predicted {best['ttft_s'] * 1e3:.0f} ms, first byte after "
+        f"{receipt['ttft_s'] * 1e3:.0f} ms"
+        + (f", attempts {len(receipt['attempts'])}" if len(receipt["attempts"]) > 1 else "")
+    )
+
+
+def main() -> int:
+    """Run it."""
+    document = TEXT.read_text()[:DOCUMENT_CHARACTERS]
+    with tempfile.TemporaryDirectory(prefix="objectcache-demo-") as name, ExitStack() as stack:
+        folder = Path(name)
+        servers = Servers(stack, folder, "demo")
+        store = servers.serve()
+        store.make_bucket(BUCKET)
+        target = target_of(store, BUCKET)
+        model = folder / "model"
+        make_model(model)
+        print("starting two vLLM servers: about a minute", flush=True)
+        engines = stack.enter_context(vllm_servers(folder, model, 2, target))
+        environment = {"AWS_ACCESS_KEY_ID": target.access_key, "AWS_SECRET_ACCESS_KEY": target.secret_key}
+        options = ("--store", target.url, "--data", str(folder / "metadata"))
+        url, _ = stack.enter_context(orchestrator_process([engines[0].url], *options, environment=environment))
+        await_engine(url)
+        return shown(Desk(url), engines, document)
+
+
+def shown(desk: Desk, engines: Sequence[VllmServer], document: str) -> int:
+    """The three scenes; 0 where every answer is right."""
+    names = {engine.url: letter for engine, letter in zip(engines, "ab", strict=True)}
+    prompts = [f"{document}\n\n{question}" for question in QUESTIONS]
+    answers: list[tuple[str, str]] = []
+
+    print("\n1. register: the orchestrator knows engine a; engine b joins while it runs")
+    text, receipt = desk.complete(prompts[0])
+    answers.append((prompts[0], text))
+    print(f"   {told(receipt, names)}")
+    desk.ask("/_orchestrator/engines", {"url": engines[1].url})
+    for _ in range(100):
+        states, _ = desk.ask("/_orchestrator/status")
+        if all(each["status"] == "up" and each["has_store"] for each in states["engines"]):
+            break
+    print("   engines: " + ", ".join(f"{names[each['name']]} {each['status']}" for each in states["engines"]))
+
+    print("\n2. route: questions about the same document go where its prefix is")
+    for prompt in prompts[1:3]:
+        text, receipt = desk.complete(prompt)
+        answers.append((prompt, text))
+        print(f"   {told(receipt, names)}")
+    home = next(engine for engine in engines if engine.url == receipt["engine"])
+
+    print(f"\n3. fail: engine {names[home.url]} is killed; the other one has the prefix from the store")
+    home.kill()
+    text, receipt = desk.complete(prompts[3])
+    answers.append((prompts[3], text))
+    print(f"   {told(receipt, names)}")
+
+    other = next(engine for engine in engines if engine is not home)
+    wrong = 0
+    for prompt, text in answers:
+        direct = other.post("/v1/completions", completion(prompt))["choices"][0]["text"]
+        wrong += direct != text
+    print(f"\n{len(answers) - wrong} of {len(answers)} answers are those of an engine that was asked directly")
+    return 1 if wrong or receipt["engine"] != other.url else 0
+
+
+if __name__ == "__main__":
+    try:
+        sys.exit(main())
+    except BaselineError as error:
+        print(f"demo: {error}", file=sys.stderr)
+        sys.exit(1)

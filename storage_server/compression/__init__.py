@@ -1,0 +1,1 @@
+"""Which chunks are kept in which tier, with which codec. Pure: no clock, file or thread."""

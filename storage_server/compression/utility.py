@@ -1,0 +1,76 @@
+"""The utility of keeping an entry in a tier with a codec. Source: AdaptCache (002), "utility definition".
+
+    U = frequency * (alpha * quality - bytes / bandwidth - decoding)        kept
+    U = frequency * (alpha * 1       - computing again)                    evicted: what is computed is exact
+
+002's text says "the product of its estimated future occurrence frequency and its quality-delay weighted sum". The
+formula that is printed there leaves the delay out of the brackets: Freq * (alpha * Quality) - size / Bandwidth, so that
+an entry that is never used would still cost its loading time. The text is followed here. Decoding and computing again
+are ours: 002 has the former in its estimator, and counts no misses.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Hashable, Sequence
+from dataclasses import dataclass
+
+Key = Hashable
+
+
+@dataclass(frozen=True, slots=True)
+class Form:
+    """One way to keep an entry: its bytes, its quality (1 for exact ones), and the seconds that decoding takes."""
+
+    codec: str
+    nbytes: int
+    quality: float = 1.0
+    decode_s: float = 0.0
+
+
+@dataclass(frozen=True, slots=True)
+class Tier:
+    """A tier: its room, and the rate at which entries are loaded from it. The first tier is the fastest."""
+
+    name: str
+    capacity_bytes: int
+    bytes_per_s: float
+
+
+@dataclass(frozen=True, slots=True)
+class Entry:
+    """An entry: its uses in a second as estimated, its forms, largest first, and the seconds to compute it again.
+    Raises ValueError for forms that are not in this order.
+    """
+
+    key: Key
+    frequency: float
+    forms: tuple[Form, ...]
+    recompute_s: float
+
+    def __post_init__(self) -> None:
+        sizes = [form.nbytes for form in self.forms]
+        if not sizes or sizes != sorted(sizes, reverse=True) or sizes[-1] < 1:
+            raise ValueError("an entry has forms, largest first")
+
+
+@dataclass(frozen=True, slots=True)
+class Placement:
+    """Where an entry is: the numbers of its tier and its form."""
+
+    tier: int
+    form: int
+
+
+def utility(entry: Entry, placement: Placement | None, tiers: Sequence[Tier], alpha: float) -> float:
+    """U. `alpha` is the seconds that quality 1 is worth; None stands for an entry that is evicted."""
+    if placement is None:
+        return entry.frequency * (alpha - entry.recompute_s)
+    form = entry.forms[placement.form]
+    delay_s = form.nbytes / tiers[placement.tier].bytes_per_s + form.decode_s
+    return entry.frequency * (alpha * form.quality - delay_s)
+
+
+def best_form(entry: Entry, tier: int, tiers: Sequence[Tier], alpha: float) -> Placement:
+    """The form that has the most utility in a tier, whatever its room; of equal ones the smallest."""
+    placements = [Placement(tier, form) for form in range(len(entry.forms))]
+    return max(reversed(placements), key=lambda placement: utility(entry, placement, tiers, alpha))

@@ -1,0 +1,79 @@
+"""Several orchestrators that share a registry of engines in a real etcd."""
+
+from __future__ import annotations
+
+import signal
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from adapters.etcd import Etcd
+from bench.beds.canned_engines import CannedSettings
+from orchestrator.registry import EtcdRegistry
+from tests.support.etcd import EtcdServer, etcd_server
+from tests.support.orchestrators import canned, orchestrated, until
+
+FAST = CannedSettings(token_us=10.0, output_s=0.0)
+PROMPT = list(range(1, 257))
+
+
+@pytest.fixture
+def etcd(tmp_path: Path) -> Iterator[EtcdServer]:
+    with etcd_server(tmp_path / "etcd") as server:
+        yield server
+
+
+def registry(server: EtcdServer) -> EtcdRegistry:
+    return EtcdRegistry(Etcd([server.url], call_s=1.0), "kv")
+
+
+async def test_an_engine_that_one_registers_is_joined_by_all(etcd: EtcdServer) -> None:
+    async with (
+        canned(2, FAST) as engines,
+        orchestrated([], registry=registry(etcd)) as one,
+        orchestrated([], registry=registry(etcd)) as other,
+    ):
+        for name, engine in zip("ab", engines, strict=True):
+            joined = await one.ask("POST", "/_orchestrator/engines", {"url": engine.url, "name": name})
+            assert joined.status == 201
+        for bed in (one, other):
+            known = bed.orchestrator.engines
+            await until(
+                lambda known=known: {name for name, each in known.items() if each.status().value == "up"} == {"a", "b"}
+            )
+        assert (await other.complete(PROMPT)).status == 200
+        assert (await other.ask("POST", "/_orchestrator/engines/a/drain")).status == 200
+        await until(lambda: one.orchestrator.engines["a"].status().value == "draining")
+        assert {(await one.complete([at, *PROMPT])).engine for at in range(3)} == {"b"}
+        assert (await other.ask("DELETE", "/_orchestrator/engines/b")).status == 200
+        await until(lambda: set(one.orchestrator.engines) == {"a"})
+        await until(lambda: set(other.orchestrator.engines) == {"a"})
+
+
+async def test_while_etcd_is_gone_the_engines_stay_and_registrations_are_refused(etcd: EtcdServer) -> None:
+    async with canned(1, FAST) as engines, orchestrated([], registry=registry(etcd)) as bed:
+        await bed.ask("POST", "/_orchestrator/engines", {"url": engines[0].url, "name": "a"})
+        await until(lambda: "a" in bed.orchestrator.engines)
+        await until(lambda: bed.orchestrator.engines["a"].status().value == "up")
+        etcd.send(signal.SIGKILL)
+        etcd.kill()
+        assert (await bed.complete(PROMPT)).status == 200
+        refused = await bed.ask("POST", "/_orchestrator/engines", {"url": "http://127.0.0.1:9", "name": "b"})
+        assert refused.status == 503
+        assert set(bed.orchestrator.engines) == {"a"}
+        etcd.start()
+        again = await bed.ask("POST", "/_orchestrator/engines", {"url": "http://127.0.0.1:9", "name": "b"})
+        assert again.status == 201
+        await until(lambda: set(bed.orchestrator.engines) == {"a", "b"})
+
+
+async def test_entries_that_are_no_engines_are_left_out(etcd: EtcdServer) -> None:
+    client = Etcd([etcd.url])
+    await client.start()
+    for name, value in (("x", b"garbage"), ("y", b"{}"), ("z", b'{"url": 5}'), ("w", b"[" * 20_000)):
+        await client.put(f"kv/engines/{name}", value)
+    await client.put("kv/engines/good", b'{"url": "http://127.0.0.1:9"}')
+    await client.close()
+    async with orchestrated([], registry=registry(etcd), is_waiting=False) as bed:
+        await until(lambda: set(bed.orchestrator.engines) == {"good"})
