@@ -56,7 +56,7 @@ def kivi_decode(
     out: WriteableBuffer,
     /,
 ) -> None:
-    """Decode the payload of kv_codecs.kivi into a layer. `key_step` tokens share the scales of their keys' channels, and
-    `value_span` channels those of a token's values; `element` is an Element's value. Raises ValueError for sizes that
-    do not fit each other.
+    """Decode the payload of kv_codecs.kivi into a layer. `key_step` tokens share the scales of their keys' channels,
+    and `value_span` channels those of a token's values; `element` is an Element's value. Raises ValueError for sizes
+    that do not fit each other.
     """

@@ -58,8 +58,8 @@ def told(receipt: dict[str, Any], names: dict[str, str]) -> str:
     best = receipt["predictions"][0]
     return (
         f"engine {names[receipt['engine']]} ({receipt['reason']}): {best['held_tokens']} tokens held, "
-        f"{best['load_tokens']} to load; predicted {best['ttft_s'] * 1e3:.0f} ms, first byte after "
-        f"{receipt['ttft_s'] * 1e3:.0f} ms"
+        f"{best['load_tokens']} to load; first token predicted after {best['ttft_s'] * 1e3:.0f} ms, whole answer "
+        f"after {receipt['total_s'] * 1e3:.0f} ms"
         + (f", attempts {len(receipt['attempts'])}" if len(receipt["attempts"]) > 1 else "")
     )
 

@@ -29,7 +29,8 @@ class EngineConfig(Model):
 
     def settings(self) -> EngineSettings:
         """The settings of the engine."""
-        return EngineSettings(**self.model_dump(exclude={"role"}), role=self.role)
+        fields = self.model_dump(exclude={"role", "url"})
+        return EngineSettings(url=self.url.rstrip("/"), role=self.role, **fields)
 
 
 class ApiKeyConfig(Model):

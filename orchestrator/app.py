@@ -10,7 +10,7 @@ import json
 import logging
 import time
 import uuid
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from aiohttp import web
@@ -43,6 +43,10 @@ from orchestrator.tokens import NoTokensError
 ANYBODY = Tenant("")
 READ_BYTES = 1 << 18
 KEPT_REQUEST_BYTES_MAX = 1 << 18
+TOKEN_CHARACTERS = 4
+"""About so many characters of a body are a token: fair shares need no more before a request is admitted."""
+_FORWARDED = frozenset({"origin", "referer", "via", "forwarded", "x-forwarded-for", "x-forwarded-host", "x-real-ip"})
+"""Headers of browsers and proxies."""
 _KINDS = {kind.value: kind for kind in RequestKind}
 _log = logging.getLogger(__name__)
 
@@ -115,7 +119,10 @@ class App:
         try:
             async with self._document(http, tenant) as document:
                 body, raw = self._own(document.fields, document.raw, tenant)
-                asked = _read(kind, body, http.headers)
+                if len(document.raw) > READ_BYTES:
+                    asked = await asyncio.to_thread(_read, kind, body, http.headers)
+                else:
+                    asked = _read(kind, body, http.headers)
                 receipt_key = self._response_key(tenant, kind, body, asked, len(document.raw))
                 if receipt_key is not None:
                     kept = orchestrator.responses.find(receipt_key, time.monotonic())
@@ -137,7 +144,7 @@ class App:
                 )
                 response = await self._admitted(exchange, tenant)
                 receipt.status = response.status
-                if receipt_key is not None and exchange.kept and response.status == 200:
+                if receipt_key is not None and exchange.kept and exchange.is_worth_keeping and response.status == 200:
                     content_type = response.headers.get("Content-Type", "application/json")
                     orchestrator.responses.keep(receipt_key, content_type, tuple(exchange.kept), time.monotonic())
                 return response
@@ -153,25 +160,31 @@ class App:
 
     async def _admitted(self, exchange: Exchange, tenant: Tenant) -> web.StreamResponse:
         asked, receipt, orchestrator = exchange.asked, exchange.receipt, self._orchestrator
-        tokens = asked.tokens
-        if tokens is None and asked.to_tokenize is not None:
-            began_s = time.monotonic()
-            try:
-                tokens = tuple(await orchestrator.tokens_of(asked, exchange.headers))
-            except NoTokensError as error:
-                receipt.note = f"routed without its tokens: {error}"
-            receipt.tokenize_s = time.monotonic() - began_s
-        receipt.prompt_tokens = None if tokens is None else len(tokens)
-        size = (len(tokens) if tokens else 0) + asked.output_tokens
+        known = len(asked.tokens) if asked.tokens is not None else exchange.size // TOKEN_CHARACTERS
         try:
-            async with orchestrator.gate.admitted(receipt.request_id, tenant, size) as waited_s:
+            async with orchestrator.gate.admitted(receipt.request_id, tenant, known + asked.output_tokens) as waited_s:
                 receipt.waited_s = waited_s
-                prompt = None
-                if tokens:
-                    prompt = await orchestrator.prompt(asked, tokens, receipt)
+                tokens = await self._tokens(exchange)
+                receipt.prompt_tokens = None if tokens is None else len(tokens)
+                prompt = await orchestrator.prompt(asked, tokens, receipt) if tokens else None
                 return await self._attempt(exchange, prompt)
         except TooBusyError as error:
             raise Refusal(error.status, str(error), code="too_busy", retry_after_s=error.retry_after_s) from None
+
+    async def _tokens(self, exchange: Exchange) -> Sequence[int] | None:
+        """The prompt's tokens; None where they cannot be known."""
+        asked = exchange.asked
+        if asked.tokens is not None or asked.to_tokenize is None:
+            return asked.tokens
+        began_s = time.monotonic()
+        try:
+            is_large = exchange.size > READ_BYTES
+            return await self._orchestrator.tokens_of(asked, exchange.headers, is_large=is_large)
+        except NoTokensError as error:
+            exchange.receipt.note = f"routed without its tokens: {error}"
+            return None
+        finally:
+            exchange.receipt.tokenize_s = time.monotonic() - began_s
 
     async def _attempt(self, exchange: Exchange, prompt: Prompt | None) -> web.StreamResponse:
         """Send the request, to another engine where one fails before it has answered."""
@@ -218,13 +231,13 @@ class App:
         if name == "pins" and method in ("PUT", "DELETE"):
             document = await self._admin_document(http) if method == "PUT" else {}
             try:
-                orchestrator.pin(rest, document if method == "PUT" else None)
+                await orchestrator.pin(rest, document if method == "PUT" else None)
             except ValueError as error:
                 raise Refusal(400, str(error)) from None
             return web.json_response({"prefix": rest})
         if name == "quotas" and method == "PUT":
             try:
-                orchestrator.set_quota(rest, await self._admin_document(http))
+                await orchestrator.set_quota(rest, await self._admin_document(http))
             except ValueError as error:
                 raise Refusal(400, str(error)) from None
             return web.json_response({"tenant": rest})
@@ -291,20 +304,26 @@ class App:
         return self._orchestrator.tenant(tenant)
 
     def _require_admin(self, http: web.BaseRequest) -> None:
-        """An operator has the token; without one, everybody on this host is an operator."""
+        """An operator has the token. Without one, everybody on this host is an operator, but for browsers and for
+        those that a proxy on this host has brought.
+        """
         token = self._settings.admin_token
         if token is not None:
             if not hmac.compare_digest(_bearer(http).encode(), token.encode()):
                 raise Refusal(401, "/_orchestrator needs the admin token")
             return
-        peer = http.remote
-        if peer is not None and not ipaddress.ip_address(peer.partition("%")[0]).is_loopback:
+        host = http.headers.get("Host", "").rpartition(":")[0].strip("[]") or http.headers.get("Host", "")
+        is_direct = _FORWARDED.isdisjoint(name.lower() for name in http.headers)
+        if not is_direct or not _is_loopback(http.remote) or not (host == "localhost" or _is_loopback(host)):
             raise Refusal(403, "/_orchestrator is for this host; set an admin token for others")
+        if http.can_read_body and http.content_type != "application/json":
+            raise Refusal(415, "Content-Type must be application/json")
 
     def _own(self, body: Mapping[str, Any], raw: bytes, tenant: Tenant) -> tuple[Mapping[str, Any], bytes | None]:
         """The body as it may go on. A client's own `kv_transfer_params` could have an engine read KV of others."""
         changed = dict(body)
-        changed.pop("kv_transfer_params", None)
+        for name in ("kv_transfer_params", "ec_transfer_params"):
+            changed.pop(name, None)
         if self._settings.tenant_salts and tenant.name:
             salt = f"{tenant.name}\n{body.get('cache_salt') or ''}"
             changed["cache_salt"] = hashlib.sha256(salt.encode()).hexdigest()
@@ -402,6 +421,13 @@ async def _replay(
 def _bearer(http: web.BaseRequest) -> str:
     kind, _, key = http.headers.get("Authorization", "").partition(" ")
     return key.strip() if kind.lower() == "bearer" else ""
+
+
+def _is_loopback(address: str | None) -> bool:
+    try:
+        return address is not None and ipaddress.ip_address(address.partition("%")[0]).is_loopback
+    except ValueError:
+        return False
 
 
 def _require(method: str, wanted: str) -> None:

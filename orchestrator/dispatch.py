@@ -9,7 +9,7 @@ import json
 import time
 from collections.abc import AsyncIterator, Mapping
 from contextlib import asynccontextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import aiohttp
@@ -25,11 +25,13 @@ from orchestrator.rules.openai_requests import Asked
 ANSWER_BYTES_MAX = 64 << 20
 ATTEMPTS_MAX = 3
 THREAD_BYTES = 1 << 18
+STALLED_S = 30.0
 ENGINE_HEADER, REQUEST_HEADER = "x-objectcache-engine", "x-objectcache-request-id"
 EVENT_STREAM = "text/event-stream"
 _RETRIED = frozenset({429, 500, 502, 503, 504})
-"""Statuses of an engine that another engine may not give. Of these 429 and 503 say that it is busy, not broken."""
-_BUSY = frozenset({429, 503})
+"""Statuses of an engine that another engine may not give. They do not eject it: a request of one client may have any
+engine answer 500, and its probes say whether it is well.
+"""
 _HOP_BY_HOP = frozenset(
     {
         "connection", "keep-alive", "proxy-authenticate", "proxy-authorization", "te", "trailer", "transfer-encoding",
@@ -46,6 +48,13 @@ class AttemptFailed(Exception):
     def __init__(self, message: str, answer: web.Response | None = None) -> None:
         super().__init__(message)
         self.answer = answer
+
+
+@dataclass(slots=True)
+class Progress:
+    """When the last piece of an answer came, by the steady clock."""
+
+    at_s: float = field(default_factory=time.monotonic)
 
 
 @dataclass(slots=True)
@@ -66,9 +75,22 @@ class Exchange:
     kept: list[bytes] | None = None
     """The pieces of the answer, where they are to be kept."""
     kept_bytes_max: int = 0
+    is_broken: bool = False
+    progress: Progress = field(default_factory=Progress)
+
+    @property
+    def is_worth_keeping(self) -> bool:
+        """Whether the answer came whole: a stream to its end mark, without an error in it."""
+        if not self.kept or self.is_broken:
+            return False
+        if not self.asked.is_stream:
+            return True
+        end = b"".join(self.kept[-2:])
+        return end.rstrip().endswith(b"data: [DONE]") and not any(b'data: {"error"' in piece for piece in self.kept)
 
     def keep(self, piece: bytes) -> None:
-        """Note a piece of the answer; one that is too large is not kept at all."""
+        """Note a piece of the answer; an answer that is too large is not kept at all."""
+        self.progress.at_s = time.monotonic()
         if self.kept is not None:
             self.kept.append(piece)
             self.kept_bytes_max -= len(piece)
@@ -119,13 +141,11 @@ class Dispatch:
         body = exchange.raw
         if body is None or told is not exchange.body:
             body = await encoded(told, exchange.size)
-        async with self._opened(engine, exchange.path, headers, body) as (answer, first, late):
+        async with self._opened(engine, exchange.path, headers, body, exchange.progress) as (answer, first, late):
             note: dict[str, Any] = {"engine": engine.name, "status": answer.status}
             exchange.receipt.attempts.append(note)
             if answer.status in _RETRIED:
-                refusal = await self._whole(answer, first, exchange, engine, late)
-                if answer.status not in _BUSY:
-                    engine.failed(f"{exchange.path} answers {answer.status}")
+                refusal = await self._whole(answer, first, exchange, engine, late, is_kept=False)
                 raise AttemptFailed(f"{engine.name} answers {answer.status}", refusal)
             self._noted_first_byte(exchange, routed, first)
             if answer.content_type != EVENT_STREAM:
@@ -138,10 +158,14 @@ class Dispatch:
 
     async def ask(self, engine: Engine, path: str, headers: Mapping[str, str], body: bytes) -> dict[str, Any]:
         """A request whose answer is for the orchestrator. Raises AttemptFailed."""
-        async with self._opened(engine, path, headers, body) as (answer, first, _):
+        async with self._opened(engine, path, headers, body, Progress()) as (answer, first, _):
             try:
-                rest = await answer.content.read(ANSWER_BYTES_MAX)
-                document = json.loads(first + rest)
+                said = bytearray(first)
+                async for piece in answer.content.iter_any():
+                    said += piece
+                    if len(said) > ANSWER_BYTES_MAX:
+                        raise ValueError("the answer is too large")
+                document = json.loads(said)
             except (aiohttp.ClientError, TimeoutError, OSError, ValueError) as error:
                 raise AttemptFailed(f"{engine.name}: {error}") from error
             if answer.status != 200 or not isinstance(document, dict):
@@ -150,12 +174,13 @@ class Dispatch:
 
     @asynccontextmanager
     async def _opened(
-        self, engine: Engine, path: str, headers: Mapping[str, str], body: bytes
+        self, engine: Engine, path: str, headers: Mapping[str, str], body: bytes, progress: Progress
     ) -> AsyncIterator[tuple[aiohttp.ClientResponse, bytes, list[str]]]:
-        """The answer's head and its first piece. When the engine is ejected the wait for them ends, and a read that is
-        under way breaks off; the list says so then.
+        """The answer's head and its first piece. When the engine is ejected meanwhile, the wait for them ends, and the
+        list says so. A stream that has begun may go on, unless nothing comes for STALLED_S.
         """
         late: list[str] = []
+        checks: list[asyncio.TimerHandle] = []
         opened: list[aiohttp.ClientResponse] = []
         task = asyncio.current_task()
         assert task is not None
@@ -172,10 +197,17 @@ class Dispatch:
         getting = asyncio.ensure_future(first_piece())
 
         def on_gone() -> None:
-            late.append(f"{engine.name} is gone: {engine.liveness.last_error}")
-            getting.cancel()
-            for answer in opened:
-                answer.close()
+            if not getting.done():
+                late.append(f"{engine.name} is gone: {engine.liveness.last_error}")
+                getting.cancel()
+            else:
+                checks.append(asyncio.get_running_loop().call_later(STALLED_S, break_off))
+
+        def break_off() -> None:
+            if time.monotonic() - progress.at_s >= STALLED_S:
+                late.append(f"{engine.name} sends nothing more: {engine.liveness.last_error}")
+                for answer in opened:
+                    answer.close()
 
         with engine.watched(on_gone):
             try:
@@ -185,8 +217,8 @@ class Dispatch:
                     if late and not task.cancelling():
                         raise AttemptFailed(late[0]) from None
                     raise
-                except (aiohttp.ClientConnectorError, ConnectionRefusedError) as error:
-                    engine.failed(str(error), is_certain=True)
+                except aiohttp.ClientConnectorError as error:
+                    engine.failed(str(error), is_certain=isinstance(error.os_error, ConnectionRefusedError))
                     raise AttemptFailed(f"{engine.name}: {error}") from error
                 except TimeoutError as error:
                     engine.failed(f"{path}: no first byte in time")
@@ -197,20 +229,29 @@ class Dispatch:
                 yield opened[0], first, late
             finally:
                 getting.cancel()
+                for check in checks:
+                    check.cancel()
                 for answer in opened:
                     answer.close()
 
     def _noted_first_byte(self, exchange: Exchange, routed: Routed, first: bytes) -> None:
         now_s = time.monotonic()
         exchange.receipt.ttft_s = now_s - exchange.began_s
-        prediction, books = routed.decision.prediction, routed.engine.books
-        ttft_s = books.first_byte(exchange.receipt.request_id, now_s)
-        if ttft_s is not None and first and prediction.queue_s == 0 and exchange.asked.is_stream:
+        prediction, books, is_stream = routed.decision.prediction, routed.engine.books, exchange.asked.is_stream
+        ttft_s = books.first_byte(exchange.receipt.request_id, now_s, is_stream=is_stream)
+        if ttft_s is not None and first and prediction.queue_s == 0:
             computed = (exchange.receipt.prompt_tokens or 0) - prediction.held_tokens - prediction.load_tokens
             routed.engine.observed.note(computed, ttft_s)
 
     async def _whole(
-        self, answer: aiohttp.ClientResponse, first: bytes, exchange: Exchange, engine: Engine, late: list[str]
+        self,
+        answer: aiohttp.ClientResponse,
+        first: bytes,
+        exchange: Exchange,
+        engine: Engine,
+        late: list[str],
+        *,
+        is_kept: bool = True,
     ) -> web.Response:
         """An answer that is no stream. It is read to its end before the client sees any of it."""
         pieces, size = [first], len(first)
@@ -225,7 +266,8 @@ class Dispatch:
                 engine.failed(f"{exchange.path}: {type(error).__name__} {error}")
             raise AttemptFailed(late[0] if late else f"{engine.name}: {type(error).__name__} {error}") from error
         body = b"".join(pieces)
-        exchange.keep(body)
+        if is_kept:
+            exchange.keep(body)
         return web.Response(body=body, status=answer.status, headers=self._headers(answer, exchange, engine))
 
     async def _stream(
@@ -261,13 +303,13 @@ class Dispatch:
         error: Exception,
     ) -> None:
         """The engine's stream has broken off: say so in the stream, since its status is out already."""
-        exchange.kept = None
+        exchange.kept, exchange.is_broken = None, True
         why = late[0] if late else f"{type(error).__name__} {error}"
         if not late:
             engine.failed(f"{exchange.path}: the stream broke off: {why}")
         exchange.receipt.note = f"the stream broke off: {why}"
         message = "the engine ended before its answer did; the answer is not complete"
-        await response.write(Refusal(502, message, code="engine_lost").event())
+        await response.write(b"\n\n" + Refusal(502, message, code="engine_lost").event())  # a line may be cut
 
     def _headers(self, answer: aiohttp.ClientResponse, exchange: Exchange, engine: Engine) -> dict[str, str]:
         kept = {name: value for name, value in answer.headers.items() if name.lower() not in _HOP_BY_HOP}

@@ -7,7 +7,8 @@ import contextlib
 import json
 import logging
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import partial
 from typing import Any
 
 import aiohttp
@@ -16,7 +17,7 @@ from descriptors.recompute import PrefillCosts
 from orchestrator.events_feed import EventsFeed, FeedStatus
 from orchestrator.rules.books import EngineBooks
 from orchestrator.rules.engine_metrics import METRICS_BYTES_MAX, EngineReport, Published, read_metrics
-from orchestrator.rules.kv_events import Batch
+from orchestrator.rules.kv_events import Batch, KnownBatch
 from orchestrator.rules.liveness import EngineStatus, Liveness
 from orchestrator.rules.observed_costs import TOKEN_US_DEFAULT, ObservedCosts
 from orchestrator.rules.prefix_index import PrefixIndex
@@ -41,10 +42,14 @@ class Engine:
         index: PrefixIndex,
         poll_s: float,
         probe_timeout_s: float,
-        next_batches: Mapping[str, int] | None = None,
+        known: Mapping[str, KnownBatch] | None = None,
         on_batch: Callable[[str, int, Batch], None] | None = None,
-        on_cleared: Callable[[str, int], None] | None = None,
+        on_cleared: Callable[[str], None] | None = None,
+        headers: Mapping[str, str] | None = None,
     ) -> None:
+        """`known` are the last batches of the ranks that are in the index, by their names there. `headers` go with
+        every request of the orchestrator's own.
+        """
         self.settings = settings
         self.name = settings.label
         self.url = settings.url.rstrip("/")
@@ -56,13 +61,18 @@ class Engine:
         self.model_documents: tuple[Mapping[str, Any], ...] = ()
         self.feeds: dict[str, EventsFeed] = {}
         """By the names under which the index knows the engine's data-parallel ranks."""
+        self.ranks: dict[str, int] = {}
+        """The ranks by the same names."""
         self.unmatched_count = 0
         """Requests in a row whose blocks did not come in events: the tokens may be others than the engine's."""
         self._http = http
         self._index = index
         self._poll_s = poll_s
         self._probe_timeout = aiohttp.ClientTimeout(total=probe_timeout_s)
-        self._next_batches = next_batches or {}
+        self._known = known or {}
+        self._headers = dict(headers or {})
+        self._sources: list[tuple[int, str, str | None, str]] | None = None
+        self._listeners: list[asyncio.Task[None]] = []
         self._sources_s = 0.0
         self._on_gone: set[Callable[[], None]] = set()
         self._on_batch = on_batch
@@ -89,9 +99,9 @@ class Engine:
         return tuple(self.feeds) or (self.name,)
 
     @property
-    def has_events(self) -> bool:
-        """Whether events say what it holds."""
-        return any(feed.status is not FeedStatus.NONE for feed in self.feeds.values())
+    def is_live(self) -> bool:
+        """Whether events say all that it holds."""
+        return bool(self.feeds) and all(feed.status is FeedStatus.LIVE for feed in self.feeds.values())
 
     @property
     def prefill(self) -> PrefillCosts:
@@ -120,6 +130,9 @@ class Engine:
         self.liveness.failed(now_s, error, is_certain=is_certain)
         if not was_ejected and self.liveness.status(now_s) is EngineStatus.EJECTED:
             _log.warning("%s gets no requests for %.0f s: %s", self.name, self.liveness.ejected_s, error)
+            self._sources_s = 0.0
+            for name in self.index_names:
+                self._index.forget_expected(name)
             for on_gone in tuple(self._on_gone):
                 on_gone()
 
@@ -138,44 +151,64 @@ class Engine:
 
     async def run(self) -> None:
         """Probe it and read its events until cancelled."""
-        async with asyncio.TaskGroup() as tasks:
-            if self.settings.events is not None:
-                self._listen(tasks, 0, self.settings.events, self.settings.replay, self.settings.topic)
+        try:
             while True:
                 try:
+                    if self.settings.events is not None and not self.feeds:
+                        self._listen([(0, self.settings.events, self.settings.replay, self.settings.topic)])
                     await self._poll()
-                    if not self.feeds:
-                        await self._find_events(tasks)
+                    await self._find_events()
+                    for feed in self.feeds.values():
+                        feed.age(time.monotonic())
                 except Exception:
                     _log.exception("polling %s", self.name)
-                for feed in self.feeds.values():
-                    feed.age(time.monotonic())
                 await asyncio.sleep(self._poll_s)
+        finally:
+            for task in self._listeners:
+                task.cancel()
+            await asyncio.gather(*self._listeners, return_exceptions=True)
 
-    def _listen(self, tasks: asyncio.TaskGroup, rank: int, events: str, replay: str | None, topic: str) -> None:
-        name, on_batch, on_cleared = index_name(self.name, rank), self._on_batch, self._on_cleared
-        self._index.add_engine(name)
-        feed = self.feeds[name] = EventsFeed(
-            name,
-            self._index,
-            events,
-            replay,
-            topic,
-            self._next_batches.get(name),
-            None if on_batch is None else lambda number, batch: on_batch(name, number, batch),
-            None if on_cleared is None else lambda number: on_cleared(name, number),
-        )
-        tasks.create_task(feed.run())
+    def _listen(self, sources: Sequence[tuple[int, str, str | None, str]]) -> None:
+        """Listen to these ranks, and to no others any more."""
+        for task in self._listeners:
+            task.cancel()
+        for name in self.feeds:
+            self._index.clear(name)
+        self.feeds, self._listeners, self.ranks = {}, [], {}
+        for rank, events, replay, topic in sources:
+            name = index_name(self.name, rank)
+            self._index.add_engine(name)
+            on_batch, on_cleared = self._on_batch, self._on_cleared
+            feed = self.feeds[name] = EventsFeed(
+                name,
+                self._index,
+                events,
+                replay,
+                topic,
+                self._known.get(name),
+                None if on_batch is None else partial(on_batch, name),
+                None if on_cleared is None else partial(on_cleared, name),
+            )
+            self.ranks[name] = rank
+            self._listeners.append(asyncio.create_task(feed.run()))
 
-    async def _find_events(self, tasks: asyncio.TaskGroup) -> None:
-        """Ask an engine that is up where its events are, now and then."""
+    async def _find_events(self) -> None:
+        """Ask an engine that is up where its events are, now and then: after a restart they may be elsewhere."""
         now_s = time.monotonic()
-        if not self.liveness.takes_requests(now_s) or now_s < self._sources_s:
+        if self.settings.events is not None or not self.liveness.takes_requests(now_s) or now_s < self._sources_s:
             return
         self._sources_s = now_s + SOURCES_EVERY_S
         host = self.url.split("://", 1)[-1].rsplit(":", 1)[0]
-        for rank, events, replay, topic in event_sources(await self._json("/kv_event_sources")):
-            self._listen(tasks, rank, reachable(events, host), reachable(replay, host) if replay else None, topic)
+        document = await self._json("/kv_event_sources")
+        sources = [
+            (rank, reachable(events, host), reachable(replay, host) if replay else None, topic)
+            for rank, events, replay, topic in event_sources(document)
+        ]
+        if document is not None and sources != self._sources and (sources or self._sources):
+            is_first, self._sources = self._sources is None, sources
+            if not is_first:
+                self._known = {}
+            self._listen(sources)
 
     async def _poll(self) -> None:
         """One probe, and its metrics where it is up."""
@@ -183,11 +216,13 @@ class Engine:
         if self.liveness.status(began_s) is EngineStatus.EJECTED:
             return
         try:
-            async with self._http.get(f"{self.url}/health", timeout=self._probe_timeout) as answer:
+            async with self._http.get(
+                f"{self.url}/health", timeout=self._probe_timeout, headers=self._headers, allow_redirects=False
+            ) as answer:
                 is_well = answer.status == 200
                 error = "" if is_well else f"/health answers {answer.status}"
-        except (aiohttp.ClientConnectorError, ConnectionError) as failure:
-            self.failed(str(failure), is_certain=True)
+        except aiohttp.ClientConnectorError as failure:
+            self.failed(str(failure), is_certain=isinstance(failure.os_error, ConnectionRefusedError))
             return
         except (aiohttp.ClientError, TimeoutError, OSError) as failure:
             is_well, error = False, f"/health: {type(failure).__name__} {failure}"
@@ -209,16 +244,29 @@ class Engine:
         except ValueError as error:
             _log.warning("metrics of %s cannot be read: %s", self.name, error)
             return
-        self.books.correct(self.report.running, self.report.waiting)
+        self.books.correct(self.report.running, self.report.waiting, time.monotonic())
+        if self.settings.requests_max is None and self.report.running:
+            is_full = self.report.waiting > 0  # as many run as it takes, be it for --max-num-seqs or for its KV blocks
+            known = self.books.requests_max
+            self.books.requests_max = self.report.running if is_full else max(known, self.report.running)
 
     async def _have_published(self) -> None:
         """Ask an engine with our connector for one token, once: it publishes its deployment after its first step."""
-        if self.published is not None or not self.report.has_connector or self._is_asked or not self.models:
+        if self.published is not None or not self.report.has_connector:
+            self._is_asked = False
+            return
+        if self._is_asked or not self.models:
             return
         self._is_asked = True
         body = {"model": self.models[0], "prompt": [1], "max_tokens": 1}
         try:
-            async with self._http.post(f"{self.url}/v1/completions", json=body, timeout=self._first_timeout) as answer:
+            async with self._http.post(
+                f"{self.url}/v1/completions",
+                json=body,
+                timeout=self._first_timeout,
+                headers=self._headers,
+                allow_redirects=False,
+            ) as answer:
                 await answer.read()
         except (aiohttp.ClientError, TimeoutError, OSError) as error:
             _log.info("%s gives no first token: %r", self.name, error)
@@ -243,7 +291,9 @@ class Engine:
     async def _text(self, path: str, bytes_max: int) -> str | None:
         """The answer to a GET; None where there is none, or one that is too long."""
         try:
-            async with self._http.get(f"{self.url}{path}", timeout=self._probe_timeout) as answer:
+            async with self._http.get(
+                f"{self.url}{path}", timeout=self._probe_timeout, headers=self._headers, allow_redirects=False
+            ) as answer:
                 if answer.status != 200:
                     return None
                 body = await answer.content.read(bytes_max + 1)
@@ -264,13 +314,18 @@ def event_sources(document: object) -> list[tuple[int, str, str | None, str]]:
     TCP endpoints are left out.
     """
     found: list[tuple[int, str, str | None, str]] = []
-    for rank, source in sorted(document.items() if isinstance(document, dict) else ()):
-        if not isinstance(source, dict) or not str(rank).isdigit() or not source.get("enable_kv_cache_events"):
+    ranks = (
+        {int(rank): each for rank, each in document.items() if str(rank).isdigit()}
+        if isinstance(document, dict)
+        else {}
+    )
+    for rank, source in sorted(ranks.items(), key=lambda item: item[0]):
+        if not isinstance(source, dict) or not source.get("enable_kv_cache_events"):
             continue
         events, replay, topic = source.get("endpoint"), source.get("replay_endpoint"), source.get("topic")
         if isinstance(events, str) and events.startswith("tcp://") and len(found) < RANKS_MAX:
             is_tcp = isinstance(replay, str) and replay.startswith("tcp://")
-            found.append((int(rank), events, replay if is_tcp else None, topic if isinstance(topic, str) else ""))
+            found.append((rank, events, replay if is_tcp else None, topic if isinstance(topic, str) else ""))
     return found
 
 

@@ -1,7 +1,8 @@
 """KV events of one engine's data-parallel rank: subscribes, asks for batches that are missing, and says what came.
 
-The feed is LIVE while every batch has come. Where batches are missing and cannot be had again it is DEGRADED: what is
-known counts for DEGRADED_S more, then the index is cleared, and what is sent to the engine counts instead.
+The feed is LIVE while every batch has come since the engine's start, and PARTIAL where the first ones are not to be had
+any more: what is known is right then, and what was sent to the engine counts beside it. Where batches are missing in
+between it is DEGRADED: what is known counts for DEGRADED_S more, then the index is cleared.
 """
 
 from __future__ import annotations
@@ -10,14 +11,14 @@ import asyncio
 import contextlib
 import logging
 import time
-from collections.abc import Callable
+from collections.abc import AsyncIterator, Callable
 from enum import Enum
 
 import msgspec
 import zmq
 import zmq.asyncio
 
-from orchestrator.rules.kv_events import Batch, BatchOrder, Turn, WrongEventError, batch_of
+from orchestrator.rules.kv_events import Batch, BatchOrder, KnownBatch, Turn, WrongEventError, batch_of
 from orchestrator.rules.prefix_index import PrefixIndex
 
 BATCH_BYTES_MAX = 16 << 20
@@ -29,20 +30,35 @@ QUEUE_MAX = 10_000
 BIND = "bind:"
 _NUMBER_BYTES = 8
 _END = (1 << 64) - 1
+NUMBER_MAX = (1 << 62) - 1
+_SOCKET_OPTIONS = (
+    (zmq.RCVHWM, QUEUE_MAX),
+    (zmq.MAXMSGSIZE, BATCH_BYTES_MAX),
+    (zmq.LINGER, 0),
+    (zmq.TCP_KEEPALIVE, 1),
+    (zmq.TCP_KEEPALIVE_IDLE, 30),
+    (zmq.TCP_KEEPALIVE_INTVL, 10),
+    (zmq.TCP_KEEPALIVE_CNT, 3),
+)
+"""A host that vanishes without a word is noticed after a minute."""
 _log = logging.getLogger(__name__)
 
 
 class FeedStatus(Enum):
-    """What the index of an engine rests on."""
+    """What the index of an engine rests on: nothing yet; some of its blocks; all of them; or blocks of which some may
+    have gone.
+    """
 
     NONE = "none"
+    PARTIAL = "partial"
     LIVE = "live"
     DEGRADED = "degraded"
 
 
 class EventsFeed:
-    """Events of `engine`, into `index`. `on_batch` is told of each batch that was taken, with its
-    number, and `on_cleared` the number of the next batch when the index was cleared."""
+    """Events of `engine`, into `index`. `known` is the last batch that is in the index already. `on_batch` is told of
+    each batch that was taken, with its number, and `on_cleared` of a cleared index.
+    """
 
     def __init__(
         self,
@@ -51,28 +67,24 @@ class EventsFeed:
         events: str,
         replay: str | None,
         topic: str = "",
-        expected: int | None = None,
+        known: KnownBatch | None = None,
         on_batch: Callable[[int, Batch], None] | None = None,
-        on_cleared: Callable[[int], None] | None = None,
+        on_cleared: Callable[[], None] | None = None,
     ) -> None:
         self._engine = engine
         self._index = index
         self._events = events
         self._replay = replay
         self._topic = topic
-        self._order = BatchOrder(expected)
+        self._order = BatchOrder(known)
         self._on_batch = on_batch
         self._on_cleared = on_cleared
         self._degraded_s: float | None = None
-        self.status = FeedStatus.NONE
+        self.status = FeedStatus.NONE if known is None else FeedStatus.PARTIAL
         self.gap_count = 0
         self.replayed_count = 0
         self.wrong_count = 0
-
-    @property
-    def next_number(self) -> int | None:
-        """The number of the batch that comes next."""
-        return self._order.expected
+        self._has_answered = False
 
     async def run(self) -> None:
         """Listen until cancelled."""
@@ -81,8 +93,8 @@ class EventsFeed:
             while True:
                 try:
                     await self._listen(context)
-                except zmq.ZMQError as error:
-                    _log.warning("events of %s from %s: %s", self._engine, self._events, error)
+                except Exception as error:  # whatever an engine sends must not end its feed
+                    _log.warning("events of %s from %s: %r", self._engine, self._events, error)
                     await asyncio.sleep(RECONNECT_S)
         finally:
             context.destroy(linger=0)
@@ -90,93 +102,82 @@ class EventsFeed:
     def age(self, now_s: float) -> None:
         """Clear what a degraded feed knows when its time is over. Called from time to time."""
         if self._degraded_s is not None and now_s - self._degraded_s >= DEGRADED_S:
-            self._clear(self._order.expected or 0)  # what comes from now on is right, although it is not all
-            self._degraded_s = None
-            self.status = FeedStatus.LIVE
+            self._clear()  # what comes from now on is right, although it is not all
 
     async def _listen(self, context: zmq.asyncio.Context) -> None:
         with contextlib.closing(context.socket(zmq.SUB)) as socket:
-            socket.setsockopt(zmq.RCVHWM, QUEUE_MAX)
-            socket.setsockopt(zmq.MAXMSGSIZE, BATCH_BYTES_MAX)
-            socket.setsockopt(zmq.LINGER, 0)
+            for option, value in _SOCKET_OPTIONS:
+                socket.setsockopt(option, value)
             socket.setsockopt_string(zmq.SUBSCRIBE, self._topic)
             if self._events.startswith(BIND):
                 socket.bind(self._events.removeprefix(BIND))
             else:
                 socket.connect(self._events)
-            await self._replay_from(context, self._order.expected or 0)
+            await self._catch_up(context)
             while True:
-                frames = await socket.recv_multipart()
-                await self._received(context, frames)
+                await self._received(context, await socket.recv_multipart())
+                await asyncio.sleep(0)  # a message that is there already does not give the others a turn
 
     async def _received(self, context: zmq.asyncio.Context, frames: list[bytes]) -> None:
         if len(frames) != 3 or len(frames[1]) != _NUMBER_BYTES:
             self.wrong_count += 1
             return
-        number = int.from_bytes(frames[1], "big")
-        try:
-            batch = batch_of(msgspec.msgpack.decode(frames[2]))
-        except (msgspec.DecodeError, WrongEventError, ValueError) as error:
-            self._missed(number, f"batch {number} cannot be read: {error}")
+        number, batch = int.from_bytes(frames[1], "big"), _decoded(frames[2])
+        if number > NUMBER_MAX:
+            self.wrong_count += 1
+            return
+        if batch is None:
+            self._missed(number, f"batch {number} cannot be read")
             return
         turn = self._order.turn(number, batch.sent_at)
         if turn is Turn.RESTART:
-            _log.info("%s has started anew: its events count from %d", self._engine, number)
-            self._order.restart()
-            self._clear(0)
+            _log.info("%s has started anew: its events count from 0", self._engine)
+            self._clear()
             turn = self._order.turn(number, batch.sent_at)
         if turn is Turn.REPLAY:
-            self.gap_count += 1
-            await self._replay_from(context, self._order.expected or 0)
+            self.gap_count += self._order.expected is not None
+            await self._catch_up(context)
             turn = self._order.turn(number, batch.sent_at)
-            if turn is Turn.REPLAY and self._order.expected is None:
-                self._order.took(
-                    number - 1, 0.0
-                )  # its blocks of before are not known, and nothing that is known is wrong
-                turn = Turn.TAKE
-            elif turn is Turn.REPLAY:
+            if turn is Turn.REPLAY and self._order.expected is not None:
                 self._missed(number - 1, f"batches before {number} cannot be had again")
-                turn = Turn.TAKE
-        if turn is Turn.TAKE:
+        if turn in (Turn.TAKE, Turn.REPLAY):
             self._take(number, batch)
 
-    def _take(self, number: int, batch: Batch) -> None:
-        try:
-            for event in batch.events:
-                self._index.apply(self._engine, event)
-        except ValueError as error:
-            self._missed(number, f"batch {number}: {error}")
-            return
-        self._order.took(number, batch.sent_at)
-        if self.status is FeedStatus.NONE:
-            self.status = FeedStatus.LIVE
-        if self._on_batch is not None:
-            self._on_batch(number, batch)
-
-    def _clear(self, next_number: int) -> None:
-        """The index knows nothing of the engine any more."""
-        self._index.clear(self._engine)
-        if self._on_cleared is not None:
-            self._on_cleared(next_number)
-
-    def _missed(self, number: int, why: str) -> None:
-        """Go on behind this batch, without what was in it."""
-        self.wrong_count += 1
-        if self.status is not FeedStatus.DEGRADED:
-            _log.warning("events of %s: %s; what is known of it counts for %d s more", self._engine, why, DEGRADED_S)
-            self._degraded_s = time.monotonic()
-        self.status = FeedStatus.DEGRADED
-        self._order.took(number, 0.0)
-
-    async def _replay_from(self, context: zmq.asyncio.Context, first: int) -> None:
-        """Ask for the batches from `first` on. Those that the engine still has come one by one, then an end mark. A
-        whole replay from the first batch makes a degraded feed whole.
+    async def _catch_up(self, context: zmq.asyncio.Context) -> None:
+        """Take the batches that were missed. The replay begins with the last known one: where that is another one now,
+        or there is none, the engine has started anew, and nothing of before counts.
         """
         if self._replay is None:
             return
+        known = self._order.known
+        is_same = known is None
+        async for number, batch in self._replayed(context, 0 if known is None else known.number):
+            if batch is None:
+                break
+            if known is not None and not is_same:
+                is_same = number > known.number or (number == known.number and batch.sent_at == known.sent_at)
+                if not is_same:
+                    break
+            expected = self._order.expected
+            if expected is None or number == expected:
+                self.replayed_count += 1
+                self._take(number, batch)
+            elif number > expected:  # the engine keeps the latest batches only
+                self._missed(number - 1, f"batches before {number} are kept no more")
+                self._take(number, batch)
+            await asyncio.sleep(0)
+        if not is_same and self._has_answered:
+            _log.info("%s is not the engine that it was: its events are read from the first one", self._engine)
+            self._clear()
+            await self._catch_up(context)
+
+    async def _replayed(self, context: zmq.asyncio.Context, first: int) -> AsyncIterator[tuple[int, Batch | None]]:
+        """The batches from `first` on that the engine still has. `_has_answered` says whether it has answered."""
+        self._has_answered = False
+        assert self._replay is not None
         with contextlib.closing(context.socket(zmq.DEALER)) as socket:
-            socket.setsockopt(zmq.LINGER, 0)
-            socket.setsockopt(zmq.MAXMSGSIZE, BATCH_BYTES_MAX)
+            for option, value in _SOCKET_OPTIONS:
+                socket.setsockopt(option, value)
             socket.connect(self._replay)
             try:
                 async with asyncio.timeout(REPLAY_S):
@@ -188,19 +189,52 @@ class EventsFeed:
                         continue
                     number = int.from_bytes(frames[-2], "big")
                     if number == _END:
+                        self._has_answered = True
                         return
-                    self._replayed(number, frames[-1])
+                    if number <= NUMBER_MAX:
+                        self._has_answered = True
+                        yield number, _decoded(frames[-1])
             except TimeoutError:
-                _log.info("%s replays nothing from batch %d on", self._engine, first)
+                _log.info("%s replays nothing more from batch %d on", self._engine, first)
 
-    def _replayed(self, number: int, payload: bytes) -> None:
+    def _take(self, number: int, batch: Batch) -> None:
+        is_first = self._order.expected is None
         try:
-            batch = batch_of(msgspec.msgpack.decode(payload))
-        except (msgspec.DecodeError, WrongEventError, ValueError):
+            for event in batch.events:
+                self._index.apply(self._engine, event)
+        except ValueError as error:
+            self._missed(number, f"batch {number}: {error}")
             return
-        expected = self._order.expected
-        if number == 0 and expected is None:
-            self._clear(0)
-        if (expected is None and number == 0) or number == expected:
-            self.replayed_count += 1
-            self._take(number, batch)
+        self._order.took(number, batch.sent_at)
+        if is_first:
+            self.status = FeedStatus.LIVE if number == 0 else FeedStatus.PARTIAL
+        elif self.status is FeedStatus.NONE:
+            self.status = FeedStatus.PARTIAL
+        if self._on_batch is not None:
+            self._on_batch(number, batch)
+
+    def _clear(self) -> None:
+        """The index knows nothing of the engine any more."""
+        self._index.clear(self._engine)
+        self._order.restart()
+        self._degraded_s = None
+        self.status = FeedStatus.PARTIAL
+        if self._on_cleared is not None:
+            self._on_cleared()
+
+    def _missed(self, number: int, why: str) -> None:
+        """Go on behind this batch, without what was in it."""
+        self.wrong_count += 1
+        if self.status is not FeedStatus.DEGRADED:
+            _log.warning("events of %s: %s; what is known of it counts for %d s more", self._engine, why, DEGRADED_S)
+            self._degraded_s = time.monotonic()
+        self.status = FeedStatus.DEGRADED
+        self._order.took(number, 0.0)
+
+
+def _decoded(payload: bytes) -> Batch | None:
+    """None for what is no batch."""
+    try:
+        return batch_of(msgspec.msgpack.decode(payload))
+    except (msgspec.DecodeError, WrongEventError, ValueError, RecursionError):
+        return None

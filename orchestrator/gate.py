@@ -44,10 +44,18 @@ class Gate:
             self._services_s.append(time.monotonic() - placed_s)
         finally:
             self.admission.end(request_id)
-            for started in self.admission.start():
-                turn = self._turns.get(started.request_id)
-                if turn is not None and not turn.done():
-                    turn.set_result(None)
+            self._start()
+
+    def set_share(self, tenant: Tenant) -> None:
+        """A tenant has another share from now on, for its waiting requests, too."""
+        self.admission.set_share(tenant)
+        self._start()
+
+    def _start(self) -> None:
+        for started in self.admission.start():
+            turn = self._turns.get(started.request_id)
+            if turn is not None and not turn.done():
+                turn.set_result(None)
 
     async def _wait(self, request_id: str, tenant: Tenant, tokens: int, began_s: float) -> None:
         verdict = self.admission.offer(request_id, tenant, tokens, began_s)

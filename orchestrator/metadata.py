@@ -29,7 +29,7 @@ CREATE TABLE entries (
     engine TEXT NOT NULL, prefix BLOB NOT NULL, block BLOB NOT NULL, model TEXT NOT NULL, used_at REAL NOT NULL,
     PRIMARY KEY (engine, block)
 ) STRICT, WITHOUT ROWID;
-CREATE TABLE sources (source TEXT PRIMARY KEY, next_batch INTEGER NOT NULL) STRICT;
+CREATE TABLE sources (source TEXT PRIMARY KEY, batch INTEGER NOT NULL, sent_at REAL NOT NULL) STRICT;
 CREATE TABLE pins (prefix TEXT PRIMARY KEY, engine TEXT NOT NULL, until REAL) STRICT;
 CREATE TABLE quotas (tenant TEXT PRIMARY KEY, document TEXT NOT NULL) STRICT;
 """
@@ -105,6 +105,10 @@ class Metadata:
         except sqlite3.IntegrityError:
             raise NameTakenError(f"the name {engine.name} is another engine's") from None
 
+    def set_draining(self, name: str, *, is_draining: bool) -> None:
+        """Note that an engine drains, or not any more, if it is registered."""
+        self._write("UPDATE engines SET is_draining = ? WHERE name = ?", [(int(is_draining), name)])
+
     def remove_engine(self, name: str) -> None:
         """Forget an engine with its blocks and sessions."""
         with self._transaction() as db:
@@ -150,9 +154,15 @@ class Metadata:
             )
 
     def note_source(
-        self, source: str, next_batch: int, added: Sequence[CacheEntry], removed: Sequence[bytes], *, is_cleared: bool
+        self,
+        source: str,
+        known: tuple[int, float] | None,
+        added: Sequence[CacheEntry],
+        removed: Sequence[bytes],
+        *,
+        is_cleared: bool,
     ) -> None:
-        """What the batches before `next_batch` have changed, with the number, in one step."""
+        """What batches have changed, with the number and the time of the last one, in one step."""
         with self._transaction() as db:
             if is_cleared:
                 db.execute("DELETE FROM entries WHERE engine = ?", (source,))
@@ -161,11 +171,15 @@ class Metadata:
                 "INSERT OR REPLACE INTO entries VALUES (?, ?, ?, ?, ?)",
                 [(each.engine, each.prefix, each.block, each.model, each.used_at) for each in added],
             )
-            db.execute("INSERT OR REPLACE INTO sources VALUES (?, ?)", (source, next_batch))
+            if known is None:
+                db.execute("DELETE FROM sources WHERE source = ?", (source,))
+            else:
+                db.execute("INSERT OR REPLACE INTO sources VALUES (?, ?, ?)", (source, *known))
 
-    def next_batches(self) -> dict[str, int]:
-        """For each source the first batch that is not written down."""
-        return dict(self._read("SELECT source, next_batch FROM sources"))
+    def known_batches(self) -> dict[str, tuple[int, float]]:
+        """For each source the number and the time of the last batch that is written down."""
+        rows = self._read("SELECT source, batch, sent_at FROM sources")
+        return {source: (number, sent_at) for source, number, sent_at in rows}
 
     def entries(self, engine: str | None = None) -> Iterator[CacheEntry]:
         """The blocks of one engine, or of all, some thousands at a time."""
@@ -198,10 +212,11 @@ class Metadata:
         """Do so no more."""
         self._write("DELETE FROM pins WHERE prefix = ?", [(prefix,)])
 
-    def pins(self, now: float) -> dict[str, str]:
-        """Prefixes and their engines. Pins that are over are forgotten."""
+    def pins(self, now: float) -> dict[str, tuple[str, float | None]]:
+        """Prefixes with their engines and their ends. Pins that are over are forgotten."""
         self._write("DELETE FROM pins WHERE until <= ?", [(now,)])
-        return dict(self._read("SELECT prefix, engine FROM pins"))
+        rows = self._read("SELECT prefix, engine, until FROM pins")
+        return {prefix: (engine, until) for prefix, engine, until in rows}
 
     def set_quota(self, tenant: str, document: str) -> None:
         """A tenant's share and bounds, as JSON."""

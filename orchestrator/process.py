@@ -24,7 +24,7 @@ class Orchestration:
         listen: Listen,
         registry: EtcdRegistry | None = None,
     ) -> None:
-        self.orchestrator = Orchestrator(settings, registry)
+        self.orchestrator = Orchestrator(settings, registry, engine_key)
         self._app = App(self.orchestrator, settings, engine_key)
         self._listen = listen
         self._runner: web.ServerRunner | None = None

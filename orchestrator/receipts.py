@@ -9,6 +9,9 @@ from typing import Any
 from orchestrator.rules.policies import Decision
 from orchestrator.rules.prediction import Prediction
 
+PREDICTIONS_MAX = 8
+"""Of one request: the chosen engine's, and the next best ones."""
+
 
 @dataclass(slots=True)
 class Receipt:
@@ -37,7 +40,7 @@ class Receipt:
     def routed(self, decision: Decision) -> None:
         """Note a decision; of a request that is sent again, the last one stays."""
         self.engine, self.reason = decision.engine, decision.reason
-        self.predictions = [described(each) for each in decision.predictions]
+        self.predictions = [described(each) for each in decision.predictions[:PREDICTIONS_MAX]]
 
     def to_json(self) -> dict[str, Any]:
         """For people and programs."""

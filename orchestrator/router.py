@@ -33,6 +33,14 @@ class NoEngineError(Exception):
 
 
 @dataclass(frozen=True, slots=True)
+class Pin:
+    """Prompts that begin in some way go to this engine, until then (Unix seconds; None: for good)."""
+
+    engine: str
+    until: float | None = None
+
+
+@dataclass(frozen=True, slots=True)
 class Prompt:
     """A prompt whose tokens are known, with the store's answers, and its blocks' names by the tokens of a block."""
 
@@ -58,6 +66,7 @@ class Routed:
     engine: Engine
     decision: Decision
     rank: int | None = None
+    index_name: str = ""
 
 
 class Router:
@@ -69,7 +78,7 @@ class Router:
         index: PrefixIndex,
         policy: RoutingPolicy,
         lookups: StoreLookups | None,
-        pins: Mapping[str, str],
+        pins: Mapping[str, Pin],
     ) -> None:
         self._engines = engines
         self._index = index
@@ -116,34 +125,37 @@ class Router:
         ]
         if not able:
             raise self._no_engine(asked.model)
-        prompt_tokens = 1 if prompt is None else max(1, len(prompt.tokens))
+        prompt_tokens = max(1, asked.prompt_tokens if prompt is None else len(prompt.tokens))
         need = prompt_tokens + asked.output_tokens
         able = self._with_room(able, need)
-        held, ranks = self._held(able, prompt, now_s)
+        held, names = self._held(able, prompt, now_s)
         states = [self._state(engine, held[engine.name], prompt, now_s) for engine in able]
         start = b"" if prompt is None else next(iter(prompt.chain(self._block_tokens(able[0]))), b"")
-        pinned = self._pins.get(start.hex()) if start else None
-        if pinned is not None and any(state.name == pinned for state in states):
-            states = [state for state in states if state.name == pinned]
+        pin = self._pins.get(start.hex()) if start else None
+        if pin is not None and (pin.until is None or time.time() < pin.until):
+            states = [state for state in states if state.name == pin.engine] or states
         decision = (policy or self.policy).choose(
             RouteRequest(request_id, prompt_tokens, asked.output_tokens, asked.session, start), states
         )
-        return Routed(self._engines[decision.engine], decision, ranks.get(decision.engine))
+        engine = self._engines[decision.engine]
+        name = names.get(decision.engine, engine.index_names[0])
+        return Routed(engine, decision, engine.ranks.get(name) if len(engine.index_names) > 1 else None, name)
 
     def sent(self, routed: Routed, asked: Asked, request_id: str, prompt: Prompt | None) -> None:
         """The request is on its way to the engine: its blocks will be there soon."""
         now_s, engine, prediction = time.monotonic(), routed.engine, routed.decision.prediction
-        tokens = (1 if prompt is None else len(prompt.tokens)) + asked.output_tokens
-        engine.books.send(Sent(request_id, tokens, prediction.compute_s, prediction.ttft_s, now_s))
-        if prompt is not None:
+        tokens = (asked.prompt_tokens if prompt is None else len(prompt.tokens)) + asked.output_tokens
+        is_known = prompt is not None  # of a prompt without tokens the prediction says nothing
+        predicted_s = prediction.ttft_s if is_known else 0.0
+        engine.books.send(Sent(request_id, tokens, prediction.compute_s, predicted_s, now_s, asked.is_stream))
+        if prompt is not None and routed.index_name in engine.index_names:
             chain = prompt.chain(self._block_tokens(engine))
-            name = engine.index_names[min(routed.rank or 0, len(engine.index_names) - 1)]
-            self._index.expect(name, chain, now_s, EXPECTED_S if engine.has_events else APPROXIMATE_S)
+            self._index.expect(routed.index_name, chain, now_s, EXPECTED_S if engine.is_live else APPROXIMATE_S)
 
     def has_come(self, engine: Engine, prompt: Prompt) -> bool | None:
         """Whether the engine's events show the prompt's first block; None where events do not say."""
         chain = prompt.chain(self._block_tokens(engine))
-        if not chain or not engine.has_events:
+        if not chain or not engine.is_live or self._engines.get(engine.name) is not engine:
             return None
         return any(self._index.holds(name, chain[0]) for name in engine.index_names)
 
@@ -160,12 +172,12 @@ class Router:
 
     def _held(
         self, able: Sequence[Engine], prompt: Prompt | None, now_s: float
-    ) -> tuple[dict[str, int], dict[str, int]]:
-        """The tokens that each engine holds, and the rank that holds them where there are several."""
+    ) -> tuple[dict[str, int], dict[str, str]]:
+        """The tokens that each engine holds, and the name in the index of the rank that holds most."""
         tokens = {engine.name: 0 for engine in able}
-        ranks: dict[str, int] = {}
+        best_names: dict[str, str] = {}
         if prompt is None:
-            return tokens, ranks
+            return tokens, best_names
         by_size: dict[int, list[Engine]] = {}
         for engine in able:
             by_size.setdefault(self._block_tokens(engine), []).append(engine)
@@ -173,11 +185,11 @@ class Router:
             names = [name for engine in engines for name in engine.index_names]
             counts = self._index.held_by(prompt.chain(block_tokens), now_s, names)
             for engine in engines:
-                best = max(range(len(engine.index_names)), key=lambda at: counts[engine.index_names[at]])
-                tokens[engine.name] = counts[engine.index_names[best]] * block_tokens
-                if len(engine.index_names) > 1 and tokens[engine.name]:
-                    ranks[engine.name] = best
-        return tokens, ranks
+                most = max(counts[name] for name in engine.index_names)
+                equal = [name for name in engine.index_names if counts[name] == most]
+                best_names[engine.name] = equal[len(prompt.tokens) % len(equal)]  # a new prompt goes to any rank
+                tokens[engine.name] = most * block_tokens
+        return tokens, best_names
 
     def _with_room(self, able: Sequence[Engine], need_tokens: int) -> list[Engine]:
         """Those with free KV blocks for the request, else all that could have them. Raises NoEngineError where no

@@ -19,9 +19,9 @@ from orchestrator.meter import Meter
 from orchestrator.receipts import Receipt, Receipts, described
 from orchestrator.registry import Engines, EtcdRegistry
 from orchestrator.response_cache import ResponseCache
-from orchestrator.router import NoEngineError, Prompt, Routed, Router
+from orchestrator.router import NoEngineError, Pin, Prompt, Routed, Router
 from orchestrator.rules.admission import Tenant
-from orchestrator.rules.openai_requests import Asked
+from orchestrator.rules.openai_requests import Asked, RequestKind
 from orchestrator.rules.policies import POLICIES, LeastTtft, PolicyName, RoutingPolicy, Sessions
 from orchestrator.rules.prefix_index import PrefixIndex
 from orchestrator.settings import EngineSettings, OrchestratorSettings, Role, engine_settings
@@ -32,6 +32,7 @@ from orchestrator.writing import Writing
 UNMATCHED_MAX = 5
 UNMATCHED_CHECK_S = 2.0
 CONNECTIONS_MAX = 8192
+PINS_MAX = 10_000
 PREFILL_WAIT_S, PREFILL_STEP_S = 1.0, 0.05
 """A prefill engine writes its chunks behind its answer; so long they are waited for."""
 _log = logging.getLogger(__name__)
@@ -40,10 +41,15 @@ _log = logging.getLogger(__name__)
 class Orchestrator:
     """Everything but the HTTP surface. `start` and `stop` are called on the event loop that it runs on."""
 
-    def __init__(self, settings: OrchestratorSettings, registry: EtcdRegistry | None = None) -> None:
-        """With a registry, engines are registered there, for others, too. Raises MetadataError, OSError."""
+    def __init__(
+        self, settings: OrchestratorSettings, registry: EtcdRegistry | None = None, engine_key: str | None = None
+    ) -> None:
+        """`engine_key` is the API key that engines ask for. With a registry, engines are registered there, for others,
+        too. Raises MetadataError, OSError.
+        """
         self._settings = settings
         self._registry = registry
+        self._engine_headers = {} if engine_key is None else {"Authorization": f"Bearer {engine_key}"}
         self._of_registry: set[str] = set()
         self._changing = asyncio.Lock()
         self.sessions = Sessions()
@@ -56,10 +62,11 @@ class Orchestrator:
         self._policy = policy_of(settings.policy, self.sessions)
         self._lookups = None if settings.store is None else StoreLookups(settings.store)
         self._writing = None if settings.data is None else Writing(settings.data, self.index, self.sessions)
-        self._pins: dict[str, str] = {} if self._writing is None else self._writing.pins()
+        self._pins: dict[str, Pin] = {}
         self._quotas: dict[str, Tenant] = {}
         if self._writing is not None:
             self._quotas = {name: tenant_of(name, each) for name, each in self._writing.quotas().items()}
+            self._pins = {prefix: Pin(*each) for prefix, each in self._writing.metadata.pins(time.time()).items()}
         self._running: set[str] = set()
         self._tasks: dict[str, asyncio.Task[None]] = {}
         self._checks: set[asyncio.Task[None]] = set()
@@ -73,15 +80,15 @@ class Orchestrator:
         settings = self._settings
         local = None if settings.tokenizer is None else LocalTokenizer(settings.tokenizer)
         connector = aiohttp.TCPConnector(limit=CONNECTIONS_MAX, limit_per_host=0)
-        self._http = aiohttp.ClientSession(connector=connector, auto_decompress=True)
+        self._http = aiohttp.ClientSession(connector=connector, cookie_jar=aiohttp.DummyCookieJar())
         self._tokens = Tokens(self._http, TokenCache(settings.token_cache_bytes), local)
         self._dispatch = Dispatch(self._http, settings.first_byte_timeout_s, settings.stream_idle_timeout_s)
         for each in settings.engines:
-            self._join(each)
+            await self._join(each)
         if self._writing is not None:
             for each, is_draining in self._writing.engines():
                 if each.label not in self.engines:
-                    self._join(each)
+                    await self._join(each)
                 self.engines[each.label].liveness.drain(is_wanted=is_draining)
             self._writing.start()
         if self._registry is not None:
@@ -104,7 +111,10 @@ class Orchestrator:
     def is_serving(self) -> bool:
         """Whether some engine takes requests."""
         now_s = time.monotonic()
-        return any(engine.liveness.takes_requests(now_s) for engine in self.engines.values())
+        return any(
+            engine.settings.role is not Role.PREFILL and engine.liveness.takes_requests(now_s)
+            for engine in self.engines.values()
+        )
 
     @property
     def checks_count(self) -> int:
@@ -130,15 +140,16 @@ class Orchestrator:
         """The tenant with the quota that was set for it since."""
         return self._quotas.get(tenant.name, tenant)
 
-    def set_quota(self, name: str, document: Mapping[str, Any]) -> None:
+    async def set_quota(self, name: str, document: Mapping[str, Any]) -> None:
         """Give a tenant another share. Raises ValueError."""
         if all(tenant.name != name for tenant in self._settings.tenants.values()):
             raise ValueError(f"there is no tenant {name}")
         self._quotas[name] = tenant_of(name, document)
+        self.gate.set_share(self._quotas[name])
         if self._writing is not None:
-            self._writing.set_quota(name, document)
+            await self._writing.set_quota(name, document)
 
-    async def tokens_of(self, asked: Asked, headers: Mapping[str, str]) -> Sequence[int]:
+    async def tokens_of(self, asked: Asked, headers: Mapping[str, str], *, is_large: bool = False) -> Sequence[int]:
         """A prompt's tokens. Raises NoTokensError."""
         assert self._tokens is not None
         assert asked.to_tokenize is not None
@@ -149,7 +160,7 @@ class Orchestrator:
             if engine.liveness.takes_requests(now_s) and engine.serves(asked.model)
         ]
         able.sort(key=lambda engine: engine.books.active_count)
-        return await self._tokens.of(asked.to_tokenize, [engine.url for engine in able], headers)
+        return await self._tokens.of(asked.to_tokenize, [engine.url for engine in able], headers, is_large=is_large)
 
     async def prompt(self, asked: Asked, tokens: Sequence[int], receipt: Receipt) -> Prompt:
         """The prompt with the store's answers."""
@@ -170,7 +181,7 @@ class Orchestrator:
         is_complete = False
         try:
             response = await self._dispatch.send(exchange, routed)
-            is_complete = response.status == 200
+            is_complete = response.status == 200 and not exchange.is_broken
             return response
         except AttemptFailed:
             self.meter.failed_over()
@@ -251,18 +262,18 @@ class Orchestrator:
     async def register(self, document: Mapping[str, Any]) -> dict[str, Any]:
         """Join an engine, for good where there is a place for metadata. Raises ValueError, MetadataError."""
         settings = engine_settings(document)
-        known = self.engines.get(settings.label)
-        if known is not None and known.url != settings.url.rstrip("/"):
-            raise NameTakenError(f"the name {settings.label} is another engine's")
+        for known in self.engines.values():
+            if (known.name == settings.label) != (known.url == settings.url):
+                raise NameTakenError(f"the engine {known.name} has this name, or this URL")
         if self._registry is not None:
             await self._registry.add(settings)
         elif self._writing is not None:
-            await asyncio.to_thread(self._writing.add_engine, settings)
+            await self._writing.add_engine(settings)
         if self._registry is None:
             async with self._changing:
                 if settings.label in self.engines:
                     await self._leave(settings.label)
-                self._join(settings)
+                await self._join(settings)
         return {"name": settings.label, "url": settings.url}
 
     async def remove(self, name: str) -> None:
@@ -273,7 +284,7 @@ class Orchestrator:
         async with self._changing:
             await self._leave(name)
         if self._writing is not None:
-            await asyncio.to_thread(self._writing.remove_engine, name)
+            await self._writing.remove_engine(name)
 
     async def drain(self, name: str, *, is_wanted: bool) -> None:
         """Send an engine no new requests, or send them again. Raises KeyError, MetadataError."""
@@ -282,21 +293,24 @@ class Orchestrator:
         if name in self._of_registry and self._registry is not None:
             await self._registry.add(settings, is_draining=is_wanted)
         elif self._writing is not None:
-            await asyncio.to_thread(self._writing.drain, settings, is_wanted)
+            await self._writing.drain(name, is_wanted=is_wanted)
 
-    def pin(self, prefix: str, document: Mapping[str, Any] | None) -> None:
+    async def pin(self, prefix: str, document: Mapping[str, Any] | None) -> None:
         """Send prompts whose first block has this name to an engine; None: do so no more. Raises ValueError."""
         if len(prefix) != 32 or not set(prefix) <= set("0123456789abcdef"):
             raise ValueError("a prefix is the 32 hex digits of a prompt's first block")
+        pin = None
         if document is None:
             self._pins.pop(prefix, None)
         else:
             engine, until = document.get("engine"), document.get("until")
             if engine not in self.engines or not isinstance(until, int | float | None):
                 raise ValueError("engine must be an engine's name, until a Unix time or null")
-            self._pins[prefix] = str(engine)
+            if len(self._pins) >= PINS_MAX and prefix not in self._pins:
+                raise ValueError(f"there are {PINS_MAX} pins already")
+            pin = self._pins[prefix] = Pin(str(engine), until)
         if self._writing is not None:
-            self._writing.pin(prefix, document)
+            await self._writing.pin(prefix, None if pin is None else pin.engine, None if pin is None else pin.until)
 
     def status(self) -> dict[str, Any]:
         """The state of everything, for people and programs."""
@@ -356,7 +370,7 @@ class Orchestrator:
                     await self._leave(name)
                     known = None
                 if known is None:
-                    self._join(settings)
+                    await self._join(settings)
                     self._of_registry.add(name)
                 self.engines[name].liveness.drain(is_wanted=is_draining)
 
@@ -368,30 +382,34 @@ class Orchestrator:
             for engine in self.engines.values()
         )
 
-    def _join(self, settings: EngineSettings) -> None:
+    async def _join(self, settings: EngineSettings) -> None:
         assert self._http is not None
         writing = self._writing
         name = settings.label
         if name in self.engines:
             raise ValueError(f"two engines have the name {name}")
+        known = None if writing is None else await writing.warm(name)
         engine = self.engines[name] = Engine(
             settings,
             self._http,
             self.index,
             self._settings.poll_s,
             self._settings.probe_timeout_s,
-            None if writing is None else writing.warm(name),
+            known,
             None if writing is None else writing.note_batch,
             None if writing is None else writing.cleared,
+            self._engine_headers,
         )
         self._tasks[name] = asyncio.create_task(engine.run())
 
     async def _leave(self, name: str) -> None:
         engine = self.engines.pop(name)
         task = self._tasks.pop(name)
+        if self._writing is not None:
+            await self._writing.flush()
         task.cancel()
         await asyncio.gather(task, return_exceptions=True)
-        for each in {*engine.index_names, engine.name}:
+        for each in self.index.names_of(engine.name):
             self.index.remove_engine(each)
         self._policy.forget_engine(name)
 
@@ -400,10 +418,9 @@ class Orchestrator:
         until_s = time.monotonic() + PREFILL_WAIT_S
         while True:
             found = await self._router.prompt(asked, prompt.tokens, receipt)
-            counts = [0 if each is None else each.chunk_count for each in found.stored.values()]
-            wanted = [0 if each is None else (len(prompt.tokens) - 1) // each.layout.chunk_tokens
-                      for each in found.stored.values()]  # fmt: skip
-            if counts == wanted or time.monotonic() >= until_s:
+            stored = [each for each in found.stored.values() if each is not None]
+            is_there = any(each.chunk_count >= (len(prompt.tokens) - 1) // each.layout.chunk_tokens for each in stored)
+            if is_there or time.monotonic() >= until_s:
                 return found
             await asyncio.sleep(PREFILL_STEP_S)
 
@@ -456,10 +473,11 @@ def tenant_of(name: str, document: Mapping[str, Any]) -> Tenant:
 def _prefill_body(exchange: Exchange, routed: Routed) -> dict[str, Any]:
     """The request as a prefill engine gets it: one token, no stream, and the KV is to be had by another engine."""
     body = dict(body_for(exchange.body, routed))
-    for name in ("stream_options", "max_completion_tokens", "max_output_tokens"):
+    for name in ("stream_options", "max_completion_tokens", "max_output_tokens", "max_tokens", "min_tokens"):
         body.pop(name, None)
     params = body.get("kv_transfer_params")
     remote = {"do_remote_decode": True, "do_remote_prefill": False}
-    body |= {"max_tokens": 1, "stream": False, "n": 1}
+    most = "max_output_tokens" if exchange.asked.kind is RequestKind.RESPONSES else "max_tokens"
+    body |= {most: 1, "stream": False}
     body["kv_transfer_params"] = {**(params if isinstance(params, dict) else {}), **remote}
     return body

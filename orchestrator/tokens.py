@@ -14,7 +14,7 @@ from typing import Any
 import aiohttp
 import numpy as np
 
-from orchestrator.rules.openai_requests import tokenize_key
+from orchestrator.rules.openai_requests import are_tokens, tokenize_key
 
 TOKENS_MAX = 4 << 20
 TOKENIZE_S = 10.0
@@ -118,9 +118,11 @@ class Tokens:
         self._local = local
         self._timeout = aiohttp.ClientTimeout(total=TOKENIZE_S)
 
-    async def of(self, document: Mapping[str, Any], urls: Sequence[str], headers: Mapping[str, str]) -> Sequence[int]:
+    async def of(
+        self, document: Mapping[str, Any], urls: Sequence[str], headers: Mapping[str, str], *, is_large: bool = False
+    ) -> Sequence[int]:
         """The tokens of a prompt, from the first of these engines that answers. Raises NoTokensError."""
-        key = tokenize_key(document)
+        key = await asyncio.to_thread(tokenize_key, document) if is_large else tokenize_key(document)
         known = self._cache.find(key)
         if known is not None:
             return known
@@ -138,7 +140,7 @@ class Tokens:
         for url in urls[:2]:
             try:
                 async with self._http.post(
-                    f"{url}/tokenize", json=document, timeout=self._timeout, headers=headers
+                    f"{url}/tokenize", json=document, timeout=self._timeout, headers=headers, allow_redirects=False
                 ) as answer:
                     if answer.status != 200:
                         problem = f"/tokenize answers {answer.status}"
@@ -147,7 +149,7 @@ class Tokens:
             except (aiohttp.ClientError, TimeoutError, OSError, ValueError, AttributeError) as error:
                 problem = f"/tokenize: {type(error).__name__} {error}"
                 continue
-            if isinstance(tokens, list) and len(tokens) <= TOKENS_MAX and all(type(each) is int for each in tokens):
+            if isinstance(tokens, list) and len(tokens) <= TOKENS_MAX and are_tokens(tokens):
                 return tokens
             problem = "/tokenize gives no tokens"
         raise NoTokensError(problem)

@@ -10,7 +10,6 @@ from __future__ import annotations
 import asyncio
 import json
 import logging
-import sqlite3
 import time
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -18,12 +17,23 @@ from pathlib import Path
 from typing import Any
 
 from orchestrator.metadata import CacheEntry, Metadata, RegisteredEngine
-from orchestrator.rules.kv_events import AllBlocksCleared, Batch, BlockRemoved, BlockStored, block_name, name_bytes
+from orchestrator.rules.kv_events import (
+    AllBlocksCleared,
+    Batch,
+    BlockRemoved,
+    BlockStored,
+    KnownBatch,
+    block_name,
+    name_bytes,
+)
 from orchestrator.rules.policies import Sessions
 from orchestrator.rules.prefix_index import PrefixIndex
 from orchestrator.settings import EngineSettings, engine_settings, registered
 
 FLUSH_S = 1.0
+RESTORED_AT_ONCE = 5000
+FAILURES_MAX = 60
+"""After so many failures in a row sessions are not kept any longer: they must not fill the memory."""
 _log = logging.getLogger(__name__)
 
 
@@ -31,10 +41,17 @@ _log = logging.getLogger(__name__)
 class _Changes:
     """What the batches of one source have changed since the last flush."""
 
-    next_batch: int = 0
+    known: KnownBatch | None = None
     is_cleared: bool = False
     added: dict[bytes, bytes] = field(default_factory=dict)
     removed: set[bytes] = field(default_factory=set)
+
+    def after(self, before: _Changes) -> _Changes:
+        """These, with those of before, which could not be written."""
+        if self.is_cleared:
+            return self
+        kept = {block: prefix for block, prefix in before.added.items() if block not in self.removed}
+        return _Changes(self.known, before.is_cleared, {**kept, **self.added}, before.removed | self.removed)
 
 
 class Writing:
@@ -46,7 +63,7 @@ class Writing:
         self._index = index
         self._changes: dict[str, _Changes] = {}
         self._sessions: dict[str, str] = {}
-        self._next_batches = self.metadata.next_batches()
+        self._flushing = asyncio.Lock()
         self._task: asyncio.Task[None] | None = None
         self.failure_count = 0
         for session, engine in self.metadata.sessions():
@@ -61,56 +78,63 @@ class Writing:
         if self._task is not None:
             self._task.cancel()
             await asyncio.gather(self._task, return_exceptions=True)
-        await self._flush()
+        await self.flush()
         self.metadata.close()
 
     def engines(self) -> list[tuple[EngineSettings, bool]]:
         """The engines that were registered, and whether each is draining."""
         return [(engine_settings(json.loads(each.settings)), each.is_draining) for each in self.metadata.engines()]
 
-    def add_engine(self, settings: EngineSettings) -> None:
-        """Register an engine. Called in a thread: it returns when the registration is on the disk."""
-        self.metadata.add_engine(_registered(settings, is_draining=False))
+    async def add_engine(self, settings: EngineSettings) -> None:
+        """Register an engine: on the disk when this returns. Raises MetadataError."""
+        made = RegisteredEngine(settings.url, settings.label, json.dumps(registered(settings)))
+        await asyncio.to_thread(self.metadata.add_engine, made)
 
-    def remove_engine(self, name: str) -> None:
-        """Forget an engine. Called in a thread."""
-        self.metadata.remove_engine(name)
+    async def remove_engine(self, name: str) -> None:
+        """Forget an engine, and what waits to be written of it."""
+        async with self._flushing:
+            for source in [each for each in self._changes if each == name or each.startswith(f"{name}#")]:
+                del self._changes[source]
+            self._sessions = {session: engine for session, engine in self._sessions.items() if engine != name}
+            await asyncio.to_thread(self.metadata.remove_engine, name)
 
-    def drain(self, settings: EngineSettings, is_wanted: bool) -> None:
-        """Note that an engine is draining, or not any more. Called in a thread."""
-        self.metadata.add_engine(_registered(settings, is_draining=is_wanted))
+    async def drain(self, name: str, *, is_wanted: bool) -> None:
+        """Note that an engine is draining, or not any more."""
+        await asyncio.to_thread(lambda: self.metadata.set_draining(name, is_draining=is_wanted))
 
-    def pins(self) -> dict[str, str]:
-        """The pins that are not over."""
-        return self.metadata.pins(time.time())
-
-    def pin(self, prefix: str, document: Mapping[str, Any] | None) -> None:
+    async def pin(self, prefix: str, engine: str | None, until: float | None) -> None:
         """Write a pin down, or forget it."""
-        if document is None:
-            self.metadata.remove_pin(prefix)
+        if engine is None:
+            await asyncio.to_thread(self.metadata.remove_pin, prefix)
         else:
-            self.metadata.set_pin(prefix, document["engine"], document.get("until"))
+            await asyncio.to_thread(self.metadata.set_pin, prefix, engine, until)
 
     def quotas(self) -> dict[str, Any]:
         """The quotas of tenants."""
         return {tenant: json.loads(document) for tenant, document in self.metadata.quotas().items()}
 
-    def set_quota(self, tenant: str, document: Mapping[str, Any]) -> None:
+    async def set_quota(self, tenant: str, document: Mapping[str, Any]) -> None:
         """Write a tenant's quota down."""
-        self.metadata.set_quota(tenant, json.dumps(document))
+        await asyncio.to_thread(self.metadata.set_quota, tenant, json.dumps(document))
 
-    def warm(self, engine: str) -> dict[str, int]:
-        """Fill the index with the blocks that were written down of an engine's ranks. Returns the first batch of each
-        that was not written down.
+    async def warm(self, engine: str) -> dict[str, KnownBatch]:
+        """Fill the index with the blocks that were written down of an engine's ranks. Returns the last batch of each
+        that was written down.
         """
-        found = {
-            name: first for name, first in self._next_batches.items() if name == engine or name.startswith(f"{engine}#")
-        }
+        await self.flush()
+        known = await asyncio.to_thread(self.metadata.known_batches)
+        found = {name: each for name, each in known.items() if name == engine or name.startswith(f"{engine}#")}
         for name in found:
             self._index.add_engine(name)
-            entries = self.metadata.entries(name)
-            self._index.restore(name, ((block_name(each.block), each.prefix) for each in entries))
-        return found
+            entries = await asyncio.to_thread(self._entries, name)
+            for start in range(0, len(entries), RESTORED_AT_ONCE):
+                part = entries[start : start + RESTORED_AT_ONCE]
+                self._index.restore(name, ((block_name(each.block), each.prefix) for each in part))
+                await asyncio.sleep(0)
+        return {name: KnownBatch(*each) for name, each in found.items()}
+
+    def _entries(self, name: str) -> list[CacheEntry]:
+        return list(self.metadata.entries(name))
 
     def note_session(self, session: str, engine: str) -> None:
         """A session is there now."""
@@ -119,7 +143,7 @@ class Writing:
     def note_batch(self, source: str, number: int, batch: Batch) -> None:
         """A batch is in the index."""
         changes = self._changes.setdefault(source, _Changes())
-        changes.next_batch = number + 1
+        changes.known = KnownBatch(number, batch.sent_at)
         for event in batch.events:
             match event:
                 case BlockStored():
@@ -133,27 +157,35 @@ class Writing:
                         changes.added.pop(packed, None)
                         changes.removed.add(packed)
                 case AllBlocksCleared():
-                    self._changes[source] = changes = _Changes(number + 1, is_cleared=True)
+                    self._changes[source] = changes = _Changes(changes.known, is_cleared=True)
 
-    def cleared(self, source: str, next_batch: int) -> None:
+    def cleared(self, source: str) -> None:
         """The index knows nothing of a source any more: it has started anew, or its events had gaps for too long."""
-        self._changes[source] = _Changes(next_batch, is_cleared=True)
+        self._changes[source] = _Changes(is_cleared=True)
+
+    async def flush(self) -> None:
+        """Write down what waits. What cannot be written waits on."""
+        async with self._flushing:
+            changes, self._changes = self._changes, {}
+            sessions, self._sessions = self._sessions, {}
+            if not changes and not sessions:
+                return
+            try:
+                await asyncio.to_thread(self._write, changes, sessions)
+            except Exception as error:  # a full disk, for example
+                self.failure_count += 1
+                _log.warning("the metadata could not be written, and is tried again: %r", error)
+                self._sessions = {**sessions, **self._sessions} if self.failure_count < FAILURES_MAX else {}
+                for source, before in changes.items():
+                    now = self._changes.get(source)
+                    self._changes[source] = before if now is None else now.after(before)
+            else:
+                self.failure_count = 0
 
     async def _run(self) -> None:
         while True:
             await asyncio.sleep(FLUSH_S)
-            await self._flush()
-
-    async def _flush(self) -> None:
-        changes, self._changes = self._changes, {}
-        sessions, self._sessions = self._sessions, {}
-        if not changes and not sessions:
-            return
-        try:
-            await asyncio.to_thread(self._write, changes, sessions)
-        except (sqlite3.Error, OSError) as error:  # a full disk: what is not there comes from events again
-            self.failure_count += 1
-            _log.warning("the metadata could not be written: %s", error)
+            await self.flush()
 
     def _write(self, changes: Mapping[str, _Changes], sessions: Mapping[str, str]) -> None:
         if sessions:
@@ -161,8 +193,5 @@ class Writing:
         now = time.time()
         for source, each in changes.items():
             added = [CacheEntry(source, prefix, block, used_at=now) for block, prefix in each.added.items()]
-            self.metadata.note_source(source, each.next_batch, added, sorted(each.removed), is_cleared=each.is_cleared)
-
-
-def _registered(settings: EngineSettings, *, is_draining: bool) -> RegisteredEngine:
-    return RegisteredEngine(settings.url, settings.label, json.dumps(registered(settings)), is_draining)
+            known = None if each.known is None else (each.known.number, each.known.sent_at)
+            self.metadata.note_source(source, known, added, sorted(each.removed), is_cleared=each.is_cleared)

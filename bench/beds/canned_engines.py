@@ -56,6 +56,9 @@ class CannedEngine:
         self.sent_batches: list[bytes] = []
         self.cancelled_count = 0
         self.fails_with: int | None = None
+        """The status of every answer, that to probes included."""
+        self.answers_with: int | None = None
+        """The status of every answer but that to probes."""
         self.cuts_after: int | None = None
         """Streams are cut after so many pieces."""
         self.is_hung = asyncio.Event()
@@ -169,8 +172,8 @@ class CannedEngine:
         body = await request.json()
         self.requests.append(body)
         self.headers.append(dict(request.headers))
-        if self.fails_with is not None:
-            return web.json_response({"error": {"message": "canned"}}, status=self.fails_with)
+        if (status := self.fails_with or self.answers_with) is not None:
+            return web.json_response({"error": {"message": "canned"}}, status=status)
         try:
             return await self._answer(request, body)
         except asyncio.CancelledError:

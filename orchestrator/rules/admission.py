@@ -100,6 +100,12 @@ class Admission:
         self._waiting[request_id] = waiting
         return Verdict.WAITS
 
+    def set_share(self, tenant: Tenant) -> None:
+        """A tenant has another share: `start` may have more to start."""
+        queue = self._queues.get(tenant.name)
+        if queue is not None:
+            queue.tenant = tenant
+
     def end(self, request_id: str) -> None:
         """The request runs no more, or waits no more."""
         tenant = self._active.pop(request_id, None)

@@ -18,6 +18,8 @@ SERVICE_S_DEFAULT = 1.0
 SAMPLES_MAX = 64
 SAMPLES_MIN = 5
 BIAS_MIN, BIAS_MAX = 0.25, 4.0
+MEAN_PART = 0.2
+"""Of the last request in the mean of compute times."""
 
 
 @dataclass(slots=True)
@@ -31,6 +33,7 @@ class Sent:
     compute_s: float
     predicted_s: float
     sent_s: float
+    is_stream: bool = True
     first_byte_s: float | None = None
 
 
@@ -53,6 +56,7 @@ class EngineBooks:
         self._others_waiting = 0
         self._others_running = 0
         self._progress_s = 0.0
+        self._mean_compute_s = 0.0
         self._services_s: deque[float] = deque(maxlen=SAMPLES_MAX)
         self._biases: deque[float] = deque(maxlen=SAMPLES_MAX)
 
@@ -70,20 +74,23 @@ class EngineBooks:
 
     def send(self, sent: Sent) -> None:
         """A request was sent to the engine."""
-        if not self._waiting():
+        if not self._waiting(sent.sent_s):
             self._progress_s = sent.sent_s
         self._sent[sent.request_id] = sent
+        self._mean_compute_s += MEAN_PART * (sent.compute_s - self._mean_compute_s)
 
-    def first_byte(self, request_id: str, now_s: float) -> float | None:
-        """The engine has begun to answer. Returns the request's TTFT; None where it is not known, or has begun."""
+    def first_byte(self, request_id: str, now_s: float, *, is_stream: bool = True) -> float | None:
+        """The engine has begun to answer. Returns the request's TTFT; None where it is not known, or has begun. An
+        answer that is no stream begins with its end, so it says nothing of the prediction.
+        """
         sent = self._sent.get(request_id)
         if sent is None or sent.first_byte_s is not None:
             return None
         sent.first_byte_s = self._progress_s = now_s
         ttft_s = now_s - sent.sent_s
-        if sent.predicted_s > 0:
+        if is_stream and sent.predicted_s > 0:
             self._biases.append(ttft_s / sent.predicted_s)
-        return ttft_s
+        return ttft_s if is_stream else None
 
     def end(self, request_id: str, now_s: float, *, is_complete: bool) -> None:
         """The request has ended: its stream is over, it was cancelled, or it failed."""
@@ -95,19 +102,20 @@ class EngineBooks:
         if is_complete:
             self._services_s.append(now_s - sent.sent_s)
 
-    def correct(self, running: int, waiting: int) -> None:
+    def correct(self, running: int, waiting: int, now_s: float) -> None:
         """Take over what the engine's own metrics say: requests that are not ours take room, too."""
-        ours_waiting = len(self._waiting())
+        ours_waiting = len(self._waiting(now_s))
         self._others_waiting = max(0, waiting - ours_waiting)
         self._others_running = max(0, running + waiting - len(self._sent) - self._others_waiting)
 
     def load(self, now_s: float) -> Load:
         """How busy the engine is."""
-        waiting = self._waiting()
+        waiting = self._waiting(now_s)
         work_s = sum(each.compute_s for each in waiting)
+        mean_s = work_s / len(waiting) if waiting else self._mean_compute_s
         if waiting:
             work_s -= min(waiting[0].compute_s, max(0.0, now_s - self._progress_s))
-            work_s += self._others_waiting * work_s / len(waiting)
+        work_s += self._others_waiting * mean_s
         active_count = len(self._sent) + self._others_waiting + self._others_running
         over = active_count - self.requests_max + 1
         if over > 0:
@@ -115,8 +123,15 @@ class EngineBooks:
         tokens = sum(each.tokens for each in self._sent.values())
         return Load(work_s, active_count, len(waiting) + self._others_waiting, tokens)
 
-    def _waiting(self) -> list[Sent]:
-        return [each for each in self._sent.values() if each.first_byte_s is None]
+    def _waiting(self, now_s: float) -> list[Sent]:
+        """Prompts that are not computed yet. Of a request that is not streamed nobody sees that; it is taken to be
+        computed when its prediction says so.
+        """
+        return [
+            each
+            for each in self._sent.values()
+            if each.first_byte_s is None and (each.is_stream or now_s < each.sent_s + each.predicted_s)
+        ]
 
     def _service_s(self) -> float:
         return median(self._services_s) if self._services_s else SERVICE_S_DEFAULT

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
@@ -19,6 +20,7 @@ COSTS = "vllm:objectcache_cost_"
 CONNECTOR = "vllm:objectcache_lookups_total"
 """An engine has this metric from its start if it has our connector, and the deployment after its first step."""
 METRICS_BYTES_MAX = 8 << 20
+RANKS_MAX = 1024
 _WANTED = (*RUNNING, *WAITING, CACHE_CONFIG, DEPLOYMENT, COSTS, CONNECTOR)
 
 
@@ -70,6 +72,8 @@ def read_metrics(text: str) -> EngineReport:
         elif name.startswith(COSTS):
             costs[name.removeprefix(COSTS)] = value
     published = None if info is None else _published(info, costs)
+    if not math.isfinite(running + waiting):
+        raise ValueError("counts of requests that are no numbers")
     return EngineReport(round(running), round(waiting), kv_tokens, block_tokens, published, has_connector)
 
 
@@ -80,6 +84,7 @@ def _samples(text: str) -> Iterable[tuple[str, Mapping[str, str], float]]:
 
 
 def _published(info: Mapping[str, str], costs: Mapping[str, float]) -> Published | None:
+    """None for what no connector would publish: sizes and costs of an engine decide about the requests of all."""
     try:
         deployment = Deployment(
             info["deployment"], info["dtype"], int(info["block_tokens"]), int(info["tp_size"]), int(info["pp_size"])
@@ -88,15 +93,22 @@ def _published(info: Mapping[str, str], costs: Mapping[str, float]) -> Published
         endpoint, bucket = info["endpoint"], info["bucket"]
     except (KeyError, ValueError):
         return None
+    sizes = (layout.num_layers, layout.chunk_tokens, layout.per_layer_chunk_bytes, deployment.block_tokens)
+    if min(*sizes, deployment.tp_size, deployment.pp_size) < 1 or max(sizes) > 1 << 40:
+        return None
+    if deployment.rank_count > RANKS_MAX or not all(math.isfinite(cost) and cost >= 0 for cost in costs.values()):
+        return None
     prefill = None
     if costs.get("token_us", 0.0) > 0:  # 0 until enough steps have been timed
         prefill = PrefillCosts(costs["token_us"], costs.get("token_pair_us", 0.0), costs.get("request_us", 0.0))
     loads = DeliveryCosts(
-        costs.get("load_request_s", 0.0), costs.get("load_chunk_s", 0.0), costs.get("load_layer_s", 0.0),
+        costs.get("load_request_s", 0.0),
+        costs.get("load_chunk_s", 0.0),
+        costs.get("load_layer_s", 0.0),
         costs.get("load_bytes_per_s", 0.0),
-    )  # fmt: skip
+    )
     return Published(deployment, layout, endpoint, bucket, prefill, loads)
 
 
 def _whole(text: str | None) -> int | None:
-    return int(text) if text is not None and text.isdigit() else None
+    return int(text) if text is not None and text.isdigit() and len(text) < 16 else None

@@ -171,34 +171,50 @@ class Turn(Enum):
     RESTART = "restart"
 
 
+@dataclass(frozen=True, slots=True)
+class KnownBatch:
+    """The last batch that was taken: its number, and when the engine sent it. Another start of the engine has another
+    batch of that number.
+    """
+
+    number: int
+    sent_at: float
+
+
 class BatchOrder:
     """Batches are numbered from 0, in each start of an engine. Example: after batch 6 comes 9, so 7 and 8 are missing:
     the answer is REPLAY, and `expected` says 7.
     """
 
-    def __init__(self, expected: int | None = None) -> None:
-        self.expected = expected
+    def __init__(self, known: KnownBatch | None = None) -> None:
+        self.known = known
+        """The last batch; None before the first."""
+        self._latest_at = 0.0 if known is None else known.sent_at
+
+    @property
+    def expected(self) -> int | None:
         """The number of the next batch; None before the first."""
-        self._sent_at = 0.0
+        return None if self.known is None else self.known.number + 1
 
     def turn(self, number: int, sent_at: float) -> Turn:
         """What a batch of this number means. A number that was there already is a repetition, or a new start of the
         engine where the batch was sent later than all before.
         """
-        if self.expected is None or number > self.expected:
+        expected = self.expected
+        if expected is None or number > expected:
             return Turn.REPLAY if number != 0 else Turn.TAKE
-        if number == self.expected:
+        if number == expected:
             return Turn.TAKE
-        return Turn.RESTART if sent_at > self._sent_at else Turn.DROP
+        return Turn.RESTART if sent_at > self._latest_at else Turn.DROP
 
     def took(self, number: int, sent_at: float) -> None:
         """The batch of this number is in the index, or lost for good."""
-        self.expected = number + 1
-        self._sent_at = max(self._sent_at, sent_at)
+        self.known = KnownBatch(number, sent_at)
+        self._latest_at = max(self._latest_at, sent_at)
 
     def restart(self) -> None:
-        """The engine counts from 0 again."""
-        self.expected = 0
+        """Nothing is known of the engine's batches."""
+        self.known = None
 
 
 def token_root(event: BlockStored, index: int) -> tuple[str, bytes]:

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from enum import Enum
 from typing import Any
+
+from orchestrator.rules.chains import TOKEN_MAX
 
 OUTPUT_TOKENS_DEFAULT = 256
 """What a request is taken to put out where it does not say."""
@@ -52,6 +54,8 @@ class Asked:
     salt: str
     is_deterministic: bool
     answer_count: int = 1
+    prompt_tokens: int = 0
+    """About how many tokens the prompt has, where they are not looked at."""
 
     @property
     def is_generating(self) -> bool:
@@ -79,7 +83,23 @@ def read_request(kind: RequestKind, body: Mapping[str, Any], headers: Mapping[st
         salt=_text(body, "cache_salt"),
         is_deterministic=answers == 1 and body.get("temperature") == 0,
         answer_count=answers,
+        prompt_tokens=other_prompt_tokens(body) if tokens is None and to_tokenize is None else 0,
     )
+
+
+def are_tokens(values: Sequence[object]) -> bool:
+    """Whether all of these are token ids: whole numbers in [0, 2^32)."""
+    return all(type(each) is int and 0 <= each <= TOKEN_MAX for each in values)
+
+
+def other_prompt_tokens(body: Mapping[str, Any]) -> int:
+    """About how many tokens a list of prompts has, whose tokens are not looked at: ids count one each, and four
+    characters of a text count as one.
+    """
+    prompts = body.get("prompt")
+    if not isinstance(prompts, list):
+        return 0
+    return sum(len(each) if isinstance(each, list) else len(str(each)) // 4 for each in prompts)
 
 
 def response_key(tenant: str, kind: RequestKind, body: Mapping[str, Any]) -> str:
@@ -121,7 +141,9 @@ def _completion(body: Mapping[str, Any], model: str) -> tuple[tuple[int, ...] | 
         raise WrongRequestError("prompt must be a text, a list of token ids, or a list of these", "prompt")
     if len(prompt) == 1 and isinstance(prompt[0], list | str):
         return _completion({**body, "prompt": prompt[0]}, model)
-    if prompt and all(type(each) is int for each in prompt):
+    if prompt and type(prompt[0]) is int:
+        if not are_tokens(prompt):
+            raise WrongRequestError("prompt: token ids must be whole numbers from 0 to 2^32 - 1", "prompt")
         return tuple(prompt), None
     if not prompt or len(prompt) > PROMPTS_MAX:
         raise WrongRequestError(f"prompt must have from 1 to {PROMPTS_MAX} prompts", "prompt")
@@ -194,16 +216,25 @@ def _session(body: Mapping[str, Any], headers: Mapping[str, str]) -> str:
         if isinstance(conversation, dict):
             conversation = conversation.get("id")
         said = conversation or body.get("prompt_cache_key") or body.get("user")
-    return str(said)[:SESSION_CHARACTERS_MAX] if isinstance(said, str) else ""
+    return said[:SESSION_CHARACTERS_MAX] if isinstance(said, str) and is_encodable(said) else ""
 
 
 def _text(body: Mapping[str, Any], name: str) -> str:
     value = body.get(name)
     if value is None:
         return ""
-    if not isinstance(value, str):
+    if not isinstance(value, str) or not is_encodable(value):
         raise WrongRequestError(f"{name} must be a text", name)
     return value
+
+
+def is_encodable(text: str) -> bool:
+    """Whether UTF-8 can have it: JSON may name halves of surrogate pairs, which are no characters."""
+    try:
+        text.encode()
+    except UnicodeEncodeError:
+        return False
+    return True
 
 
 def _number(body: Mapping[str, Any], name: str, least: int, most: int) -> int | None:

@@ -131,6 +131,14 @@ class PrefixIndex:
         while len(expected) > EXPECTED_MAX:
             expected.popitem(last=False)
 
+    def forget_expected(self, name: str) -> None:
+        """What was sent to the engine does not count any more: it has failed."""
+        self._engines[name].expected.clear()
+
+    def names_of(self, engine: str) -> list[str]:
+        """The names under which the index knows an engine and its data-parallel ranks."""
+        return [name for name in self._engines if name == engine or name.startswith(f"{engine}#")]
+
     def held(self, chain: Sequence[bytes], now_s: float) -> dict[str, int]:
         """How many of the chain's blocks, from the first, each engine holds or is expected to hold."""
         return self.held_by(chain, now_s, self._engines)
@@ -148,7 +156,7 @@ class PrefixIndex:
             expected = engine.expected
             if expected:
                 _forget_past(expected, now_s)
-                while count < len(chain) and (chain[count] in expected or chain[count] in engine.counts):
+                while count < len(chain) and (expected.get(chain[count], 0.0) > now_s or chain[count] in engine.counts):
                     count += 1
             found[name] = count
         return found

@@ -1,6 +1,7 @@
 """Which objects leave, and which have left lately. Pure.
 
-A lookup reads the index, and promises a moment later what it found. An object that leaves in between must not be promised.
+A lookup reads the index, and promises a moment later what it found. An object that leaves in between must not be
+promised.
 """
 
 from __future__ import annotations

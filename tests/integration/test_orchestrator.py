@@ -11,7 +11,7 @@ from typing import Any
 import aiohttp
 import pytest
 
-from bench.beds.canned_engines import CannedSettings
+from bench.beds.canned_engines import CannedEngine, CannedSettings
 from orchestrator.rules.admission import AdmissionSettings, Tenant
 from orchestrator.rules.policies import PolicyName
 from orchestrator.service import UNMATCHED_MAX, Orchestrator
@@ -259,6 +259,109 @@ async def test_with_salts_of_their_own_tenants_share_no_block() -> None:
         await bed.complete(PROMPT, cache_salt="x", headers={"Authorization": "Bearer key-of-a-tenant"})
         assert len({each["cache_salt"] for each in engines[0].requests}) == 3
         assert index.held_count(name) == 48
+
+
+@pytest.mark.parametrize(
+    "body",
+    [
+        b'{"model": "canned", "prompt": [1, 2, 3], "cache_salt": "\\ud800"}',
+        b'{"model": "canned", "prompt": [1, 2, -3]}',
+        b'{"model": "canned", "prompt": [1, 2, 99999999999]}',
+        b'{"model": "canned", "prompt": [1, 2, 3], "user": "\\ud800", "max_tokens": 2}',
+    ],
+)
+async def test_one_clients_poison_harms_nobody_else(body: bytes, tmp_path: Path) -> None:
+    """The store is asked on, what changes is written down, and no engine is ejected."""
+    async with canned(1, FAST) as engines, orchestrated(engines, replace(QUICK, data=tmp_path)) as bed:
+        for _ in range(5):
+            answer = await bed.ask("POST", "/v1/completions", data=body)
+            assert answer.status in (200, 400)
+        assert (await bed.complete(PROMPT, user="after")).status == 200
+        assert bed.orchestrator.engines[engines[0].url].status().value == "up"
+    async with orchestrated([], replace(QUICK, data=tmp_path), is_waiting=False) as bed:
+        assert bed.orchestrator.sessions.engine("after") == engines[0].url
+
+
+async def test_errors_of_one_clients_requests_eject_no_engine_and_cut_no_stream() -> None:
+    slow = replace(FAST, output_s=0.02)
+    async with canned(2, slow) as engines, orchestrated(engines) as bed:
+        running = asyncio.create_task(bed.complete(PROMPT, stream=True, max_tokens=50))
+        await until(lambda: any(engine.requests for engine in engines))
+        for engine in engines:
+            engine.answers_with = 500
+        for at in range(5):
+            assert (await bed.complete([at, *OTHER])).status == 500
+        for engine in engines:
+            engine.answers_with = None
+        answer = await running
+        assert len(answer.words()) == 50
+        assert all(engine.status().value == "up" for engine in bed.orchestrator.engines.values())
+
+
+async def test_a_retry_is_kept_without_the_refusal_before_it() -> None:
+    settings = replace(QUICK, response_cache_bytes=1 << 20)
+    async with canned(2, FAST) as engines, orchestrated(engines, settings) as bed:
+        first = await bed.complete(PROMPT)
+        home = bed.engine_at(first.engine)
+        home.answers_with = 503
+        answers = [await bed.complete([*PROMPT, 1], temperature=0) for _ in range(2)]
+        assert [answer.status for answer in answers] == [200, 200]
+        assert answers[1].engine == "response cache"
+        assert answers[0].json() == answers[1].json()
+
+
+@pytest.mark.parametrize(
+    "headers",
+    [
+        {"Origin": "http://evil.example"},
+        {"X-Forwarded-For": "10.0.0.1"},
+        {"Via": "1.1 proxy"},
+        {"Host": "rebound.example:8080"},
+        {"Content-Type": "text/plain"},
+    ],
+)
+async def test_browsers_and_proxies_are_no_operators(headers: dict[str, str]) -> None:
+    """A page that is open on the host could otherwise join an engine that gets all prompts."""
+    async with canned(1, FAST) as engines, orchestrated(engines) as bed:
+        document = json.dumps({"url": "http://evil.example:80"})
+        sent = {"Content-Type": "application/json", **headers}
+        answer = await bed.ask("POST", "/_orchestrator/engines", data=document, headers=sent)
+        assert answer.status in (403, 415)
+        assert len(bed.orchestrator.engines) == 1
+
+
+async def test_one_engine_has_one_name() -> None:
+    async with canned(1, FAST) as engines, orchestrated(engines) as bed:
+        for document in ({"url": engines[0].url, "name": "b"}, {"url": "http://127.0.0.1:1", "name": engines[0].url}):
+            assert (await bed.ask("POST", "/_orchestrator/engines", document)).status == 409
+        assert (await bed.ask("POST", "/_orchestrator/engines", {"url": f"{engines[0].url}/"})).status == 201
+        assert list(bed.orchestrator.engines) == [engines[0].url]
+
+
+async def test_an_engine_that_was_restarted_meanwhile_is_not_taken_for_the_one_before(tmp_path: Path) -> None:
+    """Its batches have the same numbers, and other times."""
+    settings = replace(QUICK, data=tmp_path)
+    async with canned(1, FAST) as engines:
+        port = int(engines[0].url.rsplit(":", 1)[1])
+        async with orchestrated(engines, settings) as bed:
+            await bed.complete(PROMPT)
+            await bed.complete(OTHER)
+            await until(lambda: bed.orchestrator.index.held_count(engines[0].url) == 32)
+        await engines[0].stop()
+    async with canned(0) as _:
+        again = CannedEngine(FAST)
+        await again.start(port)
+        try:
+            for at in range(3):
+                await again.publish(
+                    [{"type": "BlockStored", "block_hashes": [at], "parent_block_hash": None, "medium": "GPU",
+                      "token_ids": [at] * 16, "block_size": 16}]
+                )  # fmt: skip
+            async with orchestrated([again], settings) as bed:
+                await until(lambda: bed.orchestrator.index.held_count(again.url) == 3)
+                assert bed.orchestrator.engines[again.url].feeds[again.url].status.value == "live"
+        finally:
+            await again.stop()
 
 
 async def test_an_operator_joins_drains_and_removes_engines_while_it_runs() -> None:

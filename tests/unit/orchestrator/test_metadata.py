@@ -16,7 +16,9 @@ def test_everything_is_there_after_a_restart(tmp_path: Path) -> None:
     metadata.add_engine(ENGINE)
     metadata.add_engine(RegisteredEngine("http://b:8000", "b", "{}", is_draining=True))
     metadata.note_sessions({"s": "a", "t": "b"})
-    metadata.note_source("a", 7, [CacheEntry("a", b"p1", b"n1"), CacheEntry("a", b"p2", b"n2")], [], is_cleared=False)
+    metadata.note_source(
+        "a", (7, 5.0), [CacheEntry("a", b"p1", b"n1"), CacheEntry("a", b"p2", b"n2")], [], is_cleared=False
+    )
     metadata.set_pin("prefix", "a", None)
     metadata.set_pin("over", "a", 5.0)
     metadata.set_quota("t", '{"weight": 2}')
@@ -25,9 +27,9 @@ def test_everything_is_there_after_a_restart(tmp_path: Path) -> None:
     assert [each.name for each in again.engines()] == ["a", "b"]
     assert [each.is_draining for each in again.engines()] == [False, True]
     assert dict(again.sessions()) == {"s": "a", "t": "b"}
-    assert again.next_batches() == {"a": 7}
+    assert again.known_batches() == {"a": (7, 5.0)}
     assert [(each.block, each.prefix) for each in again.entries("a")] == [(b"n1", b"p1"), (b"n2", b"p2")]
-    assert again.pins(6.0) == {"prefix": "a"}
+    assert again.pins(6.0) == {"prefix": ("a", None)}
     assert again.quotas() == {"t": '{"weight": 2}'}
     again.close()
     assert (tmp_path / FILE).stat().st_mode & 0o077 == 0

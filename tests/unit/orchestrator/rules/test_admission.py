@@ -116,3 +116,13 @@ def test_every_request_is_in_one_place_and_places_do_not_stay_empty(
         assert admission.waiting_count == len(waiting) <= 8
         if waiting and len(active) < 4:
             assert all(each.name == "d" for each in waiting.values())
+
+
+def test_another_share_counts_for_requests_that_wait_already() -> None:
+    bounded = Tenant("t", active_max=1)
+    admission = Admission(AdmissionSettings(active_max=8, queue_max=8))
+    for at in range(4):
+        admission.offer(str(at), bounded, 10, 0.0)
+    assert started(admission) == []
+    admission.set_share(Tenant("t", active_max=3))
+    assert started(admission) == ["1", "2"]

@@ -45,11 +45,11 @@ def test_where_all_places_are_taken_a_new_request_waits_for_one() -> None:
 def test_requests_of_others_are_known_from_the_engines_metrics() -> None:
     books = EngineBooks(8)
     books.send(sent("a", 0.4, 0.0))
-    books.correct(running=3, waiting=2)
+    books.correct(running=3, waiting=2, now_s=0.0)
     load = books.load(0.0)
     assert load.active_count == 5
     assert load.queue_s == pytest.approx(0.8)  # the waiting one of others is taken to be like ours
-    books.correct(running=1, waiting=0)
+    books.correct(running=1, waiting=0, now_s=0.0)
     assert books.load(0.0).active_count == 1
 
 
@@ -65,3 +65,25 @@ def test_the_bias_is_the_median_of_what_was_seen_within_bounds() -> None:
         books.first_byte(f"late {at}", 90.0)
     assert books.bias == BIAS_MAX
     assert books.first_byte("0", 1.0) is None
+
+
+def test_requests_of_others_wait_before_ours_even_where_we_have_none() -> None:
+    books = EngineBooks(64)
+    books.send(sent("a", 0.5, 0.0))
+    books.first_byte("a", 0.5)
+    books.end("a", 0.6, is_complete=True)
+    books.correct(running=1, waiting=10, now_s=0.7)
+    assert books.load(0.7).queue_s > 0.5
+
+
+def test_a_request_that_is_not_streamed_waits_as_long_as_predicted_and_says_nothing_of_predictions() -> None:
+    """Its first byte comes with its last one."""
+    books = EngineBooks(8)
+    for at in range(6):
+        books.send(Sent(str(at), 100, 0.2, 0.2, 0.0, is_stream=False))
+    assert books.load(0.1).queue_s == pytest.approx(6 * 0.2 - 0.1)
+    assert books.load(0.3).queue_s == 0
+    assert books.load(0.3).active_count == 6
+    for at in range(6):
+        assert books.first_byte(str(at), 50.0, is_stream=False) is None
+    assert books.bias == 1.0

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import pytest
+
 from descriptors.layout import ChunkLayout
 from descriptors.recompute import DeliveryCosts, PrefillCosts
 from nixl_client.connectors.vllm.naming import Deployment
@@ -58,3 +60,27 @@ def test_what_the_connector_publishes_comes_back() -> None:
     )  # fmt: skip
     assert (found.prefill, found.loads) == (prefill, loads)
     assert read_metrics(lines[0].replace('tp_size="2"', 'tp_size="two"')).published is None
+
+
+@pytest.mark.parametrize(
+    ("name", "value"), [("tp_size", "1000000000"), ("num_layers", "0"), ("chunk_tokens", "-1"), ("block_tokens", "x")]
+)
+def test_a_deployment_that_cannot_be_is_none(name: str, value: str) -> None:
+    """It would decide about the requests of all engines."""
+    labels = {
+        "deployment": "m", "dtype": "d", "block_tokens": "16", "tp_size": "1", "pp_size": "1", "num_layers": "4",
+        "chunk_tokens": "16", "layer_chunk_bytes": "64", "endpoint": "e", "bucket": "b", name: value,
+    }  # fmt: skip
+    text = ",".join(f'{label}="{said}"' for label, said in labels.items())
+    assert read_metrics(f"vllm:objectcache_deployment_info{{{text}}} 1").published is None
+
+
+@pytest.mark.parametrize("cost", ["NaN", "+Inf", "-1"])
+def test_costs_that_are_no_numbers_are_not_believed(cost: str) -> None:
+    info = (
+        'vllm:objectcache_deployment_info{deployment="m",dtype="d",block_tokens="16",tp_size="1",pp_size="1",'
+        'num_layers="4",chunk_tokens="16",layer_chunk_bytes="64",endpoint="e",bucket="b"} 1'
+    )
+    assert read_metrics(f"{info}\nvllm:objectcache_cost_token_us {cost}").published is None
+    with pytest.raises(ValueError, match="no numbers"):
+        read_metrics(f"vllm:num_requests_running {cost.replace('-1', 'NaN')}")

@@ -12,6 +12,7 @@ from orchestrator.rules.kv_events import (
     BatchOrder,
     BlockRemoved,
     BlockStored,
+    KnownBatch,
     Turn,
     WrongEventError,
     batch_of,
@@ -99,7 +100,9 @@ def test_batches_come_in_order_and_gaps_repetitions_and_new_starts_are_told_apar
     assert order.turn(3, 11.0) is Turn.REPLAY
     assert order.expected == 1
     order.took(1, 11.0)
+    assert order.known == KnownBatch(1, 11.0)
     assert order.turn(0, 10.0) is Turn.DROP
     assert order.turn(0, 12.0) is Turn.RESTART
     order.restart()
+    assert order.expected is None
     assert order.turn(0, 12.0) is Turn.TAKE

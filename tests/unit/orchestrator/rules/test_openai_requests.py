@@ -67,6 +67,11 @@ def test_prompts_whose_tokens_cannot_be_known_are_routed_without_them(kind: Requ
         (COMPLETIONS, {"prompt": "a", "model": 5}, "model"),
         (COMPLETIONS, {"prompt": "a", "stream": "yes"}, "stream"),
         (COMPLETIONS, {"prompt": "a", "cache_salt": 5}, "cache_salt"),
+        (COMPLETIONS, {"prompt": "a", "cache_salt": "\ud800"}, "cache_salt"),
+        (COMPLETIONS, {"prompt": "a", "model": "\udfff"}, "model"),
+        (COMPLETIONS, {"prompt": [-1, 5]}, "prompt"),
+        (COMPLETIONS, {"prompt": [1 << 32]}, "prompt"),
+        (COMPLETIONS, {"prompt": [1, True]}, "prompt"),
     ],
 )
 def test_what_no_engine_could_answer_is_refused_by_its_field(
@@ -86,6 +91,7 @@ def test_sessions_come_from_a_header_a_conversation_or_the_user() -> None:
     assert session({"user": "u", "prompt_cache_key": "k"}) == "k"
     assert session({"user": "u"}) == "u"
     assert session({"user": 5}) == ""
+    assert session({"user": "\ud800"}) == ""
     assert len(session({"user": "u" * 1000})) == 256
 
 
@@ -113,3 +119,9 @@ def test_answers_are_shared_by_nobody_else_and_for_nothing_else() -> None:
     for changed in ({"n": 2}, {"temperature": 0.1}):
         assert not read_request(COMPLETIONS, {**body, **changed}, {}).is_deterministic
     assert not read_request(COMPLETIONS, {"prompt": "a"}, {}).is_deterministic
+
+
+def test_a_list_of_prompts_counts_about_as_many_tokens_as_it_has() -> None:
+    assert read_request(COMPLETIONS, {"prompt": [[1] * 100, [2] * 50]}, {}).prompt_tokens == 150
+    assert read_request(COMPLETIONS, {"prompt": ["abcd" * 10, "abcd"]}, {}).prompt_tokens == 11
+    assert read_request(COMPLETIONS, {"prompt": [1, 2]}, {}).prompt_tokens == 0

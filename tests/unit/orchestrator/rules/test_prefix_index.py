@@ -139,3 +139,19 @@ def test_the_index_agrees_with_a_walk_over_each_engines_blocks(steps: list[tuple
             held = set(model[engine].values())
             wanted[str(engine)] = next((at for at, block in enumerate(chain) if block not in held), len(chain))
         assert index.held(chain, 0.0) == wanted
+
+
+def test_what_was_expected_for_a_short_time_does_not_stay_behind_what_is_expected_for_a_long_one() -> None:
+    index = index_of("a")
+    index.expect("a", [b"other"], 0.0, for_s=120.0)
+    index.expect("a", CHAIN, 0.0, for_s=2.0)
+    assert index.held(CHAIN, 1.0) == {"a": 5}
+    assert index.held(CHAIN, 3.0) == {"a": 0}
+    index.expect("a", CHAIN, 10.0)
+    index.forget_expected("a")
+    assert index.held(CHAIN, 10.0) == {"a": 0}
+
+
+def test_an_engine_is_known_under_the_names_of_its_ranks() -> None:
+    index = index_of("a", "a#1", "ab", "b")
+    assert index.names_of("a") == ["a", "a#1"]
