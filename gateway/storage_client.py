@@ -5,6 +5,7 @@ from __future__ import annotations
 import base64
 import hashlib
 import json
+import ssl
 import time
 from collections.abc import AsyncIterator, Callable, Mapping
 from contextlib import asynccontextmanager
@@ -18,7 +19,7 @@ from descriptors.cluster import VIEW_HEADER, ViewId
 from descriptors.descriptor import Descriptor
 from descriptors.errors import ErrorCode, ObjectCacheError, ServerError, error_from_fields
 from descriptors.objects import BodyDigests
-from descriptors.peer_auth import AUTH_HEADER, CALL_HEADER, STREAMED_BODY, sign_call
+from descriptors.peer_auth import AUTH_HEADER, CALL_HEADER, STREAMED_BODY, PeerSecrets, sign_call
 from descriptors.peer_calls import ARGUMENT_BYTES_MAX, CALLS, RESULT_HEADER, Form, PeerCall
 from descriptors.rdma_token import ObjectPath, RdmaToken, declined
 from descriptors.storage_api import (
@@ -72,11 +73,18 @@ class RemoteRole:
 
 
 class RemoteStorage:
-    """Implements descriptors.storage_api.StorageApi over `endpoint`: http://HOST:PORT or unix:/PATH."""
+    """Implements descriptors.storage_api.StorageApi over `endpoint`: http://HOST:PORT, https://HOST:PORT or
+    unix:/PATH."""
 
-    def __init__(self, endpoint: str, secret: bytes, view_id: Callable[[], ViewId] | None = None) -> None:
-        """With `view_id`, calls say under which view of a cluster they are made."""
-        self._peer = Peer(endpoint, secret, view_id)
+    def __init__(
+        self,
+        endpoint: str,
+        secrets: PeerSecrets,
+        view_id: Callable[[], ViewId] | None = None,
+        tls: ssl.SSLContext | None = None,
+    ) -> None:
+        """With `view_id`, calls say under which view of a cluster they are made. `tls` is for https endpoints."""
+        self._peer = Peer(endpoint, secrets, view_id, tls)
         self.objects = cast(ObjectsApi, RemoteRole(self._peer, "objects"))
         self.uploads = cast(UploadsApi, RemoteRole(self._peer, "uploads"))
         self.prefixes = cast(PrefixesApi, RemoteRole(self._peer, "prefixes"))
@@ -95,8 +103,15 @@ class RemoteStorage:
 class Peer:
     """Connections to one storage server, and one method for each form of call."""
 
-    def __init__(self, endpoint: str, secret: bytes, view_id: Callable[[], ViewId] | None = None) -> None:
-        self._secret = secret
+    def __init__(
+        self,
+        endpoint: str,
+        secrets: PeerSecrets,
+        view_id: Callable[[], ViewId] | None = None,
+        tls: ssl.SSLContext | None = None,
+    ) -> None:
+        self._secrets = secrets
+        self._tls = tls
         self._view_id = view_id
         self._base = endpoint
         self._socket_path: str | None = None
@@ -110,7 +125,7 @@ class Peer:
         if self._socket_path is not None:
             connector = aiohttp.UnixConnector(self._socket_path, limit=0)
         else:
-            connector = aiohttp.TCPConnector(limit=0)
+            connector = aiohttp.TCPConnector(limit=0, ssl=self._tls or True)
         timeout = aiohttp.ClientTimeout(total=None, sock_connect=CONNECT_TIMEOUT_S)
         self._session = aiohttp.ClientSession(
             connector=connector, timeout=timeout, auto_decompress=False, max_field_size=65_536
@@ -225,7 +240,7 @@ class Peer:
         body_sha256 = hashlib.sha256(body).hexdigest() if isinstance(body, bytes) else STREAMED_BODY
         headers = {
             CALL_HEADER: text,
-            AUTH_HEADER: sign_call(self._secret, call.operation, text, body_sha256, time.time()),
+            AUTH_HEADER: sign_call(self._secrets.signing, call.operation, text, body_sha256, time.time()),
         }
         request_id = current_request_id()
         if request_id is not None:

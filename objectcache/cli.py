@@ -26,11 +26,12 @@ from objectcache.cluster import (
     add_adopt,
     add_cluster,
     add_membership,
+    add_peer_tls,
     own_keys,
     require_one_storage,
     storage_of_gateway,
 )
-from objectcache.config import Config, ConfigError, load_config, load_credentials, load_peer_secret
+from objectcache.config import Config, ConfigError, load_config, load_credentials, load_peer_secrets
 from objectcache.orchestrate import add_orchestrator
 from objectcache.workers import worker_storage
 from storage_server.settings import ColdReads, StorageSettings
@@ -143,6 +144,11 @@ def _add_serving(commands: _Commands, logs: argparse.ArgumentParser) -> None:
         metavar="FILE",
         help="default: DIR/peer-secret, made once",
     )
+    storage.add_argument("--tls-certificate", type=Path, metavar="FILE", help="PEM, with its chain; speaks https then")
+    storage.add_argument("--tls-key", type=Path, metavar="FILE", help="PEM")
+    storage.add_argument(
+        "--peer-ca", type=Path, metavar="FILE", help="PEM: gateways must have a certificate that this one has signed"
+    )
     add_membership(storage)
     _add_common(storage)
     _add_storage(storage)
@@ -164,6 +170,7 @@ def _add_gateway(commands: _Commands, logs: argparse.ArgumentParser) -> None:
     )
     gateway.add_argument("--storage", metavar="ADDRESS", help="unix:PATH or http://HOST:PORT")
     add_cluster(gateway)
+    add_peer_tls(gateway)
     gateway.add_argument("--peer-secret-file", type=Path, required=True, metavar="FILE", help="the storage servers'")
     gateway.add_argument(
         "--credentials-file",
@@ -313,7 +320,7 @@ def _serve(options: argparse.Namespace) -> int:
     if options.workers < 1:
         raise ConfigError("--workers must be at least 1")
     secret_file = options.data / "peer-secret"
-    secret = load_peer_secret(secret_file, create=True) if options.workers > 1 else b""
+    secrets = load_peer_secrets(secret_file, create=True) if options.workers > 1 else None
 
     def worker_command(port: int, socket_path: Path) -> list[str]:
         command = [sys.executable, "-m", "objectcache.cli", "--log-level", options.log_level, "worker"]
@@ -335,7 +342,7 @@ def _serve(options: argparse.Namespace) -> int:
     with shared_folder() if options.workers > 1 else contextlib.nullcontext():
         serve.run(
             "objectcache",
-            lambda: serve.Together(settings, gateway, credentials, listen, options.workers, worker_command, secret),
+            lambda: serve.Together(settings, gateway, credentials, listen, options.workers, worker_command, secrets),
             read_scheduler=lambda: load_config(options.config).scheduler_settings(),
         )
     return 0
@@ -343,7 +350,7 @@ def _serve(options: argparse.Namespace) -> int:
 
 def _worker(options: argparse.Namespace) -> int:
     config = _config(options)
-    secret = load_peer_secret(options.peer_secret_file, create=False)
+    secrets = load_peer_secrets(options.peer_secret_file, create=False)
     credentials = load_credentials(config, os.environ, options.data / "credentials.json")
     listen = serve.Listen(options.host, options.port, tls=_tls(config), shares_port=True)
     settings = _with_upstream(config, options).storage_settings(options.data)
@@ -351,7 +358,7 @@ def _worker(options: argparse.Namespace) -> int:
     serve.run(
         "objectcache worker",
         lambda: serve.GatewayServer(
-            worker_storage(f"unix:{options.socket}", secret, settings), gateway, credentials, listen
+            worker_storage(f"unix:{options.socket}", secrets, settings), gateway, credentials, listen
         ),
         until_stdin_ends=True,
     )
@@ -426,13 +433,17 @@ def _tls(config: Config) -> serve.Tls | None:
 def _storage_server(options: argparse.Namespace) -> int:
     config = load_config(options.config)
     settings = _storage_settings(config, options)
-    secret = load_peer_secret(options.peer_secret_file or options.data / "peer-secret", create=True)
+    secret_file = options.peer_secret_file or options.data / "peer-secret"
+    secrets = load_peer_secrets(secret_file, create=True)
     listen = _parse_listen(options.listen or f"unix:{options.data / 'storage.sock'}")
+    if options.tls_certificate is not None or options.tls_key is not None or options.peer_ca is not None:
+        listen = replace(listen, tls=_storage_tls(options))
     own = own_keys(options, config, settings)
     serve.run(
         "objectcache storage-server",
-        lambda: serve.StorageServer(settings, secret, listen, own, options.advertise),
+        lambda: serve.StorageServer(settings, secrets, listen, own, options.advertise),
         read_scheduler=lambda: load_config(options.config).scheduler_settings(),
+        read_secrets=lambda: secrets.become(load_peer_secrets(secret_file, create=False)),
     )
     return 0
 
@@ -440,16 +451,29 @@ def _storage_server(options: argparse.Namespace) -> int:
 def _gateway(options: argparse.Namespace) -> int:
     config = _config(options)
     require_one_storage(options)
-    secret = load_peer_secret(options.peer_secret_file, create=False)
+    secrets = load_peer_secrets(options.peer_secret_file, create=False)
     credentials = load_credentials(config, os.environ, options.credentials_file)
     listen = serve.Listen(options.host, options.port, tls=_tls(config))
     serve.run(
         "objectcache gateway",
         lambda: serve.GatewayServer(
-            storage_of_gateway(options, config, secret), config.gateway_settings(), credentials, listen
+            storage_of_gateway(options, config, secrets), config.gateway_settings(), credentials, listen
         ),
+        read_secrets=lambda: secrets.become(load_peer_secrets(options.peer_secret_file, create=False)),
     )
     return 0
+
+
+def _storage_tls(options: argparse.Namespace) -> serve.Tls:
+    """The certificate of a storage server. Raises ConfigError."""
+    if options.tls_certificate is None or options.tls_key is None:
+        raise ConfigError("a TLS certificate needs its key and a key its certificate, and --peer-ca needs both")
+    tls = serve.Tls(options.tls_certificate, options.tls_key, options.peer_ca)
+    try:
+        tls.context()
+    except OSError as error:
+        raise ConfigError(f"the TLS certificate and key cannot be used: {error}") from None
+    return tls
 
 
 def _parse_listen(text: str) -> serve.Listen:

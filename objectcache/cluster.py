@@ -13,6 +13,7 @@ from typing import TypeAlias
 from adapters.etcd import Etcd
 from adapters.etcd_membership import EtcdMembership
 from adapters.membership import FileMembership, Membership
+from descriptors.peer_auth import PeerSecrets
 from gateway.cluster.members import Members
 from gateway.cluster.storage import ClusterStorage
 from gateway.storage_client import RemoteStorage
@@ -85,14 +86,45 @@ def require_one_storage(options: argparse.Namespace) -> None:
         raise ConfigError("a gateway needs --storage or --cluster, and not both")
 
 
-def storage_of_gateway(options: argparse.Namespace, config: Config, secret: bytes) -> RemoteStorage | ClusterStorage:
+def storage_of_gateway(
+    options: argparse.Namespace, config: Config, secrets: PeerSecrets
+) -> RemoteStorage | ClusterStorage:
     """One storage server, or a cluster. Raises ConfigError."""
+    tls = peer_tls(options)
     if options.cluster is None:
-        return RemoteStorage(options.storage, secret)
+        return RemoteStorage(options.storage, secrets, tls=tls)
     membership = membership_of(options.cluster, config.cluster)
     return ClusterStorage(
-        Members(membership, lambda endpoint: RemoteStorage(endpoint, secret, lambda: membership.view.id))
+        Members(membership, lambda endpoint: RemoteStorage(endpoint, secrets, lambda: membership.view.id, tls))
     )
+
+
+def peer_tls(options: argparse.Namespace) -> ssl.SSLContext | None:
+    """The context in which a gateway speaks to storage servers over https: it trusts `--peer-ca` alone, so names in
+    certificates need not fit addresses. Raises ConfigError.
+    """
+    if options.peer_ca is None:
+        if options.peer_certificate is not None or options.peer_key is not None:
+            raise ConfigError("--peer-certificate and --peer-key need --peer-ca")
+        return None
+    try:
+        context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
+        context.check_hostname = False
+        context.load_verify_locations(cafile=options.peer_ca)
+        if options.peer_certificate is not None:
+            context.load_cert_chain(options.peer_certificate, options.peer_key)
+    except OSError as error:
+        raise ConfigError(f"--peer-ca and --peer-certificate: {error}") from None
+    return context
+
+
+def add_peer_tls(parser: argparse.ArgumentParser) -> None:
+    """Add the options of a gateway whose storage servers speak TLS."""
+    parser.add_argument(
+        "--peer-ca", type=Path, metavar="FILE", help="PEM: what https storage servers are trusted by, and nothing else"
+    )
+    parser.add_argument("--peer-certificate", type=Path, metavar="FILE", help="PEM, for servers that ask for one")
+    parser.add_argument("--peer-key", type=Path, metavar="FILE", help="PEM")
 
 
 def membership_of(text: str, config: ClusterConfig, data_dir: Path | None = None) -> Membership:

@@ -20,6 +20,7 @@ from typing import Annotated, Literal, Self
 from pydantic import Field, ValidationError, model_validator
 
 from adapters.interfaces import LOOPBACK
+from descriptors.peer_auth import PeerSecrets
 from descriptors.units import MIB
 from gateway.app import GatewaySettings
 from gateway.s3.credentials import Credential
@@ -44,6 +45,7 @@ from storage_server.settings import (
 from storage_server.store.data.durability import Durability
 
 PEER_SECRET_BYTES = 32
+PEER_SECRETS_MAX = 8
 UPSTREAM_VARIABLES = {
     "access_key": "OBJECTCACHE_UPSTREAM_ACCESS_KEY_ID",
     "secret_key": "OBJECTCACHE_UPSTREAM_SECRET_ACCESS_KEY",
@@ -410,16 +412,23 @@ def load_credentials(config: Config, environment: Mapping[str, str], file: Path)
     return [Credential(access_key, secret_key)]
 
 
-def load_peer_secret(file: Path, *, create: bool) -> bytes:
-    """The secret that gateway and storage server share. Raises ConfigError when the file is absent or too short."""
+def load_peer_secrets(file: Path, *, create: bool) -> PeerSecrets:
+    """The secrets that gateways and storage servers share, one a line: the first signs, each is accepted. Raises
+    ConfigError when the file is absent, or a secret too short.
+    """
     if not file.exists():
         if not create:
             raise ConfigError(f"{file}: no such file; copy the storage server's peer-secret there")
         _write_private(file, secrets.token_hex(PEER_SECRET_BYTES) + "\n")
-    secret = file.read_text().strip().encode()
-    if len(secret) < PEER_SECRET_BYTES:
-        raise ConfigError(f"{file}: a peer secret has at least {PEER_SECRET_BYTES} characters")
-    return secret
+    try:
+        secrets_there = [line for line in map(bytes.strip, file.read_bytes().splitlines()) if line]
+    except OSError as error:
+        raise ConfigError(f"{file}: {error.strerror}") from None
+    if not secrets_there or min(map(len, secrets_there)) < PEER_SECRET_BYTES or len(secrets_there) > PEER_SECRETS_MAX:
+        raise ConfigError(
+            f"{file}: from 1 to {PEER_SECRETS_MAX} lines, each a secret of at least {PEER_SECRET_BYTES} characters"
+        )
+    return PeerSecrets(*secrets_there)
 
 
 def _write_private(path: Path, text: str) -> None:

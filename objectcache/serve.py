@@ -24,6 +24,7 @@ from urllib.parse import urlsplit
 import uvloop
 from aiohttp import web
 
+from descriptors.peer_auth import PeerSecrets
 from gateway.app import Gateway, GatewaySettings
 from gateway.cluster.storage import ClusterStorage
 from gateway.s3.credentials import Credential, CredentialBook
@@ -54,15 +55,18 @@ _log = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True)
 class Tls:
-    """PEM files: the certificate with its chain, and its key."""
+    """PEM files: the certificate with its chain, and its key. With `client_ca`, clients need certificates of it."""
 
     certificate: Path
     key: Path
+    client_ca: Path | None = None
 
     def context(self) -> ssl.SSLContext:
         """The context of the TLS server. Raises OSError (ssl.SSLError included) when the files cannot be used."""
-        context = ssl.create_default_context(ssl.Purpose.CLIENT_AUTH)
+        context = ssl.create_default_context(ssl.Purpose.CLIENT_AUTH, cafile=self.client_ca)
         context.load_cert_chain(self.certificate, self.key)
+        if self.client_ca is not None:
+            context.verify_mode = ssl.CERT_REQUIRED
         return context
 
 
@@ -93,7 +97,7 @@ class Together:
         listen: Listen,
         worker_count: int = 1,
         worker_command: Callable[[int, Path], Sequence[str]] | None = None,
-        secret: bytes = b"",
+        secrets: PeerSecrets | None = None,
         disk: Disk | None = None,
         wrap_source: WrapSource = unwrapped_source,
         wrap_destination: WrapDestination = unwrapped_destination,
@@ -105,7 +109,7 @@ class Together:
         self._listen = replace(listen, shares_port=listen.shares_port or worker_count > 1)
         self._worker_count = worker_count
         self._worker_command = worker_command
-        self._peers = StorageHttp(self.storage, secret) if worker_count > 1 else None
+        self._peers = None if secrets is None else StorageHttp(self.storage, secrets)
         self._runners: list[web.ServerRunner] = []
         self._workers: Workers | None = None
         self._socket_folder: Path | None = None
@@ -142,14 +146,14 @@ class StorageServer:
     def __init__(
         self,
         storage: StorageSettings,
-        secret: bytes,
+        secrets: PeerSecrets,
         listen: Listen,
         own: OwnKeys | None = None,
         advertised: str | None = None,
     ) -> None:
         """With `own`, it is a member of a cluster, whose gateways reach it at `advertised`, or where it listens."""
         self.storage = EmbeddedStorage(storage, own=own)
-        self._http = StorageHttp(self.storage, secret, None if own is None else own.require_current)
+        self._http = StorageHttp(self.storage, secrets, None if own is None else own.require_current)
         self.membership = None if own is None else own.membership
         self._advertised = advertised
         self._listen = listen
@@ -214,21 +218,23 @@ def run(
     *,
     until_stdin_ends: bool = False,
     read_scheduler: Callable[[], SchedulerSettings] | None = None,
+    read_secrets: Callable[[], None] | None = None,
 ) -> None:
     """Build the server on a uvloop event loop, print its address, and stop on SIGINT or SIGTERM. A worker also stops
-    when the process that started it has ended. SIGHUP reads the scheduler's settings again, if `read_scheduler` is
-    given.
+    when the process that started it has ended. SIGHUP reads the scheduler's settings and the peers' secrets again, if
+    `read_scheduler` and `read_secrets` are given.
     """
     raise_file_limit()
     sys.setswitchinterval(SWITCH_INTERVAL_S)
     with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
-        runner.run(_until_stopped(name, make_server, read_scheduler, until_stdin_ends=until_stdin_ends))
+        runner.run(_until_stopped(name, make_server, read_scheduler, read_secrets, until_stdin_ends=until_stdin_ends))
 
 
 async def _until_stopped(
     name: str,
     make_server: Callable[[], Server],
     read_scheduler: Callable[[], SchedulerSettings] | None,
+    read_secrets: Callable[[], None] | None,
     *,
     until_stdin_ends: bool,
 ) -> None:
@@ -245,7 +251,7 @@ async def _until_stopped(
         gc.collect()
         gc.freeze()  # a full collection stops the event loop, and need not visit objects that live for ever
         # only now, because UCX takes SIGHUP when it starts
-        loop.add_signal_handler(signal.SIGHUP, _read_anew, server, read_scheduler)
+        loop.add_signal_handler(signal.SIGHUP, _read_anew, server, read_scheduler, read_secrets)
         print(f"{name} is listening on {server.url}", flush=True)
         await stop.wait()
         _log.info("stopping")
@@ -257,7 +263,14 @@ _rereading: set[asyncio.Task[None]] = set()
 """Tasks that read the members again; the event loop does not hold them."""
 
 
-def _read_anew(server: Server, read_scheduler: Callable[[], SchedulerSettings] | None) -> None:
+def _read_anew(
+    server: Server, read_scheduler: Callable[[], SchedulerSettings] | None, read_secrets: Callable[[], None] | None
+) -> None:
+    if read_secrets is not None:
+        try:
+            read_secrets()
+        except Exception as error:
+            _log.error("the peers' secrets stay as they were: %s", error)
     if read_scheduler is not None and isinstance(server, Together | StorageServer):
         _reconfigure(server.storage, read_scheduler)
     if isinstance(server, StorageServer | GatewayServer) and server.membership is not None:

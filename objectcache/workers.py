@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from typing import cast
 
 from adapters.metrics import forget_process
+from descriptors.peer_auth import PeerSecrets
 from descriptors.peer_calls import CALLS
 from descriptors.storage_api import ObjectsApi
 from gateway.storage_client import RemoteStorage
@@ -23,8 +24,8 @@ _log = logging.getLogger(__name__)
 class StorageBeside(RemoteStorage):
     """A StorageApi for a gateway on the storage server's machine: reads are local, all other calls go to its socket."""
 
-    def __init__(self, endpoint: str, secret: bytes, settings: StorageSettings) -> None:
-        super().__init__(endpoint, secret)
+    def __init__(self, endpoint: str, secrets: PeerSecrets, settings: StorageSettings) -> None:
+        super().__init__(endpoint, secrets)
         self._store = StoreBeside(settings.data_dir, settings.open_files_max, settings.buffer_bytes)
         self.objects = cast(ObjectsApi, _ObjectsBeside(self._store.reads, self.objects))
 
@@ -37,12 +38,14 @@ class StorageBeside(RemoteStorage):
         await self._store.close()
 
 
-def worker_storage(endpoint: str, secret: bytes, settings: StorageSettings) -> RemoteStorage:
+def worker_storage(endpoint: str, secrets: PeerSecrets, settings: StorageSettings) -> RemoteStorage:
     """A worker's way to the storage. Objects of an upstream service are not in the directory: all calls go to the
     owner's socket.
     """
     return (
-        RemoteStorage(endpoint, secret) if settings.upstream is not None else StorageBeside(endpoint, secret, settings)
+        RemoteStorage(endpoint, secrets)
+        if settings.upstream is not None
+        else StorageBeside(endpoint, secrets, settings)
     )
 
 

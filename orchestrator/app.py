@@ -11,6 +11,7 @@ import logging
 import time
 import uuid
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 from aiohttp import web
@@ -123,6 +124,8 @@ class App:
                     asked = await asyncio.to_thread(_read, kind, body, http.headers)
                 else:
                     asked = _read(kind, body, http.headers)
+                if tenant.name and asked.session:  # a name that two tenants give is two sessions
+                    asked = replace(asked, session=f"{tenant.name}\n{asked.session}")
                 receipt_key = self._response_key(tenant, kind, body, asked, len(document.raw))
                 if receipt_key is not None:
                     kept = orchestrator.responses.find(receipt_key, time.monotonic())

@@ -88,6 +88,8 @@ class Orchestrator:
         if self._writing is not None:
             for each, is_draining in self._writing.engines():
                 if each.label not in self.engines:
+                    if any(engine.url == each.url for engine in self.engines.values()):
+                        continue  # an option or the config file has it under another name now
                     await self._join(each)
                 self.engines[each.label].liveness.drain(is_wanted=is_draining)
             self._writing.start()

@@ -24,7 +24,7 @@ from adapters.response_sink import ResponseSink, abort_if_begun, begin_answer, b
 from descriptors.cluster import VIEW_HEADER
 from descriptors.descriptor import DESCRIPTOR_BYTES_MAX, is_request_id
 from descriptors.errors import CallerError, ErrorCode, ObjectCacheError, ServerError
-from descriptors.peer_auth import AUTH_HEADER, CALL_HEADER, STREAMED_BODY, check_call
+from descriptors.peer_auth import AUTH_HEADER, CALL_HEADER, STREAMED_BODY, PeerSecrets, check_call
 from descriptors.peer_calls import CALL_BYTES_MAX, CALLS, RESULT_HEADER, Form, PeerCall
 from descriptors.storage_api import DeliveryStart, Moved, StorageApi
 from descriptors.tracing import PEER_REQUEST_ID_HEADER, Phase, ServerTiming
@@ -68,12 +68,14 @@ _TRACE = web.RequestKey("trace", _Trace)
 class StorageHttp:
     """Serves one StorageApi."""
 
-    def __init__(self, storage: StorageApi, secret: bytes, require_current: RequireCurrent | None = None) -> None:
+    def __init__(
+        self, storage: StorageApi, secrets: PeerSecrets, require_current: RequireCurrent | None = None
+    ) -> None:
         """`require_current` is given the view of each call, as its header has it, and its method; it raises where the
         call must not be carried out here.
         """
         self._storage = storage
-        self._secret = secret
+        self._secrets = secrets
         self._require_current = require_current
         self._answers = {
             Form.VALUES: self._values,
@@ -126,7 +128,7 @@ class StorageHttp:
     def _authenticated(self, http: web.BaseRequest) -> tuple[PeerCall, dict[str, Any]]:
         operation = http.path.removeprefix("/v1/")
         text = http.headers.get(CALL_HEADER, "")
-        vouched = check_call(self._secret, http.headers.get(AUTH_HEADER, ""), operation, text, time.time())
+        vouched = check_call(self._secrets, http.headers.get(AUTH_HEADER, ""), operation, text, time.time())
         call = CALLS.get(operation)
         if http.method != "POST" or vouched is None or call is None:
             raise CallerError(ErrorCode.ACCESS_DENIED, "not a call of a gateway of this cluster", field=AUTH_HEADER)

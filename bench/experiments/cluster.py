@@ -6,7 +6,7 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from enum import Enum
@@ -21,6 +21,7 @@ from bench.core.experiment import Experiment, need_nixl, published
 from bench.core.plots import Chart, Kind, draw
 from bench.core.rounds import Side, Target, paired, sampled
 from bench.core.show import Json, Section, table, targets
+from bench.experiments.cluster_simulated import Placed, figure_3
 from calibration.content import Bytes, Content, VerificationError, make_content, verify_payload
 from calibration.samples import spread
 from calibration.servers import BUCKET
@@ -41,6 +42,7 @@ WARMING_FETCHES = 4
 """Until the DRAM tiers have all of the prefix."""
 THREE_OVER_ONE_MIN = 0.9
 SPLIT_MS_MAX = 5.0
+LINEAR_MIN = {64: 0.9, 256: 0.8}
 REMARK = (
     "Three servers, a gateway, their home and the client share the cores of this machine: three have no more of them."
 )
@@ -67,6 +69,12 @@ class ClusterBenchSettings:
     split_chunks: int = options.count("--split-chunks", 3584, 64, text="chunks of the split whose cost is measured")
     runs: int = options.runs(5)
     kills: int = options.count("--kills", 5, 1, least=0, text="deliveries in which a server is killed")
+    simulated_servers: tuple[int, ...] = options.count(
+        "--simulated-servers", (4, 16, 64, 256), (4, 8), text="servers of the simulation"
+    )
+    simulated_requests: int = options.count(
+        "--simulated-requests", 400, 20, text="requests of the simulation for each four servers"
+    )
     seed: int = options.seed()
     dram_bytes: int = options.sized(2 * GIB, GIB)
     settle_s: float = options.sized(SETTLE_S + 5.0, 0.0)
@@ -138,7 +146,8 @@ def measure_cluster(settings: ClusterBenchSettings, origin: Mapping[str, Any]) -
         except VerificationError as error:
             problem = str(error)
     split_s = split_samples(settings.split_chunks, settings.layout, max(settings.runs, 5))
-    made = _targets(measured["transports"], spread(split_s).median * 1e3)
+    figure = figure_3(settings.simulated_servers, settings.simulated_requests, settings.seed)
+    made = [*_targets(measured["transports"], spread(split_s).median * 1e3), *_simulated_targets(figure)]
     return published(
         "cluster",
         origin,
@@ -149,6 +158,7 @@ def measure_cluster(settings: ClusterBenchSettings, origin: Mapping[str, Any]) -
         split_ms=spread([seconds * 1e3 for seconds in split_s]),
         recovery_s={name: found["recovery_s"] for name, found in measured["recovery"].items()},
         targets=[target.json("case", "side") for target in made],
+        figure_3=figure,
         measurements=measured,
     )
 
@@ -230,6 +240,13 @@ def _targets(transports: Mapping[str, Json], split_ms: float) -> Iterator[Target
     yield Target("cost of the split, ms", SPLIT_MS_MAX, split_ms, Side.AT_MOST)
 
 
+def _simulated_targets(rows: Sequence[Json]) -> Iterator[Target]:
+    for row in rows:
+        limit = LINEAR_MIN.get(row["servers"])
+        if limit is not None and row["placed"] == Placed.KEEPERS.value and not row["hedged"]:
+            yield Target("throughput of so many servers, of linear", limit, row["of_linear"], case=f"{row['servers']}")
+
+
 def show(result: Json) -> dict[str, Section]:
     """One line for each transport, the recovery, and the targets."""
     found = result["measurements"]
@@ -251,6 +268,15 @@ def show(result: Json) -> dict[str, Section]:
                 "three over one = three_over_one:.2 | ms longer with a kill in it = recovery:ms",
             ),
             table([{"split": result["split_ms"]}], "ms for the split = split:.2"),
+            table(
+                result["figure_3"],
+                "simulated servers = servers | prefixes come = placed | hedged = hedged",
+                "from DRAM = from_dram:.2 | disk = from_disk:.2 | home = from_home:.2",
+                "TTFT ms, p50 = ttft_p50_s:ms | p90 = ttft_p90_s:ms | p99 = ttft_p99_s:ms",
+                "of linear = of_linear:.2 | busiest over mean = imbalance:.2",
+                "slowest portion over mean = straggler:.2",
+                "extra bytes = hedged_bytes:.3",
+            ),
             targets(result["targets"]),
             *result["remarks"],
         )

@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 
 from bench.experiments.cluster import CLUSTER, split_samples
+from bench.experiments.cluster_simulated import Placed, figure_3
 from descriptors.layout import ChunkLayout
 
 
@@ -29,7 +30,26 @@ def test_smoke(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
         "three servers over one, layer-major from DRAM",
         "cost of the split, ms",
     }
+    assert [row["servers"] for row in result["figure_3"]] == [4, 4, 4, 8, 8, 8]
     assert "three over one" in capsys.readouterr().out
+
+
+def test_simulated_keepers_add_their_memory_up_and_hedges_stay_within_their_bound() -> None:
+    rows = {(row["servers"], row["placed"], row["hedged"]): row for row in figure_3((4, 16), 60, 7)}
+    for count in (4, 16):
+        keepers, hedged, random = (
+            rows[count, Placed.KEEPERS.value, False],
+            rows[count, Placed.KEEPERS.value, True],
+            rows[count, Placed.RANDOM.value, False],
+        )
+        assert keepers["requests"] == hedged["requests"] == random["requests"] == 60 * count // 4
+        assert keepers["from_home"] < random["from_home"]
+        assert keepers["loaded_tokens"] == random["loaded_tokens"]  # the home has the same chunks
+        assert keepers["hedges"] == 0
+        assert 0 <= hedged["hedged_bytes"] <= 0.03
+        for row in (keepers, hedged, random):
+            assert row["from_dram"] + row["from_disk"] + row["from_home"] == pytest.approx(1.0)
+    assert rows[4, Placed.KEEPERS.value, False]["of_linear"] == 1.0
 
 
 def test_the_split_is_measured_for_every_chunk() -> None:

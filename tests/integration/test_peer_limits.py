@@ -14,6 +14,7 @@ from urllib.parse import urlsplit
 import pytest
 
 from adapters.deadlines import ConnectionLimits
+from descriptors.peer_auth import PeerSecrets
 from objectcache.serve import Listen, StorageServer
 from storage_server import http_api
 from tests.support.servers import LocalStack, eventually
@@ -26,7 +27,7 @@ class LocalStorageServer(LocalStack):
     """A storage server without a gateway."""
 
     async def _start(self) -> Any:
-        server = StorageServer(self._settings, b"s" * 32, Listen())
+        server = StorageServer(self._settings, PeerSecrets(b"s" * 32), Listen())
         await server.start()
         return server
 

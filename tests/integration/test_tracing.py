@@ -20,7 +20,7 @@ import pytest
 from descriptors.descriptor import Descriptor, RdmaTarget
 from descriptors.descriptor_codec import encode_binary
 from descriptors.errors import ChunkUnavailable
-from descriptors.peer_auth import AUTH_HEADER
+from descriptors.peer_auth import AUTH_HEADER, PeerSecrets
 from descriptors.rdma_token import TOKEN_HEADER, RdmaToken, encode_token
 from descriptors.tracing import (
     PEER_REQUEST_ID_HEADER,
@@ -44,7 +44,7 @@ from tests.support.servers import LocalStack, Stack, eventually
 HEADER = re.compile(r"gateway;dur=\d+\.\d{3}, storage;dur=\d+\.\d{3}, transfer;dur=\d+\.\d{3}\Z")
 ROUNDING_S = 3e-6
 LARGE_BYTES = 3 << 20
-SECRET = b"s" * 32
+SECRET = PeerSecrets(b"s" * 32)
 HOSTILE_IDS = ("short", "x" * 65, "sixteen characters?", "0123456\t89abcdef", "0123456789abcdé!", "")
 
 

@@ -13,6 +13,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from descriptors.cluster import ViewId
+from descriptors.peer_auth import PeerSecrets
 from gateway.storage_client import RemoteStorage
 from nixl_client.client import ObjectCacheClient
 from tests.support.requests import OWNER
@@ -125,7 +126,7 @@ class Cluster:
 
         async def ask() -> str:
             storage = RemoteStorage(
-                f"unix:{self.socket(name)}", self.secret.read_text().strip().encode(), self._view_id
+                f"unix:{self.socket(name)}", PeerSecrets(self.secret.read_bytes().strip()), self._view_id
             )
             await storage.start()
             try:

@@ -21,6 +21,7 @@ from aiohttp import web
 from descriptors.cluster import Member, View
 from descriptors.errors import CallerError, ErrorCode
 from descriptors.objects import ListRequest, ReadRequest, UploadListRequest, UploadRef
+from descriptors.peer_auth import PeerSecrets
 from descriptors.peer_calls import CALLS, Form
 from descriptors.storage_api import ObjectRead, ObjectsApi, Piece, StorageApi, UploadsApi
 from gateway.cluster.members import Members
@@ -36,7 +37,7 @@ from storage_server.upstream.connection import Upstream
 from storage_server.upstream.objects import UpstreamObjects
 from storage_server.upstream.uploads import UpstreamUploads
 
-SECRET = b"a secret of gateways and storage servers"
+SECRET = PeerSecrets(b"a secret of gateways and storage servers")
 READ_PIECE = "read piece"
 """What a FailingStorage counts besides calls: a piece of an object's body."""
 

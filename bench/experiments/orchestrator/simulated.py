@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from enum import Enum
-from functools import partial
+from functools import cache, partial
 from itertools import product
 from typing import Any
 
@@ -100,15 +100,21 @@ def cases(counts: Sequence[int], request_count: int, seed: int) -> Iterator[Simu
 def requests_of(case: SimulatedCase) -> list[SimulatedRequest]:
     """The case's requests."""
     output = OUTPUT_TOKENS[case.trace]
-    found = [
-        SimulatedRequest(each.now_s, tuple(int(str(key)) for key in each.keys), sum(each.sizes_bytes), output)
-        for each in read(case.trace, case.request_count).requests
-    ]
+    found = [replace(each, output_tokens=output) for each in _recorded(case.trace, case.request_count)]
     if case.arrivals is Arrivals.RECORDED:
         return found
     tokens = float(np.mean([each.prompt_tokens for each in found]))
     rate = case.load * speeds(case) / (tokens * TOKEN_US * 1e-6)
     return with_bursts(found, rate, 16 if case.arrivals is Arrivals.BURSTS else 1, case.seed)
+
+
+@cache
+def _recorded(trace: Trace, count: int) -> tuple[SimulatedRequest, ...]:
+    """The requests of a trace, read once in each process."""
+    return tuple(
+        SimulatedRequest(each.now_s, tuple(int(str(key)) for key in each.keys), sum(each.sizes_bytes), 0)
+        for each in read(trace, count).requests
+    )
 
 
 def speeds(case: SimulatedCase) -> float:
