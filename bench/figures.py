@@ -29,6 +29,7 @@ from bench.experiments.aggregate.ratios import GOAL, ratio_of
 from bench.experiments.aggregate.ratios import show as aggregate
 from bench.experiments.engine.run import show as engine
 from bench.experiments.ladder.run import show as ladder
+from bench.experiments.orchestrator.run import show as orchestrator
 from bench.experiments.s3.results import show as s3
 from bench.experiments.scheduler.cells import show as scheduler
 from bench.experiments.tiers.show import show as tiers
@@ -152,6 +153,10 @@ SECTIONS: Mapping[str, tuple[str, Callable[[Json], str]]] = {
     "hit-rate-targets": ("tiers", _of(tiers, "targets")),
     **{f"cascade-{number}": ("tiers", _of(tiers, f"table-{number}")) for number in range(1, 7)},
     **{name: ("upstream", _of(upstream, name)) for name in ("upstream", "upstream-ratios", "upstream-targets")},
+    **{
+        f"orchestrator-{name}": ("orchestrator", _of(orchestrator, name))
+        for name in ("simulated", "cost", "model", "targets")
+    },
     "theta": ("calibrate", theta),
     "crash": ("crash", crash),
     "demo": ("demo", demo),

@@ -59,6 +59,9 @@ RUNS = {
     "s3": Run("-m objectcache.cli bench s3 --seconds 0.5"),
     "tiers": Run("-m objectcache.cli bench tiers", "."),
     "upstream": Run(f"-m objectcache.cli bench upstream {MOTO}", "upstream.png"),
+    "orchestrator": Run(
+        "-m objectcache.cli bench orchestrator --parts model,cost,simulated --requests 1500", "orchestrator.png"
+    ),
     "crash": Run("-m tests.faults.crash --rounds 200"),
     "calibrate": Run("-m objectcache.cli calibrate", "calibrate.png"),
     "demo": Run("-m demo"),
