@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import time
+from collections import Counter
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from orchestrator.engine import Engine
 from orchestrator.receipts import Receipt
@@ -129,7 +130,8 @@ class Router:
         need = prompt_tokens + asked.output_tokens
         able = self._with_room(able, need)
         held, names = self._held(able, prompt, now_s)
-        states = [self._state(engine, held[engine.name], prompt, now_s) for engine in able]
+        stored = self._offers(prompt, now_s)
+        states = [self._state(engine, held[engine.name], stored, now_s) for engine in able]
         start = b"" if prompt is None else next(iter(prompt.chain(self._block_tokens(able[0]))), b"")
         pin = self._pins.get(start.hex()) if start else None
         if pin is not None and (pin.until is None or time.time() < pin.until):
@@ -147,7 +149,8 @@ class Router:
         tokens = (asked.prompt_tokens if prompt is None else len(prompt.tokens)) + asked.output_tokens
         is_known = prompt is not None  # of a prompt without tokens the prediction says nothing
         predicted_s = prediction.ttft_s if is_known else 0.0
-        engine.books.send(Sent(request_id, tokens, prediction.compute_s, predicted_s, now_s, asked.is_stream))
+        has_load = prediction.load_tokens > 0
+        engine.books.send(Sent(request_id, tokens, prediction.compute_s, predicted_s, now_s, asked.is_stream, has_load))
         if prompt is not None and routed.index_name in engine.index_names:
             chain = prompt.chain(self._block_tokens(engine))
             self._index.expect(routed.index_name, chain, now_s, EXPECTED_S if engine.is_live else APPROXIMATE_S)
@@ -208,11 +211,24 @@ class Router:
         ]
         return free or large
 
-    def _state(self, engine: Engine, held_tokens: int, prompt: Prompt | None, now_s: float) -> EngineState:
+    def _offers(self, prompt: Prompt | None, now_s: float) -> dict[LookupKey, Stored | None]:
+        """The store's answers. Each rate is shared with the loads that wait for their turn at engines of these chunks."""
+        if prompt is None:
+            return {}
+        waiting: Counter[LookupKey] = Counter()
+        for engine in self._engines.values():
+            if engine.published is not None:
+                waiting[lookup_key(engine.published)] += engine.books.waiting_loads(now_s)
+        return {
+            key: None if each is None else replace(each, rate_bytes_per_s=each.rate_bytes_per_s / (1 + waiting[key]))
+            for key, each in prompt.stored.items()
+        }
+
+    def _state(
+        self, engine: Engine, held_tokens: int, offers: Mapping[LookupKey, Stored | None], now_s: float
+    ) -> EngineState:
         load = engine.books.load(now_s)
-        stored = None
-        if prompt is not None and engine.published is not None:
-            stored = prompt.stored.get(lookup_key(engine.published))
+        stored = None if engine.published is None else offers.get(lookup_key(engine.published))
         room = engine.report.kv_tokens
         return EngineState(
             name=engine.name,

@@ -1,8 +1,8 @@
 """A simulation of engines, a store and its link, which drives the orchestrator's own decisions. Pure.
 
 Each engine computes prompts one after the other and holds the blocks it used last; decoding takes a place, and no time
-of others. The store has every block that was computed, the latest of them; its link serves loads one after the other,
-and quotes each request its rate divided by the loads that are under way and one more. 003's model (uncached tokens,
+of others. The store has every block that was computed, the latest of them; the loads under way share its link equally,
+and it quotes each request the share that one more load would have. 003's model (uncached tokens,
 output tokens, block pools) is the case of one engine with a place and without a store.
 """
 
@@ -80,6 +80,7 @@ class Outcome:
 class _Kind(Enum):
     ARRIVAL = 0
     COMPUTED = 1
+    LOADED = 4
     ENDED = 2
     LOST = 3
 
@@ -93,6 +94,50 @@ class _Running:
     attempt_count: int = 1
     held_blocks: int = 0
     loaded_blocks: int = 0
+
+
+class _Link:
+    """Loads that share a link equally: each has as many bytes/s as any other."""
+
+    def __init__(self, bytes_per_s: float) -> None:
+        self._bytes_per_s = bytes_per_s
+        self._left_bytes: dict[int, float] = {}
+        self._at_s = 0.0
+        self.version = 0
+        """Counts the changes: the end of a load that was foretold before a change does not count."""
+
+    @property
+    def load_count(self) -> int:
+        """Loads under way."""
+        return len(self._left_bytes)
+
+    def add(self, number: int, nbytes: float, now_s: float) -> None:
+        """A load begins."""
+        self._advance(now_s)
+        self._left_bytes[number] = nbytes
+        self.version += 1
+
+    def take_ended(self, now_s: float) -> list[int]:
+        """The loads that have come."""
+        self._advance(now_s)
+        ended = [number for number, left in self._left_bytes.items() if left <= 1.0]
+        for number in ended:
+            del self._left_bytes[number]
+        self.version += bool(ended)
+        return ended
+
+    def next_end_s(self) -> float | None:
+        """When the next load ends, if no other begins before."""
+        if not self._left_bytes:
+            return None
+        return self._at_s + min(self._left_bytes.values()) * self.load_count / self._bytes_per_s
+
+    def _advance(self, now_s: float) -> None:
+        if self._left_bytes:
+            moved = (now_s - self._at_s) * self._bytes_per_s / self.load_count
+            for number in self._left_bytes:
+                self._left_bytes[number] -= moved
+        self._at_s = now_s
 
 
 @dataclass(slots=True)
@@ -125,8 +170,9 @@ class Simulation:
         for name in self._names:
             self._index.add_engine(name)
         self._stored: OrderedDict[int, None] = OrderedDict()
-        self._link_free_s = 0.0
-        self._load_ends: list[float] = []
+        self._link = _Link(self._store.link_bytes_per_s)
+        self._loading: dict[int, tuple[int, _Running, float, float]] = {}
+        """Of each load its engine, its request, when it began, and the time to compute the rest."""
         self._events: list[tuple[float, int, _Kind, int, _Running | None]] = []
         self._order = itertools.count()
         self._outcomes: list[Outcome] = []
@@ -142,6 +188,9 @@ class Simulation:
             now_s, _, kind, at, running = heapq.heappop(self._events)
             if kind is _Kind.ARRIVAL and running is not None:
                 self._arrive(running, now_s)
+            elif kind is _Kind.LOADED:
+                if at == self._link.version:
+                    self._loaded(now_s)
             elif kind is _Kind.LOST:
                 self._lose(at, now_s)
             elif running is not None and not self._engines[at].is_lost:
@@ -185,7 +234,10 @@ class Simulation:
         engine, prediction = self._engines[at], decision.prediction
         running.load_blocks, running.predicted_s = prediction.load_chunks, prediction.ttft_s
         tokens = request.prompt_tokens + request.output_tokens
-        engine.books.send(Sent(str(running.number), tokens, prediction.compute_s, prediction.ttft_s, now_s))
+        has_load = prediction.load_tokens > 0
+        engine.books.send(
+            Sent(str(running.number), tokens, prediction.compute_s, prediction.ttft_s, now_s, has_load=has_load)
+        )
         self._index.expect(decision.engine, chain, now_s)
         engine.waiting.append(running)
         self._begin(at, now_s)
@@ -194,9 +246,8 @@ class Simulation:
         if not self._store.blocks_max:
             return None
         count = next((at for at, block in enumerate(request.blocks) if block not in self._stored), len(request.blocks))
-        while self._load_ends and self._load_ends[0] <= now_s:
-            heapq.heappop(self._load_ends)
-        rate = self._store.link_bytes_per_s / (len(self._load_ends) + 1)
+        waiting = sum(engine.books.waiting_loads(now_s) for engine in self._engines if not engine.is_lost)
+        rate = self._store.link_bytes_per_s / (self._link.load_count + 1) / (1 + waiting)
         whole = min(count, request.prompt_tokens // self._block_tokens)
         return Stored(whole, self._store.layout, rate, self._store.costs)
 
@@ -213,17 +264,28 @@ class Simulation:
         loaded = max(0, min(running.load_blocks, stored) - held)
         there = (held + loaded) * self._block_tokens
         compute_s = recompute_s(request.prompt_tokens, there, PrefillCosts(engine.settings.token_us))
-        load_s = 0.0
-        if loaded:
-            store = self._store
-            moving_s = loaded * store.layout.chunk_bytes / store.link_bytes_per_s
-            self._link_free_s = max(self._link_free_s, now_s) + moving_s
-            load_s = store.costs.request_s + self._link_free_s - now_s
-            heapq.heappush(self._load_ends, now_s + load_s)
         running.held_blocks, running.loaded_blocks = held, loaded
+        if not loaded:
+            self._at(now_s + compute_s, _Kind.COMPUTED, at, running)
+            return
+        self._loading[running.number] = at, running, now_s, compute_s
+        self._link.add(running.number, loaded * self._store.layout.chunk_bytes, now_s)
+        self._foretell()
+
+    def _foretell(self) -> None:
+        end_s = self._link.next_end_s()
+        if end_s is not None:
+            self._at(end_s, _Kind.LOADED, self._link.version, None)
+
+    def _loaded(self, now_s: float) -> None:
+        """Loads have come. Layers were computed beside them, one behind the one that came."""
         layers = self._store.layout.num_layers
-        took_s = max(compute_s + load_s / layers, load_s + compute_s / layers)  # layer by layer, one beside the other
-        self._at(now_s + took_s, _Kind.COMPUTED, at, running)
+        for number in self._link.take_ended(now_s):
+            at, running, began_s, compute_s = self._loading.pop(number)
+            load_s = now_s - began_s + self._store.costs.request_s
+            took_s = max(compute_s + load_s / layers, load_s + compute_s / layers)
+            self._at(max(now_s, began_s + took_s), _Kind.COMPUTED, at, running)
+        self._foretell()
 
     def _computed(self, at: int, running: _Running, now_s: float) -> None:
         """The first token is there."""

@@ -34,6 +34,7 @@ class Sent:
     predicted_s: float
     sent_s: float
     is_stream: bool = True
+    has_load: bool = False
     first_byte_s: float | None = None
 
 
@@ -107,6 +108,10 @@ class EngineBooks:
         ours_waiting = len(self._waiting(now_s))
         self._others_waiting = max(0, waiting - ours_waiting)
         self._others_running = max(0, running + waiting - len(self._sent) - self._others_waiting)
+
+    def waiting_loads(self, now_s: float) -> int:
+        """Requests that will load from the store when their turn comes: no quote of the store's link has them yet."""
+        return sum(each.has_load for each in self._waiting(now_s)[1:])
 
     def load(self, now_s: float) -> Load:
         """How busy the engine is."""

@@ -87,3 +87,13 @@ def test_a_request_that_is_not_streamed_waits_as_long_as_predicted_and_says_noth
     for at in range(6):
         assert books.first_byte(str(at), 50.0, is_stream=False) is None
     assert books.bias == 1.0
+
+
+def test_loads_that_wait_for_their_turn_are_counted_and_the_one_under_way_is_not() -> None:
+    """The store's quote has the one that is under way, and none of those that will begin later."""
+    books = EngineBooks(8)
+    for at, has_load in enumerate((True, True, False, True)):
+        books.send(Sent(str(at), 100, 0.2, 0.2, 0.0, has_load=has_load))
+    assert books.waiting_loads(0.1) == 2
+    books.first_byte("0", 0.2)
+    assert books.waiting_loads(0.2) == 1
