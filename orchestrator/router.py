@@ -212,7 +212,7 @@ class Router:
         return free or large
 
     def _offers(self, prompt: Prompt | None, now_s: float) -> dict[LookupKey, Stored | None]:
-        """The store's answers. Each rate is shared with the loads that wait for their turn at engines of these chunks."""
+        """The store's answers. Each rate is shared with the loads that wait for their turn at their engines."""
         if prompt is None:
             return {}
         waiting: Counter[LookupKey] = Counter()

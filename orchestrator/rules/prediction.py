@@ -15,6 +15,7 @@ from dataclasses import dataclass, replace
 from descriptors.layout import ChunkLayout
 from descriptors.recompute import NO_COSTS, AdviceRequest, Choice, DeliveryCosts, PrefillCosts, advise
 
+RATE_MIN_BYTES_PER_S = 1.0
 ROUTING_S = 0.002
 """The time from a request's arrival to its dispatch, and of the way back of its first byte."""
 
@@ -86,7 +87,8 @@ def predict(prompt_tokens: int, state: EngineState, routing_s: float = ROUTING_S
         prompt_tokens, stored.layout, prefill, layer_major=stored.costs, chunk_major=stored.costs,
         held_tokens=held_tokens,
     )  # fmt: skip
-    advice = advise(stored.chunk_count, request, stored.rate_bytes_per_s)
+    offered = max(RATE_MIN_BYTES_PER_S, stored.rate_bytes_per_s) if stored.rate_bytes_per_s > 0 else 0.0
+    advice = advise(stored.chunk_count, request, offered)
     chunk_tokens = stored.layout.chunk_tokens
     is_loading = advice.choice is not Choice.RECOMPUTE
     return Prediction(
