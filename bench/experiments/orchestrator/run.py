@@ -149,6 +149,7 @@ def _targets(found: Mapping[str, Any]) -> Iterator[Target]:
     if "simulated" in found:
         for row in found["simulated"]:
             case = f"{row['trace']}, {row['engines']} engines, {row['arrivals']}, {row['kind']}, load {row['load']:g}"
+            case += f", link {row['link_bytes_per_s'] * 1e-9:g} GB/s"
             if row["load"] >= 0.9:
                 over = row["ttft_p90_over"]
                 yield Target("p90 of the best other policy over ours, simulated", 1.3, over["ratio"], case=case)
