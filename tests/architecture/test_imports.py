@@ -190,6 +190,7 @@ def says_pure(module: str) -> bool:
     return re.search(r"\bPure\b(?! but)", text) is not None
 
 
+@pytest.mark.slow
 def test_a_module_that_says_that_it_is_pure_is_held_to_it() -> None:
     """Otherwise its docstring goes on to say so after an import has made it untrue. Benches are held to nothing."""
     held = {module_of(path) for place in (*PURE_FOLDERS, *PURE_MODULES) for path in files_of(place)}

@@ -134,6 +134,7 @@ def test_tokens_past_the_last_whole_chunk_have_no_object(model, shape):
     assert chunks.dtype == np.uint8
 
 
+@pytest.mark.slow
 def test_decoding_goes_on_as_with_an_ordinary_cache(model, shape):
     """After its prefix arrived, a layer is a DynamicLayer."""
     everything = torch.cat([PREFIX, QUESTION], dim=1)
