@@ -163,7 +163,7 @@ SECTIONS: Mapping[str, tuple[str, Callable[[Json], str]]] = {
 }
 WHOLE: Mapping[str, Callable[[Json], str]] = {"commits": commits, "headline": headline}
 """Sections of all results together."""
-_PLACE = re.compile(r"(<!-- figures: (?P<name>[a-z0-9-]+) -->\n).*?(<!-- /figures -->)", re.DOTALL)
+_PLACE = re.compile(r"(<!-- figures: (?P<name>[a-z0-9-]+) -->)\s.*?(<!-- /figures -->)", re.DOTALL)
 
 
 def load(folder: Path = RESULTS) -> dict[str, Json]:
@@ -181,7 +181,7 @@ def render(document: str, results: Mapping[str, Json]) -> str:
         else:
             result, section = SECTIONS[name]
             text = section(results[result])
-        return f"{found[1]}{text}\n{found[3]}"
+        return f"{found[1]}\n{text}\n{found[3]}"
 
     return _PLACE.sub(fill, document)
 

@@ -41,7 +41,7 @@ class WrongLayerError(ValueError):
 
 @dataclass(frozen=True, slots=True)
 class EncodedHead:
-    """What the head of an encoded layer says."""
+    """The head of an encoded layer."""
 
     codec: Codec
     shape: LayerShape

@@ -417,17 +417,7 @@ def _with_upstream(config: Config, options: argparse.Namespace) -> Config:
 
 
 def _tls(config: Config) -> serve.Tls | None:
-    certificate, key = config.gateway.tls_certificate, config.gateway.tls_key
-    if certificate is None and key is None:
-        return None
-    if certificate is None or key is None:
-        raise ConfigError("a TLS certificate needs its key and a key its certificate")
-    tls = serve.Tls(certificate, key)
-    try:
-        tls.context()
-    except OSError as error:
-        raise ConfigError(f"the TLS certificate and key cannot be used: {error}") from None
-    return tls
+    return serve.tls_of(config.gateway.tls_certificate, config.gateway.tls_key)
 
 
 def _storage_server(options: argparse.Namespace) -> int:
@@ -436,8 +426,7 @@ def _storage_server(options: argparse.Namespace) -> int:
     secret_file = options.peer_secret_file or options.data / "peer-secret"
     secrets = load_peer_secrets(secret_file, create=True)
     listen = _parse_listen(options.listen or f"unix:{options.data / 'storage.sock'}")
-    if options.tls_certificate is not None or options.tls_key is not None or options.peer_ca is not None:
-        listen = replace(listen, tls=_storage_tls(options))
+    listen = replace(listen, tls=serve.tls_of(options.tls_certificate, options.tls_key, options.peer_ca))
     own = own_keys(options, config, settings)
     serve.run(
         "objectcache storage-server",
@@ -462,18 +451,6 @@ def _gateway(options: argparse.Namespace) -> int:
         read_secrets=lambda: secrets.become(load_peer_secrets(options.peer_secret_file, create=False)),
     )
     return 0
-
-
-def _storage_tls(options: argparse.Namespace) -> serve.Tls:
-    """The certificate of a storage server. Raises ConfigError."""
-    if options.tls_certificate is None or options.tls_key is None:
-        raise ConfigError("a TLS certificate needs its key and a key its certificate, and --peer-ca needs both")
-    tls = serve.Tls(options.tls_certificate, options.tls_key, options.peer_ca)
-    try:
-        tls.context()
-    except OSError as error:
-        raise ConfigError(f"the TLS certificate and key cannot be used: {error}") from None
-    return tls
 
 
 def _parse_listen(text: str) -> serve.Listen:

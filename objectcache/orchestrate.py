@@ -101,7 +101,7 @@ def orchestrate(options: argparse.Namespace) -> int:
     from orchestrator.process import Orchestration
     from orchestrator.registry import EtcdRegistry
 
-    listen = serve.Listen(options.host, options.port, tls=_tls(options))
+    listen = serve.Listen(options.host, options.port, tls=serve.tls_of(options.tls_certificate, options.tls_key))
     engine_key = os.environ.get(KEY_VARIABLE)
 
     def make() -> Orchestration:
@@ -226,11 +226,3 @@ def _store(options: argparse.Namespace, config: Config) -> StoreSettings | None:
     made = StoreSettings(endpoint.rstrip("/"), access_key, secret_key)
     timeout_s = config.orchestrator.store_timeout_s
     return made if timeout_s is None else replace(made, timeout_s=timeout_s)
-
-
-def _tls(options: argparse.Namespace) -> serve.Tls | None:
-    if options.tls_certificate is None and options.tls_key is None:
-        return None
-    if options.tls_certificate is None or options.tls_key is None:
-        raise ConfigError("a TLS certificate needs its key and a key its certificate")
-    return serve.Tls(options.tls_certificate, options.tls_key)

@@ -29,6 +29,7 @@ from gateway.app import Gateway, GatewaySettings
 from gateway.cluster.storage import ClusterStorage
 from gateway.s3.credentials import Credential, CredentialBook
 from gateway.storage_client import RemoteStorage
+from objectcache.config import ConfigError
 from objectcache.workers import Workers
 from storage_server.http_api import StorageHttp
 from storage_server.own_keys import OwnKeys
@@ -68,6 +69,20 @@ class Tls:
         if self.client_ca is not None:
             context.verify_mode = ssl.CERT_REQUIRED
         return context
+
+
+def tls_of(certificate: Path | None, key: Path | None, client_ca: Path | None = None) -> Tls | None:
+    """The files that were given; None where none was. Raises ConfigError where one is missing or cannot be used."""
+    if certificate is None and key is None and client_ca is None:
+        return None
+    if certificate is None or key is None:
+        raise ConfigError("a TLS certificate needs its key, a key its certificate, and a CA of clients needs both")
+    tls = Tls(certificate, key, client_ca)
+    try:
+        tls.context()
+    except OSError as error:
+        raise ConfigError(f"the TLS certificate and key cannot be used: {error}") from None
+    return tls
 
 
 @dataclass(frozen=True, slots=True)

@@ -114,9 +114,9 @@ class App:
         request_id = said_id if is_request_id(said_id) else uuid.uuid4().hex
         receipt = Receipt(request_id, tenant.name, http.path, time.time())
         orchestrator = self._orchestrator
-        if not orchestrator.begin(request_id):
+        if not orchestrator.begin(request_id, tenant.name):
             request_id = receipt.request_id = uuid.uuid4().hex
-            orchestrator.begin(request_id)
+            orchestrator.begin(request_id, tenant.name)
         try:
             async with self._document(http, tenant) as document:
                 body, raw = self._own(document.fields, document.raw, tenant)
@@ -217,7 +217,7 @@ class App:
         raise Refusal(502, f"no engine has answered: {failure}", code="engine_lost", retry_after_s=1)
 
     async def _administer(self, http: web.BaseRequest, path: str) -> web.StreamResponse:
-        """What an operator asks."""
+        """Answer an operator."""
         orchestrator, method = self._orchestrator, http.method
         name, _, rest = path.partition("/")
         if name == "route" and not rest:

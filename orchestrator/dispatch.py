@@ -99,7 +99,7 @@ class Exchange:
 
 
 def forwarded_headers(headers: Mapping[str, str], request_id: str, engine_key: str | None) -> dict[str, str]:
-    """What an engine is told of a client's headers."""
+    """The headers of a client that an engine gets."""
     kept = {name: value for name, value in headers.items() if name.lower() not in _HOP_BY_HOP}
     kept["X-Request-Id"] = request_id
     if engine_key is not None:

@@ -38,7 +38,7 @@ class Gate:
         """Run the block when it is the request's turn; gives the seconds that it waited. Raises TooBusyError."""
         began_s = time.monotonic()
         try:
-            await self._wait(request_id, tenant, tokens, began_s)
+            await self._wait(request_id, tenant, tokens)
             placed_s = time.monotonic()
             yield placed_s - began_s
             self._services_s.append(time.monotonic() - placed_s)
@@ -57,8 +57,8 @@ class Gate:
             if turn is not None and not turn.done():
                 turn.set_result(None)
 
-    async def _wait(self, request_id: str, tenant: Tenant, tokens: int, began_s: float) -> None:
-        verdict = self.admission.offer(request_id, tenant, tokens, began_s)
+    async def _wait(self, request_id: str, tenant: Tenant, tokens: int) -> None:
+        verdict = self.admission.offer(request_id, tenant, tokens)
         if verdict is Verdict.RUNS:
             return
         if verdict is Verdict.REFUSED:

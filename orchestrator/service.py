@@ -123,9 +123,10 @@ class Orchestrator:
         """Comparisons of prompts with events that are to come."""
         return len(self._checks)
 
-    def begin(self, request_id: str) -> bool:
-        """A request has come. False where one of this id is being answered."""
-        if request_id in self._running:
+    def begin(self, request_id: str, tenant_name: str) -> bool:
+        """A request has come. False where one of this id is being answered, or another tenant's receipt has it."""
+        kept = self.receipts.find(request_id)
+        if request_id in self._running or (kept is not None and kept.tenant != tenant_name):
             return False
         self._running.add(request_id)
         return True

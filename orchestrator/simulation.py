@@ -44,13 +44,16 @@ class SimulatedRequest:
 
 @dataclass(frozen=True, slots=True)
 class SimulatedEngine:
-    """An engine. `blocks_max` is its room, `decode_s` the time of each token that it puts out."""
+    """An engine. `blocks_max` is its room, `decode_s` the time of each token that it puts out. Decisions are made with
+    `believed_token_us` where it is given.
+    """
 
     token_us: float
     decode_s: float = 0.02
     requests_max: int = 64
     blocks_max: int = 2000
     lost_at_s: float | None = None
+    believed_token_us: float | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -213,10 +216,11 @@ class Simulation:
         for at in able:
             engine = self._engines[at]
             load = engine.books.load(now_s)
+            believed_us = engine.settings.believed_token_us
             states.append(
                 EngineState(
                     name=self._names[at],
-                    prefill=PrefillCosts(engine.settings.token_us),
+                    prefill=PrefillCosts(engine.settings.token_us if believed_us is None else believed_us),
                     queue_s=load.queue_s,
                     active_count=load.active_count,
                     requests_max=engine.settings.requests_max,

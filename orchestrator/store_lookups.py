@@ -38,6 +38,10 @@ def lookup_key(published: Published) -> LookupKey:
     return published.deployment, published.layout.chunk_tokens, published.endpoint, published.bucket
 
 
+class NoKeysError(Exception):
+    """The prompt can have no chunks: a token is no token, or the salt is none."""
+
+
 class StoreLookups:
     """The store of some engines."""
 
@@ -56,10 +60,6 @@ class StoreLookups:
         """
         if len(tokens) <= published.layout.chunk_tokens or self._active_count >= ACTIVE_MAX:
             return None
-        try:
-            keys = self._keys(published, tokens, salt)
-        except ValueError:
-            return None
         if self._breaker.wait_s(time.monotonic()) > 0:
             return None
         self.count += 1
@@ -67,8 +67,11 @@ class StoreLookups:
         try:
             async with asyncio.timeout(self._settings.timeout_s):
                 found = await asyncio.get_running_loop().run_in_executor(
-                    self._threads, self._look_up, published, len(tokens), keys
+                    self._threads, self._look_up, published, tokens, salt
                 )
+        except NoKeysError:
+            self._breaker.gave_up()
+            return None
         except asyncio.CancelledError:
             self._breaker.gave_up()
             raise
@@ -95,10 +98,17 @@ class StoreLookups:
         ranks = range(deployment.rank_count)
         return [KeyChain(deployment.namespace(rank, "", salt), chunk_tokens).keys(tokens, count) for rank in ranks]
 
-    def _look_up(self, published: Published, token_count: int, keys: Sequence[Sequence[str]]) -> Stored:
+    def _look_up(self, published: Published, tokens: Sequence[int], salt: str) -> Stored:
+        """The answer, in a thread: naming the chunks of a long prompt takes long, too. Raises NoKeysError, and all that
+        the client does.
+        """
+        try:
+            keys = self._keys(published, tokens, salt)
+        except ValueError as error:
+            raise NoKeysError(str(error)) from error
         client, layout = self._client(published), published.layout
         request = AdviceRequest(
-            token_count,
+            len(tokens),
             layout,
             published.prefill or PrefillCosts(0.0),
             layer_major=published.loads,

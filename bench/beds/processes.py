@@ -189,15 +189,19 @@ def end(process: subprocess.Popen[bytes]) -> None:
         process.wait()
 
 
-def await_ready(process: subprocess.Popen[bytes], is_ready: Callable[[], bool], name: str, timeout_s: float) -> None:
-    """Until a program answers. Raises BaselineError when it ends before, or takes too long."""
+def await_ready(
+    process: subprocess.Popen[bytes], is_ready: Callable[[], bool], name: str, timeout_s: float, every_s: float = 0.1
+) -> None:
+    """Until a program answers, which is asked every `every_s`. Raises BaselineError when it ends before, or takes
+    too long.
+    """
     deadline_s = time.monotonic() + timeout_s
     while time.monotonic() < deadline_s:
         if process.poll() is not None:
             raise BaselineError(f"{name} ended with status {process.returncode} while starting")
         if is_ready():
             return
-        time.sleep(0.1)
+        time.sleep(every_s)
     raise BaselineError(f"{name} does not answer after {timeout_s:.0f} s")
 
 

@@ -1,9 +1,9 @@
-"""Admission: how many requests run, who waits, and in which order. Time is an argument.
+"""Admission: how many requests run, who waits, and in which order.
 
-A request runs at once while fewer than `active_max` run. Otherwise it waits, at most `queue_max` of all tenants and
-`deadline_s` each, and then gets 429 or 503. Waiting requests of the highest priority go first. Among tenants of one
-priority it is deficit round robin over tokens: in each round a tenant may start requests of `weight` times
-QUANTUM_TOKENS, so a tenant with short prompts is not held up by one with long prompts.
+A request runs at once while fewer than `active_max` run. Otherwise it waits, at most `queue_max` of all tenants, and
+those beyond are refused. Waiting requests of the highest priority go first. Among tenants of one priority it is deficit
+round robin over tokens: in each round a tenant may start requests of `weight` times QUANTUM_TOKENS, so a tenant with
+short prompts is not held up by one with long prompts. `orchestrator.gate` has the clock and ends what waits too long.
 
 Source of deficit round robin: Shreedhar and Varghese, SIGCOMM 1995.
 """
@@ -21,7 +21,9 @@ TENANT_QUEUE_FRACTION = 0.5
 
 @dataclass(frozen=True, slots=True)
 class AdmissionSettings:
-    """`active_max` and `queue_max` count requests; 0 for `queue_max` refuses at once."""
+    """`active_max` and `queue_max` count requests; 0 for `queue_max` refuses at once. `deadline_s` is the longest
+    wait.
+    """
 
     active_max: int = 1024
     queue_max: int = 4096
@@ -47,7 +49,6 @@ class Waiting:
     request_id: str
     tenant: Tenant
     tokens: int
-    until_s: float
 
 
 class Verdict(Enum):
@@ -85,7 +86,7 @@ class Admission:
         """Waiting requests."""
         return len(self._waiting)
 
-    def offer(self, request_id: str, tenant: Tenant, tokens: int, now_s: float) -> Verdict:
+    def offer(self, request_id: str, tenant: Tenant, tokens: int) -> Verdict:
         """A request has come. A tenant that has waiting requests cannot overtake them with a new one."""
         queue = self._queues.get(tenant.name)
         if self._has_room(tenant) and (queue is None or not queue.waiting) and not self._waits_above(tenant.priority):
@@ -95,7 +96,7 @@ class Admission:
             return Verdict.REFUSED
         if queue is None:
             queue = self._queues[tenant.name] = _Queue(tenant)
-        waiting = Waiting(request_id, tenant, max(1, tokens), now_s + self.settings.deadline_s)
+        waiting = Waiting(request_id, tenant, max(1, tokens))
         queue.waiting.append(waiting)
         self._waiting[request_id] = waiting
         return Verdict.WAITS
@@ -119,17 +120,6 @@ class Admission:
             queue = self._queues[waiting.tenant.name]
             queue.waiting.remove(waiting)
             self._forget_empty(queue)
-
-    def expired(self, now_s: float) -> list[Waiting]:
-        """Those that have waited too long. They wait no more."""
-        late = [waiting for waiting in self._waiting.values() if waiting.until_s <= now_s]
-        for waiting in late:
-            self.end(waiting.request_id)
-        return late
-
-    def next_deadline_s(self) -> float | None:
-        """When the first waiting request has waited too long."""
-        return min((waiting.until_s for waiting in self._waiting.values()), default=None)
 
     def start(self) -> list[Waiting]:
         """Those that run from now on, in order."""

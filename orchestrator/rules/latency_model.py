@@ -74,11 +74,6 @@ def latency_ms(request: ModelRequest, costs: LatencyCosts) -> float:
     return costs.routing_ms + computed * costs.prefill_ms + request.output_tokens * costs.decode_ms
 
 
-def admitted_count(concurrency: int, active_max: int) -> int:
-    """Of requests that come at the same time, those that are admitted where nothing queues (003: 10, 3)."""
-    return min(concurrency, active_max)
-
-
 MISS = ModelRequest()
 PREFIX_HIT = ModelRequest(prefix_hit_tokens=840)
 EXACT_HIT = ModelRequest(prefix_hit_tokens=1200)

@@ -33,6 +33,13 @@ def test_a_number_that_was_changed_by_hand_is_found() -> None:
     assert render(re.sub(r"\| `shm` \| [0-9.]+", "| `shm` | 99.9", text), RESULTS) == text
 
 
+def test_a_place_is_filled_where_its_first_line_was_joined_to_its_marker() -> None:
+    joined = "<!-- figures: theta --> 5 MiB,\nby hand\n<!-- /figures -->"
+    filled = render(joined, RESULTS)
+    assert filled.startswith("<!-- figures: theta -->\nΘ is ")
+    assert "by hand" not in filled
+
+
 def test_readme_measures_nothing_outside_of_generated_places() -> None:
     """Rates, factors and times come with their result or not at all."""
     text = DOCUMENTS[0].read_text().split("## Figures\n")[1].split("## Licence")[0]

@@ -25,7 +25,9 @@ def test_smoke(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert found["cost"]["decision"]["indexed_blocks"] > 10_000
     assert found["cost"]["streams"]["streams_per_core_s"] > 0
     assert [row["entries"] for row in found["cost"]["metadata"]] == [100]
-    assert round(found["model"][1]["average_ms"]) == 985
+    assert round(found["model"]["strategies"][1]["average_ms"]) == 985
+    assert [each["node"] for each in found["model"]["allocations"]] == ["node-a", "node-b", "node-a", None]
+    assert found["model"]["at_once"] == {"offered": 10, "active_max": 3, "admitted": 3, "refused": 7}
     said = capsys.readouterr().out
     assert "best other over ours" in said
 

@@ -1,34 +1,24 @@
-"""The orchestrator in front of engines that are played: what clients see, and what becomes of failures."""
+"""The orchestrator in front of engines that are played: answers, tenants, operators and restarts."""
 
 from __future__ import annotations
 
 import asyncio
-import json
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import aiohttp
 import pytest
 
-from bench.beds.canned_engines import CannedEngine, CannedSettings
+from bench.beds.canned_engines import CannedSettings
 from orchestrator.rules.admission import AdmissionSettings, Tenant
 from orchestrator.rules.policies import PolicyName
-from orchestrator.service import UNMATCHED_MAX, Orchestrator
+from orchestrator.service import Orchestrator
 from orchestrator.settings import EngineSettings, Role
-from tests.support.orchestrators import QUICK, canned, orchestrated, until
+from tests.support.orchestrators import QUICK, canned, orchestrated, until, words
 
 PROMPT = list(range(1, 257))
 OTHER = list(range(1000, 1256))
 FAST = CannedSettings(token_us=20.0, output_s=0.001)
-
-
-def words(prompt: Any) -> list[str]:
-    """The canned answer to a prompt of token ids, of four tokens."""
-    from hashlib import sha256
-
-    seed = sha256(json.dumps(prompt).encode()).hexdigest()
-    return [f" {seed[at : at + 4]}" for at in range(4)]
 
 
 async def test_a_stream_comes_as_the_engine_sends_it_and_says_where_from() -> None:
@@ -109,69 +99,6 @@ async def test_a_body_that_no_engine_could_answer_is_refused_and_not_sent(path: 
         assert engines[0].requests == []
 
 
-async def test_an_engine_that_fails_before_its_first_byte_costs_a_retry_elsewhere() -> None:
-    async with canned(3, FAST) as engines, orchestrated(engines) as bed:
-        first = await bed.complete(PROMPT)
-        bed.engine_at(first.engine).fails_with = 500
-        again = await bed.complete([*PROMPT, 1], stream=True)
-        assert again.status == 200
-        assert again.engine != first.engine
-        receipt_id = again.headers["x-objectcache-request-id"]
-        receipt = (await bed.ask("GET", f"/_orchestrator/receipts/{receipt_id}")).json()
-        assert [each.get("status") for each in receipt["attempts"]][:1] == [500]
-        for engine in engines:
-            engine.fails_with = 500
-        answer = await bed.complete(OTHER)
-        assert answer.status in (500, 502, 503)
-
-
-async def test_a_killed_engine_is_left_and_comes_back() -> None:
-    async with canned(2, FAST) as engines, orchestrated(engines) as bed:
-        port = int(engines[0].url.rsplit(":", 1)[1])
-        await engines[0].stop()
-        answers = [await bed.complete([at, *PROMPT]) for at in range(6)]
-        assert {answer.status for answer in answers} == {200}
-        assert {answer.engine for answer in answers} == {engines[1].url}
-        await until(lambda: bed.orchestrator.engines[engines[0].url].status().value != "up")
-        await engines[0].start(port)
-        await until(lambda: bed.orchestrator.engines[engines[0].url].status().value == "up")
-
-
-async def test_an_engine_that_dies_in_mid_stream_ends_in_an_honest_error() -> None:
-    async with canned(1, FAST) as engines, orchestrated(engines) as bed:
-        engines[0].cuts_after = 2
-        answer = await bed.complete(PROMPT, stream=True)
-        assert answer.status == 200
-        assert answer.words() == words(PROMPT)[:2]
-        last = answer.body.decode().strip().rsplit("\n\n", 1)[-1]
-        assert json.loads(last.removeprefix("data: "))["error"]["code"] == "engine_lost"
-        assert b"[DONE]" not in answer.body
-
-
-async def test_an_engine_that_hangs_is_left_by_those_that_wait_for_it() -> None:
-    async with canned(2, FAST) as engines, orchestrated(engines) as bed:
-        first = await bed.complete(PROMPT)
-        hung = bed.engine_at(first.engine)
-        hung.is_hung.set()
-        again = await bed.complete([*PROMPT, 1], stream=True)
-        assert again.status == 200
-        assert again.engine != first.engine
-        assert again.words() == words([*PROMPT, 1])
-
-
-async def test_a_client_that_leaves_takes_its_request_with_it() -> None:
-    slow = replace(FAST, output_s=0.05)
-    async with canned(1, slow) as engines, orchestrated(engines) as bed:
-        body = {"model": "canned", "prompt": PROMPT, "stream": True, "max_tokens": 1000}
-        async with bed.http.post(f"{bed.url}/v1/completions", json=body) as answer:
-            assert await answer.content.readany()
-            assert bed.orchestrator.gate.admission.active_count == 1
-        await until(lambda: engines[0].cancelled_count == 1)
-        await until(lambda: bed.orchestrator.gate.admission.active_count == 0)
-        engine = bed.orchestrator.engines[engines[0].url]
-        assert engine.books.active_count == 0
-
-
 async def test_load_is_counted_to_the_streams_end_on_every_path() -> None:
     """Whatever happens to 60 requests, the books are empty afterwards."""
     async with canned(2, replace(FAST, output_s=0.002)) as engines, orchestrated(engines) as bed:
@@ -236,16 +163,6 @@ async def test_tenants_are_told_apart_by_their_keys_and_share_nothing() -> None:
         assert (await bed.ask("PUT", "/_orchestrator/quotas/b", {"weight": -1})).status == 400
 
 
-async def test_a_client_cannot_direct_the_engines_transfers() -> None:
-    """`kv_transfer_params` could name another engine's blocks, which may be another tenant's."""
-    async with canned(1, FAST) as engines, orchestrated(engines) as bed:
-        params = {"do_remote_prefill": True, "remote_block_ids": [1], "remote_host": "10.0.0.1"}
-        answer = await bed.complete(PROMPT, kv_transfer_params=params, headers={"X-Data-Parallel-Rank": "3"})
-        assert answer.status == 200
-        assert "kv_transfer_params" not in engines[0].requests[-1]
-        assert "x-data-parallel-rank" not in {name.lower() for name in engines[0].headers[-1]}
-
-
 async def test_with_salts_of_their_own_tenants_share_no_block() -> None:
     tenants = {"key-of-a-tenant": Tenant("a"), "key-of-another": Tenant("b")}
     settings = replace(QUICK, tenants=tenants, tenant_salts=True)
@@ -261,43 +178,6 @@ async def test_with_salts_of_their_own_tenants_share_no_block() -> None:
         assert index.held_count(name) == 48
 
 
-@pytest.mark.parametrize(
-    "body",
-    [
-        b'{"model": "canned", "prompt": [1, 2, 3], "cache_salt": "\\ud800"}',
-        b'{"model": "canned", "prompt": [1, 2, -3]}',
-        b'{"model": "canned", "prompt": [1, 2, 99999999999]}',
-        b'{"model": "canned", "prompt": [1, 2, 3], "user": "\\ud800", "max_tokens": 2}',
-    ],
-)
-async def test_one_clients_poison_harms_nobody_else(body: bytes, tmp_path: Path) -> None:
-    """The store is asked on, what changes is written down, and no engine is ejected."""
-    async with canned(1, FAST) as engines, orchestrated(engines, replace(QUICK, data=tmp_path)) as bed:
-        for _ in range(5):
-            answer = await bed.ask("POST", "/v1/completions", data=body)
-            assert answer.status in (200, 400)
-        assert (await bed.complete(PROMPT, user="after")).status == 200
-        assert bed.orchestrator.engines[engines[0].url].status().value == "up"
-    async with orchestrated([], replace(QUICK, data=tmp_path), is_waiting=False) as bed:
-        assert bed.orchestrator.sessions.engine("after") == engines[0].url
-
-
-async def test_errors_of_one_clients_requests_eject_no_engine_and_cut_no_stream() -> None:
-    slow = replace(FAST, output_s=0.02)
-    async with canned(2, slow) as engines, orchestrated(engines) as bed:
-        running = asyncio.create_task(bed.complete(PROMPT, stream=True, max_tokens=50))
-        await until(lambda: any(engine.requests for engine in engines))
-        for engine in engines:
-            engine.answers_with = 500
-        for at in range(5):
-            assert (await bed.complete([at, *OTHER])).status == 500
-        for engine in engines:
-            engine.answers_with = None
-        answer = await running
-        assert len(answer.words()) == 50
-        assert all(engine.status().value == "up" for engine in bed.orchestrator.engines.values())
-
-
 async def test_a_retry_is_kept_without_the_refusal_before_it() -> None:
     settings = replace(QUICK, response_cache_bytes=1 << 20)
     async with canned(2, FAST) as engines, orchestrated(engines, settings) as bed:
@@ -310,58 +190,12 @@ async def test_a_retry_is_kept_without_the_refusal_before_it() -> None:
         assert answers[0].json() == answers[1].json()
 
 
-@pytest.mark.parametrize(
-    "headers",
-    [
-        {"Origin": "http://evil.example"},
-        {"X-Forwarded-For": "10.0.0.1"},
-        {"Via": "1.1 proxy"},
-        {"Host": "rebound.example:8080"},
-        {"Content-Type": "text/plain"},
-    ],
-)
-async def test_browsers_and_proxies_are_no_operators(headers: dict[str, str]) -> None:
-    """A page that is open on the host could otherwise join an engine that gets all prompts."""
-    async with canned(1, FAST) as engines, orchestrated(engines) as bed:
-        document = json.dumps({"url": "http://evil.example:80"})
-        sent = {"Content-Type": "application/json", **headers}
-        answer = await bed.ask("POST", "/_orchestrator/engines", data=document, headers=sent)
-        assert answer.status in (403, 415)
-        assert len(bed.orchestrator.engines) == 1
-
-
 async def test_one_engine_has_one_name() -> None:
     async with canned(1, FAST) as engines, orchestrated(engines) as bed:
         for document in ({"url": engines[0].url, "name": "b"}, {"url": "http://127.0.0.1:1", "name": engines[0].url}):
             assert (await bed.ask("POST", "/_orchestrator/engines", document)).status == 409
         assert (await bed.ask("POST", "/_orchestrator/engines", {"url": f"{engines[0].url}/"})).status == 201
         assert list(bed.orchestrator.engines) == [engines[0].url]
-
-
-async def test_an_engine_that_was_restarted_meanwhile_is_not_taken_for_the_one_before(tmp_path: Path) -> None:
-    """Its batches have the same numbers, and other times."""
-    settings = replace(QUICK, data=tmp_path)
-    async with canned(1, FAST) as engines:
-        port = int(engines[0].url.rsplit(":", 1)[1])
-        async with orchestrated(engines, settings) as bed:
-            await bed.complete(PROMPT)
-            await bed.complete(OTHER)
-            await until(lambda: bed.orchestrator.index.held_count(engines[0].url) == 32)
-        await engines[0].stop()
-    async with canned(0) as _:
-        again = CannedEngine(FAST)
-        await again.start(port)
-        try:
-            for at in range(3):
-                await again.publish(
-                    [{"type": "BlockStored", "block_hashes": [at], "parent_block_hash": None, "medium": "GPU",
-                      "token_ids": [at] * 16, "block_size": 16}]
-                )  # fmt: skip
-            async with orchestrated([again], settings) as bed:
-                await until(lambda: bed.orchestrator.index.held_count(again.url) == 3)
-                assert bed.orchestrator.engines[again.url].feeds[again.url].status.value == "live"
-        finally:
-            await again.stop()
 
 
 async def test_an_operator_joins_drains_and_removes_engines_while_it_runs() -> None:
@@ -418,60 +252,6 @@ async def test_after_a_restart_engines_sessions_and_blocks_are_known(tmp_path: P
             feed = bed.orchestrator.engines[home].feeds[home]
             assert feed.replayed_count == 1
             assert (await bed.complete([*PROMPT, 1])).engine == home
-
-
-@pytest.mark.parametrize("has_replay", [True, False])
-async def test_a_gap_in_the_events_is_replayed_or_known(has_replay: bool) -> None:
-    async with canned(1, FAST) as engines:
-        engine = engines[0]
-        own = EngineSettings(engine.url, events=engine.events, replay=engine.replay if has_replay else None)
-        settings = replace(QUICK, engines=(own,))
-        async with orchestrated([], settings) as bed:
-            bed.engines = engines
-            await bed.complete(PROMPT)
-            index, name = bed.orchestrator.index, engine.url
-            await until(lambda: index.held_count(name) == 16)
-            engine.sent_batches.append(engine.sent_batches[-1])  # a batch that got lost on its way
-            await bed.complete(OTHER)
-            await until(lambda: index.held_count(name) == 32)
-            feed = bed.orchestrator.engines[name].feeds[name]
-            assert feed.gap_count == 1
-            assert feed.status.value == ("live" if has_replay else "degraded")
-            await engine.publish([{"type": "AllBlocksCleared"}], number=0)  # a repetition, or a new start
-            await until(lambda: index.held_count(name) == 0)
-
-
-async def test_batches_of_garbage_do_not_end_the_feed() -> None:
-    async with canned(1, FAST) as engines, orchestrated(engines) as bed:
-        engine, index = engines[0], bed.orchestrator.index
-        await bed.complete(PROMPT)
-        await until(lambda: index.held_count(engine.url) == 16)
-        for frames in (
-            [b"x"],
-            [b"", b"short", b""],
-            [b"", b"\0" * 8, b"\xc1"],
-            [b"", b"\xff" * 8, b"\x93\x01\x90\x00"],
-        ):
-            await engine.send(frames)
-        await engine.publish([{"type": "BlockStored", "block_hashes": ["no"]}])
-        await engine.publish([{"type": "AllBlocksCleared"}])
-        await until(lambda: index.held_count(engine.url) == 0)
-        assert (await bed.complete(PROMPT)).status == 200
-
-
-@pytest.mark.parametrize("shift", [0, 1])
-async def test_tokens_that_are_not_the_engines_are_told_loudly(
-    shift: int, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
-    """Otherwise every prompt would be a silent miss."""
-    monkeypatch.setattr("orchestrator.service.UNMATCHED_CHECK_S", 0.1)
-    async with canned(1, replace(FAST, tokenize_shift=shift)) as engines, orchestrated(engines) as bed:
-        for number in range(UNMATCHED_MAX):
-            await bed.complete(f"{number} is the number of this prompt, which has some blocks")
-        engine = bed.orchestrator.engines[engines[0].url]
-        await until(lambda: not bed.orchestrator.checks_count)
-        assert engine.unmatched_count == (UNMATCHED_MAX if shift else 0)
-        assert ("the tokens that requests are routed by are not" in caplog.text) is bool(shift)
 
 
 @pytest.mark.parametrize("policy", PolicyName)

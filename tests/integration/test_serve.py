@@ -125,14 +125,16 @@ def test_a_tls_handshake_that_stalls_is_given_up(tmp_path: Path) -> None:
                         continue
 
 
-def test_tls_files_that_cannot_be_used_are_a_configuration_error(tmp_path: Path) -> None:
+@pytest.mark.parametrize("command", [("serve", "--data", "d"), ("orchestrator", "--engine", "http://127.0.0.1:1")])
+def test_tls_files_that_cannot_be_used_are_a_configuration_error(command: tuple[str, ...], tmp_path: Path) -> None:
     bad = tmp_path / "bad.pem"
     bad.write_text("nothing")
     for words, named in [
         (("--tls-certificate", str(bad)), "needs its key"),
         (("--tls-certificate", str(bad), "--tls-key", str(bad)), "cannot be used"),
     ]:
-        done = cli("serve", "--data", str(tmp_path / "d"), "--port", "0", *words)
+        found = tuple(str(tmp_path / each) if each == "d" else each for each in command)
+        done = cli(*found, "--port", "0", *words)
         assert done.returncode == 2
         assert named in done.stderr
 

@@ -1,4 +1,4 @@
-"""What a decision costs, and what the orchestrator adds to a stream; and the metadata's times, beside etcd's."""
+"""The cost of a decision, the time that the orchestrator adds to a stream, and the metadata's times beside etcd's."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import asyncio
 import os
 import random
 import shutil
+import signal
 import subprocess
 import sys
 import time
@@ -17,9 +18,9 @@ from typing import Any
 
 import aiohttp
 
-from adapters.etcd import Etcd
+from adapters.etcd import Etcd, EtcdError
 from bench.beds.canned_engines import MODEL
-from bench.beds.processes import BaselineError, Child, end, free_port
+from bench.beds.processes import BaselineError, Child, await_ready, end, free_port, running_program
 from calibration.origin import python_path
 from calibration.samples import spread
 from orchestrator.engine import Engine
@@ -36,6 +37,7 @@ BLOCK_TOKENS = 16
 WARM_STREAMS = 50
 READY = "is listening on "
 START_S = 30.0
+ETCD_ASKED_EVERY_S = 0.02
 _CLOCK = os.sysconf("SC_CLK_TCK")
 
 
@@ -255,23 +257,15 @@ def etcd_times(counts: tuple[int, ...], folder: Path) -> list[dict[str, Any]] | 
     found = []
     for count in counts:
         place, client, peer = folder / f"etcd-{count}", free_port(), free_port()
-        process = _etcd(place, client, peer)
-        try:
+        with _etcd(place, client, peer):
             began_s = time.perf_counter()
             asyncio.run(_put_all(f"http://127.0.0.1:{client}", count))
             write_s = time.perf_counter() - began_s
-        finally:
-            process.kill()
-            process.wait()
         began_s = time.perf_counter()
-        process = _etcd(place, client, peer)
-        try:
+        with _etcd(place, client, peer):
             opened_s = time.perf_counter() - began_s
             read = asyncio.run(_read_all(f"http://127.0.0.1:{client}"))
             recovered_s = time.perf_counter() - began_s
-        finally:
-            process.kill()
-            process.wait()
         if read != count:
             raise BaselineError(f"{read} of {count} entries came back from etcd")
         found.append(
@@ -280,25 +274,26 @@ def etcd_times(counts: tuple[int, ...], folder: Path) -> list[dict[str, Any]] | 
     return found
 
 
-def _etcd(folder: Path, client: int, peer: int) -> subprocess.Popen[bytes]:
+@contextmanager
+def _etcd(folder: Path, client: int, peer: int) -> Iterator[None]:
+    """An etcd that answers; it is killed at the end."""
     url, peer_url = f"http://127.0.0.1:{client}", f"http://127.0.0.1:{peer}"
-    process = subprocess.Popen(
-        ["etcd", "--name", "n1", "--data-dir", str(folder), "--listen-client-urls", url, "--advertise-client-urls", url,
-         "--listen-peer-urls", peer_url, "--initial-advertise-peer-urls", peer_url, "--initial-cluster",
-         f"n1={peer_url}"],
-        stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL,
-    )  # fmt: skip
-    until_s = time.monotonic() + START_S
-    while True:
+    command = [
+        "etcd", "--name", "n1", "--data-dir", str(folder), "--listen-client-urls", url, "--advertise-client-urls", url,
+        "--listen-peer-urls", peer_url, "--initial-advertise-peer-urls", peer_url, "--initial-cluster",
+        f"n1={peer_url}",
+    ]  # fmt: skip
+
+    def answers() -> bool:
         try:
             asyncio.run(_read_all(url))
-            return process
-        except Exception as error:
-            if time.monotonic() >= until_s or process.poll() is not None:
-                process.kill()
-                process.wait()
-                raise BaselineError(f"etcd does not start: {error}") from error
-            time.sleep(0.02)
+        except EtcdError:
+            return False
+        return True
+
+    with running_program(command, folder.with_suffix(".log"), number=signal.SIGKILL) as process:
+        await_ready(process, answers, "etcd", START_S, ETCD_ASKED_EVERY_S)
+        yield
 
 
 async def _put_all(url: str, count: int) -> None:

@@ -45,7 +45,7 @@ class LiveRequest:
 
 @dataclass(frozen=True, slots=True)
 class LiveAnswer:
-    """What came: times in seconds, the tokens that the engine had cached, and the text."""
+    """An answer: times in seconds, the tokens that the engine had cached, and the text."""
 
     ttft_s: float
     total_s: float

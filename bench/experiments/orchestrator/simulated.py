@@ -48,11 +48,12 @@ class Arrivals(Enum):
 
 
 class Engines(Enum):
-    """What the engines are like."""
+    """The kinds of simulated engines."""
 
     EQUAL = "equal"
     UNEQUAL = "half of them at half speed"
     LOST = "one lost in the middle"
+    MISJUDGED = "costs believed half to double"
 
 
 @dataclass(frozen=True, slots=True)
@@ -94,6 +95,7 @@ def cases(counts: Sequence[int], request_count: int, seed: int) -> Iterator[Simu
         yield case(trace, first, arrivals=Arrivals.BURSTS)
         yield case(trace, first, engines=Engines.UNEQUAL)
         yield case(trace, first, engines=Engines.LOST)
+        yield case(trace, first, engines=Engines.MISJUDGED)
         yield case(trace, first, link_bytes_per_s=SLOW_LINK_BYTES_PER_S)
 
 
@@ -126,13 +128,14 @@ def run_case(case: SimulatedCase, policy: PolicyName) -> dict[str, float]:
     """The figures of one policy."""
     requests = requests_of(case)
     end_s = max(each.at_s for each in requests)
+    errors = 2.0 ** np.random.default_rng(case.seed).uniform(-1, 1, case.engine_count)
     engines = []
     for at in range(case.engine_count):
         slow = case.engines is Engines.UNEQUAL and at % 2 == 1
         lost = case.engines is Engines.LOST and at == 0
-        engines.append(
-            SimulatedEngine(TOKEN_US * (2 if slow else 1), DECODE_S, 64, ROOM_BLOCKS, end_s / 2 if lost else None)
-        )
+        believed_us = TOKEN_US * float(errors[at]) if case.engines is Engines.MISJUDGED else None
+        lost_s = end_s / 2 if lost else None
+        engines.append(SimulatedEngine(TOKEN_US * (2 if slow else 1), DECODE_S, 64, ROOM_BLOCKS, lost_s, believed_us))
     blocks = len({block for each in requests for block in each.blocks})
     store = SimulatedStore(max(1, int(STORE_PART * blocks)), case.link_bytes_per_s)
     return summary(Simulation(engines, policy, store).run(requests))

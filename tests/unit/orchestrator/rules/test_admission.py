@@ -20,10 +20,10 @@ def started(admission: Admission) -> list[str]:
 def test_requests_run_while_there_are_places_then_wait_then_are_refused() -> None:
     """003: of ten requests at once three run, and where nothing waits seven are refused."""
     admission = Admission(AdmissionSettings(active_max=3, queue_max=0))
-    verdicts = Counter(admission.offer(str(at), A, 100, 0.0) for at in range(10))
+    verdicts = Counter(admission.offer(str(at), A, 100) for at in range(10))
     assert verdicts == {Verdict.RUNS: 3, Verdict.REFUSED: 7}
     waiting = Admission(AdmissionSettings(active_max=1, queue_max=2))
-    assert [waiting.offer(str(at), A, 100, 0.0) for at in range(4)] == [
+    assert [waiting.offer(str(at), A, 100) for at in range(4)] == [
         Verdict.RUNS, Verdict.WAITS, Verdict.WAITS, Verdict.REFUSED,
     ]  # fmt: skip
     waiting.end("0")
@@ -35,10 +35,10 @@ def test_requests_run_while_there_are_places_then_wait_then_are_refused() -> Non
 def test_tenants_take_turns_by_tokens_and_weight() -> None:
     """A tenant with prompts of a tenth of the tokens runs ten times as many."""
     admission = Admission(AdmissionSettings(active_max=1, queue_max=1000))
-    admission.offer("first", A, 1, 0.0)
+    admission.offer("first", A, 1)
     for at in range(100):
-        admission.offer(f"a{at}", A, 10_000, 0.0)
-        admission.offer(f"b{at}", B, 1_000, 0.0)
+        admission.offer(f"a{at}", A, 10_000)
+        admission.offer(f"b{at}", B, 1_000)
     running, order = "first", []
     for _ in range(44):
         admission.end(running)
@@ -51,11 +51,11 @@ def test_tenants_take_turns_by_tokens_and_weight() -> None:
 def test_a_higher_priority_goes_first_and_a_tenants_own_bound_holds() -> None:
     urgent, bounded = Tenant("urgent", priority=1), Tenant("bounded", active_max=1)
     admission = Admission(AdmissionSettings(active_max=2, queue_max=10))
-    admission.offer("1", bounded, 10, 0.0)
-    assert admission.offer("2", bounded, 10, 0.0) is Verdict.WAITS
-    assert admission.offer("3", A, 10, 0.0) is Verdict.RUNS
-    admission.offer("4", A, 10, 0.0)
-    admission.offer("5", urgent, 10_000, 0.0)
+    admission.offer("1", bounded, 10)
+    assert admission.offer("2", bounded, 10) is Verdict.WAITS
+    assert admission.offer("3", A, 10) is Verdict.RUNS
+    admission.offer("4", A, 10)
+    admission.offer("5", urgent, 10_000)
     admission.end("3")
     assert started(admission) == ["5"]
     admission.end("5")
@@ -66,22 +66,23 @@ def test_a_higher_priority_goes_first_and_a_tenants_own_bound_holds() -> None:
 
 def test_one_tenant_cannot_take_the_whole_queue_where_others_wait() -> None:
     admission = Admission(AdmissionSettings(active_max=1, queue_max=10))
-    admission.offer("x", A, 1, 0.0)
-    admission.offer("b", B, 1, 0.0)
-    verdicts = [admission.offer(f"a{at}", A, 1, 0.0) for at in range(9)]
+    admission.offer("x", A, 1)
+    admission.offer("b", B, 1)
+    verdicts = [admission.offer(f"a{at}", A, 1) for at in range(9)]
     assert verdicts.count(Verdict.WAITS) == 5
-    assert admission.offer("b2", B, 1, 0.0) is Verdict.WAITS
+    assert admission.offer("b2", B, 1) is Verdict.WAITS
 
 
-def test_those_that_waited_too_long_are_told_and_wait_no_more() -> None:
-    admission = Admission(AdmissionSettings(active_max=1, queue_max=10, deadline_s=5.0))
-    admission.offer("x", A, 1, 0.0)
-    admission.offer("1", A, 1, 1.0)
-    admission.offer("2", B, 1, 2.0)
-    assert admission.next_deadline_s() == 6.0
-    assert [each.request_id for each in admission.expired(6.5)] == ["1"]
+def test_one_that_leaves_the_queue_waits_no_more() -> None:
+    admission = Admission(AdmissionSettings(active_max=1, queue_max=10))
+    admission.offer("x", A, 1)
+    admission.offer("1", A, 1)
+    admission.offer("2", B, 1)
+    admission.end("1")
     assert admission.waiting_count == 1
     assert 1 <= admission.retry_after_s(1000.0) <= 60
+    admission.end("x")
+    assert started(admission) == ["2"]
 
 
 @given(
@@ -100,7 +101,7 @@ def test_every_request_is_in_one_place_and_places_do_not_stay_empty(
     for what, number, tenant, tokens in steps:
         name = str(number)
         if what == "offer" and name not in active and name not in waiting:
-            verdict = admission.offer(name, tenants[tenant], tokens, 0.0)
+            verdict = admission.offer(name, tenants[tenant], tokens)
             if verdict is Verdict.RUNS:
                 active.add(name)
             elif verdict is Verdict.WAITS:
@@ -122,7 +123,7 @@ def test_another_share_counts_for_requests_that_wait_already() -> None:
     bounded = Tenant("t", active_max=1)
     admission = Admission(AdmissionSettings(active_max=8, queue_max=8))
     for at in range(4):
-        admission.offer(str(at), bounded, 10, 0.0)
+        admission.offer(str(at), bounded, 10)
     assert started(admission) == []
     admission.set_share(Tenant("t", active_max=3))
     assert started(admission) == ["1", "2"]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from orchestrator.rules.latency_model import LatencyCosts, ModelRequest, admitted_count, latency_ms, strategy_table
+from orchestrator.rules.latency_model import LatencyCosts, ModelRequest, latency_ms, strategy_table
 
 PAPER = {
     "no cache": (1405, 1405, 0.0, 0.0),
@@ -29,8 +29,3 @@ def test_the_text_of_003_has_other_hits_than_its_table() -> None:
     hit_ms = latency_ms(ModelRequest(prefix_hit_tokens=850), LatencyCosts())
     assert hit_ms == 555
     assert (hit_ms + latency_ms(ModelRequest(), LatencyCosts())) / 2 == 980
-
-
-def test_of_ten_requests_three_are_admitted() -> None:
-    assert admitted_count(10, 3) == 3
-    assert admitted_count(2, 3) == 2
