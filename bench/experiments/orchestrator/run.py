@@ -266,6 +266,7 @@ def _model_section(found: Json) -> Section:
 
 def _cost_section(cost: Json) -> Section:
     decision, stream = cost["decision"], cost["streams"]
+    added = stream["added_us_per_token"]
     etcd = {row["entries"]: row for row in cost["etcd"] or ()}
     rows = [
         {**row, "etcd_write": etcd.get(row["entries"], {}).get("write_ms"),
@@ -280,7 +281,7 @@ def _cost_section(cost: Json) -> Section:
         f"A stream of {stream['pieces']} pieces takes {stream['cpu_us_per_stream']:.0f} µs of the orchestrator's core, "
         f"so a core carries {stream['streams_per_core_s']:.0f} a second; beside client and engine on two cores it were "
         f"{stream['streams_per_s']:.0f}, and {stream['straight_streams_per_s']:.0f} without it. A token of a long "
-        f"stream comes {stream['added_us_per_token']:.0f} µs later.",
+        f"stream comes {added['median']:.1f} µs later ({added['min']:.1f} to {added['max']:.1f}).",
         table(
             rows,
             "entries = entries | write ms = write_ms | open = open_ms | 100 lookups = lookup_100_ms",
