@@ -22,7 +22,9 @@ def test_documents_say_what_the_results_say(document: Any) -> None:
 
 
 def test_every_section_has_its_place_and_every_place_its_section() -> None:
-    places = re.findall(r"<!-- figures: ([a-z0-9-]+) -->", DOCUMENTS[1].read_text())
+    text = DOCUMENTS[1].read_text()
+    places = re.findall(r"^<!-- figures: ([a-z0-9-]+) -->$", text, re.MULTILINE)
+    assert len(places) == text.count("<!-- figures:") == len(re.findall("^<!-- /figures -->$", text, re.MULTILINE))
     assert set(places) == {*SECTIONS, "commits"}
     assert len(places) == len(set(places))
 

@@ -279,7 +279,7 @@ def _cost_section(cost: Json) -> Section:
         f"{decision['decision_us']['max']:.0f}); naming the blocks of {decision['prompt_tokens']:,} tokens before it "
         f"takes {decision['naming_us']['median']:.0f} µs.",
         f"A stream of {stream['pieces']} pieces takes {stream['cpu_us_per_stream']:.0f} µs of the orchestrator's core, "
-        f"so a core carries {stream['streams_per_core_s']:.0f} a second; beside client and engine on two cores it were "
+        f"so a core carries {stream['streams_per_core_s']:.0f} a second; with client and engine on two cores it is "
         f"{stream['streams_per_s']:.0f}, and {stream['straight_streams_per_s']:.0f} without it. A token of a long "
         f"stream comes {added['median']:.1f} µs later ({added['min']:.1f} to {added['max']:.1f}).",
         table(
