@@ -38,16 +38,13 @@ def lookup_key(published: Published) -> LookupKey:
     return published.deployment, published.layout.chunk_tokens, published.endpoint, published.bucket
 
 
-class NoKeysError(Exception):
-    """The prompt can have no chunks: a token is no token, or the salt is none."""
-
-
 class StoreLookups:
     """The store of some engines."""
 
     def __init__(self, settings: StoreSettings) -> None:
         self._settings = settings
         self._threads = ThreadPoolExecutor(THREADS, "objectcache-orchestrator-lookup")
+        self._naming = ThreadPoolExecutor(1, "objectcache-orchestrator-naming")
         self._clients: dict[str, ObjectCacheClient] = {}
         self._breaker = Breaker(FAILURES_MAX, PAUSE_S, PAUSE_S_MAX)
         self._active_count = 0
@@ -60,18 +57,36 @@ class StoreLookups:
         """
         if len(tokens) <= published.layout.chunk_tokens or self._active_count >= ACTIVE_MAX:
             return None
+        if self._breaker.is_open(time.monotonic()):
+            return None
+        self._active_count += 1
+        try:
+            keys = await self._named(published, tokens, salt)
+            return None if keys is None else await self._asked(published, len(tokens), keys)
+        finally:
+            self._active_count -= 1
+
+    async def _named(self, published: Published, tokens: Sequence[int], salt: str) -> list[tuple[str, ...]] | None:
+        """The keys, from a thread, since a long prompt has many. None where they take too long or where there are none:
+        that is the prompt's doing, and no failure of the store.
+        """
+        try:
+            async with asyncio.timeout(self._settings.timeout_s):
+                return await asyncio.get_running_loop().run_in_executor(
+                    self._naming, self._keys, published, tokens, salt
+                )
+        except (ValueError, TimeoutError):
+            return None
+
+    async def _asked(self, published: Published, token_count: int, keys: Sequence[Sequence[str]]) -> Stored | None:
         if self._breaker.wait_s(time.monotonic()) > 0:
             return None
         self.count += 1
-        self._active_count += 1
         try:
             async with asyncio.timeout(self._settings.timeout_s):
                 found = await asyncio.get_running_loop().run_in_executor(
-                    self._threads, self._look_up, published, tokens, salt
+                    self._threads, self._look_up, published, token_count, keys
                 )
-        except NoKeysError:
-            self._breaker.gave_up()
-            return None
         except asyncio.CancelledError:
             self._breaker.gave_up()
             raise
@@ -80,13 +95,12 @@ class StoreLookups:
             self._breaker.failed(time.monotonic())
             _log.warning("a lookup failed: %r", error)
             return None
-        finally:
-            self._active_count -= 1
         self._breaker.succeeded()
         return found
 
     def close(self) -> None:
         """Ask nothing more."""
+        self._naming.shutdown(wait=False, cancel_futures=True)
         self._threads.shutdown(wait=False, cancel_futures=True)
         for client in self._clients.values():
             client.close()
@@ -98,17 +112,10 @@ class StoreLookups:
         ranks = range(deployment.rank_count)
         return [KeyChain(deployment.namespace(rank, "", salt), chunk_tokens).keys(tokens, count) for rank in ranks]
 
-    def _look_up(self, published: Published, tokens: Sequence[int], salt: str) -> Stored:
-        """The answer, in a thread: naming the chunks of a long prompt takes long, too. Raises NoKeysError, and all that
-        the client does.
-        """
-        try:
-            keys = self._keys(published, tokens, salt)
-        except ValueError as error:
-            raise NoKeysError(str(error)) from error
+    def _look_up(self, published: Published, token_count: int, keys: Sequence[Sequence[str]]) -> Stored:
         client, layout = self._client(published), published.layout
         request = AdviceRequest(
-            len(tokens),
+            token_count,
             layout,
             published.prefill or PrefillCosts(0.0),
             layer_major=published.loads,

@@ -1,0 +1,72 @@
+"""Lookups whose prompts cannot be named, or not in time, and a store that is not there."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Sequence
+
+import pytest
+
+from descriptors.layout import ChunkLayout
+from nixl_client.client import ObjectCacheClient
+from nixl_client.connectors.vllm.naming import Deployment, KeyChain
+from orchestrator.rules.engine_metrics import Published
+from orchestrator.settings import StoreSettings
+from orchestrator.store_lookups import FAILURES_MAX, StoreLookups
+
+TOKENS = list(range(64))
+
+
+def published() -> Published:
+    """Chunks of 16 tokens."""
+    return Published(Deployment("model", "bfloat16", 16), ChunkLayout(2, 16, 4096), "http://127.0.0.1:1", "bucket")
+
+
+def lookups(timeout_s: float) -> StoreLookups:
+    return StoreLookups(StoreSettings(access_key="a", secret_key="b", timeout_s=timeout_s))
+
+
+async def test_prompts_that_take_long_to_name_do_not_switch_the_store_off(monkeypatch: pytest.MonkeyPatch) -> None:
+    """One client's long prompts would otherwise take the store from all."""
+    ended = threading.Event()
+
+    def keys(self: KeyChain, tokens: Sequence[int], count: int) -> tuple[str, ...]:
+        ended.wait(5)
+        return ()
+
+    monkeypatch.setattr(KeyChain, "keys", keys)
+    store = lookups(0.02)
+    try:
+        for _ in range(2 * FAILURES_MAX):
+            assert await store.find(published(), TOKENS, "") is None
+        assert (store.count, store.failure_count) == (0, 0)
+    finally:
+        ended.set()
+        store.close()
+
+
+async def test_prompts_without_names_are_no_failures_of_the_store(monkeypatch: pytest.MonkeyPatch) -> None:
+    def keys(self: KeyChain, tokens: Sequence[int], count: int) -> tuple[str, ...]:
+        raise ValueError("a token is no token")
+
+    monkeypatch.setattr(KeyChain, "keys", keys)
+    store = lookups(1.0)
+    try:
+        assert [await store.find(published(), TOKENS, "") for _ in range(2 * FAILURES_MAX)] == [None] * 6
+        assert (store.count, store.failure_count) == (0, 0)
+    finally:
+        store.close()
+
+
+async def test_a_store_that_fails_is_left_alone_after_some_failures(monkeypatch: pytest.MonkeyPatch) -> None:
+    def advise(self: ObjectCacheClient, *_: object) -> None:
+        raise ConnectionRefusedError("nobody is there")
+
+    monkeypatch.setattr(ObjectCacheClient, "advise", advise)
+    store = lookups(1.0)
+    try:
+        for _ in range(3 * FAILURES_MAX):
+            assert await store.find(published(), TOKENS, "") is None
+        assert store.count == store.failure_count == FAILURES_MAX
+    finally:
+        store.close()
