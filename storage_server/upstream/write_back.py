@@ -317,9 +317,11 @@ class WriteBack:
                 raise
         # a fetch of what upstream had before must not publish it once this chunk is clean
         await self._stop_fetches(bucket, [key])
-        etag = sent.etag or info.etag
-        change = partial(transaction.mark_clean, bucket=bucket, key=key, version=dirty.version, etag=etag)
-        await self._cache.change(change, frees=True)
+        etag, modified_at = sent.etag or info.etag, sent.modified_at or info.modified_at
+        version = dirty.version
+        await self._cache.change(
+            lambda tx: transaction.mark_clean(tx, bucket, key, version, etag, modified_at), frees=True
+        )
         if self._dirty.get(name) is dirty:
             self._drop(name)
 

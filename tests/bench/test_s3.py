@@ -199,7 +199,8 @@ def test_ratios_are_of_medians_and_the_raw_socket_is_met_where_it_is_hardest() -
 
 def test_what_is_shown_names_absent_peers_and_what_was_not_measured() -> None:
     """A peer that could not run is a fact of the run."""
-    found: Any = {**RESULT, "ratio_spreads": {**RESULT["ratio_spreads"]}}
+    absent = {"moto": "python3 has no moto.server (pip install 'moto[server]')"}
+    found: Any = {**RESULT, "absent": absent, "ratio_spreads": {**RESULT["ratio_spreads"]}}
     del found["ratio_spreads"]["get_32mib_received_over_raw_socket"]
     lines = as_text(found, show(found)).splitlines()
     assert "moto is absent: python3 has no moto.server (pip install 'moto[server]')" in lines

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import errno
+import time
 from collections.abc import Iterator
 from contextlib import AbstractContextManager
 from hashlib import sha256
@@ -133,6 +134,21 @@ def test_a_dirty_chunk_is_answered_like_others_and_goes_upstream(home: LocalStac
         assert "objectcache-proof" in head["Metadata"]
         assert there.get_object_tagging(Bucket=bucket, Key=key_of("a"))["TagSet"] == [{"Key": "t", "Value": "1"}]
         assert get(there, bucket, "a") == content("a")
+
+
+def test_a_copy_takes_the_time_that_its_object_has_upstream(home: LocalStack, front: Front, bucket: str) -> None:
+    """Otherwise its time would depend on who answers, us or upstream, and a condition on it, too."""
+    with front.started() as running:
+        s3, there = s3_client(running.url, OWNER), s3_client(home.url, OWNER)
+        running.storage.upstream.write_back.pause()
+        put(s3, bucket, "a")
+        put_at = s3.head_object(Bucket=bucket, Key=key_of("a"))["LastModified"]
+        time.sleep(1.1)  # S3's times are whole seconds
+        running.storage.upstream.write_back.resume()
+        assert eventually(lambda: is_clean(running))
+        stored = running.storage.upstream.cache.objects.stored(bucket, key_of("a"))
+        sent_at = there.head_object(Bucket=bucket, Key=key_of("a"))["LastModified"]
+        assert stored.info.modified_at == sent_at.timestamp() > put_at.timestamp()
 
 
 def test_what_is_dirty_survives_a_restart_without_upstream(

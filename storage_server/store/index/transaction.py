@@ -240,14 +240,18 @@ def publish(
     return version
 
 
-def mark_clean(tx: Transaction, bucket: str, key: str, version: int, etag: str) -> bool:
-    """Note that upstream has this version now, under `etag`. False where the key shows another version by now."""
+def mark_clean(tx: Transaction, bucket: str, key: str, version: int, etag: str, modified_at: float) -> bool:
+    """Note that upstream has this version now, under `etag` and since `modified_at` (Unix seconds). False where the key
+    shows another version by now.
+    """
     found = find_object(tx.db, bucket, key)
     if found is None or found.version != version:
         return False
     tx.db.execute("DELETE FROM dirty WHERE bucket = ? AND key = ?", (bucket, key))
-    tx.db.execute("UPDATE objects SET etag = ? WHERE bucket = ? AND key = ?", (etag, bucket, key))
-    tx.note(bucket, replace(found.info, etag=etag), version)
+    tx.db.execute(
+        "UPDATE objects SET etag = ?, modified_at = ? WHERE bucket = ? AND key = ?", (etag, modified_at, bucket, key)
+    )
+    tx.note(bucket, replace(found.info, etag=etag, modified_at=modified_at), version)
     return True
 
 
