@@ -31,7 +31,7 @@ CHUNK_BYTES = 64 << 20
 DRAM_CHUNKS, DISK_CHUNKS = 128, 1024
 DRAM_BYTES_PER_S, DISK_BYTES_PER_S, HOME_BYTES_PER_S = 12.5e9, 3e9, 0.6e9
 PORTION_S = 0.0005
-SLOW_PART, SLOW_FACTOR = 0.005, 10.0
+SLOW_FRACTION, SLOW_FACTOR = 0.005, 10.0
 """So many portions take so many times as long, by chance."""
 TOKEN_S = 60e-6
 SERVERS_A_COPY = 4
@@ -176,7 +176,7 @@ def _serve(
     disk = sum(not server.dram.hit_count([key]) and bool(server.disk.hit_count([key])) for key in keys)
     home = len(keys) - dram - disk
     own_s = PORTION_S + CHUNK_BYTES * (dram / DRAM_BYTES_PER_S + disk / DISK_BYTES_PER_S + home / HOME_BYTES_PER_S)
-    if random.random() < SLOW_PART:
+    if random.random() < SLOW_FRACTION:
         own_s *= SLOW_FACTOR
     server.free_s = max(server.free_s, at_s) + own_s
     server.busy_s += own_s

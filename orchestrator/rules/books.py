@@ -18,7 +18,7 @@ SERVICE_S_DEFAULT = 1.0
 SAMPLES_MAX = 64
 SAMPLES_MIN = 5
 BIAS_MIN, BIAS_MAX = 0.25, 4.0
-MEAN_PART = 0.2
+MEAN_WEIGHT = 0.2
 """Of the last request in the mean of compute times."""
 
 
@@ -78,7 +78,7 @@ class EngineBooks:
         if not self._waiting(sent.sent_s):
             self._progress_s = sent.sent_s
         self._sent[sent.request_id] = sent
-        self._mean_compute_s += MEAN_PART * (sent.compute_s - self._mean_compute_s)
+        self._mean_compute_s += MEAN_WEIGHT * (sent.compute_s - self._mean_compute_s)
 
     def first_byte(self, request_id: str, now_s: float, *, is_stream: bool = True) -> float | None:
         """The engine has begun to answer. Returns the request's TTFT; None where it is not known, or has begun. An

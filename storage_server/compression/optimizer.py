@@ -18,7 +18,7 @@ from itertools import count
 
 from storage_server.compression.utility import Entry, Key, Placement, Tier, best_form, utility
 
-PROMOTE_PART = 0.05
+PROMOTE_FRACTION = 0.05
 """An entry moves up only where that saves so much of its delay and lost quality: moves cost bandwidth, too."""
 
 
@@ -95,7 +95,7 @@ class Optimizer:
         cost = frequency * self._alpha - utility(entry, before, self._tiers, self._alpha)
         self._take_out(key)
         rises = wanted.tier < before.tier or wanted.form < before.form
-        self._set(entry, wanted if rises and gain > PROMOTE_PART * cost else before)
+        self._set(entry, wanted if rises and gain > PROMOTE_FRACTION * cost else before)
         self._relieve(moved)
         return list(self._moves(moved))
 

@@ -72,7 +72,7 @@ class S3Fifo(PrefixPolicy):
     are asked for soon after they left, come into the main queue, where a used chunk gets another round.
     """
 
-    SMALL_PART = 0.1
+    SMALL_FRACTION = 0.1
     USE_COUNT_MAX = 3
 
     def __init__(self, capacity_bytes: int) -> None:
@@ -99,7 +99,7 @@ class S3Fifo(PrefixPolicy):
         self._main.put_last(resident)
 
     def _next(self) -> Resident:
-        while self._small and (self._small.nbytes > self.SMALL_PART * self._capacity_bytes or not self._main):
+        while self._small and (self._small.nbytes > self.SMALL_FRACTION * self._capacity_bytes or not self._main):
             resident = self._small.take_first()
             if self._use_counts[resident.key] <= 1:
                 return resident

@@ -12,7 +12,7 @@ from storage_server.eviction.policy import EvictionPolicy, Request
 
 EXPECTED_MAX = 65_536
 AWAITED_MAX = 65_536
-AWAITED_PART = 0.5
+AWAITED_FRACTION = 0.5
 """Of all leases of objects that have not come, for one bucket."""
 ENDS_SPARE = 1000
 LEASE_SPARE_S = 10.0
@@ -309,7 +309,7 @@ class Books:
         awaited = self._awaited.setdefault(bucket, OrderedDict())
         self._awaited_count += key not in awaited
         awaited[key] = max(until, awaited.pop(key, until))
-        if len(awaited) > AWAITED_PART * AWAITED_MAX:
+        if len(awaited) > AWAITED_FRACTION * AWAITED_MAX:
             self._stop_awaiting(bucket, next(iter(awaited)))
         elif self._awaited_count > AWAITED_MAX:
             largest = max(self._awaited, key=lambda bucket: len(self._awaited[bucket]))

@@ -20,7 +20,7 @@ from storage_server.eviction.use_worth import UseWorth, worth_of
 GHOST_COUNT_MAX = 1 << 18
 REFRESH_REQUESTS = 100
 """Values follow the counts after so many requests each."""
-KEPT_PART = 0.5 ** (REFRESH_REQUESTS / 10_000)
+KEPT_FRACTION = 0.5 ** (REFRESH_REQUESTS / 10_000)
 """Of all counts at a refresh: what was seen 10,000 requests ago counts half."""
 Cell = tuple[int, int, int]
 """The number of a class, a step of worth, and a bucket."""
@@ -170,7 +170,7 @@ class ReuseValue(PrefixPolicy):
         return self._times.value(number, bucket) * worth_of(step)
 
     def _refresh(self) -> None:
-        self._times.refresh(KEPT_PART)
+        self._times.refresh(KEPT_FRACTION)
         self._cells = defaultdict(deque, {cell: runs for cell, runs in self._cells.items() if runs})
         self._order = [(self._value(cell), cell) for cell in self._cells]
         self._ordered = set(self._cells)

@@ -7,18 +7,18 @@ A use of a chunk saves its computing again: token_us + token_pair_us*h microseco
 
 a byte that is `offset` bytes deep in its prefix saves 1 + growth*offset times as much as the first one. Besides, a use
 saves work that does not depend on the chunk's size: its place in lookups and reads, a request where chunks come from
-elsewhere. That counts as CHUNK_PART of the bytes of an average chunk, so of two chunks that are used equally often the
-larger one is worth less for each byte.
+elsewhere. That counts as CHUNK_FRACTION of the bytes of an average chunk, so of two chunks that are used equally often
+the larger one is worth less for each byte.
 
-Example: the average chunk has 100 bytes and CHUNK_PART is 0.02. A chunk of 10 bytes is worth 1 + 2/10 = 1.2 a byte, one
-of 1,000 bytes 1.002; with growth 0.001, 500 bytes deep, 1.7 and 2.0.
+Example: the average chunk has 100 bytes and CHUNK_FRACTION is 0.02. A chunk of 10 bytes is worth 1 + 2/10 = 1.2 a byte,
+one of 1,000 bytes 1.002; with growth 0.001, 500 bytes deep, 1.7 and 2.0.
 """
 
 from __future__ import annotations
 
 import math
 
-CHUNK_PART = 0.02
+CHUNK_FRACTION = 0.02
 STEPS_PER_OCTAVE = 4
 STEP_MAX = 80
 """Twenty doublings: the number of steps, and with it the number of cells, is bounded."""
@@ -44,7 +44,7 @@ class UseWorth:
         scale. Chunks of one step have one worth.
         """
         average_bytes = self._nbytes / max(1, self._chunk_count)
-        worth = 1 + CHUNK_PART * average_bytes / nbytes + self._growth * (offset_bytes + nbytes / 2)
+        worth = 1 + CHUNK_FRACTION * average_bytes / nbytes + self._growth * (offset_bytes + nbytes / 2)
         return min(STEP_MAX, round(STEPS_PER_OCTAVE * math.log2(worth)))
 
 

@@ -46,10 +46,10 @@ REFUSALS_LOGGED_S = 60.0
 SAVED_AT_ONCE = 2000
 VICTIMS_PER_CHANGE = 256
 ROWS_PER_QUERY = 2000
-AHEAD_PART = 1 / 32
+AHEAD_FRACTION = 1 / 32
 AHEAD_BYTES_MIN = 8 * MIB
 AHEAD_BYTES_MAX = GIB
-HELD_PART = 0.5
+HELD_FRACTION = 0.5
 """Of what all caches may take together: pins and leases of one tenant must not close the cache to others."""
 _log = logging.getLogger(__name__)
 Change = Callable[[Callable[[Transaction], Any]], Awaitable[Any]]
@@ -369,7 +369,7 @@ class Evictor(Uses):
         capacities, now = self._capacities(), time.time()
         for cache in self._all():
             limit_bytes = cache.capacity_bytes or self._space.extent_bytes_max
-            cache.books.held_bytes_max = None if limit_bytes is None else int(HELD_PART * limit_bytes)
+            cache.books.held_bytes_max = None if limit_bytes is None else int(HELD_FRACTION * limit_bytes)
         return [victim for cache in self._all() for victim in cache.books.leaving(capacities[id(cache)], now)]
 
     def _drain(self) -> None:
@@ -494,4 +494,4 @@ def _pinned_until(tags: Mapping[str, str]) -> float | None:
 
 def _ahead_bytes(limit_bytes: int) -> int:
     """The room to keep ahead of writes."""
-    return min(int(limit_bytes / 4), max(AHEAD_BYTES_MIN, min(AHEAD_BYTES_MAX, int(AHEAD_PART * limit_bytes))))
+    return min(int(limit_bytes / 4), max(AHEAD_BYTES_MIN, min(AHEAD_BYTES_MAX, int(AHEAD_FRACTION * limit_bytes))))

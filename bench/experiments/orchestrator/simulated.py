@@ -30,7 +30,6 @@ TOKEN_US = 60.0
 DECODE_S = 0.02
 ROOM_BLOCKS = 600
 """Blocks of 512 tokens that an engine holds: 307,200 tokens."""
-STORE_PART = 1.0
 LINK_BYTES_PER_S, SLOW_LINK_BYTES_PER_S = 12.5e9, 0.6e9
 LOADS = (0.5, 0.9)
 """Arrivals, as parts of what the engines could compute if they held and loaded nothing of the prompts' repetitions."""
@@ -137,7 +136,7 @@ def run_case(case: SimulatedCase, policy: PolicyName) -> dict[str, float]:
         lost_s = end_s / 2 if lost else None
         engines.append(SimulatedEngine(TOKEN_US * (2 if slow else 1), DECODE_S, 64, ROOM_BLOCKS, lost_s, believed_us))
     blocks = len({block for each in requests for block in each.blocks})
-    store = SimulatedStore(max(1, int(STORE_PART * blocks)), case.link_bytes_per_s)
+    store = SimulatedStore(max(1, blocks), case.link_bytes_per_s)
     return summary(Simulation(engines, policy, store).run(requests))
 
 

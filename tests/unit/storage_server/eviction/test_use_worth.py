@@ -6,7 +6,7 @@ import math
 
 import pytest
 
-from storage_server.eviction.use_worth import CHUNK_PART, STEP_MAX, STEPS_PER_OCTAVE, UseWorth, worth_of
+from storage_server.eviction.use_worth import CHUNK_FRACTION, STEP_MAX, STEPS_PER_OCTAVE, UseWorth, worth_of
 from storage_server.scheduler.profiles import ComputeProfile, growth_of
 
 
@@ -27,7 +27,7 @@ def test_chunks_of_one_size_are_worth_the_same() -> None:
 )
 def test_worth_is_that_of_the_example(nbytes: int, offset_bytes: int, growth: float, wanted: float) -> None:
     """Of the module's head, to the nearest step."""
-    assert CHUNK_PART == 0.02
+    assert CHUNK_FRACTION == 0.02
     worth = UseWorth(growth)
     worth.note(100)
     step = worth.step(offset_bytes, nbytes)
