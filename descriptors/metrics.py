@@ -59,6 +59,12 @@ REQUESTS_ACTIVE = _gauge("gateway_active_requests", "Requests that are being ans
 GATEWAY = (REQUESTS, REQUEST_SECONDS, REQUEST_ERRORS, REQUEST_PHASE_SECONDS, REQUEST_BYTES, REQUESTS_ACTIVE)
 """The metrics of each gateway process; those of the workers of one server are added up."""
 
+HEDGED_PORTIONS = _counter("cluster_hedged_portions_total", "Slow portions that a second member was asked for.")
+HEDGES_WON = _counter("cluster_won_portions_total", "Those that the second member brought first.")
+HEDGED_BYTES = _counter("cluster_hedged_bytes_total", "Bytes that this may have cost besides, at most.")
+CLUSTER = (HEDGED_PORTIONS, HEDGES_WON, HEDGED_BYTES)
+"""The metrics of a gateway over a cluster."""
+
 DELIVERIES = _counter(
     "delivery_requests_total", "Deliveries that have ended: done, or with this error.", "transport", "mode", "outcome"
 )
@@ -123,6 +129,9 @@ REMOTE_MISSES = _counter("remote_dram_missed_chunks_total", "Chunks that were lo
 REMOTE_READ = _counter("remote_dram_read_bytes_total", "Bytes of chunks that came from there.")
 REMOTE_ADMITTED = _counter("remote_dram_admitted_bytes_total", "Bytes of chunks that this server has put there.")
 REMOTE_FAILED = _counter("remote_dram_failed_requests_total", "Calls of Mooncake Store that failed, or took too long.")
+FORMER_HITS = _counter("former_keeper_hit_chunks_total", "Chunks that came out of their former keepers' caches.")
+FORMER_MISSES = _counter("former_keeper_missed_chunks_total", "Chunks that were looked for there, and came from home.")
+FORMER_READ = _counter("former_keeper_read_bytes_total", "Bytes of chunks that came from there.")
 STORE_OPEN_FILES = _gauge("store_open_files", "Data files that are open.")
 STORE_PINNED_FILES = _gauge("store_pinned_files", "Data files that are being read.")
 STORE_COMMITS = _counter("store_commits_total", "Transactions of the index.")
@@ -148,9 +157,9 @@ STORAGE = (
     DRAM_MISSES, DRAM_EVICTED, STORE_FREE, STORE_USED, STORE_BOUND, STORE_EVICTED, STORE_EVICTED_BYTES,
     STORE_UNHELD, UPSTREAM_FETCHING, UPSTREAM_LANDED, UPSTREAM_FETCHED, UPSTREAM_STALE, UPSTREAM_FAILED,
     UPSTREAM_UNREAD, UPSTREAM_DIRTY, UPSTREAM_DIRTY_BYTES, UPSTREAM_DIRTY_AGE, UPSTREAM_REFUSED, REMOTE_JOINED,
-    REMOTE_HITS, REMOTE_MISSES, REMOTE_READ, REMOTE_ADMITTED, REMOTE_FAILED, STORE_OPEN_FILES, STORE_PINNED_FILES,
-    STORE_COMMITS, STORE_CHANGES, STORE_COMPACTED, STORE_NAMED, STORE_STORED, STORE_SHARED, STORE_DAMAGED, AGENTS,
-    AGENT_REGIONS, UCX_IN_FLIGHT, UCX_STARTS,
+    REMOTE_HITS, REMOTE_MISSES, REMOTE_READ, REMOTE_ADMITTED, REMOTE_FAILED, FORMER_HITS, FORMER_MISSES, FORMER_READ,
+    STORE_OPEN_FILES, STORE_PINNED_FILES, STORE_COMMITS, STORE_CHANGES, STORE_COMPACTED, STORE_NAMED, STORE_STORED,
+    STORE_SHARED, STORE_DAMAGED, AGENTS, AGENT_REGIONS, UCX_IN_FLIGHT, UCX_STARTS,
 )  # fmt: skip
 """The metrics of the storage server."""
 

@@ -126,13 +126,16 @@ class RangeSpec:
 
 @dataclass(frozen=True, slots=True)
 class ReadRequest:
-    """An object, or a range or one part (from 1) of it; both at once is the caller's error."""
+    """An object, or a range or one part (from 1) of it; both at once is the caller's error. With `only_if_cached` the
+    object counts as absent where the server would have to ask the home of objects for it.
+    """
 
     bucket: str
     key: str
     range: RangeSpec | None = None
     part_number: int | None = None
     condition: ReadCondition = NO_READ_CONDITION
+    only_if_cached: bool = False
 
 
 @dataclass(frozen=True, slots=True)

@@ -6,14 +6,18 @@ import argparse
 import contextlib
 import re
 import ssl
-from collections.abc import Sequence
+from collections.abc import AsyncIterator, Sequence
+from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import TypeAlias
 
 from adapters.etcd import Etcd
 from adapters.etcd_membership import EtcdMembership
 from adapters.membership import FileMembership, Membership
+from descriptors.cluster import Member
+from descriptors.objects import ReadRequest
 from descriptors.peer_auth import PeerSecrets
+from descriptors.storage_api import SERVER_KEY, ObjectRead
 from gateway.cluster.members import Members
 from gateway.cluster.storage import ClusterStorage
 from gateway.storage_client import RemoteStorage
@@ -67,6 +71,44 @@ def add_adopt(commands: Commands, parents: Sequence[argparse.ArgumentParser]) ->
     cluster.set_defaults(command=lambda options: adopt(options.data))
 
 
+class MemberCopies:
+    """Implements storage_server.upstream.former_keepers.PeerCopies over the calls that gateways make, too."""
+
+    def __init__(self, membership: Membership, secrets: PeerSecrets, tls: ssl.SSLContext | None) -> None:
+        self._membership = membership
+        self._secrets = secrets
+        self._tls = tls
+        self._storages: dict[str, RemoteStorage] = {}
+
+    @asynccontextmanager
+    async def open_copy(self, member: Member, request: ReadRequest) -> AsyncIterator[ObjectRead]:
+        """A read of what the member has in its cache."""
+        storage = self._storages.get(member.endpoint)
+        if storage is None:
+            storage = RemoteStorage(member.endpoint, self._secrets, lambda: self._membership.view.id, self._tls)
+            await storage.start()
+            self._storages[member.endpoint] = storage
+        async with storage.objects.open_object(SERVER_KEY, request) as read:
+            yield read
+
+    async def close(self) -> None:
+        """Close every connection."""
+        for storage in self._storages.values():
+            await storage.close()
+
+
+def copies_of_members(options: argparse.Namespace, own: OwnKeys | None, secrets: PeerSecrets) -> MemberCopies | None:
+    """The caches of the other members, whom this server shows its own certificate where they speak TLS. Raises
+    ConfigError.
+    """
+    if own is None:
+        return None
+    tls = None
+    if options.peer_ca is not None:
+        tls = peer_tls(options.peer_ca, options.tls_certificate, options.tls_key)
+    return MemberCopies(own.membership, secrets, tls)
+
+
 def own_keys(options: argparse.Namespace, config: Config, settings: StorageSettings) -> OwnKeys | None:
     """A storage server's part in a cluster; None where it is in none. Raises ConfigError."""
     if (options.cluster is None) != (options.name is None):
@@ -90,7 +132,11 @@ def storage_of_gateway(
     options: argparse.Namespace, config: Config, secrets: PeerSecrets
 ) -> RemoteStorage | ClusterStorage:
     """One storage server, or a cluster. Raises ConfigError."""
-    tls = peer_tls(options)
+    tls = None
+    if options.peer_ca is not None:
+        tls = peer_tls(options.peer_ca, options.peer_certificate, options.peer_key)
+    elif options.peer_certificate is not None or options.peer_key is not None:
+        raise ConfigError("--peer-certificate and --peer-key need --peer-ca")
     if options.cluster is None:
         return RemoteStorage(options.storage, secrets, tls=tls)
     membership = membership_of(options.cluster, config.cluster)
@@ -99,20 +145,16 @@ def storage_of_gateway(
     )
 
 
-def peer_tls(options: argparse.Namespace) -> ssl.SSLContext | None:
-    """The context in which a gateway speaks to storage servers over https: it trusts `--peer-ca` alone, so names in
-    certificates need not fit addresses. Raises ConfigError.
+def peer_tls(ca: Path, certificate: Path | None, key: Path | None) -> ssl.SSLContext:
+    """The context in which storage servers are spoken to over https: it trusts `ca` alone, so names in certificates
+    need not fit addresses; the certificate is shown to servers that ask for one. Raises ConfigError.
     """
-    if options.peer_ca is None:
-        if options.peer_certificate is not None or options.peer_key is not None:
-            raise ConfigError("--peer-certificate and --peer-key need --peer-ca")
-        return None
     try:
         context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
         context.check_hostname = False
-        context.load_verify_locations(cafile=options.peer_ca)
-        if options.peer_certificate is not None:
-            context.load_cert_chain(options.peer_certificate, options.peer_key)
+        context.load_verify_locations(cafile=ca)
+        if certificate is not None:
+            context.load_cert_chain(certificate, key)
     except OSError as error:
         raise ConfigError(f"--peer-ca and --peer-certificate: {error}") from None
     return context

@@ -43,6 +43,7 @@ from storage_server.service import (
 )
 from storage_server.settings import StorageSettings
 from storage_server.store.data.disk import Disk
+from storage_server.upstream.former_keepers import PeerCopies
 
 BACKLOG = 4096
 SHUTDOWN_S = 5.0
@@ -165,9 +166,12 @@ class StorageServer:
         listen: Listen,
         own: OwnKeys | None = None,
         advertised: str | None = None,
+        copies: PeerCopies | None = None,
     ) -> None:
-        """With `own`, it is a member of a cluster, whose gateways reach it at `advertised`, or where it listens."""
-        self.storage = EmbeddedStorage(storage, own=own)
+        """With `own`, it is a member of a cluster, whose gateways reach it at `advertised`, or where it listens;
+        `copies` reads out of the caches of the others.
+        """
+        self.storage = EmbeddedStorage(storage, own=own, copies=copies)
         self._http = StorageHttp(self.storage, secrets, None if own is None else own.require_current)
         self.membership = None if own is None else own.membership
         self._advertised = advertised

@@ -135,6 +135,10 @@ def upstream_readings(home: UpstreamHome | None) -> Iterator[Reading]:
     yield metrics.REMOTE_READ, _one(0 if remote is None else remote.read_bytes)
     yield metrics.REMOTE_ADMITTED, _one(0 if remote is None else remote.admitted_bytes)
     yield metrics.REMOTE_FAILED, _one(0 if remote is None else remote.failed_count)
+    former = None if home is None else home.former
+    yield metrics.FORMER_HITS, _one(0 if former is None else former.hit_count)
+    yield metrics.FORMER_MISSES, _one(0 if former is None else former.miss_count)
+    yield metrics.FORMER_READ, _one(0 if former is None else former.read_bytes)
     dirty = WriteBackStatus() if home is None else home.write_back.status
     yield metrics.UPSTREAM_DIRTY, _one(dirty.dirty_chunks)
     yield metrics.UPSTREAM_DIRTY_BYTES, _one(dirty.dirty_bytes)

@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import math
+import time
 from collections.abc import Awaitable, Callable, Sequence
+from dataclasses import replace
 
 import numpy as np
 import numpy.typing as npt
@@ -21,6 +24,8 @@ SETTLE_S = 15.0
 """How long after a change of the members another server may still take itself for the keeper of keys that are ours now:
 longer than a lease of membership, and longer than people take to have every server read a members file.
 """
+FORMER_S = 600.0
+"""So long after a change of the members, those that kept our keys before are asked for their copies."""
 CHANGES = frozenset({"put_object", "delete_object", "delete_objects", "copy_object", "complete_upload", "set_tags"})
 Compare = Callable[[], Awaitable[None]]
 
@@ -44,6 +49,10 @@ class OwnKeys:
         self._compare: Compare | None = None
         self._comparing: asyncio.Task[None] | None = None
         self._refreshing: asyncio.Task[None] | None = None
+        self._placement: Placement | None = None
+        self._former: Placement | None = None
+        """Before the last change of the members; where this server has joined since, without it."""
+        self._changed_at_s = -math.inf
         membership.on_view(self._take)
 
     async def start(self, compare: Compare, endpoint: str) -> None:
@@ -78,8 +87,20 @@ class OwnKeys:
             own &= names[placement.keepers(bucket, keys)]
         return own
 
+    def former_keeper(self, bucket: str, key: str) -> Member | None:
+        """The member that kept a key before the last change of the members, and so may have a copy of it; None where
+        that is long ago, where it was this server, or where that member has left.
+        """
+        if self._former is None or time.monotonic() > self._changed_at_s + FORMER_S:
+            return None
+        (index,) = self._former.keepers(bucket, [key]).tolist()
+        member = self._former.members[index]
+        return None if member.name == self.name else self.membership.view.by_id(member.id)
+
     def _take(self, view: View) -> None:
         """Trust no key of which this server was not the keeper all along."""
+        self._former, self._placement = self._placement or _without(view, self.name), _placement(view)
+        self._changed_at_s = time.monotonic()
         if not view.members:
             self._since = None
         elif self._since is not None:
@@ -126,3 +147,12 @@ class OwnKeys:
             raise ServerError(ErrorCode.SLOW_DOWN, problem, retryable=True, retry_after_s=1)
         if theirs.number > view.number and (self._refreshing is None or self._refreshing.done()):
             self._refreshing = asyncio.get_running_loop().create_task(self.membership.refresh())
+
+
+def _placement(view: View) -> Placement | None:
+    return Placement(view) if view.members else None
+
+
+def _without(view: View, name: str) -> Placement | None:
+    members = tuple(member for member in view.members if member.name != name)
+    return _placement(replace(view, members=members))

@@ -39,6 +39,7 @@ from storage_server.transport.destination import Destination
 from storage_server.transport.shm_agents import ShmAgents
 from storage_server.transport.ucx_agents import UcxAgents
 from storage_server.upstream.directory import claim
+from storage_server.upstream.former_keepers import PeerCopies
 from storage_server.upstream.home import UpstreamHome
 from storage_server.upstream.s3_service import S3Service
 from storage_server.upstream.service import Service
@@ -73,8 +74,10 @@ class EmbeddedStorage:
         wrap_source: WrapSource = unwrapped_source,
         wrap_destination: WrapDestination = unwrapped_destination,
         own: OwnKeys | None = None,
+        copies: PeerCopies | None = None,
     ) -> None:
-        """In a cluster `own` says which keys this server is the keeper of. Raises ValueError without an upstream
+        """In a cluster `own` says which keys this server is the keeper of, and `copies` reads out of the caches of
+        other members. Raises ValueError without an upstream
         service, which all members share.
         """
         if own is not None and settings.upstream is None:
@@ -85,7 +88,7 @@ class EmbeddedStorage:
         self.own = own
         claim(settings.data_dir, settings.upstream)
         self.store = EmbeddedStore(settings, disk)
-        self.upstream = _home_before(settings, self.store, own)
+        self.upstream = _home_before(settings, self.store, own, copies)
         home = self.upstream or self.store
         self.objects: ObjectsApi = home.objects
         self.uploads: UploadsApi = home.uploads
@@ -219,7 +222,9 @@ class EmbeddedStorage:
         return text_of(readings).decode()
 
 
-def _home_before(settings: StorageSettings, store: EmbeddedStore, own: OwnKeys | None) -> UpstreamHome | None:
+def _home_before(
+    settings: StorageSettings, store: EmbeddedStore, own: OwnKeys | None, copies: PeerCopies | None
+) -> UpstreamHome | None:
     """The home of which the store is a cache; None where the store is the home itself."""
     upstream = settings.upstream
     if upstream is None:
@@ -231,4 +236,4 @@ def _home_before(settings: StorageSettings, store: EmbeddedStore, own: OwnKeys |
         local = settings.data_dir / "shared"
         store.space.count_too(local)
         service = SharedDirectory(upstream, settings, local)
-    return UpstreamHome(upstream, service, store, own)
+    return UpstreamHome(upstream, service, store, own, copies)

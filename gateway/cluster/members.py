@@ -15,6 +15,7 @@ from descriptors.cluster import Member, View
 from descriptors.errors import ErrorCode, ObjectCacheError, ServerError
 from descriptors.placement import Placement
 from descriptors.storage_api import SERVER_KEY
+from gateway.cluster.hedging import Hedging
 from gateway.storage_client import RemoteStorage, StorageUnreachableError
 
 FAILURES_MAX = 1
@@ -41,6 +42,8 @@ class Members:
         self._breakers: dict[str, Breaker] = {}
         self._placement: Placement | None = None
         self._closing: set[asyncio.Task[None]] = set()
+        self.hedging = Hedging()
+        """Of the deliveries of this gateway."""
         membership.on_view(self._take)
 
     async def start(self) -> None:

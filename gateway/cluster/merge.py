@@ -150,20 +150,27 @@ def bytes_before(positions: Indices, window: Window, slice_bytes: int, first_gro
 
 
 class Merger:
-    """Puts the slices of portions in their places in a window. The memory is that of two windows."""
+    """Puts the slices of portions in their places in a window. The memory is that of a window, and of each portion's
+    slices while they come.
+    """
 
     def __init__(self, slice_bytes: int, window_bytes: int = WINDOW_BYTES) -> None:
         self._slice_bytes = slice_bytes
         self._whole = np.empty(window_bytes, dtype=np.uint8)
-        self._apart = np.empty(window_bytes, dtype=np.uint8)
 
     def view(self, window: Window) -> memoryview:
         """The window's bytes; used again by the next window."""
         return self._whole[: window.nbytes].data
 
+    def nbytes_of(self, window: Window, positions: Indices) -> int:
+        """How many bytes of a window are a portion's."""
+        low, high = np.searchsorted(positions, (window.first, window.end)).tolist()
+        return int((high - low) * window.nbytes // (window.end - window.first))
+
     async def take(self, window: Window, body: PortionBody, positions: Indices, first_group: int) -> None:
         """Bring the slices of one portion to their places. Bytes of the portion before the window are passed over.
-        Raises what the portion failed with; then it may be taken again, from another body.
+        Raises what the portion failed with; then it may be taken again, from another body. Two bodies of the same
+        slices may be taken at once: the bytes are the same, whoever is later.
         """
         low, high = np.searchsorted(positions, (window.first, window.end)).tolist()
         if low == high:
@@ -173,7 +180,7 @@ class Merger:
         if high - low == window.end - window.first:
             await body.read_into(whole.data)
             return
-        apart = self._apart[: (high - low) * self._slice_bytes]
+        apart = np.empty((high - low) * self._slice_bytes, dtype=np.uint8)
         await body.read_into(apart.data)
         slices = whole.reshape(window.end - window.first, self._slice_bytes)
         slices[positions[low:high] - window.first] = apart.reshape(high - low, self._slice_bytes)

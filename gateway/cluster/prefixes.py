@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import secrets
+import time
 from collections import Counter
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass, replace
@@ -33,6 +34,7 @@ from descriptors.storage_api import (
 )
 from descriptors.tracing import Phase
 from gateway.cluster.agents import UNKNOWN
+from gateway.cluster.hedging import Step
 from gateway.cluster.members import Members, nobody
 from gateway.cluster.memory import MemoryDelivery, cancel_everywhere
 from gateway.cluster.merge import WINDOW_BYTES, Merger, PortionBody, Window, windows
@@ -226,6 +228,15 @@ class ClusterPrefixes:
             raise unknown or nobody() from None
 
 
+@dataclass(frozen=True, slots=True)
+class _Place:
+    """Where a delivery is: the layer, the first chunk of the prefix, and the bytes that a portion has to bring now."""
+
+    layer: int
+    position: int
+    nbytes: int
+
+
 @dataclass(slots=True)
 class _Portion:
     """A portion under way: its holding, its body, and the task that brings it. Its body begins with `first_layer`."""
@@ -275,6 +286,7 @@ class _Delivery:
                     await sink.begin(start)
                 sent_bytes += window.nbytes
                 await sink.write(merger.view(window))
+                self._members.hedging.delivered(window.nbytes)
         except BaseException:
             if sent_bytes:
                 sink.abort()
@@ -295,7 +307,7 @@ class _Delivery:
         while waiting:
             portion = waiting.pop(0)
             try:
-                starts.append(await portion.body.started())
+                starts += await self._first(Step.BEGIN, portion, lambda each: each.body.started(), _Place(0, 0, 0))
             except ObjectCacheError as error:
                 waiting[:0] = await self._replace(portion, error, 0, 0)
         self._mode = starts[0].mode
@@ -307,16 +319,71 @@ class _Delivery:
 
     async def _fill(self, merger: Merger, window: Window) -> None:
         """Take a window's slices from every portion. One that fails is asked of others, which begin with the window."""
+
+        async def take(each: _Portion) -> None:
+            await merger.take(window, each.body, each.holding.positions, each.first_layer)
+
+        layer, position = (window.group, 0) if self._mode is Mode.LAYER_MAJOR else (0, window.first)
         waiting = list(self._portions)
         while waiting:
             portion = waiting.pop(0)
+            place = _Place(layer, position, merger.nbytes_of(window, portion.holding.positions))
             try:
-                await merger.take(window, portion.body, portion.holding.positions, portion.first_layer)
+                if place.nbytes:
+                    await self._first(Step.WINDOW, portion, take, place)
             except ObjectCacheError as error:
-                if self._mode is Mode.LAYER_MAJOR:
-                    waiting[:0] = await self._replace(portion, error, window.group, 0)
-                else:
-                    waiting[:0] = await self._replace(portion, error, 0, window.first)
+                waiting[:0] = await self._replace(portion, error, layer, position)
+
+    async def _first(
+        self, step: Step, portion: _Portion, ask: Callable[[_Portion], Awaitable[_T]], place: _Place
+    ) -> list[_T]:
+        """The answer of a portion. Where it is slow, others are asked for the same from that place on, and the answers
+        of whoever is first are taken: the others are stopped. Raises what the portion failed with, if no others did
+        better.
+        """
+        hedging, began_s = self._members.hedging, time.monotonic()
+        own = asyncio.ensure_future(ask(portion))
+        asked: list[asyncio.Future[_T]] = []
+        others: list[_Portion] = []
+        try:
+            if not (await asyncio.wait([own], timeout=hedging.limit_s(step)))[0]:
+                others = await self._hedge(portion, place)
+            if others:
+                asked = [asyncio.ensure_future(ask(other)) for other in others]
+                racing = asyncio.ensure_future(_all_of(asked))
+                await asyncio.wait([own, racing], return_when=asyncio.FIRST_COMPLETED)
+                is_own_good = own.done() and own.exception() is None
+                answers = None if is_own_good else await racing
+                if answers is not None:
+                    self._take_over(portion, others)
+                    hedging.won()
+                    others = []
+                    return answers
+            answer = await own
+            hedging.waited(step, time.monotonic() - began_s)
+            return [answer]
+        finally:
+            for other in others:
+                other.task.cancel()
+            unfinished = [future for future in (own, *asked) if not future.done()]
+            for future in unfinished:
+                future.cancel()
+            if unfinished:
+                await asyncio.wait(unfinished)
+
+    async def _hedge(self, portion: _Portion, place: _Place) -> list[_Portion]:
+        """Ask others for a slow portion's chunks from that place on; none where that would cost too much, or where
+        there are no others.
+        """
+        positions = portion.holding.positions[portion.holding.positions >= place.position]
+        without, keys = self._without | {portion.holding.member.name}, self._descriptor.chunk_keys
+        try:
+            others = holdings_at(self._members.placement, self._bucket, keys, positions, without)
+        except ValueError:
+            return []
+        if not self._members.hedging.begin(place.nbytes):
+            return []
+        return [await self._begin(holding, place.layer) for holding in others]
 
     async def _begin(self, holding: Holding, first_layer: int) -> _Portion:
         """Ask a member for its holding, from this layer on."""
@@ -350,7 +417,6 @@ class _Delivery:
             await self._note_cut(member)
         else:
             raise reason
-        portion.task.cancel()
         positions = portion.holding.positions[portion.holding.positions >= position]
         try:
             others = holdings_at(
@@ -359,9 +425,14 @@ class _Delivery:
         except ValueError:
             raise nobody() from reason
         begun = [await self._begin(holding, layer) for holding in others]
-        at = self._portions.index(portion)
-        self._portions[at : at + 1] = begun
+        self._take_over(portion, begun)
         return begun
+
+    def _take_over(self, portion: _Portion, others: list[_Portion]) -> None:
+        """Others bring what is left of a portion, which is stopped."""
+        portion.task.cancel()
+        at = self._portions.index(portion)
+        self._portions[at : at + 1] = others
 
     async def _note_cut(self, member: Member) -> None:
         """A member that is there may have cut a body for a reason of its own: it is asked again, a few times."""
@@ -374,6 +445,14 @@ class _Delivery:
             return
         if self._cuts[member.name] > CUT_MAX:
             self._without.add(member.name)
+
+
+async def _all_of(asked: Sequence[asyncio.Future[_T]]) -> list[_T] | None:
+    """All results; None where one of them failed."""
+    await asyncio.wait(asked)
+    if any(each.cancelled() or each.exception() is not None for each in asked):
+        return None
+    return [each.result() for each in asked]
 
 
 def _modes_differ() -> ServerError:

@@ -8,6 +8,8 @@ from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequenc
 from contextlib import AsyncExitStack, asynccontextmanager
 from typing import Any, TypeVar, cast
 
+from adapters.metrics import text_of
+from descriptors import metrics
 from descriptors.chunk_names import is_chunk_key
 from descriptors.cluster import Member
 from descriptors.errors import ErrorCode
@@ -76,8 +78,14 @@ class ClusterStorage:
         )
 
     async def metrics(self, access_key: str) -> str:
-        """None: each storage server tells its own."""
-        return ""
+        """The hedges of this gateway. Each storage server tells its own metrics."""
+        hedging = self._members.hedging
+        counts = (
+            (metrics.HEDGED_PORTIONS, hedging.hedge_count),
+            (metrics.HEDGES_WON, hedging.won_count),
+            (metrics.HEDGED_BYTES, hedging.extra_bytes),
+        )
+        return text_of((metric, {(): float(count)}) for metric, count in counts).decode()
 
     async def _of_all(self, method: str, access_key: str) -> dict[str, Any]:
         """The answers of the members that can be reached, by name. Raises ServerError(SlowDown) where none can."""

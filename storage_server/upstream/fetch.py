@@ -9,6 +9,7 @@ from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from functools import partial
 from itertools import count
+from typing import Protocol
 
 from adapters.threads import HERE_BYTES_MAX, to_end
 from descriptors.chunk_names import is_chunk_key
@@ -18,7 +19,7 @@ from descriptors.layout import ChunkLayout
 from descriptors.objects import ObjectInfo, RangeSpec, ReadRequest
 from descriptors.units import MIB
 from storage_server.gather.coming import Arrival, ComingExtent
-from storage_server.gather.landing import BUCKET_MEMORY_FRACTION, Landing
+from storage_server.gather.landing import BUCKET_MEMORY_FRACTION, Landed, Landing
 from storage_server.planning.extent import Extent
 from storage_server.store.data.body_hashes import BodyHashes
 from storage_server.store.data.disk import disk_error
@@ -29,6 +30,7 @@ from storage_server.store.index import transaction
 from storage_server.store.index.transaction import Transaction
 from storage_server.store.rows import StoredPart
 from storage_server.upstream.copied_tags import CopiedTags
+from storage_server.upstream.former_keepers import FormerKeepers
 from storage_server.upstream.key_locks import KeyLocks
 from storage_server.upstream.receiving import IntoFile, IntoMemory, Receiver, wrong
 from storage_server.upstream.remote_dram import RemoteDram
@@ -62,6 +64,19 @@ class _BrokenOffError(Exception):
         self.error = error
 
 
+class Elsewhere(Protocol):
+    """Memory of other servers, which may have a chunk, and which is asked before home."""
+
+    def may_have(self, bucket: str, key: str) -> bool:
+        """Whether asking for a chunk makes sense now."""
+
+    async def read(self, bucket: str, key: str, landed: Landed) -> RemoteEntry | None:
+        """Bring a chunk into its memory; None where it is not there, or not soon enough. Its bytes are not proved."""
+
+    def found_wrong(self, bucket: str, key: str) -> None:
+        """The bytes that `read` brought were not those of the chunk."""
+
+
 class Ways:
     """Everything that all fetches share."""
 
@@ -74,11 +89,13 @@ class Ways:
         landing: Landing,
         io: IoThreads,
         remote: RemoteDram | None,
+        former: FormerKeepers | None,
         tags: CopiedTags,
     ) -> None:
         self.objects = objects
         self.tags = tags
         self.remote = remote
+        self.elsewhere: tuple[Elsewhere, ...] = tuple(each for each in (remote, former) if each is not None)
         self.cache = cache
         self.locks = locks
         self.turns = turns
@@ -181,8 +198,10 @@ class Fetch:
         """Read the groups that end there; None is the end of the chunk. The file of a chunk in memory is written behind
         that.
         """
-        if self.layout is not None and await self._fetch_remote(self.layout):
-            return
+        if self.layout is not None and is_chunk_key(self._key):
+            for elsewhere in self._ways.elsewhere:
+                if elsewhere.may_have(self._bucket, self._key) and await self._fetch_from(elsewhere, self.layout):
+                    return
         start = 0
         self._asked_at = time.time()
         with ExitStack() as stack:
@@ -202,11 +221,8 @@ class Fetch:
                 await self._ways.store(receiver)
             await self._publish(self.info, receiver.writer)
 
-    async def _fetch_remote(self, layout: ChunkLayout) -> bool:
-        """Bring the chunk from remote DRAM; False where it is not there, or not what it should be."""
-        remote = self._ways.remote
-        if remote is None or not remote.is_usable or not is_chunk_key(self._key):
-            return False
+    async def _fetch_from(self, elsewhere: Elsewhere, layout: ChunkLayout) -> bool:
+        """Bring the chunk from another server's memory; False where it is not there, or not what it should be."""
         landed = self._ways.landing.take(self._bucket, layout.chunk_bytes)
         if landed is None:
             return False
@@ -215,13 +231,12 @@ class Fetch:
             stack.callback(receiver.close)
             async with self._ways.turns.turn(0, self._index):
                 self.has_begun = True
-                entry = await remote.read(self._bucket, self._key, landed)
+                entry = await elsewhere.read(self._bucket, self._key, landed)
                 if entry is None:
                     return False
                 await self._ways.io.run(partial(receiver.blocks.update, landed.view))
             if proved_bytes(entry.proof, receiver.words(), entry.info.nbytes) != entry.info.nbytes:
-                remote.distrust(self._bucket, [self._key])
-                remote.begin_removal(self._bucket, [self._key])
+                elsewhere.found_wrong(self._bucket, self._key)
                 return False
             self._proof = entry.proof
             await self._begin(entry.info, receiver)

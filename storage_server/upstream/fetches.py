@@ -21,6 +21,7 @@ from storage_server.store.data.io_threads import IoThreads
 from storage_server.store.embedded import EmbeddedStore
 from storage_server.upstream.copied_tags import CopiedTags
 from storage_server.upstream.fetch import Fetch, Ways
+from storage_server.upstream.former_keepers import FormerKeepers
 from storage_server.upstream.key_locks import KeyLocks, Name
 from storage_server.upstream.remote_dram import RemoteDram
 from storage_server.upstream.service import HomeObjects
@@ -46,13 +47,14 @@ class Fetches:
         requests_max: int,
         landing_bytes: int = 0,
         remote: RemoteDram | None = None,
+        former: FormerKeepers | None = None,
     ) -> None:
         self._requests_max = requests_max
         self._turns = Turns(requests_max)
         self.landing = Landing(landing_bytes) if remote is None else remote.landing(landing_bytes)
         self._io = IoThreads(IO_THREADS)
         self._tags = CopiedTags(objects, cache, locks)
-        self._ways = Ways(objects, cache, locks, self._turns, self.landing, self._io, remote, self._tags)
+        self._ways = Ways(objects, cache, locks, self._turns, self.landing, self._io, remote, former, self._tags)
         self._running: dict[Name, Fetch] = {}
         self._by_bucket: Counter[str] = Counter()
         self._prefetching: Counter[str] = Counter()

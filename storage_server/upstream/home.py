@@ -51,6 +51,7 @@ from storage_server.store.rows import StoredObject
 from storage_server.upstream.cached_read import healing
 from storage_server.upstream.chunks import UpstreamChunks
 from storage_server.upstream.fetches import Fetches
+from storage_server.upstream.former_keepers import FormerKeepers, PeerCopies
 from storage_server.upstream.key_locks import KeyLocks
 from storage_server.upstream.remote_dram import RemoteDram
 from storage_server.upstream.revalidation import PASSES, Revalidation
@@ -69,9 +70,16 @@ class UpstreamHome:
     """The roles `objects` and `uploads`, and the ChunkSource `chunks`. `start` before use, `close` after."""
 
     def __init__(
-        self, settings: UpstreamSettings, service: Service, cache: EmbeddedStore, own: OwnKeys | None = None
+        self,
+        settings: UpstreamSettings,
+        service: Service,
+        cache: EmbeddedStore,
+        own: OwnKeys | None = None,
+        copies: PeerCopies | None = None,
     ) -> None:
-        """In a cluster `own` says which keys this server is the keeper of."""
+        """In a cluster `own` says which keys this server is the keeper of, and `copies` reads out of the caches of
+        other members.
+        """
         self.settings = settings
         self._own = own
         nbytes_max = cache.settings.object_bytes_max
@@ -84,7 +92,10 @@ class UpstreamHome:
         if there is not None:  # a copy that comes from there may be as old, and stays until the next pass
             keep_s = settings.chunk_revalidate_s / PASSES
             self.remote = RemoteDram(there, there.namespace or settings.endpoint, keep_s)
-        self.fetches = Fetches(plain, cache, locks, settings.fetches_max, settings.landing_bytes, self.remote)
+        self.former = None if own is None or copies is None else FormerKeepers(plain, own.former_keeper, copies)
+        self.fetches = Fetches(
+            plain, cache, locks, settings.fetches_max, settings.landing_bytes, self.remote, self.former
+        )
         accepts = settings.write is Write.BACK
         self.write_back = WriteBack(plain, cache, locks, self._stop_copies, settings.uploads_max, accepts=accepts)
         self.cache = cache
@@ -141,7 +152,14 @@ class UpstreamHome:
         await self.fetches.close()
         if self.remote is not None:
             await self.remote.close()
+        if self.former is not None:
+            await self.former.close()
         await self.service.close()
+
+    def cached(self, bucket: str, key: str) -> bool:
+        """Whether the cache has a sound copy of a chunk, of whichever member's key."""
+        stored = self.cache.objects.stored(bucket, key)
+        return stored is not None and is_chunk_key(key) and not self.cache.objects.is_damaged(bucket, key)
 
     def copy_of(self, bucket: str, key: str) -> StoredObject | None:
         """The chunk in the cache that answers for this key; None where upstream must be asked: in a cluster also for
@@ -308,6 +326,12 @@ class CachedObjects:
     @asynccontextmanager
     async def open_object(self, access_key: str, request: ReadRequest) -> AsyncIterator[ObjectRead]:
         bucket, key = request.bucket, request.key
+        if request.only_if_cached:
+            if not self._home.cached(bucket, key):
+                raise CallerError(ErrorCode.NO_SUCH_KEY, "the cache has no copy of the chunk", field="key")
+            async with self._home.cache.objects.open_object(access_key, request) as read:
+                yield healing(read, lambda: self._home.cache.objects.note_damaged(bucket, key))
+            return
         copy = self._home.copy_of(bucket, key)
         if copy is None or copy.has_doubtful_tags:
             async with self._there.open_object(access_key, request) as read:

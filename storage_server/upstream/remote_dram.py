@@ -122,6 +122,15 @@ class RemoteDram:
         """Whether the store was joined, and the process that did lives."""
         return self._client is not None and self._client.is_running
 
+    def may_have(self, bucket: str, key: str) -> bool:
+        """Whether the store can be asked."""
+        return self.is_usable
+
+    def found_wrong(self, bucket: str, key: str) -> None:
+        """Distrust and remove a chunk whose bytes were wrong."""
+        self.distrust(bucket, [key])
+        self.begin_removal(bucket, [key])
+
     async def read(self, bucket: str, key: str, landed: Landed) -> RemoteEntry | None:
         """Bring a chunk into its memory; None where it is not there, or not soon enough. Its bytes are not proved yet.
         The memory is held until nothing writes there any more.

@@ -77,6 +77,7 @@ PURE_MODULES = (
     "calibration/link.py",
     "calibration/text.py",
     "calibration/theta.py",
+    "gateway/cluster/hedging.py",
     "gateway/cluster/split.py",
     "adapters/document_budget.py",
     "gateway/settings.py",

@@ -6,15 +6,15 @@ import re
 
 import pytest
 
-from descriptors.metrics import GATEWAY, ORCHESTRATOR, STORAGE, Kind, Metric
+from descriptors.metrics import CLUSTER, GATEWAY, ORCHESTRATOR, STORAGE, Kind, Metric
 from tests.support.tree import repository
 
-EVERY = (*GATEWAY, *STORAGE, *ORCHESTRATOR)
+EVERY = (*GATEWAY, *CLUSTER, *STORAGE, *ORCHESTRATOR)
 _ROW = re.compile(r"\| `(objectcache_\w+)` \| (\w+) \| (.*?) \| (.*) \|")
 UNITS = (
     "seconds", "bytes", "requests", "errors", "chunks", "extents", "journals", "stores", "files", "objects", "flows",
     "epochs", "agents", "regions", "transfers", "starts", "commits", "changes", "bytes_per_second", "tokens", "blocks",
-    "engines",    "failovers", "mismatches", "gaps",
+    "engines", "failovers", "mismatches", "gaps", "portions",
 )  # fmt: skip
 
 

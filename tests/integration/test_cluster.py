@@ -146,6 +146,31 @@ def test_members_join_and_leave_while_gateways_run(kv: Cluster, bucket: str) -> 
         assert fetched(other) == expected(CHUNKS, Delivery.LAYER_MAJOR)
 
 
+def test_a_member_that_joins_takes_its_chunks_out_of_the_caches_of_others(kv: Cluster, bucket: str) -> None:
+    """And not from home again. A member that drains gives its chunks to those that keep them from now on."""
+    with kv.client(bucket) as client:
+        client.put_chunks(KEYS, list(CHUNKS))
+        before = keepers_of(kv, bucket)
+        kv.add_member("d")
+        kv.write_members()
+        kv.members["d"].start()
+        kv.reread()
+        moved = sum(old != new for old, new in zip(before, keepers_of(kv, bucket), strict=True))
+        assert moved
+        assert eventually(lambda: fetched(client) == expected(CHUNKS, Delivery.LAYER_MAJOR))
+        hits, fetched_bytes = (counted(kv.metrics("d"), name) for name in ("former_keeper_hit_chunks_total", FETCHED))
+        assert (hits, fetched_bytes) == (moved, 0)
+        assert counted(kv.metrics("d"), "former_keeper_read_bytes_total") == moved * LAYOUT.chunk_bytes
+
+
+FETCHED = "upstream_fetched_bytes_total"
+
+
+def counted(metrics: str, name: str) -> float:
+    lines = [line for line in metrics.splitlines() if line.startswith(f"objectcache_{name} ")]
+    return float(lines[0].rpartition(" ")[2])
+
+
 def test_a_deleted_chunk_is_gone_from_every_server(kv: Cluster, bucket: str) -> None:
     """Also from the one that was its keeper before."""
     with kv.client(bucket) as client, kv.client(bucket, 1) as other:

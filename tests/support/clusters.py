@@ -16,6 +16,7 @@ from descriptors.cluster import ViewId
 from descriptors.peer_auth import PeerSecrets
 from gateway.storage_client import RemoteStorage
 from nixl_client.client import ObjectCacheClient
+from tests.support.networks import Network
 from tests.support.requests import OWNER
 from tests.support.servers import CONFIG, READY
 from tests.support.tree import repository
@@ -27,6 +28,8 @@ class Process:
 
     arguments: list[str]
     environment: dict[str, str]
+    prefix: tuple[str, ...] = ()
+    """The words before the command."""
     process: subprocess.Popen[str] | None = None
     url: str = ""
 
@@ -35,7 +38,7 @@ class Process:
         self.wait_ready()
 
     def spawn(self) -> None:
-        command = [sys.executable, "-m", "objectcache.cli", *self.arguments]
+        command = [*self.prefix, sys.executable, "-m", "objectcache.cli", *self.arguments]
         environment = {**os.environ, **self.environment}
         self.process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=environment, cwd=repository())
 
@@ -71,6 +74,8 @@ class Cluster:
     members: dict[str, Process] = field(default_factory=dict)
     gateways: list[Process] = field(default_factory=list)
     number: int = 0
+    network: Network | None = None
+    """Where its servers are hosts; without one they are processes of this host."""
 
     @property
     def file(self) -> Path:
@@ -92,15 +97,22 @@ class Cluster:
         return self.directory / f"{name}.sock"
 
     def add_member(self, name: str, *options: str) -> None:
-        arguments = ["storage-server", "--data", str(self.directory / name), "--listen", f"unix:{self.socket(name)}"]
+        host = None if self.network is None else self.network.host(name)
+        listen = f"unix:{self.socket(name)}" if host is None else f"{host.address}:9100"
+        arguments = ["storage-server", "--data", str(self.directory / name), "--listen", listen]
         arguments += ["--upstream", self.upstream_url, "--cluster", self.where, "--name", name]
         arguments += ["--peer-secret-file", str(self.secret), "--config", str(self.directory / "config.toml"), *options]
         account = {"OBJECTCACHE_UPSTREAM_ACCESS_KEY_ID": OWNER[0], "OBJECTCACHE_UPSTREAM_SECRET_ACCESS_KEY": OWNER[1]}
-        self.members[name] = Process(arguments, account)
+        self.members[name] = Process(arguments, account, () if host is None else host.prefix)
 
     def add_gateway(self) -> Process:
-        arguments = ["gateway", "--cluster", self.where, "--peer-secret-file", str(self.secret), "--port", "0"]
-        gateway = Process([*arguments, "--config", str(self.directory / "config.toml")], {})
+        arguments = ["gateway", "--cluster", self.where, "--peer-secret-file", str(self.secret)]
+        arguments += ["--config", str(self.directory / "config.toml")]
+        if self.network is None:
+            gateway = Process([*arguments, "--port", "0"], {})
+        else:
+            host = self.network.host(f"gateway{len(self.gateways)}")
+            gateway = Process([*arguments, "--host", host.address, "--port", "9000"], {}, host.prefix)
         self.gateways.append(gateway)
         return gateway
 
@@ -153,13 +165,14 @@ def cluster(
     config: str = "",
     where: str | None = None,
     storage_options: tuple[str, ...] = (),
+    network: Network | None = None,
 ) -> Iterator[Cluster]:
     """Storage servers of these names, and gateways, over an upstream service whose account is OWNER. They find each
-    other by a members file, or as `where` says.
+    other by a members file, or as `where` says; with a `network` by etcd alone.
     """
     directory.mkdir(parents=True, exist_ok=True)
     (directory / "config.toml").write_text(CONFIG + config)
-    made = Cluster(directory, upstream_url, where or f"file:{directory / 'members.toml'}")
+    made = Cluster(directory, upstream_url, where or f"file:{directory / 'members.toml'}", network=network)
     (directory / "peer-secret").write_text("a secret of gateways and storage servers\n")
     (directory / "peer-secret").chmod(0o600)
     for name in names:

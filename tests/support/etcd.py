@@ -20,18 +20,20 @@ from tests.support.servers import eventually
 class EtcdServer:
     """One node, which can be stopped, continued, killed and started again on its data."""
 
-    def __init__(self, directory: Path) -> None:
+    def __init__(self, directory: Path, address: str = "127.0.0.1", prefix: tuple[str, ...] = ()) -> None:
+        """`prefix` is the words before its command, which runs it on the host of this address."""
         self.directory = directory
-        self.client_port, self.peer_port = _free_port(), _free_port()
+        self.address, self._prefix = address, prefix
+        self.client_port, self.peer_port = free_port(), free_port()
         self.process: subprocess.Popen[bytes] | None = None
 
     @property
     def url(self) -> str:
-        return f"http://127.0.0.1:{self.client_port}"
+        return f"http://{self.address}:{self.client_port}"
 
     def start(self) -> None:
-        peer = f"http://127.0.0.1:{self.peer_port}"
-        command = ["etcd", "--name", "n1", "--data-dir", str(self.directory)]
+        peer = f"http://{self.address}:{self.peer_port}"
+        command = [*self._prefix, "etcd", "--name", "n1", "--data-dir", str(self.directory)]
         command += ["--listen-client-urls", self.url, "--advertise-client-urls", self.url]
         command += [
             "--listen-peer-urls",
@@ -77,7 +79,7 @@ def etcd_server(directory: Path) -> Iterator[EtcdServer]:
         server.kill()
 
 
-def _free_port() -> int:
+def free_port() -> int:
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port: int = probe.getsockname()[1]

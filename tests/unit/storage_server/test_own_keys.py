@@ -10,6 +10,7 @@ import pytest
 from descriptors.cluster import VIEW_HEADER, Member, View
 from descriptors.errors import CallerError, ErrorCode, ServerError
 from descriptors.placement import Placement
+from storage_server import own_keys
 from storage_server.own_keys import OwnKeys
 
 KEYS = [f"{index:064x}" for index in range(200)]
@@ -177,4 +178,35 @@ async def test_calls_under_an_older_view_or_of_another_cluster_are_refused() -> 
     own.require_current("kv:9", "head_object")
     await turns()
     assert membership.refresh_count == 1
+    await own.close()
+
+
+async def test_a_member_that_joins_asks_those_who_kept_its_keys_before() -> None:
+    """And one that was there all along asks the keeper of the view before; nobody asks itself, or one that is gone."""
+    membership = PlayedMembership()
+    own = OwnKeys(membership, "a", settle_s=60)  # type: ignore[arg-type]
+    assert own.former_keeper("bucket", KEYS[0]) is None
+    membership.show(2, A, B, C)
+    others = Placement(View("kv", 2, (B, C)))
+    for key in KEYS:
+        former = own.former_keeper("bucket", key)
+        assert former is not None
+        assert former.name == others.order("bucket", key)[0].name
+    membership.show(3, A, B)
+    before = Placement(View("kv", 2, (A, B, C)))
+    for key in KEYS:
+        keeper = before.order("bucket", key)[0].name
+        former = own.former_keeper("bucket", key)
+        assert (None if former is None else former.name) == ("b" if keeper == "b" else None)
+    await own.close()
+
+
+async def test_long_after_a_change_nobody_else_is_asked(monkeypatch: pytest.MonkeyPatch) -> None:
+    membership = PlayedMembership()
+    own = OwnKeys(membership, "a", settle_s=60)  # type: ignore[arg-type]
+    membership.show(2, A, B, C)
+    assert own.former_keeper("bucket", KEYS[0]) is not None
+    monkeypatch.setattr(own_keys, "FORMER_S", 0.0)
+    await asyncio.sleep(0.01)
+    assert own.former_keeper("bucket", KEYS[0]) is None
     await own.close()
