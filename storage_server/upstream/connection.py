@@ -73,7 +73,9 @@ class Upstream:
             total=None, sock_connect=settings.connect_timeout_s, sock_read=settings.read_timeout_s
         )
         connector = aiohttp.TCPConnector(limit=settings.connections_max)
-        self._session = aiohttp.ClientSession(connector=connector, timeout=timeout, auto_decompress=False)
+        self._session = aiohttp.ClientSession(
+            connector=connector, timeout=timeout, auto_decompress=False, middlewares=(_once,)
+        )
 
     async def close(self) -> None:
         """Close every connection."""
@@ -246,6 +248,18 @@ class Upstream:
         if isinstance(body, bytes):
             signed["Content-Length"] = str(len(body))
         return signed
+
+
+async def _once(request: aiohttp.ClientRequest, send: aiohttp.ClientHandlerType) -> aiohttp.ClientResponse:
+    """A change is sent once. aiohttp sends a PUT or DELETE again by itself where a connection that was kept alive ends
+    without an answer; a condition that the first one has met and changed would then refuse the second.
+    """
+    try:
+        return await send(request)
+    except (aiohttp.ClientOSError, aiohttp.ServerDisconnectedError) as error:
+        if request.method in _READS or isinstance(error, aiohttp.ClientConnectorError):
+            raise
+        raise unreachable(str(error) or type(error).__name__) from error
 
 
 def _target(bucket: str, key: str, query: str) -> str:

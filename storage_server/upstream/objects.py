@@ -12,10 +12,11 @@ from urllib.parse import unquote_plus, urlencode
 
 import aiohttp
 
-from descriptors.conditions import NO_WRITE_CONDITION, WriteCondition, check_read
+from descriptors.conditions import NO_READ_CONDITION, NO_WRITE_CONDITION, ReadCondition, WriteCondition, check_read
 from descriptors.errors import CallerError, ErrorCode
 from descriptors.lifecycle import LifecycleRule
 from descriptors.objects import (
+    Attributes,
     BucketInfo,
     Checksum,
     ChecksumAlgorithm,
@@ -30,6 +31,7 @@ from descriptors.objects import (
     ReadRequest,
 )
 from descriptors.storage_api import Body, ObjectRead, Piece
+from storage_server.store.data.body_hashes import BodyHashes
 from storage_server.store.index.reading import resolve_range
 from storage_server.store.objects import check_size
 from storage_server.upstream.bulk_reads import Into
@@ -113,19 +115,23 @@ class UpstreamObjects:
 
     async def put_object(self, access_key: str, request: PutRequest, body: Body) -> ObjectInfo:
         """The object is stored under its key when upstream has all of it. Upstream's ETag is compared with the MD5 of
-        what was sent, where it is one.
+        what was sent, where it is one. Upstream is not asked what the key shows: that may be another's object by now.
         """
-        await self.send(request, body)
-        return (await self._head(ReadRequest(request.bucket, request.key))).info
+        sent, hashes = await self._sent(request, body, None)
+        etag = sent.etag or hashes.etag
+        return ObjectInfo(request.key, request.nbytes, etag, sent.modified_at, request.attributes, hashes.checksum)
 
     async def send(self, request: PutRequest, body: Body, proof: Proof | None = None) -> Sent:
         """Put an object, with its proof in a header."""
+        return (await self._sent(request, body, proof))[0]
+
+    async def _sent(self, request: PutRequest, body: Body, proof: Proof | None) -> tuple[Sent, BodyHashes]:
         check_size(request.nbytes, self._object_bytes_max)
         proved = {} if proof is None else {HEADER: proof.header()}
         headers = {**attribute_headers(request.attributes), **write_headers(request.condition), **proved}
         sent = await self._upstream.prepared(body, request.nbytes, request.checksum)
         answer = await self._upstream.put(request.bucket, request.key, headers, "", sent)
-        return Sent(answer.get("etag", "").strip('"'), put_time(answer))
+        return Sent(answer.get("etag", "").strip('"'), put_time(answer)), sent.hashes
 
     async def head_object(self, access_key: str, request: ReadRequest) -> ReadHead:
         return await self._head(request)
@@ -178,12 +184,25 @@ class UpstreamObjects:
         if request.checksum is not None:
             headers["x-amz-checksum-algorithm"] = request.checksum.value
         source = f"{request.source.bucket}/{request.source.key}"
-        await self._upstream.call("CopyObject", headers, Bucket=request.bucket, Key=request.key, CopySource=source)
-        made = (await self._head(ReadRequest(request.bucket, request.key))).info
-        if request.tags is not None and made.attributes.tags != request.tags:  # some services copy without them
-            await self.set_tags(access_key, request.bucket, request.key, request.tags)
-            made = (await self._head(ReadRequest(request.bucket, request.key))).info
-        return made
+        copied = await self._upstream.call(
+            "CopyObject", headers, Bucket=request.bucket, Key=request.key, CopySource=source
+        )
+        made = made_by(request.key, copied.get("CopyObjectResult", {}))
+        shown = await self.shown(request.bucket, made)
+        if shown is None or request.tags is None or shown.attributes.tags == request.tags:
+            return shown or made
+        await self.set_tags(access_key, request.bucket, request.key, request.tags)  # some services copy without them
+        return await self.shown(request.bucket, made) or made
+
+    async def shown(self, bucket: str, made: ObjectInfo) -> ObjectInfo | None:
+        """The description of an object that a call has made; None where its key shows another one by now, or none."""
+        condition = ReadCondition(if_match=(made.etag,)) if made.etag else NO_READ_CONDITION
+        try:
+            return (await self._head(ReadRequest(bucket, made.key, condition=condition))).info
+        except CallerError as error:
+            if error.code in (ErrorCode.NO_SUCH_KEY, ErrorCode.PRECONDITION_FAILED, ErrorCode.NO_SUCH_BUCKET):
+                return None
+            raise
 
     async def delete_object(
         self, access_key: str, bucket: str, key: str, condition: WriteCondition = NO_WRITE_CONDITION
@@ -298,6 +317,13 @@ class UpstreamObjects:
             if error.code is ErrorCode.NO_SUCH_KEY:
                 return False
             raise
+
+
+def made_by(key: str, answer: Mapping[str, Any], nbytes: int = 0) -> ObjectInfo:
+    """The object that a call has made, as its answer describes it: of its size the answer says nothing."""
+    modified_at = answer["LastModified"].timestamp() if "LastModified" in answer else time.time()
+    return ObjectInfo(key, nbytes, answer.get("ETag", "").strip('"'), float(int(modified_at)), Attributes(),
+                      checksum_of(answer))  # fmt: skip
 
 
 def list_page(found: dict[str, Any]) -> ListPage:

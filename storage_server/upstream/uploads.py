@@ -27,7 +27,7 @@ from descriptors.objects import (
 from descriptors.storage_api import Body
 from storage_server.store.uploads import check_part
 from storage_server.upstream.connection import Upstream
-from storage_server.upstream.objects import UpstreamObjects, checksum_of
+from storage_server.upstream.objects import UpstreamObjects, checksum_of, made_by
 from storage_server.upstream.rules.headers import attribute_headers, put_time, source_headers, write_headers
 
 
@@ -89,10 +89,11 @@ class UpstreamUploads:
             headers["x-amz-checksum-type"] = request.checksum.type.value
         if request.nbytes is not None:
             headers["x-amz-mp-object-size"] = str(request.nbytes)
-        await self._upstream.call(
+        completed = await self._upstream.call(
             "CompleteMultipartUpload", headers, **_named(upload), MultipartUpload={"Parts": parts}
         )
-        return (await self._objects.head_object(access_key, ReadRequest(upload.bucket, upload.key))).info
+        made = made_by(upload.key, completed, request.nbytes or 0)
+        return await self._objects.shown(upload.bucket, made) or made
 
     async def abort_upload(self, access_key: str, upload: UploadRef) -> None:
         await self._upstream.call("AbortMultipartUpload", **_named(upload))

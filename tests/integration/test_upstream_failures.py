@@ -12,6 +12,7 @@ from urllib.parse import urlsplit
 import numpy as np
 import pytest
 from aiohttp import web
+from botocore.exceptions import ClientError
 
 from descriptors.descriptor import Delivery, Descriptor
 from descriptors.descriptor_codec import encode_json
@@ -21,7 +22,7 @@ from descriptors.units import MIB
 from storage_server.settings import UpstreamSettings
 from tests.support.chunks import make_chunks
 from tests.support.faulty_upstream import Fault, FaultyUpstream, start_of_range
-from tests.support.requests import OWNER, descriptor_request, request
+from tests.support.requests import OWNER, descriptor_request, request, s3_client
 from tests.support.servers import LocalStack, eventually
 
 LAYOUT = ChunkLayout(6, 16, 70_000)
@@ -217,3 +218,48 @@ def test_a_service_that_is_gone_is_left_alone_until_it_is_back(
         seen = len(upstream.seen)
         assert request(cold.url, "GET", "/chunks/back").status == 200
         assert len(upstream.seen) > seen
+
+
+def test_a_change_whose_answer_is_lost_is_not_made_again(
+    home: LocalStack, upstream: FaultyUpstream, cold: LocalStack
+) -> None:
+    """Neither by us nor by the HTTP library: its own condition would refuse it, and the client would believe that."""
+    s3, there = s3_client(cold.url), s3_client(home.url)
+    s3.put_object(Bucket="chunks", Key="source", Body=b"data")  # its connection is kept alive
+    upstream.seen.clear()
+    upstream.choose = lambda request: Fault.LOST if request.method == "PUT" else None
+    with pytest.raises(ClientError) as lost:
+        s3.copy_object(Bucket="chunks", Key="copied once", CopySource="chunks/source", IfNoneMatch="*")
+    assert lost.value.response["Error"]["Code"] == "SlowDown"
+    assert [method for method, path, _ in upstream.seen if path.endswith("once")] == ["PUT"]
+    assert there.get_object(Bucket="chunks", Key="copied once")["Body"].read() == b"data"
+
+
+@pytest.mark.parametrize("how", ["put", "copy", "upload"])
+def test_a_write_is_answered_with_its_own_object_whatever_others_do_next(
+    home: LocalStack, upstream: FaultyUpstream, cold: LocalStack, how: str
+) -> None:
+    """Another client deletes it at once, or puts another one: before we could ask upstream what the key shows."""
+    s3, there = s3_client(cold.url), s3_client(home.url)
+    there.put_object(Bucket="chunks", Key="source", Body=b"data")
+
+    def written() -> str:
+        at = {"Bucket": "chunks", "Key": f"written-{how}"}
+        if how == "put":
+            return str(s3.put_object(**at, Body=b"data")["ETag"])
+        if how == "copy":
+            return str(s3.copy_object(**at, CopySource="chunks/source")["CopyObjectResult"]["ETag"])
+        upload_id = s3.create_multipart_upload(**at)["UploadId"]
+        part = s3.upload_part(**at, UploadId=upload_id, PartNumber=1, Body=b"data")
+        parts = {"Parts": [{"PartNumber": 1, "ETag": part["ETag"]}]}
+        return str(s3.complete_multipart_upload(**at, UploadId=upload_id, MultipartUpload=parts)["ETag"])
+
+    def interfered(request: web.Request) -> None:
+        if request.method == "HEAD" and "written" in request.path:
+            interfere(Bucket="chunks", Key=f"written-{how}")
+
+    wanted = written()
+    for interfere in (there.delete_object, lambda **at: there.put_object(**at, Body=b"another")):  # noqa: B007
+        upstream.choose = interfered  # type: ignore[assignment]
+        assert written() == wanted
+        upstream.choose = lambda _: None

@@ -21,6 +21,7 @@ class Fault(Enum):
     BUSY = "503 SlowDown"
     FAILED = "500 without a document"
     RESET = "the connection ends before the answer"
+    LOST = "the request is carried out, and the connection ends before the answer"
     TRUNCATED = "the connection ends in the middle of the body"
     SHORT = "the body is shorter, and the head says so"
     CORRUPT = "one bit of the body is another"
@@ -119,6 +120,10 @@ class FaultyUpstream:
         self, request: web.BaseRequest, answer: aiohttp.ClientResponse, fault: Fault | None
     ) -> web.StreamResponse:
         data = bytearray(await answer.read())
+        if fault is Fault.LOST:
+            assert request.transport is not None
+            request.transport.abort()
+            raise ConnectionResetError
         left_out = {"transfer-encoding", "date"} | self.hidden_headers
         headers = {name: value for name, value in answer.headers.items() if name.lower() not in left_out}
         if fault is Fault.CORRUPT and data:
