@@ -32,6 +32,9 @@ PROMPT_TOKENS_MAX = 3072
 HIDDEN_SIZE, LAYERS = 512, 6
 WARM_REQUESTS = 8
 REQUEST_S = 300.0
+BUCKET = "chunks"
+TURNS, FIRST_TURN_TOKENS_MIN = 4, 512
+OUTPUT_TOKENS = 8
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,20 +63,50 @@ class WrongTokensError(Exception):
 
 
 def live_requests(count: int, rate_per_s: float, seed: int) -> list[LiveRequest]:
-    """The trace's first requests that fit, as a Poisson process. The tokens of a block are made from its number."""
+    """The first turns of the trace's first conversations that are long enough and fit, in the trace's order, as a
+    Poisson process. The tokens of a block are made from its number.
+    """
     random = np.random.default_rng(seed)
-    found: list[LiveRequest] = []
-    now_s = 0.0
-    for each in read(Trace.CONVERSATION).requests:
-        tokens = [token for key in each.keys for token in block_tokens(int(str(key)))]
-        tokens = tokens[: max(BLOCK_TOKENS, sum(each.sizes_bytes) // SCALE)]
-        if len(tokens) > PROMPT_TOKENS_MAX:
+    turns = sorted(turn for conversation in conversations(-(-count // TURNS)) for turn in conversation)[:count]
+    times_s = np.cumsum(random.exponential(1 / rate_per_s, len(turns)))
+    return [
+        LiveRequest(float(at_s), _tokens(blocks, nbytes), OUTPUT_TOKENS)
+        for at_s, (_, blocks, nbytes) in zip(times_s, turns, strict=True)
+    ]
+
+
+Turn = tuple[int, tuple[int, ...], int]
+"""A request of the trace: its place there, its blocks, and its tokens here."""
+
+
+def conversations(count: int) -> list[list[Turn]]:
+    """The first conversations whose turns fit: a turn goes on where its blocks but the last few are those of an earlier
+    one. Raises ValueError where there are too few.
+    """
+    begun: list[list[Turn]] = []
+    of_prefix: dict[tuple[int, ...], list[Turn]] = {}
+    for place, each in enumerate(read(Trace.CONVERSATION).requests):
+        blocks = tuple(int(str(key)) for key in each.keys)
+        tokens = max(BLOCK_TOKENS, sum(each.sizes_bytes) // SCALE)
+        if tokens > PROMPT_TOKENS_MAX:
             continue
-        now_s += float(random.exponential(1 / rate_per_s))
-        found.append(LiveRequest(now_s, tuple(tokens), 8))
-        if len(found) == count:
-            return found
-    raise ValueError(f"the trace has no {count} requests of this size")
+        known = (of_prefix.get(blocks[:end]) for end in range(len(blocks) - 1, 1, -1))
+        mine = next((conversation for conversation in known if conversation is not None), None)
+        if mine is None:
+            mine = []
+            if tokens >= FIRST_TURN_TOKENS_MIN:
+                begun.append(mine)
+        mine.append((place, blocks, tokens))
+        for end in range(2, len(blocks) + 1):
+            of_prefix.setdefault(blocks[:end], mine)
+    long = [conversation[:TURNS] for conversation in begun if len(conversation) >= TURNS]
+    if len(long) < count:
+        raise ValueError(f"the trace has no {count} conversations of this size")
+    return long[:count]
+
+
+def _tokens(blocks: Sequence[int], count: int) -> tuple[int, ...]:
+    return tuple([token for block in blocks for token in block_tokens(block)][:count])
 
 
 def block_tokens(number: int) -> list[int]:
@@ -89,8 +122,8 @@ def live_bed(folder: Path, engine_count: int) -> Iterator[tuple[list[VllmServer]
     with ExitStack() as stack:
         servers = Servers(stack, folder, "orchestrator")
         store = servers.serve()
-        store.make_bucket("kv")
-        target = target_of(store, "kv")
+        store.make_bucket(BUCKET)
+        target = target_of(store, BUCKET)
         model = servers.folder / "model"
         make_model(model, hidden_size=HIDDEN_SIZE, layers=LAYERS)
         engines = stack.enter_context(vllm_servers(servers.folder, model, engine_count, target))

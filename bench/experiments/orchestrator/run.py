@@ -31,7 +31,7 @@ REMARKS = (
     "policy with weights of our own, and none of the peers' routers was run.",
     "Many engines have few requests each: of 1,500, 256 engines have six.",
     "Live: vLLM on CPUs, each engine with one of the machine's two cores, which the store and the orchestrator share "
-    "with them; prompts of the conversation trace at a sixteenth of their length.",
+    "with them; the first four turns of conversations of the trace, at a sixteenth of their length.",
 )
 
 
@@ -61,8 +61,8 @@ class OrchestratorBenchSettings:
     at_once: int = options.sized(64, 8)
     entries: tuple[int, ...] = options.sized((100, 1000, 5000, 100_000), (100,))
     live_engines: int = options.count("--live-engines", 2, 2, text="real engines")
-    live_requests: int = options.count("--live-requests", 40, 8, text="requests of each live run")
-    rates: tuple[float, ...] = options.sized((0.5, 1.0, 1.5), (1.0,))
+    live_requests: int = options.count("--live-requests", 24, 8, text="requests of each live run")
+    rates: tuple[float, ...] = options.sized((0.8, 1.4, 2.0), (1.0,))
     runs: int = options.runs(5)
     seed: int = options.seed()
     processes: int = options.sized(2, 2)
