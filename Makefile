@@ -8,7 +8,7 @@ CEPH_LACKS := CHECKSUMS,CONDITIONAL_DELETE,CONDITIONS,EXPIRY,LIFECYCLE,MULTIPART
 SEAWEEDFS_LACKS := $(CEPH_LACKS),KEYS,MISSING_BUCKETS,REPEATED_PARTS
 CODE := adapters bench calibration demo descriptors fuzz gateway kv_codecs nixl_client objectcache orchestrator storage_server tests
 
-.PHONY: demo demo-orchestrator test test-fast test-engines test-minio test-ceph test-seaweedfs bounds check format lint types bench-smoke clients engines figures results image-check compatibility crash fuzz peers install clean
+.PHONY: demo demo-orchestrator test test-fast test-engines test-minio test-ceph test-seaweedfs bounds check format lint types bench-smoke clients engines figures results image-check compatibility crash cluster-faults fuzz peers install clean
 
 demo: $(STAMP)
 	$(BIN)/python -m demo
@@ -62,21 +62,11 @@ lint: $(STAMP)
 types: $(STAMP)
 	$(BIN)/mypy
 
+# every bench at tiny sizes: does it work, not how fast
 bench-smoke: $(STAMP) engines
-	$(BIN)/objectcache bench aggregate --smoke
-	$(BIN)/objectcache bench s3 --smoke
-	$(BIN)/objectcache bench ladder --smoke
-	$(BIN)/objectcache bench concurrency --smoke
-	$(BIN)/objectcache bench scheduler --smoke
-	$(BIN)/objectcache bench tiers --smoke
-	$(BIN)/objectcache bench upstream --smoke
-	$(BIN)/objectcache bench ttft --smoke
+	$(BIN)/python -m pytest --numprocesses 2 -m bench_smoke tests/bench
 	$(BIN)/objectcache bench ttft --device cpu --smoke
 	$(BIN)/objectcache bench engine --smoke
-	$(BIN)/objectcache bench overlap --smoke
-	$(BIN)/objectcache calibrate --smoke
-	$(BIN)/objectcache calibrate --link --smoke
-	$(BIN)/objectcache calibrate --model llama-3.1-8b --smoke
 
 # the S3 clients the tests run, in environments of their own
 clients: $(STAMP)
@@ -110,6 +100,10 @@ image-check: $(STAMP)
 peers: $(STAMP)
 	$(BIN)/pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[bench]'
 	$(BIN)/python -m bench.beds.kv_peers.install mooncake lmcache
+
+# kill, stop and cut off every role of a cluster, at every moment: as root, with etcd and iproute2
+cluster-faults: $(STAMP)
+	$(BIN)/python -m tests.faults.cluster_faults
 
 fuzz: $(STAMP)
 	$(BIN)/pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[fuzz]'

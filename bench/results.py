@@ -63,6 +63,7 @@ RUNS = {
         "-m objectcache.cli bench orchestrator --parts model,cost,simulated --requests 1500", "orchestrator.png"
     ),
     "crash": Run("-m tests.faults.crash --rounds 200"),
+    "cluster-faults": Run("-m tests.faults.cluster_faults"),
     "calibrate": Run("-m objectcache.cli calibrate", "calibrate.png"),
     "demo": Run("-m demo"),
 }

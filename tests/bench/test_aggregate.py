@@ -44,6 +44,7 @@ def payload_of(content: Content, delivery: Delivery, order: Sequence[int] = rang
     return slices.transpose(1, 0, 2).reshape(-1).copy()
 
 
+@pytest.mark.bench_smoke
 def test_smoke_measures_everything_and_verifies_every_byte(tmp_path: Path) -> None:
     """CI runs the smoke; whoever reads the JSON relies on these names, and on peers that did not run being named."""
     file = tmp_path / "result.json"

@@ -323,6 +323,7 @@ def test_servers_run_with_the_storage_settings_of_the_file(tmp_path: Path) -> No
     assert set(found.calibration.page_cache) == {"http"}
 
 
+@pytest.mark.bench_smoke
 def test_smoke_shows_the_curve_and_writes_no_config(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """Over all transports, warm and cold; CI runs it, and its Theta means nothing."""
     path, file, chart = (tmp_path / name for name in ("objectcache.toml", "out.json", "out.png"))

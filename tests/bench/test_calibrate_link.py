@@ -209,6 +209,7 @@ def test_a_calibrated_link_goes_into_the_file_and_a_server_starts_with_it(
     assert status["margin_bytes_per_s"] == config.scheduler.margin_bytes_per_s
 
 
+@pytest.mark.bench_smoke
 def test_smoke_measures_all_transports_and_writes_no_config(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """CI runs it; its figures mean nothing."""
     path, file, chart = (tmp_path / name for name in ("objectcache.toml", "out.json", "out.png"))

@@ -57,6 +57,7 @@ def test_a_profile_is_added_and_then_replaced(tmp_path: Path, monkeypatch: pytes
         assert profiles[1].layer_compute_s(1024) > 0
 
 
+@pytest.mark.bench_smoke
 def test_smoke_shows_the_fit_and_writes_no_config(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """Raw samples in the JSON."""
     path, file, chart = (tmp_path / name for name in ("objectcache.toml", "out.json", "out.png"))

@@ -14,6 +14,7 @@ from bench.experiments.cluster_simulated import Placed, figure_3
 from descriptors.layout import ChunkLayout
 
 
+@pytest.mark.bench_smoke
 @pytest.mark.needs_server
 @pytest.mark.timeout(300)
 def test_smoke(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -57,6 +57,7 @@ def make_wave(*ended_s: float) -> Json:
     return {"requests": requests, "memcpy_bytes_per_s": 100.0, "memory_bytes": 7 * MIB}
 
 
+@pytest.mark.bench_smoke
 def test_smoke_fetches_over_every_transport(tmp_path: Path) -> None:
     """CI runs it; whoever reads the JSON relies on these names."""
     file, chart = tmp_path / "out.json", tmp_path / "out.png"

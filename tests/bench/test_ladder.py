@@ -46,6 +46,7 @@ def result_of(**figures: Any) -> Any:
     return json.loads(json.dumps({**result, "figures": found}))
 
 
+@pytest.mark.bench_smoke
 def test_smoke_draws_and_verifies_every_figure(tmp_path: Path) -> None:
     """CI runs the smoke; whoever reads the JSON relies on these names."""
     file, charts = tmp_path / "ladder.json", tmp_path / "charts"

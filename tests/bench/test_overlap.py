@@ -72,6 +72,7 @@ def _cell(grid: Row, context: int, hit_rate: float) -> Row:
     return next(cell for cell in grid["cells"] if (cell["context_tokens"], cell["hit_rate"]) == (context, hit_rate))
 
 
+@pytest.mark.bench_smoke
 def test_smoke_measures_draws_and_verifies_everything(tmp_path: Path) -> None:
     """CI runs the smoke; whoever reads the JSON relies on these names."""
     file, chart = tmp_path / "overlap.json", tmp_path / "overlap.png"

@@ -69,6 +69,7 @@ def content() -> ObjectContent:
     return make_object_content(NBYTES, seed=5)
 
 
+@pytest.mark.bench_smoke
 def test_smoke_measures_everything_and_verifies_every_byte(tmp_path: Path) -> None:
     """CI runs the smoke; whoever reads the JSON relies on these names."""
     file = tmp_path / "result.json"

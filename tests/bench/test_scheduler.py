@@ -259,6 +259,7 @@ def test_bytes_and_link_shrink_together() -> None:
     assert settings.compute_us(paper) == pytest.approx(0.5e6 * paper.layer_compute_s, abs=1)
 
 
+@pytest.mark.bench_smoke
 def test_smoke_runs_every_part(tmp_path: Path) -> None:
     """CI runs it, the server and its clients included; whoever reads the JSON relies on these names."""
     file = tmp_path / "out.json"

@@ -126,8 +126,8 @@ def test_the_share_of_the_gap_is_between_the_best_other_and_the_optimum() -> Non
     assert compared({Contender.LRU: 0.0, Contender.REUSE_VALUE: 0.0, Contender.OPTIMUM: 0.0})["gap_closed"] is None
 
 
+@pytest.mark.bench_smoke
 @pytest.mark.timeout(300)
-@pytest.mark.engines_full
 def test_smoke(tmp_path: Path) -> None:
     """With every table, for which all the stores are started one after the other: minutes."""
     file = tmp_path / "tiers.json"

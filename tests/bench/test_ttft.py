@@ -129,6 +129,7 @@ def test_chunks_may_be_elsewhere_than_in_memory_and_the_link_without_limit(tmp_p
     assert any("not limited" in note for note in result["notes"])
 
 
+@pytest.mark.bench_smoke
 def test_smoke_measures_all_systems_and_verifies(tmp_path: Path) -> None:
     """CI runs it; whoever reads the JSON relies on these names."""
     file, charts = tmp_path / "out.json", tmp_path / "charts"

@@ -17,6 +17,7 @@ from bench.core.show import as_text
 from bench.experiments.upstream import FIRST_LAYER_MAX, Bed, Taken, Way, counting_relay, plot, show
 
 
+@pytest.mark.bench_smoke
 @pytest.mark.needs_server
 @pytest.mark.timeout(180)
 def test_smoke_measures_every_way_and_verifies_every_byte(tmp_path: Path) -> None:

@@ -196,6 +196,8 @@ def live(
 ) -> list[dict[str, Any]]:  # fmt: skip
     """Every policy at every rate, by turns within a round. Raises WrongTokensError where answers differ."""
     found: list[dict[str, Any]] = []
+    warming = live_requests(count, max(rates), seed)  # the engines learn the costs of their steps
+    run_policy(engines, target, PolicyName.ROUND_ROBIN, warming, "not counted")
     with progress_bar(len(rates) * runs * len(policies), "live") as advance:
         for rate in rates:
             taken: dict[PolicyName, list[list[LiveAnswer]]] = {policy: [] for policy in policies}
