@@ -19,6 +19,7 @@ from bench.core.show import (
     Sections,
     Table,
     as_markdown,
+    crossed,
     ms,
     percent,
     table,
@@ -62,6 +63,19 @@ def crash(found: Json) -> str:
         + (" ran meanwhile. " if "compactions" in found else ". ")
         + ("Everything acknowledged was there." if found["failure"] is None else f"**Failed**: {found['failure']}")
     )
+
+
+def cluster_faults(found: Json) -> str:
+    """The client's view of each fault, and how long until everything was well after it."""
+    cells = crossed(
+        found["cells"],
+        "",
+        lambda cell: f"{cell['moment']}; {cell['role']}",
+        lambda cell: cell["fault"],
+        lambda cell: f"{cell['outcome']} ({cell['seconds']:.1f} s, well {cell['well_again_s']:.1f} s after)",
+    )
+    failed = [] if found["failure"] is None else [f"**Failed**: {found['failure']}"]
+    return as_markdown([cells, *failed])
 
 
 def demo(found: Json) -> str:
@@ -159,6 +173,7 @@ SECTIONS: Mapping[str, tuple[str, Callable[[Json], str]]] = {
     },
     "theta": ("calibrate", theta),
     "crash": ("crash", crash),
+    "cluster-faults": ("cluster-faults", cluster_faults),
     "demo": ("demo", demo),
 }
 WHOLE: Mapping[str, Callable[[Json], str]] = {"commits": commits, "headline": headline}
