@@ -200,8 +200,7 @@ def run_cell(bed: Bed, moment: Moment, role: Role, fault: Fault) -> Cell:
         process = bed.kv.members[name]
     began_s = time.monotonic()
     try:
-        outcome = act(bed, moment, lambda: bed.harm(name, process, fault), began_s)
-        seconds = time.monotonic() - began_s
+        outcome, seconds = act(bed, moment, lambda: bed.harm(name, process, fault), began_s)
         time.sleep(max(0.0, HELD_S - seconds))
     finally:
         bed.heal(name, process, fault)
@@ -214,8 +213,8 @@ def run_cell(bed: Bed, moment: Moment, role: Role, fault: Fault) -> Cell:
     return Cell(moment.value, role.value, fault.value, outcome, round(seconds, 2), round(well_again_s, 2))
 
 
-def _delivery(bed: Bed, moment: Moment, harm: Callable[[], None], began_s: float) -> str:
-    """The fault comes when the first layer is there."""
+def _delivery(bed: Bed, moment: Moment, harm: Callable[[], None], began_s: float) -> tuple[str, float]:
+    """The fault comes when the first layer is there. What the client needs to say goodbye is not counted."""
     with contextlib.ExitStack() as stack:
         client = stack.enter_context(_closing(bed.client(moment.transport)))
         buffer = client.allocate_buffer(PAYLOAD.nbytes)
@@ -228,10 +227,11 @@ def _delivery(bed: Bed, moment: Moment, harm: Callable[[], None], began_s: float
         except (ObjectCacheError, TimeoutError) as error:
             if time.monotonic() - harmed_s > DEADLINE_S + 5:
                 raise MatrixFailure(f"the fetch ended after {time.monotonic() - harmed_s:.1f} s: {error!r}") from error
-            return f"{_right_layers(fetch)} layers, then {_name_of(error)}"
+            return f"{_right_layers(fetch)} layers, then {_name_of(error)}", time.monotonic() - began_s
+        seconds = time.monotonic() - began_s
         if not np.array_equal(np.asarray(buffer)[: PAYLOAD.nbytes], PAYLOAD):
             raise MatrixFailure("wrong bytes")
-    return "right bytes"
+    return "right bytes", seconds
 
 
 def _right_layers(fetch: LayerFetch) -> int:
@@ -250,7 +250,7 @@ def _name_of(error: Exception) -> str:
     return error.code.value if isinstance(error, ObjectCacheError) else type(error).__name__
 
 
-def _puts(bed: Bed, moment: Moment, harm: Callable[[], None], began_s: float) -> str:
+def _puts(bed: Bed, moment: Moment, harm: Callable[[], None], began_s: float) -> tuple[str, float]:
     """The fault comes when half of the chunks are put. A put that fails is made again through the other gateway."""
     keys = bed.new_keys(PUT_CHUNKS)
     failed = 0
@@ -268,10 +268,11 @@ def _puts(bed: Bed, moment: Moment, harm: Callable[[], None], began_s: float) ->
                 continue
             bed.acknowledged[key] = index % N
             break
-    return f"{len(bed.acknowledged)} of {PUT_CHUNKS} acknowledged, {failed} tries failed"
+    outcome = f"{len(bed.acknowledged)} of {PUT_CHUNKS} acknowledged, {failed} tries failed"
+    return outcome, time.monotonic() - began_s
 
 
-def _join(bed: Bed, moment: Moment, harm: Callable[[], None], began_s: float) -> str:
+def _join(bed: Bed, moment: Moment, harm: Callable[[], None], began_s: float) -> tuple[str, float]:
     """The fault comes a moment after the start of the server that joins, which may be the victim."""
     bed.kv.members[bed.joined or bed.joining()].spawn()
     time.sleep(1.0)
@@ -281,10 +282,10 @@ def _join(bed: Bed, moment: Moment, harm: Callable[[], None], began_s: float) ->
         try:
             client.fetch(KEYS, LAYOUT, buffer, delivery=Delivery.LAYER_MAJOR).wait(DEADLINE_S)
         except (ObjectCacheError, TimeoutError) as error:
-            return _name_of(error)
+            return _name_of(error), time.monotonic() - began_s
         if not np.array_equal(np.asarray(buffer)[: PAYLOAD.nbytes], PAYLOAD):
             raise MatrixFailure("wrong bytes while a server joins")
-    return "right bytes"
+        return "right bytes", time.monotonic() - began_s
 
 
 def _await_well(bed: Bed, moment: Moment) -> None:

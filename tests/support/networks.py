@@ -27,7 +27,7 @@ class Host:
 
 @dataclass
 class Network:
-    """A bridge, at `address` of this process's own namespace, and the hosts on it."""
+    """A bridge, with this process's own namespace at `address`, and the hosts on it."""
 
     tag: str
     address: str
@@ -73,8 +73,12 @@ def network() -> Iterator[Network]:
     try:
         try:
             _ip("link", "add", bridge, "type", "bridge")
-            _ip("addr", "add", f"{made.address}/24", "dev", bridge)
             _ip("link", "set", bridge, "up")
+            here, cable = f"{bridge}here", f"{bridge}c1"  # UCX uses no bridge, so we are on a cable, too
+            _ip("link", "add", cable, "type", "veth", "peer", "name", here)
+            _ip("link", "set", cable, "master", bridge, "up")
+            _ip("addr", "add", f"{made.address}/24", "dev", here)
+            _ip("link", "set", here, "up")
             made.host("first")
         except subprocess.CalledProcessError as error:
             raise NoNetworksError(f"this host makes no network interfaces: {error.stderr.strip()}") from error
@@ -83,6 +87,7 @@ def network() -> Iterator[Network]:
         for host in made.hosts.values():
             _ip("link", "del", host.cable, check=False)
             _ip("netns", "del", host.prefix[-1], check=False)
+        _ip("link", "del", f"{bridge}c1", check=False)
         _ip("link", "del", bridge, check=False)
 
 
