@@ -84,7 +84,8 @@ class Books:
         """Objects whose leases are longer than what is written down."""
         self._births: OrderedDict[Name, float] = OrderedDict()
         self._changed: set[Name] = set()
-        self._leaving: list[Victim] = []
+        self._leaving: dict[Name, Victim] = {}
+        """Those that are to leave with the next `leaving`, and are among the entries no more."""
         self._now = 0.0
 
     @property
@@ -128,6 +129,7 @@ class Books:
 
     def remove(self, name: Name) -> None:
         """Note that a key shows nothing any more."""
+        self._leaving.pop(name, None)
         entry = self._entries.pop(name, None)
         if entry is not None:
             if entry.is_held:
@@ -151,10 +153,16 @@ class Books:
             parent = name[1]
 
     def lease(self, bucket: str, keys: Sequence[str], until: float) -> None:
-        """Keep these chunks until then; those that are not in the cache from the moment when they come."""
+        """Keep these chunks until then; those that are not in the cache from the moment when they come. A chunk that was
+        to leave, and is still there, stays.
+        """
         for name in dict.fromkeys((bucket, key) for key in keys):
             known = self._entries.get(name)
-            if known is None:
+            victim = None if known is not None else self._leaving.pop(name, None)
+            if victim is not None:
+                self.put(name, replace(victim.entry, leased_until=until))
+                self._changed.add(name)
+            elif known is None:
                 self._await(name, until)
             elif known.leased_until is None or known.leased_until < until:
                 self._set(name, replace(known, leased_until=until))
@@ -219,10 +227,10 @@ class Books:
                 self._births[name] = now  # looked at again after as long a time
                 self._births.move_to_end(name)
             else:
-                self._leaving.append(Victim(*name, entry))
                 self.remove(name)
+                self._to_leave(name, entry)
         self._left(self._policy.resize(capacity_bytes))
-        victims, self._leaving = self._leaving, []
+        victims, self._leaving = list(self._leaving.values()), {}
         return victims
 
     def changed(self) -> list[tuple[Name, Entry]]:
@@ -277,8 +285,14 @@ class Books:
             assert isinstance(name, tuple)
             entry = self._entries.pop(name, None)
             if entry is not None:
-                self._leaving.append(Victim(str(name[0]), str(name[1]), entry))
-                self._forget((str(name[0]), str(name[1])))
+                known = str(name[0]), str(name[1])
+                self._forget(known)
+                self._to_leave(known, entry)
+
+    def _to_leave(self, name: Name, entry: Entry) -> None:
+        """Behind those that leave already: children before parents."""
+        self._leaving.pop(name, None)
+        self._leaving[name] = Victim(*name, entry)
 
     def _set(self, name: Name, entry: Entry) -> None:
         """Replace what is known of an object, and hold it, or let it go, as that says."""

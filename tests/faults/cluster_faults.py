@@ -81,7 +81,9 @@ class Moment(Enum):
 
 @dataclass(frozen=True, slots=True)
 class Cell:
-    """What was met: `outcome` is what the client saw of the request under way."""
+    """One cell of the matrix. `outcome` says how the request under way ended for the client, after `seconds`; everything
+    was well `well_again_s` after the fault had passed.
+    """
 
     moment: str
     role: str

@@ -100,7 +100,7 @@ class Writer(threading.Thread):
 
     @staticmethod
     def _seen(carry_out: Callable[[], str | None]) -> tuple[str | None, Outcome | None]:
-        """What a call gave and its outcome; None for one that tells nothing of the register."""
+        """The value that a call gave, and its outcome: None for a call that tells nothing of the register."""
         try:
             return carry_out(), Outcome.DONE
         except ClientError as error:

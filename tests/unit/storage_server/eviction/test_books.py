@@ -237,6 +237,23 @@ def test_a_lease_is_written_down_once_and_its_renewals_when_they_matter() -> Non
     assert books.leased() == []
 
 
+def test_a_chunk_that_was_to_leave_stays_where_somebody_gets_a_lease_of_it_before() -> None:
+    """A lookup had found it: it is in the index until it has left."""
+    books = filled("abc", made(2))
+    books.lease(BUCKET, ["a"], 20.0)
+    assert left(books.leaving(2, 3.0)) == "b"
+    assert left(books.leaving(0, 4.0)) == "c"
+    assert dict(books.leased())[BUCKET, "a"].leased_until == 20.0 + LEASE_SPARE_S
+    assert left(books.leaving(0, 21.0)) == "a"
+
+
+def test_a_chunk_that_somebody_deleted_is_not_brought_back_by_a_lease() -> None:
+    books = filled("abc", made(2))
+    books.remove((BUCKET, "a"))
+    books.lease(BUCKET, ["a"], 20.0)
+    assert (books.count, left(books.leaving(0, 3.0))) == (2, "bc")
+
+
 def test_a_lease_does_not_grow_from_restart_to_restart() -> None:
     books = made()
     books.restore([((BUCKET, "a"), entry(1.0, leased_until=70.0))])
