@@ -153,8 +153,8 @@ class Books:
             parent = name[1]
 
     def lease(self, bucket: str, keys: Sequence[str], until: float) -> None:
-        """Keep these chunks until then; those that are not in the cache from the moment when they come. A chunk that was
-        to leave, and is still there, stays.
+        """Keep these chunks until then; those that are not in the cache from the moment when they come. A chunk that
+        was to leave, and is still there, stays.
         """
         for name in dict.fromkeys((bucket, key) for key in keys):
             known = self._entries.get(name)

@@ -81,8 +81,8 @@ class Moment(Enum):
 
 @dataclass(frozen=True, slots=True)
 class Cell:
-    """One cell of the matrix. `outcome` says how the request under way ended for the client, after `seconds`; everything
-    was well `well_again_s` after the fault had passed.
+    """One cell of the matrix. `outcome` says how the request under way ended for the client, after `seconds`;
+    everything was well `well_again_s` after the fault had passed.
     """
 
     moment: str
