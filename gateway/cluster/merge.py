@@ -22,6 +22,10 @@ from gateway.cluster.members import STALL_S
 WINDOW_BYTES = 4 * MIB
 
 
+class Overtaken(Exception):
+    """Others have brought what the reader of a portion waits for."""
+
+
 class PortionBody:
     """The body of one portion, as a BodySink for the storage side and as a reader for the merge. The storage side
     waits in `write` until its bytes have been taken, so that nothing of a portion is kept here but the bytes that its
@@ -68,6 +72,10 @@ class PortionBody:
         self._view = memoryview(b"")
         self._failure = error
         self._came.set()
+
+    def overtake(self) -> None:
+        """End the body because others have brought its bytes: the reader gets Overtaken."""
+        self.fail(Overtaken())
 
     async def started(self) -> DeliveryStart:
         """The facts that the portion begins with. Raises what the portion failed with."""

@@ -37,7 +37,7 @@ from gateway.cluster.agents import UNKNOWN
 from gateway.cluster.hedging import Step
 from gateway.cluster.members import Members, nobody
 from gateway.cluster.memory import MemoryDelivery, cancel_everywhere
-from gateway.cluster.merge import WINDOW_BYTES, Merger, PortionBody, Window, windows
+from gateway.cluster.merge import WINDOW_BYTES, Merger, Overtaken, PortionBody, Window, windows
 from gateway.cluster.split import Holding, cut_to, descriptor_of, holdings, holdings_at, matched_of, of_whole
 from gateway.storage_client import StaleViewError, StorageUnreachableError
 
@@ -342,34 +342,54 @@ class _Delivery:
         better.
         """
         hedging, began_s = self._members.hedging, time.monotonic()
-        own = asyncio.ensure_future(ask(portion))
-        asked: list[asyncio.Future[_T]] = []
-        others: list[_Portion] = []
+        races: list[asyncio.Task[list[_T] | None]] = []
+
+        def begin_race() -> None:
+            races.append(asyncio.create_task(self._race(portion, ask, place)))
+
+        # no task for the portion itself: nearly all portions come in time, and a task for each window costs a tenth
+        limit_s = hedging.limit_s(step)
+        timer = None if limit_s is None else asyncio.get_running_loop().call_later(limit_s, begin_race)
         try:
-            if not (await asyncio.wait([own], timeout=hedging.limit_s(step)))[0]:
-                others = await self._hedge(portion, place)
-            if others:
-                asked = [asyncio.ensure_future(ask(other)) for other in others]
-                racing = asyncio.ensure_future(_all_of(asked))
-                await asyncio.wait([own, racing], return_when=asyncio.FIRST_COMPLETED)
-                is_own_good = own.done() and own.exception() is None
-                answers = None if is_own_good else await racing
-                if answers is not None:
-                    self._take_over(portion, others)
-                    hedging.won()
-                    others = []
-                    return answers
-            answer = await own
+            answer = await ask(portion)
+            if races and races[0].done() and (overtook := races[0].result()) is not None:
+                return overtook
             hedging.waited(step, time.monotonic() - began_s)
             return [answer]
+        except (ObjectCacheError, Overtaken):
+            answers = await races[0] if races else None
+            if answers is None:
+                raise
+            return answers
+        finally:
+            if timer is not None:
+                timer.cancel()
+            await _stopped(races)
+
+    async def _race(
+        self, portion: _Portion, ask: Callable[[_Portion], Awaitable[_T]], place: _Place
+    ) -> list[_T] | None:
+        """Ask others for what a slow portion has to bring, and have them take over if they are first. None where there
+        are no others, or they fail.
+        """
+        others: list[_Portion] = []
+        asked: list[asyncio.Future[_T]] = []
+        try:
+            others = await self._hedge(portion, place)
+            asked = [asyncio.ensure_future(ask(other)) for other in others]
+            answers = await _all_of(asked)
+            if answers:
+                self._take_over(portion, others)
+                self._members.hedging.won()
+                portion.body.overtake()
+                others = []
+            return answers or None
+        except ObjectCacheError:
+            return None
         finally:
             for other in others:
                 other.task.cancel()
-            unfinished = [future for future in (own, *asked) if not future.done()]
-            for future in unfinished:
-                future.cancel()
-            if unfinished:
-                await asyncio.wait(unfinished)
+            await _stopped(asked)
 
     async def _hedge(self, portion: _Portion, place: _Place) -> list[_Portion]:
         """Ask others for a slow portion's chunks from that place on; none where that would cost too much, or where
@@ -447,9 +467,19 @@ class _Delivery:
             self._without.add(member.name)
 
 
+async def _stopped(futures: Sequence[asyncio.Future[_T]]) -> None:
+    """Cancel those that are not done, and wait until they are."""
+    unfinished = [future for future in futures if not future.done()]
+    for future in unfinished:
+        future.cancel()
+    if unfinished:
+        await asyncio.wait(unfinished)
+
+
 async def _all_of(asked: Sequence[asyncio.Future[_T]]) -> list[_T] | None:
     """All results; None where one of them failed."""
-    await asyncio.wait(asked)
+    if asked:
+        await asyncio.wait(asked)
     if any(each.cancelled() or each.exception() is not None for each in asked):
         return None
     return [each.result() for each in asked]
