@@ -137,7 +137,10 @@ def _add_serving(commands: _Commands, logs: argparse.ArgumentParser) -> None:
     )
     storage.add_argument("--data", type=Path, required=True, metavar="DIR", help="where objects are kept")
     storage.add_argument(
-        "--listen", default=None, metavar="ADDRESS", help="unix:PATH or HOST:PORT; default: unix:DIR/storage.sock"
+        "--listen",
+        default=None,
+        metavar="ADDRESS",
+        help="unix:PATH or [tcp://]HOST:PORT; default: unix:DIR/storage.sock",
     )
     storage.add_argument(
         "--peer-secret-file",
@@ -460,9 +463,9 @@ def _parse_listen(text: str) -> serve.Listen:
         path = Path(text.removeprefix("unix:"))
         path.parent.mkdir(parents=True, exist_ok=True)
         return serve.Listen(socket_path=path)
-    host, _, port = text.rpartition(":")
+    host, _, port = text.removeprefix("tcp://").rpartition(":")
     if not host or not port.isdigit():
-        raise ConfigError(f"--listen {text}: must be unix:PATH or HOST:PORT")
+        raise ConfigError(f"--listen {text}: must be unix:PATH or [tcp://]HOST:PORT")
     return serve.Listen(host.strip("[]"), int(port))
 
 

@@ -13,7 +13,8 @@ from typing import TypeAlias
 
 from adapters.etcd import Etcd
 from adapters.etcd_membership import EtcdMembership
-from adapters.membership import FileMembership, Membership
+from adapters.membership import FileMembership, Membership, MembershipError
+from adapters.mpi_membership import MpiMembership
 from descriptors.cluster import Member
 from descriptors.objects import ReadRequest
 from descriptors.peer_auth import PeerSecrets
@@ -27,6 +28,7 @@ from storage_server.settings import StorageSettings, Write
 
 _ETCD = re.compile(r"(etcds?)://([^/@]+)/([A-Za-z0-9][A-Za-z0-9._/-]{0,200})\Z")
 ID_FILE = "cluster-id"
+MPI = "mpi"
 Commands: TypeAlias = "argparse._SubParsersAction[argparse.ArgumentParser]"
 
 
@@ -35,15 +37,17 @@ def add_cluster(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--cluster",
         metavar="WHERE",
-        help="where the members of a cluster are learned: file:PATH, which SIGHUP reads again, or"
-        " etcd://HOST:PORT[,HOST:PORT]/PREFIX; docs/cluster.md",
+        help="where the members of a cluster are learned: etcd://HOST:PORT[,HOST:PORT]/PREFIX, file:PATH, which SIGHUP"
+        " reads again, or mpi: from each other, under one mpiexec or srun; docs/cluster.md",
     )
 
 
 def add_membership(parser: argparse.ArgumentParser) -> None:
     """Add the options of a storage server that is a member."""
     add_cluster(parser)
-    parser.add_argument("--name", metavar="NAME", help="this server's name among the members of the cluster")
+    parser.add_argument(
+        "--name", metavar="NAME", help="this server's name among the members; default under MPI: its rank"
+    )
     parser.add_argument(
         "--advertise", metavar="URL", help="where gateways reach it, for etcd; default: where it listens"
     )
@@ -111,15 +115,19 @@ def copies_of_members(options: argparse.Namespace, own: OwnKeys | None, secrets:
 
 def own_keys(options: argparse.Namespace, config: Config, settings: StorageSettings) -> OwnKeys | None:
     """A storage server's part in a cluster; None where it is in none. Raises ConfigError."""
-    if (options.cluster is None) != (options.name is None):
-        raise ConfigError("--cluster and --name go together")
     if options.cluster is None:
+        if options.name is not None:
+            raise ConfigError("--name goes with --cluster")
         return None
+    if options.name is None and options.cluster != MPI:
+        raise ConfigError(f"--cluster needs --name, except --cluster {MPI}")
     if settings.upstream is None:
         raise ConfigError("--cluster needs --upstream: the home of objects that all members stand in front of")
     if settings.upstream.write is Write.BACK:
         raise ConfigError('[upstream]: write = "back" does not go with --cluster: others would not know what is dirty')
-    return OwnKeys(membership_of(options.cluster, config.cluster, options.data), options.name, options.weight)
+    membership = membership_of(options.cluster, config.cluster, options.data)
+    name = options.name or (f"rank-{membership.rank}" if isinstance(membership, MpiMembership) else "")
+    return OwnKeys(membership, name, options.weight)
 
 
 def require_one_storage(options: argparse.Namespace) -> None:
@@ -170,13 +178,18 @@ def add_peer_tls(parser: argparse.ArgumentParser) -> None:
 
 
 def membership_of(text: str, config: ClusterConfig, data_dir: Path | None = None) -> Membership:
-    """`file:PATH`, `etcd://HOST:PORT[,HOST:PORT]/PREFIX`, or `etcds://…` over TLS. A storage server keeps the id of its
-    cluster in `data_dir`. Raises ConfigError.
+    """`file:PATH`, `etcd://HOST:PORT[,HOST:PORT]/PREFIX`, or `etcds://…` over TLS, or `mpi`. A storage server keeps the
+    id of its cluster in `data_dir`. Raises ConfigError.
     """
+    if text == MPI:
+        try:
+            return MpiMembership()
+        except MembershipError as error:
+            raise ConfigError(f"--cluster {MPI}: {error}") from None
     kind, _, rest = text.partition(":")
     if kind == "file" and rest:
         return FileMembership(Path(rest.removeprefix("//")))
-    etcd, prefix = etcd_of("--cluster", text, config, "file:PATH, ")
+    etcd, prefix = etcd_of("--cluster", text, config, f"{MPI}, file:PATH, ")
     if data_dir is None:
         return EtcdMembership(etcd, prefix, config.lease_s)
     file = data_dir / ID_FILE

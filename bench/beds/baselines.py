@@ -104,7 +104,7 @@ def raw_nixl_writes(buffer: Bytes, source_bytes: int) -> Iterator[Callable[[int]
                 buffer.fill(0)
                 child.tell(str(write_bytes))
                 duration_s = float(child.answer(agent.notices))  # our side polls, as TCP needs it to
-                _check_pattern(buffer)
+                check_pattern(buffer)
                 return duration_s
 
             yield run
@@ -132,13 +132,13 @@ def raw_socket(buffer: Bytes, source_bytes: int) -> Iterator[Callable[[], float]
                     raise BaselineError("the socket sender ended early")
                 view = view[count:]
             duration_s = time.monotonic() - started_s
-            _check_pattern(buffer)
+            check_pattern(buffer)
             return duration_s
 
         yield run
 
 
-def _check_pattern(buffer: Bytes) -> None:
+def check_pattern(buffer: Bytes) -> None:
     """A byte in every few hundred, and the last, tell whether everything was written."""
     if not (buffer[::_CHECK_STRIDE] == PATTERN).all() or buffer[-1] != PATTERN:
         raise BaselineError("a raw sender left bytes unwritten")

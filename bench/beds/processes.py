@@ -32,7 +32,7 @@ class BaselineError(Exception):
 
 class Child:
     """A running `python -m MODULE`: says one line when ready, answers in lines, and ends with its standard input.
-    `python` is the interpreter to run it, by default this one.
+    `python` is the interpreter to run it, by default this one, and `launcher` the words before it.
 
     Every method raises BaselineError when it has ended or says nothing for too long.
     """
@@ -43,11 +43,12 @@ class Child:
         *arguments: object,
         environment: Mapping[str, str] | None = None,
         python: str | Path = sys.executable,
+        launcher: Sequence[str] = (),
     ) -> None:
         self._module = module
         self._pending = b""
         self._process = subprocess.Popen(
-            [str(python), "-m", module, *map(str, arguments)],
+            [*launcher, str(python), "-m", module, *map(str, arguments)],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             bufsize=0,

@@ -1,5 +1,6 @@
 """`bench cluster`: one prefix from three storage servers, and from one, by the same gateway code, in the same rounds;
-what the split costs; and how long a delivery takes longer when a server is killed in it.
+what the split costs; how much longer a delivery takes when a server is killed in it; a simulation of up to 256 servers;
+and how fast blocks move between processes by MPI and others.
 """
 
 from __future__ import annotations
@@ -22,6 +23,7 @@ from bench.core.plots import Chart, Kind, draw
 from bench.core.rounds import Side, Target, paired, sampled
 from bench.core.show import Json, Section, table, targets
 from bench.experiments.cluster_simulated import Placed, figure_3
+from bench.experiments.cluster_table_7 import Mover, table_7
 from calibration.content import Bytes, Content, VerificationError, make_content, verify_payload
 from calibration.samples import spread
 from calibration.servers import BUCKET
@@ -42,6 +44,7 @@ WARMING_FETCHES = 4
 """Until the DRAM tiers have all of the prefix."""
 THREE_OVER_ONE_MIN = 0.9
 SPLIT_MS_MAX = 5.0
+MOVERS = [mover.value for mover in Mover]
 LINEAR_MIN = {64: 0.9, 256: 0.8}
 REMARK = (
     "Three servers, a gateway, their home and the client share the cores of this machine: three have no more of them."
@@ -74,6 +77,9 @@ class ClusterBenchSettings:
     )
     simulated_requests: int = options.count(
         "--simulated-requests", 400, 20, text="requests of the simulation for each four servers"
+    )
+    block_mib: tuple[int, ...] = options.count(
+        "--block-mib", (1, 4, 16, 82), (1,), text="MiB of the blocks of Table VII"
     )
     seed: int = options.seed()
     dram_bytes: int = options.sized(2 * GIB, GIB)
@@ -147,6 +153,7 @@ def measure_cluster(settings: ClusterBenchSettings, origin: Mapping[str, Any]) -
             problem = str(error)
     split_s = split_samples(settings.split_chunks, settings.layout, max(settings.runs, 5))
     figure = figure_3(settings.simulated_servers, settings.simulated_requests, settings.seed)
+    moved = table_7(settings.block_mib, settings.runs)
     made = [*_targets(measured["transports"], spread(split_s).median * 1e3), *_simulated_targets(figure)]
     return published(
         "cluster",
@@ -159,6 +166,7 @@ def measure_cluster(settings: ClusterBenchSettings, origin: Mapping[str, Any]) -
         recovery_s={name: found["recovery_s"] for name, found in measured["recovery"].items()},
         targets=[target.json("case", "side") for target in made],
         figure_3=figure,
+        table_7=moved,
         measurements=measured,
     )
 
@@ -277,6 +285,15 @@ def show(result: Json) -> dict[str, Section]:
                 "slowest portion over mean = straggler:.2",
                 "extra bytes = hedged_bytes:.3",
             ),
+            table(
+                [
+                    {"block": row["block_mib"], **{mover: row["bytes_per_s"].get(mover) for mover in MOVERS}}
+                    for row in result["table_7"]["rows"]
+                ],
+                "MiB in a block = block",
+                *(f"{mover}, GB/s = {mover}:GB/s" for mover in MOVERS),
+            ),
+            *(f"{mover} was not measured: {reason}." for mover, reason in result["table_7"]["missing"].items()),
             targets(result["targets"]),
             *result["remarks"],
         )

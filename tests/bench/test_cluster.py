@@ -11,6 +11,7 @@ import pytest
 
 from bench.experiments.cluster import CLUSTER, split_samples
 from bench.experiments.cluster_simulated import Placed, figure_3
+from bench.experiments.cluster_table_7 import Mover
 from descriptors.layout import ChunkLayout
 
 
@@ -32,6 +33,10 @@ def test_smoke(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
         "cost of the split, ms",
     }
     assert [row["servers"] for row in result["figure_3"]] == [4, 4, 4, 8, 8, 8]
+    (row,) = result["table_7"]["rows"]
+    assert row["block_mib"] == 1
+    assert row["bytes_per_s"].keys() | result["table_7"]["missing"].keys() == {mover.value for mover in Mover}
+    assert row["bytes_per_s"].keys() >= {"MPI", "UCX", "TCP", "shared memory", "Gloo"}
     assert "three over one" in capsys.readouterr().out
 
 
