@@ -21,11 +21,17 @@ CONNECT_S = 2.0
 WATCH_S = 30.0
 """A watch without a word for so long is begun again, maybe elsewhere: its host may be gone."""
 LINE_BYTES_MAX = 16 << 20
+_OLD_TOKEN = "revision of auth store is old"
 _GONE = (aiohttp.ClientError, TimeoutError, OSError, json.JSONDecodeError)
+"""Another endpoint may answer where one fails so."""
 
 
 class EtcdError(Exception):
     """etcd did not answer, or refused; the message has its own words."""
+
+
+class _TokenError(EtcdError):
+    """etcd does not take the token, or wants one."""
 
 
 class CompactedError(EtcdError):
@@ -69,11 +75,13 @@ class Etcd:
         account: tuple[str, str] | None = None,
         tls: ssl.SSLContext | None = None,
         call_s: float = CALL_S,
+        watch_s: float = WATCH_S,
     ) -> None:
         self._endpoints = list(endpoints)
         self._account = account
         self._tls = tls
         self._call_s = call_s
+        self._watch_s = watch_s
         self._token: str | None = None
         self._session: aiohttp.ClientSession | None = None
 
@@ -146,7 +154,7 @@ class Etcd:
 
     async def watch(self, prefix: str, revision: int, cluster_id: int = 0) -> AsyncIterator[list[Change]]:
         """The changes under a prefix from a revision on, as they are made. Raises EtcdError when the connection ends,
-        when nothing comes for WATCH_S, and where etcd is not the cluster of this id; CompactedError.
+        when nothing comes for `watch_s`, and where etcd is not the cluster of this id; CompactedError.
         """
         body = {
             "create_request": {
@@ -158,7 +166,7 @@ class Etcd:
         }
         endpoint = self._endpoints[0]
         try:
-            quiet = aiohttp.ClientTimeout(total=None, sock_connect=CONNECT_S, sock_read=WATCH_S)
+            quiet = aiohttp.ClientTimeout(total=None, sock_connect=CONNECT_S, sock_read=self._watch_s)
             async with self._open().post(
                 f"{endpoint}/v3/watch", json=body, headers=self._headers(), timeout=quiet
             ) as response:
@@ -173,9 +181,12 @@ class Etcd:
                     changes = [_change(each) for each in result.get("events", ())]
                     if changes:
                         yield changes
+        except _TokenError:
+            self._token = None
+            raise
         except _GONE as error:
             self._rotate(endpoint)
-            raise EtcdError(f"{endpoint}: {error or type(error).__name__}") from error
+            raise EtcdError(f"{endpoint}: {str(error) or type(error).__name__}") from error
         raise EtcdError(f"{endpoint}: the watch ended")
 
     async def call(self, path: str, body: Mapping[str, Any]) -> Any:
@@ -186,20 +197,28 @@ class Etcd:
             try:
                 return await self._call_at(endpoint, path, body)
             except _GONE as error:
-                problem = EtcdError(f"{endpoint}: {error or type(error).__name__}")
+                problem = EtcdError(f"{endpoint}: {str(error) or type(error).__name__}")
                 problem.__cause__ = error
                 self._rotate(endpoint)
         raise problem or EtcdError("no endpoint of etcd is named")
 
     async def _call_at(self, endpoint: str, path: str, body: Mapping[str, Any]) -> Any:
         async with asyncio.timeout(self._call_s):
-            if self._account is not None and self._token is None:
+            is_new = self._account is not None and self._token is None
+            if is_new:
                 await self._authenticate(endpoint)
-            async with self._open().post(f"{endpoint}/v3/{path}", json=body, headers=self._headers()) as response:
-                if response.status == 401 and self._account is not None:
-                    self._token = None  # tokens expire
-                await _require_good(response)
-                return await response.json(content_type=None)
+            try:
+                return await self._post(endpoint, path, body)
+            except _TokenError:  # it has expired, etcd was started again, or accounts have changed
+                if is_new or self._account is None:
+                    raise
+                await self._authenticate(endpoint)
+                return await self._post(endpoint, path, body)
+
+    async def _post(self, endpoint: str, path: str, body: Mapping[str, Any]) -> Any:
+        async with self._open().post(f"{endpoint}/v3/{path}", json=body, headers=self._headers()) as response:
+            await _require_good(response)
+            return await response.json(content_type=None)
 
     async def _authenticate(self, endpoint: str) -> None:
         name, password = self._account or ("", "")
@@ -227,9 +246,10 @@ async def _require_good(response: aiohttp.ClientResponse) -> None:
     if response.status == 200:
         return
     text = (await response.content.read(4096)).decode(errors="replace")
-    if response.status in (401, 503):
+    if response.status == 503:
         raise aiohttp.ClientError(f"{response.status}: {text}")
-    raise EtcdError(f"{response.status}: {text}")
+    kind = _TokenError if response.status == 401 or _OLD_TOKEN in text else EtcdError
+    raise kind(f"{response.status}: {text}")
 
 
 async def _lines(response: aiohttp.ClientResponse) -> AsyncIterator[bytes]:

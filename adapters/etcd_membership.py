@@ -192,6 +192,7 @@ class EtcdMembership:
                 else:
                     _log.warning("the lease of the member %s has ended; it registers again", own.name)
                     await self._register(self._own or own)
+                    await self.refresh()
                 failed_count = 0
                 self.is_connected = True
             except Exception as error:
@@ -207,6 +208,8 @@ class EtcdMembership:
         failed_count = 0
         while True:
             try:
+                if failed_count:  # an etcd that has gone back would let the watch wait in silence
+                    self._take(await self._etcd.range(self._members_prefix))
                 async for changes in self._etcd.watch(self._members_prefix, self._seen + 1, self._etcd_id):
                     failed_count = 0
                     self._apply(changes)
@@ -239,6 +242,14 @@ class EtcdMembership:
             _log.error(
                 "etcd has been rebuilt; the members stay as they were. Restart the servers after `objectcache cluster"
                 " adopt`"
+            )
+            return
+        if found.revision < self._seen:
+            _log.error(
+                "etcd has gone back from the revision %d to %d, as a backup does; the members stay as they were."
+                " docs/cluster.md says how to go on",
+                self._seen,
+                found.revision,
             )
             return
         if not self._etcd_id:

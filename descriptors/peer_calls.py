@@ -94,8 +94,12 @@ class PeerCall:
         return fields, write(arguments[self.document])
 
     def decode(self, fields: Mapping[str, Any], document: bytes) -> dict[str, Any]:
-        """The inverse of `encode`. Raises ValidationError, and what the parser of the document raises."""
-        arguments = {name: codec.validate_python(fields[name]) for name, codec in self._codecs.items()}
+        """The inverse of `encode`. An argument that has a default and does not come takes the default, since a caller
+        of the release before does not know it. Raises KeyError for another that does not come, ValidationError, and
+        what the parser of the document raises.
+        """
+        given = {**self._defaults, **fields}
+        arguments = {name: codec.validate_python(given[name]) for name, codec in self._codecs.items()}
         if self.document is not None:
             _, read = DOCUMENTS[self.types[self.document]]
             arguments[self.document] = read(document)
@@ -117,6 +121,15 @@ class PeerCall:
     def _signature(self) -> inspect.Signature:
         whole = inspect.signature(getattr(ROLES[self.role], self.method))
         return whole.replace(parameters=list(whole.parameters.values())[1:])
+
+    @cached_property
+    def _defaults(self) -> dict[str, Any]:
+        parameters = self._signature.parameters
+        return {
+            name: codec.dump_python(parameters[name].default, mode="json")
+            for name, codec in self._codecs.items()
+            if parameters[name].default is not inspect.Parameter.empty
+        }
 
     @cached_property
     def _codecs(self) -> dict[str, TypeAdapter[Any]]:

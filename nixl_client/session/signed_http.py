@@ -95,7 +95,7 @@ class SignedHttp:
             response = connection.getresponse()
         except (OSError, http.client.HTTPException) as error:
             connection.close()
-            raise UnansweredError(f"{method} {path}: {error or type(error).__name__}") from error
+            raise UnansweredError(f"{method} {path}: {str(error) or type(error).__name__}") from error
         stream = Stream(self._pool, connection, response)
         if response.status >= 300:
             raise _refusal(stream, response.status)

@@ -3,8 +3,12 @@
 from __future__ import annotations
 
 import asyncio
+import base64
 import json
+import os
 import signal
+import ssl
+import subprocess
 from collections.abc import AsyncIterator, Callable, Iterator
 from contextlib import asynccontextmanager
 from pathlib import Path
@@ -16,7 +20,9 @@ from adapters.etcd import CompactedError, Etcd, EtcdError
 from adapters.etcd_membership import EtcdMembership
 from adapters.membership import MembershipError
 from descriptors.cluster import Member, View
-from tests.support.etcd import EtcdServer, etcd_server
+from tests.support.certificates import certificate
+from tests.support.etcd import EtcdServer, etcd_nodes, etcd_server, require_program
+from tests.support.servers import eventually
 
 pytestmark = pytest.mark.needs_server
 
@@ -47,7 +53,15 @@ def member(name: str, **options: Any) -> Member:
 async def joined(
     server: EtcdServer, prefix: str, own: Member | None = None, **options: Any
 ) -> AsyncIterator[EtcdMembership]:
-    membership = EtcdMembership(Etcd([server.url], call_s=1.0), prefix, **{"lease_s": 2, **options})
+    async with joined_by(Etcd([server.url], call_s=1.0), prefix, own, **options) as membership:
+        yield membership
+
+
+@asynccontextmanager
+async def joined_by(
+    etcd: Etcd, prefix: str, own: Member | None = None, **options: Any
+) -> AsyncIterator[EtcdMembership]:
+    membership = EtcdMembership(etcd, prefix, **{"lease_s": 2, **options})
     if own is not None:
         membership.announce(own)
     await membership.start()
@@ -215,3 +229,158 @@ async def test_long_lines_of_a_watch_come_whole(shared: EtcdServer) -> None:
             assert [(change.key, change.value) for change in changes] == [("long/key", value)]
             break
     await etcd.close()
+
+
+@pytest.fixture(scope="module")
+def nodes(tmp_path_factory: pytest.TempPathFactory) -> Iterator[list[EtcdServer]]:
+    with etcd_nodes(tmp_path_factory.mktemp("nodes")) as running:
+        yield running
+
+
+async def leader_of(running: list[EtcdServer]) -> EtcdServer:
+    """The node that leads the others."""
+    for node in running:
+        etcd = Etcd([node.url])
+        await etcd.start()
+        try:
+            status = await etcd.call("maintenance/status", {})
+        finally:
+            await etcd.close()
+        if status["leader"] == status["header"]["member_id"]:
+            return node
+    raise AssertionError("no node leads")
+
+
+@pytest.mark.parametrize("fault", ["kill", "stop"])
+async def test_members_keep_their_leases_and_see_changes_when_the_leader_of_three_goes(
+    nodes: list[EtcdServer], prefix: str, fault: str
+) -> None:
+    """A majority is there all along. The members ask the leader first, so that they must go elsewhere."""
+    leader = await leader_of(nodes)
+    urls = [leader.url, *(node.url for node in nodes if node is not leader)]
+
+    def etcd() -> Etcd:
+        return Etcd(urls, call_s=3.0, watch_s=5.0)
+
+    async with joined_by(etcd(), prefix, member("a"), lease_s=10) as own, joined_by(etcd(), prefix) as watching:
+        await until(lambda: names(watching.view) == ["a"])
+        try:
+            if fault == "kill":
+                leader.kill()
+            else:
+                leader.send(signal.SIGSTOP)
+            async with joined_by(etcd(), prefix, member("b"), lease_s=10):
+                await until(lambda: names(watching.view) == names(own.view) == ["a", "b"], 45)
+                await asyncio.sleep(4)
+                assert own.holds_lease
+                assert own.registration_count == 1
+            await until(lambda: names(watching.view) == ["a"])
+        finally:
+            if fault == "kill":
+                leader.start()
+            else:
+                leader.send(signal.SIGCONT)
+            await asyncio.to_thread(eventually, lambda: all(node.is_ready() for node in nodes), 30)
+
+
+async def test_without_a_majority_the_last_view_stays(nodes: list[EtcdServer], prefix: str) -> None:
+    urls = [node.url for node in nodes]
+    async with joined_by(Etcd(urls, call_s=1.0), prefix, member("a")) as own:
+        try:
+            for node in nodes[1:]:
+                node.kill()
+            await until(lambda: not own.is_connected and not own.holds_lease)
+            assert names(own.view) == ["a"]
+        finally:
+            for node in nodes[1:]:
+                node.spawn()
+            await asyncio.to_thread(eventually, lambda: all(node.is_ready() for node in nodes), 30)
+        await until(lambda: own.is_connected and own.holds_lease)
+
+
+async def test_over_tls_only_an_etcd_with_a_trusted_certificate_is_spoken_to(tmp_path: Path) -> None:
+    made, other = certificate(tmp_path, "etcd", "127.0.0.1"), certificate(tmp_path, "other", "127.0.0.1")
+    with etcd_server(tmp_path / "data", made) as server:
+        trusted = Etcd([server.url], tls=ssl.create_default_context(cafile=made[0]))
+        async with joined_by(trusted, "kv", member("a")) as own:
+            await until(lambda: names(own.view) == ["a"])
+            await asyncio.sleep(3)
+            assert own.holds_lease
+        for tls in (ssl.create_default_context(cafile=other[0]), None):
+            with pytest.raises(MembershipError, match="ertificate"):
+                async with joined_by(Etcd([server.url], tls=tls), "kv"):
+                    pass
+
+
+async def test_members_with_a_password_go_on_when_accounts_change_and_etcd_forgets_tokens(
+    own_server: EtcdServer,
+) -> None:
+    admin = Etcd([own_server.url])
+    await admin.start()
+    await admin.call("auth/user/add", {"name": "root", "password": "r"})
+    await admin.call("auth/user/add", {"name": "kv", "password": "p"})
+    await admin.call("auth/role/add", {"name": "members"})
+    allowed = {"permType": "READWRITE", "key": b64("kv/"), "range_end": b64("kv0")}
+    await admin.call("auth/role/grant", {"name": "members", "perm": allowed})
+    await admin.call("auth/user/grant", {"user": "kv", "role": "members"})
+    await admin.call("auth/user/grant", {"user": "root", "role": "root"})
+    await admin.call("auth/enable", {})
+    await admin.close()
+
+    def etcd(name: str = "kv", password: str = "p") -> Etcd:
+        return Etcd([own_server.url], (name, password), call_s=1.0)
+
+    async with joined_by(etcd(), "kv", member("a")) as own, joined_by(etcd(), "kv") as watching:
+        await until(lambda: names(watching.view) == ["a"])
+        root = etcd("root", "r")
+        await root.start()
+        await root.call("auth/user/add", {"name": "more", "password": "m"})
+        await root.close()
+        await asyncio.sleep(3)
+        assert own.holds_lease
+        own_server.kill()
+        own_server.start()
+        await until(lambda: own.is_connected and own.holds_lease)
+        async with joined_by(etcd(), "kv", member("b")):
+            await until(lambda: names(watching.view) == names(own.view) == ["a", "b"], 45)
+    for wrong in (etcd(password="q"), Etcd([own_server.url]), etcd("more", "m")):
+        with pytest.raises(MembershipError, match="etcd"):
+            async with joined_by(wrong, "kv"):
+                pass
+
+
+@pytest.mark.parametrize("is_late", [False, True])
+async def test_a_backup_is_taken_for_the_cluster_only_as_long_as_nothing_has_changed_since(
+    own_server: EtcdServer, tmp_path: Path, caplog: pytest.LogCaptureFixture, is_late: bool
+) -> None:
+    """Members that know of later changes keep their view, because numbers of views must not be given twice."""
+    require_program("etcdctl", "etcd-client")
+    backup = str(tmp_path / "backup")
+    environment = {**os.environ, "ETCDCTL_API": "3"}
+    async with joined(own_server, "kv", member("a"), lease_s=30) as own, joined(own_server, "kv") as watching:
+        await until(lambda: names(watching.view) == ["a"])
+        save = ["etcdctl", "--endpoints", own_server.url, "snapshot", "save", backup]
+        await asyncio.to_thread(subprocess.run, save, check=True, capture_output=True, env=environment)
+        if is_late:
+            async with joined(own_server, "kv", member("b")):
+                await until(lambda: names(watching.view) == names(own.view) == ["a", "b"])
+            await until(lambda: names(watching.view) == names(own.view) == ["a"])
+        number = watching.view.number
+        own_server.kill()
+        own_server.directory = tmp_path / "restored"
+        restore = ["etcdctl", "snapshot", "restore", backup, "--data-dir", str(own_server.directory)]
+        restore += own_server.membership
+        await asyncio.to_thread(subprocess.run, restore, check=True, capture_output=True, env=environment)
+        own_server.start()
+        async with joined(own_server, "kv", member("c"), known_id=own.view.cluster_id):
+            if is_late:
+                await until(lambda: caplog.text.count("etcd has gone back") >= 2)
+                assert names(watching.view) == names(own.view) == ["a"]
+                assert watching.view.number == number
+            else:
+                await until(lambda: names(watching.view) == names(own.view) == ["a", "c"], 30)
+                assert "gone back" not in caplog.text
+
+
+def b64(text: str) -> str:
+    return base64.b64encode(text.encode()).decode()

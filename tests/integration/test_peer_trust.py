@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 from botocore.exceptions import BotoCoreError, ClientError
 
+from tests.support.certificates import certificate
 from tests.support.clusters import Process
 from tests.support.requests import s3_client
 from tests.support.servers import CONFIG, eventually
@@ -71,14 +72,6 @@ def pair(folder: Path, server_options: tuple[str, ...] = (), gateway_options: tu
         yield made
     finally:
         made.close()
-
-
-def certificate(folder: Path, name: str) -> tuple[str, str]:
-    """A certificate that signs itself, and its key."""
-    files = folder / f"{name}.pem", folder / f"{name}.key"
-    request = ("openssl", "req", "-x509", "-newkey", "rsa:2048", "-nodes", "-days", "2", "-subj", f"/CN={name}")
-    subprocess.run([*request, "-out", str(files[0]), "-keyout", str(files[1])], check=True, capture_output=True)
-    return str(files[0]), str(files[1])
 
 
 def test_a_secret_is_replaced_in_three_steps_without_a_restart_or_a_refusal(tmp_path: Path) -> None:

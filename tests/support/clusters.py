@@ -32,6 +32,8 @@ class Process:
     """The words before the command."""
     process: subprocess.Popen[str] | None = None
     url: str = ""
+    tree: Path = field(default_factory=repository)
+    """The checkout that it runs from."""
 
     def start(self) -> None:
         self.spawn()
@@ -40,7 +42,7 @@ class Process:
     def spawn(self) -> None:
         command = [*self.prefix, sys.executable, "-m", "objectcache.cli", *self.arguments]
         environment = {**os.environ, **self.environment}
-        self.process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=environment, cwd=repository())
+        self.process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=environment, cwd=self.tree)
 
     def wait_ready(self) -> None:
         assert self.process is not None
@@ -129,8 +131,7 @@ class Cluster:
             bucket,
             access_key=OWNER[0],
             secret_key=OWNER[1],
-            transport="http",
-            **options,  # type: ignore[arg-type]
+            **{"transport": "http", **options},  # type: ignore[arg-type]
         )
 
     def metrics(self, name: str) -> str:
