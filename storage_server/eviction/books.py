@@ -98,6 +98,11 @@ class Books:
         """How many objects there are."""
         return len(self._entries)
 
+    @property
+    def has_unwritten_leases(self) -> bool:
+        """Whether `leased` has anything to tell."""
+        return bool(self._unwritten)
+
     def put(self, name: Name, entry: Entry) -> None:
         """Note that a key shows this object now. With the version that is known only the pin can have changed."""
         known = self._entries.get(name)

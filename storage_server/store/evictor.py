@@ -196,9 +196,14 @@ class Evictor(Uses):
         ):
             # in front of another service the chunks are there in any case
             raise ServerError(ErrorCode.SLOW_DOWN, "too many lookups wait to be noted", retryable=True)
-        if has_lease and self._lease_timer is None and self._loop is not None:
-            self._lease_timer = self._loop.call_later(LEASE_SAVE_S, self._save_leases_soon)
+        if has_lease:
+            self._save_leases_later()
         return matched
+
+    def _save_leases_later(self) -> None:
+        """Write leases down, with those that are given until then."""
+        if self._lease_timer is None and self._loop is not None:
+            self._lease_timer = self._loop.call_later(LEASE_SAVE_S, self._save_leases)
 
     def _note(self, asked: _Asked) -> bool:
         """Note what was asked, in order with the changes of keys; where too much waits it is forgotten."""
@@ -207,7 +212,7 @@ class Evictor(Uses):
         self._news.append(asked)
         return True
 
-    def _save_leases_soon(self) -> None:
+    def _save_leases(self) -> None:
         self._lease_timer = None
         self._has_leases = True
         self._wake.set()
@@ -239,6 +244,8 @@ class Evictor(Uses):
                 elif self._has_leases:
                     self._has_leases = False
                     await self._write_down(Books.leased)
+                if any(cache.books.has_unwritten_leases for cache in self._all()):
+                    self._save_leases_later()  # of chunks that have come after their leases
                 self._tell_refusals()
             except ObjectCacheError as error:
                 _log.warning("eviction: %s", error)

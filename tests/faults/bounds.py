@@ -143,6 +143,7 @@ class Flood:
         self._pinned: list[tuple[str, int]] = []
         self._leased: list[Leased] = []
         self._lock = threading.Lock()
+        self._killed_s = time.monotonic()
 
     def run(self, seconds: float, kill_every_s: float) -> Iterator[float]:
         """Yields the seconds that have passed. Failures are in the tally."""
@@ -164,6 +165,7 @@ class Flood:
                         self._forget_young_leases()
                         process.send_signal(signal.SIGKILL)
                         process.wait()
+                        self._killed_s = time.monotonic()
                         self.tally.kills += 1
                         process = self._start(stack)
                         killed_s = time.monotonic()
@@ -269,7 +271,7 @@ class Flood:
             with self._lock:
                 held = [(PINNED, key, "pinned") for key, _ in self._pinned]
                 held += [
-                    (CACHE, each.key, "leased")
+                    (CACHE, each.key, f"leased since {each.since_s - COMING_S:.1f}, now {time.monotonic():.1f},")
                     for each in self._leased
                     if each.since_s < time.monotonic() < each.until_s
                 ]
@@ -278,8 +280,9 @@ class Flood:
                     with self._lock:
                         is_counted = what == "pinned" or any(each.key == key for each in self._leased)
                     if is_counted:
-                        self.tally.failures.append(f"{bucket}/{key} is {what}, and not in the cache")
-                elif what == "leased":
+                        killed = f"{time.monotonic() - self._killed_s:.1f} s after the last kill"
+                        self.tally.failures.append(f"{bucket}/{key} is {what}, and not in the cache, {killed}")
+                elif what != "pinned":
                     self.tally.leases_seen += 1
 
     def _lease(self) -> None:
@@ -378,11 +381,12 @@ def main() -> int:
     parser.add_argument("--seconds", type=float, default=600.0, help="for each of the three kinds; default: 600")
     parser.add_argument("--kill-every", type=float, default=15.0, metavar="S", help="default: 15")
     parser.add_argument("--seed", type=int, help="default: a new one, printed")
+    parser.add_argument("--kinds", nargs="+", choices=KINDS, default=KINDS, help="default: all")
     options = parser.parse_args()
     seed = secrets.randbelow(1 << 30) if options.seed is None else options.seed
     print(f"seed {seed}", flush=True)
     failed = False
-    for kind in KINDS:
+    for kind in options.kinds:
         with tempfile.TemporaryDirectory(prefix="objectcache-bounds-") as name, contextlib.ExitStack() as stack:
             url = None if kind == "embedded" else stack.enter_context(upstream_server(Path(name)))
             flood = Flood(Path(name), seed, url, writes_back=kind == "written back")

@@ -140,6 +140,25 @@ async def test_a_lease_is_on_the_disk_soon_and_many_share_one_write(tmp_path: Pa
         store.close()
 
 
+async def test_the_lease_of_a_chunk_that_comes_later_is_on_the_disk_soon_after_it_has_come(tmp_path: Path) -> None:
+    """In front of another service a lookup leases what is on its way."""
+    store = EmbeddedStore(StorageSettings(data_dir=tmp_path, caches=(CacheSettings(None, 16 * MIB),)))
+    await store.start()
+    await store.objects.create_bucket("k", "cached")
+    running = asyncio.create_task(store.evictor.run())
+    try:
+        await _noted(store, lambda noted: True)
+        assert store.evictor.note_lookup("cached", ["a"], 1, store.evictor.before_lookup(), 60.0) == 1
+        await asyncio.sleep(0.3)  # by now all leases that were known are written down
+        await store.objects.put_object("k", PutRequest("cached", "a", 5), BytesBody(b"bytes"))
+        noted = await _noted(store, lambda noted: "a" in noted)
+        assert noted["a"] > time.time() + 59
+    finally:
+        running.cancel()
+        await asyncio.wait((running,))
+        store.close()
+
+
 async def _noted(store: EmbeddedStore, is_so: Callable[[dict[str, float]], bool]) -> dict[str, float]:
     """The ends of leases that the index knows, when they are so."""
     for _ in range(200):
