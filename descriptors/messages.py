@@ -33,6 +33,8 @@ LEASE_S_MAX = 3_600
 AGENT_LIFETIME_S_MAX = 86_400
 AGENT_REGIONS_MAX = 256
 AGENT_METADATA_BYTES_MAX = 1 << 20
+DOWNLINK_MIN, DOWNLINK_MAX = 1e6, 1e13
+"""In bytes/s: a delivery must not be drawn out at will."""
 
 _DEVICE = re.compile(r"(cpu|cuda:\d{1,3})\Z")
 
@@ -73,6 +75,8 @@ class AgentRegistration:
     `shm_tickets`, of connections to several members of a cluster, by their ids. `host_id`, where given, tells a
     server whether it is on the same host; only speed depends on it.
 
+    `downlink_bytes_per_s`, where given, is what the link into its memory carries: servers write there no faster.
+
     In a cluster an agent that is registered already is made known to more members, under its `agent_id`: to those that
     `shm_tickets` or `members` name.
     """
@@ -85,6 +89,7 @@ class AgentRegistration:
     shm_tickets: Mapping[str, str] = field(default_factory=dict)
     agent_id: str | None = None
     members: tuple[str, ...] = ()
+    downlink_bytes_per_s: float | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -170,6 +175,7 @@ class _RegistrationModel(_Model):
     host_id: Annotated[str, Field(max_length=64)] = ""
     regions: Annotated[list[_RegionModel], Field(min_length=1, max_length=AGENT_REGIONS_MAX, fail_fast=True)]
     lifetime_s: _Lifetime
+    downlink_bytes_per_s: Annotated[float, Field(ge=DOWNLINK_MIN, le=DOWNLINK_MAX, allow_inf_nan=False)] | None = None
 
 
 class _RenewalModel(_Model):
@@ -209,6 +215,7 @@ def parse_registration(body: bytes) -> AgentRegistration:
         model.shm_tickets,
         model.agent_id,
         tuple(model.members),
+        model.downlink_bytes_per_s,
     )
 
 
@@ -263,6 +270,8 @@ def registration_body(request: AgentRegistration) -> bytes:
         fields["metadata"] = base64.b64encode(request.metadata).decode()
     if request.host_id:
         fields["host_id"] = request.host_id
+    if request.downlink_bytes_per_s is not None:
+        fields["downlink_bytes_per_s"] = request.downlink_bytes_per_s
     return _dump(fields)
 
 

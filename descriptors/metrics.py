@@ -132,6 +132,8 @@ REMOTE_FAILED = _counter("remote_dram_failed_requests_total", "Calls of Mooncake
 FORMER_HITS = _counter("former_keeper_hit_chunks_total", "Chunks that came out of their former keepers' caches.")
 FORMER_MISSES = _counter("former_keeper_missed_chunks_total", "Chunks that were looked for there, and came from home.")
 FORMER_READ = _counter("former_keeper_read_bytes_total", "Bytes of chunks that came from there.")
+DOWNLINK_ASKED = _counter("downlink_asked_requests_total", "Shares of clients' downlinks that members were asked for.")
+DOWNLINK_FAILED = _counter("downlink_failed_requests_total", "Of these, those that were not answered in time.")
 STORE_OPEN_FILES = _gauge("store_open_files", "Data files that are open.")
 STORE_PINNED_FILES = _gauge("store_pinned_files", "Data files that are being read.")
 STORE_COMMITS = _counter("store_commits_total", "Transactions of the index.")
@@ -160,6 +162,7 @@ STORAGE = (
     REMOTE_HITS, REMOTE_MISSES, REMOTE_READ, REMOTE_ADMITTED, REMOTE_FAILED, FORMER_HITS, FORMER_MISSES, FORMER_READ,
     STORE_OPEN_FILES, STORE_PINNED_FILES, STORE_COMMITS, STORE_CHANGES, STORE_COMPACTED, STORE_NAMED, STORE_STORED,
     STORE_SHARED, STORE_DAMAGED, AGENTS, AGENT_REGIONS, UCX_IN_FLIGHT, UCX_STARTS,
+    DOWNLINK_ASKED, DOWNLINK_FAILED,
 )  # fmt: skip
 """The metrics of the storage server."""
 

@@ -53,6 +53,8 @@ class ObjectCacheClient:
     fetch_timeout_s: bounds the silence on a fetch's request.
     agent_lifetime_s: the server forgets a client that has not renewed its agent for so long. The client renews it every
         third of that time.
+    downlink_bytes_per_s: over `shm` and `ucx`, what the link into this process's memory carries: all storage servers
+        together write there no faster.
 
     `transport`, `delivery`, `on_missing` and `path` may be given by name; an unknown name raises ValueError when it is
     given. Every method raises ObjectCacheError when the server refuses: CallerError, ChunkUnavailable or ServerError.
@@ -74,6 +76,7 @@ class ObjectCacheClient:
         timeout_s: float = 60.0,
         fetch_timeout_s: float = 600.0,
         agent_lifetime_s: float = LIFETIME_S,
+        downlink_bytes_per_s: float | None = None,
     ) -> None:
         wanted = enum_member(Transport, transport, "transport")
         access_key = access_key or os.environ.get("AWS_ACCESS_KEY_ID")
@@ -87,7 +90,7 @@ class ObjectCacheClient:
         """Signed requests to the server, for paths that no method here has: its status and metrics."""
         self._fetch_timeout_s = fetch_timeout_s
         self._http_fetches = HttpFetches(self.http, http_connections)
-        self._routes = Routes(self.http, wanted, agent_lifetime_s)
+        self._routes = Routes(self.http, wanted, agent_lifetime_s, downlink_bytes_per_s)
         self._is_own = True
         self._fetchers = ThreadPoolExecutor(FETCHES_MAX, "objectcache-fetch")
         self._waiters = ThreadPoolExecutor(FETCHES_MAX, "objectcache-wait")

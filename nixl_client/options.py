@@ -7,6 +7,7 @@ from dataclasses import fields
 from enum import Enum
 from typing import Any, TypeVar
 
+from descriptors.messages import DOWNLINK_MAX, DOWNLINK_MIN
 from descriptors.units import parse_bytes
 
 _E = TypeVar("_E", bound=Enum)
@@ -35,6 +36,12 @@ def dataclass_arguments(cls: type[Any], given: Mapping[str, object], enums: Mapp
         name: enum_member(enums[name], value, name) if name in enums else _plain_value(name, value, kinds[name])
         for name, value in given.items()
     }
+
+
+def require_downlink(bytes_per_s: float) -> None:
+    """Raises ValueError for a downlink that servers would refuse; 0 is none."""
+    if bytes_per_s and not DOWNLINK_MIN <= bytes_per_s <= DOWNLINK_MAX:
+        raise ValueError(f"downlink_bytes_per_s must be 0, or from {DOWNLINK_MIN:g} to {DOWNLINK_MAX:g}")
 
 
 def _plain_value(name: str, value: object, kind: str) -> object:

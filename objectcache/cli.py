@@ -27,8 +27,8 @@ from objectcache.cluster import (
     add_cluster,
     add_membership,
     add_peer_tls,
-    copies_of_members,
     own_keys,
+    peers_of_member,
     require_one_storage,
     storage_of_gateway,
 )
@@ -432,10 +432,10 @@ def _storage_server(options: argparse.Namespace) -> int:
     listen = _parse_listen(options.listen or f"unix:{options.data / 'storage.sock'}")
     listen = replace(listen, tls=serve.tls_of(options.tls_certificate, options.tls_key, options.peer_ca))
     own = own_keys(options, config, settings)
-    copies = copies_of_members(options, own, secrets)
+    peers = peers_of_member(options, own, secrets)
     serve.run(
         "objectcache storage-server",
-        lambda: serve.StorageServer(settings, secrets, listen, own, options.advertise, copies),
+        lambda: serve.StorageServer(settings, secrets, listen, own, options.advertise, peers),
         read_scheduler=lambda: load_config(options.config).scheduler_settings(),
         read_secrets=lambda: secrets.become(load_peer_secrets(secret_file, create=False)),
     )

@@ -23,6 +23,7 @@ from gateway.cluster.members import Members
 from gateway.cluster.storage import ClusterStorage
 from gateway.storage_client import RemoteStorage
 from objectcache.config import ClusterConfig, Config, ConfigError
+from storage_server.agents import RegisteredAgent
 from storage_server.own_keys import OwnKeys
 from storage_server.settings import StorageSettings, Write
 
@@ -75,8 +76,8 @@ def add_adopt(commands: Commands, parents: Sequence[argparse.ArgumentParser]) ->
     cluster.set_defaults(command=lambda options: adopt(options.data))
 
 
-class MemberCopies:
-    """Implements storage_server.upstream.former_keepers.PeerCopies over the calls that gateways make, too."""
+class MemberPeers:
+    """Implements storage_server.service.Peers over the calls that gateways make, too."""
 
     def __init__(self, membership: Membership, secrets: PeerSecrets, tls: ssl.SSLContext | None) -> None:
         self._membership = membership
@@ -87,13 +88,22 @@ class MemberCopies:
     @asynccontextmanager
     async def open_copy(self, member: Member, request: ReadRequest) -> AsyncIterator[ObjectRead]:
         """A read of what the member has in its cache."""
+        storage = await self._storage(member)
+        async with storage.objects.open_object(SERVER_KEY, request) as read:
+            yield read
+
+    async def downlink_share(self, member: Member, agent: RegisteredAgent, writer: str, left_bytes: int) -> float:
+        """The share that the member gives, as the agent's keeper."""
+        storage = await self._storage(member)
+        return await storage.agents.downlink_share(agent.access_key, agent.agent_id, writer, left_bytes)
+
+    async def _storage(self, member: Member) -> RemoteStorage:
         storage = self._storages.get(member.endpoint)
         if storage is None:
             storage = RemoteStorage(member.endpoint, self._secrets, lambda: self._membership.view.id, self._tls)
-            await storage.start()
             self._storages[member.endpoint] = storage
-        async with storage.objects.open_object(SERVER_KEY, request) as read:
-            yield read
+            await storage.start()
+        return storage
 
     async def close(self) -> None:
         """Close every connection."""
@@ -101,16 +111,14 @@ class MemberCopies:
             await storage.close()
 
 
-def copies_of_members(options: argparse.Namespace, own: OwnKeys | None, secrets: PeerSecrets) -> MemberCopies | None:
-    """The caches of the other members, whom this server shows its own certificate where they speak TLS. Raises
-    ConfigError.
-    """
+def peers_of_member(options: argparse.Namespace, own: OwnKeys | None, secrets: PeerSecrets) -> MemberPeers | None:
+    """The other members, whom this server shows its own certificate where they speak TLS. Raises ConfigError."""
     if own is None:
         return None
     tls = None
     if options.peer_ca is not None:
         tls = peer_tls(options.peer_ca, options.tls_certificate, options.tls_key)
-    return MemberCopies(own.membership, secrets, tls)
+    return MemberPeers(own.membership, secrets, tls)
 
 
 def own_keys(options: argparse.Namespace, config: Config, settings: StorageSettings) -> OwnKeys | None:

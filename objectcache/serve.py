@@ -36,6 +36,7 @@ from storage_server.own_keys import OwnKeys
 from storage_server.scheduler.settings import SchedulerSettings
 from storage_server.service import (
     EmbeddedStorage,
+    Peers,
     WrapDestination,
     WrapSource,
     unwrapped_destination,
@@ -43,7 +44,6 @@ from storage_server.service import (
 )
 from storage_server.settings import StorageSettings
 from storage_server.store.data.disk import Disk
-from storage_server.upstream.former_keepers import PeerCopies
 
 BACKLOG = 4096
 SHUTDOWN_S = 5.0
@@ -166,12 +166,12 @@ class StorageServer:
         listen: Listen,
         own: OwnKeys | None = None,
         advertised: str | None = None,
-        copies: PeerCopies | None = None,
+        peers: Peers | None = None,
     ) -> None:
         """With `own`, it is a member of a cluster, whose gateways reach it at `advertised`, or where it listens;
-        `copies` reads out of the caches of the others.
+        `peers` are the others.
         """
-        self.storage = EmbeddedStorage(storage, own=own, copies=copies)
+        self.storage = EmbeddedStorage(storage, own=own, peers=peers)
         self._http = StorageHttp(self.storage, secrets, None if own is None else own.require_current)
         self.membership = None if own is None else own.membership
         self._advertised = advertised

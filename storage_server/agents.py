@@ -29,6 +29,8 @@ class RegisteredAgent:
     peer: str
     regions: tuple[Region, ...]
     expires_s: float
+    downlink_bytes_per_s: float | None = None
+    """All servers that write into its memory share this rate; None: it is not limited."""
 
     @property
     def is_lost(self) -> bool:
@@ -99,7 +101,9 @@ class AgentTable:
         self.check_id(registration.agent_id)
         expires_s = now_s + registration.lifetime_s
         agent_id = registration.agent_id or secrets.token_hex(16)
-        agent = RegisteredAgent(agent_id, access_key, peer, registration.regions, expires_s)
+        agent = RegisteredAgent(
+            agent_id, access_key, peer, registration.regions, expires_s, registration.downlink_bytes_per_s
+        )
         self._by_id[agent.agent_id] = agent
         return agent
 

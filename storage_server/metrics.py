@@ -13,6 +13,7 @@ from descriptors.messages import SchedulerStatus
 from descriptors.notices import Mode
 from descriptors.tracing import Phase
 from storage_server.agents import AgentTable
+from storage_server.downlinks import Downlinks
 from storage_server.gather.staging import StagingPool
 from storage_server.link import Link
 from storage_server.requests import RequestTable
@@ -153,6 +154,12 @@ def agent_readings(agents: AgentTable, requests: RequestTable, engine: UcxProces
     yield metrics.AGENT_REGIONS, _one(agents.region_count)
     yield metrics.UCX_IN_FLIGHT, _one(0 if engine is None else engine.in_flight_count)
     yield metrics.UCX_STARTS, _one(0 if engine is None else engine.start_count)
+
+
+def downlink_readings(downlinks: Downlinks) -> Iterator[Reading]:
+    """The shares of clients' downlinks."""
+    yield metrics.DOWNLINK_ASKED, _one(downlinks.asked_count)
+    yield metrics.DOWNLINK_FAILED, _one(downlinks.failed_count)
 
 
 def _one(value: float) -> dict[tuple[str, ...], float]:

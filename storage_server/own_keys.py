@@ -87,6 +87,10 @@ class OwnKeys:
             own &= names[placement.keepers(bucket, keys)]
         return own
 
+    def keeper_of_agent(self, agent_id: str) -> Member | None:
+        """The member that shares an agent's downlink out; None while no members are known."""
+        return None if self._placement is None else self._placement.order("", agent_id)[0]
+
     def former_keeper(self, bucket: str, key: str) -> Member | None:
         """The member that kept a key before the last change of the members, and so may have a copy of it; None where
         that is long ago, where it was this server, or where that member has left.

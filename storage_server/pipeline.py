@@ -20,6 +20,8 @@ from descriptors.notices import Mode
 from descriptors.storage_api import DeliveryOutcome, DeliveryStart, Grant, Spans
 from descriptors.tracing import Phase
 from descriptors.units import KIB
+from storage_server.agents import RegisteredAgent
+from storage_server.downlinks import Downlinks, Pace
 from storage_server.gather.coming import Coming, with_landed
 from storage_server.gather.read import gather
 from storage_server.gather.source import ChunkSource
@@ -59,6 +61,7 @@ class _Delivery:
     request_id: str
     destination: Destination
     portion: Portion | None = None
+    pace: Pace = field(default_factory=Pace)
     phases: Phases = field(default_factory=lambda: Phases(Phase.PLAN))
     mode: Mode | None = None
     is_resident: bool = False
@@ -96,7 +99,8 @@ async def _abandon(gatherings: Sequence[_Gathering]) -> None:
 class Pipeline:
     """Carries descriptors out over one source of chunks, the DRAM tier before it and one pool of gather threads."""
 
-    def __init__(self, settings: StorageSettings, source: ChunkSource, dram: DramTier) -> None:
+    def __init__(self, settings: StorageSettings, source: ChunkSource, dram: DramTier, downlinks: Downlinks) -> None:
+        self._downlinks = downlinks
         self._settings = settings
         self._source = source
         self._dram = dram
@@ -116,9 +120,16 @@ class Pipeline:
         return self._admission.active_count
 
     async def run(
-        self, access_key: str, bucket: str, descriptor: Descriptor, request_id: str, destination: Destination
+        self,
+        access_key: str,
+        bucket: str,
+        descriptor: Descriptor,
+        request_id: str,
+        destination: Destination,
+        agent: RegisteredAgent | None = None,
     ) -> DeliveryOutcome:
-        """Deliver the chunks that `descriptor` names, at the rate the link has for `access_key`.
+        """Deliver the chunks that `descriptor` names, at the rate the link has for `access_key`, and that the downlink
+        of `agent` has for this server; None where nobody's memory is written.
 
         Raises ChunkUnavailable (nothing has been sent, or the client has had the notice "failed"),
         ServerError(TargetUnreachable, SlowDown). At the end, also after an error, nothing is in flight, and memory,
@@ -127,7 +138,8 @@ class Pipeline:
         delivery = _Delivery(request_id, destination, descriptor.portion)
         outcome = DONE
         try:
-            return await self._carry_out(delivery, access_key, bucket, descriptor)
+            async with nullcontext(Pace()) if agent is None else self._downlinks.pace(agent) as delivery.pace:
+                return await self._carry_out(delivery, access_key, bucket, descriptor)
         except ObjectCacheError as error:
             outcome = error.code.value
             raise
@@ -187,6 +199,7 @@ class Pipeline:
         damage, so that the client's next lookup stops there.
         """
         transfer = delivery.destination.open(plan)
+        delivery.pace.begin(plan.delivery_bytes)
         try:
             grant = await place.admitted()
             delivery.phases.enter(Phase.TRANSFER)
@@ -239,6 +252,7 @@ class Pipeline:
                         await asyncio.shield(gathering.reading)
                     phases.enter(Phase.WAIT)
                     await place.wait_to_send(index)
+                    await delivery.pace.wait(payload.nbytes)
                     phases.enter(Phase.TRANSFER)
                     held.remove(gathering)
                     await transfer.send(payload, gathering.spans, gathering.room)

@@ -72,6 +72,7 @@ class Prefixes:
             raise invalid("on_missing", "must be fail in a portion: how many chunks come is decided for the whole")
         target, now_s = descriptor.rdma_target, time.monotonic()
         portion = "" if descriptor.portion is None else descriptor.portion.label
+        agent = None
         if target is None:
             request = self._requests.begin(access_key, descriptor.request_id, now_s, portion=portion)
             destination: Destination = self._body(access_key, sink)
@@ -80,7 +81,7 @@ class Prefixes:
             destination = self._registrar.endpoint(agent).destination(access_key, region, target.offset)
             request = self._requests.begin(access_key, descriptor.request_id, now_s, agent.agent_id, region, portion)
         wrapped = self._wrap_destination(destination)
-        work = self._pipeline.run(access_key, bucket, descriptor, request.request_id, wrapped)
+        work = self._pipeline.run(access_key, bucket, descriptor, request.request_id, wrapped, agent)
         return await self._requests.run(request, work)
 
     async def put_chunks_from(self, access_key: str, bucket: str, descriptor: Descriptor) -> ChunksPut:

@@ -15,6 +15,7 @@ from descriptors.errors import CallerError, ErrorCode, ObjectCacheError, ServerE
 from descriptors.messages import AgentLease, AgentRegistration, AgentRenewal, Region
 from storage_server.agents import AgentTable, RegisteredAgent, target_region
 from storage_server.requests import ActiveRequest, RequestTable
+from storage_server.scheduler.downlink_shares import DownlinkShares
 from storage_server.transport.endpoint import AgentTransport, Endpoint
 
 SWEEP_INTERVAL_S = 1.0
@@ -26,6 +27,7 @@ class Registrar:
     def __init__(self, table: AgentTable, requests: RequestTable, *, takes_ids: bool = False) -> None:
         """With `takes_ids` gateways of a cluster give agents their ids."""
         self.table = table
+        self.shares = DownlinkShares()
         self._takes_ids = takes_ids
         self._requests = requests
         self._ucx: AgentTransport | None = None
@@ -84,6 +86,13 @@ class Registrar:
         async with self._names.locked(peer):
             agent = self.table.owned(access_key, agent_id, time.monotonic(), "agent_id")
             await self._drain_and_forget(agent, _cancelled("the agent was deleted"))
+
+    async def downlink_share(self, access_key: str, agent_id: str, writer: str, left_bytes: int) -> float:
+        """The keeper's answer. Raises CallerError(InvalidArgument) for an agent without a downlink."""
+        agent = self.table.owned(access_key, agent_id, time.monotonic(), "agent_id")
+        if agent.downlink_bytes_per_s is None:
+            raise CallerError(ErrorCode.INVALID_ARGUMENT, "the agent's downlink is not limited", field="agent_id")
+        return self.shares.share(agent_id, agent.downlink_bytes_per_s, writer, left_bytes, time.monotonic())
 
     def target(self, access_key: str, target: RdmaTarget) -> tuple[RegisteredAgent, Region]:
         """The caller's agent and region that a descriptor's target names. Raises CallerError: NoSuchAgent,
@@ -160,6 +169,7 @@ class Registrar:
     async def _drain_and_forget(self, agent: RegisteredAgent, error: ObjectCacheError) -> None:
         """Refuse new deliveries to the agent, stop those under way with this error, drain them, disconnect."""
         self.table.remove(agent.agent_id)
+        self.shares.forget(agent.agent_id)
         await _stop(self._requests.active_for_agent(agent.agent_id), error)
         endpoint = self._endpoints.pop(agent.agent_id, None)
         if endpoint is not None:

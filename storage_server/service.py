@@ -7,17 +7,20 @@ import logging
 import time
 from collections.abc import Callable
 from itertools import chain
+from typing import Protocol
 
 from adapters.metrics import text_of
 from descriptors.errors import ObjectCacheError
 from descriptors.messages import SchedulerStatus, Transports
 from descriptors.storage_api import ObjectsApi, UploadsApi
 from storage_server.agents import AgentTable
+from storage_server.downlinks import DownlinkKeepers, Downlinks
 from storage_server.gather.source import ChunkSource
 from storage_server.gather.staging import StagingPool
 from storage_server.memory_area import PrivateArea
 from storage_server.metrics import (
     agent_readings,
+    downlink_readings,
     link_readings,
     memory_readings,
     store_readings,
@@ -59,6 +62,10 @@ def unwrapped_destination(destination: Destination) -> Destination:
     return destination
 
 
+class Peers(PeerCopies, DownlinkKeepers, Protocol):
+    """The other members of a cluster, as this server calls them."""
+
+
 class EmbeddedStorage:
     """Implements descriptors.storage_api.StorageApi. `start` before use, `close` after.
 
@@ -74,11 +81,10 @@ class EmbeddedStorage:
         wrap_source: WrapSource = unwrapped_source,
         wrap_destination: WrapDestination = unwrapped_destination,
         own: OwnKeys | None = None,
-        copies: PeerCopies | None = None,
+        peers: Peers | None = None,
     ) -> None:
-        """In a cluster `own` says which keys this server is the keeper of, and `copies` reads out of the caches of
-        other members. Raises ValueError without an upstream
-        service, which all members share.
+        """In a cluster `own` says which keys this server is the keeper of, and `peers` are the other members. Raises
+        ValueError without an upstream service, which all members share.
         """
         if own is not None and settings.upstream is None:
             raise ValueError("a cluster needs an upstream service, in front of which all its members stand")
@@ -88,7 +94,7 @@ class EmbeddedStorage:
         self.own = own
         claim(settings.data_dir, settings.upstream)
         self.store = EmbeddedStore(settings, disk)
-        self.upstream = _home_before(settings, self.store, own, copies)
+        self.upstream = _home_before(settings, self.store, own, peers)
         home = self.upstream or self.store
         self.objects: ObjectsApi = home.objects
         self.uploads: UploadsApi = home.uploads
@@ -111,7 +117,8 @@ class EmbeddedStorage:
             settings.eviction,
             takes_landings=settings.cold_reads is ColdReads.DIRECT,
         )
-        self.pipeline = Pipeline(settings, source, self.dram)
+        self.downlinks = Downlinks(self.agents.shares, own, peers)
+        self.pipeline = Pipeline(settings, source, self.dram, self.downlinks)
         self._transfers = ObjectTransfers(
             settings,
             self.store,
@@ -182,6 +189,7 @@ class EmbeddedStorage:
             await asyncio.wait(self._sweepers)
         await self.requests.close(self.settings.stall_timeout_s)
         self._transfers.close()
+        await self.downlinks.close()
         if self.ucx is not None:
             await self.ucx.close()
         self.pipeline.close()
@@ -218,6 +226,7 @@ class EmbeddedStorage:
             store_readings(self.store),
             upstream_readings(self.upstream),
             agent_readings(self.agents.table, self.requests, engine),
+            downlink_readings(self.downlinks),
         )
         return text_of(readings).decode()
 

@@ -94,6 +94,10 @@ class ClusterAgents:
         if not told.good and not told.unreached:
             raise next(iter(told.refused.values()), _no_such_agent(agent_id))
 
+    async def downlink_share(self, access_key: str, agent_id: str, writer: str, left_bytes: int) -> float:
+        """Raises CallerError(NotImplemented): storage servers ask each other."""
+        raise CallerError(ErrorCode.NOT_IMPLEMENTED, "a gateway has no shares of downlinks", field="agent_id")
+
     def _lease(self, agent_id: str, told: Told[AgentLease]) -> AgentLease:
         """The lease of the whole. Raises where no member knows the agent."""
         if not told.good:

@@ -43,10 +43,13 @@ class Routes:
     `close`. Safe from any thread.
     """
 
-    def __init__(self, http: SignedHttp, wanted: Transport, agent_lifetime_s: float) -> None:
+    def __init__(
+        self, http: SignedHttp, wanted: Transport, agent_lifetime_s: float, downlink_bytes_per_s: float | None = None
+    ) -> None:
         self._http = http
         self._wanted = wanted
         self._agent_lifetime_s = agent_lifetime_s
+        self._downlink_bytes_per_s = downlink_bytes_per_s
         self._lock = threading.Lock()
         self._one_sided: dict[Transport, OneSidedFetches] = {}
         self._unavailable_until_s: dict[Transport, float] = {}
@@ -123,6 +126,6 @@ class Routes:
     def _fetches_over(self, transport: Transport) -> OneSidedFetches:
         with self._lock:
             if transport not in self._one_sided:
-                agent = ClientAgent(transport, self._http, self._agent_lifetime_s)
+                agent = ClientAgent(transport, self._http, self._agent_lifetime_s, self._downlink_bytes_per_s)
                 self._one_sided[transport] = OneSidedFetches(self._http, agent)
             return self._one_sided[transport]

@@ -22,7 +22,7 @@ from adapters.interfaces import UnknownInterfaceError
 from adapters.nixl_agent import NixlFailure, is_available
 from descriptors.errors import ErrorCode, ObjectCacheError, ServerError
 from descriptors.headers import AGENTS_PATH, TRANSPORTS_PATH, WRITERS_HEADER
-from descriptors.messages import AgentRenewal, Region, registration_body, renewal_body
+from descriptors.messages import AgentRegistration, AgentRenewal, Region, registration_body, renewal_body
 from nixl_client.session.shared import Shared
 from nixl_client.session.signed_http import Account, SignedHttp
 from nixl_client.transports.buffers import Buffer
@@ -47,11 +47,15 @@ class ClientAgent:
     this one, which needs a client of its own; there `close` does nothing.
     """
 
-    def __init__(self, transport: Transport, http: SignedHttp, lifetime_s: float) -> None:
+    def __init__(
+        self, transport: Transport, http: SignedHttp, lifetime_s: float, downlink_bytes_per_s: float | None = None
+    ) -> None:
         """Raises ImportError or NixlFailure where ucx cannot run."""
         self._http = http
-        self._key = _AgentKey(transport, http.account, http.timeout_s, lifetime_s)
-        self._shared = _agents.take(self._key, lambda: _SharedAgent(transport, http.copy(), lifetime_s))
+        self._key = _AgentKey(transport, http.account, http.timeout_s, lifetime_s, downlink_bytes_per_s)
+        self._shared = _agents.take(
+            self._key, lambda: _SharedAgent(transport, http.copy(), lifetime_s, downlink_bytes_per_s)
+        )
         self._is_closed = False
 
     @property
@@ -108,6 +112,7 @@ class _AgentKey:
     account: Account
     timeout_s: float
     lifetime_s: float
+    downlink_bytes_per_s: float | None
 
 
 @dataclass(slots=True)
@@ -123,7 +128,9 @@ class _SharedAgent:
     for: heartbeats, and the question where the shm socket is.
     """
 
-    def __init__(self, transport: Transport, http: SignedHttp, lifetime_s: float) -> None:
+    def __init__(
+        self, transport: Transport, http: SignedHttp, lifetime_s: float, downlink_bytes_per_s: float | None = None
+    ) -> None:
         self._http = http
         try:
             self.receiver = _make_receiver(transport, http)
@@ -131,6 +138,7 @@ class _SharedAgent:
             http.close()
             raise
         self._lifetime_s = lifetime_s
+        self._downlink_bytes_per_s = downlink_bytes_per_s
         self._process_id = os.getpid()
         self._lock = threading.Lock()
         self._regions: dict[str, _Registered] = {}
@@ -239,7 +247,7 @@ class _SharedAgent:
             problem = f"the storage server {unreached[0]} could not be told, and may still write"
             raise ServerError(ErrorCode.SLOW_DOWN, problem, retryable=True)
         if self._agent_id is None:
-            body = registration_body(self.receiver.registration(regions, self._lifetime_s))
+            body = self._registration_body(self.receiver.registration(regions, self._lifetime_s))
             answer = self.receiver.call_and_connect(lambda: http.request("POST", AGENTS_PATH, body=body))
             self._note(answer.json())
 
@@ -258,6 +266,9 @@ class _SharedAgent:
         if answer.get("unknown_to"):
             self._introduce(http, answer["unknown_to"])
         return tuple(answer.get("members", ()))
+
+    def _registration_body(self, registration: AgentRegistration) -> bytes:
+        return registration_body(replace(registration, downlink_bytes_per_s=self._downlink_bytes_per_s))
 
     def _forget(self) -> None:
         self._forgotten_id, self._agent_id = self._agent_id, None
@@ -280,7 +291,7 @@ class _SharedAgent:
         try:
             introduction = self.receiver.introduction(self._region_list(), self._lifetime_s, names)
             if introduction.shm_tickets or introduction.members:
-                body = registration_body(replace(introduction, agent_id=self._agent_id))
+                body = self._registration_body(replace(introduction, agent_id=self._agent_id))
                 answer = self.receiver.call_and_connect(lambda: http.request("POST", AGENTS_PATH, body=body))
                 self._note(answer.json())
         except (ObjectCacheError, ShmUnavailableError, NixlFailure) as error:

@@ -66,6 +66,8 @@ WRITE_BACK = """
 write = "back"
 """
 DRAIN_S = 60.0
+LATE_FRACTION_MAX = 0.1
+"""Of the leases of chunks that were on their way, for those that come late."""
 
 
 class BoundFailure(Exception):
@@ -89,6 +91,7 @@ class Tally:
     most_bucket_bytes: int = 0
     leases: int = 0
     leases_seen: int = 0
+    late: int = 0
     compared: int = 0
     failures: list[str] = field(default_factory=list)
 
@@ -144,6 +147,10 @@ class Flood:
         self._leased: list[Leased] = []
         self._lock = threading.Lock()
         self._killed_s = time.monotonic()
+        self._seen: set[str] = set()
+        """Leased chunks that were in the cache when COMING_S had passed."""
+        self._late: set[str] = set()
+        """Those that were not, in front of another service: how soon they come depends on what else goes on."""
 
     def run(self, seconds: float, kill_every_s: float) -> Iterator[float]:
         """Yields the seconds that have passed. Failures are in the tally."""
@@ -175,6 +182,9 @@ class Flood:
                 self._is_up.set()
                 for thread in threads:
                     thread.join()
+            self.tally.late = len(self._late)
+            if self.tally.late > LATE_FRACTION_MAX * max(10, self.tally.leases):
+                self.tally.failures.append(f"{self.tally.late} leased chunks did not come within {COMING_S} s")
             if self._upstream is not None and not self.tally.failures:
                 self._check_upstream()
 
@@ -279,11 +289,15 @@ class Flood:
                 if db.execute("SELECT 1 FROM objects WHERE bucket = ? AND key = ?", (bucket, key)).fetchone() is None:
                     with self._lock:
                         is_counted = what == "pinned" or any(each.key == key for each in self._leased)
+                    if is_counted and what != "pinned" and self._upstream is not None and key not in self._seen:
+                        self._late.add(key)
+                        continue
                     if is_counted:
                         killed = f"{time.monotonic() - self._killed_s:.1f} s after the last kill"
                         self.tally.failures.append(f"{bucket}/{key} is {what}, and not in the cache, {killed}")
                 elif what != "pinned":
                     self.tally.leases_seen += 1
+                    self._seen.add(key)
 
     def _lease(self) -> None:
         """One chunk of the latest after the other; together they are less than pins and leases may hold."""

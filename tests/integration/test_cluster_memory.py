@@ -194,3 +194,36 @@ def test_a_server_that_stops_in_mid_copy_and_goes_on_later_harms_no_later_fetch(
         assert np.array_equal(fetch.wait_layer(3, 1).data, layer_of(CHUNKS, LAYOUT, 3))
         check(client.fetch(KEYS[:8], LAYOUT, buffer, delivery=Delivery.LAYER_MAJOR), 8)
         assert fetch.is_settled
+
+
+DOWNLINK_BYTES_PER_S = 20e6
+
+
+@pytest.mark.parametrize("transport", ["shm", "ucx"])
+def test_all_servers_together_write_no_faster_than_the_client_s_downlink(
+    kv: Cluster, bucket: str, transport: str
+) -> None:
+    """They ask the agent's keeper. Bytes and order are as always, and one of them may be killed, be it the keeper."""
+    with client_of(kv, bucket, transport, downlink_bytes_per_s=DOWNLINK_BYTES_PER_S) as client:
+        buffer = client.allocate_buffer(LAYOUT.delivery_bytes(N))
+        for killed in (None, "a"):
+            buffer[:] = 0
+            began_s = time.monotonic()
+            fetch = client.fetch(KEYS, LAYOUT, buffer, delivery=Delivery.LAYER_MAJOR)
+            if killed is not None:
+                fetch.wait_layer(0, WAIT_S)
+                kv.members[killed].kill()
+            check(fetch)
+            assert time.monotonic() - began_s >= buffer.nbytes / (1.5 * DOWNLINK_BYTES_PER_S)
+            if killed is None:
+                asked = [metric(kv, name, "objectcache_downlink_asked_requests_total") for name in "abc"]
+                assert sum(count > 0 for count in asked) == 2  # all but the keeper
+                failed = sum(metric(kv, name, "objectcache_downlink_failed_requests_total") for name in "abc")
+                assert failed < sum(asked) / 2
+        kv.members["a"].start()
+
+
+def metric(running: Cluster, name: str, metric_name: str) -> float:
+    """One of a member's metrics without labels."""
+    lines = running.metrics(name).splitlines()
+    return next(float(line.split()[1]) for line in lines if line.startswith(f"{metric_name} "))

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from descriptors.descriptor import CHUNK_TOKENS_MAX
 from descriptors.recompute import PrefillCosts
-from nixl_client.options import dataclass_arguments
+from nixl_client.options import dataclass_arguments, require_downlink
 from nixl_client.transports.transport import HTTP_CONNECTIONS_MAX, Transport
 
 
@@ -20,6 +20,8 @@ class Options:
     transport: Transport = Transport.AUTO
     http_connections: int = 1
     """How many connections a large load over http uses, each for some of its chunks."""
+    downlink_bytes_per_s: float = 0.0
+    """Over shm and ucx all storage servers together write no faster into this process's memory. 0: not limited."""
     staging_bytes: int = 256 << 20
     """A buffer that chunks arrive in; a larger batch is fetched in several requests."""
     loads_max: int = 2
@@ -67,6 +69,7 @@ class Options:
                 raise ValueError(f"{name} must be at least 1")
         if not 1 <= self.http_connections <= HTTP_CONNECTIONS_MAX:
             raise ValueError(f"http_connections must be from 1 to {HTTP_CONNECTIONS_MAX}")
+        require_downlink(self.downlink_bytes_per_s)
         if not 1 <= self.loads_max <= 64:
             raise ValueError("loads_max must be from 1 to 64")
 

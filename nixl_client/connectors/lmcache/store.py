@@ -59,6 +59,7 @@ class ChunkStore:
             http_connections=options.http_connections,
             timeout_s=options.load_timeout_s,
             fetch_timeout_s=options.load_timeout_s,
+            downlink_bytes_per_s=options.downlink_bytes_per_s or None,
         )
         self._stores = ObjectCacheClient(
             options.endpoint,

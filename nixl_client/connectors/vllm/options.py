@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 from enum import Enum
 
 from descriptors.descriptor import CHUNK_TOKENS_MAX, Delivery
-from nixl_client.options import dataclass_arguments
+from nixl_client.options import dataclass_arguments, require_downlink
 from nixl_client.transports.transport import HTTP_CONNECTIONS_MAX, Transport
 
 STAGING_BYTES_MAX = 1 << 30
@@ -38,6 +38,8 @@ class Options:
     transport: Transport = Transport.AUTO
     http_connections: int = 1
     """How many connections a large load over http uses, each for some of its chunks."""
+    downlink_bytes_per_s: float = 0.0
+    """Over shm and ucx all storage servers together write no faster into this process's memory. 0: not limited."""
     chunk_tokens: int = 0
     """G; 0 is one chunk to a block of the engine."""
     model: str = ""
@@ -85,6 +87,7 @@ class Options:
                 raise ValueError(f"{name} must be from 0 to 3600")
         if not 1 <= self.http_connections <= HTTP_CONNECTIONS_MAX:
             raise ValueError(f"http_connections must be from 1 to {HTTP_CONNECTIONS_MAX}")
+        require_downlink(self.downlink_bytes_per_s)
         if self.staging_bytes < 0 or self.store_queue_chunks < 1 or self.min_load_tokens < 0:
             raise ValueError("store_queue_chunks must be at least 1, staging_bytes and min_load_tokens at least 0")
 

@@ -51,6 +51,7 @@ class WorkerSide:
             http_connections=options.http_connections,
             timeout_s=options.load_timeout_s,
             fetch_timeout_s=options.load_timeout_s,
+            downlink_bytes_per_s=options.downlink_bytes_per_s or None,
         )
         self._store_client = ObjectCacheClient(options.endpoint, options.bucket, timeout_s=options.store_timeout_s)
         self._loads = Loads(self._load_client, rank, grid, layout, layers, states.dtype, options, counters)

@@ -1,0 +1,184 @@
+"""The downlinks of clients, as a storage server keeps to them: it writes no faster into an agent's memory than its
+share of the agent's downlink allows, and asks the agent's keeper for that share.
+
+The shares are decided in storage_server.scheduler.downlink_shares. Servers ask each other directly: a gateway that is
+killed or hangs changes nobody's share. Where the keeper cannot be asked, a server takes an equal part of the downlink,
+as if all members wrote.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager, suppress
+from typing import Protocol
+
+from descriptors.cluster import Member
+from descriptors.errors import ObjectCacheError
+from storage_server.agents import RegisteredAgent
+from storage_server.own_keys import OwnKeys
+from storage_server.scheduler.downlink_shares import RENEW_S, SHARE_S, DownlinkShares
+
+ASK_S = 0.25
+"""A keeper that takes longer for an answer is not waited for."""
+BURST_S = 0.005
+"""So much time's worth of bytes may be sent at once."""
+_log = logging.getLogger(__name__)
+
+
+class DownlinkKeepers(Protocol):
+    """The other members, as keepers of agents."""
+
+    async def downlink_share(self, member: Member, agent: RegisteredAgent, writer: str, left_bytes: int) -> float:
+        """The share of `writer`, in bytes/s. Raises ObjectCacheError, ConnectionError."""
+
+
+class Pace:
+    """How fast one delivery may be sent. Without a downlink nothing waits."""
+
+    def __init__(self, downlink: _Downlink | None = None) -> None:
+        self._downlink = downlink
+        self.left_bytes = 0
+
+    def begin(self, nbytes: int) -> None:
+        """Note how many bytes the delivery has."""
+        self.left_bytes = nbytes
+
+    async def wait(self, nbytes: int) -> None:
+        """Wait until the next payload, of so many bytes, may be sent."""
+        if self._downlink is not None:
+            await self._downlink.take(nbytes)
+        self.left_bytes = max(0, self.left_bytes - nbytes)
+
+
+class _Downlink:
+    """One agent's downlink: a bucket that fills at the rate of this server's share. Deliveries take turns, payload by
+    payload, and a payload goes when nothing is owed for those before.
+    """
+
+    def __init__(self, rate_bytes_per_s: float) -> None:
+        self.paces: set[Pace] = set()
+        self.renewing: asyncio.Task[None] | None = None
+        self._rate_bytes_per_s = rate_bytes_per_s
+        self._level_bytes = 0.0
+        self._filled_s = time.monotonic()
+        self._turn = asyncio.Lock()
+        self._changed = asyncio.Event()
+
+    @property
+    def left_bytes(self) -> int:
+        """The bytes that all deliveries have left, 1 at least while there are any."""
+        return max(1, sum(pace.left_bytes for pace in self.paces)) if self.paces else 0
+
+    def set_rate(self, rate_bytes_per_s: float) -> None:
+        """Go on at this rate."""
+        self._fill()
+        self._rate_bytes_per_s = rate_bytes_per_s
+        self._changed.set()
+
+    async def take(self, nbytes: int) -> None:
+        """Wait until so many bytes may go."""
+        async with self._turn:
+            while (owed_bytes := -self._fill()) > 0:
+                self._changed.clear()
+                with suppress(TimeoutError):
+                    async with asyncio.timeout(owed_bytes / self._rate_bytes_per_s):
+                        await self._changed.wait()
+            self._level_bytes -= nbytes
+
+    def _fill(self) -> float:
+        now_s = time.monotonic()
+        filled_bytes = self._level_bytes + (now_s - self._filled_s) * self._rate_bytes_per_s
+        self._level_bytes = min(filled_bytes, self._rate_bytes_per_s * BURST_S)
+        self._filled_s = now_s
+        return self._level_bytes
+
+
+class Downlinks:
+    """The downlinks of the agents that this server writes to. Used on one event loop."""
+
+    def __init__(self, shares: DownlinkShares, own: OwnKeys | None, keepers: DownlinkKeepers | None) -> None:
+        """`shares` are those that this server is the keeper of. Alone, without `own`, it has every downlink for itself;
+        in a cluster it asks `keepers`.
+        """
+        self._shares = shares
+        self._own = own
+        self._keepers = keepers
+        self._downlinks: dict[str, _Downlink] = {}
+        self._giving_back: set[asyncio.Task[float]] = set()
+        self.asked_count = 0
+        """Shares that keepers were asked for since the start."""
+        self.failed_count = 0
+        """Of these, those that were not answered."""
+
+    @asynccontextmanager
+    async def pace(self, agent: RegisteredAgent) -> AsyncIterator[Pace]:
+        """The pace of one delivery to an agent."""
+        rate_bytes_per_s = agent.downlink_bytes_per_s
+        if rate_bytes_per_s is None:
+            yield Pace()
+            return
+        downlink = self._downlinks.get(agent.agent_id)
+        if downlink is None:
+            downlink = self._downlinks[agent.agent_id] = _Downlink(self._equal_part(rate_bytes_per_s))
+        pace = Pace(downlink)
+        downlink.paces.add(pace)
+        if downlink.renewing is None and self._own is not None:
+            downlink.renewing = asyncio.create_task(self._renew(downlink, agent, rate_bytes_per_s))
+        try:
+            yield pace
+        finally:
+            downlink.paces.discard(pace)
+            if not downlink.paces:
+                self._end(downlink, agent)
+
+    async def close(self) -> None:
+        """Ask for nothing more."""
+        tasks = [*self._giving_back, *(each.renewing for each in self._downlinks.values() if each.renewing is not None)]
+        for task in tasks:
+            task.cancel()
+        if tasks:
+            await asyncio.wait(tasks)
+
+    def _equal_part(self, rate_bytes_per_s: float) -> float:
+        return rate_bytes_per_s / (1 if self._own is None else max(1, len(self._own.membership.view.members)))
+
+    async def _renew(self, downlink: _Downlink, agent: RegisteredAgent, rate_bytes_per_s: float) -> None:
+        """Keep the share as the keeper says, until cancelled."""
+        until_s = 0.0
+        while True:
+            share = await self._ask(agent, rate_bytes_per_s, downlink.left_bytes)
+            if share > 0:
+                downlink.set_rate(share)
+                until_s = time.monotonic() + SHARE_S
+            elif time.monotonic() >= until_s:
+                downlink.set_rate(self._equal_part(rate_bytes_per_s))
+            await asyncio.sleep(RENEW_S)
+
+    async def _ask(self, agent: RegisteredAgent, rate_bytes_per_s: float, left_bytes: int) -> float:
+        """The share that the keeper gives; 0 where it gives none, or cannot be asked."""
+        assert self._own is not None
+        keeper = self._own.keeper_of_agent(agent.agent_id)
+        if keeper is not None and keeper.name == self._own.name:
+            return self._shares.share(agent.agent_id, rate_bytes_per_s, self._own.name, left_bytes, time.monotonic())
+        self.asked_count += 1
+        try:
+            if keeper is None or self._keepers is None:
+                raise ConnectionError("nobody is the keeper")
+            async with asyncio.timeout(ASK_S):
+                return await self._keepers.downlink_share(keeper, agent, self._own.name, left_bytes)
+        except (ObjectCacheError, ConnectionError, TimeoutError) as error:
+            self.failed_count += 1
+            _log.debug("the keeper of the agent %s cannot be asked for a share: %r", agent.agent_id, error)
+            return 0.0
+
+    def _end(self, downlink: _Downlink, agent: RegisteredAgent) -> None:
+        """Give the share back, since nothing is left."""
+        self._downlinks.pop(agent.agent_id, None)
+        if downlink.renewing is not None:
+            downlink.renewing.cancel()
+            task = asyncio.create_task(self._ask(agent, agent.downlink_bytes_per_s or 0.0, 0))
+            self._giving_back.add(task)
+            task.add_done_callback(self._giving_back.discard)

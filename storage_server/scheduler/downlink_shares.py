@@ -1,0 +1,64 @@
+"""How the link into a client's memory, its downlink, is shared among the storage servers that write to it. Pure; the
+caller supplies the time, in seconds of a monotonic clock.
+
+Every agent has a keeper among the members of a cluster, as keys have. A server that has bytes for an agent asks the
+keeper for a share of the downlink, and asks again all the time while it has some. Shares are as the bytes that the
+servers have left, so that all of them end together: a layer is ready when the last of them has written its slices.
+
+Example: a downlink of 1 GB/s; server a has 300 MB left and server b 100 MB. Shares are 750 and 250 MB/s, and both end
+after 0.4 s. With equal shares b would end after 0.2 s, and a after 0.6 s at half of the downlink.
+
+A share that nobody asks for again ends after SHARE_S: a server that is killed leaves the downlink to the others. One
+that comes late gets what the others' shares leave, and at least half of an equal share: until the others have asked
+again, and got less, all may use up to one and a half times the downlink.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+SHARE_S = 0.5
+"""How long a share holds that is not asked for again."""
+RENEW_S = 0.1
+"""How often a server asks that has bytes left."""
+LATE_FRACTION = 0.5
+"""Of an equal share, for a server that comes while the others' shares take all."""
+
+
+@dataclass(slots=True)
+class _Writer:
+    left_bytes: int
+    share_bytes_per_s: float
+    until_s: float
+
+
+class DownlinkShares:
+    """The shares of the downlinks that this server is the keeper of, by agent and writer."""
+
+    def __init__(self) -> None:
+        self._writers: dict[str, dict[str, _Writer]] = {}
+
+    def __len__(self) -> int:
+        return len(self._writers)
+
+    def share(self, agent_id: str, downlink_bytes_per_s: float, writer: str, left_bytes: int, now_s: float) -> float:
+        """The bytes/s that a writer with `left_bytes` for an agent may use of its downlink until `now_s + SHARE_S`.
+        One that has nothing left gives its share back, and gets 0.
+        """
+        writers = self._writers.setdefault(agent_id, {})
+        for name in [name for name, each in writers.items() if each.until_s <= now_s or name == writer]:
+            del writers[name]
+        if left_bytes <= 0:
+            if not writers:
+                del self._writers[agent_id]
+            return 0.0
+        whole_bytes = left_bytes + sum(each.left_bytes for each in writers.values())
+        fair = downlink_bytes_per_s * left_bytes / whole_bytes
+        free = downlink_bytes_per_s - sum(each.share_bytes_per_s for each in writers.values())
+        share = max(min(fair, free), min(fair, LATE_FRACTION * downlink_bytes_per_s / (len(writers) + 1)))
+        writers[writer] = _Writer(left_bytes, share, now_s + SHARE_S)
+        return share
+
+    def forget(self, agent_id: str) -> None:
+        """Forget an agent that is gone."""
+        self._writers.pop(agent_id, None)
