@@ -402,9 +402,12 @@ class AgentsApi(Protocol):
     async def delete_agent(self, access_key: str, agent_id: str, writers: tuple[str, ...] = ()) -> None:
         """Returns when nothing moves bytes of the agent's memory any more; `writers` as in `cancel`."""
 
-    async def downlink_share(self, access_key: str, agent_id: str, writer: str, left_bytes: int) -> float:
-        """The bytes/s that the member `writer` of a cluster, with `left_bytes` for an agent, may use of the agent's
-        downlink for a short while. Members ask each other; gateways do not.
+    async def downlink_share(
+        self, access_key: str, agent_id: str, writer: str, left_bytes: int, whole_bytes: int
+    ) -> float:
+        """The bytes/s that the member `writer` of a cluster may use of an agent's downlink for a short while. It has
+        `left_bytes` of the `whole_bytes` that all members have for the same requests. Members ask each other; gateways
+        do not.
         """
 
 

@@ -92,10 +92,12 @@ class MemberPeers:
         async with storage.objects.open_object(SERVER_KEY, request) as read:
             yield read
 
-    async def downlink_share(self, member: Member, agent: RegisteredAgent, writer: str, left_bytes: int) -> float:
+    async def downlink_share(
+        self, member: Member, agent: RegisteredAgent, writer: str, left_bytes: int, whole_bytes: int
+    ) -> float:
         """The share that the member gives, as the agent's keeper."""
         storage = await self._storage(member)
-        return await storage.agents.downlink_share(agent.access_key, agent.agent_id, writer, left_bytes)
+        return await storage.agents.downlink_share(agent.access_key, agent.agent_id, writer, left_bytes, whole_bytes)
 
     async def _storage(self, member: Member) -> RemoteStorage:
         storage = self._storages.get(member.endpoint)

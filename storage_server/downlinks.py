@@ -2,8 +2,8 @@
 share of the agent's downlink allows, and asks the agent's keeper for that share.
 
 The shares are decided in storage_server.scheduler.downlink_shares. Servers ask each other directly: a gateway that is
-killed or hangs changes nobody's share. Where the keeper cannot be asked, a server takes an equal part of the downlink,
-as if all members wrote.
+killed or hangs changes nobody's share. Until the keeper has answered, and where it cannot be asked, a server takes as
+much of the downlink as its bytes are of those that all servers bring, as if the client had no other request.
 """
 
 from __future__ import annotations
@@ -11,8 +11,9 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable, Coroutine
 from contextlib import asynccontextmanager, suppress
+from functools import partial
 from typing import Protocol
 
 from descriptors.cluster import Member
@@ -31,7 +32,9 @@ _log = logging.getLogger(__name__)
 class DownlinkKeepers(Protocol):
     """The other members, as keepers of agents."""
 
-    async def downlink_share(self, member: Member, agent: RegisteredAgent, writer: str, left_bytes: int) -> float:
+    async def downlink_share(
+        self, member: Member, agent: RegisteredAgent, writer: str, left_bytes: int, whole_bytes: int
+    ) -> float:
         """The share of `writer`, in bytes/s. Raises ObjectCacheError, ConnectionError."""
 
 
@@ -41,10 +44,18 @@ class Pace:
     def __init__(self, downlink: _Downlink | None = None) -> None:
         self._downlink = downlink
         self.left_bytes = 0
+        self._of_whole = 1.0
 
-    def begin(self, nbytes: int) -> None:
-        """Note how many bytes the delivery has."""
-        self.left_bytes = nbytes
+    @property
+    def whole_bytes(self) -> float:
+        """The bytes that all servers together have left for the same request, as far as one of them can know."""
+        return self.left_bytes / self._of_whole
+
+    def begin(self, nbytes: int, whole_bytes: int) -> None:
+        """Note how many bytes the delivery has, and the whole of which it is a part."""
+        self.left_bytes, self._of_whole = nbytes, nbytes / max(1, nbytes, whole_bytes) or 1.0
+        if self._downlink is not None:
+            self._downlink.begin()
 
     async def wait(self, nbytes: int) -> None:
         """Wait until the next payload, of so many bytes, may be sent."""
@@ -58,10 +69,19 @@ class _Downlink:
     payload, and a payload goes when nothing is owed for those before.
     """
 
-    def __init__(self, rate_bytes_per_s: float) -> None:
+    def __init__(
+        self, downlink_bytes_per_s: float, renew: Callable[[_Downlink], Coroutine[None, None, None]] | None
+    ) -> None:
+        """`renew` keeps the share as the keeper says, until it is cancelled; None where there is no keeper."""
+        self._renew = renew
         self.paces: set[Pace] = set()
+        self.has_begun = asyncio.Event()
+        """Set when another delivery has begun, for which the keeper is asked at once."""
         self.renewing: asyncio.Task[None] | None = None
-        self._rate_bytes_per_s = rate_bytes_per_s
+        self.is_shared = False
+        """Whether the keeper has given a share that still holds."""
+        self._downlink_bytes_per_s = downlink_bytes_per_s
+        self._rate_bytes_per_s = downlink_bytes_per_s
         self._level_bytes = 0.0
         self._filled_s = time.monotonic()
         self._turn = asyncio.Lock()
@@ -71,6 +91,24 @@ class _Downlink:
     def left_bytes(self) -> int:
         """The bytes that all deliveries have left, 1 at least while there are any."""
         return max(1, sum(pace.left_bytes for pace in self.paces)) if self.paces else 0
+
+    @property
+    def whole_bytes(self) -> int:
+        """The bytes that all servers have left for the same requests."""
+        return max(1, round(sum(pace.whole_bytes for pace in self.paces)))
+
+    def begin(self) -> None:
+        """A delivery has begun."""
+        if not self.is_shared:
+            self.take_own_part()
+        self.has_begun.set()
+        if self.renewing is None and self._renew is not None:
+            self.renewing = asyncio.create_task(self._renew(self))
+
+    def take_own_part(self) -> None:
+        """Go on at the rate that is right where the client has no other requests."""
+        self.is_shared = False
+        self.set_rate(self._downlink_bytes_per_s * min(1.0, self.left_bytes / self.whole_bytes))
 
     def set_rate(self, rate_bytes_per_s: float) -> None:
         """Go on at this rate."""
@@ -122,11 +160,11 @@ class Downlinks:
             return
         downlink = self._downlinks.get(agent.agent_id)
         if downlink is None:
-            downlink = self._downlinks[agent.agent_id] = _Downlink(self._equal_part(rate_bytes_per_s))
+            downlink = self._downlinks[agent.agent_id] = _Downlink(
+                rate_bytes_per_s, None if self._own is None else partial(self._renew, agent, rate_bytes_per_s)
+            )
         pace = Pace(downlink)
         downlink.paces.add(pace)
-        if downlink.renewing is None and self._own is not None:
-            downlink.renewing = asyncio.create_task(self._renew(downlink, agent, rate_bytes_per_s))
         try:
             yield pace
         finally:
@@ -142,33 +180,34 @@ class Downlinks:
         if tasks:
             await asyncio.wait(tasks)
 
-    def _equal_part(self, rate_bytes_per_s: float) -> float:
-        return rate_bytes_per_s / (1 if self._own is None else max(1, len(self._own.membership.view.members)))
-
-    async def _renew(self, downlink: _Downlink, agent: RegisteredAgent, rate_bytes_per_s: float) -> None:
+    async def _renew(self, agent: RegisteredAgent, rate_bytes_per_s: float, downlink: _Downlink) -> None:
         """Keep the share as the keeper says, until cancelled."""
         until_s = 0.0
         while True:
-            share = await self._ask(agent, rate_bytes_per_s, downlink.left_bytes)
+            downlink.has_begun.clear()
+            share = await self._ask(agent, rate_bytes_per_s, downlink.left_bytes, downlink.whole_bytes)
             if share > 0:
+                downlink.is_shared, until_s = True, time.monotonic() + SHARE_S
                 downlink.set_rate(share)
-                until_s = time.monotonic() + SHARE_S
             elif time.monotonic() >= until_s:
-                downlink.set_rate(self._equal_part(rate_bytes_per_s))
-            await asyncio.sleep(RENEW_S)
+                downlink.take_own_part()
+            with suppress(TimeoutError):
+                async with asyncio.timeout(RENEW_S):
+                    await downlink.has_begun.wait()
 
-    async def _ask(self, agent: RegisteredAgent, rate_bytes_per_s: float, left_bytes: int) -> float:
+    async def _ask(self, agent: RegisteredAgent, rate_bytes_per_s: float, left_bytes: int, whole_bytes: int) -> float:
         """The share that the keeper gives; 0 where it gives none, or cannot be asked."""
         assert self._own is not None
         keeper = self._own.keeper_of_agent(agent.agent_id)
         if keeper is not None and keeper.name == self._own.name:
-            return self._shares.share(agent.agent_id, rate_bytes_per_s, self._own.name, left_bytes, time.monotonic())
+            now_s, name = time.monotonic(), self._own.name
+            return self._shares.share(agent.agent_id, rate_bytes_per_s, name, left_bytes, whole_bytes, now_s)
         self.asked_count += 1
         try:
             if keeper is None or self._keepers is None:
                 raise ConnectionError("nobody is the keeper")
             async with asyncio.timeout(ASK_S):
-                return await self._keepers.downlink_share(keeper, agent, self._own.name, left_bytes)
+                return await self._keepers.downlink_share(keeper, agent, self._own.name, left_bytes, whole_bytes)
         except (ObjectCacheError, ConnectionError, TimeoutError) as error:
             self.failed_count += 1
             _log.debug("the keeper of the agent %s cannot be asked for a share: %r", agent.agent_id, error)
@@ -179,6 +218,6 @@ class Downlinks:
         self._downlinks.pop(agent.agent_id, None)
         if downlink.renewing is not None:
             downlink.renewing.cancel()
-            task = asyncio.create_task(self._ask(agent, agent.downlink_bytes_per_s or 0.0, 0))
+            task = asyncio.create_task(self._ask(agent, agent.downlink_bytes_per_s or 0.0, 0, 0))
             self._giving_back.add(task)
             task.add_done_callback(self._giving_back.discard)

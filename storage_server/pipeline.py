@@ -176,6 +176,7 @@ class Pipeline:
                 plan = plan_delivery(mode, layout, len(chunks), payload_bytes_max)
             else:
                 plan = destination.plan_portion(mode, layout, portion, payload_bytes_max)
+            delivery.pace.begin(plan.delivery_bytes, whole_bytes)
             layer_compute_s = compute_s(descriptor, len(chunks), self.link.settings.profiles)
             async with self.link.place(access_key, plan, layer_compute_s) as place:
                 delivery.phases.enter(Phase.WAIT)
@@ -199,7 +200,6 @@ class Pipeline:
         damage, so that the client's next lookup stops there.
         """
         transfer = delivery.destination.open(plan)
-        delivery.pace.begin(plan.delivery_bytes)
         try:
             grant = await place.admitted()
             delivery.phases.enter(Phase.TRANSFER)

@@ -87,12 +87,16 @@ class Registrar:
             agent = self.table.owned(access_key, agent_id, time.monotonic(), "agent_id")
             await self._drain_and_forget(agent, _cancelled("the agent was deleted"))
 
-    async def downlink_share(self, access_key: str, agent_id: str, writer: str, left_bytes: int) -> float:
+    async def downlink_share(
+        self, access_key: str, agent_id: str, writer: str, left_bytes: int, whole_bytes: int
+    ) -> float:
         """The keeper's answer. Raises CallerError(InvalidArgument) for an agent without a downlink."""
         agent = self.table.owned(access_key, agent_id, time.monotonic(), "agent_id")
         if agent.downlink_bytes_per_s is None:
             raise CallerError(ErrorCode.INVALID_ARGUMENT, "the agent's downlink is not limited", field="agent_id")
-        return self.shares.share(agent_id, agent.downlink_bytes_per_s, writer, left_bytes, time.monotonic())
+        return self.shares.share(
+            agent_id, agent.downlink_bytes_per_s, writer, left_bytes, whole_bytes, time.monotonic()
+        )
 
     def target(self, access_key: str, target: RdmaTarget) -> tuple[RegisteredAgent, Region]:
         """The caller's agent and region that a descriptor's target names. Raises CallerError: NoSuchAgent,

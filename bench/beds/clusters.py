@@ -44,10 +44,17 @@ class Cluster:
             self._wait(self.members[name])
         self.url = self._wait(self._gateway)
 
-    def client(self, bucket: str, transport: Transport) -> ObjectCacheClient:
+    def client(self, bucket: str, transport: Transport, downlink_bytes_per_s: float | None = None) -> ObjectCacheClient:
         """A client of the whole, by the gateway."""
         access_key, secret_key = self._home.access_key, self._home.secret_key
-        return ObjectCacheClient(self.url, bucket, access_key=access_key, secret_key=secret_key, transport=transport)
+        return ObjectCacheClient(
+            self.url,
+            bucket,
+            access_key=access_key,
+            secret_key=secret_key,
+            transport=transport,
+            downlink_bytes_per_s=downlink_bytes_per_s,
+        )
 
     def kill(self, name: str) -> None:
         """SIGKILL a member."""

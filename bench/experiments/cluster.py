@@ -22,6 +22,7 @@ from bench.core.experiment import Experiment, need_nixl, published
 from bench.core.plots import Chart, Kind, draw
 from bench.core.rounds import Side, Target, paired, sampled
 from bench.core.show import Json, Section, table, targets
+from bench.experiments.cluster_downlinks import simulated_downlinks
 from bench.experiments.cluster_simulated import Placed, figure_3
 from bench.experiments.cluster_table_7 import Mover, table_7
 from calibration.content import Bytes, Content, VerificationError, make_content, verify_payload
@@ -45,6 +46,9 @@ WARMING_FETCHES = 4
 THREE_OVER_ONE_MIN = 0.9
 SPLIT_MS_MAX = 5.0
 MOVERS = [mover.value for mover in Mover]
+DOWNLINK_FRACTION = 0.25
+"""Of the rate that three servers reach over shm."""
+DOWNLINK_OVER_MAX, DOWNLINK_OF_MIN = 1.05, 0.9
 LINEAR_MIN = {64: 0.9, 256: 0.8}
 REMARK = (
     "Three servers, a gateway, their home and the client share the cores of this machine: three have no more of them."
@@ -130,7 +134,7 @@ def measure_cluster(settings: ClusterBenchSettings, origin: Mapping[str, Any]) -
     need_nixl(Transport.UCX in settings.transports, "--transports shm,http")
     content = make_content(settings.chunk_count, settings.layout, settings.seed)
     keys = [f"{settings.seed:08x}{index:056x}" for index in range(settings.chunk_count)]
-    measured: dict[str, Any] = {"transports": {}, "recovery": {}}
+    measured: dict[str, Any] = {"transports": {}, "recovery": {}, "downlink": None}
     problem = None
     with ExitStack() as stack:
         servers = Servers(stack, settings.folder, "cluster")
@@ -146,6 +150,9 @@ def measure_cluster(settings: ClusterBenchSettings, origin: Mapping[str, Any]) -
         try:
             for transport in settings.transports:
                 measured["transports"][transport.value] = _rates(settings, clusters, transport, keys, content)
+            if Transport.SHM in settings.transports:
+                free = measured["transports"][Transport.SHM.value]["bytes_per_s"][Servers3.THREE.value].median
+                measured["downlink"] = _downlink(settings, clusters[Servers3.THREE], free, keys, content)
             for transport in settings.transports if settings.kills else ():
                 found = _recovery(settings, clusters[Servers3.THREE], transport, keys, content)
                 measured["recovery"][transport.value] = found
@@ -155,6 +162,7 @@ def measure_cluster(settings: ClusterBenchSettings, origin: Mapping[str, Any]) -
     figure = figure_3(settings.simulated_servers, settings.simulated_requests, settings.seed)
     moved = table_7(settings.block_mib, settings.runs)
     made = [*_targets(measured["transports"], spread(split_s).median * 1e3), *_simulated_targets(figure)]
+    made += _downlink_targets(measured["downlink"])
     return published(
         "cluster",
         origin,
@@ -166,13 +174,21 @@ def measure_cluster(settings: ClusterBenchSettings, origin: Mapping[str, Any]) -
         recovery_s={name: found["recovery_s"] for name, found in measured["recovery"].items()},
         targets=[target.json("case", "side") for target in made],
         figure_3=figure,
+        downlinks=simulated_downlinks(settings.seed),
         table_7=moved,
         measurements=measured,
     )
 
 
-def _prefix(cluster: Cluster, transport: Transport, keys: list[str], content: Content, stack: ExitStack) -> Prefix:
-    client = stack.enter_context(cluster.client(BUCKET, transport))
+def _prefix(
+    cluster: Cluster,
+    transport: Transport,
+    keys: list[str],
+    content: Content,
+    stack: ExitStack,
+    downlink_bytes_per_s: float | None = None,
+) -> Prefix:
+    client = stack.enter_context(cluster.client(BUCKET, transport, downlink_bytes_per_s))
     layout = content.layout
     prefix = Prefix(client, keys, content, client.allocate_buffer(layout.delivery_bytes(len(keys))), layout)
     for _ in range(WARMING_FETCHES):
@@ -200,6 +216,18 @@ def _rates(
         },
         "samples_s": {which.value: samples for which, samples in taken.items()},
     }
+
+
+def _downlink(
+    settings: ClusterBenchSettings, cluster: Cluster, free_bytes_per_s: float, keys: list[str], content: Content
+) -> Json:
+    """What three servers together reach over shm where the client's downlink is a part of what they could."""
+    downlink = DOWNLINK_FRACTION * free_bytes_per_s
+    with ExitStack() as stack:
+        prefix = _prefix(cluster, Transport.SHM, keys, content, stack, downlink)
+        samples_s = sampled({Transport.SHM: partial(_timed, prefix)}, settings.runs, "downlink")[Transport.SHM]
+    reached = spread([settings.nbytes / seconds / downlink for seconds in samples_s])
+    return {"downlink_bytes_per_s": downlink, "reached_over_downlink": reached, "samples_s": samples_s}
 
 
 def _timed(prefix: Prefix, round_index: int) -> float:
@@ -248,6 +276,13 @@ def _targets(transports: Mapping[str, Json], split_ms: float) -> Iterator[Target
     yield Target("cost of the split, ms", SPLIT_MS_MAX, split_ms, Side.AT_MOST)
 
 
+def _downlink_targets(found: Json | None) -> Iterator[Target]:
+    if found is not None:
+        what, reached = "rate of three servers over the client's downlink", found["reached_over_downlink"]
+        yield Target(what, DOWNLINK_OVER_MAX, reached, Side.AT_MOST, case="shm")
+        yield Target(what, DOWNLINK_OF_MIN, reached, case="shm")
+
+
 def _simulated_targets(rows: Sequence[Json]) -> Iterator[Target]:
     for row in rows:
         limit = LINEAR_MIN.get(row["servers"])
@@ -284,6 +319,12 @@ def show(result: Json) -> dict[str, Section]:
                 "of linear = of_linear:.2 | busiest over mean = imbalance:.2",
                 "slowest portion over mean = straggler:.2",
                 "extra bytes = hedged_bytes:.3",
+            ),
+            table(
+                result["downlinks"],
+                "simulated servers = servers | chunks = chunks | requests at once = requests",
+                "time over the least, shares asked for = asked:.2 | equal shares = equal:.2",
+                "most that is sent over the downlink = peak:.2",
             ),
             table(
                 [

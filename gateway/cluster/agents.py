@@ -94,7 +94,9 @@ class ClusterAgents:
         if not told.good and not told.unreached:
             raise next(iter(told.refused.values()), _no_such_agent(agent_id))
 
-    async def downlink_share(self, access_key: str, agent_id: str, writer: str, left_bytes: int) -> float:
+    async def downlink_share(
+        self, access_key: str, agent_id: str, writer: str, left_bytes: int, whole_bytes: int
+    ) -> float:
         """Raises CallerError(NotImplemented): storage servers ask each other."""
         raise CallerError(ErrorCode.NOT_IMPLEMENTED, "a gateway has no shares of downlinks", field="agent_id")
 

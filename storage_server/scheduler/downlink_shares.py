@@ -8,9 +8,10 @@ servers have left, so that all of them end together: a layer is ready when the l
 Example: a downlink of 1 GB/s; server a has 300 MB left and server b 100 MB. Shares are 750 and 250 MB/s, and both end
 after 0.4 s. With equal shares b would end after 0.2 s, and a after 0.6 s at half of the downlink.
 
-A share that nobody asks for again ends after SHARE_S: a server that is killed leaves the downlink to the others. One
-that comes late gets what the others' shares leave, and at least half of an equal share: until the others have asked
-again, and got less, all may use up to one and a half times the downlink.
+A server that asks first says how many bytes the whole has of which it brings a part, and so gets no more than its part
+at once. A share that nobody asks for again ends after SHARE_S: a server that is killed leaves the downlink to the
+others. One that comes late, with another request, gets what the others' shares leave, and at least half of an equal
+share: until the others have asked again, and got less, all together may use OVER_MAX times the downlink.
 """
 
 from __future__ import annotations
@@ -23,13 +24,21 @@ RENEW_S = 0.1
 """How often a server asks that has bytes left."""
 LATE_FRACTION = 0.5
 """Of an equal share, for a server that comes while the others' shares take all."""
+OVER_MAX = 1.5
+LEAST_FRACTION = 0.01
+"""Of an equal share, for a server that comes while even that is taken."""
 
 
 @dataclass(slots=True)
 class _Writer:
     left_bytes: int
+    whole_bytes: int
     share_bytes_per_s: float
-    until_s: float
+    asked_s: float
+
+    def left_fraction(self, now_s: float) -> float:
+        """Of what it had left when it asked, as it goes on at its share."""
+        return max(0.0, 1.0 - self.share_bytes_per_s * (now_s - self.asked_s) / self.left_bytes)
 
 
 class DownlinkShares:
@@ -41,22 +50,34 @@ class DownlinkShares:
     def __len__(self) -> int:
         return len(self._writers)
 
-    def share(self, agent_id: str, downlink_bytes_per_s: float, writer: str, left_bytes: int, now_s: float) -> float:
+    def share(
+        self,
+        agent_id: str,
+        downlink_bytes_per_s: float,
+        writer: str,
+        left_bytes: int,
+        whole_bytes: int,
+        now_s: float,
+    ) -> float:
         """The bytes/s that a writer with `left_bytes` for an agent may use of its downlink until `now_s + SHARE_S`.
-        One that has nothing left gives its share back, and gets 0.
+        These are a part of `whole_bytes` that servers have left for the same requests. One that has nothing left gives
+        its share back, and gets 0.
         """
         writers = self._writers.setdefault(agent_id, {})
-        for name in [name for name, each in writers.items() if each.until_s <= now_s or name == writer]:
+        for name in [name for name, each in writers.items() if each.asked_s + SHARE_S <= now_s or name == writer]:
             del writers[name]
         if left_bytes <= 0:
             if not writers:
                 del self._writers[agent_id]
             return 0.0
-        whole_bytes = left_bytes + sum(each.left_bytes for each in writers.values())
-        fair = downlink_bytes_per_s * left_bytes / whole_bytes
-        free = downlink_bytes_per_s - sum(each.share_bytes_per_s for each in writers.values())
-        share = max(min(fair, free), min(fair, LATE_FRACTION * downlink_bytes_per_s / (len(writers) + 1)))
-        writers[writer] = _Writer(left_bytes, share, now_s + SHARE_S)
+        fractions = [(each, each.left_fraction(now_s)) for each in writers.values()]
+        known_bytes = left_bytes + sum(each.left_bytes * fraction for each, fraction in fractions)
+        all_bytes = max(known_bytes, whole_bytes, *(each.whole_bytes * fraction for each, fraction in fractions))
+        taken = sum(each.share_bytes_per_s for each in writers.values())
+        fair, equal = downlink_bytes_per_s * left_bytes / all_bytes, downlink_bytes_per_s / (len(writers) + 1)
+        late = min(LATE_FRACTION * equal, OVER_MAX * downlink_bytes_per_s - taken)
+        share = min(fair, max(downlink_bytes_per_s - taken, late, LEAST_FRACTION * equal))
+        writers[writer] = _Writer(left_bytes, whole_bytes, share, now_s)
         return share
 
     def forget(self, agent_id: str) -> None:

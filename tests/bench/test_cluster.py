@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 
 from bench.experiments.cluster import CLUSTER, split_samples
+from bench.experiments.cluster_downlinks import simulated_downlinks
 from bench.experiments.cluster_simulated import Placed, figure_3
 from bench.experiments.cluster_table_7 import Mover
 from descriptors.layout import ChunkLayout
@@ -31,6 +32,7 @@ def test_smoke(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert {target["what"] for target in result["targets"]} == {
         "three servers over one, layer-major from DRAM",
         "cost of the split, ms",
+        "rate of three servers over the client's downlink",
     }
     assert [row["servers"] for row in result["figure_3"]] == [4, 4, 4, 8, 8, 8]
     (row,) = result["table_7"]["rows"]
@@ -56,6 +58,14 @@ def test_simulated_keepers_add_their_memory_up_and_hedges_stay_within_their_boun
         for row in (keepers, hedged, random):
             assert row["from_dram"] + row["from_disk"] + row["from_home"] == pytest.approx(1.0)
     assert rows[4, Placed.KEEPERS.value, False]["of_linear"] == 1.0
+
+
+def test_simulated_servers_that_ask_for_shares_bring_one_prefix_as_soon_as_the_downlink_allows() -> None:
+    for row in simulated_downlinks(7):
+        assert 1.0 - 1e-9 <= row["asked"] <= row["equal"] + 1e-9
+        assert row["peak"] <= 1.55
+        if row["requests"] == 1:
+            assert row["asked"] < 1.001
 
 
 def test_the_split_is_measured_for_every_chunk() -> None:
