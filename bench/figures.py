@@ -28,6 +28,7 @@ from bench.core.show import (
 )
 from bench.experiments.aggregate.ratios import GOAL, ratio_of
 from bench.experiments.aggregate.ratios import show as aggregate
+from bench.experiments.cluster import show as cluster
 from bench.experiments.engine.run import show as engine
 from bench.experiments.ladder.run import show as ladder
 from bench.experiments.orchestrator.run import show as orchestrator
@@ -170,6 +171,18 @@ SECTIONS: Mapping[str, tuple[str, Callable[[Json], str]]] = {
     **{
         f"orchestrator-{name}": ("orchestrator", _of(orchestrator, name))
         for name in ("simulated", "cost", "model", "targets")
+    },
+    **{f"orchestrator-{name}": ("orchestrator-live", _of(orchestrator, name)) for name in ("live", "serving")},
+    "orchestrator-live-targets": ("orchestrator-live", _of(orchestrator, "targets")),
+    **{
+        f"cluster-{name}": ("cluster", _of(cluster, section))
+        for name, section in (
+            ("rates", "cluster"),
+            ("figure-3", "figure-3"),
+            ("downlinks", "downlinks"),
+            ("table-7", "table-7"),
+            ("targets", "targets"),
+        )
     },
     "theta": ("calibrate", theta),
     "crash": ("crash", crash),

@@ -303,6 +303,10 @@ def show(result: Json) -> dict[str, Section]:
         }
         for name, each in found["transports"].items()
     ]
+    moved = [
+        {"block": row["block_mib"], **{name: row["bytes_per_s"].get(name) for name in MOVERS}}
+        for row in result["table_7"]["rows"]
+    ]
     return {
         "cluster": (
             table(
@@ -311,33 +315,30 @@ def show(result: Json) -> dict[str, Section]:
                 "three over one = three_over_one:.2 | ms longer with a kill in it = recovery:ms",
             ),
             table([{"split": result["split_ms"]}], "ms for the split = split:.2"),
+        ),
+        "figure-3": (
             table(
                 result["figure_3"],
-                "simulated servers = servers | prefixes come = placed | hedged = hedged",
+                "servers = servers | prefixes come = placed | hedged = hedged",
                 "from DRAM = from_dram:.2 | disk = from_disk:.2 | home = from_home:.2",
                 "TTFT ms, p50 = ttft_p50_s:ms | p90 = ttft_p90_s:ms | p99 = ttft_p99_s:ms",
                 "of linear = of_linear:.2 | busiest over mean = imbalance:.2",
-                "slowest portion over mean = straggler:.2",
-                "extra bytes = hedged_bytes:.3",
+                "slowest portion over mean = straggler:.2 | extra bytes = hedged_bytes:.3",
             ),
+        ),
+        "downlinks": (
             table(
                 result["downlinks"],
-                "simulated servers = servers | chunks = chunks | requests at once = requests",
+                "servers = servers | chunks = chunks | requests at once = requests",
                 "time over the least, shares asked for = asked:.2 | equal shares = equal:.2",
                 "most that is sent over the downlink = peak:.2",
             ),
-            table(
-                [
-                    {"block": row["block_mib"], **{mover: row["bytes_per_s"].get(mover) for mover in MOVERS}}
-                    for row in result["table_7"]["rows"]
-                ],
-                "MiB in a block = block",
-                *(f"{mover}, GB/s = {mover}:GB/s" for mover in MOVERS),
-            ),
-            *(f"{mover} was not measured: {reason}." for mover, reason in result["table_7"]["missing"].items()),
-            targets(result["targets"]),
-            *result["remarks"],
-        )
+        ),
+        "table-7": (
+            table(moved, "MiB in a block = block", *(f"{name}, GB/s = {name}:GB/s" for name in MOVERS)),
+            *(f"{name} was not measured: {reason}." for name, reason in result["table_7"]["missing"].items()),
+        ),
+        "targets": (targets(result["targets"]), *result["remarks"]),
     }
 
 

@@ -1,7 +1,9 @@
 """When a slow portion of a delivery is asked of a second member, too, and how many bytes that may cost. Pure.
 
 A portion is slow when it is waited for longer than 99 of 100 portions were lately, in the same step. The second member
-has the chunks from home, so whoever is first has the same bytes, and the other is stopped. (Dean and Barroso, "The Tail
+has the chunks from home, so whoever is first has the same bytes, and the other is stopped. Over http a portion is
+waited for window by window; into a client's memory it is waited for as a whole, and how long is compared by its bytes.
+(Dean and Barroso, "The Tail
 at Scale", 2013: a hedged request after the 95th percentile; we wait longer, since ours costs a whole portion.)
 
 Example: the last 1,000 windows were waited for 2 ms in the median and 30 ms in the 99th percentile. A window that has
@@ -15,6 +17,8 @@ from collections import deque
 from enum import Enum
 
 import numpy as np
+
+from descriptors.units import MIB
 
 QUANTILE = 0.99
 LIMIT_FACTOR = 2.0
@@ -31,27 +35,29 @@ IN_FLIGHT_BYTES = 1 << 20
 
 
 class Step(Enum):
-    """A portion is waited for until it begins, and then for its slices of each window."""
+    """A portion over http is waited for until it begins, and then for its slices of each window; a portion that goes
+    into memory as a whole.
+    """
 
     BEGIN = "begin"
     WINDOW = "window"
+    PORTION = "portion"
 
 
 class _Waits:
-    """The last waits of one step, in seconds."""
+    """The last waits of one step, in seconds, or in seconds for each MiB."""
 
     def __init__(self) -> None:
         self._kept: deque[float] = deque(maxlen=KEPT)
         self._new_count = 0
-        self.limit_s: float | None = None
+        self.limit: float | None = None
 
     def add(self, wait_s: float) -> None:
         self._kept.append(wait_s)
         self._new_count += 1
-        if len(self._kept) >= LEAST and (self.limit_s is None or self._new_count >= REFRESHED_EVERY):
+        if len(self._kept) >= LEAST and (self.limit is None or self._new_count >= REFRESHED_EVERY):
             self._new_count = 0
-            seen_s = LIMIT_FACTOR * float(np.quantile(np.fromiter(self._kept, np.float64), QUANTILE))
-            self.limit_s = min(max(seen_s, LIMIT_S_MIN), LIMIT_S_MAX)
+            self.limit = LIMIT_FACTOR * float(np.quantile(np.fromiter(self._kept, np.float64), QUANTILE))
 
 
 class Hedging:
@@ -64,13 +70,20 @@ class Hedging:
         self.hedge_count = 0
         self.won_count = 0
 
-    def limit_s(self, step: Step) -> float | None:
-        """How long a portion may be waited for before it counts as slow; None as long as too little is known."""
-        return self._waits[step].limit_s
+    def limit_s(self, step: Step, nbytes: int = 0) -> float | None:
+        """How long a portion, of so many bytes where it is waited for as a whole, may be waited for before it counts as
+        slow; None as long as too little is known.
+        """
+        limit = self._waits[step].limit
+        if limit is None:
+            return None
+        if step is Step.PORTION:
+            return max(limit * _units(nbytes), LIMIT_S_MIN)
+        return min(max(limit, LIMIT_S_MIN), LIMIT_S_MAX)
 
-    def waited(self, step: Step, wait_s: float) -> None:
+    def waited(self, step: Step, wait_s: float, nbytes: int = 0) -> None:
         """Note how long a portion was waited for that came by itself."""
-        self._waits[step].add(wait_s)
+        self._waits[step].add(wait_s / _units(nbytes) if step is Step.PORTION else wait_s)
 
     def delivered(self, nbytes: int) -> None:
         """Note bytes that a client was sent."""
@@ -88,3 +101,8 @@ class Hedging:
     def won(self) -> None:
         """Note that the second member was first."""
         self.won_count += 1
+
+
+def _units(nbytes: int) -> float:
+    """MiB, and one more for what a portion costs whatever its size."""
+    return 1.0 + nbytes / MIB

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import AsyncIterator, Callable, Coroutine
+from collections.abc import AsyncIterator, Callable, Coroutine, Sequence
 from contextlib import asynccontextmanager, suppress
 from typing import Any, TypeVar
 
@@ -173,3 +173,12 @@ class Members:
 def nobody() -> ServerError:
     """The error for a call that no member could carry out."""
     return ServerError(ErrorCode.SLOW_DOWN, "no storage server can be reached", retryable=True, retry_after_s=1)
+
+
+async def stopped(futures: Sequence[asyncio.Future[_T]]) -> None:
+    """Cancel those that are not done, and wait until they are."""
+    unfinished = [future for future in futures if not future.done()]
+    for future in unfinished:
+        future.cancel()
+    if unfinished:
+        await asyncio.wait(unfinished)

@@ -3,16 +3,22 @@
 from __future__ import annotations
 
 import asyncio
+import itertools
 import logging
-from collections.abc import Collection
+import time
+from collections.abc import Collection, Iterator, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, field
 from typing import cast
 
 from descriptors.cluster import Member
 from descriptors.descriptor import Descriptor
 from descriptors.errors import ChunkUnavailable, ErrorCode, ObjectCacheError, ServerError
+from descriptors.placement import Indices
 from descriptors.storage_api import BodySink, DeliveryOutcome, DeliveryStart, DeliveryTiming
 from gateway.cluster.agents import UNKNOWN, may_still_write
-from gateway.cluster.members import Members, nobody
+from gateway.cluster.hedging import Step
+from gateway.cluster.members import Members, nobody, stopped
 from gateway.cluster.split import Holding, descriptor_of, holdings, holdings_at, of_whole
 from gateway.storage_client import StaleViewError, StorageUnreachableError
 
@@ -21,6 +27,16 @@ STALE_MAX = 4
 """How often one portion takes a later view."""
 NO_BODY = cast(BodySink, None)
 """Where bytes go to registered memory nothing is written to a body."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Portion:
+    """Chunks that one member after the other may be asked for; every time is an attempt with a number of its own."""
+
+    index: int
+    count: int
+    positions: Indices
+    attempts: Iterator[int] = field(default_factory=itertools.count)
 
 
 class MemoryDelivery:
@@ -68,6 +84,7 @@ class MemoryDelivery:
         layout, chunk_count = self._descriptor.layout, self._descriptor.chunk_count
         nbytes = layout.delivery_bytes(chunk_count)
         whole = DeliveryStart(start.request_id, start.mode, chunk_count, nbytes, start.grant)
+        self._members.hedging.delivered(nbytes)
         moved_bytes = sum(outcome.transferred_bytes for outcome in outcomes)
         slowest = max(outcomes, key=lambda outcome: _total_s(outcome.timing))
         return DeliveryOutcome(whole, moved_bytes, slowest.timing, tuple(sorted(self._given_up)))
@@ -85,12 +102,12 @@ class MemoryDelivery:
 
     async def _bring(self, index: int, count: int, holding: Holding) -> DeliveryOutcome:
         """Bring one portion, by its member or by those that stand in for it, one after the other."""
-        attempt, stale_count, member, without = 0, 0, holding.member, set(self._without)
+        stale_count, member, without = 0, holding.member, set(self._without)
         unknown: ObjectCacheError | None = None
+        portion = _Portion(index, count, holding.positions)
         while True:
-            wanted = descriptor_of(self._descriptor, Holding(member, holding.positions), index, count, attempt=attempt)
             try:
-                return await self._members.watched(member, self._ask(member, wanted))
+                return await self._first(portion, member, without)
             except ChunkUnavailable as error:
                 raise of_whole(error, holding.positions) from None
             except StaleViewError:
@@ -108,13 +125,47 @@ class MemoryDelivery:
                     raise
                 unknown = error
                 without.add(member.name)  # it has joined or restarted, and does not know the client's memory
-            attempt += 1
             try:
-                first = holding.positions[:1]
-                keys = self._descriptor.chunk_keys
-                member = holdings_at(self._members.placement, self._bucket, keys, first, without)[0].member
+                member = self._next(portion, without)
             except ValueError:
                 raise unknown or nobody() from None
+
+    def _next(self, portion: _Portion, without: Collection[str]) -> Member:
+        """The member that brings a portion which these do not. Raises ValueError where nobody is left."""
+        keys, first = self._descriptor.chunk_keys, portion.positions[:1]
+        return holdings_at(self._members.placement, self._bucket, keys, first, frozenset(without))[0].member
+
+    async def _first(self, portion: _Portion, member: Member, without: Collection[str]) -> DeliveryOutcome:
+        """The outcome of a member, or of another one that is asked for the same because the first is slow. Both write
+        the same bytes to the same places; whoever is later is stopped, and given up, since it may still be writing.
+        Raises what the member failed with, if no other did better.
+        """
+        hedging, nbytes, began_s = self._members.hedging, self._nbytes_of(portion), time.monotonic()
+        asked = {self._asked_of(portion, member): member}
+        (own,) = asked
+        try:
+            if not (await asyncio.wait(asked, timeout=hedging.limit_s(Step.PORTION, nbytes)))[0]:
+                with suppress(ValueError):
+                    second = self._next(portion, {*without, member.name})
+                    if hedging.begin(nbytes):
+                        asked[self._asked_of(portion, second)] = second
+            winner = await _first_good(list(asked))
+            self._given_up.update(each.id for task, each in asked.items() if not task.done())
+            if winner is own:
+                hedging.waited(Step.PORTION, time.monotonic() - began_s, nbytes)
+            else:
+                hedging.won()
+            return winner.result()
+        finally:
+            await stopped(list(asked))
+
+    def _asked_of(self, portion: _Portion, member: Member) -> asyncio.Task[DeliveryOutcome]:
+        holding, attempt = Holding(member, portion.positions), next(portion.attempts)
+        wanted = descriptor_of(self._descriptor, holding, portion.index, portion.count, attempt=attempt)
+        return asyncio.create_task(self._members.watched(member, self._ask(member, wanted)))
+
+    def _nbytes_of(self, portion: _Portion) -> int:
+        return self._descriptor.layout.delivery_bytes(len(portion.positions))
 
     async def _ask(self, member: Member, wanted: Descriptor) -> DeliveryOutcome:
         storage = await self._members.storage(member)
@@ -162,6 +213,17 @@ async def cancel_at(members: Members, asked: list[Member], access_key: str, requ
     for result in results:
         if isinstance(result, BaseException):
             raise result
+
+
+async def _first_good(tasks: Sequence[asyncio.Task[DeliveryOutcome]]) -> asyncio.Task[DeliveryOutcome]:
+    """The first that ends well; the first of all where none does."""
+    pending = set(tasks)
+    while pending:
+        done, pending = await asyncio.wait(pending, return_when=asyncio.FIRST_COMPLETED)
+        for task in done:
+            if not task.cancelled() and task.exception() is None:
+                return task
+    return tasks[0]
 
 
 def _total_s(timing: DeliveryTiming) -> float:

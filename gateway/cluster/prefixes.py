@@ -35,7 +35,7 @@ from descriptors.storage_api import (
 from descriptors.tracing import Phase
 from gateway.cluster.agents import UNKNOWN
 from gateway.cluster.hedging import Step
-from gateway.cluster.members import Members, nobody
+from gateway.cluster.members import Members, nobody, stopped
 from gateway.cluster.memory import MemoryDelivery, cancel_everywhere
 from gateway.cluster.merge import WINDOW_BYTES, Merger, Overtaken, PortionBody, Window, windows
 from gateway.cluster.split import Holding, cut_to, descriptor_of, holdings, holdings_at, matched_of, of_whole
@@ -364,7 +364,7 @@ class _Delivery:
         finally:
             if timer is not None:
                 timer.cancel()
-            await _stopped(races)
+            await stopped(races)
 
     async def _race(
         self, portion: _Portion, ask: Callable[[_Portion], Awaitable[_T]], place: _Place
@@ -389,7 +389,7 @@ class _Delivery:
         finally:
             for other in others:
                 other.task.cancel()
-            await _stopped(asked)
+            await stopped(asked)
 
     async def _hedge(self, portion: _Portion, place: _Place) -> list[_Portion]:
         """Ask others for a slow portion's chunks from that place on; none where that would cost too much, or where
@@ -465,15 +465,6 @@ class _Delivery:
             return
         if self._cuts[member.name] > CUT_MAX:
             self._without.add(member.name)
-
-
-async def _stopped(futures: Sequence[asyncio.Future[_T]]) -> None:
-    """Cancel those that are not done, and wait until they are."""
-    unfinished = [future for future in futures if not future.done()]
-    for future in unfinished:
-        future.cancel()
-    if unfinished:
-        await asyncio.wait(unfinished)
 
 
 async def _all_of(asked: Sequence[asyncio.Future[_T]]) -> list[_T] | None:

@@ -8,11 +8,12 @@ import os
 import signal
 import subprocess
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
+from urllib.parse import urlsplit
 
 import aiohttp
 import pytest
@@ -23,7 +24,7 @@ from bench.experiments.orchestrator.cost import await_engine, orchestrator_proce
 from orchestrator.tokens import LocalTokenizer
 from tests.engines.environment import engine_python, engine_variables
 from tests.support.requests import OWNER, s3_client
-from tests.support.servers import CONFIG, started
+from tests.support.servers import CONFIG, eventually, started
 
 pytestmark = [pytest.mark.engines_full, pytest.mark.timeout(900)]
 BUCKET = "kv-cache"
@@ -37,6 +38,8 @@ class Bed:
     url: str
     engines: list[VllmServer]
     target: S3Target
+    kill_store: Callable[[], None]
+    start_store: Callable[[], None]
 
     def ask(self, path: str, document: Any = None) -> Any:
         """A request to the orchestrator; its answer as JSON."""
@@ -66,8 +69,19 @@ def bed(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Bed]:
     model = folder / "model"
     make_model(model)
     with ExitStack() as stack:
-        serve = ("serve", "--data", str(folder / "data"), "--port", "0", "--config", str(config))
-        url, _ = stack.enter_context(started(*serve))
+        serve = ("serve", "--data", str(folder / "data"), "--config", str(config), "--port")
+        url, store = stack.enter_context(started(*serve, "0"))
+        stores = [store]
+
+        def kill_store() -> None:
+            stores[-1].kill()
+            stores[-1].wait()
+
+        def start_store() -> None:
+            """At the address that everybody knows."""
+            _, again = stack.enter_context(started(*serve, str(urlsplit(url).port)))
+            stores.append(again)
+
         s3_client(url, OWNER).create_bucket(Bucket=BUCKET)
         target = S3Target(url, *OWNER, BUCKET, "us-east-1")
         engines = stack.enter_context(vllm_servers(folder, model, 2, target, load="all"))
@@ -77,7 +91,7 @@ def bed(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Bed]:
             orchestrator_process(urls, "--store", url, "--data", str(folder / "metadata"), environment=environment)
         )
         await_engine(orchestrator)
-        yield Bed(orchestrator, engines, target)
+        yield Bed(orchestrator, engines, target, kill_store, start_store)
 
 
 def status_when(bed: Bed, name: str, wanted: Any) -> dict[str, Any]:
@@ -187,3 +201,106 @@ def test_a_chat_is_routed_by_the_engines_own_tokens(bed: Bed, tmp_path: Path) ->
     told = bed.ask("/_orchestrator/route", {"model": MODEL, "messages": messages})
     assert told["prompt_tokens"] == len(theirs)
     assert told["engine"] == answer["engine_header"]
+
+
+async def streamed(url: str, prompt: list[int], tokens: int, on_third: Callable[[], None]) -> tuple[list[str], str]:
+    """The pieces of a stream, and how it ended. `on_third` is called when three pieces have come."""
+    body = {
+        "model": MODEL,
+        "prompt": prompt,
+        "max_tokens": tokens,
+        "temperature": 0,
+        "stream": True,
+        "ignore_eos": True,
+    }
+    pieces: list[str] = []
+    try:
+        async with aiohttp.ClientSession() as http, http.post(f"{url}/v1/completions", json=body) as answer:
+            async for line in answer.content:
+                if not line.startswith(b"data: "):
+                    continue
+                if line.startswith(b"data: [DONE]"):
+                    return pieces, "done"
+                document = json.loads(line.removeprefix(b"data: "))
+                if "error" in document:
+                    return pieces, "error"
+                pieces += [choice["text"] for choice in document["choices"]]
+                if len(pieces) == 3:
+                    await asyncio.to_thread(on_third)
+    except (aiohttp.ClientError, ConnectionError):
+        return pieces, "broken"
+    return pieces, "cut"
+
+
+def test_streams_go_on_when_the_store_dies_and_its_chunks_are_found_again(bed: Bed) -> None:
+    """Meanwhile requests are computed, and decisions count on nothing that is stored."""
+    prompt = [at % 500 + 50 for at in range(512)]
+    first = bed.complete(prompt)["choices"][0]["text"]
+    home = bed.ask("/_orchestrator/route", {"model": MODEL, "prompt": [*prompt, 1]})["engine"]
+
+    def stored() -> dict[str, int]:
+        told = bed.ask("/_orchestrator/route", {"model": MODEL, "prompt": [*prompt, 1]})
+        return {each["engine"]: each["stored_tokens"] for each in told["candidates"]}
+
+    assert eventually(lambda: stored()[home] >= 480, 20)
+    pieces, end = asyncio.run(streamed(bed.url, prompt, 64, bed.kill_store))
+    try:
+        assert (end, len(pieces)) == ("done", 64)
+        assert "".join(pieces).startswith(first)
+        for engine in bed.engines:
+            engine.forget()
+        again = bed.complete([*prompt, 2])
+        assert again["choices"][0]["finish_reason"] == "length"
+        assert eventually(lambda: set(stored().values()) == {0}, 20)
+    finally:
+        bed.start_store()
+    assert eventually(lambda: stored()[home] >= 480, 60)
+
+
+def test_an_orchestrator_that_is_killed_in_a_stream_comes_back_with_a_warm_index(bed: Bed, tmp_path: Path) -> None:
+    """Its client sees the connection break, engines stop the request, and events that came meanwhile are replayed."""
+    environment = {"AWS_ACCESS_KEY_ID": OWNER[0], "AWS_SECRET_ACCESS_KEY": OWNER[1]}
+    options = ("--store", bed.target.url, "--data", str(tmp_path / "metadata"))
+    prompt = [at % 400 + 60 for at in range(512)]
+    urls = [engine.url for engine in bed.engines]
+
+    def held(url: str, tokens: list[int]) -> int:
+        """The tokens that an engine is known to hold."""
+        asked = asyncio.run(posted(f"{url}/_orchestrator/route", {"model": MODEL, "prompt": [*tokens, 3]}))
+        return max(each["held_tokens"] for each in asked["candidates"])
+
+    with orchestrator_process(urls, *options, environment=environment) as (url, pid):
+        await_engine(url)
+        assert eventually(lambda: all(engine["events"] for engine in engines_of(url)), 20)
+        pieces, end = asyncio.run(streamed(url, prompt, 256, lambda: os.kill(pid, signal.SIGKILL)))
+        assert end in {"broken", "cut"}
+        assert 3 <= len(pieces) < 256
+    assert eventually(lambda: sum(map(running_count, bed.engines)) == 0, 30)
+    meanwhile = [at % 300 + 70 for at in range(256)]
+    bed.engines[0].post("/v1/completions", {"model": MODEL, "prompt": meanwhile, "max_tokens": 1})
+    with orchestrator_process(urls, *options, environment=environment) as (url, _):
+        await_engine(url)
+        assert eventually(lambda: held(url, prompt) >= 480, 20)
+        assert eventually(lambda: held(url, meanwhile) >= 224, 20)
+
+
+def engines_of(url: str) -> list[dict[str, Any]]:
+    """What an orchestrator knows of its engines."""
+
+    async def ask() -> Any:
+        async with aiohttp.ClientSession() as http, http.get(f"{url}/_orchestrator/status") as answer:
+            return await answer.json()
+
+    found: list[dict[str, Any]] = asyncio.run(ask())["engines"]
+    return found
+
+
+async def posted(url: str, document: Any) -> Any:
+    async with aiohttp.ClientSession() as http, http.post(url, json=document) as answer:
+        return await answer.json()
+
+
+def running_count(engine: VllmServer) -> float:
+    """The requests that an engine works on."""
+    lines = engine.get("/metrics").splitlines()
+    return sum(float(line.rpartition(" ")[2]) for line in lines if line.startswith("vllm:num_requests_running{"))
