@@ -11,8 +11,10 @@ import asyncio
 import ctypes
 from collections.abc import Awaitable, Callable, Iterator
 from dataclasses import dataclass
+from typing import Protocol
 
 import numpy as np
+import numpy.typing as npt
 
 from descriptors.placement import Indices
 from descriptors.storage_api import DeliveryStart, Patience, Spans
@@ -20,29 +22,43 @@ from descriptors.units import MIB
 from gateway.cluster.members import STALL_S
 
 WINDOW_BYTES = 4 * MIB
+Bytes = npt.NDArray[np.uint8]
 
 
 class Overtaken(Exception):
     """Others have brought what the reader of a portion waits for."""
 
 
+class Places(Protocol):
+    """Where the bytes of a portion go, in order."""
+
+    left_bytes: int
+
+    def put(self, view: memoryview) -> int:
+        """Take bytes, as many as there is room for, and say how many."""
+
+
 class PortionBody:
-    """The body of one portion, as a BodySink for the storage side and as a reader for the merge. The storage side
-    waits in `write` until its bytes have been taken, so that nothing of a portion is kept here but the bytes that its
-    connection has just brought. When nothing has come for `stall_s`, `require_alive` is called, which raises where the
-    portion's server is gone.
+    """The body of one portion, as a BodySink for the storage side and as a reader for the merge. The storage side puts
+    bytes into their places as they come, and waits where nobody wants any, so that nothing of a portion is kept here
+    but the bytes that its connection has just brought. When nothing has come for `stall_s`, `require_alive` is called,
+    which raises where the portion's server is gone.
     """
 
     def __init__(self, require_alive: Callable[[], Awaitable[None]], stall_s: float = STALL_S) -> None:
         self._require_alive = require_alive
         self._stall_s = stall_s
         self._start: DeliveryStart | None = None
-        self._view = memoryview(b"")
+        self._places: Places | None = None
+        self._skipped_bytes = 0
+        self._is_filled = False
         self._came = asyncio.Event()
-        self._taken = asyncio.Event()
+        self._wanted = asyncio.Event()
         self._failure: Exception | None = None
         self.read_bytes = 0
         """How many bytes have been taken."""
+        self.window: Window | None = None
+        """The window whose bytes were wanted last."""
 
     async def begin(self, start: DeliveryStart) -> None:
         """Note that the portion begins."""
@@ -50,28 +66,40 @@ class PortionBody:
         self._came.set()
 
     async def write(self, view: memoryview) -> None:
-        """Offer bytes, and wait until they are taken."""
-        if not view.nbytes:
-            return
-        self._view = view.cast("B")
-        self._taken.clear()
-        self._came.set()
-        await self._taken.wait()
+        """Put bytes into their places, and wait until all are taken. Raises ConnectionResetError where nobody will."""
+        view = view.cast("B")
+        while view:
+            if self._failure is not None:
+                raise ConnectionResetError("nobody reads this portion any more")
+            if self._places is None:
+                self._wanted.clear()
+                await self._wanted.wait()
+                continue
+            taken_bytes = min(len(view), self._skipped_bytes)
+            if taken_bytes:
+                self._skipped_bytes -= taken_bytes
+            else:
+                taken_bytes = self._places.put(view)
+                if not self._places.left_bytes:
+                    self._places, self._is_filled = None, True
+                    self._came.set()
+            self.read_bytes += taken_bytes
+            view = view[taken_bytes:]
 
     async def send(self, spans: Spans, patience: Patience) -> None:
-        """Offer memory of this process, as a storage side in it does."""
+        """Put memory of this process, as a storage side in it does."""
         for address, nbytes in spans:
             await self.write(memoryview((ctypes.c_char * int(nbytes)).from_address(int(address))))
 
     def abort(self) -> None:
         """Note that the body was cut short; `fail` says why."""
-        self._view = memoryview(b"")
 
     def fail(self, error: Exception) -> None:
-        """End the body with an error, which the reader gets."""
-        self._view = memoryview(b"")
-        self._failure = error
+        """End the body with an error, which the reader gets. No further byte is put anywhere."""
+        self._failure = self._failure or error
+        self._places = None
         self._came.set()
+        self._wanted.set()
 
     def overtake(self) -> None:
         """End the body because others have brought its bytes: the reader gets Overtaken."""
@@ -83,39 +111,31 @@ class PortionBody:
             await self._wait()
         return self._start
 
-    async def read_into(self, target: memoryview) -> None:
-        """Fill `target` with the next bytes. Raises what the portion failed with."""
-        at = 0
-        while at < len(target):
-            taken = await self._take(len(target) - at)
-            target[at : at + len(taken)] = taken
-            at += len(taken)
-            self._let_go(len(taken))
+    def want(self, window: Window, at: int, places: Places) -> None:
+        """Have the bytes from byte `at` of the body on put into places; those before are passed over. Bytes that come
+        before `filled` is awaited are put, too.
+        """
+        self.window, self._is_filled = window, False
+        self._skipped_bytes = at - self.read_bytes
+        if self._failure is None:
+            self._places = places
+            self._wanted.set()
 
-    async def skip_to(self, at: int) -> None:
-        """Pass over the bytes before byte `at` of the body. Raises what the portion failed with."""
-        while self.read_bytes < at:
-            self._let_go(len(await self._take(at - self.read_bytes)))
-
-    async def _take(self, nbytes_max: int) -> memoryview:
-        while not self._view:
+    async def filled(self) -> None:
+        """Wait until all places are filled. Raises what the portion failed with."""
+        while not self._is_filled:
             await self._wait()
-        return self._view[:nbytes_max]
-
-    def _let_go(self, nbytes: int) -> None:
-        self._view = self._view[nbytes:]
-        self.read_bytes += nbytes
-        if not self._view:
-            self._taken.set()
 
     async def _wait(self) -> None:
         if self._failure is not None:
             raise self._failure
+        before_bytes = self.read_bytes
         try:
             async with asyncio.timeout(self._stall_s):
                 await self._came.wait()
         except TimeoutError:
-            await self._require_alive()
+            if self.read_bytes == before_bytes:
+                await self._require_alive()
             return
         self._came.clear()
 
@@ -157,10 +177,52 @@ def bytes_before(positions: Indices, window: Window, slice_bytes: int, first_gro
     return ((window.group - first_group) * len(positions) + before) * slice_bytes + inside
 
 
+class _Run:
+    """Places one after the other."""
+
+    def __init__(self, target: memoryview) -> None:
+        self._target = target
+        self.left_bytes = len(target)
+
+    def put(self, view: memoryview) -> int:
+        """As Places."""
+        taken_bytes = min(len(view), self.left_bytes)
+        at = len(self._target) - self.left_bytes
+        self._target[at : at + taken_bytes] = view[:taken_bytes]
+        self.left_bytes -= taken_bytes
+        return taken_bytes
+
+
+class _Slices:
+    """Places of slices that lie apart: rows of an array, in ascending order."""
+
+    def __init__(self, slices: Bytes, rows: Indices) -> None:
+        self._slices = slices
+        self._rows = rows
+        self.left_bytes = len(rows) * slices.shape[1]
+
+    def put(self, view: memoryview) -> int:
+        """As Places. Whole slices are put at once, and the parts of slices at both ends of what came."""
+        slice_bytes = self._slices.shape[1]
+        taken_bytes = min(len(view), self.left_bytes)
+        data = np.frombuffer(view[:taken_bytes], dtype=np.uint8)
+        row, start = divmod(len(self._rows) * slice_bytes - self.left_bytes, slice_bytes)
+        self.left_bytes -= taken_bytes
+        if start:
+            head = data[: slice_bytes - start]
+            self._slices[self._rows[row], start : start + len(head)] = head
+            data, row = data[len(head) :], row + 1
+        whole = len(data) // slice_bytes
+        if whole:
+            self._slices[self._rows[row : row + whole]] = data[: whole * slice_bytes].reshape(whole, slice_bytes)
+        tail = data[whole * slice_bytes :]
+        if len(tail):
+            self._slices[self._rows[row + whole], : len(tail)] = tail
+        return taken_bytes
+
+
 class Merger:
-    """Puts the slices of portions in their places in a window. The memory is that of a window, and of each portion's
-    slices while they come.
-    """
+    """Puts the slices of portions in their places in a window. The memory is that of a window."""
 
     def __init__(self, slice_bytes: int, window_bytes: int = WINDOW_BYTES) -> None:
         self._slice_bytes = slice_bytes
@@ -175,20 +237,26 @@ class Merger:
         low, high = np.searchsorted(positions, (window.first, window.end)).tolist()
         return int((high - low) * window.nbytes // (window.end - window.first))
 
-    async def take(self, window: Window, body: PortionBody, positions: Indices, first_group: int) -> None:
-        """Bring the slices of one portion to their places. Bytes of the portion before the window are passed over.
-        Raises what the portion failed with; then it may be taken again, from another body. Two bodies of the same
-        slices may be taken at once: the bytes are the same, whoever is later.
+    def want(self, window: Window, body: PortionBody, positions: Indices, first_group: int) -> bool:
+        """Have the slices of one portion put in their places as they come, unless they are wanted already; whether it
+        has any. Bytes of the portion before the window are passed over.
         """
         low, high = np.searchsorted(positions, (window.first, window.end)).tolist()
         if low == high:
-            return
-        await body.skip_to(bytes_before(positions, window, self._slice_bytes, first_group))
-        whole = self._whole[: window.nbytes]
-        if high - low == window.end - window.first:
-            await body.read_into(whole.data)
-            return
-        apart = np.empty((high - low) * self._slice_bytes, dtype=np.uint8)
-        await body.read_into(apart.data)
-        slices = whole.reshape(window.end - window.first, self._slice_bytes)
-        slices[positions[low:high] - window.first] = apart.reshape(high - low, self._slice_bytes)
+            return False
+        if body.window != window:
+            whole = self._whole[: window.nbytes]
+            places: Places = _Run(whole.data)
+            if high - low < window.end - window.first:
+                slices = whole.reshape(window.end - window.first, self._slice_bytes)
+                places = _Slices(slices, positions[low:high] - window.first)
+            body.want(window, bytes_before(positions, window, self._slice_bytes, first_group), places)
+        return True
+
+    async def take(self, window: Window, body: PortionBody, positions: Indices, first_group: int) -> None:
+        """Wait until the slices of one portion are in their places. Raises what the portion failed with; then they may
+        be taken again, from another body. Two bodies of the same slices may be taken at once: the bytes are the same,
+        whoever is later.
+        """
+        if self.want(window, body, positions, first_group):
+            await body.filled()

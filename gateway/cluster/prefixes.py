@@ -247,6 +247,11 @@ class _Portion:
     task: asyncio.Task[None]
     view_number: int
 
+    def stop(self) -> None:
+        """End it: none of its bytes is put anywhere from now on."""
+        self.body.overtake()
+        self.task.cancel()
+
 
 class _Delivery:
     """One delivery over http whose portions come from several members."""
@@ -325,6 +330,8 @@ class _Delivery:
 
         layer, position = (window.group, 0) if self._mode is Mode.LAYER_MAJOR else (0, window.first)
         waiting = list(self._portions)
+        for portion in waiting:  # all at once, and awaited one after the other
+            merger.want(window, portion.body, portion.holding.positions, portion.first_layer)
         while waiting:
             portion = waiting.pop(0)
             place = _Place(layer, position, merger.nbytes_of(window, portion.holding.positions))
@@ -381,14 +388,13 @@ class _Delivery:
             if answers:
                 self._take_over(portion, others)
                 self._members.hedging.won()
-                portion.body.overtake()
                 others = []
             return answers or None
         except ObjectCacheError:
             return None
         finally:
             for other in others:
-                other.task.cancel()
+                other.stop()
             await stopped(asked)
 
     async def _hedge(self, portion: _Portion, place: _Place) -> list[_Portion]:
@@ -449,8 +455,8 @@ class _Delivery:
         return begun
 
     def _take_over(self, portion: _Portion, others: list[_Portion]) -> None:
-        """Others bring what is left of a portion, which is stopped."""
-        portion.task.cancel()
+        """Others bring what is left of a portion, which is stopped: its reader is told."""
+        portion.stop()
         at = self._portions.index(portion)
         self._portions[at : at + 1] = others
 

@@ -108,9 +108,17 @@ class Feeder:
     piece_bytes=st.sampled_from([1, 13, 500, 5_000]),
     cut=st.integers(0, 4_000),
     seed=st.integers(0, 9),
+    is_at_once=st.booleans(),
 )
 def test_merged_bodies_are_the_whole_even_where_a_part_fails_and_comes_again(
-    layers: int, slice_bytes: int, keepers: list[int], window_bytes: int, piece_bytes: int, cut: int, seed: int
+    layers: int,
+    slice_bytes: int,
+    keepers: list[int],
+    window_bytes: int,
+    piece_bytes: int,
+    cut: int,
+    seed: int,
+    is_at_once: bool,
 ) -> None:
     count, layout = len(keepers), ChunkLayout(layers, 16, slice_bytes)
     chunks = np.random.default_rng(seed).integers(0, 256, (layers, count, slice_bytes), dtype=np.uint8)
@@ -126,6 +134,8 @@ def test_merged_bodies_are_the_whole_even_where_a_part_fails_and_comes_again(
         feeders[0] = Feeder(body_of(0, 0), piece_bytes, min(cut, len(body_of(0, 0)) - 1))
         merger, out, failed_count = Merger(slice_bytes, window_bytes), bytearray(), 0
         for window in windows(layers, count, slice_bytes, window_bytes):
+            for index in range(len(positions) if is_at_once else 0):
+                merger.want(window, feeders[index].body, positions[index], first_group[index])
             for index in range(len(positions)):
                 while True:
                     try:
@@ -180,5 +190,5 @@ async def test_a_quiet_part_is_asked_after_and_the_reader_told_that_it_is_gone()
 
     body = PortionBody(gone, stall_s=0.01)
     with pytest.raises(ConnectionError):
-        await body.read_into(memoryview(bytearray(4)))
+        await body.started()
     assert asked == 2
