@@ -9,7 +9,7 @@ import signal
 import subprocess
 import time
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -23,6 +23,7 @@ from bench.beds.vllm_servers import MODEL, VllmServer, make_model, vllm_servers
 from bench.experiments.orchestrator.cost import await_engine, orchestrator_process
 from orchestrator.tokens import LocalTokenizer
 from tests.engines.environment import engine_python, engine_variables
+from tests.engines.multi_models import RANK, make_adapter
 from tests.support.requests import OWNER, s3_client
 from tests.support.servers import CONFIG, eventually, started
 
@@ -63,7 +64,13 @@ class Bed:
 
 @pytest.fixture(scope="module")
 def bed(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Bed]:
-    folder = tmp_path_factory.mktemp("orchestrated")
+    with running(tmp_path_factory.mktemp("orchestrated"), 2) as made:
+        yield made
+
+
+@contextmanager
+def running(folder: Path, engine_count: int, *engine_options: str) -> Iterator[Bed]:
+    """A store, engines and an orchestrator, which end with the block."""
     config = folder / "config.toml"
     config.write_text(CONFIG)
     model = folder / "model"
@@ -84,7 +91,7 @@ def bed(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Bed]:
 
         s3_client(url, OWNER).create_bucket(Bucket=BUCKET)
         target = S3Target(url, *OWNER, BUCKET, "us-east-1")
-        engines = stack.enter_context(vllm_servers(folder, model, 2, target, load="all"))
+        engines = stack.enter_context(vllm_servers(folder, model, engine_count, target, *engine_options, load="all"))
         environment = {"AWS_ACCESS_KEY_ID": OWNER[0], "AWS_SECRET_ACCESS_KEY": OWNER[1]}
         urls = [engine.url for engine in engines]
         orchestrator, _ = stack.enter_context(
@@ -166,6 +173,39 @@ def test_salts_share_nothing(bed: Bed) -> None:
     for salt in ({"cache_salt": "two"}, {}):
         told = bed.ask("/_orchestrator/route", {"model": MODEL, "prompt": prompt, **salt})
         assert {each["held_tokens"] for each in told["candidates"]} == {0}
+
+
+def test_three_engines_and_adapters_that_share_nothing(tmp_path: Path) -> None:
+    """An adapter is a model of its own: its blocks are found for it alone, and its answers are those of an engine that
+    has none of its blocks.
+    """
+    adapters = {"one": tmp_path / "one", "two": tmp_path / "two"}
+    for seed, folder in enumerate(adapters.values(), 1):
+        make_adapter(folder, seed)
+    modules = [f"{name}={folder}" for name, folder in adapters.items()]
+    options = ("--enable-lora", "--max-loras", "2", "--max-lora-rank", str(RANK), "--lora-modules", *modules)
+    with running(tmp_path, 3, *options) as lora:
+        status_when(lora, "events", bool)
+        prompt = [number % 650 + 35 for number in range(512)]
+        texts = {}
+        for model in ("one", "two", MODEL):
+            told = lora.ask("/_orchestrator/route", {"model": model, "prompt": prompt})
+            assert {each["held_tokens"] for each in told["candidates"]} == {0}
+            first = lora.complete(prompt, model=model)
+            texts[model] = first["choices"][0]["text"]
+            home = first["engine_header"]
+
+            def held(model: str = model, home: str = home) -> bool:
+                """By its engine alone."""
+                again = lora.ask("/_orchestrator/route", {"model": model, "prompt": [*prompt, 7]})
+                tokens = {each["engine"]: each["held_tokens"] for each in again["candidates"]}
+                return tokens.pop(home) >= 480 and not any(tokens.values())
+
+            assert eventually(held, 10)
+            other = next(engine for engine in lora.engines if engine.url != home)
+            body = {"model": model, "prompt": prompt, "max_tokens": 4, "temperature": 0}
+            assert other.post("/v1/completions", body)["choices"][0]["text"] == texts[model]
+        assert len(set(texts.values())) == 3
 
 
 @pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSTOP])
