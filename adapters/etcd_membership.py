@@ -59,6 +59,8 @@ class EtcdMembership:
         self._seen = 0
         """The revision up to which the watch has told every change."""
         self._told_at = 0
+        self._has_gone_back = False
+        """Whether etcd has told less than it had before: from then on nothing of it is taken."""
         self._lease_until_s = 0.0
         self._members: dict[str, Member] = {}
         self._tasks: list[asyncio.Task[None]] = []
@@ -118,7 +120,7 @@ class EtcdMembership:
         """Read the members again."""
         async with self._reading:
             try:
-                self._take(await self._etcd.range(self._members_prefix))
+                await self._read()
             except EtcdError as error:
                 self.is_connected = False
                 _log.warning("the members stay as they were: %s", error)
@@ -209,7 +211,7 @@ class EtcdMembership:
         while True:
             try:
                 if failed_count:  # an etcd that has gone back would let the watch wait in silence
-                    self._take(await self._etcd.range(self._members_prefix))
+                    await self._read()
                 async for changes in self._etcd.watch(self._members_prefix, self._seen + 1, self._etcd_id):
                     failed_count = 0
                     self._apply(changes)
@@ -223,6 +225,11 @@ class EtcdMembership:
                     _log.warning("the members are not watched: %r", error)
             await asyncio.sleep(back_off_s(max(failed_count, 1), PAUSE_S_MIN, PAUSE_S_MAX))
 
+    async def _read(self) -> None:
+        """Read the members. Raises EtcdError."""
+        known = max(self._seen, self._view.number)
+        self._take(await self._etcd.range(self._members_prefix), known)
+
     async def _read_anew(self) -> None:
         """Read all, after changes that were not seen: the members may have been others meanwhile."""
         try:
@@ -235,8 +242,8 @@ class EtcdMembership:
             self._seen = max(self._seen, found.revision)
             self._tell(found.revision)
 
-    def _take(self, found: Found) -> None:
-        """Take all entries, as of a revision."""
+    def _take(self, found: Found, known: int = 0) -> None:
+        """Take all entries, as of a revision. `known` is one that etcd had when it was asked for them."""
         self.is_connected = True
         if self._etcd_id and found.cluster_id != self._etcd_id:
             _log.error(
@@ -244,13 +251,15 @@ class EtcdMembership:
                 " adopt`"
             )
             return
-        if found.revision < self._seen:
+        if found.revision < known and not self._has_gone_back:
+            self._has_gone_back = True
             _log.error(
                 "etcd has gone back from the revision %d to %d, as a backup does; the members stay as they were."
                 " docs/cluster.md says how to go on",
-                self._seen,
+                known,
                 found.revision,
             )
+        if self._has_gone_back:
             return
         if not self._etcd_id:
             self._etcd_id, self._seen = found.cluster_id, found.revision
@@ -261,6 +270,8 @@ class EtcdMembership:
 
     def _apply(self, changes: Sequence[Change]) -> None:
         """Take changes of the watch. Each says that the members have changed, also where a view has them already."""
+        if self._has_gone_back:
+            return
         members = dict(self._members)
         newest = changes[-1].revision
         for change in changes:

@@ -14,8 +14,8 @@ import numpy as np
 from adapters.membership import MembershipError, OnView
 from descriptors.cluster import ClusterError, Member, View, member_fields, member_from_fields
 
-EXCHANGE_S = 60.0
-"""So long ranks wait until all of them have started."""
+EXCHANGE_S = 600.0
+"""A storage server sweeps its directory before: so long ranks wait until all of them have started."""
 RECORD_BYTES = 1_024
 """Each rank tells so many, padded."""
 POLL_S = 0.02

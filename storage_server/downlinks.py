@@ -24,6 +24,11 @@ from storage_server.scheduler.downlink_shares import RENEW_S, SHARE_S, DownlinkS
 
 ASK_S = 0.25
 """A keeper that takes longer for an answer is not waited for."""
+RENEW_MAX_S = SHARE_S / 2
+RENEWALS_PER_S = 250.0
+"""Of all downlinks together; with more of them each is asked for less often, but every RENEW_MAX_S."""
+LEAST_BYTES_PER_S = 65_536.0
+"""Each delivery goes so fast at least: it holds memory that others need."""
 BURST_S = 0.005
 """So much time's worth of bytes may be sent at once."""
 _log = logging.getLogger(__name__)
@@ -111,10 +116,14 @@ class _Downlink:
         self.set_rate(self._downlink_bytes_per_s * min(1.0, self.left_bytes / self.whole_bytes))
 
     def set_rate(self, rate_bytes_per_s: float) -> None:
-        """Go on at this rate."""
+        """Go on at this rate, or what deliveries need at least."""
         self._fill()
-        self._rate_bytes_per_s = rate_bytes_per_s
+        self._rate_bytes_per_s = max(rate_bytes_per_s, LEAST_BYTES_PER_S * len(self.paces))
         self._changed.set()
+
+    def owed_s(self) -> float:
+        """How long the link still carries what was sent."""
+        return max(0.0, -self._fill() / self._rate_bytes_per_s)
 
     async def take(self, nbytes: int) -> None:
         """Wait until so many bytes may go."""
@@ -192,7 +201,8 @@ class Downlinks:
             elif time.monotonic() >= until_s:
                 downlink.take_own_part()
             with suppress(TimeoutError):
-                async with asyncio.timeout(RENEW_S):
+                pause_s = len(self._downlinks) / RENEWALS_PER_S
+                async with asyncio.timeout(min(max(RENEW_S, pause_s), RENEW_MAX_S)):
                     await downlink.has_begun.wait()
 
     async def _ask(self, agent: RegisteredAgent, rate_bytes_per_s: float, left_bytes: int, whole_bytes: int) -> float:
@@ -208,16 +218,27 @@ class Downlinks:
                 raise ConnectionError("nobody is the keeper")
             async with asyncio.timeout(ASK_S):
                 return await self._keepers.downlink_share(keeper, agent, self._own.name, left_bytes, whole_bytes)
-        except (ObjectCacheError, ConnectionError, TimeoutError) as error:
+        except Exception as error:  # be it an answer of another release: a delivery must not stand still for it
             self.failed_count += 1
-            _log.debug("the keeper of the agent %s cannot be asked for a share: %r", agent.agent_id, error)
+            is_usual = isinstance(error, ObjectCacheError | ConnectionError | TimeoutError)
+            _log.log(
+                logging.DEBUG if is_usual else logging.WARNING,
+                "the keeper of the agent %s cannot be asked for a share: %r",
+                agent.agent_id,
+                error,
+            )
             return 0.0
 
     def _end(self, downlink: _Downlink, agent: RegisteredAgent) -> None:
-        """Give the share back, since nothing is left."""
-        self._downlinks.pop(agent.agent_id, None)
+        """Give the share back, since nothing is left. The downlink is forgotten when the link has carried all."""
+        asyncio.get_running_loop().call_later(downlink.owed_s(), self._forget, agent.agent_id, downlink)
         if downlink.renewing is not None:
             downlink.renewing.cancel()
+            downlink.renewing, downlink.is_shared = None, False
             task = asyncio.create_task(self._ask(agent, agent.downlink_bytes_per_s or 0.0, 0, 0))
             self._giving_back.add(task)
             task.add_done_callback(self._giving_back.discard)
+
+    def _forget(self, agent_id: str, downlink: _Downlink) -> None:
+        if not downlink.paces and self._downlinks.get(agent_id) is downlink:
+            del self._downlinks[agent_id]

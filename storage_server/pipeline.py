@@ -211,7 +211,8 @@ class Pipeline:
         except ChunkUnavailable as missing:
             if missing.code is ErrorCode.CHUNK_CORRUPT:
                 note_damage(missing.index or 0)
-            await transfer.fail(missing.layer or 0, _index_in_whole(delivery.portion, missing.index or 0))
+            index = _index_in_whole(delivery.portion, missing.index or 0)
+            await transfer.fail(missing.layer or 0, index, tells_client=delivery.portion is None)
             raise
         finally:
             await to_end(asyncio.ensure_future(transfer.close()))

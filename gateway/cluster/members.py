@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
+from collections import OrderedDict
 from collections.abc import AsyncIterator, Callable, Coroutine, Sequence
 from contextlib import asynccontextmanager, suppress
 from typing import Any, TypeVar
@@ -25,6 +26,7 @@ STALL_S = 2.0
 """The time without an answer, or without a byte, after which a member is asked whether it is there."""
 ALIVE_S = 1.0
 """A member that takes longer for an answer without work counts as gone."""
+PACED_AGENTS_MAX = 4_096
 CLOSE_AFTER_S = 60.0
 """The connections to a member that has left are kept for so long, since calls may still be under way."""
 _log = logging.getLogger(__name__)
@@ -44,6 +46,7 @@ class Members:
         self._closing: set[asyncio.Task[None]] = set()
         self.hedging = Hedging()
         """Of the deliveries of this gateway."""
+        self._paced_agents: OrderedDict[str, None] = OrderedDict()
         membership.on_view(self._take)
 
     async def start(self) -> None:
@@ -102,6 +105,18 @@ class Members:
         breaker = self._breakers.get(member.name)
         if breaker is not None:
             breaker.succeeded()
+
+    def note_paced(self, agent_id: str, *, is_paced: bool) -> None:
+        """Note whether links made a delivery to this agent wait."""
+        self._paced_agents.pop(agent_id, None)
+        if is_paced:
+            self._paced_agents[agent_id] = None
+            if len(self._paced_agents) > PACED_AGENTS_MAX:
+                self._paced_agents.popitem(last=False)
+
+    def are_paced(self, agent_id: str) -> bool:
+        """Whether links made the last delivery to this agent wait."""
+        return agent_id in self._paced_agents
 
     async def require_alive(self, member: Member) -> None:
         """Raises StorageUnreachableError where a member that has gone quiet does not answer a question, either."""

@@ -23,6 +23,8 @@ from gateway.cluster.split import Holding, descriptor_of, holdings, holdings_at,
 from gateway.storage_client import StaleViewError, StorageUnreachableError
 
 _log = logging.getLogger(__name__)
+PACED_FRACTION = 0.1
+"""Of a portion's time: one that has waited longer for links was paced."""
 STALE_MAX = 4
 """How often one portion takes a later view."""
 NO_BODY = cast(BodySink, None)
@@ -135,7 +137,7 @@ class MemoryDelivery:
         keys, first = self._descriptor.chunk_keys, portion.positions[:1]
         return holdings_at(self._members.placement, self._bucket, keys, first, frozenset(without))[0].member
 
-    async def _first(self, portion: _Portion, member: Member, without: Collection[str]) -> DeliveryOutcome:
+    async def _first(self, portion: _Portion, member: Member, without: set[str]) -> DeliveryOutcome:
         """The outcome of a member, or of another one that is asked for the same because the first is slow. Both write
         the same bytes to the same places; whoever is later is stopped, and given up, since it may still be writing.
         Raises what the member failed with, if no other did better.
@@ -144,20 +146,49 @@ class MemoryDelivery:
         asked = {self._asked_of(portion, member): member}
         (own,) = asked
         try:
-            if not (await asyncio.wait(asked, timeout=hedging.limit_s(Step.PORTION, nbytes)))[0]:
+            limit_s = None if self._members.are_paced(self._agent_id) else hedging.limit_s(Step.PORTION, nbytes)
+            if not (await asyncio.wait(asked, timeout=limit_s))[0]:
                 with suppress(ValueError):
                     second = self._next(portion, {*without, member.name})
                     if hedging.begin(nbytes):
                         asked[self._asked_of(portion, second)] = second
             winner = await _first_good(list(asked))
-            self._given_up.update(each.id for task, each in asked.items() if not task.done())
-            if winner is own:
-                hedging.waited(Step.PORTION, time.monotonic() - began_s, nbytes)
-            else:
+            for task, each in asked.items():
+                if task is not winner:
+                    self._note_loser(task, each, without)
+            if winner is not own:
                 hedging.won()
-            return winner.result()
+            outcome = winner.result()
+            self._learn(outcome.timing, time.monotonic() - began_s if winner is own else None, nbytes)
+            return outcome
         finally:
             await stopped(list(asked))
+
+    def _note_loser(self, task: asyncio.Task[DeliveryOutcome], member: Member, without: set[str]) -> None:
+        """One that is under way, or of which nobody says that it has drained, may still write. One that could not be
+        reached is added to `without`.
+        """
+        error = task.exception() if task.done() and not task.cancelled() else None
+        is_lost = isinstance(error, StorageUnreachableError) and not error.has_ended
+        if not task.done() or is_lost:
+            self._given_up.add(member.id)
+        if isinstance(error, StorageUnreachableError):
+            self._members.failed(member)
+            without.add(member.name)
+
+    def _learn(self, timing: DeliveryTiming, seconds: float | None, nbytes: int) -> None:
+        """Portions that the server's own link, or the client's, made wait say nothing of what is slow, and another
+        member would not bring them sooner.
+        """
+        is_paced = timing.wait_s > PACED_FRACTION * _total_s(timing)
+        self._members.note_paced(self._agent_id, is_paced=is_paced)
+        if seconds is not None and not is_paced:
+            self._members.hedging.waited(Step.PORTION, seconds, nbytes)
+
+    @property
+    def _agent_id(self) -> str:
+        target = self._descriptor.rdma_target
+        return "" if target is None else target.agent_id
 
     def _asked_of(self, portion: _Portion, member: Member) -> asyncio.Task[DeliveryOutcome]:
         holding, attempt = Holding(member, portion.positions), next(portion.attempts)

@@ -477,7 +477,8 @@ async def _all_of(asked: Sequence[asyncio.Future[_T]]) -> list[_T] | None:
     """All results; None where one of them failed."""
     if asked:
         await asyncio.wait(asked)
-    if any(each.cancelled() or each.exception() is not None for each in asked):
+    failures = [each.cancelled() or each.exception() is not None for each in asked]
+    if any(failures):
         return None
     return [each.result() for each in asked]
 

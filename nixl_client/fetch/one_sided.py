@@ -11,7 +11,7 @@ from dataclasses import replace
 
 from descriptors.descriptor_codec import encode_binary
 from descriptors.errors import ErrorCode, ObjectCacheError, ServerError
-from descriptors.headers import RDMA_BYTES_HEADER, REQUESTS_PATH
+from descriptors.headers import RDMA_BYTES_HEADER, REQUESTS_PATH, WRITERS_HEADER
 from nixl_client.fetch.delivery_state import payload_shape
 from nixl_client.fetch.layer_fetch import LayerFetch
 from nixl_client.session.agent import GONE, ClientAgent
@@ -71,7 +71,7 @@ class OneSidedFetches:
             mine = [other for other in self._left_open if not other.is_settled and other.shares_memory_with(fetch)]
         for other in mine:
             try:
-                self.cancel(other)
+                self._cancel(other, {WRITERS_HEADER: other.given_up})
             except ObjectCacheError as error:
                 problem = f"{other.given_up} may still write into this buffer, and cannot be asked; take another one"
                 raise ServerError(ErrorCode.TARGET_UNREACHABLE, problem, field="rdma_target") from error
@@ -79,11 +79,12 @@ class OneSidedFetches:
             self._left_open = [other for other in self._left_open if not other.is_settled]
 
     def _end_unanswered(self, fetch: LayerFetch, error: ObjectCacheError) -> None:
-        """No answer came. A server that has sent `done` writes into the buffer no more. Otherwise it is asked to
-        stop, again where the question is not answered either; without an answer the fetch stays unsettled.
+        """No answer came. A server that has sent `done` writes into the buffer no more; in a cluster another one may
+        have been asked for the same. Otherwise it is asked to stop, again where the question is not answered either;
+        without an answer the fetch stays unsettled.
         """
         fetch.on_failure(error)
-        if fetch.is_complete:
+        if fetch.is_complete and self.agent.writers_header() is None:
             fetch.settle()
             return
         for pause_s in STOP_PAUSES_S:
@@ -101,7 +102,10 @@ class OneSidedFetches:
         """Have the server stop the fetch; it answers when nothing is in flight. Raises ObjectCacheError when the server
         cannot be asked.
         """
-        self._http.request("DELETE", f"{REQUESTS_PATH}/{fetch.request_id}", headers=self.agent.writers_header())
+        self._cancel(fetch, self.agent.writers_header())
+
+    def _cancel(self, fetch: LayerFetch, writers: dict[str, str] | None) -> None:
+        self._http.request("DELETE", f"{REQUESTS_PATH}/{fetch.request_id}", headers=writers)
         fetch.settle()
 
     def _post(self, fetch: LayerFetch) -> Answer:

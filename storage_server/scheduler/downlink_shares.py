@@ -10,8 +10,9 @@ after 0.4 s. With equal shares b would end after 0.2 s, and a after 0.6 s at hal
 
 A server that asks first says how many bytes the whole has of which it brings a part, and so gets no more than its part
 at once. A share that nobody asks for again ends after SHARE_S: a server that is killed leaves the downlink to the
-others. One that comes late, with another request, gets what the others' shares leave, and at least half of an equal
-share: until the others have asked again, and got less, all together may use OVER_MAX times the downlink.
+others. One that comes late, with another request, gets its part of what all have left, up to what the others' shares
+leave or half of an equal share: until the others have asked again, and got less, all together may use OVER_MAX times
+the downlink.
 """
 
 from __future__ import annotations

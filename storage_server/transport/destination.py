@@ -50,8 +50,10 @@ class Transfer(Protocol):
         itself counted.
         """
 
-    async def fail(self, layer_index: int, chunk_index: int) -> None:
-        """Wait until nothing is in flight, then tell the client that nothing from this layer on will come."""
+    async def fail(self, layer_index: int, chunk_index: int, *, tells_client: bool) -> None:
+        """Wait until nothing is in flight, then tell the client that nothing from this layer on will come, unless
+        others may bring it.
+        """
 
     async def close(self) -> None:
         """Return when nothing is in flight and every room is released. After `finish` it has nothing to do."""

@@ -98,7 +98,7 @@ class HttpTransfer:
         self._finished = True
         return self._sent_bytes
 
-    async def fail(self, layer_index: int, chunk_index: int) -> None:
+    async def fail(self, layer_index: int, chunk_index: int, *, tells_client: bool) -> None:
         if self._begun:
             self._sink.abort()
 

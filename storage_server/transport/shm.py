@@ -100,8 +100,9 @@ class ShmTransfer:
         self._client.notify(encode_notice(Done(self._request_id, self._sent_bytes, *self._portion)))
         return self._sent_bytes
 
-    async def fail(self, layer_index: int, chunk_index: int) -> None:
-        self._client.notify(encode_notice(Failed(self._request_id, layer_index, chunk_index, *self._portion)))
+    async def fail(self, layer_index: int, chunk_index: int, *, tells_client: bool) -> None:
+        if tells_client:
+            self._client.notify(encode_notice(Failed(self._request_id, layer_index, chunk_index, *self._portion)))
 
     async def close(self) -> None:
         """Do nothing: the pipeline has waited for every gather."""

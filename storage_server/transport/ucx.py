@@ -119,9 +119,9 @@ class UcxTransfer:
         self._notify(Done(self._request_id, moved_bytes, *self._portion))
         return moved_bytes
 
-    async def fail(self, layer_index: int, chunk_index: int) -> None:
+    async def fail(self, layer_index: int, chunk_index: int, *, tells_client: bool) -> None:
         await self._flight.landed()
-        if self._flight.failure is None:
+        if self._flight.failure is None and tells_client:
             self._notify(Failed(self._request_id, layer_index, chunk_index, *self._portion))
 
     async def close(self) -> None:

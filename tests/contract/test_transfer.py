@@ -271,7 +271,7 @@ async def test_a_failed_transfer_is_told_and_holds_nothing(end: End, pool: Stagi
     plan = plan_delivery(Mode.LAYER_MAJOR, LAYOUT, K, 100_000)
     transfer = end.transfer(plan)
     await send(transfer, plan, pool, upto=5)
-    await transfer.fail(1, 2)
+    await transfer.fail(1, 2, tells_client=True)
     await transfer.close()
     assert await asyncio.to_thread(end.is_told_of_failure)
     assert not await asyncio.to_thread(end.is_told_of_success)

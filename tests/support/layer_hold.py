@@ -97,8 +97,8 @@ class _HeldTransfer:
     async def finish(self) -> int:
         return await self._transfer.finish()
 
-    async def fail(self, layer_index: int, chunk_index: int) -> None:
-        await self._transfer.fail(layer_index, chunk_index)
+    async def fail(self, layer_index: int, chunk_index: int, *, tells_client: bool) -> None:
+        await self._transfer.fail(layer_index, chunk_index, tells_client=tells_client)
 
     async def close(self) -> None:
         await self._transfer.close()

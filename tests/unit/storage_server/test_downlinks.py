@@ -149,3 +149,37 @@ async def test_a_keeper_that_hangs_does_not_stop_a_delivery() -> None:
         await sent(downlinks, agent, 2_000_000)
     await downlinks.close()
     await own.close()
+
+
+async def test_small_deliveries_one_after_the_other_are_paced_as_one_is() -> None:
+    """A downlink is remembered as long as it still carries what was sent."""
+    downlinks = Downlinks(DownlinkShares(), None, None)
+    agent = RegisteredAgent("id", "key", "peer", (), 1e18, RATE)
+    began_s = time.monotonic()
+    for _ in range(11):
+        async with downlinks.pace(agent) as pace:
+            pace.begin(400_000, 400_000)
+            await pace.wait(400_000)
+    assert 4_000_000 / (time.monotonic() - began_s) <= at_most(RATE, 4_000_000)
+    await asyncio.sleep(0.05)
+    assert not downlinks._downlinks
+    await downlinks.close()
+
+
+async def test_a_keeper_of_another_release_does_not_stop_a_delivery() -> None:
+    own = member_a()
+    downlinks = Downlinks(DownlinkShares(), own, PlayedKeepers(ValueError("no such answer")))
+    async with asyncio.timeout(20):
+        await sent(downlinks, agent_kept_by("b", own), 1_000_000)
+    assert downlinks.failed_count >= 1
+    await downlinks.close()
+    await own.close()
+
+
+async def test_a_delivery_goes_on_whatever_small_share_it_gets() -> None:
+    own = member_a()
+    downlinks = Downlinks(DownlinkShares(), own, PlayedKeepers(0.001))
+    async with asyncio.timeout(20):
+        await sent(downlinks, agent_kept_by("b", own), 300_000)
+    await downlinks.close()
+    await own.close()

@@ -27,8 +27,10 @@ class PlayedMember:
     def __init__(self, hedged: asyncio.Event) -> None:
         self.prefixes = self.status = self
         self.hedged = hedged
-        self.is_slow = self.is_slow_hedge = self.fails_hedges = False
+        self.is_slow = self.is_slow_hedge = False
         self.failure: Exception | None = None
+        self.hedge_failure: Exception | None = None
+        self.wait_s = 0.0
         self.may_go_on = asyncio.Event()
         self.asked: list[tuple[int, int]] = []
         self.cancelled_count = 0
@@ -44,8 +46,8 @@ class PlayedMember:
         try:
             if portion.attempt:
                 self.hedged.set()
-                if self.fails_hedges:
-                    raise ServerError(ErrorCode.INTERNAL_ERROR, "the disk is broken")
+                if self.hedge_failure is not None:
+                    raise self.hedge_failure
             if self.is_slow_hedge if portion.attempt else self.is_slow:
                 await self.may_go_on.wait()
             if self.failure is not None and not portion.attempt:
@@ -55,7 +57,7 @@ class PlayedMember:
             raise
         nbytes = LAYOUT.delivery_bytes(len(portion.positions))
         start = DeliveryStart("id", Mode.LAYER_MAJOR, portion.chunk_count, nbytes, Grant())
-        return DeliveryOutcome(start, nbytes, DeliveryTiming(0.0, 0.0, 0.0, 0.0))
+        return DeliveryOutcome(start, nbytes, DeliveryTiming(0.0, 0.0, 0.0, self.wait_s))
 
     async def cancel(self, access_key: str, request_id: str, writers: tuple[str, ...] = ()) -> None: ...
 
@@ -119,7 +121,7 @@ async def test_where_the_hedge_fails_the_slow_one_is_waited_for_and_nobody_is_gi
     bed = Bed(A, B, C)
     _, slow = bed.slow()
     for storage in bed.storages.values():
-        storage.fails_hedges = True
+        storage.hedge_failure = ServerError(ErrorCode.INTERNAL_ERROR, "the disk is broken")
     delivering = asyncio.ensure_future(bed.delivered())
     await bed.hedged.wait()
     await asyncio.sleep(2 * LIMIT_S_MIN)
@@ -179,3 +181,48 @@ def test_large_portions_may_take_longer() -> None:
     small, large = hedging.limit_s(Step.PORTION, 1 << 20), hedging.limit_s(Step.PORTION, 999 << 20)
     assert small == LIMIT_S_MIN
     assert large == pytest.approx(2.0)
+
+
+async def test_a_slow_member_whose_connection_breaks_is_given_up_although_the_hedge_wins() -> None:
+    """Nobody says that it has drained."""
+    bed = Bed(A, B, C)
+    member, slow = bed.slow()
+    slow.failure = ConnectionResetError("lost")
+    for storage in bed.storages.values():
+        storage.is_slow_hedge = True
+    delivering = asyncio.ensure_future(bed.delivered())
+    await bed.hedged.wait()
+    slow.may_go_on.set()
+    await asyncio.sleep(LIMIT_S_MIN)
+    for storage in bed.storages.values():
+        storage.may_go_on.set()
+    assert (await delivering).given_up == (member.id,)
+
+
+async def test_where_both_break_both_are_given_up_and_a_third_member_is_asked() -> None:
+    bed = Bed(A, B, C)
+    member, slow = bed.slow()
+    slow.failure = ConnectionResetError("lost")
+    second, third = bed.members.placement.order("bucket", KEYS[0])[1:]
+    bed.storages[second.endpoint].hedge_failure = ConnectionResetError("lost, too")
+    delivering = asyncio.ensure_future(bed.delivered())
+    await bed.hedged.wait()
+    slow.may_go_on.set()
+    assert set((await delivering).given_up) == {member.id, second.id}
+    assert any(attempt == 2 for _, attempt in bed.storages[third.endpoint].asked)
+
+
+async def test_portions_that_links_make_wait_are_no_slow_ones() -> None:
+    """Nothing is learned of them, and the client's next delivery is not hedged."""
+    bed = Bed(A, B, C)
+    for storage in bed.storages.values():
+        storage.wait_s = 5.0
+    before = bed.hedging.limit_s(Step.PORTION)
+    assert (await bed.delivered()).given_up == ()
+    _, slow = bed.slow()
+    delivering = asyncio.ensure_future(bed.delivered())
+    await asyncio.sleep(5 * LIMIT_S_MIN)
+    slow.may_go_on.set()
+    await delivering
+    assert bed.hedging.hedge_count == 0
+    assert bed.hedging.limit_s(Step.PORTION) == before

@@ -1,0 +1,113 @@
+"""Membership in an etcd whose answers are played: what is taken of them, and when nothing is any more."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import AsyncIterator
+
+import pytest
+
+from adapters.etcd import Change, Entry, EtcdError, Found
+from adapters.etcd_membership import EtcdMembership
+from descriptors.cluster import Member, member_fields
+
+PREFIX = "kv/members/"
+
+
+def value(name: str) -> bytes:
+    return json.dumps(member_fields(Member(name, f"http://{name}:1"))).encode()
+
+
+def found(revision: int, *names: str) -> Found:
+    return Found(7, revision, tuple(Entry(f"{PREFIX}{name}", value(name), revision) for name in names))
+
+
+def joins(revision: int, name: str) -> Change:
+    return Change(f"{PREFIX}{name}", value(name), revision)
+
+
+class PlayedEtcd:
+    """Answers ranges in order, the last one again and again; a watch tells what the test puts into `changes`."""
+
+    def __init__(self, *ranges: Found) -> None:
+        self.ranges = list(ranges)
+        self.changes: asyncio.Queue[list[Change] | None] = asyncio.Queue()
+        self.may_answer = asyncio.Event()
+        self.may_answer.set()
+
+    async def start(self) -> None: ...
+
+    async def close(self) -> None: ...
+
+    async def create(self, key: str, value: bytes, lease: int = 0) -> None: ...
+
+    async def range(self, prefix: str) -> Found:
+        answer = self.ranges.pop(0) if len(self.ranges) > 1 else self.ranges[0]
+        await self.may_answer.wait()
+        return answer
+
+    async def watch(self, prefix: str, revision: int, cluster_id: int = 0) -> AsyncIterator[list[Change]]:
+        while (changes := await self.changes.get()) is not None:
+            yield changes
+        raise EtcdError("the watch ended")
+
+
+async def joined(etcd: PlayedEtcd) -> EtcdMembership:
+    membership = EtcdMembership(etcd, "kv")  # type: ignore[arg-type]
+    await membership.start()
+    return membership
+
+
+async def told(etcd: PlayedEtcd, changes: list[Change] | None) -> None:
+    etcd.changes.put_nowait(changes)
+    for _ in range(50):
+        await asyncio.sleep(0.005)
+
+
+def names(membership: EtcdMembership) -> str:
+    return "".join(member.name for member in membership.view.members)
+
+
+async def test_an_etcd_that_has_gone_back_is_not_followed_when_it_has_caught_up(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    """Two members must not have two views of one number."""
+    etcd = PlayedEtcd(found(6, "a", "b"), found(4, "a"))
+    membership = await joined(etcd)
+    await told(etcd, None)
+    assert caplog.text.count("etcd has gone back from the revision 6 to 4") == 1
+    await told(etcd, [joins(7, "c")])
+    etcd.ranges = [found(9, "a", "c", "d")]
+    await membership.refresh()
+    assert (names(membership), membership.view.number) == ("ab", 6)
+    await membership.close()
+
+
+async def test_what_a_read_has_shown_counts_as_known_too(caplog: pytest.LogCaptureFixture) -> None:
+    """Others use the same etcd, so revisions grow without changes of members."""
+    etcd = PlayedEtcd(found(4, "a"), found(15, "a"), found(5, "a"))
+    membership = await joined(etcd)
+    await membership.refresh()
+    assert membership.view.number == 15
+    await membership.refresh()
+    assert "etcd has gone back from the revision 15 to 5" in caplog.text
+    await told(etcd, [joins(20, "b")])
+    assert names(membership) == "a"
+    await membership.close()
+
+
+async def test_an_answer_that_comes_late_is_no_step_back(caplog: pytest.LogCaptureFixture) -> None:
+    etcd = PlayedEtcd(found(3, "a"), found(3, "a"))
+    membership = await joined(etcd)
+    etcd.may_answer.clear()
+    refreshing = asyncio.ensure_future(membership.refresh())
+    await asyncio.sleep(0.01)  # it has asked by now
+    await told(etcd, [joins(4, "b")])
+    etcd.may_answer.set()
+    await refreshing
+    assert "gone back" not in caplog.text
+    assert (names(membership), membership.view.number) == ("ab", 4)
+    await told(etcd, [joins(5, "c")])
+    assert names(membership) == "abc"
+    await membership.close()
