@@ -203,8 +203,8 @@ class _Slices:
 
     def put(self, view: memoryview) -> int:
         """As Places. Whole slices are put at once, and the parts of slices at both ends of what came."""
-        slice_bytes = self._slices.shape[1]
-        taken_bytes = min(len(view), self.left_bytes)
+        slice_bytes = int(self._slices.shape[1])
+        taken_bytes: int = min(len(view), self.left_bytes)
         data = np.frombuffer(view[:taken_bytes], dtype=np.uint8)
         row, start = divmod(len(self._rows) * slice_bytes - self.left_bytes, slice_bytes)
         self.left_bytes -= taken_bytes
