@@ -22,7 +22,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from adapters.nixl_memory import Memory
+from adapters.nixl_memory import Memory, paired
 
 _MODULES = ("nixl_cu12._api", "nixl_cu13._api", "nixl._api")
 _BOOT_ID = pathlib.Path("/proc/sys/kernel/random/boot_id")
@@ -220,16 +220,19 @@ class Agent:
         return self._post("WRITE", peer, (source,), (target,))
 
     def post_gathered_write(
-        self, peer: str, spans: npt.NDArray[np.int64], target: Memory
+        self, peer: str, spans: npt.NDArray[np.int64], targets: Sequence[Memory]
     ) -> tuple[PostedTransfer, TransferState]:
-        """Start writing registered host memory, rows of (address, nbytes), one after the other to `target`."""
-        ours = np.zeros((len(spans), 3), dtype=np.uint64)
-        ours[:, :2] = spans
-        theirs = np.empty_like(ours)
-        theirs[:, 0] = target.address + np.cumsum(spans[:, 1]) - spans[:, 1]
-        theirs[:, 1] = spans[:, 1]
-        theirs[:, 2] = target.device_index
-        return self._post_rows("WRITE", peer, ours, "DRAM", theirs, target.nixl_type)
+        """Start writing registered host memory, rows of (address, nbytes), one after the other to `targets`, one after
+        the other. The targets are all one kind of the peer's memory, and together as long as the spans.
+        """
+        places = np.array([(target.address, target.nbytes) for target in targets], dtype=np.int64)
+        sources, sinks = paired(spans, places)
+        ours = np.zeros((len(sources), 3), dtype=np.uint64)
+        ours[:, :2] = sources
+        theirs = np.zeros_like(ours)
+        theirs[:, :2] = sinks
+        theirs[:, 2] = targets[0].device_index
+        return self._post_rows("WRITE", peer, ours, "DRAM", theirs, targets[0].nixl_type)
 
     def post_read(self, peer: str, sources: Sequence[Memory], target: Memory) -> tuple[PostedTransfer, TransferState]:
         """Start reading `sources`, one after the other, into `target`. The sources are all one kind of the peer's

@@ -4,6 +4,11 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+import numpy as np
+import numpy.typing as npt
+
+Spans = npt.NDArray[np.int64]
+
 
 @dataclass(frozen=True, slots=True)
 class Memory:
@@ -22,3 +27,17 @@ class Memory:
     def device_index(self) -> int:
         """N of cuda:N, 0 for cpu."""
         return int(self.device.partition(":")[2] or 0)
+
+
+def paired(ours: Spans, theirs: Spans) -> tuple[Spans, Spans]:
+    """Two lists of spans, rows of (address, nbytes) with the same bytes in all, cut so that piece i of one goes to
+    piece i of the other.
+    """
+    ends = [np.cumsum(spans[:, 1]) for spans in (ours, theirs)]
+    cuts = np.union1d(*ends)
+    starts = np.concatenate(([0], cuts[:-1]))
+    pieces = []
+    for spans, end in zip((ours, theirs), ends, strict=True):
+        at = np.searchsorted(end, starts, side="right")
+        pieces.append(np.stack((spans[at, 0] + starts - (end[at] - spans[at, 1]), cuts - starts), axis=1))
+    return pieces[0], pieces[1]

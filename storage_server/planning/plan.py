@@ -17,7 +17,7 @@ of an ordinary delivery, whose L layers are one series with one size S.
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import NamedTuple, Protocol
 
@@ -47,7 +47,8 @@ class Payload:
     """Bytes of `chunk_count` chunks from `first_chunk` on: `piece_bytes` of each, from `source_offset` of its object.
     `piece_bytes` and `source_offset` are one number where all chunks have the same, else int64 of shape (chunk_count,).
     The pieces land one after the other from `target_offset` of the target, or where `landing_offsets`, from there on,
-    says: int64 of shape (chunk_count,), ascending from 0. Then other bytes of the target lie between them.
+    says: int64 of shape (chunk_count,), ascending from 0. Then other bytes of the target lie between them. With
+    `write_offsets` instead, the pieces are gathered one after the other, and then written to these places.
     """
 
     group: Group
@@ -59,6 +60,19 @@ class Payload:
     nbytes: int
     ends_group: bool
     landing_offsets: Numbers | None = None
+    write_offsets: Numbers | None = None
+
+    def written_runs(self) -> list[tuple[int, int]]:
+        """Offset in the target, and bytes, of the runs that the payload is written to, in its order."""
+        if self.write_offsets is None:
+            return [(self.target_offset, self.nbytes)]
+        offsets = self.write_offsets
+        sizes = np.broadcast_to(np.asarray(self.piece_bytes, dtype=np.int64), offsets.shape)
+        starts = np.flatnonzero(np.concatenate(([True], offsets[:-1] + sizes[:-1] != offsets[1:])))
+        runs = zip(
+            (self.target_offset + offsets[starts]).tolist(), np.add.reduceat(sizes, starts).tolist(), strict=True
+        )
+        return list(runs)
 
     def piece_starts(self, piece_index: Numbers) -> Numbers:
         """The byte, from `target_offset` on, at which each of these pieces starts; piece 0 is that of `first_chunk`."""
@@ -258,6 +272,8 @@ class DeliveryPlan:
     payload_bytes_max: int
     first_group: int = 0
     """The index of the first group: more than 0 where another server has delivered the layers before."""
+    gathers_packed: bool = False
+    """Whether slices that lie apart in the target are gathered one after the other, and written apart then."""
 
     @property
     def group_count(self) -> int:
@@ -291,7 +307,11 @@ class DeliveryPlan:
                 target = step * each.target_stride
                 group = Group(first_group + step, each.first_target_offset + target, group_bytes)
                 for index in range(cut_count):
-                    yield _payload(each, cuts[index], group, step, ends_group=index + 1 == cut_count)
+                    ends_group = index + 1 == cut_count
+                    payload = _payload(each, cuts[index], group, step, ends_group=ends_group)
+                    if self.gathers_packed and payload.landing_offsets is not None:
+                        payload = replace(payload, landing_offsets=None, write_offsets=payload.landing_offsets)
+                    yield payload
             first_group += each.group_count
 
     @cached_property
@@ -335,11 +355,19 @@ def plan_delivery(mode: Mode, layout: ChunkLayout, chunk_count: int, payload_byt
 
 
 def plan_portion(
-    mode: Mode, layout: ChunkLayout, portion: Portion, payload_bytes_max: int, *, is_packed: bool, is_scattered: bool
+    mode: Mode,
+    layout: ChunkLayout,
+    portion: Portion,
+    payload_bytes_max: int,
+    *,
+    is_packed: bool,
+    is_scattered: bool,
+    gathers_packed: bool = False,
 ) -> DeliveryPlan:
     """The plan for some of the chunks of a delivery, whose other chunks come from other servers. With `is_packed` the
     slices lie one after the other in the target, without those of others; otherwise each lies where the whole delivery
-    has it, and with `is_scattered` one payload may hold slices that lie apart. In chunk-major mode, which has one group
+    has it, and with `is_scattered` one payload may hold slices that lie apart, which `gathers_packed` gathers one after
+    the other. In chunk-major mode, which has one group
     only, `portion.first_layer` does not count.
     """
     group_count, slice_bytes, first = layout.num_layers, layout.per_layer_chunk_bytes, portion.first_layer
@@ -362,4 +390,4 @@ def plan_portion(
         target_stride,
         is_scattered=is_scattered,
     )
-    return DeliveryPlan(mode, slice_count, (series,), payload_bytes_max, first_group=first)
+    return DeliveryPlan(mode, slice_count, (series,), payload_bytes_max, first, gathers_packed)

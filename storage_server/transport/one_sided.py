@@ -54,7 +54,7 @@ class OneSided:
         spans = np.array([[slot.address, nbytes]], dtype=np.int64)
         target = Memory(self._address + offset, nbytes, self._device)
         self._flight.began()
-        self._engine.write(self._peer, spans, target, None, self._make_on_ended(nbytes, lambda _: then()))
+        self._engine.write(self._peer, spans, [target], None, self._make_on_ended(nbytes, lambda _: then()))
 
     def read(self, slot: Slot, spans: Sequence[Span]) -> asyncio.Future[None]:
         """Read the spans, one after the other, into the slot. The slot is in use until the future is done. Raises what

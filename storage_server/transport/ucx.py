@@ -61,8 +61,10 @@ class UcxDestination:
         return not (is_resident and self.is_direct)
 
     def plan_portion(self, mode: Mode, layout: ChunkLayout, portion: Portion, payload_bytes_max: int) -> DeliveryPlan:
-        """Each write lands in one piece, so slices that lie apart are written one by one."""
-        return plan_portion(mode, layout, portion, payload_bytes_max, is_packed=False, is_scattered=False)
+        """Slices that lie apart are gathered one after the other, and written by one transfer of many pieces."""
+        return plan_portion(
+            mode, layout, portion, payload_bytes_max, is_packed=False, is_scattered=True, gathers_packed=True
+        )
 
     def open(self, plan: DeliveryPlan) -> UcxTransfer:
         """The transfer into this memory. It takes the size of a layer from the plan."""
@@ -101,7 +103,8 @@ class UcxTransfer:
             if room is not None:
                 room.release()
             raise
-        target = Memory(self._base_address + payload.target_offset, payload.nbytes, self._to.region.device)
+        device = self._to.region.device
+        targets = [Memory(self._base_address + offset, nbytes, device) for offset, nbytes in payload.written_runs()]
         if room is None:
             await self._permits.acquire()
         release = self._permits.release if room is None else room.release
@@ -112,7 +115,7 @@ class UcxTransfer:
             self._flight.ended(counted, failure)
 
         self._flight.began()
-        self._engine.write(self._to.peer, spans, target, group, on_written)
+        self._engine.write(self._to.peer, spans, targets, group, on_written)
 
     async def finish(self) -> int:
         moved_bytes = await self._flight.finish()

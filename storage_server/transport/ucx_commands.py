@@ -56,11 +56,11 @@ class Group:
 
 @dataclass(frozen=True, slots=True)
 class Write:
-    """Write areas' spans, one after the other, into the peer's memory."""
+    """Write areas' spans, one after the other, into the peer's memory, one target after the other."""
 
     name: str
     spans: tuple[AreaSpan, ...]
-    target: Memory
+    targets: tuple[Memory, ...]
     group: Group | None = None
 
 
@@ -106,8 +106,9 @@ def encode_command(number: int, command: Command) -> bytes:
             fields = ["remove", name]
         case Notify(name, message):
             fields = ["notify", name, message.hex()]
-        case Write(name, spans, target, group):
-            fields = ["write", name, [_area_span(span) for span in spans], _memory(target), _group(group)]
+        case Write(name, spans, targets, group):
+            wanted = [_memory(target) for target in targets]
+            fields = ["write", name, [_area_span(span) for span in spans], wanted, _group(group)]
         case Read(name, sources, span):
             fields = ["read", name, [_memory(source) for source in sources], _area_span(span)]
         case EndFlight(flight):
@@ -125,9 +126,10 @@ def decode_command(line: bytes) -> tuple[int, Command]:
             return number, RemovePeer(name)
         case "notify", [name, message]:
             return number, Notify(name, bytes.fromhex(message))
-        case "write", [name, spans, target, group]:
+        case "write", [name, spans, targets, group]:
             belongs = None if group is None else Group(group[0], group[1], group[2], bytes.fromhex(group[3]))
-            return number, Write(name, tuple(AreaSpan(*span) for span in spans), Memory(*target), belongs)
+            places = tuple(AreaSpan(*span) for span in spans)
+            return number, Write(name, places, tuple(Memory(*target) for target in targets), belongs)
         case "read", [name, sources, span]:
             return number, Read(name, tuple(Memory(*source) for source in sources), AreaSpan(*span))
         case "end", [flight]:

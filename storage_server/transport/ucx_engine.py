@@ -191,7 +191,7 @@ class Engine:
             number,
             command.name,
             command.group,
-            lambda: self._agent.post_gathered_write(command.name, spans, command.target),
+            lambda: self._agent.post_gathered_write(command.name, spans, command.targets),
         )
 
     def _post(

@@ -52,7 +52,7 @@ def main() -> None:
 
     listed_s, copied_s = [], []
     for _ in range(RUNS):
-        listed_s.append(timed_s(lambda: ours.post_gathered_write(peer, spans, target)))
+        listed_s.append(timed_s(lambda: ours.post_gathered_write(peer, spans, [target])))
         wanted = payload.copy()
         copied_s.append(timed_s(copy_and_write))
         if not np.array_equal(payload, wanted):

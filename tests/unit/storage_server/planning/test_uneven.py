@@ -200,7 +200,7 @@ def test_the_parts_of_a_delivery_fill_its_target_together(
     first_layer = min(first_layer, layers - 1)
     first_group = first_layer if mode is Mode.LAYER_MAJOR else 0
     whole = np.full(layout.delivery_bytes(count), 0xAA, dtype=np.uint8)
-    expected = whole.copy()
+    written, expected = whole.copy(), whole.copy()
     for home in sorted(set(homes)):
         positions = [at for at, each in enumerate(homes) if each == home]
         portion = Portion(0, 1, count, tuple(positions), first_layer)
@@ -216,6 +216,17 @@ def test_the_parts_of_a_delivery_fill_its_target_together(
         packed = plan_portion(mode, layout, portion, payload_bytes_max, is_packed=True, is_scattered=False)
         body = np.full(slices.size, 0xAA, dtype=np.uint8)
         table = chunks.table()
+        by_runs = plan_portion(
+            mode, layout, portion, payload_bytes_max, is_packed=False, is_scattered=True, gathers_packed=True
+        )
+        for payload in by_runs.payloads():
+            room = np.empty(payload.nbytes, dtype=np.uint8)
+            gather(chunks.source, table, payload, table.rows(payload), int(room.ctypes.data), past_cache=False)
+            at = 0
+            for offset, nbytes in payload.written_runs():
+                written[offset : offset + nbytes] = room[at : at + nbytes]
+                at += nbytes
+            assert at == payload.nbytes
         for plan, target in ((apart, whole), (packed, body)):
             payloads = list(plan.payloads())
             assert [payloads[0].group.index, payloads[-1].group.index] == [first_group, first_group + len(slices) - 1]
@@ -224,7 +235,7 @@ def test_the_parts_of_a_delivery_fill_its_target_together(
                 gather(chunks.source, table, payload, table.rows(payload), address, past_cache=False)
         chunks.files.close()
         assert body.tobytes() == slices.tobytes()
-    assert whole.tobytes() == expected.tobytes()
+    assert whole.tobytes() == written.tobytes() == expected.tobytes()
 
 
 def test_scattered_slices_of_a_part_are_few_payloads() -> None:

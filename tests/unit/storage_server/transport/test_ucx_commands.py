@@ -27,8 +27,8 @@ COMMANDS: list[Command] = [
     AddPeer("name", b"\0\xff meta", (MEMORY, Memory(0, 1))),
     RemovePeer("name"),
     Notify("name", b"\0notice"),
-    Write("name", (AreaSpan(0, 4096, 10), AreaSpan(1, 0, 2**40)), MEMORY, Group(3, 4, True, b"\x01")),
-    Write("name", (AreaSpan(0, 0, 1),), MEMORY),
+    Write("name", (AreaSpan(0, 4096, 10), AreaSpan(1, 0, 2**40)), (MEMORY, MEMORY), Group(3, 4, True, b"\x01")),
+    Write("name", (AreaSpan(0, 0, 1),), (MEMORY,)),
     Read("name", (MEMORY, MEMORY), AreaSpan(0, 1, 2)),
     EndFlight(7),
 ]
