@@ -172,8 +172,6 @@ SECTIONS: Mapping[str, tuple[str, Callable[[Json], str]]] = {
         f"orchestrator-{name}": ("orchestrator", _of(orchestrator, name))
         for name in ("simulated", "cost", "model", "targets")
     },
-    **{f"orchestrator-{name}": ("orchestrator-live", _of(orchestrator, name)) for name in ("live", "serving")},
-    "orchestrator-live-targets": ("orchestrator-live", _of(orchestrator, "targets")),
     **{
         f"cluster-{name}": ("cluster", _of(cluster, section))
         for name, section in (
