@@ -124,10 +124,10 @@ def test_a_part_that_is_refused_ends_the_others(
     pipeline = local.storage.pipeline
     run = pipeline.run
 
-    async def refusing(access_key: str, bucket: str, descriptor: Descriptor, request_id: str, route: Any) -> Any:
+    async def refusing(access_key: str, bucket: str, descriptor: Descriptor, request_id: str, *rest: Any) -> Any:
         if request_id.endswith(".1"):
             raise ServerError(ErrorCode.SLOW_DOWN, "not now", retryable=True)
-        return await run(access_key, bucket, descriptor, request_id, route)
+        return await run(access_key, bucket, descriptor, request_id, *rest)
 
     monkeypatch.setattr(pipeline, "run", refusing)
     local.hold_from_layer(2)
