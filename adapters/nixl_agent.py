@@ -226,6 +226,8 @@ class Agent:
         the other. The targets are all one kind of the peer's memory, and together as long as the spans.
         """
         places = np.array([(target.address, target.nbytes) for target in targets], dtype=np.int64)
+        if places[:, 1].sum() != spans[:, 1].sum():
+            raise NixlFailure(f"{spans[:, 1].sum()} bytes cannot be written to {places[:, 1].sum()}")
         sources, sinks = paired(spans, places)
         ours = np.zeros((len(sources), 3), dtype=np.uint64)
         ours[:, :2] = sources

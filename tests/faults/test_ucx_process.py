@@ -286,9 +286,8 @@ async def test_a_peer_whose_registration_is_cancelled_is_forgotten(tmp_path: Pat
 
     async def is_known() -> bool:
         ended: asyncio.Future[object] = asyncio.get_running_loop().create_future()
-        process.write(
-            name, np.array([[area.address, 64]]), [memory], None, lambda _, failure: ended.set_result(failure)
-        )
+        spans, targets = np.array([[area.address, 64]]), [Memory(memory.address, 64)]
+        process.write(name, spans, targets, None, lambda _, failure: ended.set_result(failure))
         return await asyncio.wait_for(ended, 60) is None
 
     try:
