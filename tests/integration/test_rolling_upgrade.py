@@ -78,10 +78,9 @@ def work(running: Cluster, bucket: str, number: int) -> None:
         assert request(running.gateways[gateway].url, "GET", "/_objectcache/metrics").status == 200
 
 
-@pytest.mark.parametrize("first", ["storage servers", "gateways"])
-def test_a_cluster_is_upgraded_server_by_server(tmp_path: Path, home: LocalStack, previous: Path, first: str) -> None:
-    """At every step everything works, whichever kind is upgraded first."""
-    bucket = f"upgrade-{first.split()[0]}"
+def test_a_cluster_is_upgraded_server_by_server(tmp_path: Path, home: LocalStack, previous: Path) -> None:
+    """At every step everything works, with old gateways before new storage servers and the other way round."""
+    bucket = "upgrade"
     s3_client(home.url).create_bucket(Bucket=bucket)
     with cluster(tmp_path, home.url) as running:
         servers, gateways = list(running.members.values()), list(running.gateways)
@@ -91,7 +90,7 @@ def test_a_cluster_is_upgraded_server_by_server(tmp_path: Path, home: LocalStack
             for key, chunk in zip(KEYS, CHUNKS, strict=True):
                 client.put_chunks([key], [chunk])
         work(running, bucket, 0)
-        order = [*servers, *gateways] if first == "storage servers" else [*gateways, *servers]
+        order = [gateways[0], *servers, gateways[1]]
         for number, process in enumerate(order, 1):
             run_again(process, repository())
             work(running, bucket, number)
