@@ -318,7 +318,7 @@ def show(result: Json) -> dict[str, Section]:
         ),
         "figure-3": (
             table(
-                result["figure_3"],
+                [{**row, "hedged": "yes" if row["hedged"] else "no"} for row in result["figure_3"]],
                 "servers = servers | prefixes come = placed | hedged = hedged",
                 "from DRAM = from_dram:.2 | disk = from_disk:.2 | home = from_home:.2",
                 "TTFT ms, p50 = ttft_p50_s:ms | p90 = ttft_p90_s:ms | p99 = ttft_p99_s:ms",
