@@ -53,20 +53,10 @@ class Membership(Protocol):
     async def close(self) -> None: ...
 
 
-class FileMembership:
-    """The members in a TOML file, which is read again when it is asked for (SIGHUP). Every edition has a greater
-    `number`, so that gateways and storage servers can tell which of them have read an older one.
+class StandingMembership:
+    """Memberships without leases: members stay until a file is read, or the job started, again."""
 
-        cluster = "kv"
-        number = 2
-        [[members]]
-        name = "a"
-        endpoint = "http://10.0.0.7:9100"
-        weight = 1.0
-    """
-
-    def __init__(self, path: Path) -> None:
-        self._path = path
+    def __init__(self) -> None:
         self._told: list[OnView] = []
         self._view = View("none", 0)
         self._own: Member | None = None
@@ -81,7 +71,7 @@ class FileMembership:
 
     @property
     def holds_lease(self) -> bool:
-        """True: a member that is listed in a file stays one until the file is read again."""
+        """True: nobody takes a member's place meanwhile."""
         return True
 
     @property
@@ -94,12 +84,36 @@ class FileMembership:
     def announce(self, own: Member) -> None:
         self._own = own
 
-    async def start(self) -> None:
-        self._view = await asyncio.to_thread(read_view, self._path)
-        if self._own is not None and self._view.member(self._own.name) is None:
-            _log.warning("%s lists no member %s yet: this server is given no keys", self._path, self._own.name)
+    async def close(self) -> None:
+        """Do nothing."""
+
+    def _show(self, view: View) -> None:
+        self._view = view
         for told in self._told:
-            told(self._view)
+            told(view)
+
+
+class FileMembership(StandingMembership):
+    """The members in a TOML file, which is read again when it is asked for (SIGHUP). Every edition has a greater
+    `number`, so that gateways and storage servers can tell which of them have read an older one.
+
+        cluster = "kv"
+        number = 2
+        [[members]]
+        name = "a"
+        endpoint = "http://10.0.0.7:9100"
+        weight = 1.0
+    """
+
+    def __init__(self, path: Path) -> None:
+        super().__init__()
+        self._path = path
+
+    async def start(self) -> None:
+        view = await asyncio.to_thread(read_view, self._path)
+        if self._own is not None and view.member(self._own.name) is None:
+            _log.warning("%s lists no member %s yet: this server is given no keys", self._path, self._own.name)
+        self._show(view)
 
     async def refresh(self) -> None:
         """Read the file again. An edition that cannot be used, or whose number is not greater, changes nothing."""
@@ -115,12 +129,7 @@ class FileMembership:
                 "the members stay as they were: %s has %s, and %s is in force", self._path, view.id, self._view.id
             )
             return
-        self._view = view
-        for told in self._told:
-            told(view)
-
-    async def close(self) -> None:
-        """Do nothing."""
+        self._show(view)
 
 
 def read_view(path: Path) -> View:

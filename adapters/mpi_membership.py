@@ -11,7 +11,7 @@ from typing import Any
 
 import numpy as np
 
-from adapters.membership import MembershipError, OnView
+from adapters.membership import MembershipError, StandingMembership
 from descriptors.cluster import ClusterError, Member, View, member_fields, member_from_fields
 
 EXCHANGE_S = 600.0
@@ -22,7 +22,7 @@ POLL_S = 0.02
 _log = logging.getLogger(__name__)
 
 
-class MpiMembership:
+class MpiMembership(StandingMembership):
     """The members are those that the ranks of MPI_COMM_WORLD announce; a rank that announces none is a gateway.
 
     MPI is ended as soon as every rank knows every other. So no rank waits for another that is killed, hangs or ends,
@@ -33,6 +33,7 @@ class MpiMembership:
     """
 
     def __init__(self) -> None:
+        super().__init__()
         try:
             import mpi4py
 
@@ -44,32 +45,6 @@ class MpiMembership:
         self._mpi: Any = MPI
         self.rank: int = MPI.COMM_WORLD.Get_rank()
         self._size: int = MPI.COMM_WORLD.Get_size()
-        self._told: list[OnView] = []
-        self._own: Member | None = None
-        self._view = View("none", 0)
-
-    @property
-    def view(self) -> View:
-        return self._view
-
-    @property
-    def changed_at(self) -> int:
-        return self._view.number
-
-    @property
-    def holds_lease(self) -> bool:
-        """True: the members of a job stay what they are until it ends."""
-        return True
-
-    @property
-    def registration_count(self) -> int:
-        return 1
-
-    def on_view(self, told: OnView) -> None:
-        self._told.append(told)
-
-    def announce(self, own: Member) -> None:
-        self._own = own
 
     async def start(self) -> None:
         """Wait until all ranks have told who they are, and end MPI."""
@@ -82,18 +57,12 @@ class MpiMembership:
                 raise MembershipError(f"not all of the {self._size} ranks have started within {EXCHANGE_S:.0f} s")
             await asyncio.sleep(POLL_S)
         self._mpi.Finalize()
-        self._view = view_of([bytes(each) for each in records])
-        _log.info(
-            "rank %d of %d: the members are %s", self.rank, self._size, [each.name for each in self._view.members]
-        )
-        for told in self._told:
-            told(self._view)
+        view = view_of([bytes(each) for each in records])
+        _log.info("rank %d of %d: the members are %s", self.rank, self._size, [each.name for each in view.members])
+        self._show(view)
 
     async def refresh(self) -> None:
         """Do nothing: the members of a job do not change."""
-
-    async def close(self) -> None:
-        """Do nothing: MPI has ended."""
 
 
 def record(own: Member | None, cluster_id: str) -> bytes:

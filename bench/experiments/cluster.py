@@ -221,7 +221,7 @@ def _rates(
 def _downlink(
     settings: ClusterBenchSettings, cluster: Cluster, free_bytes_per_s: float, keys: list[str], content: Content
 ) -> Json:
-    """What three servers together reach over shm where the client's downlink is a part of what they could."""
+    """The rate that three servers together reach over shm, where the client's downlink is a part of what they could."""
     downlink = DOWNLINK_FRACTION * free_bytes_per_s
     with ExitStack() as stack:
         prefix = _prefix(cluster, Transport.SHM, keys, content, stack, downlink)

@@ -22,7 +22,7 @@ SOURCE_BYTES_MIN = MIB
 
 
 class Mover(Enum):
-    """What moves a block from one process to another."""
+    """The ways to move a block from one process to another."""
 
     MPI = "MPI"
     UCX = "UCX"

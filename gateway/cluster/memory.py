@@ -165,8 +165,8 @@ class MemoryDelivery:
             await stopped(list(asked))
 
     def _note_loser(self, task: asyncio.Task[DeliveryOutcome], member: Member, without: set[str]) -> None:
-        """One that is under way, or of which nobody says that it has drained, may still write. One that could not be
-        reached is added to `without`.
+        """Give a member up that may still write: it is under way, or nobody says that it has drained. A member that
+        could not be reached is added to `without`.
         """
         error = task.exception() if task.done() and not task.cancelled() else None
         is_lost = isinstance(error, StorageUnreachableError) and not error.has_ended

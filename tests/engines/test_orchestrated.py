@@ -325,7 +325,7 @@ def test_an_orchestrator_that_is_killed_in_a_stream_comes_back_with_a_warm_index
 
 
 def engines_of(url: str) -> list[dict[str, Any]]:
-    """What an orchestrator knows of its engines."""
+    """The engines, as an orchestrator knows them."""
 
     async def ask() -> Any:
         async with aiohttp.ClientSession() as http, http.get(f"{url}/_orchestrator/status") as answer:

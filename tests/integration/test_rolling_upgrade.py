@@ -52,9 +52,7 @@ def run_again(process: Process, tree: Path) -> None:
 
 
 def work(running: Cluster, bucket: str, number: int) -> None:
-    """What clients do, through both gateways: everything that is told from a gateway to storage servers by a form of
-    its own.
-    """
+    """Clients use both gateways for everything that has a form of its own between a gateway and storage servers."""
     for gateway in range(2):
         s3 = s3_client(running.gateways[gateway].url)
         s3.put_object(Bucket=bucket, Key=f"o{number}", Body=b"first", Metadata={"a": "b"})

@@ -1,4 +1,4 @@
-"""What ranks tell each other, and the view that each makes of it; no MPI runs here."""
+"""Ranks tell each other who they are, and each makes the same view of it; no MPI runs here."""
 
 from __future__ import annotations
 
