@@ -929,6 +929,38 @@ WIDE static void store_bfloat16(const float *restrict row, uint8_t *restrict out
     }
 }
 
+/* scale_row and store_bfloat16 in one pass; with `scale` and `zero` of each element, or of each group of `span`. */
+WIDE static void scale_to_bfloat16(const uint8_t *restrict numbers, const float *restrict scale,
+                                   const float *restrict zero, uint8_t *restrict out, size_t count)
+{
+    for (size_t at = 0; at < count; at++) {
+        float product = (float)numbers[at] * scale[at];
+        float value = product + zero[at];
+        uint32_t bits;
+        memcpy(&bits, &value, 4);
+        uint16_t element = (uint16_t)((bits + 0x7FFFu + (bits >> 16 & 1)) >> 16);
+        memcpy(out + 2 * at, &element, 2);
+    }
+}
+
+WIDE static void scale_groups_to_bfloat16(const uint8_t *restrict numbers, const float *restrict scale,
+                                          const float *restrict zero, uint8_t *restrict out, size_t groups, size_t span)
+{
+    for (size_t group = 0; group < groups; group++) {
+        float group_scale = scale[group], group_zero = zero[group];
+        const uint8_t *from = numbers + group * span;
+        uint8_t *to = out + 2 * group * span;
+        for (size_t at = 0; at < span; at++) {
+            float product = (float)from[at] * group_scale;
+            float value = product + group_zero;
+            uint32_t bits;
+            memcpy(&bits, &value, 4);
+            uint16_t element = (uint16_t)((bits + 0x7FFFu + (bits >> 16 & 1)) >> 16);
+            memcpy(to + 2 * at, &element, 2);
+        }
+    }
+}
+
 static void store_row(const float *row, uint8_t *out, size_t count, int element)
 {
     if (element == ELEMENT_FLOAT32)
@@ -968,9 +1000,9 @@ static const uint8_t *decode_half(const uint8_t *payload, size_t tokens, size_t 
     for (size_t token = 0; token < tokens; token++) {
         if (token % step == 0) {
             size_t first = token / step * row_groups;
-            if (span == 1) {
-                read_halves(scales + 2 * first, scale, width);
-                read_halves(zeros + 2 * first, zero, width);
+            if (span == 1 || element == ELEMENT_BFLOAT16) {
+                read_halves(scales + 2 * first, scale, row_groups);
+                read_halves(zeros + 2 * first, zero, row_groups);
             } else
                 for (size_t group = 0; group < row_groups; group++) {
                     float group_scale, group_zero;
@@ -988,8 +1020,13 @@ static const uint8_t *decode_half(const uint8_t *payload, size_t tokens, size_t 
         else
             for (size_t at = 0; at < width; at++)
                 numbers[at] = number_at(packed, start + at, bits);
-        scale_row(numbers, scale, zero, row, width);
-        store_row(row, out + start * element_bytes, width, element);
+        if (element != ELEMENT_BFLOAT16) {
+            scale_row(numbers, scale, zero, row, width);
+            store_row(row, out + start * element_bytes, width, element);
+        } else if (span == 1)
+            scale_to_bfloat16(numbers, scale, zero, out + start * element_bytes, width);
+        else
+            scale_groups_to_bfloat16(numbers, scale, zero, out + start * element_bytes, row_groups, span);
     }
     return packed + packed_size(tokens * width, bits);
 }
@@ -1030,7 +1067,82 @@ static PyObject *kivi_decode(PyObject *self, PyObject *args)
     return result;
 }
 
+/* Encoded layers of many chunks, whose heads are all `head` but for the checksum behind it. A row of `places` has the
+   offset of an encoded layer in `source`, and that of its place in `out`. With `is_in_place` the two are one memory, and a
+   layer is copied before it is decoded. Returns the row of the first layer that is not as it should be, or -1. */
+
+enum { HEAD_BYTES = 24, CHECKED_HEAD_BYTES = 20 };
+
+static PyObject *kivi_decode_many(PyObject *self, PyObject *args)
+{
+    Py_buffer source, head, places, out;
+    Py_ssize_t tokens, width, key_step, value_span;
+    int bits, element, is_in_place;
+    if (!PyArg_ParseTuple(args, "y*y*y*nnnniipw*", &source, &head, &places, &tokens, &width, &key_step, &value_span, &bits,
+                          &element, &is_in_place, &out))
+        return NULL;
+    PyObject *result = NULL;
+    int is_known = (bits == 8 || bits == 4 || bits == 3 || bits == 2) && element >= 1 && element <= 3;
+    int is_shape = tokens >= 1 && tokens <= ROW_MAX && width >= 1 && width <= ROW_MAX && key_step >= 1 &&
+                   value_span >= 1 && tokens % key_step == 0 && width % value_span == 0;
+    if (!is_known || !is_shape || head.len != CHECKED_HEAD_BYTES || places.len % 16) {
+        PyErr_SetString(PyExc_ValueError, "no such layers");
+        goto done;
+    }
+    size_t half = (size_t)tokens * width, key_groups = (size_t)(tokens / key_step) * width;
+    size_t value_groups = (size_t)tokens * (width / value_span), half_bytes = half * (element == ELEMENT_FLOAT32 ? 4 : 2);
+    size_t payload_bytes = 4 * (key_groups + value_groups) + 2 * packed_size(half, bits), nbytes = HEAD_BYTES + payload_bytes;
+    size_t count = places.len / 16;
+    const int64_t *rows = places.buf;
+    for (size_t at = 0; at < count; at++) {
+        int64_t from = rows[2 * at], to = rows[2 * at + 1];
+        if (from < 0 || to < 0 || (size_t)source.len < nbytes || (size_t)from > source.len - nbytes ||
+            (size_t)out.len < 2 * half_bytes || (size_t)to > out.len - 2 * half_bytes) {
+            PyErr_SetString(PyExc_ValueError, "a place is outside of its memory");
+            goto done;
+        }
+    }
+    float *memory = malloc((3 * sizeof(float) + 1) * (size_t)width);
+    uint8_t *copy = is_in_place ? malloc(nbytes) : NULL;
+    if (!memory || (is_in_place && !copy)) {
+        free(memory);
+        free(copy);
+        PyErr_NoMemory();
+        goto done;
+    }
+    Py_ssize_t bad = -1;
+    Py_BEGIN_ALLOW_THREADS;
+    for (size_t at = 0; at < count && bad < 0; at++) {
+        const uint8_t *layer = (const uint8_t *)source.buf + rows[2 * at];
+        uint8_t *place = (uint8_t *)out.buf + rows[2 * at + 1];
+        uint32_t stored;
+        if (copy)
+            layer = memcpy(copy, layer, nbytes);
+        memcpy(&stored, layer + CHECKED_HEAD_BYTES, 4);
+        uint32_t found = crc_run(~0u, layer, CHECKED_HEAD_BYTES);
+        found = ~crc_run(found, layer + HEAD_BYTES, payload_bytes);
+        if (memcmp(layer, head.buf, CHECKED_HEAD_BYTES) || stored != found) {
+            bad = (Py_ssize_t)at;
+            break;
+        }
+        const uint8_t *rest =
+            decode_half(layer + HEAD_BYTES, tokens, width, bits, key_step, 1, element, place, memory);
+        decode_half(rest, tokens, width, bits, 1, value_span, element, place + half_bytes, memory);
+    }
+    Py_END_ALLOW_THREADS;
+    free(memory);
+    free(copy);
+    result = PyLong_FromSsize_t(bad);
+done:
+    PyBuffer_Release(&source);
+    PyBuffer_Release(&head);
+    PyBuffer_Release(&places);
+    PyBuffer_Release(&out);
+    return result;
+}
+
 static PyMethodDef methods[] = {
+    {"kivi_decode_many", kivi_decode_many, METH_VARARGS, NULL},
     {"kivi_decode", kivi_decode, METH_VARARGS, NULL},
     {"gather", gather, METH_VARARGS, NULL},
     {"guard_missing", guard_missing, METH_VARARGS, NULL},

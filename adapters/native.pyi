@@ -60,3 +60,23 @@ def kivi_decode(
     and `value_span` channels those of a token's values; `element` is an Element's value. Raises ValueError for sizes
     that do not fit each other.
     """
+
+def kivi_decode_many(
+    source: ReadableBuffer,
+    head: bytes,
+    places: ReadableBuffer,
+    tokens: int,
+    width: int,
+    key_step: int,
+    value_span: int,
+    bits: int,
+    element: int,
+    is_in_place: bool,
+    out: WriteableBuffer,
+    /,
+) -> int:
+    """Decode encoded layers (kv_codecs.encoding), all of which begin with `head` and a checksum. A row of `places`,
+    int64 of shape (n, 2), has the offset of a layer in `source`, and that of its exact bytes in `out`. With
+    `is_in_place` both are one memory. Returns the row of the first layer with another head, or with bytes that its
+    checksum does not fit, or -1. Raises ValueError for a place outside of its memory.
+    """

@@ -6,8 +6,9 @@ Symbols as in `layout`. Invariants are checked on construction, so a Descriptor 
 
 from __future__ import annotations
 
+import math
 import re
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from enum import Enum
 
 import numpy as np
@@ -16,8 +17,10 @@ from descriptors.errors import CallerError, ErrorCode
 from descriptors.layout import ChunkLayout
 
 PROTOCOL_VERSION = 1
-PORTION_VERSION = 2
-"""The version of descriptors for one portion of a delivery, which a gateway of a cluster sends to storage servers."""
+EXTENDED_VERSION = 2
+"""The version of descriptors that accept encoded layers, and of those for one portion of a delivery, which a gateway of
+a cluster sends to storage servers.
+"""
 PORTIONS_MAX = 1_024
 CHUNK_COUNT_MAX = 65_536
 NUM_LAYERS_MAX = 1_024
@@ -27,10 +30,15 @@ DELIVERY_BYTES_MAX = 1 << 46
 OBJECT_KEY_BYTES_MAX = 1_024
 LAYER_COMPUTE_US_MAX = 3_600_000_000
 ADDRESS_MAX = (1 << 64) - 1
+ACCEPTED_CODECS_MAX = 16
+ELEMENT_BYTES = {"float16": 2, "bfloat16": 2, "float32": 4}
+"""The types of KV elements, by the names that frameworks give them, with the bytes of one."""
+WIDTH_MAX = 1 << 16
 DESCRIPTOR_BYTES_MAX = 16 << 20
 
 _REQUEST_ID = re.compile(r"[A-Za-z0-9._-]{16,64}\Z")
 _NAME = re.compile(r"[A-Za-z0-9._-]{1,64}\Z")
+_CODEC = re.compile(r"[a-z0-9._-]{1,32}\Z")
 
 
 class Delivery(Enum):
@@ -99,6 +107,33 @@ class Portion:
 
 
 @dataclass(frozen=True, slots=True)
+class Accept:
+    """Encoded layers that the caller takes in place of exact ones: the names of their codecs, the type of the KV's
+    elements, and the most that the error of a chunk may be: the relative Frobenius norm of its worst layer, of keys or
+    values; None is no bound. A server does not use a codec that it does not know.
+
+    Raises CallerError(InvalidDescriptor).
+    """
+
+    codecs: tuple[str, ...]
+    element: str
+    max_error: float | None = None
+
+    def __post_init__(self) -> None:
+        if not 1 <= len(self.codecs) <= ACCEPTED_CODECS_MAX:
+            raise invalid("accept", f"needs 1 to {ACCEPTED_CODECS_MAX} codecs, not {len(self.codecs)}")
+        for index, codec in enumerate(self.codecs):
+            if not isinstance(codec, str) or not _CODEC.match(codec):
+                raise invalid(f"accept[{index}]", "must be 1 to 32 characters of a-z 0-9 . _ -")
+        if len(set(self.codecs)) != len(self.codecs):
+            raise invalid("accept", "names a codec twice")
+        if self.element not in ELEMENT_BYTES:
+            raise invalid("element", f"must be one of {', '.join(ELEMENT_BYTES)}, not {self.element!r}")
+        if self.max_error is not None and not 0 <= self.max_error < math.inf:
+            raise invalid("max_error", f"must be a number from 0, not {self.max_error!r}")
+
+
+@dataclass(frozen=True, slots=True)
 class Descriptor:
     """A request for the KV of `chunk_keys`, in prefix order. With `portion`, they are some of the chunks of a delivery.
 
@@ -116,9 +151,10 @@ class Descriptor:
     layer_compute_us: tuple[int, ...] = ()
     version: int = PROTOCOL_VERSION
     portion: Portion | None = None
+    accept: Accept | None = None
 
     def __post_init__(self) -> None:
-        wanted = PROTOCOL_VERSION if self.portion is None else PORTION_VERSION
+        wanted = PROTOCOL_VERSION if self.portion is None and self.accept is None else EXTENDED_VERSION
         if self.version != wanted:
             raise invalid("version", f"must be {wanted}, not {self.version!r}")
         _require_keys(self.chunk_keys)
@@ -131,6 +167,8 @@ class Descriptor:
             require_request_id(self.request_id)
         if self.portion is not None:
             self._check_portion(self.portion)
+        if self.accept is not None:
+            self._check_accept(self.accept)
         if self.rdma_target is not None:
             self._check_target(self.rdma_target)
         self._check_compute()
@@ -140,6 +178,16 @@ class Descriptor:
             raise invalid("portion.positions", f"has {len(portion.positions)} entries for {self.chunk_count} chunks")
         if portion.first_layer >= self.num_layers:
             raise invalid("portion.first_layer", f"is {portion.first_layer} of {self.num_layers} layers")
+
+    def _check_accept(self, accept: Accept) -> None:
+        if self.portion is not None:
+            raise invalid("accept", "does not go with a portion")
+        token_bytes = 2 * self.chunk_tokens * ELEMENT_BYTES[accept.element]
+        if self.per_layer_chunk_bytes % token_bytes or self.per_layer_chunk_bytes > WIDTH_MAX * token_bytes:
+            raise invalid(
+                "per_layer_chunk_bytes",
+                f"is {self.per_layer_chunk_bytes}, no keys and values of {self.chunk_tokens} {accept.element} tokens",
+            )
 
     def _check_target(self, target: RdmaTarget) -> None:
         if self.request_id is None:
@@ -167,6 +215,11 @@ class Descriptor:
     def whole_chunk_count(self) -> int:
         """N of the delivery that this is a portion of, or of this one."""
         return self.chunk_count if self.portion is None else self.portion.chunk_count
+
+    @property
+    def exact(self) -> Descriptor:
+        """The same request, for exact bytes only."""
+        return self if self.accept is None else replace(self, accept=None, version=PROTOCOL_VERSION)
 
     @property
     def layout(self) -> ChunkLayout:

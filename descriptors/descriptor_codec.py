@@ -6,8 +6,9 @@ Binary form (all integers little-endian), told from JSON by its magic:
     u32 chunk_count | u32 num_layers | u32 chunk_tokens | u32 per_layer_chunk_bytes | u32 compute_count
     request_id | compute u32 each
     target (flag 1): u8 agent_id_bytes, agent_id, u8 region_id_bytes, region_id, u64 offset, u64 length
-    portion (version 2, between servers): u16 index, u16 count, u32 chunk_count, u32 first_layer, u8 attempt,
-        u32 position for each key
+    accept (flag 4, version 2): u8 count; for each codec u8 length, name; u8 element, f64 max_error (infinite: no bound)
+    portion (version 2 without flag 4, between servers): u16 index, u16 count, u32 chunk_count, u32 first_layer,
+        u8 attempt, u32 position for each key
     keys: flag 2, 32 raw bytes each (lower-case hex digests); otherwise u16 length and UTF-8 each
 
 Decoding consumes the input exactly: a byte too few or too many is an error.
@@ -16,6 +17,7 @@ Decoding consumes the input exactly: a byte too few or too many is an error.
 from __future__ import annotations
 
 import json
+import math
 import re
 import struct
 from enum import Enum
@@ -25,11 +27,13 @@ import numpy as np
 from pydantic import BaseModel, ConfigDict, Field
 
 from descriptors.descriptor import (
+    ACCEPTED_CODECS_MAX,
     CHUNK_COUNT_MAX,
     DESCRIPTOR_BYTES_MAX,
+    EXTENDED_VERSION,
     NUM_LAYERS_MAX,
-    PORTION_VERSION,
     PROTOCOL_VERSION,
+    Accept,
     Delivery,
     Descriptor,
     OnMissing,
@@ -48,6 +52,9 @@ _TARGET_TAIL = struct.Struct("<QQ")
 _PORTION = struct.Struct("<HHIIB")
 _FLAG_TARGET = 1
 _FLAG_HEX_KEYS = 2
+_FLAG_ACCEPT = 4
+_ACCEPT_TAIL = struct.Struct("<Bd")
+_ELEMENT_CODES = {"float16": 1, "bfloat16": 2, "float32": 3}
 _DIGEST_BYTES = 32
 _HEX_KEYS = re.compile(r"(?:[0-9a-f]{64})+\Z")
 _DELIVERY_CODES = {Delivery.LAYER_MAJOR: 0, Delivery.CHUNK_MAJOR: 1, Delivery.AUTO: 2}
@@ -73,6 +80,9 @@ class _DescriptorModel(BaseModel):
     on_missing: Literal["fail", "prefix"] = "fail"
     rdma_target: _TargetModel | None = None
     request_id: str | None = None
+    accept: Annotated[list[str], Field(max_length=ACCEPTED_CODECS_MAX, fail_fast=True)] | None = None
+    element: str | None = None
+    max_error: float | None = None
     layer_compute_us: int | Annotated[list[int], Field(max_length=NUM_LAYERS_MAX, fail_fast=True)] | None = None
 
 
@@ -110,6 +120,10 @@ def encode_json(descriptor: Descriptor) -> bytes:
     if descriptor.layer_compute_us:
         compute = descriptor.layer_compute_us
         fields["layer_compute_us"] = compute[0] if len(compute) == 1 else list(compute)
+    if (accept := descriptor.accept) is not None:
+        fields |= {"accept": list(accept.codecs), "element": accept.element}
+        if accept.max_error is not None:
+            fields["max_error"] = accept.max_error
     return json.dumps(fields, separators=(",", ":")).encode()
 
 
@@ -132,7 +146,19 @@ def _decode_json(data: bytes) -> Descriptor:
         else RdmaTarget(target.agent_id, target.region_id, target.offset, target.length),
         request_id=model.request_id,
         layer_compute_us=() if compute is None else (compute,) if isinstance(compute, int) else tuple(compute),
+        accept=_accept_of(model),
     )
+
+
+def _accept_of(model: _DescriptorModel) -> Accept | None:
+    if model.accept is None:
+        for field in ("element", "max_error"):
+            if getattr(model, field) is not None:
+                raise invalid(field, "goes with accept")
+        return None
+    if model.element is None:
+        raise invalid("element", "is required with accept")
+    return Accept(tuple(model.accept), model.element, model.max_error)
 
 
 def encode_binary(descriptor: Descriptor) -> bytes:
@@ -141,7 +167,12 @@ def encode_binary(descriptor: Descriptor) -> bytes:
     joined = "".join(descriptor.chunk_keys)
     hex_keys = all(len(key) == 64 for key in descriptor.chunk_keys) and _HEX_KEYS.match(joined) is not None
     target = descriptor.rdma_target
-    flags = (_FLAG_TARGET if target else 0) | (_FLAG_HEX_KEYS if hex_keys else 0)
+    accept = descriptor.accept
+    flags = (
+        (_FLAG_TARGET if target else 0)
+        | (_FLAG_HEX_KEYS if hex_keys else 0)
+        | (_FLAG_ACCEPT if accept is not None else 0)
+    )
     parts = [
         _HEAD.pack(
             MAGIC,
@@ -163,6 +194,12 @@ def encode_binary(descriptor: Descriptor) -> bytes:
         for name in (target.agent_id, target.region_id):
             parts += [bytes([len(name)]), name.encode()]
         parts.append(_TARGET_TAIL.pack(target.offset, target.length))
+    if accept is not None:
+        parts.append(bytes([len(accept.codecs)]))
+        for name in accept.codecs:
+            parts += [bytes([len(name)]), name.encode()]
+        bound = math.inf if accept.max_error is None else accept.max_error
+        parts.append(_ACCEPT_TAIL.pack(_ELEMENT_CODES[accept.element], bound))
     if (portion := descriptor.portion) is not None:
         parts.append(
             _PORTION.pack(portion.index, portion.count, portion.chunk_count, portion.first_layer, portion.attempt)
@@ -216,9 +253,10 @@ def _decode_binary(data: bytes, *, takes_portions: bool = False) -> Descriptor:
     reader = _Reader(data)
     head = _HEAD.unpack(reader.take(_HEAD.size, "body"))
     _, version, delivery, on_missing, flags, id_bytes, chunks, layers, tokens, slice_size, computes = head
-    if version not in ((PROTOCOL_VERSION, PORTION_VERSION) if takes_portions else (PROTOCOL_VERSION,)):
+    is_extended = takes_portions or bool(flags & _FLAG_ACCEPT)
+    if version not in ((PROTOCOL_VERSION, EXTENDED_VERSION) if is_extended else (PROTOCOL_VERSION,)):
         raise invalid("version", f"must be {PROTOCOL_VERSION}, not {version}")
-    if flags & ~(_FLAG_TARGET | _FLAG_HEX_KEYS):
+    if flags & ~(_FLAG_TARGET | _FLAG_HEX_KEYS | _FLAG_ACCEPT):
         raise invalid("flags", f"{flags:#x} has bits that no version knows")
     if not 1 <= chunks <= CHUNK_COUNT_MAX:
         raise invalid("chunk_keys", f"needs 1 to {CHUNK_COUNT_MAX} keys, not {chunks}")
@@ -227,7 +265,8 @@ def _decode_binary(data: bytes, *, takes_portions: bool = False) -> Descriptor:
     request_id = reader.text(id_bytes, "request_id") or None
     compute = np.frombuffer(reader.take(4 * computes, "layer_compute_us"), dtype="<u4").tolist()
     target = _read_target(reader) if flags & _FLAG_TARGET else None
-    portion = _read_portion(reader, chunks) if version == PORTION_VERSION else None
+    accept = _read_accept(reader) if flags & _FLAG_ACCEPT else None
+    portion = _read_portion(reader, chunks) if version == EXTENDED_VERSION and accept is None else None
     keys = _read_keys(reader, chunks, hex_keys=bool(flags & _FLAG_HEX_KEYS))
     reader.finish()
     return Descriptor(
@@ -242,7 +281,19 @@ def _decode_binary(data: bytes, *, takes_portions: bool = False) -> Descriptor:
         request_id=request_id,
         layer_compute_us=tuple(compute),
         portion=portion,
+        accept=accept,
     )
+
+
+def _read_accept(reader: _Reader) -> Accept:
+    names = []
+    for index in range(reader.take(1, "accept")[0]):
+        names.append(reader.text(reader.take(1, f"accept[{index}]")[0], f"accept[{index}]"))
+    element, bound = _ACCEPT_TAIL.unpack(reader.take(_ACCEPT_TAIL.size, "element"))
+    by_code = {code: name for name, code in _ELEMENT_CODES.items()}
+    if element not in by_code:
+        raise invalid("element", f"has unknown code {element}")
+    return Accept(tuple(names), by_code[element], None if bound == math.inf else bound)
 
 
 def _read_portion(reader: _Reader, chunk_count: int) -> Portion:

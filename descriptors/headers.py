@@ -13,6 +13,10 @@ CHUNKS_HEADER = "x-amz-objectcache-chunks"
 RATE_HEADER = "x-amz-objectcache-rate"
 """Bytes/s that the link gives the delivery."""
 EPOCH_HEADER = "x-amz-objectcache-epoch"
+FORMS_HEADER = "x-amz-objectcache-forms"
+"""The codec of each chunk, and the bytes of its layers, where the caller accepts encoded ones
+(`descriptors.layer_forms`).
+"""
 CHUNK_HEADER = "x-amz-objectcache-chunk"
 """`true` with a PUT: the object is a chunk, and immutable, whatever its key looks like."""
 PREFIX_HEADER = "x-amz-objectcache-prefix"

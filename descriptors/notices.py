@@ -8,6 +8,7 @@ may write one layer. Notices may arrive in any order, twice or (all but the last
     layer_ready  u32 layer_index, u64 offset, u64 nbytes      (offset from the start of the descriptor's target)
     failed       u32 layer_index, u32 chunk_index
     done         u64 nbytes
+    forms        the text of descriptors.layer_forms; before `admitted`, where the caller accepts encoded layers
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ from dataclasses import dataclass
 from enum import Enum
 
 from descriptors.descriptor import PROTOCOL_VERSION
+from descriptors.layer_forms import LayerForms, WrongFormsError, forms_text, parse_forms
 
 GREETING = b"OCH" + bytes([PROTOCOL_VERSION])
 """Sent to an agent when it registers, to show that the connection is open. It belongs to no request."""
@@ -89,7 +91,17 @@ class Done:
     parts: int = 1
 
 
-Notice = Admitted | LayerReady | Failed | Done
+@dataclass(frozen=True, slots=True)
+class Forms:
+    """The form of each chunk that will come."""
+
+    request_id: str
+    forms: LayerForms
+    part: int = 0
+    parts: int = 1
+
+
+Notice = Admitted | LayerReady | Failed | Done | Forms
 
 
 def encode_notice(notice: Notice) -> bytes:
@@ -104,6 +116,8 @@ def encode_notice(notice: Notice) -> bytes:
             kind, body = 2, _FAILED.pack(notice.layer_index, notice.chunk_index)
         case Done():
             kind, body = 3, _DONE.pack(notice.nbytes)
+        case Forms():
+            kind, body = 4, forms_text(notice.forms).encode()
     request_id = notice.request_id.encode()
     head = _HEAD.pack(_MAGIC, PROTOCOL_VERSION, kind, notice.part, notice.parts, len(request_id))
     return head + request_id + body
@@ -137,4 +151,9 @@ def _decode_body(kind: int, body: bytes, request_id: str, part: int, parts: int)
     if kind == 3:
         (nbytes,) = _DONE.unpack(body)
         return Done(request_id, nbytes, part, parts)
+    if kind == 4:
+        try:
+            return Forms(request_id, parse_forms(body.decode("ascii")), part, parts)
+        except WrongFormsError as error:
+            raise NoticeError(str(error)) from None
     raise NoticeError(f"unknown kind {kind}")

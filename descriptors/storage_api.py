@@ -18,6 +18,7 @@ import numpy.typing as npt
 from descriptors.conditions import NO_WRITE_CONDITION, WriteCondition
 from descriptors.descriptor import Descriptor, RdmaTarget
 from descriptors.errors import ErrorCode, ServerError
+from descriptors.layer_forms import LayerForms
 from descriptors.lifecycle import LifecycleRule
 from descriptors.messages import (
     AgentLease,
@@ -134,7 +135,8 @@ class Grant:
 @dataclass(frozen=True, slots=True)
 class DeliveryStart:
     """The facts of a delivery before its first byte: the mode, k, its size, the request's id and its rate. Portion
-    `portion` of `portions` brings `delivery_bytes` of the k chunks.
+    `portion` of `portions` brings `delivery_bytes` of the k chunks. `forms` is there where the descriptor accepts
+    encoded layers.
     """
 
     request_id: str
@@ -144,6 +146,7 @@ class DeliveryStart:
     grant: Grant = Grant()
     portion: int = 0
     portions: int = 1
+    forms: LayerForms | None = None
 
 
 @dataclass(frozen=True, slots=True)

@@ -20,6 +20,7 @@ import zlib
 from dataclasses import dataclass
 
 import numpy as np
+import numpy.typing as npt
 
 from adapters import native
 from kv_codecs.elements import Bytes, Element, from_floats, to_floats
@@ -29,6 +30,7 @@ from kv_codecs.layer import KIVI, Codec, LayerShape, group_of
 
 MAGIC = b"KV01"
 HEAD = struct.Struct("<4sBBHIIII")
+Numbers = npt.NDArray[np.int64]
 _BY_NUMBER = {codec.number: codec for codec in Codec}
 _ELEMENTS = {element.value: element for element in Element}
 PLANES_LEVEL = 3
@@ -60,9 +62,7 @@ def encode(layer: Bytes, shape: LayerShape, codec: Codec) -> bytes:
         raise ValueError(f"{layer.nbytes} bytes, a layer has {shape.nbytes}")
     flat = np.ascontiguousarray(layer).view(np.uint8).reshape(-1)
     payload = _encoded(flat, shape, codec)
-    head = HEAD.pack(
-        MAGIC, codec.number, shape.element.value, 0, shape.tokens, shape.width, len(payload), 0
-    )[: HEAD.size - 4]  # fmt: skip
+    head = _checked_head(codec, shape, len(payload))
     return head + native.crc32c(payload, native.crc32c(head)).to_bytes(4, "little") + payload
 
 
@@ -103,6 +103,40 @@ def decode(data: bytes | memoryview, shape: LayerShape, out: Bytes) -> Codec:
         raise WrongLayerError("the checksum is wrong")
     _decode(np.frombuffer(payload, dtype=np.uint8), head, out.reshape(-1).view(np.uint8))
     return head.codec
+
+
+def decode_many(
+    source: Bytes, places: Numbers, codec: Codec, shape: LayerShape, out: Bytes, *, is_in_place: bool = False
+) -> int:
+    """Decode encoded layers of one codec: a row of `places`, int64 of shape (n, 2), has the offset of one in `source`,
+    and that of its S bytes in `out`; with `is_in_place` both are one memory. Returns the row of the first layer that is
+    damaged or another one, whose place and those behind it are not written; -1 where there is none.
+    """
+    if codec in KIVI:
+        head = _checked_head(codec, shape, _payload_bytes_max(codec, shape))
+        steps = group_of(shape.tokens), group_of(shape.width)
+        return native.kivi_decode_many(
+            source.data, head, np.ascontiguousarray(places).data, shape.tokens, shape.width, *steps, codec.bits,
+            shape.element.value, is_in_place, out.data,
+        )  # fmt: skip
+    nbytes = encoded_bytes_max(codec, shape)
+    for row, (start, target) in enumerate(places.tolist()):
+        layer = source[start : start + nbytes]
+        try:
+            if (
+                decode((layer.copy() if is_in_place else layer).data, shape, out[target : target + shape.nbytes])
+                is not codec
+            ):
+                return row
+        except WrongLayerError:
+            return row
+    return -1
+
+
+def _checked_head(codec: Codec, shape: LayerShape, payload_bytes: int) -> bytes:
+    """The head without its checksum."""
+    number, element = codec.number, shape.element.value
+    return HEAD.pack(MAGIC, number, element, 0, shape.tokens, shape.width, payload_bytes, 0)[: HEAD.size - 4]
 
 
 def _payload_bytes_max(codec: Codec, shape: LayerShape) -> int:

@@ -19,7 +19,15 @@ from typing import Any, TypeVar
 import numpy as np
 import numpy.typing as npt
 
-from descriptors.descriptor import Delivery, Descriptor, OnMissing, RdmaTarget
+from descriptors.descriptor import (
+    EXTENDED_VERSION,
+    PROTOCOL_VERSION,
+    Accept,
+    Delivery,
+    Descriptor,
+    OnMissing,
+    RdmaTarget,
+)
 from descriptors.errors import ObjectCacheError
 from descriptors.layout import ChunkLayout
 from descriptors.messages import LookupRequest, lookup_body, parse_lookup_answer
@@ -38,6 +46,7 @@ from nixl_client.transports.transport import HTTP_CONNECTIONS_MAX, Transport
 
 FETCHES_MAX = 64
 PUT_THREADS = 8
+DECODE_THREADS = 2
 _T = TypeVar("_T")
 _log = logging.getLogger(__name__)
 __all__ = ["ObjectCacheClient", "Transport"]
@@ -95,6 +104,7 @@ class ObjectCacheClient:
         self._fetchers = ThreadPoolExecutor(FETCHES_MAX, "objectcache-fetch")
         self._waiters = ThreadPoolExecutor(FETCHES_MAX, "objectcache-wait")
         self._putters = ThreadPoolExecutor(PUT_THREADS, "objectcache-put")
+        self._decoders = ThreadPoolExecutor(DECODE_THREADS, "objectcache-decode")
 
     def in_bucket(self, bucket: str) -> ObjectCacheClient:
         """A client of another bucket with the threads and registered buffers of this one. This one must be closed last;
@@ -111,7 +121,7 @@ class ObjectCacheClient:
         try:
             self._routes.close()
         finally:
-            for pool in (self._fetchers, self._waiters, self._putters):
+            for pool in (self._fetchers, self._waiters, self._putters, self._decoders):
                 pool.shutdown()
             self.http.close()
 
@@ -213,9 +223,12 @@ class ObjectCacheClient:
         delivery: Delivery | str = Delivery.AUTO,
         on_missing: OnMissing | str = OnMissing.FAIL,
         layer_compute_us: Sequence[int] = (),
+        accept: Accept | None = None,
         timeout_s: float | None = None,
     ) -> LayerFetch:
-        """Start fetching into `buffer` (numpy, torch or bytes-like) from byte `offset` on, and return at once.
+        """Start fetching into `buffer` (numpy, torch or bytes-like) from byte `offset` on, and return at once. With
+        `accept` chunks may come encoded, with a loss that the fetch's `forms` tell; they are decoded in the buffer,
+        layer by layer, so that its bytes are those of exact chunks.
 
         The buffer needs N*L*S bytes from `offset`. It must not be touched, but for layers that are ready, until the
         fetch is settled: `wait` returned, or `cancel` did.
@@ -233,7 +246,11 @@ class ObjectCacheClient:
             on_missing=on_missing,
             request_id=uuid.uuid4().hex,
             layer_compute_us=tuple(layer_compute_us),
+            accept=accept,
+            version=PROTOCOL_VERSION if accept is None else EXTENDED_VERSION,
         )
+        if accept is not None and target.memory.device != "cpu":
+            raise ValueError("encoded layers are decoded in host memory")
         if offset < 0 or offset + descriptor.delivery_bytes > target.nbytes:
             raise ValueError(f"{descriptor.delivery_bytes} bytes from {offset} on do not fit {target.nbytes}")
         if route.fetches is not None:
@@ -244,7 +261,10 @@ class ObjectCacheClient:
             )
         fetches = route.fetches or self._http_fetches
         silence_s = timeout_s or self._fetch_timeout_s
-        fetch = LayerFetch(descriptor, target, offset, fetches.cancel, route.transport, self.bucket, silence_s)
+        decoders = None if accept is None or route.fetches is None else self._decoders
+        fetch = LayerFetch(
+            descriptor, target, offset, fetches.cancel, route.transport, self.bucket, silence_s, decoders
+        )
         self._fetchers.submit(fetches.run, fetch)
         return fetch
 

@@ -24,6 +24,7 @@ from descriptors.peer_auth import PeerSecrets
 from descriptors.units import MIB
 from gateway.app import GatewaySettings
 from gateway.s3.credentials import Credential
+from objectcache.config_compression import CompressionConfig
 from objectcache.config_orchestrator import ApiKeyConfig, EngineConfig, OrchestratorConfig
 from objectcache.config_values import ConfigError as ConfigError
 from objectcache.config_values import Model, Rate, Size
@@ -220,12 +221,13 @@ class UpstreamConfig(Model):
 
 
 class TenantConfig(Model):
-    """One `[[tenants]]` table: an access key's part of the link."""
+    """One `[[tenants]]` table: an access key's part of the link, and the greatest error of what it gets encoded."""
 
     access_key: str
     weight: Annotated[float, Field(gt=0)] = 1.0
     bytes_per_s_max: Annotated[Rate, Field(ge=1)] | None = None
     priority: Annotated[int, Field(ge=0, le=7)] = 0
+    max_error: Annotated[float, Field(ge=0)] | None = None
 
     def tenant(self) -> Tenant:
         """The tenant, for the scheduler."""
@@ -336,6 +338,7 @@ class Config(Model):
     credentials: tuple[CredentialConfig, ...] = ()
     upstream: UpstreamConfig = UpstreamConfig()
     buckets: tuple[BucketConfig, ...] = ()
+    compression: CompressionConfig = CompressionConfig()
     cluster: ClusterConfig = ClusterConfig()
     orchestrator: OrchestratorConfig = OrchestratorConfig()
     engines: tuple[EngineConfig, ...] = ()
@@ -360,7 +363,12 @@ class Config(Model):
             if upstream is not None and upstream.write is Write.THROUGH:  # what the cache loses, upstream has
                 chosen.setdefault("durability", Durability.RELAXED)
             caches = tuple(bucket.cache() for bucket in self.buckets)
-            return StorageSettings(data_dir=data_dir, scheduler=scheduler, upstream=upstream, caches=caches, **chosen)
+            return StorageSettings(
+                data_dir=data_dir, scheduler=scheduler, upstream=upstream, caches=caches,
+                compression=self.compression.settings(),
+                max_errors={each.access_key: each.max_error for each in self.tenants if each.max_error is not None},
+                **chosen,
+            )  # fmt: skip
         except ValueError as error:
             raise ConfigError(f"[storage]: {error}") from None
 

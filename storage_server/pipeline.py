@@ -6,7 +6,7 @@ import asyncio
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import nullcontext
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from itertools import chain
 
@@ -16,11 +16,14 @@ from adapters.phases import Phases, delivery_timing
 from adapters.threads import HERE_ITEMS_MAX, computed, finished, to_end
 from descriptors.descriptor import Descriptor, OnMissing, Portion
 from descriptors.errors import ChunkUnavailable, ErrorCode, ObjectCacheError
+from descriptors.layer_forms import LayerForms
+from descriptors.layout import ChunkLayout
 from descriptors.notices import Mode
 from descriptors.storage_api import DeliveryOutcome, DeliveryStart, Grant, Spans
 from descriptors.tracing import Phase
 from descriptors.units import KIB
 from storage_server.agents import RegisteredAgent
+from storage_server.compression.forms import reading_of
 from storage_server.downlinks import Downlinks, Pace
 from storage_server.gather.coming import Coming, with_landed
 from storage_server.gather.read import gather
@@ -28,13 +31,21 @@ from storage_server.gather.source import ChunkSource
 from storage_server.link import Link, Place
 from storage_server.metrics import DONE, DeliveryMeter
 from storage_server.planning.extent import Extent
-from storage_server.planning.plan import DeliveryPlan, Payload, plan_delivery
+from storage_server.planning.plan import (
+    DeliveryPlan,
+    Landing,
+    Payload,
+    plan_delivery,
+    plan_encoded,
+    plan_portion,
+)
 from storage_server.planning.rows import Rows, SourceTable, make_table, spans_of
 from storage_server.scheduler.admission import Admission
 from storage_server.scheduler.mode import choose_mode
 from storage_server.scheduler.profiles import compute_s
 from storage_server.settings import StorageSettings
-from storage_server.tiers.dram import DramTier, Lent
+from storage_server.tiers.dram import DramTier
+from storage_server.tiers.lent import Chunks, Lent, with_forms
 from storage_server.transport.destination import Destination, Room, Transfer
 
 GATHERED_AHEAD_MAX = 2
@@ -64,6 +75,8 @@ class _Delivery:
     pace: Pace = field(default_factory=Pace)
     phases: Phases = field(default_factory=lambda: Phases(Phase.PLAN))
     mode: Mode | None = None
+    forms: LayerForms | None = None
+    """The forms of the chunks, where the descriptor accepts encoded ones."""
     is_resident: bool = False
     """Whether every chunk lies in the DRAM tier."""
     sent_bytes: int = 0
@@ -76,10 +89,27 @@ def _table_of(chunks: Sequence[Sequence[Extent]], lent: Lent) -> SourceTable:
 def _start_of(delivery: _Delivery, plan: DeliveryPlan, grant: Grant) -> DeliveryStart:
     request_id, portion = delivery.request_id, delivery.portion
     if portion is None:
-        return DeliveryStart(request_id, plan.mode, plan.chunk_count, plan.delivery_bytes, grant)
+        start = DeliveryStart(request_id, plan.mode, plan.chunk_count, plan.delivery_bytes, grant)
+        return replace(start, forms=delivery.forms)
     return DeliveryStart(
         request_id, plan.mode, portion.chunk_count, plan.delivery_bytes, grant, portion.index, portion.count
     )
+
+
+def _plan(
+    mode: Mode,
+    layout: ChunkLayout,
+    chunk_count: int,
+    portion: Portion | None,
+    forms: LayerForms | None,
+    payload_bytes_max: int,
+    landing: Landing,
+) -> DeliveryPlan:
+    if portion is not None:
+        return plan_portion(mode, layout, portion, payload_bytes_max, landing)
+    if forms is not None and not forms.is_exact:
+        return plan_encoded(mode, layout, forms.layer_bytes, payload_bytes_max, landing)
+    return plan_delivery(mode, layout, chunk_count, payload_bytes_max)
 
 
 def _index_in_whole(portion: Portion | None, index: int) -> int:
@@ -157,25 +187,31 @@ class Pipeline:
     ) -> DeliveryOutcome:
         layout, destination = descriptor.layout, delivery.destination
         prefix_only = descriptor.on_missing is OnMissing.PREFIX
+        reading = reading_of(descriptor)
+        if reading is not None and access_key in self._settings.max_errors:
+            reading = reading.bounded(self._settings.max_errors[access_key])
         async with (
             self._admission.admit(access_key, self.link.drained_s()),
             self._source.open_chunks(bucket, descriptor.chunk_keys, layout, prefix_only=prefix_only) as chunks,
-            self._dram.lent(list(chain.from_iterable(chunks))) as lent,
+            self._dram.lent(list(chain.from_iterable(chunks)), reading) as lent,
         ):
             portion = descriptor.portion
             whole_bytes = layout.delivery_bytes(len(chunks) if portion is None else portion.chunk_count)
+            delivered: Chunks = chunks
+            if descriptor.accept is not None:
+                forms, delivered, lent = await computed(
+                    partial(with_forms, chunks, lent, layout), is_long=len(chunks) > HERE_ITEMS_MAX
+                )
+                delivery.forms, whole_bytes = forms, layout.num_layers * int(forms.layer_bytes.sum())
             mode = choose_mode(descriptor.delivery, whole_bytes, self._settings.theta_bytes)
             delivery.mode = mode
             is_long = len(lent.addresses) > HERE_ITEMS_MAX
             delivery.is_resident = None not in lent.addresses
-            table = await computed(partial(_table_of, chunks, lent), is_long=is_long)
-            coming = Coming.among(table, chunks)
+            table = await computed(partial(_table_of, delivered, lent), is_long=is_long)
+            coming = Coming.among(table, delivered)
             table = table if coming is None else coming.table
             payload_bytes_max = destination.payload_bytes_max(is_resident=delivery.is_resident)
-            if portion is None:
-                plan = plan_delivery(mode, layout, len(chunks), payload_bytes_max)
-            else:
-                plan = destination.plan_portion(mode, layout, portion, payload_bytes_max)
+            plan = _plan(mode, layout, len(chunks), portion, delivery.forms, payload_bytes_max, destination.landing)
             delivery.pace.begin(plan.delivery_bytes, whole_bytes)
             layer_compute_s = compute_s(descriptor, len(chunks), self.link.settings.profiles)
             async with self.link.place(access_key, plan, layer_compute_s) as place:

@@ -17,7 +17,7 @@ from storage_server.agents import AgentTable
 from storage_server.downlinks import DownlinkKeepers, Downlinks
 from storage_server.gather.source import ChunkSource
 from storage_server.gather.staging import StagingPool
-from storage_server.memory_area import PrivateArea
+from storage_server.memory_area import Area, PrivateArea
 from storage_server.metrics import (
     agent_readings,
     downlink_readings,
@@ -37,6 +37,7 @@ from storage_server.settings import ColdReads, StorageSettings, Write
 from storage_server.shared_files.store import SharedDirectory
 from storage_server.store.data.disk import Disk
 from storage_server.store.embedded import EmbeddedStore
+from storage_server.tiers.adaptive import AdaptiveTier
 from storage_server.tiers.dram import DramTier
 from storage_server.transport.destination import Destination
 from storage_server.transport.shm_agents import ShmAgents
@@ -110,13 +111,7 @@ class EmbeddedStorage:
         self.shm: ShmAgents | None = None
         source = wrap_source(home.chunks)
         make_area = self.ucx.memory.dram_area if self.ucx is not None and settings.ucx_maps_dram else PrivateArea
-        self.dram = DramTier(
-            settings.dram_bytes,
-            source,
-            make_area,
-            settings.eviction,
-            takes_landings=settings.cold_reads is ColdReads.DIRECT,
-        )
+        self.dram = _tier_of(settings, source, make_area)
         self.downlinks = Downlinks(self.agents.shares, own, peers)
         self.pipeline = Pipeline(settings, source, self.dram, self.downlinks)
         self._transfers = ObjectTransfers(
@@ -229,6 +224,13 @@ class EmbeddedStorage:
             downlink_readings(self.downlinks),
         )
         return text_of(readings).decode()
+
+
+def _tier_of(settings: StorageSettings, source: ChunkSource, make_area: Callable[[int], Area]) -> DramTier:
+    if settings.compression is not None:
+        return AdaptiveTier(settings.dram_bytes, source, settings.compression, make_area)
+    takes_landings = settings.cold_reads is ColdReads.DIRECT
+    return DramTier(settings.dram_bytes, source, make_area, settings.eviction, takes_landings=takes_landings)
 
 
 def _home_before(

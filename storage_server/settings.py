@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from enum import Enum
 from pathlib import Path
@@ -9,6 +10,7 @@ from urllib.parse import unquote, urlsplit
 
 from descriptors.lifecycle import DAY_S
 from descriptors.units import GIB, KIB, MIB
+from storage_server.compression.policy import UtilitySettings
 from storage_server.eviction.choice import Eviction
 from storage_server.scheduler.settings import SchedulerSettings
 from storage_server.store.data.durability import Durability
@@ -161,6 +163,9 @@ class StorageSettings:
     All files under `data_dir` together take at most `disk_bytes`; None is no bound or, in front of another service,
     nine tenths of what is free at the start. The buckets of `caches` are caches, too; other buckets are not evicted.
 
+    With `compression` the DRAM tier goes by the utility of each chunk in place of `eviction`, and keeps some encoded
+    for readers that take them; `max_errors` bounds the error of what an access key gets, whatever it accepts.
+
     `ucx` are the interfaces that the ucx transport listens on; without any, ucx is off. Its process maps staging memory
     and, with `ucx_maps_dram`, also the DRAM tier, for reading; every ucx peer can then read the DRAM tier.
 
@@ -186,6 +191,8 @@ class StorageSettings:
     window_bytes: int = 32 * MIB
     direct_payload_bytes: int = 16 * MIB
     dram_bytes: int = GIB
+    compression: UtilitySettings | None = None
+    max_errors: Mapping[str, float] = field(default_factory=dict)
     cold_reads: ColdReads = ColdReads.CACHED
     deliveries_max: int = 512
     agents_max: int = 4096

@@ -78,8 +78,10 @@ class ClusterPrefixes:
 
     async def deliver(self, access_key: str, bucket: str, descriptor: Descriptor, sink: BodySink) -> DeliveryOutcome:
         """Have every member deliver its chunks: into the client's memory, or as bodies that are merged. How many come
-        is decided before, and whether all can come that must.
+        is decided before, and whether all can come that must. All chunks come in their exact form, whatever else the
+        caller accepts.
         """
+        descriptor = descriptor.exact
         without: set[str] = set(self._members.unreachable)
         if descriptor.on_missing is OnMissing.PREFIX or descriptor.rdma_target is not None:
             count = await self._count(access_key, bucket, descriptor, without)

@@ -14,7 +14,7 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from descriptors.cluster import Member
-from descriptors.descriptor import PORTION_VERSION, Delivery, Descriptor, OnMissing, Portion
+from descriptors.descriptor import EXTENDED_VERSION, Delivery, Descriptor, OnMissing, Portion
 from descriptors.errors import CHUNK_CODES, ChunkUnavailable
 from descriptors.notices import Mode
 from descriptors.placement import Indices, Placement
@@ -80,7 +80,7 @@ def descriptor_of(
         chunk_keys=tuple([keys[position] for position in positions]),
         on_missing=on_missing,
         delivery=whole.delivery if mode is None else Delivery(mode.value),
-        version=PORTION_VERSION,
+        version=EXTENDED_VERSION,
         portion=Portion(index, count, whole.chunk_count, positions, first_layer, attempt),
     )
 

@@ -17,6 +17,7 @@ from descriptors.headers import (
     CHUNKS_HEADER,
     DESCRIPTOR_HEADER,
     EPOCH_HEADER,
+    FORMS_HEADER,
     MODE_HEADER,
     RATE_HEADER,
     RDMA_BYTES_HEADER,
@@ -24,6 +25,7 @@ from descriptors.headers import (
     UNSETTLED_HEADER,
     WRITERS_HEADER,
 )
+from descriptors.layer_forms import forms_text
 from descriptors.messages import (
     AGENT_METADATA_BYTES_MAX,
     AgentLease,
@@ -129,6 +131,8 @@ def _headers(start: DeliveryStart) -> dict[str, str]:
     if start.grant.epoch:
         headers[RATE_HEADER] = str(start.grant.rate_bytes_per_s)
         headers[EPOCH_HEADER] = str(start.grant.epoch)
+    if start.forms is not None:
+        headers[FORMS_HEADER] = forms_text(start.forms)
     return headers
 
 

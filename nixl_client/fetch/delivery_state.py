@@ -5,16 +5,20 @@ A notice proves the bytes of its own writer and nothing else. A layer is complet
 Duplicates change nothing. Where a notice is missing, the writer's `done` takes its place, which a server sends only
 after all its writes, or the answer to the request, which comes after every `done`. (On the wire a writer is called a
 `part`.)
+
+Encoded layers are shorter than exact ones. A layer that is shorter waits for the forms of the chunks, which say how
+long it is.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 
 from descriptors.errors import ChunkUnavailable, ErrorCode, ObjectCacheError
 from descriptors.headers import CHUNKS_HEADER, EPOCH_HEADER, MODE_HEADER, RATE_HEADER
+from descriptors.layer_forms import LayerForms
 from descriptors.layout import ChunkLayout
-from descriptors.notices import Admitted, Done, Failed, LayerReady, Mode, Notice
+from descriptors.notices import Admitted, Done, Failed, Forms, LayerReady, Mode, Notice
 from descriptors.storage_api import Grant
 
 
@@ -23,9 +27,19 @@ class ProtocolViolationError(Exception):
 
 
 class DeliveryState:
-    """State of one request of up to `chunk_count_max` chunks. `chunk_count` and `mode` are None until known."""
+    """State of one request of up to `chunk_count_max` chunks. `chunk_count` and `mode` are None until known. With
+    `check_forms` the request accepts encoded layers: it returns the forms, or raises ProtocolViolationError.
+    """
 
-    def __init__(self, request_id: str, layout: ChunkLayout, chunk_count_max: int) -> None:
+    def __init__(
+        self,
+        request_id: str,
+        layout: ChunkLayout,
+        chunk_count_max: int,
+        check_forms: Callable[[LayerForms, int], LayerForms] | None = None,
+    ) -> None:
+        self._check_forms = check_forms
+        self._told_forms: LayerForms | None = None
         self.request_id = request_id
         self.layout = layout
         self.chunk_count: int | None = None
@@ -60,6 +74,8 @@ class DeliveryState:
         match notice:
             case Admitted():
                 self.start(notice.mode, notice.chunk_count, Grant(notice.rate_bytes_per_s, notice.epoch))
+            case Forms():
+                self.set_forms(notice.forms)
             case LayerReady():
                 self._enter_layer(notice)
             case Done():
@@ -78,6 +94,19 @@ class DeliveryState:
         """The request was answered with success: every part is done, every layer there."""
         self.set_shape(mode, chunk_count)
         self.is_complete = True
+
+    @property
+    def forms(self) -> LayerForms | None:
+        """The forms of the chunks; None where all are exact, as far as known."""
+        return None if self.chunk_count is None else self._told_forms
+
+    def set_forms(self, forms: LayerForms) -> None:
+        """The forms as the server says them; saying them again must say the same."""
+        if self._check_forms is None or self._told_forms not in (None, forms):
+            raise ProtocolViolationError("forms were told that were not asked for, or others than before")
+        self._told_forms = forms
+        if self.chunk_count is not None:
+            self._settle_all()
 
     def fail(self, error: ObjectCacheError) -> None:
         """No further layer will come; the ready ones stay good."""
@@ -102,9 +131,25 @@ class DeliveryState:
                 f"{mode.value} of {chunk_count} chunks, {self.mode} of {self.chunk_count} before"
             )
         self.mode, self.chunk_count = mode, chunk_count
+        self._settle_all()
+
+    def _settle_all(self) -> None:
+        if self._told_forms is not None and self._check_forms is not None and self.chunk_count is not None:
+            self._told_forms = self._check_forms(self._told_forms, self.chunk_count)
         for layer_index in list(self._reported):
             self._settle_layer(layer_index)
         self._settle_done()
+
+    def _is_whole(self, what: str, nbytes: int, layer_count: int, chunk_count: int) -> bool:
+        """Whether so many bytes are all of so many layers. Raises ProtocolViolationError where they cannot be."""
+        wanted = layer_count * self.layout.layer_bytes(chunk_count)
+        if self._told_forms is not None:
+            wanted = layer_count * int(self._told_forms.layer_bytes.sum())
+        elif self._check_forms is not None and nbytes < wanted:
+            return False
+        if nbytes != wanted:
+            raise ProtocolViolationError(f"{what} {nbytes} bytes, {wanted} expected")
+        return True
 
     def _enter_layer(self, notice: LayerReady) -> None:
         if notice.layer_index >= self.layout.num_layers:
@@ -124,18 +169,14 @@ class DeliveryState:
         parts = self._reported[layer_index]
         if self.chunk_count is None or len(parts) != self._parts:
             return
-        wanted = self.layout.layer_bytes(self.chunk_count)
-        if sum(parts.values()) != wanted:
-            raise ProtocolViolationError(f"layer {layer_index}: {sum(parts.values())} bytes, {wanted} expected")
-        self._ready.add(layer_index)
+        if self._is_whole(f"layer {layer_index}:", sum(parts.values()), 1, self.chunk_count):
+            self._ready.add(layer_index)
 
     def _settle_done(self) -> None:
         if self.chunk_count is None or len(self._done) != self._parts or self.failure is not None:
             return
-        wanted = self.layout.delivery_bytes(self.chunk_count)
-        if sum(self._done.values()) != wanted:
-            raise ProtocolViolationError(f"done with {sum(self._done.values())} bytes, {wanted} expected")
-        self.is_complete = True
+        if self._is_whole("done with", sum(self._done.values()), self.layout.num_layers, self.chunk_count):
+            self.is_complete = True
 
 
 def granted_rate(headers: Mapping[str, str]) -> Grant:

@@ -13,12 +13,16 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import pairwise
 
+import numpy as np
+
 from descriptors.descriptor import Delivery, Descriptor, OnMissing
 from descriptors.descriptor_codec import encode_binary
 from descriptors.errors import ChunkUnavailable, ErrorCode, ObjectCacheError, ServerError
 from descriptors.headers import REQUESTS_PATH
+from descriptors.layer_forms import LayerForms
 from descriptors.notices import Mode
 from descriptors.storage_api import Grant
+from nixl_client.fetch.decoding import Packed, checked_forms, forms_in, host_bytes, layer_shape
 from nixl_client.fetch.delivery_state import granted_rate, payload_shape
 from nixl_client.fetch.layer_fetch import LayerFetch
 from nixl_client.session.signed_http import SignedHttp
@@ -122,6 +126,8 @@ class _Reading:
         self._grants: list[Grant] = []
         self._missing_counts = [len(subrequests)] * fetch.descriptor.num_layers
         self._chunk_count = sum(subrequest.descriptor.chunk_count for subrequest in subrequests)
+        self._forms: dict[int, LayerForms] = {}
+        """The forms of each subrequest's chunks, by its first one."""
         self._stored_count: int | None = None
         self._failures: list[tuple[int, Exception]] = []
         self._ended: tuple[Mode, Mapping[str, str], float] | None = None
@@ -146,8 +152,11 @@ class _Reading:
             raise min(self._failures, key=lambda failure: failure[0])[1]
         if self._ended is not None:
             mode, headers, body_s = self._ended
-            nbytes = self._fetch.descriptor.layout.delivery_bytes(self._chunk_count)
-            self._fetch.on_answer(mode, self._chunk_count, nbytes, headers, body_s)
+            forms, layout = self._whole_forms(), self._fetch.descriptor.layout
+            nbytes = layout.delivery_bytes(self._chunk_count)
+            if forms is not None:
+                nbytes = layout.num_layers * int(forms.layer_bytes.sum())
+            self._fetch.on_answer(mode, self._chunk_count, nbytes, headers, body_s, forms)
         return None
 
     def stop(self) -> None:
@@ -193,7 +202,10 @@ class _Reading:
         self._on_admitted(mode, granted_rate(stream.headers))
         layout = self._fetch.descriptor.layout
         view = self._fetch.host_view()
-        if mode is Mode.LAYER_MAJOR:
+        packed = self._packed(subrequest, stream.headers, chunk_count)
+        if packed is not None:
+            self._read_encoded(subrequest, stream, mode, packed)
+        elif mode is Mode.LAYER_MAJOR:
             layer_bytes, nbytes = layout.layer_bytes(self._chunk_count), layout.layer_bytes(chunk_count)
             first = layout.layer_bytes(subrequest.first_chunk)
             for layer_index in range(layout.num_layers):
@@ -205,6 +217,51 @@ class _Reading:
             stream.read_into(view[first : first + layout.delivery_bytes(chunk_count)])
         with self._lock:
             self._ended = mode, stream.headers, time.monotonic() - began_s
+
+    def _whole_forms(self) -> LayerForms | None:
+        """The forms of all chunks, which the subrequests have brought; None where they are exact."""
+        if not self._forms:
+            return None
+        each = [self._forms[subrequest.first_chunk] for subrequest in self._subrequests]
+        counts = [forms.chunk_count for forms in each]
+        mean = sum(forms.mean_error * count for forms, count in zip(each, counts, strict=True)) / sum(counts)
+        runs = tuple(run for forms in each for run in forms.runs)
+        return LayerForms(runs, max(forms.worst_error for forms in each), mean)
+
+    def _packed(self, subrequest: Subrequest, headers: Mapping[str, str], chunk_count: int) -> Packed | None:
+        """How the body is encoded; None where all of it is exact."""
+        forms, descriptor = forms_in(headers), self._fetch.descriptor
+        if forms is None or descriptor.accept is None:
+            return None
+        forms = checked_forms(forms, chunk_count, descriptor=descriptor)
+        with self._lock:
+            self._forms[subrequest.first_chunk] = forms
+        if forms.is_exact:
+            return None
+        return Packed(forms, layer_shape(descriptor.layout, descriptor.accept))
+
+    def _read_encoded(self, subrequest: Subrequest, stream: Stream, mode: Mode, packed: Packed) -> None:
+        """Read a layer, or in chunk-major mode a chunk, and decode it before more is read: what comes faster than it is
+        decoded waits in the connection.
+        """
+        layout, first_chunk = self._fetch.descriptor.layout, subrequest.first_chunk
+        places, sizes = host_bytes(self._fetch.host_view()), packed.forms.layer_bytes
+        if mode is Mode.LAYER_MAJOR:
+            layer_bytes, first = layout.layer_bytes(self._chunk_count), layout.layer_bytes(first_chunk)
+            body = np.empty(int(sizes.sum()), dtype=np.uint8)
+            end = first + layout.layer_bytes(packed.forms.chunk_count)
+            for layer_index in range(layout.num_layers):
+                stream.read_into(body.data)
+                start = layer_index * layer_bytes
+                packed.place(body, places[start + first : start + end], layer_index, first_chunk)
+                self._on_layer(layer_index)
+            return
+        for index, nbytes in enumerate(sizes.tolist()):
+            body = np.empty(layout.num_layers * nbytes, dtype=np.uint8)
+            stream.read_into(body.data)
+            start = layout.delivery_bytes(first_chunk + index)
+            chunk = packed.chunk(index, layout.num_layers)
+            chunk.place_chunk(body, places[start : start + layout.chunk_bytes], first_chunk + index)
 
     def _on_admitted(self, mode: Mode, granted: Grant) -> None:
         """A subrequest was admitted. The fetch is admitted with the last of them: no layer is whole before."""

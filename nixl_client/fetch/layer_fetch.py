@@ -5,14 +5,18 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Callable, Mapping
+from concurrent.futures import Executor
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 from descriptors.descriptor import Descriptor
 from descriptors.errors import ErrorCode, ObjectCacheError, ServerError
 from descriptors.headers import UNSETTLED_HEADER
+from descriptors.layer_forms import LayerForms
 from descriptors.notices import Mode, Notice
 from descriptors.storage_api import Grant
+from nixl_client.fetch.decoding import PlacedLayers, checked_forms, host_bytes, layer_shape
 from nixl_client.fetch.delivery_state import DeliveryState, ProtocolViolationError
 from nixl_client.session.timing import Timing, split_time
 from nixl_client.transports.buffers import Buffer
@@ -34,13 +38,15 @@ class Layer:
 @dataclass(frozen=True, slots=True)
 class FetchResult:
     """The result of a fetch that succeeded. `transferred_bytes` is what the server's transport counted, `timing` where
-    the time from the fetch's start to its end went.
+    the time from the fetch's start to its end went, and `forms` how the chunks came, with their errors; None where all
+    came exactly.
     """
 
     mode: Mode
     chunk_count: int
     transferred_bytes: int
     timing: Timing
+    forms: LayerForms | None = None
 
 
 class LayerFetch:
@@ -60,7 +66,9 @@ class LayerFetch:
         transport: Transport,
         bucket: str,
         timeout_s: float,
+        decoders: Executor | None = None,
     ) -> None:
+        """With `decoders` layers come into the buffer encoded, where the descriptor accepts that."""
         self.transport = transport
         self.bucket = bucket
         self.timeout_s = timeout_s
@@ -69,7 +77,10 @@ class LayerFetch:
         self._buffer = buffer
         self._offset = offset
         self._cancel = cancel
-        self._state = DeliveryState(self.request_id, descriptor.layout, descriptor.chunk_count)
+        self._decoders = decoders
+        self._placed: PlacedLayers | None = None
+        check_forms = None if descriptor.accept is None else partial(checked_forms, descriptor=descriptor)
+        self._state = DeliveryState(self.request_id, descriptor.layout, descriptor.chunk_count, check_forms)
         self._changed = threading.Condition()
         self._ready_at_s: dict[int, float] = {}
         self._transferred_bytes = 0
@@ -96,8 +107,11 @@ class LayerFetch:
         with self._changed:
             self._wait_for(lambda: self._state.is_ready(layer_index), timeout_s, f"layer {layer_index} is not there")
             mode, chunk_count = self._shape()
-            data = self._buffer.layer(layer_index, mode, chunk_count, self.descriptor.layout, self._offset)
-            return Layer(layer_index, chunk_count, data, self._ready_at_s[layer_index])
+            placed = self._placed
+        if placed is not None:
+            placed.finish(layer_index, timeout_s)
+        data = self._buffer.layer(layer_index, mode, chunk_count, self.descriptor.layout, self._offset)
+        return Layer(layer_index, chunk_count, data, self._ready_at_s[layer_index])
 
     def wait(self, timeout_s: float | None = None) -> FetchResult:
         """Block until every layer is complete and the request is answered. Then the buffer is the caller's again, but
@@ -109,12 +123,21 @@ class LayerFetch:
                 lambda: self._state.is_complete and self._is_answered, timeout_s, "the fetch is not finished"
             )
             mode, chunk_count = self._shape()
-            return FetchResult(mode, chunk_count, self._transferred_bytes, self._timing)
+            placed = self._placed
+        for layer_index in range(0 if placed is None else self.descriptor.num_layers):
+            assert placed is not None
+            placed.finish(layer_index, timeout_s)
+        return FetchResult(mode, chunk_count, self._transferred_bytes, self._timing, self.forms)
 
     @property
     def grant(self) -> Grant:
         """The rate and the epoch that the server's scheduler gave; known once admitted, 0 where it does not pace."""
         return self._state.grant
+
+    @property
+    def forms(self) -> LayerForms | None:
+        """How the chunks come, with their errors; None where they come exactly, as far as known."""
+        return self._state.forms
 
     @property
     def mode(self) -> Mode | None:
@@ -147,6 +170,8 @@ class LayerFetch:
         """
         if not self._settled:
             self._cancel(self)
+        if self._placed is not None:
+            self._placed.close()
 
     def __enter__(self) -> LayerFetch:
         return self
@@ -198,14 +223,26 @@ class LayerFetch:
         self._update(lambda: self._state.start(mode, chunk_count, grant))
 
     def on_answer(
-        self, mode: Mode, chunk_count: int, transferred_bytes: int, headers: Mapping[str, str], body_s: float = 0.0
+        self,
+        mode: Mode,
+        chunk_count: int,
+        transferred_bytes: int,
+        headers: Mapping[str, str],
+        body_s: float = 0.0,
+        forms: LayerForms | None = None,
     ) -> None:
         """The request was answered with success, and with these headers; reading the body took `body_s`."""
         self._transferred_bytes = transferred_bytes
         self._timing = split_time(time.monotonic() - self._began_s, headers, body_s)
         self.given_up = headers.get(UNSETTLED_HEADER, "")
         self._is_answered = True
-        self._update(lambda: self._state.answer(mode, chunk_count))
+
+        def answer() -> None:
+            if forms is not None:
+                self._state.set_forms(forms)
+            self._state.answer(mode, chunk_count)
+
+        self._update(answer)
         if not self.given_up:
             self.settle()
 
@@ -247,4 +284,15 @@ class LayerFetch:
             for layer_index in range(self.descriptor.num_layers):
                 if layer_index not in self._ready_at_s and self._state.is_ready(layer_index):
                     self._ready_at_s[layer_index] = now_s
+                    self._begin_decoding(layer_index)
             self._changed.notify_all()
+
+    def _begin_decoding(self, layer_index: int) -> None:
+        """A layer has come that may be encoded; its forms are known by now."""
+        forms, accept = self._state.forms, self.descriptor.accept
+        if self._decoders is None or forms is None or forms.is_exact or accept is None or self._violation is not None:
+            return
+        if self._placed is None:
+            layout, (mode, _) = self.descriptor.layout, self._shape()
+            self._placed = PlacedLayers(host_bytes(self.host_view()), layout, mode, forms, layer_shape(layout, accept))
+        self._placed.begin(layer_index, self._decoders)

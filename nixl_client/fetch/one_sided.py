@@ -12,6 +12,7 @@ from dataclasses import replace
 from descriptors.descriptor_codec import encode_binary
 from descriptors.errors import ErrorCode, ObjectCacheError, ServerError
 from descriptors.headers import RDMA_BYTES_HEADER, REQUESTS_PATH, WRITERS_HEADER
+from nixl_client.fetch.decoding import forms_in
 from nixl_client.fetch.delivery_state import payload_shape
 from nixl_client.fetch.layer_fetch import LayerFetch
 from nixl_client.session.agent import GONE, ClientAgent
@@ -46,7 +47,8 @@ class OneSidedFetches:
             self._settle_before(fetch)
             answer = self._post(fetch)
             headers = answer.headers
-            fetch.on_answer(*payload_shape(headers), int(headers[RDMA_BYTES_HEADER]), headers)
+            forms = forms_in(headers)
+            fetch.on_answer(*payload_shape(headers), int(headers[RDMA_BYTES_HEADER]), headers, forms=forms)
             if fetch.given_up:
                 with self._lock:
                     self._left_open.append(fetch)

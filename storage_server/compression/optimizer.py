@@ -13,13 +13,16 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
-from heapq import heappop, heappush
+from heapq import heapify, heappop, heappush
 from itertools import count
 
 from storage_server.compression.utility import Entry, Key, Placement, Tier, best_form, utility
 
 PROMOTE_FRACTION = 0.05
 """An entry moves up only where that saves so much of its delay and lost quality: moves cost bandwidth, too."""
+
+STALE_FACTOR, STALE_MIN = 4, 256
+"""A heap is made anew when it has so many times the entries that are kept."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -99,6 +102,12 @@ class Optimizer:
         self._relieve(moved)
         return list(self._moves(moved))
 
+    def scale(self, factor: float) -> None:
+        """Multiply all frequencies, which changes no choice."""
+        for kept in self._kept.values():
+            kept.entry = replace(kept.entry, frequency=kept.entry.frequency * factor)
+        self._heaps = [[(drop * factor, *rest) for drop, *rest in heap] for heap in self._heaps]  # type: ignore[misc]
+
     def remove(self, key: Key) -> None:
         """An entry is gone."""
         if key in self._kept:
@@ -123,7 +132,15 @@ class Optimizer:
         kept = self._kept[entry.key] = _Kept(entry, placement, next(self._stamps))
         self._used_bytes[placement.tier] += self._nbytes(entry, placement)
         drop, _ = self._cheapest(kept)
-        heappush(self._heaps[placement.tier], (drop, next(self._order), entry.key, kept.stamp))
+        heap = self._heaps[placement.tier]
+        heappush(heap, (drop, next(self._order), entry.key, kept.stamp))
+        if len(heap) > STALE_FACTOR * (len(self._kept) + STALE_MIN):
+            heap[:] = [each for each in heap if self._is_current(each[2], each[3])]
+            heapify(heap)
+
+    def _is_current(self, key: Key, stamp: int) -> bool:
+        kept = self._kept.get(key)
+        return kept is not None and kept.stamp == stamp
 
     def _take_out(self, key: Key) -> _Kept:
         kept = self._kept.pop(key)
@@ -135,9 +152,9 @@ class Optimizer:
             heap = self._heaps[tier]
             while self._used_bytes[tier] > model.capacity_bytes:
                 _, _, key, stamp = heappop(heap)
-                kept = self._kept.get(key)
-                if kept is None or kept.stamp != stamp or kept.placement.tier != tier:
+                if not self._is_current(key, stamp):
                     continue
+                kept = self._kept[key]
                 _, after = self._cheapest(kept)
                 moved.setdefault(key, kept.placement)
                 self._take_out(key)

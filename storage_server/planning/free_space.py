@@ -28,6 +28,16 @@ class FreeSpace:
         self.nbytes -= nbytes
         return offset
 
+    def take_at(self, offset: int, nbytes: int) -> None:
+        """Take bytes at this offset, all of which are free."""
+        start, length = self._by_offset[bisect_left(self._by_offset, (offset + 1, 0)) - 1]
+        self._remove(start, length)
+        if start < offset:
+            self._insert(start, offset - start)
+        if start + length > offset + nbytes:
+            self._insert(offset + nbytes, start + length - offset - nbytes)
+        self.nbytes -= nbytes
+
     def give_back(self, offset: int, nbytes: int) -> None:
         """Free what `take` gave; it is joined with free neighbours."""
         self.nbytes += nbytes

@@ -122,7 +122,8 @@ class Series:
     its object from `source_offset` on, and lands at `target_offset`. In each further group both offsets grow by their
     stride. `slice_bytes` and `source_offset` are one number, or int64 of shape (slice_count,). So is `target_offset`,
     but there one number means that the slices land one after the other from it. Where they land apart, a payload holds
-    the slices that lie side by side; with `is_scattered` it may hold any, as far as they fit.
+    the slices that lie side by side; with `is_scattered` it may hold any, as far as they fit. `source_stride`, too, is
+    one number or an array.
 
     Raises ValueError for arrays of another length, and for a slice without bytes.
     """
@@ -132,13 +133,13 @@ class Series:
     slice_count: int
     slice_bytes: int | Numbers
     source_offset: int | Numbers
-    source_stride: int
+    source_stride: int | Numbers
     target_offset: int | Numbers
     target_stride: int
     is_scattered: bool = False
 
     def __post_init__(self) -> None:
-        for name in ("slice_bytes", "source_offset", "target_offset"):
+        for name in ("slice_bytes", "source_offset", "source_stride", "target_offset"):
             value = getattr(self, name)
             if not isinstance(value, int) and value.shape != (self.slice_count,):
                 raise ValueError(f"{name} has shape {value.shape}, not ({self.slice_count},)")
@@ -321,13 +322,15 @@ class DeliveryPlan:
 
 def _payload(series: Series, cut: Cut, group: Group, step: int, *, ends_group: bool) -> Payload:
     """The payload of a cut in the series' group number `step`."""
-    source, piece = series.source_offset, series.slice_bytes
+    source, stride, piece = series.source_offset, series.source_stride, series.slice_bytes
     slices = slice(cut.first_slice, cut.first_slice + cut.slice_count)
     if cut.slice_count == 1:
         source = source if isinstance(source, int) else int(source[cut.first_slice])
+        stride = stride if isinstance(stride, int) else int(stride[cut.first_slice])
         piece = cut.nbytes
     else:
         source = source if isinstance(source, int) else source[slices]
+        stride = stride if isinstance(stride, int) else stride[slices]
         piece = piece if isinstance(piece, int) else piece[slices]
     landing_offsets = None
     if cut.is_scattered and not isinstance(series.target_offset, int):
@@ -336,7 +339,7 @@ def _payload(series: Series, cut: Cut, group: Group, step: int, *, ends_group: b
         group=group,
         first_chunk=series.first_chunk + cut.first_slice,
         chunk_count=cut.slice_count,
-        source_offset=source + (step * series.source_stride + cut.start),
+        source_offset=source + step * stride + cut.start,
         piece_bytes=piece,
         target_offset=cut.target_offset + step * series.target_stride,
         nbytes=cut.nbytes,
@@ -354,21 +357,24 @@ def plan_delivery(mode: Mode, layout: ChunkLayout, chunk_count: int, payload_byt
     return DeliveryPlan(mode, chunk_count, (series,), payload_bytes_max)
 
 
+@dataclass(frozen=True, slots=True)
+class Landing:
+    """How a destination takes slices that do not fill the target without gaps, because other servers bring the rest, or
+    because slices are shorter than their places. With `is_packed` they lie one after the other in the target, without
+    gaps; otherwise each lies at its place, and with `is_scattered` one payload may hold slices that lie apart, which
+    `gathers_packed` gathers one after the other.
+    """
+
+    is_packed: bool
+    is_scattered: bool
+    gathers_packed: bool = False
+
+
 def plan_portion(
-    mode: Mode,
-    layout: ChunkLayout,
-    portion: Portion,
-    payload_bytes_max: int,
-    *,
-    is_packed: bool,
-    is_scattered: bool,
-    gathers_packed: bool = False,
+    mode: Mode, layout: ChunkLayout, portion: Portion, payload_bytes_max: int, landing: Landing
 ) -> DeliveryPlan:
-    """The plan for some of the chunks of a delivery, whose other chunks come from other servers. With `is_packed` the
-    slices lie one after the other in the target, without those of others; otherwise each lies where the whole delivery
-    has it, and with `is_scattered` one payload may hold slices that lie apart, which `gathers_packed` gathers one after
-    the other. In chunk-major mode, which has one group
-    only, `portion.first_layer` does not count.
+    """The plan for some of the chunks of a delivery, whose other chunks come from other servers. In chunk-major mode,
+    which has one group only, `portion.first_layer` does not count.
     """
     group_count, slice_bytes, first = layout.num_layers, layout.per_layer_chunk_bytes, portion.first_layer
     if mode is Mode.CHUNK_MAJOR:
@@ -376,7 +382,7 @@ def plan_portion(
     slice_count, source_offset = len(portion.positions), first * slice_bytes
     target_offset: int | Numbers = 0
     target_stride = slice_count * slice_bytes
-    if not is_packed:
+    if not landing.is_packed:
         target_stride = portion.chunk_count * slice_bytes
         target_offset = np.array(portion.positions, dtype=np.int64) * slice_bytes + first * target_stride
     series = Series(
@@ -388,6 +394,34 @@ def plan_portion(
         slice_bytes,
         target_offset,
         target_stride,
-        is_scattered=is_scattered,
+        is_scattered=landing.is_scattered,
     )
-    return DeliveryPlan(mode, slice_count, (series,), payload_bytes_max, first, gathers_packed)
+    return DeliveryPlan(mode, slice_count, (series,), payload_bytes_max, first, landing.gathers_packed)
+
+
+def plan_encoded(
+    mode: Mode, layout: ChunkLayout, layer_bytes: Numbers, payload_bytes_max: int, landing: Landing
+) -> DeliveryPlan:
+    """The plan for chunks of which some are encoded: a layer of chunk i takes `layer_bytes[i]` <= S, and its object has
+    layer after layer. The place of a slice in the target is that of the exact one.
+    """
+    group_count, place_bytes, sizes = layout.num_layers, layout.per_layer_chunk_bytes, layer_bytes
+    if mode is Mode.CHUNK_MAJOR:
+        group_count, place_bytes, sizes = 1, layout.chunk_bytes, layer_bytes * layout.num_layers
+    slice_count = len(sizes)
+    target_offset: int | Numbers = 0
+    target_stride = int(sizes.sum())
+    if not landing.is_packed:
+        target_offset, target_stride = np.arange(slice_count) * place_bytes, slice_count * place_bytes
+    series = Series(
+        group_count,
+        0,
+        slice_count,
+        sizes,
+        0,
+        sizes,
+        target_offset,
+        target_stride,
+        is_scattered=landing.is_scattered,
+    )
+    return DeliveryPlan(mode, slice_count, (series,), payload_bytes_max, gathers_packed=landing.gathers_packed)

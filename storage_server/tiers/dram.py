@@ -19,13 +19,13 @@ from collections import deque
 from collections.abc import AsyncIterator, Callable, Coroutine, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import asynccontextmanager
-from dataclasses import dataclass
 from functools import partial
 from typing import Any, TypeVar, cast
 
 import numpy as np
 
 from adapters.threads import finished, in_parts, let_others_run, to_end
+from storage_server.compression.forms import Encoded, Reading
 from storage_server.eviction.choice import POLICIES, Eviction
 from storage_server.eviction.policy import EvictionPolicy, Request
 from storage_server.gather.coming import is_whole
@@ -34,22 +34,12 @@ from storage_server.memory_area import Area, PrivateArea
 from storage_server.planning.extent import ALIGNMENT_BYTES, CorruptExtentError, Extent, aligned
 from storage_server.planning.rows import Row, Rows
 from storage_server.tiers.landed import LandedUnits
+from storage_server.tiers.lent import Lent
 from storage_server.tiers.residency import Key, Residency, key_of
 
 WAITING_MAX = 256
 _T = TypeVar("_T")
 _log = logging.getLogger(__name__)
-
-
-@dataclass(frozen=True, slots=True)
-class Lent:
-    """The extents of a prefix in memory: the address of each, None for those that are not there. `landings` are the
-    addresses where those that come are to lie, 0 for the others; None where the tier takes no landings. They are filled
-    in while the delivery is under way.
-    """
-
-    addresses: list[int | None]
-    landings: Rows | None = None
 
 
 class DramTier:
@@ -109,9 +99,9 @@ class DramTier:
         return self._residency.evicted_count
 
     @asynccontextmanager
-    async def lent(self, extents: Sequence[Extent]) -> AsyncIterator[Lent]:
-        """Lend the extents of a prefix, from the first on, until the block ends. After the block those that are not in
-        memory may be copied into the tier.
+    async def lent(self, extents: Sequence[Extent], reading: Reading | None = None) -> AsyncIterator[Lent]:
+        """Lend the extents of a prefix, from the first on, until the block ends: exact ones, and encoded ones that
+        `reading` takes. After the block those that are not in memory may be copied into the tier.
         """
         if not self.nbytes:
             yield Lent([None] * len(extents))
@@ -122,14 +112,16 @@ class DramTier:
         try:
             for start, part in in_parts(extents):
                 await let_others_run(start)
-                offsets += self._residency.pin(part)
+                offsets += self._residency.pin(part, reading)
             if self._landed is not None and None in offsets and all(map(is_whole, extents)):
                 landings = np.zeros(len(extents), dtype=np.int64)
-                deciding = self._track(self._coming(extents, landings))
-            yield Lent([None if offset is None else self.address + offset for offset in offsets], landings)
+                deciding = self._track(self._coming(extents, landings, reading))
+            addresses = [None if offset is None else self.address + offset for offset in offsets]
+            yield Lent(addresses, landings, None if reading is None else self._forms(extents, offsets))
         finally:
             if offsets:
-                self._track(self._give_back(extents[: len(offsets)], offsets, self._source.generation, deciding))
+                generation = self._source.generation
+                self._track(self._give_back(extents[: len(offsets)], offsets, generation, deciding, reading))
 
     def note_landed(self, rows: Rows) -> None:
         """Note that these rows of a payload have been read: those that have a landing lie there, proved. May run in any
@@ -159,12 +151,13 @@ class DramTier:
         offsets: Sequence[int | None],
         looked_at: int,
         deciding: asyncio.Task[list[tuple[Extent, int]]] | None,
+        reading: Reading | None,
     ) -> None:
         """End what `lent` began. The policy is told of the use now, unless `deciding` has told it already."""
         for start, asked in in_parts(extents):
             await let_others_run(start)
             self._residency.unpin(asked, offsets[start : start + len(asked)])
-        coming = await (self._coming(extents, None) if deciding is None else deciding)
+        coming = await (self._coming(extents, None, reading) if deciding is None else deciding)
         left = deque(coming)
         try:
             for start, part in in_parts(coming):
@@ -176,7 +169,16 @@ class DramTier:
             if left:
                 await self._dropped(left)
 
-    async def _coming(self, extents: Sequence[Extent], landings: Rows | None) -> list[tuple[Extent, int]]:
+    def _forms(self, extents: Sequence[Extent], offsets: Sequence[int | None]) -> list[Encoded | None] | None:
+        found = [
+            None if offset is None else self._residency.form(extent)
+            for extent, offset in zip(extents, offsets, strict=True)
+        ]
+        return found if any(form is not None for form in found) else None
+
+    async def _coming(
+        self, extents: Sequence[Extent], landings: Rows | None, reading: Reading | None
+    ) -> list[tuple[Extent, int]]:
         """Tell the policy of a use of these extents. Returns those that are to come into memory, each with its offset,
         and fills their addresses in into `landings`. Where too many wait to tell the policy, this use is forgotten.
         """
@@ -185,7 +187,7 @@ class DramTier:
         self._waiting_count += 1
         try:
             async with self._deciding:  # what one decision admits, the next one may evict: in this order
-                coming = await self._decided(extents)
+                coming = await self._decided(extents, reading)
         finally:
             self._waiting_count -= 1
         if self._landed is not None:
@@ -198,14 +200,17 @@ class DramTier:
                 landings[start : start + len(part)] = [places.get(key_of(extent), 0) for extent in part]
         return coming
 
-    async def _decided(self, extents: Sequence[Extent]) -> list[tuple[Extent, int]]:
-        """Ask the policy what is to be in memory after a use of these extents, and carry it out but for the copying. Of
-        a delivery that was broken off some may not have come.
-        """
+    async def _whole(self, extents: Sequence[Extent]) -> dict[Key, Extent]:
+        """Those that are there: of a delivery that was broken off some may not have come."""
         known: dict[Key, Extent] = {}
         for start, part in in_parts(extents):
             await let_others_run(start)
             known |= {key_of(extent): extent for extent in part if is_whole(extent)}
+        return known
+
+    async def _decided(self, extents: Sequence[Extent], reading: Reading | None) -> list[tuple[Extent, int]]:
+        """Ask the policy what is to be in memory after a use of these extents, and carry it out but for the copying."""
+        known = await self._whole(extents)
         admitted, evicted = await self._in_books(partial(_requested, self._policy, known))
         coming: list[tuple[Extent, int]] = []
         refused: list[Key] = []
@@ -245,12 +250,16 @@ class DramTier:
                 is_good = not missing or await loop.run_in_executor(self._fillers, self._read, extent, offset, missing)
                 taken = left.popleft()
                 if is_good:
-                    self._residency.filled(extent)
+                    self._residency.filled(extent, self._form_of_copy(offset))
                 else:
                     bad.append(taken)
         finally:
             pins.release()
             await self._dropped([*bad, *left])
+
+    def _form_of_copy(self, offset: int) -> Encoded | None:
+        """The form in which `_read` has written the extent at this offset."""
+        return None
 
     async def _dropped(self, coming: Sequence[tuple[Extent, int]]) -> None:
         for extent, _ in coming:

@@ -1,15 +1,20 @@
 """Which extents are in memory, and where. Pure state: no clock, no memory.
 
-A policy (storage_server.eviction) decides what is to be in memory; this carries its decisions out. An extent that must
+A policy (storage_server.eviction, or storage_server.compression, which also says in which form) decides what is to be
+in memory; this carries its decisions out. An extent that must
 go while it is read, or filled, goes afterwards. Where no span is large enough, because free space is in pieces or not
 free yet, an extent that was admitted is refused.
 """
 
 from __future__ import annotations
 
+from bisect import bisect_left, insort
+from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
+from descriptors.layer_forms import EXACT
+from storage_server.compression.forms import Encoded, Reading
 from storage_server.planning.extent import Extent, aligned
 from storage_server.planning.free_space import FreeSpace
 
@@ -28,6 +33,8 @@ class _Resident:
     pins: int = 0
     is_filled: bool = False
     is_leaving: bool = False
+    encoded: Encoded | None = None
+    """Its form, where its bytes are not the exact ones."""
 
 
 class Residency:
@@ -37,6 +44,7 @@ class Residency:
         self._total_bytes = total_bytes
         self._free = FreeSpace(total_bytes)
         self._resident: dict[Key, _Resident] = {}
+        self._by_offset: list[tuple[int, Key]] = []
         self.hit_count = 0
         """How many extents were in memory when they were pinned."""
         self.missed_count = 0
@@ -59,12 +67,14 @@ class Residency:
         """The memory in bytes that extents lie in, or are being copied into."""
         return self._total_bytes - self._free.nbytes
 
-    def pin(self, extents: Sequence[Extent]) -> list[int | None]:
-        """The offset of each extent, None for those not in memory. Resident extents stay until `unpin`."""
+    def pin(self, extents: Sequence[Extent], reading: Reading | None = None) -> list[int | None]:
+        """The offset of each extent, None for those not in memory in a form that the reading takes. Resident extents
+        stay, in their form, until `unpin`.
+        """
         offsets: list[int | None] = []
         for extent in extents:
             resident = self._resident.get(key_of(extent))
-            if resident is None or not resident.is_filled:
+            if resident is None or not resident.is_filled or not _is_taken(resident.encoded, reading):
                 self.missed_count += 1
                 offsets.append(None)
                 continue
@@ -81,6 +91,71 @@ class Residency:
                 self._resident[key].pins -= 1
                 self._leave_if_free(key)
 
+    def form(self, extent: Extent) -> Encoded | None:
+        """The form of a pinned extent; None where it is exact."""
+        return self._resident[key_of(extent)].encoded
+
+    @property
+    def form_counts(self) -> dict[str, int]:
+        """How many extents are in memory in each form."""
+        filled = [resident for resident in self._resident.values() if resident.is_filled]
+        return dict(Counter(EXACT if each.encoded is None else each.encoded.codec.value for each in filled))
+
+    def holds(self, key: Key) -> bool:
+        """Whether an extent has a span."""
+        return key in self._resident
+
+    def hold(self, key: Key) -> None:
+        """Keep an extent where it is, without counting a use."""
+        self._resident[key].pins += 1
+
+    def let_go(self, key: Key) -> None:
+        """Undo `hold`."""
+        self._resident[key].pins -= 1
+        self._leave_if_free(key)
+
+    def exact_offset(self, key: Key) -> int | None:
+        """Where an exact extent lies; None where there is none in memory, or it is about to leave."""
+        resident = self._resident.get(key)
+        is_there = resident is not None and resident.is_filled and not resident.is_leaving and resident.encoded is None
+        return resident.offset if resident is not None and is_there else None
+
+    def recode(self, key: Key, encoded: Encoded) -> bool:
+        """Note that an extent has this form from now on; the caller then writes its bytes to the offset, before anybody
+        else gets to run. The rest of its span is freed. False where somebody reads the extent.
+        """
+        resident = self._resident[key]
+        if resident.pins or resident.is_leaving:
+            return False
+        nbytes = aligned(encoded.nbytes)
+        self._free.give_back(resident.offset + nbytes, resident.nbytes - nbytes)
+        resident.nbytes, resident.encoded = nbytes, encoded
+        return True
+
+    def slide(self, nbytes: int, moved_bytes_max: int) -> list[tuple[int, int, int]]:
+        """Move extents together until a free span of `nbytes` has come up, or `moved_bytes_max` are moved. Returns the
+        moves as offsets before and after, each lower than before, and lengths. The caller carries them out in this
+        order, before anybody else gets to run. An extent that is read or filled stays where it is.
+        """
+        moves: list[tuple[int, int, int]] = []
+        if self._free.nbytes < nbytes:
+            return moves
+        end = moved_bytes = 0
+        """The end of what lies before, without a gap that can be closed."""
+        for at, (offset, key) in enumerate(self._by_offset):
+            resident = self._resident[key]
+            gap = offset - end
+            if gap >= nbytes or moved_bytes + resident.nbytes > moved_bytes_max:
+                break
+            if gap and resident.is_filled and not resident.pins:
+                self._free.give_back(offset, resident.nbytes)
+                self._free.take_at(end, resident.nbytes)
+                moves.append((offset, end, resident.nbytes))
+                resident.offset, self._by_offset[at] = end, (end, key)
+                moved_bytes += resident.nbytes
+            end = resident.offset + resident.nbytes
+        return moves
+
     def evict(self, keys: Iterable[Key]) -> None:
         """Carry out that these extents go."""
         for key in keys:
@@ -90,9 +165,12 @@ class Residency:
                 self.evicted_count += 1
                 self._leave_if_free(key)
 
-    def admit(self, keys: Iterable[Key], extents: Mapping[Key, Extent]) -> tuple[list[tuple[Extent, int]], list[Key]]:
-        """Carry out that these extents come. Returns those to copy into memory now, each with its offset, and the keys
-        of those that there is no span for. Call `filled` or `dropped` for each of the former.
+    def admit(
+        self, keys: Iterable[Key], extents: Mapping[Key, Extent], encoded_bytes: Mapping[Key, int] | None = None
+    ) -> tuple[list[tuple[Extent, int]], list[Key]]:
+        """Carry out that these extents come, some encoded, in so many bytes. Returns those to copy into memory now,
+        each with its offset, and the keys of those that there is no span for. Call `filled` or `dropped` for each of
+        the former.
         """
         coming: list[tuple[Extent, int]] = []
         refused: list[Key] = []
@@ -103,20 +181,22 @@ class Residency:
                 resident.is_leaving = False
                 continue
             extent = extents[key]
-            nbytes = aligned(extent.nbytes)
+            nbytes = aligned(extent.nbytes if encoded_bytes is None else encoded_bytes.get(key, extent.nbytes))
             offset = self._free.take(nbytes) if nbytes < no_span_for else None
             if offset is None:
                 no_span_for = min(no_span_for, nbytes)  # nor is there one for others as large
                 refused.append(key)
             else:
                 self._resident[key] = _Resident(offset, nbytes)
+                insort(self._by_offset, (offset, key))
                 coming.append((extent, offset))
         return coming, refused
 
-    def filled(self, extent: Extent) -> None:
-        """Note that the extent's bytes are in memory, and proved."""
+    def filled(self, extent: Extent, encoded: Encoded | None = None) -> None:
+        """Note that the extent's bytes are in memory, and proved; with `encoded`, in that form."""
         key = key_of(extent)
         self._resident[key].is_filled = True
+        self._resident[key].encoded = encoded
         self._leave_if_free(key)
 
     def dropped(self, extent: Extent) -> None:
@@ -130,4 +210,9 @@ class Residency:
 
     def _remove(self, key: Key) -> None:
         gone = self._resident.pop(key)
+        del self._by_offset[bisect_left(self._by_offset, (gone.offset, key))]
         self._free.give_back(gone.offset, gone.nbytes)
+
+
+def _is_taken(encoded: Encoded | None, reading: Reading | None) -> bool:
+    return encoded is None or (reading is not None and reading.takes(encoded))

@@ -10,11 +10,9 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Protocol
 
-from descriptors.descriptor import Portion
-from descriptors.layout import ChunkLayout
-from descriptors.notices import Admitted, Mode
+from descriptors.notices import Admitted, Forms, Notice
 from descriptors.storage_api import DeliveryStart, Spans
-from storage_server.planning.plan import DeliveryPlan, Payload
+from storage_server.planning.plan import DeliveryPlan, Landing, Payload
 
 
 class Room(Protocol):
@@ -76,8 +74,9 @@ class Destination(Protocol):
     def uses_staging(self, *, is_resident: bool) -> bool:
         """Whether a payload occupies staging memory, which is shared with other deliveries, until it has been sent."""
 
-    def plan_portion(self, mode: Mode, layout: ChunkLayout, portion: Portion, payload_bytes_max: int) -> DeliveryPlan:
-        """The plan for a portion of a delivery, with its slices where this destination takes them."""
+    @property
+    def landing(self) -> Landing:
+        """How it takes slices between which there are gaps in the target."""
 
     def open(self, plan: DeliveryPlan) -> Transfer:
         """The transfer that carries the payloads of this plan."""
@@ -93,15 +92,11 @@ class PayloadLimits:
     direct_bytes: int
 
 
-def admitted(start: DeliveryStart) -> Admitted:
-    """The notice that a client's agent gets before the first layer."""
-    grant = start.grant
-    return Admitted(
-        start.request_id,
-        start.mode,
-        start.chunk_count,
-        grant.rate_bytes_per_s,
-        grant.epoch,
-        start.portion,
-        start.portions,
-    )
+def admitted(start: DeliveryStart) -> list[Notice]:
+    """The notices that a client's agent gets before the first layer."""
+    grant, part = start.grant, (start.portion, start.portions)
+    forms = [] if start.forms is None else [Forms(start.request_id, start.forms, *part)]
+    return [
+        *forms,
+        Admitted(start.request_id, start.mode, start.chunk_count, grant.rate_bytes_per_s, grant.epoch, *part),
+    ]

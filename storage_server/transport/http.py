@@ -5,14 +5,11 @@ from __future__ import annotations
 import asyncio
 from dataclasses import dataclass
 
-from descriptors.descriptor import Portion
 from descriptors.errors import ErrorCode, ServerError
-from descriptors.layout import ChunkLayout
-from descriptors.notices import Mode
 from descriptors.storage_api import BodySink, DeliveryStart, Patience, Spans
 from descriptors.units import MIB
 from storage_server.gather.staging import Window
-from storage_server.planning.plan import DeliveryPlan, Payload, plan_portion
+from storage_server.planning.plan import DeliveryPlan, Landing, Payload
 from storage_server.transport.destination import PayloadLimits, Room
 
 STAGED_BYTES_MAX = 2 * MIB
@@ -46,9 +43,10 @@ class HttpDestination:
         """Whether the payload is read from files: only then is it staged."""
         return not is_resident
 
-    def plan_portion(self, mode: Mode, layout: ChunkLayout, portion: Portion, payload_bytes_max: int) -> DeliveryPlan:
-        """The body has the portion's own slices only: whoever reads it puts them into their places."""
-        return plan_portion(mode, layout, portion, payload_bytes_max, is_packed=True, is_scattered=False)
+    @property
+    def landing(self) -> Landing:
+        """The body has the slices only: whoever reads it puts them into their places."""
+        return Landing(is_packed=True, is_scattered=False)
 
     def open(self, plan: DeliveryPlan) -> HttpTransfer:
         """The transfer into this body. It does not need the plan."""

@@ -8,12 +8,10 @@ from __future__ import annotations
 import asyncio
 from dataclasses import dataclass
 
-from descriptors.descriptor import Portion
 from descriptors.errors import ErrorCode, ServerError
-from descriptors.layout import ChunkLayout
 from descriptors.notices import Done, Failed, LayerReady, Mode, encode_notice
 from descriptors.storage_api import DeliveryStart, Spans
-from storage_server.planning.plan import DeliveryPlan, Payload, plan_portion
+from storage_server.planning.plan import DeliveryPlan, Landing, Payload
 from storage_server.transport.destination import Room, admitted
 from storage_server.transport.shm_door import ShmClient
 
@@ -45,9 +43,10 @@ class ShmDestination:
         """False, because payloads are gathered into the client's own memory."""
         return False
 
-    def plan_portion(self, mode: Mode, layout: ChunkLayout, portion: Portion, payload_bytes_max: int) -> DeliveryPlan:
+    @property
+    def landing(self) -> Landing:
         """Slices that lie apart are gathered at once."""
-        return plan_portion(mode, layout, portion, payload_bytes_max, is_packed=False, is_scattered=True)
+        return Landing(is_packed=False, is_scattered=True)
 
     def open(self, plan: DeliveryPlan) -> ShmTransfer:
         """The transfer into this memory. It takes the size of a layer from the plan."""
@@ -80,7 +79,8 @@ class ShmTransfer:
     async def start(self, start: DeliveryStart) -> None:
         self._request_id, self._portion = start.request_id, (start.portion, start.portions)
         self._require_client()
-        self._client.notify(encode_notice(admitted(start)))
+        for notice in admitted(start):
+            self._client.notify(encode_notice(notice))
 
     async def room(self, payload: Payload, *, is_resident: bool) -> Room | None:
         await self._permits.acquire()

@@ -13,13 +13,11 @@ from dataclasses import dataclass
 
 from adapters.nixl_agent import NixlFailure
 from adapters.nixl_memory import Memory
-from descriptors.descriptor import Portion
-from descriptors.layout import ChunkLayout
 from descriptors.messages import Region
 from descriptors.notices import Done, Failed, LayerReady, Mode, Notice, encode_notice
 from descriptors.storage_api import DeliveryStart, Spans
 from storage_server.gather.staging import Window
-from storage_server.planning.plan import DeliveryPlan, Payload, plan_portion
+from storage_server.planning.plan import DeliveryPlan, Landing, Payload
 from storage_server.transport.destination import PayloadLimits, Room, admitted
 from storage_server.transport.flight import Flight
 from storage_server.transport.ucx_commands import Group
@@ -60,11 +58,10 @@ class UcxDestination:
         """Whether the payload is staged: every payload is, except one written straight from the DRAM tier."""
         return not (is_resident and self.is_direct)
 
-    def plan_portion(self, mode: Mode, layout: ChunkLayout, portion: Portion, payload_bytes_max: int) -> DeliveryPlan:
+    @property
+    def landing(self) -> Landing:
         """Slices that lie apart are gathered one after the other, and written by one transfer of many pieces."""
-        return plan_portion(
-            mode, layout, portion, payload_bytes_max, is_packed=False, is_scattered=True, gathers_packed=True
-        )
+        return Landing(is_packed=False, is_scattered=True, gathers_packed=True)
 
     def open(self, plan: DeliveryPlan) -> UcxTransfer:
         """The transfer into this memory. It takes the size of a layer from the plan."""
@@ -89,7 +86,8 @@ class UcxTransfer:
 
     async def start(self, start: DeliveryStart) -> None:
         self._request_id, self._portion = start.request_id, (start.portion, start.portions)
-        self._notify(admitted(start))
+        for notice in admitted(start):
+            self._notify(notice)
 
     async def room(self, payload: Payload, *, is_resident: bool) -> Room | None:
         if is_resident and self._to.is_direct:

@@ -25,8 +25,8 @@ MAY_IMPORT = {
     "adapters": {"descriptors"},
     "gateway": {"descriptors", "adapters"},
     "kv_codecs": {"adapters"},
-    "storage_server": {"descriptors", "adapters"},
-    "nixl_client": {"descriptors", "adapters"},
+    "storage_server": {"descriptors", "adapters", "kv_codecs"},
+    "nixl_client": {"descriptors", "adapters", "kv_codecs"},
     "orchestrator": {"descriptors", "adapters", "nixl_client"},
     "calibration": {"descriptors", "adapters", "nixl_client", "storage_server"},
     "objectcache": PRODUCT - {"nixl_client"},
@@ -108,6 +108,7 @@ PURE_MODULES = (
     "storage_server/store/rows.py",
     "storage_server/store/upkeep/compaction_plan.py",
     "storage_server/tiers/landed.py",
+    "storage_server/tiers/lent.py",
     "storage_server/tiers/residency.py",
     "storage_server/transport/ucx_commands.py",
 )

@@ -11,11 +11,8 @@ from __future__ import annotations
 import asyncio
 import threading
 
-from descriptors.descriptor import Portion
-from descriptors.layout import ChunkLayout
-from descriptors.notices import Mode
 from descriptors.storage_api import DeliveryStart, Spans
-from storage_server.planning.plan import DeliveryPlan, Payload
+from storage_server.planning.plan import DeliveryPlan, Landing, Payload
 from storage_server.transport.destination import Destination, Room, Transfer
 
 POLL_S = 0.002
@@ -72,8 +69,9 @@ class _HeldDestination:
     def uses_staging(self, *, is_resident: bool) -> bool:
         return self._destination.uses_staging(is_resident=is_resident)
 
-    def plan_portion(self, mode: Mode, layout: ChunkLayout, portion: Portion, payload_bytes_max: int) -> DeliveryPlan:
-        return self._destination.plan_portion(mode, layout, portion, payload_bytes_max)
+    @property
+    def landing(self) -> Landing:
+        return self._destination.landing
 
     def open(self, plan: DeliveryPlan) -> Transfer:
         return _HeldTransfer(self._destination.open(plan), self._hold)

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from descriptors.descriptor import (
     CHUNK_COUNT_MAX,
     DESCRIPTOR_BYTES_MAX,
-    PORTION_VERSION,
+    EXTENDED_VERSION,
     Delivery,
     Descriptor,
     OnMissing,
@@ -180,7 +180,7 @@ def test_the_largest_descriptor_fits_the_body_limit() -> None:
 
 
 PORTION = Portion(1, 3, 9, (0, 4, 8), first_layer=2, attempt=1)
-OF_A_PORTION = Descriptor(("a", "b", "c"), 4, 16, 64, request_id="r" * 16, version=PORTION_VERSION, portion=PORTION)
+OF_A_PORTION = Descriptor(("a", "b", "c"), 4, 16, 64, request_id="r" * 16, version=EXTENDED_VERSION, portion=PORTION)
 
 
 @given(descriptors(), st.integers(0, 5), st.data())
@@ -192,7 +192,9 @@ def test_a_part_travels_in_the_binary_form_between_servers_alone(
     needed = whole.layout.delivery_bytes(chunk_count)
     target = None if whole.rdma_target is None else replace(whole.rdma_target, length=needed)
     portion = Portion(0, 2, chunk_count, positions, data.draw(st.integers(0, whole.num_layers - 1)))
-    descriptor = replace(whole, version=PORTION_VERSION, portion=portion, on_missing=OnMissing.FAIL, rdma_target=target)
+    descriptor = replace(
+        whole, version=EXTENDED_VERSION, portion=portion, on_missing=OnMissing.FAIL, rdma_target=target
+    )
     assert decode_peer_descriptor(encode_binary(descriptor)) == descriptor
     assert decode_peer_descriptor(encode_binary(whole)) == whole
     with pytest.raises(CallerError, match="version"):

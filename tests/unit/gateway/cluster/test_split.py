@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from descriptors.cluster import Member, View
-from descriptors.descriptor import PORTION_VERSION, Delivery, Descriptor, OnMissing
+from descriptors.descriptor import EXTENDED_VERSION, Delivery, Descriptor, OnMissing
 from descriptors.layout import ChunkLayout
 from descriptors.notices import Mode
 from descriptors.placement import Placement
@@ -63,7 +63,7 @@ def test_the_descriptor_of_a_part_names_its_chunks_and_their_places() -> None:
     assert portion.portion is not None
     assert portion.portion.positions == tuple(holding.positions.tolist())
     assert (portion.version, portion.on_missing, portion.delivery) == (
-        PORTION_VERSION,
+        EXTENDED_VERSION,
         OnMissing.FAIL,
         Delivery.LAYER_MAJOR,
     )

@@ -15,7 +15,7 @@ from descriptors.errors import ChunkUnavailable
 from descriptors.layout import ChunkLayout
 from descriptors.notices import Mode
 from storage_server.gather.read import gather
-from storage_server.planning.plan import DeliveryPlan, Payload, Series, plan_delivery, plan_portion
+from storage_server.planning.plan import DeliveryPlan, Landing, Payload, Series, plan_delivery, plan_portion
 from storage_server.planning.rows import Row
 from storage_server.store.data.extents import extent_path
 from tests.unit.storage_server.gather.test_gather import Chunks
@@ -212,13 +212,16 @@ def test_the_parts_of_a_delivery_fill_its_target_together(
         else:
             slices = own[None]
             expected.reshape(count, -1)[positions] = own
-        apart = plan_portion(mode, layout, portion, payload_bytes_max, is_packed=False, is_scattered=is_scattered)
-        packed = plan_portion(mode, layout, portion, payload_bytes_max, is_packed=True, is_scattered=False)
+        apart = plan_portion(
+            mode, layout, portion, payload_bytes_max, Landing(is_packed=False, is_scattered=is_scattered)
+        )
+        packed = plan_portion(mode, layout, portion, payload_bytes_max, Landing(is_packed=True, is_scattered=False))
         body = np.full(slices.size, 0xAA, dtype=np.uint8)
         table = chunks.table()
         by_runs = plan_portion(
-            mode, layout, portion, payload_bytes_max, is_packed=False, is_scattered=True, gathers_packed=True
-        )
+            mode, layout, portion, payload_bytes_max,
+            Landing(is_packed=False, is_scattered=True, gathers_packed=True),
+        )  # fmt: skip
         for payload in by_runs.payloads():
             room = np.empty(payload.nbytes, dtype=np.uint8)
             gather(chunks.source, table, payload, table.rows(payload), int(room.ctypes.data), past_cache=False)
@@ -241,8 +244,8 @@ def test_the_parts_of_a_delivery_fill_its_target_together(
 def test_scattered_slices_of_a_part_are_few_payloads() -> None:
     """Every second chunk of 100: slices that lie apart go together where the destination takes them so."""
     layout, portion = ChunkLayout(4, 16, 1_000), Portion(0, 2, 100, tuple(range(0, 100, 2)))
-    scattered = plan_portion(Mode.LAYER_MAJOR, layout, portion, 20_000, is_packed=False, is_scattered=True)
-    one_by_one = plan_portion(Mode.LAYER_MAJOR, layout, portion, 20_000, is_packed=False, is_scattered=False)
+    scattered = plan_portion(Mode.LAYER_MAJOR, layout, portion, 20_000, Landing(is_packed=False, is_scattered=True))
+    one_by_one = plan_portion(Mode.LAYER_MAJOR, layout, portion, 20_000, Landing(is_packed=False, is_scattered=False))
     assert (scattered.payload_count, one_by_one.payload_count) == (4 * 3, 4 * 50)
     first = next(scattered.payloads())
     assert first.chunk_at(0) == 0

@@ -1,0 +1,81 @@
+"""The forms of a delivery's chunks, where the caller accepts encoded layers: for each chunk its codec, and the bytes
+that each of its layers takes. Chunks of one form that follow each other are a run.
+
+    exact;3;32768,kivi4-1;509;9240,error;0.0861;0.0712      three exact chunks, then 509 encoded ones; S is 32,768
+
+At the end stand the errors of what is delivered: the worst of the chunks, and their mean. An encoded layer lies at the
+beginning of the S bytes that the exact one would have. In chunk-major mode the encoded layers of a chunk lie one after
+the other at the beginning of the chunk's L*S bytes.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+
+EXACT = "exact"
+RUNS_MAX = 128
+"""A server sends the chunks after so many runs in their exact form, as one more run."""
+_ERROR = "error"
+
+
+class WrongFormsError(ValueError):
+    """A text that tells no forms, or others than were asked for."""
+
+
+@dataclass(frozen=True, slots=True)
+class FormRun:
+    """`chunk_count` chunks of one codec, each of whose layers takes `layer_bytes`."""
+
+    codec: str
+    chunk_count: int
+    layer_bytes: int
+
+
+@dataclass(frozen=True, slots=True)
+class LayerForms:
+    """The runs of a delivery in the order of its chunks, and the errors of its chunks: the greatest, and the mean."""
+
+    runs: tuple[FormRun, ...]
+    worst_error: float = 0.0
+    mean_error: float = 0.0
+
+    @property
+    def chunk_count(self) -> int:
+        """k."""
+        return sum(run.chunk_count for run in self.runs)
+
+    @property
+    def is_exact(self) -> bool:
+        """Whether all chunks are exact."""
+        return all(run.codec == EXACT for run in self.runs)
+
+    @property
+    def layer_bytes(self) -> npt.NDArray[np.int64]:
+        """The bytes of a layer of each chunk: int64 of shape (k,)."""
+        sizes = np.array([run.layer_bytes for run in self.runs], dtype=np.int64)
+        return np.repeat(sizes, [run.chunk_count for run in self.runs])
+
+
+def forms_text(forms: LayerForms) -> str:
+    """The text of a header or a notice; it is ASCII."""
+    runs = [f"{run.codec};{run.chunk_count};{run.layer_bytes}" for run in forms.runs]
+    return ",".join([*runs, f"{_ERROR};{forms.worst_error:.6g};{forms.mean_error:.6g}"])
+
+
+def parse_forms(text: str) -> LayerForms:
+    """The inverse of `forms_text`. Raises WrongFormsError."""
+    *runs, errors = [tuple(part.split(";")) for part in text.split(",")]
+    if not 1 <= len(runs) <= RUNS_MAX + 1 or any(len(part) != 3 for part in (*runs, errors)) or errors[0] != _ERROR:
+        raise WrongFormsError(f"{text[:100]!r} tells no forms")
+    try:
+        found = tuple(FormRun(codec, int(count), int(nbytes)) for codec, count, nbytes in runs)
+        worst, mean = float(errors[1]), float(errors[2])
+    except ValueError:
+        raise WrongFormsError(f"{text[:100]!r} has no numbers where there should be some") from None
+    if any(run.chunk_count < 1 or run.layer_bytes < 1 for run in found) or not all(map(math.isfinite, (worst, mean))):
+        raise WrongFormsError(f"{text[:100]!r} has numbers that cannot be")
+    return LayerForms(found, worst, mean)

@@ -1,0 +1,167 @@
+"""Encoded layers in the caller's buffer become exact ones: what is accepted, and the decoding."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Mapping, Sequence
+from concurrent.futures import Executor, Future
+from dataclasses import dataclass
+
+import numpy as np
+
+from descriptors.descriptor import ELEMENT_BYTES, Accept, Descriptor
+from descriptors.errors import ChunkUnavailable, ErrorCode
+from descriptors.headers import FORMS_HEADER
+from descriptors.layer_forms import EXACT, FormRun, LayerForms, WrongFormsError, parse_forms
+from descriptors.layout import ChunkLayout
+from descriptors.notices import Mode
+from kv_codecs.elements import Bytes, Element
+from kv_codecs.encoding import encoded_bytes_max
+from kv_codecs.layer import Codec, LayerShape
+from kv_codecs.slots import Run, WrongChunkError, decode_chunks, decode_packed, decode_places
+from nixl_client.fetch.delivery_state import ProtocolViolationError
+
+_ELEMENTS = {"float16": Element.FLOAT16, "bfloat16": Element.BFLOAT16, "float32": Element.FLOAT32}
+DECODABLE = tuple(codec.value for codec in (Codec.KIVI8, Codec.FP8, Codec.KIVI4, Codec.KIVI3, Codec.KIVI2))
+"""The codecs that this client decodes."""
+
+
+def layer_shape(layout: ChunkLayout, accept: Accept) -> LayerShape:
+    """The shape of a chunk's layer."""
+    width = layout.per_layer_chunk_bytes // (2 * layout.chunk_tokens * ELEMENT_BYTES[accept.element])
+    return LayerShape(layout.chunk_tokens, width, _ELEMENTS[accept.element])
+
+
+def checked_forms(forms: LayerForms, chunk_count: int, *, descriptor: Descriptor) -> LayerForms:
+    """The forms, where they are what was asked for. Raises ProtocolViolationError."""
+    accept = descriptor.accept
+    allowed = {EXACT: descriptor.per_layer_chunk_bytes}
+    if accept is not None:
+        shape = layer_shape(descriptor.layout, accept)
+        allowed |= {name: encoded_bytes_max(Codec(name), shape) for name in accept.codecs if name in DECODABLE}
+    for run in forms.runs:
+        if allowed.get(run.codec) != run.layer_bytes:
+            raise ProtocolViolationError(f"layers of {run.layer_bytes} bytes in {run.codec!r} were not asked for")
+    if forms.chunk_count != chunk_count:
+        raise ProtocolViolationError(f"forms of {forms.chunk_count} chunks, {chunk_count} come")
+    if accept is not None and accept.max_error is not None and forms.worst_error > accept.max_error:
+        raise ProtocolViolationError(f"an error of {forms.worst_error:g}, at most {accept.max_error:g} was asked for")
+    return forms
+
+
+def forms_in(headers: Mapping[str, str]) -> LayerForms | None:
+    """The forms that an answer tells; None where it tells none: then all is exact. Raises ProtocolViolationError."""
+    text = headers.get(FORMS_HEADER)
+    try:
+        return None if text is None else parse_forms(text)
+    except WrongFormsError as error:
+        raise ProtocolViolationError(str(error)) from None
+
+
+def runs_of(forms: LayerForms) -> Sequence[Run]:
+    """The runs as kv_codecs takes them."""
+    return [(run.codec, run.chunk_count, run.layer_bytes) for run in forms.runs]
+
+
+@dataclass(frozen=True, slots=True)
+class Packed:
+    """Decodes a body: its layers come one after the other, in chunk-major mode chunk after chunk."""
+
+    forms: LayerForms
+    shape: LayerShape
+
+    def chunk(self, index: int, num_layers: int) -> Packed:
+        """The layers of one chunk, as if they were one layer of so many chunks."""
+        left = index
+        for run in self.forms.runs:
+            if left < run.chunk_count:
+                return Packed(LayerForms((FormRun(run.codec, num_layers, run.layer_bytes),)), self.shape)
+            left -= run.chunk_count
+        raise IndexError(index)
+
+    def place(self, packed: Bytes, places: Bytes, layer_index: int, first_chunk: int) -> None:
+        """Decode one layer of all chunks. Raises ChunkUnavailable."""
+        try:
+            decode_packed(packed, runs_of(self.forms), self.shape, places)
+        except WrongChunkError as error:
+            raise damaged(first_chunk + error.index, layer_index) from None
+
+    def place_chunk(self, packed: Bytes, places: Bytes, chunk_index: int) -> None:
+        """Decode all layers of one chunk. Raises ChunkUnavailable."""
+        try:
+            decode_packed(packed, runs_of(self.forms), self.shape, places)
+        except WrongChunkError as error:
+            raise damaged(chunk_index, error.index) from None
+
+
+def damaged(chunk_index: int, layer_index: int) -> ChunkUnavailable:
+    """The error for an encoded layer that cannot be decoded."""
+    problem = f"chunk {chunk_index} came with an encoded layer that is damaged, or not the one that was announced"
+    return ChunkUnavailable(ErrorCode.CHUNK_CORRUPT, problem, index=chunk_index, layer=layer_index)
+
+
+class PlacedLayers:
+    """Decodes layers that lie in the buffer, each once: in a thread of `pool` when it has come, or in the caller's that
+    waits for it. Safe from any thread.
+    """
+
+    def __init__(self, payload: Bytes, layout: ChunkLayout, mode: Mode, forms: LayerForms, shape: LayerShape) -> None:
+        self._payload = payload
+        self._layout = layout
+        self._mode = mode
+        self._runs = runs_of(forms)
+        self._chunk_count = forms.chunk_count
+        self._shape = shape
+        self._lock = threading.Lock()
+        self._begun: dict[int, Future[None]] = {}
+        self._is_closed = False
+
+    def begin(self, layer_index: int, pool: Executor) -> None:
+        """A layer has come."""
+        pool.submit(self._run, layer_index)
+
+    def finish(self, layer_index: int, timeout_s: float | None = None) -> None:
+        """Return when the layer is exact. Raises ChunkUnavailable, TimeoutError."""
+        self._run(layer_index).result(timeout_s)
+
+    def close(self) -> None:
+        """Decode no further layer; on return none is being decoded."""
+        with self._lock:
+            self._is_closed = True
+            begun = list(self._begun.values())
+        for each in begun:
+            each.exception()
+
+    def _run(self, layer_index: int) -> Future[None]:
+        number = layer_index if self._mode is Mode.LAYER_MAJOR else 0
+        with self._lock:
+            known = self._begun.get(number)
+            if known is not None:
+                return known
+            mine = self._begun[number] = Future[None]()
+            if self._is_closed:
+                mine.cancel()
+                return mine
+        try:
+            self._decode(number)
+        except BaseException as error:
+            mine.set_exception(error)
+        else:
+            mine.set_result(None)
+        return mine
+
+    def _decode(self, layer_index: int) -> None:
+        layer_bytes = self._layout.layer_bytes(self._chunk_count)
+        try:
+            if self._mode is Mode.LAYER_MAJOR:
+                places = self._payload[layer_index * layer_bytes : (layer_index + 1) * layer_bytes]
+                decode_places(places, self._runs, self._shape)
+            else:
+                decode_chunks(self._payload, self._runs, self._shape, self._layout.num_layers)
+        except WrongChunkError as error:
+            raise damaged(error.index, layer_index) from None
+
+
+def host_bytes(view: memoryview) -> Bytes:
+    """A buffer's bytes as an array."""
+    return np.frombuffer(view, dtype=np.uint8)

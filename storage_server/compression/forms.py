@@ -1,0 +1,86 @@
+"""A chunk's forms in the DRAM tier: exact, or encoded layer by layer with one codec. Pure values.
+
+An encoded chunk has layer after layer, each of one size, so that a layer can be sent without looking at the others.
+Therefore the lossless codec is not among the codecs of the tier: its sizes depend on the layer.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from descriptors.descriptor import Descriptor
+from kv_codecs.elements import Element
+from kv_codecs.encoding import encoded_bytes_max
+from kv_codecs.layer import Codec, LayerShape
+
+TIER_CODECS = (Codec.KIVI8, Codec.FP8, Codec.KIVI4, Codec.KIVI3, Codec.KIVI2)
+_BY_NAME = {codec.value: codec for codec in TIER_CODECS}
+_ELEMENTS = {"float16": Element.FLOAT16, "bfloat16": Element.BFLOAT16, "float32": Element.FLOAT32}
+
+
+@dataclass(frozen=True, slots=True)
+class Encoded:
+    """The form of an encoded chunk. The errors are those of its layers, of keys and of values, each against the exact
+    one: the greatest, and the mean.
+    """
+
+    codec: Codec
+    shape: LayerShape
+    num_layers: int
+    worst_error: float
+    mean_error: float
+
+    @property
+    def layer_bytes(self) -> int:
+        """The bytes of each of its layers."""
+        return encoded_bytes_max(self.codec, self.shape)
+
+    @property
+    def nbytes(self) -> int:
+        """The bytes of the chunk."""
+        return self.num_layers * self.layer_bytes
+
+
+@dataclass(frozen=True, slots=True)
+class Reading:
+    """One reader's chunks: their shape, and the encoded forms that it takes: none, or some of `codecs` with at most
+    `max_error`.
+    """
+
+    shape: LayerShape
+    num_layers: int
+    codecs: tuple[Codec, ...]
+    max_error: float | None = None
+
+    @property
+    def exact_bytes(self) -> int:
+        """The bytes of an exact chunk."""
+        return self.num_layers * self.shape.nbytes
+
+    def chunk_bytes(self, codec: Codec) -> int:
+        """The bytes of an encoded chunk."""
+        return self.num_layers * encoded_bytes_max(codec, self.shape)
+
+    def takes(self, encoded: Encoded) -> bool:
+        """Whether the reader takes a chunk of this form."""
+        if encoded.codec not in self.codecs or encoded.shape != self.shape or encoded.num_layers != self.num_layers:
+            return False
+        return self.max_error is None or encoded.worst_error <= self.max_error
+
+    def bounded(self, max_error: float | None) -> Reading:
+        """The same reading, with an error of at most that."""
+        bounds = [bound for bound in (self.max_error, max_error) if bound is not None]
+        return Reading(self.shape, self.num_layers, self.codecs, min(bounds, default=None))
+
+
+def reading_of(descriptor: Descriptor) -> Reading | None:
+    """The reading of a descriptor; None where it takes exact chunks only, or codecs that are all unknown here."""
+    accept = descriptor.accept
+    if accept is None:
+        return None
+    codecs = tuple(_BY_NAME[name] for name in accept.codecs if name in _BY_NAME)
+    element = _ELEMENTS[accept.element]
+    width = descriptor.per_layer_chunk_bytes // (2 * descriptor.chunk_tokens * element.nbytes)
+    shape = LayerShape(descriptor.chunk_tokens, width, element)
+    smaller = [codec for codec in codecs if encoded_bytes_max(codec, shape) < shape.nbytes]
+    return Reading(shape, descriptor.num_layers, tuple(smaller), accept.max_error) if smaller else None

@@ -1,0 +1,185 @@
+"""The policy of the DRAM tier that keeps, compresses or evicts each chunk by its utility: the optimizer, with
+frequencies from decayed counts of uses, and with the quality and the speed of codecs as they were measured. Pure: time
+is an argument. The home has every chunk exactly, so an evicted chunk is loaded from there.
+
+    16 chunks fit exactly. 24 are used, 8 of them often  ->  8 exact and 16 at 4 bits, and none is loaded from the disk
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import cast
+
+from kv_codecs.layer import Codec
+from storage_server.compression.forms import Reading
+from storage_server.compression.optimizer import Move, Optimizer
+from storage_server.compression.utility import Entry, Form, Tier
+
+GHOST_COUNT_MAX = 1 << 17
+"""Chunks that are not in memory, and whose uses are remembered."""
+EXPONENT_MAX = 400.0
+"""Counts are scaled down when they have grown by this power of two."""
+Key = tuple[str, int]
+"""The identity of a chunk's bytes."""
+
+
+@dataclass(frozen=True, slots=True)
+class CodecFigures:
+    """A codec as it was measured: its quality (1 is that of exact KV), and the bytes of exact KV that one core decodes
+    in a second.
+    """
+
+    quality: float
+    decoded_bytes_per_s: float
+
+    def __post_init__(self) -> None:
+        if not 0 <= self.quality <= 1 or not self.decoded_bytes_per_s > 0:
+            raise ValueError("a quality is from 0 to 1, and a decoder has a speed")
+
+
+@dataclass(frozen=True, slots=True)
+class UtilitySettings:
+    """`alpha_s` are the seconds that quality 1 is worth. `memory_bytes_per_s` and `home_bytes_per_s` are the rates at
+    which chunks are delivered from memory, and from the home. A use counts half after `half_life_s`. Codecs that have
+    no figures are not used.
+    """
+
+    codecs: Mapping[Codec, CodecFigures] = field(default_factory=dict)
+    alpha_s: float = 1.0
+    memory_bytes_per_s: float = 8e9
+    home_bytes_per_s: float = 1e9
+    half_life_s: float = 600.0
+
+
+@dataclass(frozen=True, slots=True)
+class Decision:
+    """The changes of the tier after a use, in the order in which they are carried out: chunks that go, chunks that are
+    encoded further, and chunks that come. A codec says in which form; None stands for exact. A chunk that changes to a
+    form that cannot be made from its present one goes and comes again.
+    """
+
+    evicted: tuple[Key, ...]
+    recoded: Mapping[Key, Codec]
+    admitted: Mapping[Key, Codec | None]
+
+
+class UtilityPolicy:
+    """Decides for one memory of `capacity_bytes`, in which a chunk takes a multiple of `unit_bytes`. The same calls
+    always get the same answers.
+    """
+
+    def __init__(self, capacity_bytes: int, settings: UtilitySettings, unit_bytes: int = 1) -> None:
+        self._unit_bytes = unit_bytes
+        self._settings = settings
+        self._optimizer = Optimizer([Tier("memory", capacity_bytes, settings.memory_bytes_per_s)], settings.alpha_s)
+        self._began_s: float | None = None
+        self._counts: dict[Key, float] = {}
+        self._ghosts: OrderedDict[Key, None] = OrderedDict()
+        self._forms: dict[Key, tuple[Form, ...]] = {}
+        self._held: dict[Key, Codec] = {}
+        """The form of each chunk as the last decision has it."""
+        self._errors: dict[Codec, float] = {}
+
+    @property
+    def used_bytes(self) -> int:
+        """The bytes of all chunks in memory."""
+        return self._optimizer.used_bytes[0]
+
+    def request(
+        self, now_s: float, keys: Sequence[Key], sizes_bytes: Sequence[int], reading: Reading | None
+    ) -> Decision:
+        """Note a use of these chunks by one reader, and say what changes."""
+        inflation = self._inflated(now_s)
+        forms = self._made_forms(reading)
+        touched: dict[Key, None] = {}
+        for key, nbytes in zip(keys, sizes_bytes, strict=True):
+            takes_codecs = reading is not None and nbytes == reading.exact_bytes
+            mine = forms if takes_codecs else (Form(Codec.EXACT.value, self._taken(nbytes)),)
+            touched[key] = None
+            moves = self._used(key, mine, inflation)
+            touched.update((cast(Key, move.key), None) for move in moves)
+        return self._decision(touched)
+
+    def note_error(self, codec: Codec, worst_error: float) -> None:
+        """Note the error of a chunk that was encoded: it says which codecs a reader with a bound may get."""
+        known = self._errors.get(codec, worst_error)
+        self._errors[codec] = known + (worst_error - known) / 8
+
+    def remove(self, keys: Iterable[Key]) -> None:
+        """Note that these chunks are not in memory, whatever was decided."""
+        for key in keys:
+            self._optimizer.remove(key)
+            self._leave(key)
+
+    def _inflated(self, now_s: float) -> float:
+        """The weight of a use now. Older uses keep theirs, and so decay against it."""
+        if self._began_s is None:
+            self._began_s = now_s
+        exponent = (now_s - self._began_s) / self._settings.half_life_s
+        if exponent > EXPONENT_MAX:
+            factor = 2.0**-exponent
+            self._optimizer.scale(factor)
+            self._counts = {key: count * factor for key, count in self._counts.items()}
+            self._began_s, exponent = now_s, 0.0
+        return float(2.0**exponent)
+
+    def _used(self, key: Key, forms: tuple[Form, ...], weight: float) -> Sequence[Move]:
+        count = self._counts[key] = self._counts.get(key, 0.0) + weight
+        self._ghosts.pop(key, None)
+        if self._optimizer.placement(key) is not None and self._forms.get(key) == forms:
+            return self._optimizer.use(key, count)
+        self._forms[key] = forms
+        return self._optimizer.put(Entry(key, count, forms, forms[0].nbytes / self._settings.home_bytes_per_s))
+
+    def _decision(self, touched: Iterable[Key]) -> Decision:
+        evicted: list[Key] = []
+        recoded: dict[Key, Codec] = {}
+        admitted: dict[Key, Codec | None] = {}
+        for key in touched:
+            was, now = self._held.get(key), self._codec(key)
+            if now is was:
+                continue
+            if now is None:
+                self._leave(key)
+            else:
+                self._held[key] = now
+            if was is Codec.EXACT and now is not None:
+                recoded[key] = now
+                continue
+            if was is not None:
+                evicted.append(key)
+            if now is not None:
+                admitted[key] = None if now is Codec.EXACT else now
+        return Decision(tuple(evicted), recoded, admitted)
+
+    def _codec(self, key: Key) -> Codec | None:
+        """The form that the optimizer has for a chunk; None where it is not kept."""
+        placement = self._optimizer.placement(key)
+        return None if placement is None else Codec(self._forms[key][placement.form].codec)
+
+    def _made_forms(self, reading: Reading | None) -> tuple[Form, ...]:
+        """The forms that a reader takes, largest first: exact, and each codec that is known to keep its bound."""
+        if reading is None:
+            return ()
+        found = [Form(Codec.EXACT.value, self._taken(reading.exact_bytes))]
+        for codec in reading.codecs:
+            figures, error = self._settings.codecs.get(codec), self._errors.get(codec, 0.0)
+            if figures is not None and (reading.max_error is None or error <= reading.max_error):
+                decode_s = reading.exact_bytes / figures.decoded_bytes_per_s
+                found.append(Form(codec.value, self._taken(reading.chunk_bytes(codec)), figures.quality, decode_s))
+        return tuple(sorted(found, key=lambda form: -form.nbytes))
+
+    def _taken(self, nbytes: int) -> int:
+        return max(1, -(-nbytes // self._unit_bytes)) * self._unit_bytes
+
+    def _leave(self, key: Key) -> None:
+        """Remember the uses of a chunk that is not in memory, for a while."""
+        self._forms.pop(key, None)
+        self._held.pop(key, None)
+        if key in self._counts:
+            self._ghosts[key] = None
+            if len(self._ghosts) > GHOST_COUNT_MAX:
+                gone, _ = self._ghosts.popitem(last=False)
+                del self._counts[gone]

@@ -1,0 +1,187 @@
+"""The DRAM tier that compresses: what the utility policy decides is carried out behind deliveries. A chunk may lie
+there encoded; readers that take only exact chunks get it from its home then.
+
+A chunk that is encoded in place is read by nobody at that moment: its new bytes are written to the beginning of its
+span in one turn of the event loop, and the rest of the span is freed. A chunk that is to come encoded is read, encoded,
+and written to a span of the right size.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from collections.abc import Callable, Sequence
+from functools import partial
+
+from adapters.threads import in_parts, let_others_run
+from kv_codecs.layer import Codec
+from storage_server.compression.forms import Encoded, Reading
+from storage_server.compression.policy import Decision, UtilityPolicy, UtilitySettings
+from storage_server.gather.source import ChunkSource
+from storage_server.memory_area import Area, PrivateArea
+from storage_server.planning.extent import ALIGNMENT_BYTES, CorruptExtentError, Extent, aligned
+from storage_server.tiers.dram import DramTier
+from storage_server.tiers.recoding import Recoder
+from storage_server.tiers.residency import Key, key_of
+
+RECODE_ATTEMPTS, RECODE_PAUSE_S = 10, 0.02
+"""A chunk that somebody reads is tried again; then it leaves, and comes back at its next use."""
+SLIDE_BYTES_MAX = 32 << 20
+"""Moved in one turn of the event loop: some milliseconds."""
+_log = logging.getLogger(__name__)
+
+
+class AdaptiveTier(DramTier):
+    """`nbytes` of memory for chunks of `source`, by the utility of each. It takes no landings: a chunk may come in
+    another form than it is read in.
+    """
+
+    def __init__(
+        self,
+        nbytes: int,
+        source: ChunkSource,
+        settings: UtilitySettings,
+        make_area: Callable[[int], Area] = PrivateArea,
+    ) -> None:
+        super().__init__(nbytes, source, make_area)
+        self._utility = UtilityPolicy(self.nbytes, settings, ALIGNMENT_BYTES)
+        self.recoder = Recoder()
+        self._readings: dict[Key, Reading] = {}
+        self._wanted: dict[int, tuple[Codec, Reading]] = {}
+        """The codecs of chunks that are to come encoded, by the offsets of their spans, until they have come."""
+        self._made: dict[int, Encoded] = {}
+        """The forms of chunks that have been written to these offsets, and are not noted yet."""
+
+    @property
+    def codec_counts(self) -> dict[str, int]:
+        """How many chunks lie in memory in each form."""
+        return self._residency.form_counts
+
+    @property
+    def decided_bytes(self) -> int:
+        """The bytes of all chunks that are to be in memory."""
+        return self._utility.used_bytes
+
+    async def close(self) -> None:
+        """As in DramTier."""
+        await super().close()
+        self.recoder.close()
+
+    async def _decided(self, extents: Sequence[Extent], reading: Reading | None) -> list[tuple[Extent, int]]:
+        known = await self._whole(extents)
+        sizes = [extent.nbytes for extent in known.values()]
+        decision = await self._in_books(partial(self._utility.request, time.monotonic(), list(known), sizes, reading))
+        if reading is not None:
+            self._readings.update((key, reading) for key, each in known.items() if each.nbytes == reading.exact_bytes)
+        await self._evict(decision)
+        await self._recode(decision)
+        return await self._admit(decision, known)
+
+    async def _evict(self, decision: Decision) -> None:
+        for start, keys in in_parts(decision.evicted):
+            await let_others_run(start)
+            self._residency.evict(keys)
+            for key in keys:
+                if key not in decision.admitted:
+                    self._readings.pop(key, None)
+
+    async def _recode(self, decision: Decision) -> None:
+        for key, codec in decision.recoded.items():
+            if self._closed:
+                return
+            if not await self._recoded(key, codec):
+                self._residency.evict([key])
+                await self._forgotten([key])
+
+    async def _recoded(self, key: Key, codec: Codec) -> bool:
+        """Encode an exact chunk in its place."""
+        reading = self._readings.get(key)
+        offset = self._residency.exact_offset(key)
+        if reading is None or offset is None:
+            return False
+        loop = asyncio.get_running_loop()
+        exact = self._view[offset : offset + reading.exact_bytes]
+        self._residency.hold(key)
+        try:
+            encoded, data = await loop.run_in_executor(self.recoder.threads, self.recoder.encode, exact, reading, codec)
+        finally:
+            self._residency.let_go(key)
+        self._utility.note_error(codec, encoded.worst_error)
+        for _ in range(RECODE_ATTEMPTS):
+            if self._residency.exact_offset(key) != offset:
+                return False
+            if self._residency.recode(key, encoded):
+                self._view[offset : offset + len(data)] = data
+                return True
+            await asyncio.sleep(RECODE_PAUSE_S)
+        return False
+
+    async def _admit(self, decision: Decision, known: dict[Key, Extent]) -> list[tuple[Extent, int]]:
+        coming: list[tuple[Extent, int]] = []
+        refused: list[Key] = []
+        for start, part in in_parts(list(decision.admitted.items())):
+            await let_others_run(start)
+            encoded_bytes: dict[Key, int] = {}
+            keys: list[Key] = []
+            for key, codec in part:
+                if key not in known or self._residency.holds(key):
+                    refused.append(key)  # its former form is being read, so it has not left
+                    continue
+                keys.append(key)
+                if codec is not None:
+                    encoded_bytes[key] = self._readings[key].chunk_bytes(codec)
+            come, refuse = self._residency.admit(keys, known, encoded_bytes)
+            if refuse and self._slide(max(encoded_bytes.get(key, known[key].nbytes) for key in refuse)):
+                more, refuse = self._residency.admit(refuse, known, encoded_bytes)
+                come += more
+            for extent, offset in come:
+                wanted = decision.admitted[key_of(extent)]
+                if wanted is not None:
+                    self._wanted[offset] = wanted, self._readings[key_of(extent)]
+            coming += come
+            refused += refuse
+        await self._forgotten(refused)
+        return coming
+
+    def _slide(self, nbytes: int) -> bool:
+        """Move chunks together, so that one of `nbytes` finds a span. Whether anything has moved."""
+        moves = self._residency.slide(aligned(nbytes), SLIDE_BYTES_MAX)
+        for before, after, length in moves:
+            self._view[after : after + length] = self._view[before : before + length]
+        return bool(moves)
+
+    async def _dropped(self, coming: Sequence[tuple[Extent, int]]) -> None:
+        for _, offset in coming:
+            self._wanted.pop(offset, None)
+            self._made.pop(offset, None)
+        await super()._dropped(coming)
+
+    async def _forgotten(self, keys: Sequence[Key]) -> None:
+        for key in keys:
+            self._readings.pop(key, None)
+        if keys:
+            await self._in_books(partial(self._utility.remove, list(keys)))
+
+    def _read(self, extent: Extent, offset: int, missing: Sequence[tuple[int, int]]) -> bool:
+        wanted = self._wanted.get(offset)
+        if wanted is None:
+            return super()._read(extent, offset, missing)
+        codec, reading = wanted
+        try:
+            exact = memoryview(bytearray(extent.nbytes))
+            self._source.read_extent(extent, exact)
+        except (CorruptExtentError, OSError) as error:
+            _log.warning("a chunk was not taken into memory: %s", error)
+            return False
+        encoded, data = self.recoder.encode(exact, reading, codec)
+        self._view[offset : offset + len(data)] = data
+        self._made[offset] = encoded
+        return True
+
+    def _form_of_copy(self, offset: int) -> Encoded | None:
+        self._wanted.pop(offset, None)
+        encoded = self._made.pop(offset, None)
+        if encoded is not None:
+            self._utility.note_error(encoded.codec, encoded.worst_error)
+        return encoded

@@ -1,0 +1,57 @@
+"""Encoding chunks for the DRAM tier, in a thread of its own that takes at most a part of one core: nobody waits for it.
+
+The exact bytes are read from memory, or from where the chunk lies, encoded layer by layer, decoded again, and compared,
+so that each encoded chunk carries its measured error.
+"""
+
+from __future__ import annotations
+
+import time
+from concurrent.futures import ThreadPoolExecutor
+
+import numpy as np
+
+from kv_codecs.encoding import decode, encode
+from kv_codecs.layer import Codec
+from kv_codecs.loss import loss
+from storage_server.compression.forms import Encoded, Reading
+
+CPU_FRACTION = 0.5
+"""The thread sleeps as long as it has worked."""
+
+
+class Recoder:
+    """One thread that encodes chunks."""
+
+    def __init__(self, cpu_fraction: float = CPU_FRACTION) -> None:
+        self._cpu_fraction = cpu_fraction
+        self.threads = ThreadPoolExecutor(1, "recode")
+        self.encoded_count = 0
+        """Chunks that have been encoded."""
+        self.encoded_bytes = 0
+        """Exact bytes that have been encoded."""
+        self.busy_s = 0.0
+
+    def encode(self, exact: memoryview, reading: Reading, codec: Codec) -> tuple[Encoded, bytes]:
+        """Encode a chunk of L*S bytes. Runs in the thread."""
+        began_s = time.monotonic()
+        shape = reading.shape
+        layers = np.frombuffer(exact, dtype=np.uint8).reshape(reading.num_layers, shape.nbytes)
+        parts, errors = list[bytes](), list[float]()
+        back = np.empty(shape.nbytes, dtype=np.uint8)
+        for layer in layers:
+            part = encode(layer, shape, codec)
+            decode(part, shape, back)
+            lost = loss(layer, back, shape)
+            parts.append(part)
+            errors += [lost.keys, lost.values]
+        took_s = time.monotonic() - began_s
+        self.busy_s += took_s
+        self.encoded_count += 1
+        self.encoded_bytes += exact.nbytes
+        time.sleep(took_s * (1 / self._cpu_fraction - 1))
+        return Encoded(codec, shape, reading.num_layers, max(errors), sum(errors) / len(errors)), b"".join(parts)
+
+    def close(self) -> None:
+        """Wait for the chunk that is being encoded."""
+        self.threads.shutdown()

@@ -1,0 +1,245 @@
+"""The DRAM tier that compresses: readers that accept codecs get encoded layers, decoded in their buffers, with the
+error that was measured; all others get the exact bytes.
+"""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Iterator
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from descriptors.descriptor import Accept, Delivery, Descriptor
+from descriptors.descriptor_codec import encode_binary, encode_json
+from descriptors.errors import ChunkUnavailable, ErrorCode
+from descriptors.layer_forms import EXACT, FormRun, LayerForms, parse_forms
+from descriptors.layout import ChunkLayout
+from kv_codecs.elements import Element, from_floats
+from kv_codecs.encoding import decode, encode
+from kv_codecs.layer import Codec, LayerShape
+from kv_codecs.loss import loss
+from nixl_client.client import ObjectCacheClient
+from storage_server.compression.policy import CodecFigures, UtilitySettings
+from storage_server.tiers.adaptive import AdaptiveTier
+from tests.support.requests import OTHER, request
+from tests.support.servers import LocalStack, eventually
+
+SHAPE = LayerShape(16, 128, Element.BFLOAT16)
+LAYERS, COUNT = 5, 8
+LAYOUT = ChunkLayout(LAYERS, 16, SHAPE.nbytes)
+ACCEPT = Accept((Codec.KIVI4.value, "not-known-1"), "bfloat16")
+FIGURES = {Codec.KIVI4: CodecFigures(0.99, 2e9), Codec.FP8: CodecFigures(0.999, 1e9)}
+ENCODED_BYTES = 16_384
+"""What a chunk of KIVI4 takes of the DRAM tier."""
+
+
+def kv_chunks(count: int, seed: int = 1) -> tuple[list[str], np.ndarray]:
+    """Keys, and chunks of values as KV has them: uint8 of shape (count, L*S)."""
+    random = np.random.default_rng(seed)
+    chunks = np.empty((count, LAYOUT.chunk_bytes), dtype=np.uint8)
+    for chunk in chunks:
+        from_floats(random.standard_normal(LAYOUT.chunk_bytes // 2).astype(np.float32), Element.BFLOAT16, chunk)
+    return [f"{seed:08x}{index:056x}" for index in range(count)], chunks
+
+
+def decoded(chunk: np.ndarray, codec: Codec) -> np.ndarray:
+    """The chunk as it comes back."""
+    out = np.empty_like(chunk)
+    for layer in range(LAYERS):
+        places = slice(layer * SHAPE.nbytes, (layer + 1) * SHAPE.nbytes)
+        decode(encode(chunk[places], SHAPE, codec), SHAPE, out[places])
+    return out
+
+
+@pytest.fixture
+def local(tmp_path: Path) -> Iterator[LocalStack]:
+    """A server whose DRAM tier has room for all chunks at 4 bits, and for no more than three exact ones."""
+    with LocalStack(
+        tmp_path,
+        dram_bytes=COUNT * ENCODED_BYTES + 8_192,
+        theta_bytes=0,
+        compression=UtilitySettings(FIGURES, alpha_s=0.001, memory_bytes_per_s=8e9, home_bytes_per_s=1e8),
+        max_errors={OTHER[0]: 0.001},
+    ) as running:
+        running.call(running.storage.objects.create_bucket("OWNERKEY", "chunks"))
+        yield running
+
+
+@pytest.fixture
+def stored(local: LocalStack) -> tuple[list[str], np.ndarray]:
+    keys, chunks = kv_chunks(COUNT)
+    with local.client("chunks", "http") as client:
+        client.put_chunks(keys, list(chunks))
+    return keys, chunks
+
+
+def tier(local: LocalStack) -> AdaptiveTier:
+    found = local.storage.dram
+    assert isinstance(found, AdaptiveTier)
+    return found
+
+
+def warm(local: LocalStack, keys: list[str], codec: str = Codec.KIVI4.value, times: int = 8) -> None:
+    """Use the chunks until all of them lie in memory in this form."""
+    with local.client("chunks", "http") as client:
+        buffer = np.zeros(LAYOUT.delivery_bytes(len(keys)), dtype=np.uint8)
+        for _ in range(times):
+            client.fetch(keys, LAYOUT, buffer, accept=Accept((codec,), "bfloat16")).wait(30)
+            if eventually(lambda: tier(local).codec_counts == {codec: len(keys)}, 1):
+                return
+    raise AssertionError(tier(local).codec_counts)
+
+
+def fetched(
+    client: ObjectCacheClient, keys: list[str], accept: Accept | None, delivery: Delivery = Delivery.LAYER_MAJOR
+) -> tuple[np.ndarray, LayerForms | None, int]:
+    """The chunks as the buffer has them, the forms, and the bytes that were transferred."""
+    buffer = client.allocate_buffer(LAYOUT.delivery_bytes(len(keys)))
+    buffer[:] = 0xEE
+    fetch = client.fetch(keys, LAYOUT, buffer, accept=accept, delivery=delivery)
+    found = np.stack([np.array(fetch.wait_layer(layer, 30).data) for layer in range(LAYERS)], axis=1)
+    result = fetch.wait(30)
+    return found.reshape(len(keys), -1), result.forms, result.transferred_bytes
+
+
+@pytest.mark.parametrize("delivery", [Delivery.LAYER_MAJOR, Delivery.CHUNK_MAJOR])
+def test_encoded_layers_go_to_readers_that_accept_them(
+    local: LocalStack, stored: tuple[list[str], np.ndarray], transport: str, delivery: Delivery
+) -> None:
+    keys, chunks = stored
+    exact_bytes = LAYOUT.delivery_bytes(COUNT)
+    with local.client("chunks", transport) as client:
+        found, forms, nbytes = fetched(client, keys, ACCEPT, delivery)
+        assert np.array_equal(found, chunks), "nothing lies in memory yet"
+        assert forms in (None, LayerForms((FormRun(EXACT, COUNT, SHAPE.nbytes),)))
+        assert nbytes == exact_bytes
+        warm(local, keys)
+        found, forms, nbytes = fetched(client, keys, ACCEPT, delivery)
+        assert np.array_equal(found, np.stack([decoded(chunk, Codec.KIVI4) for chunk in chunks]))
+        assert forms is not None
+        assert [(run.codec, run.chunk_count) for run in forms.runs] == [(Codec.KIVI4.value, COUNT)]
+        assert nbytes == LAYERS * int(forms.layer_bytes.sum()) < exact_bytes / 2.5
+        layers = chunks.reshape(-1, SHAPE.nbytes), found.reshape(-1, SHAPE.nbytes)
+        errors = [loss(*pair, SHAPE) for pair in zip(*layers, strict=True)]
+        assert forms.worst_error == pytest.approx(max(each.worst for each in errors), rel=1e-4)
+        assert forms.mean_error == pytest.approx(np.mean([[each.keys, each.values] for each in errors]), rel=1e-4)
+        found, forms, nbytes = fetched(client, keys, None, delivery)
+        assert np.array_equal(found, chunks)
+        assert (forms, nbytes) == (None, exact_bytes)
+
+
+def test_a_bound_that_nothing_meets_gets_exact_bytes(
+    local: LocalStack, stored: tuple[list[str], np.ndarray], transport: str
+) -> None:
+    """The reader's own bound, and the one that the server has for an access key."""
+    keys, chunks = stored
+    warm(local, keys)
+    with local.client("chunks", transport) as client:
+        strict = Accept(ACCEPT.codecs, "bfloat16", max_error=0.001)
+        assert np.array_equal(fetched(client, keys, strict)[0], chunks)
+    warm(local, keys)
+    with ObjectCacheClient(local.url, "chunks", access_key=OTHER[0], secret_key=OTHER[1], transport=transport) as other:
+        assert np.array_equal(fetched(other, keys, ACCEPT)[0], chunks)
+
+
+def test_another_shape_or_unknown_codecs_get_exact_bytes(
+    local: LocalStack, stored: tuple[list[str], np.ndarray], transport: str
+) -> None:
+    keys, chunks = stored
+    warm(local, keys)
+    with local.client("chunks", transport) as client:
+        for accept in (Accept(("zfp-9",), "bfloat16"), Accept((Codec.KIVI4.value,), "float32")):
+            found, forms, _ = fetched(client, keys, accept)
+            assert np.array_equal(found, chunks)
+            assert forms is None or forms.is_exact
+
+
+def test_a_mixture_of_forms_is_one_delivery(
+    local: LocalStack, stored: tuple[list[str], np.ndarray], transport: str
+) -> None:
+    """Encoded chunks, new ones that are exact, and encoded ones behind them."""
+    keys, chunks = stored
+    warm(local, keys)
+    more, of_more = kv_chunks(2, seed=9)
+    with local.client("chunks", transport) as client:
+        client.put_chunks(more, list(of_more))
+        keys, chunks = [*keys, *more], np.concatenate([chunks, of_more])
+        mixed = [keys[0], *more, keys[1], keys[2]]
+        found, forms, _ = fetched(client, mixed, ACCEPT)
+        assert forms is not None
+        codecs = [run.codec for run in forms.runs for _ in range(run.chunk_count)]
+        assert codecs == [Codec.KIVI4.value, EXACT, EXACT, Codec.KIVI4.value, Codec.KIVI4.value]
+        for key, codec, chunk in zip(mixed, codecs, found, strict=True):
+            exact = chunks[keys.index(key)]
+            assert np.array_equal(chunk, exact if codec == EXACT else decoded(exact, Codec(codec)))
+
+
+def test_any_http_client_can_have_the_encoded_bytes(local: LocalStack, stored: tuple[list[str], np.ndarray]) -> None:
+    """In both codings of the descriptor. The answer tells the form of each chunk."""
+    keys, chunks = stored
+    warm(local, keys)
+    descriptor = Descriptor(tuple(keys), LAYERS, 16, SHAPE.nbytes, Delivery.LAYER_MAJOR, accept=ACCEPT, version=2)
+    for body in (encode_json(descriptor), encode_binary(descriptor)):
+        reply = request(local.url, "POST", "/chunks?layerwise", body=body)
+        assert reply.status == 200
+        forms = parse_forms(reply.headers["x-amz-objectcache-forms"])
+        layers = chunks.reshape(COUNT, LAYERS, -1).transpose(1, 0, 2)
+        assert reply.body == b"".join(encode(part, SHAPE, Codec.KIVI4) for layer in layers for part in layer)
+        assert len(reply.body) == LAYERS * int(forms.layer_bytes.sum())
+
+
+def test_damage_in_an_encoded_chunk_is_never_announced(
+    local: LocalStack, stored: tuple[list[str], np.ndarray], transport: str
+) -> None:
+    """The checksum of the layer finds a flipped bit: the chunk counts as damaged, and those before it stay good."""
+    keys, _ = stored
+    warm(local, keys)
+    dram = tier(local)
+    used = len(encode(stored[1][0][: SHAPE.nbytes], SHAPE, Codec.KIVI4)) * LAYERS
+    memory = (ctypes.c_ubyte * dram.nbytes).from_address(dram.address)
+    victim = bytes(memory).find(encode(stored[1][4][: SHAPE.nbytes], SHAPE, Codec.KIVI4))
+    assert victim >= 0
+    memory[victim + used // LAYERS * 2 + 40] ^= 4
+    with local.client("chunks", transport) as client:
+        buffer = client.allocate_buffer(LAYOUT.delivery_bytes(COUNT))
+        fetch = client.fetch(keys, LAYOUT, buffer, accept=ACCEPT, delivery=Delivery.LAYER_MAJOR)
+        for layer in range(2):
+            fetch.wait_layer(layer, 30)
+        with pytest.raises(ChunkUnavailable) as error:
+            fetch.wait_layer(2, 30)
+        assert (error.value.code, error.value.index, error.value.layer) == (ErrorCode.CHUNK_CORRUPT, 4, 2)
+        with pytest.raises(ChunkUnavailable):
+            fetch.wait(30)
+        fetch.cancel()
+
+
+def test_deliveries_while_chunks_change_their_form(local: LocalStack) -> None:
+    """Readers with several wishes over more chunks than fit: every byte is the exact one or the decoded one."""
+    keys, chunks = kv_chunks(24, seed=3)
+    back = {Codec.KIVI4.value: np.stack([decoded(chunk, Codec.KIVI4) for chunk in chunks]),
+            Codec.FP8.value: np.stack([decoded(chunk, Codec.FP8) for chunk in chunks]), EXACT: chunks}  # fmt: skip
+    wishes = [
+        None,
+        ACCEPT,
+        Accept((Codec.FP8.value, Codec.KIVI4.value), "bfloat16"),
+        Accept((Codec.FP8.value,), "bfloat16"),
+    ]
+    random = np.random.default_rng(5)
+    seen: set[str] = set()
+    with local.client("chunks", "shm") as shm, local.client("chunks", "http") as http:
+        shm.put_chunks(keys, list(chunks))
+        for number in range(120):
+            first = int(random.integers(0, 20))
+            mine = list(range(first, min(24, first + int(random.integers(1, 8)))))
+            accept = wishes[int(random.integers(0, 4))]
+            found, forms, _ = fetched(shm if number % 2 else http, [keys[at] for at in mine], accept)
+            runs = (FormRun(EXACT, len(mine), SHAPE.nbytes),) if forms is None else forms.runs
+            codecs = [run.codec for run in runs for _ in range(run.chunk_count)]
+            seen |= set(codecs)
+            for at, codec, chunk in zip(mine, codecs, found, strict=True):
+                assert np.array_equal(chunk, back[codec][at])
+    assert len(seen) == 3
+    dram = tier(local)
+    assert eventually(lambda: dram.decided_bytes == dram.resident_bytes <= dram.nbytes)
