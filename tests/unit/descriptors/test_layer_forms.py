@@ -1,0 +1,117 @@
+"""The forms of chunks: text and back, and what is refused."""
+
+from __future__ import annotations
+
+import contextlib
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from descriptors.descriptor import EXTENDED_VERSION, Accept, Delivery, Descriptor, RdmaTarget
+from descriptors.descriptor_codec import decode_descriptor, decode_peer_descriptor, encode_binary, encode_json
+from descriptors.errors import CallerError
+from descriptors.layer_forms import EXACT, FormRun, LayerForms, WrongFormsError, forms_text, parse_forms
+from descriptors.notices import Forms, NoticeError, decode_notice, encode_notice
+
+RUNS = st.lists(
+    st.builds(FormRun, st.sampled_from([EXACT, "kivi4-1", "fp8-1"]), st.integers(1, 65_536), st.integers(1, 1 << 30)),
+    min_size=1, max_size=9,
+)  # fmt: skip
+ACCEPTS = st.builds(
+    Accept, st.lists(st.sampled_from(["kivi4-1", "kivi2-1", "fp8-1", "new.codec_2"]), min_size=1, max_size=4,
+    unique=True).map(tuple), st.sampled_from(["float16", "bfloat16", "float32"]), st.none() | st.floats(0, 10),
+)  # fmt: skip
+
+
+@given(RUNS, st.floats(0, 2), st.floats(0, 2))
+def test_forms_survive_their_text_and_a_notice(runs: list[FormRun], worst: float, mean: float) -> None:
+    forms = LayerForms(tuple(runs), float(f"{worst:.6g}"), float(f"{mean:.6g}"))
+    assert parse_forms(forms_text(forms)) == forms
+    notice = Forms("r" * 16, forms)
+    assert decode_notice(encode_notice(notice)) == notice
+    assert forms.layer_bytes.tolist() == [run.layer_bytes for run in runs for _ in range(run.chunk_count)]
+
+
+@pytest.mark.parametrize(
+    "text",
+    ["", "exact;1;2", "error;0;0", "exact;1;2,error;0", "exact;0;2,error;0;0", "exact;1;-2,error;0;0",
+     "exact;1;x,error;0;0", "exact;1;2,error;nan;0", "exact;1;2,error;inf;0", "exact;1,error;0;0",
+     ",".join(["exact;1;2"] * 200) + ",error;0;0"],
+)  # fmt: skip
+def test_other_texts_tell_no_forms(text: str) -> None:
+    with pytest.raises(WrongFormsError):
+        parse_forms(text)
+
+
+@given(st.text(max_size=60))
+def test_no_text_makes_the_parser_fail_otherwise(text: str) -> None:
+    with contextlib.suppress(WrongFormsError):
+        parse_forms(text)
+
+
+def test_a_notice_with_other_bytes_is_refused() -> None:
+    data = encode_notice(Forms("r" * 16, LayerForms((FormRun(EXACT, 1, 2),))))
+    for broken in (data[:-1] + b"\xff", data[:-4], data[:30]):
+        with pytest.raises(NoticeError):
+            decode_notice(broken)
+
+
+@given(ACCEPTS, st.booleans(), st.booleans())
+def test_what_is_accepted_survives_both_codings(accept: Accept, has_target: bool, hex_keys: bool) -> None:
+    keys = ("ab" * 32,) if hex_keys else ("a key",)
+    target = RdmaTarget("agent", "region", 3, 1 << 20) if has_target else None
+    descriptor = Descriptor(
+        keys, 4, 16, 8192, Delivery.AUTO, rdma_target=target, request_id="r" * 16, accept=accept,
+        version=EXTENDED_VERSION,
+    )  # fmt: skip
+    for encoded in (encode_json(descriptor), encode_binary(descriptor)):
+        assert decode_descriptor(encoded) == descriptor
+    assert decode_peer_descriptor(encode_binary(descriptor)) == descriptor
+    assert descriptor.exact.accept is None
+    assert decode_descriptor(encode_binary(descriptor.exact)) == descriptor.exact
+
+
+BASE = '"version": %d, "chunk_keys": ["a"], "num_layers": 2, "chunk_tokens": 16, "per_layer_chunk_bytes": 4096'
+
+
+@pytest.mark.parametrize(
+    ("version", "more", "field"),
+    [
+        (1, '"accept": ["kivi4-1"], "element": "bfloat16"', "version"),
+        (2, "", "version"),
+        (2, '"accept": ["kivi4-1"]', "element"),
+        (2, '"element": "bfloat16"', "element"),
+        (2, '"max_error": 0.5', "max_error"),
+        (2, '"accept": [], "element": "bfloat16"', "accept"),
+        (2, '"accept": ["KIVI"], "element": "bfloat16"', "accept[0]"),
+        (2, '"accept": ["a;b"], "element": "bfloat16"', "accept[0]"),
+        (2, '"accept": ["x", "x"], "element": "bfloat16"', "accept"),
+        (2, '"accept": ["x"], "element": "int4"', "element"),
+        (2, '"accept": ["x"], "element": "bfloat16", "max_error": -1', "max_error"),
+        (2, '"accept": ["x"], "element": "bfloat16", "max_error": 1e999', "max_error"),
+        (2, '"accept": ["x"], "element": "float32", "per_layer_chunk_bytes": 4100', "per_layer_chunk_bytes"),
+    ],
+)
+def test_what_cannot_be_accepted_is_refused_by_name(version: int, more: str, field: str) -> None:
+    body = "{" + ", ".join(filter(None, [BASE % version, more])) + "}"
+    if '"per_layer_chunk_bytes": 4100' in more:
+        body = body.replace('"per_layer_chunk_bytes": 4096, ', "")
+    with pytest.raises(CallerError) as error:
+        decode_descriptor(body.encode())
+    assert error.value.field == field
+
+
+def test_seventeen_codecs_are_too_many() -> None:
+    with pytest.raises(CallerError, match="accept"):
+        Accept(tuple(f"codec-{at}" for at in range(17)), "bfloat16")
+
+
+@given(st.binary(max_size=200))
+def test_no_binary_makes_the_decoder_fail_otherwise(tail: bytes) -> None:
+    whole = encode_binary(
+        Descriptor(("a",), 2, 16, 4096, accept=Accept(("kivi4-1",), "bfloat16"), version=EXTENDED_VERSION)
+    )
+    for data in (whole[: len(whole) // 2] + tail, whole + tail):
+        with contextlib.suppress(CallerError):
+            decode_descriptor(data)

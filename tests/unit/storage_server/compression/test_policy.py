@@ -1,0 +1,148 @@
+"""The policy of the tier that compresses: what it keeps, in which form, and that its books stay right."""
+
+from __future__ import annotations
+
+from hypothesis import given
+from hypothesis import strategies as st
+
+from kv_codecs.elements import Element
+from kv_codecs.layer import Codec, LayerShape
+from storage_server.compression.forms import Encoded, Reading
+from storage_server.compression.policy import CodecFigures, UtilityPolicy, UtilitySettings
+
+SHAPE = LayerShape(16, 128, Element.BFLOAT16)
+READING = Reading(SHAPE, 4, (Codec.KIVI8, Codec.KIVI4, Codec.KIVI2))
+EXACT = READING.exact_bytes
+FIGURES = {
+    Codec.KIVI8: CodecFigures(1.0, 3e9), Codec.KIVI4: CodecFigures(0.99, 4e9), Codec.KIVI2: CodecFigures(0.5, 3e9),
+}  # fmt: skip
+SETTINGS = UtilitySettings(FIGURES, alpha_s=0.001, memory_bytes_per_s=8e9, home_bytes_per_s=1e8)
+Key = tuple[str, int]
+
+
+def keys(*numbers: int) -> list[Key]:
+    return [("file", number) for number in numbers]
+
+
+class Books:
+    """The forms of chunks in memory as the decisions make them."""
+
+    def __init__(self, policy: UtilityPolicy) -> None:
+        self.policy = policy
+        self.now_s = 0.0
+        self.held: dict[Key, Codec | None] = {}
+
+    def use(self, wanted: list[Key], reading: Reading | None = READING, step_s: float = 1.0) -> None:
+        self.now_s += step_s
+        decision = self.policy.request(self.now_s, wanted, [EXACT] * len(wanted), reading)
+        for key in decision.evicted:
+            del self.held[key]
+        for key, codec in decision.recoded.items():
+            assert self.held[key] is None, "only an exact chunk can be encoded"
+            self.held[key] = codec
+        for key, form in decision.admitted.items():
+            assert key not in self.held
+            self.held[key] = form
+
+    @property
+    def nbytes(self) -> int:
+        return sum(EXACT if codec is None else READING.chunk_bytes(codec) for codec in self.held.values())
+
+
+def test_chunks_are_encoded_where_not_all_fit_exactly() -> None:
+    """Nothing is evicted that fits at 4 bits, and 2 bits cost too much quality here."""
+    books = Books(UtilityPolicy(4 * EXACT, SETTINGS))
+    for _ in range(3):
+        books.use(keys(*range(8)))
+    assert set(books.held) == set(keys(*range(8)))
+    assert set(books.held.values()) <= {None, Codec.KIVI8, Codec.KIVI4}
+    assert Codec.KIVI4 in books.held.values() or Codec.KIVI8 in books.held.values()
+
+
+def test_what_is_used_more_often_stays_in_the_better_form() -> None:
+    books = Books(UtilityPolicy(4 * EXACT, SETTINGS))
+    for number in range(60):
+        books.use(keys(0, 1))
+        books.use(keys(2 + number % 9))
+    sizes = {key: EXACT if codec is None else READING.chunk_bytes(codec) for key, codec in books.held.items()}
+    assert min(sizes[key] for key in keys(0, 1)) >= max(size for key, size in sizes.items() if key not in keys(0, 1))
+
+
+def test_readers_that_take_exact_chunks_only_get_no_other_form() -> None:
+    books = Books(UtilityPolicy(4 * EXACT, SETTINGS))
+    for _ in range(3):
+        books.use(keys(*range(8)), None)
+    assert set(books.held.values()) == {None}
+    assert len(books.held) == 4
+
+
+def test_a_chunk_comes_back_exact_when_a_reader_needs_it_so() -> None:
+    books = Books(UtilityPolicy(2 * EXACT, SETTINGS))
+    for _ in range(3):
+        books.use(keys(0, 1, 2))
+    encoded = next(key for key, codec in books.held.items() if codec is not None)
+    for _ in range(6):
+        books.use([encoded], None)
+    assert books.held[encoded] is None
+
+
+def test_a_codec_that_breaks_the_readers_bound_is_not_used_for_it() -> None:
+    policy = UtilityPolicy(4 * EXACT, SETTINGS)
+    for codec, error in ((Codec.KIVI8, 0.01), (Codec.KIVI4, 0.1), (Codec.KIVI2, 0.6)):
+        policy.note_error(codec, error)
+    books = Books(policy)
+    strict = Reading(SHAPE, 4, READING.codecs, max_error=0.05)
+    for _ in range(3):
+        books.use(keys(*range(8)), strict)
+    assert set(books.held.values()) <= {None, Codec.KIVI8}
+
+
+def test_old_uses_count_less() -> None:
+    """A chunk that was used ten times long ago leaves before one that was used twice now."""
+    books = Books(UtilityPolicy(EXACT, UtilitySettings({}, half_life_s=10.0)))
+    for _ in range(10):
+        books.use(keys(0))
+    books.use(keys(1), step_s=200.0)
+    books.use(keys(1))
+    assert set(books.held) == set(keys(1))
+
+
+def test_counts_do_not_overflow() -> None:
+    """Half-lives without end: frequencies are scaled down on the way, and choices stay the same."""
+    books = Books(UtilityPolicy(2 * EXACT, UtilitySettings(FIGURES, half_life_s=1.0)))
+    for number in range(40):
+        books.use(keys(0), step_s=100.0)
+        books.use(keys(1 + number % 5), step_s=1.0)
+        assert ("file", 0) in books.held or number == 0
+    assert books.policy.used_bytes == books.nbytes
+
+
+USES = st.lists(
+    st.tuples(st.lists(st.integers(0, 11), min_size=1, max_size=6, unique=True), st.integers(0, 3)), max_size=60
+)
+
+
+@given(USES, st.integers(0, 7 * EXACT), st.lists(st.integers(0, 11), max_size=5))
+def test_the_books_are_those_of_the_decisions(
+    uses: list[tuple[list[int], int]], capacity_bytes: int, gone: list[int]
+) -> None:
+    """Whatever is used by whom: the bytes are never more than the capacity, and each decision fits the last one."""
+    readings = [None, READING, Reading(SHAPE, 4, (Codec.KIVI4,)), Reading(SHAPE, 4, (Codec.KIVI2,), max_error=0.2)]
+    books = Books(UtilityPolicy(capacity_bytes, SETTINGS))
+    for at, (numbers, reader) in enumerate(uses):
+        books.use(keys(*numbers), readings[reader])
+        assert books.policy.used_bytes == books.nbytes <= capacity_bytes
+        if at % 7 == 3:
+            books.policy.remove(keys(*gone))
+            for key in keys(*gone):
+                books.held.pop(key, None)
+
+
+def test_a_reading_takes_what_it_named() -> None:
+    encoded = Encoded(Codec.KIVI4, SHAPE, 4, 0.1, 0.08)
+    assert READING.takes(encoded)
+    assert not Reading(SHAPE, 4, (Codec.KIVI8,)).takes(encoded)
+    assert not Reading(SHAPE, 5, READING.codecs).takes(encoded)
+    assert not Reading(LayerShape(16, 64, Element.FLOAT32), 4, READING.codecs).takes(encoded)
+    assert not READING.bounded(0.05).takes(encoded)
+    assert READING.bounded(0.2).bounded(None).takes(encoded)
