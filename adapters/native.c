@@ -1067,6 +1067,224 @@ static PyObject *kivi_decode(PyObject *self, PyObject *args)
     return result;
 }
 
+WIDE static void load_bfloat16(const uint8_t *restrict from, float *restrict row, size_t count)
+{
+    for (size_t at = 0; at < count; at++) {
+        uint16_t element;
+        memcpy(&element, from + 2 * at, 2);
+        uint32_t bits = (uint32_t)element << 16;
+        memcpy(row + at, &bits, 4);
+    }
+}
+
+static void load_row(const uint8_t *from, float *row, size_t count, int element)
+{
+    if (element == ELEMENT_FLOAT32)
+        memcpy(row, from, 4 * count);
+    else if (element == ELEMENT_BFLOAT16)
+        load_bfloat16(from, row, count);
+    else
+        read_halves(from, row, count);
+}
+
+#define HALF_MAX 65504.0f
+
+/* NaN becomes 0, and what no float16 can be is clipped. */
+WIDE static void clip_row(float *restrict row, size_t count)
+{
+    for (size_t at = 0; at < count; at++) {
+        float value = row[at];
+        value = value == value ? value : 0.0f;
+        value = value > HALF_MAX ? HALF_MAX : value;
+        row[at] = value < -HALF_MAX ? -HALF_MAX : value;
+    }
+}
+
+WIDE static void widen_range(const float *restrict row, float *restrict least, float *restrict greatest, size_t count)
+{
+    for (size_t at = 0; at < count; at++) {
+        least[at] = row[at] < least[at] ? row[at] : least[at];
+        greatest[at] = row[at] > greatest[at] ? row[at] : greatest[at];
+    }
+}
+
+WIDE static void number_row(const float *restrict row, const float *restrict scale, const float *restrict zero,
+                            uint8_t *restrict numbers, size_t count, float levels)
+{
+    for (size_t at = 0; at < count; at++) {
+        float step = scale[at] > 0 ? scale[at] : 1.0f;
+        float number = __builtin_rintf((row[at] - zero[at]) / step);
+        number = number < 0 ? 0 : number;
+        number = number > levels ? levels : number;
+        numbers[at] = scale[at] > 0 ? (uint8_t)number : 0;
+    }
+}
+
+WIDE static void pack_numbers(const uint8_t *restrict numbers, uint8_t *restrict packed, size_t count, int bits)
+{
+    size_t whole;
+    switch (bits) {
+    case 8:
+        memcpy(packed, numbers, count);
+        return;
+    case 4:
+        whole = count / 2;
+        for (size_t at = 0; at < whole; at++)
+            packed[at] = numbers[2 * at] | numbers[2 * at + 1] << 4;
+        if (count & 1)
+            packed[whole] = numbers[count - 1];
+        return;
+    case 2:
+        whole = count / 4;
+        for (size_t at = 0; at < whole; at++)
+            packed[at] = numbers[4 * at] | numbers[4 * at + 1] << 2 | numbers[4 * at + 2] << 4 | numbers[4 * at + 3] << 6;
+        if (count & 3) {
+            packed[whole] = 0;
+            for (size_t at = 4 * whole; at < count; at++)
+                packed[whole] |= numbers[at] << 2 * (at & 3);
+        }
+        return;
+    default:
+        for (size_t at = 0; at < count; at += 8) {
+            uint32_t word = 0;
+            for (size_t lane = 0; lane < 8 && at + lane < count; lane++)
+                word |= (uint32_t)numbers[at + lane] << 3 * lane;
+            for (int byte = 0; byte < 3; byte++)
+                packed[at / 8 * 3 + byte] = word >> 8 * byte;
+        }
+    }
+}
+
+/* A group's scale and zero, as the float16 that is stored and as the float that the numbers go by. */
+static void settle_group(float least, float greatest, float levels, uint8_t *scales, uint8_t *zeros, float *scale,
+                         float *zero)
+{
+    float step = (greatest - least) / levels;
+    uint16_t half_scale = float_to_half(step < HALF_MAX ? step : HALF_MAX), half_zero = float_to_half(least);
+    memcpy(scales, &half_scale, 2);
+    memcpy(zeros, &half_zero, 2);
+    *scale = half_to_float(half_scale);
+    *zero = half_to_float(half_zero);
+}
+
+/* One half of a layer into a payload: the inverse of decode_half. `memory` has room for 5 rows of floats, `rows` for
+   `step` rows, and `numbers` for all of them. */
+static uint8_t *encode_half(const uint8_t *half, size_t tokens, size_t width, int bits, size_t step, size_t span, int element,
+                            uint8_t *payload, float *memory, float *rows, uint8_t *numbers)
+{
+    float *scale = memory, *zero = memory + width, *least = memory + 2 * width, *greatest = memory + 3 * width;
+    float levels = (float)((1 << bits) - 1);
+    size_t row_groups = width / span, groups = tokens / step * row_groups, element_bytes = element == ELEMENT_FLOAT32 ? 4 : 2;
+    uint8_t *scales = payload, *zeros = payload + 2 * groups, *packed = payload + 4 * groups;
+    for (size_t first = 0; first < tokens; first += step) {
+        size_t group = first / step * row_groups;
+        for (size_t token = 0; token < step; token++) {
+            float *row = rows + token * width;
+            load_row(half + (first + token) * width * element_bytes, row, width, element);
+            clip_row(row, width);
+            if (!token) {
+                memcpy(least, row, 4 * width);
+                memcpy(greatest, row, 4 * width);
+            } else
+                widen_range(row, least, greatest, width);
+        }
+        for (size_t at = 0; at < row_groups; at++) {
+            float low = least[at * span], high = greatest[at * span];
+            for (size_t lane = 1; lane < span; lane++) {
+                low = least[at * span + lane] < low ? least[at * span + lane] : low;
+                high = greatest[at * span + lane] > high ? greatest[at * span + lane] : high;
+            }
+            settle_group(low, high, levels, scales + 2 * (group + at), zeros + 2 * (group + at), scale + at * span,
+                         zero + at * span);
+            for (size_t lane = 1; lane < span; lane++) {
+                scale[at * span + lane] = scale[at * span];
+                zero[at * span + lane] = zero[at * span];
+            }
+        }
+        for (size_t token = 0; token < step; token++)
+            number_row(rows + token * width, scale, zero, numbers + (first + token) * width, width, levels);
+    }
+    pack_numbers(numbers, packed, tokens * width, bits);
+    return packed + packed_size(tokens * width, bits);
+}
+
+static PyObject *kivi_encode(PyObject *self, PyObject *args)
+{
+    Py_buffer layer, out;
+    Py_ssize_t tokens, width, key_step, value_span;
+    int bits, element;
+    if (!PyArg_ParseTuple(args, "y*nnnniiw*", &layer, &tokens, &width, &key_step, &value_span, &bits, &element, &out))
+        return NULL;
+    PyObject *result = NULL;
+    int is_known = (bits == 8 || bits == 4 || bits == 3 || bits == 2) && element >= 1 && element <= 3;
+    int is_shape = tokens >= 1 && tokens <= ROW_MAX && width >= 1 && width <= ROW_MAX && key_step >= 1 &&
+                   value_span >= 1 && tokens % key_step == 0 && width % value_span == 0;
+    if (is_known && is_shape) {
+        size_t half = (size_t)tokens * width, key_groups = (size_t)(tokens / key_step) * width;
+        size_t value_groups = (size_t)tokens * (width / value_span);
+        size_t wanted = 4 * (key_groups + value_groups) + 2 * packed_size(half, bits);
+        size_t half_bytes = half * (element == ELEMENT_FLOAT32 ? 4 : 2);
+        if ((size_t)out.len == wanted && (size_t)layer.len == 2 * half_bytes) {
+            float *memory = malloc(4 * sizeof(float) * (size_t)width), *rows = malloc(4 * (size_t)(key_step * width));
+            uint8_t *numbers = malloc(half);
+            if (memory && rows && numbers) {
+                Py_BEGIN_ALLOW_THREADS;
+                const uint8_t *values = (const uint8_t *)layer.buf + half_bytes;
+                uint8_t *rest =
+                    encode_half(layer.buf, tokens, width, bits, key_step, 1, element, out.buf, memory, rows, numbers);
+                encode_half(values, tokens, width, bits, 1, value_span, element, rest, memory, rows, numbers);
+                Py_END_ALLOW_THREADS;
+                result = Py_NewRef(Py_None);
+            } else
+                PyErr_NoMemory();
+            free(memory);
+            free(rows);
+            free(numbers);
+        } else
+            PyErr_SetString(PyExc_ValueError, "layer or room of another size");
+    } else
+        PyErr_SetString(PyExc_ValueError, "no such layer");
+    PyBuffer_Release(&layer);
+    PyBuffer_Release(&out);
+    return result;
+}
+
+/* Sums of squares: of the elements of `exact`, and of those of `decoded` less them. */
+static PyObject *squares(PyObject *self, PyObject *args)
+{
+    Py_buffer exact, decoded;
+    int element;
+    if (!PyArg_ParseTuple(args, "y*y*i", &exact, &decoded, &element))
+        return NULL;
+    PyObject *result = NULL;
+    size_t element_bytes = element == ELEMENT_FLOAT32 ? 4 : 2;
+    if (element >= 1 && element <= 3 && exact.len == decoded.len && exact.len % element_bytes == 0) {
+        double whole = 0, lost = 0;
+        float rows[2][256];
+        Py_BEGIN_ALLOW_THREADS;
+        size_t count = exact.len / element_bytes;
+        for (size_t first = 0; first < count; first += 256) {
+            size_t part = count - first < 256 ? count - first : 256;
+            load_row((const uint8_t *)exact.buf + first * element_bytes, rows[0], part, element);
+            load_row((const uint8_t *)decoded.buf + first * element_bytes, rows[1], part, element);
+            double part_whole = 0, part_lost = 0;
+            for (size_t at = 0; at < part; at++) {
+                double difference = rows[1][at] - rows[0][at];
+                part_whole += (double)rows[0][at] * rows[0][at];
+                part_lost += difference * difference;
+            }
+            whole += part_whole;
+            lost += part_lost;
+        }
+        Py_END_ALLOW_THREADS;
+        result = Py_BuildValue("dd", whole, lost);
+    } else
+        PyErr_SetString(PyExc_ValueError, "layers of different sizes");
+    PyBuffer_Release(&exact);
+    PyBuffer_Release(&decoded);
+    return result;
+}
+
 /* Encoded layers of many chunks, whose heads are all `head` but for the checksum behind it. A row of `places` has the
    offset of an encoded layer in `source`, and that of its place in `out`. With `is_in_place` the two are one memory, and a
    layer is copied before it is decoded. Returns the row of the first layer that is not as it should be, or -1. */
@@ -1142,6 +1360,8 @@ done:
 }
 
 static PyMethodDef methods[] = {
+    {"kivi_encode", kivi_encode, METH_VARARGS, NULL},
+    {"squares", squares, METH_VARARGS, NULL},
     {"kivi_decode_many", kivi_decode_many, METH_VARARGS, NULL},
     {"kivi_decode", kivi_decode, METH_VARARGS, NULL},
     {"gather", gather, METH_VARARGS, NULL},

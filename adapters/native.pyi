@@ -61,6 +61,26 @@ def kivi_decode(
     that do not fit each other.
     """
 
+def kivi_encode(
+    layer: ReadableBuffer,
+    tokens: int,
+    width: int,
+    key_step: int,
+    value_span: int,
+    bits: int,
+    element: int,
+    out: WriteableBuffer,
+    /,
+) -> None:
+    """The inverse of `kivi_decode`: the payload of a layer, the same bytes that kv_codecs.kivi makes. Raises ValueError
+    for sizes that do not fit each other.
+    """
+
+def squares(exact: ReadableBuffer, decoded: ReadableBuffer, element: int, /) -> tuple[float, float]:
+    """The sums of the squares of the exact elements, and of the decoded ones less them. Raises ValueError for sizes
+    that differ.
+    """
+
 def kivi_decode_many(
     source: ReadableBuffer,
     head: bytes,

@@ -9,6 +9,7 @@ from collections.abc import Sequence
 
 from bench.experiments.aggregate.run import AGGREGATE
 from bench.experiments.cluster import CLUSTER
+from bench.experiments.compression.run import COMPRESSION
 from bench.experiments.concurrency import CONCURRENCY
 from bench.experiments.device.copies import COPIES
 from bench.experiments.device.recompute import RECOMPUTE
@@ -23,8 +24,8 @@ from bench.experiments.ttft.run import TTFT
 from bench.experiments.upstream import UPSTREAM
 
 EXPERIMENTS = (
-    AGGREGATE, S3, LADDER, CONCURRENCY, SCHEDULER, TIERS, UPSTREAM, CLUSTER, ORCHESTRATOR, TTFT, OVERLAP, RECOMPUTE,
-    COPIES, ENGINE,
+    AGGREGATE, S3, LADDER, CONCURRENCY, SCHEDULER, TIERS, UPSTREAM, CLUSTER, ORCHESTRATOR, COMPRESSION, TTFT, OVERLAP,
+    RECOMPUTE, COPIES, ENGINE,
 )  # fmt: skip
 
 

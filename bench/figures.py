@@ -29,6 +29,7 @@ from bench.core.show import (
 from bench.experiments.aggregate.ratios import GOAL, ratio_of
 from bench.experiments.aggregate.ratios import show as aggregate
 from bench.experiments.cluster import show as cluster
+from bench.experiments.compression.run import show as compression
 from bench.experiments.engine.run import show as engine
 from bench.experiments.ladder.run import show as ladder
 from bench.experiments.orchestrator.run import show as orchestrator
@@ -145,7 +146,7 @@ def _short(name: str | None) -> str:
 
 ROOT = Path(__file__).resolve().parents[1]
 RESULTS = ROOT / "docs" / "results"
-DOCUMENTS = (ROOT / "README.md", ROOT / "docs" / "figures.md")
+DOCUMENTS = (ROOT / "README.md", ROOT / "docs" / "figures.md", ROOT / "docs" / "compression.md")
 
 
 def _of(show: Callable[[Json], Sections], section: str) -> Callable[[Json], str]:
@@ -181,6 +182,14 @@ SECTIONS: Mapping[str, tuple[str, Callable[[Json], str]]] = {
             ("table-7", "table-7"),
             ("targets", "targets"),
         )
+    },
+    **{
+        f"compression-{name}": ("compression", _of(compression, name))
+        for name in ("codecs", "wire", "quality", "choice", "targets")
+    },
+    **{
+        f"orchestrator-{name}": ("orchestrator-live", _of(orchestrator, section))
+        for name, section in (("live", "live"), ("serving", "serving"), ("live-targets", "targets"))
     },
     "theta": ("calibrate", theta),
     "crash": ("crash", crash),

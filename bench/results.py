@@ -62,6 +62,8 @@ RUNS = {
     "orchestrator": Run(
         "-m objectcache.cli bench orchestrator --parts model,cost,simulated --requests 1500", "orchestrator.png"
     ),
+    "orchestrator-live": Run("-m objectcache.cli bench orchestrator --parts live,serving"),
+    "compression": Run("-m objectcache.cli bench compression", "compression.png"),
     "cluster": Run("-m objectcache.cli bench cluster", "cluster.png"),
     "crash": Run("-m tests.faults.crash --rounds 200"),
     "cluster-faults": Run("-m tests.faults.cluster_faults"),

@@ -49,9 +49,14 @@ class LayerForms:
         return sum(run.chunk_count for run in self.runs)
 
     @property
+    def encoded_count(self) -> int:
+        """How many chunks are encoded."""
+        return sum(run.chunk_count for run in self.runs if run.codec != EXACT)
+
+    @property
     def is_exact(self) -> bool:
         """Whether all chunks are exact."""
-        return all(run.codec == EXACT for run in self.runs)
+        return not self.encoded_count
 
     @property
     def layer_bytes(self) -> npt.NDArray[np.int64]:

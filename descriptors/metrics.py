@@ -14,6 +14,9 @@ from enum import Enum
 SECONDS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0)
 """The upper bounds of the buckets of a duration, in seconds."""
 
+ERRORS = (0.0, 0.01, 0.02, 0.05, 0.1, 0.15, 0.2, 0.3, 0.5, 1.0)
+"""The upper bounds of the buckets of a relative error."""
+
 
 class Kind(Enum):
     """The kinds of Prometheus metrics that are used here."""
@@ -104,6 +107,19 @@ DRAM_EXTENTS = _gauge("dram_resident_extents", "Extents in the DRAM tier.")
 DRAM_HITS = _counter("dram_hit_extents_total", "Extents of deliveries that lay in the DRAM tier.")
 DRAM_MISSES = _counter("dram_missed_extents_total", "Extents of deliveries that had to be read from files.")
 DRAM_EVICTED = _counter("dram_evicted_extents_total", "Extents that were evicted for others.")
+DRAM_FORMS = _gauge("dram_form_extents", "Extents in the DRAM tier, by their form.", "codec")
+DRAM_ENCODED = _counter("dram_encoded_bytes_total", "Bytes of exact chunks that were encoded for the DRAM tier.")
+DRAM_ENCODING = _counter("dram_encoding_seconds_total", "Time that this took.")
+DELIVERY_FORMS = _counter(
+    "delivery_form_chunks_total", "Chunks that went to readers that accept codecs, by their form.", "codec"
+)
+DELIVERY_ERROR = Metric(
+    "objectcache_delivery_worst_error_ratio",
+    Kind.HISTOGRAM,
+    "The error of the worst layer of deliveries to readers that accept codecs.",
+    (),
+    ERRORS,
+)
 
 STORE_FREE = _gauge("store_free_bytes", "Free space of the data directory's file system.")
 STORE_USED = _gauge("store_used_bytes", "Space that the files of the data directory take.")
@@ -155,14 +171,14 @@ UCX_STARTS = _counter("ucx_starts_total", "Starts of the ucx process; more than 
 STORAGE = (
     DELIVERIES, DELIVERY_SECONDS, FIRST_LAYER_SECONDS, FIRST_LAYER_PHASE_SECONDS, DELIVERY_PHASE_SECONDS,
     DELIVERY_BYTES, DELIVERIES_ACTIVE, STAGING_USED, STAGING_SIZE, LOOKUPS, LOOKUP_ASKED, LOOKUP_MATCHED, LINK_RATE,
-    LINK_QUEUED, FLOWS_ACTIVE, FLOWS_WAITING, EPOCHS, DRAM_SIZE, DRAM_RESIDENT, DRAM_EXTENTS, DRAM_HITS,
-    DRAM_MISSES, DRAM_EVICTED, STORE_FREE, STORE_USED, STORE_BOUND, STORE_EVICTED, STORE_EVICTED_BYTES,
-    STORE_UNHELD, UPSTREAM_FETCHING, UPSTREAM_LANDED, UPSTREAM_FETCHED, UPSTREAM_STALE, UPSTREAM_FAILED,
-    UPSTREAM_UNREAD, UPSTREAM_DIRTY, UPSTREAM_DIRTY_BYTES, UPSTREAM_DIRTY_AGE, UPSTREAM_REFUSED, REMOTE_JOINED,
-    REMOTE_HITS, REMOTE_MISSES, REMOTE_READ, REMOTE_ADMITTED, REMOTE_FAILED, FORMER_HITS, FORMER_MISSES, FORMER_READ,
-    STORE_OPEN_FILES, STORE_PINNED_FILES, STORE_COMMITS, STORE_CHANGES, STORE_COMPACTED, STORE_NAMED, STORE_STORED,
-    STORE_SHARED, STORE_DAMAGED, AGENTS, AGENT_REGIONS, UCX_IN_FLIGHT, UCX_STARTS,
-    DOWNLINK_ASKED, DOWNLINK_FAILED,
+    LINK_QUEUED, FLOWS_ACTIVE, FLOWS_WAITING, EPOCHS, DRAM_SIZE, DRAM_RESIDENT, DRAM_EXTENTS, DRAM_HITS, DRAM_MISSES,
+    DRAM_EVICTED, DRAM_FORMS, DRAM_ENCODED, DRAM_ENCODING, DELIVERY_FORMS, DELIVERY_ERROR, STORE_FREE, STORE_USED,
+    STORE_BOUND, STORE_EVICTED, STORE_EVICTED_BYTES, STORE_UNHELD, UPSTREAM_FETCHING, UPSTREAM_LANDED, UPSTREAM_FETCHED,
+    UPSTREAM_STALE, UPSTREAM_FAILED, UPSTREAM_UNREAD, UPSTREAM_DIRTY, UPSTREAM_DIRTY_BYTES, UPSTREAM_DIRTY_AGE,
+    UPSTREAM_REFUSED, REMOTE_JOINED, REMOTE_HITS, REMOTE_MISSES, REMOTE_READ, REMOTE_ADMITTED, REMOTE_FAILED,
+    FORMER_HITS, FORMER_MISSES, FORMER_READ, STORE_OPEN_FILES, STORE_PINNED_FILES, STORE_COMMITS, STORE_CHANGES,
+    STORE_COMPACTED, STORE_NAMED, STORE_STORED, STORE_SHARED, STORE_DAMAGED, AGENTS, AGENT_REGIONS, UCX_IN_FLIGHT,
+    UCX_STARTS, DOWNLINK_ASKED, DOWNLINK_FAILED,
 )  # fmt: skip
 """The metrics of the storage server."""
 

@@ -25,7 +25,7 @@ import numpy.typing as npt
 from adapters import native
 from kv_codecs.elements import Bytes, Element, from_floats, to_floats
 from kv_codecs.fp8 import fp8_bytes, fp8_decode, fp8_encode
-from kv_codecs.kivi import kivi_bytes, kivi_encode
+from kv_codecs.kivi import kivi_bytes
 from kv_codecs.layer import KIVI, Codec, LayerShape, group_of
 
 MAGIC = b"KV01"
@@ -154,10 +154,15 @@ def _encoded(flat: Bytes, shape: LayerShape, codec: Codec) -> bytes:
         return flat.tobytes()
     if codec is Codec.LOSSLESS:
         return _planes(flat, shape.element.nbytes)
-    both = to_floats(flat, shape.element).reshape(2, shape.tokens, shape.width)
     if codec is Codec.FP8:
+        both = to_floats(flat, shape.element).reshape(2, shape.tokens, shape.width)
         return fp8_encode(both[0], both[1]).tobytes()
-    return kivi_encode(both[0], both[1], codec.bits).tobytes()
+    payload = bytearray(kivi_bytes(shape, codec.bits))
+    native.kivi_encode(
+        flat.data, shape.tokens, shape.width, group_of(shape.tokens), group_of(shape.width), codec.bits,
+        shape.element.value, payload,
+    )  # fmt: skip
+    return bytes(payload)
 
 
 def _decode(payload: Bytes, head: EncodedHead, out: Bytes) -> None:

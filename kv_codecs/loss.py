@@ -10,7 +10,8 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from kv_codecs.elements import Bytes, Floats, to_floats
+from adapters import native
+from kv_codecs.elements import Bytes
 from kv_codecs.layer import LayerShape
 
 
@@ -29,15 +30,17 @@ class Loss:
 
 def loss(exact: Bytes, decoded: Bytes, shape: LayerShape) -> Loss:
     """Compare S bytes with S bytes."""
-    before, after = (
-        to_floats(each.reshape(-1).view(np.uint8), shape.element).reshape(2, -1) for each in (exact, decoded)
+    before, after = (np.ascontiguousarray(each).reshape(-1).view(np.uint8) for each in (exact, decoded))
+    half = shape.nbytes // 2
+    return Loss(
+        _relative(*native.squares(before[:half].data, after[:half].data, shape.element.value)),
+        _relative(*native.squares(before[half:].data, after[half:].data, shape.element.value)),
     )
-    return Loss(_relative(before[0], after[0]), _relative(before[1], after[1]))
 
 
-def _relative(exact: Floats, decoded: Floats) -> float:
-    difference = float(np.linalg.norm((decoded - exact).astype(np.float64)))
-    size = float(np.linalg.norm(exact.astype(np.float64)))
-    if size > 0:
-        return difference / size
-    return 0.0 if difference == 0 else math.inf
+def _relative(whole: float, lost: float) -> float:
+    if math.isnan(whole) or math.isnan(lost):
+        return math.nan
+    if whole > 0:
+        return math.sqrt(lost / whole) if math.isfinite(whole) else math.nan
+    return 0.0 if lost == 0 else math.inf

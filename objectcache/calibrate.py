@@ -26,10 +26,10 @@ def add_calibrate(
         "calibrate",
         parents=parents,
         help="measure this machine and write the results into the config file",
-        usage="%(prog)s [--link | --model NAME] [options]",
+        usage="%(prog)s [--link | --model NAME | --quality MODEL] [options]",
         description="Run it once on a new machine. By itself: start servers on loopback with the config file's "
         "[storage], fetch payloads of many sizes in both orders, every byte compared, and find the payload from which "
-        "layer-major is the better one (theta_bytes). With --link or --model: measure that instead.",
+        "layer-major is the better one (theta_bytes). With --link, --model or --quality: measure that instead.",
     )
     what = parser.add_mutually_exclusive_group()
     what.add_argument(
@@ -40,6 +40,20 @@ def add_calibrate(
     )
     what.add_argument(
         "--model", metavar="NAME", help="measure a layer of that model: [[compute_profiles]]; needs the extra 'torch'"
+    )
+    what.add_argument(
+        "--quality",
+        metavar="MODEL",
+        help="measure what each codec changes in the answers of a model, a directory or a Hugging Face name, on "
+        "--texts: [compression.codecs]; needs the extra 'torch'",
+    )
+    parser.add_argument(
+        "--texts", type=Path, metavar="FILE", help="for --quality: text of the kind that the model is asked about"
+    )
+    parser.add_argument(
+        "--tiers",
+        action="store_true",
+        help="also write [compression] memory_bytes_per_s and home_bytes_per_s, and how fast codecs are decoded",
     )
     parser.add_argument("--config", type=Path, metavar="FILE", help="TOML, edited in place or made; without: printed")
     parser.add_argument("--data", type=Path, metavar="DIR", help="on the disk to be measured; default: temporary files")
@@ -91,6 +105,10 @@ def run(options: argparse.Namespace) -> int:
         from objectcache.calibrate_link import calibrate_link
 
         return calibrate_link(options, smoke_link_plan(runs) if options.smoke else full_link_plan(runs))
+    if options.quality is not None:
+        from objectcache.calibrate_quality import calibrate_quality
+
+        return calibrate_quality(options)
     if options.model is not None:
         from objectcache.calibrate_model import calibrate_model
 
@@ -117,7 +135,15 @@ def _problem(options: argparse.Namespace) -> str | None:
 
 def _problem_of_what(options: argparse.Namespace) -> str | None:
     """The option that does not fit the measurement; None where all do."""
-    is_theta = not options.link and options.model is None
+    is_theta = not options.link and options.model is None and options.quality is None
+    if options.tiers and not is_theta:
+        return "--tiers goes with theta: not with --link, --model or --quality"
+    if options.quality is not None:
+        from objectcache.calibrate_quality import texts_problem
+
+        if importlib.util.find_spec("transformers") is None:
+            return "--quality needs torch and transformers: pip install 'objectcache[torch]'"
+        return texts_problem(options.texts)
     if not is_theta and (options.states is not None or options.compute_us is not None):
         return "--states and --compute-us are for theta: not with --link or --model"
     if options.model is None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import argparse
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from calibration.chunks import state_of_warm
@@ -13,6 +13,7 @@ from calibration.samples import State
 from calibration.text import origin_entries, six_digits
 from calibration.theta import CalibrationPlan
 from calibration.theta_report import conclude, plot, table
+from objectcache.calibrate_quality import CODECS, codecs_table, decode_rates
 from objectcache.calibrate_run import (
     DONE,
     FAILURES,
@@ -28,7 +29,7 @@ from objectcache.calibrate_run import (
 )
 from objectcache.config import Config
 from objectcache.config_file import check_edit, edit_file
-from objectcache.config_text import table_lines, with_calibration
+from objectcache.config_text import table_lines, with_calibration, with_table, with_values
 
 
 def calibrate_theta(options: argparse.Namespace, plan: CalibrationPlan) -> int:
@@ -48,13 +49,35 @@ def calibrate_theta(options: argparse.Namespace, plan: CalibrationPlan) -> int:
     if options.plot is not None:
         plot(result, options.plot)
     theta_bytes, found = result["theta"]["theta_bytes"], calibration_table(result)
+    tiers = tiers_of(result["costs"]) if options.tiers else {}
+    codecs = codecs_table(config, {}, decode_rates(5)) if options.tiers else {}
     if target is not None:
         edit_file(target, lambda text: with_calibration(text, theta_bytes, found))
         print(f"\n{target}: theta_bytes and [calibration] are written")
+        if options.tiers:
+            edit_file(target, lambda text: with_values(text, "compression", tiers))
+            edit_file(target, lambda text: with_table(text, CODECS, codecs))
+            print(f"{target}: the rates of [compression] are written")
     else:
         storage = [*table_lines(("storage",), {"theta_bytes": theta_bytes}), ""]
-        print_unwritten([*storage, *table_lines(("calibration",), found)])
+        compression = [*table_lines(("compression",), tiers), ""] if options.tiers else []
+        print_unwritten([*storage, *compression, *table_lines(("calibration",), found)])
     return DONE
+
+
+def tiers_of(costs: Sequence[Mapping[str, Any]]) -> dict[str, float]:
+    """The rates of memory and of the home in `[compression]`: of the fastest transport, layer by layer. A state that
+    was not measured is left out.
+    """
+    states = {"memory_bytes_per_s": (State.DRAM, State.TCP), "home_bytes_per_s": (State.COLD,)}
+    found = {}
+    for name, wanted in states.items():
+        rates = [
+            each["layer_major"]["bytes_per_s"] for each in costs if each["state"] in [state.value for state in wanted]
+        ]
+        if rates:
+            found[name] = six_digits(max(rates))
+    return found
 
 
 def calibration_table(result: Mapping[str, Any]) -> dict[str, Any]:

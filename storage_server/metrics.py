@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 from adapters.metrics import Distribution, Reading, Tally
 from adapters.phases import Phases
 from descriptors import metrics
+from descriptors.layer_forms import LayerForms
 from descriptors.messages import SchedulerStatus
 from descriptors.notices import Mode
 from descriptors.tracing import Phase
@@ -37,6 +38,8 @@ class DeliveryMeter:
     duration_s: Distribution = field(default_factory=lambda: Distribution(metrics.SECONDS))
     first_layer_phase_seconds: Tally = field(default_factory=Tally)
     first_layer_s: Distribution = field(default_factory=lambda: Distribution(metrics.SECONDS))
+    form_chunks: Tally = field(default_factory=Tally)
+    worst_error: Distribution = field(default_factory=lambda: Distribution(metrics.ERRORS))
     lookup_count: int = 0
     asked_chunk_count: int = 0
     matched_chunk_count: int = 0
@@ -50,6 +53,12 @@ class DeliveryMeter:
         for phase in _PHASES:
             self.phase_seconds.add(phases.seconds(phase), phase.value)
         self.duration_s.observe(phases.total_s, transport)
+
+    def delivered(self, forms: LayerForms) -> None:
+        """Count the forms of a delivery's chunks, to a reader that accepts codecs."""
+        for run in forms.runs:
+            self.form_chunks.add(run.chunk_count, run.codec)
+        self.worst_error.observe(forms.worst_error)
 
     def first_layer(self, transport: str, phases: Phases) -> None:
         """Count the first layer of a layer-major delivery, which was handed over now."""
@@ -70,6 +79,8 @@ class DeliveryMeter:
         yield metrics.DELIVERY_SECONDS, self.duration_s
         yield metrics.FIRST_LAYER_SECONDS, self.first_layer_s
         yield metrics.FIRST_LAYER_PHASE_SECONDS, self.first_layer_phase_seconds.samples
+        yield metrics.DELIVERY_FORMS, self.form_chunks.samples
+        yield metrics.DELIVERY_ERROR, self.worst_error
         yield metrics.LOOKUPS, _one(self.lookup_count)
         yield metrics.LOOKUP_ASKED, _one(self.asked_chunk_count)
         yield metrics.LOOKUP_MATCHED, _one(self.matched_chunk_count)
@@ -96,6 +107,9 @@ def memory_readings(dram: DramTier, staging: StagingPool) -> Iterator[Reading]:
     yield metrics.DRAM_HITS, _one(dram.hit_count)
     yield metrics.DRAM_MISSES, _one(dram.missed_count)
     yield metrics.DRAM_EVICTED, _one(dram.evicted_count)
+    yield metrics.DRAM_FORMS, {(codec,): float(count) for codec, count in dram.form_counts.items()}
+    yield metrics.DRAM_ENCODED, _one(dram.encoded_bytes)
+    yield metrics.DRAM_ENCODING, _one(dram.encoding_s)
 
 
 def store_readings(store: EmbeddedStore) -> Iterator[Reading]:

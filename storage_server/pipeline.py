@@ -243,6 +243,8 @@ class Pipeline:
             await transfer.start(start)
             await self._send_all(delivery, plan, table, transfer, place, coming)
             transferred_bytes = await transfer.finish()
+            if delivery.forms is not None:
+                self.meter.delivered(delivery.forms)
             return DeliveryOutcome(start, transferred_bytes, delivery_timing(delivery.phases))
         except ChunkUnavailable as missing:
             if missing.code is ErrorCode.CHUNK_CORRUPT:

@@ -27,9 +27,11 @@ import torch
 from transformers import Cache, PreTrainedConfig
 from transformers.cache_utils import DynamicLayer
 
+from descriptors.descriptor import Accept
 from descriptors.layout import ChunkLayout, slice_bytes
 from descriptors.notices import Mode
 from nixl_client.fetch.layer_fetch import Layer
+from nixl_client.lossy import MAX_ERROR, Lossy, accept_of
 
 WAIT_TIMEOUT_S = 60.0
 
@@ -67,6 +69,10 @@ class KvShape:
         """The layout of its chunk objects."""
         per_layer = slice_bytes(self.chunk_tokens, self.kv_heads, self.head_dim, self.dtype.itemsize)
         return ChunkLayout(self.num_layers, self.chunk_tokens, per_layer)
+
+    def accept(self, lossy: Lossy, max_error: float = MAX_ERROR) -> Accept | None:
+        """What to give to `fetch` as `accept`, so that layers may come encoded. Raises ValueError."""
+        return accept_of(lossy, self.dtype, max_error)
 
 
 @dataclass(frozen=True, slots=True)

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from descriptors.descriptor import ELEMENT_BYTES, Accept, Descriptor
-from descriptors.errors import ChunkUnavailable, ErrorCode
+from descriptors.errors import ChunkUnavailable, ErrorCode, ObjectCacheError
 from descriptors.headers import FORMS_HEADER
 from descriptors.layer_forms import EXACT, FormRun, LayerForms, WrongFormsError, parse_forms
 from descriptors.layout import ChunkLayout
@@ -56,6 +56,11 @@ def forms_in(headers: Mapping[str, str]) -> LayerForms | None:
         return None if text is None else parse_forms(text)
     except WrongFormsError as error:
         raise ProtocolViolationError(str(error)) from None
+
+
+def is_too_new(descriptor: Descriptor, error: ObjectCacheError) -> bool:
+    """Whether the server knows no encoded layers: then the descriptor is sent again without them."""
+    return descriptor.accept is not None and error.code is ErrorCode.INVALID_DESCRIPTOR and error.field == "version"
 
 
 def runs_of(forms: LayerForms) -> Sequence[Run]:

@@ -22,7 +22,7 @@ from descriptors.headers import REQUESTS_PATH
 from descriptors.layer_forms import LayerForms
 from descriptors.notices import Mode
 from descriptors.storage_api import Grant
-from nixl_client.fetch.decoding import Packed, checked_forms, forms_in, host_bytes, layer_shape
+from nixl_client.fetch.decoding import Packed, checked_forms, forms_in, host_bytes, is_too_new, layer_shape
 from nixl_client.fetch.delivery_state import granted_rate, payload_shape
 from nixl_client.fetch.layer_fetch import LayerFetch
 from nixl_client.session.signed_http import SignedHttp
@@ -178,8 +178,7 @@ class _Reading:
     def _read_subrequest(self, subrequest: Subrequest) -> None:
         stream: Stream | None = None
         try:
-            body = encode_binary(subrequest.descriptor)
-            stream = self._http.stream("POST", f"/{self._fetch.bucket}", {"layerwise": ""}, body, self._fetch.timeout_s)
+            stream = self._opened(subrequest.descriptor)
             with self._lock:
                 self._streams.append(stream)
                 is_over = self._is_over
@@ -190,6 +189,17 @@ class _Reading:
         finally:
             if stream is not None:
                 stream.close()
+
+    def _opened(self, descriptor: Descriptor) -> Stream:
+        """The answer; to a descriptor for exact chunks where the server knows no others."""
+        body, path = encode_binary(descriptor), f"/{self._fetch.bucket}"
+        try:
+            return self._http.stream("POST", path, {"layerwise": ""}, body, self._fetch.timeout_s)
+        except ObjectCacheError as error:
+            if not is_too_new(descriptor, error):
+                raise
+        body = encode_binary(descriptor.exact)
+        return self._http.stream("POST", path, {"layerwise": ""}, body, self._fetch.timeout_s)
 
     def _read(self, subrequest: Subrequest, stream: Stream) -> None:
         began_s = time.monotonic()

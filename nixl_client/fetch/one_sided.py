@@ -12,7 +12,7 @@ from dataclasses import replace
 from descriptors.descriptor_codec import encode_binary
 from descriptors.errors import ErrorCode, ObjectCacheError, ServerError
 from descriptors.headers import RDMA_BYTES_HEADER, REQUESTS_PATH, WRITERS_HEADER
-from nixl_client.fetch.decoding import forms_in
+from nixl_client.fetch.decoding import forms_in, is_too_new
 from nixl_client.fetch.delivery_state import payload_shape
 from nixl_client.fetch.layer_fetch import LayerFetch
 from nixl_client.session.agent import GONE, ClientAgent
@@ -112,12 +112,15 @@ class OneSidedFetches:
 
     def _post(self, fetch: LayerFetch) -> Answer:
         """Where the server has forgotten our agent (it restarted, or we were suspended), register anew and ask again:
-        such a refusal comes before anything is planned.
+        such a refusal comes before anything is planned. So does that of a server that knows no encoded layers.
         """
         try:
             return self._post_once(fetch)
         except ObjectCacheError as error:
             target = fetch.descriptor.rdma_target
+            if is_too_new(fetch.descriptor, error):
+                fetch.descriptor = fetch.descriptor.exact
+                return self._post(fetch)
             if error.code not in GONE or target is None:
                 raise
             self.agent.mark_gone(target.agent_id)

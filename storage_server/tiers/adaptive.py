@@ -54,9 +54,12 @@ class AdaptiveTier(DramTier):
         """The forms of chunks that have been written to these offsets, and are not noted yet."""
 
     @property
-    def codec_counts(self) -> dict[str, int]:
-        """How many chunks lie in memory in each form."""
-        return self._residency.form_counts
+    def encoded_bytes(self) -> int:
+        return self.recoder.encoded_bytes
+
+    @property
+    def encoding_s(self) -> float:
+        return self.recoder.busy_s
 
     @property
     def decided_bytes(self) -> int:

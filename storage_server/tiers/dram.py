@@ -98,6 +98,21 @@ class DramTier:
         """How many extents were evicted for others."""
         return self._residency.evicted_count
 
+    @property
+    def form_counts(self) -> dict[str, int]:
+        """How many extents lie in memory in each form."""
+        return self._residency.form_counts
+
+    @property
+    def encoded_bytes(self) -> int:
+        """Bytes of exact chunks that have been encoded."""
+        return 0
+
+    @property
+    def encoding_s(self) -> float:
+        """The time that this has taken."""
+        return 0.0
+
     @asynccontextmanager
     async def lent(self, extents: Sequence[Extent], reading: Reading | None = None) -> AsyncIterator[Lent]:
         """Lend the extents of a prefix, from the first on, until the block ends: exact ones, and encoded ones that

@@ -26,8 +26,6 @@ class Recoder:
     def __init__(self, cpu_fraction: float = CPU_FRACTION) -> None:
         self._cpu_fraction = cpu_fraction
         self.threads = ThreadPoolExecutor(1, "recode")
-        self.encoded_count = 0
-        """Chunks that have been encoded."""
         self.encoded_bytes = 0
         """Exact bytes that have been encoded."""
         self.busy_s = 0.0
@@ -47,7 +45,6 @@ class Recoder:
             errors += [lost.keys, lost.values]
         took_s = time.monotonic() - began_s
         self.busy_s += took_s
-        self.encoded_count += 1
         self.encoded_bytes += exact.nbytes
         time.sleep(took_s * (1 / self._cpu_fraction - 1))
         return Encoded(codec, shape, reading.num_layers, max(errors), sum(errors) / len(errors)), b"".join(parts)

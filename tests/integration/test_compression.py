@@ -87,9 +87,9 @@ def warm(local: LocalStack, keys: list[str], codec: str = Codec.KIVI4.value, tim
         buffer = np.zeros(LAYOUT.delivery_bytes(len(keys)), dtype=np.uint8)
         for _ in range(times):
             client.fetch(keys, LAYOUT, buffer, accept=Accept((codec,), "bfloat16")).wait(30)
-            if eventually(lambda: tier(local).codec_counts == {codec: len(keys)}, 1):
+            if eventually(lambda: tier(local).form_counts == {codec: len(keys)}, 1):
                 return
-    raise AssertionError(tier(local).codec_counts)
+    raise AssertionError(tier(local).form_counts)
 
 
 def fetched(

@@ -10,6 +10,7 @@ from typing import Any
 
 import numpy as np
 
+from descriptors.descriptor import Accept
 from descriptors.layout import ChunkLayout
 from descriptors.notices import Mode
 from descriptors.recompute import Advice, AdviceRequest, advise
@@ -50,6 +51,7 @@ class PlayedFetch:
         self._failing_layer = failing_layer
         self.is_settled = settles
         self.request_id = "played"
+        self.forms = None
         self.grant = Grant()
 
     def cancel(self) -> None:
@@ -85,6 +87,7 @@ class PlayedStore:
         self.failure: Exception | None = None
         self.failing_layer = 0
         self.fetched: list[int] = []
+        self.accepted: list[Accept | None] = []
         self.stated_us: list[tuple[int, ...]] = []
         self.asked_with: list[AdviceRequest] = []
         self.rate_bytes_per_s = 0.0
@@ -121,6 +124,7 @@ class PlayedStore:
 
     def fetch(self, keys: Sequence[str], layout: ChunkLayout, buffer: Any, **options: Any) -> PlayedFetch:
         self.fetched.append(len(keys))
+        self.accepted.append(options["accept"])
         self.stated_us.append(tuple(options["layer_compute_us"]))
         count = self.lookup(keys)
         rows = [np.frombuffer(self.chunks[key], np.uint8) for key in keys[:count]]

@@ -28,6 +28,7 @@ from nixl_client.connectors.vllm.retired import Retired
 from nixl_client.connectors.vllm.staging import Staging
 from nixl_client.connectors.vllm.steps import LoadJob, Report
 from nixl_client.fetch.layer_fetch import Layer, LayerFetch
+from nixl_client.lossy import accept_of
 
 RETIRED_MAX = 4
 _log = logging.getLogger(__name__)
@@ -55,6 +56,7 @@ class Loads:
         self._dtype = dtype
         self._counters = counters
         self._options = options
+        self._accept = accept_of(options.lossy, dtype, options.max_error)
         self._staging: Staging | None = None
         self._used = 0
         self._active: list[ActiveLoad] = []
@@ -181,6 +183,7 @@ class Loads:
             delivery=self._options.delivery,
             on_missing=OnMissing.PREFIX,
             layer_compute_us=self._layer_compute_us,
+            accept=self._accept,
         )
 
     def _take_layer(self, load: ActiveLoad) -> None:
@@ -306,6 +309,9 @@ class Loads:
         if not load.fetch.grant.rate_bytes_per_s and not load.is_retried:
             self.load_fit.observe(nbytes, load.ready_at_s - load.began_s, time.monotonic())
         self._counters.add(loads=1, loaded_chunks=load.chunk_count, loaded_bytes=nbytes, loaded_tokens=tokens)
+        if (forms := load.fetch.forms) is not None:
+            encoded = forms.encoded_count
+            self._counters.add(lossy_chunks=encoded, lossy_error=forms.mean_error * forms.chunk_count)
 
     def _lose(self, job: LoadJob, first_block: int, why: object, end_block: int | None = None) -> None:
         lost = job.chunk_range.blocks[first_block:end_block]

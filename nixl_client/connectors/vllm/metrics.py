@@ -27,6 +27,8 @@ COUNTERS = {
     "load_wait_s": "Seconds attention waited for layers",
     "load_copy_s": "Seconds spent copying layers into blocks",
     "load_failures": "Loads, or parts of loads, that failed",
+    "lossy_chunks": "Chunks loaded that had come encoded with a loss",
+    "lossy_error": "The errors of loaded chunks, summed",
     "late_loads": "Loads that were given up, or cut short, for being late",
     "lost_tokens": "Tokens to be recomputed since they were not loaded",
     "stored_chunks": "Chunks written",

@@ -7,6 +7,7 @@ from dataclasses import dataclass, replace
 from enum import Enum
 
 from descriptors.descriptor import CHUNK_TOKENS_MAX, Delivery
+from nixl_client.lossy import MAX_ERROR, Lossy
 from nixl_client.options import dataclass_arguments, require_downlink
 from nixl_client.transports.transport import HTTP_CONNECTIONS_MAX, Transport
 
@@ -62,6 +63,12 @@ class Options:
     """For so long chunks that a lookup matched are kept from eviction."""
     load: LoadPolicy = LoadPolicy.ADVISED
     """Load the prefix that is sooner there than computed, at the rate the server offers; or all that is stored."""
+    lossy: Lossy = Lossy.OFF
+    """Whether chunks may come encoded with a loss: never, with an error of at most `max_error`, or as the server finds
+    best for all its readers (docs/compression.md).
+    """
+    max_error: float = MAX_ERROR
+    """The relative error of keys or values that a chunk's worst layer may have where `lossy` is bounded."""
     min_load_tokens: int = 0
     """Fewer tokens than these are recomputed, not loaded."""
     store: bool = True
@@ -87,6 +94,10 @@ class Options:
                 raise ValueError(f"{name} must be from 0 to 3600")
         if not 1 <= self.http_connections <= HTTP_CONNECTIONS_MAX:
             raise ValueError(f"http_connections must be from 1 to {HTTP_CONNECTIONS_MAX}")
+        if self.lossy is not Lossy.OFF and self.staging is StagingMemory.DEVICE:
+            raise ValueError("lossy: encoded layers are decoded in host memory, not with staging on the device")
+        if not 0 <= self.max_error <= 10:
+            raise ValueError("max_error must be from 0 to 10")
         require_downlink(self.downlink_bytes_per_s)
         if self.staging_bytes < 0 or self.store_queue_chunks < 1 or self.min_load_tokens < 0:
             raise ValueError("store_queue_chunks must be at least 1, staging_bytes and min_load_tokens at least 0")
@@ -99,4 +110,5 @@ class Options:
     def of(cls, extra: Mapping[str, object]) -> Options:
         """Options from the engine's JSON. Raises ValueError for unknown names and for values that cannot be."""
         enums = {"transport": Transport, "delivery": Delivery, "staging": StagingMemory, "load": LoadPolicy}
+        enums["lossy"] = Lossy
         return cls(**{"endpoint": "", "bucket": "", **dataclass_arguments(cls, extra, enums)})

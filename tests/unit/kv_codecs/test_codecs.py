@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from adapters import native
 from kv_codecs.elements import Element, from_floats, to_floats
-from kv_codecs.encoding import HEAD, WrongLayerError, decode, encode, encoded_bytes_max, read_head
+from kv_codecs.encoding import HEAD, WrongLayerError, decode, decode_many, encode, encoded_bytes_max, read_head
 from kv_codecs.fp8 import ALL
 from kv_codecs.kivi import kivi_decode, kivi_encode
 from kv_codecs.layer import KIVI, Codec, LayerShape, group_of
@@ -102,6 +102,68 @@ def test_c_and_numpy_decode_to_the_same_bits(
     for at, half in enumerate(kivi_decode(payload, shape, codec.bits)):
         from_floats(half, element, wanted[at * shape.nbytes // 2 : (at + 1) * shape.nbytes // 2])
     assert np.array_equal(out, wanted)
+
+
+@given(
+    st.integers(1, 70), st.integers(1, 70), st.sampled_from(KIVI), st.sampled_from(Element), st.integers(0, 1 << 30),
+    st.floats(1e-6, 1e6), st.sampled_from([0.0, 1.0, np.nan, np.inf, -np.inf]),
+)  # fmt: skip
+def test_c_and_numpy_encode_to_the_same_bytes(
+    tokens: int, width: int, codec: Codec, element: Element, seed: int, size: float, odd: float
+) -> None:
+    """Also elements that are no numbers, or too large for float16."""
+    shape = LayerShape(tokens, width, element)
+    numbers = np.random.default_rng(seed)
+    values = numbers.normal(0, size, (2, tokens, width)).astype(np.float32)
+    values[numbers.random(values.shape) < 0.05] = odd
+    layer = np.empty(shape.nbytes, dtype=np.uint8)
+    from_floats(values, element, layer)
+    keys, vals = to_floats(layer, element).reshape(2, tokens, width)
+    with np.errstate(all="ignore"):
+        wanted = kivi_encode(keys, vals, codec.bits).tobytes()
+    assert encode(layer, shape, codec)[HEAD.size :] == wanted
+
+
+@pytest.mark.parametrize("codec", [Codec.KIVI4, Codec.KIVI3, Codec.FP8])
+@pytest.mark.parametrize("is_in_place", [False, True])
+def test_many_layers_are_decoded_in_one_call(codec: Codec, is_in_place: bool) -> None:
+    """As one by one; a damaged one is named, and it and those behind it are not written."""
+    shape, count = LayerShape(16, 48, Element.BFLOAT16), 5
+    layers = [layer_of(shape, seed) for seed in range(count)]
+    encoded = [encode(layer, shape, codec) for layer in layers]
+    wanted = [decoded(data, shape) for data in encoded]
+    out = np.full(count * shape.nbytes, 0xEE, dtype=np.uint8)
+    starts = np.arange(count) * shape.nbytes
+    source, places = np.frombuffer(b"".join(encoded), dtype=np.uint8), np.arange(count) * len(encoded[0])
+    if is_in_place:
+        for start, data in zip(starts, encoded, strict=True):
+            out[start : start + len(data)] = np.frombuffer(data, dtype=np.uint8)
+        source, places = out, starts
+    rows = np.stack([places, starts], axis=1)
+    if not is_in_place:
+        damaged = source.copy()
+        damaged[3 * len(encoded[0]) + 60] ^= 2
+        assert decode_many(damaged, rows, codec, shape, out) == 3
+        assert (out[starts[3] :] == 0xEE).all()
+    assert decode_many(source, rows, codec, shape, out, is_in_place=is_in_place) == -1
+    assert np.array_equal(out.reshape(count, -1), np.stack(wanted))
+
+
+def test_a_layer_of_another_codec_counts_as_damaged_among_many() -> None:
+    shape = LayerShape(16, 48, Element.BFLOAT16)
+    data = np.frombuffer(encode(layer_of(shape), shape, Codec.KIVI8), dtype=np.uint8)
+    out = np.zeros(shape.nbytes, dtype=np.uint8)
+    for codec in (Codec.KIVI4, Codec.FP8):
+        assert decode_many(data, np.zeros((1, 2), dtype=np.int64), codec, shape, out) == 0
+    assert not out.any()
+
+
+@pytest.mark.parametrize("place", [(-1, 0), (0, -1), (1 << 40, 0), (0, 1 << 40), (1, 0), (0, 1)])
+def test_places_outside_of_their_memory_are_refused(place: tuple[int, int]) -> None:
+    shape = LayerShape(16, 48, Element.BFLOAT16)
+    data = np.frombuffer(encode(layer_of(shape), shape, Codec.KIVI4), dtype=np.uint8)
+    with pytest.raises(ValueError, match="outside"):
+        decode_many(data, np.array([place]), Codec.KIVI4, shape, np.zeros(shape.nbytes, dtype=np.uint8))
 
 
 @given(st.integers(1, 40), st.integers(1, 40), st.sampled_from(KIVI), st.integers(0, 1 << 30), st.floats(1e-3, 1e3))

@@ -1,0 +1,329 @@
+"""`bench compression`: the command, and sections and chart of its result."""
+
+from __future__ import annotations
+
+import tempfile
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from enum import Enum
+from pathlib import Path
+from typing import Any
+
+from bench.core import options
+from bench.core.experiment import Experiment, WrongUse, published
+from bench.core.plots import Chart, Kind, draw
+from bench.core.rounds import Side, Target
+from bench.core.show import Json, Section, table, targets
+from bench.experiments.compression.choice import (
+    EXACT,
+    KEY_DIFF,
+    STREAMING,
+    Codecs,
+    Machine,
+    decision_us,
+    greedy_over_bound,
+    requests,
+    run,
+    ways,
+)
+from bench.experiments.compression.sizes import SIZES, WEIGHTS
+from bench.experiments.compression.tasks import Task
+from calibration.samples import progress_bar, spread
+from storage_server.compression.forms import TIER_CODECS
+
+REMARKS = (
+    "Codecs: on one core, rates are of exact bytes; KV of the trained model, its heads side by side until a token has "
+    "1,024 elements. Encoding of ours is numpy; FP8 and lossless are numpy and zlib both ways.",
+    "Quality: Llamas that were trained from scratch on these tasks, contexts of 512 tokens in chunks of 64, KV in "
+    "bfloat16. Answers are the most likely token at each place given the right ones before it. Two models of about a "
+    "million parameters say little about a large one: measure your own (docs/compression.md).",
+    "Choice: simulated. DRAM, disk and processor each serve one request after the other; contexts of 1 GiB, DRAM "
+    "20 GB/s, disk 1 GB/s, 3 s to compute a context again; DRAM : disk : all contexts as 100 : 400 : 1,000. Encoding "
+    "and moving cost nothing there, since they are done behind. Policies know the qualities of one half of the "
+    "samples, and are scored by the other half.",
+    "Dropping half of the tokens is a form for readers that attend to fewer tokens; vLLM is not one.",
+)
+
+
+class Part(Enum):
+    """The parts of the run."""
+
+    CODECS = "codecs"
+    WIRE = "wire"
+    QUALITY = "quality"
+    FIGURE_2 = "figure_2"
+
+
+@dataclass(frozen=True, slots=True)
+class CompressionBenchSettings:
+    """The sizes of the run."""
+
+    parts: tuple[Part, ...] = options.choice("--parts", Part, tuple(Part), tuple(Part))
+    models: tuple[str, ...] = options.sized(tuple(SIZES), ("smaller",))
+    chunks: int = options.sized(64, 8)
+    links_gbps: tuple[float, ...] = options.sized((1.0, 2.5, 5.0, 10.0), (1.0,))
+    contexts: int = options.count("--contexts", 64, 4, text="contexts of each task")
+    context_tokens: int = options.sized(512, 128)
+    questions: int = options.sized(32, 8)
+    entries: int = options.count("--entries", 300, 30, text="contexts that are asked for")
+    request_count: int = options.count("--requests", 6000, 200, text="requests of each case")
+    kept_entries: int = options.sized(100_000, 2_000)
+    decisions: int = options.sized(20_000, 500)
+    rates: tuple[float, ...] = options.sized((0.2, 0.5, 0.8), (0.5,))
+    alphas_s: tuple[float, ...] = options.sized((0.5, 2.0, 8.0), (2.0,))
+    runs: int = options.runs(5)
+    seed: int = options.seed()
+    folder: Path | None = options.folder()
+
+
+SKEW = 0.9
+HALF_LIFE_REQUESTS = 1500
+"""A use counts half after so many requests."""
+TASKS = tuple(task.value for task in Task)
+
+
+def measure_compression(settings: CompressionBenchSettings, origin: Mapping[str, Any]) -> Json:
+    """The parts that are asked for. Raises WrongUse, FAILURES."""
+    parts, problem = settings.parts, None
+    for name in settings.models:
+        if not (WEIGHTS / f"{name}.safetensors").exists():
+            raise WrongUse(f"{name} is not trained: python -m bench.experiments.compression.train {name}")
+    from bench.experiments.compression.codecs import kv_of, wire
+    from bench.experiments.compression.codecs import table as codec_table
+    from bench.experiments.compression.quality import measured
+
+    found: dict[str, Any] = {}
+    try:
+        data = kv_of(settings.models[0], settings.chunks, settings.seed)
+        if Part.CODECS in parts:
+            found["codecs"] = codec_table(data, settings.runs)
+        if Part.WIRE in parts:
+            with tempfile.TemporaryDirectory(prefix="objectcache-wire-", dir=settings.folder) as name:
+                found["wire"] = wire(data, settings.links_gbps, settings.runs, Path(name))
+    except AssertionError as error:
+        problem = str(error) or "decoded bytes are not what they should be"
+    if {Part.QUALITY, Part.FIGURE_2} & set(parts):
+        total = len(settings.models) * len(Task) * (len(TIER_CODECS) + 3)
+        with progress_bar(total, "quality") as advance:
+            found["quality"] = measured(
+                settings.models, settings.contexts, settings.context_tokens, settings.questions, settings.seed, advance
+            )
+    if Part.FIGURE_2 in parts:
+        found["figure_2"] = _figure_2(settings, found["quality"])
+        found["decision_us"] = spread(decision_us(settings.kept_entries, settings.decisions, settings.seed))
+        found["greedy_over_bound"] = spread([greedy_over_bound(seed, 400) for seed in range(settings.runs)])
+    return published(
+        "compression", origin, settings, problem, remarks=list(REMARKS),
+        targets=[target.json("case", "side", "reason") for target in _targets(found)], **found,
+    )  # fmt: skip
+
+
+def _codecs(rows: Sequence[Mapping[str, Any]], model: str, machine: Machine) -> Codecs:
+    """Sizes, times and qualities of each form, as measured on a model. A form's quality is its accuracy over that on
+    exact KV, at most 1.
+    """
+    mine = [row for row in rows if row["model"] == model]
+    nbytes = {row["form"]: round(row["bytes"] * machine.context_bytes) for row in mine}
+    exact = {row["task"]: row["halves"] for row in mine if row["form"] == EXACT}
+    halves: list[dict[str, dict[str, float]]] = [{}, {}]
+    for row in mine:
+        for at, half in enumerate(halves):
+            quality = row["halves"][at] / max(1e-9, exact[row["task"]][at])
+            half.setdefault(row["task"], {})[row["form"]] = min(1.0, quality)
+    decode_s = {form: 0.0 if form in (EXACT, STREAMING, KEY_DIFF) else DECODE_S for form in nbytes}
+    return Codecs(nbytes, decode_s, halves[0], halves[1])
+
+
+DECODE_S = 0.01
+"""Only a layer's decoding is not hidden behind the loading of the next: a fraction of a context's."""
+
+
+def _figure_2(settings: CompressionBenchSettings, rows: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
+    machine = Machine()
+    found = []
+    cases = [*((task,) for task in TASKS), TASKS]
+    with progress_bar(len(settings.rates) * len(settings.alphas_s) * len(cases), "figure 2") as advance:
+        for model in settings.models[:1]:
+            codecs = _codecs(rows, model, machine)
+            for rate in settings.rates:
+                for alpha_s in settings.alphas_s:
+                    for case in cases:
+                        found.append(_case(settings, model, codecs, machine, rate, alpha_s, case))
+                        advance(1)
+    return found
+
+
+def _case(
+    settings: CompressionBenchSettings, model: str, codecs: Codecs, machine: Machine, rate: float, alpha_s: float,
+    case: Sequence[str],
+) -> dict[str, Any]:  # fmt: skip
+    classes = [case[number % len(case)] for number in range(settings.entries)]
+    asked = requests(settings.entries, settings.request_count, rate, SKEW, settings.seed)
+    warm = settings.request_count // 3
+    outcomes = {
+        name: run(cache, asked, classes, codecs, machine, alpha_s, warm)
+        for name, cache in ways(classes, codecs, machine, alpha_s, HALF_LIFE_REQUESTS / rate, SKEW)
+    }
+    whole = {name: asdict(each["all"]) for name, each in outcomes.items()}
+    fixed = {name: each["utility_s"] for name, each in whole.items() if name not in ("ours", "oracle")}
+    best = max(fixed, key=fixed.__getitem__)
+    gain = {name: whole[name]["utility_s"] - fixed[best] for name in ("ours", "oracle")}
+    scale = abs(alpha_s - fixed[best])
+    return {
+        "model": model, "rate_per_s": rate, "alpha_s": alpha_s, "case": "mixed" if len(case) > 1 else case[0],
+        "ways": whole, "best_fixed": best, "gain_s": gain["ours"], "oracle_gain_s": gain["oracle"],
+        "of_oracle": gain["ours"] / gain["oracle"] if gain["oracle"] > 0.02 * scale else None,
+        "worse_than_fixed": max(0.0, -gain["ours"]) / scale if scale else 0.0,
+        "ttft_over": whole[best]["ttft_s"] / whole["ours"]["ttft_s"],
+        "by_task": {
+            name: {key: outcomes[key][name].utility_s for key in ("ours", "oracle", best)}
+            for name in outcomes["ours"] if name != "all"
+        },
+    }  # fmt: skip
+
+
+def _targets(found: Mapping[str, Any]) -> Iterator[Target]:
+    for row in found.get("codecs", ()):
+        if row["codec"] == "kivi4-1":
+            yield Target("decoding 4 bits on one core, bytes/s", 4e9, row["decode_bytes_per_s"])
+    for row in found.get("wire", ()):
+        case = f"link of {row['link_gbps']:g} Gbps"
+        side = Side.MORE_THAN if row["link_gbps"] < 10 else Side.AT_LEAST
+        limit = 1.0 if row["link_gbps"] < 10 else 0.0
+        if limit:
+            yield Target(
+                "exact over encoded, time to the last layer", limit, row["exact_over_encoded"], side, case=case
+            )
+    if "decision_us" in found:
+        yield Target("a decision among 100,000 entries, µs", 50, found["decision_us"], Side.AT_MOST)
+    if "greedy_over_bound" in found:
+        yield Target("the optimizer's utility over the bound of any placement", 0.99, found["greedy_over_bound"])
+    if "figure_2" in found:
+        told = [row for row in found["figure_2"] if row["of_oracle"] is not None]
+        for case in sorted({row["case"] for row in found["figure_2"]}):
+            mine = [row["of_oracle"] for row in told if row["case"] == case]
+            reason = None if mine else "the oracle gains less than 2 % over the best fixed choice"
+            yield Target(
+                "of the oracle's gain over the best fixed choice", 0.8, spread(mine) if mine else None, case=case,
+                reason=reason,
+            )  # fmt: skip
+        worst = max(row["worse_than_fixed"] for row in found["figure_2"])
+        yield Target("worse than the best fixed choice, at most anywhere", 0.02, worst, Side.AT_MOST)
+
+
+def show(result: Json) -> dict[str, Section]:
+    """A section for each part."""
+    sections: dict[str, Section] = {}
+    if "codecs" in result:
+        sections["codecs"] = (
+            table(
+                result["codecs"],
+                "codec = codec | ratio = ratio:.2 | error of keys = error_keys:.4 | of values = error_values:.4",
+                "encode GB/s = encode_bytes_per_s:GB/s | decode GB/s = decode_bytes_per_s:GB/s",
+            ),
+        )
+    if "wire" in result:
+        sections["wire"] = (
+            table(
+                result["wire"],
+                "Gbps = link_gbps | first layer ms, exact = first_layer_s.exact:ms",
+                "encoded = first_layer_s.encoded:ms | last layer ms, exact = last_layer_s.exact:ms",
+                "encoded = last_layer_s.encoded:ms | exact over encoded = exact_over_encoded:.2",
+            ),
+        )
+    if "quality" in result:
+        sections["quality"] = (_quality_table(result["quality"]), _measures_table(result["quality"]))
+    if "figure_2" in result:
+        sections["choice"] = _choice_section(result["figure_2"])
+    sections["targets"] = (targets(result["targets"]), *result["remarks"])
+    return sections
+
+
+def _quality_table(rows: Sequence[Mapping[str, Any]]) -> Any:
+    found = []
+    for model in dict.fromkeys(row["model"] for row in rows):
+        for form in dict.fromkeys(row["form"] for row in rows):
+            mine = {row["task"]: row for row in rows if (row["model"], row["form"]) == (model, form)}
+            first = next(iter(mine.values()))
+            found.append(
+                {
+                    "model": model,
+                    "form": form,
+                    "bytes": first["bytes"],
+                    **{name: row["score"] for name, row in mine.items()},
+                }
+            )
+    columns = " | ".join(f"{name} = {name}:.3" for name in TASKS)
+    return table(found, f"model = model | form = form | bytes = bytes:.3 | {columns}")
+
+
+def _measures_table(rows: Sequence[Mapping[str, Any]]) -> Any:
+    found = []
+    for model in dict.fromkeys(row["model"] for row in rows):
+        for form in dict.fromkeys(row["form"] for row in rows if row["form"] != EXACT):
+            mine = [row for row in rows if (row["model"], row["form"]) == (model, form)]
+            deep = next(row for row in mine if row["task"] == Task.PASSKEY.value)
+            found.append(
+                {
+                    "model": model, "form": form, "error": max(row["worst_error"] for row in mine),
+                    "perplexity": sum(row["perplexity"] / row["perplexity_exact"] for row in mine) / len(mine),
+                    "kl": sum(row["kl"] for row in mine) / len(mine),
+                    "agreement": sum(row["agreement"] for row in mine) / len(mine),
+                    "depth": " ".join("-" if each is None else f"{each:.2f}" for each in deep["by_depth"]),
+                }
+            )  # fmt: skip
+    return table(
+        found, "model = model | form = form | worst error = error:.3 | perplexity over exact = perplexity:.3",
+        "KL = kl:.4 | top-1 agreement = agreement:.4 | passkey by quarter of the context = depth",
+    )  # fmt: skip
+
+
+def _choice_section(rows: Sequence[Mapping[str, Any]]) -> Section:
+    found = [
+        {
+            "case": row["case"], "rate": row["rate_per_s"], "alpha": row["alpha_s"], "best": row["best_fixed"],
+            **{
+                f"{name}_{key}": row["ways"][way][measure]
+                for name, way in (("fixed", row["best_fixed"]), ("ours", "ours"), ("oracle", "oracle"))
+                for key, measure in (("ttft", "ttft_s"), ("quality", "quality"), ("hits", "dram_hit_rate"))
+            },
+            "of_oracle": row["of_oracle"],
+        }
+        for row in rows
+    ]  # fmt: skip
+    return (
+        table(
+            found, "content = case | requests/s = rate | alpha s = alpha | best fixed = best",
+            "TTFT s = fixed_ttft:.2 | quality = fixed_quality:.3 | DRAM hits = fixed_hits:.2",
+            "ours: TTFT = ours_ttft:.2 | quality = ours_quality:.3 | DRAM hits = ours_hits:.2",
+            "oracle: TTFT = oracle_ttft:.2 | quality = oracle_quality:.3 | part of its gain = of_oracle:.2",
+        ),
+    )  # fmt: skip
+
+
+CHART = Chart(Kind.BARS, "case", "ttft_s", "TTFT, s", "way", across_title="what quality is worth")
+
+
+def plot(result: Json, path: Path) -> None:
+    """TTFT of the best fixed choice, of ours and of the oracle, on mixed contexts."""
+    rows = [
+        {
+            "way": name, "case": f"{row['alpha_s']:g} s, {row['rate_per_s']:g}/s",
+            "ttft_s": spread([row["ways"][way]["ttft_s"]]),
+        }
+        for row in result.get("figure_2", ()) if row["case"] == "mixed"
+        for name, way in (("best fixed", row["best_fixed"]), ("ours", "ours"), ("oracle", "oracle"))
+    ]  # fmt: skip
+    draw(CHART, rows, "compression: TTFT on mixed contexts", path)
+
+
+COMPRESSION = Experiment(
+    name="compression",
+    help="codecs, encoded layers on the wire, what they cost in quality, and the choice among them",
+    description="Measure codecs and encoded layers, what each codec costs in quality on trained models, and the choice "
+    "of codec and tier for each context.",
+    settings=CompressionBenchSettings,
+    measure=measure_compression,
+    show=show,
+    plot=plot,
+)

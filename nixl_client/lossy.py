@@ -1,0 +1,35 @@
+"""How much loss a reader takes: none, codecs with a bound of the error, or whatever the server finds of use."""
+
+from __future__ import annotations
+
+from enum import Enum
+
+from descriptors.descriptor import ELEMENT_BYTES, Accept
+from kv_codecs.layer import Codec
+
+BOUNDED = (Codec.KIVI8.value, Codec.FP8.value, Codec.KIVI4.value)
+ADAPTIVE = (*BOUNDED, Codec.KIVI3.value, Codec.KIVI2.value)
+MAX_ERROR = 0.12
+"""KIVI's 4 bits err by about 0.05 to 0.1 (docs/compression.md), 3 and 2 bits by more."""
+
+
+class Lossy(Enum):
+    """The readers' choice. Without a loss is the default."""
+
+    OFF = "off"
+    BOUNDED = "bounded"
+    ADAPTIVE = "adaptive"
+
+
+def accept_of(lossy: Lossy, dtype: object, max_error: float = MAX_ERROR) -> Accept | None:
+    """What a descriptor accepts, for KV whose elements have this dtype of torch or numpy; None for exact chunks only.
+    `max_error` counts with BOUNDED. Raises ValueError for elements that no codec takes.
+    """
+    if lossy is Lossy.OFF:
+        return None
+    element = str(dtype).removeprefix("torch.")
+    if element not in ELEMENT_BYTES:
+        raise ValueError(f"lossy: {element} cannot be encoded: only {', '.join(ELEMENT_BYTES)}")
+    if lossy is Lossy.BOUNDED:
+        return Accept(BOUNDED, element, max_error)
+    return Accept(ADAPTIVE, element)
