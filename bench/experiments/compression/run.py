@@ -110,6 +110,13 @@ def measure_compression(settings: CompressionBenchSettings, origin: Mapping[str,
             )
     if Part.FIGURE_2 in parts:
         found["figure_2"] = _figure_2(settings, found["quality"])
+        found["hit_rates"] = [
+            {
+                "rate_per_s": row["rate_per_s"], "alpha_s": row["alpha_s"], "case": row["case"],
+                **{name: way["dram_hit_rate"] for name, way in row["ways"].items()},
+            }
+            for row in found["figure_2"] if row["case"] == "mixed"
+        ]  # fmt: skip
         found["decision_us"] = spread(decision_us(settings.kept_entries, settings.decisions, settings.seed))
         found["greedy_over_bound"] = spread([greedy_over_bound(seed, 400) for seed in range(settings.runs)])
     return published(

@@ -1,0 +1,115 @@
+"""`bench compression`: its tasks, its simulation, and a small run of all of it."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from bench.cli import run as run_bench
+from bench.experiments.compression.choice import (
+    EXACT,
+    Asked,
+    Codecs,
+    FixedLru,
+    Machine,
+    decision_us,
+    greedy_over_bound,
+    requests,
+    run,
+    ways,
+)
+from bench.experiments.compression.quality import rouge_l
+from bench.experiments.compression.tasks import ASK, IGNORED, VOCABULARY, Task, sample
+
+CODECS = Codecs(
+    {EXACT: 100, "four": 30}, {EXACT: 0.0, "four": 0.01},
+    {"a": {EXACT: 1.0, "four": 1.0}, "b": {EXACT: 1.0, "four": 0.2}},
+    {"a": {EXACT: 1.0, "four": 1.0}, "b": {EXACT: 1.0, "four": 0.2}},
+)  # fmt: skip
+MACHINE = Machine(100, 2000.0, 100.0, 3.0)
+
+
+@pytest.mark.parametrize("task", list(Task))
+def test_every_answer_is_in_the_context_and_is_asked_for_once(task: Task) -> None:
+    """The labels of a question are the answer's tokens, in order, and stand somewhere in the context."""
+    made = sample(task, 256, 16, np.random.default_rng(3))
+    assert made.context.shape == (256,)
+    assert 0 <= made.context.min() <= made.context.max() < VOCABULARY
+    assert len(made.questions) == len(made.labels)
+    assert (made.questions == ASK).sum() == len(made.depths)
+    assert all(0 <= depth < 1 for depth in made.depths)
+    asked = made.labels[made.labels != IGNORED]
+    assert len(asked)
+    assert set(asked.tolist()) <= set(made.context.tolist())
+    prompts = [tuple(each) for each in np.split(made.questions, np.flatnonzero(made.questions == ASK)[1:])]
+    assert len(set(prompts)) == len(prompts)
+    again = sample(task, 256, 16, np.random.default_rng(3))
+    assert np.array_equal(again.context, made.context)
+
+
+def test_labels_stand_one_token_before_what_they_name() -> None:
+    """A model predicts the token behind the one that it sees."""
+    made = sample(Task.CODE, 128, 16, np.random.default_rng(1))
+    places = np.flatnonzero(made.labels != IGNORED)
+    inside = places[places + 1 < len(made.questions)]
+    assert np.array_equal(made.questions[inside + 1], made.labels[inside])
+
+
+@pytest.mark.parametrize(
+    ("found", "wanted", "score"), [([1, 2, 3], [1, 2, 3], 1.0), ([1], [2], 0.0), ([1, 3], [1, 2, 3], 0.8)]
+)
+def test_rouge_is_the_f1_of_the_common_subsequence(found: list[int], wanted: list[int], score: float) -> None:
+    assert rouge_l(found, wanted) == pytest.approx(score)
+
+
+def test_times_add_up_from_tiers_and_queues() -> None:
+    """Two requests at once for a context that must be computed: the second waits for the first."""
+    cache = FixedLru(100, EXACT, [100, 100])
+    asked = [Asked(0.0, 0), Asked(0.0, 1), Asked(10.0, 1), Asked(20.0, 0)]
+    found = run(cache, asked, ["a", "a"], CODECS, MACHINE, alpha_s=1.0, warm=0)["all"]
+    assert found.ttft_s == pytest.approx((3.0 + 6.0 + 100 / 2000 + 100 / 100) / 4)
+    assert found.computed_rate == 0.5
+    assert found.dram_hit_rate == 0.25
+
+
+def test_the_policies_keep_what_they_have_room_for() -> None:
+    """LRU keeps the last ones; with a smaller codec there are more of them."""
+    for codec, nbytes, kept in ((EXACT, 100, 3), ("four", 30, 10)):
+        cache = FixedLru(nbytes, codec, [300, 0])
+        for context in range(12):
+            cache.find(Asked(0.0, context))
+        hits = [cache.find(Asked(1.0, context))[0] for context in range(11, 11 - kept, -1)]
+        assert hits == [0] * kept
+
+
+def test_ours_keeps_exact_what_suffers_and_encodes_the_rest() -> None:
+    classes = ["a" if number % 2 else "b" for number in range(60)]
+    asked = requests(60, 3000, 0.5, 0.9, 1)
+    outcomes = {
+        name: run(cache, asked, classes, CODECS, MACHINE, 5.0, 1000)
+        for name, cache in ways(classes, CODECS, MACHINE, 5.0, 3000.0, 0.9)
+    }
+    ours, oracle = outcomes["ours"]["all"], outcomes["oracle"]["all"]
+    fixed = max(each["all"].utility_s for name, each in outcomes.items() if name not in ("ours", "oracle"))
+    assert fixed < ours.utility_s <= oracle.utility_s * 1.02
+    assert outcomes["ours"]["b"].quality > 0.9
+
+
+def test_the_optimizer_is_near_the_bound_and_quick() -> None:
+    assert greedy_over_bound(1, 200) > 0.97
+    assert len(decision_us(500, 200, 1)) == 10
+
+
+def test_a_small_run_has_every_part(tmp_path: Path) -> None:
+    file, chart = tmp_path / "out.json", tmp_path / "out.png"
+    assert run_bench(["compression", "--smoke", "--json", str(file), "--plot", str(chart)]) == 0
+    result = json.loads(file.read_text())
+    assert result["problem"] is None
+    assert {row["codec"] for row in result["codecs"]} >= {"kivi4-1", "fp8-1", "lossless-1"}
+    assert {row["form"] for row in result["quality"]} >= {"exact", "kivi4-1", "streaming-50%", "keydiff-50%"}
+    assert all(row["bytes"]["encoded"] < row["bytes"]["exact"] / 2 for row in result["wire"])
+    assert {row["case"] for row in result["figure_2"]} >= {"mixed", "recall"}
+    assert chart.stat().st_size > 1000
