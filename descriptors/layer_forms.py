@@ -68,7 +68,7 @@ class LayerForms:
 def forms_text(forms: LayerForms) -> str:
     """The text of a header or a notice; it is ASCII."""
     runs = [f"{run.codec};{run.chunk_count};{run.layer_bytes}" for run in forms.runs]
-    return ",".join([*runs, f"{_ERROR};{forms.worst_error:.6g};{forms.mean_error:.6g}"])
+    return ",".join([*runs, f"{_ERROR};{forms.worst_error!r};{forms.mean_error!r}"])
 
 
 def parse_forms(text: str) -> LayerForms:

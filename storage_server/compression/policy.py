@@ -19,6 +19,8 @@ from storage_server.compression.utility import Entry, Form, Tier
 
 GHOST_COUNT_MAX = 1 << 17
 """Chunks that are not in memory, and whose uses are remembered."""
+ENCODABLE_BYTES_MAX = 256 << 20
+"""Larger chunks stay exact, since a chunk is encoded as a whole."""
 EXPONENT_MAX = 400.0
 """Counts are scaled down when they have grown by this power of two."""
 Key = tuple[str, int]
@@ -81,6 +83,7 @@ class UtilityPolicy:
         self._held: dict[Key, Codec] = {}
         """The form of each chunk as the last decision has it."""
         self._errors: dict[Codec, float] = {}
+        self._exact_only: OrderedDict[Key, None] = OrderedDict()
 
     @property
     def used_bytes(self) -> int:
@@ -95,7 +98,8 @@ class UtilityPolicy:
         forms = self._made_forms(reading)
         touched: dict[Key, None] = {}
         for key, nbytes in zip(keys, sizes_bytes, strict=True):
-            takes_codecs = reading is not None and nbytes == reading.exact_bytes
+            is_encodable = nbytes <= ENCODABLE_BYTES_MAX and key not in self._exact_only
+            takes_codecs = reading is not None and nbytes == reading.exact_bytes and is_encodable
             mine = forms if takes_codecs else (Form(Codec.EXACT.value, self._taken(nbytes)),)
             touched[key] = None
             moves = self._used(key, mine, inflation)
@@ -106,6 +110,12 @@ class UtilityPolicy:
         """Note the error of a chunk that was encoded: it says which codecs a reader with a bound may get."""
         known = self._errors.get(codec, worst_error)
         self._errors[codec] = known + (worst_error - known) / 8
+
+    def note_unencodable(self, key: Key) -> None:
+        """Note that a chunk has no finite error in any codec: its elements are no numbers, or too large."""
+        self._exact_only[key] = None
+        if len(self._exact_only) > GHOST_COUNT_MAX:
+            self._exact_only.popitem(last=False)
 
     def remove(self, keys: Iterable[Key]) -> None:
         """Note that these chunks are not in memory, whatever was decided."""

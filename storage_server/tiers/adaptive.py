@@ -107,9 +107,13 @@ class AdaptiveTier(DramTier):
         exact = self._view[offset : offset + reading.exact_bytes]
         self._residency.hold(key)
         try:
-            encoded, data = await loop.run_in_executor(self.recoder.threads, self.recoder.encode, exact, reading, codec)
+            made = await loop.run_in_executor(self.recoder.threads, self.recoder.encode, exact, reading, codec)
         finally:
             self._residency.let_go(key)
+        if made is None:
+            self._utility.note_unencodable(key)
+            return False
+        encoded, data = made
         self._utility.note_error(codec, encoded.worst_error)
         for _ in range(RECODE_ATTEMPTS):
             if self._residency.exact_offset(key) != offset:
@@ -177,7 +181,11 @@ class AdaptiveTier(DramTier):
         except (CorruptExtentError, OSError) as error:
             _log.warning("a chunk was not taken into memory: %s", error)
             return False
-        encoded, data = self.recoder.encode(exact, reading, codec)
+        made = self.recoder.encode(exact, reading, codec)
+        if made is None:
+            self._utility.note_unencodable(key_of(extent))
+            return False
+        encoded, data = made
         self._view[offset : offset + len(data)] = data
         self._made[offset] = encoded
         return True

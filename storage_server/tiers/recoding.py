@@ -6,6 +6,7 @@ so that each encoded chunk carries its measured error.
 
 from __future__ import annotations
 
+import math
 import time
 from concurrent.futures import ThreadPoolExecutor
 
@@ -30,8 +31,10 @@ class Recoder:
         """Exact bytes that have been encoded."""
         self.busy_s = 0.0
 
-    def encode(self, exact: memoryview, reading: Reading, codec: Codec) -> tuple[Encoded, bytes]:
-        """Encode a chunk of L*S bytes. Runs in the thread."""
+    def encode(self, exact: memoryview, reading: Reading, codec: Codec) -> tuple[Encoded, bytes] | None:
+        """Encode a chunk of L*S bytes. Runs in the thread. None for elements that no error can be told of: they are no
+        numbers, or too large.
+        """
         began_s = time.monotonic()
         shape = reading.shape
         layers = np.frombuffer(exact, dtype=np.uint8).reshape(reading.num_layers, shape.nbytes)
@@ -47,6 +50,8 @@ class Recoder:
         self.busy_s += took_s
         self.encoded_bytes += exact.nbytes
         time.sleep(took_s * (1 / self._cpu_fraction - 1))
+        if not all(map(math.isfinite, errors)):
+            return None
         return Encoded(codec, shape, reading.num_layers, max(errors), sum(errors) / len(errors)), b"".join(parts)
 
     def close(self) -> None:

@@ -243,3 +243,17 @@ def test_deliveries_while_chunks_change_their_form(local: LocalStack) -> None:
     assert len(seen) == 3
     dram = tier(local)
     assert eventually(lambda: dram.decided_bytes == dram.resident_bytes <= dram.nbytes)
+
+
+def test_chunks_that_are_no_numbers_stay_exact(local: LocalStack, transport: str) -> None:
+    """No error can be told of them, so they are never encoded; they are served as they are."""
+    keys, chunks = kv_chunks(COUNT, seed=11)
+    chunks.view(np.uint16)[:, 5] = 0x7FC0  # NaN as bfloat16
+    with local.client("chunks", transport) as client:
+        client.put_chunks(keys, list(chunks))
+        for _ in range(4):
+            found, forms, _ = fetched(client, keys, ACCEPT)
+            assert np.array_equal(found, chunks)
+            assert forms is None or forms.is_exact
+            eventually(lambda: tier(local).resident_count > 0, 0.5)
+        assert set(tier(local).form_counts) <= {EXACT}

@@ -37,7 +37,7 @@ STAGES = (
 )
 """Context tokens, the accuracy that ends the stage, and its tasks."""
 TOKENS_OF_A_STEP = 16_384
-QUESTIONS = 16
+QUESTIONS = 32
 STEPS_MAX = 6_000
 TEXT_WEIGHT = 0.25
 SEED = 7

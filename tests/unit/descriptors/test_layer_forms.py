@@ -26,7 +26,7 @@ ACCEPTS = st.builds(
 
 @given(RUNS, st.floats(0, 2), st.floats(0, 2))
 def test_forms_survive_their_text_and_a_notice(runs: list[FormRun], worst: float, mean: float) -> None:
-    forms = LayerForms(tuple(runs), float(f"{worst:.6g}"), float(f"{mean:.6g}"))
+    forms = LayerForms(tuple(runs), worst, mean)
     assert parse_forms(forms_text(forms)) == forms
     notice = Forms("r" * 16, forms)
     assert decode_notice(encode_notice(notice)) == notice

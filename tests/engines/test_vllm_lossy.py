@@ -1,0 +1,54 @@
+"""A real engine that takes encoded chunks, beside one that does not, over one store that keeps them encoded."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from tests.engines.conftest import Engines, Reference
+from tests.engines.prompts import unrelated
+from tests.engines.store import running_store
+
+pytestmark = [pytest.mark.timeout(600), pytest.mark.engines_full]
+PROMPT = unrelated(41, 1, 640)
+CONFIG = """
+[compression]
+policy = "adaptive"
+alpha_s = 0
+memory_bytes_per_s = 1e8
+home_bytes_per_s = 5e7
+"""
+"""Quality counts for nothing here, so that everything is encoded that somebody takes so."""
+ATTEMPTS = 20
+
+
+def test_an_engine_that_accepts_loss_gets_encoded_chunks_and_another_gets_exact_ones(
+    engines: Engines, reference: Reference, tmp_path: Path
+) -> None:
+    """The exact engine's tokens are those of the reference before, and after, chunks lie encoded in memory."""
+    tokens = reference.tokens(PROMPT)
+    with running_store(tmp_path / "store", config=CONFIG) as store:
+        with engines.cached(store.connector()) as engine:
+            assert engine.generate(PROMPT).tokens == tokens
+            engine.stop()
+        with engines.cached(store.connector(lossy="adaptive", load="all", transport="shm")) as engine:
+            encoded = 0.0
+            for _ in range(ATTEMPTS):
+                engine.forget()
+                outcome = engine.generate(PROMPT)
+                assert outcome.lost_blocks == 0
+                assert outcome.count("loaded_chunks") > 0
+                encoded = outcome.count("lossy_chunks")
+                if encoded:
+                    assert 0 < outcome.counters["lossy_error"] < encoded
+                    break
+            assert encoded
+            engine.stop()
+        with engines.cached(store.connector(load="all")) as engine:
+            engine.forget()
+            outcome = engine.generate(PROMPT)
+            assert outcome.tokens == tokens
+            assert outcome.count("loaded_chunks") > 0
+            assert outcome.count("lossy_chunks") == 0
+            engine.stop()
