@@ -97,7 +97,8 @@ def _measured(options: argparse.Namespace) -> list[dict[str, Any]]:
 
     from calibration.quality import text_quality
 
-    model = AutoModelForCausalLM.from_pretrained(options.quality, dtype=torch.float32).eval()
+    model = AutoModelForCausalLM.from_pretrained(options.quality, dtype=torch.float32)
+    model.train(False)
     model.to(options.device)
     tokenizer = AutoTokenizer.from_pretrained(options.quality)
     tokens = SMOKE_TOKENS if options.smoke else CONTEXT_TOKENS + QUESTION_TOKENS

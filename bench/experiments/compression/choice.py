@@ -182,11 +182,11 @@ def run(
         if not mine:
             continue
         ttft = np.array([row[1] for row in mine])
-        quality = np.array([row[2] for row in mine])
+        qualities = np.array([row[2] for row in mine])
         places = np.array([row[3] for row in mine])
         found[name] = Outcome(
-            float(ttft.mean()), float(np.percentile(ttft, 90)), float(quality.mean()), float((places == 0).mean()),
-            float((places == 2).mean()), float((alpha_s * quality - ttft).mean()),
+            float(ttft.mean()), float(np.percentile(ttft, 90)), float(qualities.mean()), float((places == 0).mean()),
+            float((places == 2).mean()), float((alpha_s * qualities - ttft).mean()),
         )  # fmt: skip
     return found
 

@@ -19,6 +19,7 @@ import torch
 from bench.beds.ours import Servers
 from bench.beds.processes import BaselineError
 from bench.core.rounds import paired, sampled
+from bench.experiments.compression.sizes import SIZES
 from bench.experiments.compression.tasks import Task, sample
 from bench.experiments.compression.train import load_model
 from bench.figures import ROOT
@@ -46,11 +47,12 @@ def kv_of(model: str, chunks: int, seed: int) -> Bytes:
     """
     random = np.random.default_rng(seed)
     states = []
-    tokens = 512
+    tokens = 256
     per_context = tokens // SHAPE.tokens
     need = -(-chunks // per_context)
     loaded = load_model(model)
-    width = loaded.config.num_key_value_heads * loaded.config.head_dim * loaded.config.num_hidden_layers
+    size = SIZES[model]
+    width = size.kv_heads * size.head_dim * size.layers
     copies = -(-SHAPE.width // width)
     for number in range(need * copies):
         context = torch.from_numpy(sample(list(Task)[number % len(Task)], tokens, 1, random).context)[None]

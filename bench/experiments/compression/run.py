@@ -26,17 +26,17 @@ from bench.experiments.compression.choice import (
     run,
     ways,
 )
-from bench.experiments.compression.sizes import SIZES, WEIGHTS
+from bench.experiments.compression.sizes import WEIGHTS
 from bench.experiments.compression.tasks import Task
 from calibration.samples import progress_bar, spread
 from storage_server.compression.forms import TIER_CODECS
 
 REMARKS = (
     "Codecs: on one core, rates are of exact bytes; KV of the trained model, its heads side by side until a token has "
-    "1,024 elements. Encoding of ours is numpy; FP8 and lossless are numpy and zlib both ways.",
-    "Quality: Llamas that were trained from scratch on these tasks, contexts of 512 tokens in chunks of 64, KV in "
-    "bfloat16. Answers are the most likely token at each place given the right ones before it. Two models of about a "
-    "million parameters say little about a large one: measure your own (docs/compression.md).",
+    "1,024 elements. KIVI is C both ways; FP8 and lossless are numpy and zlib.",
+    "Quality: a Llama of 0.4 million parameters, trained from scratch on these tasks; contexts of 256 tokens in chunks "
+    "of 64, KV in bfloat16. Answers are the most likely token at each place given the right ones before it. So "
+    "small a model says little about a large one: measure your own (docs/compression.md).",
     "Choice: simulated. DRAM, disk and processor each serve one request after the other; contexts of 1 GiB, DRAM "
     "20 GB/s, disk 1 GB/s, 3 s to compute a context again; DRAM : disk : all contexts as 100 : 400 : 1,000. Encoding "
     "and moving cost nothing there, since they are done behind. Policies know the qualities of one half of the "
@@ -59,11 +59,11 @@ class CompressionBenchSettings:
     """The sizes of the run."""
 
     parts: tuple[Part, ...] = options.choice("--parts", Part, tuple(Part), tuple(Part))
-    models: tuple[str, ...] = options.sized(tuple(SIZES), ("smaller",))
+    models: tuple[str, ...] = options.sized(("smaller",))
     chunks: int = options.sized(64, 8)
     links_gbps: tuple[float, ...] = options.sized((1.0, 2.5, 5.0, 10.0), (1.0,))
     contexts: int = options.count("--contexts", 64, 4, text="contexts of each task")
-    context_tokens: int = options.sized(512, 128)
+    context_tokens: int = options.sized(256, 128)
     questions: int = options.sized(32, 8)
     entries: int = options.count("--entries", 300, 30, text="contexts that are asked for")
     request_count: int = options.count("--requests", 6000, 200, text="requests of each case")

@@ -92,9 +92,9 @@ class Watched:
         self._watch(monkeypatch, reader, "_kept", lambda pins, files, found, _: len(found))
         self._watch(monkeypatch, extents.PinSet, "release", lambda pins: pins.count)
         self._watch(monkeypatch, resolved.ResolvedKeys, "find", lambda _, bucket, keys: len(keys))
-        self._watch(monkeypatch, residency.Residency, "pin", lambda _, found: len(found))
+        self._watch(monkeypatch, residency.Residency, "pin", lambda _, found, *reading: len(found))
         self._watch(monkeypatch, residency.Residency, "unpin", lambda _, found, offsets: len(found))
-        self._watch(monkeypatch, residency.Residency, "admit", lambda _, found, known: len(found))
+        self._watch(monkeypatch, residency.Residency, "admit", lambda _, found, *known: len(found))
 
     def _watch(self, monkeypatch: pytest.MonkeyPatch, place: Any, name: str, count: Callable[..., int]) -> None:
         watched = getattr(place, name)
