@@ -1,5 +1,5 @@
-"""What a codec does to a model's answers: the KV of a context is encoded and decoded, and the answers behind it are
-compared with those on the exact KV. Needs torch and transformers.
+"""The change that a codec makes in a model's answers: the KV of a context is encoded and decoded, and the answers
+behind it are compared with those on the exact KV. Needs torch and transformers.
 
 The exact KV is that of the model in the KV's element type. Answers are the most likely token at each place, given the
 right tokens before it.

@@ -22,8 +22,8 @@ class Lossy(Enum):
 
 
 def accept_of(lossy: Lossy, dtype: object, max_error: float = MAX_ERROR) -> Accept | None:
-    """What a descriptor accepts, for KV whose elements have this dtype of torch or numpy; None for exact chunks only.
-    `max_error` counts with BOUNDED. Raises ValueError for elements that no codec takes.
+    """The value for `accept` of a descriptor, for KV whose elements have this dtype of torch or numpy; None for exact
+    chunks only. `max_error` counts with BOUNDED. Raises ValueError for elements that no codec takes.
     """
     if lossy is Lossy.OFF:
         return None

@@ -129,7 +129,7 @@ def _row(codec: Codec, answers: Any, made: Any) -> dict[str, Any]:
 
 
 def texts_problem(texts: Path | None) -> str | None:
-    """What is wrong with the option; None where nothing is."""
+    """The problem of the option; None where there is none."""
     if texts is None:
         return "--quality needs --texts FILE: text of the kind that the model is asked about"
     return None if texts.is_file() else f"{texts}: no such file"

@@ -71,7 +71,7 @@ class KvShape:
         return ChunkLayout(self.num_layers, self.chunk_tokens, per_layer)
 
     def accept(self, lossy: Lossy, max_error: float = MAX_ERROR) -> Accept | None:
-        """What to give to `fetch` as `accept`, so that layers may come encoded. Raises ValueError."""
+        """The value for `accept` of `fetch`, so that layers may come encoded. Raises ValueError."""
         return accept_of(lossy, self.dtype, max_error)
 
 

@@ -28,7 +28,7 @@ MAY_IMPORT = {
     "storage_server": {"descriptors", "adapters", "kv_codecs"},
     "nixl_client": {"descriptors", "adapters", "kv_codecs"},
     "orchestrator": {"descriptors", "adapters", "nixl_client"},
-    "calibration": {"descriptors", "adapters", "nixl_client", "storage_server"},
+    "calibration": {"descriptors", "adapters", "nixl_client", "storage_server", "kv_codecs"},
     "objectcache": PRODUCT - {"nixl_client"},
 }
 STAGES = {
@@ -50,7 +50,9 @@ STAGES = {
         "store_lookups", "metadata", "registry", "writing", "response_cache", "gate", "router", "dispatch", "meter",
         "service", "app", "process",
     ),
-    "nixl_client": ("options", "transports", "session", "fetch", "objects", "client", "device_tier", "connectors"),
+    "nixl_client": (
+        "options", "lossy", "transports", "session", "fetch", "objects", "client", "device_tier", "connectors",
+    ),
 }  # fmt: skip
 """The rooms of a package, front to back: none imports a later one."""
 PURE_FOLDERS = (

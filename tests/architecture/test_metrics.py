@@ -14,7 +14,7 @@ _ROW = re.compile(r"\| `(objectcache_\w+)` \| (\w+) \| (.*?) \| (.*) \|")
 UNITS = (
     "seconds", "bytes", "requests", "errors", "chunks", "extents", "journals", "stores", "files", "objects", "flows",
     "epochs", "agents", "regions", "transfers", "starts", "commits", "changes", "bytes_per_second", "tokens", "blocks",
-    "engines", "failovers", "mismatches", "gaps", "portions",
+    "engines", "failovers", "mismatches", "gaps", "portions", "ratio",
 )  # fmt: skip
 
 
@@ -42,7 +42,7 @@ def test_no_label_holds_what_a_client_chooses() -> None:
     """A client could make series without end, and read what others do."""
     labels = {label for metric in EVERY for label in metric.labels}
     own = {"path", "reason", "source", "state", "engine"}  # an engine's name is an operator's choice
-    assert labels == {"operation", "status", "code", "phase", "transport", "mode", "outcome", *own}
+    assert labels == {"operation", "status", "code", "codec", "phase", "transport", "mode", "outcome", *own}
 
 
 def test_no_metric_is_there_twice() -> None:
