@@ -185,7 +185,8 @@ def wire(data: Bytes, links_gbps: Sequence[float], runs: int, folder: Path | Non
         bytes_per_s = gbps * 1e9 / 8
         config = (
             f"[storage]\ndram_bytes = {4 * chunks.nbytes}\n[scheduler]\nlink_bytes_per_s = {bytes_per_s:.0f}\n"
-            f"[compression]\npolicy = 'adaptive'\nalpha_s = 0\nmemory_bytes_per_s = {bytes_per_s:.0f}\nhome_bytes_per_s = {bytes_per_s / 2:.0f}\n"
+            f"[compression]\npolicy = 'adaptive'\nalpha_s = 0\nmemory_bytes_per_s = {bytes_per_s:.0f}\n"
+            f"home_bytes_per_s = {bytes_per_s / 2:.0f}\n"
         )
         with ExitStack() as stack:
             server = Servers(stack, folder, "compression").serve(config)

@@ -316,7 +316,7 @@ def plot(result: Json, path: Path) -> None:
     rows = [
         {
             "way": name, "case": f"{row['alpha_s']:g} s, {row['rate_per_s']:g}/s",
-            "ttft_s": spread([row["ways"][way]["ttft_s"]]),
+            "ttft_s": row["ways"][way]["ttft_s"],
         }
         for row in result.get("figure_2", ()) if row["case"] == "mixed"
         for name, way in (("best fixed", row["best_fixed"]), ("ours", "ours"), ("oracle", "oracle"))
