@@ -18,6 +18,7 @@ from kv_codecs.encoding import decode, encode
 from kv_codecs.layer import Codec, LayerShape
 from objectcache.calibrate_run import DONE, config_of, failure, print_unwritten, target_of, write_json
 from objectcache.config import Config
+from objectcache.config_compression import DEFAULT_CODECS
 from objectcache.config_file import check_edit, edit_file
 from objectcache.config_text import table_lines, with_table
 from storage_server.compression.forms import TIER_CODECS
@@ -33,7 +34,7 @@ def calibrate_quality(options: argparse.Namespace) -> int:
     config = config_of(options)
     target = target_of(options)
     if target is not None:  # before the minutes of measuring
-        check_edit(target, lambda text: with_table(text, CODECS, {}))
+        check_edit(target, lambda text: with_table(text, CODECS, {"kivi4-1": {"quality": 1.0}}))
     try:
         rows = _measured(options)
     except (OSError, ValueError, RuntimeError) as error:
@@ -59,12 +60,14 @@ def calibrate_quality(options: argparse.Namespace) -> int:
 def codecs_table(
     config: Config, qualities: Mapping[str, float], rates: Mapping[str, float]
 ) -> dict[str, dict[str, float]]:
-    """The tables under `[compression.codecs]`: what was measured, and what the file had for the rest."""
-    before = {name: each.model_dump() for name, each in config.compression.codecs.items()}
+    """The tables under `[compression.codecs]`: what was measured; else what the file had, or the defaults."""
+    before = {name: each.quality for name, each in config.compression.codecs.items()}
+    if not before and not qualities:
+        before = {codec.value: figures.quality for codec, figures in DEFAULT_CODECS.items()}
     names = [codec.value for codec in TIER_CODECS if codec.value in qualities or codec.value in before]
     return {
         name: {
-            "quality": six_digits(qualities.get(name, before.get(name, {}).get("quality", 1.0))),
+            "quality": six_digits(qualities.get(name, before.get(name, 1.0))),
             "decoded_bytes_per_s": six_digits(rates[name]),
         }
         for name in names

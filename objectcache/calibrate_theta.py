@@ -60,7 +60,7 @@ def calibrate_theta(options: argparse.Namespace, plan: CalibrationPlan) -> int:
             print(f"{target}: the rates of [compression] are written")
     else:
         storage = [*table_lines(("storage",), {"theta_bytes": theta_bytes}), ""]
-        compression = [*table_lines(("compression",), tiers), ""] if options.tiers else []
+        compression = [*table_lines(("compression",), {**tiers, "codecs": codecs}), ""] if options.tiers else []
         print_unwritten([*storage, *compression, *table_lines(("calibration",), found)])
     return DONE
 

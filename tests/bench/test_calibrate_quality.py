@@ -1,0 +1,62 @@
+"""`objectcache calibrate --quality` and `--tiers`: what they write, and what they refuse."""
+
+from __future__ import annotations
+
+import tomllib
+from pathlib import Path
+
+import pytest
+
+from bench.beds.vllm_servers import make_model
+from objectcache.calibrate_quality import codecs_table, cut
+from objectcache.calibrate_theta import tiers_of
+from objectcache.cli import run
+from objectcache.config import load_config
+from tests.support.tree import repository
+
+RATES = {"kivi8-1": 4e9, "fp8-1": 6e8, "kivi4-1": 5e9, "kivi3-1": 1.5e9, "kivi2-1": 3e9}
+
+
+def test_a_models_codecs_are_written_and_can_be_read_again(tmp_path: Path) -> None:
+    """The file keeps what else is in it, and a server takes it."""
+    make_model(tmp_path / "model", hidden_size=128, layers=2)
+    file = tmp_path / "objectcache.toml"
+    file.write_text('[compression]\npolicy = "adaptive" # ours\nalpha_s = 2.5\n')
+    texts = repository() / "docs" / "compression.md"
+    asked = ["calibrate", "--quality", str(tmp_path / "model"), "--texts", str(texts), "--config", str(file)]
+    assert run([*asked, "--smoke", "--json", str(tmp_path / "out.json")]) == 0
+    assert "codecs" not in file.read_text(), "--smoke writes nothing"
+    found = codecs_table(load_config(file), {"kivi4-1": 0.75}, RATES)
+    assert found == {"kivi4-1": {"quality": 0.75, "decoded_bytes_per_s": 5e9}}
+    assert tomllib.loads(file.read_text())["compression"]["alpha_s"] == 2.5
+
+
+def test_without_a_measurement_the_qualities_of_before_stay() -> None:
+    """`--tiers` measures speeds only."""
+    found = codecs_table(load_config(None), {}, RATES)
+    assert set(found) == {"kivi8-1", "fp8-1", "kivi4-1"}
+    assert found["fp8-1"]["decoded_bytes_per_s"] == 6e8
+
+
+def test_the_rates_of_tiers_are_those_of_the_fastest_transport() -> None:
+    def costs(state: str, rate: float) -> dict[str, object]:
+        return {"state": state, "layer_major": {"bytes_per_s": rate}}
+
+    assert tiers_of([costs("dram", 2e9), costs("dram", 8e9), costs("cold", 1e9)]) == {
+        "memory_bytes_per_s": 8e9, "home_bytes_per_s": 1e9,
+    }  # fmt: skip
+    assert tiers_of([costs("page_cache", 1e9)]) == {}
+
+
+def test_texts_are_spread_and_too_short_ones_refused() -> None:
+    assert [list(each) for each in cut(list(range(10)), 2, 3)] == [[0, 1], [4, 5], [8, 9]]
+    with pytest.raises(ValueError, match="are needed"):
+        cut([1], 2, 3)
+
+
+@pytest.mark.parametrize(
+    "options",
+    [["--quality", "x"], ["--quality", "x", "--texts", "/not/there"], ["--tiers", "--link"]],
+)
+def test_what_does_not_go_together_is_refused(options: list[str]) -> None:
+    assert run(["calibrate", *options]) == 2
