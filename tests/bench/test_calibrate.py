@@ -296,6 +296,7 @@ def options(**changes: object) -> argparse.Namespace:
         "json": None,
         "plot": None,
         "dry_run": False,
+        "tiers": False,
         "smoke": False,
     }
     return argparse.Namespace(**{**fields, **changes})
