@@ -1031,6 +1031,22 @@ static const uint8_t *decode_half(const uint8_t *payload, size_t tokens, size_t 
     return packed + packed_size(tokens * width, bits);
 }
 
+/* Whether such a layer can be, and then the bytes of its payload and of its keys. */
+static int kivi_sizes(Py_ssize_t tokens, Py_ssize_t width, Py_ssize_t key_step, Py_ssize_t value_span, int bits, int element,
+                      size_t *payload_bytes, size_t *half_bytes)
+{
+    if ((bits != 8 && bits != 4 && bits != 3 && bits != 2) || element < 1 || element > 3)
+        return 0;
+    if (tokens < 1 || tokens > ROW_MAX || width < 1 || width > ROW_MAX || key_step < 1 || value_span < 1 ||
+        tokens % key_step || width % value_span)
+        return 0;
+    size_t half = (size_t)tokens * width, key_groups = (size_t)(tokens / key_step) * width;
+    size_t value_groups = (size_t)tokens * (width / value_span);
+    *payload_bytes = 4 * (key_groups + value_groups) + 2 * packed_size(half, bits);
+    *half_bytes = half * (element == ELEMENT_FLOAT32 ? 4 : 2);
+    return 1;
+}
+
 static PyObject *kivi_decode(PyObject *self, PyObject *args)
 {
     Py_buffer payload, out;
@@ -1039,14 +1055,8 @@ static PyObject *kivi_decode(PyObject *self, PyObject *args)
     if (!PyArg_ParseTuple(args, "y*nnnniiw*", &payload, &tokens, &width, &key_step, &value_span, &bits, &element, &out))
         return NULL;
     PyObject *result = NULL;
-    int is_known = (bits == 8 || bits == 4 || bits == 3 || bits == 2) && element >= 1 && element <= 3;
-    int is_shape = tokens >= 1 && tokens <= ROW_MAX && width >= 1 && width <= ROW_MAX && key_step >= 1 &&
-                   value_span >= 1 && tokens % key_step == 0 && width % value_span == 0;
-    if (is_known && is_shape) {
-        size_t half = (size_t)tokens * width, key_groups = (size_t)(tokens / key_step) * width;
-        size_t value_groups = (size_t)tokens * (width / value_span);
-        size_t wanted = 4 * (key_groups + value_groups) + 2 * packed_size(half, bits);
-        size_t half_bytes = half * (element == ELEMENT_FLOAT32 ? 4 : 2);
+    size_t wanted, half_bytes;
+    if (kivi_sizes(tokens, width, key_step, value_span, bits, element, &wanted, &half_bytes)) {
         if ((size_t)payload.len == wanted && (size_t)out.len == 2 * half_bytes) {
             float *memory = malloc((3 * sizeof(float) + 1) * (size_t)width);
             if (memory) {
@@ -1216,17 +1226,11 @@ static PyObject *kivi_encode(PyObject *self, PyObject *args)
     if (!PyArg_ParseTuple(args, "y*nnnniiw*", &layer, &tokens, &width, &key_step, &value_span, &bits, &element, &out))
         return NULL;
     PyObject *result = NULL;
-    int is_known = (bits == 8 || bits == 4 || bits == 3 || bits == 2) && element >= 1 && element <= 3;
-    int is_shape = tokens >= 1 && tokens <= ROW_MAX && width >= 1 && width <= ROW_MAX && key_step >= 1 &&
-                   value_span >= 1 && tokens % key_step == 0 && width % value_span == 0;
-    if (is_known && is_shape) {
-        size_t half = (size_t)tokens * width, key_groups = (size_t)(tokens / key_step) * width;
-        size_t value_groups = (size_t)tokens * (width / value_span);
-        size_t wanted = 4 * (key_groups + value_groups) + 2 * packed_size(half, bits);
-        size_t half_bytes = half * (element == ELEMENT_FLOAT32 ? 4 : 2);
+    size_t wanted, half_bytes;
+    if (kivi_sizes(tokens, width, key_step, value_span, bits, element, &wanted, &half_bytes)) {
         if ((size_t)out.len == wanted && (size_t)layer.len == 2 * half_bytes) {
             float *memory = malloc(4 * sizeof(float) * (size_t)width), *rows = malloc(4 * (size_t)(key_step * width));
-            uint8_t *numbers = malloc(half);
+            uint8_t *numbers = malloc((size_t)tokens * width);
             if (memory && rows && numbers) {
                 Py_BEGIN_ALLOW_THREADS;
                 const uint8_t *values = (const uint8_t *)layer.buf + half_bytes;
@@ -1300,17 +1304,13 @@ static PyObject *kivi_decode_many(PyObject *self, PyObject *args)
                           &element, &is_in_place, &out))
         return NULL;
     PyObject *result = NULL;
-    int is_known = (bits == 8 || bits == 4 || bits == 3 || bits == 2) && element >= 1 && element <= 3;
-    int is_shape = tokens >= 1 && tokens <= ROW_MAX && width >= 1 && width <= ROW_MAX && key_step >= 1 &&
-                   value_span >= 1 && tokens % key_step == 0 && width % value_span == 0;
-    if (!is_known || !is_shape || head.len != CHECKED_HEAD_BYTES || places.len % 16) {
+    size_t payload_bytes, half_bytes;
+    if (!kivi_sizes(tokens, width, key_step, value_span, bits, element, &payload_bytes, &half_bytes) ||
+        head.len != CHECKED_HEAD_BYTES || places.len % 16) {
         PyErr_SetString(PyExc_ValueError, "no such layers");
         goto done;
     }
-    size_t half = (size_t)tokens * width, key_groups = (size_t)(tokens / key_step) * width;
-    size_t value_groups = (size_t)tokens * (width / value_span), half_bytes = half * (element == ELEMENT_FLOAT32 ? 4 : 2);
-    size_t payload_bytes = 4 * (key_groups + value_groups) + 2 * packed_size(half, bits), nbytes = HEAD_BYTES + payload_bytes;
-    size_t count = places.len / 16;
+    size_t nbytes = HEAD_BYTES + payload_bytes, count = places.len / 16;
     const int64_t *rows = places.buf;
     for (size_t at = 0; at < count; at++) {
         int64_t from = rows[2 * at], to = rows[2 * at + 1];

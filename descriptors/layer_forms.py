@@ -17,8 +17,9 @@ import numpy as np
 import numpy.typing as npt
 
 EXACT = "exact"
-RUNS_MAX = 128
-"""A server sends the chunks after so many runs in their exact form, as one more run."""
+RUNS_MAX = 64
+"""A server sends the chunks after so many runs in their exact form, as one more run: the text has to fit into a header.
+"""
 _ERROR = "error"
 
 

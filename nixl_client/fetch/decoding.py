@@ -119,11 +119,30 @@ class PlacedLayers:
         self._shape = shape
         self._lock = threading.Lock()
         self._begun: dict[int, Future[None]] = {}
+        self._submitted: set[int] = set()
         self._is_closed = False
+
+    @property
+    def is_idle(self) -> bool:
+        """Whether no layer is being decoded, or waits for that: nothing is written into the buffer."""
+        with self._lock:
+            waits = not self._is_closed and not self._submitted <= self._begun.keys()
+            return not waits and all(each.done() for each in self._begun.values())
 
     def begin(self, layer_index: int, pool: Executor) -> None:
         """A layer has come."""
+        with self._lock:
+            self._submitted.add(self._number(layer_index))
         pool.submit(self._run, layer_index)
+
+    def drain(self) -> None:
+        """Return when every layer that has come is decoded, or has turned out damaged."""
+        with self._lock:
+            submitted = sorted(self._submitted)
+        for number in submitted:
+            decoding = self._run(number)
+            if not decoding.cancelled():
+                decoding.exception()
 
     def finish(self, layer_index: int, timeout_s: float | None = None) -> None:
         """Return when the layer is exact. Raises ChunkUnavailable, TimeoutError."""
@@ -135,10 +154,11 @@ class PlacedLayers:
             self._is_closed = True
             begun = list(self._begun.values())
         for each in begun:
-            each.exception()
+            if not each.cancelled():
+                each.exception()
 
     def _run(self, layer_index: int) -> Future[None]:
-        number = layer_index if self._mode is Mode.LAYER_MAJOR else 0
+        number = self._number(layer_index)
         with self._lock:
             known = self._begun.get(number)
             if known is not None:
@@ -154,6 +174,10 @@ class PlacedLayers:
         else:
             mine.set_result(None)
         return mine
+
+    def _number(self, layer_index: int) -> int:
+        """In chunk-major mode all layers come, and are decoded, at once."""
+        return layer_index if self._mode is Mode.LAYER_MAJOR else 0
 
     def _decode(self, layer_index: int) -> None:
         layer_bytes = self._layout.layer_bytes(self._chunk_count)

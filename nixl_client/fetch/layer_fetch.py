@@ -161,8 +161,8 @@ class LayerFetch:
 
     @property
     def is_settled(self) -> bool:
-        """Whether the fetch is over, well or not, and nothing writes into the buffer any more."""
-        return self._settled
+        """Whether the fetch is over, well or not, and nothing writes into the buffer any more, no decoder either."""
+        return self._settled and (self._placed is None or self._placed.is_idle)
 
     def cancel(self) -> None:
         """Stop the fetch; on return nothing writes into the buffer any more. Raises ObjectCacheError when the server
@@ -265,6 +265,9 @@ class LayerFetch:
         with self._changed:
             if not self._changed.wait_for(lambda: self._settled, timeout_s):
                 raise TimeoutError(f"the fetch is not settled after {timeout_s} s")
+            placed = self._placed
+        if placed is not None:
+            placed.drain()
 
     def settle(self) -> None:
         """Nothing writes into the buffer any more."""

@@ -149,12 +149,12 @@ class UtilityPolicy:
         admitted: dict[Key, Codec | None] = {}
         for key in touched:
             was, now = self._held.get(key), self._codec(key)
-            if now is was:
-                continue
             if now is None:
-                self._leave(key)
+                self._leave(key)  # also where it has never been in memory: its uses are remembered for a while only
             else:
                 self._held[key] = now
+            if now is was:
+                continue
             if was is Codec.EXACT and now is not None:
                 recoded[key] = now
                 continue
@@ -183,6 +183,15 @@ class UtilityPolicy:
 
     def _taken(self, nbytes: int) -> int:
         return max(1, -(-nbytes // self._unit_bytes)) * self._unit_bytes
+
+    @property
+    def known_count(self) -> int:
+        """How many chunks are remembered, in memory or not."""
+        return len(self._counts)
+
+    def holds(self, key: Key) -> bool:
+        """Whether a chunk is in memory, as decided last."""
+        return key in self._held
 
     def _leave(self, key: Key) -> None:
         """Remember the uses of a chunk that is not in memory, for a while."""

@@ -76,7 +76,8 @@ class AdaptiveTier(DramTier):
         sizes = [extent.nbytes for extent in known.values()]
         decision = await self._in_books(partial(self._utility.request, time.monotonic(), list(known), sizes, reading))
         if reading is not None:
-            self._readings.update((key, reading) for key, each in known.items() if each.nbytes == reading.exact_bytes)
+            encodable = (key for key, each in known.items() if each.nbytes == reading.exact_bytes)
+            self._readings.update((key, reading) for key in encodable if self._utility.holds(key))
         await self._evict(decision)
         await self._recode(decision)
         return await self._admit(decision, known)
@@ -108,6 +109,8 @@ class AdaptiveTier(DramTier):
         self._residency.hold(key)
         try:
             made = await loop.run_in_executor(self.recoder.threads, self.recoder.encode, exact, reading, codec)
+        except MemoryError:
+            return False
         finally:
             self._residency.let_go(key)
         if made is None:
@@ -178,10 +181,10 @@ class AdaptiveTier(DramTier):
         try:
             exact = memoryview(bytearray(extent.nbytes))
             self._source.read_extent(extent, exact)
-        except (CorruptExtentError, OSError) as error:
+            made = self.recoder.encode(exact, reading, codec)
+        except (CorruptExtentError, OSError, MemoryError) as error:
             _log.warning("a chunk was not taken into memory: %s", error)
             return False
-        made = self.recoder.encode(exact, reading, codec)
         if made is None:
             self._utility.note_unencodable(key_of(extent))
             return False

@@ -57,7 +57,9 @@ def with_forms(chunks: Chunks, lent: Lent, layout: ChunkLayout) -> tuple[LayerFo
         else:
             delivered.append([replace(chunk[0], nbytes=form.nbytes)])
             errors.append((form.worst_error, form.mean_error))
-        runs = [*runs, (codec, 1, nbytes)] if is_new_run else [*runs[:-1], (codec, runs[-1][1] + 1, nbytes)]
+        if is_new_run:
+            runs.append((codec, 0, nbytes))
+        runs[-1] = codec, runs[-1][1] + 1, nbytes
         at += len(chunk)
     worst, mean = max(each[0] for each in errors), sum(each[1] for each in errors) / len(errors)
     return LayerForms(tuple(FormRun(*run) for run in runs), worst, mean), delivered, replace(lent, addresses=addresses)

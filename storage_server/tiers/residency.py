@@ -19,6 +19,8 @@ from storage_server.planning.extent import Extent, aligned
 from storage_server.planning.free_space import FreeSpace
 
 Key = tuple[str, int]
+SLIDE_EXTENTS_MAX = 4096
+"""Extents that one call of `slide` looks at."""
 
 
 def key_of(extent: Extent) -> Key:
@@ -45,6 +47,8 @@ class Residency:
         self._free = FreeSpace(total_bytes)
         self._resident: dict[Key, _Resident] = {}
         self._by_offset: list[tuple[int, Key]] = []
+        self._slide_from = 0
+        """The index in the order of offsets from which `slide` goes on."""
         self.hit_count = 0
         """How many extents were in memory when they were pinned."""
         self.missed_count = 0
@@ -140,12 +144,17 @@ class Residency:
         moves: list[tuple[int, int, int]] = []
         if self._free.nbytes < nbytes:
             return moves
-        end = moved_bytes = 0
+        moved_bytes, first = 0, self._slide_from if self._slide_from < len(self._by_offset) else 0
+        before = self._resident[self._by_offset[first - 1][1]] if first else None
+        end = 0 if before is None else before.offset + before.nbytes
         """The end of what lies before, without a gap that can be closed."""
-        for at, (offset, key) in enumerate(self._by_offset):
+        self._slide_from = first + SLIDE_EXTENTS_MAX
+        for at in range(first, min(len(self._by_offset), self._slide_from)):
+            offset, key = self._by_offset[at]
             resident = self._resident[key]
             gap = offset - end
             if gap >= nbytes or moved_bytes + resident.nbytes > moved_bytes_max:
+                self._slide_from = at
                 break
             if gap and resident.is_filled and not resident.pins:
                 self._free.give_back(offset, resident.nbytes)

@@ -32,7 +32,7 @@ LAYOUT = ChunkLayout(LAYERS, 16, SHAPE.nbytes)
 ACCEPT = Accept((Codec.KIVI4.value, "not-known-1"), "bfloat16")
 FIGURES = {Codec.KIVI4: CodecFigures(0.99, 2e9), Codec.FP8: CodecFigures(0.999, 1e9)}
 ENCODED_BYTES = 16_384
-"""What a chunk of KIVI4 takes of the DRAM tier."""
+"""The bytes that a chunk of KIVI4 takes of the DRAM tier."""
 
 
 def kv_chunks(count: int, seed: int = 1) -> tuple[list[str], np.ndarray]:

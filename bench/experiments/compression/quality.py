@@ -1,4 +1,4 @@
-"""What each codec does to each task, on models that were trained here."""
+"""The effect of each codec on each task, on models that were trained here."""
 
 from __future__ import annotations
 

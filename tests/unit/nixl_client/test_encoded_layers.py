@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+import threading
 from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
@@ -174,6 +175,24 @@ def test_nothing_is_decoded_after_the_end() -> None:
     with ThreadPoolExecutor(1) as pool:
         decoding.begin(0, pool)
     assert np.array_equal(buffer, before)
+
+
+@pytest.mark.parametrize("mode", list(Mode))
+def test_a_buffer_is_in_use_until_what_has_come_is_decoded(mode: Mode) -> None:
+    """A fetch that was dropped may still be decoded into its buffer, which must not be given to another one."""
+    buffer, wanted = placed(layers(), mode)
+    decoding = PlacedLayers(buffer, DESCRIPTOR.layout, mode, FORMS, SHAPE)
+    assert decoding.is_idle
+    gate = threading.Event()
+    with ThreadPoolExecutor(1) as pool:
+        pool.submit(gate.wait)
+        for layer in range(L):
+            decoding.begin(layer, pool)
+        assert not decoding.is_idle
+        gate.set()
+        decoding.drain()
+        assert decoding.is_idle
+    assert np.array_equal(buffer, wanted)
 
 
 def test_the_shape_follows_from_the_descriptor() -> None:

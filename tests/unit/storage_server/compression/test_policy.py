@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from kv_codecs.elements import Element
 from kv_codecs.layer import Codec, LayerShape
+from storage_server.compression import policy as policy_module
 from storage_server.compression.forms import Encoded, Reading
 from storage_server.compression.policy import CodecFigures, UtilityPolicy, UtilitySettings
 
@@ -105,6 +107,16 @@ def test_old_uses_count_less() -> None:
     books.use(keys(1), step_s=200.0)
     books.use(keys(1))
     assert set(books.held) == set(keys(1))
+
+
+def test_chunks_that_are_asked_for_once_are_forgotten(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whoever asks for ever new chunks must not fill the policy's memory, also where none of them is ever kept."""
+    monkeypatch.setattr(policy_module, "GHOST_COUNT_MAX", 50)
+    for capacity_bytes in (0, 2 * EXACT):
+        books = Books(UtilityPolicy(capacity_bytes, SETTINGS))
+        for number in range(300):
+            books.use(keys(number), READING if number % 2 else None)
+        assert books.policy.known_count <= 60
 
 
 def test_counts_do_not_overflow() -> None:

@@ -145,3 +145,25 @@ class ResidencyMachine(RuleBasedStateMachine):
 
 
 TestResidency = ResidencyMachine.TestCase
+
+
+def test_extents_slide_together_until_there_is_room() -> None:
+    """Holes between extents become one span; an extent that is read stays, and so do the ones before it."""
+    residency = Residency(10 * UNIT)
+    extents = {key_of(each): each for each in (extent(number, 2 * UNIT) for number in range(5))}
+    coming, _ = residency.admit(extents, extents)
+    for each, _ in coming:
+        residency.filled(each)
+    keys = list(extents)
+    residency.evict([keys[0], keys[2]])
+    assert residency.admit([("new", 0)], {("new", 0): Extent("new", 0, 4 * UNIT, b"")})[1] == [("new", 0)]
+    moves = residency.slide(4 * UNIT, 100 * UNIT)
+    assert moves
+    assert all(after < before for before, after, _ in moves)
+    pinned = residency.pin([extents[keys[1]], extents[keys[3]], extents[keys[4]]])
+    assert None not in pinned
+    taken, refused = residency.admit([("new", 0)], {("new", 0): Extent("new", 0, 4 * UNIT, b"")})
+    assert not refused
+    spans = sorted([(offset, 2 * UNIT) for offset in pinned if offset is not None] + [(taken[0][1], 4 * UNIT)])
+    assert all(start + length <= after for (start, length), (after, _) in pairwise(spans))
+    assert residency.slide(8 * UNIT, 100 * UNIT) == [], "nothing that is read moves, and there is no such room"
