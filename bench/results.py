@@ -59,10 +59,8 @@ RUNS = {
     "s3": Run("-m objectcache.cli bench s3 --seconds 0.5"),
     "tiers": Run("-m objectcache.cli bench tiers", "."),
     "upstream": Run(f"-m objectcache.cli bench upstream {MOTO}", "upstream.png"),
-    "orchestrator": Run(
-        "-m objectcache.cli bench orchestrator --parts model,cost,simulated --requests 1500", "orchestrator.png"
-    ),
-    "orchestrator-live": Run("-m objectcache.cli bench orchestrator --parts live,serving"),
+    "orchestrator": Run("-m objectcache.cli bench orchestrator --parts model,cost,simulated", "orchestrator.png"),
+    "orchestrator-live": Run("-m objectcache.cli bench orchestrator --parts live,serving --folder /dev/shm"),
     "compression": Run("-m objectcache.cli bench compression", "compression.png"),
     "cluster": Run("-m objectcache.cli bench cluster", "cluster.png"),
     "crash": Run("-m tests.faults.crash --rounds 200"),

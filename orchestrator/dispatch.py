@@ -15,7 +15,7 @@ from typing import Any
 import aiohttp
 from aiohttp import web
 
-from nixl_client.connectors.vllm.published import ADVICE, LOAD_CHUNKS
+from nixl_client.connectors.vllm.published import ADVICE, HELD_TOKENS, LOAD_CHUNKS
 from orchestrator.answers import Refusal
 from orchestrator.engine import Engine
 from orchestrator.receipts import Receipt
@@ -108,12 +108,14 @@ def forwarded_headers(headers: Mapping[str, str], request_id: str, engine_key: s
 
 
 def body_for(body: Mapping[str, Any], routed: Routed) -> Mapping[str, Any]:
-    """The body for an engine: one with our connector is told how many chunks to use, as the decision had it."""
+    """The body for an engine: one with our connector is told how many chunks to use, as the decision had it, and
+    how many tokens it was taken to hold."""
     prediction = routed.decision.prediction
     if routed.engine.published is None or not prediction.stored_tokens:
         return body
     known = body.get("kv_transfer_params")
-    params = {**(known if isinstance(known, dict) else {}), ADVICE: {LOAD_CHUNKS: prediction.load_chunks}}
+    advice = {LOAD_CHUNKS: prediction.load_chunks, HELD_TOKENS: prediction.held_tokens}
+    params = {**(known if isinstance(known, dict) else {}), ADVICE: advice}
     return {**body, "kv_transfer_params": params}
 
 

@@ -19,7 +19,7 @@ from orchestrator.rules.books import EngineBooks
 from orchestrator.rules.engine_metrics import METRICS_BYTES_MAX, EngineReport, Published, read_metrics
 from orchestrator.rules.kv_events import Batch, KnownBatch
 from orchestrator.rules.liveness import EngineStatus, Liveness
-from orchestrator.rules.observed_costs import TOKEN_US_DEFAULT, ObservedCosts
+from orchestrator.rules.observed_costs import EXACT, TOKEN_US_DEFAULT, Correction, ObservedCosts
 from orchestrator.rules.prefix_index import PrefixIndex
 from orchestrator.settings import EngineSettings
 
@@ -110,10 +110,10 @@ class Engine:
         return self.observed.costs if published is None or published.prefill is None else published.prefill
 
     @property
-    def bias(self) -> float:
-        """The correction of its predictions. Costs that were seen here need none."""
+    def correction(self) -> Correction:
+        """The correction of its costs. Those that were seen here need none."""
         published = self.published
-        return self.books.bias if published is not None and published.prefill is not None else 1.0
+        return self.books.correction if published is not None and published.prefill is not None else EXACT
 
     def serves(self, model: str) -> bool:
         """Whether it has the model; an engine that has not said so yet is taken to have it."""

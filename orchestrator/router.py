@@ -150,7 +150,8 @@ class Router:
         is_known = prompt is not None  # of a prompt without tokens the prediction says nothing
         predicted_s = prediction.ttft_s if is_known else 0.0
         has_load = prediction.load_tokens > 0
-        engine.books.send(Sent(request_id, tokens, prediction.compute_s, predicted_s, now_s, asked.is_stream, has_load))
+        work_s = engine.correction.work_s(prediction.compute_s)
+        engine.books.send(Sent(request_id, tokens, work_s, predicted_s, now_s, asked.is_stream, has_load))
         if prompt is not None and routed.index_name in engine.index_names:
             chain = prompt.chain(self._block_tokens(engine))
             self._index.expect(routed.index_name, chain, now_s, EXPECTED_S if engine.is_live else APPROXIMATE_S)
@@ -239,7 +240,7 @@ class Router:
             held_tokens=held_tokens,
             stored=stored,
             free_tokens=None if room is None else max(0, room - load.tokens),
-            bias=engine.bias,
+            correction=engine.correction,
         )
 
     def _no_engine(self, model: str) -> NoEngineError:

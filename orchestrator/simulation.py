@@ -22,7 +22,7 @@ from descriptors.recompute import DeliveryCosts, PrefillCosts
 from orchestrator.rules.books import EngineBooks, Sent
 from orchestrator.rules.kv_events import BlockRemoved
 from orchestrator.rules.policies import POLICIES, PolicyName, RouteRequest
-from orchestrator.rules.prediction import EngineState, Stored, recompute_s
+from orchestrator.rules.prediction import EngineState, Stored, predict, recompute_s
 from orchestrator.rules.prefix_index import PrefixIndex
 
 NAME_BYTES = 8
@@ -93,6 +93,8 @@ class _Running:
     request: SimulatedRequest
     number: int
     load_blocks: int = 0
+    believed_blocks: int = 0
+    """Blocks that the engine was taken to hold."""
     predicted_s: float = 0.0
     attempt_count: int = 1
     held_blocks: int = 0
@@ -226,7 +228,7 @@ class Simulation:
                     requests_max=engine.settings.requests_max,
                     held_tokens=held[self._names[at]] * self._block_tokens,
                     stored=stored,
-                    bias=engine.books.bias,
+                    correction=engine.books.correction,
                 )
             )
         start = chain[0] if chain else b""
@@ -237,11 +239,11 @@ class Simulation:
         at = int(decision.engine)
         engine, prediction = self._engines[at], decision.prediction
         running.load_blocks, running.predicted_s = prediction.load_chunks, prediction.ttft_s
+        running.believed_blocks = prediction.held_tokens // self._block_tokens
         tokens = request.prompt_tokens + request.output_tokens
         has_load = prediction.load_tokens > 0
-        engine.books.send(
-            Sent(str(running.number), tokens, prediction.compute_s, prediction.ttft_s, now_s, has_load=has_load)
-        )
+        work_s = engine.books.correction.work_s(prediction.compute_s)
+        engine.books.send(Sent(str(running.number), tokens, work_s, prediction.ttft_s, now_s, has_load=has_load))
         self._index.expect(decision.engine, chain, now_s)
         engine.waiting.append(running)
         self._begin(at, now_s)
@@ -265,6 +267,8 @@ class Simulation:
         blocks = request.blocks[: (request.prompt_tokens - 1) // self._block_tokens]
         held = next((index for index, block in enumerate(blocks) if block not in engine.held), len(blocks))
         stored = next((index for index, block in enumerate(blocks) if block not in self._stored), len(blocks))
+        if held < running.believed_blocks:  # as the connector does
+            running.load_blocks = self._decided_anew(request, held, stored, engine.settings.token_us)
         loaded = max(0, min(running.load_blocks, stored) - held)
         there = (held + loaded) * self._block_tokens
         compute_s = recompute_s(request.prompt_tokens, there, PrefillCosts(engine.settings.token_us))
@@ -275,6 +279,13 @@ class Simulation:
         self._loading[running.number] = at, running, now_s, compute_s
         self._link.add(running.number, loaded * self._store.layout.chunk_bytes, now_s)
         self._foretell()
+
+    def _decided_anew(self, request: SimulatedRequest, held: int, stored: int, token_us: float) -> int:
+        """The engine holds fewer blocks than it was taken to, and decides itself, at the rate that the link has now."""
+        rate = self._store.link_bytes_per_s / (self._link.load_count + 1)
+        offer = Stored(stored, self._store.layout, rate, self._store.costs)
+        state = EngineState("", PrefillCosts(token_us), held_tokens=held * self._block_tokens, stored=offer)
+        return predict(request.prompt_tokens, state).load_chunks
 
     def _foretell(self) -> None:
         end_s = self._link.next_end_s()

@@ -13,7 +13,7 @@ import time
 import urllib.error
 import urllib.request
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -30,6 +30,10 @@ BLOCK_TOKENS = 32
 """vLLM on CPUs takes multiples of 32."""
 VOCABULARY = 1024
 SEED = 7
+NICE = 15
+"""Of the engines' process groups. Engines elsewhere compute on GPUs; here they take the cores that the store, the
+orchestrator and the clients need, too, which therefore get their turn first.
+"""
 CHAT_TEMPLATE = (
     "{% for message in messages %}<|{{ message.role }}|>{{ message.content }}<|end|>{% endfor %}"
     "{% if add_generation_prompt %}<|assistant|>{% endif %}"
@@ -192,6 +196,10 @@ def _started(
 
 def _spawn(command: Sequence[str], environment: dict[str, str], log: Path) -> subprocess.Popen[bytes]:
     with log.open("ab") as said:
-        return subprocess.Popen(
+        process = subprocess.Popen(
             command, stdin=subprocess.DEVNULL, stdout=said, stderr=said, env=environment, start_new_session=True
         )
+    os.setpriority(os.PRIO_PGRP, process.pid, NICE)
+    with suppress(OSError):  # Linux weighs sessions against each other by this, where it groups them
+        Path(f"/proc/{process.pid}/autogroup").write_text(str(NICE))
+    return process

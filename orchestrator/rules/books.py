@@ -13,24 +13,24 @@ from collections import deque
 from dataclasses import dataclass
 from statistics import median
 
+from orchestrator.rules.observed_costs import Correction, ObservedPrefills
+
 SERVICE_S_DEFAULT = 1.0
 """The time a request holds its place, until some have ended."""
 SAMPLES_MAX = 64
-SAMPLES_MIN = 5
-BIAS_MIN, BIAS_MAX = 0.25, 4.0
 MEAN_WEIGHT = 0.2
-"""Of the last request in the mean of compute times."""
+"""Of the last request in the mean of prefills."""
 
 
 @dataclass(slots=True)
 class Sent:
-    """A request that an engine has. `compute_s` is its prefill as predicted, loads included; `tokens` are those of its
-    prompt and of the most that it may put out.
+    """A request that an engine has. `work_s` is its prefill by the engine's costs, loads included, and `predicted_s`
+    its TTFT, corrected and with its wait; `tokens` are those of its prompt and of the most that it may put out.
     """
 
     request_id: str
     tokens: int
-    compute_s: float
+    work_s: float
     predicted_s: float
     sent_s: float
     is_stream: bool = True
@@ -57,9 +57,9 @@ class EngineBooks:
         self._others_waiting = 0
         self._others_running = 0
         self._progress_s = 0.0
-        self._mean_compute_s = 0.0
+        self._mean_work_s = 0.0
         self._services_s: deque[float] = deque(maxlen=SAMPLES_MAX)
-        self._biases: deque[float] = deque(maxlen=SAMPLES_MAX)
+        self._prefills = ObservedPrefills()
 
     @property
     def active_count(self) -> int:
@@ -67,18 +67,16 @@ class EngineBooks:
         return len(self._sent)
 
     @property
-    def bias(self) -> float:
-        """How much later first tokens come than predicted, as a factor: the median of the last requests."""
-        if len(self._biases) < SAMPLES_MIN:
-            return 1.0
-        return min(max(median(self._biases), BIAS_MIN), BIAS_MAX)
+    def correction(self) -> Correction:
+        """Of the engine's costs, by its last prefills."""
+        return self._prefills.correction
 
     def send(self, sent: Sent) -> None:
         """A request was sent to the engine."""
         if not self._waiting(sent.sent_s):
             self._progress_s = sent.sent_s
         self._sent[sent.request_id] = sent
-        self._mean_compute_s += MEAN_WEIGHT * (sent.compute_s - self._mean_compute_s)
+        self._mean_work_s += MEAN_WEIGHT * (sent.work_s - self._mean_work_s)
 
     def first_byte(self, request_id: str, now_s: float, *, is_stream: bool = True) -> float | None:
         """The engine has begun to answer. Returns the request's TTFT; None where it is not known, or has begun. An
@@ -87,11 +85,10 @@ class EngineBooks:
         sent = self._sent.get(request_id)
         if sent is None or sent.first_byte_s is not None:
             return None
+        if is_stream and sent.work_s > 0:
+            self._prefills.note(sent.work_s, max(self._progress_s, sent.sent_s), now_s)
         sent.first_byte_s = self._progress_s = now_s
-        ttft_s = now_s - sent.sent_s
-        if is_stream and sent.predicted_s > 0:
-            self._biases.append(ttft_s / sent.predicted_s)
-        return ttft_s if is_stream else None
+        return now_s - sent.sent_s if is_stream else None
 
     def end(self, request_id: str, now_s: float, *, is_complete: bool) -> None:
         """The request has ended: its stream is over, it was cancelled, or it failed."""
@@ -115,18 +112,18 @@ class EngineBooks:
 
     def load(self, now_s: float) -> Load:
         """How busy the engine is."""
-        waiting = self._waiting(now_s)
-        work_s = sum(each.compute_s for each in waiting)
-        mean_s = work_s / len(waiting) if waiting else self._mean_compute_s
+        waiting, factor = self._waiting(now_s), self.correction.factor
+        work_s = sum(each.work_s for each in waiting)
+        mean_s = work_s / len(waiting) if waiting else self._mean_work_s
+        queue_s = factor * (work_s + self._others_waiting * mean_s)
         if waiting:
-            work_s -= min(waiting[0].compute_s, max(0.0, now_s - self._progress_s))
-        work_s += self._others_waiting * mean_s
+            queue_s -= min(factor * waiting[0].work_s, max(0.0, now_s - self._progress_s))
         active_count = len(self._sent) + self._others_waiting + self._others_running
         over = active_count - self.requests_max + 1
         if over > 0:
-            work_s = max(work_s, over * self._service_s() / max(1, self.requests_max))
+            queue_s = max(queue_s, over * self._service_s() / max(1, self.requests_max))
         tokens = sum(each.tokens for each in self._sent.values())
-        return Load(work_s, active_count, len(waiting) + self._others_waiting, tokens)
+        return Load(queue_s, active_count, len(waiting) + self._others_waiting, tokens)
 
     def _waiting(self, now_s: float) -> list[Sent]:
         """Prompts that are not computed yet. Of a request that is not streamed nobody sees that; it is taken to be

@@ -1,13 +1,16 @@
-"""Prefill costs of an engine that publishes none: fitted from the first tokens of requests that did not wait.
+"""Costs of engines as they are seen from here. Both fits are lines by medians, so that a late one moves them little.
 
-TTFT = request_us + token_us * tokens computed      by the median of slopes between pairs (Theil and Sen)
+TTFT = request_us + token_us * tokens computed                      an engine that publishes no costs
+time of a prefill = fixed_s + factor * the time by its costs        an engine that does
 """
 
 from __future__ import annotations
 
 from collections import deque
-from itertools import combinations
-from statistics import median
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
 
 from descriptors.recompute import PrefillCosts
 
@@ -17,6 +20,13 @@ SPREAD_MIN = 64
 """Slopes are taken between prompts that differ by so many tokens."""
 TOKEN_US_DEFAULT = 100.0
 TOKEN_US_MIN, TOKEN_US_MAX = 0.1, 1e6
+PREFILLS_MAX = 32
+SPREAD_SHARE = 0.1
+"""Slopes are taken between prefills that differ by so much of the longest."""
+TOGETHER_S, TOGETHER_SHARE = 0.005, 0.1
+"""First bytes that come within so much, and so much of the time before them, are of one step of the engine."""
+FACTOR_MIN, FACTOR_MAX = 0.25, 4.0
+FIXED_S_MAX = 1.0
 
 
 class ObservedCosts:
@@ -39,15 +49,85 @@ class ObservedCosts:
         if len(self._samples) < SAMPLES_MIN:
             return self._default
         if self._fitted is None:
-            self._fitted = self._fit()
+            token_us, request_us = median_line(self._samples, SPREAD_MIN, TOKEN_US_MIN, TOKEN_US_MAX)
+            self._fitted = PrefillCosts(token_us, 0.0, request_us)
         return self._fitted
 
-    def _fit(self) -> PrefillCosts:
-        slopes = [
-            (y - x_us) / (b - a) for (a, x_us), (b, y) in combinations(self._samples, 2) if abs(b - a) >= SPREAD_MIN
-        ]
-        rates = [time_us / tokens for tokens, time_us in self._samples]  # where all prompts have one length
-        slope = median(slopes or rates)
-        token_us = min(max(slope, TOKEN_US_MIN), TOKEN_US_MAX)
-        rest_us = median(time_us - token_us * tokens for tokens, time_us in self._samples)
-        return PrefillCosts(token_us, 0.0, max(0.0, rest_us))
+
+@dataclass(frozen=True, slots=True)
+class Correction:
+    """A prefill takes `fixed_s` and `factor` times the seconds that the engine's costs say."""
+
+    factor: float = 1.0
+    fixed_s: float = 0.0
+
+    def corrected(self, prefill: PrefillCosts) -> PrefillCosts:
+        """The costs with the correction."""
+        if self is EXACT:
+            return prefill
+        return PrefillCosts(
+            prefill.token_us * self.factor,
+            prefill.token_pair_us * self.factor,
+            prefill.request_us * self.factor + self.fixed_s * 1e6,
+        )
+
+    def work_s(self, corrected_s: float) -> float:
+        """The time by the engine's costs of a prefill of this corrected time."""
+        return max(0.0, corrected_s - self.fixed_s) / self.factor
+
+
+EXACT = Correction()
+
+
+class ObservedPrefills:
+    """The last prefills of one engine: the seconds by its costs, and those that passed. An engine computes several
+    short prompts in one step, and then their first bytes come together: they count as one prefill.
+    """
+
+    def __init__(self) -> None:
+        self._samples: deque[tuple[float, float]] = deque(maxlen=PREFILLS_MAX)
+        self._end_s = 0.0
+        self._correction: Correction | None = EXACT
+
+    def note(self, work_s: float, began_s: float, now_s: float) -> None:
+        """A first byte came now. The engine has worked since `began_s`, when the one before it came, or when this
+        prompt did; `work_s` is the prefill by its costs.
+        """
+        took_s = max(0.0, now_s - began_s)
+        if self._samples:
+            before_work_s, before_s = self._samples[-1]
+            if now_s - self._end_s <= TOGETHER_S + TOGETHER_SHARE * before_s and began_s <= self._end_s:
+                self._samples[-1] = before_work_s + work_s, before_s + took_s
+                self._end_s, self._correction = now_s, None
+                return
+        self._samples.append((work_s, took_s))
+        self._end_s, self._correction = now_s, None
+
+    @property
+    def correction(self) -> Correction:
+        """Of its costs; none where there are too few samples."""
+        if self._correction is None:
+            self._correction = EXACT
+            if len(self._samples) >= SAMPLES_MIN:
+                spread = SPREAD_SHARE * max(work_s for work_s, _ in self._samples)
+                factor, fixed_s = median_line(self._samples, spread, FACTOR_MIN, FACTOR_MAX)
+                self._correction = Correction(factor, min(fixed_s, FIXED_S_MAX))
+        return self._correction
+
+
+def median_line(
+    samples: Sequence[tuple[float, float]], spread: float, slope_min: float, slope_max: float
+) -> tuple[float, float]:
+    """Slope and height, not below 0, of a line through samples (x, y) of at least one: the median of the slopes between
+    those whose x differ by `spread` (Theil and Sen), and the median of what is left. Where no two differ so much, the
+    slope is the median of y / x.
+    """
+    x, y = np.asarray(samples, dtype=np.float64).T
+    first, second = np.triu_indices(len(x), 1)
+    apart = np.abs(x[second] - x[first]) >= max(spread, 1e-9)
+    with np.errstate(divide="ignore", invalid="ignore"):
+        slopes = (y[second] - y[first])[apart] / (x[second] - x[first])[apart]
+        rates = (y / x)[x > 0]
+    slope = np.median(slopes) if slopes.size else np.median(rates) if rates.size else 1.0
+    slope = float(min(max(slope, slope_min), slope_max))
+    return slope, max(0.0, float(np.median(y - slope * x)))

@@ -138,7 +138,7 @@ class LeastTtft:
         made: dict[tuple[object, ...], Prediction] = {}
 
         def prediction(state: EngineState) -> Prediction:
-            terms = (state.prefill, state.held_tokens, id(state.stored), state.bias)
+            terms = (state.prefill, state.held_tokens, id(state.stored), state.correction)
             known = made.get(terms)
             if known is None:
                 known = made[terms] = predict(prompt_tokens, state)

@@ -10,10 +10,11 @@ the scheduler of the store's link quotes for a new request.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 from descriptors.layout import ChunkLayout
 from descriptors.recompute import NO_COSTS, AdviceRequest, Choice, DeliveryCosts, PrefillCosts, advise
+from orchestrator.rules.observed_costs import EXACT, Correction
 
 RATE_MIN_BYTES_PER_S = 1.0
 ROUTING_S = 0.002
@@ -34,7 +35,7 @@ class Stored:
 
 @dataclass(frozen=True, slots=True)
 class EngineState:
-    """An engine, as far as the decision needs it. `bias` corrects the engine's compute times by what was seen."""
+    """An engine, as far as the decision needs it. `correction` is that of its prefill costs by what was seen."""
 
     name: str
     prefill: PrefillCosts
@@ -44,7 +45,7 @@ class EngineState:
     held_tokens: int = 0
     stored: Stored | None = None
     free_tokens: int | None = None
-    bias: float = 1.0
+    correction: Correction = EXACT
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,7 +77,7 @@ def predict(prompt_tokens: int, state: EngineState, routing_s: float = ROUTING_S
     computed again.
     """
     held_tokens = max(0, min(state.held_tokens, prompt_tokens - 1))
-    prefill = _scaled(state.prefill, state.bias)
+    prefill = state.correction.corrected(state.prefill)
     stored = state.stored
     if stored is None or not stored.chunk_count:
         compute_s = recompute_s(prompt_tokens, held_tokens, prefill)
@@ -110,7 +111,7 @@ def least_ttft_s(prompt_tokens: int, state: EngineState, routing_s: float = ROUT
     """No prediction is below this: as if all that is stored were there at once."""
     stored_tokens = 0 if state.stored is None else state.stored.chunk_count * state.stored.layout.chunk_tokens
     there = max(0, min(max(state.held_tokens, stored_tokens), prompt_tokens - 1))
-    return state.queue_s + routing_s + recompute_s(prompt_tokens, there, _scaled(state.prefill, state.bias))
+    return state.queue_s + routing_s + recompute_s(prompt_tokens, there, state.correction.corrected(state.prefill))
 
 
 def recompute_s(prompt_tokens: int, held_tokens: int, prefill: PrefillCosts) -> float:
@@ -118,14 +119,3 @@ def recompute_s(prompt_tokens: int, held_tokens: int, prefill: PrefillCosts) -> 
     rest = prompt_tokens - held_tokens
     pairs = rest * (prompt_tokens + held_tokens) / 2
     return (prefill.request_us + prefill.token_us * rest + prefill.token_pair_us * pairs) * 1e-6
-
-
-def _scaled(prefill: PrefillCosts, bias: float) -> PrefillCosts:
-    if bias == 1.0:
-        return prefill
-    return replace(
-        prefill,
-        token_us=prefill.token_us * bias,
-        token_pair_us=prefill.token_pair_us * bias,
-        request_us=prefill.request_us * bias,
-    )

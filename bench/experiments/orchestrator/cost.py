@@ -149,6 +149,7 @@ def orchestrator_process(
             raise BaselineError(f"the orchestrator does not start: {line!r}")
         yield line.strip().partition(READY)[2], process.pid
     finally:
+        process.terminate()
         end(process)
         if process.stdout is not None:
             process.stdout.close()

@@ -29,9 +29,10 @@ REMARKS = (
     "Every policy is told the engines' true costs, but for the cases where those that are believed are half to double; "
     "`ttft` alone decides by them. Loads are advised by the same function for every policy. `kv_events` is a "
     "policy with weights of our own, and none of the peers' routers was run.",
-    "Many engines have few requests each: of 1,500, 256 engines have six.",
-    "Live: vLLM on CPUs, each engine with one of the machine's two cores, which the store and the orchestrator share "
-    "with them; the first four turns of conversations of the trace, at a sixteenth of their length.",
+    "Many engines have few requests each: of 4,000, 256 engines have sixteen.",
+    "Live: vLLM on CPUs, each engine with one of the machine's two cores, which the store, the orchestrator and the "
+    "clients share with them and get first; files in memory; the first four turns of conversations of the trace, at a "
+    "sixteenth of their length.",
 )
 
 
@@ -61,8 +62,8 @@ class OrchestratorBenchSettings:
     at_once: int = options.sized(64, 8)
     entries: tuple[int, ...] = options.sized((100, 1000, 5000, 100_000), (100,))
     live_engines: int = options.count("--live-engines", 2, 2, text="real engines")
-    live_requests: int = options.count("--live-requests", 24, 8, text="requests of each live run")
-    rates: tuple[float, ...] = options.sized((0.8, 1.4, 2.0), (1.0,))
+    live_requests: int = options.count("--live-requests", 32, 8, text="requests of each live run")
+    rates: tuple[float, ...] = options.sized((1.0, 2.0, 4.0), (1.0,))
     runs: int = options.runs(5)
     seed: int = options.seed()
     processes: int = options.sized(2, 2)

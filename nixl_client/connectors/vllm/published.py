@@ -29,9 +29,10 @@ COSTS = {
     "load_bytes_per_s": "Bytes a second that loads have reached",
 }
 ADVICE = "objectcache"
-LOAD_CHUNKS = "load_chunks"
-"""A router puts `{"objectcache": {"load_chunks": k}}` into a request's `kv_transfer_params`: the first k chunks are to
-be had from the engine's blocks or the store, and the rest is computed.
+LOAD_CHUNKS, HELD_TOKENS = "load_chunks", "held_tokens"
+"""A router puts `{"objectcache": {"load_chunks": k, "held_tokens": h}}` into a request's `kv_transfer_params`: the
+first k chunks are to be had from the engine's blocks or the store, and the rest is computed. It took the engine to hold
+the first h tokens. Where the engine holds fewer, because the request has waited, the engine decides itself.
 """
 
 
@@ -70,8 +71,14 @@ def published(
     return {"deployment": found, "costs": costs}
 
 
-def told_chunks(kv_transfer_params: object) -> int | None:
-    """How many chunks a router has told the engine to use; None where it has not."""
+def told_chunks(kv_transfer_params: object, held_tokens: int) -> int | None:
+    """How many chunks a router has told an engine to use that holds so many tokens of the prompt; None where it has
+    not, or took the engine to hold more.
+    """
     advice = kv_transfer_params.get(ADVICE) if isinstance(kv_transfer_params, dict) else None
-    count = advice.get(LOAD_CHUNKS) if isinstance(advice, dict) else None
-    return count if type(count) is int and count >= 0 else None
+    if not isinstance(advice, dict):
+        return None
+    count, held = advice.get(LOAD_CHUNKS), advice.get(HELD_TOKENS, 0)
+    if type(count) is not int or count < 0 or type(held) is not int or held > held_tokens:
+        return None
+    return count

@@ -102,7 +102,7 @@ class SchedulerSide:
         self._requests[request.request_id] = request
         if not self._is_looked_up(tracked, request):
             return None
-        worth_chunks = told_chunks(request.kv_transfer_params)
+        worth_chunks = told_chunks(request.kv_transfer_params, computed_tokens)
         if worth_chunks is None:
             worth_chunks = self._worth_chunks(tracked, request.num_tokens, computed_tokens)
         count = self._ledger.loadable(tracked, request.num_tokens, computed_tokens, worth_chunks)

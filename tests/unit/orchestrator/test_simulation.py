@@ -80,6 +80,17 @@ def test_a_slow_link_is_not_used_where_computing_is_sooner() -> None:
     assert sum(each.loaded_tokens for each in fast) > 0
 
 
+def test_blocks_that_went_while_a_request_waited_are_not_loaded_over_a_slow_link() -> None:
+    """The engine holds the prefix when the last request is sent, and not when its turn comes."""
+    engine, prefix = replace(ENGINE, blocks_max=40), tuple(range(30))
+    first = SimulatedRequest(0.0, prefix, 30 * 512, 1)
+    others = [SimulatedRequest(10.0, tuple(range(at, at + 40)), 40 * 512, 1) for at in (100, 200)]
+    last = SimulatedRequest(10.0, (*prefix, 99), 31 * 512, 1)
+    outcomes = Simulation([engine], PolicyName.TTFT, replace(STORE, link_bytes_per_s=1e6)).run([first, *others, last])
+    assert outcomes[-1].predicted_s < outcomes[-1].ttft_s
+    assert (outcomes[-1].held_tokens, outcomes[-1].loaded_tokens) == (0, 0)
+
+
 def test_the_model_of_003_is_one_engine_without_routing_or_queue() -> None:
     """Its latency is TTFT and decoding; routing is 003's 5 ms."""
     costs = LatencyCosts()

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from orchestrator.rules.books import BIAS_MAX, EngineBooks, Sent
+from orchestrator.rules.books import EngineBooks, Sent
+from orchestrator.rules.observed_costs import EXACT, FACTOR_MAX, FIXED_S_MAX, PREFILLS_MAX
 
 
 def sent(request_id: str, compute_s: float, at_s: float, tokens: int = 100) -> Sent:
@@ -53,18 +54,37 @@ def test_requests_of_others_are_known_from_the_engines_metrics() -> None:
     assert books.load(0.0).active_count == 1
 
 
-def test_the_bias_is_the_median_of_what_was_seen_within_bounds() -> None:
+def test_the_correction_is_a_line_through_what_was_seen_and_late_ones_move_it_little() -> None:
     books = EngineBooks(8)
-    for at, ttft_s in enumerate([0.2, 0.2, 0.2, 9.0, 0.2]):
-        books.send(sent(str(at), 0.1, 0.0))
-        assert books.bias == 1.0
-        books.first_byte(str(at), ttft_s)
-    assert books.bias == pytest.approx(2.0)
-    for at in range(10):
-        books.send(sent(f"late {at}", 0.1, 0.0))
-        books.first_byte(f"late {at}", 90.0)
-    assert books.bias == BIAS_MAX
+    works_s = [0.05, 0.1, 0.4, 0.2, 0.3, 0.6]
+    for at, work_s in enumerate(works_s):
+        assert books.correction == EXACT
+        books.send(Sent(str(at), 100, work_s, work_s, 10.0 * at))
+        books.first_byte(str(at), 10.0 * at + 0.02 + 2 * work_s + (3.0 if at == 2 else 0.0))
+    assert books.correction.factor == pytest.approx(2.0, rel=0.05)
+    assert books.correction.fixed_s == pytest.approx(0.02, abs=0.02)
+    books.send(Sent("next", 100, 0.5, 0.5, 100.0))
+    assert books.load(100.0).queue_s == pytest.approx(0.5 * books.correction.factor)
+    for at in range(PREFILLS_MAX):
+        books.send(sent(f"late {at}", 0.1, 200.0 + 100 * at))
+        books.first_byte(f"late {at}", 290.0 + 100 * at)
+    assert books.correction.factor == FACTOR_MAX
+    assert books.correction.fixed_s == FIXED_S_MAX
     assert books.first_byte("0", 1.0) is None
+
+
+def test_first_bytes_of_one_step_count_as_one_prefill() -> None:
+    """Four prompts that wait are computed in one step: the step takes twice as long as their costs say together."""
+    books = EngineBooks(8)
+    for step in range(8):
+        at_s = 10.0 * step
+        works_s = [0.1 * (1 + step % 4)] * 4
+        for number, work_s in enumerate(works_s):
+            books.send(Sent(f"{step} {number}", 100, work_s, work_s, at_s))
+        for number in range(4):
+            books.first_byte(f"{step} {number}", at_s + 2 * sum(works_s) + 0.001 * number)
+    assert books.correction.factor == pytest.approx(2.0, rel=0.02)
+    assert books.correction.fixed_s == pytest.approx(0.0, abs=0.01)
 
 
 def test_requests_of_others_wait_before_ours_even_where_we_have_none() -> None:
@@ -86,7 +106,7 @@ def test_a_request_that_is_not_streamed_waits_as_long_as_predicted_and_says_noth
     assert books.load(0.3).active_count == 6
     for at in range(6):
         assert books.first_byte(str(at), 50.0, is_stream=False) is None
-    assert books.bias == 1.0
+    assert books.correction == EXACT
 
 
 def test_loads_that_wait_for_their_turn_are_counted_and_the_one_under_way_is_not() -> None:

@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 
 from descriptors.layout import ChunkLayout
 from descriptors.recompute import PrefillCosts
+from orchestrator.rules.observed_costs import Correction
 from orchestrator.rules.policies import (
     POLICIES,
     KvEventScore,
@@ -95,7 +96,7 @@ def test_leaving_predictions_out_does_not_change_the_decision(
             queue_s=queue_s,
             held_tokens=held,
             stored=Stored(chunks, LAYOUT, rate),
-            bias=bias,
+            correction=Correction(bias),
             requests_max=8,
         )
         for at, (queue_s, held, chunks, rate, bias) in enumerate(facts)

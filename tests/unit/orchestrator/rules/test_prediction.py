@@ -8,6 +8,7 @@ from hypothesis import strategies as st
 
 from descriptors.layout import ChunkLayout
 from descriptors.recompute import Choice, DeliveryCosts, PrefillCosts
+from orchestrator.rules.observed_costs import Correction
 from orchestrator.rules.prediction import EngineState, Stored, least_ttft_s, predict, recompute_s
 
 LAYOUT = ChunkLayout(4, 16, 65_536)
@@ -42,7 +43,9 @@ def test_chunks_that_the_engine_holds_are_not_loaded() -> None:
 
 
 def test_what_was_seen_corrects_the_costs() -> None:
-    assert predict(100, EngineState("a", COSTS, bias=2.0)).compute_s == pytest.approx(2 * (0.001 + 0.01))
+    assert predict(100, EngineState("a", COSTS, correction=Correction(2.0))).compute_s == pytest.approx(
+        2 * (0.001 + 0.01)
+    )
 
 
 @given(
@@ -58,10 +61,10 @@ def test_no_prediction_is_below_its_bound_or_above_computing(
 ) -> None:
     """The bound is what saves making most predictions."""
     stored = Stored(chunks, LAYOUT, rate, DeliveryCosts(chunk_s=chunk_s))
-    state = EngineState("a", COSTS, queue_s=0.1, held_tokens=held, stored=stored, bias=bias)
+    state = EngineState("a", COSTS, queue_s=0.1, held_tokens=held, stored=stored, correction=Correction(bias, 0.01))
     found = predict(prompt, state)
     assert found.ttft_s >= least_ttft_s(prompt, state) - 1e-9
     assert found.compute_s <= found.recompute_s + 1e-12
     assert found.recompute_s == pytest.approx(
-        recompute_s(prompt, found.held_tokens, PrefillCosts(100 * bias, 0, 1000 * bias))
+        recompute_s(prompt, found.held_tokens, PrefillCosts(100 * bias, 0, 1000 * bias + 10_000))
     )

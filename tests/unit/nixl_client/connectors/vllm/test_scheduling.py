@@ -21,6 +21,7 @@ from nixl_client.connectors.vllm.grid import ChunkRange, Grid
 from nixl_client.connectors.vllm.ledger import SchedulerLedger
 from nixl_client.connectors.vllm.naming import Deployment, KeyChain
 from nixl_client.connectors.vllm.options import LoadPolicy, Options
+from nixl_client.connectors.vllm.published import told_chunks
 from nixl_client.connectors.vllm.scheduling import SchedulerSide
 from nixl_client.connectors.vllm.steps import LoadJob, Report, Step, StoreJob
 from nixl_client.connectors.vllm.weights import Adapters, fingerprint
@@ -504,3 +505,21 @@ class TestSchedulerSide:
         side.scheduled("r", list(range(7)))
         (job,) = ledger.take_step().stores
         assert (job.chunk_range.first_chunk, job.chunk_range.end_chunk) == (0, 5)
+
+
+@pytest.mark.parametrize(
+    ("params", "expected"),
+    [
+        ({"objectcache": {"load_chunks": 7, "held_tokens": 64}}, 7),
+        ({"objectcache": {"load_chunks": 0}}, 0),
+        ({"objectcache": {"load_chunks": 7, "held_tokens": 65}}, None),
+        ({"objectcache": {"load_chunks": -1, "held_tokens": 0}}, None),
+        ({"objectcache": {"load_chunks": 7, "held_tokens": "64"}}, None),
+        ({"objectcache": {"load_chunks": True}}, None),
+        ({"objectcache": 7}, None),
+        (None, None),
+    ],
+)
+def test_a_router_that_took_the_engine_to_hold_more_does_not_count(params: object, expected: int | None) -> None:
+    """It held 65 tokens when the request was sent, and 64 when its turn came: the engine decides itself."""
+    assert told_chunks(params, 64) == expected
