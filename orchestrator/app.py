@@ -234,15 +234,19 @@ class App:
         if name == "pins" and method in ("PUT", "DELETE"):
             document = await self._admin_document(http) if method == "PUT" else {}
             try:
-                await orchestrator.pin(rest, document if method == "PUT" else None)
+                await orchestrator.orders.pin(rest, document if method == "PUT" else None)
             except ValueError as error:
                 raise Refusal(400, str(error)) from None
+            except MetadataError as error:
+                raise Refusal(503, str(error), retry_after_s=1) from None
             return web.json_response({"prefix": rest})
         if name == "quotas" and method == "PUT":
             try:
-                await orchestrator.set_quota(rest, await self._admin_document(http))
+                await orchestrator.orders.set_quota(rest, await self._admin_document(http))
             except ValueError as error:
                 raise Refusal(400, str(error)) from None
+            except MetadataError as error:
+                raise Refusal(503, str(error), retry_after_s=1) from None
             return web.json_response({"tenant": rest})
         if name == "status" and not rest:
             _require(method, "GET")
@@ -304,7 +308,7 @@ class App:
         tenant = tenants.get(key) if key else None
         if tenant is None:
             raise Refusal(401, "the API key is missing, or not known", code="invalid_api_key")
-        return self._orchestrator.tenant(tenant)
+        return self._orchestrator.orders.tenant(tenant)
 
     def _require_admin(self, http: web.BaseRequest) -> None:
         """An operator has the token. Without one, everybody on this host is an operator, but for browsers and for

@@ -16,11 +16,11 @@ from orchestrator.engine import Engine
 from orchestrator.gate import Gate
 from orchestrator.metadata import NameTakenError
 from orchestrator.meter import Meter
+from orchestrator.orders import Orders
 from orchestrator.receipts import Receipt, Receipts, described
-from orchestrator.registry import Engines, EtcdRegistry
+from orchestrator.registry import Engines, EtcdRegistry, Followers
 from orchestrator.response_cache import ResponseCache
-from orchestrator.router import NoEngineError, Pin, Prompt, Routed, Router
-from orchestrator.rules.admission import Tenant
+from orchestrator.router import NoEngineError, Prompt, Routed, Router
 from orchestrator.rules.openai_requests import Asked, RequestKind
 from orchestrator.rules.policies import POLICIES, LeastTtft, PolicyName, RoutingPolicy, Sessions
 from orchestrator.rules.prefix_index import PrefixIndex
@@ -32,7 +32,6 @@ from orchestrator.writing import Writing
 UNMATCHED_MAX = 5
 UNMATCHED_CHECK_S = 2.0
 CONNECTIONS_MAX = 8192
-PINS_MAX = 10_000
 PREFILL_WAIT_S, PREFILL_STEP_S = 1.0, 0.05
 """A prefill engine writes its chunks behind its answer; so long they are waited for."""
 _log = logging.getLogger(__name__)
@@ -62,18 +61,14 @@ class Orchestrator:
         self._policy = policy_of(settings.policy, self.sessions)
         self._lookups = None if settings.store is None else StoreLookups(settings.store)
         self._writing = None if settings.data is None else Writing(settings.data, self.index, self.sessions)
-        self._pins: dict[str, Pin] = {}
-        self._quotas: dict[str, Tenant] = {}
-        if self._writing is not None:
-            self._quotas = {name: tenant_of(name, each) for name, each in self._writing.quotas().items()}
-            self._pins = {prefix: Pin(*each) for prefix, each in self._writing.metadata.pins(time.time()).items()}
+        self.orders = Orders(self.engines, settings.tenants.values(), self.gate, self._writing, registry)
         self._running: set[str] = set()
         self._tasks: dict[str, asyncio.Task[None]] = {}
         self._checks: set[asyncio.Task[None]] = set()
         self._http: aiohttp.ClientSession | None = None
         self._tokens: Tokens | None = None
         self._dispatch: Dispatch | None = None
-        self._router = Router(self.engines, self.index, self._policy, self._lookups, self._pins)
+        self._router = Router(self.engines, self.index, self._policy, self._lookups, self.orders.pins)
 
     async def start(self) -> None:
         """Join the engines of the settings and those that were registered before. Raises ValueError, OSError."""
@@ -94,7 +89,10 @@ class Orchestrator:
                 self.engines[each.label].liveness.drain(is_wanted=is_draining)
             self._writing.start()
         if self._registry is not None:
-            await self._registry.start(self._registry_says)
+            followers = Followers(
+                self._registry_says, self.orders.follow_pins, self.orders.follow_quotas, self.sessions.note
+            )
+            await self._registry.start(followers)
 
     async def stop(self) -> None:
         """End everything."""
@@ -139,19 +137,6 @@ class Orchestrator:
                 found.setdefault(str(document["id"]), document)
         return list(found.values())
 
-    def tenant(self, tenant: Tenant) -> Tenant:
-        """The tenant with the quota that was set for it since."""
-        return self._quotas.get(tenant.name, tenant)
-
-    async def set_quota(self, name: str, document: Mapping[str, Any]) -> None:
-        """Give a tenant another share. Raises ValueError."""
-        if all(tenant.name != name for tenant in self._settings.tenants.values()):
-            raise ValueError(f"there is no tenant {name}")
-        self._quotas[name] = tenant_of(name, document)
-        self.gate.set_share(self._quotas[name])
-        if self._writing is not None:
-            await self._writing.set_quota(name, document)
-
     async def tokens_of(self, asked: Asked, headers: Mapping[str, str], *, is_large: bool = False) -> Sequence[int]:
         """A prompt's tokens. Raises NoTokensError."""
         assert self._tokens is not None
@@ -193,8 +178,7 @@ class Orchestrator:
             engine.books.end(receipt.request_id, time.monotonic(), is_complete=is_complete)
             if is_complete and prompt is not None:
                 self._check_tokens(engine, prompt)
-            if self._writing is not None and exchange.asked.session:
-                self._writing.note_session(exchange.asked.session, engine.name)
+            self._note_session(exchange.asked.session, engine.name)
 
     async def prefilled(self, exchange: Exchange, prompt: Prompt | None) -> Prompt | None:
         """Where there are prefill engines and the prompt is long, have one compute it first; the decode engine then has
@@ -298,23 +282,6 @@ class Orchestrator:
         elif self._writing is not None:
             await self._writing.drain(name, is_wanted=is_wanted)
 
-    async def pin(self, prefix: str, document: Mapping[str, Any] | None) -> None:
-        """Send prompts whose first block has this name to an engine; None: do so no more. Raises ValueError."""
-        if len(prefix) != 32 or not set(prefix) <= set("0123456789abcdef"):
-            raise ValueError("a prefix is the 32 hex digits of a prompt's first block")
-        pin = None
-        if document is None:
-            self._pins.pop(prefix, None)
-        else:
-            engine, until = document.get("engine"), document.get("until")
-            if engine not in self.engines or not isinstance(until, int | float | None):
-                raise ValueError("engine must be an engine's name, until a Unix time or null")
-            if len(self._pins) >= PINS_MAX and prefix not in self._pins:
-                raise ValueError(f"there are {PINS_MAX} pins already")
-            pin = self._pins[prefix] = Pin(str(engine), until)
-        if self._writing is not None:
-            await self._writing.pin(prefix, None if pin is None else pin.engine, None if pin is None else pin.until)
-
     def status(self) -> dict[str, Any]:
         """The state of everything, for people and programs."""
         now_s = time.monotonic()
@@ -353,6 +320,12 @@ class Orchestrator:
     def metrics_text(self) -> bytes:
         """Prometheus' text."""
         return self.meter.text(self)
+
+    def _note_session(self, session: str, engine: str) -> None:
+        if session and self._writing is not None:
+            self._writing.note_session(session, engine)
+        if session and self._registry is not None:
+            self._registry.note_session(session, engine)
 
     def _registry_says(self, engines: Engines) -> None:
         task = asyncio.create_task(self._follow_registry(dict(engines)))
@@ -457,20 +430,6 @@ def policy_of(name: PolicyName, sessions: Sessions) -> RoutingPolicy:
     """A policy that uses these sessions, if it uses any."""
     kind = POLICIES[name]
     return kind(sessions) if name in (PolicyName.TTFT, PolicyName.PAPER) else kind()  # type: ignore[call-arg]
-
-
-def tenant_of(name: str, document: Mapping[str, Any]) -> Tenant:
-    """A tenant's share by JSON: `weight`, `priority`, `active_max`. Raises ValueError."""
-    if unknown := set(document) - {"weight", "priority", "active_max"}:
-        raise ValueError(f"{', '.join(sorted(unknown))}: not known; a quota has weight, priority, active_max")
-    weight, priority, active_max = (document.get(key) for key in ("weight", "priority", "active_max"))
-    if weight is not None and (not isinstance(weight, int | float) or not 0.001 <= weight <= 1000):
-        raise ValueError("weight must be from 0.001 to 1000")
-    if priority is not None and (type(priority) is not int or not -100 <= priority <= 100):
-        raise ValueError("priority must be a whole number from -100 to 100")
-    if active_max is not None and (type(active_max) is not int or active_max < 1):
-        raise ValueError("active_max must be at least 1")
-    return Tenant(name, 1.0 if weight is None else float(weight), priority or 0, active_max)
 
 
 def _prefill_body(exchange: Exchange, routed: Routed) -> dict[str, Any]:

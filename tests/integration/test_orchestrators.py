@@ -11,6 +11,9 @@ import pytest
 from adapters.etcd import Etcd
 from bench.beds.canned_engines import CannedSettings
 from orchestrator.registry import EtcdRegistry
+from orchestrator.router import Pin
+from orchestrator.rules.admission import Tenant
+from orchestrator.settings import OrchestratorSettings
 from tests.support.etcd import EtcdServer, etcd_server
 from tests.support.orchestrators import canned, orchestrated, until
 
@@ -49,6 +52,53 @@ async def test_an_engine_that_one_registers_is_joined_by_all(etcd: EtcdServer) -
         assert (await other.ask("DELETE", "/_orchestrator/engines/b")).status == 200
         await until(lambda: set(one.orchestrator.engines) == {"a"})
         await until(lambda: set(other.orchestrator.engines) == {"a"})
+
+
+async def test_pins_quotas_and_sessions_are_followed_by_all(etcd: EtcdServer) -> None:
+    """Also by one that comes later."""
+    settings = OrchestratorSettings(tenants={"key": Tenant("search")})
+    headers = {"Authorization": "Bearer key", "X-Session-Id": "s"}
+    async with canned(2, FAST) as engines:
+        async with (
+            orchestrated(engines, settings, registry=registry(etcd)) as one,
+            orchestrated(engines, settings, registry=registry(etcd)) as other,
+        ):
+            names = list(one.orchestrator.engines)
+            answer = await one.complete(PROMPT, headers=headers)
+            pin = {"engine": names[1], "until": None}
+            assert (await one.ask("PUT", f"/_orchestrator/pins/{'ab' * 16}", pin)).status == 200
+            assert (await one.ask("PUT", "/_orchestrator/quotas/search", {"weight": 5.0})).status == 200
+            async with orchestrated(engines, settings, registry=registry(etcd)) as late:
+                for bed in (other, late):
+                    orders, sessions = bed.orchestrator.orders, bed.orchestrator.sessions
+                    await until(lambda orders=orders: orders.pins == {"ab" * 16: Pin(names[1], None)})
+                    await until(lambda orders=orders: orders.tenant(Tenant("search")).weight == 5.0)
+                    await until(lambda sessions=sessions: sessions.engine("search\ns") == answer.engine)
+            assert (await other.ask("DELETE", f"/_orchestrator/pins/{'ab' * 16}")).status == 200
+            await until(lambda: one.orchestrator.orders.pins == {})
+            etcd.send(signal.SIGKILL)
+            etcd.kill()
+            refused = await one.ask("PUT", "/_orchestrator/quotas/search", {"weight": 9.0})
+            assert refused.status == 503
+            assert one.orchestrator.orders.tenant(Tenant("search")).weight == 5.0
+            assert (await one.complete(PROMPT, headers={**headers, "X-Session-Id": "t"})).status == 200
+            etcd.start()
+
+
+async def test_orders_that_make_no_sense_are_left_out(etcd: EtcdServer) -> None:
+    client = Etcd([etcd.url])
+    await client.start()
+    for name, value in (
+        ("pins/x", b"garbage"), ("pins/y", b'{"engine": 5}'), ("quotas/search", b'{"weight": -1}'),
+        ("quotas/nobody", b"{}"), ("sessions/x", b'{"session": 5, "engine": "a"}'), ("sessions/y", b"[]"),
+        ("pins/good", b'{"engine": "a", "until": null}'),
+    ):  # fmt: skip
+        await client.put(f"kv/{name}", value)
+    await client.close()
+    settings = OrchestratorSettings(tenants={"key": Tenant("search")})
+    async with orchestrated([], settings, registry=registry(etcd), is_waiting=False) as bed:
+        assert bed.orchestrator.orders.pins == {"good": Pin("a", None)}
+        assert bed.orchestrator.orders.tenant(Tenant("search")) == Tenant("search")
 
 
 async def test_while_etcd_is_gone_the_engines_stay_and_registrations_are_refused(etcd: EtcdServer) -> None:
