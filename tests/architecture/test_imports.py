@@ -47,7 +47,7 @@ STAGES = {
     ),
     "orchestrator": (
         "rules", "settings", "simulation", "answers", "receipts", "events_feed", "engine", "tokens",
-        "store_lookups", "metadata", "registry", "writing", "response_cache", "gate", "router", "dispatch", "meter",
+        "store_lookups", "metadata", "registry", "writing", "response_cache", "gate", "router", "orders", "dispatch", "meter",
         "service", "app", "process",
     ),
     "nixl_client": (
