@@ -184,8 +184,15 @@ SECTIONS: Mapping[str, tuple[str, Callable[[Json], str]]] = {
         )
     },
     **{
-        f"compression-{name}": ("compression", _of(compression, name))
-        for name in ("codecs", "wire", "quality", "choice", "targets")
+        f"compression-{name}": (result, _of(compression, section))
+        for name, result, section in (
+            ("codecs", "compression", "codecs"),
+            ("wire", "compression", "wire"),
+            ("targets", "compression", "targets"),
+            ("quality", "compression-quality", "quality"),
+            ("choice", "compression-quality", "choice"),
+            ("choice-targets", "compression-quality", "targets"),
+        )
     },
     **{
         f"orchestrator-{name}": ("orchestrator-live", _of(orchestrator, section))

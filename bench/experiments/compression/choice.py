@@ -4,7 +4,8 @@ sizes as measured on the models of this bench, and a played clock.
 Contexts are asked for by a Poisson process, some much more often than others. A context lies in DRAM, on a disk, or
 nowhere; then it is computed again. DRAM, disk and processor serve one request after the other. The best fixed choice is
 one codec with LRU in both tiers. The oracle places everything once by the optimizer, with the true frequencies and the
-qualities by which all are scored; ours has qualities of other samples, and counts uses.
+qualities by which all are scored; ours has qualities of other samples, and counts uses. Whoever decides, a context is
+computed when it is asked for the first time.
 """
 
 from __future__ import annotations
@@ -107,7 +108,7 @@ class FixedLru:
 
 
 class Chosen:
-    """The optimizer with decayed counts; with `frequencies` it is the oracle, which places everything once."""
+    """The optimizer with decayed counts; with `frequencies` it is the oracle, which knows every place beforehand."""
 
     def __init__(
         self,
@@ -122,6 +123,7 @@ class Chosen:
         self._machine = machine
         self._half_life_s = half_life_s
         self._counts: dict[int, float] = {}
+        self._seen: set[int] = set()
         self._is_oracle = frequencies is not None
         self._optimizer = Optimizer(tiers, alpha_s)
         if frequencies is not None:
@@ -138,7 +140,9 @@ class Chosen:
                 self._optimizer.put(Entry(asked.context, count, forms, self._machine.prefill_s))
             else:
                 self._optimizer.use(asked.context, count)
-        return (None, EXACT) if place is None else (place.tier, forms[place.form].codec)
+        is_first = asked.context not in self._seen
+        self._seen.add(asked.context)
+        return (None, EXACT) if place is None or is_first else (place.tier, forms[place.form].codec)
 
 
 @dataclass(frozen=True, slots=True)

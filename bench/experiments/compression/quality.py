@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import chain
 from typing import Any
 
 import numpy as np
@@ -19,6 +20,7 @@ from calibration.quality import (
     coded,
     compared,
     dropped,
+    joined,
     key_diff_places,
     prefix_states,
     streaming_places,
@@ -27,6 +29,8 @@ from storage_server.compression.forms import TIER_CODECS
 
 DEPTHS = 4
 """Answers are told apart by the quarter of the context that they lie in."""
+BATCH = 64
+"""Contexts that a model reads at once."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,9 +43,9 @@ class Asked:
     samples: tuple[Sample, ...]
 
 
-def asked(task: Task, contexts: int, tokens: int, questions: int, seed: int) -> Asked:
-    """A batch of held-out samples."""
-    random = np.random.default_rng((seed, list(Task).index(task)))
+def asked(task: Task, contexts: int, tokens: int, questions: int, seed: int, number: int = 0) -> Asked:
+    """Batch `number` of held-out samples."""
+    random = np.random.default_rng((seed, list(Task).index(task), number))
     samples = tuple(sample(task, tokens, questions, random) for _ in range(contexts))
     length = max(len(each.questions) for each in samples)
     asking = np.zeros((contexts, length), dtype=np.int64)
@@ -70,38 +74,43 @@ def forms(states: States, tokens: int) -> Mapping[str, tuple[States, float, floa
 def measured(
     sizes: Sequence[str], contexts: int, tokens: int, questions: int, seed: int, advance: Callable[[int], None]
 ) -> list[dict[str, Any]]:
-    """A row for each model, task and form. `scores` are the scores of the two halves of the samples: policies know the
-    first, and are scored by the second.
+    """A row for each model, task and form. `halves` are the accuracies on the two halves of the samples: policies know
+    the first, and are scored by the second. `contexts` of at least 2 are rounded down to an even number of batches.
     """
     rows = []
+    batches = max(2, contexts // BATCH // 2 * 2)
     for size in sizes:
         model = load_model(size)
         for task in Task:
-            batch = asked(task, contexts, tokens, questions, seed)
-            states = prefix_states(model, batch.contexts)
-            exact = answer_logits(model, states, batch.questions, tokens)
-            for name, (form, part, error) in forms(states, tokens).items():
-                logits = exact if name == EXACT else answer_logits(model, form, batch.questions, tokens)
-                rows.append(_row(size, task, name, part, error, batch, logits, exact))
+            read: list[Asked] = []
+            found: dict[str, list[Answers]] = {}
+            made: dict[str, tuple[float, float]] = {}
+            for number in range(batches):
+                batch = asked(task, min(BATCH, contexts // 2), tokens, questions, seed, number)
+                read.append(batch)
+                states = prefix_states(model, batch.contexts)
+                exact = answer_logits(model, states, batch.questions, tokens)
+                for name, (form, part, error) in forms(states, tokens).items():
+                    logits = exact if name == EXACT else answer_logits(model, form, batch.questions, tokens)
+                    found.setdefault(name, []).append(compared(logits, exact, batch.labels))
+                    made[name] = part, max(error, made.get(name, (0.0, 0.0))[1])
                 advance(1)
+            rows += [_row(size, task, name, *made[name], read, answers) for name, answers in found.items()]
     return rows
 
 
 def _row(
-    size: str, task: Task, form: str, part: float, error: float, batch: Asked, logits: torch.Tensor,
-    exact: torch.Tensor,
-) -> dict[str, Any]:  # fmt: skip
-    found = compared(logits, exact, batch.labels)
-    half = len(batch.samples) // 2
-    halves = [compared(logits[part_], exact[part_], batch.labels[part_]) for part_ in (slice(half), slice(half, None))]
-    spans = _spans(batch)
+    size: str, task: Task, form: str, part: float, error: float, read: Sequence[Asked], answers: Sequence[Answers]
+) -> dict[str, Any]:
+    found, half = joined(answers), len(answers) // 2
+    spans = _spans(read)
     return {
         "model": size, "task": task.value, "form": form, "bytes": part, "worst_error": error,
-        "score": _score(task, found, batch), "accuracy": found.accuracy,
+        "score": _score(task, found, read), "accuracy": found.accuracy,
         "perplexity": found.perplexity, "perplexity_exact": found.exact_perplexity, "kl": float(found.kl.mean()),
         "agreement": float(found.same.mean()), "answers": len(spans),
         "by_depth": _by_depth(found, spans),
-        "halves": [each.accuracy for each in halves],
+        "halves": [joined(each).accuracy for each in (answers[:half], answers[half:])],
     }  # fmt: skip
 
 
@@ -109,10 +118,10 @@ Span = tuple[int, int, float]
 """Of an answer: its first token among all answered ones, the token behind it, and its depth."""
 
 
-def _spans(batch: Asked) -> list[Span]:
+def _spans(read: Sequence[Asked]) -> list[Span]:
     spans: list[Span] = []
     at = 0
-    for each in batch.samples:
+    for each in chain.from_iterable(batch.samples for batch in read):
         is_asked = each.labels != IGNORED
         starts = np.flatnonzero(is_asked & ~np.concatenate(([False], is_asked[:-1])))
         ends = np.flatnonzero(is_asked & ~np.concatenate((is_asked[1:], [False]))) + 1
@@ -122,13 +131,13 @@ def _spans(batch: Asked) -> list[Span]:
     return spans
 
 
-def _score(task: Task, found: Answers, batch: Asked) -> float:
+def _score(task: Task, found: Answers, read: Sequence[Asked]) -> float:
     """The task's own score: ROUGE-L for extraction, whole bodies for code, whole answers for the rest."""
-    right = [found.right[start:end] for start, end, _ in _spans(batch)]
+    right = [found.right[start:end] for start, end, _ in _spans(read)]
     if task is not Task.EXTRACTION:
         return float(np.mean([each.all() for each in right]))
-    wanted = batch.labels[batch.labels != IGNORED].numpy()
-    return float(np.mean([rouge_l(found.predicted[a:b].tolist(), wanted[a:b].tolist()) for a, b, _ in _spans(batch)]))
+    wanted = np.concatenate([batch.labels[batch.labels != IGNORED].numpy() for batch in read])
+    return float(np.mean([rouge_l(found.predicted[a:b].tolist(), wanted[a:b].tolist()) for a, b, _ in _spans(read)]))
 
 
 def rouge_l(found: Sequence[int], wanted: Sequence[int]) -> float:

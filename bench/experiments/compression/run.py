@@ -29,7 +29,6 @@ from bench.experiments.compression.choice import (
 from bench.experiments.compression.sizes import WEIGHTS
 from bench.experiments.compression.tasks import Task
 from calibration.samples import progress_bar, spread
-from storage_server.compression.forms import TIER_CODECS
 
 REMARKS = (
     "Codecs: on one core, rates are of exact bytes; KV of the trained model, its heads side by side until a token has "
@@ -39,8 +38,8 @@ REMARKS = (
     "small a model says little about a large one: measure your own (docs/compression.md).",
     "Choice: simulated. DRAM, disk and processor each serve one request after the other; contexts of 1 GiB, DRAM "
     "20 GB/s, disk 1 GB/s, 3 s to compute a context again; DRAM : disk : all contexts as 100 : 400 : 1,000. Encoding "
-    "and moving cost nothing there, since they are done behind. Policies know the qualities of one half of the "
-    "samples, and are scored by the other half.",
+    "and moving cost nothing there, since they are done behind. Whoever decides, a context is computed when it is "
+    "asked for the first time. Policies know the qualities of one half of the samples, and are scored by the other.",
     "Dropping half of the tokens is a form for readers that attend to fewer tokens; vLLM is not one.",
 )
 
@@ -50,6 +49,7 @@ class Part(Enum):
 
     CODECS = "codecs"
     WIRE = "wire"
+    DECISION = "decision"
     QUALITY = "quality"
     FIGURE_2 = "figure_2"
 
@@ -62,7 +62,7 @@ class CompressionBenchSettings:
     models: tuple[str, ...] = options.sized(("smaller",))
     chunks: int = options.sized(64, 8)
     links_gbps: tuple[float, ...] = options.sized((1.0, 2.5, 5.0, 10.0), (1.0,))
-    contexts: int = options.count("--contexts", 64, 4, text="contexts of each task")
+    contexts: int = options.count("--contexts", 1024, 4, text="contexts of each task")
     context_tokens: int = options.sized(256, 128)
     questions: int = options.sized(32, 8)
     entries: int = options.count("--entries", 300, 30, text="contexts that are asked for")
@@ -90,7 +90,7 @@ def measure_compression(settings: CompressionBenchSettings, origin: Mapping[str,
             raise WrongUse(f"{name} is not trained: python -m bench.experiments.compression.train {name}")
     from bench.experiments.compression.codecs import kv_of, wire
     from bench.experiments.compression.codecs import table as codec_table
-    from bench.experiments.compression.quality import measured
+    from bench.experiments.compression.quality import BATCH, measured
 
     found: dict[str, Any] = {}
     try:
@@ -102,8 +102,10 @@ def measure_compression(settings: CompressionBenchSettings, origin: Mapping[str,
                 found["wire"] = wire(data, settings.links_gbps, settings.runs, Path(name))
     except AssertionError as error:
         problem = str(error) or "decoded bytes are not what they should be"
+    if Part.DECISION in parts:
+        found["decision_us"] = spread(decision_us(settings.kept_entries, settings.decisions, settings.seed))
     if {Part.QUALITY, Part.FIGURE_2} & set(parts):
-        total = len(settings.models) * len(Task) * (len(TIER_CODECS) + 3)
+        total = len(settings.models) * len(Task) * max(2, settings.contexts // BATCH // 2 * 2)
         with progress_bar(total, "quality") as advance:
             found["quality"] = measured(
                 settings.models, settings.contexts, settings.context_tokens, settings.questions, settings.seed, advance
@@ -117,7 +119,6 @@ def measure_compression(settings: CompressionBenchSettings, origin: Mapping[str,
             }
             for row in found["figure_2"] if row["case"] == "mixed"
         ]  # fmt: skip
-        found["decision_us"] = spread(decision_us(settings.kept_entries, settings.decisions, settings.seed))
         found["greedy_over_bound"] = spread([greedy_over_bound(seed, 400) for seed in range(settings.runs)])
     return published(
         "compression", origin, settings, problem, remarks=list(REMARKS),
