@@ -114,7 +114,9 @@ def body_for(body: Mapping[str, Any], routed: Routed) -> Mapping[str, Any]:
     if routed.engine.published is None or not prediction.stored_tokens:
         return body
     known = body.get("kv_transfer_params")
-    advice = {LOAD_CHUNKS: prediction.load_chunks, HELD_TOKENS: prediction.held_tokens}
+    block_tokens = routed.engine.block_tokens or 1
+    held_tokens = prediction.held_tokens // block_tokens * block_tokens  # an engine finds whole blocks
+    advice = {LOAD_CHUNKS: prediction.load_chunks, HELD_TOKENS: held_tokens}
     params = {**(known if isinstance(known, dict) else {}), ADVICE: advice}
     return {**body, "kv_transfer_params": params}
 

@@ -75,7 +75,7 @@ class Orders:
                 raise ValueError(f"there are {PINS_MAX} pins already")
         if self._registry is not None:
             await self._registry.pin(prefix, document)
-        elif self._writing is not None:
+        if self._writing is not None and (self._registry is None or pin is None):  # one that is over is over here, too
             await self._writing.pin(prefix, None if pin is None else pin.engine, None if pin is None else pin.until)
         if pin is None:
             self.pins.pop(prefix, None)
@@ -86,7 +86,8 @@ class Orders:
         """Pins of the registry. One to an engine that is not known here counts when the engine joins."""
         for prefix, document in changed.items():
             engine, until = (None, None) if document is None else (document.get("engine"), document.get("until"))
-            if isinstance(engine, str) and isinstance(until, int | float | None) and len(self.pins) < PINS_MAX:
+            has_room = prefix in self.pins or len(self.pins) < PINS_MAX
+            if isinstance(engine, str) and isinstance(until, int | float | None) and has_room:
                 self.pins[prefix] = Pin(engine, until)
             else:
                 self.pins.pop(prefix, None)

@@ -177,7 +177,7 @@ class EtcdRegistry:
                         self._lease, self._leased_s = await self._etcd.grant(SESSION_LEASE_S), monotonic()
                     value = json.dumps({"session": session, "engine": engine}).encode()
                     if len(value) <= ENTRY_BYTES_MAX:
-                        name = blake2b(session.encode(), digest_size=16).hexdigest()
+                        name = blake2b(json.dumps(session).encode(), digest_size=16).hexdigest()  # any text can be one
                         await self._etcd.put(f"{self._root}/sessions/{name}", value, self._lease)
                         self._know(session, engine)
             except EtcdError as error:
@@ -234,6 +234,9 @@ class _Table:
                     await self._read()  # etcd may have been rebuilt, or compacted
                 except EtcdError:
                     continue
+            except Exception:  # a change that cannot be followed must not end the others
+                _log.exception("following %s", self._prefix)
+                await asyncio.sleep(PAUSE_S_MAX)
 
     def _set(self, name: str, value: bytes | None) -> Document | None:
         if value is None:

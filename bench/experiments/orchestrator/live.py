@@ -58,6 +58,23 @@ class LiveAnswer:
     engine: str
 
 
+@dataclass(frozen=True, slots=True)
+class LiveRun:
+    """One run: the answers, the seconds until the last one ended, and of all prompts the tokens that engines had in
+    their own blocks, and those that they loaded from the store.
+    """
+
+    answers: tuple[LiveAnswer, ...]
+    wall_s: float
+    hbm_tokens: int
+    store_tokens: int
+
+    @property
+    def prompt_tokens(self) -> int:
+        """Of all requests."""
+        return sum(each.prompt_tokens for each in self.answers)
+
+
 class WrongTokensError(Exception):
     """A policy's answer is not the one of an engine that was asked directly."""
 
@@ -132,7 +149,7 @@ def live_bed(folder: Path, engine_count: int) -> Iterator[tuple[list[VllmServer]
 
 def run_policy(
     engines: Sequence[VllmServer], target: S3Target, policy: PolicyName, requests: Sequence[LiveRequest], salt: str
-) -> list[LiveAnswer]:
+) -> LiveRun:
     """All requests through an orchestrator with this policy. The salt makes everything cold: no block or chunk of
     another run has these names.
     """
@@ -144,7 +161,7 @@ def run_policy(
         return asyncio.run(_run(url, requests, salt))
 
 
-async def _run(url: str, requests: Sequence[LiveRequest], salt: str) -> list[LiveAnswer]:
+async def _run(url: str, requests: Sequence[LiveRequest], salt: str) -> LiveRun:
     async with aiohttp.ClientSession(timeout=aiohttp.ClientTimeout(total=REQUEST_S)) as http:
         for _ in range(200):
             async with http.get(f"{url}/_orchestrator/status") as answer:
@@ -154,13 +171,29 @@ async def _run(url: str, requests: Sequence[LiveRequest], salt: str) -> list[Liv
             await asyncio.sleep(0.1)
         for at in range(WARM_REQUESTS):
             await ask(http, url, LiveRequest(0.0, tuple(block_tokens(10_000_000 + at) * 4), 4), f"{salt} warm")
+        before = await _hit_tokens(http, [each["url"] for each in engines])
         began_s = time.monotonic()
 
         async def one(request: LiveRequest) -> LiveAnswer:
             await asyncio.sleep(max(0.0, began_s + request.at_s - time.monotonic()))
             return await ask(http, url, request, salt)
 
-        return list(await asyncio.gather(*map(one, requests)))
+        answers = await asyncio.gather(*map(one, requests))
+        wall_s = time.monotonic() - began_s
+        after = await _hit_tokens(http, [each["url"] for each in engines])
+        return LiveRun(tuple(answers), wall_s, after[0] - before[0], after[1] - before[1])
+
+
+async def _hit_tokens(http: aiohttp.ClientSession, engines: Sequence[str]) -> tuple[int, int]:
+    """Prompt tokens that engines had in their own blocks, and those that they loaded, since they started."""
+    found = {"hbm": 0.0, "store": 0.0}
+    for url in engines:
+        async with http.get(f"{url}/metrics") as answer:
+            for line in (await answer.text()).splitlines():
+                for name in found:
+                    if line.startswith(f"vllm:objectcache_{name}_hit_tokens_total"):
+                        found[name] += float(line.rpartition(" ")[2])
+    return round(found["hbm"]), round(found["store"])
 
 
 async def ask(http: aiohttp.ClientSession, url: str, request: LiveRequest, salt: str) -> LiveAnswer:
@@ -200,18 +233,18 @@ def live(
     run_policy(engines, target, PolicyName.ROUND_ROBIN, warming, "not counted")
     with progress_bar(len(rates) * runs * len(policies), "live") as advance:
         for rate in rates:
-            taken: dict[PolicyName, list[list[LiveAnswer]]] = {policy: [] for policy in policies}
+            taken: dict[PolicyName, list[LiveRun]] = {policy: [] for policy in policies}
             for round_index in range(runs):
                 requests = live_requests(count, rate, seed + round_index)
                 order = policies if round_index % 2 == 0 else tuple(reversed(policies))
                 texts: list[str] | None = None
                 for policy in order:
                     salt = f"{rate} {round_index} {policy.value}"
-                    answers = run_policy(engines, target, policy, requests, salt)
-                    if texts is not None and texts != [each.text for each in answers]:
+                    made = run_policy(engines, target, policy, requests, salt)
+                    if texts is not None and texts != [each.text for each in made.answers]:
                         raise WrongTokensError(f"{policy.value} at {rate}/s: other tokens than the policy before it")
-                    texts = [each.text for each in answers]
-                    taken[policy].append(answers)
+                    texts = [each.text for each in made.answers]
+                    taken[policy].append(made)
                     advance(1)
             found.append(
                 {"rate_per_s": rate, "policies": {name.value: _figures(runs_) for name, runs_ in taken.items()}}
@@ -219,18 +252,17 @@ def live(
     return found
 
 
-def _figures(runs: Sequence[Sequence[LiveAnswer]]) -> dict[str, Any]:
+def _figures(runs: Sequence[LiveRun]) -> dict[str, Any]:
     def percentile(share: float) -> list[float]:
-        return [float(np.percentile([each.ttft_s for each in answers], share)) for answers in runs]
+        return [float(np.percentile([each.ttft_s for each in run.answers], share)) for run in runs]
 
-    cached = [
-        sum(each.cached_tokens for each in answers) / sum(each.prompt_tokens for each in answers) for answers in runs
-    ]
-    ends = [max(each.total_s for each in answers) for answers in runs]
     return {
         "ttft_p50_s": percentile(50), "ttft_p90_s": percentile(90), "ttft_p99_s": percentile(99),
-        "cached_tokens": cached, "longest_s": ends,
-        "engines": [len({each.engine for each in answers}) for answers in runs],
+        "requests_per_s": [len(run.answers) / run.wall_s for run in runs],
+        "hbm_hit_rate": [run.hbm_tokens / run.prompt_tokens for run in runs],
+        "store_hit_rate": [run.store_tokens / run.prompt_tokens for run in runs],
+        "longest_s": [max(each.total_s for each in run.answers) for run in runs],
+        "engines": [len({each.engine for each in run.answers}) for run in runs],
     }  # fmt: skip
 
 
