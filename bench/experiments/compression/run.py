@@ -62,7 +62,7 @@ class CompressionBenchSettings:
     models: tuple[str, ...] = options.sized(("smaller",))
     chunks: int = options.sized(64, 8)
     links_gbps: tuple[float, ...] = options.sized((1.0, 2.5, 5.0, 10.0), (1.0,))
-    contexts: int = options.count("--contexts", 1024, 4, text="contexts of each task")
+    contexts: int = options.count("--contexts", 512, 4, text="contexts of each task")
     context_tokens: int = options.sized(256, 128)
     questions: int = options.sized(32, 8)
     entries: int = options.count("--entries", 300, 30, text="contexts that are asked for")
