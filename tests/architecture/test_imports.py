@@ -47,8 +47,8 @@ STAGES = {
     ),
     "orchestrator": (
         "rules", "settings", "simulation", "answers", "receipts", "events_feed", "engine", "tokens",
-        "store_lookups", "metadata", "registry", "writing", "response_cache", "gate", "router", "orders", "dispatch", "meter",
-        "service", "app", "process",
+        "store_lookups", "metadata", "registry", "writing", "response_cache", "gate", "router", "orders", "dispatch",
+        "meter", "service", "app", "process",
     ),
     "nixl_client": (
         "options", "lossy", "transports", "session", "fetch", "objects", "client", "device_tier", "connectors",

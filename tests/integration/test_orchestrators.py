@@ -58,31 +58,31 @@ async def test_pins_quotas_and_sessions_are_followed_by_all(etcd: EtcdServer) ->
     """Also by one that comes later."""
     settings = OrchestratorSettings(tenants={"key": Tenant("search")})
     headers = {"Authorization": "Bearer key", "X-Session-Id": "s"}
-    async with canned(2, FAST) as engines:
-        async with (
-            orchestrated(engines, settings, registry=registry(etcd)) as one,
-            orchestrated(engines, settings, registry=registry(etcd)) as other,
-        ):
-            names = list(one.orchestrator.engines)
-            answer = await one.complete(PROMPT, headers=headers)
-            pin = {"engine": names[1], "until": None}
-            assert (await one.ask("PUT", f"/_orchestrator/pins/{'ab' * 16}", pin)).status == 200
-            assert (await one.ask("PUT", "/_orchestrator/quotas/search", {"weight": 5.0})).status == 200
-            async with orchestrated(engines, settings, registry=registry(etcd)) as late:
-                for bed in (other, late):
-                    orders, sessions = bed.orchestrator.orders, bed.orchestrator.sessions
-                    await until(lambda orders=orders: orders.pins == {"ab" * 16: Pin(names[1], None)})
-                    await until(lambda orders=orders: orders.tenant(Tenant("search")).weight == 5.0)
-                    await until(lambda sessions=sessions: sessions.engine("search\ns") == answer.engine)
-            assert (await other.ask("DELETE", f"/_orchestrator/pins/{'ab' * 16}")).status == 200
-            await until(lambda: one.orchestrator.orders.pins == {})
-            etcd.send(signal.SIGKILL)
-            etcd.kill()
-            refused = await one.ask("PUT", "/_orchestrator/quotas/search", {"weight": 9.0})
-            assert refused.status == 503
-            assert one.orchestrator.orders.tenant(Tenant("search")).weight == 5.0
-            assert (await one.complete(PROMPT, headers={**headers, "X-Session-Id": "t"})).status == 200
-            etcd.start()
+    async with (
+        canned(2, FAST) as engines,
+        orchestrated(engines, settings, registry=registry(etcd)) as one,
+        orchestrated(engines, settings, registry=registry(etcd)) as other,
+    ):
+        names = list(one.orchestrator.engines)
+        answer = await one.complete(PROMPT, headers=headers)
+        pin = {"engine": names[1], "until": None}
+        assert (await one.ask("PUT", f"/_orchestrator/pins/{'ab' * 16}", pin)).status == 200
+        assert (await one.ask("PUT", "/_orchestrator/quotas/search", {"weight": 5.0})).status == 200
+        async with orchestrated(engines, settings, registry=registry(etcd)) as late:
+            for bed in (other, late):
+                orders, sessions = bed.orchestrator.orders, bed.orchestrator.sessions
+                await until(lambda orders=orders: orders.pins == {"ab" * 16: Pin(names[1], None)})
+                await until(lambda orders=orders: orders.tenant(Tenant("search")).weight == 5.0)
+                await until(lambda sessions=sessions: sessions.engine("search\ns") == answer.engine)
+        assert (await other.ask("DELETE", f"/_orchestrator/pins/{'ab' * 16}")).status == 200
+        await until(lambda: one.orchestrator.orders.pins == {})
+        etcd.send(signal.SIGKILL)
+        etcd.kill()
+        refused = await one.ask("PUT", "/_orchestrator/quotas/search", {"weight": 9.0})
+        assert refused.status == 503
+        assert one.orchestrator.orders.tenant(Tenant("search")).weight == 5.0
+        assert (await one.complete(PROMPT, headers={**headers, "X-Session-Id": "t"})).status == 200
+        etcd.start()
 
 
 async def test_orders_that_make_no_sense_are_left_out(etcd: EtcdServer) -> None:
