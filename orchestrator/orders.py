@@ -74,7 +74,7 @@ class Orders:
             if len(self.pins) >= PINS_MAX and prefix not in self.pins:
                 raise ValueError(f"there are {PINS_MAX} pins already")
         if self._registry is not None:
-            await self._registry.pin(prefix, document)
+            await self._registry.pin(prefix, None if pin is None else {"engine": pin.engine, "until": pin.until})
         if self._writing is not None and (self._registry is None or pin is None):  # one that is over is over here, too
             await self._writing.pin(prefix, None if pin is None else pin.engine, None if pin is None else pin.until)
         if pin is None:

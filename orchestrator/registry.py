@@ -4,10 +4,8 @@ reached, everything stays as it was.
     PREFIX/engines/NAME       the engine's settings as JSON, and whether it is draining
     PREFIX/pins/BLOCK         {"engine": NAME, "until": Unix seconds or null}
     PREFIX/quotas/TENANT      the tenant's share; the name is quoted as in a URL
-    PREFIX/sessions/HASH      {"session": NAME, "engine": NAME}, with a lease
 
-Registrations, pins and quotas are with a majority of etcd when they are answered. Sessions are written behind, about
-once a second, because they only decide among equal engines.
+All of it is with a majority of etcd when it is answered. Only operators write here: no client can fill etcd.
 """
 
 from __future__ import annotations
@@ -15,11 +13,8 @@ from __future__ import annotations
 import asyncio
 import json
 import logging
-from collections import OrderedDict
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from hashlib import blake2b
-from time import monotonic
 from typing import Any
 from urllib.parse import quote, unquote
 
@@ -30,12 +25,6 @@ from orchestrator.settings import EngineSettings, engine_settings, registered
 
 ENTRY_BYTES_MAX = 16_384
 PAUSE_S_MIN, PAUSE_S_MAX = 0.1, 5.0
-FLUSH_S = 1.0
-SESSIONS_AT_ONCE = 50
-"""Sessions that an orchestrator writes in a second; those beyond stay its own, so that nobody can fill etcd."""
-SESSION_LEASE_S, SESSION_LEASE_USED_S = 1800, 600.0
-"""Sessions are written with a lease that is so old at most, and again where the last time was so long ago."""
-SESSIONS_KNOWN_MAX = 100_000
 _log = logging.getLogger(__name__)
 Engines = Mapping[str, tuple[EngineSettings, bool]]
 """Settings of engines by name, and whether each is draining."""
@@ -51,7 +40,6 @@ class Followers:
     engines: Callable[[Engines], None]
     pins: Callable[[Mapping[str, Document | None]], None]
     quotas: Callable[[Mapping[str, Document | None]], None]
-    session: Callable[[str, str], None]
 
 
 class EtcdRegistry:
@@ -62,15 +50,6 @@ class EtcdRegistry:
         self._root = prefix.rstrip("/")
         self._engines: dict[str, tuple[EngineSettings, bool]] = {}
         self._tables: list[_Table] = []
-        self._writer: asyncio.Task[None] | None = None
-        self._sessions: dict[str, str] = {}
-        self._written: OrderedDict[str, tuple[str, float]] = OrderedDict()
-        self._lease, self._leased_s = 0, 0.0
-
-    @property
-    def is_connected(self) -> bool:
-        """Whether etcd says what changes."""
-        return bool(self._tables) and all(table.is_connected for table in self._tables)
 
     async def start(self, followers: Followers) -> None:
         """Read everything, tell it, and tell every change from then on. Raises MetadataError where etcd does not
@@ -83,7 +62,6 @@ class EtcdRegistry:
                 ("engines", lambda changed: followers.engines(self._taken(changed))),
                 ("pins", followers.pins),
                 ("quotas", lambda changed: followers.quotas({unquote(name): each for name, each in changed.items()})),
-                ("sessions", lambda changed: self._follow_sessions(changed, followers.session)),
             )
         ]
         try:
@@ -92,11 +70,10 @@ class EtcdRegistry:
         except EtcdError as error:
             await self.close()
             raise MetadataError(f"etcd: {error}") from error
-        self._writer = asyncio.create_task(self._write_sessions())
 
     async def close(self) -> None:
         """Listen no more."""
-        tasks = [task for task in (self._writer, *(table.task for table in self._tables)) if task is not None]
+        tasks = [table.task for table in self._tables if table.task is not None]
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
@@ -120,13 +97,6 @@ class EtcdRegistry:
     async def set_quota(self, tenant: str, document: Document) -> None:
         """Give a tenant another share. Raises MetadataError."""
         await self._put(f"quotas/{quote(tenant, safe='')}", document)
-
-    def note_session(self, session: str, engine: str) -> None:
-        """A session is there now: written with the next ones, if the others do not know it."""
-        known = self._written.get(session)
-        is_known = known is not None and known[0] == engine and monotonic() - known[1] < SESSION_LEASE_USED_S
-        if not is_known and (session in self._sessions or len(self._sessions) < SESSIONS_AT_ONCE):
-            self._sessions[session] = engine
 
     async def _put(self, name: str, document: Document) -> None:
         try:
@@ -154,36 +124,6 @@ class EtcdRegistry:
                 _log.warning("the entry engines/%s of etcd is no engine: %s", name, error)
         return self._engines
 
-    def _follow_sessions(self, changed: Mapping[str, Document | None], follow: Callable[[str, str], None]) -> None:
-        for document in changed.values():
-            session, engine = (None, None) if document is None else (document.get("session"), document.get("engine"))
-            if isinstance(session, str) and isinstance(engine, str) and session not in self._sessions:
-                self._know(session, engine)
-                follow(session, engine)
-
-    def _know(self, session: str, engine: str) -> None:
-        self._written[session] = engine, monotonic()
-        self._written.move_to_end(session)
-        if len(self._written) > SESSIONS_KNOWN_MAX:
-            self._written.popitem(last=False)
-
-    async def _write_sessions(self) -> None:
-        while True:
-            await asyncio.sleep(FLUSH_S)
-            sessions, self._sessions = self._sessions, {}
-            try:
-                for session, engine in sessions.items():
-                    if not self._lease or monotonic() - self._leased_s > SESSION_LEASE_USED_S:
-                        self._lease, self._leased_s = await self._etcd.grant(SESSION_LEASE_S), monotonic()
-                    value = json.dumps({"session": session, "engine": engine}).encode()
-                    if len(value) <= ENTRY_BYTES_MAX:
-                        name = blake2b(json.dumps(session).encode(), digest_size=16).hexdigest()  # any text can be one
-                        await self._etcd.put(f"{self._root}/sessions/{name}", value, self._lease)
-                        self._know(session, engine)
-            except EtcdError as error:
-                self._lease = 0
-                _log.info("sessions are not shared now: %s", error)
-
 
 class _Table:
     """The entries of one kind, as JSON objects. `on_change` gets those that have changed, with None for what is no more
@@ -197,7 +137,6 @@ class _Table:
         self._values: dict[str, bytes] = {}
         self._revision = 0
         self.task: asyncio.Task[None] | None = None
-        self.is_connected = False
 
     async def start(self) -> None:
         """Read all, and follow. Raises EtcdError."""
@@ -209,7 +148,7 @@ class _Table:
         values = {entry.key.removeprefix(self._prefix): entry.value for entry in found.entries}
         gone: dict[str, Document | None] = {name: None for name in self._values if name not in values}
         changed = {name: value for name, value in values.items() if self._values.get(name) != value}
-        self._values, self._revision, self.is_connected = values, found.revision, True
+        self._values, self._revision = values, found.revision
         self._on_change(gone | {name: self._document(name, value) for name, value in changed.items()})
 
     async def _watch(self) -> None:
@@ -217,7 +156,7 @@ class _Table:
         while True:
             try:
                 async for changes in self._etcd.watch(self._prefix, self._revision + 1):
-                    self.is_connected, failures = True, 0
+                    failures = 0
                     changed: dict[str, Document | None] = {}
                     for change in changes:
                         name = change.key.removeprefix(self._prefix)
@@ -225,7 +164,6 @@ class _Table:
                         self._revision = max(self._revision, change.revision)
                     self._on_change(changed)
             except EtcdError as error:
-                self.is_connected = False
                 failures += 1
                 if not isinstance(error, CompactedError):
                     _log.warning("what is under %s stays as it was: %s", self._prefix, error)

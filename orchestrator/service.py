@@ -89,9 +89,7 @@ class Orchestrator:
                 self.engines[each.label].liveness.drain(is_wanted=is_draining)
             self._writing.start()
         if self._registry is not None:
-            followers = Followers(
-                self._registry_says, self.orders.follow_pins, self.orders.follow_quotas, self.sessions.note
-            )
+            followers = Followers(self._registry_says, self.orders.follow_pins, self.orders.follow_quotas)
             await self._registry.start(followers)
 
     async def stop(self) -> None:
@@ -178,7 +176,8 @@ class Orchestrator:
             engine.books.end(receipt.request_id, time.monotonic(), is_complete=is_complete)
             if is_complete and prompt is not None:
                 self._check_tokens(engine, prompt)
-            self._note_session(exchange.asked.session, engine.name)
+            if self._writing is not None and exchange.asked.session:
+                self._writing.note_session(exchange.asked.session, engine.name)
 
     async def prefilled(self, exchange: Exchange, prompt: Prompt | None) -> Prompt | None:
         """Where there are prefill engines and the prompt is long, have one compute it first; the decode engine then has
@@ -320,12 +319,6 @@ class Orchestrator:
     def metrics_text(self) -> bytes:
         """Prometheus' text."""
         return self.meter.text(self)
-
-    def _note_session(self, session: str, engine: str) -> None:
-        if session and self._writing is not None:
-            self._writing.note_session(session, engine)
-        if session and self._registry is not None:
-            self._registry.note_session(session, engine)
 
     def _registry_says(self, engines: Engines) -> None:
         task = asyncio.create_task(self._follow_registry(dict(engines)))

@@ -54,26 +54,24 @@ async def test_an_engine_that_one_registers_is_joined_by_all(etcd: EtcdServer) -
         await until(lambda: set(other.orchestrator.engines) == {"a"})
 
 
-async def test_pins_quotas_and_sessions_are_followed_by_all(etcd: EtcdServer) -> None:
+async def test_pins_and_quotas_are_followed_by_all(etcd: EtcdServer) -> None:
     """Also by one that comes later."""
     settings = OrchestratorSettings(tenants={"key": Tenant("search")})
-    headers = {"Authorization": "Bearer key", "X-Session-Id": "s"}
+    headers = {"Authorization": "Bearer key"}
     async with (
         canned(2, FAST) as engines,
         orchestrated(engines, settings, registry=registry(etcd)) as one,
         orchestrated(engines, settings, registry=registry(etcd)) as other,
     ):
         names = list(one.orchestrator.engines)
-        answer = await one.complete(PROMPT, headers=headers)
         pin = {"engine": names[1], "until": None}
         assert (await one.ask("PUT", f"/_orchestrator/pins/{'ab' * 16}", pin)).status == 200
         assert (await one.ask("PUT", "/_orchestrator/quotas/search", {"weight": 5.0})).status == 200
         async with orchestrated(engines, settings, registry=registry(etcd)) as late:
             for bed in (other, late):
-                orders, sessions = bed.orchestrator.orders, bed.orchestrator.sessions
+                orders = bed.orchestrator.orders
                 await until(lambda orders=orders: orders.pins == {"ab" * 16: Pin(names[1], None)})
                 await until(lambda orders=orders: orders.tenant(Tenant("search")).weight == 5.0)
-                await until(lambda sessions=sessions: sessions.engine("search\ns") == answer.engine)
         assert (await other.ask("DELETE", f"/_orchestrator/pins/{'ab' * 16}")).status == 200
         await until(lambda: one.orchestrator.orders.pins == {})
         etcd.send(signal.SIGKILL)
@@ -81,8 +79,28 @@ async def test_pins_quotas_and_sessions_are_followed_by_all(etcd: EtcdServer) ->
         refused = await one.ask("PUT", "/_orchestrator/quotas/search", {"weight": 9.0})
         assert refused.status == 503
         assert one.orchestrator.orders.tenant(Tenant("search")).weight == 5.0
-        assert (await one.complete(PROMPT, headers={**headers, "X-Session-Id": "t"})).status == 200
+        assert (await one.complete(PROMPT, headers=headers)).status == 200
         etcd.start()
+
+
+async def test_a_session_goes_on_at_another_orchestrator_on_the_engine_that_holds_it(etcd: EtcdServer) -> None:
+    """Sessions are not shared: the engines' events tell every orchestrator who holds what."""
+    async with (
+        canned(3, FAST) as engines,
+        orchestrated(engines, registry=registry(etcd)) as one,
+        orchestrated(engines, registry=registry(etcd)) as other,
+    ):
+        for number in range(6):
+            prompt = [number, *PROMPT]
+            headers = {"X-Session-Id": f"session {number}"}
+            index = other.orchestrator.index
+            known = {engine.url: index.held_count(engine.url) for engine in engines}
+            first = await one.complete(prompt, headers=headers)
+            held = known[first.engine] + len(prompt) // 16
+            await until(lambda index=index, name=first.engine, held=held: index.held_count(name) >= held)
+            asked = {"model": "", "prompt": [*prompt, *range(300, 320)]}
+            route = await other.ask("POST", "/_orchestrator/route", asked)
+            assert route.json()["engine"] == first.engine
 
 
 async def test_orders_that_make_no_sense_are_left_out(etcd: EtcdServer) -> None:
@@ -90,8 +108,7 @@ async def test_orders_that_make_no_sense_are_left_out(etcd: EtcdServer) -> None:
     await client.start()
     for name, value in (
         ("pins/x", b"garbage"), ("pins/y", b'{"engine": 5}'), ("quotas/search", b'{"weight": -1}'),
-        ("quotas/nobody", b"{}"), ("sessions/x", b'{"session": 5, "engine": "a"}'), ("sessions/y", b"[]"),
-        ("pins/good", b'{"engine": "a", "until": null}'),
+        ("quotas/nobody", b"{}"), ("pins/good", b'{"engine": "a", "until": null}'),
     ):  # fmt: skip
         await client.put(f"kv/{name}", value)
     await client.close()

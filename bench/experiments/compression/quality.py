@@ -71,21 +71,25 @@ def forms(states: States, tokens: int) -> Mapping[str, tuple[States, float, floa
     return found
 
 
+def batch_count(contexts: int) -> int:
+    """The batches of at least 2 contexts: an even number, so that each half has as many."""
+    return max(2, contexts // BATCH // 2 * 2)
+
+
 def measured(
     sizes: Sequence[str], contexts: int, tokens: int, questions: int, seed: int, advance: Callable[[int], None]
 ) -> list[dict[str, Any]]:
     """A row for each model, task and form. `halves` are the accuracies on the two halves of the samples: policies know
-    the first, and are scored by the second. `contexts` of at least 2 are rounded down to an even number of batches.
+    the first, and are scored by the second. Contexts that fill no even number of batches are left out.
     """
     rows = []
-    batches = max(2, contexts // BATCH // 2 * 2)
     for size in sizes:
         model = load_model(size)
         for task in Task:
             read: list[Asked] = []
             found: dict[str, list[Answers]] = {}
             made: dict[str, tuple[float, float]] = {}
-            for number in range(batches):
+            for number in range(batch_count(contexts)):
                 batch = asked(task, min(BATCH, contexts // 2), tokens, questions, seed, number)
                 read.append(batch)
                 states = prefix_states(model, batch.contexts)

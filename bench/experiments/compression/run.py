@@ -90,7 +90,7 @@ def measure_compression(settings: CompressionBenchSettings, origin: Mapping[str,
             raise WrongUse(f"{name} is not trained: python -m bench.experiments.compression.train {name}")
     from bench.experiments.compression.codecs import kv_of, wire
     from bench.experiments.compression.codecs import table as codec_table
-    from bench.experiments.compression.quality import BATCH, measured
+    from bench.experiments.compression.quality import batch_count, measured
 
     found: dict[str, Any] = {}
     try:
@@ -105,7 +105,7 @@ def measure_compression(settings: CompressionBenchSettings, origin: Mapping[str,
     if Part.DECISION in parts:
         found["decision_us"] = spread(decision_us(settings.kept_entries, settings.decisions, settings.seed))
     if {Part.QUALITY, Part.FIGURE_2} & set(parts):
-        total = len(settings.models) * len(Task) * max(2, settings.contexts // BATCH // 2 * 2)
+        total = len(settings.models) * len(Task) * batch_count(settings.contexts)
         with progress_bar(total, "quality") as advance:
             found["quality"] = measured(
                 settings.models, settings.contexts, settings.context_tokens, settings.questions, settings.seed, advance
