@@ -109,9 +109,10 @@ class Orders:
     def _pin_of(self, document: Mapping[str, Any]) -> Pin:
         """Raises ValueError."""
         engine, until = document.get("engine"), document.get("until")
-        if engine not in self._engines or isinstance(until, bool) or not isinstance(until, int | float | None):
+        is_time = isinstance(until, int | float | None) and not isinstance(until, bool)
+        if not isinstance(engine, str) or engine not in self._engines or not is_time:
             raise ValueError("engine must be an engine's name, until a Unix time or null")
-        return Pin(str(engine), until)
+        return Pin(engine, until)
 
 
 def tenant_of(name: str, document: Mapping[str, Any]) -> Tenant:

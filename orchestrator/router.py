@@ -62,12 +62,15 @@ class Prompt:
 
 @dataclass(frozen=True, slots=True)
 class Routed:
-    """A decision, and the engine. `rank` is the data-parallel rank that holds most of the prompt; None: any."""
+    """A decision, and the engine. `rank` is the data-parallel rank that holds most of the prompt; None: any. `prefix`
+    is the name of the prompt's first block, by which it can be pinned; empty where it has no whole block.
+    """
 
     engine: Engine
     decision: Decision
     rank: int | None = None
     index_name: str = ""
+    prefix: str = ""
 
 
 class Router:
@@ -141,7 +144,8 @@ class Router:
         )
         engine = self._engines[decision.engine]
         name = names.get(decision.engine, engine.index_names[0])
-        return Routed(engine, decision, engine.ranks.get(name) if len(engine.index_names) > 1 else None, name)
+        rank = engine.ranks.get(name) if len(engine.index_names) > 1 else None
+        return Routed(engine, decision, rank, name, start.hex())
 
     def sent(self, routed: Routed, asked: Asked, request_id: str, prompt: Prompt | None) -> None:
         """The request is on its way to the engine: its blocks will be there soon."""

@@ -242,6 +242,7 @@ class Orchestrator:
             "reason": chosen.decision.reason,
             "policy": self._settings.policy.value,
             "prompt_tokens": None if tokens is None else len(tokens),
+            "prefix": chosen.prefix or None,
             "candidates": [described(each) for each in every.decision.predictions],
         }
 

@@ -64,6 +64,9 @@ async def test_pins_and_quotas_are_followed_by_all(etcd: EtcdServer) -> None:
         orchestrated(engines, settings, registry=registry(etcd)) as other,
     ):
         names = list(one.orchestrator.engines)
+        for wrong in ({"engine": []}, {"engine": "nobody"}, {"engine": names[1], "until": True}, {}):
+            assert (await one.ask("PUT", f"/_orchestrator/pins/{'ab' * 16}", wrong)).status == 400
+        assert (await one.ask("PUT", "/_orchestrator/pins/xyz", {"engine": names[1]})).status == 400
         pin = {"engine": names[1], "until": None}
         assert (await one.ask("PUT", f"/_orchestrator/pins/{'ab' * 16}", pin)).status == 200
         assert (await one.ask("PUT", "/_orchestrator/quotas/search", {"weight": 5.0})).status == 200
@@ -81,6 +84,27 @@ async def test_pins_and_quotas_are_followed_by_all(etcd: EtcdServer) -> None:
         assert one.orchestrator.orders.tenant(Tenant("search")).weight == 5.0
         assert (await one.complete(PROMPT, headers=headers)).status == 200
         etcd.start()
+
+
+async def test_a_pin_sends_prompts_that_begin_so_to_its_engine_until_it_is_over(etcd: EtcdServer) -> None:
+    """Whichever orchestrator they come to, and whoever holds them."""
+    async with (
+        canned(2, FAST) as engines,
+        orchestrated(engines, registry=registry(etcd)) as one,
+        orchestrated(engines, registry=registry(etcd)) as other,
+    ):
+        home = (await one.complete(PROMPT)).engine
+        away = next(engine.url for engine in engines if engine.url != home)
+        prefix = (await one.ask("POST", "/_orchestrator/route", {"prompt": PROMPT})).json()["prefix"]
+        assert (await one.ask("PUT", f"/_orchestrator/pins/{prefix}", {"engine": away})).status == 200
+        await until(lambda: prefix in other.orchestrator.orders.pins)
+        for bed in (one, other):
+            assert {(await bed.complete([*PROMPT, at])).engine for at in range(4)} == {away}
+        assert (await one.complete([7, *PROMPT])).status == 200  # begins in another way
+        over = {"engine": home, "until": 1.0}
+        assert (await one.ask("PUT", f"/_orchestrator/pins/{prefix}", over)).status == 200
+        assert (await one.complete(PROMPT)).engine in {home, away}
+        assert (await one.ask("POST", "/_orchestrator/route", {"prompt": [1, 2]})).json()["prefix"] is None
 
 
 async def test_a_session_goes_on_at_another_orchestrator_on_the_engine_that_holds_it(etcd: EtcdServer) -> None:
