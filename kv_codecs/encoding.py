@@ -62,7 +62,7 @@ def encode(layer: Bytes, shape: LayerShape, codec: Codec) -> bytes:
         raise ValueError(f"{layer.nbytes} bytes, a layer has {shape.nbytes}")
     flat = np.ascontiguousarray(layer).view(np.uint8).reshape(-1)
     payload = _encoded(flat, shape, codec)
-    head = _checked_head(codec, shape, len(payload))
+    head = expected_head(codec, shape, len(payload))
     return head + native.crc32c(payload, native.crc32c(head)).to_bytes(4, "little") + payload
 
 
@@ -113,7 +113,7 @@ def decode_many(
     damaged or another one, whose place and those behind it are not written; -1 where there is none.
     """
     if codec in KIVI:
-        head = _checked_head(codec, shape, _payload_bytes_max(codec, shape))
+        head = expected_head(codec, shape, _payload_bytes_max(codec, shape))
         steps = group_of(shape.tokens), group_of(shape.width)
         return native.kivi_decode_many(
             source.data, head, np.ascontiguousarray(places).data, shape.tokens, shape.width, *steps, codec.bits,
@@ -133,8 +133,8 @@ def decode_many(
     return -1
 
 
-def _checked_head(codec: Codec, shape: LayerShape, payload_bytes: int) -> bytes:
-    """The head without its checksum."""
+def expected_head(codec: Codec, shape: LayerShape, payload_bytes: int) -> bytes:
+    """The head of an encoded layer without its checksum; of one that is not LOSSLESS all is known beforehand."""
     number, element = codec.number, shape.element.value
     return HEAD.pack(MAGIC, number, element, 0, shape.tokens, shape.width, payload_bytes, 0)[: HEAD.size - 4]
 

@@ -228,7 +228,8 @@ class ObjectCacheClient:
     ) -> LayerFetch:
         """Start fetching into `buffer` (numpy, torch or bytes-like) from byte `offset` on, and return at once. With
         `accept` chunks may come encoded, with a loss that the fetch's `forms` tell; they are decoded in the buffer,
-        layer by layer, so that its bytes are those of exact chunks.
+        layer by layer, so that its bytes are those of exact chunks: by this process in host memory, by the device in a
+        device's.
 
         The buffer needs N*L*S bytes from `offset`. It must not be touched, but for layers that are ready, until the
         fetch is settled: `wait` returned, or `cancel` did.
@@ -249,8 +250,6 @@ class ObjectCacheClient:
             accept=accept,
             version=PROTOCOL_VERSION if accept is None else EXTENDED_VERSION,
         )
-        if accept is not None and target.memory.device != "cpu":
-            raise ValueError("encoded layers are decoded in host memory")
         if offset < 0 or offset + descriptor.delivery_bytes > target.nbytes:
             raise ValueError(f"{descriptor.delivery_bytes} bytes from {offset} on do not fit {target.nbytes}")
         if route.fetches is not None:

@@ -190,12 +190,13 @@ def receipt_lines(receipt: dict[str, Any]) -> list[str]:
         f"engine       {receipt['engine']}: {receipt['reason']}",
     ]
     if receipt["predictions"]:
-        lines.append("predicted    engine, TTFT = queue + routing + compute with loads; tokens held, stored, to load")
+        lines.append("predicted    engine, TTFT = queue + routing + compute with loads; delay of others;")
+        lines.append("             tokens held, stored, to load")
     for each in receipt["predictions"]:
         lines.append(
             f"  {each['engine']}  {_ms(each['ttft_s'])} = {_ms(each['queue_s'])} + {_ms(each['routing_s'])} + "
             f"{_ms(each['compute_s'])} ({each['choice']}; recompute {_ms(each['recompute_s'])}); "
-            f"{each['held_tokens']}, {each['stored_tokens']}, {each['load_tokens']}"
+            f"{_ms(each['others_s'])}; {each['held_tokens']}, {each['stored_tokens']}, {each['load_tokens']}"
         )
     for each in receipt["attempts"]:
         lines.append(f"sent to      {each['engine']}: {each.get('status', '')} {each.get('error', '')}".rstrip())

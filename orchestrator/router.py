@@ -245,6 +245,9 @@ class Router:
             stored=stored,
             free_tokens=None if room is None else max(0, room - load.tokens),
             correction=engine.correction,
+            waiting_count=load.waiting_count,
+            arrivals_per_s=load.arrivals_per_s,
+            busy_share=load.busy_share,
         )
 
     def _no_engine(self, model: str) -> NoEngineError:

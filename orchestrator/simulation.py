@@ -229,6 +229,9 @@ class Simulation:
                     held_tokens=held[self._names[at]] * self._block_tokens,
                     stored=stored,
                     correction=engine.books.correction,
+                    waiting_count=load.waiting_count,
+                    arrivals_per_s=load.arrivals_per_s,
+                    busy_share=load.busy_share,
                 )
             )
         start = chain[0] if chain else b""

@@ -6,6 +6,7 @@ import threading
 from collections.abc import Mapping, Sequence
 from concurrent.futures import Executor, Future
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 
@@ -15,10 +16,11 @@ from descriptors.headers import FORMS_HEADER
 from descriptors.layer_forms import EXACT, FormRun, LayerForms, WrongFormsError, parse_forms
 from descriptors.layout import ChunkLayout
 from descriptors.notices import Mode
+from kv_codecs import slots
 from kv_codecs.elements import Bytes, Element
 from kv_codecs.encoding import encoded_bytes_max
 from kv_codecs.layer import Codec, LayerShape
-from kv_codecs.slots import Run, WrongChunkError, decode_chunks, decode_packed, decode_places
+from kv_codecs.slots import Run, WrongChunkError, decode_packed
 from nixl_client.fetch.delivery_state import ProtocolViolationError
 
 _ELEMENTS = {"float16": Element.FLOAT16, "bfloat16": Element.BFLOAT16, "float32": Element.FLOAT32}
@@ -107,10 +109,11 @@ def damaged(chunk_index: int, layer_index: int) -> ChunkUnavailable:
 
 class PlacedLayers:
     """Decodes layers that lie in the buffer, each once: in a thread of `pool` when it has come, or in the caller's that
-    waits for it. Safe from any thread.
+    waits for it. `payload` is uint8 of shape (N * L * S): a numpy array, or a torch tensor in a device's memory, which
+    the device decodes. Safe from any thread.
     """
 
-    def __init__(self, payload: Bytes, layout: ChunkLayout, mode: Mode, forms: LayerForms, shape: LayerShape) -> None:
+    def __init__(self, payload: Any, layout: ChunkLayout, mode: Mode, forms: LayerForms, shape: LayerShape) -> None:
         self._payload = payload
         self._layout = layout
         self._mode = mode
@@ -181,14 +184,25 @@ class PlacedLayers:
 
     def _decode(self, layer_index: int) -> None:
         layer_bytes = self._layout.layer_bytes(self._chunk_count)
+        decoder = _slots_of(self._payload)
         try:
             if self._mode is Mode.LAYER_MAJOR:
                 places = self._payload[layer_index * layer_bytes : (layer_index + 1) * layer_bytes]
-                decode_places(places, self._runs, self._shape)
+                decoder.decode_places(places, self._runs, self._shape)
             else:
-                decode_chunks(self._payload, self._runs, self._shape, self._layout.num_layers)
+                payload = self._payload[: self._layout.num_layers * layer_bytes]
+                decoder.decode_chunks(payload, self._runs, self._shape, self._layout.num_layers)
         except WrongChunkError as error:
             raise damaged(error.index, layer_index) from None
+
+
+def _slots_of(payload: Any) -> Any:
+    """The module that decodes in this memory: kv_codecs.slots in the host's, kv_codecs.device_slots in a device's."""
+    if isinstance(payload, np.ndarray):
+        return slots
+    from kv_codecs import device_slots  # torch, which only those need who have tensors
+
+    return device_slots
 
 
 def host_bytes(view: memoryview) -> Bytes:

@@ -16,7 +16,7 @@ from descriptors.headers import UNSETTLED_HEADER
 from descriptors.layer_forms import LayerForms
 from descriptors.notices import Mode, Notice
 from descriptors.storage_api import Grant
-from nixl_client.fetch.decoding import PlacedLayers, checked_forms, host_bytes, layer_shape
+from nixl_client.fetch.decoding import PlacedLayers, checked_forms, layer_shape
 from nixl_client.fetch.delivery_state import DeliveryState, ProtocolViolationError
 from nixl_client.session.timing import Timing, split_time
 from nixl_client.transports.buffers import Buffer
@@ -297,5 +297,6 @@ class LayerFetch:
             return
         if self._placed is None:
             layout, (mode, _) = self.descriptor.layout, self._shape()
-            self._placed = PlacedLayers(host_bytes(self.host_view()), layout, mode, forms, layer_shape(layout, accept))
+            payload = self._buffer.payload(self._offset, self.descriptor.delivery_bytes)
+            self._placed = PlacedLayers(payload, layout, mode, forms, layer_shape(layout, accept))
         self._placed.begin(layer_index, self._decoders)

@@ -32,6 +32,11 @@ class Buffer:
         flat: np.ndarray = self.flat if isinstance(self.flat, np.ndarray) else self.flat.numpy()
         return memoryview(flat)  # type: ignore[arg-type]  # numpy arrays are buffers; typeshed cannot say so here
 
+    def payload(self, offset: int, nbytes: int) -> Any:
+        """A part of it: a numpy array of host memory, a torch tensor of a device's."""
+        part = self.flat[offset : offset + nbytes]
+        return part.numpy() if self.memory.device == "cpu" and not isinstance(part, np.ndarray) else part
+
     def layer(self, layer_index: int, mode: Mode, chunk_count: int, layout: ChunkLayout, offset: int) -> Any:
         """One layer as a uint8 array or tensor of shape (chunk_count, S), without copying. In chunk-major payloads
         the rows are strided.

@@ -18,6 +18,8 @@ from orchestrator.rules.observed_costs import Correction, ObservedPrefills
 SERVICE_S_DEFAULT = 1.0
 """The time a request holds its place, until some have ended."""
 SAMPLES_MAX = 64
+ARRIVALS_MAX, ARRIVALS_MIN = 32, 4
+"""Rates are those of so many arrivals; of fewer than the least no rate is told."""
 MEAN_WEIGHT = 0.2
 """Of the last request in the mean of prefills."""
 
@@ -40,12 +42,17 @@ class Sent:
 
 @dataclass(frozen=True, slots=True)
 class Load:
-    """How busy an engine is. `queue_s` is the wait that a new request has before its own prefill begins."""
+    """How busy an engine is. `queue_s` is the wait that a new request has before its own prefill begins.
+    `arrivals_per_s` is the rate of our last requests to it, and `busy_share` the part of the time that their prefills
+    take.
+    """
 
     queue_s: float
     active_count: int
     waiting_count: int
     tokens: int
+    arrivals_per_s: float = 0.0
+    busy_share: float = 0.0
 
 
 class EngineBooks:
@@ -59,6 +66,9 @@ class EngineBooks:
         self._progress_s = 0.0
         self._mean_work_s = 0.0
         self._services_s: deque[float] = deque(maxlen=SAMPLES_MAX)
+        self._arrivals: deque[tuple[float, float]] = deque(maxlen=ARRIVALS_MAX)
+        """When the last requests were sent, and their work."""
+        self._arrived_work_s = 0.0
         self._prefills = ObservedPrefills()
 
     @property
@@ -76,6 +86,7 @@ class EngineBooks:
         if not self._waiting(sent.sent_s):
             self._progress_s = sent.sent_s
         self._sent[sent.request_id] = sent
+        self._note_arrival(sent)
         self._mean_work_s += MEAN_WEIGHT * (sent.work_s - self._mean_work_s)
 
     def first_byte(self, request_id: str, now_s: float, *, is_stream: bool = True) -> float | None:
@@ -123,7 +134,22 @@ class EngineBooks:
         if over > 0:
             queue_s = max(queue_s, over * self._service_s() / max(1, self.requests_max))
         tokens = sum(each.tokens for each in self._sent.values())
-        return Load(queue_s, active_count, len(waiting) + self._others_waiting, tokens)
+        arrivals_per_s, work_share = self._arrival_rates(now_s)
+        waiting_count = len(waiting) + self._others_waiting
+        return Load(queue_s, active_count, waiting_count, tokens, arrivals_per_s, factor * work_share)
+
+    def _note_arrival(self, sent: Sent) -> None:
+        if len(self._arrivals) == ARRIVALS_MAX:
+            self._arrived_work_s -= self._arrivals[0][1]
+        self._arrivals.append((sent.sent_s, sent.work_s))
+        self._arrived_work_s += sent.work_s
+
+    def _arrival_rates(self, now_s: float) -> tuple[float, float]:
+        """The last requests by the time since the first of them: their number, and the seconds of their prefills."""
+        if len(self._arrivals) < ARRIVALS_MIN:
+            return 0.0, 0.0
+        passed_s = max(now_s - self._arrivals[0][0], 1e-3)
+        return len(self._arrivals) / passed_s, max(0.0, self._arrived_work_s) / passed_s
 
     def _waiting(self, now_s: float) -> list[Sent]:
         """Prompts that are not computed yet. Of a request that is not streamed nobody sees that; it is taken to be

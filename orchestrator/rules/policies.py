@@ -2,7 +2,7 @@
 
 | policy | takes the engine | source |
 |---|---|---|
-| `ttft` | whose predicted first token comes soonest | ours |
+| `ttft` | whose predicted first token, with the delay that it causes to others, costs least | ours |
 | `paper` | of the session; else that holds the whole prompt; else the longest prefix; else the least loaded | 003 |
 | `round_robin` | after the last one | |
 | `least_load` | with the fewest requests | |
@@ -21,6 +21,7 @@ from enum import Enum
 from hashlib import blake2b
 from typing import Protocol
 
+from orchestrator.rules.congestion import Congestion
 from orchestrator.rules.prediction import EngineState, Prediction, least_ttft_s, predict
 
 NEAR_FACTOR = 1.05
@@ -100,9 +101,9 @@ class Sessions:
 
 
 class LeastTtft:
-    """Ours. Among engines whose predictions are near the best, the session's own engine is taken, else the one with the
-    fewest requests beside its bound, else the one that the prompt's first block hashes to, so that new prefixes spread
-    and equal ones meet.
+    """Ours: least TTFT of the request, and least delay of others (orchestrator.rules.congestion). Among engines that
+    are near the best, the session's own engine is taken, else the one with the fewest requests beside its bound, else
+    the one that the prompt's first block hashes to, so that new prefixes spread and equal ones meet.
     """
 
     def __init__(self, sessions: Sessions | None = None, *, predicts_all: bool = False) -> None:
@@ -115,8 +116,8 @@ class LeastTtft:
     def choose(self, request: RouteRequest, engines: Sequence[EngineState]) -> Decision:
         states = {state.name: state for state in engines}
         predictions = self._predictions(request.prompt_tokens, engines)
-        best_s = min(prediction.ttft_s for prediction in predictions)
-        near = [each for each in predictions if each.ttft_s <= max(best_s * NEAR_FACTOR, best_s + NEAR_S)]
+        best_s = min(prediction.cost_s for prediction in predictions)
+        near = [each for each in predictions if each.cost_s <= max(best_s * NEAR_FACTOR, best_s + NEAR_S)]
         before = self._sessions.engine(request.session)
 
         def order(each: Prediction) -> tuple[bool, float, float, bytes]:
@@ -125,9 +126,9 @@ class LeastTtft:
             return each.engine != before, round(busy, 2), -each.held_tokens, _spread(request.chain_start, each.engine)
 
         chosen = min(near, key=order)
-        reason = "affinity" if chosen.engine == before else "soonest" if chosen.ttft_s == best_s else "least load"
+        reason = "affinity" if chosen.engine == before else "least cost" if chosen.cost_s == best_s else "least load"
         self._sessions.note(request.session, chosen.engine)
-        others = sorted((each for each in predictions if each is not chosen), key=lambda each: each.ttft_s)
+        others = sorted((each for each in predictions if each is not chosen), key=lambda each: each.cost_s)
         return Decision(chosen.engine, reason, chosen, (chosen, *others))
 
     def forget_engine(self, name: str) -> None:
@@ -136,13 +137,15 @@ class LeastTtft:
     def _predictions(self, prompt_tokens: int, engines: Sequence[EngineState]) -> list[Prediction]:
         """Those that can be near the best. Engines in the same state but for their queues have the same terms."""
         made: dict[tuple[object, ...], Prediction] = {}
+        congestion = Congestion.among(engines)
 
         def prediction(state: EngineState) -> Prediction:
             terms = (state.prefill, state.held_tokens, id(state.stored), state.correction)
             known = made.get(terms)
             if known is None:
                 known = made[terms] = predict(prompt_tokens, state)
-            return _moved(known, state)
+            others_s = congestion.others_s(known.compute_s, state)
+            return replace(known, engine=state.name, queue_s=state.queue_s, others_s=others_s)
 
         if self._predicts_all:
             return [prediction(state) for state in engines]
@@ -153,7 +156,7 @@ class LeastTtft:
             if bound_s > max(best_s * NEAR_FACTOR, best_s + NEAR_S):
                 break
             found.append(prediction(engines[at]))
-            best_s = min(best_s, found[-1].ttft_s)
+            best_s = min(best_s, found[-1].cost_s)
         return found
 
 
@@ -287,10 +290,3 @@ def _least_loaded(state: EngineState) -> tuple[float, int]:
 
 def _spread(start: bytes, engine: str) -> bytes:
     return blake2b(start + engine.encode(), digest_size=8).digest()
-
-
-def _moved(prediction: Prediction, state: EngineState) -> Prediction:
-    """The prediction of an engine with other queue and name, and the same terms."""
-    if prediction.engine == state.name:
-        return prediction
-    return replace(prediction, engine=state.name, queue_s=state.queue_s)

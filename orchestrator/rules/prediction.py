@@ -35,7 +35,10 @@ class Stored:
 
 @dataclass(frozen=True, slots=True)
 class EngineState:
-    """An engine, as far as the decision needs it. `correction` is that of its prefill costs by what was seen."""
+    """An engine, as far as the decision needs it. `correction` is that of its prefill costs by what was seen,
+    `waiting_count` the prompts that wait there, `arrivals_per_s` the rate of those that come, and `busy_share` the part
+    of the time that their prefills take.
+    """
 
     name: str
     prefill: PrefillCosts
@@ -46,12 +49,16 @@ class EngineState:
     stored: Stored | None = None
     free_tokens: int | None = None
     correction: Correction = EXACT
+    waiting_count: int = 0
+    arrivals_per_s: float = 0.0
+    busy_share: float = 0.0
 
 
 @dataclass(frozen=True, slots=True)
 class Prediction:
     """The terms of an engine's TTFT. `load_chunks` is the chunk up to which the prefix is held or loaded; the engine
-    loads those that it does not hold. `compute_s` is the prefill with its loads.
+    loads those that it does not hold. `compute_s` is the prefill with its loads. `others_s` is no part of the TTFT: it
+    is the delay of other requests by that prefill, all together, where the policy counts it.
     """
 
     engine: str
@@ -65,6 +72,12 @@ class Prediction:
     load_tokens: int
     choice: Choice
     rate_bytes_per_s: float | None = None
+    others_s: float = 0.0
+
+    @property
+    def cost_s(self) -> float:
+        """The TTFT, and the delay of the others."""
+        return self.ttft_s + self.others_s
 
     @property
     def ttft_s(self) -> float:

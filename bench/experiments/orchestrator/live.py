@@ -56,15 +56,17 @@ class LiveAnswer:
     prompt_tokens: int
     text: str
     engine: str
+    request_id: str
 
 
 @dataclass(frozen=True, slots=True)
 class LiveRun:
-    """One run: the answers, the seconds until the last one ended, and of all prompts the tokens that engines had in
-    their own blocks, and those that they loaded from the store.
+    """One run: the answers, the TTFT that was predicted for each, the seconds until the last one ended, and of all
+    prompts the tokens that engines had in their own blocks, and those that they loaded from the store.
     """
 
     answers: tuple[LiveAnswer, ...]
+    predicted_s: tuple[float, ...]
     wall_s: float
     hbm_tokens: int
     store_tokens: int
@@ -73,6 +75,12 @@ class LiveRun:
     def prompt_tokens(self) -> int:
         """Of all requests."""
         return sum(each.prompt_tokens for each in self.answers)
+
+    @property
+    def ttft_over_predicted(self) -> float:
+        """The median."""
+        pairs = zip(self.answers, self.predicted_s, strict=True)
+        return float(np.median([each.ttft_s / expected_s for each, expected_s in pairs]))
 
 
 class WrongTokensError(Exception):
@@ -181,7 +189,14 @@ async def _run(url: str, requests: Sequence[LiveRequest], salt: str) -> LiveRun:
         answers = await asyncio.gather(*map(one, requests))
         wall_s = time.monotonic() - began_s
         after = await _hit_tokens(http, [each["url"] for each in engines])
-        return LiveRun(tuple(answers), wall_s, after[0] - before[0], after[1] - before[1])
+        predicted_s = [await _predicted_s(http, url, each.request_id) for each in answers]
+        return LiveRun(tuple(answers), tuple(predicted_s), wall_s, after[0] - before[0], after[1] - before[1])
+
+
+async def _predicted_s(http: aiohttp.ClientSession, url: str, request_id: str) -> float:
+    """The TTFT that was predicted for a request on its engine, by its receipt."""
+    async with http.get(f"{url}/_orchestrator/receipts/{request_id}") as answer:
+        return float((await answer.json())["predictions"][0]["ttft_s"])
 
 
 async def _hit_tokens(http: aiohttp.ClientSession, engines: Sequence[str]) -> tuple[int, int]:
@@ -217,10 +232,13 @@ async def ask(http: aiohttp.ClientSession, url: str, request: LiveRequest, salt:
             text += [choice["text"] for choice in document["choices"]]
             usage = document.get("usage") or usage
         engine = answer.headers.get("x-objectcache-engine", "")
+        request_id = answer.headers.get("x-objectcache-request-id", "")
     end_s = time.monotonic()
     details = (usage or {}).get("prompt_tokens_details") or {}
     cached = int(details.get("cached_tokens") or 0)
-    return LiveAnswer((first_s or end_s) - began_s, end_s - began_s, cached, len(request.tokens), "".join(text), engine)
+    return LiveAnswer(
+        (first_s or end_s) - began_s, end_s - began_s, cached, len(request.tokens), "".join(text), engine, request_id
+    )
 
 
 def live(
@@ -258,6 +276,7 @@ def _figures(runs: Sequence[LiveRun]) -> dict[str, Any]:
 
     return {
         "ttft_p50_s": percentile(50), "ttft_p90_s": percentile(90), "ttft_p99_s": percentile(99),
+        "ttft_over_predicted": [run.ttft_over_predicted for run in runs],
         "requests_per_s": [len(run.answers) / run.wall_s for run in runs],
         "hbm_hit_rate": [run.hbm_tokens / run.prompt_tokens for run in runs],
         "store_hit_rate": [run.store_tokens / run.prompt_tokens for run in runs],

@@ -94,8 +94,6 @@ class Options:
                 raise ValueError(f"{name} must be from 0 to 3600")
         if not 1 <= self.http_connections <= HTTP_CONNECTIONS_MAX:
             raise ValueError(f"http_connections must be from 1 to {HTTP_CONNECTIONS_MAX}")
-        if self.lossy is not Lossy.OFF and self.staging is StagingMemory.DEVICE:
-            raise ValueError("lossy: encoded layers are decoded in host memory, not with staging on the device")
         if not 0 <= self.max_error <= 10:
             raise ValueError("max_error must be from 0 to 10")
         require_downlink(self.downlink_bytes_per_s)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import random
 import threading
 from concurrent.futures import ThreadPoolExecutor
+from typing import Any
 
 import numpy as np
 import pytest
@@ -138,10 +139,16 @@ def placed(exact: np.ndarray, mode: Mode) -> tuple[np.ndarray, np.ndarray]:
     return buffer, np.ascontiguousarray(order).reshape(-1)
 
 
+def in_memory(buffer: np.ndarray, is_tensor: bool) -> Any:  # type: ignore[type-arg]
+    """The same bytes, as those of a device are told: as a tensor."""
+    return pytest.importorskip("torch").from_numpy(buffer) if is_tensor else buffer
+
+
+@pytest.mark.parametrize("is_tensor", [False, True])
 @pytest.mark.parametrize("mode", list(Mode))
-def test_placed_layers_are_decoded_once_by_whoever_comes_first(mode: Mode) -> None:
+def test_placed_layers_are_decoded_once_by_whoever_comes_first(mode: Mode, is_tensor: bool) -> None:
     buffer, wanted = placed(layers(), mode)
-    decoding = PlacedLayers(buffer, DESCRIPTOR.layout, mode, FORMS, SHAPE)
+    decoding = PlacedLayers(in_memory(buffer, is_tensor), DESCRIPTOR.layout, mode, FORMS, SHAPE)
     with ThreadPoolExecutor(3) as pool:
         for layer in range(L):
             decoding.begin(layer, pool)
@@ -151,13 +158,14 @@ def test_placed_layers_are_decoded_once_by_whoever_comes_first(mode: Mode) -> No
     assert np.array_equal(buffer, wanted)
 
 
+@pytest.mark.parametrize("is_tensor", [False, True])
 @pytest.mark.parametrize("mode", list(Mode))
-def test_a_flipped_bit_is_found_and_named(mode: Mode) -> None:
+def test_a_flipped_bit_is_found_and_named(mode: Mode, is_tensor: bool) -> None:
     buffer, _ = placed(layers(), mode)
     layer, chunk = 1, 2
     start = layer * K * S + chunk * S if mode is Mode.LAYER_MAJOR else chunk * L * S + layer * E
     buffer[start + 100] ^= 16
-    decoding = PlacedLayers(buffer, DESCRIPTOR.layout, mode, FORMS, SHAPE)
+    decoding = PlacedLayers(in_memory(buffer, is_tensor), DESCRIPTOR.layout, mode, FORMS, SHAPE)
     with pytest.raises(ChunkUnavailable) as error:
         decoding.finish(1)
     assert (error.value.code, error.value.index) == (ErrorCode.CHUNK_CORRUPT, 2)
@@ -224,10 +232,6 @@ def test_the_engines_options_have_the_loss_off_by_default() -> None:
     base = {"endpoint": "http://127.0.0.1:1", "bucket": "b"}
     assert Options.of(base).lossy is Lossy.OFF
     assert Options.of({**base, "lossy": "bounded", "max_error": 0.1}).lossy is Lossy.BOUNDED
-    for wrong in (
-        {"lossy": "yes"},
-        {"lossy": "bounded", "max_error": -1.0},
-        {"lossy": "adaptive", "staging": "device"},
-    ):
+    for wrong in ({"lossy": "yes"}, {"lossy": "bounded", "max_error": -1.0}):
         with pytest.raises(ValueError, match=r"lossy|max_error"):
             Options.of({**base, **wrong})

@@ -117,3 +117,17 @@ def test_loads_that_wait_for_their_turn_are_counted_and_the_one_under_way_is_not
     assert books.waiting_loads(0.1) == 2
     books.first_byte("0", 0.2)
     assert books.waiting_loads(0.2) == 1
+
+
+def test_rates_are_those_of_the_last_arrivals() -> None:
+    books = EngineBooks(8)
+    for at in range(3):
+        books.send(sent(str(at), 0.1, float(at)))
+    assert books.load(2.0).arrivals_per_s == 0  # too few to tell
+    for at in range(3, 100):
+        books.send(sent(str(at), 0.2, float(at)))
+        books.end(str(at), at + 0.5, is_complete=True)
+    load = books.load(99.5)
+    assert load.arrivals_per_s == pytest.approx(32 / 31.5)
+    assert load.busy_share == pytest.approx(0.2 * 32 / 31.5)
+    assert books.load(1000.0).arrivals_per_s < 0.04

@@ -55,6 +55,24 @@ def test_ours_takes_the_engine_that_answers_first_by_queue_prefix_and_store_toge
     assert policy.choose(REQUEST, [replace(holds, queue_s=0.05), loads]).engine == "b"
 
 
+def test_in_a_burst_a_prompt_stays_where_its_prefix_is_rather_than_have_another_engine_work_for_it() -> None:
+    """Alone, b would answer 0.06 s sooner. It would work 0.09 s more for that, while four prompts a second come."""
+    holds = replace(IDLE[0], held_tokens=900, queue_s=0.65)
+    other = replace(IDLE[1], queue_s=0.5)
+    assert LeastTtft().choose(REQUEST, [holds, other]).engine == "b"
+    burst = [replace(state, arrivals_per_s=4.0, busy_share=0.8) for state in (holds, other)]
+    decision = LeastTtft().choose(REQUEST, burst)
+    assert decision.engine == "a"
+    assert decision.reason == "least cost"
+    first, second = decision.predictions
+    assert first.ttft_s > second.ttft_s
+    assert first.cost_s < second.cost_s
+    quiet = [replace(burst[0], queue_s=0.25), replace(burst[1], queue_s=0.0)]
+    assert LeastTtft().choose(REQUEST, quiet).engine == "b"
+    one_waits = [holds, replace(other, waiting_count=1)]
+    assert LeastTtft().choose(REQUEST, one_waits).engine == "a"
+
+
 def test_among_near_ones_the_sessions_engine_is_taken_and_left_when_it_costs_more() -> None:
     policy = LeastTtft()
     request = replace(REQUEST, session="s")
@@ -84,10 +102,11 @@ def test_near_ones_with_fewer_requests_go_first() -> None:
         st.tuples(st.floats(0, 2), st.integers(0, 1000), st.integers(0, 62), st.floats(1e6, 1e11), st.floats(0.5, 2)),
         min_size=1,
         max_size=6,
-    )
+    ),
+    st.floats(0, 50),
 )
 def test_leaving_predictions_out_does_not_change_the_decision(
-    facts: list[tuple[float, int, int, float, float]],
+    facts: list[tuple[float, int, int, float, float]], arrivals_per_s: float
 ) -> None:
     states = [
         EngineState(
@@ -98,6 +117,9 @@ def test_leaving_predictions_out_does_not_change_the_decision(
             stored=Stored(chunks, LAYOUT, rate),
             correction=Correction(bias),
             requests_max=8,
+            waiting_count=round(queue_s),
+            arrivals_per_s=arrivals_per_s,
+            busy_share=min(1.0, arrivals_per_s / 40),
         )
         for at, (queue_s, held, chunks, rate, bias) in enumerate(facts)
     ]
@@ -105,7 +127,8 @@ def test_leaving_predictions_out_does_not_change_the_decision(
     every = LeastTtft(predicts_all=True).choose(REQUEST, states)
     assert some.engine == every.engine
     assert len(every.predictions) == len(states)
-    assert some.prediction == predict(1000, next(state for state in states if state.name == some.engine))
+    chosen = next(state for state in states if state.name == some.engine)
+    assert replace(some.prediction, others_s=0.0) == predict(1000, chosen)
 
 
 def test_the_papers_order_is_affinity_exact_hit_longest_prefix_least_loaded() -> None:

@@ -1,0 +1,61 @@
+"""The delay that a request's prefill causes to other requests. The engine whose first token comes soonest may have to
+work much more for it than another one, and then everybody else waits for that work.
+
+    others_s = prefill * requests that wait there
+               + work * arrivals/s at an engine * (least queue + work / 2n) / (1 - busy share)
+
+`work` is the prefill with its loads, in seconds of an engine of mean speed. Requests that wait at the engine are
+computed in one step with the new one. Requests that are still to come go where they wait least, so they are delayed
+only until the first engine is idle again: hence the least queue, and half of the new work spread over all n engines.
+Where one of many engines is idle, next to nothing is left; in a burst it outweighs the request's own time.
+
+    2 engines, queues of 1.0 and 1.2 s, 2 arrivals/s at each, 80 % busy, nobody waits
+    0.4 s of work   ->   0.4 * 2 * (1.0 + 0.1) / 0.2 = 4.4 s, for all that come meanwhile together
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from orchestrator.rules.prediction import EngineState
+
+BUSY_SHARE_MAX = 0.9
+"""A greater share is taken as this: engines that cannot keep up would make any delay infinite."""
+
+
+@dataclass(frozen=True, slots=True)
+class Congestion:
+    """Of all engines: their number, the arrivals at one of them, the least queue, the share of the time that they
+    compute prompts, and the mean of their speeds in prompt tokens per µs.
+    """
+
+    engine_count: int
+    arrivals_per_s: float
+    least_queue_s: float
+    busy_share: float
+    speed: float
+
+    @classmethod
+    def among(cls, engines: Sequence[EngineState]) -> Congestion:
+        """Of at least one engine."""
+        count = len(engines)
+        return cls(
+            count,
+            sum(state.arrivals_per_s for state in engines) / count,
+            min(state.queue_s for state in engines),
+            min(sum(state.busy_share for state in engines) / count, BUSY_SHARE_MAX),
+            sum(map(speed, engines)) / count,
+        )
+
+    def others_s(self, compute_s: float, state: EngineState) -> float:
+        """The delay of all others together by a prefill of `compute_s` on this engine."""
+        work_s = compute_s * speed(state) / self.speed
+        open_s = self.least_queue_s + work_s / (2 * self.engine_count)
+        later_count = self.arrivals_per_s * open_s / (1 - self.busy_share)
+        return compute_s * state.waiting_count + work_s * later_count
+
+
+def speed(state: EngineState) -> float:
+    """Prompt tokens that an engine computes in a µs, as seen from here."""
+    return 1 / max(1e-9, state.prefill.token_us * state.correction.factor)

@@ -1,0 +1,111 @@
+"""What torch decodes is bit for bit what the host decodes, and damage is found."""
+
+from __future__ import annotations
+
+from itertools import pairwise
+
+import numpy as np
+import pytest
+
+from kv_codecs import slots
+from kv_codecs.elements import Element, from_floats
+from kv_codecs.encoding import encode
+from kv_codecs.layer import Codec, LayerShape
+from kv_codecs.slots import Run, WrongChunkError
+
+torch = pytest.importorskip("torch")
+device_slots = pytest.importorskip("kv_codecs.device_slots")
+SHAPES = (
+    LayerShape(64, 256, Element.BFLOAT16),
+    LayerShape(16, 80, Element.FLOAT16),
+    LayerShape(7, 33, Element.FLOAT32),
+    LayerShape(32, 32, Element.BFLOAT16),
+)
+CODECS = (Codec.KIVI8, Codec.FP8, Codec.KIVI4, Codec.KIVI3, Codec.KIVI2)
+
+
+def layers(count: int, shape: LayerShape, scale: float = 3.0) -> np.ndarray:  # type: ignore[type-arg]
+    found = np.empty((count, shape.nbytes), dtype=np.uint8)
+    for at, row in enumerate(found):
+        values = np.random.default_rng(at).standard_normal(2 * shape.half_elements, dtype=np.float32)
+        from_floats(values * np.float32(scale), shape.element, row)
+    return found
+
+
+def slotted(exact: np.ndarray, runs: list[Run], shape: LayerShape) -> np.ndarray:  # type: ignore[type-arg]
+    """Each layer at the beginning of its place; what is behind it is garbage."""
+    places = np.random.default_rng(9).integers(0, 256, exact.shape, dtype=np.uint8)
+    ends = np.cumsum([0, *(count for _, count, _ in runs)]).tolist()
+    for (name, _, nbytes), (start, end) in zip(runs, pairwise(ends), strict=True):
+        for at in range(start, end):
+            places[at, :nbytes] = np.frombuffer(encode(exact[at], shape, Codec(name)), dtype=np.uint8)[-nbytes:]
+            if name == Codec.EXACT.value:
+                places[at] = exact[at]
+    return places
+
+
+def nbytes_of(codec: Codec, shape: LayerShape) -> int:
+    return len(encode(layers(1, shape)[0], shape, codec))
+
+
+@pytest.mark.parametrize("scale", [3.0, 1e6, 0.0])
+@pytest.mark.parametrize("shape", SHAPES)
+@pytest.mark.parametrize("codec", CODECS)
+def test_a_layer_of_chunks_in_several_forms(codec: Codec, shape: LayerShape, scale: float) -> None:
+    nbytes = nbytes_of(codec, shape)
+    if nbytes > shape.nbytes:
+        pytest.skip("no smaller than the exact layer")
+    runs = [(codec.value, 2, nbytes), ("exact", 1, shape.nbytes), (codec.value, 3, nbytes)]
+    places = slotted(layers(6, shape, scale), runs, shape)
+    on_device = torch.from_numpy(places.reshape(-1).copy())
+    on_host = places.reshape(-1).copy()
+    device_slots.decode_places(on_device, runs, shape)
+    slots.decode_places(on_host, runs, shape)
+    assert np.array_equal(on_device.numpy(), on_host)
+
+
+@pytest.mark.parametrize("codec", CODECS)
+def test_whole_chunks(codec: Codec) -> None:
+    shape, num_layers = SHAPES[0], 3
+    exact = layers(4 * num_layers, shape).reshape(4, -1)
+    nbytes = nbytes_of(codec, shape)
+    runs = [(codec.value, 3, nbytes), ("exact", 1, shape.nbytes)]
+    places = exact.copy()
+    for chunk in places[:3]:
+        parts = [encode(layer, shape, codec) for layer in chunk.reshape(num_layers, -1).copy()]
+        chunk[: num_layers * nbytes] = np.frombuffer(b"".join(parts), dtype=np.uint8)
+    on_device = torch.from_numpy(places.reshape(-1).copy())
+    on_host = places.reshape(-1).copy()
+    device_slots.decode_chunks(on_device, runs, shape, num_layers)
+    slots.decode_chunks(on_host, runs, shape, num_layers)
+    assert np.array_equal(on_device.numpy(), on_host)
+    damaged = places.copy()
+    damaged[2, nbytes + 40] ^= 1
+    with pytest.raises(WrongChunkError) as told:
+        device_slots.decode_chunks(torch.from_numpy(damaged.reshape(-1)), runs, shape, num_layers)
+    assert told.value.index == 2
+
+
+@pytest.mark.parametrize("shape", SHAPES[:2])
+@pytest.mark.parametrize("codec", CODECS)
+def test_one_bit_that_is_wrong_anywhere_is_found_and_nothing_is_written(codec: Codec, shape: LayerShape) -> None:
+    nbytes = nbytes_of(codec, shape)
+    runs = [("exact", 1, shape.nbytes), (codec.value, 2, nbytes)]
+    places = slotted(layers(3, shape), runs, shape)
+    bits = np.random.default_rng(3).integers(0, 8 * nbytes, 12)
+    for bit in (0, 8 * nbytes - 1, 8 * 20, 8 * 24, *bits.tolist()):
+        damaged = places.copy()
+        damaged[2, bit // 8] ^= 1 << bit % 8
+        tensor = torch.from_numpy(damaged.reshape(-1).copy())
+        with pytest.raises(WrongChunkError) as told:
+            device_slots.decode_places(tensor, runs, shape)
+        assert told.value.index == 2
+        assert np.array_equal(tensor.numpy(), damaged.reshape(-1))
+
+
+def test_what_devices_do_not_decode_is_an_error() -> None:
+    shape = SHAPES[0]
+    with pytest.raises(ValueError, match="lossless-1 is not decoded"):
+        device_slots.decode_rows(torch.zeros(1, 100, dtype=torch.uint8), Codec.LOSSLESS, shape)
+    with pytest.raises(ValueError, match="rows of 100 bytes"):
+        device_slots.decode_rows(torch.zeros(1, 100, dtype=torch.uint8), Codec.KIVI4, shape)
