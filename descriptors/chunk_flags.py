@@ -1,22 +1,30 @@
-"""Flags: headers of a PUT that say something of a chunk, and are kept with it."""
+"""Flags and the class: headers of a PUT that say something of a chunk, and are kept with it."""
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
 
 from descriptors.errors import CallerError, ErrorCode
-from descriptors.headers import CHUNK_HEADER, PREFIX_HEADER
+from descriptors.headers import CHUNK_HEADER, CLASS_HEADER, PREFIX_HEADER
 from descriptors.objects import Attributes
 
 FLAGS = (CHUNK_HEADER, PREFIX_HEADER)
 SET = "true"
+KEPT = (*FLAGS, CLASS_HEADER)
+CONTENT_CLASS = re.compile("[a-z0-9][a-z0-9_-]{0,31}")
+CONTENT_CLASS_RULE = "1 to 32 of a-z 0-9 _ -, and begins with a letter or a digit"
 
 
 def flags(headers: Mapping[str, str]) -> dict[str, str]:
-    """The flags among a request's headers, which have lower-case names. Raises CallerError(InvalidArgument)."""
-    found = {name: headers[name] for name in FLAGS if name in headers}
+    """The flags and the class among a request's headers, which have lower-case names. Raises
+    CallerError(InvalidArgument).
+    """
+    found = {name: headers[name] for name in KEPT if name in headers}
     for name, value in found.items():
-        if value != SET:
+        if name == CLASS_HEADER and not CONTENT_CLASS.fullmatch(value):
+            raise CallerError(ErrorCode.INVALID_ARGUMENT, f"the value of {name} has {CONTENT_CLASS_RULE}", field=name)
+        if name != CLASS_HEADER and value != SET:
             raise CallerError(ErrorCode.INVALID_ARGUMENT, f"the value of {name} is {SET}", field=name)
     return found
 

@@ -29,6 +29,7 @@ from descriptors.descriptor import (
     RdmaTarget,
 )
 from descriptors.errors import ObjectCacheError
+from descriptors.headers import CLASS_HEADER
 from descriptors.layout import ChunkLayout
 from descriptors.messages import LookupRequest, lookup_body, parse_lookup_answer
 from descriptors.recompute import Advice, AdviceRequest
@@ -131,16 +132,27 @@ class ObjectCacheClient:
     def __exit__(self, *_: object) -> None:
         self.close()
 
-    def put_chunks(self, chunk_keys: Sequence[str], chunks: Sequence[Any], *, timeout_s: float | None = None) -> None:
-        """Store whole chunk objects (L*S bytes each, KV_L2TD), several at a time.
+    def put_chunks(
+        self,
+        chunk_keys: Sequence[str],
+        chunks: Sequence[Any],
+        *,
+        content_class: str = "",
+        timeout_s: float | None = None,
+    ) -> None:
+        """Store whole chunk objects (L*S bytes each, KV_L2TD), several at a time. `content_class` is the kind of their
+        content (docs/compression.md), 1 to 32 of a-z 0-9 _ -; empty for none.
 
         The first failure is raised after the puts under way have ended; later chunks are then not started.
         """
         if len(chunk_keys) != len(chunks):
             raise ValueError(f"{len(chunk_keys)} keys, {len(chunks)} chunks")
 
+        headers = {CLASS_HEADER: content_class} if content_class else None
+
         def put(key: str, chunk: Any) -> None:
-            self.http.request("PUT", f"/{self.bucket}/{key}", None, memoryview(chunk).cast("B"), timeout_s)
+            body = memoryview(chunk).cast("B")
+            self.http.request("PUT", f"/{self.bucket}/{key}", None, body, timeout_s, headers)
 
         self._run_all(put, zip(chunk_keys, chunks, strict=True))
 
@@ -286,10 +298,17 @@ class ObjectCacheClient:
             await _to_end(asyncio.to_thread(fetch.cancel))
 
     async def put_chunks_async(
-        self, chunk_keys: Sequence[str], chunks: Sequence[Any], *, timeout_s: float | None = None
+        self,
+        chunk_keys: Sequence[str],
+        chunks: Sequence[Any],
+        *,
+        content_class: str = "",
+        timeout_s: float | None = None,
     ) -> None:
         """`put_chunks` for event loops."""
-        await self._in_thread(lambda: self.put_chunks(chunk_keys, chunks, timeout_s=timeout_s))
+        await self._in_thread(
+            lambda: self.put_chunks(chunk_keys, chunks, content_class=content_class, timeout_s=timeout_s)
+        )
 
     async def delete_async(self, chunk_keys: Sequence[str], *, timeout_s: float | None = None) -> None:
         """`delete` for event loops."""

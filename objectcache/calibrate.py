@@ -51,6 +51,12 @@ def add_calibrate(
         "--texts", type=Path, metavar="FILE", help="for --quality: text of the kind that the model is asked about"
     )
     parser.add_argument(
+        "--class",
+        dest="content_class",
+        metavar="NAME",
+        help="for --quality: the texts are of this class of content (x-amz-objectcache-class): [compression.classes]",
+    )
+    parser.add_argument(
         "--tiers",
         action="store_true",
         help="also write [compression] memory_bytes_per_s and home_bytes_per_s, and how fast codecs are decoded",
@@ -138,12 +144,14 @@ def _problem_of_what(options: argparse.Namespace) -> str | None:
     is_theta = not options.link and options.model is None and options.quality is None
     if options.tiers and not is_theta:
         return "--tiers goes with theta: not with --link, --model or --quality"
+    if options.content_class is not None and options.quality is None:
+        return "--class is for --quality"
     if options.quality is not None:
         from objectcache.calibrate_quality import texts_problem
 
         if importlib.util.find_spec("transformers") is None:
             return "--quality needs torch and transformers: pip install 'objectcache[torch]'"
-        return texts_problem(options.texts)
+        return texts_problem(options.texts, options.content_class)
     if not is_theta and (options.states is not None or options.compute_us is not None):
         return "--states and --compute-us are for theta: not with --link or --model"
     if options.model is None:

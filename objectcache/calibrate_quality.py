@@ -13,6 +13,7 @@ import numpy as np
 from calibration.origin import describe_origin
 from calibration.samples import progress_bar
 from calibration.text import aligned, six_digits
+from descriptors.chunk_flags import CONTENT_CLASS, CONTENT_CLASS_RULE
 from kv_codecs.elements import Element, from_floats
 from kv_codecs.encoding import decode, encode
 from kv_codecs.layer import Codec, LayerShape
@@ -20,10 +21,10 @@ from objectcache.calibrate_run import DONE, config_of, failure, print_unwritten,
 from objectcache.config import Config
 from objectcache.config_compression import DEFAULT_CODECS
 from objectcache.config_file import check_edit, edit_file
-from objectcache.config_text import table_lines, with_table
+from objectcache.config_text import Table, table_lines, with_table
 from storage_server.compression.forms import TIER_CODECS
 
-CODECS = ("compression", "codecs")
+CODECS, CLASSES = ("compression", "codecs"), ("compression", "classes")
 TEXTS_MAX, CONTEXT_TOKENS, QUESTION_TOKENS = 32, 1024, 64
 SMOKE_TEXTS, SMOKE_TOKENS = 2, 192
 SHAPE = LayerShape(64, 1024, Element.BFLOAT16)
@@ -33,10 +34,11 @@ def calibrate_quality(options: argparse.Namespace) -> int:
     """The exit status: 0 done; 1 could not be measured. Raises ConfigError."""
     config = config_of(options)
     target = target_of(options)
+    path = CODECS if options.content_class is None else (*CLASSES, options.content_class)
     if target is not None:  # before the minutes of measuring
-        check_edit(target, lambda text: with_table(text, CODECS, {"kivi4-1": {"quality": 1.0}}))
+        check_edit(target, lambda text: with_table(text, path, {"kivi4-1": {"quality": 1.0}}))
     try:
-        rows = _measured(options)
+        rows = measured(options)
     except (OSError, ValueError, RuntimeError) as error:
         return failure(f"{options.quality}: {error}")
     head = ["codec", "bytes", "worst error", "mean error", "same answers", "KL", "perplexity over exact"]
@@ -46,14 +48,19 @@ def calibrate_quality(options: argparse.Namespace) -> int:
         for row in rows
     ]  # fmt: skip
     print("\n".join(aligned(head, cells)))
-    write_json(options, {**describe_origin(), "model": options.quality, "codecs": rows})
-    qualities = {row["codec"]: row["agreement"] for row in rows}
-    written = codecs_table(config, qualities, decode_rates(1 if options.smoke else 5))
+    write_json(
+        options,
+        {**describe_origin(), "model": options.quality, "content_class": options.content_class, "codecs": rows},
+    )
+    qualities = {row["codec"]: six_digits(row["agreement"]) for row in rows}
+    written: Table = qualities
+    if options.content_class is None:
+        written = codecs_table(config, qualities, decode_rates(1 if options.smoke else 5))
     if target is not None:
-        edit_file(target, lambda text: with_table(text, CODECS, written))
-        print(f"\n{target}: [compression.codecs] is written")
+        edit_file(target, lambda text: with_table(text, path, written))
+        print(f"\n{target}: [{'.'.join(path)}] is written")
     else:
-        print_unwritten(table_lines(CODECS, written))
+        print_unwritten(table_lines(path, written))
     return DONE
 
 
@@ -93,7 +100,7 @@ def decode_rates(rounds: int) -> dict[str, float]:
     return found
 
 
-def _measured(options: argparse.Namespace) -> list[dict[str, Any]]:
+def measured(options: argparse.Namespace) -> list[dict[str, Any]]:
     """A row for each codec. Raises OSError, ValueError, RuntimeError."""
     import torch
     from transformers import AutoModelForCausalLM, AutoTokenizer
@@ -131,8 +138,10 @@ def _row(codec: Codec, answers: Any, made: Any) -> dict[str, Any]:
     }  # fmt: skip
 
 
-def texts_problem(texts: Path | None) -> str | None:
-    """The problem of the option; None where there is none."""
+def texts_problem(texts: Path | None, content_class: str | None) -> str | None:
+    """The problem of the options; None where there is none."""
+    if content_class is not None and not CONTENT_CLASS.fullmatch(content_class):
+        return f"--class has {CONTENT_CLASS_RULE}"
     if texts is None:
         return "--quality needs --texts FILE: text of the kind that the model is asked about"
     return None if texts.is_file() else f"{texts}: no such file"

@@ -221,13 +221,16 @@ class UpstreamConfig(Model):
 
 
 class TenantConfig(Model):
-    """One `[[tenants]]` table: an access key's part of the link, and the greatest error of what it gets encoded."""
+    """One `[[tenants]]` table: an access key's part of the link, and the loss of what it gets: the greatest error of a
+    chunk, and the mean of all.
+    """
 
     access_key: str
     weight: Annotated[float, Field(gt=0)] = 1.0
     bytes_per_s_max: Annotated[Rate, Field(ge=1)] | None = None
     priority: Annotated[int, Field(ge=0, le=7)] = 0
     max_error: Annotated[float, Field(ge=0)] | None = None
+    error_budget: Annotated[float, Field(ge=0)] | None = None
 
     def tenant(self) -> Tenant:
         """The tenant, for the scheduler."""
@@ -367,6 +370,9 @@ class Config(Model):
                 data_dir=data_dir, scheduler=scheduler, upstream=upstream, caches=caches,
                 compression=self.compression.settings(),
                 max_errors={each.access_key: each.max_error for each in self.tenants if each.max_error is not None},
+                error_budgets={
+                    each.access_key: each.error_budget for each in self.tenants if each.error_budget is not None
+                },
                 **chosen,
             )  # fmt: skip
         except ValueError as error:

@@ -10,7 +10,7 @@ from dataclasses import dataclass, replace
 
 from orchestrator.engine import Engine
 from orchestrator.receipts import Receipt
-from orchestrator.rules.books import Sent
+from orchestrator.rules.books import Load, Sent
 from orchestrator.rules.chains import block_hashes, root_hash
 from orchestrator.rules.engine_metrics import Published
 from orchestrator.rules.openai_requests import Asked
@@ -131,10 +131,11 @@ class Router:
             raise self._no_engine(asked.model)
         prompt_tokens = max(1, asked.prompt_tokens if prompt is None else len(prompt.tokens))
         need = prompt_tokens + asked.output_tokens
-        able = self._with_room(able, need)
+        loads = {engine.name: engine.books.load(now_s) for engine in able}
+        able = self._with_room(able, need, loads)
         held, names = self._held(able, prompt, now_s)
         stored = self._offers(prompt, now_s)
-        states = [self._state(engine, held[engine.name], stored, now_s) for engine in able]
+        states = [self._state(engine, held[engine.name], stored, loads[engine.name]) for engine in able]
         start = b"" if prompt is None else next(iter(prompt.chain(self._block_tokens(able[0]))), b"")
         pin = self._pins.get(start.hex()) if start else None
         if pin is not None and (pin.until is None or time.time() < pin.until):
@@ -199,7 +200,7 @@ class Router:
                 tokens[engine.name] = most * block_tokens
         return tokens, best_names
 
-    def _with_room(self, able: Sequence[Engine], need_tokens: int) -> list[Engine]:
+    def _with_room(self, able: Sequence[Engine], need_tokens: int, loads: Mapping[str, Load]) -> list[Engine]:
         """Those with free KV blocks for the request, else all that could have them. Raises NoEngineError where no
         engine is large enough.
         """
@@ -208,11 +209,10 @@ class Router:
         if not large:
             had = ", ".join(f"{name} {room}" for name, room in rooms.items())
             raise NoEngineError(f"the request needs KV for {need_tokens} tokens; engines have {had}", 400)
-        now_s = time.monotonic()
         free = [
             engine
             for engine in large
-            if (room := rooms[engine.name]) is None or room - engine.books.load(now_s).tokens >= need_tokens
+            if (room := rooms[engine.name]) is None or room - loads[engine.name].tokens >= need_tokens
         ]
         return free or large
 
@@ -230,9 +230,8 @@ class Router:
         }
 
     def _state(
-        self, engine: Engine, held_tokens: int, offers: Mapping[LookupKey, Stored | None], now_s: float
+        self, engine: Engine, held_tokens: int, offers: Mapping[LookupKey, Stored | None], load: Load
     ) -> EngineState:
-        load = engine.books.load(now_s)
         stored = None if engine.published is None else offers.get(lookup_key(engine.published))
         room = engine.report.kv_tokens
         return EngineState(

@@ -23,6 +23,7 @@ from descriptors.storage_api import DeliveryOutcome, DeliveryStart, Grant, Spans
 from descriptors.tracing import Phase
 from descriptors.units import KIB
 from storage_server.agents import RegisteredAgent
+from storage_server.compression.budget import ErrorLimits
 from storage_server.compression.forms import reading_of
 from storage_server.downlinks import Downlinks, Pace
 from storage_server.gather.coming import Coming, with_landed
@@ -135,6 +136,7 @@ class Pipeline:
         self._source = source
         self._dram = dram
         self._admission = Admission(settings.deliveries_max)
+        self._limits = ErrorLimits(settings.max_errors, settings.error_budgets)
         self.meter = DeliveryMeter()
         self.link = Link(settings.scheduler, settings.staging_bytes // settings.aggregation_bytes // 2)
         self._gatherers = ThreadPoolExecutor(settings.gather_threads, "gather")
@@ -187,9 +189,7 @@ class Pipeline:
     ) -> DeliveryOutcome:
         layout, destination = descriptor.layout, delivery.destination
         prefix_only = descriptor.on_missing is OnMissing.PREFIX
-        reading = reading_of(descriptor)
-        if reading is not None and access_key in self._settings.max_errors:
-            reading = reading.bounded(self._settings.max_errors[access_key])
+        reading = self._limits.limited(access_key, reading_of(descriptor))
         async with (
             self._admission.admit(access_key, self.link.drained_s()),
             self._source.open_chunks(bucket, descriptor.chunk_keys, layout, prefix_only=prefix_only) as chunks,
@@ -203,6 +203,7 @@ class Pipeline:
                     partial(with_forms, chunks, lent, layout), is_long=len(chunks) > HERE_ITEMS_MAX
                 )
                 delivery.forms, whole_bytes = forms, layout.num_layers * int(forms.layer_bytes.sum())
+                self._limits.note(access_key, forms.chunk_count, forms.mean_error)
             mode = choose_mode(descriptor.delivery, whole_bytes, self._settings.theta_bytes)
             delivery.mode = mode
             is_long = len(lent.addresses) > HERE_ITEMS_MAX

@@ -164,7 +164,8 @@ class StorageSettings:
     nine tenths of what is free at the start. The buckets of `caches` are caches, too; other buckets are not evicted.
 
     With `compression` the DRAM tier goes by the utility of each chunk in place of `eviction`, and keeps some encoded
-    for readers that take them; `max_errors` bounds the error of what an access key gets, whatever it accepts.
+    for readers that take them; `max_errors` bounds the error of each chunk that an access key gets, whatever it
+    accepts, and `error_budgets` the mean error of all its chunks.
 
     `ucx` are the interfaces that the ucx transport listens on; without any, ucx is off. Its process maps staging memory
     and, with `ucx_maps_dram`, also the DRAM tier, for reading; every ucx peer can then read the DRAM tier.
@@ -193,6 +194,7 @@ class StorageSettings:
     dram_bytes: int = GIB
     compression: UtilitySettings | None = None
     max_errors: Mapping[str, float] = field(default_factory=dict)
+    error_budgets: Mapping[str, float] = field(default_factory=dict)
     cold_reads: ColdReads = ColdReads.CACHED
     deliveries_max: int = 512
     agents_max: int = 4096

@@ -12,7 +12,7 @@ import subprocess
 import time
 import urllib.error
 import urllib.request
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -142,15 +142,22 @@ def with_group(process: subprocess.Popen[bytes], number: int) -> None:
 
 @contextmanager
 def vllm_servers(
-    folder: Path, model: Path, count: int, store: S3Target | None = None, *options: str, load: str = "advised"
+    folder: Path,
+    model: Path,
+    count: int,
+    store: S3Target | None = None,
+    *options: str,
+    extra: Mapping[str, object] | None = None,
 ) -> Iterator[list[VllmServer]]:
-    """Some servers at once, each with one thread, until the block ends. Raises BaselineError."""
+    """Some servers at once, each with one thread, until the block ends; `extra` are options of the connector. Raises
+    BaselineError.
+    """
     if not ENGINES.is_installed:
         raise BaselineError("the engines' environment is missing or out of date: run `make engines`")
     servers: list[VllmServer] = []
     try:
         for at in range(count):
-            servers.append(_started(folder, model, at, store, options, load))
+            servers.append(_started(folder, model, at, store, options, extra or {}))
         for server in servers:
             server.await_ready()
         yield servers
@@ -163,7 +170,12 @@ def vllm_servers(
 
 
 def _started(
-    folder: Path, model: Path, at: int, store: S3Target | None, options: Sequence[str], load: str
+    folder: Path,
+    model: Path,
+    at: int,
+    store: S3Target | None,
+    options: Sequence[str],
+    extra: Mapping[str, object],
 ) -> VllmServer:
     port, events, replay = free_port(), free_port(), free_port()
     kv_events = {
@@ -186,7 +198,7 @@ def _started(
         transfer = {
             "kv_connector": "ObjectCacheConnector", "kv_connector_module_path": "nixl_client.connectors.vllm",
             "kv_role": "kv_both", "kv_load_failure_policy": "recompute",
-            "kv_connector_extra_config": {"endpoint": store.url, "bucket": store.bucket, "load": load},
+            "kv_connector_extra_config": {"endpoint": store.url, "bucket": store.bucket, **extra},
         }  # fmt: skip
         command += ["--kv-transfer-config", json.dumps(transfer)]
         environment |= {"AWS_ACCESS_KEY_ID": store.access_key, "AWS_SECRET_ACCESS_KEY": store.secret_key}

@@ -40,13 +40,14 @@ class Congestion:
     def among(cls, engines: Sequence[EngineState]) -> Congestion:
         """Of at least one engine."""
         count = len(engines)
-        return cls(
-            count,
-            sum(state.arrivals_per_s for state in engines) / count,
-            min(state.queue_s for state in engines),
-            min(sum(state.busy_share for state in engines) / count, BUSY_SHARE_MAX),
-            sum(map(speed, engines)) / count,
-        )
+        arrivals_per_s, busy_share, least_queue_s, total_speed = 0.0, 0.0, float("inf"), 0.0
+        for state in engines:
+            arrivals_per_s += state.arrivals_per_s
+            busy_share += state.busy_share
+            least_queue_s = min(least_queue_s, state.queue_s)
+            total_speed += speed(state)
+        busy_share = min(busy_share / count, BUSY_SHARE_MAX)
+        return cls(count, arrivals_per_s / count, least_queue_s, busy_share, total_speed / count)
 
     def others_s(self, compute_s: float, state: EngineState) -> float:
         """The delay of all others together by a prefill of `compute_s` on this engine."""

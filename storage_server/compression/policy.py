@@ -45,14 +45,24 @@ class CodecFigures:
 class UtilitySettings:
     """`alpha_s` are the seconds that quality 1 is worth. `memory_bytes_per_s` and `home_bytes_per_s` are the rates at
     which chunks are delivered from memory, and from the home. A use counts half after `half_life_s`. Codecs that have
-    no figures are not used.
+    no figures are not used. `class_qualities` are the qualities on content of a class, where they are other ones.
     """
 
     codecs: Mapping[Codec, CodecFigures] = field(default_factory=dict)
+    class_qualities: Mapping[str, Mapping[Codec, float]] = field(default_factory=dict)
     alpha_s: float = 1.0
     memory_bytes_per_s: float = 8e9
     home_bytes_per_s: float = 1e9
     half_life_s: float = 600.0
+
+
+@dataclass(frozen=True, slots=True)
+class Use:
+    """A chunk that is used: its exact bytes, and the class of its content, empty for none."""
+
+    key: Key
+    nbytes: int
+    content_class: str = ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -90,19 +100,21 @@ class UtilityPolicy:
         """The bytes of all chunks in memory."""
         return self._optimizer.used_bytes[0]
 
-    def request(
-        self, now_s: float, keys: Sequence[Key], sizes_bytes: Sequence[int], reading: Reading | None
-    ) -> Decision:
+    def request(self, now_s: float, uses: Sequence[Use], reading: Reading | None) -> Decision:
         """Note a use of these chunks by one reader, and say what changes."""
         inflation = self._inflated(now_s)
-        forms = self._made_forms(reading)
+        forms: dict[str, tuple[Form, ...]] = {}
         touched: dict[Key, None] = {}
-        for key, nbytes in zip(keys, sizes_bytes, strict=True):
-            is_encodable = nbytes <= ENCODABLE_BYTES_MAX and key not in self._exact_only
-            takes_codecs = reading is not None and nbytes == reading.exact_bytes and is_encodable
-            mine = forms if takes_codecs else (Form(Codec.EXACT.value, self._taken(nbytes)),)
-            touched[key] = None
-            moves = self._used(key, mine, inflation)
+        for use in uses:
+            is_encodable = use.nbytes <= ENCODABLE_BYTES_MAX and use.key not in self._exact_only
+            mine: tuple[Form, ...] = (Form(Codec.EXACT.value, self._taken(use.nbytes)),)
+            if reading is not None and use.nbytes == reading.exact_bytes and is_encodable:
+                found = forms.get(use.content_class)
+                if found is None:
+                    found = forms[use.content_class] = self._made_forms(reading, use.content_class)
+                mine = found
+            touched[use.key] = None
+            moves = self._used(use.key, mine, inflation)
             touched.update((cast(Key, move.key), None) for move in moves)
         return self._decision(touched)
 
@@ -169,16 +181,16 @@ class UtilityPolicy:
         placement = self._optimizer.placement(key)
         return None if placement is None else Codec(self._forms[key][placement.form].codec)
 
-    def _made_forms(self, reading: Reading | None) -> tuple[Form, ...]:
+    def _made_forms(self, reading: Reading, content_class: str) -> tuple[Form, ...]:
         """The forms that a reader takes, largest first: exact, and each codec that is known to keep its bound."""
-        if reading is None:
-            return ()
+        qualities = self._settings.class_qualities.get(content_class, {})
         found = [Form(Codec.EXACT.value, self._taken(reading.exact_bytes))]
         for codec in reading.codecs:
             figures, error = self._settings.codecs.get(codec), self._errors.get(codec, 0.0)
             if figures is not None and (reading.max_error is None or error <= reading.max_error):
                 decode_s = reading.exact_bytes / figures.decoded_bytes_per_s
-                found.append(Form(codec.value, self._taken(reading.chunk_bytes(codec)), figures.quality, decode_s))
+                quality = qualities.get(codec, figures.quality)
+                found.append(Form(codec.value, self._taken(reading.chunk_bytes(codec)), quality, decode_s))
         return tuple(sorted(found, key=lambda form: -form.nbytes))
 
     def _taken(self, nbytes: int) -> int:

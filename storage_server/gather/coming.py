@@ -77,7 +77,7 @@ class ComingExtent(Extent):
     @staticmethod
     def of(file_id: str, offset: int, arrival: Arrival) -> ComingExtent:
         """The extent at this location in a file."""
-        return ComingExtent(file_id, offset, arrival.nbytes, bytes(len(arrival.words)), 0, arrival)
+        return ComingExtent(file_id, offset, arrival.nbytes, bytes(len(arrival.words)), arrival=arrival)
 
 
 def is_whole(extent: Extent) -> bool:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 ALIGNMENT_BYTES = 4096
 """Extents begin at multiples of this many bytes: the size of a page, and of a block of most disks."""
@@ -12,7 +12,7 @@ ALIGNMENT_BYTES = 4096
 @dataclass(frozen=True, slots=True)
 class Extent:
     """Bytes [offset, offset + nbytes) of a file, with the packed CRC-32C of each block. In the object these bytes begin
-    at `object_offset`.
+    at `object_offset`. `content_class` is that of the object through which the bytes were found; empty for none.
     """
 
     file_id: str
@@ -20,6 +20,7 @@ class Extent:
     nbytes: int
     checksums: bytes
     object_offset: int = 0
+    content_class: str = field(default="", compare=False)
 
 
 def aligned(nbytes: int) -> int:

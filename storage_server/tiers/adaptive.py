@@ -17,7 +17,7 @@ from functools import partial
 from adapters.threads import in_parts, let_others_run
 from kv_codecs.layer import Codec
 from storage_server.compression.forms import Encoded, Reading
-from storage_server.compression.policy import Decision, UtilityPolicy, UtilitySettings
+from storage_server.compression.policy import Decision, Use, UtilityPolicy, UtilitySettings
 from storage_server.gather.source import ChunkSource
 from storage_server.memory_area import Area, PrivateArea
 from storage_server.planning.extent import ALIGNMENT_BYTES, CorruptExtentError, Extent, aligned
@@ -73,8 +73,8 @@ class AdaptiveTier(DramTier):
 
     async def _decided(self, extents: Sequence[Extent], reading: Reading | None) -> list[tuple[Extent, int]]:
         known = await self._whole(extents)
-        sizes = [extent.nbytes for extent in known.values()]
-        decision = await self._in_books(partial(self._utility.request, time.monotonic(), list(known), sizes, reading))
+        uses = [Use(key, extent.nbytes, extent.content_class) for key, extent in known.items()]
+        decision = await self._in_books(partial(self._utility.request, time.monotonic(), uses, reading))
         if reading is not None:
             encodable = (key for key, each in known.items() if each.nbytes == reading.exact_bytes)
             self._readings.update((key, reading) for key in encodable if self._utility.holds(key))

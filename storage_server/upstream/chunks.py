@@ -263,4 +263,7 @@ def _whole(extent: Extent) -> Extent:
     """The extent with its checksums, which a ComingExtent has in its arrival."""
     if not isinstance(extent, ComingExtent):
         return extent
-    return Extent(extent.file_id, extent.offset, extent.nbytes, bytes(extent.arrival.words), extent.object_offset)
+    return Extent(
+        extent.file_id, extent.offset, extent.nbytes, bytes(extent.arrival.words), extent.object_offset,
+        extent.content_class,
+    )  # fmt: skip

@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 
 from bench.beds.vllm_servers import make_model
+from kv_codecs.layer import Codec
 from objectcache.calibrate_quality import codecs_table, cut
 from objectcache.calibrate_theta import tiers_of
 from objectcache.cli import run
@@ -29,6 +30,22 @@ def test_a_models_codecs_are_written_and_can_be_read_again(tmp_path: Path) -> No
     found = codecs_table(load_config(file), {"kivi4-1": 0.75}, RATES)
     assert found == {"kivi4-1": {"quality": 0.75, "decoded_bytes_per_s": 5e9}}
     assert tomllib.loads(file.read_text())["compression"]["alpha_s"] == 2.5
+
+
+def test_the_qualities_of_a_class_are_written_beside_codecs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    file = tmp_path / "objectcache.toml"
+    file.write_text('[compression]\npolicy = "adaptive"\n[compression.codecs.kivi4-1]\nquality = 0.9\n')
+    with file.open("a") as more:
+        more.write("decoded_bytes_per_s = 1e9\n")
+    row = {"codec": "kivi4-1", "bytes": 0.3, "worst_error": 0.1, "mean_error": 0.1, "agreement": 0.53, "kl": 0.0}
+    row |= {"perplexity": 1.0, "perplexity_over_exact": 1.0}
+    monkeypatch.setattr("objectcache.calibrate_quality.measured", lambda options: [row])
+    asked = ["calibrate", "--quality", "x", "--texts", __file__, "--class", "code", "--config", str(file)]
+    assert run(asked) == 0
+    settings = load_config(file).compression.settings()
+    assert settings is not None
+    assert settings.class_qualities == {"code": {Codec.KIVI4: 0.53}}
+    assert settings.codecs[Codec.KIVI4].quality == 0.9
 
 
 def test_without_a_measurement_the_qualities_of_before_stay() -> None:
@@ -56,7 +73,13 @@ def test_texts_are_spread_and_too_short_ones_refused() -> None:
 
 @pytest.mark.parametrize(
     "options",
-    [["--quality", "x"], ["--quality", "x", "--texts", "/not/there"], ["--tiers", "--link"]],
+    [
+        ["--quality", "x"],
+        ["--quality", "x", "--texts", "/not/there"],
+        ["--tiers", "--link"],
+        ["--class", "code"],
+        ["--quality", "x", "--texts", __file__, "--class", "No Class"],
+    ],
 )
 def test_what_does_not_go_together_is_refused(options: list[str]) -> None:
     assert run(["calibrate", *options]) == 2

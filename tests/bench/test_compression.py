@@ -21,8 +21,9 @@ from bench.experiments.compression.choice import (
     run,
     ways,
 )
+from bench.experiments.compression.engine import EngineCase, contexts
 from bench.experiments.compression.quality import rouge_l
-from bench.experiments.compression.tasks import ASK, IGNORED, VOCABULARY, Task, sample
+from bench.experiments.compression.tasks import ANSWER, ASK, IGNORED, VOCABULARY, Task, sample
 
 CODECS = Codecs(
     {EXACT: 100, "four": 30}, {EXACT: 0.0, "four": 0.01},
@@ -30,6 +31,22 @@ CODECS = Codecs(
     {"a": {EXACT: 1.0, "four": 1.0}, "b": {EXACT: 1.0, "four": 0.2}},
 )  # fmt: skip
 MACHINE = Machine(100, 2000.0, 100.0, 3.0)
+
+
+def test_questions_for_an_engine_end_where_the_answer_begins() -> None:
+    """Each stands behind the whole context, and the answer is what the context says."""
+    case = EngineCase(len(Task), 256, 16, 0.25, 0.1)
+    for number, questions in enumerate(contexts(case, 3)):
+        made = sample(list(Task)[number], 256, 16, np.random.default_rng((3, number)))
+        assert questions
+        for asked in questions:
+            assert list(asked.prompt[:256]) == made.context.tolist()
+            assert asked.prompt[256] == ASK
+            assert asked.prompt[-1] == ANSWER
+            assert asked.answer
+            assert set(asked.answer) <= set(made.context.tolist())
+        answers = made.labels[made.labels != IGNORED].tolist()
+        assert [token for asked in questions for token in asked.answer] == answers
 
 
 @pytest.mark.parametrize("task", list(Task))

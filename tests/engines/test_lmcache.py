@@ -203,3 +203,34 @@ def test_costs_without_the_tokens_of_a_chunk_are_an_error_of_the_l2_adapter(tmp_
     plugin = {**PLUGIN, "endpoint": "http://127.0.0.1:9", "prefill_token_us": 100.0}
     with pytest.raises(AssertionError, match="chunk_tokens"), lmcache("multiprocess", tmp_path / "log", plugin=plugin):
         pass
+
+
+ADAPTIVE = """
+[compression]
+policy = "adaptive"
+alpha_s = 0
+memory_bytes_per_s = 1e8
+home_bytes_per_s = 5e7
+"""
+"""Quality counts for nothing here, so that everything is encoded that somebody takes so."""
+
+
+@pytest.mark.parametrize("mode", ["in-process", "multiprocess"])
+def test_chunks_come_encoded_where_the_options_say_so(tmp_path: Path, mode: str) -> None:
+    """LMCache gets KV that differs from its own by no more than the bound, and by something."""
+    bound = 0.12
+    with running_store(tmp_path / "store", config=ADAPTIVE) as store:
+        plugin = {**PLUGIN, "endpoint": store.endpoint, "lossy": "bounded", "max_error": bound, "content_class": "test"}
+        with lmcache(mode, tmp_path / "log", plugin=plugin, chunk_tokens=32, max_error=bound) as cache:
+            seed = next(_seeds)
+            cache.put(seed, 6 * 32)
+            for _ in range(40):
+                cache.forget()
+                assert cache.get(seed, 6 * 32) == 6 * 32
+                counters = cache.counters()
+                if counters.get("lossy_chunks"):
+                    break
+                time.sleep(0.1)
+            assert counters["lossy_chunks"] > 0
+            assert 0 < counters["lossy_error"] < bound * counters["loaded_chunks"]
+            cache.close()

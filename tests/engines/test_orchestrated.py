@@ -91,7 +91,8 @@ def running(folder: Path, engine_count: int, *engine_options: str) -> Iterator[B
 
         s3_client(url, OWNER).create_bucket(Bucket=BUCKET)
         target = S3Target(url, *OWNER, BUCKET, "us-east-1")
-        engines = stack.enter_context(vllm_servers(folder, model, engine_count, target, *engine_options, load="all"))
+        running = vllm_servers(folder, model, engine_count, target, *engine_options, extra={"load": "all"})
+        engines = stack.enter_context(running)
         environment = {"AWS_ACCESS_KEY_ID": OWNER[0], "AWS_SECRET_ACCESS_KEY": OWNER[1]}
         urls = [engine.url for engine in engines]
         orchestrator, _ = stack.enter_context(

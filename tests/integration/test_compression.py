@@ -13,7 +13,8 @@ import pytest
 
 from descriptors.descriptor import Accept, Delivery, Descriptor
 from descriptors.descriptor_codec import encode_binary, encode_json
-from descriptors.errors import ChunkUnavailable, ErrorCode
+from descriptors.errors import CallerError, ChunkUnavailable, ErrorCode
+from descriptors.headers import CLASS_HEADER
 from descriptors.layer_forms import EXACT, FormRun, LayerForms, parse_forms
 from descriptors.layout import ChunkLayout
 from kv_codecs.elements import Element, from_floats
@@ -23,7 +24,7 @@ from kv_codecs.loss import loss
 from nixl_client.client import ObjectCacheClient
 from storage_server.compression.policy import CodecFigures, UtilitySettings
 from storage_server.tiers.adaptive import AdaptiveTier
-from tests.support.requests import OTHER, request
+from tests.support.requests import OTHER, OWNER, request
 from tests.support.servers import LocalStack, eventually
 
 SHAPE = LayerShape(16, 128, Element.BFLOAT16)
@@ -73,6 +74,54 @@ def stored(local: LocalStack) -> tuple[list[str], np.ndarray]:
     with local.client("chunks", "http") as client:
         client.put_chunks(keys, list(chunks))
     return keys, chunks
+
+
+def test_an_access_key_whose_budget_is_spent_gets_exact_chunks(tmp_path: Path) -> None:
+    settings = UtilitySettings(FIGURES, alpha_s=0.001, memory_bytes_per_s=8e9, home_bytes_per_s=1e8)
+    room = COUNT * ENCODED_BYTES + 8_192
+    with LocalStack(
+        tmp_path, dram_bytes=room, theta_bytes=0, compression=settings, error_budgets={OWNER[0]: 0.002}
+    ) as running:
+        running.call(running.storage.objects.create_bucket("OWNERKEY", "chunks"))
+        keys, chunks = kv_chunks(COUNT)
+        with running.client("chunks", "http") as client:
+            client.put_chunks(keys, list(chunks))
+
+            def is_spent() -> bool:
+                found, forms, _ = fetched(client, keys, ACCEPT)
+                encoded.append(forms is not None and not forms.is_exact)
+                return np.array_equal(found, chunks) and any(encoded)
+
+            encoded: list[bool] = []
+            assert eventually(is_spent, 20)
+            for _ in range(3):
+                found, _, _ = fetched(client, keys, ACCEPT)
+                assert np.array_equal(found, chunks)
+
+
+def test_the_class_of_the_content_comes_with_the_put_and_decides_with(tmp_path: Path) -> None:
+    """On code both codecs cost more quality than a load from the home takes time: it is kept exactly, or not at all."""
+    settings = UtilitySettings(
+        FIGURES, {"code": dict.fromkeys(FIGURES, 0.2)}, alpha_s=0.001, memory_bytes_per_s=8e9, home_bytes_per_s=1e8
+    )
+    room = COUNT * ENCODED_BYTES + 8_192
+    with LocalStack(tmp_path, dram_bytes=room, theta_bytes=0, compression=settings) as running:
+        running.call(running.storage.objects.create_bucket("OWNERKEY", "chunks"))
+        (code, code_chunks), (other, other_chunks) = kv_chunks(COUNT, 1), kv_chunks(COUNT, 2)
+        with running.client("chunks", "http") as client:
+            client.put_chunks(code, list(code_chunks), content_class="code")
+            client.put_chunks(other, list(other_chunks))
+            with pytest.raises(CallerError) as refused:
+                client.put_chunks(["0" * 64], [code_chunks[0]], content_class="No Class")
+            assert (refused.value.code, refused.value.field) == (ErrorCode.INVALID_ARGUMENT, CLASS_HEADER)
+        answer = request(running.url, "HEAD", f"/chunks/{code[0]}")
+        assert {name.lower(): value for name, value in answer.headers.items()}[CLASS_HEADER] == "code"
+        warm(running, other)
+        with running.client("chunks", "http") as client:
+            for _ in range(4):
+                found, forms, _ = fetched(client, code, ACCEPT)
+                assert np.array_equal(found, code_chunks)
+                assert forms is None or forms.is_exact
 
 
 def tier(local: LocalStack) -> AdaptiveTier:

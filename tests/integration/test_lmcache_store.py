@@ -4,18 +4,24 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
+from pathlib import Path
 
 import numpy as np
 import pytest
 
+from kv_codecs.elements import Element, from_floats
+from kv_codecs.encoding import decode, encode
+from kv_codecs.layer import Codec, LayerShape
 from nixl_client.connectors.lmcache.chunks import ChunkSize
 from nixl_client.connectors.lmcache.options import Options
-from nixl_client.connectors.lmcache.store import ChunkStore, Loaded
+from nixl_client.connectors.lmcache.store import ChunkKind, ChunkStore, Loaded
 from nixl_client.fetch.layer_fetch import LayerFetch
+from nixl_client.lossy import Lossy
 from nixl_client.transports.http import UnansweredError
 from nixl_client.transports.transport import Transport
+from storage_server.compression.policy import CodecFigures, UtilitySettings
 from tests.support.requests import OWNER
-from tests.support.servers import LocalStack
+from tests.support.servers import LocalStack, eventually
 
 CHUNK_BYTES = 30_000
 KEYS = [f"lmcache/m/0/{index:x}" for index in range(7)]
@@ -73,6 +79,43 @@ def test_lookups_say_what_is_worth_loading_where_the_costs_of_computing_are_know
     assert costly.lookup(KEYS, chunk) == len(KEYS)
     assert costly.counters.totals["advised_against_chunks"] == 0
     costly.close()
+
+
+@pytest.mark.parametrize("lossy", [Lossy.BOUNDED, Lossy.OFF])
+def test_chunks_of_keys_and_values_come_encoded_to_those_who_accept_it(
+    tmp_path: Path, transport: str, lossy: Lossy, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The whole chunk is one layer to the server; what is not KV, or of another format, comes exactly."""
+    monkeypatch.setenv("AWS_ACCESS_KEY_ID", OWNER[0])
+    monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", OWNER[1])
+    kind = ChunkKind((2, 3, 32, 64), "bfloat16", is_kv=True)
+    shape = LayerShape(96, 64, Element.BFLOAT16)
+    exact = np.empty((4, shape.nbytes), dtype=np.uint8)
+    for number, chunk in enumerate(exact):
+        from_floats(np.random.default_rng(number).standard_normal(2 * 96 * 64), Element.BFLOAT16, chunk)
+    settings = UtilitySettings({Codec.KIVI4: CodecFigures(0.99, 2e9)}, alpha_s=0.0, home_bytes_per_s=1e8)
+    with LocalStack(tmp_path, dram_bytes=4 * shape.nbytes, theta_bytes=0, compression=settings) as running:
+        running.call(running.storage.objects.create_bucket(OWNER[0], "chunks"))
+        made = ChunkStore(Options(running.url, "chunks", Transport(transport), lossy=lossy, content_class="chat"))
+        assert made.put(KEYS[:4], [memoryview(chunk) for chunk in exact])
+        buffers = [memoryview(bytearray(shape.nbytes)) for _ in range(4)]
+
+        def is_encoded() -> bool:
+            assert made.load(KEYS[:4], buffers, kind) == Loaded(4)
+            return made.counters.totals.get("lossy_chunks", 0) >= 4
+
+        assert eventually(is_encoded, 20 if lossy is Lossy.BOUNDED else 1) is (lossy is Lossy.BOUNDED)
+        if lossy is Lossy.BOUNDED:
+            made.load(KEYS[:4], buffers, kind)
+            back = np.empty(shape.nbytes, dtype=np.uint8)
+            for chunk, buffer in zip(exact, buffers, strict=True):
+                decode(encode(chunk, shape, Codec.KIVI4), shape, back)
+                assert bytes(buffer) == back.tobytes()
+            assert 0 < made.counters.totals["lossy_error"] / made.counters.totals["lossy_chunks"] < 0.12
+        for other in (None, replace(kind, is_kv=False), replace(kind, dtype="float8_e4m3fn")):
+            assert made.load(KEYS[:4], buffers, other) == Loaded(4)
+            assert equal(buffers, [memoryview(chunk) for chunk in exact])
+        made.close()
 
 
 def test_missing_chunk_ends_the_load_and_is_named(chunks: ChunkStore) -> None:

@@ -40,6 +40,9 @@ REMARKS = (
     "20 GB/s, disk 1 GB/s, 3 s to compute a context again; DRAM : disk : all contexts as 100 : 400 : 1,000. Encoding "
     "and moving cost nothing there, since they are done behind. Whoever decides, a context is computed when it is "
     "asked for the first time. Policies know the qualities of one half of the samples, and are scored by the other.",
+    "Engine: vLLM on a CPU with the trained model in bfloat16; every context is asked for by Zipf's law, and always "
+    "loaded. The link is played: its rate is such that a context takes 0.1 s exactly. Computing so small a model's "
+    "context would be sooner, and is not allowed.",
     "Dropping half of the tokens is a form for readers that attend to fewer tokens; vLLM is not one.",
 )
 
@@ -52,13 +55,17 @@ class Part(Enum):
     DECISION = "decision"
     QUALITY = "quality"
     FIGURE_2 = "figure_2"
+    ENGINE = "engine"
+
+
+WITHOUT_ENGINES = tuple(part for part in Part if part is not Part.ENGINE)
 
 
 @dataclass(frozen=True, slots=True)
 class CompressionBenchSettings:
     """The sizes of the run."""
 
-    parts: tuple[Part, ...] = options.choice("--parts", Part, tuple(Part), tuple(Part))
+    parts: tuple[Part, ...] = options.choice("--parts", Part, tuple(Part), WITHOUT_ENGINES)
     models: tuple[str, ...] = options.sized(("smaller",))
     chunks: int = options.sized(64, 8)
     links_gbps: tuple[float, ...] = options.sized((1.0, 2.5, 5.0, 10.0), (1.0,))
@@ -69,6 +76,10 @@ class CompressionBenchSettings:
     request_count: int = options.count("--requests", 6000, 200, text="requests of each case")
     kept_entries: int = options.sized(100_000, 2_000)
     decisions: int = options.sized(20_000, 500)
+    engine_contexts: int = options.sized(50, 10)
+    engine_requests: int = options.sized(200, 20)
+    memory_share: float = options.sized(0.25, 0.25)
+    load_s: float = options.sized(0.1, 0.1)
     rates: tuple[float, ...] = options.sized((0.2, 0.5, 0.8), (0.5,))
     alphas_s: tuple[float, ...] = options.sized((0.5, 2.0, 8.0), (2.0,))
     runs: int = options.runs(5)
@@ -90,6 +101,7 @@ def measure_compression(settings: CompressionBenchSettings, origin: Mapping[str,
             raise WrongUse(f"{name} is not trained: python -m bench.experiments.compression.train {name}")
     from bench.experiments.compression.codecs import kv_of, wire
     from bench.experiments.compression.codecs import table as codec_table
+    from bench.experiments.compression.engine import EngineCase, end_to_end
     from bench.experiments.compression.quality import batch_count, measured
 
     found: dict[str, Any] = {}
@@ -120,6 +132,14 @@ def measure_compression(settings: CompressionBenchSettings, origin: Mapping[str,
             for row in found["figure_2"] if row["case"] == "mixed"
         ]  # fmt: skip
         found["greedy_over_bound"] = spread([greedy_over_bound(seed, 400) for seed in range(settings.runs)])
+    if Part.ENGINE in parts:
+        case = EngineCase(
+            settings.engine_contexts, settings.context_tokens, settings.questions, settings.memory_share,
+            settings.load_s,
+        )  # fmt: skip
+        found["engine"] = end_to_end(
+            settings.models[0], case, settings.engine_requests, settings.runs, settings.seed, settings.folder
+        )
     return published(
         "compression", origin, settings, problem, remarks=list(REMARKS),
         targets=[target.json("case", "side", "reason") for target in _targets(found)], **found,
@@ -241,10 +261,25 @@ def show(result: Json) -> dict[str, Section]:
         )
     if "quality" in result:
         sections["quality"] = (_quality_table(result["quality"]), _measures_table(result["quality"]))
+    if "engine" in result:
+        sections["engine"] = _engine_section(result["engine"])
     if "figure_2" in result:
         sections["choice"] = _choice_section(result["figure_2"])
     sections["targets"] = (targets(result["targets"]), *result["remarks"])
     return sections
+
+
+def _engine_section(found: Mapping[str, Any]) -> Section:
+    columns = ("ttft_p50_s", "ttft_p90_s", "dram_hit_rate", "lossy_share", "mean_error", "right")
+    rows = [{"way": way, **{name: each[f"{name}_spread"] for name in columns}} for way, each in found["ways"].items()]
+    over = {"p50": found["ttft_p50_over"], "p90": found["ttft_p90_over"], "agreement": found["agreement"]}
+    return (
+        table(
+            rows, "lossy = way | TTFT ms, p50 = ttft_p50_s:ms | p90 = ttft_p90_s:ms | DRAM hits = dram_hit_rate:.2",
+            "chunks that came encoded = lossy_share:.2 | mean error = mean_error:.3 | right tokens = right:.3",
+        ),
+        table([over], "off over adaptive, TTFT p50 = p50:.2 | p90 = p90:.2 | same tokens = agreement:.3"),
+    )  # fmt: skip
 
 
 def _quality_table(rows: Sequence[Mapping[str, Any]]) -> Any:

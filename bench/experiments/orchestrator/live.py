@@ -5,7 +5,6 @@ several rates; and 003's measured tables with vLLM in place of Ollama.
 from __future__ import annotations
 
 import asyncio
-import json
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -19,7 +18,8 @@ import numpy as np
 from bench.beds.kv_peers.work import S3Target
 from bench.beds.ours import Servers, target_of
 from bench.beds.processes import BaselineError
-from bench.beds.vllm_servers import MODEL, VllmServer, make_model, vllm_servers
+from bench.beds.vllm_requests import StreamAnswer, StreamRequest, ask
+from bench.beds.vllm_servers import VllmServer, make_model, vllm_servers
 from bench.experiments.orchestrator.cost import orchestrator_process
 from bench.experiments.tiers.replay import Trace, read
 from calibration.samples import progress_bar
@@ -38,34 +38,12 @@ OUTPUT_TOKENS = 8
 
 
 @dataclass(frozen=True, slots=True)
-class LiveRequest:
-    """A request: when it is sent, its tokens, and how many it puts out."""
-
-    at_s: float
-    tokens: tuple[int, ...]
-    output_tokens: int
-
-
-@dataclass(frozen=True, slots=True)
-class LiveAnswer:
-    """An answer: times in seconds, the tokens that the engine had cached, and the text."""
-
-    ttft_s: float
-    total_s: float
-    cached_tokens: int
-    prompt_tokens: int
-    text: str
-    engine: str
-    request_id: str
-
-
-@dataclass(frozen=True, slots=True)
 class LiveRun:
     """One run: the answers, the TTFT that was predicted for each, the seconds until the last one ended, and of all
     prompts the tokens that engines had in their own blocks, and those that they loaded from the store.
     """
 
-    answers: tuple[LiveAnswer, ...]
+    answers: tuple[StreamAnswer, ...]
     predicted_s: tuple[float, ...]
     wall_s: float
     hbm_tokens: int
@@ -87,7 +65,7 @@ class WrongTokensError(Exception):
     """A policy's answer is not the one of an engine that was asked directly."""
 
 
-def live_requests(count: int, rate_per_s: float, seed: int) -> list[LiveRequest]:
+def live_requests(count: int, rate_per_s: float, seed: int) -> list[StreamRequest]:
     """The first turns of the trace's first conversations that are long enough and fit, in the trace's order, as a
     Poisson process. The tokens of a block are made from its number.
     """
@@ -95,7 +73,7 @@ def live_requests(count: int, rate_per_s: float, seed: int) -> list[LiveRequest]
     turns = sorted(turn for conversation in conversations(-(-count // TURNS)) for turn in conversation)[:count]
     times_s = np.cumsum(random.exponential(1 / rate_per_s, len(turns)))
     return [
-        LiveRequest(float(at_s), _tokens(blocks, nbytes), OUTPUT_TOKENS)
+        StreamRequest(float(at_s), _tokens(blocks, nbytes), OUTPUT_TOKENS)
         for at_s, (_, blocks, nbytes) in zip(times_s, turns, strict=True)
     ]
 
@@ -156,7 +134,7 @@ def live_bed(folder: Path, engine_count: int) -> Iterator[tuple[list[VllmServer]
 
 
 def run_policy(
-    engines: Sequence[VllmServer], target: S3Target, policy: PolicyName, requests: Sequence[LiveRequest], salt: str
+    engines: Sequence[VllmServer], target: S3Target, policy: PolicyName, requests: Sequence[StreamRequest], salt: str
 ) -> LiveRun:
     """All requests through an orchestrator with this policy. The salt makes everything cold: no block or chunk of
     another run has these names.
@@ -169,7 +147,7 @@ def run_policy(
         return asyncio.run(_run(url, requests, salt))
 
 
-async def _run(url: str, requests: Sequence[LiveRequest], salt: str) -> LiveRun:
+async def _run(url: str, requests: Sequence[StreamRequest], salt: str) -> LiveRun:
     async with aiohttp.ClientSession(timeout=aiohttp.ClientTimeout(total=REQUEST_S)) as http:
         for _ in range(200):
             async with http.get(f"{url}/_orchestrator/status") as answer:
@@ -178,11 +156,11 @@ async def _run(url: str, requests: Sequence[LiveRequest], salt: str) -> LiveRun:
                 break
             await asyncio.sleep(0.1)
         for at in range(WARM_REQUESTS):
-            await ask(http, url, LiveRequest(0.0, tuple(block_tokens(10_000_000 + at) * 4), 4), f"{salt} warm")
+            await ask(http, url, StreamRequest(0.0, tuple(block_tokens(10_000_000 + at) * 4), 4), f"{salt} warm")
         before = await _hit_tokens(http, [each["url"] for each in engines])
         began_s = time.monotonic()
 
-        async def one(request: LiveRequest) -> LiveAnswer:
+        async def one(request: StreamRequest) -> StreamAnswer:
             await asyncio.sleep(max(0.0, began_s + request.at_s - time.monotonic()))
             return await ask(http, url, request, salt)
 
@@ -209,36 +187,6 @@ async def _hit_tokens(http: aiohttp.ClientSession, engines: Sequence[str]) -> tu
                     if line.startswith(f"vllm:objectcache_{name}_hit_tokens_total"):
                         found[name] += float(line.rpartition(" ")[2])
     return round(found["hbm"]), round(found["store"])
-
-
-async def ask(http: aiohttp.ClientSession, url: str, request: LiveRequest, salt: str) -> LiveAnswer:
-    """One stream. Raises BaselineError."""
-    body = {
-        "model": MODEL, "prompt": list(request.tokens), "max_tokens": request.output_tokens, "temperature": 0,
-        "stream": True, "cache_salt": salt, "stream_options": {"include_usage": True}, "ignore_eos": True,
-    }  # fmt: skip
-    began_s = time.monotonic()
-    first_s, text, usage = None, [], None
-    async with http.post(f"{url}/v1/completions", json=body) as answer:
-        if answer.status != 200:
-            raise BaselineError(f"{answer.status} {(await answer.text())[:500]}")
-        async for line in answer.content:
-            if not line.startswith(b"data: ") or line.startswith(b"data: [DONE]"):
-                continue
-            first_s = first_s or time.monotonic()
-            document = json.loads(line.removeprefix(b"data: "))
-            if "error" in document:
-                raise BaselineError(f"the stream broke off: {document['error']}")
-            text += [choice["text"] for choice in document["choices"]]
-            usage = document.get("usage") or usage
-        engine = answer.headers.get("x-objectcache-engine", "")
-        request_id = answer.headers.get("x-objectcache-request-id", "")
-    end_s = time.monotonic()
-    details = (usage or {}).get("prompt_tokens_details") or {}
-    cached = int(details.get("cached_tokens") or 0)
-    return LiveAnswer(
-        (first_s or end_s) - began_s, end_s - began_s, cached, len(request.tokens), "".join(text), engine, request_id
-    )
 
 
 def live(
@@ -316,7 +264,7 @@ async def _steps(url: str, first: tuple[int, ...], other: tuple[int, ...]) -> di
         await _ready(http, url)
         prefix = (*first[: len(first) * 3 // 4], *other[: len(other) // 4])
         for name, tokens in (("cold", first), ("warm", first), ("prefix", prefix), ("unrelated", other)):
-            answer = await ask(http, url, LiveRequest(0.0, tokens, 32), salt)
+            answer = await ask(http, url, StreamRequest(0.0, tokens, 32), salt)
             found[name] = {
                 "total_ms": answer.total_s * 1e3, "prompt_ms": answer.ttft_s * 1e3,
                 "decode_ms": (answer.total_s - answer.ttft_s) * 1e3, "cached_tokens": answer.cached_tokens,
@@ -334,7 +282,7 @@ async def _at_once(url: str, count: int, tokens: tuple[int, ...]) -> dict[str, f
 
         async def one() -> float | None:
             try:
-                return (await ask(http, url, LiveRequest(0.0, tokens, 32), salt)).total_s
+                return (await ask(http, url, StreamRequest(0.0, tokens, 32), salt)).total_s
             except BaselineError:
                 return None
 

@@ -14,12 +14,13 @@ from __future__ import annotations
 
 import hashlib
 import re
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
-from descriptors.descriptor import CHUNK_COUNT_MAX, NUM_LAYERS_MAX, PER_LAYER_CHUNK_BYTES_MAX
+from descriptors.descriptor import CHUNK_COUNT_MAX, CHUNK_TOKENS_MAX, NUM_LAYERS_MAX, PER_LAYER_CHUNK_BYTES_MAX
 from descriptors.layout import ChunkLayout
 from descriptors.recompute import AdviceRequest, PrefillCosts, advise
+from kv_codecs.layer import GROUP_MAX, WIDTH_MAX
 
 ROOT = "lmcache"
 _UNSAFE = re.compile(r"[^A-Za-z0-9._-]+")
@@ -89,6 +90,26 @@ def opaque_layout(chunk_bytes: int) -> ChunkLayout:
         if chunk_bytes > 0 and chunk_bytes % count == 0:
             return ChunkLayout(count, 1, chunk_bytes // count)
     raise ValueError(f"no layout has objects of {chunk_bytes} bytes")
+
+
+def row_layout(shape: Sequence[int], element_bytes: int) -> ChunkLayout | None:
+    """The layout by which codecs see a chunk [2, L, T, hidden]: one layer whose rows are tokens, layer by layer. Where
+    these are more than a descriptor takes, 2, 4, 8 … tokens are one row; groups of channels are
+    then made of each second, fourth … token. None where a group would have tokens of two layers, or there is no such
+    layout.
+
+        [2, 32, 256, 1024] of 2 bytes  ->  4,096 rows of 2,048 elements
+    """
+    if len(shape) != 4 or shape[0] != 2 or min(shape) < 1:
+        return None
+    layers, tokens, hidden = shape[1:]
+    joined = 1
+    while layers * tokens // joined > CHUNK_TOKENS_MAX:
+        joined *= 2
+    nbytes = 2 * layers * tokens * hidden * element_bytes
+    if tokens % (GROUP_MAX * joined) or nbytes > PER_LAYER_CHUNK_BYTES_MAX or hidden * joined > WIDTH_MAX:
+        return None
+    return ChunkLayout(1, layers * tokens // joined, nbytes)
 
 
 def worth_loading(

@@ -22,7 +22,7 @@ from lmcache.v1.storage_backend.connector.base_connector import RemoteConnector
 from nixl_client.connectors.lmcache.chunks import ChunkSize, ChunkSpace, object_name, partial_tokens
 from nixl_client.connectors.lmcache.jobs import Jobs
 from nixl_client.connectors.lmcache.options import Options
-from nixl_client.connectors.lmcache.store import ChunkStore
+from nixl_client.connectors.lmcache.store import ChunkKind, ChunkStore
 
 NAME = "objectcache"
 BLOCKING_SHARE = 0.9
@@ -77,6 +77,7 @@ class ObjectCacheConnector(RemoteConnector):  # type: ignore[misc]
         if self._metadata.role != "scheduler":
             self.store.warm()
         self._chunk_size = ChunkSize(self._metadata.chunk_size, self._full_bytes(), self._metadata.world_size)
+        self._kind = ChunkKind.of(self._metadata.get_shapes(), self._metadata.get_dtypes(), self.meta_fmt)
         self._jobs = Jobs(options.store_queue_chunks)
         self._callers = ThreadPoolExecutor(options.loads_max + 2, "objectcache-lmcache")
 
@@ -209,7 +210,7 @@ class ObjectCacheConnector(RemoteConnector):  # type: ignore[misc]
                     break
                 chunks.append(chunk)
             if chunks:
-                result = self.store.load(names[: len(chunks)], [_bytes(chunk) for chunk in chunks])
+                result = self.store.load(names[: len(chunks)], [_bytes(chunk) for chunk in chunks], self._kind)
                 loaded = result.chunk_count
                 if result.unusable is not None:
                     loaded += self._load_partial(result.unusable, chunks[loaded], result.unusable == names[-1])

@@ -23,7 +23,7 @@ from lmcache.v1.platform import create_event_notifier
 from nixl_client.connectors.lmcache.chunks import ChunkSpace, joint_size, object_name
 from nixl_client.connectors.lmcache.jobs import Jobs
 from nixl_client.connectors.lmcache.options import Options
-from nixl_client.connectors.lmcache.store import ChunkStore
+from nixl_client.connectors.lmcache.store import ChunkKind, ChunkStore
 
 LOOKUP_THREADS = 4
 _log = logging.getLogger(__name__)
@@ -122,7 +122,9 @@ class ObjectCacheL2Adapter(L2AdapterInterface):  # type: ignore[misc]  # LMCache
             loaded = Bitmap(len(keys))
             for names in _by_prefix(keys, [_layout(each.get_shapes(), each.get_dtypes()) for each in objects]).values():
                 targets = [_bytes(objects[index]) for index, _ in names]
-                result = self.store.load([name for _, name in names], targets)
+                first = objects[names[0][0]]
+                kind = ChunkKind.of(first.get_shapes(), first.get_dtypes(), first.get_memory_format())
+                result = self.store.load([name for _, name in names], targets, kind)
                 if result.unusable is not None:
                     self.store.discard(result.unusable)
                 for index, _ in names[: result.chunk_count]:

@@ -5,8 +5,10 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 
+from descriptors.chunk_flags import CONTENT_CLASS, CONTENT_CLASS_RULE
 from descriptors.descriptor import CHUNK_TOKENS_MAX
 from descriptors.recompute import PrefillCosts
+from nixl_client.lossy import MAX_ERROR, Lossy
 from nixl_client.options import dataclass_arguments, require_downlink
 from nixl_client.transports.transport import HTTP_CONNECTIONS_MAX, Transport
 
@@ -40,6 +42,14 @@ class Options:
     """and for each step. With any of them only what is sooner loaded than computed counts as stored."""
     chunk_tokens: int = 0
     """Tokens of a chunk. The plug-in knows them; the L2 adapter must be told, to compare loading with computing."""
+    lossy: Lossy = Lossy.OFF
+    """Whether chunks may come encoded with a loss: never, with an error of at most `max_error`, or as the server finds
+    best for all its readers (docs/compression.md).
+    """
+    max_error: float = MAX_ERROR
+    """The relative error of a chunk's keys or values, over all layers together, where `lossy` is bounded."""
+    content_class: str = ""
+    """The kind of this engine's content, `code` or `chat` (docs/compression.md). Empty for none."""
     lease_s: float = 60.0
     """For so long chunks that a lookup matched are kept from eviction."""
     store: bool = True
@@ -69,6 +79,10 @@ class Options:
                 raise ValueError(f"{name} must be at least 1")
         if not 1 <= self.http_connections <= HTTP_CONNECTIONS_MAX:
             raise ValueError(f"http_connections must be from 1 to {HTTP_CONNECTIONS_MAX}")
+        if not 0 <= self.max_error <= 10:
+            raise ValueError("max_error must be from 0 to 10")
+        if self.content_class and not CONTENT_CLASS.fullmatch(self.content_class):
+            raise ValueError(f"content_class has {CONTENT_CLASS_RULE}")
         require_downlink(self.downlink_bytes_per_s)
         if not 1 <= self.loads_max <= 64:
             raise ValueError("loads_max must be from 1 to 64")
@@ -82,4 +96,5 @@ class Options:
     @classmethod
     def of(cls, given: Mapping[str, object]) -> Options:
         """Options from JSON or YAML. Raises ValueError for unknown names and for values that cannot be."""
-        return cls(**{"endpoint": "", "bucket": "", **dataclass_arguments(cls, given, {"transport": Transport})})
+        enums = {"transport": Transport, "lossy": Lossy}
+        return cls(**{"endpoint": "", "bucket": "", **dataclass_arguments(cls, given, enums)})

@@ -8,12 +8,14 @@ import logging
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 
 from adapters.breaker import Breaker
-from descriptors.descriptor import CHUNK_COUNT_MAX, Delivery, OnMissing
+from descriptors.descriptor import CHUNK_COUNT_MAX, ELEMENT_BYTES, Accept, Delivery, OnMissing
 from descriptors.errors import ChunkUnavailable, ObjectCacheError
+from descriptors.layout import ChunkLayout
 from descriptors.recompute import AdviceRequest
 from nixl_client.client import ObjectCacheClient
 from nixl_client.connectors.counters import Counters
@@ -22,16 +24,42 @@ from nixl_client.connectors.lmcache.chunks import (
     batches,
     opaque_layout,
     partial_tokens,
+    row_layout,
     worth_loading,
 )
 from nixl_client.connectors.lmcache.options import Options
 from nixl_client.connectors.lmcache.staging import Staging
+from nixl_client.lossy import accept_of
 from nixl_client.objects import Path
 from nixl_client.transports.http import UnansweredError
 
+KEYS_THEN_VALUES = "KV_2LTD"
+"""LMCache's name of the format [2, L, T, hidden]."""
 TOKENS_HEADER = "x-amz-meta-lmcache-tokens"
 FAILURES = (ObjectCacheError, OSError, TimeoutError)
 _log = logging.getLogger(__name__)
+
+
+_Asking = tuple[ChunkLayout, Accept | None]
+
+
+@dataclass(frozen=True, slots=True)
+class ChunkKind:
+    """The shape of full chunks, and the dtype of their elements. `is_kv` where they are [2, L, T, hidden]: keys, then
+    values.
+    """
+
+    shape: tuple[int, ...]
+    dtype: str
+    is_kv: bool
+
+    @classmethod
+    def of(cls, shapes: Sequence[Any], dtypes: Sequence[Any], memory_format: Any) -> ChunkKind | None:
+        """That of LMCache's shapes, dtypes and format; None for chunks of several groups of layers."""
+        if len(shapes) != 1 or len(dtypes) != 1:
+            return None
+        dtype = str(dtypes[0]).removeprefix("torch.")
+        return cls(tuple(shapes[0]), dtype, getattr(memory_format, "name", "") == KEYS_THEN_VALUES)
 
 
 @dataclass(frozen=True, slots=True)
@@ -117,15 +145,18 @@ class ChunkStore:
         )
         return worth
 
-    def load(self, keys: Sequence[str], targets: Sequence[memoryview]) -> Loaded:
-        """Load the chunks of these keys into `targets`, which are all of one size."""
+    def load(self, keys: Sequence[str], targets: Sequence[memoryview], kind: ChunkKind | None = None) -> Loaded:
+        """Load the chunks of these keys into `targets`, which are all of one size. With their `kind` they may come
+        encoded, if the options accept that.
+        """
         deadline_s = time.monotonic() + self._options.load_timeout_s
         chunk_bytes = targets[0].nbytes
+        asking = self._asking(chunk_bytes, kind)
         count, unusable = 0, None
         for first, end in batches(len(keys), chunk_bytes, self._options.staging_bytes):
             if self._is_resting():
                 break
-            batch = self._load_batch(keys[first:end], targets[first:end], deadline_s)
+            batch = self._load_batch(keys[first:end], targets[first:end], asking, deadline_s)
             count, unusable = count + batch.chunk_count, batch.unusable
             if batch.chunk_count < end - first:
                 break
@@ -138,7 +169,8 @@ class ChunkStore:
             return False
         try:
             stored = self._stores.lookup(keys)
-            self._stores.put_chunks(keys[stored:], chunks[stored:])
+            content_class = self._options.content_class
+            self._stores.put_chunks(keys[stored:], chunks[stored:], content_class=content_class)
         except FAILURES as error:
             self._fail("store", error, self._store_breaker)
             self.counters.add(store_failures=1)
@@ -195,14 +227,25 @@ class ChunkStore:
         if self._options.store and not self._is_resting():
             self.counters.add(discarded_chunks=self.delete((key,)))
 
-    def _load_batch(self, keys: Sequence[str], targets: Sequence[memoryview], deadline_s: float) -> Loaded:
+    def _asking(self, chunk_bytes: int, kind: ChunkKind | None) -> _Asking:
+        """How these chunks are declared, and what is accepted."""
+        if kind is not None and kind.is_kv and kind.dtype in ELEMENT_BYTES:
+            layout = row_layout(kind.shape, ELEMENT_BYTES[kind.dtype])
+            accept = accept_of(self._options.lossy, kind.dtype, self._options.max_error)
+            if accept is not None and layout is not None and layout.chunk_bytes == chunk_bytes:
+                return layout, accept
+        return opaque_layout(chunk_bytes), None
+
+    def _load_batch(
+        self, keys: Sequence[str], targets: Sequence[memoryview], asking: _Asking, deadline_s: float
+    ) -> Loaded:
         """One fetch, and where a chunk turns out damaged another one for those before it."""
         count, unusable = 0, None
         wanted = len(keys)
         try:
             for _ in range(2):
                 try:
-                    count = self._fetch(keys[:wanted], targets[:wanted], deadline_s) if wanted else 0
+                    count = self._fetch(keys[:wanted], targets[:wanted], asking, deadline_s) if wanted else 0
                 except ChunkUnavailable as error:
                     _log.warning("chunk %s cannot be loaded: %s", keys[error.index or 0], error)
                     wanted = error.index or 0
@@ -213,12 +256,12 @@ class ChunkStore:
         except UnansweredError as error:
             _log.warning("load: %s", error)
             if self.is_answering():
-                return self._search(keys, targets, deadline_s)
+                return self._search(keys, targets, asking, deadline_s)
         except FAILURES as error:
             self._fail("load", error)
         return Loaded(count, unusable)
 
-    def _search(self, keys: Sequence[str], targets: Sequence[memoryview], deadline_s: float) -> Loaded:
+    def _search(self, keys: Sequence[str], targets: Sequence[memoryview], asking: _Asking, deadline_s: float) -> Loaded:
         """Find the damaged chunk, after an answer broke off although the server is there: over http the server reports
         a damaged chunk in no other way. A chunk counts as damaged once a load of it alone has broken off, since
         connections break for other reasons, too.
@@ -227,7 +270,7 @@ class ChunkStore:
         while good < bad:
             middle = max(good + 1, (good + bad) // 2)
             try:
-                served = self._fetch(keys[good:middle], targets[good:middle], deadline_s)
+                served = self._fetch(keys[good:middle], targets[good:middle], asking, deadline_s)
             except (UnansweredError, ChunkUnavailable):
                 if middle == good + 1:
                     return Loaded(good, keys[good])
@@ -241,22 +284,27 @@ class ChunkStore:
                 return Loaded(good, keys[good])
         return Loaded(good)
 
-    def _fetch(self, keys: Sequence[str], targets: Sequence[memoryview], deadline_s: float) -> int:
+    def _fetch(self, keys: Sequence[str], targets: Sequence[memoryview], asking: _Asking, deadline_s: float) -> int:
         chunk_bytes = targets[0].nbytes
-        layout = opaque_layout(chunk_bytes)
+        layout, accept = asking
         buffer = self._staging.take(layout.delivery_bytes(len(keys)), deadline_s)
         try:
-            fetch = self._loads.fetch(keys, layout, buffer, delivery=Delivery.CHUNK_MAJOR, on_missing=OnMissing.PREFIX)
+            fetch = self._loads.fetch(
+                keys, layout, buffer, delivery=Delivery.CHUNK_MAJOR, on_missing=OnMissing.PREFIX, accept=accept
+            )
         except BaseException:
             self._staging.give(buffer)
             raise
         try:
-            served = fetch.wait(max(0.0, deadline_s - time.monotonic())).chunk_count
+            result = fetch.wait(max(0.0, deadline_s - time.monotonic()))
+            served, forms = result.chunk_count, result.forms
             for index, target in enumerate(targets[:served]):
                 np.copyto(np.frombuffer(target, np.uint8), buffer[index * chunk_bytes : (index + 1) * chunk_bytes])
         finally:
             self._staging.end(buffer, fetch)
         self.counters.add(fetches=1)
+        if forms is not None:
+            self.counters.add(lossy_chunks=forms.encoded_count, lossy_error=forms.mean_error * forms.chunk_count)
         return served
 
     def _is_resting(self) -> bool:

@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from enum import Enum
 
+from descriptors.chunk_flags import CONTENT_CLASS, CONTENT_CLASS_RULE
 from descriptors.descriptor import CHUNK_TOKENS_MAX, Delivery
 from nixl_client.lossy import MAX_ERROR, Lossy
 from nixl_client.options import dataclass_arguments, require_downlink
@@ -69,6 +70,10 @@ class Options:
     """
     max_error: float = MAX_ERROR
     """The relative error of keys or values that a chunk's worst layer may have where `lossy` is bounded."""
+    content_class: str = ""
+    """The kind of this engine's content, `code` or `chat`: what a codec costs in quality is told by class
+    (docs/compression.md). Empty for none.
+    """
     min_load_tokens: int = 0
     """Fewer tokens than these are recomputed, not loaded."""
     store: bool = True
@@ -94,6 +99,8 @@ class Options:
                 raise ValueError(f"{name} must be from 0 to 3600")
         if not 1 <= self.http_connections <= HTTP_CONNECTIONS_MAX:
             raise ValueError(f"http_connections must be from 1 to {HTTP_CONNECTIONS_MAX}")
+        if self.content_class and not CONTENT_CLASS.fullmatch(self.content_class):
+            raise ValueError(f"content_class has {CONTENT_CLASS_RULE}")
         if not 0 <= self.max_error <= 10:
             raise ValueError("max_error must be from 0 to 10")
         require_downlink(self.downlink_bytes_per_s)

@@ -56,7 +56,9 @@ class WorkerSide:
         self._store_client = ObjectCacheClient(options.endpoint, options.bucket, timeout_s=options.store_timeout_s)
         self._loads = Loads(self._load_client, rank, grid, layout, layers, states.dtype, options, counters)
         ledger = WorkerLedger(options.store_queue_chunks, options.store_wait_s)
-        self._writer = Writer(self._store_client, rank, grid, layout, layers, ledger, self._loads.is_idle, counters)
+        self._writer = Writer(
+            self._store_client, rank, grid, layout, layers, ledger, self._loads.is_idle, counters, options.content_class
+        )
         self._awaited: frozenset[str] = frozenset()
         self._report = Report()
         self._timer = StepTimer(states.device)

@@ -40,8 +40,10 @@ class Writer:
         ledger: WorkerLedger,
         loads_idle: threading.Event,
         counters: Counters,
+        content_class: str,
     ) -> None:
         self._client = client
+        self._content_class = content_class
         self._rank = rank
         self._grid = grid
         self._layers = layers
@@ -132,7 +134,7 @@ class Writer:
             if not self._gather(job, first, end):
                 break
             chunks = [self._batch[index].flatten().view(torch.uint8).numpy() for index in range(end - first)]
-            self._client.put_chunks(keys[first:end], chunks)
+            self._client.put_chunks(keys[first:end], chunks, content_class=self._content_class)
             self._counters.add(stored_chunks=end - first, stored_bytes=sum(chunk.nbytes for chunk in chunks))
 
     def _gather(self, job: StoreJob, first: int, end: int) -> bool:

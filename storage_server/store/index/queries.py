@@ -7,6 +7,7 @@ import sqlite3
 from collections.abc import Sequence
 
 from descriptors.errors import CallerError, ErrorCode
+from descriptors.headers import CLASS_HEADER
 from descriptors.lifecycle import LifecycleRule
 from descriptors.objects import (
     BucketInfo,
@@ -33,6 +34,11 @@ from storage_server.store.rows import (
     rules_of,
     stored_object,
     stored_upload,
+)
+
+_CONTENT_CLASS = (
+    f"CASE WHEN instr(o.attributes, '{CLASS_HEADER}')"
+    f""" THEN json_extract(o.attributes, '$.headers."{CLASS_HEADER}"') END"""
 )
 
 
@@ -100,19 +106,22 @@ def prefix(db: sqlite3.Connection, name: str, keys: Sequence[str]) -> list[list[
     """The extents of each key's object, None where there is none, in the order of `keys`."""
     require_bucket(db, name)
     sql = (
-        "SELECT wanted.id, o.key IS NULL, e.file_id, e.file_offset, e.nbytes, e.blocks, e.object_offset"
+        "SELECT wanted.id, o.key IS NULL, e.file_id, e.file_offset, e.nbytes, e.blocks, e.object_offset,"
+        f" {_CONTENT_CLASS}"
         " FROM json_each(?) AS wanted LEFT JOIN objects AS o ON o.bucket = ? AND o.key = wanted.value"
         " LEFT JOIN extents AS e ON e.version = o.version ORDER BY wanted.id, e.object_offset"
     )
     found: list[list[Extent] | None] = []
     last = None
-    for position, absent, file_id, *extent in db.execute(sql, (json.dumps(keys, ensure_ascii=False), name)):
+    for position, absent, file_id, *extent, content_class in db.execute(
+        sql, (json.dumps(keys, ensure_ascii=False), name)
+    ):
         if position != last:
             found.append(None if absent else [])
             last = position
         chunk = found[-1]
         if file_id and chunk is not None:
-            chunk.append(Extent(file_id, *extent))
+            chunk.append(Extent(file_id, *extent, content_class or ""))
     return found
 
 

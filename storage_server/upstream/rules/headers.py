@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from email.utils import formatdate, parsedate_to_datetime
 from urllib.parse import quote, urlencode
 
-from descriptors.chunk_flags import FLAGS
+from descriptors.chunk_flags import KEPT
 from descriptors.conditions import ANY, ReadCondition, WriteCondition
 from descriptors.errors import ErrorCode, ServerError
 from descriptors.objects import (
@@ -36,7 +36,7 @@ METADATA_PREFIX = "x-amz-meta-"
 TAGGING_COUNT = "x-amz-tagging-count"
 DEFAULT_CONTENT_TYPES = ("binary/octet-stream", "application/octet-stream")
 """Content types that services give objects that were stored without one."""
-_FLAGS_HERE = {name: METADATA_PREFIX + name.removeprefix("x-amz-") for name in FLAGS}
+_FLAGS_HERE = {name: METADATA_PREFIX + name.removeprefix("x-amz-") for name in KEPT}
 """Other services keep no header that they do not know, but all metadata."""
 _FLAGS_THERE = {there: here for here, there in _FLAGS_HERE.items()}
 _MD5 = re.compile("[0-9a-f]{32}")

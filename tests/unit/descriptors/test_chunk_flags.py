@@ -6,7 +6,7 @@ import pytest
 
 from descriptors.chunk_flags import flags, is_flagged
 from descriptors.errors import CallerError, ErrorCode
-from descriptors.headers import CHUNK_HEADER, PREFIX_HEADER
+from descriptors.headers import CHUNK_HEADER, CLASS_HEADER, PREFIX_HEADER
 from descriptors.objects import Attributes
 
 
@@ -22,3 +22,11 @@ def test_another_value_is_refused(value: str) -> None:
     with pytest.raises(CallerError) as refused:
         flags({PREFIX_HEADER: value})
     assert (refused.value.code, refused.value.field) == (ErrorCode.INVALID_ARGUMENT, PREFIX_HEADER)
+
+
+def test_the_class_is_a_short_name() -> None:
+    assert flags({CLASS_HEADER: "code-2", CHUNK_HEADER: "true"}) == {CLASS_HEADER: "code-2", CHUNK_HEADER: "true"}
+    for wrong in ("", "Code", "-x", "a" * 33, "a b", "ä", 'x"'):
+        with pytest.raises(CallerError) as refused:
+            flags({CLASS_HEADER: wrong})
+        assert (refused.value.code, refused.value.field) == (ErrorCode.INVALID_ARGUMENT, CLASS_HEADER)

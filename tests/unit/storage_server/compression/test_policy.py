@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -10,7 +12,7 @@ from kv_codecs.elements import Element
 from kv_codecs.layer import Codec, LayerShape
 from storage_server.compression import policy as policy_module
 from storage_server.compression.forms import Encoded, Reading
-from storage_server.compression.policy import CodecFigures, UtilityPolicy, UtilitySettings
+from storage_server.compression.policy import CodecFigures, Use, UtilityPolicy, UtilitySettings
 
 SHAPE = LayerShape(16, 128, Element.BFLOAT16)
 READING = Reading(SHAPE, 4, (Codec.KIVI8, Codec.KIVI4, Codec.KIVI2))
@@ -34,9 +36,11 @@ class Books:
         self.now_s = 0.0
         self.held: dict[Key, Codec | None] = {}
 
-    def use(self, wanted: list[Key], reading: Reading | None = READING, step_s: float = 1.0) -> None:
+    def use(
+        self, wanted: list[Key], reading: Reading | None = READING, step_s: float = 1.0, content_class: str = ""
+    ) -> None:
         self.now_s += step_s
-        decision = self.policy.request(self.now_s, wanted, [EXACT] * len(wanted), reading)
+        decision = self.policy.request(self.now_s, [Use(key, EXACT, content_class) for key in wanted], reading)
         for key in decision.evicted:
             del self.held[key]
         for key, codec in decision.recoded.items():
@@ -59,6 +63,17 @@ def test_chunks_are_encoded_where_not_all_fit_exactly() -> None:
     assert set(books.held) == set(keys(*range(8)))
     assert set(books.held.values()) <= {None, Codec.KIVI8, Codec.KIVI4}
     assert Codec.KIVI4 in books.held.values() or Codec.KIVI8 in books.held.values()
+
+
+def test_content_that_a_codec_damages_is_evicted_rather_than_encoded() -> None:
+    """Class by class: a class without figures of its own has those of all content."""
+    settings = replace(SETTINGS, class_qualities={"code": dict.fromkeys(FIGURES, 0.2)})
+    books = Books(UtilityPolicy(4 * EXACT, settings))
+    for _ in range(6):
+        books.use(keys(*range(8)), content_class="code")
+        books.use(keys(*range(8, 16)), content_class="chat")
+    assert not any(books.held.get(key) for key in keys(*range(8)))
+    assert sum(codec is not None for codec in books.held.values()) >= 8
 
 
 def test_what_is_used_more_often_stays_in_the_better_form() -> None:

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import math
 import threading
 
 import pytest
 
 from descriptors.descriptor import CHUNK_COUNT_MAX, PER_LAYER_CHUNK_BYTES_MAX
+from descriptors.layout import ChunkLayout
 from descriptors.recompute import PrefillCosts
+from kv_codecs.layer import group_of
 from nixl_client.connectors.lmcache.chunks import (
     ChunkSize,
     ChunkSpace,
@@ -16,6 +19,7 @@ from nixl_client.connectors.lmcache.chunks import (
     object_name,
     opaque_layout,
     partial_tokens,
+    row_layout,
     worth_loading,
 )
 from nixl_client.connectors.lmcache.jobs import Jobs
@@ -102,6 +106,30 @@ class TestPlan:
         for chunk_bytes in (0, (1 << 31) + 11):
             with pytest.raises(ValueError, match="layout"):
                 opaque_layout(chunk_bytes)
+
+    @pytest.mark.parametrize(
+        ("shape", "element_bytes", "rows"),
+        [
+            ((2, 3, 32, 64), 2, 96),
+            ((2, 32, 256, 1024), 2, 4096),
+            ((2, 80, 256, 1024), 2, 2560),
+            ((2, 4, 256, 128), 4, 1024),
+            ((2, 3, 16, 64), 2, None),
+            ((1, 27, 256, 576), 2, None),
+            ((2, 128, 256, 65_536), 2, None),
+            ((2, 4, 256), 2, None),
+        ],
+    )
+    def test_rows_are_tokens_and_no_group_has_two_layers(
+        self, shape: tuple[int, ...], element_bytes: int, rows: int | None
+    ) -> None:
+        """128 layers of 256 tokens would be rows of eight tokens, and too wide."""
+        layout = row_layout(shape, element_bytes)
+        if rows is None:
+            assert layout is None
+            return
+        assert layout == ChunkLayout(1, rows, element_bytes * math.prod(shape))
+        assert (shape[2] * rows // (shape[1] * shape[2])) % group_of(rows) == 0
 
     def test_batches_fit_the_buffer_and_hold_at_least_one(self) -> None:
         assert list(batches(5, 10, 25)) == [(0, 2), (2, 4), (4, 5)]

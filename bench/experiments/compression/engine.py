@@ -1,0 +1,239 @@
+"""End to end: vLLM answers questions about stored contexts, with a store whose DRAM tier compresses, and with one whose
+tier does not. The engine has the trained model, so that its answers are worth comparing.
+
+Each context is stored once. Then questions come, about contexts that are drawn by Zipf's law; the engine's own blocks
+are forgotten before each, so that the context is loaded. Both stores have the same memory and the same link.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import aiohttp
+import numpy as np
+
+from bench.beds.ours import Servers, target_of
+from bench.beds.processes import BaselineError
+from bench.beds.vllm_requests import StreamAnswer, StreamRequest, ask
+from bench.beds.vllm_servers import BLOCK_TOKENS, VllmServer, vllm_servers
+from bench.experiments.compression.sizes import SIZES
+from bench.experiments.compression.tasks import IGNORED, VOCABULARY, Task, sample
+from bench.experiments.compression.train import load_model
+from calibration.samples import progress_bar, spread
+from calibration.servers import LocalServer
+from nixl_client.transports.transport import Transport
+
+WAYS = ("off", "adaptive")
+SKEW = 0.9
+REQUEST_S = 60.0
+SALT = "compression"
+ELEMENT_BYTES = 2
+ALPHA_S = 0.5
+HOME_OVER_LINK = 0.5
+"""What the tier is told of its home: chunks come from there at half the rate of the link."""
+
+
+@dataclass(frozen=True, slots=True)
+class EngineCase:
+    """`contexts` of so many tokens, a DRAM tier with room for `memory_share` of their exact KV, and a link on which the
+    exact KV of one takes `load_s`.
+    """
+
+    contexts: int
+    context_tokens: int
+    questions: int
+    memory_share: float
+    load_s: float
+
+
+@dataclass(frozen=True, slots=True)
+class Asked:
+    """A question about a context: the whole prompt, and the tokens of the right answer."""
+
+    prompt: tuple[int, ...]
+    answer: tuple[int, ...]
+
+
+Taken = dict[str, list[tuple[Asked, StreamAnswer]]]
+"""Of each way the questions, and what was answered."""
+
+
+def context_bytes(model: str, tokens: int) -> int:
+    """The exact KV of a context in bfloat16."""
+    size = SIZES[model]
+    return 2 * size.layers * size.kv_heads * size.head_dim * tokens * ELEMENT_BYTES
+
+
+def contexts(case: EngineCase, seed: int) -> list[list[Asked]]:
+    """The questions about each context; every task has as many contexts."""
+    found = []
+    for at in range(case.contexts):
+        random = np.random.default_rng((seed, at))
+        made = sample(list(Task)[at % len(Task)], case.context_tokens, case.questions, random)
+        asked: list[Asked] = []
+        start = 0
+        ends = np.flatnonzero((made.labels[:-1] != IGNORED) & (made.labels[1:] == IGNORED))
+        for end in ends.tolist():
+            question = made.questions[start : end + 2].tolist()
+            labels = made.labels[start : end + 1]
+            answer = tuple(labels[labels != IGNORED].tolist())
+            asked.append(Asked((*made.context.tolist(), *question[: len(question) - len(answer)]), answer))
+            start = end + 2
+        found.append(asked)
+    return found
+
+
+def write_model(name: str, folder: Path) -> None:
+    """The trained model as vLLM reads it; token 17 is the word `17`."""
+    from tokenizers import Tokenizer, models, pre_tokenizers
+    from transformers import PreTrainedTokenizerFast
+
+    load_model(name).save_pretrained(folder)
+    tokenizer = Tokenizer(models.WordLevel({str(token): token for token in range(VOCABULARY)}, unk_token="0"))
+    tokenizer.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
+    wrapped: Any = PreTrainedTokenizerFast(tokenizer_object=tokenizer, unk_token="0")  # type: ignore[no-untyped-call]
+    wrapped.save_pretrained(folder)
+
+
+def configuration(way: str, link_bytes_per_s: float) -> str:
+    """The store's configuration."""
+    text = f"[scheduler]\nlink_bytes_per_s = {link_bytes_per_s:.0f}\n"
+    if way == "adaptive":
+        text += (
+            f'[compression]\npolicy = "adaptive"\nalpha_s = {ALPHA_S}\nmemory_bytes_per_s = {link_bytes_per_s:.0f}\n'
+            f"home_bytes_per_s = {link_bytes_per_s * HOME_OVER_LINK:.0f}\n"
+        )
+    return text
+
+
+@dataclass(frozen=True, slots=True)
+class Stack:
+    """An engine, and its store."""
+
+    engine: VllmServer
+    store: LocalServer
+
+
+@contextmanager
+def stacks(model: str, case: EngineCase, parent: Path | None) -> Iterator[dict[str, Stack]]:
+    """One for each way, over http. Raises BaselineError, LocalServerError."""
+    nbytes = context_bytes(model, case.context_tokens)
+    dram_bytes = round(case.contexts * nbytes * case.memory_share)
+    with ExitStack() as stack:
+        servers = Servers(stack, parent, "compression")
+        write_model(model, servers.folder / "model")
+        found = {}
+        for way in WAYS:
+            store = servers.serve(configuration(way, nbytes / case.load_s), "--dram-bytes", str(dram_bytes))
+            folder = servers.folder / way
+            folder.mkdir()
+            extra = {"load": "all", "lossy": way, "transport": "http", "lease_s": 0.0}
+            running = vllm_servers(
+                folder, servers.folder / "model", 1, target_of(store), "--dtype", "bfloat16",
+                "--max-model-len", "512", extra=extra,
+            )  # fmt: skip
+            found[way] = Stack(stack.enter_context(running)[0], store)
+        yield found
+
+
+def end_to_end(
+    model: str, case: EngineCase, request_count: int, runs: int, seed: int, parent: Path | None
+) -> dict[str, Any]:
+    """Both ways, asked in turn. Raises BaselineError where a context was not loaded."""
+    known = contexts(case, seed)
+    whole_tokens = case.context_tokens // BLOCK_TOKENS * BLOCK_TOKENS
+    turns = len(WAYS) * (case.contexts + request_count * (runs + 1))
+    with stacks(model, case, parent) as running, progress_bar(turns, "engine") as step:
+
+        async def turn(numbers: Sequence[int], random: np.random.Generator) -> Taken:
+            taken: Taken = {way: [] for way in WAYS}
+            async with aiohttp.ClientSession(timeout=aiohttp.ClientTimeout(total=REQUEST_S)) as http:
+                for at, number in enumerate(numbers):
+                    asked = known[number][int(random.integers(len(known[number])))]
+                    for way in WAYS if at % 2 == 0 else WAYS[::-1]:
+                        engine = running[way].engine
+                        await asyncio.to_thread(engine.forget)
+                        answer = await ask(http, engine.url, StreamRequest(0.0, asked.prompt, len(asked.answer)), SALT)
+                        taken[way].append((asked, answer))
+                        step(1)
+            return taken
+
+        asyncio.run(turn(range(case.contexts), np.random.default_rng(seed)))  # each is computed, and stored
+        weights = 1.0 / np.arange(1, case.contexts + 1) ** SKEW
+        rounds: list[tuple[Taken, Mapping[str, Mapping[str, float]]]] = []
+        for round_index in range(runs + 1):
+            random = np.random.default_rng((seed, round_index))
+            numbers = random.choice(case.contexts, request_count, p=weights / weights.sum()).tolist()
+            before = {way: _counted(each) for way, each in running.items()}
+            taken = asyncio.run(turn(numbers, random))
+            after = {way: _counted(each) for way, each in running.items()}
+            late = [each.cached_tokens for way in WAYS for _, each in taken[way] if each.cached_tokens < whole_tokens]
+            if late and round_index:
+                raise BaselineError(f"{len(late)} contexts were not loaded whole: {late[:5]} of {whole_tokens} tokens")
+            if round_index:  # the first one fills both memories
+                counted = {way: {name: after[way][name] - before[way][name] for name in before[way]} for way in WAYS}
+                rounds.append((taken, counted))
+    return _figures(rounds)
+
+
+def _figures(rounds: Sequence[tuple[Taken, Mapping[str, Mapping[str, float]]]]) -> dict[str, Any]:
+    ways: dict[str, Any] = {}
+    for way in WAYS:
+        of_way = [taken[way] for taken, _ in rounds]
+        counts = [counted[way] for _, counted in rounds]
+        ttfts = [[answer.ttft_s for _, answer in each] for each in of_way]
+        ways[way] = {
+            "ttft_p50_s": [float(np.percentile(each, 50)) for each in ttfts],
+            "ttft_p90_s": [float(np.percentile(each, 90)) for each in ttfts],
+            "dram_hit_rate": [each["hits"] / max(1.0, each["hits"] + each["misses"]) for each in counts],
+            "lossy_share": [each["lossy"] / max(1.0, each["loaded"]) for each in counts],
+            "mean_error": [each["error"] / max(1.0, each["loaded"]) for each in counts],
+            "right": [_share(each, lambda asked, answer: _same(asked.answer, answer)) for each in of_way],
+        }
+    agreement = []
+    for taken, _ in rounds:
+        pairs = zip(taken["off"], taken["adaptive"], strict=True)
+        same = [_same(tuple(map(int, exact.text.split())), lossy) for (_, exact), (_, lossy) in pairs]
+        agreement.append(float(np.concatenate(same).mean()))
+    found: dict[str, Any] = {"ways": ways, "agreement": spread(agreement)}
+    for name in ("ttft_p50_s", "ttft_p90_s"):
+        pairs = zip(ways["off"][name], ways["adaptive"][name], strict=True)
+        found[name.replace("_s", "_over")] = spread([off / adaptive for off, adaptive in pairs])
+    for each in ways.values():
+        for name in tuple(each):
+            each[f"{name}_spread"] = spread(each[name])
+    return found
+
+
+def _same(wanted: tuple[int, ...], answer: StreamAnswer) -> np.ndarray:  # type: ignore[type-arg]
+    got = tuple(map(int, answer.text.split()))
+    if len(got) != len(wanted):
+        raise BaselineError(f"{len(got)} tokens were answered, {len(wanted)} asked for: {answer.text!r}")
+    return np.array([one == other for one, other in zip(got, wanted, strict=True)])
+
+
+def _share(of_way: Sequence[tuple[Asked, StreamAnswer]], same: Any) -> float:
+    return float(np.concatenate([same(asked, answer) for asked, answer in of_way]).mean())
+
+
+def _counted(stack: Stack) -> Mapping[str, float]:
+    """Counts of the store and of the engine since they started."""
+    wanted = {
+        "objectcache_dram_hit_extents_total": "hits", "objectcache_dram_missed_extents_total": "misses",
+        "vllm:objectcache_loaded_chunks_total": "loaded", "vllm:objectcache_lossy_chunks_total": "lossy",
+        "vllm:objectcache_lossy_error_total": "error",
+    }  # fmt: skip
+    found = dict.fromkeys(wanted.values(), 0.0)
+    with stack.store.client(Transport.HTTP) as client:
+        of_store = client.http.request("GET", "/_objectcache/metrics").body.decode()
+    for text in (stack.engine.get("/metrics"), of_store):
+        for line in text.splitlines():
+            name = line.partition("{")[0].partition(" ")[0]
+            if name in wanted:
+                found[wanted[name]] += float(line.rpartition(" ")[2])
+    return found
