@@ -188,6 +188,7 @@ SECTIONS: Mapping[str, tuple[str, Callable[[Json], str]]] = {
         for name, result, section in (
             ("codecs", "compression", "codecs"),
             ("wire", "compression", "wire"),
+            ("engine", "compression-engine", "engine"),
             ("targets", "compression", "targets"),
             ("quality", "compression-quality", "quality"),
             ("choice", "compression-quality", "choice"),

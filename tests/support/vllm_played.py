@@ -117,7 +117,7 @@ class PlayedStore:
         matched = self.lookup(keys, lease_s)
         return matched, advise(matched, compute, self.rate_bytes_per_s)
 
-    def put_chunks(self, keys: Sequence[str], chunks: Sequence[Any]) -> None:
+    def put_chunks(self, keys: Sequence[str], chunks: Sequence[Any], *, content_class: str = "") -> None:
         if self.put_failure is not None:
             raise self.put_failure
         self.chunks.update((key, bytes(chunk)) for key, chunk in zip(keys, chunks, strict=True))

@@ -187,7 +187,7 @@ class Worker:
         loads_idle = threading.Event()
         loads_idle.set()
         ledger = WorkerLedger(100, 10.0)
-        self.writer = Writer(client, 0, grid, self.layout, layers, ledger, loads_idle, self.counters)
+        self.writer = Writer(client, 0, grid, self.layout, layers, ledger, loads_idle, self.counters, "")
 
     def save(self, blocks: tuple[int, ...], first_chunk: int, end_chunk: int) -> tuple[str, ...]:
         keys = tuple(f"key{index}" for index in range(first_chunk, end_chunk))
