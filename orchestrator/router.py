@@ -194,6 +194,10 @@ class Router:
             names = [name for engine in engines for name in engine.index_names]
             counts = self._index.held_by(prompt.chain(block_tokens), now_s, names)
             for engine in engines:
+                if len(engine.index_names) == 1:
+                    best_names[engine.name] = engine.index_names[0]
+                    tokens[engine.name] = counts[engine.index_names[0]] * block_tokens
+                    continue
                 most = max(counts[name] for name in engine.index_names)
                 equal = [name for name in engine.index_names if counts[name] == most]
                 best_names[engine.name] = equal[len(prompt.tokens) % len(equal)]  # a new prompt goes to any rank

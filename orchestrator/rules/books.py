@@ -12,6 +12,7 @@ from __future__ import annotations
 from collections import deque
 from dataclasses import dataclass
 from statistics import median
+from typing import NamedTuple
 
 from orchestrator.rules.observed_costs import Correction, ObservedPrefills
 
@@ -40,8 +41,7 @@ class Sent:
     first_byte_s: float | None = None
 
 
-@dataclass(frozen=True, slots=True)
-class Load:
+class Load(NamedTuple):
     """How busy an engine is. `queue_s` is the wait that a new request has before its own prefill begins.
     `arrivals_per_s` is the rate of our last requests to it, and `busy_share` the part of the time that their prefills
     take.
@@ -123,7 +123,11 @@ class EngineBooks:
 
     def load(self, now_s: float) -> Load:
         """How busy the engine is."""
-        waiting, factor = self._waiting(now_s), self.correction.factor
+        arrivals_per_s, work_share = self._arrival_rates(now_s)
+        factor = self.correction.factor
+        if not self._sent and not self._others_waiting and not self._others_running:
+            return Load(0.0, 0, 0, 0, arrivals_per_s, factor * work_share)
+        waiting = self._waiting(now_s)
         work_s = sum(each.work_s for each in waiting)
         mean_s = work_s / len(waiting) if waiting else self._mean_work_s
         queue_s = factor * (work_s + self._others_waiting * mean_s)
@@ -134,7 +138,6 @@ class EngineBooks:
         if over > 0:
             queue_s = max(queue_s, over * self._service_s() / max(1, self.requests_max))
         tokens = sum(each.tokens for each in self._sent.values())
-        arrivals_per_s, work_share = self._arrival_rates(now_s)
         waiting_count = len(waiting) + self._others_waiting
         return Load(queue_s, active_count, waiting_count, tokens, arrivals_per_s, factor * work_share)
 

@@ -33,11 +33,11 @@ class Stored:
     costs: DeliveryCosts = NO_COSTS
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class EngineState:
-    """An engine, as far as the decision needs it. `correction` is that of its prefill costs by what was seen,
-    `waiting_count` the prompts that wait there, `arrivals_per_s` the rate of those that come, and `busy_share` the part
-    of the time that their prefills take.
+    """An engine, as far as the decision needs it; no decision changes it. `correction` is that of its prefill costs by
+    what was seen, `waiting_count` the prompts that wait there, `arrivals_per_s` the rate of those that come, and
+    `busy_share` the part of the time that their prefills take.
     """
 
     name: str

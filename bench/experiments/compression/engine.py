@@ -8,7 +8,7 @@ are forgotten before each, so that the context is loaded. Both stores have the s
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -193,32 +193,36 @@ def _figures(rounds: Sequence[tuple[Taken, Mapping[str, Mapping[str, float]]]]) 
             "dram_hit_rate": [each["hits"] / max(1.0, each["hits"] + each["misses"]) for each in counts],
             "lossy_share": [each["lossy"] / max(1.0, each["loaded"]) for each in counts],
             "mean_error": [each["error"] / max(1.0, each["loaded"]) for each in counts],
-            "right": [_share(each, lambda asked, answer: _same(asked.answer, answer)) for each in of_way],
+            "right": [_same_share((asked.answer, answer) for asked, answer in each) for each in of_way],
         }
-    agreement = []
+    agreement, pair_over = [], []
     for taken, _ in rounds:
-        pairs = zip(taken["off"], taken["adaptive"], strict=True)
-        same = [_same(tuple(map(int, exact.text.split())), lossy) for (_, exact), (_, lossy) in pairs]
-        agreement.append(float(np.concatenate(same).mean()))
-    found: dict[str, Any] = {"ways": ways, "agreement": spread(agreement)}
+        both = [(exact, lossy) for (_, exact), (_, lossy) in zip(taken["off"], taken["adaptive"], strict=True)]
+        agreement.append(_same_share((_tokens(exact), lossy) for exact, lossy in both))
+        pair_over.append(float(np.median([exact.ttft_s / lossy.ttft_s for exact, lossy in both])))
+    found: dict[str, Any] = {"ways": ways, "agreement": spread(agreement), "ttft_pair_over": spread(pair_over)}
     for name in ("ttft_p50_s", "ttft_p90_s"):
         pairs = zip(ways["off"][name], ways["adaptive"][name], strict=True)
         found[name.replace("_s", "_over")] = spread([off / adaptive for off, adaptive in pairs])
-    for each in ways.values():
-        for name in tuple(each):
-            each[f"{name}_spread"] = spread(each[name])
+    for figures in ways.values():
+        for name in tuple(figures):
+            figures[f"{name}_spread"] = spread(figures[name])
     return found
 
 
-def _same(wanted: tuple[int, ...], answer: StreamAnswer) -> np.ndarray:  # type: ignore[type-arg]
-    got = tuple(map(int, answer.text.split()))
-    if len(got) != len(wanted):
-        raise BaselineError(f"{len(got)} tokens were answered, {len(wanted)} asked for: {answer.text!r}")
-    return np.array([one == other for one, other in zip(got, wanted, strict=True)])
+def _tokens(answer: StreamAnswer) -> tuple[int, ...]:
+    return tuple(map(int, answer.text.split()))
 
 
-def _share(of_way: Sequence[tuple[Asked, StreamAnswer]], same: Any) -> float:
-    return float(np.concatenate([same(asked, answer) for asked, answer in of_way]).mean())
+def _same_share(answers: Iterable[tuple[tuple[int, ...], StreamAnswer]]) -> float:
+    """The part of all tokens that are the wanted ones, place by place."""
+    same: list[bool] = []
+    for wanted, answer in answers:
+        got = _tokens(answer)
+        if len(got) != len(wanted):
+            raise BaselineError(f"{len(got)} tokens were answered, {len(wanted)} asked for: {answer.text!r}")
+        same += [one == other for one, other in zip(got, wanted, strict=True)]
+    return sum(same) / len(same)
 
 
 def _counted(stack: Stack) -> Mapping[str, float]:

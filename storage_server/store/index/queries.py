@@ -121,7 +121,7 @@ def prefix(db: sqlite3.Connection, name: str, keys: Sequence[str]) -> list[list[
             last = position
         chunk = found[-1]
         if file_id and chunk is not None:
-            chunk.append(Extent(file_id, *extent, content_class or ""))
+            chunk.append(Extent(file_id, *extent, content_class=content_class or ""))
     return found
 
 
