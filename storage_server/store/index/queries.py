@@ -113,15 +113,14 @@ def prefix(db: sqlite3.Connection, name: str, keys: Sequence[str]) -> list[list[
     )
     found: list[list[Extent] | None] = []
     last = None
-    for position, absent, file_id, *extent, content_class in db.execute(
-        sql, (json.dumps(keys, ensure_ascii=False), name)
-    ):
+    rows = db.execute(sql, (json.dumps(keys, ensure_ascii=False), name))
+    for position, absent, file_id, offset, nbytes, blocks, object_offset, content_class in rows:
         if position != last:
             found.append(None if absent else [])
             last = position
         chunk = found[-1]
         if file_id and chunk is not None:
-            chunk.append(Extent(file_id, *extent, content_class=content_class or ""))
+            chunk.append(Extent(file_id, offset, nbytes, blocks, object_offset, content_class or ""))
     return found
 
 
