@@ -7,6 +7,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from enum import Enum
 from pathlib import Path
+from statistics import median
 from typing import Any
 
 from bench.core import options
@@ -39,7 +40,8 @@ REMARKS = (
     "Choice: simulated. DRAM, disk and processor each serve one request after the other; contexts of 1 GiB, DRAM "
     "20 GB/s, disk 1 GB/s, 3 s to compute a context again; DRAM : disk : all contexts as 100 : 400 : 1,000. Encoding "
     "and moving cost nothing there, since they are done behind. Whoever decides, a context is computed when it is "
-    "asked for the first time. Policies know the qualities of one half of the samples, and are scored by the other.",
+    "asked for the first time. Policies know the qualities of one half of the samples, and are scored by the other. "
+    "Before anything counts, there are 20 requests for each context, from which ours learns how often each is used.",
     "Engine: vLLM on a CPU with the trained model in bfloat16; every context is asked for by Zipf's law, and always "
     "loaded. The link is played: its rate is such that a context takes 0.1 s exactly. Computing so small a model's "
     "context would be sooner, and is not allowed.",
@@ -73,7 +75,9 @@ class CompressionBenchSettings:
     context_tokens: int = options.sized(256, 128)
     questions: int = options.sized(32, 8)
     entries: int = options.count("--entries", 300, 30, text="contexts that are asked for")
-    request_count: int = options.count("--requests", 6000, 200, text="requests of each case")
+    request_count: int = options.count("--requests", 6000, 200, text="scored requests of each case")
+    history_uses: int = options.sized(20, 3)
+    histories: tuple[int, ...] = options.sized((5, 20, 60), (1, 3))
     kept_entries: int = options.sized(100_000, 2_000)
     decisions: int = options.sized(20_000, 500)
     engine_contexts: int = options.sized(50, 10)
@@ -88,8 +92,8 @@ class CompressionBenchSettings:
 
 
 SKEW = 0.9
-HALF_LIFE_REQUESTS = 1500
-"""A use counts half after so many requests."""
+HALF_LIFE_USES = 20
+"""A use counts half after so many requests for each context."""
 TASKS = tuple(task.value for task in Task)
 
 
@@ -124,6 +128,7 @@ def measure_compression(settings: CompressionBenchSettings, origin: Mapping[str,
             )
     if Part.FIGURE_2 in parts:
         found["figure_2"] = _figure_2(settings, found["quality"])
+        found["histories"] = _histories(settings, found["quality"])
         found["hit_rates"] = [
             {
                 "rate_per_s": row["rate_per_s"], "alpha_s": row["alpha_s"], "case": row["case"],
@@ -176,21 +181,42 @@ def _figure_2(settings: CompressionBenchSettings, rows: Sequence[Mapping[str, An
             for rate in settings.rates:
                 for alpha_s in settings.alphas_s:
                     for case in cases:
-                        found.append(_case(settings, model, codecs, machine, rate, alpha_s, case))
+                        found.append(
+                            _case(settings, model, codecs, machine, rate, alpha_s, case, settings.history_uses)
+                        )
                         advance(1)
+    return found
+
+
+def _histories(settings: CompressionBenchSettings, rows: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
+    """The part of the oracle's gain by how often each context was asked for before anything counts."""
+    machine, model = Machine(), settings.models[0]
+    codecs = _codecs(rows, model, machine)
+    cases = [*((task,) for task in TASKS), TASKS]
+    rate, alpha_s = median(settings.rates), median(settings.alphas_s)
+    found = []
+    with progress_bar(len(settings.histories) * len(cases), "histories") as advance:
+        for uses in settings.histories:
+            taken: dict[str, Any] = {"uses": uses, "rate_per_s": rate, "alpha_s": alpha_s}
+            for case in cases:
+                made = _case(settings, model, codecs, machine, rate, alpha_s, case, uses)
+                taken[made["case"]] = made["of_oracle"]
+                advance(1)
+            found.append(taken)
     return found
 
 
 def _case(
     settings: CompressionBenchSettings, model: str, codecs: Codecs, machine: Machine, rate: float, alpha_s: float,
-    case: Sequence[str],
+    case: Sequence[str], history_uses: int,
 ) -> dict[str, Any]:  # fmt: skip
+    """`history_uses` times as many requests as there are contexts come before those that count."""
     classes = [case[number % len(case)] for number in range(settings.entries)]
-    asked = requests(settings.entries, settings.request_count, rate, SKEW, settings.seed)
-    warm = settings.request_count // 3
+    warm = history_uses * settings.entries
+    asked = requests(settings.entries, warm + settings.request_count, rate, SKEW, settings.seed)
     outcomes = {
         name: run(cache, asked, classes, codecs, machine, alpha_s, warm)
-        for name, cache in ways(classes, codecs, machine, alpha_s, HALF_LIFE_REQUESTS / rate, SKEW)
+        for name, cache in ways(classes, codecs, machine, alpha_s, HALF_LIFE_USES * settings.entries / rate, SKEW)
     }
     whole = {name: asdict(each["all"]) for name, each in outcomes.items()}
     fixed = {name: each["utility_s"] for name, each in whole.items() if name not in ("ours", "oracle")}
@@ -265,6 +291,9 @@ def show(result: Json) -> dict[str, Section]:
         sections["engine"] = _engine_section(result["engine"])
     if "figure_2" in result:
         sections["choice"] = _choice_section(result["figure_2"])
+    if "histories" in result:
+        columns = " | ".join(f"{name} = {name}:.2" for name in (*TASKS, "mixed"))
+        sections["histories"] = (table(result["histories"], f"requests for each context before = uses | {columns}"),)
     sections["targets"] = (targets(result["targets"]), *result["remarks"])
     return sections
 
