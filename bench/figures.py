@@ -193,7 +193,6 @@ SECTIONS: Mapping[str, tuple[str, Callable[[Json], str]]] = {
             ("quality", "compression-quality", "quality"),
             ("choice", "compression-quality", "choice"),
             ("choice-targets", "compression-quality", "targets"),
-            ("histories", "compression-quality", "histories"),
         )
     },
     **{
