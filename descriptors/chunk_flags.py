@@ -22,11 +22,15 @@ def flags(headers: Mapping[str, str]) -> dict[str, str]:
     """
     found = {name: headers[name] for name in KEPT if name in headers}
     for name, value in found.items():
-        if name == CLASS_HEADER and not CONTENT_CLASS.fullmatch(value):
-            raise CallerError(ErrorCode.INVALID_ARGUMENT, f"the value of {name} has {CONTENT_CLASS_RULE}", field=name)
-        if name != CLASS_HEADER and value != SET:
-            raise CallerError(ErrorCode.INVALID_ARGUMENT, f"the value of {name} is {SET}", field=name)
+        if not is_kept(name, value):
+            rule = f"has {CONTENT_CLASS_RULE}" if name == CLASS_HEADER else f"is {SET}"
+            raise CallerError(ErrorCode.INVALID_ARGUMENT, f"the value of {name} {rule}", field=name)
     return found
+
+
+def is_kept(name: str, value: str) -> bool:
+    """Whether a header of KEPT may have this value."""
+    return CONTENT_CLASS.fullmatch(value) is not None if name == CLASS_HEADER else value == SET
 
 
 def is_flagged(attributes: Attributes, name: str) -> bool:

@@ -32,6 +32,7 @@ from descriptors.cluster import Member, View
 from descriptors.descriptor import Delivery, Descriptor
 from descriptors.descriptor_codec import encode_binary
 from descriptors.layout import ChunkLayout
+from descriptors.messages import DOWNLINK_MIN
 from descriptors.placement import Placement
 from descriptors.units import GIB, KIB
 from gateway.cluster.split import descriptor_of, holdings
@@ -222,7 +223,7 @@ def _downlink(
     settings: ClusterBenchSettings, cluster: Cluster, free_bytes_per_s: float, keys: list[str], content: Content
 ) -> Json:
     """The rate that three servers together reach over shm, where the client's downlink is a part of what they could."""
-    downlink = DOWNLINK_FRACTION * free_bytes_per_s
+    downlink = max(DOWNLINK_FRACTION * free_bytes_per_s, DOWNLINK_MIN)
     with ExitStack() as stack:
         prefix = _prefix(cluster, Transport.SHM, keys, content, stack, downlink)
         samples_s = sampled({Transport.SHM: partial(_timed, prefix)}, settings.runs, "downlink")[Transport.SHM]

@@ -27,7 +27,7 @@ HIDDEN = HEADS * HEAD_DIM
 _options: dict[str, Any] = json.loads(sys.argv[2]) if len(sys.argv) > 2 else {}
 CHUNK_TOKENS = _options.get("chunk_tokens", 16)
 MAX_ERROR = _options.get("max_error", 0.0)
-"""What comes back is right if it differs from what was stored by no more, as a relative norm; 0: byte by byte."""
+"""Loaded KV is right if its relative error against the stored KV is at most this; 0: if all bytes are the same."""
 LOCAL_GIB = 0.03
 
 

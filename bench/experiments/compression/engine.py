@@ -17,6 +17,7 @@ from typing import Any
 import aiohttp
 import numpy as np
 
+from bench.beds.counters import counted, page_of
 from bench.beds.ours import Servers, target_of
 from bench.beds.processes import BaselineError
 from bench.beds.vllm_requests import StreamAnswer, StreamRequest, ask
@@ -26,7 +27,6 @@ from bench.experiments.compression.tasks import IGNORED, VOCABULARY, Task, sampl
 from bench.experiments.compression.train import load_model
 from calibration.samples import progress_bar, spread
 from calibration.servers import LocalServer
-from nixl_client.transports.transport import Transport
 
 WAYS = ("off", "adaptive")
 SKEW = 0.9
@@ -35,7 +35,12 @@ SALT = "compression"
 ELEMENT_BYTES = 2
 ALPHA_S = 0.5
 HOME_OVER_LINK = 0.5
-"""What the tier is told of its home: chunks come from there at half the rate of the link."""
+"""The tier is told that its home delivers at half the rate of the link."""
+IN_STORE = {"hits": "objectcache_dram_hit_extents_total", "misses": "objectcache_dram_missed_extents_total"}
+IN_ENGINE = {
+    "loaded": "vllm:objectcache_loaded_chunks_total", "lossy": "vllm:objectcache_lossy_chunks_total",
+    "error": "vllm:objectcache_lossy_error_total",
+}  # fmt: skip
 
 
 @dataclass(frozen=True, slots=True)
@@ -227,17 +232,6 @@ def _same_share(answers: Iterable[tuple[tuple[int, ...], StreamAnswer]]) -> floa
 
 def _counted(stack: Stack) -> Mapping[str, float]:
     """Counts of the store and of the engine since they started."""
-    wanted = {
-        "objectcache_dram_hit_extents_total": "hits", "objectcache_dram_missed_extents_total": "misses",
-        "vllm:objectcache_loaded_chunks_total": "loaded", "vllm:objectcache_lossy_chunks_total": "lossy",
-        "vllm:objectcache_lossy_error_total": "error",
-    }  # fmt: skip
-    found = dict.fromkeys(wanted.values(), 0.0)
-    with stack.store.client(Transport.HTTP) as client:
-        of_store = client.http.request("GET", "/_objectcache/metrics").body.decode()
-    for text in (stack.engine.get("/metrics"), of_store):
-        for line in text.splitlines():
-            name = line.partition("{")[0].partition(" ")[0]
-            if name in wanted:
-                found[wanted[name]] += float(line.rpartition(" ")[2])
-    return found
+    in_store = counted(page_of(stack.store), tuple(IN_STORE.values()))
+    in_engine = counted(stack.engine.get("/metrics"), tuple(IN_ENGINE.values()))
+    return {name: (in_store | in_engine)[metric] for name, metric in (IN_STORE | IN_ENGINE).items()}

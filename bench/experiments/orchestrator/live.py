@@ -15,6 +15,7 @@ from typing import Any
 import aiohttp
 import numpy as np
 
+from bench.beds.counters import counted
 from bench.beds.kv_peers.work import S3Target
 from bench.beds.ours import Servers, target_of
 from bench.beds.processes import BaselineError
@@ -179,14 +180,12 @@ async def _predicted_s(http: aiohttp.ClientSession, url: str, request_id: str) -
 
 async def _hit_tokens(http: aiohttp.ClientSession, engines: Sequence[str]) -> tuple[int, int]:
     """Prompt tokens that engines had in their own blocks, and those that they loaded, since they started."""
-    found = {"hbm": 0.0, "store": 0.0}
+    hbm, store = (f"vllm:objectcache_{name}_hit_tokens_total" for name in ("hbm", "store"))
+    found = []
     for url in engines:
         async with http.get(f"{url}/metrics") as answer:
-            for line in (await answer.text()).splitlines():
-                for name in found:
-                    if line.startswith(f"vllm:objectcache_{name}_hit_tokens_total"):
-                        found[name] += float(line.rpartition(" ")[2])
-    return round(found["hbm"]), round(found["store"])
+            found.append(counted(await answer.text(), (hbm, store)))
+    return round(sum(each[hbm] for each in found)), round(sum(each[store] for each in found))
 
 
 def live(

@@ -94,9 +94,8 @@ def opaque_layout(chunk_bytes: int) -> ChunkLayout:
 
 def row_layout(shape: Sequence[int], element_bytes: int) -> ChunkLayout | None:
     """The layout by which codecs see a chunk [2, L, T, hidden]: one layer whose rows are tokens, layer by layer. Where
-    these are more than a descriptor takes, 2, 4, 8 … tokens are one row; groups of channels are
-    then made of each second, fourth … token. None where a group would have tokens of two layers, or there is no such
-    layout.
+    these are more than a descriptor takes, 2, 4, 8 … tokens are one row; groups of channels are then made of each
+    second, fourth … token. None where a group would have tokens of two layers, or there is no such layout.
 
         [2, 32, 256, 1024] of 2 bytes  ->  4,096 rows of 2,048 elements
     """

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from email.utils import formatdate, parsedate_to_datetime
 from urllib.parse import quote, urlencode
 
-from descriptors.chunk_flags import KEPT
+from descriptors.chunk_flags import KEPT, is_kept
 from descriptors.conditions import ANY, ReadCondition, WriteCondition
 from descriptors.errors import ErrorCode, ServerError
 from descriptors.objects import (
@@ -71,7 +71,8 @@ def object_info(key: str, nbytes: int, headers: Mapping[str, str], tags: dict[st
         del kept["content-type"]
     for name, value in headers.items():
         if name in _FLAGS_THERE:
-            kept[_FLAGS_THERE[name]] = value
+            if is_kept(_FLAGS_THERE[name], value):  # anybody may have written there
+                kept[_FLAGS_THERE[name]] = value
         elif name.startswith(METADATA_PREFIX) and name != PROOF_HEADER:
             kept[name] = value
     count = headers.get(TAGGING_COUNT, "")

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from descriptors.chunk_flags import flags, is_flagged
+from descriptors.chunk_flags import flags, is_flagged, is_kept
 from descriptors.errors import CallerError, ErrorCode
 from descriptors.headers import CHUNK_HEADER, CLASS_HEADER, PREFIX_HEADER
 from descriptors.objects import Attributes
@@ -30,3 +30,10 @@ def test_the_class_is_a_short_name() -> None:
         with pytest.raises(CallerError) as refused:
             flags({CLASS_HEADER: wrong})
         assert (refused.value.code, refused.value.field) == (ErrorCode.INVALID_ARGUMENT, CLASS_HEADER)
+
+
+def test_whether_a_value_may_be_kept() -> None:
+    assert is_kept(CLASS_HEADER, "code")
+    assert is_kept(CHUNK_HEADER, "true")
+    assert not is_kept(CLASS_HEADER, "x" * 2000)
+    assert not is_kept(CHUNK_HEADER, "code")

@@ -115,3 +115,18 @@ def test_attributes_are_sent_with_an_object() -> None:
         "x-amz-storage-class": "GLACIER",
     }
     assert "x-amz-tagging" not in attribute_headers(attributes, with_tags=False)
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "is_kept"),
+    [
+        ("class", "code", True),
+        ("class", "Code " * 400, False),
+        ("chunk", "true", True),
+        ("chunk", "yes", False),
+    ],
+)
+def test_what_others_wrote_there_is_kept_only_where_it_is_a_value_of_ours(name: str, value: str, is_kept: bool) -> None:
+    """Everybody who may write to the other service may write its metadata."""
+    found = object_info("key", 1, {**WHOLE, f"x-amz-meta-objectcache-{name}": value}, {}).attributes.headers
+    assert found.get(f"x-amz-objectcache-{name}") == (value if is_kept else None)
