@@ -193,6 +193,7 @@ SECTIONS: Mapping[str, tuple[str, Callable[[Json], str]]] = {
             ("quality", "compression-quality", "quality"),
             ("choice", "compression-quality", "choice"),
             ("choice-targets", "compression-quality", "targets"),
+            ("histories", "compression-quality", "histories"),
         )
     },
     **{
