@@ -20,6 +20,7 @@ import json
 import math
 import re
 import struct
+from collections.abc import Sequence
 from enum import Enum
 from typing import Annotated, Literal, TypeVar
 
@@ -121,9 +122,7 @@ def encode_json(descriptor: Descriptor) -> bytes:
         compute = descriptor.layer_compute_us
         fields["layer_compute_us"] = compute[0] if len(compute) == 1 else list(compute)
     if (accept := descriptor.accept) is not None:
-        fields |= {"accept": list(accept.codecs), "element": accept.element}
-        if accept.max_error is not None:
-            fields["max_error"] = accept.max_error
+        fields |= accept_fields(accept)
     return json.dumps(fields, separators=(",", ":")).encode()
 
 
@@ -146,19 +145,28 @@ def _decode_json(data: bytes) -> Descriptor:
         else RdmaTarget(target.agent_id, target.region_id, target.offset, target.length),
         request_id=model.request_id,
         layer_compute_us=() if compute is None else (compute,) if isinstance(compute, int) else tuple(compute),
-        accept=_accept_of(model),
+        accept=parse_accept(model.accept, model.element, model.max_error),
     )
 
 
-def _accept_of(model: _DescriptorModel) -> Accept | None:
-    if model.accept is None:
-        for field in ("element", "max_error"):
-            if getattr(model, field) is not None:
-                raise invalid(field, "goes with accept")
+def accept_fields(accept: Accept) -> dict[str, object]:
+    """The JSON fields of what a descriptor, or a lookup, accepts."""
+    fields: dict[str, object] = {"accept": list(accept.codecs), "element": accept.element}
+    if accept.max_error is not None:
+        fields["max_error"] = accept.max_error
+    return fields
+
+
+def parse_accept(codecs: Sequence[str] | None, element: str | None, max_error: float | None) -> Accept | None:
+    """The value of these fields; None without codecs. Raises CallerError(InvalidDescriptor)."""
+    if codecs is None:
+        for name, value in (("element", element), ("max_error", max_error)):
+            if value is not None:
+                raise invalid(name, "goes with accept")
         return None
-    if model.element is None:
+    if element is None:
         raise invalid("element", "is required with accept")
-    return Accept(tuple(model.accept), model.element, model.max_error)
+    return Accept(tuple(codecs), element, max_error)
 
 
 def encode_binary(descriptor: Descriptor) -> bytes:

@@ -23,6 +23,12 @@ PREFIX_HEADER = "x-amz-objectcache-prefix"
 """`true` with a PUT: the chunk is of a prefix that many prompts share, and leaves a bounded cache late."""
 CLASS_HEADER = "x-amz-objectcache-class"
 """The kind of content, with a PUT: `code`, `chat`. How much a codec costs in quality depends on it."""
+LAYOUT_HEADER = "x-amz-objectcache-layout"
+"""The layout of the KV in a chunk, with a PUT (`descriptors.kv_forms`). Only chunks that have one are ever replaced by
+encoded ones.
+"""
+CODEC_HEADER = "x-amz-objectcache-codec"
+"""The form of a chunk that the server has encoded, in answers (`descriptors.kv_forms`)."""
 RDMA_REPLY_HEADER = "x-amz-rdma-reply"
 RDMA_BYTES_HEADER = "x-amz-rdma-bytes-transferred"
 WRITERS_HEADER = "x-amz-objectcache-writers"

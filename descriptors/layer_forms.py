@@ -55,6 +55,16 @@ class LayerForms:
         return sum(run.chunk_count for run in self.runs if run.codec != EXACT)
 
     @property
+    def first_encoded(self) -> int:
+        """The index of the first encoded chunk; k where all are exact."""
+        index = 0
+        for run in self.runs:
+            if run.codec != EXACT:
+                break
+            index += run.chunk_count
+        return index
+
+    @property
     def is_exact(self) -> bool:
         """Whether all chunks are exact."""
         return not self.encoded_count

@@ -17,13 +17,16 @@ from pydantic import BaseModel, ConfigDict, Field
 
 from descriptors.cluster import MEMBERS_MAX
 from descriptors.descriptor import (
+    ACCEPTED_CODECS_MAX,
     ADDRESS_MAX,
     CHUNK_COUNT_MAX,
     DELIVERY_BYTES_MAX,
     OBJECT_KEY_BYTES_MAX,
+    Accept,
     key_bytes,
     require_name,
 )
+from descriptors.descriptor_codec import accept_fields, parse_accept
 from descriptors.errors import CallerError, ErrorCode
 from descriptors.json_body import parse_body
 from descriptors.recompute import Advice, AdviceRequest
@@ -42,12 +45,14 @@ _DEVICE = re.compile(r"(cpu|cuda:\d{1,3})\Z")
 @dataclass(frozen=True, slots=True)
 class LookupRequest:
     """The question how many of `chunk_keys`, from the first, are stored. `lease_s` > 0 asks the server to keep the
-    chunks for that many seconds, also in a bounded cache. `compute` asks for advice on loading.
+    chunks for that many seconds, also in a bounded cache. `compute` asks for advice on loading. Chunks that are stored
+    encoded count as far as `accept` takes them.
     """
 
     chunk_keys: tuple[str, ...]
     lease_s: float = 0.0
     compute: AdviceRequest | None = None
+    accept: Accept | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -153,6 +158,9 @@ class _LookupModel(_Model):
     chunk_keys: Annotated[list[str], Field(min_length=1, max_length=CHUNK_COUNT_MAX, fail_fast=True)]
     lease_s: Annotated[float, Field(ge=0, le=LEASE_S_MAX, allow_inf_nan=False)] = 0.0
     compute: dict[str, object] | None = None
+    accept: Annotated[list[str], Field(max_length=ACCEPTED_CODECS_MAX, fail_fast=True)] | None = None
+    element: str | None = None
+    max_error: float | None = None
 
 
 class _RegionModel(_Model):
@@ -196,7 +204,11 @@ def parse_lookup(body: bytes) -> LookupRequest:
         if delivery_bytes > DELIVERY_BYTES_MAX:
             problem = f"makes N*L*S {delivery_bytes} bytes, at most {DELIVERY_BYTES_MAX}"
             raise _refuse("compute.per_layer_chunk_bytes", problem)
-    return LookupRequest(tuple(model.chunk_keys), model.lease_s, compute)
+    try:
+        accept = parse_accept(model.accept, model.element, model.max_error)
+    except CallerError as error:
+        raise CallerError(ErrorCode.INVALID_ARGUMENT, error.message, field=error.field) from None
+    return LookupRequest(tuple(model.chunk_keys), model.lease_s, compute, accept)
 
 
 def parse_registration(body: bytes) -> AgentRegistration:
@@ -234,6 +246,8 @@ def lookup_body(request: LookupRequest) -> bytes:
     fields: dict[str, object] = {"chunk_keys": list(request.chunk_keys), "lease_s": request.lease_s}
     if request.compute is not None:
         fields["compute"] = compute_fields(request.compute)
+    if request.accept is not None:
+        fields |= accept_fields(request.accept)
     return _dump(fields)
 
 

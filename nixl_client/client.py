@@ -28,8 +28,9 @@ from descriptors.descriptor import (
     OnMissing,
     RdmaTarget,
 )
-from descriptors.errors import ObjectCacheError
-from descriptors.headers import CLASS_HEADER
+from descriptors.errors import CallerError, ObjectCacheError
+from descriptors.headers import CLASS_HEADER, LAYOUT_HEADER
+from descriptors.kv_forms import KvLayout
 from descriptors.layout import ChunkLayout
 from descriptors.messages import LookupRequest, lookup_body, parse_lookup_answer
 from descriptors.recompute import Advice, AdviceRequest
@@ -138,17 +139,21 @@ class ObjectCacheClient:
         chunks: Sequence[Any],
         *,
         content_class: str = "",
+        kv_layout: KvLayout | None = None,
         timeout_s: float | None = None,
     ) -> None:
         """Store whole chunk objects (L*S bytes each, KV_L2TD), several at a time. `content_class` is the kind of their
-        content (docs/compression.md), 1 to 32 of a-z 0-9 _ -; empty for none.
+        content (docs/compression.md), 1 to 32 of a-z 0-9 _ -; empty for none. Chunks that declare their `kv_layout` may
+        be replaced by encoded ones in a bucket whose owner wants that.
 
         The first failure is raised after the puts under way have ended; later chunks are then not started.
         """
         if len(chunk_keys) != len(chunks):
             raise ValueError(f"{len(chunk_keys)} keys, {len(chunks)} chunks")
 
-        headers = {CLASS_HEADER: content_class} if content_class else None
+        headers = {CLASS_HEADER: content_class} if content_class else {}
+        if kv_layout is not None:
+            headers[LAYOUT_HEADER] = kv_layout.text
 
         def put(key: str, chunk: Any) -> None:
             body = memoryview(chunk).cast("B")
@@ -183,29 +188,48 @@ class ObjectCacheClient:
 
         _raise_first([self._putters.submit(do, *given) for given in arguments])
 
-    def lookup(self, chunk_keys: Sequence[str], lease_s: float = 0.0, *, timeout_s: float | None = None) -> int:
-        """How many chunks, from the first, are stored without a gap. `lease_s` asks the server to keep them for that
-        long. A server that evicts nothing keeps them anyway.
+    def lookup(
+        self,
+        chunk_keys: Sequence[str],
+        lease_s: float = 0.0,
+        *,
+        accept: Accept | None = None,
+        timeout_s: float | None = None,
+    ) -> int:
+        """How many chunks, from the first, are stored without a gap; encoded ones count as far as `accept` takes them.
+        `lease_s` asks the server to keep them for that long. A server that evicts nothing keeps them anyway.
         """
         if not chunk_keys:
             return 0
-        body = lookup_body(LookupRequest(tuple(chunk_keys), lease_s))
-        return int(self._lookup(body, timeout_s).json()["matched"])
+        answer = self._lookup(LookupRequest(tuple(chunk_keys), lease_s, accept=accept), timeout_s)
+        return int(answer.json()["matched"])
 
     def advise(
-        self, chunk_keys: Sequence[str], compute: AdviceRequest, lease_s: float = 0.0, *, timeout_s: float | None = None
+        self,
+        chunk_keys: Sequence[str],
+        compute: AdviceRequest,
+        lease_s: float = 0.0,
+        *,
+        accept: Accept | None = None,
+        timeout_s: float | None = None,
     ) -> tuple[int, Advice]:
         """`lookup`, and how many of the stored chunks to load rather than to recompute, at the rate that the server
         would offer now.
         """
         if not chunk_keys:
             return 0, advise_here(0, compute)
-        body = lookup_body(LookupRequest(tuple(chunk_keys), lease_s, compute))
-        answer = parse_lookup_answer(self._lookup(body, timeout_s).body)
+        request = LookupRequest(tuple(chunk_keys), lease_s, compute, accept)
+        answer = parse_lookup_answer(self._lookup(request, timeout_s).body)
         return answer.matched, answer.advice or advise_here(answer.matched, compute)
 
-    def _lookup(self, body: bytes, timeout_s: float | None) -> Answer:
-        return self.http.request("POST", f"/{self.bucket}", {"lookup": ""}, body, timeout_s)
+    def _lookup(self, request: LookupRequest, timeout_s: float | None) -> Answer:
+        """A server of an earlier release is asked without what it does not know."""
+        try:
+            return self.http.request("POST", f"/{self.bucket}", {"lookup": ""}, lookup_body(request), timeout_s)
+        except CallerError as error:
+            if request.accept is None or error.field != "accept":
+                raise
+        return self._lookup(replace(request, accept=None), timeout_s)
 
     def allocate_buffer(self, nbytes: int) -> npt.NDArray[np.uint8]:
         """A uint8 array in memory that can be handed to a server on this host. Every transport can fill it, and SHM can
@@ -303,11 +327,14 @@ class ObjectCacheClient:
         chunks: Sequence[Any],
         *,
         content_class: str = "",
+        kv_layout: KvLayout | None = None,
         timeout_s: float | None = None,
     ) -> None:
         """`put_chunks` for event loops."""
         await self._in_thread(
-            lambda: self.put_chunks(chunk_keys, chunks, content_class=content_class, timeout_s=timeout_s)
+            lambda: self.put_chunks(
+                chunk_keys, chunks, content_class=content_class, kv_layout=kv_layout, timeout_s=timeout_s
+            )
         )
 
     async def delete_async(self, chunk_keys: Sequence[str], *, timeout_s: float | None = None) -> None:
@@ -315,16 +342,29 @@ class ObjectCacheClient:
         await self._in_thread(lambda: self.delete(chunk_keys, timeout_s=timeout_s))
 
     async def lookup_async(
-        self, chunk_keys: Sequence[str], lease_s: float = 0.0, *, timeout_s: float | None = None
+        self,
+        chunk_keys: Sequence[str],
+        lease_s: float = 0.0,
+        *,
+        accept: Accept | None = None,
+        timeout_s: float | None = None,
     ) -> int:
         """`lookup` for event loops."""
-        return await self._in_thread(lambda: self.lookup(chunk_keys, lease_s, timeout_s=timeout_s))
+        return await self._in_thread(lambda: self.lookup(chunk_keys, lease_s, accept=accept, timeout_s=timeout_s))
 
     async def advise_async(
-        self, chunk_keys: Sequence[str], compute: AdviceRequest, lease_s: float = 0.0, *, timeout_s: float | None = None
+        self,
+        chunk_keys: Sequence[str],
+        compute: AdviceRequest,
+        lease_s: float = 0.0,
+        *,
+        accept: Accept | None = None,
+        timeout_s: float | None = None,
     ) -> tuple[int, Advice]:
         """`advise` for event loops."""
-        return await self._in_thread(lambda: self.advise(chunk_keys, compute, lease_s, timeout_s=timeout_s))
+        return await self._in_thread(
+            lambda: self.advise(chunk_keys, compute, lease_s, accept=accept, timeout_s=timeout_s)
+        )
 
     async def _in_thread(self, call: Callable[[], _T]) -> _T:
         return await asyncio.get_running_loop().run_in_executor(self._waiters, call)

@@ -127,10 +127,13 @@ class BucketConfig(Model):
     capacity_bytes: Size | None = None
     eviction: Eviction = Eviction.REUSE_VALUE
     ttl_s: Annotated[float, Field(gt=0)] | None = None
+    lossy: Literal["off", "replace"] = "off"
+    max_error: Annotated[float, Field(ge=0, allow_inf_nan=False)] | None = None
 
     def cache(self) -> CacheSettings:
         """The settings. Raises ValueError."""
-        return CacheSettings(self.name, self.capacity_bytes, self.eviction, self.ttl_s)
+        replaces = self.lossy == "replace"
+        return CacheSettings(self.name, self.capacity_bytes, self.eviction, self.ttl_s, replaces, self.max_error)
 
 
 class SchedulerConfig(Model):

@@ -123,6 +123,10 @@ def store_readings(store: EmbeddedStore) -> Iterator[Reading]:
     yield metrics.STORE_BOUND, _one(store.space.bound_bytes or 0)
     yield metrics.STORE_EVICTED, _one(store.evictor.evicted_count)
     yield metrics.STORE_EVICTED_BYTES, _one(store.evictor.evicted_bytes)
+    replacer = store.replacer
+    yield metrics.STORE_REPLACED, _one(0 if replacer is None else replacer.replaced_count)
+    yield metrics.STORE_REPLACED_BYTES, _one(0 if replacer is None else replacer.freed_bytes)
+    yield metrics.STORE_REPLACING, _one(0 if replacer is None else replacer.encoding_s)
     yield metrics.STORE_UNHELD, _one(store.evictor.refused_count)
     yield metrics.STORE_OPEN_FILES, _one(store.files.open_count)
     yield metrics.STORE_PINNED_FILES, _one(store.files.pinned_count)

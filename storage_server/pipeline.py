@@ -136,7 +136,7 @@ class Pipeline:
         self._source = source
         self._dram = dram
         self._admission = Admission(settings.deliveries_max)
-        self._limits = ErrorLimits(settings.max_errors, settings.error_budgets)
+        self.limits = ErrorLimits(settings.max_errors, settings.error_budgets)
         self.meter = DeliveryMeter()
         self.link = Link(settings.scheduler, settings.staging_bytes // settings.aggregation_bytes // 2)
         self._gatherers = ThreadPoolExecutor(settings.gather_threads, "gather")
@@ -189,10 +189,12 @@ class Pipeline:
     ) -> DeliveryOutcome:
         layout, destination = descriptor.layout, delivery.destination
         prefix_only = descriptor.on_missing is OnMissing.PREFIX
-        reading = self._limits.limited(access_key, reading_of(descriptor))
+        reading = self.limits.limited(access_key, reading_of(descriptor))
         async with (
             self._admission.admit(access_key, self.link.drained_s()),
-            self._source.open_chunks(bucket, descriptor.chunk_keys, layout, prefix_only=prefix_only) as chunks,
+            self._source.open_chunks(
+                bucket, descriptor.chunk_keys, layout, prefix_only=prefix_only, reader=reading
+            ) as chunks,
             self._dram.lent(list(chain.from_iterable(chunks)), reading) as lent,
         ):
             portion = descriptor.portion
@@ -203,7 +205,7 @@ class Pipeline:
                     partial(with_forms, chunks, lent, layout), is_long=len(chunks) > HERE_ITEMS_MAX
                 )
                 delivery.forms, whole_bytes = forms, layout.num_layers * int(forms.layer_bytes.sum())
-                self._limits.note(access_key, forms.chunk_count, forms.mean_error)
+                self.limits.note(access_key, forms.chunk_count, forms.mean_error)
             mode = choose_mode(descriptor.delivery, whole_bytes, self._settings.theta_bytes)
             delivery.mode = mode
             is_long = len(lent.addresses) > HERE_ITEMS_MAX

@@ -19,6 +19,7 @@ from descriptors.storage_api import (
     ObjectStored,
     Patience,
 )
+from storage_server.compression.forms import reading_of, taken_of
 from storage_server.gather.source import ChunkSource
 from storage_server.gather.staging import StagingPool
 from storage_server.object_transfers import ObjectTransfers
@@ -55,7 +56,8 @@ class Prefixes:
 
     async def lookup(self, access_key: str, bucket: str, request: LookupRequest) -> LookupAnswer:
         """How many chunks of the prefix are stored, and how many of them are worth loading."""
-        matched = await self._source.matched(bucket, request.chunk_keys, request.lease_s)
+        reader = self._pipeline.limits.limited(access_key, taken_of(request.accept))
+        matched = await self._source.matched(bucket, request.chunk_keys, request.lease_s, reader)
         self._pipeline.meter.looked_up(len(request.chunk_keys), matched)
         if request.compute is None:
             return LookupAnswer(matched)
@@ -103,10 +105,11 @@ class Prefixes:
     ) -> int:
         """Open the chunks as a delivery does, and count them. Raises what a delivery raises before its first byte."""
         keys, layout, prefix_only = descriptor.chunk_keys, descriptor.layout, descriptor.on_missing is OnMissing.PREFIX
+        reader = self._pipeline.limits.limited(access_key, reading_of(descriptor))
         if target is not None:
             self._registrar.target(access_key, target)
         try:
-            async with self._source.open_chunks(bucket, keys, layout, prefix_only=prefix_only) as chunks:
+            async with self._source.open_chunks(bucket, keys, layout, prefix_only=prefix_only, reader=reader) as chunks:
                 return len(chunks)
         except ChunkUnavailable:
             if not prefix_only:

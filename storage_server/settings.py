@@ -125,14 +125,21 @@ class UpstreamSettings:
 class CacheSettings:
     """A bucket whose objects may be evicted; for the bucket None all objects of the directory may be. They take at most
     `capacity_bytes` (None: what the directory may take), and are deleted `ttl_s` after they were stored (None: never).
+
+    Where the bucket `replaces`, chunks whose PUT declared their layout are encoded before they would leave, with an
+    error of at most `max_error` (None: any). The encoded chunk is an object in place of the exact one.
     """
 
     bucket: str | None
     capacity_bytes: int | None = None
     eviction: Eviction = Eviction.REUSE_VALUE
     ttl_s: float | None = None
+    replaces: bool = False
+    max_error: float | None = None
 
     def __post_init__(self) -> None:
+        if self.max_error is not None and not self.replaces:
+            raise ValueError(f"buckets: {self.bucket}: max_error goes with lossy")
         if self.capacity_bytes is not None and self.capacity_bytes < CAPACITY_BYTES_MIN:
             raise ValueError(f"buckets: {self.bucket}: capacity_bytes must be at least {CAPACITY_BYTES_MIN}")
         if self.ttl_s is not None and self.ttl_s <= 0:
@@ -244,6 +251,8 @@ class StorageSettings:
             raise ValueError("durability: with write = back the only copy may be here for a while: strict is needed")
         if self.caches and self.upstream is not None:
             raise ValueError("buckets: in front of another S3 service, disk_bytes bounds the cache of all buckets")
+        if self.compression is None and any(cache.replaces for cache in self.caches):
+            raise ValueError("buckets: lossy needs [compression], which says in which codecs")
         if len({cache.bucket for cache in self.caches}) < len(self.caches):
             raise ValueError("buckets: a bucket appears twice")
         for name in (

@@ -28,6 +28,7 @@ from transformers import Cache, PreTrainedConfig
 from transformers.cache_utils import DynamicLayer
 
 from descriptors.descriptor import Accept
+from descriptors.kv_forms import KvLayout
 from descriptors.layout import ChunkLayout, slice_bytes
 from descriptors.notices import Mode
 from nixl_client.fetch.layer_fetch import Layer
@@ -69,6 +70,12 @@ class KvShape:
         """The layout of its chunk objects."""
         per_layer = slice_bytes(self.chunk_tokens, self.kv_heads, self.head_dim, self.dtype.itemsize)
         return ChunkLayout(self.num_layers, self.chunk_tokens, per_layer)
+
+    @property
+    def kv_layout(self) -> KvLayout:
+        """What `put_chunks` may declare of its chunks. Raises ValueError for elements that no codec takes."""
+        element = str(self.dtype).removeprefix("torch.")
+        return KvLayout(self.num_layers, self.chunk_tokens, self.kv_heads * self.head_dim, element)
 
     def accept(self, lossy: Lossy, max_error: float = MAX_ERROR) -> Accept | None:
         """The value for `accept` of `fetch`, so that layers may come encoded. Raises ValueError."""

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from storage_server.compression.forms import Reading
+from storage_server.compression.forms import Bounded
 
 HALF_LIFE_CHUNKS = 8192
 """A chunk counts half after so many others."""
@@ -51,7 +51,7 @@ class ErrorLimits:
         self._max_errors = max_errors
         self._budgets = {access_key: ErrorBudget(mean) for access_key, mean in error_budgets.items()}
 
-    def limited(self, access_key: str, reading: Reading | None) -> Reading | None:
+    def limited(self, access_key: str, reading: Bounded | None) -> Bounded | None:
         """The reading within the key's limits; None where it gets exact chunks only."""
         budget = self._budgets.get(access_key)
         if reading is None or (budget is not None and budget.is_spent):

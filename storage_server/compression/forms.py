@@ -1,4 +1,4 @@
-"""A chunk's forms in the DRAM tier: exact, or encoded layer by layer with one codec. Pure values.
+"""A chunk's forms, in the DRAM tier or as a stored object: exact, or encoded layer by layer with one codec. Pure.
 
 An encoded chunk has layer after layer, each of one size, so that a layer can be sent without looking at the others.
 Therefore the lossless codec is not among the codecs of the tier: its sizes depend on the layer.
@@ -6,9 +6,12 @@ Therefore the lossless codec is not among the codecs of the tier: its sizes depe
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import lru_cache
+from typing import Protocol, TypeVar
 
-from descriptors.descriptor import Descriptor
+from descriptors.descriptor import Accept, Descriptor
+from descriptors.kv_forms import EncodedForm, KvLayout
 from kv_codecs.elements import Element
 from kv_codecs.encoding import encoded_bytes_max
 from kv_codecs.layer import Codec, LayerShape
@@ -16,6 +19,8 @@ from kv_codecs.layer import Codec, LayerShape
 TIER_CODECS = (Codec.KIVI8, Codec.FP8, Codec.KIVI4, Codec.KIVI3, Codec.KIVI2)
 _BY_NAME = {codec.value: codec for codec in TIER_CODECS}
 _ELEMENTS = {"float16": Element.FLOAT16, "bfloat16": Element.BFLOAT16, "float32": Element.FLOAT32}
+_ELEMENT_NAMES = {element: name for name, element in _ELEMENTS.items()}
+KEPT_FORMS_MAX = 65_536
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,6 +44,38 @@ class Encoded:
     def nbytes(self) -> int:
         """The bytes of the chunk."""
         return self.num_layers * self.layer_bytes
+
+    @property
+    def kept(self) -> EncodedForm:
+        """As it is kept with an object."""
+        shape = self.shape
+        layout = KvLayout(self.num_layers, shape.tokens, shape.width, _ELEMENT_NAMES[shape.element])
+        return EncodedForm(self.codec.value, layout, self.worst_error, self.mean_error)
+
+
+class Takes(Protocol):
+    """Says which encoded chunks a reader takes."""
+
+    def takes(self, encoded: Encoded) -> bool: ...
+
+
+@dataclass(frozen=True, slots=True)
+class Taken:
+    """What a lookup takes in place of exact chunks: these codecs, of such elements, with at most `max_error`."""
+
+    codecs: tuple[Codec, ...]
+    element: Element
+    max_error: float | None = None
+
+    def takes(self, encoded: Encoded) -> bool:
+        """Whether a chunk of this form counts."""
+        if encoded.codec not in self.codecs or encoded.shape.element is not self.element:
+            return False
+        return self.max_error is None or encoded.worst_error <= self.max_error
+
+    def bounded(self, max_error: float | None) -> Taken:
+        """The same, with an error of at most that."""
+        return replace(self, max_error=_least(self.max_error, max_error))
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,8 +106,10 @@ class Reading:
 
     def bounded(self, max_error: float | None) -> Reading:
         """The same reading, with an error of at most that."""
-        bounds = [bound for bound in (self.max_error, max_error) if bound is not None]
-        return Reading(self.shape, self.num_layers, self.codecs, min(bounds, default=None))
+        return replace(self, max_error=_least(self.max_error, max_error))
+
+
+Bounded = TypeVar("Bounded", Reading, Taken)
 
 
 def reading_of(descriptor: Descriptor) -> Reading | None:
@@ -78,9 +117,37 @@ def reading_of(descriptor: Descriptor) -> Reading | None:
     accept = descriptor.accept
     if accept is None:
         return None
-    codecs = tuple(_BY_NAME[name] for name in accept.codecs if name in _BY_NAME)
-    element = _ELEMENTS[accept.element]
+    codecs, element = _known(accept), _ELEMENTS[accept.element]
     width = descriptor.per_layer_chunk_bytes // (2 * descriptor.chunk_tokens * element.nbytes)
     shape = LayerShape(descriptor.chunk_tokens, width, element)
     smaller = [codec for codec in codecs if encoded_bytes_max(codec, shape) < shape.nbytes]
     return Reading(shape, descriptor.num_layers, tuple(smaller), accept.max_error) if smaller else None
+
+
+def taken_of(accept: Accept | None) -> Taken | None:
+    """What a lookup with this `accept` takes; None for exact chunks only."""
+    return None if accept is None else Taken(_known(accept), _ELEMENTS[accept.element], accept.max_error)
+
+
+@lru_cache(KEPT_FORMS_MAX)
+def kept_form(text: str) -> Encoded | None:
+    """The form of a stored object by its header; None for one that nobody can read here, as of a later release."""
+    try:
+        found = EncodedForm.parse(text)
+        layout = found.layout
+        return Encoded(_BY_NAME[found.codec], shape_of(layout), layout.num_layers, found.worst_error, found.mean_error)
+    except (ValueError, KeyError):
+        return None
+
+
+def shape_of(layout: KvLayout) -> LayerShape:
+    """The shape of one layer."""
+    return LayerShape(layout.tokens, layout.width, _ELEMENTS[layout.element])
+
+
+def _known(accept: Accept) -> tuple[Codec, ...]:
+    return tuple(_BY_NAME[name] for name in accept.codecs if name in _BY_NAME)
+
+
+def _least(*bounds: float | None) -> float | None:
+    return min((bound for bound in bounds if bound is not None), default=None)

@@ -27,8 +27,8 @@ Name = tuple[str, str]
 class Entry:
     """An object in the cache. `nbytes` is the space that it takes, `parent` the key of the chunk before, if known.
     `pinned_until` and `leased_until` are None for an object without a pin or a lease. An object that `is_dirty` exists
-    only in this cache. Of one that `is_shared` a client has said that many prompts begin with it. Times are Unix
-    seconds.
+    only in this cache. Of one that `is_shared` a client has said that many prompts begin with it. One that
+    `is_replaceable` may be replaced by an encoded one. Times are Unix seconds.
     """
 
     version: int
@@ -41,6 +41,7 @@ class Entry:
     leased_until: float | None = None
     is_dirty: bool = False
     is_shared: bool = False
+    is_replaceable: bool = False
 
     @property
     def is_held(self) -> bool:
@@ -237,6 +238,18 @@ class Books:
         self._left(self._policy.resize(capacity_bytes))
         victims, self._leaving = list(self._leaving.values()), {}
         return victims
+
+    def takes_back(self, victim: Victim) -> bool:
+        """Whether a victim of an earlier `leaving`, which is still there, stays: somebody has leased it since, or the
+        key shows another object by now.
+        """
+        name = (victim.bucket, victim.key)
+        if name in self._entries:
+            return True
+        if victim.key not in self._awaited.get(victim.bucket, ()):
+            return False
+        self.put(name, victim.entry)
+        return True
 
     def changed(self) -> list[tuple[Name, Entry]]:
         """The objects that were used, pinned or leased since the last call, as they are to be written down."""

@@ -12,6 +12,7 @@ from enum import IntEnum
 from typing import Protocol
 
 from descriptors.layout import ChunkLayout
+from storage_server.compression.forms import Takes
 from storage_server.planning.extent import Extent
 from storage_server.planning.rows import Rows, SourceTable
 
@@ -46,17 +47,18 @@ class ChunkSource(Protocol):
     """Chunks by bucket and key. A chunk is one or more extents. An extent never changes: new bytes are new extents."""
 
     def open_chunks(
-        self, bucket: str, keys: Sequence[str], layout: ChunkLayout, *, prefix_only: bool
+        self, bucket: str, keys: Sequence[str], layout: ChunkLayout, *, prefix_only: bool, reader: Takes | None = None
     ) -> AbstractAsyncContextManager[list[list[Extent]]]:
         """The extents of each chunk of a descriptor, in order. They stay readable until the context ends. With
-        `prefix_only` the list ends before the first chunk that is missing or does not have the layout's size.
+        `prefix_only` the list ends before the first chunk that is missing or does not have the layout's size. A chunk
+        that is stored encoded counts as missing, unless the reader takes it.
 
         Raises CallerError(NoSuchBucket), ChunkUnavailable, ServerError(SlowDown).
         """
 
-    async def matched(self, bucket: str, keys: Sequence[str], lease_s: float = 0.0) -> int:
+    async def matched(self, bucket: str, keys: Sequence[str], lease_s: float = 0.0, reader: Takes | None = None) -> int:
         """How many of the keys, from the first, are stored without a gap and not known to be damaged. They are not
-        evicted for `lease_s`, as far as the store has room for leases.
+        evicted for `lease_s`, as far as the store has room for leases. Encoded chunks count if the reader takes them.
         """
 
     @property

@@ -12,7 +12,8 @@ ALIGNMENT_BYTES = 4096
 @dataclass(frozen=True, slots=True)
 class Extent:
     """Bytes [offset, offset + nbytes) of a file, with the packed CRC-32C of each block. In the object these bytes begin
-    at `object_offset`. `content_class` is that of the object through which the bytes were found; empty for none.
+    at `object_offset`. `content_class` and `form` are those of the object through which the bytes were found: the
+    class, and the form of an encoded chunk (descriptors.kv_forms), each empty for none.
     """
 
     file_id: str
@@ -21,6 +22,7 @@ class Extent:
     checksums: bytes
     object_offset: int = 0
     content_class: str = field(default="", compare=False)
+    form: str = field(default="", compare=False)
 
 
 def aligned(nbytes: int) -> int:

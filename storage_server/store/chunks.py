@@ -11,6 +11,7 @@ import numpy as np
 
 from adapters import native
 from descriptors.layout import ChunkLayout
+from storage_server.compression.forms import Takes
 from storage_server.gather.source import Outcome, RowFailure
 from storage_server.planning.extent import Extent, MissingFileError
 from storage_server.planning.rows import RESIDENT, Row, Rows, SourceTable
@@ -27,14 +28,14 @@ class EmbeddedChunks:
         self._files = files
 
     def open_chunks(
-        self, bucket: str, keys: Sequence[str], layout: ChunkLayout, *, prefix_only: bool
+        self, bucket: str, keys: Sequence[str], layout: ChunkLayout, *, prefix_only: bool, reader: Takes | None = None
     ) -> AbstractAsyncContextManager[list[list[Extent]]]:
         """Look the chunks up in the index and pin their files."""
-        return self._reads.open_prefix(bucket, keys, layout.chunk_bytes, prefix_only=prefix_only)
+        return self._reads.open_prefix(bucket, keys, layout.chunk_bytes, prefix_only=prefix_only, reader=reader)
 
-    async def matched(self, bucket: str, keys: Sequence[str], lease_s: float = 0.0) -> int:
+    async def matched(self, bucket: str, keys: Sequence[str], lease_s: float = 0.0, reader: Takes | None = None) -> int:
         """Count the leading keys that are stored; their extents are remembered for the descriptor that follows."""
-        return await self._reads.matched(bucket, keys, lease_s)
+        return await self._reads.matched(bucket, keys, lease_s, reader)
 
     @property
     def generation(self) -> int:

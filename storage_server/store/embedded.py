@@ -40,6 +40,7 @@ from storage_server.store.index.reader import IndexReader
 from storage_server.store.index.resolved import ResolvedKeys
 from storage_server.store.index.transaction import Transaction
 from storage_server.store.objects import Objects
+from storage_server.store.replacer import Replacer
 from storage_server.store.rows import KeyChange, StoredPart
 from storage_server.store.upkeep.compaction import Compactor
 from storage_server.store.upkeep.dedup import Deduplicator
@@ -116,6 +117,10 @@ class EmbeddedStore:
             self.evictor,
         )
         self.chunks = EmbeddedChunks(self.objects, self.files)
+        self.replacer: Replacer | None = None
+        if settings.compression is not None and any(cache.replaces for cache in settings.caches):
+            self.replacer = Replacer(settings.compression, self.objects, self.files, self.bodies, self.committer)
+            self.evictor.replace_with(self.replacer, settings.caches)
         self.uploads = Uploads(
             self.reader, self.committer, self.bodies, settings.object_bytes_max, self.objects, self.evictor
         )
@@ -165,6 +170,8 @@ class EmbeddedStore:
         """Finish running work and close every file."""
         self._io.close()
         self.deduplicator.close()
+        if self.replacer is not None:
+            self.replacer.close()
         self.evictor.close()
         self.segments.close()
         self.committer.close()

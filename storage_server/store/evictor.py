@@ -12,8 +12,8 @@ import logging
 import math
 import time
 from collections import deque
-from collections.abc import Awaitable, Callable, Mapping, Sequence
-from contextlib import AbstractAsyncContextManager, nullcontext, suppress
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
+from contextlib import AbstractAsyncContextManager, asynccontextmanager, nullcontext, suppress
 from dataclasses import dataclass, field, replace
 from functools import partial
 from itertools import groupby
@@ -35,6 +35,8 @@ from storage_server.store.index import queries, transaction
 from storage_server.store.index.reader import IndexReader
 from storage_server.store.index.transaction import Transaction
 from storage_server.store.reads import Uses
+from storage_server.store.replacements import Replacements
+from storage_server.store.replacer import Replacer, layout_of
 from storage_server.store.rows import KeyChange, KeyUse
 
 TICK_S = 1.0
@@ -121,6 +123,8 @@ class Evictor(Uses):
         self._loop: asyncio.AbstractEventLoop | None = None
         self._wake = asyncio.Event()
         self._departures = Departures()
+        self._leaving_one = asyncio.Lock()
+        self._replacements: Replacements | None = None
         self._is_restored = False
         self._saved_at = time.monotonic()
         self._lease_timer: asyncio.TimerHandle | None = None
@@ -144,6 +148,12 @@ class Evictor(Uses):
             cache.bound = Bound(f"the bucket {settings.bucket}", lambda: cache.capacity_bytes, lambda: cache.used_bytes)
             cache.bound.wants = self._want
         return cache
+
+    def replace_with(self, replacer: Replacer, caches: Sequence[CacheSettings]) -> None:
+        """Have chunks of these buckets encoded before they leave. Called before `run`."""
+        found = {each.bucket: each for each in caches if each.bucket is not None and each.replaces}
+        if found:
+            self._replacements = Replacements(replacer, found, self._leaving, self._delete)
 
     @property
     def is_needed(self) -> bool:
@@ -233,6 +243,12 @@ class Evictor(Uses):
         if not self.is_needed:
             return
         self._loop = asyncio.get_running_loop()
+        async with asyncio.TaskGroup() as tasks:
+            if self._replacements is not None:
+                tasks.create_task(self._replacements.run())
+            await self._run()
+
+    async def _run(self) -> None:
         while True:
             self._wake.clear()
             try:
@@ -351,6 +367,9 @@ class Evictor(Uses):
 
     async def _step(self) -> None:
         victims = await self._io.run(self._kept)
+        if self._replacements is not None:
+            victims = self._replacements.set_aside(victims, time.time())
+            victims += await self._given_up(self._replacements)
         for start in range(0, len(victims), VICTIMS_PER_CHANGE):
             try:
                 await self._evict(victims[start : start + VICTIMS_PER_CHANGE])
@@ -364,6 +383,39 @@ class Evictor(Uses):
             for bound in (self._bound, *(cache.bound for cache in self._caches.values())):
                 if bound is not None and not bound.reserved_bytes and not bound.arriving_count:
                     bound.refuse()  # what is on its way may leave when it has come
+
+    async def _given_up(self, replacements: Replacements) -> list[Victim]:
+        """Victims that were set aside to be encoded, and leave now, since somebody waits for their room."""
+        async with self._leaving_one:
+            taken = replacements.give_up(self._bound.waiting_bytes)
+            for bucket, cache in self._caches.items():
+                if cache.bound is not None:
+                    taken += replacements.give_up(cache.bound.waiting_bytes, bucket)
+            if not taken:
+                return []
+            return await self._io.run(lambda: [victim for victim in taken if self._may_leave(victim)])
+
+    def _may_leave(self, victim: Victim) -> bool:
+        """Runs in the thread."""
+        self._drain()
+        cache = self._cache_of(victim.bucket)
+        return cache is None or not cache.books.takes_back(victim)
+
+    @asynccontextmanager
+    async def _leaving(self, victim: Victim) -> AsyncIterator[bool]:
+        """Whether a victim that was set aside may leave; while the block runs no lookup promises it."""
+        async with self._leaving_one:
+            self._departures.begin([(victim.bucket, victim.key)])
+            try:
+                yield await self._io.run(partial(self._may_leave, victim))
+            finally:
+                self._departures.end()
+
+    async def _delete(self, victim: Victim) -> None:
+        versions = {victim.key: victim.entry.version}
+        await self._change(partial(transaction.remove_versions, bucket=victim.bucket, versions=versions))
+        self.evicted_count += 1
+        self.evicted_bytes += victim.entry.nbytes
 
     def _kept(self) -> list[Victim]:
         """Bring the books up to date, and take what leaves out of them. Runs in the thread."""
@@ -414,7 +466,8 @@ class Evictor(Uses):
         limit_bytes = self._space.extent_bytes_max
         if limit_bytes is None:
             return capacities
-        kept_bytes = self._space.kept_bytes
+        aside_bytes = 0 if self._replacements is None else self._replacements.nbytes
+        kept_bytes = self._space.kept_bytes - aside_bytes
         ahead_bytes = _ahead_bytes(limit_bytes) + self._bound.promised_bytes
         if self._whole is not None:
             others_bytes = kept_bytes - self._whole.books.used_bytes  # below 0 where entries share bytes
@@ -431,13 +484,14 @@ class Evictor(Uses):
 
     async def _evict(self, victims: Sequence[Victim]) -> None:
         for bucket, group in groupby(sorted(victims, key=lambda victim: victim.bucket), lambda victim: victim.bucket):
-            chosen = self._without_leased(list(group))
-            self._departures.begin((bucket, victim.key) for victim in chosen)
-            versions = {victim.key: victim.entry.version for victim in chosen}
-            try:
-                evicted = await self._change(partial(transaction.remove_versions, bucket=bucket, versions=versions))
-            finally:
-                self._departures.end()
+            async with self._leaving_one:
+                chosen = self._without_leased(list(group))
+                self._departures.begin((bucket, victim.key) for victim in chosen)
+                versions = {victim.key: victim.entry.version for victim in chosen}
+                try:
+                    evicted = await self._change(partial(transaction.remove_versions, bucket=bucket, versions=versions))
+                finally:
+                    self._departures.end()
             self.evicted_count += evicted
             self.evicted_bytes += sum(victim.entry.nbytes for victim in chosen)
 
@@ -479,6 +533,7 @@ def entry_of(change: KeyChange, use: KeyUse | None) -> Entry:
         pinned_until=_pinned_until(change.attributes.tags),
         is_dirty=change.is_dirty,
         is_shared=is_flagged(change.attributes, PREFIX_HEADER),
+        is_replaceable=layout_of(change.attributes.headers) is not None,
     )
     if use is None:
         return entry

@@ -10,6 +10,7 @@ from dataclasses import replace
 from typing import TypeVar
 
 from adapters.threads import to_end
+from descriptors.chunk_flags import copied
 from descriptors.conditions import NO_WRITE_CONDITION, WriteCondition, check_read, check_write
 from descriptors.errors import CallerError, ErrorCode
 from descriptors.lifecycle import LifecycleRule
@@ -113,7 +114,8 @@ class Objects(Reads):
     async def _described_copy(self, access_key: str, request: CopyRequest, source: StoredObject) -> ObjectInfo:
         kept = request.attributes or source.info.attributes
         tags = source.info.attributes.tags if request.tags is None else request.tags
-        info = replace(source.info, attributes=Attributes(kept.headers, tags, request.storage_class))
+        headers = copied(kept.headers, source.info.attributes.headers)
+        info = replace(source.info, attributes=Attributes(headers, tags, request.storage_class))
         wanted = request.checksum
         if wanted is None or (info.checksum is not None and info.checksum.algorithm is wanted):
             return info

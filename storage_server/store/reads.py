@@ -24,6 +24,7 @@ from descriptors.objects import (
     ReadRequest,
 )
 from descriptors.storage_api import ObjectRead
+from storage_server.compression.forms import Takes
 from storage_server.planning.extent import Extent
 from storage_server.store.data.bodies import BodyReader
 from storage_server.store.data.extents import ExtentFiles
@@ -31,7 +32,7 @@ from storage_server.store.index import queries, transaction
 from storage_server.store.index.damaged import DamagedObjects
 from storage_server.store.index.listing import list_page
 from storage_server.store.index.reader import IndexReader, pinned
-from storage_server.store.index.reading import resolve_range, usable_prefix
+from storage_server.store.index.reading import is_taken, resolve_range, usable_prefix
 from storage_server.store.index.resolved import ResolvedKeys
 from storage_server.store.rows import StoredObject
 
@@ -158,7 +159,7 @@ class Reads:
 
     @asynccontextmanager
     async def open_prefix(
-        self, bucket: str, keys: Sequence[str], chunk_bytes: int, *, prefix_only: bool
+        self, bucket: str, keys: Sequence[str], chunk_bytes: int, *, prefix_only: bool, reader: Takes | None = None
     ) -> AsyncIterator[list[list[Extent]]]:
         """Resolve and pin the chunks of a descriptor, in order, until the context ends: the extents of each chunk.
 
@@ -171,7 +172,8 @@ class Reads:
                 await let_others_run(start)
                 found += await self._resolve(bucket, part)
             usable = await computed(
-                lambda: usable_prefix(found, chunk_bytes, prefix_only=prefix_only), is_long=len(keys) > HERE_ITEMS_MAX
+                lambda: usable_prefix(found, chunk_bytes, prefix_only=prefix_only, reader=reader),
+                is_long=len(keys) > HERE_ITEMS_MAX,
             )
             return usable, list(chain.from_iterable(usable))
 
@@ -204,18 +206,18 @@ class Reads:
                 found[index] = extents
         return found
 
-    async def matched(self, bucket: str, keys: Sequence[str], lease_s: float = 0.0) -> int:
-        """How many of `keys`, from the first, are stored without a gap and are not known to be damaged. The extents are
-        remembered for the descriptor that follows.
+    async def matched(self, bucket: str, keys: Sequence[str], lease_s: float = 0.0, reader: Takes | None = None) -> int:
+        """How many of `keys`, from the first, are stored without a gap and are not known to be damaged. Encoded chunks
+        count if the reader takes them. The extents are remembered for the descriptor that follows.
         """
         since = self._uses.before_lookup()
-        return self._uses.note_lookup(bucket, keys, await self._matched(bucket, keys), since, lease_s)
+        return self._uses.note_lookup(bucket, keys, await self._matched(bucket, keys, reader), since, lease_s)
 
-    async def _matched(self, bucket: str, keys: Sequence[str]) -> int:
+    async def _matched(self, bucket: str, keys: Sequence[str], reader: Takes | None) -> int:
         for start, part in in_parts(keys):
             await let_others_run(start)
             for index, extents in enumerate(await self._resolve(bucket, part)):
-                if extents is None or self.damaged.has(bucket, part[index], extents):
+                if extents is None or not is_taken(extents, reader) or self.damaged.has(bucket, part[index], extents):
                     return start + index
         return len(keys)
 

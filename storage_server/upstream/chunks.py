@@ -19,6 +19,7 @@ from descriptors.errors import CallerError, ErrorCode
 from descriptors.layout import ChunkLayout
 from descriptors.objects import ObjectInfo, ReadRequest
 from descriptors.storage_api import SERVER_KEY
+from storage_server.compression.forms import Takes
 from storage_server.gather.coming import ComingExtent, hold_landed, is_whole
 from storage_server.gather.landing import Landed
 from storage_server.gather.source import Pins, RowFailure
@@ -62,9 +63,11 @@ class UpstreamChunks:
 
     @asynccontextmanager
     async def open_chunks(
-        self, bucket: str, keys: Sequence[str], layout: ChunkLayout, *, prefix_only: bool
+        self, bucket: str, keys: Sequence[str], layout: ChunkLayout, *, prefix_only: bool, reader: Takes | None = None
     ) -> AsyncIterator[list[list[Extent]]]:
-        """Chunks that are not in the cache are on their way when this returns: their extents are ComingExtents."""
+        """Chunks that are not in the cache are on their way when this returns: their extents are ComingExtents. All are
+        exact here.
+        """
 
         async def find() -> tuple[list[list[Extent]], list[Extent]]:
             since = self._cache.evictor.before_lookup()
@@ -93,7 +96,7 @@ class UpstreamChunks:
                 for landed in held:
                     landed.release()
 
-    async def matched(self, bucket: str, keys: Sequence[str], lease_s: float = 0.0) -> int:
+    async def matched(self, bucket: str, keys: Sequence[str], lease_s: float = 0.0, reader: Takes | None = None) -> int:
         """Count the leading keys that are in the cache, or were found upstream a short while ago. Then ask upstream for
         the others: where a prefix is whole, as prefixes are, a binary search finds its end in O(log N) requests.
 

@@ -11,6 +11,8 @@ from typing import Any
 import numpy as np
 
 from descriptors.descriptor import Accept
+from descriptors.kv_forms import KvLayout
+from descriptors.layer_forms import LayerForms
 from descriptors.layout import ChunkLayout
 from descriptors.notices import Mode
 from descriptors.recompute import Advice, AdviceRequest, advise
@@ -51,7 +53,7 @@ class PlayedFetch:
         self._failing_layer = failing_layer
         self.is_settled = settles
         self.request_id = "played"
-        self.forms = None
+        self.forms: LayerForms | None = None
         self.grant = Grant()
 
     def cancel(self) -> None:
@@ -88,6 +90,8 @@ class PlayedStore:
         self.failing_layer = 0
         self.fetched: list[int] = []
         self.accepted: list[Accept | None] = []
+        self.looked_up: list[Accept | None] = []
+        self.forms: LayerForms | None = None
         self.stated_us: list[tuple[int, ...]] = []
         self.asked_with: list[AdviceRequest] = []
         self.rate_bytes_per_s = 0.0
@@ -107,17 +111,30 @@ class PlayedStore:
     def release_buffer(self, array: Any) -> None:
         self.released.set()
 
-    def lookup(self, keys: Sequence[str], lease_s: float = 0.0) -> int:
+    def lookup(self, keys: Sequence[str], lease_s: float = 0.0, *, accept: Accept | None = None) -> int:
         if self.lookup_failure is not None:
             raise self.lookup_failure
+        self.looked_up.append(accept)
+        return self._count(keys)
+
+    def _count(self, keys: Sequence[str]) -> int:
         return next((index for index, key in enumerate(keys) if key not in self.chunks), len(keys))
 
-    def advise(self, keys: Sequence[str], compute: AdviceRequest, lease_s: float = 0.0) -> tuple[int, Advice]:
+    def advise(
+        self, keys: Sequence[str], compute: AdviceRequest, lease_s: float = 0.0, *, accept: Accept | None = None
+    ) -> tuple[int, Advice]:
         self.asked_with.append(compute)
-        matched = self.lookup(keys, lease_s)
+        matched = self.lookup(keys, lease_s, accept=accept)
         return matched, advise(matched, compute, self.rate_bytes_per_s)
 
-    def put_chunks(self, keys: Sequence[str], chunks: Sequence[Any], *, content_class: str = "") -> None:
+    def put_chunks(
+        self,
+        keys: Sequence[str],
+        chunks: Sequence[Any],
+        *,
+        content_class: str = "",
+        kv_layout: KvLayout | None = None,
+    ) -> None:
         if self.put_failure is not None:
             raise self.put_failure
         self.chunks.update((key, bytes(chunk)) for key, chunk in zip(keys, chunks, strict=True))
@@ -126,9 +143,11 @@ class PlayedStore:
         self.fetched.append(len(keys))
         self.accepted.append(options["accept"])
         self.stated_us.append(tuple(options["layer_compute_us"]))
-        count = self.lookup(keys)
+        count = self._count(keys)
         rows = [np.frombuffer(self.chunks[key], np.uint8) for key in keys[:count]]
         payload = np.stack(rows).reshape(count, layout.num_layers, -1).transpose(1, 0, 2).copy()
         failure, self.failure = self.failure, None
         layers_s = self.layers_s.pop(0) if self.layers_s else ()
-        return PlayedFetch(payload, count, failure, self.failing_layer, failure is None or self.settles, layers_s)
+        fetch = PlayedFetch(payload, count, failure, self.failing_layer, failure is None or self.settles, layers_s)
+        fetch.forms = self.forms
+        return fetch

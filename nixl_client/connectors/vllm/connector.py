@@ -28,6 +28,7 @@ from nixl_client.connectors.vllm.published import PUBLISHED
 from nixl_client.connectors.vllm.scheduling import SchedulerSide
 from nixl_client.connectors.vllm.steps import Step
 from nixl_client.connectors.vllm.working import IdleWorker, WorkerSide
+from nixl_client.lossy import accept_of
 
 _log = logging.getLogger(__name__)
 
@@ -217,7 +218,8 @@ class ObjectCacheConnector(KVConnectorBase_V1):  # type: ignore[misc]  # vLLM is
         self._client = ObjectCacheClient(options.endpoint, options.bucket, timeout_s=options.lookup_timeout_s)
         layer_count = len(group.layer_names)
         layout = ChunkLayout(layer_count, setup.grid.chunk_tokens, setup.chunk_bytes // layer_count)
-        self._scheduler = SchedulerSide(self._client, options, setup.grid, self._ledger, self.counters, layout)
+        accept = accept_of(options.lossy, group.kv_cache_spec.dtype, options.max_error)
+        self._scheduler = SchedulerSide(self._client, options, setup.grid, self._ledger, self.counters, layout, accept)
 
     def _evict(self, lost_blocks: set[int]) -> None:
         """Take lost blocks, and those computed on top of them, out of the engine's prefix cache. vLLM puts blocks there

@@ -222,7 +222,9 @@ class SchedulerLedger:
         chunk_range = self._grid.store_range(first_chunk, end_chunk, block_ids)
         self._job_id += 1
         keys = self._keys(tracked, tokens, first_chunk, end_chunk)
-        self._stores.append(StoreJob(self._job_id, request_id, chunk_range, keys, is_repair))
+        start = first_chunk * self._grid.chunk_tokens
+        block_before = block_ids[(start - 1) // self._grid.block_tokens] if start else None
+        self._stores.append(StoreJob(self._job_id, request_id, chunk_range, keys, is_repair, block_before))
         self._owners[self._job_id] = request_id
         tracked.unread_jobs.add(self._job_id)
 

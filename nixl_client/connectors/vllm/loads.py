@@ -23,6 +23,7 @@ from nixl_client.connectors.late import RECHECK_MIN_S
 from nixl_client.connectors.vllm.active_load import ActiveLoad
 from nixl_client.connectors.vllm.blocks import Blocks, PagedLayer
 from nixl_client.connectors.vllm.grid import Grid
+from nixl_client.connectors.vllm.lossy_blocks import LossyBlocks
 from nixl_client.connectors.vllm.options import Options
 from nixl_client.connectors.vllm.retired import Retired
 from nixl_client.connectors.vllm.staging import Staging
@@ -57,6 +58,7 @@ class Loads:
         self._counters = counters
         self._options = options
         self._accept = accept_of(options.lossy, dtype, options.max_error)
+        self.lossy_blocks = LossyBlocks()
         self._staging: Staging | None = None
         self._used = 0
         self._active: list[ActiveLoad] = []
@@ -157,6 +159,8 @@ class Loads:
             raise ValueError(f"{nbytes} bytes do not fit what is left of the staging buffer")
         self._used += nbytes
         began_s = time.monotonic()
+        if self._accept is not None:
+            self.lossy_blocks.loading(job.chunk_range.blocks)
         fetch = self._fetch(job, job.chunk_range.chunk_count, staging, offset)
         if self._layer_compute_us:
             self._counters.add(stated_loads=1)
@@ -309,13 +313,18 @@ class Loads:
         if not load.fetch.grant.rate_bytes_per_s and not load.is_retried:
             self.load_fit.observe(nbytes, load.ready_at_s - load.began_s, time.monotonic())
         self._counters.add(loads=1, loaded_chunks=load.chunk_count, loaded_bytes=nbytes, loaded_tokens=tokens)
-        if (forms := load.fetch.forms) is not None:
+        forms = load.fetch.forms
+        first_encoded = load.chunk_count if forms is None else forms.first_encoded
+        exact_blocks = self._grid.first_lost_block(load.job.chunk_range, first_encoded)
+        self.lossy_blocks.exact(load.job.chunk_range.blocks[:exact_blocks])
+        if forms is not None:
             encoded = forms.encoded_count
             self._counters.add(lossy_chunks=encoded, lossy_error=forms.mean_error * forms.chunk_count)
 
     def _lose(self, job: LoadJob, first_block: int, why: object, end_block: int | None = None) -> None:
         lost = job.chunk_range.blocks[first_block:end_block]
         self._lost_blocks.update(lost)
+        self.lossy_blocks.exact(lost)
         self._counters.add(load_failures=1, lost_tokens=len(lost) * self._grid.block_tokens)
         _log.warning(
             "request %s: %d of %d blocks were not loaded and will be recomputed: %s",

@@ -8,6 +8,7 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from dataclasses import dataclass
 
+from descriptors.descriptor import Accept
 from descriptors.recompute import AdviceRequest
 from nixl_client.client import ObjectCacheClient
 from nixl_client.connectors.counters import Counters
@@ -46,8 +47,12 @@ class Lookups:
     after each further failure for twice as long as before, at most SILENCE_MAX_S. Used by the scheduler's thread.
     """
 
-    def __init__(self, client: ObjectCacheClient, options: Options, counters: Counters) -> None:
+    def __init__(
+        self, client: ObjectCacheClient, options: Options, counters: Counters, accept: Accept | None = None
+    ) -> None:
+        """Chunks that are stored encoded count as far as `accept` takes them."""
         self._client = client
+        self._accept = accept
         self._options = options
         self._counters = counters
         self._pool = ThreadPoolExecutor(THREADS, "objectcache-lookup")
@@ -115,9 +120,10 @@ class Lookups:
 
     def _look_up(self, keys: Sequence[Sequence[str]], compute: AdviceRequest | None) -> Found:
         """Ranks load at the same time: each has its part of the rate."""
+        lease_s, accept = self._options.lease_s, self._accept
         if compute is None:
-            return Found(min(self._client.lookup(each[:KEYS_MAX], self._options.lease_s) for each in keys))
-        answers = [self._client.advise(each[:KEYS_MAX], compute, self._options.lease_s) for each in keys]
+            return Found(min(self._client.lookup(each[:KEYS_MAX], lease_s, accept=accept) for each in keys))
+        answers = [self._client.advise(each[:KEYS_MAX], compute, lease_s, accept=accept) for each in keys]
         rate = min(advice.rate_bytes_per_s or 0.0 for _, advice in answers)
         return Found(min(matched for matched, _ in answers), rate / len(keys))
 

@@ -29,6 +29,7 @@ COUNTERS = {
     "load_failures": "Loads, or parts of loads, that failed",
     "lossy_chunks": "Chunks loaded that had come encoded with a loss",
     "lossy_error": "The errors of loaded chunks, summed",
+    "lossy_unstored_chunks": "Chunks not written since their KV came with a loss, or was computed from such",
     "late_loads": "Loads that were given up, or cut short, for being late",
     "lost_tokens": "Tokens to be recomputed since they were not loaded",
     "stored_chunks": "Chunks written",

@@ -10,7 +10,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any, Protocol
 
-from descriptors.descriptor import LAYER_COMPUTE_US_MAX
+from descriptors.descriptor import LAYER_COMPUTE_US_MAX, Accept
 from descriptors.layout import ChunkLayout
 from descriptors.recompute import AdviceRequest, DeliveryCosts, PrefillCosts, advise, loadable_chunks
 from nixl_client.client import ObjectCacheClient
@@ -63,8 +63,9 @@ class SchedulerSide:
         ledger: SchedulerLedger,
         counters: Counters,
         layout: ChunkLayout,
+        accept: Accept | None = None,
     ) -> None:
-        self._lookups = Lookups(client, options, counters)
+        self._lookups = Lookups(client, options, counters, accept)
         self._options = options
         self._grid = grid
         self._ledger = ledger

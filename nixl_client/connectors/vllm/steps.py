@@ -23,7 +23,8 @@ class LoadJob:
 @dataclass(frozen=True, slots=True)
 class StoreJob:
     """Write `chunk_range`, whole chunks that have been computed. `keys` are those of its chunks, for each rank.
-    `is_repair` says that the objects stored under these keys cannot be read.
+    `is_repair` says that the objects stored under these keys cannot be read. `block_before` holds the token before the
+    first one; None at the beginning of a prompt.
     """
 
     job_id: int
@@ -31,6 +32,7 @@ class StoreJob:
     chunk_range: ChunkRange
     keys: tuple[tuple[str, ...], ...]
     is_repair: bool = False
+    block_before: int | None = None
 
 
 @dataclass(frozen=True, slots=True)

@@ -134,6 +134,12 @@ class WorkerLedger:
         self._waiting.append(entry)
         return []
 
+    def refuse(self, job: StoreJob, now_s: float) -> list[Instruction]:
+        """A job came that must not be written, and no further chunk of its prefix either."""
+        self._unread[job.request_id] = self._unread.get(job.request_id, 0) + 1
+        self._broken.add(job.request_id)
+        return self._end_read(_Entry(job, now_s))
+
     def begin_next(self) -> list[Instruction]:
         """The writer is free."""
         if self._current is not None or not self._waiting:

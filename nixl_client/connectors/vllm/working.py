@@ -57,7 +57,7 @@ class WorkerSide:
         self._loads = Loads(self._load_client, rank, grid, layout, layers, states.dtype, options, counters)
         ledger = WorkerLedger(options.store_queue_chunks, options.store_wait_s)
         self._writer = Writer(
-            self._store_client, rank, grid, layout, layers, ledger, self._loads.is_idle, counters, options.content_class
+            self._store_client, rank, grid, layout, layers, ledger, self._loads.is_idle, counters, options
         )
         self._awaited: frozenset[str] = frozenset()
         self._report = Report()
@@ -72,7 +72,9 @@ class WorkerSide:
 
     def void(self, step: Step) -> None:
         """The step is about to change blocks."""
-        self._writer.void(None if step.is_reset else step.rewritten)
+        rewritten = None if step.is_reset else step.rewritten
+        self._writer.void(rewritten)
+        self._loads.lossy_blocks.rewritten(rewritten)
 
     def start_loads(self, step: Step) -> None:
         """Start fetching. Without loads the engine calls this when the forward pass is over."""
@@ -88,7 +90,8 @@ class WorkerSide:
         """The forward pass is over."""
         self._loads.finish()
         self._timer.end(step.work, self._loads.waited_s)
-        self._writer.add(step.stores)
+        lossy = {job.job_id for job in step.stores if self._loads.lossy_blocks.covers(job)}
+        self._writer.add(step.stores, lossy)
         self._awaited |= step.awaited
 
     def take_freed(self, finished: set[str]) -> set[str]:

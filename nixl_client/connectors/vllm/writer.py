@@ -5,18 +5,22 @@ from __future__ import annotations
 import logging
 import threading
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 
 import torch
 
+from descriptors.descriptor import ELEMENT_BYTES
 from descriptors.errors import ObjectCacheError
+from descriptors.kv_forms import KvLayout
 from descriptors.layout import ChunkLayout
 from nixl_client.client import ObjectCacheClient
 from nixl_client.connectors.counters import Counters
 from nixl_client.connectors.vllm.blocks import Blocks, PagedLayer
 from nixl_client.connectors.vllm.grid import Grid
+from nixl_client.connectors.vllm.options import Options
 from nixl_client.connectors.vllm.steps import Report, StoreJob
 from nixl_client.connectors.vllm.worker_ledger import Instruction, Outbox, StopReading, WorkerLedger, Write
+from nixl_client.lossy import accept_of
 
 BATCH_CHUNKS = 8
 BATCH_BYTES = 64 << 20
@@ -40,10 +44,10 @@ class Writer:
         ledger: WorkerLedger,
         loads_idle: threading.Event,
         counters: Counters,
-        content_class: str,
+        options: Options,
     ) -> None:
         self._client = client
-        self._content_class = content_class
+        self._content_class = options.content_class
         self._rank = rank
         self._grid = grid
         self._layers = layers
@@ -56,17 +60,26 @@ class Writer:
         self._batch_chunks = max(1, min(BATCH_CHUNKS, BATCH_BYTES // layout.chunk_bytes))
         shape = (self._batch_chunks, layout.num_layers, 2, layout.chunk_tokens, heads, head_dim)
         self._batch = torch.empty(shape, dtype=states.dtype)
+        element = str(states.dtype).removeprefix("torch.")
+        self._kv_layout = None
+        if element in ELEMENT_BYTES:
+            self._kv_layout = KvLayout(layout.num_layers, layout.chunk_tokens, heads * head_dim, element)
+        self._accept = accept_of(options.lossy, states.dtype, options.max_error)
         self._changed = threading.Condition()
         self._is_gathering = False
         self._is_closing = False
         self._thread: threading.Thread | None = None
 
-    def add(self, jobs: Iterable[StoreJob]) -> None:
-        """Write these, when there is time."""
+    def add(self, jobs: Iterable[StoreJob], lossy: Collection[int] = ()) -> None:
+        """Write these, when there is time; but for those whose ids are in `lossy`, whose KV is not exact."""
         now_s = time.monotonic()
         with self._changed:
             for job in jobs:
-                self._carry_out(self._ledger.add(job, now_s))
+                if job.job_id in lossy:
+                    self._counters.add(lossy_unstored_chunks=job.chunk_range.chunk_count)
+                    self._carry_out(self._ledger.refuse(job, now_s))
+                else:
+                    self._carry_out(self._ledger.add(job, now_s))
             self._changed.notify_all()
             if self._thread is None and not self._ledger.is_idle:
                 self._thread = threading.Thread(target=self._run, name="objectcache-store", daemon=True)
@@ -126,7 +139,7 @@ class Writer:
 
     def _store(self, job: StoreJob) -> None:
         keys = job.keys[self._rank]
-        stored = 0 if job.is_repair else self._client.lookup(keys)
+        stored = 0 if job.is_repair else self._client.lookup(keys, accept=self._accept)
         self._counters.add(stored_already_chunks=stored)
         for first in range(stored, len(keys), self._batch_chunks):
             end = min(first + self._batch_chunks, len(keys))
@@ -134,7 +147,9 @@ class Writer:
             if not self._gather(job, first, end):
                 break
             chunks = [self._batch[index].flatten().view(torch.uint8).numpy() for index in range(end - first)]
-            self._client.put_chunks(keys[first:end], chunks, content_class=self._content_class)
+            self._client.put_chunks(
+                keys[first:end], chunks, content_class=self._content_class, kv_layout=self._kv_layout
+            )
             self._counters.add(stored_chunks=end - first, stored_bytes=sum(chunk.nbytes for chunk in chunks))
 
     def _gather(self, job: StoreJob, first: int, end: int) -> bool:

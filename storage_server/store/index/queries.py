@@ -7,7 +7,7 @@ import sqlite3
 from collections.abc import Sequence
 
 from descriptors.errors import CallerError, ErrorCode
-from descriptors.headers import CLASS_HEADER
+from descriptors.headers import CLASS_HEADER, CODEC_HEADER
 from descriptors.lifecycle import LifecycleRule
 from descriptors.objects import (
     BucketInfo,
@@ -36,10 +36,10 @@ from storage_server.store.rows import (
     stored_upload,
 )
 
-_CONTENT_CLASS = (
-    f"CASE WHEN instr(o.attributes, '{CLASS_HEADER}')"
-    f""" THEN json_extract(o.attributes, '$.headers."{CLASS_HEADER}"') END"""
-)
+
+def _header(name: str) -> str:
+    """The value of an object's header in SQL. Most objects have none, and their JSON is not parsed."""
+    return f"""CASE WHEN instr(o.attributes, '{name}') THEN json_extract(o.attributes, '$.headers."{name}"') END"""
 
 
 def bucket(db: sqlite3.Connection, name: str) -> BucketInfo:
@@ -107,20 +107,20 @@ def prefix(db: sqlite3.Connection, name: str, keys: Sequence[str]) -> list[list[
     require_bucket(db, name)
     sql = (
         "SELECT wanted.id, o.key IS NULL, e.file_id, e.file_offset, e.nbytes, e.blocks, e.object_offset,"
-        f" {_CONTENT_CLASS}"
+        f" {_header(CLASS_HEADER)}, {_header(CODEC_HEADER)}"
         " FROM json_each(?) AS wanted LEFT JOIN objects AS o ON o.bucket = ? AND o.key = wanted.value"
         " LEFT JOIN extents AS e ON e.version = o.version ORDER BY wanted.id, e.object_offset"
     )
     found: list[list[Extent] | None] = []
     last = None
     rows = db.execute(sql, (json.dumps(keys, ensure_ascii=False), name))
-    for position, absent, file_id, offset, nbytes, blocks, object_offset, content_class in rows:
+    for position, absent, file_id, offset, nbytes, blocks, object_offset, content_class, form in rows:
         if position != last:
             found.append(None if absent else [])
             last = position
         chunk = found[-1]
         if file_id and chunk is not None:
-            chunk.append(Extent(file_id, offset, nbytes, blocks, object_offset, content_class or ""))
+            chunk.append(Extent(file_id, offset, nbytes, blocks, object_offset, content_class or "", form or ""))
     return found
 
 

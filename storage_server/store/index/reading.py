@@ -5,7 +5,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from descriptors.errors import CallerError, ChunkUnavailable, ErrorCode
+from descriptors.layer_forms import EXACT, RUNS_MAX
 from descriptors.objects import ByteRange, RangeSpec
+from storage_server.compression.forms import Takes, kept_form
 from storage_server.planning.extent import Extent
 
 
@@ -25,17 +27,31 @@ def resolve_range(spec: RangeSpec | None, nbytes: int) -> ByteRange:
     return ByteRange(first, last - first + 1)
 
 
-def usable_prefix(found: Sequence[list[Extent] | None], chunk_bytes: int, *, prefix_only: bool) -> list[list[Extent]]:
-    """The leading chunks that exist and have the right size. Without `prefix_only` every chunk must be there.
+def is_taken(chunk: Sequence[Extent], reader: Takes | None) -> bool:
+    """Whether a stored chunk is exact, or encoded in a form that the reader takes."""
+    if not chunk or not chunk[0].form:
+        return True
+    form = kept_form(chunk[0].form)
+    return form is not None and reader is not None and reader.takes(form)
+
+
+def usable_prefix(
+    found: Sequence[list[Extent] | None], chunk_bytes: int, *, prefix_only: bool, reader: Takes | None = None
+) -> list[list[Extent]]:
+    """The leading chunks that exist and have the right size, or the size of their form, if they are encoded and the
+    reader takes that. Without `prefix_only` every chunk must be there. An encoded chunk that begins a run which a
+    delivery cannot tell any more counts as missing.
 
     Raises ChunkUnavailable (NoSuchChunk, ChunkSizeMismatch) with the index of the first chunk that is absent or does
     not have `chunk_bytes`. With `prefix_only` it is raised for chunk 0 alone, and otherwise the list ends before that
     chunk.
     """
     usable: list[list[Extent]] = []
+    runs = _Runs()
     for index, chunk in enumerate(found):
         nbytes = sum(extent.nbytes for extent in chunk) if chunk is not None else None
-        if chunk is not None and nbytes == chunk_bytes:
+        is_encoded = chunk is not None and len(chunk) > 0 and bool(chunk[0].form)
+        if chunk is not None and (runs.takes(chunk, reader) if is_encoded else runs.exact() and nbytes == chunk_bytes):
             usable.append(chunk)
             continue
         if prefix_only and index > 0:
@@ -43,6 +59,9 @@ def usable_prefix(found: Sequence[list[Extent] | None], chunk_bytes: int, *, pre
         field = f"chunk_keys[{index}]"
         if nbytes is None:
             raise ChunkUnavailable(ErrorCode.NO_SUCH_CHUNK, f"{field} is not stored", field=field, index=index)
+        if is_encoded:
+            problem = f"{field} is stored encoded, in a form that the descriptor does not accept"
+            raise ChunkUnavailable(ErrorCode.NO_SUCH_CHUNK, problem, field=field, index=index)
         raise ChunkUnavailable(
             ErrorCode.CHUNK_SIZE_MISMATCH,
             f"{field} has {nbytes} bytes, the descriptor says {chunk_bytes} (L*S)",
@@ -50,6 +69,31 @@ def usable_prefix(found: Sequence[list[Extent] | None], chunk_bytes: int, *, pre
             index=index,
         )
     return usable
+
+
+class _Runs:
+    """The runs of forms among the chunks so far, of which a delivery can tell so many."""
+
+    def __init__(self) -> None:
+        self._form = ""
+        self._count = 0
+
+    def exact(self) -> bool:
+        """An exact chunk comes next, which always can be told."""
+        self._count += self._form != EXACT
+        self._form = EXACT
+        return True
+
+    def takes(self, chunk: Sequence[Extent], reader: Takes | None) -> bool:
+        """Whether an encoded chunk may come next."""
+        form = kept_form(chunk[0].form)
+        if form is None or reader is None or not reader.takes(form):
+            return False
+        if len(chunk) > 1 or chunk[0].nbytes != form.nbytes:
+            return False
+        self._count += self._form != form.codec.value
+        self._form = form.codec.value
+        return self._count <= RUNS_MAX
 
 
 def _unsatisfiable(nbytes: int) -> CallerError:

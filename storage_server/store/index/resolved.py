@@ -92,5 +92,9 @@ class ResolvedKeys:
 
 def entry_bytes(bucket: str, key: str, extents: Sequence[Extent]) -> int:
     """The memory that an entry takes, in bytes, approximately; its checksums grow with the object."""
-    of_extents = sum(EXTENT_BYTES + len(extent.checksums) + len(extent.content_class) for extent in extents)
+    of_extents = sum(_extent_bytes(extent) for extent in extents)
     return ENTRY_BYTES + len(bucket) + len(key) + of_extents
+
+
+def _extent_bytes(extent: Extent) -> int:
+    return EXTENT_BYTES + len(extent.checksums) + len(extent.content_class) + len(extent.form)

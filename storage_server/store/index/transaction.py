@@ -240,6 +240,18 @@ def publish(
     return version
 
 
+def replace_version(tx: Transaction, bucket: str, before: StoredObject, info: ObjectInfo, part: StoredPart) -> bool:
+    """Publish an object in the place of one that the key showed; False where it shows something else by now, or the
+    same with other tags.
+    """
+    if find_object(tx.db, bucket, info.key) != before:
+        return False
+    version = tx.new_version()
+    tx.put_row(bucket, info, version)
+    tx.add_extent(version, 1, part, info.modified_at)
+    return True
+
+
 def mark_clean(tx: Transaction, bucket: str, key: str, version: int, etag: str, modified_at: float) -> bool:
     """Note that upstream has this version now, under `etag` and since `modified_at` (Unix seconds). False where the key
     shows another version by now.

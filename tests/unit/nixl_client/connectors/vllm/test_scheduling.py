@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from descriptors.descriptor import LAYER_COMPUTE_US_MAX
+from descriptors.descriptor import LAYER_COMPUTE_US_MAX, Accept
 from descriptors.errors import ErrorCode, ServerError
 from descriptors.layout import ChunkLayout
 from descriptors.prefix_keys import chunk_keys
@@ -142,7 +142,7 @@ class TestLedger:
         assert ledger.finish("b")
         assert ledger.take_step(Work(33, 1.0), 250) == Step(
             loads=(LoadJob(1, "a", ChunkRange(0, 2, 0, 0, 64, (1, 2)), (keys[:2],)),),
-            stores=(StoreJob(2, "b", ChunkRange(2, 3, 0, 0, 32, (6,)), (keys[2:],)),),
+            stores=(StoreJob(2, "b", ChunkRange(2, 3, 0, 0, 32, (6,)), (keys[2:],), block_before=5),),
             rewritten=frozenset({1, 2, 3}),
             awaited=frozenset({"b"}),
             work=Work(33, 1.0),
@@ -468,7 +468,7 @@ class TestSchedulerSide:
         side, store, _ = self.side()
         calls: list[int] = []
 
-        def fail(keys: Sequence[str], lease_s: float = 0.0) -> int:
+        def fail(keys: Sequence[str], lease_s: float = 0.0, *, accept: Accept | None = None) -> int:
             calls.append(len(keys))
             raise ServerError(ErrorCode.INTERNAL_ERROR, "down", retryable=True)
 

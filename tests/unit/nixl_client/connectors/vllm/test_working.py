@@ -5,6 +5,7 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -12,6 +13,7 @@ import pytest
 import torch
 
 from descriptors.errors import ChunkUnavailable, ErrorCode, ServerError
+from descriptors.layer_forms import EXACT, FormRun, LayerForms
 from descriptors.layout import ChunkLayout
 from descriptors.recompute import PrefillCosts
 from nixl_client.connectors.counters import Counters
@@ -30,6 +32,7 @@ from nixl_client.connectors.vllm.worker_ledger import (
 )
 from nixl_client.connectors.vllm.working import IdleWorker
 from nixl_client.connectors.vllm.writer import Writer
+from nixl_client.lossy import Lossy
 from tests.support.vllm_played import PlayedStore, store_job
 
 
@@ -174,7 +177,9 @@ HEADS, HEAD_DIM, LAYERS = 2, 8, 3
 class Worker:
     """Loads and a writer over one made-up engine memory."""
 
-    def __init__(self, grid: Grid, load_timeout_s: float = 2.0, layer_count: int = LAYERS) -> None:
+    def __init__(
+        self, grid: Grid, load_timeout_s: float = 2.0, layer_count: int = LAYERS, lossy: Lossy = Lossy.OFF
+    ) -> None:
         self.grid = grid
         self.layout = ChunkLayout(layer_count, grid.chunk_tokens, 2 * grid.chunk_tokens * HEADS * HEAD_DIM * 4)
         self.caches = [torch.randn(8, HEADS, grid.block_tokens, 2 * HEAD_DIM) for _ in range(layer_count)]
@@ -182,12 +187,12 @@ class Worker:
         self.store = PlayedStore(self.layout)
         self.counters = Counters()
         client: Any = self.store
-        options = Options("http://127.0.0.1:1", "b", staging_bytes=1 << 20, load_timeout_s=load_timeout_s)
+        options = Options("http://127.0.0.1:1", "b", staging_bytes=1 << 20, load_timeout_s=load_timeout_s, lossy=lossy)
         self.loads = Loads(client, 0, grid, self.layout, layers, torch.float32, options, self.counters)
         loads_idle = threading.Event()
         loads_idle.set()
         ledger = WorkerLedger(100, 10.0)
-        self.writer = Writer(client, 0, grid, self.layout, layers, ledger, loads_idle, self.counters, "")
+        self.writer = Writer(client, 0, grid, self.layout, layers, ledger, loads_idle, self.counters, options)
 
     def save(self, blocks: tuple[int, ...], first_chunk: int, end_chunk: int) -> tuple[str, ...]:
         keys = tuple(f"key{index}" for index in range(first_chunk, end_chunk))
@@ -207,6 +212,68 @@ class Worker:
 
     def same(self, left: Sequence[int], right: Sequence[int]) -> bool:
         return all(torch.equal(cache[list(left)], cache[list(right)]) for cache in self.caches)
+
+
+class TestLossyBlocks:
+    """What came with a loss, or was computed from such, is never stored: others would take it for exact."""
+
+    FORMS = LayerForms((FormRun(EXACT, 1, 512), FormRun("kivi4-1", 1, 200), FormRun(EXACT, 2, 512)), 0.1, 0.02)
+
+    def loaded(self, forms: LayerForms | None) -> Worker:
+        worker = Worker(Grid(8, 8), lossy=Lossy.BOUNDED)
+        worker.save((0, 1, 2, 3), 0, 4)
+        worker.store.forms = forms
+        assert not worker.load((4, 5, 6, 7), 0, 32)
+        return worker
+
+    def job(self, blocks: tuple[int, ...], first_chunk: int = 0, before: int | None = None) -> StoreJob:
+        span = Grid(8, 8).store_range(first_chunk, first_chunk + len(blocks), (0,) * first_chunk + blocks)
+        return StoreJob(1, "r", span, (("key",) * len(blocks),), block_before=before)
+
+    def test_chunks_before_the_first_encoded_one_are_exact(self) -> None:
+        lossy = self.loaded(self.FORMS).loads.lossy_blocks
+        assert not lossy.covers(self.job((4,)))
+        assert lossy.covers(self.job((5,), 1, 4))
+        assert lossy.covers(self.job((7,), 3, 6))
+
+    @pytest.mark.parametrize("forms", [None, LayerForms((FormRun(EXACT, 4, 512),))])
+    def test_a_load_of_exact_chunks_leaves_no_trace(self, forms: LayerForms | None) -> None:
+        lossy = self.loaded(forms).loads.lossy_blocks
+        assert not lossy.covers(self.job((4, 5, 6, 7)))
+
+    def test_what_is_computed_from_a_lossy_prefix_is_lossy_and_so_on(self) -> None:
+        lossy = self.loaded(self.FORMS).loads.lossy_blocks
+        assert lossy.covers(self.job((0,), 4, 7))
+        assert lossy.covers(self.job((1,), 5, 0))
+        assert not lossy.covers(self.job((2,), 5, 3))
+
+    def test_blocks_that_hold_something_else_are_exact_again(self) -> None:
+        lossy = self.loaded(self.FORMS).loads.lossy_blocks
+        lossy.rewritten(frozenset((5, 6)))
+        assert not lossy.covers(self.job((5, 6)))
+        assert lossy.covers(self.job((7,)))
+        lossy.rewritten(None)
+        assert not lossy.covers(self.job((7,)))
+
+    def test_blocks_that_were_lost_are_computed(self) -> None:
+        worker = Worker(Grid(8, 8), lossy=Lossy.BOUNDED)
+        worker.save((0, 1, 2, 3), 0, 4)
+        worker.store.failure = ServerError(ErrorCode.INTERNAL_ERROR, "played")
+        assert worker.load((4, 5, 6, 7), 0, 32) == {4, 5, 6, 7}
+        assert not worker.loads.lossy_blocks.covers(self.job((4, 5, 6, 7)))
+
+    def test_such_jobs_are_refused_and_counted(self) -> None:
+        worker = self.loaded(self.FORMS)
+        stored = dict(worker.store.chunks)
+        worker.writer.add([replace(self.job((5,), 1, 4), job_id=7)], {7})
+        _, report = worker.writer.poll((), ())
+        assert report.read_jobs == {1: 1, 7: 1}
+        assert worker.counters.totals["lossy_unstored_chunks"] == 1
+        assert worker.store.chunks == stored
+
+    def test_lookups_of_the_writer_count_what_the_reader_takes(self) -> None:
+        worker = self.loaded(self.FORMS)
+        assert [accept is not None and accept.element for accept in worker.store.looked_up] == ["float32"]
 
 
 class TestLoadsMeasure:

@@ -1,0 +1,94 @@
+"""What a stored object says of the KV in it: the layout of exact chunks, which whoever puts them may declare, and the
+form of encoded ones, which only the server writes. Both are values of headers, kept with the object.
+
+    x-amz-objectcache-layout: layers=32;tokens=16;width=1024;element=bfloat16
+    x-amz-objectcache-codec:  kivi4-1;layers=32;tokens=16;width=1024;element=bfloat16;error=0.0861;mean_error=0.0712
+
+`width` are the elements of one token's keys in a layer: KV heads times head dimension.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from dataclasses import dataclass
+
+from descriptors.descriptor import CHUNK_TOKENS_MAX, ELEMENT_BYTES, NUM_LAYERS_MAX
+
+LAYOUT_RULE = "layers=L;tokens=G;width=W;element=float16, bfloat16 or float32"
+WIDTH_MAX = 1 << 16
+_LAYOUT = re.compile(r"layers=([0-9]{1,6});tokens=([0-9]{1,9});width=([0-9]{1,6});element=([a-z0-9]{1,16})")
+_NUMBER = "([0-9.e+-]{1,24})"
+_FORM = re.compile(rf"([a-z0-9][a-z0-9._-]{{0,31}});({_LAYOUT.pattern});error={_NUMBER};mean_error={_NUMBER}")
+
+
+@dataclass(frozen=True, slots=True)
+class KvLayout:
+    """The KV of a chunk: layers, tokens, elements of one token's keys, and their type. Raises ValueError."""
+
+    num_layers: int
+    tokens: int
+    width: int
+    element: str
+
+    def __post_init__(self) -> None:
+        if not 1 <= self.num_layers <= NUM_LAYERS_MAX or not 1 <= self.tokens <= CHUNK_TOKENS_MAX:
+            raise ValueError(f"{self.num_layers} layers of {self.tokens} tokens")
+        if not 1 <= self.width <= WIDTH_MAX or self.element not in ELEMENT_BYTES:
+            raise ValueError(f"{self.width} elements of type {self.element!r}")
+
+    @property
+    def nbytes(self) -> int:
+        """The bytes of an exact chunk."""
+        return self.num_layers * 2 * self.tokens * self.width * ELEMENT_BYTES[self.element]
+
+    @property
+    def text(self) -> str:
+        """The header's value."""
+        return f"layers={self.num_layers};tokens={self.tokens};width={self.width};element={self.element}"
+
+    @classmethod
+    def parse(cls, text: str) -> KvLayout:
+        """Raises ValueError for a text that is none."""
+        found = _LAYOUT.fullmatch(text)
+        if found is None:
+            raise ValueError(f"no layout: {text!r}")
+        layers, tokens, width, element = found.groups()
+        return cls(int(layers), int(tokens), int(width), element)
+
+
+@dataclass(frozen=True, slots=True)
+class EncodedForm:
+    """An encoded chunk: its codec, the layout of the exact one, and the errors of its layers, of keys and of values:
+    the greatest, and the mean. Raises ValueError.
+    """
+
+    codec: str
+    layout: KvLayout
+    worst_error: float
+    mean_error: float
+
+    def __post_init__(self) -> None:
+        if not 0 <= self.mean_error < math.inf or not 0 <= self.worst_error < math.inf:
+            raise ValueError("an error is a number from 0")
+
+    @property
+    def text(self) -> str:
+        """The header's value. An error is told up to its sixth digit, rounded up."""
+        worst, mean = (f"{_rounded_up(error):.6g}" for error in (self.worst_error, self.mean_error))
+        return f"{self.codec};{self.layout.text};error={worst};mean_error={mean}"
+
+    @classmethod
+    def parse(cls, text: str) -> EncodedForm:
+        """Raises ValueError for a text that is none."""
+        found = _FORM.fullmatch(text)
+        if found is None:
+            raise ValueError(f"no form: {text!r}")
+        return cls(found[1], KvLayout.parse(found[2]), float(found[7]), float(found[8]))
+
+
+def _rounded_up(error: float) -> float:
+    if not error:
+        return 0.0
+    scale = 10.0 ** (5 - math.floor(math.log10(error)))
+    return math.ceil(error * scale) / scale

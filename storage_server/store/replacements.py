@@ -1,0 +1,100 @@
+"""Victims of buckets with `lossy = "replace"`: they stay until they are encoded, or somebody waits for their room."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
+from contextlib import AbstractAsyncContextManager, asynccontextmanager
+from functools import partial
+
+from storage_server.eviction.books import Name, Victim
+from storage_server.settings import CacheSettings
+from storage_server.store.replacer import Replacer
+
+PAUSE_S = 1.0
+_log = logging.getLogger(__name__)
+Leaving = Callable[[Victim], AbstractAsyncContextManager[bool]]
+"""Whether a victim may leave; while the block runs no lookup promises it."""
+
+
+class Replacements:
+    """`caches` has the buckets. `delete` deletes a victim inside a block of `leaving`. Used from one event loop."""
+
+    def __init__(
+        self,
+        replacer: Replacer,
+        caches: Mapping[str, CacheSettings],
+        leaving: Leaving,
+        delete: Callable[[Victim], Awaitable[None]],
+    ) -> None:
+        self._replacer = replacer
+        self._caches = caches
+        self._leaving = leaving
+        self._delete = delete
+        self._aside: dict[Name, Victim] = {}
+        self._wake = asyncio.Event()
+
+    @property
+    def nbytes(self) -> int:
+        """The space of what is set aside."""
+        return sum(victim.entry.nbytes for victim in self._aside.values())
+
+    def set_aside(self, victims: Sequence[Victim], now: float) -> list[Victim]:
+        """Set those aside that can be replaced. Returns the others, among them those whose time has come."""
+        others: list[Victim] = []
+        for victim in victims:
+            cache = self._caches.get(victim.bucket)
+            if cache is not None and victim.entry.is_replaceable and not _is_over(victim, cache, now):
+                self._aside[victim.bucket, victim.key] = victim
+                self._wake.set()
+            else:
+                others.append(victim)
+        return others
+
+    def give_up(self, nbytes: int, bucket: str | None = None) -> list[Victim]:
+        """Take victims of so many bytes that were set aside first, of one bucket or of all: somebody waits for room."""
+        taken: list[Victim] = []
+        for name, victim in list(self._aside.items()):
+            if nbytes <= 0:
+                break
+            if bucket is None or victim.bucket == bucket:
+                del self._aside[name]
+                taken.append(victim)
+                nbytes -= victim.entry.nbytes
+        return taken
+
+    async def run(self) -> None:
+        """Replace what is set aside, one after the other, until cancelled."""
+        while True:
+            self._wake.clear()
+            while self._aside:
+                try:
+                    await self._replace(next(iter(self._aside.values())))
+                except Exception:
+                    _log.exception("replacing failed; it is tried again")
+                    await asyncio.sleep(PAUSE_S)
+            await self._wake.wait()
+
+    async def _replace(self, victim: Victim) -> None:
+        bucket, name = victim.bucket, (victim.bucket, victim.key)
+        made = await self._replacer.encoded(bucket, victim.key, victim.entry.version, self._caches[bucket].max_error)
+        if made is not None and await self._replacer.put(bucket, made, partial(self._taken, name, victim)):
+            return
+        async with self._taken(name, victim) as may_leave:
+            if may_leave:
+                await self._delete(victim)
+
+    @asynccontextmanager
+    async def _taken(self, name: Name, victim: Victim) -> AsyncIterator[bool]:
+        """Whether it may leave now. It is set aside no more then."""
+        async with self._leaving(victim) as may_leave:
+            if self._aside.get(name) is not victim:
+                yield False  # given up meanwhile
+                return
+            yield may_leave
+            del self._aside[name]
+
+
+def _is_over(victim: Victim, cache: CacheSettings, now: float) -> bool:
+    return cache.ttl_s is not None and victim.entry.modified_at + cache.ttl_s <= now
