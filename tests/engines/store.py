@@ -7,7 +7,7 @@ import os
 import signal
 import socket
 import sqlite3
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -46,11 +46,12 @@ class Store:
         pages = s3.get_paginator("list_objects_v2").paginate(Bucket=BUCKET)
         return {entry["Key"] for page in pages for entry in page.get("Contents", ())}
 
-    def sizes(self) -> set[int]:
-        """The sizes of everything stored."""
+    def sizes(self, keys: Collection[str] | None = None) -> set[int]:
+        """The sizes of everything stored, or of these objects."""
         s3 = s3_client(self.endpoint)
         pages = s3.get_paginator("list_objects_v2").paginate(Bucket=BUCKET)
-        return {entry["Size"] for page in pages for entry in page.get("Contents", ())}
+        entries = [entry for page in pages for entry in page.get("Contents", ())]
+        return {entry["Size"] for entry in entries if keys is None or entry["Key"] in keys}
 
     def get(self, key: str) -> bytes:
         """An object."""

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import time
 from pathlib import Path
 
 import pytest
 
 from tests.engines.conftest import Engines, Reference
+from tests.engines.messages import Prompt
 from tests.engines.prompts import unrelated
 from tests.engines.store import running_store
 
@@ -21,6 +23,17 @@ home_bytes_per_s = 5e7
 """
 """Quality counts for nothing here, so that everything is encoded that somebody takes so."""
 ATTEMPTS = 20
+LONGER = [Prompt((*PROMPT[0].tokens, *unrelated(42, 1, 128)[0].tokens))]
+REPLACING = """
+[compression]
+policy = "adaptive"
+
+[[buckets]]
+name = "kv-cache"
+capacity_bytes = "16MiB"
+eviction = "lru"
+lossy = "replace"
+"""
 
 
 def test_an_engine_that_accepts_loss_gets_encoded_chunks_and_another_gets_exact_ones(
@@ -44,7 +57,11 @@ def test_an_engine_that_accepts_loss_gets_encoded_chunks_and_another_gets_exact_
                     assert 0 < outcome.counters["lossy_error"] < encoded
                     break
             assert encoded
+            before = store.keys()
+            outcome = engine.generate(LONGER)
+            assert outcome.count("lossy_unstored_chunks") > 0
             engine.stop()
+            assert store.keys() == before  # what was computed from encoded chunks is in nobody's store
         with engines.cached(store.connector(load="all")) as engine:
             engine.forget()
             outcome = engine.generate(PROMPT)
@@ -52,3 +69,33 @@ def test_an_engine_that_accepts_loss_gets_encoded_chunks_and_another_gets_exact_
             assert outcome.count("loaded_chunks") > 0
             assert outcome.count("lossy_chunks") == 0
             engine.stop()
+
+
+def test_an_engine_loads_chunks_that_the_store_has_replaced_if_it_accepts_them(
+    engines: Engines, reference: Reference, tmp_path: Path
+) -> None:
+    """To the exact engine they are missing: it computes them again, and so they are exact again."""
+    tokens = reference.tokens(PROMPT)
+    with running_store(tmp_path / "store", config=REPLACING) as store:
+        with engines.cached(store.connector()) as engine:
+            assert engine.generate(PROMPT).tokens == tokens
+            (chunk_bytes,) = store.sizes()
+            first = store.keys()
+            for seed in range(60):
+                engine.generate(unrelated(100 + seed, 1, 640))
+                time.sleep(1.0)
+                if min(store.sizes(first)) < chunk_bytes / 2:
+                    break
+            assert min(store.sizes(first)) < chunk_bytes / 2
+            engine.stop()
+        with engines.cached(store.connector(lossy="bounded", load="all")) as engine:
+            outcome = engine.generate(PROMPT)
+            assert 0 < outcome.count("lossy_chunks") <= outcome.count("loaded_chunks")
+            assert outcome.lost_blocks == 0
+            engine.stop()
+        with engines.cached(store.connector(load="all")) as engine:
+            outcome = engine.generate(PROMPT)
+            assert outcome.tokens == tokens
+            assert outcome.count("lossy_chunks") == 0
+            engine.stop()
+        assert store.sizes(first) == {chunk_bytes}

@@ -214,11 +214,13 @@ class ObjectCacheConnector(KVConnectorBase_V1):  # type: ignore[misc]  # vLLM is
         is_storing = options.store and self._kv_transfer_config.is_kv_producer
         deployment = engine.deployment(self._vllm_config, group, options)
         steps_max = self._vllm_config.max_concurrent_batches
-        self._ledger = SchedulerLedger(deployment, setup.grid, room_chunks, is_storing, steps_max)
+        accept = accept_of(options.lossy, group.kv_cache_spec.dtype, options.max_error)
+        self._ledger = SchedulerLedger(
+            deployment, setup.grid, room_chunks, is_storing, steps_max, tells_growth=accept is not None
+        )
         self._client = ObjectCacheClient(options.endpoint, options.bucket, timeout_s=options.lookup_timeout_s)
         layer_count = len(group.layer_names)
         layout = ChunkLayout(layer_count, setup.grid.chunk_tokens, setup.chunk_bytes // layer_count)
-        accept = accept_of(options.lossy, group.kv_cache_spec.dtype, options.max_error)
         self._scheduler = SchedulerSide(self._client, options, setup.grid, self._ledger, self.counters, layout, accept)
 
     def _evict(self, lost_blocks: set[int]) -> None:

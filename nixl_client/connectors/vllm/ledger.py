@@ -9,13 +9,13 @@ from __future__ import annotations
 
 import itertools
 from collections import OrderedDict, deque
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 
 from nixl_client.connectors.compute_fit import NO_WORK, Work
 from nixl_client.connectors.vllm.grid import Grid
 from nixl_client.connectors.vllm.naming import Deployment, KeyChain
-from nixl_client.connectors.vllm.steps import LoadJob, Report, Step, StoreJob
+from nixl_client.connectors.vllm.steps import Grown, LoadJob, Report, Step, StoreJob
 
 BAD_S = 300.0
 """A chunk that could not be read is offered to no request for this time. By then it may have been written again."""
@@ -51,12 +51,20 @@ class Tracked:
 
 class SchedulerLedger:
     """Requests from their first lookup to their end. A step loads at most `room_chunks` chunks. The engine has at most
-    `steps_max` steps under way.
+    `steps_max` steps under way. Steps say which requests have new blocks if it `tells_growth`.
     """
 
     def __init__(
-        self, deployment: Deployment, grid: Grid, room_chunks: int, is_storing: bool, steps_max: int = 1
+        self,
+        deployment: Deployment,
+        grid: Grid,
+        room_chunks: int,
+        is_storing: bool,
+        steps_max: int = 1,
+        *,
+        tells_growth: bool = False,
     ) -> None:
+        self._tells_growth = tells_growth
         self._deployment = deployment
         self._grid = grid
         self._room_chunks = room_chunks
@@ -222,9 +230,7 @@ class SchedulerLedger:
         chunk_range = self._grid.store_range(first_chunk, end_chunk, block_ids)
         self._job_id += 1
         keys = self._keys(tracked, tokens, first_chunk, end_chunk)
-        start = first_chunk * self._grid.chunk_tokens
-        block_before = block_ids[(start - 1) // self._grid.block_tokens] if start else None
-        self._stores.append(StoreJob(self._job_id, request_id, chunk_range, keys, is_repair, block_before))
+        self._stores.append(StoreJob(self._job_id, request_id, chunk_range, keys, is_repair))
         self._owners[self._job_id] = request_id
         tracked.unread_jobs.add(self._job_id)
 
@@ -277,6 +283,7 @@ class SchedulerLedger:
             self._is_reset,
             work,
             layer_compute_us,
+            grown=tuple(self._grown()) if self._tells_growth else (),
         )
         self._tables.append(self._step_tables)
         self._loads, self._stores, self._awaited, self._is_reset = [], [], set(), False
@@ -287,6 +294,15 @@ class SchedulerLedger:
             if self._step - begun > LOADING_STEPS_MAX:
                 del self._loading[job_id]
         return step
+
+    def _grown(self) -> Iterator[Grown]:
+        """Requests of the coming step whose last blocks are new."""
+        for table in self._step_tables:
+            first = len(table)
+            while first and table[first - 1] in self._rewritten:
+                first -= 1
+            if first < len(table):
+                yield Grown(table[first - 1] if first else None, tuple(table[first:]))
 
     def _note_bad(self, job: LoadJob, index: int, now_s: float) -> None:
         key = job.keys[0][index - job.chunk_range.first_chunk]

@@ -315,8 +315,10 @@ class Loads:
         self._counters.add(loads=1, loaded_chunks=load.chunk_count, loaded_bytes=nbytes, loaded_tokens=tokens)
         forms = load.fetch.forms
         first_encoded = load.chunk_count if forms is None else forms.first_encoded
-        exact_blocks = self._grid.first_lost_block(load.job.chunk_range, first_encoded)
-        self.lossy_blocks.exact(load.job.chunk_range.blocks[:exact_blocks])
+        blocks = load.job.chunk_range.blocks
+        is_exact = first_encoded >= load.chunk_count
+        exact_count = len(blocks) if is_exact else self._grid.first_lost_block(load.job.chunk_range, first_encoded)
+        self.lossy_blocks.loaded(blocks, exact_count)
         if forms is not None:
             encoded = forms.encoded_count
             self._counters.add(lossy_chunks=encoded, lossy_error=forms.mean_error * forms.chunk_count)
@@ -324,7 +326,8 @@ class Loads:
     def _lose(self, job: LoadJob, first_block: int, why: object, end_block: int | None = None) -> None:
         lost = job.chunk_range.blocks[first_block:end_block]
         self._lost_blocks.update(lost)
-        self.lossy_blocks.exact(lost)
+        if not first_block:
+            self.lossy_blocks.loaded(job.chunk_range.blocks, len(job.chunk_range.blocks))
         self._counters.add(load_failures=1, lost_tokens=len(lost) * self._grid.block_tokens)
         _log.warning(
             "request %s: %d of %d blocks were not loaded and will be recomputed: %s",

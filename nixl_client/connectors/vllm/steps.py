@@ -23,8 +23,7 @@ class LoadJob:
 @dataclass(frozen=True, slots=True)
 class StoreJob:
     """Write `chunk_range`, whole chunks that have been computed. `keys` are those of its chunks, for each rank.
-    `is_repair` says that the objects stored under these keys cannot be read. `block_before` holds the token before the
-    first one; None at the beginning of a prompt.
+    `is_repair` says that the objects stored under these keys cannot be read.
     """
 
     job_id: int
@@ -32,7 +31,14 @@ class StoreJob:
     chunk_range: ChunkRange
     keys: tuple[tuple[str, ...], ...]
     is_repair: bool = False
-    block_before: int | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Grown:
+    """The new blocks of a request, and the one before them; None at the beginning of its prompt."""
+
+    block_before: int | None
+    blocks: tuple[int, ...]
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,7 +46,7 @@ class Step:
     """One step's work. `rewritten` are blocks whose bytes this step may change, all of them where `is_reset`; `awaited`
     are requests that have ended and whose blocks are free once nothing reads them. `work` is what the step computes,
     and `layer_compute_us` how long a layer of it should take (0: not known yet). With `costs` a load that is late is
-    given up once its tokens are sooner computed.
+    given up once its tokens are sooner computed. `grown` are requests with new blocks, where the reader takes a loss.
     """
 
     loads: tuple[LoadJob, ...] = ()
@@ -51,6 +57,7 @@ class Step:
     work: Work = NO_WORK
     layer_compute_us: int = 0
     costs: PrefillCosts | None = None
+    grown: tuple[Grown, ...] = ()
 
 
 @dataclass(slots=True)

@@ -74,7 +74,7 @@ class WorkerSide:
         """The step is about to change blocks."""
         rewritten = None if step.is_reset else step.rewritten
         self._writer.void(rewritten)
-        self._loads.lossy_blocks.rewritten(rewritten)
+        self._loads.lossy_blocks.begin(step.grown, rewritten)
 
     def start_loads(self, step: Step) -> None:
         """Start fetching. Without loads the engine calls this when the forward pass is over."""

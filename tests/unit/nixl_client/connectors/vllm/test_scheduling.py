@@ -23,7 +23,7 @@ from nixl_client.connectors.vllm.naming import Deployment, KeyChain
 from nixl_client.connectors.vllm.options import LoadPolicy, Options
 from nixl_client.connectors.vllm.published import told_chunks
 from nixl_client.connectors.vllm.scheduling import SchedulerSide
-from nixl_client.connectors.vllm.steps import LoadJob, Report, Step, StoreJob
+from nixl_client.connectors.vllm.steps import Grown, LoadJob, Report, Step, StoreJob
 from nixl_client.connectors.vllm.weights import Adapters, fingerprint
 from nixl_client.transports.transport import Transport
 from tests.support.vllm_played import ONE_RANK, OPTIONS, PlayedStore
@@ -127,6 +127,16 @@ class TestLedger:
         assert step.loads[0].keys[0] == tuple(chunk_keys(ONE_RANK.namespace(0, "", ""), tokens, 32)[:3])
         assert ledger.loadable(ledger.track("b", "", ""), len(tokens), 0) == 96
 
+    def test_a_step_says_which_requests_have_new_blocks_if_it_is_asked_to(self) -> None:
+        for tells in (True, False):
+            ledger = SchedulerLedger(ONE_RANK, Grid(32, 32), 100, is_storing=True, tells_growth=tells)
+            ledger.given_out((3, 4, 7, 9))
+            for table in ((1, 2, 3, 4), (7,), (5, 6), (8, 9)):
+                ledger.scheduled(table)
+            grown = (Grown(2, (3, 4)), Grown(None, (7,)), Grown(8, (9,)))
+            assert ledger.take_step().grown == (grown if tells else ())
+            assert ledger.take_step().grown == ()
+
     def test_a_step_is_all_that_workers_have_to_do(self) -> None:
         """A load for one request, a store for another, whose end the engine waits for."""
         ledger = self.ledger()
@@ -142,7 +152,7 @@ class TestLedger:
         assert ledger.finish("b")
         assert ledger.take_step(Work(33, 1.0), 250) == Step(
             loads=(LoadJob(1, "a", ChunkRange(0, 2, 0, 0, 64, (1, 2)), (keys[:2],)),),
-            stores=(StoreJob(2, "b", ChunkRange(2, 3, 0, 0, 32, (6,)), (keys[2:],), block_before=5),),
+            stores=(StoreJob(2, "b", ChunkRange(2, 3, 0, 0, 32, (6,)), (keys[2:],)),),
             rewritten=frozenset({1, 2, 3}),
             awaited=frozenset({"b"}),
             work=Work(33, 1.0),

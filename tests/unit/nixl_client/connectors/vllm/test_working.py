@@ -5,7 +5,6 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Sequence
-from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -21,7 +20,7 @@ from nixl_client.connectors.vllm.blocks import Blocks, Packing, Run, find_packin
 from nixl_client.connectors.vllm.grid import Grid
 from nixl_client.connectors.vllm.loads import Loads
 from nixl_client.connectors.vllm.options import Options
-from nixl_client.connectors.vllm.steps import LoadJob, Report, Step, StoreJob
+from nixl_client.connectors.vllm.steps import Grown, LoadJob, Report, Step, StoreJob
 from nixl_client.connectors.vllm.worker_ledger import (
     CountDropped,
     FreeBlocks,
@@ -220,52 +219,60 @@ class TestLossyBlocks:
     FORMS = LayerForms((FormRun(EXACT, 1, 512), FormRun("kivi4-1", 1, 200), FormRun(EXACT, 2, 512)), 0.1, 0.02)
 
     def loaded(self, forms: LayerForms | None) -> Worker:
+        """Four chunks come into blocks 4 to 6 and 0; 1 is computed behind them in the same step."""
         worker = Worker(Grid(8, 8), lossy=Lossy.BOUNDED)
         worker.save((0, 1, 2, 3), 0, 4)
         worker.store.forms = forms
-        assert not worker.load((4, 5, 6, 7), 0, 32)
+        worker.loads.lossy_blocks.begin([Grown(None, (4, 5, 6, 0, 1))], frozenset((4, 5, 6, 0, 1)))
+        assert not worker.load((4, 5, 6, 0), 0, 32)
         return worker
 
-    def job(self, blocks: tuple[int, ...], first_chunk: int = 0, before: int | None = None) -> StoreJob:
-        span = Grid(8, 8).store_range(first_chunk, first_chunk + len(blocks), (0,) * first_chunk + blocks)
-        return StoreJob(1, "r", span, (("key",) * len(blocks),), block_before=before)
+    def job(self, *blocks: int) -> StoreJob:
+        return StoreJob(7, "r", Grid(8, 8).store_range(0, len(blocks), blocks), (("key",) * len(blocks),))
 
     def test_chunks_before_the_first_encoded_one_are_exact(self) -> None:
         lossy = self.loaded(self.FORMS).loads.lossy_blocks
-        assert not lossy.covers(self.job((4,)))
-        assert lossy.covers(self.job((5,), 1, 4))
-        assert lossy.covers(self.job((7,), 3, 6))
+        assert [lossy.covers(self.job(block)) for block in (4, 5, 6, 0, 1, 2)] == [False, True, True, True, True, False]
 
     @pytest.mark.parametrize("forms", [None, LayerForms((FormRun(EXACT, 4, 512),))])
     def test_a_load_of_exact_chunks_leaves_no_trace(self, forms: LayerForms | None) -> None:
-        lossy = self.loaded(forms).loads.lossy_blocks
-        assert not lossy.covers(self.job((4, 5, 6, 7)))
+        assert not self.loaded(forms).loads.lossy_blocks.covers(self.job(4, 5, 6, 0, 1))
 
     def test_what_is_computed_from_a_lossy_prefix_is_lossy_and_so_on(self) -> None:
+        """Also by another request, which found the prefix in the engine's blocks."""
         lossy = self.loaded(self.FORMS).loads.lossy_blocks
-        assert lossy.covers(self.job((0,), 4, 7))
-        assert lossy.covers(self.job((1,), 5, 0))
-        assert not lossy.covers(self.job((2,), 5, 3))
+        lossy.begin([Grown(1, (2,)), Grown(4, (3,)), Grown(None, (7,))], frozenset((2, 3, 7)))
+        assert [lossy.covers(self.job(block)) for block in (2, 3, 7)] == [True, False, False]
+        lossy.begin([Grown(2, (3,))], frozenset((3,)))
+        assert lossy.covers(self.job(3))
+
+    def test_an_exact_load_behind_a_lossy_prefix_changes_nothing(self) -> None:
+        lossy = self.loaded(self.FORMS).loads.lossy_blocks
+        lossy.begin([Grown(1, (2, 3))], frozenset((2, 3)))
+        lossy.loading((2, 3))
+        lossy.loaded((2, 3), 2)
+        assert lossy.covers(self.job(2))
 
     def test_blocks_that_hold_something_else_are_exact_again(self) -> None:
         lossy = self.loaded(self.FORMS).loads.lossy_blocks
-        lossy.rewritten(frozenset((5, 6)))
-        assert not lossy.covers(self.job((5, 6)))
-        assert lossy.covers(self.job((7,)))
-        lossy.rewritten(None)
-        assert not lossy.covers(self.job((7,)))
+        lossy.begin([Grown(None, (5, 6))], frozenset((5, 6)))
+        assert not lossy.covers(self.job(5, 6))
+        assert lossy.covers(self.job(0))
+        lossy.begin([], None)
+        assert not lossy.covers(self.job(0))
 
     def test_blocks_that_were_lost_are_computed(self) -> None:
         worker = Worker(Grid(8, 8), lossy=Lossy.BOUNDED)
         worker.save((0, 1, 2, 3), 0, 4)
         worker.store.failure = ServerError(ErrorCode.INTERNAL_ERROR, "played")
+        worker.loads.lossy_blocks.begin([Grown(None, (4, 5, 6, 7, 2))], frozenset((4, 5, 6, 7, 2)))
         assert worker.load((4, 5, 6, 7), 0, 32) == {4, 5, 6, 7}
-        assert not worker.loads.lossy_blocks.covers(self.job((4, 5, 6, 7)))
+        assert not worker.loads.lossy_blocks.covers(self.job(4, 5, 6, 7, 2))
 
     def test_such_jobs_are_refused_and_counted(self) -> None:
         worker = self.loaded(self.FORMS)
         stored = dict(worker.store.chunks)
-        worker.writer.add([replace(self.job((5,), 1, 4), job_id=7)], {7})
+        worker.writer.add([self.job(5)], {7})
         _, report = worker.writer.poll((), ())
         assert report.read_jobs == {1: 1, 7: 1}
         assert worker.counters.totals["lossy_unstored_chunks"] == 1
