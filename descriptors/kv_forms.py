@@ -1,5 +1,5 @@
-"""What a stored object says of the KV in it: the layout of exact chunks, which whoever puts them may declare, and the
-form of encoded ones, which only the server writes. Both are values of headers, kept with the object.
+"""The layout of exact chunks, which whoever puts them may declare, and the form of encoded ones, which only the server
+writes. Both are values of headers, kept with the object.
 
     x-amz-objectcache-layout: layers=32;tokens=16;width=1024;element=bfloat16
     x-amz-objectcache-codec:  kivi4-1;layers=32;tokens=16;width=1024;element=bfloat16;error=0.0861;mean_error=0.0712

@@ -3,7 +3,7 @@
 The chunk is read and proved, encoded in a thread of its own that works half of the time, decoded again, and compared.
 If its error is within the bucket's bound, one transaction puts a new object in its place, provided that the key still
 shows what was read: with its own length, ETag, checksum and date, and with its form in its headers. A crash leaves the
-one object or the other. Who reads the exact chunk meanwhile keeps it to the end.
+one object or the other. A reader of the exact chunk keeps it to the end.
 
 Only a chunk is replaced whose PUT declared its layout, so that whoever wrote it decides, and not whoever reads it.
 """
@@ -28,6 +28,7 @@ from storage_server.compression.forms import Encoded, Reading, shape_of
 from storage_server.compression.policy import ENCODABLE_BYTES_MAX, UtilitySettings
 from storage_server.compression.replacement import replacements
 from storage_server.planning.extent import CorruptExtentError, Extent, read_object
+from storage_server.recoding import Recoder
 from storage_server.store.data.bodies import BodyWriter
 from storage_server.store.data.extents import ExtentFiles
 from storage_server.store.index import transaction
@@ -35,7 +36,6 @@ from storage_server.store.index.committer import Committer
 from storage_server.store.index.transaction import Transaction
 from storage_server.store.reads import Reads
 from storage_server.store.rows import StoredObject
-from storage_server.tiers.recoding import Recoder
 
 MayLeave = Callable[[], AbstractAsyncContextManager[bool]]
 """Says whether an object may leave. While its block runs nobody is promised the object."""

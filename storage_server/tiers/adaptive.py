@@ -21,8 +21,8 @@ from storage_server.compression.policy import Decision, Use, UtilityPolicy, Util
 from storage_server.gather.source import ChunkSource
 from storage_server.memory_area import Area, PrivateArea
 from storage_server.planning.extent import ALIGNMENT_BYTES, CorruptExtentError, Extent, aligned
+from storage_server.recoding import Recoder
 from storage_server.tiers.dram import DramTier
-from storage_server.tiers.recoding import Recoder
 from storage_server.tiers.residency import Key, key_of
 
 RECODE_ATTEMPTS, RECODE_PAUSE_S = 10, 0.02

@@ -18,12 +18,14 @@ from descriptors.descriptor import Accept, OnMissing
 from descriptors.errors import CallerError, ChunkUnavailable, ErrorCode
 from descriptors.headers import CODEC_HEADER, LAYOUT_HEADER
 from descriptors.kv_forms import EncodedForm, KvLayout
+from descriptors.objects import ListRequest
 from kv_codecs.encoding import decode
 from kv_codecs.layer import Codec
 from kv_codecs.loss import loss
 from nixl_client.client import ObjectCacheClient
 from storage_server.compression.policy import UtilitySettings
 from storage_server.eviction.choice import Eviction
+from storage_server.recoding import Recoder
 from storage_server.settings import CacheSettings
 from tests.integration.test_compression import FIGURES, LAYERS, LAYOUT, SHAPE, decoded, kv_chunks
 from tests.support.requests import OTHER, request
@@ -229,20 +231,18 @@ def test_writers_do_not_wait_for_encoding(tmp_path: Path, monkeypatch: pytest.Mo
     """Where chunks come faster than they are encoded, those that were to be encoded leave."""
     with serving(tmp_path) as local, local.client("chunks", "http") as client:
         make_bucket(local)
-        replacer = local.storage.store.replacer
-        assert replacer is not None
-        recoder, encode = replacer._recoder, replacer._recoder.encode
+        encode = Recoder.encode
 
         def slow(*asked: Any) -> Any:
             time.sleep(0.2)
             return encode(*asked)
 
-        monkeypatch.setattr(recoder, "encode", slow)
+        monkeypatch.setattr(Recoder, "encode", slow)
         keys, chunks = kv_chunks(80)
         for key, chunk in zip(keys, chunks, strict=True):
             client.put_chunks([key], [chunk], kv_layout=KV_LAYOUT)
-            cache = local.storage.store.evictor._caches["chunks"]
-            assert cache.used_bytes <= CAPACITY_BYTES
+            page = local.call(local.storage.objects.list_objects("OWNERKEY", ListRequest("chunks")))
+            assert sum(info.nbytes for info in page.objects) <= CAPACITY_BYTES
         assert local.storage.store.evictor.evicted_count >= 40
         assert client.lookup(keys[-8:], accept=ACCEPT) == 8
 

@@ -1,4 +1,4 @@
-"""Encoding chunks for the DRAM tier, in a thread of its own that takes at most a part of one core: nobody waits for it.
+"""Encoding chunks, in a thread of its own that takes at most a part of one core: nobody waits for it.
 
 The exact bytes are read from memory, or from where the chunk lies, encoded layer by layer, decoded again, and compared,
 so that each encoded chunk carries its measured error.
