@@ -61,7 +61,7 @@ class Takes(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class Taken:
-    """What a lookup takes in place of exact chunks: these codecs, of such elements, with at most `max_error`."""
+    """The forms that a lookup takes in place of exact chunks: these codecs, of such elements, with at most `max_error`."""
 
     codecs: tuple[Codec, ...]
     element: Element
@@ -125,7 +125,7 @@ def reading_of(descriptor: Descriptor) -> Reading | None:
 
 
 def taken_of(accept: Accept | None) -> Taken | None:
-    """What a lookup with this `accept` takes; None for exact chunks only."""
+    """The encoded chunks that a lookup with this `accept` takes; None for exact chunks only."""
     return None if accept is None else Taken(_known(accept), _ELEMENTS[accept.element], accept.max_error)
 
 
