@@ -29,6 +29,8 @@ encoded ones.
 """
 CODEC_HEADER = "x-amz-objectcache-codec"
 """The form of a chunk that the server has encoded, in answers (`descriptors.kv_forms`)."""
+DECODE_HEADER = "x-amz-objectcache-decode"
+"""`true` with a plain GET: an encoded chunk is to come decoded."""
 RDMA_REPLY_HEADER = "x-amz-rdma-reply"
 RDMA_BYTES_HEADER = "x-amz-rdma-bytes-transferred"
 WRITERS_HEADER = "x-amz-objectcache-writers"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Awaitable, Callable
+from contextlib import aclosing
 from dataclasses import replace
 from functools import partial
 
@@ -12,13 +13,15 @@ from adapters.pump_socket import send_by_pump, takes_pump
 from adapters.reading_pace import ReadingPace
 from adapters.response_sink import begin_answer
 from descriptors.errors import CallerError, ErrorCode
+from descriptors.headers import CODEC_HEADER, DECODE_HEADER
 from descriptors.objects import PutRequest, ReadHead, ReadRequest
 from descriptors.rdma_token import RdmaToken, is_declined
-from descriptors.storage_api import Patience, Piece
+from descriptors.storage_api import ObjectRead, Patience, Piece
 from descriptors.tracing import TIMING_HEADER, Phase, timing_header
 from descriptors.units import KIB
 from gateway.call import Call
 from gateway.operations.answers import stored_headers_of
+from gateway.operations.decoded import DecodedBody, wants_decoded
 from gateway.operations.rdma_objects import answer_past, get_into, own_token, put_from
 from gateway.s3 import xml
 from gateway.s3.conditions import bare_etag, parse_http_date, read_condition, write_condition
@@ -113,9 +116,12 @@ async def _head(call: Call, request: ReadRequest, overrides: dict[str, str]) -> 
 
 async def _get(call: Call, request: ReadRequest, overrides: dict[str, str]) -> web.StreamResponse:
     trace, phases = call.trace, call.trace.phases
+    is_to_decode = wants_decoded(call, request)
     phases.enter(Phase.STORAGE)
     async with call.storage.objects.open_object(call.access_key, request) as read:
         phases.enter(Phase.GATEWAY)
+        if is_to_decode and CODEC_HEADER in read.head.info.attributes.headers:
+            return await _send_decoded(call, request, read, overrides)
         response = _head_of_answer(call, request, read.head, overrides)
         if read.pump is not None and takes_pump(call.http):
             with phases.during(Phase.STORAGE):
@@ -144,6 +150,31 @@ async def _get(call: Call, request: ReadRequest, overrides: dict[str, str]) -> w
             read.require_whole(read_bytes)
         await response.write_eof()
         return response
+
+
+async def _send_decoded(
+    call: Call, request: ReadRequest, read: ObjectRead, overrides: dict[str, str]
+) -> web.StreamResponse:
+    """The ETag and the checksum of the stored bytes are not those of the decoded ones, and are left out."""
+    body = DecodedBody(call, read)
+    async with aclosing(body.layers()) as layers:
+        with call.trace.phases.during(Phase.STORAGE):
+            layer = await anext(layers, None)
+        response = _head_of_answer(call, request, read.head, overrides)
+        for name in ("ETag", "Accept-Ranges", *checksum_headers(read.head.info.checksum)):
+            response.headers.popall(name, None)
+        response.headers[DECODE_HEADER] = "true"
+        response.content_length = body.nbytes
+        await begin_answer(call.http, response)
+        call.bound_write_queue()
+        while layer is not None:
+            with call.trace.phases.during(Phase.TRANSFER):
+                await _write(response, layer)
+            call.trace.add_bytes(len(layer))
+            with call.trace.phases.during(Phase.STORAGE):
+                layer = await anext(layers, None)
+    await response.write_eof()
+    return response
 
 
 async def _get_into(

@@ -73,7 +73,7 @@ class KvShape:
 
     @property
     def kv_layout(self) -> KvLayout:
-        """The layout that `put_chunks` may declare of its chunks. Raises ValueError for elements that no codec takes."""
+        """The layout that `put_chunks` may declare. Raises ValueError for elements that no codec takes."""
         element = str(self.dtype).removeprefix("torch.")
         return KvLayout(self.num_layers, self.chunk_tokens, self.kv_heads * self.head_dim, element)
 

@@ -61,7 +61,7 @@ class Takes(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class Taken:
-    """The forms that a lookup takes in place of exact chunks: these codecs, of such elements, with at most `max_error`."""
+    """The forms that a lookup takes beside exact chunks: these codecs, of such elements, with at most `max_error`."""
 
     codecs: tuple[Codec, ...]
     element: Element

@@ -23,7 +23,7 @@ OURS = {*PRODUCT, "bench", "demo"}
 MAY_IMPORT = {
     "descriptors": set(),
     "adapters": {"descriptors"},
-    "gateway": {"descriptors", "adapters"},
+    "gateway": {"descriptors", "adapters", "kv_codecs"},
     "kv_codecs": {"adapters"},
     "storage_server": {"descriptors", "adapters", "kv_codecs"},
     "nixl_client": {"descriptors", "adapters", "kv_codecs"},

@@ -16,7 +16,7 @@ import pytest
 
 from descriptors.descriptor import Accept, OnMissing
 from descriptors.errors import CallerError, ChunkUnavailable, ErrorCode
-from descriptors.headers import CODEC_HEADER, LAYOUT_HEADER
+from descriptors.headers import CODEC_HEADER, DECODE_HEADER, LAYOUT_HEADER
 from descriptors.kv_forms import EncodedForm, KvLayout
 from descriptors.objects import ListRequest
 from kv_codecs.encoding import decode
@@ -155,6 +155,25 @@ def test_an_encoded_chunk_is_an_object_of_its_own(tmp_path: Path) -> None:
         client.put_chunks([key], [exact], kv_layout=KV_LAYOUT)
         assert request(local.url, "GET", f"/chunks/{key}").body == exact.tobytes()
         assert not forms_of(local, [key])
+
+
+def test_a_client_that_cannot_decode_may_have_it_decoded(tmp_path: Path) -> None:
+    with serving(tmp_path) as local, local.client("chunks", "http") as client:
+        make_bucket(local)
+        keys, chunks = fill(client, local)
+        encoded = forms_of(local, keys)
+        wanted = {DECODE_HEADER: "true"}
+        for key, chunk in zip(keys, chunks, strict=True):
+            answer = request(local.url, "GET", f"/chunks/{key}", headers=wanted)
+            assert answer.status == 200
+            assert answer.body == (decoded(chunk, Codec.KIVI4) if key in encoded else chunk).tobytes()
+            assert (answer.headers.get(DECODE_HEADER) == "true") == (key in encoded) == ("etag" not in answer.headers)
+        key = next(iter(encoded))
+        assert request(local.url, "GET", f"/chunks/{key}", headers={DECODE_HEADER: "no"}).code == "InvalidArgument"
+        ranged = request(local.url, "GET", f"/chunks/{key}", headers={**wanted, "range": "bytes=0-9"})
+        assert (ranged.status, ranged.code) == (501, "NotImplemented")
+        local.damage("chunks", key, 3000)
+        assert request(local.url, "GET", f"/chunks/{key}", headers=wanted).status == 500
 
 
 def test_what_is_replaced_stays_so_after_a_restart(tmp_path: Path) -> None:
