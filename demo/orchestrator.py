@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 import sys
 import tempfile
+import time
 import urllib.request
 from collections.abc import Sequence
 from contextlib import ExitStack
@@ -99,6 +100,7 @@ def shown(desk: Desk, engines: Sequence[VllmServer], document: str) -> int:
         states, _ = desk.ask("/_orchestrator/status")
         if all(each["status"] == "up" and each["has_store"] for each in states["engines"]):
             break
+        time.sleep(0.1)
     print("   engines: " + ", ".join(f"{names[each['name']]} {each['status']}" for each in states["engines"]))
 
     print("\n2. route: questions about the same document go where its prefix is")
@@ -108,7 +110,7 @@ def shown(desk: Desk, engines: Sequence[VllmServer], document: str) -> int:
         print(f"   {told(receipt, names)}")
     home = next(engine for engine in engines if engine.url == receipt["engine"])
 
-    print(f"\n3. fail: engine {names[home.url]} is killed; the other one has the prefix from the store")
+    print(f"\n3. fail: engine {names[home.url]} is killed; the prefix is in the store")
     home.kill()
     text, receipt = desk.complete(prompts[3])
     answers.append((prompts[3], text))
