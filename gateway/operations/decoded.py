@@ -53,8 +53,10 @@ class DecodedBody:
         documents.take(access_key, held_bytes)
         try:
             out, coming = np.empty(self._shape.nbytes, dtype=np.uint8), bytearray()
+            read_bytes = 0
             async for piece in self._read.body:
                 view = memoryview(piece)
+                read_bytes += len(view)
                 while view:
                     part = view[: self._layer_bytes - len(coming)]
                     coming += part
@@ -63,6 +65,7 @@ class DecodedBody:
                         await computed(partial(self._decode, coming, out), is_long=len(out) > HERE_BYTES_MAX)
                         yield out.data
                         coming.clear()
+            self._read.require_whole(read_bytes)
         finally:
             documents.give_back(access_key, held_bytes)
 

@@ -62,6 +62,9 @@ async def put_object(call: Call) -> web.StreamResponse:
 
 async def get_object(call: Call) -> web.StreamResponse:
     token = own_token(call)
+    if token is not None and DECODE_HEADER in call.request.headers:
+        problem = "decoded bytes come in the body, not into memory"
+        raise CallerError(ErrorCode.NOT_IMPLEMENTED, problem, field=DECODE_HEADER)
     return await _answer(call, _get if token is None else partial(_get_into, token))
 
 

@@ -67,6 +67,8 @@ class Cache:
     capacity_bytes: int | None = None
     sizes_bytes: dict[str, int] = field(default_factory=dict)
     used_bytes: int = 0
+    is_replaced: bool = False
+    """Whether its victims may be encoded: then there is as much room for those that wait as ahead of writes."""
 
     def note(self, change: KeyChange) -> None:
         """Count what a key of the bucket takes now."""
@@ -153,7 +155,14 @@ class Evictor(Uses):
         """Have chunks of these buckets encoded before they leave. Called before `run`."""
         found = {each.bucket: each for each in caches if each.bucket is not None and each.replaces}
         if found:
-            self._replacements = Replacements(replacer, found, self._leaving, self._delete)
+            self._replacements = Replacements(replacer, found, self._leaving, self._delete, self._aside_bytes_max)
+            for bucket in found:
+                self._caches[bucket].is_replaced = True
+
+    @property
+    def aside_bytes(self) -> int:
+        """The space of chunks that wait to be encoded."""
+        return 0 if self._replacements is None else self._replacements.nbytes
 
     @property
     def is_needed(self) -> bool:
@@ -337,7 +346,7 @@ class Evictor(Uses):
             return True
         return any(
             cache.capacity_bytes is not None
-            and cache.capacity_bytes - cache.used_bytes < _ahead_bytes(cache.capacity_bytes)
+            and cache.capacity_bytes - cache.used_bytes < _spare_bytes(cache, cache.capacity_bytes)
             for cache in self._caches.values()
         )
 
@@ -369,12 +378,16 @@ class Evictor(Uses):
         victims = await self._io.run(self._kept)
         if self._replacements is not None:
             victims = self._replacements.set_aside(victims, time.time())
-            victims += await self._given_up(self._replacements)
+            try:
+                victims += await self._given_up(self._replacements)
+            except BaseException:
+                await self._take_back(victims)
+                raise
         for start in range(0, len(victims), VICTIMS_PER_CHANGE):
             try:
                 await self._evict(victims[start : start + VICTIMS_PER_CHANGE])
             except BaseException:  # what did leave is among the news, and is forgotten again
-                self._take_back(victims[start:])
+                await self._take_back(victims[start:])
                 raise
         if self._bound.waiting_bytes and self._space.dying_bytes:
             self._sync_soon()
@@ -387,13 +400,21 @@ class Evictor(Uses):
     async def _given_up(self, replacements: Replacements) -> list[Victim]:
         """Victims that were set aside to be encoded, and leave now, since somebody waits for their room."""
         async with self._leaving_one:
-            taken = replacements.give_up(self._bound.waiting_bytes)
+            taken = replacements.give_up(self._bound.lacking_bytes - self._space.dying_bytes)
             for bucket, cache in self._caches.items():
                 if cache.bound is not None:
-                    taken += replacements.give_up(cache.bound.waiting_bytes, bucket)
+                    taken += replacements.give_up(cache.bound.lacking_bytes, bucket)
             if not taken:
                 return []
-            return await self._io.run(lambda: [victim for victim in taken if self._may_leave(victim)])
+            try:
+                return await self._io.run(lambda: [victim for victim in taken if self._may_leave(victim)])
+            except BaseException:
+                await self._take_back(taken)
+                raise
+
+    def _aside_bytes_max(self, bucket: str) -> int:
+        capacity_bytes = self._caches[bucket].capacity_bytes or self._space.extent_bytes_max
+        return GIB if capacity_bytes is None else _ahead_bytes(capacity_bytes)
 
     def _may_leave(self, victim: Victim) -> bool:
         """Runs in the thread."""
@@ -413,9 +434,13 @@ class Evictor(Uses):
 
     async def _delete(self, victim: Victim) -> None:
         versions = {victim.key: victim.entry.version}
-        await self._change(partial(transaction.remove_versions, bucket=victim.bucket, versions=versions))
-        self.evicted_count += 1
-        self.evicted_bytes += victim.entry.nbytes
+        try:
+            removed = await self._change(partial(transaction.remove_versions, bucket=victim.bucket, versions=versions))
+        except BaseException:
+            await self._take_back([victim])
+            raise
+        self.evicted_count += removed
+        self.evicted_bytes += removed * victim.entry.nbytes
 
     def _kept(self) -> list[Victim]:
         """Bring the books up to date, and take what leaves out of them. Runs in the thread."""
@@ -459,15 +484,14 @@ class Evictor(Uses):
         for cache in self._all():
             capacity_bytes = cache.capacity_bytes
             if capacity_bytes is not None and cache.bound is not None:
-                ahead_bytes = _ahead_bytes(capacity_bytes) + cache.bound.promised_bytes
+                ahead_bytes = _spare_bytes(cache, capacity_bytes) + cache.bound.promised_bytes
                 capacities[id(cache)] = max(0, capacity_bytes - ahead_bytes)
             else:
                 capacities[id(cache)] = 1 << 62
         limit_bytes = self._space.extent_bytes_max
         if limit_bytes is None:
             return capacities
-        aside_bytes = 0 if self._replacements is None else self._replacements.nbytes
-        kept_bytes = self._space.kept_bytes - aside_bytes
+        kept_bytes = self._space.kept_bytes - self.aside_bytes
         ahead_bytes = _ahead_bytes(limit_bytes) + self._bound.promised_bytes
         if self._whole is not None:
             others_bytes = kept_bytes - self._whole.books.used_bytes  # below 0 where entries share bytes
@@ -495,11 +519,16 @@ class Evictor(Uses):
             self.evicted_count += evicted
             self.evicted_bytes += sum(victim.entry.nbytes for victim in chosen)
 
-    def _take_back(self, victims: Sequence[Victim]) -> None:
-        for victim in victims:
-            cache = self._cache_of(victim.bucket)
-            if cache is not None:
-                cache.books.put((victim.bucket, victim.key), victim.entry)
+    async def _take_back(self, victims: Sequence[Victim]) -> None:
+        """Note again what did not leave, unless its key shows something else by now."""
+
+        def put_back() -> None:
+            for victim in victims:
+                cache = self._cache_of(victim.bucket)
+                if cache is not None and not cache.books.takes_back(victim):
+                    cache.books.put((victim.bucket, victim.key), victim.entry)
+
+        await self._io.run(put_back)
 
     def _without_leased(self, victims: list[Victim]) -> list[Victim]:
         """The victims that nobody has got a lease of since they were chosen. The others stay."""
@@ -552,6 +581,11 @@ def _pinned_until(tags: Mapping[str, str]) -> float | None:
         return pinned_until(tags)
     except CallerError:
         return math.inf
+
+
+def _spare_bytes(cache: Cache, capacity_bytes: int) -> int:
+    """The room to keep ahead of writes, and for chunks that wait to be encoded."""
+    return (1 + cache.is_replaced) * _ahead_bytes(capacity_bytes)
 
 
 def _ahead_bytes(limit_bytes: int) -> int:

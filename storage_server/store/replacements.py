@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+from collections import Counter
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
 from contextlib import AbstractAsyncContextManager, asynccontextmanager
 from functools import partial
@@ -19,7 +20,9 @@ Leaving = Callable[[Victim], AbstractAsyncContextManager[bool]]
 
 
 class Replacements:
-    """`caches` has the buckets. `delete` deletes a victim inside a block of `leaving`. Used from one event loop."""
+    """`caches` has the buckets, of each of which at most `room_bytes` are set aside. `delete` deletes a victim inside a
+    block of `leaving`. Used from one event loop, but for `nbytes`.
+    """
 
     def __init__(
         self,
@@ -27,7 +30,12 @@ class Replacements:
         caches: Mapping[str, CacheSettings],
         leaving: Leaving,
         delete: Callable[[Victim], Awaitable[None]],
+        room_bytes: Callable[[str], int],
     ) -> None:
+        self._room_bytes = room_bytes
+        self._of_buckets: Counter[str] = Counter()
+        self.nbytes = 0
+        """The space of what is set aside."""
         self._replacer = replacer
         self._caches = caches
         self._leaving = leaving
@@ -35,22 +43,33 @@ class Replacements:
         self._aside: dict[Name, Victim] = {}
         self._wake = asyncio.Event()
 
-    @property
-    def nbytes(self) -> int:
-        """The space of what is set aside."""
-        return sum(victim.entry.nbytes for victim in self._aside.values())
-
     def set_aside(self, victims: Sequence[Victim], now: float) -> list[Victim]:
         """Set those aside that can be replaced. Returns the others, among them those whose time has come."""
         others: list[Victim] = []
         for victim in victims:
             cache = self._caches.get(victim.bucket)
-            if cache is not None and victim.entry.is_replaceable and not _is_over(victim, cache, now):
+            is_replaceable = cache is not None and victim.entry.is_replaceable and not _is_over(victim, cache, now)
+            self._drop((victim.bucket, victim.key))  # an earlier object of the key
+            if is_replaceable and self._has_room(victim):
                 self._aside[victim.bucket, victim.key] = victim
+                self._count(victim, 1)
                 self._wake.set()
             else:
                 others.append(victim)
         return others
+
+    def _has_room(self, victim: Victim) -> bool:
+        return self._of_buckets[victim.bucket] + victim.entry.nbytes <= self._room_bytes(victim.bucket)
+
+    def _drop(self, name: Name) -> Victim | None:
+        victim = self._aside.pop(name, None)
+        if victim is not None:
+            self._count(victim, -1)
+        return victim
+
+    def _count(self, victim: Victim, sign: int) -> None:
+        self.nbytes += sign * victim.entry.nbytes
+        self._of_buckets[victim.bucket] += sign * victim.entry.nbytes
 
     def give_up(self, nbytes: int, bucket: str | None = None) -> list[Victim]:
         """Take victims of so many bytes that were set aside first, of one bucket or of all: somebody waits for room."""
@@ -59,7 +78,7 @@ class Replacements:
             if nbytes <= 0:
                 break
             if bucket is None or victim.bucket == bucket:
-                del self._aside[name]
+                self._drop(name)
                 taken.append(victim)
                 nbytes -= victim.entry.nbytes
         return taken
@@ -93,7 +112,8 @@ class Replacements:
                 yield False  # given up meanwhile
                 return
             yield may_leave
-            del self._aside[name]
+            if self._aside.get(name) is victim:
+                self._drop(name)
 
 
 def _is_over(victim: Victim, cache: CacheSettings, now: float) -> bool:

@@ -25,7 +25,7 @@ from descriptors.kv_forms import KvLayout
 from descriptors.objects import Attributes, BodyDigests, ObjectInfo
 from descriptors.storage_api import Piece
 from storage_server.compression.forms import Encoded, Reading, shape_of
-from storage_server.compression.policy import ENCODABLE_BYTES_MAX, UtilitySettings
+from storage_server.compression.policy import UtilitySettings
 from storage_server.compression.replacement import replacements
 from storage_server.planning.extent import CorruptExtentError, Extent, read_object
 from storage_server.recoding import Recoder
@@ -37,6 +37,8 @@ from storage_server.store.index.transaction import Transaction
 from storage_server.store.reads import Reads
 from storage_server.store.rows import StoredObject
 
+REPLACED_BYTES_MAX = 64 << 20
+"""Larger chunks are evicted: encoding one must not keep others waiting for seconds."""
 MayLeave = Callable[[], AbstractAsyncContextManager[bool]]
 """Says whether an object may leave. While its block runs nobody is promised the object."""
 _log = logging.getLogger(__name__)
@@ -76,7 +78,7 @@ class Replacer:
             if stored is None or stored.version != version:
                 return None
             layout = layout_of(stored.info.attributes.headers)
-            if layout is None or layout.nbytes != stored.info.nbytes or layout.nbytes > ENCODABLE_BYTES_MAX:
+            if layout is None or layout.nbytes != stored.info.nbytes or layout.nbytes > REPLACED_BYTES_MAX:
                 return None
             content_class = stored.info.attributes.headers.get(CLASS_HEADER, "")
             loop = asyncio.get_running_loop()

@@ -10,6 +10,7 @@ from typing import TypeVar
 
 from adapters.threads import to_end
 from descriptors.errors import CallerError, ErrorCode
+from descriptors.headers import CODEC_HEADER
 from descriptors.objects import (
     PART_NUMBER_MAX,
     BodyDigests,
@@ -77,6 +78,9 @@ class Uploads:
     async def copy_part(self, access_key: str, request: PartCopyRequest) -> PartInfo:
         upload = self._reader.here(lambda db: require_upload(db, request.upload)).info
         async with self._objects.open_object(access_key, request.source) as read:
+            if CODEC_HEADER in read.head.info.attributes.headers:
+                problem = "an encoded chunk is copied as a whole, by CopyObject"
+                raise CallerError(ErrorCode.NOT_IMPLEMENTED, problem, field="x-amz-copy-source")
             nbytes = read.head.range.length
             check_part(request.part_number, nbytes, self._part_bytes_max)
             async with self._bodies.received(nbytes, upload.checksum, _CopiedBody(read)) as (part, pending):

@@ -13,6 +13,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from botocore.exceptions import ClientError
 
 from descriptors.descriptor import Accept, OnMissing
 from descriptors.errors import CallerError, ChunkUnavailable, ErrorCode
@@ -28,14 +29,14 @@ from storage_server.eviction.choice import Eviction
 from storage_server.recoding import Recoder
 from storage_server.settings import CacheSettings
 from tests.integration.test_compression import FIGURES, LAYERS, LAYOUT, SHAPE, decoded, kv_chunks
-from tests.support.requests import OTHER, request
+from tests.support.requests import OTHER, request, s3_client
 from tests.support.servers import LocalStack, eventually
 
 CAPACITY_BYTES = 1 << 20
 KV_LAYOUT = KvLayout(LAYERS, SHAPE.tokens, SHAPE.width, "bfloat16")
 ACCEPT = Accept((Codec.KIVI4.value, Codec.FP8.value), "bfloat16")
-COUNT = 24
-"""Chunks that fit exactly, but not with the room that is kept ahead of writes."""
+COUNT = 18
+"""Chunks that fit exactly, but not with the room that is kept ahead of writes, and for those that wait."""
 SETTINGS = UtilitySettings({Codec.KIVI4: FIGURES[Codec.KIVI4]})
 
 
@@ -58,10 +59,11 @@ def replaced_count(local: LocalStack) -> int:
 
 
 def fill(client: ObjectCacheClient, local: LocalStack, replaced: int = 4) -> tuple[list[str], np.ndarray]:
-    """Store chunks, and wait until the first ones have been replaced."""
+    """Store chunks, as slowly as they are encoded, and wait until the first ones have been replaced."""
     keys, chunks = kv_chunks(COUNT)
     for key, chunk in zip(keys, chunks, strict=True):
         client.put_chunks([key], [chunk], kv_layout=KV_LAYOUT)
+        assert eventually(lambda: local.storage.store.evictor.aside_bytes < 2 * LAYOUT.chunk_bytes, 20)
     counts = [0]
 
     def is_done() -> bool:
@@ -152,6 +154,11 @@ def test_an_encoded_chunk_is_an_object_of_its_own(tmp_path: Path) -> None:
             copying = {"x-amz-copy-source": f"/chunks/{key}", "x-amz-metadata-directive": directive, **named}
             assert request(local.url, "PUT", "/chunks/copy", headers=copying).status == 200
             assert forms_of(local, ["copy"])["copy"] == form
+        s3 = s3_client(local.url)
+        upload = {"Bucket": "chunks", "Key": "parts"}
+        upload["UploadId"] = s3.create_multipart_upload(**upload)["UploadId"]
+        with pytest.raises(ClientError, match="NotImplemented"):
+            s3.upload_part_copy(**upload, PartNumber=1, CopySource=f"chunks/{key}")
         client.put_chunks([key], [exact], kv_layout=KV_LAYOUT)
         assert request(local.url, "GET", f"/chunks/{key}").body == exact.tobytes()
         assert not forms_of(local, [key])

@@ -91,6 +91,8 @@ class PlayedStore:
         self.fetched: list[int] = []
         self.accepted: list[Accept | None] = []
         self.looked_up: list[Accept | None] = []
+        self.all_forms: list[LayerForms | None] = []
+        """The forms of the coming fetches; those after them have `forms`."""
         self.forms: LayerForms | None = None
         self.stated_us: list[tuple[int, ...]] = []
         self.asked_with: list[AdviceRequest] = []
@@ -149,5 +151,5 @@ class PlayedStore:
         failure, self.failure = self.failure, None
         layers_s = self.layers_s.pop(0) if self.layers_s else ()
         fetch = PlayedFetch(payload, count, failure, self.failing_layer, failure is None or self.settles, layers_s)
-        fetch.forms = self.forms
+        fetch.forms = self.all_forms.pop(0) if self.all_forms else self.forms
         return fetch

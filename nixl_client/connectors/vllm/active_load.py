@@ -34,6 +34,18 @@ class ActiveLoad:
     next_layer: int = 0
     is_retried: bool = False
     ready_at_s: float = 0.0
+    first_encoded: int | None = None
+    """The first chunk that came encoded in a fetch before this one, of which layers have been copied."""
+
+    def note_forms(self, *, is_over: bool) -> int:
+        """The first chunk that came encoded so far, the count of chunks where none did. Call it before the fetch is
+        replaced, and when it `is_over`: only then do missing forms say that all is exact.
+        """
+        forms = self.fetch.forms
+        found = self.chunk_count if forms is None and is_over else 0 if forms is None else forms.first_encoded
+        if is_over or self.next_layer:
+            self.first_encoded = found if self.first_encoded is None else min(self.first_encoded, found)
+        return self.chunk_count if self.first_encoded is None else min(self.first_encoded, self.chunk_count)
 
     def left_s(self) -> float:
         """Seconds until the deadline, 0 past it."""

@@ -136,8 +136,12 @@ class ObjectCacheConnector(KVConnectorBase_V1):  # type: ignore[misc]  # vLLM is
         except engine.UnsupportedError as error:
             _log.error("ObjectCache is not used for loads and stores: %s", error)
             raise
-        rank = engine.worker_rank(self._vllm_config.parallel_config.tensor_parallel_size)
-        self._worker = WorkerSide(self._setup.options, rank, self._setup.grid, indexes, layers, self.counters)
+        parallel = self._vllm_config.parallel_config
+        rank = engine.worker_rank(parallel.tensor_parallel_size)
+        is_alone = parallel.tensor_parallel_size * parallel.pipeline_parallel_size == 1
+        self._worker = WorkerSide(
+            self._setup.options, rank, self._setup.grid, indexes, layers, self.counters, is_alone=is_alone
+        )
 
     def handle_preemptions(self, kv_connector_metadata: KVConnectorMetadata) -> None:
         """Called before the step changes any block."""

@@ -48,6 +48,8 @@ class Loads:
         dtype: torch.dtype,
         options: Options,
         counters: Counters,
+        *,
+        is_alone: bool = True,
     ) -> None:
         self._client = client
         self._rank = rank
@@ -58,7 +60,7 @@ class Loads:
         self._counters = counters
         self._options = options
         self._accept = accept_of(options.lossy, dtype, options.max_error)
-        self.lossy_blocks = LossyBlocks()
+        self.lossy_blocks = LossyBlocks(is_alone=is_alone)
         self._staging: Staging | None = None
         self._used = 0
         self._active: list[ActiveLoad] = []
@@ -111,11 +113,13 @@ class Loads:
             return
         self.wait_layer(len(self._layers) - 1)
         for load in self._active:
-            self._count(load)
+            is_over = False
             try:
                 load.fetch.wait(load.left_s())
+                is_over = True
             except Exception as error:
                 _log.warning("request %s: loaded, but its fetch did not end: %s", load.job.request_id, error)
+            self._count(load, is_over=is_over)
             if not load.fetch.is_settled:  # a server of a cluster that was given up may still write
                 self._abandoned.append(load.fetch)
         self._active = []
@@ -247,6 +251,7 @@ class Loads:
         left, layers = progress.layers_left, progress.num_layers
         self._shorten(load, chunk_count, f"late, {left} of {layers} to come in about {progress.remaining_s:.3f} s")
         self._retired.cancel(load.fetch)
+        load.note_forms(is_over=False)
         if not load.good_blocks:
             self._drop(load)
             return
@@ -280,6 +285,7 @@ class Loads:
                 self._drop(load)
                 return
             load.fetch.wait_settled(load.left_s())
+            load.note_forms(is_over=False)
             load.fetch = self._fetch(load.job, load.chunk_count, load.staging, load.offset)
             load.is_retried = True
         except Exception as failure:
@@ -307,16 +313,15 @@ class Loads:
         self._active.remove(load)
         self._abandoned.append(load.fetch)
 
-    def _count(self, load: ActiveLoad) -> None:
+    def _count(self, load: ActiveLoad, *, is_over: bool) -> None:
         nbytes = self._layout.delivery_bytes(load.chunk_count)
         tokens = load.good_blocks * self._grid.block_tokens
         if not load.fetch.grant.rate_bytes_per_s and not load.is_retried:
             self.load_fit.observe(nbytes, load.ready_at_s - load.began_s, time.monotonic())
         self._counters.add(loads=1, loaded_chunks=load.chunk_count, loaded_bytes=nbytes, loaded_tokens=tokens)
-        forms = load.fetch.forms
-        first_encoded = load.chunk_count if forms is None else forms.first_encoded
-        blocks = load.job.chunk_range.blocks
-        is_exact = first_encoded >= load.chunk_count
+        forms, blocks = load.fetch.forms, load.job.chunk_range.blocks
+        first_encoded = load.note_forms(is_over=is_over) if self._accept is not None else load.chunk_count
+        is_exact = first_encoded == load.chunk_count
         exact_count = len(blocks) if is_exact else self._grid.first_lost_block(load.job.chunk_range, first_encoded)
         self.lossy_blocks.loaded(blocks, exact_count)
         if forms is not None:

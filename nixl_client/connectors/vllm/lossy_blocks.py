@@ -10,12 +10,15 @@ from nixl_client.connectors.vllm.steps import Grown, StoreJob
 
 
 class LossyBlocks:
-    """At most as many as the engine has. Used by the thread that runs the model."""
+    """At most as many as the engine has. Used by the thread that runs the model. Where a worker is not alone, others'
+    loads may have come encoded: every load counts as lossy then.
+    """
 
-    def __init__(self) -> None:
+    def __init__(self, *, is_alone: bool = True) -> None:
+        self._is_alone = is_alone
         self._blocks: set[int] = set()
-        self._tails: dict[int, tuple[int, ...]] = {}
-        """The blocks from each new one on, of requests whose prefixes are exact as far as they are not loaded."""
+        self._new: dict[int, tuple[Grown, int]] = {}
+        """The new blocks of requests whose prefixes are exact as far as they are not loaded, and their places there."""
 
     def begin(self, grown: Iterable[Grown], rewritten: frozenset[int] | None) -> None:
         """A step begins: requests have these new blocks, and the rewritten ones are going to hold something else; None:
@@ -25,26 +28,31 @@ class LossyBlocks:
             self._blocks.clear()
         else:
             self._blocks -= rewritten
-        self._tails = {}
+        self._new = {}
         for each in grown:
             if each.block_before in self._blocks:
                 self._blocks.update(each.blocks)
             else:
-                self._tails.update((block, each.blocks[at:]) for at, block in enumerate(each.blocks))
+                self._new.update((block, (each, at)) for at, block in enumerate(each.blocks))
 
     def loading(self, blocks: Sequence[int]) -> None:
         """These are being filled, with chunks of which any may come encoded. Those behind are computed from them."""
         self._blocks.update(blocks)
-        self._blocks.update(self._tails.get(blocks[0], ()))
+        self._blocks.update(self._tail(blocks[0]))
 
     def loaded(self, blocks: Sequence[int], exact_count: int) -> None:
         """Of these the first `exact_count` were filled with exact chunks. If all were, or the others are computed after
         all, so is what is computed from them.
         """
-        tail = self._tails.get(blocks[0])
-        if tail is not None:
-            self._blocks.difference_update(tail if exact_count == len(blocks) else blocks[:exact_count])
+        if self._is_alone and blocks[0] in self._new:
+            is_exact = exact_count == len(blocks)
+            self._blocks.difference_update(self._tail(blocks[0]) if is_exact else blocks[:exact_count])
 
     def covers(self, job: StoreJob) -> bool:
         """Whether any of the job's chunks came with a loss, or was computed from such."""
         return not self._blocks.isdisjoint(job.chunk_range.blocks)
+
+    def _tail(self, block: int) -> Sequence[int]:
+        """The new blocks of the request from this one on."""
+        found = self._new.get(block)
+        return () if found is None else found[0].blocks[found[1] :]

@@ -36,6 +36,8 @@ class WorkerSide:
         layer_indexes: Mapping[str, int],
         layers: Sequence[PagedLayer],
         counters: Counters,
+        *,
+        is_alone: bool = True,
     ) -> None:
         states = layers[0].keys
         heads, head_dim = states.shape[3], states.shape[4] * states.shape[5]
@@ -54,7 +56,9 @@ class WorkerSide:
             downlink_bytes_per_s=options.downlink_bytes_per_s or None,
         )
         self._store_client = ObjectCacheClient(options.endpoint, options.bucket, timeout_s=options.store_timeout_s)
-        self._loads = Loads(self._load_client, rank, grid, layout, layers, states.dtype, options, counters)
+        self._loads = Loads(
+            self._load_client, rank, grid, layout, layers, states.dtype, options, counters, is_alone=is_alone
+        )
         ledger = WorkerLedger(options.store_queue_chunks, options.store_wait_s)
         self._writer = Writer(
             self._store_client, rank, grid, layout, layers, ledger, self._loads.is_idle, counters, options

@@ -186,6 +186,14 @@ class Bound:
         return sum(nbytes for nbytes, _ in self._waiting)
 
     @property
+    def lacking_bytes(self) -> int:
+        """Bytes that must become free so that those who wait get room."""
+        limit_bytes = self._limit_bytes()
+        if limit_bytes is None or not self._waiting:
+            return 0
+        return max(0, self.waiting_bytes - max(0, limit_bytes - self._used_bytes() - self.reserved_bytes))
+
+    @property
     def promised_bytes(self) -> int:
         """Bytes that somebody waits for, or that were promised and have not come."""
         return self.waiting_bytes + self.reserved_bytes

@@ -19,6 +19,7 @@ from nixl_client.connectors.counters import Counters
 from nixl_client.connectors.vllm.blocks import Blocks, Packing, Run, find_packings, find_runs, packed_layer, plain_layer
 from nixl_client.connectors.vllm.grid import Grid
 from nixl_client.connectors.vllm.loads import Loads
+from nixl_client.connectors.vllm.lossy_blocks import LossyBlocks
 from nixl_client.connectors.vllm.options import Options
 from nixl_client.connectors.vllm.steps import Grown, LoadJob, Report, Step, StoreJob
 from nixl_client.connectors.vllm.worker_ledger import (
@@ -268,6 +269,26 @@ class TestLossyBlocks:
         worker.loads.lossy_blocks.begin([Grown(None, (4, 5, 6, 7, 2))], frozenset((4, 5, 6, 7, 2)))
         assert worker.load((4, 5, 6, 7), 0, 32) == {4, 5, 6, 7}
         assert not worker.loads.lossy_blocks.covers(self.job(4, 5, 6, 7, 2))
+
+    @pytest.mark.parametrize("first", [None, FORMS])
+    def test_layers_of_a_fetch_that_was_given_up_count_too(self, first: LayerForms | None) -> None:
+        """Chunk 3 turns out bad after a layer; the second fetch comes exactly. Unknown forms may be any."""
+        worker = Worker(Grid(8, 8), lossy=Lossy.BOUNDED)
+        worker.save((0, 1, 2, 3), 0, 4)
+        worker.store.all_forms = [first, LayerForms((FormRun(EXACT, 3, 512),))]
+        worker.store.failure = ChunkUnavailable(ErrorCode.CHUNK_CORRUPT, "played", index=3)
+        worker.store.failing_layer = 1
+        worker.loads.lossy_blocks.begin([Grown(None, (4, 5, 6, 7, 1))], frozenset((4, 5, 6, 7, 1)))
+        assert worker.load((4, 5, 6, 7), 0, 32) == {7}
+        covered = [worker.loads.lossy_blocks.covers(self.job(block)) for block in (4, 5, 6, 7, 1)]
+        assert covered == [first is None, True, True, True, True]
+
+    def test_beside_other_ranks_every_load_counts_as_lossy(self) -> None:
+        lossy = LossyBlocks(is_alone=False)
+        lossy.begin([Grown(None, (4, 5, 6))], frozenset((4, 5, 6)))
+        lossy.loading((4, 5))
+        lossy.loaded((4, 5), 2)
+        assert lossy.covers(self.job(6))
 
     def test_such_jobs_are_refused_and_counted(self) -> None:
         worker = self.loaded(self.FORMS)
