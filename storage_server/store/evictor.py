@@ -12,23 +12,21 @@ import logging
 import math
 import time
 from collections import deque
-from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from contextlib import AbstractAsyncContextManager, asynccontextmanager, nullcontext, suppress
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from functools import partial
 from itertools import groupby
 from typing import Any
 
-from descriptors.chunk_flags import is_flagged
-from descriptors.errors import CallerError, ErrorCode, ObjectCacheError, ServerError
-from descriptors.headers import PREFIX_HEADER
-from descriptors.pins import pinned_until
-from descriptors.units import GIB, MIB
+from descriptors.errors import ErrorCode, ObjectCacheError, ServerError
+from descriptors.units import GIB
 from storage_server.eviction.books import Books, Entry, Name, Victim
 from storage_server.eviction.choice import policy_of
 from storage_server.eviction.departures import Departures
-from storage_server.planning.extent import ALIGNMENT_BYTES, aligned
+from storage_server.planning.extent import aligned
 from storage_server.settings import CacheSettings
+from storage_server.store.caches import Cache, ahead_bytes_of, entry_of, spare_bytes_of
 from storage_server.store.data.io_threads import IoThreads
 from storage_server.store.data.space import Bound, Space
 from storage_server.store.index import queries, transaction
@@ -36,7 +34,7 @@ from storage_server.store.index.reader import IndexReader
 from storage_server.store.index.transaction import Transaction
 from storage_server.store.reads import Uses
 from storage_server.store.replacements import Replacements
-from storage_server.store.replacer import Replacer, layout_of
+from storage_server.store.replacer import Replacer
 from storage_server.store.rows import KeyChange, KeyUse
 
 TICK_S = 1.0
@@ -48,34 +46,11 @@ REFUSALS_LOGGED_S = 60.0
 SAVED_AT_ONCE = 2000
 VICTIMS_PER_CHANGE = 256
 ROWS_PER_QUERY = 2000
-AHEAD_FRACTION = 1 / 32
-AHEAD_BYTES_MIN = 8 * MIB
-AHEAD_BYTES_MAX = GIB
 HELD_FRACTION = 0.5
 """Of what all caches may take together: pins and leases of one tenant must not close the cache to others."""
 _log = logging.getLogger(__name__)
 Change = Callable[[Callable[[Transaction], Any]], Awaitable[Any]]
 _Use = tuple[Books, Name, Entry]
-
-
-@dataclass(slots=True)
-class Cache:
-    """One cache. `bound` is None for the whole directory, which only `disk_bytes` bounds."""
-
-    books: Books
-    bound: Bound | None = None
-    capacity_bytes: int | None = None
-    sizes_bytes: dict[str, int] = field(default_factory=dict)
-    used_bytes: int = 0
-    is_replaced: bool = False
-    """Whether its victims may be encoded: then there is as much room for those that wait as ahead of writes."""
-
-    def note(self, change: KeyChange) -> None:
-        """Count what a key of the bucket takes now."""
-        self.used_bytes -= self.sizes_bytes.pop(change.key, 0)
-        if change.version is not None:
-            self.sizes_bytes[change.key] = change.nbytes
-            self.used_bytes += change.nbytes
 
 
 @dataclass(frozen=True, slots=True)
@@ -342,11 +317,11 @@ class Evictor(Uses):
     def _is_short(self) -> bool:
         """Whether there is less room than there should be ahead of writes."""
         limit_bytes = self._space.extent_bytes_max
-        if limit_bytes is not None and limit_bytes - self._space.kept_bytes < _ahead_bytes(limit_bytes):
+        if limit_bytes is not None and limit_bytes - self._space.kept_bytes < ahead_bytes_of(limit_bytes):
             return True
         return any(
             cache.capacity_bytes is not None
-            and cache.capacity_bytes - cache.used_bytes < _spare_bytes(cache, cache.capacity_bytes)
+            and cache.capacity_bytes - cache.used_bytes < spare_bytes_of(cache, cache.capacity_bytes)
             for cache in self._caches.values()
         )
 
@@ -414,7 +389,7 @@ class Evictor(Uses):
 
     def _aside_bytes_max(self, bucket: str) -> int:
         capacity_bytes = self._caches[bucket].capacity_bytes or self._space.extent_bytes_max
-        return GIB if capacity_bytes is None else _ahead_bytes(capacity_bytes)
+        return GIB if capacity_bytes is None else ahead_bytes_of(capacity_bytes)
 
     def _may_leave(self, victim: Victim) -> bool:
         """Runs in the thread."""
@@ -484,7 +459,7 @@ class Evictor(Uses):
         for cache in self._all():
             capacity_bytes = cache.capacity_bytes
             if capacity_bytes is not None and cache.bound is not None:
-                ahead_bytes = _spare_bytes(cache, capacity_bytes) + cache.bound.promised_bytes
+                ahead_bytes = spare_bytes_of(cache, capacity_bytes) + cache.bound.promised_bytes
                 capacities[id(cache)] = max(0, capacity_bytes - ahead_bytes)
             else:
                 capacities[id(cache)] = 1 << 62
@@ -492,7 +467,7 @@ class Evictor(Uses):
         if limit_bytes is None:
             return capacities
         kept_bytes = self._space.kept_bytes - self.aside_bytes
-        ahead_bytes = _ahead_bytes(limit_bytes) + self._bound.promised_bytes
+        ahead_bytes = ahead_bytes_of(limit_bytes) + self._bound.promised_bytes
         if self._whole is not None:
             others_bytes = kept_bytes - self._whole.books.used_bytes  # below 0 where entries share bytes
             capacities[id(self._whole)] = max(0, limit_bytes - ahead_bytes - others_bytes)
@@ -548,46 +523,3 @@ class Evictor(Uses):
 def _not_written(uses: Sequence[_Use]) -> None:
     for books, name, _ in uses:
         books.not_written([name])
-
-
-def entry_of(change: KeyChange, use: KeyUse | None) -> Entry:
-    """The books' entry of an object. An object that was never used counts as used when it was put."""
-    assert change.version is not None
-    nbytes = max(ALIGNMENT_BYTES, aligned(change.nbytes))
-    entry = Entry(
-        change.version,
-        nbytes,
-        change.modified_at,
-        change.modified_at,
-        pinned_until=_pinned_until(change.attributes.tags),
-        is_dirty=change.is_dirty,
-        is_shared=is_flagged(change.attributes, PREFIX_HEADER),
-        is_replaceable=layout_of(change.attributes.headers) is not None,
-    )
-    if use is None:
-        return entry
-    return replace(
-        entry,
-        used_at=max(change.modified_at, use.used_at),
-        use_count=use.use_count,
-        parent=use.parent,
-        leased_until=use.leased_until,
-    )
-
-
-def _pinned_until(tags: Mapping[str, str]) -> float | None:
-    """As descriptors.pins says; a date that an earlier release let pass pins without an end."""
-    try:
-        return pinned_until(tags)
-    except CallerError:
-        return math.inf
-
-
-def _spare_bytes(cache: Cache, capacity_bytes: int) -> int:
-    """The room to keep ahead of writes, and for chunks that wait to be encoded."""
-    return (1 + cache.is_replaced) * _ahead_bytes(capacity_bytes)
-
-
-def _ahead_bytes(limit_bytes: int) -> int:
-    """The room to keep ahead of writes."""
-    return min(int(limit_bytes / 4), max(AHEAD_BYTES_MIN, min(AHEAD_BYTES_MAX, int(AHEAD_FRACTION * limit_bytes))))

@@ -25,6 +25,7 @@ from vllm.v1.outputs import KVConnectorOutput, ModelRunnerOutput
 from vllm.v1.request import Request, RequestStatus
 from vllm.v1.structured_output import StructuredOutputManager
 
+from descriptors.descriptor import Accept
 from descriptors.recompute import Advice, AdviceRequest, advise
 from nixl_client.connectors.vllm import connector as connector_module
 from nixl_client.connectors.vllm import lookups
@@ -54,7 +55,7 @@ class FakeStore:
         self.may_answer = threading.Event()
         self.may_answer.set()
 
-    def lookup(self, keys: Sequence[str], lease_s: float = 0.0) -> int:
+    def lookup(self, keys: Sequence[str], lease_s: float = 0.0, *, accept: Accept | None = None) -> int:
         """How many of the first keys are stored."""
         self.lookup_count += 1
         self.is_asked.set()
@@ -63,7 +64,9 @@ class FakeStore:
             raise self.failure
         return sum(1 for _ in itertools.takewhile(self.keys.__contains__, keys))
 
-    def advise(self, keys: Sequence[str], compute: AdviceRequest, lease_s: float = 0.0) -> tuple[int, Advice]:
+    def advise(
+        self, keys: Sequence[str], compute: AdviceRequest, lease_s: float = 0.0, *, accept: Accept | None = None
+    ) -> tuple[int, Advice]:
         """What `lookup` says, of a server that paces nothing."""
         matched = self.lookup(keys, lease_s)
         return matched, advise(matched, compute)

@@ -15,6 +15,7 @@ from dataclasses import dataclass
 from enum import Enum
 
 from descriptors.layout import ChunkLayout
+from storage_server.compression.forms import Takes
 from storage_server.gather.source import ChunkSource, Outcome, Pins, RowFailure
 from storage_server.planning.block_checksums import BLOCK_BYTES
 from storage_server.planning.extent import CorruptExtentError, Extent
@@ -28,12 +29,12 @@ class SourceWrapper:
         self.source = source
 
     def open_chunks(
-        self, bucket: str, keys: Sequence[str], layout: ChunkLayout, *, prefix_only: bool
+        self, bucket: str, keys: Sequence[str], layout: ChunkLayout, *, prefix_only: bool, reader: Takes | None = None
     ) -> AbstractAsyncContextManager[list[list[Extent]]]:
-        return self.source.open_chunks(bucket, keys, layout, prefix_only=prefix_only)
+        return self.source.open_chunks(bucket, keys, layout, prefix_only=prefix_only, reader=reader)
 
-    async def matched(self, bucket: str, keys: Sequence[str], lease_s: float = 0.0) -> int:
-        return await self.source.matched(bucket, keys, lease_s)
+    async def matched(self, bucket: str, keys: Sequence[str], lease_s: float = 0.0, reader: Takes | None = None) -> int:
+        return await self.source.matched(bucket, keys, lease_s, reader)
 
     @property
     def generation(self) -> int:
@@ -74,11 +75,11 @@ class SlowSource(SourceWrapper):
 
     @asynccontextmanager
     async def open_chunks(
-        self, bucket: str, keys: Sequence[str], layout: ChunkLayout, *, prefix_only: bool
+        self, bucket: str, keys: Sequence[str], layout: ChunkLayout, *, prefix_only: bool, reader: Takes | None = None
     ) -> AsyncIterator[list[list[Extent]]]:
         if self.open_s:
             await self._wait(self.open_s)
-        async with self.source.open_chunks(bucket, keys, layout, prefix_only=prefix_only) as chunks:
+        async with self.source.open_chunks(bucket, keys, layout, prefix_only=prefix_only, reader=reader) as chunks:
             yield chunks
 
     def read_rows(self, table: SourceTable, rows: Rows, address: int, *, past_cache: bool) -> RowFailure | None:
@@ -111,10 +112,10 @@ class FailingSource(SourceWrapper):
 
     @asynccontextmanager
     async def open_chunks(
-        self, bucket: str, keys: Sequence[str], layout: ChunkLayout, *, prefix_only: bool
+        self, bucket: str, keys: Sequence[str], layout: ChunkLayout, *, prefix_only: bool, reader: Takes | None = None
     ) -> AsyncIterator[list[list[Extent]]]:
         self._count(SourceCall.OPEN_CHUNKS)
-        async with self.source.open_chunks(bucket, keys, layout, prefix_only=prefix_only) as chunks:
+        async with self.source.open_chunks(bucket, keys, layout, prefix_only=prefix_only, reader=reader) as chunks:
             yield chunks
 
     def read_rows(self, table: SourceTable, rows: Rows, address: int, *, past_cache: bool) -> RowFailure | None:
@@ -169,9 +170,9 @@ class DamagedSource(SourceWrapper):
 
     @asynccontextmanager
     async def open_chunks(
-        self, bucket: str, keys: Sequence[str], layout: ChunkLayout, *, prefix_only: bool
+        self, bucket: str, keys: Sequence[str], layout: ChunkLayout, *, prefix_only: bool, reader: Takes | None = None
     ) -> AsyncIterator[list[list[Extent]]]:
-        async with self.source.open_chunks(bucket, keys, layout, prefix_only=prefix_only) as chunks:
+        async with self.source.open_chunks(bucket, keys, layout, prefix_only=prefix_only, reader=reader) as chunks:
             for key, extents in zip(keys, chunks, strict=False):
                 self._place(bucket, key, extents)
             yield chunks

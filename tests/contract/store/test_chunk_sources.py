@@ -13,6 +13,7 @@ import pytest
 
 from descriptors.layout import ChunkLayout
 from descriptors.objects import PutRequest
+from storage_server.compression.forms import Takes
 from storage_server.gather.coming import ComingExtent
 from storage_server.gather.source import ChunkSource
 from storage_server.planning.extent import Extent
@@ -102,9 +103,9 @@ class Arrived(SourceWrapper):
 
     @asynccontextmanager
     async def open_chunks(
-        self, bucket: str, keys: Sequence[str], layout: ChunkLayout, *, prefix_only: bool
+        self, bucket: str, keys: Sequence[str], layout: ChunkLayout, *, prefix_only: bool, reader: Takes | None = None
     ) -> AsyncIterator[list[list[Extent]]]:
-        async with self.source.open_chunks(bucket, keys, layout, prefix_only=prefix_only) as chunks:
+        async with self.source.open_chunks(bucket, keys, layout, prefix_only=prefix_only, reader=reader) as chunks:
             arrivals = [each.arrival for chunk in chunks for each in chunk if isinstance(each, ComingExtent)]
             async with asyncio.timeout(PATIENCE_S):
                 while not all(arrival.is_whole for arrival in arrivals):
