@@ -120,7 +120,7 @@ class Evictor(Uses):
         books = Books(policy_of(settings.eviction, settings.capacity_bytes or 0, growth), settings.ttl_s)
         if settings.bucket is None:
             return Cache(books)
-        cache = Cache(books, None, settings.capacity_bytes)
+        cache = Cache(books, None, settings.capacity_bytes, is_replaced=settings.replaces)
         if settings.capacity_bytes is not None:
             cache.bound = Bound(f"the bucket {settings.bucket}", lambda: cache.capacity_bytes, lambda: cache.used_bytes)
             cache.bound.wants = self._want
@@ -131,8 +131,6 @@ class Evictor(Uses):
         found = {each.bucket: each for each in caches if each.bucket is not None and each.replaces}
         if found:
             self._replacements = Replacements(replacer, found, self._leaving, self._delete, self._aside_bytes_max)
-            for bucket in found:
-                self._caches[bucket].is_replaced = True
 
     @property
     def aside_bytes(self) -> int:

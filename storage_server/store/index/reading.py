@@ -5,8 +5,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from descriptors.errors import CallerError, ChunkUnavailable, ErrorCode
-from descriptors.layer_forms import EXACT, RUNS_MAX
+from descriptors.layer_forms import RUNS_MAX
 from descriptors.objects import ByteRange, RangeSpec
+from kv_codecs.layer import Codec
 from storage_server.compression.forms import Takes, kept_form
 from storage_server.planning.extent import Extent
 
@@ -51,7 +52,7 @@ def usable_prefix(
     for index, chunk in enumerate(found):
         nbytes = sum(extent.nbytes for extent in chunk) if chunk is not None else None
         is_encoded = chunk is not None and len(chunk) > 0 and bool(chunk[0].form)
-        if chunk is not None and (runs.takes(chunk, reader) if is_encoded else runs.exact() and nbytes == chunk_bytes):
+        if chunk is not None and (runs.takes(index, chunk, reader) if is_encoded else nbytes == chunk_bytes):
             usable.append(chunk)
             continue
         if prefix_only and index > 0:
@@ -75,24 +76,21 @@ class _Runs:
     """The runs of forms among the chunks so far, of which a delivery can tell so many."""
 
     def __init__(self) -> None:
-        self._form = ""
+        self._codec: Codec | None = None
+        self._last = -1
+        """The index of the last encoded chunk. Those between it and the next one are a run of exact ones."""
         self._count = 0
 
-    def exact(self) -> bool:
-        """An exact chunk comes next, which always can be told."""
-        self._count += self._form != EXACT
-        self._form = EXACT
-        return True
-
-    def takes(self, chunk: Sequence[Extent], reader: Takes | None) -> bool:
-        """Whether an encoded chunk may come next."""
+    def takes(self, index: int, chunk: Sequence[Extent], reader: Takes | None) -> bool:
+        """Whether the chunk at this index may be an encoded one. Exact ones may stand anywhere."""
         form = kept_form(chunk[0].form)
         if form is None or reader is None or not reader.takes(form):
             return False
         if len(chunk) > 1 or chunk[0].nbytes != form.nbytes:
             return False
-        self._count += self._form != form.codec.value
-        self._form = form.codec.value
+        has_gap = index > self._last + 1
+        self._count += has_gap + (has_gap or form.codec is not self._codec)
+        self._codec, self._last = form.codec, index
         return self._count <= RUNS_MAX
 
 

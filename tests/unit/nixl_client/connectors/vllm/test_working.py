@@ -215,7 +215,7 @@ class Worker:
 
 
 class TestLossyBlocks:
-    """What came with a loss, or was computed from such, is never stored: others would take it for exact."""
+    """KV that came with a loss, or was computed from such KV, is never stored: others would take it for exact."""
 
     FORMS = LayerForms((FormRun(EXACT, 1, 512), FormRun("kivi4-1", 1, 200), FormRun(EXACT, 2, 512)), 0.1, 0.02)
 
