@@ -12,6 +12,7 @@ from __future__ import annotations
 import math
 import re
 from dataclasses import dataclass
+from decimal import ROUND_CEILING, Context
 
 from descriptors.descriptor import CHUNK_TOKENS_MAX, ELEMENT_BYTES, NUM_LAYERS_MAX
 
@@ -19,6 +20,7 @@ LAYOUT_RULE = "layers=L;tokens=G;width=W;element=float16, bfloat16 or float32"
 WIDTH_MAX = 1 << 16
 _LAYOUT = re.compile(r"layers=([0-9]{1,6});tokens=([0-9]{1,9});width=([0-9]{1,6});element=([a-z0-9]{1,16})")
 _NUMBER = "([0-9.e+-]{1,24})"
+_SIX_DIGITS_UP = Context(prec=6, rounding=ROUND_CEILING)
 _FORM = re.compile(rf"([a-z0-9][a-z0-9._-]{{0,31}});({_LAYOUT.pattern});error={_NUMBER};mean_error={_NUMBER}")
 
 
@@ -88,7 +90,5 @@ class EncodedForm:
 
 
 def _rounded_up(error: float) -> float:
-    if not error:
-        return 0.0
-    scale = 10.0 ** (5 - math.floor(math.log10(error)))
-    return math.ceil(error * scale) / scale
+    """In decimal digits, since a power of ten that scales the least numbers is none that a float holds."""
+    return float(_SIX_DIGITS_UP.create_decimal(repr(error)))
