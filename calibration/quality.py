@@ -15,9 +15,10 @@ import numpy as np
 import torch
 from transformers import DynamicCache, PreTrainedModel
 
+from kv_codecs.dropping import chosen_places
 from kv_codecs.elements import Element
 from kv_codecs.encoding import decode, encode
-from kv_codecs.layer import Codec, LayerShape
+from kv_codecs.layer import Codec, LayerShape, kept_count
 from kv_codecs.loss import loss
 
 IGNORED = -100
@@ -77,8 +78,13 @@ def prefix_states(model: PreTrainedModel, context: torch.Tensor) -> States:
 
 
 def coded(states: States, codec: Codec, chunk_tokens: int = CHUNK_TOKENS) -> Coded:
-    """Encode and decode all whole chunks of the KV, as the DRAM tier does; tokens behind them stay exact."""
+    """Encode and decode all whole chunks of the KV, as the DRAM tier does; tokens behind them stay exact. To a codec
+    that drops tokens the whole context is one chunk, and the states that come back have the kept ones only. Raises
+    ValueError for contexts that are too short for that.
+    """
     batch, heads, tokens, dim = states[0][0].shape
+    if codec.drops_tokens:
+        chunk_tokens = tokens
     count = tokens // chunk_tokens
     shape = LayerShape(chunk_tokens, heads * dim, Element.BFLOAT16)
     out: States = []
@@ -92,7 +98,10 @@ def coded(states: States, codec: Codec, chunk_tokens: int = CHUNK_TOKENS) -> Cod
             pair.append(whole.permute(0, 2, 3, 1, 4).bfloat16().contiguous())
         layer = torch.stack(pair, dim=2).flatten(0, 1)  # (batch * chunks, 2, tokens, heads, dim)
         data = layer.cpu().view(torch.uint8).reshape(len(layer), -1).numpy().copy()
-        for row in data:
+        kept = torch.empty(len(data), kept_count(codec, chunk_tokens), dtype=torch.int64)
+        for index, row in enumerate(data):
+            if codec.drops_tokens:
+                kept[index] = torch.from_numpy(chosen_places(row, shape, codec))
             part_bytes = encode(row, shape, codec)
             decode(part_bytes, shape, back)
             lost = loss(row, back, shape)
@@ -104,35 +113,12 @@ def coded(states: States, codec: Codec, chunk_tokens: int = CHUNK_TOKENS) -> Cod
         made = []
         for part, exact in zip(decoded, (keys, values), strict=True):
             made.append(torch.cat([part.to(exact.device, exact.dtype), exact[:, :, count * chunk_tokens :]], dim=2))
+            if codec.drops_tokens:
+                there = kept[:, None, :, None].expand(-1, heads, -1, dim).to(exact.device)
+                made[-1] = made[-1].gather(2, there)
         out.append((made[0], made[1]))
     exact_bytes = 2 * len(states) * batch * heads * count * chunk_tokens * dim * Element.BFLOAT16.nbytes
     return Coded(out, exact_bytes, encoded_bytes, tuple(errors))
-
-
-def dropped(states: States, kept: torch.Tensor) -> States:
-    """The KV without some tokens: `kept` are the places that stay, int64 of shape (batch, kept tokens)."""
-    out: States = []
-    for keys, values in states:
-        index = kept[:, None, :, None].expand(-1, keys.shape[1], -1, keys.shape[3])
-        out.append((keys.gather(2, index), values.gather(2, index)))
-    return out
-
-
-def streaming_places(batch: int, tokens: int, kept_tokens: int, sinks: int = 4) -> torch.Tensor:
-    """StreamingLLM: the first tokens and the most recent ones."""
-    recent = kept_tokens - sinks
-    places = torch.cat([torch.arange(sinks), torch.arange(tokens - recent, tokens)])
-    return places.expand(batch, -1)
-
-
-def key_diff_places(states: States, kept_tokens: int) -> torch.Tensor:
-    """KeyDiff: the tokens whose keys are least like the mean key, over all layers and heads."""
-    score = torch.zeros(states[0][0].shape[0], states[0][0].shape[2])
-    for keys, _ in states:
-        normal = torch.nn.functional.normalize(keys.float(), dim=-1)
-        mean = torch.nn.functional.normalize(normal.mean(dim=2, keepdim=True), dim=-1)
-        score += (normal * mean).sum(-1).mean(1)
-    return score.topk(kept_tokens, largest=False).indices.sort().values
 
 
 def answer_logits(model: PreTrainedModel, states: States, questions: torch.Tensor, context_tokens: int) -> torch.Tensor:

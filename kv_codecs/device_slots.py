@@ -5,6 +5,8 @@ Checksums are computed where the bytes lie. CRC-32C is linear: with `v` zero byt
 shifted by a linear map, so halves are joined pairwise, all of one size at once.
 
     remainder(a ‖ b) = shift(remainder(a), bytes of b) ^ remainder(b)
+
+Which tokens are there is returned in host memory, as there.
 """
 
 from __future__ import annotations
@@ -18,57 +20,68 @@ import numpy.typing as npt
 import torch
 
 from adapters import native
+from kv_codecs.dropping import PLACE_BYTES, Kept
 from kv_codecs.elements import Bytes, Element
 from kv_codecs.encoding import HEAD, encoded_bytes_max, expected_head
 from kv_codecs.fp8 import ALL
-from kv_codecs.layer import KIVI, Codec, LayerShape, group_of
+from kv_codecs.layer import DROPPING, KIVI, Codec, LayerShape, group_of, kept_count
 from kv_codecs.packing import packed_bytes
-from kv_codecs.slots import Run, WrongChunkError
+from kv_codecs.slots import Run, WrongChunkError, kept_of
 
-DEVICE_CODECS = (*KIVI, Codec.FP8)
+DEVICE_CODECS = (*KIVI, Codec.FP8, *DROPPING)
 _POLYNOMIAL = 0x82F63B78
 _DTYPES = {Element.FLOAT16: torch.float16, Element.BFLOAT16: torch.bfloat16, Element.FLOAT32: torch.float32}
 Words = npt.NDArray[np.uint32]
 
 
-def decode_places(places: torch.Tensor, runs: Sequence[Run], shape: LayerShape) -> None:
+def decode_places(places: torch.Tensor, runs: Sequence[Run], shape: LayerShape) -> Kept | None:
     """Decode a layer whose chunks lie at the beginning of their places, S bytes each: uint8 of shape (chunks * S). The
     device has done it on return. Raises WrongChunkError, and writes nothing of that run then.
     """
     rows = places.view(-1, shape.nbytes)
+    kept = kept_of(runs, shape)
     first = 0
     for name, count, nbytes in runs:
         if name != Codec.EXACT.value:
             mine = rows[first : first + count]
-            decoded, bad = decode_rows(mine[:, :nbytes], Codec(name), shape)
+            decoded, mine_kept, bad = decode_rows(mine[:, :nbytes], Codec(name), shape)
             if bad >= 0:
                 raise WrongChunkError(first + bad)
             mine.copy_(decoded)
+            if kept is not None and mine_kept is not None:
+                kept[first : first + count] = mine_kept
         first += count
     _await_device(places)
+    return kept
 
 
-def decode_chunks(places: torch.Tensor, runs: Sequence[Run], shape: LayerShape, num_layers: int) -> None:
+def decode_chunks(places: torch.Tensor, runs: Sequence[Run], shape: LayerShape, num_layers: int) -> Kept | None:
     """Decode chunks, each with all its layers: the encoded ones lie one after the other at the beginning of the chunk's
     place, which has `num_layers` * S bytes. Raises WrongChunkError.
     """
     rows = places.view(-1, num_layers * shape.nbytes)
+    whole = kept_of(runs, shape)
+    kept = None if whole is None else np.repeat(whole[:, None], num_layers, axis=1)
     first = 0
     for name, count, nbytes in runs:
         if name != Codec.EXACT.value:
             mine = rows[first : first + count]
             packed = mine[:, : num_layers * nbytes].reshape(count * num_layers, nbytes)
-            decoded, bad = decode_rows(packed, Codec(name), shape)
+            decoded, mine_kept, bad = decode_rows(packed, Codec(name), shape)
             if bad >= 0:
                 raise WrongChunkError(first + bad // num_layers)
             mine.copy_(decoded.view(count, -1))
+            if kept is not None and mine_kept is not None:
+                kept[first : first + count] = mine_kept.reshape(count, num_layers, -1)
         first += count
     _await_device(places)
+    return kept
 
 
-def decode_rows(packed: torch.Tensor, codec: Codec, shape: LayerShape) -> tuple[torch.Tensor, int]:
-    """Decode encoded layers of one codec, uint8 of shape (n, bytes of each). Returns the layers, uint8 of shape (n, S),
-    and the first row that is damaged or another layer; -1 where there is none.
+def decode_rows(packed: torch.Tensor, codec: Codec, shape: LayerShape) -> tuple[torch.Tensor, Kept | None, int]:
+    """Decode encoded layers of one codec, uint8 of shape (n, bytes of each). Returns the layers, uint8 of shape (n, S);
+    which tokens are there, of shape (n, tokens), or None for all; and the first row that is damaged or another layer,
+    -1 where there is none.
     """
     if codec not in DEVICE_CODECS:
         raise ValueError(f"{codec.value} is not decoded on devices")
@@ -76,10 +89,13 @@ def decode_rows(packed: torch.Tensor, codec: Codec, shape: LayerShape) -> tuple[
     if packed.shape[1] != nbytes:
         raise ValueError(f"rows of {packed.shape[1]} bytes, an encoded layer has {nbytes}")
     payload = packed[:, HEAD.size :].contiguous()
-    bad = _first_bad(packed[:, : HEAD.size], payload, expected_head(codec, shape, nbytes - HEAD.size))
+    is_bad = _are_bad(packed[:, : HEAD.size], payload, expected_head(codec, shape, nbytes - HEAD.size))
+    if codec.drops_tokens:
+        decoded, kept, are_disordered = _dropped(payload, shape, codec)
+        return decoded, kept, _first(is_bad | are_disordered)
     halves = _kivi(payload, shape, codec.bits) if codec in KIVI else _fp8(payload, shape)
     layers = torch.stack(halves, dim=1).to(_DTYPES[shape.element])
-    return layers.view(torch.uint8).view(len(packed), shape.nbytes), bad
+    return layers.view(torch.uint8).view(len(packed), shape.nbytes), None, _first(is_bad)
 
 
 def _await_device(places: torch.Tensor) -> None:
@@ -88,15 +104,19 @@ def _await_device(places: torch.Tensor) -> None:
         stream.synchronize()
 
 
-def _first_bad(heads: torch.Tensor, payload: torch.Tensor, wanted: bytes) -> int:
-    """The first row whose head or checksum is another one."""
+def _first(are: Kept) -> int:
+    return int(are.argmax()) if are.any() else -1
+
+
+def _are_bad(heads: torch.Tensor, payload: torch.Tensor, wanted: bytes) -> Kept:
+    """Which rows have another head or checksum."""
     found: Bytes = heads.cpu().numpy()
-    is_bad = (found[:, : len(wanted)] != np.frombuffer(wanted, dtype=np.uint8)).any(axis=1)
+    is_bad: Kept = (found[:, : len(wanted)] != np.frombuffer(wanted, dtype=np.uint8)).any(axis=1)
     begun = np.uint32(native.crc32c(wanted) ^ 0xFFFFFFFF)
     rest = _shifted(np.array([begun], dtype=np.uint32), payload.shape[1])[0]
     sums = rest ^ _remainders(payload) ^ np.uint32(0xFFFFFFFF)
     is_bad |= found[:, len(wanted) :].copy().view("<u4")[:, 0] != sums
-    return int(is_bad.argmax()) if is_bad.any() else -1
+    return is_bad
 
 
 def _remainders(rows: torch.Tensor) -> Words:
@@ -205,3 +225,20 @@ def _fp8(payload: torch.Tensor, shape: LayerShape) -> tuple[torch.Tensor, torch.
     values: Any = torch.from_numpy(ALL).to(payload.device)
     numbers = values[payload[:, 8:].int()].view(len(payload), 2, shape.tokens, shape.width)
     return numbers[:, 0] * scales[:, 0, None, None], numbers[:, 1] * scales[:, 1, None, None]
+
+
+def _dropped(payload: torch.Tensor, shape: LayerShape, codec: Codec) -> tuple[torch.Tensor, Kept, Kept]:
+    """Layers, uint8 of shape (n, S), which of their tokens are there, and whose places cannot be
+    (kv_codecs.dropping).
+    """
+    rows, count = len(payload), kept_count(codec, shape.tokens)
+    token_bytes = shape.width * shape.element.nbytes
+    places = payload[:, : count * PLACE_BYTES].contiguous().view(torch.int32).long()
+    is_wrong = (places[:, 0] < 0) | (places[:, -1] >= shape.tokens) | (places.diff(dim=1) <= 0).any(dim=1)
+    places = places.clamp(0, shape.tokens - 1)
+    tokens = payload[:, count * PLACE_BYTES :].reshape(rows, 2, count, token_bytes)
+    layers = payload.new_zeros(rows, 2, shape.tokens, token_bytes)
+    layers.scatter_(2, places[:, None, :, None].expand(-1, 2, -1, token_bytes), tokens)
+    kept = np.zeros((rows, shape.tokens), dtype=np.bool_)
+    np.put_along_axis(kept, places.cpu().numpy(), values=True, axis=1)
+    return layers.view(rows, shape.nbytes), kept, np.asarray(is_wrong.cpu().numpy(), dtype=np.bool_)

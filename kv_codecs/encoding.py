@@ -23,10 +23,11 @@ import numpy as np
 import numpy.typing as npt
 
 from adapters import native
+from kv_codecs.dropping import Kept, dropping_bytes, dropping_decode, dropping_encode, places_in
 from kv_codecs.elements import Bytes, Element, from_floats, to_floats
 from kv_codecs.fp8 import fp8_bytes, fp8_decode, fp8_encode
 from kv_codecs.kivi import kivi_bytes
-from kv_codecs.layer import KIVI, Codec, LayerShape, group_of
+from kv_codecs.layer import KIVI, RUN_TOKENS_MIN, Codec, LayerShape, group_of, takes
 
 MAGIC = b"KV01"
 HEAD = struct.Struct("<4sBBHIIII")
@@ -57,9 +58,11 @@ def encoded_bytes_max(codec: Codec, shape: LayerShape) -> int:
 
 
 def encode(layer: Bytes, shape: LayerShape, codec: Codec) -> bytes:
-    """Encode S bytes. Raises ValueError where they are not S."""
+    """Encode S bytes. Raises ValueError where they are not S, or where the codec takes no so short chunks."""
     if layer.nbytes != shape.nbytes:
         raise ValueError(f"{layer.nbytes} bytes, a layer has {shape.nbytes}")
+    if not takes(codec, shape.tokens):
+        raise ValueError(f"{shape.tokens} tokens, {codec.value} takes {RUN_TOKENS_MIN} or more")
     flat = np.ascontiguousarray(layer).view(np.uint8).reshape(-1)
     payload = _encoded(flat, shape, codec)
     head = expected_head(codec, shape, len(payload))
@@ -82,6 +85,8 @@ def read_head(data: bytes | memoryview) -> EncodedHead:
     except ValueError as error:
         raise WrongLayerError(str(error)) from None
     codec = _BY_NUMBER[number]
+    if not takes(codec, tokens):
+        raise WrongLayerError(f"{tokens} tokens in {codec.value}")
     most = _payload_bytes_max(codec, shape)
     if payload_bytes > most or (codec is not Codec.LOSSLESS and payload_bytes != most):
         raise WrongLayerError(f"a payload of {payload_bytes} bytes, {most} expected")
@@ -133,6 +138,31 @@ def decode_many(
     return -1
 
 
+def decode_dropped(
+    source: Bytes,
+    places: Numbers,
+    codec: Codec,
+    shape: LayerShape,
+    out: Bytes,
+    kept: Kept,
+    *,
+    is_in_place: bool,
+) -> int:
+    """As `decode_many`, of a codec that drops tokens: a row of `kept`, of shape (n, tokens), says which are there."""
+    nbytes = encoded_bytes_max(codec, shape)
+    for row, (start, target) in enumerate(places.tolist()):
+        layer = source[start : start + nbytes]
+        layer = layer.copy() if is_in_place else layer
+        try:
+            if decode(layer.data, shape, out[target : target + shape.nbytes]) is not codec:
+                return row
+        except WrongLayerError:
+            return row
+        kept[row] = False
+        kept[row, places_in(layer[HEAD.size :], shape, codec)] = True
+    return -1
+
+
 def expected_head(codec: Codec, shape: LayerShape, payload_bytes: int) -> bytes:
     """The head of an encoded layer without its checksum; of one that is not LOSSLESS all is known beforehand."""
     number, element = codec.number, shape.element.value
@@ -146,6 +176,8 @@ def _payload_bytes_max(codec: Codec, shape: LayerShape) -> int:
         return fp8_bytes(2 * shape.half_elements)
     if codec is Codec.LOSSLESS:
         return 1 + shape.nbytes
+    if codec.drops_tokens:
+        return dropping_bytes(shape, codec)
     return shape.nbytes
 
 
@@ -157,6 +189,8 @@ def _encoded(flat: Bytes, shape: LayerShape, codec: Codec) -> bytes:
     if codec is Codec.FP8:
         both = to_floats(flat, shape.element).reshape(2, shape.tokens, shape.width)
         return fp8_encode(both[0], both[1]).tobytes()
+    if codec.drops_tokens:
+        return dropping_encode(flat, shape, codec)
     payload = bytearray(kivi_bytes(shape, codec.bits))
     native.kivi_encode(
         flat.data, shape.tokens, shape.width, group_of(shape.tokens), group_of(shape.width), codec.bits,
@@ -172,6 +206,12 @@ def _decode(payload: Bytes, head: EncodedHead, out: Bytes) -> None:
         return
     if codec is Codec.LOSSLESS:
         _from_planes(payload, shape.element.nbytes, out)
+        return
+    if codec.drops_tokens:
+        places = places_in(payload, shape, codec)
+        if places is None:
+            raise WrongLayerError("its tokens are in no order, or beyond the chunk")
+        dropping_decode(payload, places, shape, out)
         return
     if codec in KIVI:
         step, span = group_of(shape.tokens), group_of(shape.width)

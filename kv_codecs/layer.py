@@ -15,6 +15,8 @@ WIDTH_MAX = 1 << 16
 TOKENS_MAX = 1 << 16
 GROUP_MAX = 32
 """Elements that share a scale, at most."""
+RUN_TOKENS_MIN = 128
+"""Codecs that drop tokens take no fewer: a shorter chunk is a piece of a context, and no whole one."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,6 +52,10 @@ class Codec(Enum):
     KIVI4 = "kivi4-1"
     KIVI3 = "kivi3-1"
     KIVI2 = "kivi2-1"
+    STREAMING50 = "streaming50-1"
+    STREAMING25 = "streaming25-1"
+    KEYDIFF50 = "keydiff50-1"
+    KEYDIFF25 = "keydiff25-1"
 
     @property
     def bits(self) -> int:
@@ -62,6 +68,11 @@ class Codec(Enum):
         return self not in (Codec.EXACT, Codec.LOSSLESS)
 
     @property
+    def drops_tokens(self) -> bool:
+        """Whether some tokens are left out, so that only readers that can attend to fewer of them take it."""
+        return self in DROPPING
+
+    @property
     def number(self) -> int:
         """In the head of an encoded layer."""
         return _NUMBERS[self]
@@ -69,8 +80,23 @@ class Codec(Enum):
 
 _NUMBERS = {
     Codec.EXACT: 0, Codec.LOSSLESS: 1, Codec.FP8: 2, Codec.KIVI8: 8, Codec.KIVI4: 4, Codec.KIVI3: 3, Codec.KIVI2: 12,
+    Codec.STREAMING50: 32, Codec.STREAMING25: 33, Codec.KEYDIFF50: 34, Codec.KEYDIFF25: 35,
 }  # fmt: skip
 KIVI = (Codec.KIVI8, Codec.KIVI4, Codec.KIVI3, Codec.KIVI2)
+STREAMING = (Codec.STREAMING50, Codec.STREAMING25)
+KEYDIFF = (Codec.KEYDIFF50, Codec.KEYDIFF25)
+DROPPING = (*STREAMING, *KEYDIFF)
+_KEPT_PARTS = {Codec.STREAMING50: 2, Codec.STREAMING25: 4, Codec.KEYDIFF50: 2, Codec.KEYDIFF25: 4}
+
+
+def takes(codec: Codec, tokens: int) -> bool:
+    """Whether a codec encodes chunks of so many tokens."""
+    return not codec.drops_tokens or tokens >= RUN_TOKENS_MIN
+
+
+def kept_count(codec: Codec, tokens: int) -> int:
+    """How many of a chunk's tokens an encoded layer has."""
+    return -(-tokens // _KEPT_PARTS[codec]) if codec.drops_tokens else tokens
 
 
 def group_of(elements: int) -> int:

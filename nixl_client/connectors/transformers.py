@@ -19,6 +19,7 @@ Batch size 1. Needs torch and transformers.
 from __future__ import annotations
 
 import time
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -31,6 +32,7 @@ from descriptors.descriptor import Accept
 from descriptors.kv_forms import KvLayout
 from descriptors.layout import ChunkLayout, slice_bytes
 from descriptors.notices import Mode
+from kv_codecs.layer import Codec
 from nixl_client.fetch.layer_fetch import Layer
 from nixl_client.lossy import MAX_ERROR, Lossy, accept_of
 
@@ -42,6 +44,10 @@ class Fetch(Protocol):
 
     def wait_admitted(self, timeout_s: float | None = None) -> tuple[Mode, int]:
         """Mode and k, the number of chunks that will come."""
+
+    @property
+    def kept_tokens(self) -> int:
+        """How many tokens will be there in each layer; known with k."""
 
     def wait_layer(self, layer_index: int, timeout_s: float | None = None) -> Layer:
         """Block until the layer is complete."""
@@ -77,9 +83,20 @@ class KvShape:
         element = str(self.dtype).removeprefix("torch.")
         return KvLayout(self.num_layers, self.chunk_tokens, self.kv_heads * self.head_dim, element)
 
-    def accept(self, lossy: Lossy, max_error: float = MAX_ERROR) -> Accept | None:
-        """The value for `accept` of `fetch`, so that layers may come encoded. Raises ValueError."""
-        return accept_of(lossy, self.dtype, max_error)
+    def accept(self, lossy: Lossy, max_error: float = MAX_ERROR, *, dropping: Sequence[Codec] = ()) -> Accept | None:
+        """The value for `accept` of `fetch`, so that layers may come encoded. A `WaitingCache` attends to the tokens
+        that are there, so it can also take codecs that drop some: `dropping`, of kv_codecs.layer.DROPPING. Their errors
+        are large, so no bound counts for them but that of the server. Raises ValueError.
+        """
+        accept = accept_of(lossy, self.dtype, max_error)
+        if not dropping:
+            return accept
+        if accept is not None and accept.max_error is not None:
+            raise ValueError("lossy: a bound of the error leaves no codec that drops tokens: take `adaptive`")
+        if not all(codec.drops_tokens for codec in dropping):
+            raise ValueError("dropping: not all of these codecs drop tokens")
+        names = tuple(codec.value for codec in dropping)
+        return Accept(names if accept is None else (*accept.codecs, *names), str(self.dtype).removeprefix("torch."))
 
 
 @dataclass(frozen=True, slots=True)
@@ -95,24 +112,35 @@ class LayerWait:
 
 class WaitingLayer(DynamicLayer):  # type: ignore[no-untyped-call]  # its __init_subclass__ is untyped
     """A DynamicLayer that holds `prefix_tokens` tokens from the start, though their bytes come with the first update.
+    Where a codec has dropped tokens, they count for positions, and nobody attends to them.
 
     `wait` is None until then. Sizes, dtype or a batch that do not fit raise ValueError.
     """
 
     def __init__(self, fetch: Fetch, layer_index: int, chunk_count: int, shape: KvShape, timeout_s: float) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
+        self._dropped_tokens = chunk_count * shape.chunk_tokens - fetch.kept_tokens
         self.wait: LayerWait | None = None
         self._fetch: Fetch | None = fetch
         self._layer_index = layer_index
         self._chunk_count = chunk_count
         self._shape = shape
         self._timeout_s = timeout_s
+        self._kept: torch.Tensor | None = None
 
     def get_seq_length(self) -> int:
-        """Tokens held, those still on their way included. Never waits, and nor does `get_mask_sizes`."""
+        """Tokens so far, those still on their way and those that were dropped included. Never waits, and nor does
+        `get_mask_sizes`.
+        """
         if self._fetch is not None:
             return self._chunk_count * self._shape.chunk_tokens
-        return int(super().get_seq_length())
+        return int(super().get_seq_length()) + self._dropped_tokens
+
+    def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
+        """The tokens that are attended to, and the place of the first one: those that are kept of the prefix count as
+        its last ones, which all later tokens see.
+        """
+        return self.get_seq_length() + query_length - self._dropped_tokens, self._dropped_tokens
 
     def update(
         self, key_states: torch.Tensor, value_states: torch.Tensor, *args: Any, **kwargs: Any
@@ -127,9 +155,13 @@ class WaitingLayer(DynamicLayer):  # type: ignore[no-untyped-call]  # its __init
             return keys, values
         prefix = self._take(self._fetch)
         self.lazy_initialization(key_states, value_states)
-        self.keys = _joined(prefix[:, 0], key_states)
-        self.values = _joined(prefix[:, 1], value_states)
-        self._fetch = None
+        if self._kept is None:
+            self.keys = _joined(prefix[:, 0], key_states)
+            self.values = _joined(prefix[:, 1], value_states)
+        else:
+            self.keys = _joined_kept(prefix[:, 0], self._kept, key_states)
+            self.values = _joined_kept(prefix[:, 1], self._kept, value_states)
+        self._fetch = self._kept = None
         return self.keys, self.values
 
     def crop(self, tokens_to_remove: int) -> None:
@@ -140,7 +172,8 @@ class WaitingLayer(DynamicLayer):  # type: ignore[no-untyped-call]  # its __init
 
     def reset(self) -> None:
         """Hold nothing, and wait for nothing."""
-        self._fetch = None
+        self._fetch = self._kept = None
+        self._dropped_tokens = 0
         super().reset()
 
     def _take(self, fetch: Fetch) -> torch.Tensor:
@@ -152,6 +185,10 @@ class WaitingLayer(DynamicLayer):  # type: ignore[no-untyped-call]  # its __init
         wanted = (self._chunk_count, shape.layout.per_layer_chunk_bytes)
         if tuple(layer.data.shape) != wanted:
             raise ValueError(f"layer {self._layer_index} is of shape {tuple(layer.data.shape)}, {wanted} expected")
+        if layer.kept is not None:
+            if int(layer.kept.sum()) != wanted[0] * shape.chunk_tokens - self._dropped_tokens:
+                raise ValueError(f"layer {self._layer_index} has other tokens than were announced")
+            self._kept = torch.from_numpy(layer.kept)
         data: torch.Tensor = layer.data if isinstance(layer.data, torch.Tensor) else torch.from_numpy(layer.data)
         return data.view(shape.dtype).view(-1, 2, shape.chunk_tokens, shape.kv_heads, shape.head_dim)
 
@@ -228,3 +265,9 @@ def _joined(prefix: torch.Tensor, new: torch.Tensor) -> torch.Tensor:
     joined[0, :, :prefix_tokens].view(heads, chunk_count, chunk_tokens, dim).copy_(prefix.permute(2, 0, 1, 3))
     joined[:, :, prefix_tokens:] = new
     return joined
+
+
+def _joined_kept(prefix: torch.Tensor, kept: torch.Tensor, new: torch.Tensor) -> torch.Tensor:
+    """As `_joined`, but of the prefix only the tokens that are there: `kept`, (chunk_count, chunk_tokens)."""
+    there = prefix[kept.to(prefix.device)].permute(1, 0, 2)[None]
+    return torch.cat([there.to(new.device), new], dim=2)

@@ -17,14 +17,15 @@ from descriptors.layer_forms import EXACT, FormRun, LayerForms, WrongFormsError,
 from descriptors.layout import ChunkLayout
 from descriptors.notices import Mode
 from kv_codecs import slots
+from kv_codecs.dropping import Kept
 from kv_codecs.elements import Bytes, Element
 from kv_codecs.encoding import encoded_bytes_max
-from kv_codecs.layer import Codec, LayerShape
+from kv_codecs.layer import DROPPING, KIVI, Codec, LayerShape, kept_count, takes
 from kv_codecs.slots import Run, WrongChunkError, decode_packed
 from nixl_client.fetch.delivery_state import ProtocolViolationError
 
 _ELEMENTS = {"float16": Element.FLOAT16, "bfloat16": Element.BFLOAT16, "float32": Element.FLOAT32}
-DECODABLE = tuple(codec.value for codec in (Codec.KIVI8, Codec.FP8, Codec.KIVI4, Codec.KIVI3, Codec.KIVI2))
+DECODABLE = tuple(codec.value for codec in (*KIVI, Codec.FP8, *DROPPING))
 """The codecs that this client decodes."""
 
 
@@ -40,7 +41,8 @@ def checked_forms(forms: LayerForms, chunk_count: int, *, descriptor: Descriptor
     allowed = {EXACT: descriptor.per_layer_chunk_bytes}
     if accept is not None:
         shape = layer_shape(descriptor.layout, accept)
-        allowed |= {name: encoded_bytes_max(Codec(name), shape) for name in accept.codecs if name in DECODABLE}
+        codecs = [Codec(name) for name in accept.codecs if name in DECODABLE]
+        allowed |= {codec.value: encoded_bytes_max(codec, shape) for codec in codecs if takes(codec, shape.tokens)}
     for run in forms.runs:
         if allowed.get(run.codec) != run.layer_bytes:
             raise ProtocolViolationError(f"layers of {run.layer_bytes} bytes in {run.codec!r} were not asked for")
@@ -65,6 +67,13 @@ def is_too_new(descriptor: Descriptor, error: ObjectCacheError) -> bool:
     return descriptor.accept is not None and error.code is ErrorCode.INVALID_DESCRIPTOR and error.field == "version"
 
 
+def kept_tokens(forms: LayerForms | None, chunk_count: int, chunk_tokens: int) -> int:
+    """How many tokens of so many chunks are there in each layer."""
+    if forms is None:
+        return chunk_count * chunk_tokens
+    return sum(run.chunk_count * kept_count(Codec(run.codec), chunk_tokens) for run in forms.runs)
+
+
 def runs_of(forms: LayerForms) -> Sequence[Run]:
     """The runs as kv_codecs takes them."""
     return [(run.codec, run.chunk_count, run.layer_bytes) for run in forms.runs]
@@ -86,17 +95,17 @@ class Packed:
             left -= run.chunk_count
         raise IndexError(index)
 
-    def place(self, packed: Bytes, places: Bytes, layer_index: int, first_chunk: int) -> None:
-        """Decode one layer of all chunks. Raises ChunkUnavailable."""
+    def place(self, packed: Bytes, places: Bytes, layer_index: int, first_chunk: int) -> Kept | None:
+        """Decode one layer of all chunks. Returns the tokens that are there. Raises ChunkUnavailable."""
         try:
-            decode_packed(packed, runs_of(self.forms), self.shape, places)
+            return decode_packed(packed, runs_of(self.forms), self.shape, places)
         except WrongChunkError as error:
             raise damaged(first_chunk + error.index, layer_index) from None
 
-    def place_chunk(self, packed: Bytes, places: Bytes, chunk_index: int) -> None:
-        """Decode all layers of one chunk. Raises ChunkUnavailable."""
+    def place_chunk(self, packed: Bytes, places: Bytes, chunk_index: int) -> Kept | None:
+        """Decode all layers of one chunk. Returns the tokens that are there, in each layer. Raises ChunkUnavailable."""
         try:
-            decode_packed(packed, runs_of(self.forms), self.shape, places)
+            return decode_packed(packed, runs_of(self.forms), self.shape, places)
         except WrongChunkError as error:
             raise damaged(chunk_index, error.index) from None
 
@@ -121,7 +130,7 @@ class PlacedLayers:
         self._chunk_count = forms.chunk_count
         self._shape = shape
         self._lock = threading.Lock()
-        self._begun: dict[int, Future[None]] = {}
+        self._begun: dict[int, Future[Kept | None]] = {}
         self._submitted: set[int] = set()
         self._is_closed = False
 
@@ -147,9 +156,12 @@ class PlacedLayers:
             if not decoding.cancelled():
                 decoding.exception()
 
-    def finish(self, layer_index: int, timeout_s: float | None = None) -> None:
-        """Return when the layer is exact. Raises ChunkUnavailable, TimeoutError."""
-        self._run(layer_index).result(timeout_s)
+    def finish(self, layer_index: int, timeout_s: float | None = None) -> Kept | None:
+        """Return when the layer is decoded, with the tokens of each chunk that are there; None for all. Raises
+        ChunkUnavailable, TimeoutError.
+        """
+        kept = self._run(layer_index).result(timeout_s)
+        return kept if kept is None or self._mode is Mode.LAYER_MAJOR else kept[:, layer_index]
 
     def close(self) -> None:
         """Decode no further layer; on return none is being decoded."""
@@ -160,38 +172,40 @@ class PlacedLayers:
             if not each.cancelled():
                 each.exception()
 
-    def _run(self, layer_index: int) -> Future[None]:
+    def _run(self, layer_index: int) -> Future[Kept | None]:
         number = self._number(layer_index)
         with self._lock:
             known = self._begun.get(number)
             if known is not None:
                 return known
-            mine = self._begun[number] = Future[None]()
+            mine = self._begun[number] = Future[Kept | None]()
             if self._is_closed:
                 mine.cancel()
                 return mine
         try:
-            self._decode(number)
+            kept = self._decode(number)
         except BaseException as error:
             mine.set_exception(error)
         else:
-            mine.set_result(None)
+            mine.set_result(kept)
         return mine
 
     def _number(self, layer_index: int) -> int:
         """In chunk-major mode all layers come, and are decoded, at once."""
         return layer_index if self._mode is Mode.LAYER_MAJOR else 0
 
-    def _decode(self, layer_index: int) -> None:
+    def _decode(self, layer_index: int) -> Kept | None:
         layer_bytes = self._layout.layer_bytes(self._chunk_count)
         decoder = _slots_of(self._payload)
+        kept: Kept | None
         try:
             if self._mode is Mode.LAYER_MAJOR:
                 places = self._payload[layer_index * layer_bytes : (layer_index + 1) * layer_bytes]
-                decoder.decode_places(places, self._runs, self._shape)
+                kept = decoder.decode_places(places, self._runs, self._shape)
             else:
                 payload = self._payload[: self._layout.num_layers * layer_bytes]
-                decoder.decode_chunks(payload, self._runs, self._shape, self._layout.num_layers)
+                kept = decoder.decode_chunks(payload, self._runs, self._shape, self._layout.num_layers)
+            return kept
         except WrongChunkError as error:
             raise damaged(error.index, layer_index) from None
 

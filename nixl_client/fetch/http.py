@@ -209,10 +209,10 @@ class _Reading:
         elif chunk_count != subrequest.descriptor.chunk_count:
             self._on_short(subrequest, subrequest.first_chunk + chunk_count)
             return
+        packed = self._packed(subrequest, stream.headers, chunk_count)
         self._on_admitted(mode, granted_rate(stream.headers))
         layout = self._fetch.descriptor.layout
         view = self._fetch.host_view()
-        packed = self._packed(subrequest, stream.headers, chunk_count)
         if packed is not None:
             self._read_encoded(subrequest, stream, mode, packed)
         elif mode is Mode.LAYER_MAJOR:
@@ -263,7 +263,9 @@ class _Reading:
             for layer_index in range(layout.num_layers):
                 stream.read_into(body.data)
                 start = layer_index * layer_bytes
-                packed.place(body, places[start + first : start + end], layer_index, first_chunk)
+                kept = packed.place(body, places[start + first : start + end], layer_index, first_chunk)
+                if kept is not None:
+                    self._fetch.on_kept(layer_index, first_chunk, kept)
                 self._on_layer(layer_index)
             return
         for index, nbytes in enumerate(sizes.tolist()):
@@ -271,7 +273,10 @@ class _Reading:
             stream.read_into(body.data)
             start = layout.delivery_bytes(first_chunk + index)
             chunk = packed.chunk(index, layout.num_layers)
-            chunk.place_chunk(body, places[start : start + layout.chunk_bytes], first_chunk + index)
+            kept = chunk.place_chunk(body, places[start : start + layout.chunk_bytes], first_chunk + index)
+            for layer_index in range(0 if kept is None else layout.num_layers):
+                assert kept is not None
+                self._fetch.on_kept(layer_index, first_chunk + index, kept[layer_index : layer_index + 1])
 
     def _on_admitted(self, mode: Mode, granted: Grant) -> None:
         """A subrequest was admitted. The fetch is admitted with the last of them: no layer is whole before."""
@@ -279,7 +284,8 @@ class _Reading:
             self._grants.append(granted)
             if len(self._grants) == len(self._subrequests):
                 rate = sum(each.rate_bytes_per_s for each in self._grants)
-                self._fetch.on_start(mode, self._chunk_count, Grant(rate, self._grants[0].epoch))
+                forms = self._whole_forms() if len(self._forms) == len(self._subrequests) else None
+                self._fetch.on_start(mode, self._chunk_count, Grant(rate, self._grants[0].epoch), forms)
 
     def _on_layer(self, layer_index: int) -> None:
         with self._lock:

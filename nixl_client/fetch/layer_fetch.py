@@ -10,13 +10,16 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
+import numpy as np
+
 from descriptors.descriptor import Descriptor
 from descriptors.errors import ErrorCode, ObjectCacheError, ServerError
 from descriptors.headers import UNSETTLED_HEADER
 from descriptors.layer_forms import LayerForms
 from descriptors.notices import Mode, Notice
 from descriptors.storage_api import Grant
-from nixl_client.fetch.decoding import PlacedLayers, checked_forms, layer_shape
+from kv_codecs.dropping import Kept
+from nixl_client.fetch.decoding import PlacedLayers, checked_forms, kept_tokens, layer_shape
 from nixl_client.fetch.delivery_state import DeliveryState, ProtocolViolationError
 from nixl_client.session.timing import Timing, split_time
 from nixl_client.transports.buffers import Buffer
@@ -26,13 +29,16 @@ from nixl_client.transports.transport import Transport
 @dataclass(frozen=True, slots=True)
 class Layer:
     """A complete layer: `data` is uint8 of shape (chunk_count, S) in the caller's buffer, `ready_at_s` the monotonic
-    time at which the layer was known to be complete.
+    time at which the layer was known to be complete. `kept` is there where a codec has dropped tokens, which only
+    happens where the fetch accepts such a codec: bool of shape (chunk_count, chunk_tokens), whether a token is there.
+    The others are zeros, to which no attention must be paid.
     """
 
     layer_index: int
     chunk_count: int
     data: Any
     ready_at_s: float
+    kept: Kept | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,6 +85,8 @@ class LayerFetch:
         self._cancel = cancel
         self._decoders = decoders
         self._placed: PlacedLayers | None = None
+        self._kept: dict[int, Kept] = {}
+        """The tokens of each layer that are there, where a transport has decoded it."""
         check_forms = None if descriptor.accept is None else partial(checked_forms, descriptor=descriptor)
         self._state = DeliveryState(self.request_id, descriptor.layout, descriptor.chunk_count, check_forms)
         self._changed = threading.Condition()
@@ -107,11 +115,12 @@ class LayerFetch:
         with self._changed:
             self._wait_for(lambda: self._state.is_ready(layer_index), timeout_s, f"layer {layer_index} is not there")
             mode, chunk_count = self._shape()
-            placed = self._placed
+            placed, kept = self._placed, self._kept.get(layer_index)
         if placed is not None:
-            placed.finish(layer_index, timeout_s)
+            kept = placed.finish(layer_index, timeout_s)
         data = self._buffer.layer(layer_index, mode, chunk_count, self.descriptor.layout, self._offset)
-        return Layer(layer_index, chunk_count, data, self._ready_at_s[layer_index])
+        kept = None if kept is None else kept[:chunk_count]
+        return Layer(layer_index, chunk_count, data, self._ready_at_s[layer_index], kept)
 
     def wait(self, timeout_s: float | None = None) -> FetchResult:
         """Block until every layer is complete and the request is answered. Then the buffer is the caller's again, but
@@ -138,6 +147,12 @@ class LayerFetch:
     def forms(self) -> LayerForms | None:
         """How the chunks come, with their errors; None where they come exactly, as far as known."""
         return self._state.forms
+
+    @property
+    def kept_tokens(self) -> int:
+        """How many tokens are there in each layer, known once admitted: fewer than came where a codec drops some."""
+        _, chunk_count = self._shape()
+        return kept_tokens(self.forms, chunk_count, self.descriptor.chunk_tokens)
 
     @property
     def mode(self) -> Mode | None:
@@ -218,9 +233,24 @@ class LayerFetch:
         """The http transport read this layer to its end."""
         self._update(lambda: self._state.mark_ready(layer_index))
 
-    def on_start(self, mode: Mode, chunk_count: int, grant: Grant) -> None:
+    def on_kept(self, layer_index: int, first_chunk: int, kept: Kept) -> None:
+        """The http transport decoded these chunks of a layer, and only these tokens are there."""
+        with self._changed:
+            mine = self._kept.get(layer_index)
+            if mine is None:
+                shape = self.descriptor.chunk_count, self.descriptor.chunk_tokens
+                mine = self._kept[layer_index] = np.ones(shape, dtype=np.bool_)
+            mine[first_chunk : first_chunk + len(kept)] = kept
+
+    def on_start(self, mode: Mode, chunk_count: int, grant: Grant, forms: LayerForms | None = None) -> None:
         """The http transport read the answer's head."""
-        self._update(lambda: self._state.start(mode, chunk_count, grant))
+
+        def start() -> None:
+            if forms is not None:
+                self._state.set_forms(forms)
+            self._state.start(mode, chunk_count, grant)
+
+        self._update(start)
 
     def on_answer(
         self,

@@ -14,9 +14,9 @@ from descriptors.descriptor import Accept, Descriptor
 from descriptors.kv_forms import EncodedForm, KvLayout
 from kv_codecs.elements import Element
 from kv_codecs.encoding import encoded_bytes_max
-from kv_codecs.layer import Codec, LayerShape
+from kv_codecs.layer import DROPPING, Codec, LayerShape, takes
 
-TIER_CODECS = (Codec.KIVI8, Codec.FP8, Codec.KIVI4, Codec.KIVI3, Codec.KIVI2)
+TIER_CODECS = (Codec.KIVI8, Codec.FP8, Codec.KIVI4, Codec.KIVI3, Codec.KIVI2, *DROPPING)
 _BY_NAME = {codec.value: codec for codec in TIER_CODECS}
 _ELEMENTS = {"float16": Element.FLOAT16, "bfloat16": Element.BFLOAT16, "float32": Element.FLOAT32}
 _ELEMENT_NAMES = {element: name for name, element in _ELEMENTS.items()}
@@ -120,7 +120,9 @@ def reading_of(descriptor: Descriptor) -> Reading | None:
     codecs, element = _known(accept), _ELEMENTS[accept.element]
     width = descriptor.per_layer_chunk_bytes // (2 * descriptor.chunk_tokens * element.nbytes)
     shape = LayerShape(descriptor.chunk_tokens, width, element)
-    smaller = [codec for codec in codecs if encoded_bytes_max(codec, shape) < shape.nbytes]
+    smaller = [
+        codec for codec in codecs if takes(codec, shape.tokens) and encoded_bytes_max(codec, shape) < shape.nbytes
+    ]
     return Reading(shape, descriptor.num_layers, tuple(smaller), accept.max_error) if smaller else None
 
 

@@ -1,4 +1,5 @@
 """In which codec a stored chunk is replaced: the one whose loss of utility is least for the bytes that it frees. Pure.
+None of them drops tokens: nobody could get those back, and few readers can do without.
 
 alpha 1 s, a chunk of 8 MB on a disk of 1 GB/s:
 kivi8-1   quality 1.00, frees 3.5 MB   ->  -0.002 s, -0.0006 s for each MB
@@ -23,7 +24,7 @@ def replacements(
     losses: dict[Codec, float] = {}
     for codec, figures in settings.codecs.items():
         nbytes = num_layers * encoded_bytes_max(codec, shape)
-        if nbytes >= exact_bytes:
+        if codec.drops_tokens or nbytes >= exact_bytes:
             continue
         form = Form(
             codec.value, nbytes, qualities.get(codec, figures.quality), exact_bytes / figures.decoded_bytes_per_s

@@ -21,8 +21,8 @@ import numpy as np
 from storage_server.compression.optimizer import Optimizer, upper_bound
 from storage_server.compression.utility import Entry, Form, Tier
 
-EXACT, STREAMING, KEY_DIFF = "exact", "streaming-50%", "keydiff-50%"
-"""Forms besides the codecs."""
+EXACT = "exact"
+"""The form besides the codecs."""
 Qualities = Mapping[str, Mapping[str, float]]
 """By class of content and codec."""
 

@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from bench.experiments.compression.choice import EXACT, KEY_DIFF, STREAMING
+from bench.experiments.compression.choice import EXACT
 from bench.experiments.compression.tasks import IGNORED, Sample, Task, sample
 from bench.experiments.compression.train import load_model
 from calibration.quality import (
@@ -19,11 +19,8 @@ from calibration.quality import (
     answer_logits,
     coded,
     compared,
-    dropped,
     joined,
-    key_diff_places,
     prefix_states,
-    streaming_places,
 )
 from storage_server.compression.forms import TIER_CODECS
 
@@ -59,15 +56,12 @@ def asked(task: Task, contexts: int, tokens: int, questions: int, seed: int, num
     )  # fmt: skip
 
 
-def forms(states: States, tokens: int) -> Mapping[str, tuple[States, float, float]]:
+def forms(states: States) -> Mapping[str, tuple[States, float, float]]:
     """The KV in each form, with the part of its exact bytes that it takes, and its worst error."""
     found: dict[str, tuple[States, float, float]] = {EXACT: (states, 1.0, 0.0)}
     for codec in TIER_CODECS:
         made = coded(states, codec)
         found[codec.value] = made.states, made.encoded_bytes / made.exact_bytes, max(made.errors)
-    batch = states[0][0].shape[0]
-    found[STREAMING] = dropped(states, streaming_places(batch, tokens, tokens // 2)), 0.5, 1.0
-    found[KEY_DIFF] = dropped(states, key_diff_places(states, tokens // 2)), 0.5, 1.0
     return found
 
 
@@ -94,7 +88,7 @@ def measured(
                 read.append(batch)
                 states = prefix_states(model, batch.contexts)
                 exact = answer_logits(model, states, batch.questions, tokens)
-                for name, (form, part, error) in forms(states, tokens).items():
+                for name, (form, part, error) in forms(states).items():
                     logits = exact if name == EXACT else answer_logits(model, form, batch.questions, tokens)
                     found.setdefault(name, []).append(compared(logits, exact, batch.labels))
                     made[name] = part, max(error, made.get(name, (0.0, 0.0))[1])

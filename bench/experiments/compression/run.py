@@ -17,8 +17,6 @@ from bench.core.rounds import Side, Target
 from bench.core.show import Json, Section, table, targets
 from bench.experiments.compression.choice import (
     EXACT,
-    KEY_DIFF,
-    STREAMING,
     Codecs,
     Machine,
     decision_us,
@@ -30,6 +28,7 @@ from bench.experiments.compression.choice import (
 from bench.experiments.compression.sizes import WEIGHTS
 from bench.experiments.compression.tasks import Task
 from calibration.samples import progress_bar, spread
+from kv_codecs.layer import Codec
 
 REMARKS = (
     "Codecs: on one core, rates are of exact bytes; KV of the trained model, its heads side by side until a token has "
@@ -45,7 +44,7 @@ REMARKS = (
     "Engine: vLLM on a CPU with the trained model in bfloat16; every context is asked for by Zipf's law, and always "
     "loaded. The link is played: its rate is such that a context takes 0.1 s exactly. Computing so small a model's "
     "context would be sooner, and is not allowed.",
-    "Dropping half of the tokens is a form for readers that attend to fewer tokens; vLLM is not one.",
+    "Streaming and keydiff drop tokens: they are forms for readers that attend to fewer of them; vLLM is not one.",
 )
 
 
@@ -163,7 +162,7 @@ def _codecs(rows: Sequence[Mapping[str, Any]], model: str, machine: Machine) -> 
         for at, half in enumerate(halves):
             quality = row["halves"][at] / max(1e-9, exact[row["task"]][at])
             half.setdefault(row["task"], {})[row["form"]] = min(1.0, quality)
-    decode_s = {form: 0.0 if form in (EXACT, STREAMING, KEY_DIFF) else DECODE_S for form in nbytes}
+    decode_s = {form: 0.0 if form == EXACT or Codec(form).drops_tokens else DECODE_S for form in nbytes}
     return Codecs(nbytes, decode_s, halves[0], halves[1])
 
 

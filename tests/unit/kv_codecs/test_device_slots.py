@@ -7,9 +7,10 @@ from itertools import pairwise
 import numpy as np
 import pytest
 
+from adapters import native
 from kv_codecs import slots
 from kv_codecs.elements import Element, from_floats
-from kv_codecs.encoding import encode
+from kv_codecs.encoding import HEAD, encode
 from kv_codecs.layer import Codec, LayerShape
 from kv_codecs.slots import Run, WrongChunkError
 
@@ -108,3 +109,42 @@ def test_what_devices_do_not_decode_is_an_error() -> None:
         device_slots.decode_rows(torch.zeros(1, 100, dtype=torch.uint8), Codec.LOSSLESS, shape)
     with pytest.raises(ValueError, match="rows of 100 bytes"):
         device_slots.decode_rows(torch.zeros(1, 100, dtype=torch.uint8), Codec.KIVI4, shape)
+
+
+DROPPED = LayerShape(160, 24, Element.BFLOAT16)
+
+
+@pytest.mark.parametrize("codec", [Codec.STREAMING50, Codec.KEYDIFF50, Codec.KEYDIFF25])
+def test_a_device_leaves_out_the_same_tokens(codec: Codec) -> None:
+    nbytes = nbytes_of(codec, DROPPED)
+    runs = [(codec.value, 2, nbytes), ("exact", 1, DROPPED.nbytes), ("kivi4-1", 1, nbytes_of(Codec.KIVI4, DROPPED))]
+    places = slotted(layers(4, DROPPED), runs, DROPPED)
+    on_device, on_host = torch.from_numpy(places.reshape(-1).copy()), places.reshape(-1).copy()
+    wanted = slots.decode_places(on_host, runs, DROPPED)
+    found = device_slots.decode_places(on_device, runs, DROPPED)
+    assert np.array_equal(on_device.numpy(), on_host)
+    assert np.array_equal(found, wanted)
+
+
+def test_a_device_refuses_places_that_cannot_be() -> None:
+    data = bytearray(encode(layers(1, DROPPED)[0], DROPPED, Codec.KEYDIFF50))
+    data[HEAD.size : HEAD.size + 4] = (500).to_bytes(4, "little")
+    checksum = native.crc32c(bytes(data[HEAD.size :]), native.crc32c(bytes(data[: HEAD.size - 4])))
+    data[HEAD.size - 4 : HEAD.size] = checksum.to_bytes(4, "little")
+    place = np.zeros(DROPPED.nbytes, dtype=np.uint8)
+    place[: len(data)] = np.frombuffer(bytes(data), dtype=np.uint8)
+    with pytest.raises(WrongChunkError):
+        device_slots.decode_places(torch.from_numpy(place), [("keydiff50-1", 1, len(data))], DROPPED)
+
+
+def test_a_device_says_for_each_layer_of_a_chunk_which_tokens_are_there() -> None:
+    parts = [encode(layer, DROPPED, Codec.KEYDIFF50) for layer in layers(3, DROPPED)]
+    place = np.zeros(3 * DROPPED.nbytes, dtype=np.uint8)
+    packed = np.frombuffer(b"".join(parts), dtype=np.uint8)
+    place[: len(packed)] = packed
+    runs = [("keydiff50-1", 1, len(parts[0]))]
+    on_device, on_host = torch.from_numpy(place.copy()), place.copy()
+    wanted = slots.decode_chunks(on_host, runs, DROPPED, 3)
+    found = device_slots.decode_chunks(on_device, runs, DROPPED, 3)
+    assert np.array_equal(on_device.numpy(), on_host)
+    assert np.array_equal(found, wanted)

@@ -11,13 +11,19 @@ import pytest
 import torch
 import transformers
 
+from calibration.quality import answer_logits
 from descriptors.errors import ChunkUnavailable, ErrorCode
 from descriptors.layout import ChunkLayout
 from descriptors.notices import Mode
 from descriptors.recompute import advise
+from kv_codecs.elements import Element
+from kv_codecs.encoding import encode
+from kv_codecs.layer import Codec, LayerShape
+from kv_codecs.slots import decode_packed
 from nixl_client.connectors.prefills import Prefills
 from nixl_client.connectors.transformers import KvShape, WaitingCache, chunks_from_cache
 from nixl_client.fetch.layer_fetch import Layer
+from nixl_client.lossy import Lossy
 from tests.support.small_llama import (
     CHUNK_TOKENS,
     CHUNKS,
@@ -45,7 +51,8 @@ class FakeFetch:
         by_layer = np.ascontiguousarray(by_chunk.transpose(1, 0, 2))
         layers = by_layer if mode is Mode.LAYER_MAJOR else by_chunk.transpose(1, 0, 2)
         self.data = [torch.from_numpy(layer) if as_torch else layer for layer in layers]
-        self.chunk_count = chunk_count
+        self.chunk_count, self.chunk_tokens = chunk_count, layout.chunk_tokens
+        self.kept = None
 
     def arrive(self, *layer_indexes):
         for layer_index in layer_indexes or range(len(self.arrived)):
@@ -60,12 +67,19 @@ class FakeFetch:
     def wait_admitted(self, timeout_s=None):
         return self.mode, self.chunk_count
 
+    @property
+    def kept_tokens(self):
+        if self.kept is None:
+            return self.chunk_count * self.chunk_tokens
+        return int(self.kept[0].sum())
+
     def wait_layer(self, layer_index, timeout_s=None):
         if not self.arrived[layer_index].wait(timeout_s):
             raise TimeoutError(f"layer {layer_index} is not there after {timeout_s} s")
         if self.failure is not None:
             raise self.failure
-        return Layer(layer_index, self.chunk_count, self.data[layer_index], ready_at_s=0.0)
+        kept = None if self.kept is None else self.kept[layer_index]
+        return Layer(layer_index, self.chunk_count, self.data[layer_index], 0.0, kept)
 
 
 @pytest.fixture(scope="module")
@@ -294,3 +308,82 @@ def test_prefills_learn_what_is_worth_loading_and_how_long_a_layer_takes(monkeyp
     assert prefills.worth_loading(client, ["k"] * 10, 200)[1] == 0  # 2 s a chunk, to save 16 ms of computing
     client = Offering(1e9)
     assert prefills.worth_loading(client, ["k"] * 10, 200) == (10, 10)
+
+
+class TestDroppedTokens:
+    """A whole context as one chunk, of whose tokens each layer has kept others."""
+
+    TOKENS = 160
+
+    @pytest.fixture
+    def run_shape(self, model):
+        return KvShape.of(model.config, torch.float32, self.TOKENS)
+
+    def coded(self, model, run_shape, codec):
+        """The exact chunk, and a fetch that brings it without the dropped tokens."""
+        with torch.inference_mode():
+            chunk = chunks_from_cache(filled_cache(model, tokens(self.TOKENS, seed=9)), self.TOKENS)
+        layer_shape = LayerShape(self.TOKENS, 2 * 16, Element.FLOAT32)
+        layers, out, kept = chunk.reshape(LAYERS, -1), np.empty_like(chunk), []
+        for layer, place in zip(layers, out.reshape(LAYERS, -1), strict=True):
+            data = np.frombuffer(encode(layer, layer_shape, codec), dtype=np.uint8)
+            kept.append(decode_packed(data, [(codec.value, 1, len(data))], layer_shape, place))
+        fetch = FakeFetch(out, run_shape.layout).arrive()
+        fetch.kept = kept
+        return chunk, fetch
+
+    @pytest.mark.parametrize("codec", [Codec.STREAMING50, Codec.KEYDIFF50, Codec.KEYDIFF25])
+    def test_nobody_attends_to_them_and_positions_count_them(self, model, run_shape, codec):
+        """The same as a forward pass whose mask hides them: the mask is made by hand here, layer by layer."""
+        chunk, fetch = self.coded(model, run_shape, codec)
+        cache = WaitingCache(fetch, run_shape)
+        assert cache.get_seq_length() == self.TOKENS
+        found = answer(model, cache)
+        states = dropped_states(chunk, fetch.kept, run_shape)
+        assert largest_difference(found, answer_logits(model, states, QUESTION, self.TOKENS)) < 1e-4
+        whole = answer_logits(model, dropped_states(chunk, [np.ones((1, self.TOKENS), bool)] * LAYERS, run_shape),
+                              QUESTION, self.TOKENS)  # fmt: skip
+        assert largest_difference(found, whole) > 1e-3
+
+    def test_decoding_goes_on_behind_them(self, model, run_shape):
+        """Token by token as all at once: lengths, masks and positions fit after the first pass, too."""
+        _, fetch = self.coded(model, run_shape, Codec.KEYDIFF50)
+        at_once = answer(model, WaitingCache(fetch, run_shape))
+        cache = WaitingCache(fetch, run_shape)
+        one_by_one = []
+        for index in range(QUESTION.shape[1]):
+            assert cache.get_seq_length() == self.TOKENS + index
+            one_by_one.append(answer(model, cache, QUESTION[:, index : index + 1]))
+        assert largest_difference(torch.cat(one_by_one, dim=1), at_once) < 1e-4
+        assert cache.get_mask_sizes(1, 0) == (self.TOKENS // 2 + QUESTION.shape[1] + 1, self.TOKENS // 2)
+        cache.crop(-2)
+        assert cache.get_seq_length() == self.TOKENS + QUESTION.shape[1] - 2
+        cache.reset()
+        assert cache.get_seq_length() == 0
+
+    def test_other_tokens_than_were_announced_are_refused(self, model, run_shape):
+        _, fetch = self.coded(model, run_shape, Codec.KEYDIFF50)
+        fetch.kept[2] = np.ones((1, self.TOKENS), dtype=bool)
+        with pytest.raises(ValueError, match="layer 2 has other tokens"):
+            answer(model, WaitingCache(fetch, run_shape))
+
+    def test_what_is_accepted(self, shape):
+        assert shape.accept(Lossy.OFF) is None
+        only = shape.accept(Lossy.OFF, dropping=[Codec.KEYDIFF50])
+        assert (only.codecs, only.element, only.max_error) == (("keydiff50-1",), "float32", None)
+        assert shape.accept(Lossy.ADAPTIVE, dropping=[Codec.KEYDIFF50]).codecs[-2:] == ("kivi2-1", "keydiff50-1")
+        with pytest.raises(ValueError, match="take `adaptive`"):
+            shape.accept(Lossy.BOUNDED, dropping=[Codec.KEYDIFF50])
+        with pytest.raises(ValueError, match="not all of these"):
+            shape.accept(Lossy.OFF, dropping=[Codec.KIVI4])
+
+
+def dropped_states(chunk, kept, shape):
+    """Of each layer the keys and values that are there, (1, heads, tokens, head dimension)."""
+    data = torch.from_numpy(chunk.copy()).view(torch.float32)
+    layers = data.view(LAYERS, 2, shape.chunk_tokens, shape.kv_heads, shape.head_dim)
+    found = []
+    for layer, mask in zip(layers, kept, strict=True):
+        there = layer[:, torch.from_numpy(mask[0])].permute(0, 2, 1, 3)
+        found.append((there[0][None].clone(), there[1][None].clone()))
+    return found

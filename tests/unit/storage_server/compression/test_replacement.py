@@ -36,3 +36,9 @@ def test_a_codec_that_frees_nothing_is_none() -> None:
     """Tiny layers are mostly head."""
     tiny = LayerShape(1, 1, Element.BFLOAT16)
     assert replacements(tiny, 1, "", UtilitySettings(FIGURES)) == ()
+
+
+def test_no_codec_that_drops_tokens_replaces_anything() -> None:
+    """However little it is said to cost: nobody could get the tokens back."""
+    figures = {Codec.KEYDIFF50: CodecFigures(1.0, 9e9), Codec.KIVI8: CodecFigures(0.9, 1e9)}
+    assert replacements(LayerShape(256, 64, Element.BFLOAT16), 4, "", UtilitySettings(figures)) == (Codec.KIVI8,)
