@@ -33,9 +33,10 @@ from kv_codecs.layer import Codec
 REMARKS = (
     "Codecs: on one core, rates are of exact bytes; KV of the trained model, its heads side by side until a token has "
     "1,024 elements. KIVI is C both ways; FP8 and lossless are numpy and zlib.",
-    "Quality: a Llama of 0.4 million parameters, trained from scratch on these tasks; contexts of 256 tokens in chunks "
-    "of 64, KV in bfloat16. Answers are the most likely token at each place given the right ones before it. So "
-    "small a model says little about a large one: measure your own (docs/compression.md).",
+    "Quality: two Llamas of 0.4 and 1.0 million parameters, trained from scratch on these tasks; contexts of 256 "
+    "tokens in chunks of 64, KV in bfloat16; to codecs that drop tokens the context is one chunk. Answers are the most "
+    "likely token at each place given the right ones before it. So small a model says little about a large one: "
+    "measure your own (docs/compression.md).",
     "Choice: simulated. DRAM, disk and processor each serve one request after the other; contexts of 1 GiB, DRAM "
     "20 GB/s, disk 1 GB/s, 3 s to compute a context again; DRAM : disk : all contexts as 100 : 400 : 1,000. Encoding "
     "and moving cost nothing there, since they are done behind. Whoever decides, a context is computed when it is "
@@ -67,7 +68,7 @@ class CompressionBenchSettings:
     """The sizes of the run."""
 
     parts: tuple[Part, ...] = options.choice("--parts", Part, tuple(Part), WITHOUT_ENGINES)
-    models: tuple[str, ...] = options.sized(("smaller",))
+    models: tuple[str, ...] = options.sized(("smaller", "small"), ("smaller",))
     chunks: int = options.sized(64, 8)
     links_gbps: tuple[float, ...] = options.sized((1.0, 2.5, 5.0, 10.0), (1.0,))
     contexts: int = options.count("--contexts", 512, 4, text="contexts of each task")
