@@ -194,6 +194,8 @@ SECTIONS: Mapping[str, tuple[str, Callable[[Json], str]]] = {
             ("choice", "compression-quality", "choice"),
             ("choice-targets", "compression-quality", "targets"),
             ("histories", "compression-quality", "histories"),
+            ("live", "compression-live", "live"),
+            ("live-targets", "compression-live", "targets"),
         )
     },
     **{

@@ -63,6 +63,7 @@ RUNS = {
     "orchestrator-live": Run("-m objectcache.cli bench orchestrator --parts live,serving --folder /dev/shm"),
     "compression": Run("-m objectcache.cli bench compression --parts codecs,wire,decision"),
     "compression-engine": Run("-m objectcache.cli bench compression --parts engine --folder /dev/shm"),
+    "compression-live": Run("-m objectcache.cli bench compression --parts live --folder /dev/shm"),
     "compression-quality": Run("-m objectcache.cli bench compression --parts quality,figure_2", "compression.png"),
     "cluster": Run("-m objectcache.cli bench cluster", "cluster.png"),
     "crash": Run("-m tests.faults.crash --rounds 200"),

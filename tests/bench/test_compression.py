@@ -22,6 +22,7 @@ from bench.experiments.compression.choice import (
     ways,
 )
 from bench.experiments.compression.engine import EngineCase, contexts
+from bench.experiments.compression.live import waited
 from bench.experiments.compression.quality import rouge_l
 from bench.experiments.compression.tasks import ANSWER, ASK, IGNORED, VOCABULARY, Task, sample
 
@@ -115,6 +116,12 @@ def test_ours_keeps_exact_what_suffers_and_encodes_the_rest() -> None:
     assert outcomes["ours"]["b"].quality > 0.9
 
 
+def test_a_request_waits_for_those_before_it() -> None:
+    """Ten at once, of a second each: the last one has waited for nine."""
+    assert waited([1.0] * 10, 1e9, 1) == pytest.approx(list(range(1, 11)), abs=1e-6)
+    assert waited([1.0] * 10, 1e-9, 1) == pytest.approx([1.0] * 10)
+
+
 def test_the_optimizer_is_near_the_bound_and_quick() -> None:
     assert greedy_over_bound(1, 200) > 0.97
     assert len(decision_us(500, 200, 1)) == 10
@@ -129,4 +136,9 @@ def test_a_small_run_has_every_part(tmp_path: Path) -> None:
     assert {row["form"] for row in result["quality"]} >= {"exact", "kivi4-1", "streaming50-1", "keydiff25-1"}
     assert all(row["bytes"]["encoded"] < row["bytes"]["exact"] / 2 for row in result["wire"])
     assert {row["case"] for row in result["figure_2"]} >= {"mixed", "recall"}
+    live = {row["way"]: row for row in result["figure_2_live"]}
+    assert set(live) == {"exact", "kivi8-1", "kivi4-1", "kivi2-1", "streaming50-1", "keydiff50-1", "ours, alpha 0.3 s"}
+    assert live["exact"]["encoded_share"] == 0 < live["kivi4-1"]["encoded_share"]
+    assert live["exact"]["quality"] == 1.0
+    assert live["ours, alpha 0.3 s"]["best_fixed"] in live
     assert chart.stat().st_size > 1000

@@ -42,6 +42,10 @@ REMARKS = (
     "and moving cost nothing there, since they are done behind. Whoever decides, a context is computed when it is "
     "asked for the first time. Policies know the qualities of one half of the samples, and are scored by the other. "
     "Before anything counts, there are 20 requests for each context, from which ours learns how often each is used.",
+    "Live: the server is in the process of the model, which runs in float32; only its disk is played, by sleeping. "
+    "Contexts are drawn by Zipf's law. One codec for everything goes by the policy of ours with a quality of 1, which "
+    "is better than LRU. TTFT at a load: requests come by Poisson, at that part of what exact chunks can serve, and "
+    "wait for those before; that wait is computed from the times that were measured.",
     "Engine: vLLM on a CPU with the trained model in bfloat16; every context is asked for by Zipf's law, and always "
     "loaded. The link is played: its rate is such that a context takes 0.1 s exactly. Computing so small a model's "
     "context would be sooner, and is not allowed.",
@@ -57,6 +61,7 @@ class Part(Enum):
     DECISION = "decision"
     QUALITY = "quality"
     FIGURE_2 = "figure_2"
+    LIVE = "live"
     ENGINE = "engine"
 
 
@@ -84,6 +89,13 @@ class CompressionBenchSettings:
     engine_requests: int = options.sized(200, 20)
     memory_share: float = options.sized(0.25, 0.25)
     load_s: float = options.sized(0.1, 0.1)
+    live_contexts: int = options.sized(40, 10)
+    live_requests: int = options.sized(60, 8)
+    live_load_s: float = options.sized(0.15, 0.05)
+    live_pause_s: float = options.sized(0.1, 0.02)
+    live_warm_uses: int = options.sized(5, 2)
+    live_alphas_s: tuple[float, ...] = options.sized((0.05, 0.3, 1.0), (0.3,))
+    quality_contexts: int = options.sized(128, 4)
     rates: tuple[float, ...] = options.sized((0.2, 0.5, 0.8), (0.5,))
     alphas_s: tuple[float, ...] = options.sized((0.5, 2.0, 8.0), (2.0,))
     runs: int = options.runs(5)
@@ -137,6 +149,8 @@ def measure_compression(settings: CompressionBenchSettings, origin: Mapping[str,
             for row in found["figure_2"] if row["case"] == "mixed"
         ]  # fmt: skip
         found["greedy_over_bound"] = spread([greedy_over_bound(seed, 400) for seed in range(settings.runs)])
+    if Part.LIVE in parts:
+        found["figure_2_live"] = _live(settings)
     if Part.ENGINE in parts:
         case = EngineCase(
             settings.engine_contexts, settings.context_tokens, settings.questions, settings.memory_share,
@@ -149,6 +163,23 @@ def measure_compression(settings: CompressionBenchSettings, origin: Mapping[str,
         "compression", origin, settings, problem, remarks=list(REMARKS),
         targets=[target.json("case", "side", "reason") for target in _targets(found)], **found,
     )  # fmt: skip
+
+
+def _live(settings: CompressionBenchSettings) -> list[dict[str, Any]]:
+    from bench.experiments.compression.live import FIXED, LiveCase, live
+
+    case = LiveCase(
+        settings.live_contexts, settings.context_tokens, settings.questions, settings.memory_share,
+        settings.live_load_s, settings.live_pause_s, settings.live_warm_uses, settings.live_requests,
+        settings.live_alphas_s, settings.quality_contexts,
+    )  # fmt: skip
+    of_way = settings.live_warm_uses * settings.live_contexts + settings.runs * settings.live_requests
+    total = (1 + len(FIXED) + len(settings.live_alphas_s)) * of_way
+    with (
+        tempfile.TemporaryDirectory(prefix="objectcache-live-", dir=settings.folder) as name,
+        progress_bar(total, "live") as advance,
+    ):
+        return live(settings.models[0], case, settings.runs, settings.seed, Path(name), advance)
 
 
 def _codecs(rows: Sequence[Mapping[str, Any]], model: str, machine: Machine) -> Codecs:
@@ -263,6 +294,14 @@ def _targets(found: Mapping[str, Any]) -> Iterator[Target]:
             )  # fmt: skip
         worst = max(row["worse_than_fixed"] for row in found["figure_2"])
         yield Target("worse than the best fixed choice, at most anywhere", 0.02, worst, Side.AT_MOST)
+    if "figure_2_live" in found:
+        worst = max(_of_fixed(row) for row in found["figure_2_live"] if row["alpha_s"] is not None)
+        yield Target("live: worse than the best fixed choice, at most anywhere", 0.02, worst, Side.AT_MOST)
+
+
+def _of_fixed(row: Mapping[str, Any]) -> float:
+    """How much worse ours is than the best way of one codec, as in the simulation."""
+    return max(0.0, -float(row["gain_s"])) / abs(float(row["alpha_s"]) - float(row["fixed_utility_s"]))
 
 
 def show(result: Json) -> dict[str, Section]:
@@ -291,6 +330,8 @@ def show(result: Json) -> dict[str, Section]:
         sections["engine"] = _engine_section(result["engine"])
     if "figure_2" in result:
         sections["choice"] = _choice_section(result["figure_2"])
+    if "figure_2_live" in result:
+        sections["live"] = _live_section(result["figure_2_live"])
     if "histories" in result:
         columns = " | ".join(f"{name} = {name}:.2" for name in (*TASKS, "mixed"))
         sections["histories"] = (table(result["histories"], f"requests for each context before = uses | {columns}"),)
@@ -375,6 +416,27 @@ def _choice_section(rows: Sequence[Mapping[str, Any]]) -> Section:
             "TTFT s = fixed_ttft:.2 | quality = fixed_quality:.3 | DRAM hits = fixed_hits:.2",
             "ours: TTFT = ours_ttft:.2 | quality = ours_quality:.3 | DRAM hits = ours_hits:.2",
             "oracle: TTFT = oracle_ttft:.2 | quality = oracle_quality:.3 | part of its gain = of_oracle:.2",
+        ),
+    )  # fmt: skip
+
+
+def _live_section(rows: Sequence[Mapping[str, Any]]) -> Section:
+    found = [
+        {**row, **{f"load_{each['load'] * 100:.0f}": each["ttft_s"] for each in row["ttft_with_arrivals"]}}
+        for row in rows
+    ]
+    loads = " | ".join(
+        f"at {each['load']:.0%} load = load_{each['load'] * 100:.0f}:ms" for each in rows[0]["ttft_with_arrivals"]
+    )
+    return (
+        table(
+            found, "way = way | TTFT ms = ttft_s:ms | p50 = ttft_p50_s:ms | p90 = ttft_p90_s:ms",
+            f"right tokens = right:.3 | over exact = quality:.3 | DRAM hits = dram_hit_rate:.2 | {loads}",
+        ),
+        table(
+            [row for row in rows if row["alpha_s"] is not None],
+            "alpha s = alpha_s | best way of one codec = best_fixed | its TTFT over ours = ttft_over:.2",
+            "its quality = fixed_quality:.3 | ours = quality:.3 | gain s = gain_s:.4",
         ),
     )  # fmt: skip
 
