@@ -1,8 +1,8 @@
 """Lookups in the store: how many chunks of a prompt it has, and at which rate it would deliver them now.
 
-The keys are the engine's own: its connector publishes their namespaces. Engines with the same deployment and bucket
-share a lookup. A store that does not answer in time counts as empty; one that fails again and again is left alone for a
-while.
+The keys are the engine's own: its connector publishes their namespaces, and which encoded chunks it takes. Engines with
+the same deployment and bucket share a lookup, if they take the same ones. A store that does not answer in time counts
+as empty; one that fails again and again is left alone for a while.
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 
 from adapters.breaker import Breaker
+from descriptors.descriptor import Accept
 from descriptors.recompute import AdviceRequest, PrefillCosts
 from nixl_client.client import ObjectCacheClient
 from nixl_client.connectors.vllm.naming import Deployment, KeyChain
@@ -28,14 +29,15 @@ ACTIVE_MAX = 4 * THREADS
 FAILURES_MAX = 3
 PAUSE_S, PAUSE_S_MAX = 1.0, 30.0
 """After so many failures in a row the store is asked nothing for a while."""
-LookupKey = tuple[Deployment, int, str, str]
-"""The deployment, its chunk's tokens, and the endpoint and the bucket of its store."""
+LookupKey = tuple[Deployment, int, str, str, Accept | None]
+"""The deployment, its chunk's tokens, the endpoint and the bucket of its store, and the encoded chunks it takes."""
 _log = logging.getLogger(__name__)
 
 
 def lookup_key(published: Published) -> LookupKey:
     """Engines with the same key have the same chunks."""
-    return published.deployment, published.layout.chunk_tokens, published.endpoint, published.bucket
+    chunk_tokens, accept = published.layout.chunk_tokens, published.accept
+    return published.deployment, chunk_tokens, published.endpoint, published.bucket, accept
 
 
 class StoreLookups:
@@ -121,7 +123,8 @@ class StoreLookups:
             layer_major=published.loads,
             chunk_major=published.loads,
         )
-        found = [client.advise(each, request, self._settings.lease_s) for each in keys]
+        lease_s, accept = self._settings.lease_s, published.accept
+        found = [client.advise(each, request, lease_s, accept=accept) for each in keys]
         count = min(matched for matched, _ in found)
         rate = min(advice.rate_bytes_per_s or 0.0 for _, advice in found) / len(keys)
         return Stored(count, layout, rate, published.loads)

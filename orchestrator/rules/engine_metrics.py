@@ -8,6 +8,8 @@ from dataclasses import dataclass
 
 from prometheus_client.parser import text_string_to_metric_families
 
+from descriptors.descriptor import Accept
+from descriptors.errors import CallerError
 from descriptors.layout import ChunkLayout
 from descriptors.recompute import NO_COSTS, DeliveryCosts, PrefillCosts
 from nixl_client.connectors.vllm.naming import Deployment
@@ -26,7 +28,9 @@ _WANTED = (*RUNNING, *WAITING, CACHE_CONFIG, DEPLOYMENT, COSTS, CONNECTOR)
 
 @dataclass(frozen=True, slots=True)
 class Published:
-    """What the engine's connector publishes: where its chunks are, their names, their shape and the costs it fitted."""
+    """What the engine's connector publishes: where its chunks are, their names, their shape, the costs it fitted, and
+    which encoded chunks it takes.
+    """
 
     deployment: Deployment
     layout: ChunkLayout
@@ -34,6 +38,7 @@ class Published:
     bucket: str
     prefill: PrefillCosts | None = None
     loads: DeliveryCosts = NO_COSTS
+    accept: Accept | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -91,7 +96,8 @@ def _published(info: Mapping[str, str], costs: Mapping[str, float]) -> Published
         )
         layout = ChunkLayout(int(info["num_layers"]), int(info["chunk_tokens"]), int(info["layer_chunk_bytes"]))
         endpoint, bucket = info["endpoint"], info["bucket"]
-    except (KeyError, ValueError):
+        accept = _accepted(info)
+    except (KeyError, ValueError, CallerError):
         return None
     sizes = (layout.num_layers, layout.chunk_tokens, layout.per_layer_chunk_bytes, deployment.block_tokens)
     if min(*sizes, deployment.tp_size, deployment.pp_size) < 1 or max(sizes) > 1 << 40:
@@ -107,7 +113,18 @@ def _published(info: Mapping[str, str], costs: Mapping[str, float]) -> Published
         costs.get("load_layer_s", 0.0),
         costs.get("load_bytes_per_s", 0.0),
     )
-    return Published(deployment, layout, endpoint, bucket, prefill, loads)
+    return Published(deployment, layout, endpoint, bucket, prefill, loads, accept)
+
+
+def _accepted(info: Mapping[str, str]) -> Accept | None:
+    """None for an engine that takes exact chunks only, or is of a release that did not say. Raises ValueError,
+    CallerError for what nobody can accept.
+    """
+    codecs = info.get("accept")
+    if not codecs:
+        return None
+    max_error = info.get("max_error")
+    return Accept(tuple(codecs.split(",")), info.get("element", ""), float(max_error) if max_error else None)
 
 
 def _whole(text: str | None) -> int | None:

@@ -29,8 +29,8 @@ from storage_server.eviction.choice import Eviction
 from storage_server.recoding import Recoder
 from storage_server.settings import CacheSettings
 from tests.integration.test_compression import FIGURES, LAYERS, LAYOUT, SHAPE, decoded, kv_chunks
-from tests.support.requests import OTHER, request, s3_client
-from tests.support.servers import LocalStack, eventually
+from tests.support.requests import OTHER, OWNER, request, s3_client
+from tests.support.servers import CONFIG, LocalStack, eventually, stack
 
 CAPACITY_BYTES = 1 << 20
 KV_LAYOUT = KvLayout(LAYERS, SHAPE.tokens, SHAPE.width, "bfloat16")
@@ -330,3 +330,45 @@ def test_a_server_that_knows_no_codecs_is_asked_without(tmp_path: Path, monkeypa
         monkeypatch.setattr(client.http, "request", old)
         assert client.lookup(keys, accept=ACCEPT) == 2
         assert [b"accept" in body for body in asked] == [True, False]
+
+
+def test_a_gateway_apart_from_the_store_knows_forms_and_decodes(tmp_path: Path) -> None:
+    """Lookups, encoded layers and decoded bodies between two processes."""
+    config = f"""{CONFIG}
+[[buckets]]
+name = "chunks"
+capacity_bytes = {CAPACITY_BYTES}
+policy = "lru"
+lossy = "replace"
+
+[compression]
+policy = "adaptive"
+
+[compression.codecs.kivi4-1]
+quality = 0.99
+"""
+    keys, chunks = kv_chunks(COUNT)
+    with stack("apart", tmp_path, config) as running:
+        assert request(running.url, "PUT", "/chunks").status == 200
+        with ObjectCacheClient(
+            running.url, "chunks", access_key=OWNER[0], secret_key=OWNER[1], transport="http"
+        ) as client:
+            for key, chunk in zip(keys, chunks, strict=True):
+                client.put_chunks([key], [chunk], kv_layout=KV_LAYOUT)
+                time.sleep(0.1)
+
+            def encoded() -> list[str]:
+                heads = {key: request(running.url, "HEAD", f"/chunks/{key}").headers for key in keys}
+                return [key for key, headers in heads.items() if CODEC_HEADER in headers]
+
+            assert eventually(lambda: bool(encoded()), 20)
+            key = encoded()[0]
+            exact = chunks[keys.index(key)]
+            answer = request(running.url, "GET", f"/chunks/{key}", headers={DECODE_HEADER: "true"})
+            assert (answer.status, answer.body) == (200, decoded(exact, Codec.KIVI4).tobytes())
+            assert (client.lookup([key]), client.lookup([key], accept=ACCEPT)) == (0, 1)
+            buffer = client.allocate_buffer(LAYOUT.chunk_bytes)
+            forms = client.fetch([key], LAYOUT, buffer, accept=ACCEPT).wait(30).forms
+            assert forms is not None
+            assert [run.codec for run in forms.runs] == ["kivi4-1"]
+            assert np.array_equal(buffer, decoded(exact, Codec.KIVI4))

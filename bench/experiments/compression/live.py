@@ -10,6 +10,7 @@ requests before it: that wait is computed from the service times that were measu
 from __future__ import annotations
 
 import time
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -29,9 +30,15 @@ from bench.experiments.compression.tasks import Task
 from bench.experiments.compression.train import load_model
 from calibration.samples import spread
 from descriptors.descriptor import Accept
-from kv_codecs.layer import DROPPING, Codec
+from descriptors.notices import Mode
+from kv_codecs.dropping import Kept
+from kv_codecs.elements import Element
+from kv_codecs.encoding import encode
+from kv_codecs.layer import DROPPING, Codec, LayerShape
+from kv_codecs.slots import decode_packed
 from nixl_client.client import ObjectCacheClient
 from nixl_client.connectors.transformers import KvShape, WaitingCache, chunks_from_cache
+from nixl_client.fetch.layer_fetch import Layer
 from nixl_client.lossy import Lossy
 from storage_server.compression.policy import CodecFigures, UtilitySettings
 
@@ -74,12 +81,12 @@ class Way:
 
 @dataclass(frozen=True, slots=True)
 class Answered:
-    """One request: seconds to the first token, and of its tokens the part that is right; and the chunk's error."""
+    """One request: seconds to the first token, the context, and the form and the error with which it came."""
 
     ttft_s: float
-    right: float
+    index: int
+    form: str
     error: float
-    is_encoded: bool
 
 
 def live(
@@ -88,8 +95,8 @@ def live(
     """A row for each way. Raises WrongUse where the contexts are too short for a codec."""
     if case.context_tokens < 128:
         raise WrongUse("contexts of 128 tokens at least, since shorter ones are not encoded by every codec")
-    model = load_model(model_name)
-    shape = KvShape.of(model.config, torch.float32, case.context_tokens)
+    model = load_model(model_name).bfloat16()
+    shape = KvShape.of(model.config, torch.bfloat16, case.context_tokens)
     engine_case = EngineCase(case.contexts, case.context_tokens, case.questions, case.memory_share, case.load_s)
     asked = contexts(engine_case, seed)
     stored = [context_chunk(model, each[0].prompt[: case.context_tokens]) for each in asked]
@@ -100,6 +107,7 @@ def live(
     warm = order[random.choice(case.contexts, case.warm_uses * case.contexts, p=weights / weights.sum())].tolist()
     scored = order[random.choice(case.contexts, runs * case.request_count, p=weights / weights.sum())].tolist()
     questions = random.integers(0, 1 << 30, len(scored)).tolist()
+    reader = Reader(model, shape, stored, asked, case.context_tokens)
     rows = []
     for number, way in enumerate(ways(case, shape, known)):
         folder = parent / str(number)
@@ -118,11 +126,11 @@ def live(
             before = hits_of(server)
             answered = []
             for index, question in zip(scored, questions, strict=True):
-                each = asked[index][question % len(asked[index])]
-                answered.append(answer(model, client, shape, index, each, case.context_tokens, way.accept))
+                answered.append(reader.ask(client, index, question % len(asked[index]), way.accept))
                 time.sleep(case.pause_s)
                 advance(1)
-            rows.append(row_of(way, answered, runs, before, hits_of(server)))
+            after = hits_of(server)
+        rows.append(row_of(way, answered, [reader.right(each) for each in answered], runs, before, after))
     add_comparisons(rows, seed)
     return rows
 
@@ -180,26 +188,94 @@ def fetched(client: ObjectCacheClient, shape: KvShape, index: int, accept: Accep
         fetch.wait(FETCH_S)
 
 
-def answer(
-    model: LlamaForCausalLM, client: ObjectCacheClient, shape: KvShape, index: int, asked: Asked, context_tokens: int,
-    accept: Accept | None,
-) -> Answered:  # fmt: skip
-    """Ask one question. Each token of the answer is asked for behind the right ones before it."""
-    buffer = np.empty(shape.layout.delivery_bytes(1), dtype=np.uint8)
-    question = torch.tensor([asked.prompt[context_tokens:]])
-    began_s = time.perf_counter()
-    with torch.inference_mode(), client.fetch([key_of(index)], shape.layout, buffer, accept=accept) as fetch:
-        cache = WaitingCache(fetch, shape)
-        first = model(question, past_key_values=cache).logits[0, -1:].argmax(-1)
-        ttft_s = time.perf_counter() - began_s
-        forms = fetch.wait(FETCH_S).forms
-        found = first.tolist()
-        if len(asked.answer) > 1:
-            rest = model(torch.tensor([asked.answer[:-1]]), past_key_values=cache).logits[0].argmax(-1)
-            found += rest.tolist()
-    right = sum(one == other for one, other in zip(found, asked.answer, strict=True)) / len(asked.answer)
-    encoded = forms is not None and not forms.is_exact
-    return Answered(ttft_s, right, forms.mean_error if forms is not None else 0.0, encoded)
+@dataclass(frozen=True, slots=True)
+class Decoded:
+    """A context of so many tokens in one form, as a fetch brings it: `layers` are uint8 of shape (1, S) each, `kept`
+    says which tokens of each layer are there, None for all.
+    """
+
+    tokens: int
+    layers: Sequence[Any]
+    kept: Sequence[Kept | None]
+
+    @property
+    def kept_tokens(self) -> int:
+        """How many tokens are there in each layer."""
+        first = self.kept[0]
+        return int(first.sum()) if first is not None else self.tokens
+
+    def wait_admitted(self, timeout_s: float | None = None) -> tuple[Mode, int]:
+        """One chunk."""
+        return Mode.LAYER_MAJOR, 1
+
+    def wait_layer(self, layer_index: int, timeout_s: float | None = None) -> Layer:
+        """It is there."""
+        return Layer(layer_index, 1, self.layers[layer_index], 0.0, self.kept[layer_index])
+
+
+class Reader:
+    """Asks about contexts. What comes is compared with what the codec makes of the exact chunk here; the right tokens
+    of a context in a form are counted on that, outside of all times.
+    """
+
+    def __init__(
+        self, model: LlamaForCausalLM, shape: KvShape, stored: Sequence[Any], asked: Sequence[Sequence[Asked]],
+        context_tokens: int,
+    ) -> None:  # fmt: skip
+        self._model = model
+        self._shape = shape
+        self._stored = stored
+        self._asked = asked
+        self._context_tokens = context_tokens
+        self._decoded: dict[tuple[int, str], Decoded] = {}
+        self._rights: dict[tuple[int, str], float] = {}
+
+    def ask(self, client: ObjectCacheClient, index: int, question: int, accept: Accept | None) -> Answered:
+        """Ask one question: the time to its first token counts. Raises AssertionError where other bytes came."""
+        shape = self._shape
+        buffer = np.empty(shape.layout.delivery_bytes(1), dtype=np.uint8)
+        tokens = torch.tensor([self._asked[index][question].prompt[self._context_tokens :]])
+        began_s = time.perf_counter()
+        with torch.inference_mode(), client.fetch([key_of(index)], shape.layout, buffer, accept=accept) as fetch:
+            self._model(tokens, past_key_values=WaitingCache(fetch, shape)).logits[0, -1].argmax(-1).item()
+            ttft_s = time.perf_counter() - began_s
+            forms = fetch.wait(FETCH_S).forms
+        form = EXACT if forms is None else forms.runs[0].codec
+        if not np.array_equal(buffer, np.concatenate([layer[0] for layer in self._form(index, form).layers])):
+            raise AssertionError(f"context {index} came in {form}, and with other bytes")
+        return Answered(ttft_s, index, form, 0.0 if forms is None else forms.mean_error)
+
+    def right(self, answered: Answered) -> float:
+        """The part of right tokens over all questions about the context in its form, each asked for behind the right
+        ones before it.
+        """
+        index, form = answered.index, answered.form
+        if (index, form) not in self._rights:
+            right = count = 0
+            for asked in self._asked[index]:
+                tokens = torch.tensor([[*asked.prompt[self._context_tokens :], *asked.answer[:-1]]])
+                with torch.inference_mode():
+                    cache = WaitingCache(self._form(index, form), self._shape)
+                    logits = self._model(tokens, past_key_values=cache).logits[0]
+                found = logits[-len(asked.answer) :].argmax(-1).tolist()
+                right += sum(one == other for one, other in zip(found, asked.answer, strict=True))
+                count += len(asked.answer)
+            self._rights[index, form] = right / count
+        return self._rights[index, form]
+
+    def _form(self, index: int, form: str) -> Decoded:
+        if (index, form) not in self._decoded:
+            layout, codec = self._shape.kv_layout, Codec(form)
+            shape = LayerShape(layout.tokens, layout.width, Element.BFLOAT16)
+            layers, kept = [], []
+            for exact in self._stored[index].reshape(layout.num_layers, shape.nbytes):
+                data = np.frombuffer(encode(exact, shape, codec), dtype=np.uint8)
+                out = np.empty(shape.nbytes, dtype=np.uint8)
+                data = exact if codec is Codec.EXACT else data
+                kept.append(decode_packed(data, [(form, 1, len(data))], shape, out))
+                layers.append(out[None])
+            self._decoded[index, form] = Decoded(layout.tokens, layers, kept)
+        return self._decoded[index, form]
 
 
 def hits_of(server: PlayedServer) -> Mapping[str, float]:
@@ -209,11 +285,12 @@ def hits_of(server: PlayedServer) -> Mapping[str, float]:
 
 
 def row_of(
-    way: Way, answered: Sequence[Answered], runs: int, before: Mapping[str, float], after: Mapping[str, float]
-) -> dict[str, Any]:
+    way: Way, answered: Sequence[Answered], rights: Sequence[float], runs: int, before: Mapping[str, float],
+    after: Mapping[str, float],
+) -> dict[str, Any]:  # fmt: skip
     """The figures of one way; each block of requests is a sample."""
     blocks = np.array_split(np.arange(len(answered)), runs)
-    ttft, right = np.array([each.ttft_s for each in answered]), np.array([each.right for each in answered])
+    ttft, right = np.array([each.ttft_s for each in answered]), np.array(rights)
     hits, misses = (after[name] - before[name] for name in ("hits", "misses"))
     return {
         "way": way.name, "alpha_s": way.alpha_s,
@@ -222,7 +299,8 @@ def row_of(
         "ttft_p90_s": spread([float(np.percentile(ttft[block], 90)) for block in blocks]),
         "right": spread([float(right[block].mean()) for block in blocks]),
         "dram_hit_rate": hits / max(1.0, hits + misses),
-        "encoded_share": float(np.mean([each.is_encoded for each in answered])),
+        "encoded_share": float(np.mean([each.form != EXACT for each in answered])),
+        "forms": dict(sorted(Counter(each.form for each in answered).items())),
         "mean_error": float(np.mean([each.error for each in answered])),
         "service_s": ttft.tolist(), "rights": right.tolist(),
     }  # fmt: skip

@@ -42,10 +42,11 @@ REMARKS = (
     "and moving cost nothing there, since they are done behind. Whoever decides, a context is computed when it is "
     "asked for the first time. Policies know the qualities of one half of the samples, and are scored by the other. "
     "Before anything counts, there are 20 requests for each context, from which ours learns how often each is used.",
-    "Live: the server is in the process of the model, which runs in float32; only its disk is played, by sleeping. "
-    "Contexts are drawn by Zipf's law. One codec for everything goes by the policy of ours with a quality of 1, which "
-    "is better than LRU. TTFT at a load: requests come by Poisson, at that part of what exact chunks can serve, and "
-    "wait for those before; that wait is computed from the times that were measured.",
+    "Live: the server is in the process of the model, which runs in bfloat16; only its disk is played, by sleeping. "
+    "Contexts are drawn by Zipf's law. What comes is compared with what the codec makes of the exact chunk. Quality is "
+    "that of all questions about a context in the form in which it came. One codec for everything goes by the policy "
+    "of ours with a quality of 1, which is better than LRU. TTFT at a load: requests come by Poisson, at that part of "
+    "what exact chunks can serve, and wait for those before; that wait is computed from the times that were measured.",
     "Engine: vLLM on a CPU with the trained model in bfloat16; every context is asked for by Zipf's law, and always "
     "loaded. The link is played: its rate is such that a context takes 0.1 s exactly. Computing so small a model's "
     "context would be sooner, and is not allowed.",
@@ -89,11 +90,12 @@ class CompressionBenchSettings:
     engine_requests: int = options.sized(200, 20)
     memory_share: float = options.sized(0.25, 0.25)
     load_s: float = options.sized(0.1, 0.1)
-    live_contexts: int = options.sized(40, 10)
-    live_requests: int = options.sized(60, 8)
+    live_contexts: int = options.sized(100, 10)
+    live_requests: int = options.sized(80, 8)
+    live_memory_share: float = options.sized(0.1, 0.25)
     live_load_s: float = options.sized(0.15, 0.05)
-    live_pause_s: float = options.sized(0.1, 0.02)
-    live_warm_uses: int = options.sized(5, 2)
+    live_pause_s: float = options.sized(0.03, 0.02)
+    live_warm_uses: int = options.sized(3, 2)
     live_alphas_s: tuple[float, ...] = options.sized((0.05, 0.3, 1.0), (0.3,))
     quality_contexts: int = options.sized(128, 4)
     rates: tuple[float, ...] = options.sized((0.2, 0.5, 0.8), (0.5,))
@@ -128,6 +130,8 @@ def measure_compression(settings: CompressionBenchSettings, origin: Mapping[str,
         if Part.WIRE in parts:
             with tempfile.TemporaryDirectory(prefix="objectcache-wire-", dir=settings.folder) as name:
                 found["wire"] = wire(data, settings.links_gbps, settings.runs, Path(name))
+        if Part.LIVE in parts:
+            found["figure_2_live"] = _live(settings)
     except AssertionError as error:
         problem = str(error) or "decoded bytes are not what they should be"
     if Part.DECISION in parts:
@@ -149,8 +153,6 @@ def measure_compression(settings: CompressionBenchSettings, origin: Mapping[str,
             for row in found["figure_2"] if row["case"] == "mixed"
         ]  # fmt: skip
         found["greedy_over_bound"] = spread([greedy_over_bound(seed, 400) for seed in range(settings.runs)])
-    if Part.LIVE in parts:
-        found["figure_2_live"] = _live(settings)
     if Part.ENGINE in parts:
         case = EngineCase(
             settings.engine_contexts, settings.context_tokens, settings.questions, settings.memory_share,
@@ -169,7 +171,7 @@ def _live(settings: CompressionBenchSettings) -> list[dict[str, Any]]:
     from bench.experiments.compression.live import FIXED, LiveCase, live
 
     case = LiveCase(
-        settings.live_contexts, settings.context_tokens, settings.questions, settings.memory_share,
+        settings.live_contexts, settings.context_tokens, settings.questions, settings.live_memory_share,
         settings.live_load_s, settings.live_pause_s, settings.live_warm_uses, settings.live_requests,
         settings.live_alphas_s, settings.quality_contexts,
     )  # fmt: skip

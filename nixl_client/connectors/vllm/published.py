@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from typing import Any
 
+from descriptors.descriptor import Accept
 from descriptors.layout import ChunkLayout
 from descriptors.recompute import DeliveryCosts, PrefillCosts
 from nixl_client.connectors.vllm.naming import Deployment
@@ -17,7 +18,7 @@ PUBLISHED = "published"
 """The key beside the counters."""
 DEPLOYMENT_LABELS = (
     "deployment", "dtype", "block_tokens", "tp_size", "pp_size", "num_layers", "chunk_tokens", "layer_chunk_bytes",
-    "endpoint", "bucket",
+    "endpoint", "bucket", "accept", "element", "max_error",
 )  # fmt: skip
 COSTS = {
     "token_us": "Microseconds to compute a token",
@@ -43,8 +44,11 @@ def published(
     bucket: str,
     prefill: PrefillCosts | None,
     loads: DeliveryCosts,
+    accept: Accept | None = None,
 ) -> dict[str, Any]:
-    """The document. Costs are left out until enough steps have been timed."""
+    """The document. Costs are left out until enough steps have been timed. What the engine accepts beside exact chunks
+    is empty where it takes none, or has no bound.
+    """
     found = {
         "deployment": deployment.model,
         "dtype": deployment.dtype,
@@ -56,6 +60,9 @@ def published(
         "layer_chunk_bytes": layout.per_layer_chunk_bytes,
         "endpoint": endpoint,
         "bucket": bucket,
+        "accept": "" if accept is None else ",".join(accept.codecs),
+        "element": "" if accept is None else accept.element,
+        "max_error": "" if accept is None or accept.max_error is None else accept.max_error,
     }
     costs: dict[str, float] = {}
     if prefill is not None:

@@ -66,6 +66,7 @@ class SchedulerSide:
         accept: Accept | None = None,
     ) -> None:
         self._lookups = Lookups(client, options, counters, accept)
+        self._accept = accept
         self._options = options
         self._grid = grid
         self._ledger = ledger
@@ -85,7 +86,7 @@ class SchedulerSide:
         """The document that the engine publishes."""
         return published(
             self._ledger.deployment, self._layout, self._options.endpoint, self._options.bucket, self._costs,
-            self._load_costs,
+            self._load_costs, self._accept,
         )  # fmt: skip
 
     def match(self, request: EngineRequest, computed_tokens: int) -> int | None:

@@ -4,15 +4,18 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Sequence
+from dataclasses import replace
 
 import pytest
 
+from descriptors.descriptor import Accept
 from descriptors.layout import ChunkLayout
+from descriptors.recompute import Advice, Choice
 from nixl_client.client import ObjectCacheClient
 from nixl_client.connectors.vllm.naming import Deployment, KeyChain
 from orchestrator.rules.engine_metrics import Published
 from orchestrator.settings import StoreSettings
-from orchestrator.store_lookups import FAILURES_MAX, StoreLookups
+from orchestrator.store_lookups import FAILURES_MAX, StoreLookups, lookup_key
 
 TOKENS = list(range(64))
 
@@ -59,7 +62,7 @@ async def test_prompts_without_names_are_no_failures_of_the_store(monkeypatch: p
 
 
 async def test_a_store_that_fails_is_left_alone_after_some_failures(monkeypatch: pytest.MonkeyPatch) -> None:
-    def advise(self: ObjectCacheClient, *_: object) -> None:
+    def advise(self: ObjectCacheClient, *_: object, **__: object) -> None:
         raise ConnectionRefusedError("nobody is there")
 
     monkeypatch.setattr(ObjectCacheClient, "advise", advise)
@@ -68,5 +71,25 @@ async def test_a_store_that_fails_is_left_alone_after_some_failures(monkeypatch:
         for _ in range(3 * FAILURES_MAX):
             assert await store.find(published(), TOKENS, "") is None
         assert store.count == store.failure_count == FAILURES_MAX
+    finally:
+        store.close()
+
+
+async def test_the_store_is_asked_for_what_the_engine_takes(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[object] = []
+
+    def advise(self: ObjectCacheClient, *_: object, accept: Accept | None) -> tuple[int, Advice]:
+        asked.append(accept)
+        return 2, Advice(Choice.PREFIX, 2, None, {}, None, 1e9)
+
+    monkeypatch.setattr(ObjectCacheClient, "advise", advise)
+    store, accept = lookups(1.0), Accept(("kivi4-1",), "bfloat16", 0.12)
+    lossy = replace(published(), accept=accept)
+    try:
+        for each in (published(), lossy):
+            found = await store.find(each, TOKENS, "")
+            assert found is not None
+        assert asked == [None, accept]
+        assert lookup_key(published()) != lookup_key(lossy)
     finally:
         store.close()

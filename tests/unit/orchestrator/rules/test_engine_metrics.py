@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 
+from descriptors.descriptor import Accept
 from descriptors.layout import ChunkLayout
 from descriptors.recompute import DeliveryCosts, PrefillCosts
 from nixl_client.connectors.vllm.naming import Deployment
@@ -40,12 +41,15 @@ def test_a_connector_shows_before_it_publishes_and_costs_of_zero_are_none() -> N
     assert found.prefill is None
 
 
-def test_what_the_connector_publishes_comes_back() -> None:
+@pytest.mark.parametrize(
+    "accept", [None, Accept(("kivi4-1", "fp8-1"), "bfloat16", 0.12), Accept(("kivi2-1",), "float16")]
+)
+def test_what_the_connector_publishes_comes_back(accept: Accept | None) -> None:
     """The same document that the connector makes of its deployment, in the form that vLLM's metrics give it."""
     deployment = Deployment('weights "x"\\n', "torch.bfloat16 auto", 16, 2, 1)
     layout, prefill = ChunkLayout(32, 64, 131_072), PrefillCosts(812.5, 0.01, 900.0)
     loads = DeliveryCosts(0.001, 0.0002, 0.0003, 2e9)
-    document = published(deployment, layout, "http://store:9000", "kv", prefill, loads)
+    document = published(deployment, layout, "http://store:9000", "kv", prefill, loads, accept)
     escaped = {
         name: str(value).replace("\\", "\\\\").replace("\n", "\\n").replace('"', '\\"')
         for name, value in document["deployment"].items()
@@ -58,18 +62,31 @@ def test_what_the_connector_publishes_comes_back() -> None:
     assert (found.deployment, found.layout, found.endpoint, found.bucket) == (
         deployment, layout, "http://store:9000", "kv",
     )  # fmt: skip
-    assert (found.prefill, found.loads) == (prefill, loads)
+    assert (found.prefill, found.loads, found.accept) == (prefill, loads, accept)
     assert read_metrics(lines[0].replace('tp_size="2"', 'tp_size="two"')).published is None
 
 
 @pytest.mark.parametrize(
-    ("name", "value"), [("tp_size", "1000000000"), ("num_layers", "0"), ("chunk_tokens", "-1"), ("block_tokens", "x")]
+    ("name", "value"),
+    [
+        ("tp_size", "1000000000"),
+        ("num_layers", "0"),
+        ("chunk_tokens", "-1"),
+        ("block_tokens", "x"),
+        ("accept", "kivi4-1,kivi4-1"),
+        ("accept", "NO CODEC"),
+        ("element", "int8"),
+        ("max_error", "much"),
+        ("max_error", "nan"),
+        ("max_error", "-1"),
+    ],
 )
 def test_a_deployment_that_cannot_be_is_none(name: str, value: str) -> None:
     """It would decide about the requests of all engines."""
     labels = {
         "deployment": "m", "dtype": "d", "block_tokens": "16", "tp_size": "1", "pp_size": "1", "num_layers": "4",
-        "chunk_tokens": "16", "layer_chunk_bytes": "64", "endpoint": "e", "bucket": "b", name: value,
+        "chunk_tokens": "16", "layer_chunk_bytes": "64", "endpoint": "e", "bucket": "b", "accept": "kivi4-1",
+        "element": "bfloat16", "max_error": "", name: value,
     }  # fmt: skip
     text = ",".join(f'{label}="{said}"' for label, said in labels.items())
     assert read_metrics(f"vllm:objectcache_deployment_info{{{text}}} 1").published is None
