@@ -5,6 +5,10 @@ optimizer": marginal drop = (U before - U after) / bytes freed.
     DRAM is 64 KiB too full.  A: exact to 4 bits frees 88 KiB and costs 0.2    -> 0.0023 a KiB    this one
                               B: to disk frees 128 KiB and costs 0.9           -> 0.0070 a KiB
 
+Changes are not free where exact bytes have to be loaded for them: an entry that is encoded is encoded further, or comes
+back exactly, only for more than that costs; and one that is exact goes at once to a form from which it will not have to
+go on for less.
+
 This is the greedy solution of a multiple-choice knapsack over tiers. Each tier has a heap of its entries' cheapest
 moves, so a decision looks at a few entries, not at all. An entry in the heap that has changed since is skipped.
 """
@@ -52,6 +56,8 @@ class Optimizer:
         self._heaps: list[list[tuple[float, int, Key, int]]] = [[] for _ in tiers]
         self._stamps = count(1)
         self._order = count()
+        self.use_weight = 1.0
+        """What one use counts now among the frequencies: a load costs as much as a use that takes its time."""
 
     @property
     def used_bytes(self) -> tuple[int, ...]:
@@ -98,7 +104,8 @@ class Optimizer:
         cost = frequency * self._alpha - utility(entry, before, self._tiers, self._alpha)
         self._take_out(key)
         rises = wanted.tier < before.tier or wanted.form < before.form
-        self._set(entry, wanted if rises and gain > PROMOTE_FRACTION * cost else before)
+        least = max(PROMOTE_FRACTION * cost, self._reload_cost(entry))
+        self._set(entry, wanted if rises and gain > least else before)
         self._relieve(moved)
         return list(self._moves(moved))
 
@@ -168,18 +175,38 @@ class Optimizer:
         nbytes = self._nbytes(entry, placement)
         gone = utility(entry, None, self._tiers, self._alpha)
         best: tuple[float, Placement | None] = ((now - gone) / nbytes, None)
-        for form in range(placement.form + 1, len(entry.forms)):
-            after = Placement(placement.tier, form)
-            freed = nbytes - self._nbytes(entry, after)
-            if freed > 0:
-                drop = (now - utility(entry, after, self._tiers, self._alpha)) / freed
-                best = min(best, (drop, after), key=lambda each: each[0])
+        further = self._further(entry, placement, now)
+        if further is not None:
+            best = min(best, further, key=lambda each: each[0])
         for tier in range(placement.tier + 1, len(self._tiers)):
             after = best_form(entry, tier, self._tiers, self._alpha)
             value = utility(entry, after, self._tiers, self._alpha)
             if value > gone:
                 best = min(best, ((now - value) / nbytes, after), key=lambda each: each[0])
         return best
+
+    def _further(self, entry: Entry, placement: Placement, now: float) -> tuple[float, Placement] | None:
+        """The drop for each byte of encoding an entry further in its tier, and that form; None where none is smaller.
+        Of the forms that cost the least it is the last one that costs no more than going on to it later.
+        """
+        nbytes, reload_cost = self._nbytes(entry, placement), self._reload_cost(entry)
+        paid = reload_cost if placement.form else 0.0
+        found: list[tuple[float, float, Placement]] = []
+        for form in range(placement.form + 1, len(entry.forms)):
+            after = Placement(placement.tier, form)
+            freed = nbytes - self._nbytes(entry, after)
+            if freed > 0:
+                value = utility(entry, after, self._tiers, self._alpha)
+                found.append(((now - value + paid) / freed, value, after))
+        if not found:
+            return None
+        at = min(range(len(found)), key=lambda index: found[index][0])
+        saved = [later for later in range(at, len(found)) if found[at][1] - found[later][1] < reload_cost]
+        drop, _, after = found[max(saved, default=at)]
+        return drop, after
+
+    def _reload_cost(self, entry: Entry) -> float:
+        return entry.reload_s * self.use_weight
 
 
 def upper_bound(entries: Sequence[Entry], tiers: Sequence[Tier], alpha: float, rounds: int = 400) -> float:

@@ -102,7 +102,7 @@ class UtilityPolicy:
 
     def request(self, now_s: float, uses: Sequence[Use], reading: Reading | None) -> Decision:
         """Note a use of these chunks by one reader, and say what changes."""
-        inflation = self._inflated(now_s)
+        inflation = self._optimizer.use_weight = self._inflated(now_s)
         forms: dict[str, tuple[Form, ...]] = {}
         touched: dict[Key, None] = {}
         for use in uses:
@@ -153,7 +153,8 @@ class UtilityPolicy:
         if self._optimizer.placement(key) is not None and self._forms.get(key) == forms:
             return self._optimizer.use(key, count)
         self._forms[key] = forms
-        return self._optimizer.put(Entry(key, count, forms, forms[0].nbytes / self._settings.home_bytes_per_s))
+        load_s = forms[0].nbytes / self._settings.home_bytes_per_s
+        return self._optimizer.put(Entry(key, count, forms, load_s, load_s))
 
     def _decision(self, touched: Iterable[Key]) -> Decision:
         evicted: list[Key] = []

@@ -39,13 +39,15 @@ class Tier:
 @dataclass(frozen=True, slots=True)
 class Entry:
     """An entry: its uses in a second as estimated, its forms, largest first, and the seconds to compute it again.
-    Raises ValueError for forms that are not in this order.
+    `reload_s` are the seconds that a change costs from one encoded form to another, or to the exact one, which is made
+    from exact bytes that have to be loaded. Raises ValueError for forms that are not in this order.
     """
 
     key: Key
     frequency: float
     forms: tuple[Form, ...]
     recompute_s: float
+    reload_s: float = 0.0
 
     def __post_init__(self) -> None:
         sizes = [form.nbytes for form in self.forms]
