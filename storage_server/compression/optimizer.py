@@ -201,8 +201,9 @@ class Optimizer:
         if not found:
             return None
         at = min(range(len(found)), key=lambda index: found[index][0])
-        saved = [later for later in range(at, len(found)) if found[at][1] - found[later][1] < reload_cost]
-        drop, _, after = found[max(saved, default=at)]
+        if reload_cost > 0:
+            at = max(later for later in range(at, len(found)) if found[at][1] - found[later][1] < reload_cost)
+        drop, _, after = found[at]
         return drop, after
 
     def _reload_cost(self, entry: Entry) -> float:
