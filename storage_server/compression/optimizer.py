@@ -57,7 +57,7 @@ class Optimizer:
         self._stamps = count(1)
         self._order = count()
         self.use_weight = 1.0
-        """What one use counts now among the frequencies: a load costs as much as a use that takes its time."""
+        """The weight of a use now, among the frequencies: a load costs as much as a use that takes its time."""
 
     @property
     def used_bytes(self) -> tuple[int, ...]:

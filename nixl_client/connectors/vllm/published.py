@@ -46,8 +46,8 @@ def published(
     loads: DeliveryCosts,
     accept: Accept | None = None,
 ) -> dict[str, Any]:
-    """The document. Costs are left out until enough steps have been timed. What the engine accepts beside exact chunks
-    is empty where it takes none, or has no bound.
+    """The document. Costs are left out until enough steps have been timed. The encoded chunks that the engine
+    takes are empty texts where it takes none, or has no bound.
     """
     found = {
         "deployment": deployment.model,
