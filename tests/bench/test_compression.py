@@ -127,6 +127,7 @@ def test_the_optimizer_is_near_the_bound_and_quick() -> None:
     assert len(decision_us(500, 200, 1)) == 10
 
 
+@pytest.mark.bench_smoke
 def test_a_small_run_has_every_part(tmp_path: Path) -> None:
     file, chart = tmp_path / "out.json", tmp_path / "out.png"
     assert run_bench(["compression", "--smoke", "--json", str(file), "--plot", str(chart)]) == 0

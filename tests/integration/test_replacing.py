@@ -338,7 +338,7 @@ def test_a_gateway_apart_from_the_store_knows_forms_and_decodes(tmp_path: Path) 
 [[buckets]]
 name = "chunks"
 capacity_bytes = {CAPACITY_BYTES}
-policy = "lru"
+eviction = "lru"
 lossy = "replace"
 
 [compression]
@@ -346,6 +346,7 @@ policy = "adaptive"
 
 [compression.codecs.kivi4-1]
 quality = 0.99
+decoded_bytes_per_s = "4GB"
 """
     keys, chunks = kv_chunks(COUNT)
     with stack("apart", tmp_path, config) as running:
