@@ -11,6 +11,8 @@ model that attends to them as to any other token gives wrong answers, so a reade
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+
 import numpy as np
 import numpy.typing as npt
 
@@ -19,6 +21,7 @@ from kv_codecs.layer import STREAMING, Codec, LayerShape, kept_count
 
 SINKS = 4
 PLACE_BYTES = 4
+BLOCK_ELEMENTS = 1 << 18
 Places = npt.NDArray[np.int64]
 Kept = npt.NDArray[np.bool_]
 """Which tokens are there: of shape (chunks, tokens)."""
@@ -56,11 +59,22 @@ def chosen_places(flat: Bytes, shape: LayerShape, codec: Codec) -> Places:
     count = kept_count(codec, shape.tokens)
     if codec in STREAMING:
         return np.concatenate([np.arange(SINKS), np.arange(shape.tokens - count + SINKS, shape.tokens)])
-    keys = np.nan_to_num(to_floats(flat[: shape.nbytes // 2], shape.element)).reshape(shape.tokens, shape.width)
-    wide = keys.astype(np.float64)
-    normal = wide / np.maximum(np.sqrt((wide * wide).sum(axis=1, keepdims=True)), 1e-30)
-    likeness = (normal * normal.mean(axis=0)).sum(axis=1).astype(np.float32)  # rounded, so that equal keys are equal
-    return np.sort(np.argsort(likeness, kind="stable")[:count])
+    mean = sum((normal.sum(axis=0) for normal in _directions(flat, shape)), np.zeros(shape.width)) / shape.tokens
+    likeness = np.concatenate([(normal * mean).sum(axis=1) for normal in _directions(flat, shape)])
+    rounded = likeness.astype(np.float32)  # so that equal keys are equal
+    return np.sort(np.argsort(rounded, kind="stable")[:count])
+
+
+def _directions(flat: Bytes, shape: LayerShape) -> Iterator[npt.NDArray[np.float64]]:
+    """The keys with a length of 1, a few tokens at a time: (tokens, width) each. A layer may have 128 MiB of keys, and
+    is not held several times in a larger type.
+    """
+    token_bytes = _token_bytes(shape)
+    step = max(1, BLOCK_ELEMENTS // shape.width)
+    for first in range(0, shape.tokens, step):
+        part = flat[first * token_bytes : min(first + step, shape.tokens) * token_bytes]
+        wide = np.nan_to_num(to_floats(part, shape.element)).astype(np.float64).reshape(-1, shape.width)
+        yield wide / np.maximum(np.sqrt((wide * wide).sum(axis=1, keepdims=True)), 1e-30)
 
 
 def _token_bytes(shape: LayerShape) -> int:

@@ -335,7 +335,7 @@ def add_comparisons(rows: Sequence[dict[str, Any]], seed: int) -> None:
 
 
 def utility_s(row: Mapping[str, Any], alpha_s: float) -> float:
-    """What a way is worth at a price of quality: alpha * quality - TTFT."""
+    """The worth of a way at a price of quality: alpha * quality - TTFT."""
     return alpha_s * float(row["quality"]) - float(row["mean_ttft_s"])
 
 

@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from adapters import native
-from kv_codecs import slots
+from kv_codecs import dropping, slots
 from kv_codecs.dropping import SINKS, chosen_places
 from kv_codecs.elements import Element, from_floats, to_floats
 from kv_codecs.encoding import HEAD, WrongLayerError, decode, encode, encoded_bytes_max, read_head
@@ -72,6 +72,17 @@ def test_keydiff_keeps_the_tokens_that_are_unlike_the_others(codec: Codec) -> No
     layer = np.empty(SHAPE.nbytes, dtype=np.uint8)
     from_floats(np.concatenate([keys, keys]), SHAPE.element, layer)
     assert set(odd.tolist()) <= set(chosen_places(layer, SHAPE, codec).tolist())
+
+
+def test_keys_are_looked_at_in_blocks_and_chosen_as_if_they_were_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A layer of many MiB is not held several times as float64; blocks that do not divide the tokens change nothing."""
+    layer = layer_of(SHAPE, 5)
+    keys = to_floats(layer[: SHAPE.nbytes // 2], SHAPE.element).reshape(200, 24).astype(np.float64)
+    normal = keys / np.linalg.norm(keys, axis=1, keepdims=True)
+    wanted = np.sort(np.argsort(normal @ normal.mean(axis=0))[:50]).tolist()
+    for elements in (1, 24 * 7, 24 * 199, 1 << 18):
+        monkeypatch.setattr(dropping, "BLOCK_ELEMENTS", elements)
+        assert chosen_places(layer, SHAPE, Codec.KEYDIFF25).tolist() == wanted
 
 
 @pytest.mark.parametrize("value", [0.0, np.nan, np.inf, 3e38])
