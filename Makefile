@@ -8,7 +8,7 @@ CEPH_LACKS := CHECKSUMS,CONDITIONAL_DELETE,CONDITIONS,EXPIRY,LIFECYCLE,MULTIPART
 SEAWEEDFS_LACKS := $(CEPH_LACKS),KEYS,MISSING_BUCKETS,REPEATED_PARTS
 CODE := adapters bench calibration demo descriptors fuzz gateway kv_codecs nixl_client objectcache orchestrator storage_server tests
 
-.PHONY: demo demo-orchestrator test test-fast test-engines test-minio test-ceph test-seaweedfs bounds check format lint types bench-smoke clients engines figures results image-check compatibility crash cluster-faults fuzz peers install clean
+.PHONY: demo demo-orchestrator test test-fast test-engines test-minio test-ceph test-seaweedfs test-cuda bounds check format lint types bench-smoke clients engines figures results image-check compatibility crash cluster-faults fuzz peers install clean
 
 demo: $(STAMP)
 	$(BIN)/python -m demo
@@ -44,6 +44,10 @@ test-ceph: $(STAMP)
 # the same in front of SeaweedFS, which a package of PyPI brings
 test-seaweedfs: $(STAMP)
 	OBJECTCACHE_TEST_S3_LACKS=$(SEAWEEDFS_LACKS) $(BIN)/python -m tests.support.foreign_services seaweedfs -- $(MAKE) test-minio
+
+# what only a GPU shows: layers written and decoded there
+test-cuda: $(STAMP)
+	$(BIN)/python -m pytest tests/integration/test_cuda.py
 
 # ten minutes of writers in bounded caches, with kills in between
 bounds: $(STAMP)

@@ -27,7 +27,9 @@ from bench.experiments.compression.choice import (
 )
 from bench.experiments.compression.sizes import WEIGHTS
 from bench.experiments.compression.tasks import Task
+from bench.experiments.device.command import need_torch
 from calibration.samples import progress_bar, spread
+from kv_codecs.elements import Bytes
 from kv_codecs.layer import Codec
 
 REMARKS = (
@@ -64,8 +66,10 @@ class Part(Enum):
     FIGURE_2 = "figure_2"
     LIVE = "live"
     ENGINE = "engine"
+    DEVICE = "device"
 
 
+WITHOUT_DEVICES = tuple(part for part in Part if part is not Part.DEVICE)
 WITHOUT_ENGINES = tuple(part for part in Part if part is not Part.ENGINE)
 
 
@@ -73,7 +77,9 @@ WITHOUT_ENGINES = tuple(part for part in Part if part is not Part.ENGINE)
 class CompressionBenchSettings:
     """The sizes of the run."""
 
-    parts: tuple[Part, ...] = options.choice("--parts", Part, tuple(Part), WITHOUT_ENGINES)
+    parts: tuple[Part, ...] = options.choice("--parts", Part, WITHOUT_DEVICES, WITHOUT_ENGINES)
+    device: str = options.setting("--device", "cuda", "cpu", choices=("cuda", "cpu"), text="of the part device")
+    device_chunks: tuple[int, ...] = options.sized((64, 512), (8,))
     models: tuple[str, ...] = options.sized(("smaller", "small"), ("smaller",))
     chunks: int = options.sized(64, 8)
     links_gbps: tuple[float, ...] = options.sized((1.0, 2.5, 5.0, 10.0), (1.0,))
@@ -114,6 +120,8 @@ TASKS = tuple(task.value for task in Task)
 def measure_compression(settings: CompressionBenchSettings, origin: Mapping[str, Any]) -> Json:
     """The parts that are asked for. Raises WrongUse, FAILURES."""
     parts, problem = settings.parts, None
+    if Part.DEVICE in parts:
+        need_torch("--parts device", settings.device)
     for name in settings.models:
         if not (WEIGHTS / f"{name}.safetensors").exists():
             raise WrongUse(f"{name} is not trained: python -m bench.experiments.compression.train {name}")
@@ -130,6 +138,8 @@ def measure_compression(settings: CompressionBenchSettings, origin: Mapping[str,
         if Part.WIRE in parts:
             with tempfile.TemporaryDirectory(prefix="objectcache-wire-", dir=settings.folder) as name:
                 found["wire"] = wire(data, settings.links_gbps, settings.runs, Path(name))
+        if Part.DEVICE in parts:
+            found |= _on_device(data, settings)
         if Part.LIVE in parts:
             found["figure_2_live"] = _live(settings)
     except AssertionError as error:
@@ -165,6 +175,18 @@ def measure_compression(settings: CompressionBenchSettings, origin: Mapping[str,
         "compression", origin, settings, problem, remarks=list(REMARKS),
         targets=[target.json("case", "side", "reason") for target in _targets(found)], **found,
     )  # fmt: skip
+
+
+def _on_device(data: Bytes, settings: CompressionBenchSettings) -> dict[str, Any]:
+    from bench.experiments.compression.device import CODECS, device_rows
+    from calibration.compute.layer import Device, describe_device
+
+    with progress_bar(len(CODECS) * len(settings.device_chunks), settings.device) as advance:
+        rows = []
+        for row in device_rows(data, settings.device_chunks, settings.device, settings.runs):
+            rows.append(row)
+            advance(1)
+    return {"device": describe_device(Device(settings.device)), "on_device": rows}
 
 
 def _live(settings: CompressionBenchSettings) -> list[dict[str, Any]]:
@@ -326,6 +348,8 @@ def show(result: Json) -> dict[str, Section]:
                 "encoded = last_layer_s.encoded:ms | exact over encoded = exact_over_encoded:.2",
             ),
         )
+    if "on_device" in result:
+        sections["device"] = _device_section(result)
     if "quality" in result:
         sections["quality"] = (_quality_table(result["quality"]), _measures_table(result["quality"]))
     if "engine" in result:
@@ -339,6 +363,18 @@ def show(result: Json) -> dict[str, Section]:
         sections["histories"] = (table(result["histories"], f"requests for each context before = uses | {columns}"),)
     sections["targets"] = (targets(result["targets"]), *result["remarks"])
     return sections
+
+
+def _device_section(result: Json) -> Section:
+    return (
+        table(
+            result["on_device"],
+            "codec = codec | chunks in a layer = chunks | exact bytes of a layer = layer_bytes:size",
+            "decode GB/s = decode_bytes_per_s:GB/s | copied up exactly, ms = arrival_s.exact:ms",
+            "encoded and decoded, ms = arrival_s.encoded:ms | exact over encoded = exact_over_encoded:.2",
+        ),
+        f"{result['device']}: layers are copied out of pinned host memory; rates are of exact bytes.",
+    )
 
 
 def _engine_section(found: Mapping[str, Any]) -> Section:
