@@ -1,10 +1,9 @@
 """Decoding layers that lie in a device's memory, by torch: bit for bit what kv_codecs.slots makes of them in host
 memory. Needs torch.
 
-Checksums are computed where the bytes lie. CRC-32C is linear: with `v` zero bytes behind it, a message's remainder is
-shifted by a linear map, so halves are joined pairwise, all of one size at once.
-
-    remainder(a ‖ b) = shift(remainder(a), bytes of b) ^ remainder(b)
+Checksums are computed where the bytes lie, of all rows at once: halves are joined pairwise (kv_codecs.crc32c). On GPUs
+KIVI and FP8 have kernels of their own (kv_codecs.device_kernels); where Triton is missing, torch does it there, too,
+in many more passes.
 
 Which tokens are there is returned in host memory, as there.
 """
@@ -16,10 +15,9 @@ from functools import cache
 from typing import Any
 
 import numpy as np
-import numpy.typing as npt
 import torch
 
-from adapters import native
+from kv_codecs.crc32c import Words, checksum_rest, tables
 from kv_codecs.dropping import PLACE_BYTES, Kept
 from kv_codecs.elements import Bytes, Element
 from kv_codecs.encoding import HEAD, encoded_bytes_max, expected_head
@@ -29,9 +27,7 @@ from kv_codecs.packing import packed_bytes
 from kv_codecs.slots import Run, WrongChunkError, kept_of
 
 DEVICE_CODECS = (*KIVI, Codec.FP8, *DROPPING)
-_POLYNOMIAL = 0x82F63B78
 _DTYPES = {Element.FLOAT16: torch.float16, Element.BFLOAT16: torch.bfloat16, Element.FLOAT32: torch.float32}
-Words = npt.NDArray[np.uint32]
 
 
 def decode_places(places: torch.Tensor, runs: Sequence[Run], shape: LayerShape) -> Kept | None:
@@ -44,10 +40,9 @@ def decode_places(places: torch.Tensor, runs: Sequence[Run], shape: LayerShape) 
     for name, count, nbytes in runs:
         if name != Codec.EXACT.value:
             mine = rows[first : first + count]
-            decoded, mine_kept, bad = decode_rows(mine[:, :nbytes], Codec(name), shape)
+            mine_kept, bad = _decode_into(mine, mine[:, :nbytes], Codec(name), shape)
             if bad >= 0:
                 raise WrongChunkError(first + bad)
-            mine.copy_(decoded)
             if kept is not None and mine_kept is not None:
                 kept[first : first + count] = mine_kept
         first += count
@@ -67,15 +62,46 @@ def decode_chunks(places: torch.Tensor, runs: Sequence[Run], shape: LayerShape, 
         if name != Codec.EXACT.value:
             mine = rows[first : first + count]
             packed = mine[:, : num_layers * nbytes].reshape(count * num_layers, nbytes)
-            decoded, mine_kept, bad = decode_rows(packed, Codec(name), shape)
+            mine_kept, bad = _decode_into(mine.view(-1, shape.nbytes), packed, Codec(name), shape)
             if bad >= 0:
                 raise WrongChunkError(first + bad // num_layers)
-            mine.copy_(decoded.view(count, -1))
             if kept is not None and mine_kept is not None:
                 kept[first : first + count] = mine_kept.reshape(count, num_layers, -1)
         first += count
     _await_device(places)
     return kept
+
+
+def _decode_into(
+    layers: torch.Tensor, packed: torch.Tensor, codec: Codec, shape: LayerShape
+) -> tuple[Kept | None, int]:
+    """Decode encoded layers of one codec, uint8 of shape (n, bytes of each), into layers, uint8 of shape (n, S), which
+    may lie over them. Returns which tokens are there, None for all; and the first row that is damaged or another layer,
+    and then nothing is written, -1 where there is none.
+    """
+    kernels = _kernels(layers.device.type)
+    if kernels is None or codec not in kernels.KERNEL_CODECS:
+        decoded, kept, bad = decode_rows(packed, codec, shape)
+        if bad < 0:
+            layers.copy_(decoded)
+        return kept, bad
+    _check_size(packed, codec, shape)
+    head = expected_head(codec, shape, packed.shape[1] - HEAD.size)
+    elements, copied = layers.view(_DTYPES[shape.element]), packed.clone(memory_format=torch.contiguous_format)
+    bad_rows = kernels.decode_into(elements, copied, codec, shape, head)
+    return None, _first(np.asarray(bad_rows.cpu().numpy(), dtype=np.bool_))
+
+
+@cache
+def _kernels(device_type: str) -> Any:
+    """kv_codecs.device_kernels; None where there are none for such a device."""
+    if device_type != "cuda":
+        return None
+    try:
+        from kv_codecs import device_kernels
+    except ImportError:
+        return None
+    return device_kernels
 
 
 def decode_rows(packed: torch.Tensor, codec: Codec, shape: LayerShape) -> tuple[torch.Tensor, Kept | None, int]:
@@ -85,17 +111,21 @@ def decode_rows(packed: torch.Tensor, codec: Codec, shape: LayerShape) -> tuple[
     """
     if codec not in DEVICE_CODECS:
         raise ValueError(f"{codec.value} is not decoded on devices")
-    nbytes = encoded_bytes_max(codec, shape)
-    if packed.shape[1] != nbytes:
-        raise ValueError(f"rows of {packed.shape[1]} bytes, an encoded layer has {nbytes}")
+    _check_size(packed, codec, shape)
     payload = packed[:, HEAD.size :].contiguous()
-    is_bad = _are_bad(packed[:, : HEAD.size], payload, expected_head(codec, shape, nbytes - HEAD.size))
+    is_bad = _are_bad(packed[:, : HEAD.size], payload, expected_head(codec, shape, payload.shape[1]))
     if codec.drops_tokens:
         decoded, kept, are_disordered = _dropped(payload, shape, codec)
         return decoded, kept, _first(is_bad | are_disordered)
     halves = _kivi(payload, shape, codec.bits) if codec in KIVI else _fp8(payload, shape)
     layers = torch.stack(halves, dim=1).to(_DTYPES[shape.element])
     return layers.view(torch.uint8).view(len(packed), shape.nbytes), None, _first(is_bad)
+
+
+def _check_size(packed: torch.Tensor, codec: Codec, shape: LayerShape) -> None:
+    nbytes = encoded_bytes_max(codec, shape)
+    if packed.shape[1] != nbytes:
+        raise ValueError(f"rows of {packed.shape[1]} bytes, an encoded layer has {nbytes}")
 
 
 def _await_device(places: torch.Tensor) -> None:
@@ -112,9 +142,7 @@ def _are_bad(heads: torch.Tensor, payload: torch.Tensor, wanted: bytes) -> Kept:
     """Which rows have another head or checksum."""
     found: Bytes = heads.cpu().numpy()
     is_bad: Kept = (found[:, : len(wanted)] != np.frombuffer(wanted, dtype=np.uint8)).any(axis=1)
-    begun = np.uint32(native.crc32c(wanted) ^ 0xFFFFFFFF)
-    rest = _shifted(np.array([begun], dtype=np.uint32), payload.shape[1])[0]
-    sums = rest ^ _remainders(payload) ^ np.uint32(0xFFFFFFFF)
+    sums = np.uint32(checksum_rest(wanted, payload.shape[1])) ^ _remainders(payload)
     is_bad |= found[:, len(wanted) :].copy().view("<u4")[:, 0] != sums
     return is_bad
 
@@ -144,42 +172,7 @@ def _shift(values: torch.Tensor, nbytes: int) -> torch.Tensor:
 
 @cache
 def _device_tables(nbytes: int, device: str) -> torch.Tensor:
-    return torch.from_numpy(_tables(nbytes).astype(np.int64)).to(device)
-
-
-@cache
-def _tables(nbytes: int) -> Words:
-    """The shift by so many zero bytes, for each of a remainder's four bytes: uint32 of shape (4, 256)."""
-    if nbytes == 1:
-        table = np.arange(256, dtype=np.uint32)
-        for _ in range(8):
-            table = np.where(table & 1, table >> 1 ^ np.uint32(_POLYNOMIAL), table >> 1).astype(np.uint32)
-        numbers = np.arange(256, dtype=np.uint32)
-        found: Words = np.stack([table, numbers, numbers << np.uint32(8), numbers << np.uint32(16)])
-        return found
-    half = nbytes // 2
-    return _looked_up(_looked_up(_identity(), half), half)
-
-
-def _identity() -> Words:
-    numbers = np.arange(256, dtype=np.uint32)
-    return np.stack([numbers << np.uint32(8 * place) for place in range(4)])
-
-
-def _looked_up(values: Words, nbytes: int) -> Words:
-    tables = _tables(nbytes)
-    found: Words = tables[0][values & 255]
-    for place in (1, 2, 3):
-        found = found ^ tables[place][values >> np.uint32(8 * place) & 255]
-    return found
-
-
-def _shifted(values: Words, nbytes: int) -> Words:
-    """The remainders with any number of zero bytes behind."""
-    for bit in range(nbytes.bit_length()):
-        if nbytes >> bit & 1:
-            values = _looked_up(values, 1 << bit)
-    return values
+    return torch.from_numpy(tables(nbytes).astype(np.int64)).to(device)
 
 
 def _kivi(payload: torch.Tensor, shape: LayerShape, bits: int) -> tuple[torch.Tensor, torch.Tensor]:

@@ -20,9 +20,15 @@ HALF_MAX = 65_504.0
 
 def kivi_bytes(shape: LayerShape, bits: int) -> int:
     """The bytes of a layer's payload."""
+    _, value_groups, value_start = kivi_starts(shape, bits)
+    return value_start + 4 * value_groups + packed_bytes(shape.half_elements, bits)
+
+
+def kivi_starts(shape: LayerShape, bits: int) -> tuple[int, int, int]:
+    """The groups of the keys, those of the values, and where in the payload the values begin."""
     key_groups = shape.tokens // group_of(shape.tokens) * shape.width
     value_groups = shape.width // group_of(shape.width) * shape.tokens
-    return 4 * (key_groups + value_groups) + 2 * packed_bytes(shape.half_elements, bits)
+    return key_groups, value_groups, 4 * key_groups + packed_bytes(shape.half_elements, bits)
 
 
 def kivi_encode(keys: Floats, values: Floats, bits: int) -> Numbers:

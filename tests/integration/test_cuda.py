@@ -39,6 +39,7 @@ torch = pytest.importorskip("torch")
 if not torch.cuda.is_available():
     pytest.skip("no CUDA device", allow_module_level=True)
 device_slots = pytest.importorskip("kv_codecs.device_slots")
+pytest.importorskip("kv_codecs.device_kernels", reason="Triton is missing, which torch brings for CUDA")
 
 SHAPES = (
     LayerShape(64, 1024, Element.BFLOAT16),
@@ -127,7 +128,7 @@ def loaded(
     assert (buffer[:512] == 0xEE).all(), "bytes before the offset are not the fetch's"
     found = np.stack(layers, axis=1).reshape(len(keys), -1)
     client.release_buffer(buffer)
-    return found, result.forms, result.transport
+    return found, result.forms, fetch.transport
 
 
 @pytest.mark.parametrize("delivery", [Delivery.LAYER_MAJOR, Delivery.CHUNK_MAJOR])
@@ -174,11 +175,12 @@ def test_a_model_on_the_gpu_waits_for_layers_that_arrive_there(local: LocalStack
         model: Any = small_llama().cuda()
         shape = KvShape.of(model.config, torch.float32, CHUNK_TOKENS)
         cache = filled_cache(model, PREFIX.cuda())
+        chunks = chunks_from_cache(cache, CHUNK_TOKENS)
         wanted = model(QUESTION.cuda(), past_key_values=cache).logits
         keys = [f"{index:064x}" for index in range(CHUNKS)]
         buffer = torch.zeros(shape.layout.delivery_bytes(CHUNKS), dtype=torch.uint8, device="cuda")
         with local.client("chunks", "ucx") as client:
-            client.put_chunks(keys, list(chunks_from_cache(cache, CHUNK_TOKENS)))
+            client.put_chunks(keys, list(chunks))
             with client.fetch(keys, shape.layout, buffer, delivery=Delivery.LAYER_MAJOR) as fetch:
                 waiting = WaitingCache(fetch, shape, timeout_s=TIMEOUT_S)
                 logits = model(QUESTION.cuda(), past_key_values=waiting).logits

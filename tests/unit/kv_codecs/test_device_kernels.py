@@ -1,0 +1,82 @@
+"""The kernels for GPUs decode to the bytes of the host, and find damage. Without a GPU Triton interprets them."""
+
+from __future__ import annotations
+
+import os
+
+import numpy as np
+import pytest
+
+from kv_codecs import slots
+from kv_codecs.elements import Element
+from kv_codecs.encoding import HEAD, encode, expected_head
+from kv_codecs.layer import KIVI, Codec, LayerShape
+from tests.unit.kv_codecs.test_device_slots import layers
+
+torch = pytest.importorskip("torch")
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+with pytest.MonkeyPatch.context() as patch:
+    if DEVICE == "cpu":
+        patch.setitem(os.environ, "TRITON_INTERPRET", "1")
+    pytest.importorskip("triton", reason="Triton is missing, which torch brings for CUDA")
+    device_kernels = pytest.importorskip("kv_codecs.device_kernels")
+pytestmark = pytest.mark.slow
+WIDE = Element.BFLOAT16 if DEVICE == "cuda" else Element.FLOAT32
+"""The interpreter cuts bfloat16 instead of rounding it."""
+SHAPES = (
+    LayerShape(16, 64, WIDE),
+    LayerShape(16, 80, Element.FLOAT16),
+    LayerShape(7, 33, Element.FLOAT32),
+)
+DTYPES = {Element.FLOAT16: torch.float16, Element.BFLOAT16: torch.bfloat16, Element.FLOAT32: torch.float32}
+UNTOUCHED = 0xEE
+
+
+def decoded(packed: np.ndarray, codec: Codec, shape: LayerShape) -> tuple[np.ndarray, list[bool]]:
+    """The layers, and which rows are found damaged."""
+    out = torch.full((len(packed), shape.nbytes), UNTOUCHED, dtype=torch.uint8, device=DEVICE)
+    head = expected_head(codec, shape, packed.shape[1] - HEAD.size)
+    data = torch.from_numpy(packed.copy()).to(DEVICE)
+    with np.errstate(over="ignore"):
+        bad = device_kernels.decode_into(out.view(DTYPES[shape.element]), data, codec, shape, head)
+    return out.cpu().numpy(), (bad != 0).tolist()
+
+
+def packed_layers(codec: Codec, shape: LayerShape, count: int, scale: float = 3.0) -> np.ndarray:
+    encoded = [encode(layer, shape, codec) for layer in layers(count, shape, scale)]
+    return np.stack([np.frombuffer(each, dtype=np.uint8) for each in encoded])
+
+
+@pytest.mark.parametrize("scale", [3.0, 1e6])
+@pytest.mark.parametrize("shape", SHAPES)
+@pytest.mark.parametrize("codec", [*KIVI, Codec.FP8])
+def test_the_bytes_of_the_host(codec: Codec, shape: LayerShape, scale: float) -> None:
+    packed = packed_layers(codec, shape, 3, scale)
+    places = np.zeros((3, shape.nbytes), dtype=np.uint8)
+    places[:, : packed.shape[1]] = packed
+    slots.decode_places(places.reshape(-1), [(codec.value, 3, packed.shape[1])], shape)
+    found, are_bad = decoded(packed, codec, shape)
+    assert are_bad == [False] * 3
+    assert np.array_equal(found, places)
+
+
+@pytest.mark.parametrize("shape", SHAPES)
+@pytest.mark.parametrize("codec", [Codec.KIVI4, Codec.FP8])
+def test_any_damaged_byte_is_found_and_nothing_is_written(codec: Codec, shape: LayerShape) -> None:
+    packed = packed_layers(codec, shape, 3)
+    last = packed.shape[1] - 1
+    for at in [*range(HEAD.size + 2), last, *np.random.default_rng(3).integers(0, last, 6)]:
+        damaged = packed.copy()
+        damaged[1, at] ^= 0x10
+        found, are_bad = decoded(damaged, codec, shape)
+        assert are_bad == [False, True, False], at
+        assert (found == UNTOUCHED).all()
+
+
+def test_rows_longer_than_all_lanes() -> None:
+    shape = LayerShape(64, 128, WIDE)
+    packed = packed_layers(Codec.KIVI8, shape, 2)
+    assert packed.shape[1] > 4 * device_kernels.LANES
+    assert decoded(packed, Codec.KIVI8, shape)[1] == [False, False]
+    packed[1, HEAD.size + 5] ^= 1
+    assert decoded(packed, Codec.KIVI8, shape)[1] == [False, True]
