@@ -30,11 +30,12 @@ MEASURED, IMAGES = ROOT / "out" / "results", ROOT / "docs" / "images"
 @dataclass(frozen=True, slots=True)
 class Run:
     """The command that measures a result, as arguments of Python, and the place of its charts in docs/images: a file,
-    or a folder.
+    or a folder. What needs a GPU is left as it is where there is none.
     """
 
     command: str
     chart: str | None = None
+    needs_gpu: bool = False
 
 
 MOTO = "--moto .venv-clients/services/bin/python"
@@ -65,6 +66,12 @@ RUNS = {
     "compression-engine": Run("-m objectcache.cli bench compression --parts engine --folder /dev/shm"),
     "compression-live": Run("-m objectcache.cli bench compression --parts live --folder /dev/shm"),
     "compression-quality": Run("-m objectcache.cli bench compression --parts quality,figure_2", "compression.png"),
+    "compression-gpu": Run("-m objectcache.cli bench compression --parts device --runs 9", needs_gpu=True),
+    "ttft-gpu": Run(
+        "-m objectcache.cli bench ttft --device cuda --contexts 4K,64K --hits 50,87.5 -G 64", needs_gpu=True
+    ),
+    "copies-gpu": Run("-m objectcache.cli bench copies", needs_gpu=True),
+    "recompute-gpu": Run("-m objectcache.cli bench recompute -G 16,64,512", needs_gpu=True),
     "cluster": Run("-m objectcache.cli bench cluster", "cluster.png"),
     "crash": Run("-m tests.faults.crash --rounds 200"),
     "cluster-faults": Run("-m tests.faults.cluster_faults"),
@@ -119,6 +126,9 @@ def measure(name: str) -> int:
     if measured is not None and measured.get("tree") == describe_commit()["tree"]:
         print(f"{name}: measured already", flush=True)
         return 0
+    if run.needs_gpu and not has_gpu():
+        print(f"{name}: needs a GPU, and there is none: not measured", flush=True)
+        return 0
     command = [sys.executable, *run.command.split(), "--json", str(file)]
     if run.chart is not None:
         is_file = run.chart.endswith(".png")
@@ -126,6 +136,13 @@ def measure(name: str) -> int:
     print(f"{name}: {' '.join(command[1:])}", flush=True)
     environment = {**os.environ, "PYTHONPATH": python_path()}
     return min(1, subprocess.run(command, cwd=ROOT, env=environment, check=False).returncode)
+
+
+def has_gpu() -> bool:
+    """Whether torch sees one."""
+    import torch
+
+    return torch.cuda.is_available()
 
 
 def publish(names: Sequence[str]) -> int:
