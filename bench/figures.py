@@ -30,6 +30,7 @@ from bench.experiments.aggregate.ratios import GOAL, ratio_of
 from bench.experiments.aggregate.ratios import show as aggregate
 from bench.experiments.cluster import show as cluster
 from bench.experiments.compression.run import show as compression
+from bench.experiments.device.copies import show as copies
 from bench.experiments.engine.run import show as engine
 from bench.experiments.ladder.run import show as ladder
 from bench.experiments.orchestrator.run import show as orchestrator
@@ -159,6 +160,9 @@ SECTIONS: Mapping[str, tuple[str, Callable[[Json], str]]] = {
     "simulated": ("scheduler-simulated", _of(scheduler, "simulated")),
     "ttft": ("ttft", _of(ttft, "ttft")),
     "unscaled-page-cache": ("ttft-64k-page-cache", _of(ttft, "cells")),
+    "ttft-gpu": ("ttft-gpu", _of(ttft, "cells")),
+    "ttft-gpu-target": ("ttft-gpu", _of(ttft, "ttft")),
+    "copies-gpu": ("copies-gpu", _of(copies, "copies")),
     "unscaled-cold": ("ttft-64k-cold", _of(ttft, "cells")),
     "engine": ("engine", _of(engine, "engine")),
     "advised": ("engine-advised", _of(engine, "advised")),
@@ -188,6 +192,7 @@ SECTIONS: Mapping[str, tuple[str, Callable[[Json], str]]] = {
         for name, result, section in (
             ("codecs", "compression", "codecs"),
             ("wire", "compression", "wire"),
+            ("device", "compression-gpu", "device"),
             ("engine", "compression-engine", "engine"),
             ("targets", "compression", "targets"),
             ("quality", "compression-quality", "quality"),

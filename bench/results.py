@@ -71,7 +71,6 @@ RUNS = {
         "-m objectcache.cli bench ttft --device cuda --contexts 4K,64K --hits 50,87.5 -G 64", needs_gpu=True
     ),
     "copies-gpu": Run("-m objectcache.cli bench copies", needs_gpu=True),
-    "recompute-gpu": Run("-m objectcache.cli bench recompute -G 16,64,512", needs_gpu=True),
     "cluster": Run("-m objectcache.cli bench cluster", "cluster.png"),
     "crash": Run("-m tests.faults.crash --rounds 200"),
     "cluster-faults": Run("-m tests.faults.cluster_faults"),
