@@ -89,6 +89,15 @@ DROPPING = (*STREAMING, *KEYDIFF)
 _KEPT_PARTS = {Codec.STREAMING50: 2, Codec.STREAMING25: 4, Codec.KEYDIFF50: 2, Codec.KEYDIFF25: 4}
 
 
+def goes_on(before: Codec, after: Codec) -> bool:
+    """Whether a layer that is encoded is encoded further without the exact one: by fewer bits of each element, since
+    the error is then at most that of both. Exact layers are encoded in any way.
+    """
+    if before is Codec.EXACT:
+        return after is not Codec.EXACT
+    return before in (*KIVI, Codec.FP8) and after in KIVI and after.bits < before.bits
+
+
 def takes(codec: Codec, tokens: int) -> bool:
     """Whether a codec encodes chunks of so many tokens."""
     return not codec.drops_tokens or tokens >= RUN_TOKENS_MIN

@@ -100,9 +100,13 @@ class Reading:
 
     def takes(self, encoded: Encoded) -> bool:
         """Whether the reader takes a chunk of this form."""
-        if encoded.codec not in self.codecs or encoded.shape != self.shape or encoded.num_layers != self.num_layers:
+        if encoded.codec not in self.codecs or not self.is_shape_of(encoded):
             return False
         return self.max_error is None or encoded.worst_error <= self.max_error
+
+    def is_shape_of(self, encoded: Encoded) -> bool:
+        """Whether the reader's chunks have the shape of this one."""
+        return encoded.shape == self.shape and encoded.num_layers == self.num_layers
 
     def bounded(self, max_error: float | None) -> Reading:
         """The same reading, with an error of at most that."""

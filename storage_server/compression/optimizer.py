@@ -5,9 +5,9 @@ optimizer": marginal drop = (U before - U after) / bytes freed.
     DRAM is 64 KiB too full.  A: exact to 4 bits frees 88 KiB and costs 0.2    -> 0.0023 a KiB    this one
                               B: to disk frees 128 KiB and costs 0.9           -> 0.0070 a KiB
 
-Changes are not free where exact bytes have to be loaded for them: an entry that is encoded is encoded further, or comes
-back exactly, only for more than that costs; and one that is exact goes at once to a form from which it will not have to
-go on for less.
+Changes are not free where exact bytes have to be loaded for them: an entry comes back exactly, or goes to a form that
+is not made from its present one, only for more than that costs; and it goes at once to a form from which it will not
+have to go on so for less.
 
 This is the greedy solution of a multiple-choice knapsack over tiers. Each tier has a heap of its entries' cheapest
 moves, so a decision looks at a few entries, not at all. An entry in the heap that has changed since is skipped.
@@ -189,22 +189,28 @@ class Optimizer:
         """The drop for each byte of encoding an entry further in its tier, and that form; None where none is smaller.
         Of the forms that cost the least it is the last one that costs no more than going on to it later.
         """
-        nbytes, reload_cost = self._nbytes(entry, placement), self._reload_cost(entry)
-        paid = reload_cost if placement.form else 0.0
+        nbytes = self._nbytes(entry, placement)
         found: list[tuple[float, float, Placement]] = []
         for form in range(placement.form + 1, len(entry.forms)):
             after = Placement(placement.tier, form)
             freed = nbytes - self._nbytes(entry, after)
             if freed > 0:
                 value = utility(entry, after, self._tiers, self._alpha)
+                paid = self._change_cost(entry, placement.form, form)
                 found.append(((now - value + paid) / freed, value, after))
         if not found:
             return None
-        at = min(range(len(found)), key=lambda index: found[index][0])
-        if reload_cost > 0:
-            at = max(later for later in range(at, len(found)) if found[at][1] - found[later][1] < reload_cost)
-        drop, _, after = found[at]
-        return drop, after
+        first = min(found, key=lambda each: each[0])
+        behind = found[found.index(first) + 1 :]
+        for later in behind:
+            if first[1] - later[1] < self._change_cost(entry, first[2].form, later[2].form):
+                first = later
+        return first[0], first[2]
+
+    def _change_cost(self, entry: Entry, before: int, after: int) -> float:
+        """What it costs to make one form from another that is larger."""
+        is_made = before == 0 or entry.forms[before].codec in entry.forms[after].made_from
+        return 0.0 if is_made else self._reload_cost(entry)
 
     def _reload_cost(self, entry: Entry) -> float:
         return entry.reload_s * self.use_weight

@@ -12,7 +12,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import cast
 
-from kv_codecs.layer import Codec
+from kv_codecs.layer import Codec, goes_on
 from storage_server.compression.forms import Reading
 from storage_server.compression.optimizer import Move, Optimizer
 from storage_server.compression.utility import Entry, Form, Tier
@@ -23,6 +23,7 @@ ENCODABLE_BYTES_MAX = 256 << 20
 """Larger chunks stay exact, since a chunk is encoded as a whole."""
 EXPONENT_MAX = 400.0
 """Counts are scaled down when they have grown by this power of two."""
+_MADE_FROM = {after: frozenset(before.value for before in Codec if goes_on(before, after)) for after in Codec}
 Key = tuple[str, int]
 """The identity of a chunk's bytes."""
 
@@ -69,7 +70,7 @@ class Use:
 class Decision:
     """The changes of the tier after a use, in the order in which they are carried out: chunks that go, chunks that are
     encoded further, and chunks that come. A codec says in which form; None stands for exact. A chunk that changes to a
-    form that cannot be made from its present one goes and comes again.
+    form that is not made from its present one goes and comes again.
     """
 
     evicted: tuple[Key, ...]
@@ -168,7 +169,7 @@ class UtilityPolicy:
                 self._held[key] = now
             if now is was:
                 continue
-            if was is Codec.EXACT and now is not None:
+            if was is not None and now is not None and goes_on(was, now):
                 recoded[key] = now
                 continue
             if was is not None:
@@ -191,7 +192,8 @@ class UtilityPolicy:
             if figures is not None and (reading.max_error is None or error <= reading.max_error):
                 decode_s = reading.exact_bytes / figures.decoded_bytes_per_s
                 quality = qualities.get(codec, figures.quality)
-                found.append(Form(codec.value, self._taken(reading.chunk_bytes(codec)), quality, decode_s))
+                nbytes = self._taken(reading.chunk_bytes(codec))
+                found.append(Form(codec.value, nbytes, quality, decode_s, _MADE_FROM[codec]))
         return tuple(sorted(found, key=lambda form: -form.nbytes))
 
     def _taken(self, nbytes: int) -> int:

@@ -19,12 +19,15 @@ Key = Hashable
 
 @dataclass(frozen=True, slots=True)
 class Form:
-    """One way to keep an entry: its bytes, its quality (1 for exact ones), and the seconds that decoding takes."""
+    """One way to keep an entry: its bytes, its quality (1 for exact ones), and the seconds that decoding takes. From
+    some encoded forms others are made without the exact bytes: `made_from` has their codecs.
+    """
 
     codec: str
     nbytes: int
     quality: float = 1.0
     decode_s: float = 0.0
+    made_from: frozenset[str] = frozenset()
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,8 +42,8 @@ class Tier:
 @dataclass(frozen=True, slots=True)
 class Entry:
     """An entry: its uses in a second as estimated, its forms, largest first, and the seconds to compute it again.
-    `reload_s` are the seconds that a change costs from one encoded form to another, or to the exact one, which is made
-    from exact bytes that have to be loaded. Raises ValueError for forms that are not in this order.
+    `reload_s` are the seconds that exact bytes have to be loaded where a change needs them. Raises ValueError for forms
+    that are not in this order.
     """
 
     key: Key

@@ -15,7 +15,7 @@ from collections.abc import Callable, Sequence
 from functools import partial
 
 from adapters.threads import in_parts, let_others_run
-from kv_codecs.layer import Codec
+from kv_codecs.layer import Codec, goes_on
 from storage_server.compression.forms import Encoded, Reading
 from storage_server.compression.policy import Decision, Use, UtilityPolicy, UtilitySettings
 from storage_server.gather.source import ChunkSource
@@ -99,33 +99,48 @@ class AdaptiveTier(DramTier):
                 await self._forgotten([key])
 
     async def _recoded(self, key: Key, codec: Codec) -> bool:
-        """Encode an exact chunk in its place."""
+        """Encode a chunk further in its place."""
         reading = self._readings.get(key)
-        offset = self._residency.exact_offset(key)
-        if reading is None or offset is None:
+        place = self._residency.place(key)
+        if reading is None or place is None:
             return False
-        loop = asyncio.get_running_loop()
-        exact = self._view[offset : offset + reading.exact_bytes]
+        offset, before = place
+        if before is not None and not (goes_on(before.codec, codec) and reading.is_shape_of(before)):
+            return False
         self._residency.hold(key)
         try:
-            made = await loop.run_in_executor(self.recoder.threads, self.recoder.encode, exact, reading, codec)
+            made = await self._encoded(offset, before, reading, codec)
         except MemoryError:
             return False
         finally:
             self._residency.let_go(key)
         if made is None:
-            self._utility.note_unencodable(key)
+            if before is None:
+                self._utility.note_unencodable(key)
             return False
         encoded, data = made
-        self._utility.note_error(codec, encoded.worst_error)
+        if before is None:
+            self._utility.note_error(codec, encoded.worst_error)
+        elif not reading.takes(encoded):
+            return False  # its bound is too great: encoded from the exact one it may be less
         for _ in range(RECODE_ATTEMPTS):
-            if self._residency.exact_offset(key) != offset:
+            if self._residency.place(key) != place:
                 return False
             if self._residency.recode(key, encoded):
                 self._view[offset : offset + len(data)] = data
                 return True
             await asyncio.sleep(RECODE_PAUSE_S)
         return False
+
+    async def _encoded(
+        self, offset: int, before: Encoded | None, reading: Reading, codec: Codec
+    ) -> tuple[Encoded, bytes] | None:
+        loop, threads = asyncio.get_running_loop(), self.recoder.threads
+        if before is None:
+            exact = self._view[offset : offset + reading.exact_bytes]
+            return await loop.run_in_executor(threads, self.recoder.encode, exact, reading, codec)
+        packed = self._view[offset : offset + before.nbytes]
+        return await loop.run_in_executor(threads, self.recoder.encode_further, packed, before, reading, codec)
 
     async def _admit(self, decision: Decision, known: dict[Key, Extent]) -> list[tuple[Extent, int]]:
         coming: list[tuple[Extent, int]] = []

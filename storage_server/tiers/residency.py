@@ -118,11 +118,12 @@ class Residency:
         self._resident[key].pins -= 1
         self._leave_if_free(key)
 
-    def exact_offset(self, key: Key) -> int | None:
-        """Where an exact extent lies; None where there is none in memory, or it is about to leave."""
+    def place(self, key: Key) -> tuple[int, Encoded | None] | None:
+        """Where an extent lies, and its form, None for exact. None where it is not in memory, or is about to leave."""
         resident = self._resident.get(key)
-        is_there = resident is not None and resident.is_filled and not resident.is_leaving and resident.encoded is None
-        return resident.offset if resident is not None and is_there else None
+        if resident is None or not resident.is_filled or resident.is_leaving:
+            return None
+        return resident.offset, resident.encoded
 
     def recode(self, key: Key, encoded: Encoded) -> bool:
         """Note that an extent has this form from now on; the caller then writes its bytes to the offset, before anybody

@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 import torch
 from transformers import LlamaForCausalLM
 
@@ -34,7 +35,7 @@ from descriptors.notices import Mode
 from kv_codecs.dropping import Kept
 from kv_codecs.elements import Element
 from kv_codecs.encoding import encode
-from kv_codecs.layer import DROPPING, Codec, LayerShape
+from kv_codecs.layer import DROPPING, Codec, LayerShape, goes_on
 from kv_codecs.slots import decode_packed
 from nixl_client.client import ObjectCacheClient
 from nixl_client.connectors.transformers import KvShape, WaitingCache, chunks_from_cache
@@ -79,14 +80,31 @@ class Way:
     alpha_s: float | None = None
 
 
+Chain = tuple[Codec, ...]
+"""The codecs that a context was encoded with, one after the other; none for exact."""
+
+
+def chains_to(form: Codec) -> list[Chain]:
+    """The ways in which the tier makes a form, the shortest first."""
+    if form is Codec.EXACT:
+        return [()]
+    before = [
+        chain for codec in Codec if codec is not Codec.EXACT and goes_on(codec, form) for chain in chains_to(codec)
+    ]
+    return sorted([(form,), *((*chain, form) for chain in before)], key=len)
+
+
 @dataclass(frozen=True, slots=True)
 class Answered:
-    """One request: seconds to the first token, the context, and the form and the error with which it came."""
+    """One request: seconds to the first token, the context, the form and the error with which it came, and its bytes
+    as they were decoded.
+    """
 
     ttft_s: float
     index: int
     form: str
     error: float
+    data: npt.NDArray[np.uint8]
 
 
 def live(
@@ -214,8 +232,8 @@ class Decoded:
 
 
 class Reader:
-    """Asks about contexts. What comes is compared with what the codec makes of the exact chunk here; the right tokens
-    of a context in a form are counted on that, outside of all times.
+    """Asks about contexts. When all have been asked, what came is compared with what the codec makes here of the exact
+    chunk, or of the forms before, and the right tokens are counted on that.
     """
 
     def __init__(
@@ -227,11 +245,11 @@ class Reader:
         self._stored = stored
         self._asked = asked
         self._context_tokens = context_tokens
-        self._decoded: dict[tuple[int, str], Decoded] = {}
-        self._rights: dict[tuple[int, str], float] = {}
+        self._decoded: dict[tuple[int, Chain], Decoded] = {}
+        self._rights: dict[tuple[int, Chain], float] = {}
 
     def ask(self, client: ObjectCacheClient, index: int, question: int, accept: Accept | None) -> Answered:
-        """Ask one question: the time to its first token counts. Raises AssertionError where other bytes came."""
+        """Ask one question: the time to its first token counts."""
         shape = self._shape
         buffer = np.empty(shape.layout.delivery_bytes(1), dtype=np.uint8)
         tokens = torch.tensor([self._asked[index][question].prompt[self._context_tokens :]])
@@ -241,41 +259,52 @@ class Reader:
             ttft_s = time.perf_counter() - began_s
             forms = fetch.wait(FETCH_S).forms
         form = EXACT if forms is None else forms.runs[0].codec
-        if not np.array_equal(buffer, np.concatenate([layer[0] for layer in self._form(index, form).layers])):
-            raise AssertionError(f"context {index} came in {form}, and with other bytes")
-        return Answered(ttft_s, index, form, 0.0 if forms is None else forms.mean_error)
+        return Answered(ttft_s, index, form, 0.0 if forms is None else forms.mean_error, buffer)
+
+    def _chain(self, answered: Answered) -> Chain:
+        """How the context came to its form, by its bytes: as encoded once, or further from other forms. Raises
+        AssertionError where they are of no such way.
+        """
+        for chain in chains_to(Codec(answered.form)):
+            made = self._form(answered.index, chain).layers
+            if np.array_equal(answered.data, np.concatenate([layer[0] for layer in made])):
+                return chain
+        raise AssertionError(f"context {answered.index} came in {answered.form}, and with other bytes")
 
     def right(self, answered: Answered) -> float:
-        """The part of right tokens over all questions about the context in its form, each asked for behind the right
-        ones before it.
+        """The part of right tokens over all questions about the context as it came, each asked for behind the right
+        ones before it. Raises AssertionError where other bytes came.
         """
-        index, form = answered.index, answered.form
-        if (index, form) not in self._rights:
+        index, chain = answered.index, self._chain(answered)
+        if (index, chain) not in self._rights:
             right = count = 0
             for asked in self._asked[index]:
                 tokens = torch.tensor([[*asked.prompt[self._context_tokens :], *asked.answer[:-1]]])
                 with torch.inference_mode():
-                    cache = WaitingCache(self._form(index, form), self._shape)
+                    cache = WaitingCache(self._form(index, chain), self._shape)
                     logits = self._model(tokens, past_key_values=cache).logits[0]
                 found = logits[-len(asked.answer) :].argmax(-1).tolist()
                 right += sum(one == other for one, other in zip(found, asked.answer, strict=True))
                 count += len(asked.answer)
-            self._rights[index, form] = right / count
-        return self._rights[index, form]
+            self._rights[index, chain] = right / count
+        return self._rights[index, chain]
 
-    def _form(self, index: int, form: str) -> Decoded:
-        if (index, form) not in self._decoded:
-            layout, codec = self._shape.kv_layout, Codec(form)
+    def _form(self, index: int, chain: Chain) -> Decoded:
+        if (index, chain) not in self._decoded:
+            layout = self._shape.kv_layout
             shape = LayerShape(layout.tokens, layout.width, Element.BFLOAT16)
+            if not chain:
+                layers = list(self._stored[index].reshape(layout.num_layers, 1, shape.nbytes))
+                self._decoded[index, chain] = Decoded(layout.tokens, layers, [None] * layout.num_layers)
+                return self._decoded[index, chain]
             layers, kept = [], []
-            for exact in self._stored[index].reshape(layout.num_layers, shape.nbytes):
-                data = np.frombuffer(encode(exact, shape, codec), dtype=np.uint8)
+            for before in self._form(index, chain[:-1]).layers:
+                data = np.frombuffer(encode(before[0], shape, chain[-1]), dtype=np.uint8)
                 out = np.empty(shape.nbytes, dtype=np.uint8)
-                data = exact if codec is Codec.EXACT else data
-                kept.append(decode_packed(data, [(form, 1, len(data))], shape, out))
+                kept.append(decode_packed(data, [(chain[-1].value, 1, len(data))], shape, out))
                 layers.append(out[None])
-            self._decoded[index, form] = Decoded(layout.tokens, layers, kept)
-        return self._decoded[index, form]
+            self._decoded[index, chain] = Decoded(layout.tokens, layers, kept)
+        return self._decoded[index, chain]
 
 
 def hits_of(server: PlayedServer) -> Mapping[str, float]:

@@ -45,10 +45,11 @@ REMARKS = (
     "asked for the first time. Policies know the qualities of one half of the samples, and are scored by the other. "
     "Before anything counts, there are 20 requests for each context, from which ours learns how often each is used.",
     "Live: the server is in the process of the model, which runs in bfloat16; only its disk is played, by sleeping. "
-    "Contexts are drawn by Zipf's law. What comes is compared with what the codec makes of the exact chunk. Quality is "
-    "that of all questions about a context in the form in which it came. One codec for everything goes by the policy "
-    "of ours with a quality of 1, which is better than LRU. TTFT at a load: requests come by Poisson, at that part of "
-    "what exact chunks can serve, and wait for those before; that wait is computed from the times that were measured.",
+    "Contexts are drawn by Zipf's law. What comes is compared with what the codec makes of the exact chunk, or of the "
+    "forms before. Quality is that of all questions about a context as it came. One codec for everything goes by the "
+    "policy of ours with a quality of 1, which is better than LRU. TTFT at a load: requests come by Poisson, at that "
+    "part of what exact chunks can serve, and wait for those before; that wait is computed from the times that were "
+    "measured.",
     "Engine: vLLM on a CPU with the trained model in bfloat16; every context is asked for by Zipf's law, and always "
     "loaded. The link is played: its rate is such that a context takes 0.1 s exactly. Computing so small a model's "
     "context would be sooner, and is not allowed.",

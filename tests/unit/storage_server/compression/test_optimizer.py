@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from itertools import product
 
 import numpy as np
@@ -201,6 +202,19 @@ def test_an_encoded_entry_leaves_rather_than_being_loaded_for_another_form() -> 
     optimizer.put(Entry("a", 100.0, FORMS[1:], 0.5, 1000.0))
     optimizer.put(Entry("b", 1000.0, FORMS[1:], 0.5, 1000.0))
     assert optimizer.placement("a") is None or optimizer.placement("b") is None
+
+
+def test_forms_that_are_made_from_each_other_cost_no_load() -> None:
+    """It is encoded further, however dear a load is; and it is not sent to the last form to save one."""
+    made = (*FORMS[:2], replace(FORMS[2], made_from=frozenset({FORMS[1].codec})))
+    optimizer = Optimizer(ONE_TIER, ALPHA)
+    for key in range(9):
+        optimizer.put(Entry(key, 100.0, made, 0.5, 1000.0))
+        forms = [placement.form for other in range(key + 1) if (placement := optimizer.placement(other)) is not None]
+        assert len(forms) == key + 1
+        if key == 2:
+            assert max(forms) == 1
+    assert forms.count(2) > 5
 
 
 def test_an_entry_comes_back_exactly_only_for_more_than_loading_it_costs() -> None:

@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kv_codecs.elements import Element
-from kv_codecs.layer import Codec, LayerShape
+from kv_codecs.layer import Codec, LayerShape, goes_on
 from storage_server.compression import policy as policy_module
 from storage_server.compression.forms import Encoded, Reading
 from storage_server.compression.policy import CodecFigures, Use, UtilityPolicy, UtilitySettings
@@ -44,7 +44,7 @@ class Books:
         for key in decision.evicted:
             del self.held[key]
         for key, codec in decision.recoded.items():
-            assert self.held[key] is None, "only an exact chunk can be encoded"
+            assert goes_on(self.held[key] or Codec.EXACT, codec), "made from what is there"
             self.held[key] = codec
         for key, form in decision.admitted.items():
             assert key not in self.held
@@ -63,6 +63,22 @@ def test_chunks_are_encoded_where_not_all_fit_exactly() -> None:
     assert set(books.held) == set(keys(*range(8)))
     assert set(books.held.values()) <= {None, Codec.KIVI8, Codec.KIVI4}
     assert Codec.KIVI4 in books.held.values() or Codec.KIVI8 in books.held.values()
+
+
+def test_chunks_that_are_encoded_are_encoded_further_where_they_lie() -> None:
+    """Nothing leaves to come again in a smaller form."""
+    qualities = {Codec.KIVI8: 0.9999, Codec.KIVI4: 0.995, Codec.KIVI2: 0.95}
+    figures = {codec: CodecFigures(quality, 1e12) for codec, quality in qualities.items()}
+    books = Books(UtilityPolicy(8 * EXACT, replace(SETTINGS, codecs=figures, alpha_s=0.01)))
+    reading = replace(READING, codecs=tuple(figures))
+    seen = set()
+    for count in range(2, 40):
+        before = dict(books.held)
+        books.use(keys(*range(count)), reading)
+        for key in before.keys() & books.held.keys():
+            seen.add((before[key], books.held[key]))
+    assert any(was is not None and now is not None and was.bits > now.bits for was, now in seen)
+    assert not any(was is not None and now is None for was, now in seen)
 
 
 def test_content_that_a_codec_damages_is_evicted_rather_than_encoded() -> None:
