@@ -1,6 +1,6 @@
 # Everything lives in .venv; `make demo` and `make test` make what they need.
 PYTHON ?= python3
-PROCESSES ?= 3
+PROCESSES ?= 4
 VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
@@ -17,9 +17,10 @@ demo: $(STAMP)
 demo-orchestrator: $(STAMP) engines
 	$(BIN)/python -m demo.orchestrator
 
-# files of tests are shared out among processes; `make test PROCESSES=1` runs one test after the other
+# files of tests are shared out among processes in their order, short ones last, so that all end at about the same time;
+# `make test PROCESSES=1` runs one test after the other
 test: $(STAMP) clients engines
-	$(BIN)/python -m pytest --numprocesses $(PROCESSES) --dist loadfile
+	$(BIN)/python -m pytest --numprocesses $(PROCESSES) --dist loadfile --no-loadscope-reorder
 
 # what needs no server, no network and no engine, with fewer examples for each property: under a minute
 test-fast: $(STAMP)

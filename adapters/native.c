@@ -761,6 +761,39 @@ static PyObject *send_spans(PyObject *module, PyObject *args)
     return PyLong_FromSsize_t(sent);
 }
 
+static PyObject *scatter(PyObject *module, PyObject *args)
+{
+    Py_buffer target, spans, data;
+    Py_ssize_t start;
+    if (!PyArg_ParseTuple(args, "w*y*ny*", &target, &spans, &start, &data))
+        return NULL;
+    const int64_t *span = spans.buf, *end = span + spans.len / 16 * 2;
+    const uint8_t *from = data.buf;
+    Py_ssize_t left = data.len;
+    int is_inside = start >= 0 && spans.len % 16 == 0;
+    for (; is_inside && span < end && start >= span[1]; span += 2) {
+        is_inside = span[1] >= 0;
+        start -= span[1];
+    }
+    for (; is_inside && left && span < end; span += 2, start = 0) {
+        is_inside = span[0] >= 0 && span[1] >= 0 && span[0] <= target.len && span[1] <= target.len - span[0];
+        if (!is_inside)
+            break;
+        Py_ssize_t nbytes = span[1] - start < left ? span[1] - start : left;
+        memcpy((uint8_t *)target.buf + span[0] + start, from, nbytes);
+        from += nbytes;
+        left -= nbytes;
+    }
+    PyBuffer_Release(&target);
+    PyBuffer_Release(&spans);
+    PyBuffer_Release(&data);
+    if (!is_inside || left) {
+        PyErr_SetString(PyExc_ValueError, "a span outside of the target, or too few");
+        return NULL;
+    }
+    Py_RETURN_NONE;
+}
+
 static PyObject *first_bad_block(PyObject *module, PyObject *args)
 {
     Py_buffer data, words;
@@ -1368,6 +1401,7 @@ static PyMethodDef methods[] = {
     {"guard_missing", guard_missing, METH_VARARGS, NULL},
     {"open_guard", open_guard, METH_NOARGS, NULL},
     {"send_spans", send_spans, METH_VARARGS, NULL},
+    {"scatter", scatter, METH_VARARGS, NULL},
     {"block_words", block_words, METH_VARARGS, NULL},
     {"first_bad_block", first_bad_block, METH_VARARGS, NULL},
     {"crc32c", crc32c, METH_VARARGS, NULL},

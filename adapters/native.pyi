@@ -26,6 +26,11 @@ def send_spans(fd: int, spans: _Array, start: int, patience_ms: int, /) -> int:
     `patience_ms` have been spent waiting for a full connection: how many bytes it took. Raises OSError.
     """
 
+def scatter(target: WriteableBuffer, spans: _Array, start: int, data: ReadableBuffer, /) -> None:
+    """Copy `data` into spans of `target`, int64 rows of (offset, nbytes), from byte `start` of all of them on. Raises
+    ValueError for spans outside of the target, or with too little room; some bytes may have been copied then.
+    """
+
 def first_bad_block(data: ReadableBuffer, words: ReadableBuffer, first: int, /) -> int | None:
     """The index of the first block of `data`, which starts at block `first`, whose checksum is not in `words`."""
 

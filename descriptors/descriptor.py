@@ -180,8 +180,8 @@ class Descriptor:
             raise invalid("portion.first_layer", f"is {portion.first_layer} of {self.num_layers} layers")
 
     def _check_accept(self, accept: Accept) -> None:
-        if self.portion is not None:
-            raise invalid("accept", "does not go with a portion")
+        if self.portion is not None and (self.rdma_target is not None or self.portion.first_layer):
+            raise invalid("accept", "does not go with a portion that goes into memory, or begins with a later layer")
         token_bytes = 2 * self.chunk_tokens * ELEMENT_BYTES[accept.element]
         if self.per_layer_chunk_bytes % token_bytes or self.per_layer_chunk_bytes > WIDTH_MAX * token_bytes:
             raise invalid(

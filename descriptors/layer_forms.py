@@ -18,8 +18,10 @@ import numpy.typing as npt
 
 EXACT = "exact"
 RUNS_MAX = 64
-"""A server sends the chunks after so many runs in their exact form, as one more run: the text has to fit into a header.
+"""A server sends the chunks after so many runs in their exact form, as one more run: the text has to fit into a notice.
 """
+MERGED_RUNS_MAX = 256
+"""Runs of a delivery that several servers carry out: the text has to fit into a header."""
 _ERROR = "error"
 
 
@@ -85,7 +87,7 @@ def forms_text(forms: LayerForms) -> str:
 def parse_forms(text: str) -> LayerForms:
     """The inverse of `forms_text`. Raises WrongFormsError."""
     *runs, errors = [tuple(part.split(";")) for part in text.split(",")]
-    if not 1 <= len(runs) <= RUNS_MAX + 1 or any(len(part) != 3 for part in (*runs, errors)) or errors[0] != _ERROR:
+    if not 1 <= len(runs) <= MERGED_RUNS_MAX or any(len(part) != 3 for part in (*runs, errors)) or errors[0] != _ERROR:
         raise WrongFormsError(f"{text[:100]!r} tells no forms")
     try:
         found = tuple(FormRun(codec, int(count), int(nbytes)) for codec, count, nbytes in runs)

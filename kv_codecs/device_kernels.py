@@ -21,7 +21,8 @@ import triton
 import triton.language as tl
 
 from kv_codecs.crc32c import checksum_rest, looked_up, tables
-from kv_codecs.encoding import HEAD
+from kv_codecs.elements import Element
+from kv_codecs.encoding import HEAD, decode, encode, expected_head
 from kv_codecs.fp8 import ALL
 from kv_codecs.kivi import kivi_starts
 from kv_codecs.layer import KIVI, Codec, LayerShape, group_of
@@ -162,6 +163,22 @@ def decode_into(out: torch.Tensor, packed: torch.Tensor, codec: Codec, shape: La
             enable_fp_fusion=False,  # a product and a sum, each rounded, as on the host
         )  # fmt: skip
     return bad[:count]
+
+
+def try_out(device: str) -> None:
+    """Decode one layer. Raises RuntimeError where other bytes come out, and what Triton raises where it cannot compile
+    or run kernels here: it needs a C compiler and Python's headers.
+    """
+    shape, codec = LayerShape(32, 32, Element.FLOAT32), Codec.KIVI4
+    exact = np.linspace(-3.0, 4.0, 2 * shape.half_elements, dtype=np.float32).view(np.uint8)
+    packed = encode(exact, shape, codec)
+    wanted = np.empty_like(exact)
+    decode(packed, shape, wanted)
+    rows = torch.frombuffer(bytearray(packed), dtype=torch.uint8)[None].to(device)
+    out = torch.zeros((1, 2 * shape.half_elements), dtype=torch.float32, device=device)
+    bad = decode_into(out, rows, codec, shape, expected_head(codec, shape, len(packed) - HEAD.size))
+    if bool(bad.any()) or not np.array_equal(out.cpu().numpy().view(np.uint8)[0], wanted):
+        raise RuntimeError("a layer is decoded to other bytes than on the host")
 
 
 @cache

@@ -10,6 +10,7 @@ Which tokens are there is returned in host memory, as there.
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Sequence
 from functools import cache
 from typing import Any
@@ -26,6 +27,7 @@ from kv_codecs.layer import DROPPING, KIVI, Codec, LayerShape, group_of, kept_co
 from kv_codecs.packing import packed_bytes
 from kv_codecs.slots import Run, WrongChunkError, kept_of
 
+_log = logging.getLogger(__name__)
 DEVICE_CODECS = (*KIVI, Codec.FP8, *DROPPING)
 _DTYPES = {Element.FLOAT16: torch.float16, Element.BFLOAT16: torch.bfloat16, Element.FLOAT32: torch.float32}
 
@@ -79,7 +81,7 @@ def _decode_into(
     may lie over them. Returns which tokens are there, None for all; and the first row that is damaged or another layer,
     and then nothing is written, -1 where there is none.
     """
-    kernels = _kernels(layers.device.type)
+    kernels = kernels_for(str(layers.device))
     if kernels is None or codec not in kernels.KERNEL_CODECS:
         decoded, kept, bad = decode_rows(packed, codec, shape)
         if bad < 0:
@@ -93,13 +95,18 @@ def _decode_into(
 
 
 @cache
-def _kernels(device_type: str) -> Any:
-    """kv_codecs.device_kernels; None where there are none for such a device."""
-    if device_type != "cuda":
+def kernels_for(device: str) -> Any:
+    """kv_codecs.device_kernels where they are of use and work, which is tried out once; None where torch decodes."""
+    if not device.startswith("cuda"):
         return None
     try:
         from kv_codecs import device_kernels
+
+        device_kernels.try_out(device)
     except ImportError:
+        return None
+    except Exception as error:  # Triton has no class for all that can be missing
+        _log.warning("no kernels on %s, torch decodes there and takes ten times as long: %s", device, error)
         return None
     return device_kernels
 

@@ -93,8 +93,9 @@ def _start_of(delivery: _Delivery, plan: DeliveryPlan, grant: Grant) -> Delivery
         start = DeliveryStart(request_id, plan.mode, plan.chunk_count, plan.delivery_bytes, grant)
         return replace(start, forms=delivery.forms)
     return DeliveryStart(
-        request_id, plan.mode, portion.chunk_count, plan.delivery_bytes, grant, portion.index, portion.count
-    )
+        request_id, plan.mode, portion.chunk_count, plan.delivery_bytes, grant, portion.index, portion.count,
+        delivery.forms,
+    )  # fmt: skip
 
 
 def _plan(
@@ -106,10 +107,10 @@ def _plan(
     payload_bytes_max: int,
     landing: Landing,
 ) -> DeliveryPlan:
-    if portion is not None:
-        return plan_portion(mode, layout, portion, payload_bytes_max, landing)
     if forms is not None and not forms.is_exact:
         return plan_encoded(mode, layout, forms.layer_bytes, payload_bytes_max, landing)
+    if portion is not None:
+        return plan_portion(mode, layout, portion, payload_bytes_max, landing)
     return plan_delivery(mode, layout, chunk_count, payload_bytes_max)
 
 
@@ -204,7 +205,9 @@ class Pipeline:
                 forms, delivered, lent = await computed(
                     partial(with_forms, chunks, lent, layout), is_long=len(chunks) > HERE_ITEMS_MAX
                 )
-                delivery.forms, whole_bytes = forms, layout.num_layers * int(forms.layer_bytes.sum())
+                delivery.forms = forms
+                if portion is None:  # a portion's mode goes by the whole as if it were exact, so that all choose one
+                    whole_bytes = layout.num_layers * int(forms.layer_bytes.sum())
                 self.limits.note(access_key, forms.chunk_count, forms.mean_error)
             mode = choose_mode(descriptor.delivery, whole_bytes, self._settings.theta_bytes)
             delivery.mode = mode

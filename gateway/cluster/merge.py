@@ -16,6 +16,7 @@ from typing import Protocol
 import numpy as np
 import numpy.typing as npt
 
+from adapters import native
 from descriptors.placement import Indices
 from descriptors.storage_api import DeliveryStart, Patience, Spans
 from descriptors.units import MIB
@@ -153,79 +154,76 @@ class Window:
     nbytes: int
 
 
-def windows(
-    group_count: int, chunk_count: int, slice_bytes: int, window_bytes: int, first_group: int = 0
-) -> Iterator[Window]:
-    """The windows of a delivery, in order."""
-    if slice_bytes <= window_bytes:
-        per_window = window_bytes // slice_bytes
-        for group in range(first_group, group_count):
-            for first in range(0, chunk_count, per_window):
-                end = min(first + per_window, chunk_count)
-                yield Window(group, first, end, 0, (end - first) * slice_bytes)
-        return
-    for group in range(first_group, group_count):
-        for index in range(chunk_count):
-            for start in range(0, slice_bytes, window_bytes):
-                yield Window(group, index, index + 1, start, min(window_bytes, slice_bytes - start))
+@dataclass(frozen=True, slots=True, eq=False)
+class Slices:
+    """The slices of one group, one for each chunk of a delivery: their bytes, int64 of shape (k,), and where each
+    begins, and the last one ends, int64 of shape (k + 1,).
+    """
+
+    sizes: Indices
+    starts: Indices
+
+    @classmethod
+    def of(cls, sizes: Indices) -> Slices:
+        """Slices of these sizes."""
+        return cls(sizes, np.concatenate(([0], np.cumsum(sizes))))
+
+    @classmethod
+    def equal(cls, count: int, nbytes: int) -> Slices:
+        """Slices of one size."""
+        return cls.of(np.full(count, nbytes, dtype=np.int64))
 
 
-def bytes_before(positions: Indices, window: Window, slice_bytes: int, first_group: int) -> int:
+def windows(group_count: int, slices: Slices, window_bytes: int) -> Iterator[Window]:
+    """The windows of a delivery, in order: of each group as many neighbouring slices as fit, or a part of one that is
+    larger.
+    """
+    count, starts = len(slices.sizes), slices.starts
+    of_group: list[tuple[int, int, int, int]] = []
+    first = 0
+    while first < count:
+        end = int(np.searchsorted(starts, starts[first] + window_bytes, side="right")) - 1
+        if end > first:
+            of_group.append((first, end, 0, int(starts[end] - starts[first])))
+        else:
+            end, nbytes = first + 1, int(slices.sizes[first])
+            parts = range(0, nbytes, window_bytes)
+            of_group += [(first, end, start, min(window_bytes, nbytes - start)) for start in parts]
+        first = end
+    return (Window(group, *each) for group in range(group_count) for each in of_group)
+
+
+def bytes_before(positions: Indices, window: Window, slices: Slices, first_group: int) -> int:
     """How many bytes of a portion, whose body begins with `first_group`, lie before a window."""
+    own = slices.sizes[positions]
     before = int(np.searchsorted(positions, window.first))
     inside = window.start if before < len(positions) and int(positions[before]) == window.first else 0
-    return ((window.group - first_group) * len(positions) + before) * slice_bytes + inside
+    return (window.group - first_group) * int(own.sum()) + int(own[:before].sum()) + inside
 
 
-class _Run:
-    """Places one after the other."""
+class _Spans:
+    """Places in a window: int64 rows of (offset, nbytes)."""
 
-    def __init__(self, target: memoryview) -> None:
+    def __init__(self, target: Bytes, spans: npt.NDArray[np.int64]) -> None:
         self._target = target
-        self.left_bytes = len(target)
+        self._spans = spans
+        self._put_bytes = 0
+        self.left_bytes = int(spans[:, 1].sum())
 
     def put(self, view: memoryview) -> int:
         """As Places."""
         taken_bytes = min(len(view), self.left_bytes)
-        at = len(self._target) - self.left_bytes
-        self._target[at : at + taken_bytes] = view[:taken_bytes]
+        native.scatter(self._target.data, self._spans, self._put_bytes, view[:taken_bytes])
+        self._put_bytes += taken_bytes
         self.left_bytes -= taken_bytes
-        return taken_bytes
-
-
-class _Slices:
-    """Places of slices that lie apart: rows of an array, in ascending order."""
-
-    def __init__(self, slices: Bytes, rows: Indices) -> None:
-        self._slices = slices
-        self._rows = rows
-        self.left_bytes = len(rows) * slices.shape[1]
-
-    def put(self, view: memoryview) -> int:
-        """As Places. Whole slices are put at once, and the parts of slices at both ends of what came."""
-        slice_bytes = int(self._slices.shape[1])
-        taken_bytes: int = min(len(view), self.left_bytes)
-        data = np.frombuffer(view[:taken_bytes], dtype=np.uint8)
-        row, start = divmod(len(self._rows) * slice_bytes - self.left_bytes, slice_bytes)
-        self.left_bytes -= taken_bytes
-        if start:
-            head = data[: slice_bytes - start]
-            self._slices[self._rows[row], start : start + len(head)] = head
-            data, row = data[len(head) :], row + 1
-        whole = len(data) // slice_bytes
-        if whole:
-            self._slices[self._rows[row : row + whole]] = data[: whole * slice_bytes].reshape(whole, slice_bytes)
-        tail = data[whole * slice_bytes :]
-        if len(tail):
-            self._slices[self._rows[row + whole], : len(tail)] = tail
         return taken_bytes
 
 
 class Merger:
     """Puts the slices of portions in their places in a window. The memory is that of a window."""
 
-    def __init__(self, slice_bytes: int, window_bytes: int = WINDOW_BYTES) -> None:
-        self._slice_bytes = slice_bytes
+    def __init__(self, slices: Slices, window_bytes: int = WINDOW_BYTES) -> None:
+        self._slices = slices
         self._whole = np.empty(window_bytes, dtype=np.uint8)
 
     def view(self, window: Window) -> memoryview:
@@ -234,24 +232,31 @@ class Merger:
 
     def nbytes_of(self, window: Window, positions: Indices) -> int:
         """How many bytes of a window are a portion's."""
-        low, high = np.searchsorted(positions, (window.first, window.end)).tolist()
-        return int((high - low) * window.nbytes // (window.end - window.first))
+        return int(self._spans_of(window, positions)[:, 1].sum())
 
     def want(self, window: Window, body: PortionBody, positions: Indices, first_group: int) -> bool:
         """Have the slices of one portion put in their places as they come, unless they are wanted already; whether it
         has any. Bytes of the portion before the window are passed over.
         """
-        low, high = np.searchsorted(positions, (window.first, window.end)).tolist()
-        if low == high:
+        spans = self._spans_of(window, positions)
+        if not len(spans):
             return False
         if body.window != window:
-            whole = self._whole[: window.nbytes]
-            places: Places = _Run(whole.data)
-            if high - low < window.end - window.first:
-                slices = whole.reshape(window.end - window.first, self._slice_bytes)
-                places = _Slices(slices, positions[low:high] - window.first)
-            body.want(window, bytes_before(positions, window, self._slice_bytes, first_group), places)
+            before = bytes_before(positions, window, self._slices, first_group)
+            body.want(window, before, _Spans(self._whole[: window.nbytes], spans))
         return True
+
+    def _spans_of(self, window: Window, positions: Indices) -> npt.NDArray[np.int64]:
+        """Where a portion's slices lie in a window: neighbouring ones together."""
+        low, high = np.searchsorted(positions, (window.first, window.end)).tolist()
+        if low == high:
+            return np.empty((0, 2), dtype=np.int64)
+        if window.end - window.first == 1:  # perhaps a part of one slice
+            return np.array([[0, window.nbytes]], dtype=np.int64)
+        mine, starts = positions[low:high], self._slices.starts
+        firsts = np.flatnonzero(np.diff(mine, prepend=-2) != 1)
+        nbytes = np.add.reduceat(self._slices.sizes[mine], firsts)
+        return np.stack((starts[mine[firsts]] - starts[window.first], nbytes), axis=1)
 
     async def take(self, window: Window, body: PortionBody, positions: Indices, first_group: int) -> None:
         """Wait until the slices of one portion are in their places. Raises what the portion failed with; then they may

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 import secrets
 import time
 from collections import Counter
@@ -15,8 +16,9 @@ import numpy as np
 
 from adapters.phases import Phases, delivery_timing
 from descriptors.cluster import Member
-from descriptors.descriptor import Descriptor, OnMissing, RdmaTarget
+from descriptors.descriptor import Accept, Descriptor, OnMissing, RdmaTarget
 from descriptors.errors import CallerError, ChunkUnavailable, ErrorCode, ObjectCacheError, ServerError
+from descriptors.layer_forms import WrongFormsError
 from descriptors.messages import LookupAnswer, LookupRequest
 from descriptors.notices import Mode
 from descriptors.objects import BodyDigests, PutRequest, ReadRequest
@@ -34,10 +36,11 @@ from descriptors.storage_api import (
 )
 from descriptors.tracing import Phase
 from gateway.cluster.agents import UNKNOWN
+from gateway.cluster.forms import merged_forms
 from gateway.cluster.hedging import Step
 from gateway.cluster.members import Members, nobody, stopped
 from gateway.cluster.memory import MemoryDelivery, cancel_everywhere
-from gateway.cluster.merge import WINDOW_BYTES, Merger, Overtaken, PortionBody, Window, windows
+from gateway.cluster.merge import WINDOW_BYTES, Merger, Overtaken, PortionBody, Slices, Window, windows
 from gateway.cluster.split import Holding, cut_to, descriptor_of, holdings, holdings_at, matched_of, of_whole
 from gateway.storage_client import StaleViewError, StorageUnreachableError
 
@@ -45,7 +48,12 @@ ROUNDS_MAX = 8
 """How often one request takes a later view, where members refuse it for an older one."""
 CUT_MAX = 2
 """How often a member may cut a portion short and be asked again, while it is there."""
+_log = logging.getLogger(__name__)
 _T = TypeVar("_T")
+
+
+class NotEncodedError(Exception):
+    """Members cannot bring encoded chunks as one delivery; nothing was sent."""
 
 
 class ClusterPrefixes:
@@ -78,10 +86,10 @@ class ClusterPrefixes:
 
     async def deliver(self, access_key: str, bucket: str, descriptor: Descriptor, sink: BodySink) -> DeliveryOutcome:
         """Have every member deliver its chunks: into the client's memory, or as bodies that are merged. How many come
-        is decided before, and whether all can come that must. All chunks come in their exact form, whatever else the
-        caller accepts.
+        is decided before, and whether all can come that must. Chunks that members have encoded, and that the caller
+        accepts, come so in bodies; into memory all come exactly.
         """
-        descriptor = descriptor.exact
+        accept, descriptor = descriptor.accept, descriptor.exact
         without: set[str] = set(self._members.unreachable)
         if descriptor.on_missing is OnMissing.PREFIX or descriptor.rdma_target is not None:
             count = await self._count(access_key, bucket, descriptor, without)
@@ -94,7 +102,17 @@ class ClusterPrefixes:
             await self.claim(access_key, descriptor.request_id)
         if descriptor.rdma_target is not None:
             return await MemoryDelivery(self._members, access_key, bucket, descriptor, without).run()
-        delivery = _Delivery(self._members, access_key, bucket, descriptor)
+        begun_count = 0
+        if accept is not None:
+            encoded = _Delivery(self._members, access_key, bucket, descriptor, accept)
+            try:
+                return await encoded.run(sink)
+            except NotEncodedError as reason:
+                _log.info("%s: all chunks come exactly: %s", descriptor.request_id, reason)
+            finally:
+                await encoded.close()
+            begun_count = encoded.begun_count
+        delivery = _Delivery(self._members, access_key, bucket, descriptor, begun_count=begun_count)
         try:
             return await delivery.run(sink)
         finally:
@@ -256,16 +274,29 @@ class _Portion:
 
 
 class _Delivery:
-    """One delivery over http whose portions come from several members."""
+    """One delivery over http whose portions come from several members. With `accept`, chunks may come encoded. Nobody
+    else has the same encoded bytes: where a member then fails, or is slow, nobody takes its place, and the delivery
+    fails if it has begun.
+    """
 
-    def __init__(self, members: Members, access_key: str, bucket: str, descriptor: Descriptor) -> None:
+    def __init__(
+        self,
+        members: Members,
+        access_key: str,
+        bucket: str,
+        descriptor: Descriptor,
+        accept: Accept | None = None,
+        begun_count: int = 0,
+    ) -> None:
         self._members = members
         self._access_key = access_key
         self._bucket = bucket
         self._descriptor = descriptor
+        self._accept = accept
         self._portions: list[_Portion] = []
         self._without: set[str] = set(members.unreachable)
-        self._begun_count = 0
+        self.begun_count = begun_count
+        """How many portions of the request have been asked for: members take each number once."""
         self._stale_count = 0
         self._cuts = Counter[str]()
         self._tasks: list[asyncio.Task[None]] = []
@@ -273,19 +304,23 @@ class _Delivery:
         self._phases = Phases(Phase.PLAN)
 
     async def run(self, sink: BodySink) -> DeliveryOutcome:
-        """Carry it out. Before the first byte an error is an answer; after it the body is cut short."""
+        """Carry it out. Before the first byte an error is an answer; after it the body is cut short. With `accept`,
+        raises NotEncodedError where nothing has been sent, and the same is to be done without.
+        """
         try:
             first = holdings(self._members.placement, self._bucket, self._descriptor.chunk_keys, self._without)
         except ValueError:
             raise nobody() from None
         self._portions = [await self._begin(holding, 0) for holding in first]
-        start = await self._start()
+        start = await (self._start() if self._accept is None else self._start_encoded())
         layout, is_layered = self._descriptor.layout, start.mode is Mode.LAYER_MAJOR
-        slice_bytes = layout.per_layer_chunk_bytes if is_layered else layout.chunk_bytes
+        layer_bytes = layout.per_layer_chunk_bytes
+        sizes = np.full(start.chunk_count, layer_bytes) if start.forms is None else start.forms.layer_bytes
+        slices = Slices.of(sizes if is_layered else sizes * layout.num_layers)
         group_count = layout.num_layers if is_layered else 1
-        merger, sent_bytes = Merger(slice_bytes), 0
+        merger, sent_bytes = Merger(slices), 0
         try:
-            for window in windows(group_count, start.chunk_count, slice_bytes, WINDOW_BYTES):
+            for window in windows(group_count, slices, WINDOW_BYTES):
                 self._phases.enter(Phase.GATHER)
                 await self._fill(merger, window)
                 self._phases.enter(Phase.TRANSFER)
@@ -294,6 +329,12 @@ class _Delivery:
                 sent_bytes += window.nbytes
                 await sink.write(merger.view(window))
                 self._members.hedging.delivered(window.nbytes)
+        except (StaleViewError, StorageUnreachableError) as error:
+            if self._accept is not None and not sent_bytes:
+                raise NotEncodedError(str(error)) from error
+            if sent_bytes:
+                sink.abort()
+            raise
         except BaseException:
             if sent_bytes:
                 sink.abort()
@@ -324,6 +365,28 @@ class _Delivery:
         layout, chunk_count = self._descriptor.layout, self._descriptor.chunk_count
         return DeliveryStart(starts[0].request_id, self._mode, chunk_count, layout.delivery_bytes(chunk_count), grant)
 
+    async def _start_encoded(self) -> DeliveryStart:
+        """The start of the whole, with the forms of all chunks."""
+        try:
+            starts = [await portion.body.started() for portion in self._portions]
+            forms = merged_forms([each.holding.positions for each in self._portions], starts, self._descriptor)
+        except (StaleViewError, StorageUnreachableError, WrongFormsError) as error:
+            raise NotEncodedError(str(error)) from error
+        except CallerError as error:
+            if error.field in ("accept", "version"):  # a member of the release before
+                raise NotEncodedError(str(error)) from error
+            raise
+        except ChunkUnavailable as error:
+            raise NotEncodedError(str(error)) from error
+        if forms.is_exact:  # others have the same bytes
+            self._accept = None
+        mode = self._mode = starts[0].mode
+        if any(start.mode is not mode for start in starts):
+            raise _modes_differ()
+        grant = Grant(sum(start.grant.rate_bytes_per_s for start in starts), max(start.grant.epoch for start in starts))
+        nbytes = self._descriptor.layout.num_layers * int(forms.layer_bytes.sum())
+        return DeliveryStart(starts[0].request_id, mode, forms.chunk_count, nbytes, grant, forms=forms)
+
     async def _fill(self, merger: Merger, window: Window) -> None:
         """Take a window's slices from every portion. One that fails is asked of others, which begin with the window."""
 
@@ -350,6 +413,8 @@ class _Delivery:
         of whoever is first are taken: the others are stopped. Raises what the portion failed with, if no others did
         better.
         """
+        if self._accept is not None:
+            return [await ask(portion)]
         hedging, began_s = self._members.hedging, time.monotonic()
         races: list[asyncio.Task[list[_T] | None]] = []
 
@@ -415,8 +480,9 @@ class _Delivery:
 
     async def _begin(self, holding: Holding, first_layer: int) -> _Portion:
         """Ask a member for its holding, from this layer on."""
-        index, self._begun_count = self._begun_count, self._begun_count + 1
+        index, self.begun_count = self.begun_count, self.begun_count + 1
         wanted = descriptor_of(self._descriptor, holding, index, index + 1, self._mode, first_layer)
+        wanted = replace(wanted, accept=self._accept)
         storage = await self._members.storage(holding.member)
         body = PortionBody(partial(self._members.require_alive, holding.member))
 
@@ -436,6 +502,8 @@ class _Delivery:
         """
         if isinstance(reason, ChunkUnavailable):
             raise of_whole(reason, portion.holding.positions) from None
+        if self._accept is not None:
+            raise reason
         member = portion.holding.member
         if isinstance(reason, StaleViewError) and self._stale_count < ROUNDS_MAX:
             if self._members.view.number <= portion.view_number:  # no other portion has looked since

@@ -74,6 +74,16 @@ def test_any_damaged_byte_is_found_and_nothing_is_written(codec: Codec, shape: L
         assert (found == UNTOUCHED).all()
 
 
+def test_kernels_are_tried_out() -> None:
+    device_kernels.try_out("cpu")
+
+
+def test_kernels_that_decode_to_other_bytes_are_not_used(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(device_kernels, "decode", lambda packed, shape, out: out.fill(1))
+    with pytest.raises(RuntimeError, match="other bytes"):
+        device_kernels.try_out("cpu")
+
+
 def test_rows_longer_than_all_lanes() -> None:
     shape = LayerShape(64, 128, Element.FLOAT16)
     packed = packed_layers(Codec.KIVI8, shape, 2)

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import sys
 from itertools import pairwise
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -148,3 +150,23 @@ def test_a_device_says_for_each_layer_of_a_chunk_which_tokens_are_there() -> Non
     found = device_slots.decode_chunks(on_device, runs, DROPPED, 3)
     assert np.array_equal(on_device.numpy(), on_host)
     assert np.array_equal(found, wanted)
+
+
+def test_torch_decodes_where_kernels_cannot_be_had(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Triton may be missing, or unable to compile: there may be no C compiler."""
+
+    def fail(device: str) -> None:
+        raise FileNotFoundError("no C compiler")
+
+    assert device_slots.kernels_for("cpu") is None
+    monkeypatch.setitem(sys.modules, "kv_codecs.device_kernels", None)
+    monkeypatch.delattr("kv_codecs.device_kernels", raising=False)
+    assert device_slots.kernels_for("cuda:7") is None
+    assert not caplog.records
+    monkeypatch.setitem(sys.modules, "kv_codecs.device_kernels", SimpleNamespace(try_out=fail))
+    assert device_slots.kernels_for("cuda:8") is None
+    assert "no C compiler" in caplog.text
+    assert device_slots.kernels_for("cuda:8") is None
+    assert len(caplog.records) == 1, "it is tried out once"

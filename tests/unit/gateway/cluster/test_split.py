@@ -12,11 +12,12 @@ from hypothesis import strategies as st
 
 from descriptors.cluster import Member, View
 from descriptors.descriptor import EXTENDED_VERSION, Delivery, Descriptor, OnMissing
-from descriptors.layout import ChunkLayout
+from descriptors.layer_forms import EXACT, MERGED_RUNS_MAX, FormRun, LayerForms, WrongFormsError
 from descriptors.notices import Mode
 from descriptors.placement import Placement
 from descriptors.storage_api import DeliveryStart
-from gateway.cluster.merge import Merger, PortionBody, Window, bytes_before, windows
+from gateway.cluster.forms import merged_forms
+from gateway.cluster.merge import Merger, PortionBody, Slices, Window, bytes_before, windows
 from gateway.cluster.split import cut_to, descriptor_of, holdings, holdings_at, matched_of
 
 MEMBERS = tuple(Member(name, f"http://{name}:1") for name in "abc")
@@ -102,7 +103,7 @@ class Feeder:
 
 @given(
     layers=st.integers(1, 4),
-    slice_bytes=st.sampled_from([1, 7, 100, 999]),
+    sizes=st.lists(st.sampled_from([1, 7, 100, 999]), min_size=1, max_size=3),
     keepers=st.lists(st.integers(0, 3), min_size=1, max_size=12),
     window_bytes=st.sampled_from([7, 100, 1_000]),
     piece_bytes=st.sampled_from([1, 13, 500, 5_000]),
@@ -112,7 +113,7 @@ class Feeder:
 )
 def test_merged_bodies_are_the_whole_even_where_a_part_fails_and_comes_again(
     layers: int,
-    slice_bytes: int,
+    sizes: list[int],
     keepers: list[int],
     window_bytes: int,
     piece_bytes: int,
@@ -120,20 +121,22 @@ def test_merged_bodies_are_the_whole_even_where_a_part_fails_and_comes_again(
     seed: int,
     is_at_once: bool,
 ) -> None:
-    count, layout = len(keepers), ChunkLayout(layers, 16, slice_bytes)
-    chunks = np.random.default_rng(seed).integers(0, 256, (layers, count, slice_bytes), dtype=np.uint8)
+    """Slices are of one size, as exact ones are, or of several."""
+    count, random = len(keepers), np.random.default_rng(seed)
+    slices = Slices.of(np.resize(np.array(sizes), count))
+    chunks = [[random.bytes(nbytes) for nbytes in slices.sizes.tolist()] for _ in range(layers)]
     positions = [np.flatnonzero(np.array(keepers) == keeper) for keeper in sorted(set(keepers))]
 
     def body_of(index: int, first_layer: int) -> bytes:
-        return chunks[first_layer:, positions[index]].tobytes()
+        return b"".join(layer[position] for layer in chunks[first_layer:] for position in positions[index].tolist())
 
     async def merge() -> tuple[bytes, int]:
         feeders = [Feeder(body_of(index, 0), piece_bytes) for index in range(len(positions))]
         feeders[0].task.cancel()
         first_group = [0] * len(positions)
         feeders[0] = Feeder(body_of(0, 0), piece_bytes, min(cut, len(body_of(0, 0)) - 1))
-        merger, out, failed_count = Merger(slice_bytes, window_bytes), bytearray(), 0
-        for window in windows(layers, count, slice_bytes, window_bytes):
+        merger, out, failed_count = Merger(slices, window_bytes), bytearray(), 0
+        for window in windows(layers, slices, window_bytes):
             for index in range(len(positions) if is_at_once else 0):
                 merger.want(window, feeders[index].body, positions[index], first_group[index])
             for index in range(len(positions)):
@@ -151,32 +154,64 @@ def test_merged_bodies_are_the_whole_even_where_a_part_fails_and_comes_again(
         return bytes(out), failed_count
 
     merged, failed_count = asyncio.run(merge())
-    assert merged == chunks.tobytes()
+    assert merged == b"".join(map(b"".join, chunks))
     assert failed_count == 1
-    assert len(merged) == layout.delivery_bytes(count)
 
 
 @given(
     groups=st.integers(1, 4),
-    count=st.integers(1, 9),
-    slice_bytes=st.integers(1, 50),
+    sizes=st.lists(st.integers(1, 50), min_size=1, max_size=9),
     window_bytes=st.integers(1, 60),
 )
-def test_windows_are_all_bytes_once_in_order(groups: int, count: int, slice_bytes: int, window_bytes: int) -> None:
-    at = 0
-    for window in windows(groups, count, slice_bytes, window_bytes):
-        assert (window.group * count + window.first) * slice_bytes + window.start == at
+def test_windows_are_all_bytes_once_in_order(groups: int, sizes: list[int], window_bytes: int) -> None:
+    at, slices = 0, Slices.of(np.array(sizes))
+    for window in windows(groups, slices, window_bytes):
+        assert window.group * sum(sizes) + int(slices.starts[window.first]) + window.start == at
         assert 0 < window.nbytes <= window_bytes
         at += window.nbytes
-    assert at == groups * count * slice_bytes
+    assert at == groups * sum(sizes)
 
 
 def test_bytes_before_a_window_count_from_the_layer_with_which_the_body_begins() -> None:
-    positions = np.array([1, 4, 5])
-    assert bytes_before(positions, Window(0, 0, 6, 0, 600), 100, 0) == 0
-    assert bytes_before(positions, Window(2, 4, 6, 0, 200), 100, 0) == 700
-    assert bytes_before(positions, Window(2, 4, 6, 0, 200), 100, 2) == 100
-    assert bytes_before(positions, Window(1, 4, 5, 30, 20), 100, 1) == 130
+    positions, slices = np.array([1, 4, 5]), Slices.equal(6, 100)
+    assert bytes_before(positions, Window(0, 0, 6, 0, 600), slices, 0) == 0
+    assert bytes_before(positions, Window(2, 4, 6, 0, 200), slices, 0) == 700
+    assert bytes_before(positions, Window(2, 4, 6, 0, 200), slices, 2) == 100
+    assert bytes_before(positions, Window(1, 4, 5, 30, 20), slices, 1) == 130
+
+
+WHOLE = Descriptor(tuple(f"{number:064x}" for number in range(6)), 2, 16, 4096)
+
+
+def told(*runs: FormRun, worst: float = 0.0, mean: float = 0.0) -> DeliveryStart:
+    return DeliveryStart("id", Mode.LAYER_MAJOR, 6, 1, forms=LayerForms(runs, worst, mean))
+
+
+def test_forms_of_the_members_are_put_together_in_the_order_of_the_chunks() -> None:
+    exact, kivi = FormRun(EXACT, 2, 4096), FormRun("kivi4-1", 4, 1300)
+    found = merged_forms(
+        [np.array([1, 5]), np.array([0, 2, 3, 4])], [told(exact), told(kivi, worst=0.1, mean=0.06)], WHOLE
+    )
+    assert [(run.codec, run.chunk_count) for run in found.runs] == [
+        ("kivi4-1", 1),
+        (EXACT, 1),
+        ("kivi4-1", 3),
+        (EXACT, 1),
+    ]
+    assert found.layer_bytes.tolist() == [1300, 4096, 1300, 1300, 1300, 4096]
+    assert (found.worst_error, found.mean_error) == (0.1, pytest.approx(0.04))
+
+
+def test_forms_that_no_header_takes_or_that_are_not_told_are_refused() -> None:
+    count = MERGED_RUNS_MAX + 2
+    whole = replace(WHOLE, chunk_keys=tuple(f"{number:064x}" for number in range(count)))
+    exact, kivi = FormRun(EXACT, count // 2, 4096), FormRun("kivi4-1", count // 2, 1300)
+    with pytest.raises(WrongFormsError, match="runs"):
+        merged_forms([np.arange(0, count, 2), np.arange(1, count, 2)], [told(exact), told(kivi)], whole)
+    with pytest.raises(WrongFormsError, match="tells no forms"):
+        merged_forms([np.arange(6)], [replace(told(), forms=None)], WHOLE)
+    with pytest.raises(WrongFormsError, match="tells no forms"):
+        merged_forms([np.arange(6)], [told(FormRun(EXACT, 5, 4096))], WHOLE)
 
 
 async def test_a_quiet_part_is_asked_after_and_the_reader_told_that_it_is_gone() -> None:
