@@ -7,8 +7,8 @@ Binary form (all integers little-endian), told from JSON by its magic:
     request_id | compute u32 each
     target (flag 1): u8 agent_id_bytes, agent_id, u8 region_id_bytes, region_id, u64 offset, u64 length
     accept (flag 4, version 2): u8 count; for each codec u8 length, name; u8 element, f64 max_error (infinite: no bound)
-    portion (version 2 without flag 4, between servers): u16 index, u16 count, u32 chunk_count, u32 first_layer,
-        u8 attempt, u32 position for each key
+    portion (version 2 without flag 4, or with flag 8; between servers): u16 index, u16 count, u32 chunk_count,
+        u32 first_layer, u8 attempt, u32 position for each key
     keys: flag 2, 32 raw bytes each (lower-case hex digests); otherwise u16 length and UTF-8 each
 
 Decoding consumes the input exactly: a byte too few or too many is an error.
@@ -54,6 +54,7 @@ _PORTION = struct.Struct("<HHIIB")
 _FLAG_TARGET = 1
 _FLAG_HEX_KEYS = 2
 _FLAG_ACCEPT = 4
+_FLAG_ACCEPTING_PORTION = 8
 _ACCEPT_TAIL = struct.Struct("<Bd")
 _ELEMENT_CODES = {"float16": 1, "bfloat16": 2, "float32": 3}
 _DIGEST_BYTES = 32
@@ -180,6 +181,7 @@ def encode_binary(descriptor: Descriptor) -> bytes:
         (_FLAG_TARGET if target else 0)
         | (_FLAG_HEX_KEYS if hex_keys else 0)
         | (_FLAG_ACCEPT if accept is not None else 0)
+        | (_FLAG_ACCEPTING_PORTION if accept is not None and descriptor.portion is not None else 0)
     )
     parts = [
         _HEAD.pack(
@@ -264,7 +266,8 @@ def _decode_binary(data: bytes, *, takes_portions: bool = False) -> Descriptor:
     is_extended = takes_portions or bool(flags & _FLAG_ACCEPT)
     if version not in ((PROTOCOL_VERSION, EXTENDED_VERSION) if is_extended else (PROTOCOL_VERSION,)):
         raise invalid("version", f"must be {PROTOCOL_VERSION}, not {version}")
-    if flags & ~(_FLAG_TARGET | _FLAG_HEX_KEYS | _FLAG_ACCEPT):
+    known = _FLAG_TARGET | _FLAG_HEX_KEYS | _FLAG_ACCEPT | (_FLAG_ACCEPTING_PORTION if takes_portions else 0)
+    if flags & ~known:
         raise invalid("flags", f"{flags:#x} has bits that no version knows")
     if not 1 <= chunks <= CHUNK_COUNT_MAX:
         raise invalid("chunk_keys", f"needs 1 to {CHUNK_COUNT_MAX} keys, not {chunks}")
@@ -274,7 +277,8 @@ def _decode_binary(data: bytes, *, takes_portions: bool = False) -> Descriptor:
     compute = np.frombuffer(reader.take(4 * computes, "layer_compute_us"), dtype="<u4").tolist()
     target = _read_target(reader) if flags & _FLAG_TARGET else None
     accept = _read_accept(reader) if flags & _FLAG_ACCEPT else None
-    portion = _read_portion(reader, chunks) if version == EXTENDED_VERSION and accept is None else None
+    has_portion = version == EXTENDED_VERSION and (accept is None or bool(flags & _FLAG_ACCEPTING_PORTION))
+    portion = _read_portion(reader, chunks) if has_portion else None
     keys = _read_keys(reader, chunks, hex_keys=bool(flags & _FLAG_HEX_KEYS))
     reader.finish()
     return Descriptor(

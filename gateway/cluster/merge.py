@@ -193,12 +193,47 @@ def windows(group_count: int, slices: Slices, window_bytes: int) -> Iterator[Win
     return (Window(group, *each) for group in range(group_count) for each in of_group)
 
 
-def bytes_before(positions: Indices, window: Window, slices: Slices, first_group: int) -> int:
-    """How many bytes of a portion, whose body begins with `first_group`, lie before a window."""
-    own = slices.sizes[positions]
-    before = int(np.searchsorted(positions, window.first))
-    inside = window.start if before < len(positions) and int(positions[before]) == window.first else 0
-    return (window.group - first_group) * int(own.sum()) + int(own[:before].sum()) + inside
+class Share:
+    """A portion's slices in a delivery, of chunks at `positions`, ascending."""
+
+    def __init__(self, positions: Indices, slices: Slices) -> None:
+        self._positions = positions
+        self._slices = slices
+        self._starts = np.concatenate(([0], np.cumsum(slices.sizes[positions])))
+        """Where each slice begins among those of the portion in a group, and the last one ends."""
+        self._spans: dict[tuple[int, int], npt.NDArray[np.int64]] = {}
+        """Of the windows of a group: those of the next group are the same."""
+
+    def bytes_before(self, window: Window, first_group: int) -> int:
+        """How many bytes of the portion, whose body begins with `first_group`, lie before a window."""
+        low, high = self._inside(window)
+        start = window.start if low < high else 0
+        return (window.group - first_group) * int(self._starts[-1]) + int(self._starts[low]) + start
+
+    def nbytes(self, window: Window) -> int:
+        """How many bytes of a window are the portion's."""
+        low, high = self._inside(window)
+        return min(window.nbytes, int(self._starts[high] - self._starts[low]))
+
+    def spans(self, window: Window) -> npt.NDArray[np.int64]:
+        """Where the slices lie in a window, neighbouring ones together: rows of (offset, nbytes)."""
+        low, high = self._inside(window)
+        if low == high or high - low == window.end - window.first:  # all of it, which may be a part of one slice
+            return np.array([[0, window.nbytes]] if low < high else np.empty((0, 2)), dtype=np.int64)
+        known = self._spans.get((window.first, window.end))
+        if known is None:
+            mine, starts = self._positions[low:high], self._slices.starts
+            firsts = np.flatnonzero(np.diff(mine, prepend=-2) != 1)
+            ends = self._starts[low + np.append(firsts[1:], high - low)]
+            offsets = starts[mine[firsts]] - starts[window.first]
+            known = np.stack((offsets, ends - self._starts[low + firsts]), axis=1)
+            self._spans[window.first, window.end] = known
+        return known
+
+    def _inside(self, window: Window) -> tuple[int, int]:
+        """Which of the slices lie in a window: from, and to before."""
+        low, high = np.searchsorted(self._positions, (window.first, window.end)).tolist()
+        return low, high
 
 
 class _Spans:
@@ -224,6 +259,7 @@ class Merger:
 
     def __init__(self, slices: Slices, window_bytes: int = WINDOW_BYTES) -> None:
         self._slices = slices
+        self._shares: dict[int, Share] = {}
         self._whole = np.empty(window_bytes, dtype=np.uint8)
 
     def view(self, window: Window) -> memoryview:
@@ -232,31 +268,26 @@ class Merger:
 
     def nbytes_of(self, window: Window, positions: Indices) -> int:
         """How many bytes of a window are a portion's."""
-        return int(self._spans_of(window, positions)[:, 1].sum())
+        return self._share(positions).nbytes(window)
 
     def want(self, window: Window, body: PortionBody, positions: Indices, first_group: int) -> bool:
         """Have the slices of one portion put in their places as they come, unless they are wanted already; whether it
         has any. Bytes of the portion before the window are passed over.
         """
-        spans = self._spans_of(window, positions)
+        if body.window == window:
+            return True
+        share = self._share(positions)
+        spans = share.spans(window)
         if not len(spans):
             return False
-        if body.window != window:
-            before = bytes_before(positions, window, self._slices, first_group)
-            body.want(window, before, _Spans(self._whole[: window.nbytes], spans))
+        body.want(window, share.bytes_before(window, first_group), _Spans(self._whole[: window.nbytes], spans))
         return True
 
-    def _spans_of(self, window: Window, positions: Indices) -> npt.NDArray[np.int64]:
-        """Where a portion's slices lie in a window: neighbouring ones together."""
-        low, high = np.searchsorted(positions, (window.first, window.end)).tolist()
-        if low == high:
-            return np.empty((0, 2), dtype=np.int64)
-        if window.end - window.first == 1:  # perhaps a part of one slice
-            return np.array([[0, window.nbytes]], dtype=np.int64)
-        mine, starts = positions[low:high], self._slices.starts
-        firsts = np.flatnonzero(np.diff(mine, prepend=-2) != 1)
-        nbytes = np.add.reduceat(self._slices.sizes[mine], firsts)
-        return np.stack((starts[mine[firsts]] - starts[window.first], nbytes), axis=1)
+    def _share(self, positions: Indices) -> Share:
+        known = self._shares.get(id(positions))
+        if known is None:  # it keeps the positions, so that nothing else gets their id
+            known = self._shares[id(positions)] = Share(positions, self._slices)
+        return known
 
     async def take(self, window: Window, body: PortionBody, positions: Indices, first_group: int) -> None:
         """Wait until the slices of one portion are in their places. Raises what the portion failed with; then they may

@@ -373,7 +373,7 @@ class _Delivery:
         except (StaleViewError, StorageUnreachableError, WrongFormsError) as error:
             raise NotEncodedError(str(error)) from error
         except CallerError as error:
-            if error.field in ("accept", "version"):  # a member of the release before
+            if error.field in ("accept", "flags", "version"):  # a member of the release before
                 raise NotEncodedError(str(error)) from error
             raise
         except ChunkUnavailable as error:

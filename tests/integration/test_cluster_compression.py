@@ -92,9 +92,10 @@ def test_what_members_have_encoded_comes_so_through_any_gateway(kv: Cluster, del
             assert forms is not None
             assert 0 < forms.mean_error < forms.worst_error
             assert forms.worst_error == pytest.approx(0.09, abs=0.03)
-            found, forms = fetched(client, None, delivery)
-            assert forms is None
-            assert np.array_equal(found, CHUNKS)
+    with kv.client(BUCKET) as client:
+        found, forms = fetched(client, None, delivery)
+        assert forms is None
+        assert np.array_equal(found, CHUNKS)
 
 
 def test_into_memory_all_chunks_come_exactly(kv: Cluster) -> None:

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import contextlib
+from dataclasses import replace
+from typing import Any
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from descriptors.descriptor import EXTENDED_VERSION, Accept, Delivery, Descriptor, RdmaTarget
+from descriptors.descriptor import EXTENDED_VERSION, Accept, Delivery, Descriptor, Portion, RdmaTarget
 from descriptors.descriptor_codec import decode_descriptor, decode_peer_descriptor, encode_binary, encode_json
 from descriptors.errors import CallerError
 from descriptors.layer_forms import EXACT, FormRun, LayerForms, WrongFormsError, forms_text, parse_forms
@@ -37,7 +39,7 @@ def test_forms_survive_their_text_and_a_notice(runs: list[FormRun], worst: float
     "text",
     ["", "exact;1;2", "error;0;0", "exact;1;2,error;0", "exact;0;2,error;0;0", "exact;1;-2,error;0;0",
      "exact;1;x,error;0;0", "exact;1;2,error;nan;0", "exact;1;2,error;inf;0", "exact;1,error;0;0",
-     ",".join(["exact;1;2"] * 200) + ",error;0;0"],
+     ",".join(["exact;1;2"] * 300) + ",error;0;0"],
 )  # fmt: skip
 def test_other_texts_tell_no_forms(text: str) -> None:
     with pytest.raises(WrongFormsError):
@@ -115,3 +117,24 @@ def test_no_binary_makes_the_decoder_fail_otherwise(tail: bytes) -> None:
     for data in (whole[: len(whole) // 2] + tail, whole + tail):
         with contextlib.suppress(CallerError):
             decode_descriptor(data)
+
+
+@given(ACCEPTS)
+def test_a_portion_that_accepts_encoded_layers_is_for_servers_only(accept: Accept) -> None:
+    portion = Portion(1, 3, 9, (0, 4))
+    keys = (f"{1:064x}", f"{2:064x}")
+    descriptor = Descriptor(
+        keys, 4, 16, 8192, request_id="r" * 16, version=EXTENDED_VERSION, portion=portion, accept=accept
+    )
+    data = encode_binary(descriptor)
+    assert decode_peer_descriptor(data) == descriptor
+    with pytest.raises(CallerError) as refused:
+        decode_descriptor(data)
+    assert refused.value.field == "flags"
+    changes: list[dict[str, Any]] = [
+        {"rdma_target": RdmaTarget("agent", "region", 0, 9 * 4 * 8192)}, {"portion": replace(portion, first_layer=1)},
+    ]  # fmt: skip
+    for change in changes:
+        with pytest.raises(CallerError) as refused:
+            replace(descriptor, **change)
+        assert refused.value.field == "accept"

@@ -17,7 +17,7 @@ from descriptors.notices import Mode
 from descriptors.placement import Placement
 from descriptors.storage_api import DeliveryStart
 from gateway.cluster.forms import merged_forms
-from gateway.cluster.merge import Merger, PortionBody, Slices, Window, bytes_before, windows
+from gateway.cluster.merge import Merger, PortionBody, Share, Slices, Window, windows
 from gateway.cluster.split import cut_to, descriptor_of, holdings, holdings_at, matched_of
 
 MEMBERS = tuple(Member(name, f"http://{name}:1") for name in "abc")
@@ -173,11 +173,11 @@ def test_windows_are_all_bytes_once_in_order(groups: int, sizes: list[int], wind
 
 
 def test_bytes_before_a_window_count_from_the_layer_with_which_the_body_begins() -> None:
-    positions, slices = np.array([1, 4, 5]), Slices.equal(6, 100)
-    assert bytes_before(positions, Window(0, 0, 6, 0, 600), slices, 0) == 0
-    assert bytes_before(positions, Window(2, 4, 6, 0, 200), slices, 0) == 700
-    assert bytes_before(positions, Window(2, 4, 6, 0, 200), slices, 2) == 100
-    assert bytes_before(positions, Window(1, 4, 5, 30, 20), slices, 1) == 130
+    share = Share(np.array([1, 4, 5]), Slices.equal(6, 100))
+    assert share.bytes_before(Window(0, 0, 6, 0, 600), 0) == 0
+    assert share.bytes_before(Window(2, 4, 6, 0, 200), 0) == 700
+    assert share.bytes_before(Window(2, 4, 6, 0, 200), 2) == 100
+    assert share.bytes_before(Window(1, 4, 5, 30, 20), 1) == 130
 
 
 WHOLE = Descriptor(tuple(f"{number:064x}" for number in range(6)), 2, 16, 4096)
