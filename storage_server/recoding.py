@@ -44,9 +44,9 @@ class Recoder:
     def encode_further(
         self, packed: memoryview, encoded: Encoded, reading: Reading, codec: Codec
     ) -> tuple[Encoded, bytes] | None:
-        """Encode a chunk of a form that `codec` goes on from. What is told as its errors bounds them: by the triangle
-        inequality an error is at most ours on what is there, of which the norm is at most (1 + before) times the exact
-        one's, and the one before. Runs in the thread. None as in `encode`, and for bytes that are damaged.
+        """Encode a chunk of a form that `codec` goes on from. The errors that are told are bounds: by the triangle
+        inequality an error is at most the one before, and ours against the bytes that are here, whose norm is at most
+        (1 + before) times the exact one's. Runs in the thread. None as in `encode`, and for bytes that are damaged.
         """
         began_s = time.monotonic()
         shape = encoded.shape

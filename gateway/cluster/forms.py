@@ -8,23 +8,22 @@ from itertools import groupby
 from descriptors.descriptor import Descriptor
 from descriptors.layer_forms import EXACT, MERGED_RUNS_MAX, FormRun, LayerForms, WrongFormsError
 from descriptors.placement import Indices
-from descriptors.storage_api import DeliveryStart
 
 
-def merged_forms(positions: Sequence[Indices], starts: Sequence[DeliveryStart], whole: Descriptor) -> LayerForms:
-    """The forms of the chunks of the whole, in their order, where each member's chunks are at `positions`. Raises
+def merged_forms(positions: Sequence[Indices], told: Sequence[LayerForms | None], whole: Descriptor) -> LayerForms:
+    """The forms of the chunks of the whole, in their order, where each member has told those of its chunks, which are at
+    `positions`. Raises
     WrongFormsError where a member tells none, or too few, and for more runs than a header takes.
 
         member 1: chunks 0 and 2, exact;  member 2: chunk 1, kivi4    ->    exact, kivi4, exact
     """
     kinds = [(EXACT, whole.per_layer_chunk_bytes)] * whole.chunk_count
     worst, total = 0.0, 0.0
-    for own, start in zip(positions, starts, strict=True):
-        forms = start.forms
+    for own, forms in zip(positions, told, strict=True):
         if forms is None or forms.chunk_count != len(own):
             raise WrongFormsError("a member tells no forms of its chunks")
-        told = ((run.codec, run.layer_bytes) for run in forms.runs for _ in range(run.chunk_count))
-        for position, kind in zip(own.tolist(), told, strict=True):
+        mine = ((run.codec, run.layer_bytes) for run in forms.runs for _ in range(run.chunk_count))
+        for position, kind in zip(own.tolist(), mine, strict=True):
             kinds[position] = kind
         worst, total = max(worst, forms.worst_error), total + forms.mean_error * len(own)
     runs = tuple(FormRun(codec, len(list(same)), nbytes) for (codec, nbytes), same in groupby(kinds))

@@ -369,7 +369,8 @@ class _Delivery:
         """The start of the whole, with the forms of all chunks."""
         try:
             starts = [await portion.body.started() for portion in self._portions]
-            forms = merged_forms([each.holding.positions for each in self._portions], starts, self._descriptor)
+            positions = [portion.holding.positions for portion in self._portions]
+            forms = merged_forms(positions, [start.forms for start in starts], self._descriptor)
         except (StaleViewError, StorageUnreachableError, WrongFormsError) as error:
             raise NotEncodedError(str(error)) from error
         except CallerError as error:

@@ -208,7 +208,7 @@ class Optimizer:
         return first[0], first[2]
 
     def _change_cost(self, entry: Entry, before: int, after: int) -> float:
-        """What it costs to make one form from another that is larger."""
+        """The cost of making one form from another that is larger."""
         is_made = before == 0 or entry.forms[before].codec in entry.forms[after].made_from
         return 0.0 if is_made else self._reload_cost(entry)
 

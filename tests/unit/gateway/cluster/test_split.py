@@ -183,8 +183,8 @@ def test_bytes_before_a_window_count_from_the_layer_with_which_the_body_begins()
 WHOLE = Descriptor(tuple(f"{number:064x}" for number in range(6)), 2, 16, 4096)
 
 
-def told(*runs: FormRun, worst: float = 0.0, mean: float = 0.0) -> DeliveryStart:
-    return DeliveryStart("id", Mode.LAYER_MAJOR, 6, 1, forms=LayerForms(runs, worst, mean))
+def told(*runs: FormRun, worst: float = 0.0, mean: float = 0.0) -> LayerForms:
+    return LayerForms(runs, worst, mean)
 
 
 def test_forms_of_the_members_are_put_together_in_the_order_of_the_chunks() -> None:
@@ -209,7 +209,7 @@ def test_forms_that_no_header_takes_or_that_are_not_told_are_refused() -> None:
     with pytest.raises(WrongFormsError, match="runs"):
         merged_forms([np.arange(0, count, 2), np.arange(1, count, 2)], [told(exact), told(kivi)], whole)
     with pytest.raises(WrongFormsError, match="tells no forms"):
-        merged_forms([np.arange(6)], [replace(told(), forms=None)], WHOLE)
+        merged_forms([np.arange(6)], [None], WHOLE)
     with pytest.raises(WrongFormsError, match="tells no forms"):
         merged_forms([np.arange(6)], [told(FormRun(EXACT, 5, 4096))], WHOLE)
 
