@@ -11,9 +11,8 @@ from descriptors.placement import Indices
 
 
 def merged_forms(positions: Sequence[Indices], told: Sequence[LayerForms | None], whole: Descriptor) -> LayerForms:
-    """The forms of the chunks of the whole, in their order, where each member has told those of its chunks, which are at
-    `positions`. Raises
-    WrongFormsError where a member tells none, or too few, and for more runs than a header takes.
+    """The forms of the whole's chunks, in their order, where each member has told those of its own, at `positions`.
+    Raises WrongFormsError where a member tells none, or too few, and for more runs than a header takes.
 
         member 1: chunks 0 and 2, exact;  member 2: chunk 1, kivi4    ->    exact, kivi4, exact
     """

@@ -81,6 +81,7 @@ PURE_MODULES = (
     "calibration/link.py",
     "calibration/text.py",
     "calibration/theta.py",
+    "gateway/cluster/forms.py",
     "gateway/cluster/hedging.py",
     "gateway/cluster/split.py",
     "adapters/document_budget.py",
