@@ -12,6 +12,7 @@ Zero bytes before a row do not change it: they fill the first words.
 
 from __future__ import annotations
 
+from contextlib import AbstractContextManager, nullcontext
 from functools import cache
 from typing import Any
 
@@ -138,6 +139,16 @@ def decode_into(out: torch.Tensor, packed: torch.Tensor, codec: Codec, shape: La
     damaged or another layer: nonzero in an int32 tensor of shape (n,). Nothing is decoded where any is. The device may
     not have done it yet.
     """
+    with _current(packed.device):
+        return _decode_into(out, packed, codec, shape, head)
+
+
+def _current(device: torch.device) -> AbstractContextManager[object]:
+    """Triton launches on the thread's current device, which is the first one in a new thread."""
+    return torch.cuda.device(device) if device.type == "cuda" else nullcontext()
+
+
+def _decode_into(out: torch.Tensor, packed: torch.Tensor, codec: Codec, shape: LayerShape, head: bytes) -> torch.Tensor:
     count, row_bytes = packed.shape
     device = str(packed.device)
     payload_bytes = row_bytes - HEAD.size

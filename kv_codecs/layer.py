@@ -91,7 +91,8 @@ _KEPT_PARTS = {Codec.STREAMING50: 2, Codec.STREAMING25: 4, Codec.KEYDIFF50: 2, C
 
 def goes_on(before: Codec, after: Codec) -> bool:
     """Whether a layer that is encoded is encoded further without the exact one: by fewer bits of each element, since
-    the error is then at most that of both. Exact layers are encoded in any way.
+    the error is then at most that of both. Exact layers are encoded in any way. With few tokens scales may take more
+    bytes than fewer bits save: the layer is then larger.
     """
     if before is Codec.EXACT:
         return after is not Codec.EXACT

@@ -179,18 +179,17 @@ def windows(group_count: int, slices: Slices, window_bytes: int) -> Iterator[Win
     larger.
     """
     count, starts = len(slices.sizes), slices.starts
-    of_group: list[tuple[int, int, int, int]] = []
+    of_group: list[tuple[int, int]] = []
     first = 0
     while first < count:
-        end = int(np.searchsorted(starts, starts[first] + window_bytes, side="right")) - 1
-        if end > first:
-            of_group.append((first, end, 0, int(starts[end] - starts[first])))
-        else:
-            end, nbytes = first + 1, int(slices.sizes[first])
-            parts = range(0, nbytes, window_bytes)
-            of_group += [(first, end, start, min(window_bytes, nbytes - start)) for start in parts]
+        end = max(first + 1, int(np.searchsorted(starts, starts[first] + window_bytes, side="right")) - 1)
+        of_group.append((first, end))
         first = end
-    return (Window(group, *each) for group in range(group_count) for each in of_group)
+    for group in range(group_count):
+        for first, end in of_group:
+            nbytes = int(starts[end] - starts[first])
+            for start in range(0, nbytes, window_bytes):
+                yield Window(group, first, end, start, min(window_bytes, nbytes - start))
 
 
 class Share:

@@ -91,7 +91,7 @@ class UtilityPolicy:
         self._counts: dict[Key, float] = {}
         self._ghosts: OrderedDict[Key, None] = OrderedDict()
         self._forms: dict[Key, tuple[Form, ...]] = {}
-        self._held: dict[Key, Codec] = {}
+        self._held: dict[Key, Form] = {}
         """The form of each chunk as the last decision has it."""
         self._errors: dict[Codec, float] = {}
         self._exact_only: OrderedDict[Key, None] = OrderedDict()
@@ -162,26 +162,29 @@ class UtilityPolicy:
         recoded: dict[Key, Codec] = {}
         admitted: dict[Key, Codec | None] = {}
         for key in touched:
-            was, now = self._held.get(key), self._codec(key)
+            was, now = self._held.get(key), self._form(key)
             if now is None:
                 self._leave(key)  # also where it has never been in memory: its uses are remembered for a while only
             else:
                 self._held[key] = now
-            if now is was:
+            if now is None and was is None:
                 continue
-            if was is not None and now is not None and goes_on(was, now):
-                recoded[key] = now
-                continue
+            if now is not None and was is not None:
+                if now.codec == was.codec:
+                    continue
+                if goes_on(Codec(was.codec), Codec(now.codec)) and now.nbytes <= was.nbytes:  # it fits where it lies
+                    recoded[key] = Codec(now.codec)
+                    continue
             if was is not None:
                 evicted.append(key)
             if now is not None:
-                admitted[key] = None if now is Codec.EXACT else now
+                admitted[key] = None if now.codec == Codec.EXACT.value else Codec(now.codec)
         return Decision(tuple(evicted), recoded, admitted)
 
-    def _codec(self, key: Key) -> Codec | None:
+    def _form(self, key: Key) -> Form | None:
         """The form that the optimizer has for a chunk; None where it is not kept."""
         placement = self._optimizer.placement(key)
-        return None if placement is None else Codec(self._forms[key][placement.form].codec)
+        return None if placement is None else self._forms[key][placement.form]
 
     def _made_forms(self, reading: Reading, content_class: str) -> tuple[Form, ...]:
         """The forms that a reader takes, largest first: exact, and each codec that is known to keep its bound."""

@@ -127,13 +127,14 @@ class Residency:
 
     def recode(self, key: Key, encoded: Encoded) -> bool:
         """Note that an extent has this form from now on; the caller then writes its bytes to the offset, before anybody
-        else gets to run. The rest of its span is freed. False where somebody reads the extent.
+        else gets to run. The rest of its span is freed. False where somebody reads the extent, or its span is too small.
         """
         resident = self._resident[key]
-        if resident.pins or resident.is_leaving:
-            return False
         nbytes = aligned(encoded.nbytes)
-        self._free.give_back(resident.offset + nbytes, resident.nbytes - nbytes)
+        if resident.pins or resident.is_leaving or nbytes > resident.nbytes:
+            return False
+        if nbytes < resident.nbytes:
+            self._free.give_back(resident.offset + nbytes, resident.nbytes - nbytes)
         resident.nbytes, resident.encoded = nbytes, encoded
         return True
 

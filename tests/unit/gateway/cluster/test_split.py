@@ -172,6 +172,11 @@ def test_windows_are_all_bytes_once_in_order(groups: int, sizes: list[int], wind
     assert at == groups * sum(sizes)
 
 
+def test_windows_of_a_large_delivery_are_made_as_they_are_wanted() -> None:
+    made = windows(1, Slices.equal(3, 1 << 45), 1 << 22)
+    assert [next(made).start for _ in range(3)] == [0, 1 << 22, 2 << 22]
+
+
 def test_bytes_before_a_window_count_from_the_layer_with_which_the_body_begins() -> None:
     share = Share(np.array([1, 4, 5]), Slices.equal(6, 100))
     assert share.bytes_before(Window(0, 0, 6, 0, 600), 0) == 0

@@ -81,6 +81,25 @@ def test_chunks_that_are_encoded_are_encoded_further_where_they_lie() -> None:
     assert not any(was is not None and now is None for was, now in seen)
 
 
+@pytest.mark.parametrize("tokens", [2, 4, 16])
+def test_what_would_not_fit_where_it_lies_goes_and_comes_again(tokens: int) -> None:
+    """With few tokens 4 bits and their scales take more than 8 bits without."""
+    shape = LayerShape(tokens, 1024, Element.FLOAT16)
+    first, second = (Reading(shape, 16, (codec,)) for codec in (Codec.FP8, Codec.KIVI4))
+    figures = {codec: CodecFigures(0.99, 1e12) for codec in (Codec.FP8, Codec.KIVI4)}
+    is_larger = second.chunk_bytes(Codec.KIVI4) > first.chunk_bytes(Codec.FP8)
+    assert is_larger == (tokens < 16)
+    policy = UtilityPolicy(4 * first.exact_bytes, replace(SETTINGS, codecs=figures, alpha_s=1e-4))
+    seen: dict[str, int] = {"recoded": 0, "admitted": 0}
+    for step, reading in enumerate([first] * 4 + [second] * 4):
+        decision = policy.request(float(step), [Use(key, first.exact_bytes) for key in keys(*range(7))], reading)
+        if reading is second:
+            seen["recoded"] += len(decision.recoded)
+            seen["admitted"] += sum(codec is Codec.KIVI4 for codec in decision.admitted.values())
+    assert seen["recoded"] == 0 or not is_larger
+    assert seen["admitted"] > 0 or not is_larger
+
+
 def test_content_that_a_codec_damages_is_evicted_rather_than_encoded() -> None:
     """Class by class: a class without figures of its own has those of all content."""
     settings = replace(SETTINGS, class_qualities={"code": dict.fromkeys(FIGURES, 0.2)})

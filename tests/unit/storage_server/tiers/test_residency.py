@@ -7,6 +7,10 @@ from itertools import pairwise
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 
+from kv_codecs.elements import Element
+from kv_codecs.encoding import encoded_bytes_max
+from kv_codecs.layer import Codec, LayerShape
+from storage_server.compression.forms import Encoded
 from storage_server.planning.extent import ALIGNMENT_BYTES, Extent
 from storage_server.tiers.residency import Key, Residency, key_of
 
@@ -53,6 +57,32 @@ def test_what_finds_no_span_is_refused() -> None:
     evict(residency, extent(0), extent(2))
     assert residency.free_bytes == 2 * UNIT
     assert bring_in(residency, [extent(9, 2 * UNIT), extent(8)]) == ([8], [9])
+
+
+def encoded(nbytes: int) -> Encoded:
+    """A form of a chunk of one layer of so many bytes, at least."""
+    tokens = next(tokens for tokens in range(1, 1 << 16) if form_bytes(tokens) >= nbytes)
+    return Encoded(Codec.FP8, LayerShape(tokens, 16, Element.FLOAT16), 1, 0.1, 0.1)
+
+
+def form_bytes(tokens: int) -> int:
+    return encoded_bytes_max(Codec.FP8, LayerShape(tokens, 16, Element.FLOAT16))
+
+
+def test_a_form_that_is_larger_than_the_span_is_refused_and_one_as_large_frees_nothing() -> None:
+    """Otherwise its end would lie over the next extent."""
+    residency = Residency(8 * UNIT)
+    first, second = extent(1, 2 * UNIT), extent(2, 2 * UNIT)
+    bring_in(residency, [first, second])
+    assert not residency.recode(key_of(first), encoded(2 * UNIT + 1))
+    assert residency.place(key_of(first)) == (0, None)
+    assert residency.recode(key_of(first), encoded(UNIT + 1))
+    assert residency.free_bytes == 4 * UNIT
+    assert residency.recode(key_of(first), encoded(1))
+    assert residency.free_bytes == 5 * UNIT
+    evict(residency, first)
+    assert bring_in(residency, [extent(3, 2 * UNIT)]) == ([3], [])
+    assert residency.place(key_of(extent(3))) == (0, None)
 
 
 def test_what_is_read_from_goes_afterwards() -> None:
