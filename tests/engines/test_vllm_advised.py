@@ -41,7 +41,11 @@ def settled(engine: Engine, counter: str | None) -> Outcome:
 
 @pytest.mark.parametrize(
     ("link_bytes_per_s", "is_loaded"),
-    [pytest.param(None, None, marks=pytest.mark.engines_full), (1e10, True), (1e5, False)],
+    [
+        pytest.param(None, None, marks=pytest.mark.engines_full),
+        (1e10, True),
+        pytest.param(1e5, False, marks=pytest.mark.engines_full),
+    ],
     ids=["unpaced", "fast", "slow"],
 )
 def test_what_is_sooner_computed_than_loaded_is_computed(

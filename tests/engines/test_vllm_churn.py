@@ -42,6 +42,7 @@ LONG = {
 
 
 @pytest.mark.timeout(300)
+@pytest.mark.engines_full
 def test_prefixes_that_churn_through_a_small_cache_give_the_same_tokens(
     engines: Engines, reference: Reference, tmp_path: Path
 ) -> None:

@@ -16,7 +16,8 @@ PROMPTS = shared_prefixes()
 
 
 @pytest.mark.timeout(300)
-@pytest.mark.parametrize("transport", [pytest.param("http", marks=pytest.mark.engines_full), "shm"])
+@pytest.mark.engines_full
+@pytest.mark.parametrize("transport", ["http", "shm"])
 def test_tokens_stay_right_when_a_member_is_killed_in_a_load_and_comes_back(
     transport: str, engines: Engines, reference: Reference, tmp_path: Path
 ) -> None:
