@@ -1,6 +1,6 @@
 # Everything lives in .venv; `make demo` and `make test` make what they need.
 PYTHON ?= python3
-PROCESSES ?= 4
+PROCESSES ?= 3
 VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed

@@ -169,7 +169,7 @@ def test_the_answer_says_rate_and_epoch_in_its_headers(paced: LocalStack) -> Non
 
 def test_a_tenant_with_many_requests_leaves_another_its_share(tmp_path: Path) -> None:
     """Eight requests of one access key, and one of another that comes last: it does not wait for them to end."""
-    settings = SchedulerSettings(link_bytes_per_s=1e7, pool=PoolSettings(gather_s=0.0))
+    settings = SchedulerSettings(link_bytes_per_s=3e6, pool=PoolSettings(gather_s=0.0))
     with LocalStack(tmp_path / "data", scheduler=settings, **SMALL) as local:
         local.call(local.storage.objects.create_bucket(OWNER[0], "chunks"))
         with local.client("chunks", "shm") as many, local.client("chunks", "shm", OTHER) as one:
