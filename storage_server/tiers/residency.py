@@ -127,7 +127,7 @@ class Residency:
 
     def recode(self, key: Key, encoded: Encoded) -> bool:
         """Note that an extent has this form from now on; the caller then writes its bytes to the offset, before anybody
-        else gets to run. The rest of its span is freed. False where somebody reads the extent, or it does not fit there.
+        else gets to run. The rest of its span is freed. False where somebody reads the extent, or it does not fit.
         """
         resident = self._resident[key]
         nbytes = aligned(encoded.nbytes)
