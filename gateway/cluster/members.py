@@ -27,6 +27,8 @@ STALL_S = 2.0
 ALIVE_S = 1.0
 """A member that takes longer for an answer without work counts as gone."""
 PACED_AGENTS_MAX = 4_096
+ROUNDS_MAX = 8
+"""How often one request takes a later view, where members refuse it for an older one."""
 CLOSE_AFTER_S = 60.0
 """The connections to a member that has left are kept for so long, since calls may still be under way."""
 _log = logging.getLogger(__name__)

@@ -1,4 +1,4 @@
-"""What a GPU does: layers that are decoded there, that a server writes there, and models that wait for them there."""
+"""A GPU decodes layers, a server writes layers into its memory, and models on it wait for them."""
 
 from __future__ import annotations
 
