@@ -190,7 +190,7 @@ class Pipeline:
     ) -> DeliveryOutcome:
         layout, destination = descriptor.layout, delivery.destination
         prefix_only = descriptor.on_missing is OnMissing.PREFIX
-        reading = self.limits.limited(access_key, reading_of(descriptor))
+        reading = self.limits.limited(access_key, reading_of(descriptor, bucket))
         async with (
             self._admission.admit(access_key, self.link.drained_s()),
             self._source.open_chunks(

@@ -105,7 +105,7 @@ class Prefixes:
     ) -> int:
         """Open the chunks as a delivery does, and count them. Raises what a delivery raises before its first byte."""
         keys, layout, prefix_only = descriptor.chunk_keys, descriptor.layout, descriptor.on_missing is OnMissing.PREFIX
-        reader = self._pipeline.limits.limited(access_key, reading_of(descriptor))
+        reader = self._pipeline.limits.limited(access_key, reading_of(descriptor, bucket))
         if target is not None:
             self._registrar.target(access_key, target)
         try:

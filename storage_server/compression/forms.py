@@ -81,13 +81,14 @@ class Taken:
 @dataclass(frozen=True, slots=True)
 class Reading:
     """One reader's chunks: their shape, and the encoded forms that it takes: none, or some of `codecs` with at most
-    `max_error`.
+    `max_error`. Chunks of one bucket are expected to lose alike.
     """
 
     shape: LayerShape
     num_layers: int
     codecs: tuple[Codec, ...]
     max_error: float | None = None
+    bucket: str = ""
 
     @property
     def exact_bytes(self) -> int:
@@ -108,6 +109,10 @@ class Reading:
         """Whether the reader's chunks have the shape of this one."""
         return encoded.shape == self.shape and encoded.num_layers == self.num_layers
 
+    def is_like(self, other: Reading) -> bool:
+        """Whether another reader's chunks have the same shape."""
+        return other.shape == self.shape and other.num_layers == self.num_layers
+
     def bounded(self, max_error: float | None) -> Reading:
         """The same reading, with an error of at most that."""
         return replace(self, max_error=_least(self.max_error, max_error))
@@ -116,8 +121,10 @@ class Reading:
 Bounded = TypeVar("Bounded", Reading, Taken)
 
 
-def reading_of(descriptor: Descriptor) -> Reading | None:
-    """The reading of a descriptor; None where it takes exact chunks only, or codecs that are all unknown here."""
+def reading_of(descriptor: Descriptor, bucket: str) -> Reading | None:
+    """The reading of a descriptor of chunks in this bucket; None where it takes exact chunks only, or codecs that are
+    all unknown here.
+    """
     accept = descriptor.accept
     if accept is None:
         return None
@@ -127,7 +134,7 @@ def reading_of(descriptor: Descriptor) -> Reading | None:
     smaller = [
         codec for codec in codecs if takes(codec, shape.tokens) and encoded_bytes_max(codec, shape) < shape.nbytes
     ]
-    return Reading(shape, descriptor.num_layers, tuple(smaller), accept.max_error) if smaller else None
+    return Reading(shape, descriptor.num_layers, tuple(smaller), accept.max_error, bucket) if smaller else None
 
 
 def taken_of(accept: Accept | None) -> Taken | None:

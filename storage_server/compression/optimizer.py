@@ -20,7 +20,7 @@ from dataclasses import dataclass, replace
 from heapq import heapify, heappop, heappush
 from itertools import count
 
-from storage_server.compression.utility import Entry, Key, Placement, Tier, best_form, utility
+from storage_server.compression.utility import Entry, Form, Key, Placement, Tier, best_form, utility
 
 PROMOTE_FRACTION = 0.05
 """An entry moves up only where that saves so much of its delay and lost quality: moves cost bandwidth, too."""
@@ -91,13 +91,18 @@ class Optimizer:
         self._relieve(moved)
         return list(self._moves(moved))
 
-    def use(self, key: Key, frequency: float) -> list[Move]:
-        """An entry's frequency is another one. It moves up where that gains enough."""
+    def use(self, key: Key, frequency: float, forms: tuple[Form, ...] | None = None) -> list[Move]:
+        """An entry's frequency is another one; its forms, too, where some are given, among which the present one is. It
+        moves up where that gains enough.
+        """
         known = self._kept.get(key)
         if known is None:
             return []
-        entry = replace(known.entry, frequency=frequency)
         before = known.placement
+        if forms is not None:
+            codec = known.entry.forms[before.form].codec
+            before = replace(before, form=next(at for at, form in enumerate(forms) if form.codec == codec))
+        entry = replace(known.entry, frequency=frequency, forms=known.entry.forms if forms is None else forms)
         moved: dict[Key, Placement | None] = {key: before}
         wanted = best_form(entry, 0, self._tiers, self._alpha)
         gain = utility(entry, wanted, self._tiers, self._alpha) - utility(entry, before, self._tiers, self._alpha)

@@ -2,11 +2,13 @@
 
     U = frequency * (alpha * quality - bytes / bandwidth - decoding)        kept
     U = frequency * (alpha * 1       - computing again)                    evicted: what is computed is exact
+    U = frequency * (alpha * 1       - loading)                            kept in a form that the reader does not take
 
 002's text says "the product of its estimated future occurrence frequency and its quality-delay weighted sum". The
 formula that is printed there leaves the delay out of the brackets: Freq * (alpha * Quality) - size / Bandwidth, so that
-an entry that is never used would still cost its loading time. The text is followed here. Decoding and computing again
-are ours: 002 has the former in its estimator, and counts no misses.
+an entry that is never used would still cost its loading time. The text is followed here. Decoding, computing again, and
+readers that do not take a form are ours: 002 has the first in its estimator, counts no misses, and lets every reader
+take every form.
 """
 
 from __future__ import annotations
@@ -20,7 +22,8 @@ Key = Hashable
 @dataclass(frozen=True, slots=True)
 class Form:
     """One way to keep an entry: its bytes, its quality (1 for exact ones), and the seconds that decoding takes. From
-    some encoded forms others are made without the exact bytes: `made_from` has their codecs.
+    some encoded forms others are made without the exact bytes: `made_from` has their codecs. `taken` is the part of the
+    uses whose readers take this form.
     """
 
     codec: str
@@ -28,6 +31,7 @@ class Form:
     quality: float = 1.0
     decode_s: float = 0.0
     made_from: frozenset[str] = frozenset()
+    taken: float = 1.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,8 +46,8 @@ class Tier:
 @dataclass(frozen=True, slots=True)
 class Entry:
     """An entry: its uses in a second as estimated, its forms, largest first, and the seconds to compute it again.
-    `reload_s` are the seconds that exact bytes have to be loaded where a change needs them. Raises ValueError for forms
-    that are not in this order.
+    `reload_s` are the seconds that exact bytes have to be loaded where a change needs them, or a reader that does not
+    take the form. Raises ValueError for forms that are not in this order.
     """
 
     key: Key
@@ -72,7 +76,10 @@ def utility(entry: Entry, placement: Placement | None, tiers: Sequence[Tier], al
         return entry.frequency * (alpha - entry.recompute_s)
     form = entry.forms[placement.form]
     delay_s = form.nbytes / tiers[placement.tier].bytes_per_s + form.decode_s
-    return entry.frequency * (alpha * form.quality - delay_s)
+    value = alpha * form.quality - delay_s
+    if form.taken < 1:
+        value = form.taken * value + (1 - form.taken) * (alpha - entry.reload_s)
+    return entry.frequency * value
 
 
 def best_form(entry: Entry, tier: int, tiers: Sequence[Tier], alpha: float) -> Placement:

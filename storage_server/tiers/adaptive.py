@@ -17,7 +17,7 @@ from functools import partial
 from adapters.threads import in_parts, let_others_run
 from kv_codecs.layer import Codec, goes_on
 from storage_server.compression.forms import Encoded, Reading
-from storage_server.compression.policy import Decision, Use, UtilityPolicy, UtilitySettings
+from storage_server.compression.policy import Decision, Encoding, Use, UtilityPolicy, UtilitySettings
 from storage_server.gather.source import ChunkSource
 from storage_server.memory_area import Area, PrivateArea
 from storage_server.planning.extent import ALIGNMENT_BYTES, CorruptExtentError, Extent, aligned
@@ -47,9 +47,8 @@ class AdaptiveTier(DramTier):
         super().__init__(nbytes, source, make_area)
         self._utility = UtilityPolicy(self.nbytes, settings, ALIGNMENT_BYTES)
         self.recoder = Recoder()
-        self._readings: dict[Key, Reading] = {}
-        self._wanted: dict[int, tuple[Codec, Reading]] = {}
-        """The codecs of chunks that are to come encoded, by the offsets of their spans, until they have come."""
+        self._wanted: dict[int, Encoding] = {}
+        """How chunks are to come encoded, by the offsets of their spans, until they have come."""
         self._made: dict[int, Encoded] = {}
         """The forms of chunks that have been written to these offsets, and are not noted yet."""
 
@@ -75,9 +74,6 @@ class AdaptiveTier(DramTier):
         known = await self._whole(extents)
         uses = [Use(key, extent.nbytes, extent.content_class) for key, extent in known.items()]
         decision = await self._in_books(partial(self._utility.request, time.monotonic(), uses, reading))
-        if reading is not None:
-            encodable = (key for key, each in known.items() if each.nbytes == reading.exact_bytes)
-            self._readings.update((key, reading) for key in encodable if self._utility.holds(key))
         await self._evict(decision)
         await self._recode(decision)
         return await self._admit(decision, known)
@@ -86,23 +82,20 @@ class AdaptiveTier(DramTier):
         for start, keys in in_parts(decision.evicted):
             await let_others_run(start)
             self._residency.evict(keys)
-            for key in keys:
-                if key not in decision.admitted:
-                    self._readings.pop(key, None)
 
     async def _recode(self, decision: Decision) -> None:
-        for key, codec in decision.recoded.items():
+        for key, encoding in decision.recoded.items():
             if self._closed:
                 return
-            if not await self._recoded(key, codec):
+            if not await self._recoded(key, encoding):
                 self._residency.evict([key])
                 await self._forgotten([key])
 
-    async def _recoded(self, key: Key, codec: Codec) -> bool:
+    async def _recoded(self, key: Key, encoding: Encoding) -> bool:
         """Encode a chunk further in its place."""
-        reading = self._readings.get(key)
+        codec, reading = encoding.codec, encoding.reading
         place = self._residency.place(key)
-        if reading is None or place is None:
+        if place is None:
             return False
         offset, before = place
         if before is not None and not (goes_on(before.codec, codec) and reading.is_shape_of(before)):
@@ -120,9 +113,9 @@ class AdaptiveTier(DramTier):
             return False
         encoded, data = made
         if before is None:
-            self._utility.note_error(codec, encoded.worst_error)
-        elif not reading.takes(encoded):
-            return False  # its bound is too great: encoded from the exact one it may be less
+            self._utility.note_error(reading.bucket, codec, encoded.worst_error)
+        if not reading.takes(encoded):  # others may
+            self._utility.note_chunk_error(key, codec, encoded.worst_error)
         for _ in range(RECODE_ATTEMPTS):
             if self._residency.place(key) != place:
                 return False
@@ -149,13 +142,13 @@ class AdaptiveTier(DramTier):
             await let_others_run(start)
             encoded_bytes: dict[Key, int] = {}
             keys: list[Key] = []
-            for key, codec in part:
+            for key, encoding in part:
                 if key not in known or self._residency.holds(key):
                     refused.append(key)  # its former form is being read, so it has not left
                     continue
                 keys.append(key)
-                if codec is not None:
-                    encoded_bytes[key] = self._readings[key].chunk_bytes(codec)
+                if encoding is not None:
+                    encoded_bytes[key] = encoding.reading.chunk_bytes(encoding.codec)
             come, refuse = self._residency.admit(keys, known, encoded_bytes)
             if refuse and self._slide(max(encoded_bytes.get(key, known[key].nbytes) for key in refuse)):
                 more, refuse = self._residency.admit(refuse, known, encoded_bytes)
@@ -163,7 +156,7 @@ class AdaptiveTier(DramTier):
             for extent, offset in come:
                 wanted = decision.admitted[key_of(extent)]
                 if wanted is not None:
-                    self._wanted[offset] = wanted, self._readings[key_of(extent)]
+                    self._wanted[offset] = wanted
             coming += come
             refused += refuse
         await self._forgotten(refused)
@@ -183,8 +176,6 @@ class AdaptiveTier(DramTier):
         await super()._dropped(coming)
 
     async def _forgotten(self, keys: Sequence[Key]) -> None:
-        for key in keys:
-            self._readings.pop(key, None)
         if keys:
             await self._in_books(partial(self._utility.remove, list(keys)))
 
@@ -192,7 +183,7 @@ class AdaptiveTier(DramTier):
         wanted = self._wanted.get(offset)
         if wanted is None:
             return super()._read(extent, offset, missing)
-        codec, reading = wanted
+        codec, reading = wanted.codec, wanted.reading
         try:
             exact = memoryview(bytearray(extent.nbytes))
             self._source.read_extent(extent, exact)
@@ -208,9 +199,11 @@ class AdaptiveTier(DramTier):
         self._made[offset] = encoded
         return True
 
-    def _form_of_copy(self, offset: int) -> Encoded | None:
-        self._wanted.pop(offset, None)
-        encoded = self._made.pop(offset, None)
-        if encoded is not None:
-            self._utility.note_error(encoded.codec, encoded.worst_error)
+    def _form_of_copy(self, extent: Extent, offset: int) -> Encoded | None:
+        wanted, encoded = self._wanted.pop(offset, None), self._made.pop(offset, None)
+        if wanted is not None and encoded is not None:
+            reading = wanted.reading
+            self._utility.note_error(reading.bucket, encoded.codec, encoded.worst_error)
+            if not reading.takes(encoded):  # others may
+                self._utility.note_chunk_error(key_of(extent), encoded.codec, encoded.worst_error)
         return encoded

@@ -265,14 +265,14 @@ class DramTier:
                 is_good = not missing or await loop.run_in_executor(self._fillers, self._read, extent, offset, missing)
                 taken = left.popleft()
                 if is_good:
-                    self._residency.filled(extent, self._form_of_copy(offset))
+                    self._residency.filled(extent, self._form_of_copy(extent, offset))
                 else:
                     bad.append(taken)
         finally:
             pins.release()
             await self._dropped([*bad, *left])
 
-    def _form_of_copy(self, offset: int) -> Encoded | None:
+    def _form_of_copy(self, extent: Extent, offset: int) -> Encoded | None:
         """The form in which `_read` has written the extent at this offset."""
         return None
 

@@ -55,13 +55,21 @@ def decoded(chunk: np.ndarray, codec: Codec) -> np.ndarray:
 
 
 @pytest.fixture
-def local(tmp_path: Path) -> Iterator[LocalStack]:
+def half_life_s() -> float:
+    return 600.0
+
+
+@pytest.fixture
+def local(tmp_path: Path, half_life_s: float) -> Iterator[LocalStack]:
     """A server whose DRAM tier has room for all chunks at 4 bits, and for no more than three exact ones."""
+    utility = UtilitySettings(
+        FIGURES, alpha_s=0.001, memory_bytes_per_s=8e9, home_bytes_per_s=1e8, half_life_s=half_life_s
+    )
     with LocalStack(
         tmp_path,
         dram_bytes=COUNT * ENCODED_BYTES + 8_192,
         theta_bytes=0,
-        compression=UtilitySettings(FIGURES, alpha_s=0.001, memory_bytes_per_s=8e9, home_bytes_per_s=1e8),
+        compression=utility,
         max_errors={OTHER[0]: 0.001},
     ) as running:
         running.call(running.storage.objects.create_bucket("OWNERKEY", "chunks"))
@@ -298,8 +306,11 @@ def test_damage_in_an_encoded_chunk_is_never_announced(
         fetch.cancel()
 
 
+@pytest.mark.parametrize("half_life_s", [0.1])
 def test_deliveries_while_chunks_change_their_form(local: LocalStack) -> None:
-    """Readers with several wishes over more chunks than fit: every byte is the exact one or the decoded one."""
+    """Readers with several wishes in turn, over more chunks than fit, and earlier ones are soon forgotten: every byte
+    is the exact one or the decoded one.
+    """
     keys, chunks = kv_chunks(24, seed=3)
     back = {Codec.KIVI4.value: np.stack([decoded(chunk, Codec.KIVI4) for chunk in chunks]),
             Codec.FP8.value: np.stack([decoded(chunk, Codec.FP8) for chunk in chunks]), EXACT: chunks}  # fmt: skip
@@ -317,7 +328,7 @@ def test_deliveries_while_chunks_change_their_form(local: LocalStack) -> None:
         for number in range(120):
             first = int(random.integers(0, 20))
             mine = list(range(first, min(24, first + int(random.integers(1, 8)))))
-            accept = wishes[int(random.integers(0, 4))]
+            accept = wishes[number // 10 % 4 if number % 3 else int(random.integers(0, 4))]
             found, forms, _ = fetched(shm if number % 2 else http, [keys[at] for at in mine], accept)
             runs = (FormRun(EXACT, len(mine), SHAPE.nbytes),) if forms is None else forms.runs
             codecs = [run.codec for run in runs for _ in range(run.chunk_count)]
@@ -328,6 +339,29 @@ def test_deliveries_while_chunks_change_their_form(local: LocalStack) -> None:
     assert len(seen) == 3
     dram = tier(local)
     assert eventually(lambda: dram.decided_bytes == dram.resident_bytes <= dram.nbytes)
+
+
+def test_readers_with_and_without_accept_in_turn_change_no_form(
+    local: LocalStack, stored: tuple[list[str], np.ndarray]
+) -> None:
+    """Each gets what it takes, and the tier neither loads nor encodes at each turn."""
+    keys, chunks = stored
+    dram = tier(local)
+    with local.client("chunks", "http") as client:
+
+        def turn() -> bool:
+            exact, _, _ = fetched(client, keys, None)
+            assert np.array_equal(exact, chunks)
+            fetched(client, keys, ACCEPT)
+            return dram.resident_count == COUNT
+
+        assert eventually(turn, 30)
+        assert turn()
+        before = dram.evicted_count, dram.encoded_bytes, dram.form_counts
+        for _ in range(20):
+            turn()
+    assert (dram.evicted_count, dram.encoded_bytes, dram.form_counts) == before
+    assert before[2][Codec.KIVI4.value] >= COUNT // 2
 
 
 def test_chunks_that_are_no_numbers_stay_exact(local: LocalStack, transport: str) -> None:
