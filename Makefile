@@ -8,6 +8,9 @@ CEPH_LACKS := CHECKSUMS,CONDITIONAL_DELETE,CONDITIONS,EXPIRY,LIFECYCLE,MULTIPART
 SEAWEEDFS_LACKS := $(CEPH_LACKS),KEYS,MISSING_BUCKETS,REPEATED_PARTS
 CODE := adapters bench calibration demo descriptors fuzz gateway kv_codecs nixl_client objectcache orchestrator storage_server tests
 
+# each of the hundreds of processes that tests start would compile all modules again
+unexport PYTHONDONTWRITEBYTECODE
+
 .PHONY: demo demo-orchestrator test test-fast test-engines test-minio test-ceph test-seaweedfs test-cuda bounds check format lint types bench-smoke clients engines figures results image-check compatibility crash cluster-faults fuzz peers install clean
 
 demo: $(STAMP)

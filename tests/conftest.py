@@ -12,7 +12,7 @@ from storage_server.store.data.durability import Durability
 from storage_server.store.embedded import EmbeddedStore
 from tests.support.chunks import LAYOUT, N, make_chunks
 from tests.support.faulty_disk import FaultyDisk
-from tests.support.servers import LocalStack, Stack, stack
+from tests.support.servers import LocalStack, Stack, stack, ucx_of
 from tests.support.store_bed import opened
 
 # no test is timed: a machine that is busy with others may stand still for seconds
@@ -31,8 +31,8 @@ def servers(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFac
 
 @pytest.fixture
 def local(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[LocalStack]:
-    """Servers in this process, with small payloads so that a few kilobytes make several of them. UCX, whose processes
-    take most of a second to start, is there unless the test's `transport` is another or it is marked `without_ucx`.
+    """Servers in this process, with small payloads so that a few kilobytes make several of them. UCX is there where the
+    test's `transport` is ucx, or it is marked `with_ucx`.
     """
     settings: dict[str, object] = {
         "aggregation_bytes": 8192,
@@ -40,17 +40,9 @@ def local(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[LocalStack
         "staging_bytes": 65536,
         "stall_timeout_s": 5.0,
     }
-    if not _wants_ucx(request):
-        settings["ucx"] = ()
-    with LocalStack(tmp_path / "data", **settings) as running:
+    with LocalStack(tmp_path / "data", ucx=ucx_of(request), **settings) as running:
         running.call(running.storage.objects.create_bucket("OWNERKEY", "chunks"))
         yield running
-
-
-def _wants_ucx(request: pytest.FixtureRequest) -> bool:
-    parameters = request.node.callspec.params if hasattr(request.node, "callspec") else {}
-    is_other = parameters.get("transport", "ucx") != "ucx"
-    return not is_other and request.node.get_closest_marker("without_ucx") is None
 
 
 @pytest.fixture

@@ -29,7 +29,7 @@ from nixl_client.transports.shared_memory import allocate
 from tests.support.chunks import LAYOUT, N, layer_of, make_chunks
 from tests.support.cut_proxy import cut_proxy
 from tests.support.requests import OWNER, descriptor_request
-from tests.support.servers import LocalStack, Stack, eventually, has_stopped, is_idle, stack
+from tests.support.servers import UCX, LocalStack, Stack, eventually, has_stopped, is_idle, stack
 from tests.support.tree import repository
 
 
@@ -71,6 +71,7 @@ def test_a_dropped_connection_frees_everything_at_once(local: LocalStack, keys: 
     assert eventually(lambda: is_idle(local))
 
 
+@pytest.mark.with_ucx
 def test_a_dropped_control_connection_stops_the_writes(local: LocalStack, keys: list[str]) -> None:
     """Over ucx the data goes past the connection, but its end is the request's end."""
     local.hold_from_layer(2)
@@ -133,6 +134,7 @@ def test_a_bit_flipped_in_the_first_layer_is_a_clean_500(local: LocalStack, keys
     assert (failed.value.code, failed.value.index, failed.value.layer) == (ErrorCode.CHUNK_CORRUPT, 0, 0)
 
 
+@pytest.mark.with_ucx
 def test_deleting_the_agent_stops_its_deliveries_first(local: LocalStack, keys: list[str]) -> None:
     local.hold_from_layer(2)
     buffer = allocate(LAYOUT.delivery_bytes(N))
@@ -147,6 +149,7 @@ def test_deleting_the_agent_stops_its_deliveries_first(local: LocalStack, keys: 
     assert len(local.storage.agents.table) == 0
 
 
+@pytest.mark.with_ucx
 def test_releasing_one_buffer_leaves_fetches_into_others_alone(local: LocalStack, keys: list[str]) -> None:
     released = local.hold_from_layer(2)
     first, second = (allocate(LAYOUT.delivery_bytes(N)) for _ in range(2))
@@ -190,7 +193,7 @@ def test_a_full_pool_shares_memory_between_deliveries(local: LocalStack, keys: l
 
 
 def test_a_request_id_table_full_of_live_ids_says_slow_down(tmp_path: Path) -> None:
-    with LocalStack(tmp_path / "data", request_ids_max=3, ucx=()) as local:
+    with LocalStack(tmp_path / "data", request_ids_max=3) as local:
         for _ in range(3):
             local.call(local.storage.prefixes.cancel("K", uuid.uuid4().hex))
         with pytest.raises(ServerError, match="SlowDown"):
@@ -319,6 +322,7 @@ def fetch_until_it_fails(
     client.fetch(keys, layout, buffer).wait(30)
 
 
+@pytest.mark.with_ucx
 def test_a_client_the_server_forgot_registers_anew(local: LocalStack, keys: list[str]) -> None:
     """A suspended client, or a restarted server: refused before anything is planned, so it is safe to ask again."""
     buffer = allocate(LAYOUT.delivery_bytes(N))
@@ -330,8 +334,9 @@ def test_a_client_the_server_forgot_registers_anew(local: LocalStack, keys: list
         assert np.array_equal(buffer, make_chunks(N, LAYOUT)[1].ravel())
 
 
+@pytest.mark.with_ucx
 def test_the_heartbeat_keeps_an_idle_client_registered(tmp_path: Path) -> None:
-    with LocalStack(tmp_path / "data") as local:
+    with LocalStack(tmp_path / "data", ucx=UCX) as local:
         client = ObjectCacheClient(
             local.url, "b", access_key=OWNER[0], secret_key=OWNER[1], transport="ucx", agent_lifetime_s=0.6
         )

@@ -33,7 +33,6 @@ def served(directory: Path, wrap_source: Callable[[ChunkSource], ChunkSource], *
         "window_bytes": 32768,
         "staging_bytes": 65536,
         "dram_bytes": 0,
-        "ucx": (),
     }
     return LocalStack(directory / "data", wrap_source=wrap_source, **{**small, **settings})
 

@@ -297,7 +297,7 @@ def faulty(tmp_path: Path) -> Iterator[tuple[FaultyDisk, Client]]:
     """A live server in this process on a disk that fails as told."""
     disk = FaultyDisk()
     with (
-        LocalStack(tmp_path / "data", disk=disk, ucx=(), packed_bytes_max=64 * KIB) as running,
+        LocalStack(tmp_path / "data", disk=disk, packed_bytes_max=64 * KIB) as running,
         contextlib.closing(Client(running.url, BUCKET)) as client,
     ):
         assert client.call("PUT").status == 200

@@ -48,6 +48,7 @@ def send_and_hang_up(url: str, method: str, target: str, body: bytes) -> None:
         sock.sendall(f"{method} {target} HTTP/1.1\r\nHost: {address.netloc}\r\n{head}\r\n".encode() + body)
 
 
+@pytest.mark.with_ucx
 def test_registrations_whose_sender_hangs_up_leave_the_engine_running(local: LocalStack, keys: list[str]) -> None:
     """One dropped connection must not end the thread that serves everybody."""
     receiver = NixlThread()
@@ -127,7 +128,7 @@ def test_readers_that_stop_reading_are_dropped_and_others_served(tmp_path: Path)
     """More stalled readers than the pool has memory for: each is cut off after the stall limit."""
     layout = ChunkLayout(4, 16, 1 << 20)
     settings = {"aggregation_bytes": 1 << 20, "window_bytes": 2 << 20, "staging_bytes": 4 << 20, "stall_timeout_s": 1.0}
-    with LocalStack(tmp_path / "data", ucx=(), **settings) as local, contextlib.ExitStack() as held:
+    with LocalStack(tmp_path / "data", **settings) as local, contextlib.ExitStack() as held:
         local.call(local.storage.objects.create_bucket("OWNERKEY", "chunks"))
         keys, chunks = make_chunks(4, layout)
         with local.client("chunks", "http") as client:
@@ -186,6 +187,7 @@ def start_delivery(local: LocalStack, agent_id: str, keys: list[str]) -> threadi
     return thread
 
 
+@pytest.mark.with_ucx
 def test_registering_a_name_again_stops_what_writes_under_the_old_one(
     local: LocalStack, keys: list[str], raw: RawAgent
 ) -> None:
@@ -198,6 +200,7 @@ def test_registering_a_name_again_stops_what_writes_under_the_old_one(
     assert len(local.storage.agents.table) == 1
 
 
+@pytest.mark.with_ucx
 def test_renewing_with_other_memory_under_the_same_region_stops_its_deliveries(
     local: LocalStack, keys: list[str], raw: RawAgent
 ) -> None:
@@ -238,7 +241,7 @@ def test_an_id_stays_used_across_a_restart(tmp_path: Path) -> None:
     """A signature outlives the process that carried it out."""
     body = encode_json(Descriptor(("0" * 64,), 6, 16, 20_000, request_id="used-before-restart"))
     for expected in ("NoSuchBucket", "RequestReplayed", "RequestReplayed"):
-        with LocalStack(tmp_path / "data", ucx=(), shm=False) as running:
+        with LocalStack(tmp_path / "data", shm=False) as running:
             assert request(running.url, "POST", "/nowhere?layerwise=", body=body).code == expected
             other = request(running.url, "POST", "/nowhere?layerwise=", body=body, key=OTHER)
             assert other.code == expected, "the other key's own"
@@ -326,6 +329,7 @@ async def test_leaving_fetch_layers_before_its_first_layer_stops_the_fetch(local
     await asyncio.to_thread(client.close)
 
 
+@pytest.mark.with_ucx
 def test_a_release_that_failed_is_not_taken_for_done(local: LocalStack) -> None:
     """The buffer would be reused while the server still holds its key."""
     buffer = np.zeros(4096, dtype=np.uint8)

@@ -116,7 +116,7 @@ class Writer(threading.Thread):
 
 def test_registers_behind_three_gateways_are_linearizable_while_servers_go_and_come(tmp_path: Path) -> None:
     with (
-        LocalStack(tmp_path / "home", ucx=()) as home,
+        LocalStack(tmp_path / "home") as home,
         cluster(tmp_path / "kv", home.url, gateway_count=3) as kv,
     ):
         s3_client(home.url).create_bucket(Bucket=BUCKET)

@@ -34,10 +34,11 @@ from nixl_client import objects
 from storage_server.region_body import RegionBody
 from tests.support.chunks import make_chunks
 from tests.support.requests import OWNER, Reply, request, signed
-from tests.support.servers import LocalStack, Stack, eventually, is_idle, stack
+from tests.support.servers import UCX, LocalStack, Stack, eventually, is_idle, stack
 from tests.support.tree import repository
 
 MIB = 1 << 20
+pytestmark = pytest.mark.with_ucx
 WAYS = [objects.Path.DIRECT, objects.Path.BUFFER]
 
 
@@ -50,7 +51,7 @@ def paths(tmp_path: Path) -> Iterator[LocalStack]:
         "staging_bytes": 4 * MIB,
         "rdma_buffer_bytes": 4 * MIB,
     }
-    with LocalStack(tmp_path / "data", stall_timeout_s=5.0, **settings) as running:
+    with LocalStack(tmp_path / "data", ucx=UCX, stall_timeout_s=5.0, **settings) as running:
         running.call(running.storage.objects.create_bucket(OWNER[0], "chunks"))
         yield running
 
@@ -487,7 +488,7 @@ def test_chunks_that_are_stored_when_the_stop_comes_are_said_to_be(
 @pytest.mark.parametrize("method", ["GET", "PUT"])
 def test_a_client_that_lets_nothing_move_is_cut_off(tmp_path: Path, threads: ThreadPoolExecutor, method: str) -> None:
     """Its agent is forgotten after the stall limit, which ends what is in flight; a put then stores nothing."""
-    with LocalStack(tmp_path / "data", stall_timeout_s=0.4) as local:
+    with LocalStack(tmp_path / "data", ucx=UCX, stall_timeout_s=0.4) as local:
         local.call(local.storage.objects.create_bucket(OWNER[0], "chunks"))
         request(local.url, "PUT", "/chunks/old", body=bytes(9 * MIB))
         child = Child(local.url, 9 * MIB)

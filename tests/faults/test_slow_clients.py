@@ -125,7 +125,7 @@ def impatient(tmp_path: Path) -> Iterator[tuple[LocalStack, list[str], ChunkLayo
     """A server that waits half a second, and a prefix of 12 MB."""
     layout = ChunkLayout(4, 16, MIB)
     settings = {"aggregation_bytes": MIB, "window_bytes": 4 * MIB, "staging_bytes": 8 * MIB, "stall_timeout_s": 0.5}
-    with LocalStack(tmp_path / "data", ucx=(), dram_bytes=0, **settings) as running:
+    with LocalStack(tmp_path / "data", dram_bytes=0, **settings) as running:
         running.call(running.storage.objects.create_bucket(OWNER[0], "chunks"))
         keys, chunks = make_chunks(3, layout)
         with running.client("chunks", "http") as client:
@@ -160,7 +160,7 @@ def test_one_keys_stalled_readers_leave_half_of_staging_to_others(tmp_path: Path
     """Sixty connections of one key held every slot; another key's descriptor got nothing."""
     layout = ChunkLayout(4, 16, MIB)
     settings = {"aggregation_bytes": MIB, "window_bytes": 4 * MIB, "staging_bytes": 8 * MIB, "stall_timeout_s": 60.0}
-    with LocalStack(tmp_path / "data", ucx=(), dram_bytes=0, **settings) as running, contextlib.ExitStack() as stack:
+    with LocalStack(tmp_path / "data", dram_bytes=0, **settings) as running, contextlib.ExitStack() as stack:
         running.call(running.storage.objects.create_bucket(OWNER[0], "chunks"))
         keys, chunks = make_chunks(3, layout)
         with running.client("chunks", "http") as client:

@@ -34,7 +34,7 @@ from storage_server.transport.ucx_commands import (
 from storage_server.transport.ucx_process import UcxProcess
 from tests.support.chunks import LAYOUT, N, make_chunks
 from tests.support.requests import OWNER, request
-from tests.support.servers import CONFIG, LocalStack, Stack, eventually, stack, started
+from tests.support.servers import CONFIG, UCX, LocalStack, Stack, eventually, stack, started
 from tests.support.ucx_handshake import captured, put_frame
 
 
@@ -87,6 +87,7 @@ def test_ucx_listens_where_it_was_told_and_knows_no_secret(servers: Stack) -> No
     assert listeners_of(servers.storage_pid) <= {"127.0.0.1"}
 
 
+@pytest.mark.with_ucx
 def test_the_client_listens_where_it_reaches_the_server(local: LocalStack, keys: list[str]) -> None:
     before = {(entry.laddr.ip, entry.laddr.port) for entry in psutil.Process().net_connections("tcp")}
     with local.client("chunks", "ucx") as client:
@@ -97,6 +98,7 @@ def test_the_client_listens_where_it_reaches_the_server(local: LocalStack, keys:
         assert "UCX_NET_DEVICES" not in os.environ
 
 
+@pytest.mark.with_ucx
 def test_a_process_that_is_killed_costs_what_is_in_flight_and_comes_back(local: LocalStack, keys: list[str]) -> None:
     """Others are served meanwhile, and the same client fetches again."""
     expected = make_chunks(N, LAYOUT)[1].tobytes()
@@ -121,6 +123,7 @@ def test_a_process_that_is_killed_costs_what_is_in_flight_and_comes_back(local: 
     assert engine.in_flight_count == 0
 
 
+@pytest.mark.with_ucx
 def test_a_process_that_hangs_is_replaced(local: LocalStack, keys: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
     """It neither writes nor answers; a delivery must not wait for it for ever."""
     monkeypatch.setattr(ucx_process, "ANSWER_TIMEOUT_S", 0.5)
@@ -220,7 +223,7 @@ def test_the_dram_tier_is_mapped_for_reading_only_where_that_was_asked_for(tmp_p
     """Then payloads go straight from it; every ucx peer can read it, which is why it must be asked for."""
     keys, chunks = make_chunks(N, LAYOUT)
     settings: dict[str, Any] = {"dram_bytes": 8 << 20, "ucx_maps_dram": True}
-    with LocalStack(tmp_path / "data", **settings) as local:
+    with LocalStack(tmp_path / "data", ucx=UCX, **settings) as local:
         local.call(local.storage.objects.create_bucket(OWNER[0], "chunks"))
         with local.client("chunks", "http") as client:
             client.put_chunks(keys, list(chunks))

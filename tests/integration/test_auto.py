@@ -15,6 +15,7 @@ from tests.support.servers import LocalStack
 HAS_INFINIBAND = "nixl_client.fetch.routes.has_infiniband"
 
 
+@pytest.mark.with_ucx
 @pytest.mark.parametrize(
     ("has_infiniband", "wanted"), [(False, Transport.HTTP), (True, Transport.UCX)], ids=["without RDMA", "with RDMA"]
 )
@@ -52,7 +53,7 @@ def test_http_is_taken_where_rdma_is_here_and_the_server_offers_no_ucx(
 ) -> None:
     monkeypatch.setattr(HAS_INFINIBAND, lambda: True)
     with (
-        LocalStack(tmp_path, ucx=()) as server,
+        LocalStack(tmp_path) as server,
         server.client("chunks", "auto") as client,
     ):
         assert client.register_buffer(np.zeros(4096, dtype=np.uint8)) is Transport.HTTP

@@ -34,7 +34,7 @@ WAIT_S = 30.0
 
 @pytest.fixture(scope="module")
 def home(tmp_path_factory: pytest.TempPathFactory) -> Iterator[LocalStack]:
-    with LocalStack(tmp_path_factory.mktemp("home"), ucx=()) as running:
+    with LocalStack(tmp_path_factory.mktemp("home")) as running:
         yield running
 
 

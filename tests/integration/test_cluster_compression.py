@@ -42,7 +42,7 @@ decoded_bytes_per_s = 2e9
 
 @pytest.fixture(scope="module")
 def home(tmp_path_factory: pytest.TempPathFactory) -> Iterator[LocalStack]:
-    with LocalStack(tmp_path_factory.mktemp("home"), ucx=()) as running:
+    with LocalStack(tmp_path_factory.mktemp("home")) as running:
         s3_client(running.url).create_bucket(Bucket=BUCKET)
         yield running
 

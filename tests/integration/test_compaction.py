@@ -15,7 +15,7 @@ from nixl_client.transports.shared_memory import allocate
 from objectcache.cli import run
 from tests.support.chunks import LAYOUT, N, make_chunks
 from tests.support.requests import request
-from tests.support.servers import LocalStack, eventually
+from tests.support.servers import LocalStack, eventually, ucx_for
 
 MOVES = 6
 
@@ -33,7 +33,7 @@ def test_deliveries_bring_the_right_bytes_while_their_chunks_are_moved(tmp_path:
     settings = {"compact_interval_s": 0.01, "compact_live_fraction_max": 0.95, "compact_bytes_per_s": 1000.0 * MIB}
     keys, chunks = make_chunks(N, LAYOUT)
     passing, others = make_chunks(N, LAYOUT, seed=2)
-    with LocalStack(tmp_path / "data", **settings) as local:
+    with LocalStack(tmp_path / "data", ucx=ucx_for(transport), **settings) as local:
         local.call(local.storage.objects.create_bucket("OWNERKEY", "chunks"))
         buffer = allocate(LAYOUT.delivery_bytes(N))
         with local.client("chunks", transport) as client:

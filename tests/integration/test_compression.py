@@ -25,7 +25,7 @@ from nixl_client.client import ObjectCacheClient
 from storage_server.compression.policy import CodecFigures, UtilitySettings
 from storage_server.tiers.adaptive import AdaptiveTier
 from tests.support.requests import OTHER, OWNER, request
-from tests.support.servers import LocalStack, eventually
+from tests.support.servers import LocalStack, eventually, ucx_of
 
 SHAPE = LayerShape(16, 128, Element.BFLOAT16)
 LAYERS, COUNT = 5, 8
@@ -60,13 +60,14 @@ def half_life_s() -> float:
 
 
 @pytest.fixture
-def local(tmp_path: Path, half_life_s: float) -> Iterator[LocalStack]:
+def local(request: pytest.FixtureRequest, tmp_path: Path, half_life_s: float) -> Iterator[LocalStack]:
     """A server whose DRAM tier has room for all chunks at 4 bits, and for no more than three exact ones."""
     utility = UtilitySettings(
         FIGURES, alpha_s=0.001, memory_bytes_per_s=8e9, home_bytes_per_s=1e8, half_life_s=half_life_s
     )
     with LocalStack(
         tmp_path,
+        ucx=ucx_of(request),
         dram_bytes=COUNT * ENCODED_BYTES + 8_192,
         theta_bytes=0,
         compression=utility,

@@ -32,7 +32,7 @@ from tests.integration.test_compression import (
     warm,
 )
 from tests.support.requests import OWNER
-from tests.support.servers import LocalStack
+from tests.support.servers import UCX, LocalStack
 from tests.support.small_llama import CHUNK_TOKENS, CHUNKS, PREFIX, QUESTION, TIMEOUT_S, filled_cache, small_llama
 
 torch = pytest.importorskip("torch")
@@ -146,7 +146,7 @@ def test_encoded_layers_are_decoded_where_they_arrive(tmp_path: Path, delivery: 
     settings = UtilitySettings(FIGURES, alpha_s=0.001, memory_bytes_per_s=8e9, home_bytes_per_s=1e8)
     room = COUNT * ENCODED_BYTES + 8_192
     keys, chunks = kv_chunks(COUNT)
-    with LocalStack(tmp_path, dram_bytes=room, theta_bytes=0, compression=settings) as running:
+    with LocalStack(tmp_path, ucx=UCX, dram_bytes=room, theta_bytes=0, compression=settings) as running:
         running.call(running.storage.objects.create_bucket(OWNER[0], "chunks"))
         with running.client("chunks", "ucx") as client:
             client.put_chunks(keys, list(chunks))

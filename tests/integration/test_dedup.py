@@ -13,7 +13,7 @@ from nixl_client.transports.shared_memory import allocate
 from storage_server.settings import Dedup
 from tests.support.chunks import LAYOUT, N, make_chunks
 from tests.support.requests import request
-from tests.support.servers import LocalStack, eventually
+from tests.support.servers import LocalStack, eventually, ucx_for
 
 
 def place_count(data: Path) -> int:
@@ -26,7 +26,7 @@ def test_deliveries_bring_the_right_bytes_while_their_chunks_become_one(tmp_path
     """Two prefixes of equal bytes, named differently, are fetched again and again; then one of them is deleted."""
     keys, chunks = make_chunks(N, LAYOUT)
     named_again = [f"f{key[1:]}" for key in keys]
-    with LocalStack(tmp_path / "data", dedup_bytes_per_s=1e12) as local:
+    with LocalStack(tmp_path / "data", dedup_bytes_per_s=1e12, ucx=ucx_for(transport)) as local:
         local.call(local.storage.objects.create_bucket("OWNERKEY", "chunks"))
         buffer = allocate(LAYOUT.delivery_bytes(N))
         with local.client("chunks", transport) as client:

@@ -24,7 +24,7 @@ DRAM_BYTES = 16 * MIB
 
 @pytest.fixture
 def stack(tmp_path: Path) -> Iterator[LocalStack]:
-    with LocalStack(tmp_path / "data", ucx=(), cold_reads=ColdReads.DIRECT, dram_bytes=DRAM_BYTES) as running:
+    with LocalStack(tmp_path / "data", cold_reads=ColdReads.DIRECT, dram_bytes=DRAM_BYTES) as running:
         running.call(running.storage.objects.create_bucket("OWNERKEY", "chunks"))
         yield running
 
@@ -77,7 +77,7 @@ def test_cold_chunks_arrive_whole_and_stay_in_memory(stack: LocalStack, prefix: 
 
 def test_a_prefix_larger_than_the_memory_arrives_again_and_again(tmp_path: Path) -> None:
     """Some chunks get a place, others do not, and some are evicted while they come."""
-    settings = {"ucx": (), "cold_reads": ColdReads.DIRECT, "dram_bytes": 5 * LAYOUT.chunk_bytes}
+    settings = {"cold_reads": ColdReads.DIRECT, "dram_bytes": 5 * LAYOUT.chunk_bytes}
     with LocalStack(tmp_path / "data", **settings) as stack:
         stack.call(stack.storage.objects.create_bucket("OWNERKEY", "chunks"))
         made = Prefix(stack, tmp_path, "shm")

@@ -18,7 +18,7 @@ from kv_codecs.layer import Codec, LayerShape
 from nixl_client.client import ObjectCacheClient
 from storage_server.compression.policy import CodecFigures, UtilitySettings
 from storage_server.tiers.adaptive import AdaptiveTier
-from tests.support.servers import LocalStack, eventually
+from tests.support.servers import LocalStack, eventually, ucx_of
 
 SHAPE = LayerShape(256, 64, Element.BFLOAT16)
 LAYERS, COUNT = 3, 4
@@ -39,10 +39,11 @@ def chunks() -> np.ndarray:
 
 
 @pytest.fixture
-def local(tmp_path: Path, chunks: np.ndarray) -> Iterator[LocalStack]:
+def local(request: pytest.FixtureRequest, tmp_path: Path, chunks: np.ndarray) -> Iterator[LocalStack]:
     """A server whose DRAM tier has room for all of them without half of their tokens, and for two exact ones."""
     with LocalStack(
         tmp_path,
+        ucx=ucx_of(request),
         dram_bytes=COUNT * LAYOUT.chunk_bytes * 5 // 8,
         theta_bytes=0,
         compression=UtilitySettings(FIGURES, alpha_s=0.001, memory_bytes_per_s=8e9, home_bytes_per_s=1e8),

@@ -16,8 +16,6 @@ from nixl_client.fetch import http as fetch_http
 from tests.support.chunks import LAYOUT, N, layer_of, make_chunks
 from tests.support.servers import LocalStack, eventually
 
-pytestmark = pytest.mark.without_ucx
-
 
 @pytest.fixture
 def small_parts(monkeypatch: pytest.MonkeyPatch) -> None:

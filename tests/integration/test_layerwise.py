@@ -27,7 +27,7 @@ from storage_server.transport.flight import Flight
 from tests.support.chunks import LAYOUT, N, layer_of, make_chunks
 from tests.support.clusters import cluster
 from tests.support.requests import OWNER, request
-from tests.support.servers import LocalStack, Stack, eventually, stack
+from tests.support.servers import LocalStack, Stack, eventually, stack, ucx_for
 from tests.support.tree import repository
 
 
@@ -41,7 +41,7 @@ def servers(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFac
             yield running
         return
     with (
-        LocalStack(folder / "home", ucx=()) as home,
+        LocalStack(folder / "home") as home,
         cluster(folder / "kv", home.url, storage_options=("--ucx",)) as kv,
     ):
         member = kv.members["a"].process
@@ -224,7 +224,7 @@ def test_shm_fills_parts_of_a_buffer_and_no_other_memory(servers: Stack) -> None
 def test_auto_falls_back_to_http_and_ucx_says_why_not(tmp_path: Path) -> None:
     """A server without UCX declines registration; the client that insisted is told."""
     keys, chunks = make_chunks(2, LAYOUT)
-    with LocalStack(tmp_path / "data", ucx=()) as local:
+    with LocalStack(tmp_path / "data") as local:
         local.call(local.storage.objects.create_bucket("OWNERKEY", "chunks"))
         buffer = np.zeros(LAYOUT.delivery_bytes(2), np.uint8)
         with local.client("chunks") as client:
@@ -238,7 +238,7 @@ def test_auto_falls_back_to_http_and_ucx_says_why_not(tmp_path: Path) -> None:
 
 def test_theta_chooses_the_mode_when_the_caller_does_not(tmp_path: Path, transport: str) -> None:
     keys, chunks = make_chunks(4, LAYOUT)
-    with LocalStack(tmp_path / "data", theta_bytes=LAYOUT.delivery_bytes(3)) as local:
+    with LocalStack(tmp_path / "data", ucx=ucx_for(transport), theta_bytes=LAYOUT.delivery_bytes(3)) as local:
         local.call(local.storage.objects.create_bucket("OWNERKEY", "chunks"))
         buffer = allocate(LAYOUT.delivery_bytes(4))
         with local.client("chunks", transport) as client:
@@ -265,6 +265,7 @@ def test_a_layer_held_back_is_not_announced_and_the_one_before_is(local: LocalSt
         fetch.wait(30)
 
 
+@pytest.mark.with_ucx
 def test_ucx_answers_with_an_empty_body_and_nixls_own_count(local: LocalStack, monkeypatch: pytest.MonkeyPatch) -> None:
     """The payload moves by one-sided writes; the HTTP answer carries no byte of it."""
     keys, chunks = make_chunks(N, LAYOUT)

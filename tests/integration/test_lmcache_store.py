@@ -21,7 +21,7 @@ from nixl_client.transports.http import UnansweredError
 from nixl_client.transports.transport import Transport
 from storage_server.compression.policy import CodecFigures, UtilitySettings
 from tests.support.requests import OWNER
-from tests.support.servers import LocalStack, eventually
+from tests.support.servers import LocalStack, eventually, ucx_for
 
 CHUNK_BYTES = 30_000
 KEYS = [f"lmcache/m/0/{index:x}" for index in range(7)]
@@ -96,7 +96,9 @@ def test_chunks_of_keys_and_values_come_encoded_to_those_who_accept_it(
     for number, chunk in enumerate(exact):
         from_floats(np.random.default_rng(number).standard_normal(2 * 96 * 64), Element.BFLOAT16, chunk)
     settings = UtilitySettings({Codec.KIVI4: CodecFigures(0.99, 2e9)}, alpha_s=0.001, home_bytes_per_s=1e8)
-    with LocalStack(tmp_path, dram_bytes=4 * 8192 + 4096, theta_bytes=0, compression=settings) as running:
+    with LocalStack(
+        tmp_path, ucx=ucx_for(transport), dram_bytes=4 * 8192 + 4096, theta_bytes=0, compression=settings
+    ) as running:
         running.call(running.storage.objects.create_bucket(OWNER[0], "chunks"))
         made = ChunkStore(Options(running.url, "chunks", Transport(transport), lossy=lossy, content_class="chat"))
         assert made.put(KEYS[:4], [memoryview(chunk) for chunk in exact])

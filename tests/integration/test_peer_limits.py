@@ -37,7 +37,7 @@ def bounded(directory: Path, limits: ConnectionLimits) -> Iterator[tuple[str | N
     """The address of a storage server with other limits for its peers."""
     with pytest.MonkeyPatch.context() as patched:
         patched.setattr(http_api, "PEER_LIMITS", limits)
-        with LocalStorageServer(directory, ucx=()) as running:
+        with LocalStorageServer(directory) as running:
             yield urlsplit(running.url).hostname, urlsplit(running.url).port
 
 

@@ -40,7 +40,7 @@ def previous(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def home(tmp_path_factory: pytest.TempPathFactory) -> Iterator[LocalStack]:
-    with LocalStack(tmp_path_factory.mktemp("home"), ucx=()) as running:
+    with LocalStack(tmp_path_factory.mktemp("home")) as running:
         yield running
 
 

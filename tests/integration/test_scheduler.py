@@ -25,7 +25,7 @@ from storage_server.scheduler.pool import PoolSettings
 from storage_server.scheduler.settings import SchedulerSettings
 from tests.support.chunks import LAYOUT, N, make_chunks
 from tests.support.requests import OTHER, OWNER
-from tests.support.servers import CONFIG, LocalStack, Stack, eventually, stack
+from tests.support.servers import CONFIG, LocalStack, Stack, eventually, stack, ucx_for, ucx_of
 
 RATE = 1e7
 PAYLOAD_BYTES = LAYOUT.delivery_bytes(N)
@@ -35,7 +35,7 @@ SMALL = {"aggregation_bytes": 8192, "window_bytes": 32768, "staging_bytes": 1310
 @pytest.fixture(params=[None, Policy.CALIBRATED_STALL_OPT], ids=["slack", "calibrated"])
 def paced(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[LocalStack]:
     settings = SchedulerSettings(link_bytes_per_s=RATE, pool=PoolSettings(request.param, gather_s=0.0))
-    with LocalStack(tmp_path / "data", scheduler=settings, **SMALL) as running:
+    with LocalStack(tmp_path / "data", ucx=ucx_of(request), scheduler=settings, **SMALL) as running:
         running.call(running.storage.objects.create_bucket(OWNER[0], "chunks"))
         yield running
 
@@ -100,7 +100,7 @@ def test_many_deliveries_share_the_link_and_all_bytes_are_right(paced: LocalStac
 def test_a_cancelled_fetch_gives_its_rate_back(tmp_path: Path, transport: str) -> None:
     """A link too slow to end it, and another request that gets the link at once."""
     settings = SchedulerSettings(link_bytes_per_s=1000.0, pool=PoolSettings(gather_s=0.0))
-    with LocalStack(tmp_path / "data", scheduler=settings, **SMALL) as local:
+    with LocalStack(tmp_path / "data", ucx=ucx_for(transport), scheduler=settings, **SMALL) as local:
         local.call(local.storage.objects.create_bucket(OWNER[0], "chunks"))
         with local.client("chunks", transport) as client:
             keys, _ = put(client)
@@ -113,7 +113,7 @@ def test_a_cancelled_fetch_gives_its_rate_back(tmp_path: Path, transport: str) -
 
 def test_a_backlog_is_refused_with_503_and_when_to_come_back(tmp_path: Path) -> None:
     settings = SchedulerSettings(link_bytes_per_s=50_000.0, queued_bytes_max=1, pool=PoolSettings(gather_s=0.0))
-    with LocalStack(tmp_path / "data", scheduler=settings, ucx=(), **SMALL) as local:
+    with LocalStack(tmp_path / "data", scheduler=settings, **SMALL) as local:
         local.call(local.storage.objects.create_bucket(OWNER[0], "chunks"))
         with local.client("chunks", "http") as client:
             keys, _ = put(client)

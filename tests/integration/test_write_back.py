@@ -71,7 +71,7 @@ class Front:
         )
 
     def started(self, **settings: Any) -> AbstractContextManager[LocalStack]:
-        chosen = {"dram_bytes": 0, "shm": False, "ucx": (), **settings}
+        chosen = {"dram_bytes": 0, "shm": False, **settings}
         return LocalStack(self._directory, upstream=self._settings, **chosen)
 
 
@@ -399,7 +399,7 @@ def test_a_full_disk_lets_writes_pass(
     """The body that met it is refused; those that follow go upstream without a copy, and reads go on."""
     disk = FaultyDisk()
     settings = UpstreamSettings(home.url, *OWNER, write=write)
-    with LocalStack(tmp_path / "front", disk=disk, upstream=settings, dram_bytes=0, shm=False, ucx=()) as running:
+    with LocalStack(tmp_path / "front", disk=disk, upstream=settings, dram_bytes=0, shm=False) as running:
         s3, there = s3_client(running.url, OWNER), s3_client(home.url, OWNER)
         put(s3, bucket, "before")
         assert eventually(lambda: is_clean(running))

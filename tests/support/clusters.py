@@ -4,10 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import os
 import signal
-import subprocess
-import sys
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -17,6 +14,7 @@ from descriptors.peer_auth import PeerSecrets
 from gateway.storage_client import RemoteStorage
 from nixl_client.client import ObjectCacheClient
 from tests.support.networks import Network
+from tests.support.processes import ServerProcess
 from tests.support.requests import OWNER
 from tests.support.servers import CONFIG, READY
 from tests.support.tree import repository
@@ -30,7 +28,7 @@ class Process:
     environment: dict[str, str]
     prefix: tuple[str, ...] = ()
     """The words before the command."""
-    process: subprocess.Popen[str] | None = None
+    process: ServerProcess | None = None
     url: str = ""
     tree: Path = field(default_factory=repository)
     """The checkout that it runs from."""
@@ -40,9 +38,7 @@ class Process:
         self.wait_ready()
 
     def spawn(self) -> None:
-        command = [*self.prefix, sys.executable, "-m", "objectcache.cli", *self.arguments]
-        environment = {**os.environ, **self.environment}
-        self.process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=environment, cwd=self.tree)
+        self.process = ServerProcess(self.arguments, self.environment, self.prefix, self.tree)
 
     def wait_ready(self) -> None:
         assert self.process is not None

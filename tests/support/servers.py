@@ -4,19 +4,17 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import os
 import signal
 import sqlite3
-import subprocess
-import sys
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, Final
 
 import psutil
+import pytest
 
 from gateway.app import GatewaySettings
 from gateway.s3.credentials import Credential
@@ -27,8 +25,8 @@ from storage_server.service import WrapSource, unwrapped_source
 from storage_server.settings import StorageSettings
 from storage_server.store.data.disk import Disk
 from tests.support.layer_hold import LayerHold
+from tests.support.processes import ServerProcess
 from tests.support.requests import OTHER, OWNER, READER, Reply, request, s3_client
-from tests.support.tree import repository
 
 CONFIG = f"""
 [[credentials]]
@@ -53,7 +51,7 @@ class Stack:
     url: str
     data_dir: Path
     storage_pid: int
-    processes: list[subprocess.Popen[str]] = field(default_factory=list)
+    processes: list[ServerProcess] = field(default_factory=list)
 
     def s3(self, key: tuple[str, str] = OWNER) -> Any:
         return s3_client(self.url, key)
@@ -75,11 +73,10 @@ class Stack:
 
 @contextlib.contextmanager
 def started(*arguments: str, environment: Mapping[str, str] | None = None) -> Iterator[tuple[str, Any]]:
-    """Run `objectcache ARGUMENTS` until the block ends, then SIGTERM it and demand exit code 0."""
-    command = [sys.executable, "-m", "objectcache.cli", *arguments]
-    process = subprocess.Popen(
-        command, stdout=subprocess.PIPE, text=True, env={**os.environ, **(environment or {})}, cwd=repository()
-    )
+    """Run `objectcache ARGUMENTS` until the block ends, then SIGTERM it and demand exit code 0. Yields its address and
+    its ServerProcess.
+    """
+    process = ServerProcess(arguments, environment)
     assert process.stdout is not None
     with process.stdout:
         try:
@@ -126,9 +123,26 @@ def stack(kind: str, directory: Path, config: str = CONFIG, **environment: str) 
             yield Stack(url, data, storage_process.pid, [storage_process, process])
 
 
+UCX: Final = ("lo",)
+"""The interfaces on which a server in a test offers it."""
+
+
+def ucx_for(transport: str) -> tuple[str, ...]:
+    """The interfaces that a test of this transport needs."""
+    return UCX if transport == "ucx" else ()
+
+
+def ucx_of(request: pytest.FixtureRequest) -> tuple[str, ...]:
+    """Those that a test needs: one whose `transport` it is, or that is marked `with_ucx`."""
+    is_marked = request.node.get_closest_marker("with_ucx") is not None
+    parameters = request.node.callspec.params if hasattr(request.node, "callspec") else {}
+    return UCX if is_marked else ucx_for(parameters.get("transport", ""))
+
+
 class LocalStack:
     """Gateway and storage server in a thread of this process, so that a test can hold layers back, and give the server
-    another disk or put something around the store's ChunkSource.
+    another disk or put something around the store's ChunkSource. UCX, whose process takes most of a second to start, is
+    there with `ucx=UCX`.
     """
 
     def __init__(
@@ -142,7 +156,7 @@ class LocalStack:
         self._disk = disk
         self._wrap_source = wrap_source
         self._hold = LayerHold()
-        self._settings = StorageSettings(data_dir=directory, **{"ucx": ("lo",), **settings})
+        self._settings = StorageSettings(data_dir=directory, **settings)
         self.loop = asyncio.new_event_loop()
         self._thread = threading.Thread(target=self.loop.run_forever, daemon=True)
 

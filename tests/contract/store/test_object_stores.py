@@ -79,7 +79,7 @@ class TestCluster(BucketRules, ObjectRules, UploadRules):
 
     @pytest.fixture
     async def storage(self, tmp_path: Path) -> AsyncIterator[Any]:
-        with LocalStack(tmp_path / "home", ucx=()) as home:
+        with LocalStack(tmp_path / "home") as home:
             async with cluster_storage(tmp_path, UpstreamSettings(home.url, *OWNER)) as storage:
                 yield storage
 
