@@ -11,7 +11,7 @@ CODE := adapters bench calibration demo descriptors fuzz gateway kv_codecs nixl_
 # each of the hundreds of processes that tests start would compile all modules again
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: demo demo-orchestrator test test-fast test-engines test-minio test-ceph test-seaweedfs test-cuda bounds check format lint types bench-smoke clients engines figures results image-check compatibility crash cluster-faults fuzz peers install clean
+.PHONY: demo demo-orchestrator test test-fast test-long test-engines test-minio test-ceph test-seaweedfs test-cuda bounds check format lint types bench-smoke clients engines figures results image-check compatibility crash cluster-faults fuzz peers install clean
 
 demo: $(STAMP)
 	$(BIN)/python -m demo
@@ -25,14 +25,20 @@ demo-orchestrator: $(STAMP) engines
 test: $(STAMP) clients engines
 	$(BIN)/python -m pytest --numprocesses $(PROCESSES) --dist loadfile --no-loadscope-reorder
 
-# what needs no server, no network and no engine, with fewer examples for each property: under a minute
+# what needs no server, no network and no engine, with fewer examples for each property: under a minute. transformers
+# alone takes each process seconds to import
 test-fast: $(STAMP)
-	$(BIN)/python -m pytest --numprocesses $(PROCESSES) --dist worksteal --hypothesis-profile fast \
-		-m "not needs_server and not slow" tests/unit tests/architecture tests/contract
+	$(BIN)/python -m pytest --numprocesses logical --dist worksteal --hypothesis-profile fast \
+		-m "not needs_server and not slow" --ignore tests/unit/nixl_client/connectors/test_transformers.py \
+		tests/unit tests/architecture tests/contract
 
 # what `test` leaves out of the tests with vLLM and LMCache: minutes each
 test-engines: $(STAMP) engines
 	$(BIN)/python -m pytest -m engines_full tests/engines
+
+# what `test` leaves out elsewhere, minutes in all: kills, a full disk, bounds, an upgrade from the last commit
+test-long: $(STAMP)
+	$(BIN)/python -m pytest -m long tests
 
 # the rules of stores, and prefixes from there, in front of an S3 service: OBJECTCACHE_TEST_S3_ENDPOINT names it (and
 # ..._ACCESS_KEY_ID, ..._SECRET_ACCESS_KEY; MinIO's own account by default), OBJECTCACHE_TEST_S3_LACKS what it lacks

@@ -64,4 +64,4 @@ def describe(runs: Sequence[Run]) -> str:
 def _environment(client: Client) -> dict[str, str]:
     """The inherited variables without those that would redirect a client."""
     inherited = {name: value for name, value in os.environ.items() if not name.startswith(_SETTINGS_OF_OTHERS)}
-    return {**inherited, "PYTHONDONTWRITEBYTECODE": "1", "AWS_EC2_METADATA_DISABLED": "true", **client.variables}
+    return {**inherited, "AWS_EC2_METADATA_DISABLED": "true", **client.variables}

@@ -22,7 +22,7 @@ CASES: dict[str, tuple[int, dict[str, Json], dict[str, Json]]] = {
     "chunked prefill": (32, {}, {"max_num_batched_tokens": 128, "max_num_seqs": 4}),
     "blocks of 64, over http": (64, {"transport": "http"}, {"block_size": 64}),
 }
-LONG_SET = {"blocks of 64, over http", "two chunks to a block", "one chunk to a block"}
+LONG_SET = {"without prefix caching", "blocks of 64, over http", "two chunks to a block", "one chunk to a block"}
 
 
 @pytest.mark.parametrize(

@@ -43,7 +43,7 @@ def settled(engine: Engine, counter: str | None) -> Outcome:
     ("link_bytes_per_s", "is_loaded"),
     [
         pytest.param(None, None, marks=pytest.mark.engines_full),
-        (1e10, True),
+        pytest.param(1e10, True, marks=pytest.mark.engines_full),
         pytest.param(1e5, False, marks=pytest.mark.engines_full),
     ],
     ids=["unpaced", "fast", "slow"],

@@ -222,7 +222,7 @@ while True:
 """
 
 
-@pytest.mark.parametrize(("kind", "tls"), [("together", ""), ("apart", "tcp")])
+@pytest.mark.parametrize(("kind", "tls"), [("together", ""), pytest.param("apart", "tcp", marks=pytest.mark.long)])
 def test_clients_killed_in_mid_transfer_leave_nothing_behind(tmp_path: Path, kind: str, tls: str) -> None:
     """SIGKILL over shared memory and over TCP, SIGSTOP past the stall limit: the server lives, serves the next client,
     and its files, threads and memory are where they were.

@@ -172,6 +172,7 @@ def test_a_full_disk_refuses_writes_serves_reads_and_is_emptied_by_deletes(
         assert_all_there(client, stored)
 
 
+@pytest.mark.long
 def test_workers_on_a_full_disk_and_on_one_that_is_read_only(small_disk: SmallDisk) -> None:
     """Each connection is another process's: all say the same, and what is stored is served by all."""
     with small_disk.served(Durability.STRICT, "--workers", "3") as (server, client):

@@ -39,7 +39,7 @@ from objectcache.serve import GatewayServer, Listen, StorageServer
 from storage_server.settings import StorageSettings
 from tests.support.chunks import LAYOUT, N, make_chunks
 from tests.support.requests import OWNER, Reply, request, s3_client, signed
-from tests.support.servers import LocalStack, Stack, eventually
+from tests.support.servers import UCX, LocalStack, Stack, eventually
 
 HEADER = re.compile(r"gateway;dur=\d+\.\d{3}, storage;dur=\d+\.\d{3}, transfer;dur=\d+\.\d{3}\Z")
 ROUNDING_S = 3e-6
@@ -81,7 +81,7 @@ def logged(
 ) -> Iterator[LocalStack]:
     """Servers in this process, whose request lines `caplog` has."""
     kind = LocalApart if request.param == "apart" else LocalStack
-    with kind(tmp_path / "data", stall_timeout_s=5.0) as running:
+    with kind(tmp_path / "data", ucx=UCX, stall_timeout_s=5.0) as running:
         running.call(running.storage.objects.create_bucket("OWNERKEY", "chunks"))
         caplog.set_level(logging.INFO, "objectcache.requests")
         yield running

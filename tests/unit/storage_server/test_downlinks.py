@@ -76,6 +76,7 @@ async def test_alone_a_server_has_the_whole_downlink() -> None:
     await downlinks.close()
 
 
+@pytest.mark.slow
 async def test_an_agent_without_a_downlink_is_not_paced() -> None:
     downlinks = Downlinks(DownlinkShares(), None, None)
     agent = RegisteredAgent("id", "key", "peer", (), 1e18)
@@ -176,6 +177,7 @@ async def test_a_keeper_of_another_release_does_not_stop_a_delivery() -> None:
     await own.close()
 
 
+@pytest.mark.slow
 async def test_a_delivery_goes_on_whatever_small_share_it_gets() -> None:
     own = member_a()
     downlinks = Downlinks(DownlinkShares(), own, PlayedKeepers(0.001))

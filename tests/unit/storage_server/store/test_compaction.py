@@ -236,6 +236,7 @@ MEANWHILE: list[tuple[Action, dict[str, bytes | None]]] = [
 
 @pytest.mark.parametrize("durability", Durability)
 @pytest.mark.parametrize(("action", "changes"), MEANWHILE, ids=lambda value: getattr(value, "__name__", ""))
+@pytest.mark.slow
 async def test_what_changes_before_the_commit_wins(
     tmp_path: Path, action: Action, changes: dict[str, bytes | None], durability: Durability
 ) -> None:

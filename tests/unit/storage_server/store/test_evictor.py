@@ -140,6 +140,7 @@ async def test_a_lease_is_on_the_disk_soon_and_many_share_one_write(tmp_path: Pa
         store.close()
 
 
+@pytest.mark.slow
 async def test_the_lease_of_a_chunk_that_comes_later_is_on_the_disk_soon_after_it_has_come(tmp_path: Path) -> None:
     """In front of another service a lookup leases what is on its way."""
     store = EmbeddedStore(StorageSettings(data_dir=tmp_path, caches=(CacheSettings(None, 16 * MIB),)))

@@ -129,6 +129,7 @@ async def test_reads_race_with_overwrites_and_never_mix_versions(store: Embedded
     await writing
 
 
+@pytest.mark.slow
 async def test_segments_are_shared_and_go_with_their_last_object(tmp_path: Path) -> None:
     store = await opened(tmp_path / "data")
     await store.objects.create_bucket("k", "bbb")
