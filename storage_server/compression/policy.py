@@ -11,12 +11,12 @@ import math
 from collections import OrderedDict
 from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import cast
+from typing import TypeVar, cast
 
-from kv_codecs.layer import Codec, goes_on
-from storage_server.compression.forms import Reading
+from kv_codecs.layer import Codec, LayerShape, goes_on
+from storage_server.compression.forms import Encoded, Reading
 from storage_server.compression.optimizer import Move, Optimizer
-from storage_server.compression.readers import Kind, Uses, forms_of, reading_with, scaled, taking, use_count, with_use
+from storage_server.compression.readers import Kind, Uses, forms_of, reading_with, scaled, use_count, with_use
 from storage_server.compression.utility import Entry, Form, Tier
 
 GHOST_COUNT_MAX = 1 << 17
@@ -30,6 +30,7 @@ EXPONENT_MAX = 400.0
 _MADE_FROM = {after: frozenset(before.value for before in Codec if goes_on(before, after)) for after in Codec}
 Key = tuple[str, int]
 """The identity of a chunk's bytes."""
+_T = TypeVar("_T")
 
 
 @dataclass(frozen=True, slots=True)
@@ -90,6 +91,27 @@ class Decision:
     admitted: Mapping[Key, Encoding | None]
 
 
+@dataclass(frozen=True, slots=True)
+class _Held:
+    """A chunk's form, and a reading that takes it; None for the exact form."""
+
+    form: Form
+    reading: Reading | None
+
+    def is_same(self, other: _Held) -> bool:
+        """Whether nothing is to be done."""
+        form, former = self.form, other.form
+        if form.codec != former.codec or form.nbytes != former.nbytes:
+            return False
+        return self.reading is None or (other.reading is not None and self.reading.is_like(other.reading))
+
+    def is_made_from(self, other: _Held) -> bool:
+        """Whether a chunk is encoded where it lies: from the exact one, or further in the same shape."""
+        if other.reading is not None and (self.reading is None or not self.reading.is_like(other.reading)):
+            return False
+        return goes_on(Codec(other.form.codec), Codec(self.form.codec)) and self.form.nbytes <= other.form.nbytes
+
+
 class UtilityPolicy:
     """Decides for one memory of `capacity_bytes`, in which a chunk takes a multiple of `unit_bytes`. The same calls
     always get the same answers.
@@ -103,11 +125,16 @@ class UtilityPolicy:
         self._uses: dict[Key, Uses] = {}
         self._ghosts: OrderedDict[Key, None] = OrderedDict()
         self._forms: dict[Key, tuple[Form, ...]] = {}
-        self._held: dict[Key, Form] = {}
+        self._anchors: dict[Key, Reading | None] = {}
+        """The readings of the forms that chunks had when `_forms` were made."""
+        self._held: dict[Key, _Held] = {}
         """The form of each chunk as the last decision has it."""
+        self._made: dict[Key, Encoded] = {}
+        """Encoded chunks as they are in memory."""
         self._kinds: OrderedDict[Hashable, Kind] = OrderedDict()
-        self._errors: OrderedDict[tuple[str, Codec], float] = OrderedDict()
-        self._chunk_errors: OrderedDict[Key, dict[Codec, float]] = OrderedDict()
+        self._known_forms: OrderedDict[Hashable, tuple[Form, ...]] = OrderedDict()
+        self._errors: OrderedDict[tuple[str, LayerShape, Codec], float] = OrderedDict()
+        self._chunk_errors: OrderedDict[Key, dict[tuple[LayerShape, Codec], float]] = OrderedDict()
         """Of chunks that have been more than a reader takes."""
 
     @property
@@ -121,45 +148,55 @@ class UtilityPolicy:
         kinds: dict[Hashable, Kind] = {}
         touched: dict[Key, None] = {}
         for use in uses:
-            is_encodable = reading is not None and use.nbytes == reading.exact_bytes
-            is_usual = use.key not in self._chunk_errors
+            mine = reading if reading is not None and use.nbytes == reading.exact_bytes else None
+            made = self._made.get(use.key)
+            if mine is not None and made is not None and mine.is_shape_of(made) and _is_too_much(made, mine):
+                self._note_chunk_error(use.key, made.shape, made.codec, made.worst_error)
+            errors = self._chunk_errors.get(use.key)
             name = (use.nbytes, use.content_class)
-            kind = kinds.get(name) if is_usual else None
+            kind = kinds.get(name) if errors is None else None
             if kind is None:
-                kind = self._kind(use, reading if is_encodable else None)
-            if is_usual:
+                kind = self._kind(use, mine)
+            if errors is None:
                 kinds[name] = kind
             touched[use.key] = None
-            moves = self._used(use.key, kind, weight)
+            moves = self._used(use, kind, weight)
             touched.update((cast(Key, move.key), None) for move in moves)
         return self._decision(touched)
 
-    def note_error(self, bucket: str, codec: Codec, worst_error: float) -> None:
-        """Note the error of a chunk that was encoded: it says which codecs a reader of its bucket with a bound may get.
-        Buckets are told apart, so that odd KV of one tenant decides nothing for others.
+    def note_made(self, key: Key, encoded: Encoded) -> None:
+        """Note the form in which a chunk lies in memory now: readers whose bound its error breaks do not take it."""
+        if key in self._held:
+            self._made[key] = encoded
+
+    def note_error(self, reading: Reading, codec: Codec, worst_error: float) -> None:
+        """Note the error of a chunk that was encoded from the exact one: it says which codecs a reader with a bound may
+        get, of chunks of this shape in this bucket. Others are told apart, so that odd KV of one tenant, or a reader
+        that names a wrong shape, decides nothing for them.
         """
-        known = self._errors.pop((bucket, codec), worst_error)
-        self._errors[bucket, codec] = known + (worst_error - known) / 8
+        name = (reading.bucket, reading.shape, codec)
+        known = self._errors.get(name, worst_error)
+        self._errors[name] = known + (worst_error - known) / 8
+        self._errors.move_to_end(name)
         if len(self._errors) > ERRORS_MAX:
             self._errors.popitem(last=False)
 
-    def note_chunk_error(self, key: Key, codec: Codec, worst_error: float) -> None:
-        """Note that this chunk's error is more than its reader takes, so that such readers are not counted on again."""
-        errors = self._chunk_errors.pop(key, {})
-        self._chunk_errors[key] = errors | {codec: worst_error}
-        if len(self._chunk_errors) > GHOST_COUNT_MAX:
-            self._chunk_errors.popitem(last=False)
-
-    def note_unencodable(self, key: Key) -> None:
+    def note_unencodable(self, key: Key, shape: LayerShape) -> None:
         """Note that a chunk has no finite error in any codec: its elements are no numbers, or too large."""
         for codec in Codec:
-            self.note_chunk_error(key, codec, math.inf)
+            self._note_chunk_error(key, shape, codec, math.inf)
 
     def remove(self, keys: Iterable[Key]) -> None:
         """Note that these chunks are not in memory, whatever was decided."""
         for key in keys:
             self._optimizer.remove(key)
             self._leave(key)
+
+    def _note_chunk_error(self, key: Key, shape: LayerShape, codec: Codec, worst_error: float) -> None:
+        self._chunk_errors[key] = self._chunk_errors.get(key, {}) | {(shape, codec): worst_error}
+        self._chunk_errors.move_to_end(key)
+        if len(self._chunk_errors) > GHOST_COUNT_MAX:
+            self._chunk_errors.popitem(last=False)
 
     def _inflated(self, now_s: float) -> float:
         """The weight of a use now. Older uses keep theirs, and so decay against it."""
@@ -173,20 +210,25 @@ class UtilityPolicy:
             self._began_s, exponent = now_s, 0.0
         return float(2.0**exponent)
 
-    def _used(self, key: Key, kind: Kind, weight: float) -> Sequence[Move]:
+    def _used(self, use: Use, kind: Kind, weight: float) -> Sequence[Move]:
+        key = use.key
         former = self._uses.get(key, ())
-        if key in self._chunk_errors:  # readers of this kind were counted as another before the error was known
-            still = taking(former, self._chunk_errors[key])
-            weight, former = weight + use_count(former) - use_count(still), still
+        if key in self._chunk_errors:  # what is known of the errors now was not known at earlier uses
+            taking: Uses = ()
+            for each, each_count in former:
+                taking = with_use(taking, self._kind(use, each.reading), each_count)
+            former = taking
         uses = self._uses[key] = with_use(former, kind, weight)
         self._ghosts.pop(key, None)
-        count, known, forms = use_count(uses), self._forms.get(key), forms_of(uses)
-        self._forms[key] = forms
+        held = self._held.get(key)
+        count, known = use_count(uses), self._forms.get(key)
+        anchor = self._anchors[key] = None if held is None else held.reading
+        forms = self._forms[key] = forms_of(uses, anchor)
         placement = self._optimizer.placement(key)
         if placement is not None and known is not None:
+            present = known[placement.form]
             if forms is known:
                 return self._optimizer.use(key, count)
-            present = known[placement.form]
             if any(form.codec == present.codec and form.nbytes == present.nbytes for form in forms):
                 return self._optimizer.use(key, count, forms)
         load_s = forms[0].nbytes / self._settings.home_bytes_per_s
@@ -197,27 +239,24 @@ class UtilityPolicy:
         recoded: dict[Key, Encoding] = {}
         admitted: dict[Key, Encoding | None] = {}
         for key in touched:
-            was, now = self._held.get(key), self._form(key)
-            if now is None:
+            was, form = self._held.get(key), self._form(key)
+            if form is None:
                 self._leave(key)  # also where it has never been in memory: its uses are remembered for a while only
-            else:
-                self._held[key] = now
-            if was is not None and now is not None and (was.codec, was.nbytes) == (now.codec, now.nbytes):
+                if was is not None:
+                    evicted.append(key)
                 continue
-            encoding = None if now is None else self._encoding(key, now)
-            if encoding is not None and was is not None and now is not None and _fits_in_place(was, now):
+            now = self._held[key] = _Held(form, reading_with(self._uses[key], form.codec, self._anchors[key]))
+            if was is not None and now.is_same(was):
+                continue
+            encoding = None if now.reading is None else Encoding(Codec(form.codec), now.reading)
+            if was is not None and encoding is not None and now.is_made_from(was):
                 recoded[key] = encoding
                 continue
+            self._made.pop(key, None)
             if was is not None:
                 evicted.append(key)
-            if now is not None:
-                admitted[key] = encoding
+            admitted[key] = encoding
         return Decision(tuple(evicted), recoded, admitted)
-
-    def _encoding(self, key: Key, form: Form) -> Encoding | None:
-        """None for the exact form."""
-        reading = reading_with(self._uses[key], form.codec)
-        return None if form.codec == Codec.EXACT.value or reading is None else Encoding(Codec(form.codec), reading)
 
     def _form(self, key: Key) -> Form | None:
         """The form that the optimizer has for a chunk; None where it is not kept."""
@@ -229,13 +268,17 @@ class UtilityPolicy:
         bound.
         """
         if reading is None or use.nbytes > ENCODABLE_BYTES_MAX:
-            return self._kept(use.nbytes, lambda: Kind((self._exact(use.nbytes),)))
+            return _remembered(self._kinds, use.nbytes, lambda: Kind((self._exact(use.nbytes),)))
         errors = self._chunk_errors.get(use.key, {})
-        codecs = tuple(codec for codec in reading.codecs if self._is_offered(codec, reading, errors.get(codec, 0.0)))
+        codecs = tuple(
+            codec
+            for codec in reading.codecs
+            if self._is_offered(codec, reading, errors.get((reading.shape, codec), 0.0))
+        )
         qualities = self._settings.class_qualities.get(use.content_class, {})
-        name = (reading, codecs, use.content_class if qualities else "")
+        name = (codecs, use.content_class if qualities else "")
 
-        def made() -> Kind:
+        def made_forms() -> tuple[Form, ...]:
             forms = [self._exact(use.nbytes)]
             for codec in codecs:
                 figures = self._settings.codecs[codec]
@@ -243,21 +286,18 @@ class UtilityPolicy:
                 quality = qualities.get(codec, figures.quality)
                 nbytes = self._taken(reading.chunk_bytes(codec))
                 forms.append(Form(codec.value, nbytes, quality, decode_s, _MADE_FROM[codec]))
-            return Kind(tuple(sorted(forms, key=lambda form: -form.nbytes)), reading)
+            return tuple(sorted(forms, key=lambda form: -form.nbytes))
 
-        return self._kept(name, made)
+        def made() -> Kind:
+            shape = (reading.shape, reading.num_layers)
+            return Kind(_remembered(self._known_forms, (*name, shape), made_forms), reading)
 
-    def _kept(self, name: Hashable, made: Callable[[], Kind]) -> Kind:
-        kind = self._kinds.pop(name, None)
-        self._kinds[name] = kind = made() if kind is None else kind
-        if len(self._kinds) > KINDS_MAX:
-            self._kinds.popitem(last=False)
-        return kind
+        return _remembered(self._kinds, (*name, reading), made)
 
     def _is_offered(self, codec: Codec, reading: Reading, chunk_error: float) -> bool:
         if codec not in self._settings.codecs or math.isinf(chunk_error):
             return False
-        error = max(chunk_error, self._errors.get((reading.bucket, codec), 0.0))
+        error = max(chunk_error, self._errors.get((reading.bucket, reading.shape, codec), 0.0))
         return reading.max_error is None or error <= reading.max_error
 
     def _exact(self, nbytes: int) -> Form:
@@ -278,7 +318,9 @@ class UtilityPolicy:
     def _leave(self, key: Key) -> None:
         """Remember the uses of a chunk that is not in memory, for a while."""
         self._forms.pop(key, None)
+        self._anchors.pop(key, None)
         self._held.pop(key, None)
+        self._made.pop(key, None)
         if key in self._uses:
             self._ghosts[key] = None
             if len(self._ghosts) > GHOST_COUNT_MAX:
@@ -286,6 +328,15 @@ class UtilityPolicy:
                 del self._uses[gone]
 
 
-def _fits_in_place(was: Form, now: Form) -> bool:
-    """Whether a chunk is encoded where it lies."""
-    return goes_on(Codec(was.codec), Codec(now.codec)) and now.nbytes <= was.nbytes
+def _is_too_much(encoded: Encoded, reading: Reading) -> bool:
+    return reading.max_error is not None and encoded.worst_error > reading.max_error
+
+
+def _remembered(known: OrderedDict[Hashable, _T], name: Hashable, made: Callable[[], _T]) -> _T:
+    """The one of this name, made where none is known. The one that was not asked for longest is forgotten."""
+    found = known.get(name)
+    known[name] = found = made() if found is None else found
+    known.move_to_end(name)
+    if len(known) > KINDS_MAX:
+        known.popitem(last=False)
+    return found

@@ -6,11 +6,8 @@ worth less: the others have the exact bytes loaded. Pure.
 
 from __future__ import annotations
 
-import math
-from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
-from kv_codecs.layer import Codec
 from storage_server.compression.forms import Reading
 from storage_server.compression.utility import Form
 
@@ -18,6 +15,8 @@ KINDS_MAX = 4
 """Kinds of readers that are remembered for each chunk."""
 COUNT_PART_MIN = 1 / 64
 """A kind with a smaller part of the uses is forgotten."""
+OTHER_SHAPE_FACTOR = 2.0
+"""Readers of another shape than the present one's have to be so many times as many for a chunk to change to it."""
 
 
 @dataclass(frozen=True, eq=False, slots=True)
@@ -49,11 +48,6 @@ def with_use(uses: Uses, kind: Kind, weight: float) -> Uses:
     return (*others, (kind, own))
 
 
-def taking(uses: Uses, errors: Mapping[Codec, float]) -> Uses:
-    """Without the kinds that would take a form of the chunk whose error is known to be too great for them."""
-    return tuple((kind, count) for kind, count in uses if not any(_is_too_much(kind, *each) for each in errors.items()))
-
-
 def scaled(uses: Uses, factor: float) -> Uses:
     """The same with all counts multiplied."""
     return tuple((kind, count * factor) for kind, count in uses)
@@ -64,43 +58,52 @@ def use_count(uses: Uses | list[tuple[Kind, float]]) -> float:
     return sum(count for _, count in uses)
 
 
-def forms_of(uses: Uses) -> tuple[Form, ...]:
+def forms_of(uses: Uses, present: Reading | None = None) -> tuple[Form, ...]:
     """The forms to choose from, largest first, each with the part of the uses whose readers take it. Encoded forms are
-    those for chunks of the shape that was read last.
+    for chunks of one shape, that of most of the readers; `present` is a reading of the present form, whose shape stays
+    where others are not much more.
     """
     if len(uses) == 1:
         return uses[0][0].forms
     found: dict[str, Form] = {}
     counts: dict[str, float] = {}
-    for kind, count in _alike(uses):
+    for kind, count in _alike(uses, present):
         for form in kind.forms:
             found[form.codec] = form
             counts[form.codec] = counts.get(form.codec, 0.0) + count
     total = use_count(uses)
-    forms = [
-        replace(form, taken=min(1.0, counts[codec] / total) if at else 1.0)
-        for at, (codec, form) in enumerate(found.items())
-    ]
+    exact = uses[0][0].forms[0]
+    parts = {codec: min(1.0, counts[codec] / total) for codec in found}
+    forms = [exact, *(replace(form, taken=parts[codec]) for codec, form in found.items() if codec != exact.codec)]
     return tuple(sorted(forms, key=lambda form: -form.nbytes))
 
 
-def reading_with(uses: Uses, codec: str) -> Reading | None:
-    """The reading that took this codec last, among those of the shape that was read last; None where none did."""
-    for kind, _ in reversed(_alike(uses)):
+def reading_with(uses: Uses, codec: str, present: Reading | None = None) -> Reading | None:
+    """The reading that took this codec last, among those of the shape that `forms_of` has; None for the exact one."""
+    if codec == uses[0][0].forms[0].codec:
+        return None
+    for kind, _ in reversed(_alike(uses, present)):
         if kind.reading is not None and any(form.codec == codec for form in kind.forms):
             return kind.reading
     return None
 
 
-def _alike(uses: Uses) -> Uses:
-    """Without the readers that expect chunks of another shape than the last one of those that take encoded chunks."""
-    last = next((kind.reading for kind, _ in reversed(uses) if kind.reading is not None), None)
-    if last is None:
+def _alike(uses: Uses, present: Reading | None) -> Uses:
+    """Without the readers that expect encoded chunks of another shape than the one of most."""
+    if len(uses) == 1:
         return uses
-    return tuple(each for each in uses if each[0].reading is None or each[0].reading.is_like(last))
-
-
-def _is_too_much(kind: Kind, codec: Codec, error: float) -> bool:
-    if kind.reading is None or not any(form.codec == codec.value for form in kind.forms):
-        return False
-    return math.isinf(error) or (kind.reading.max_error is not None and error > kind.reading.max_error)
+    shapes: list[tuple[Reading, float]] = [] if present is None else [(present, 0.0)]
+    for kind, count in uses:
+        if kind.reading is None:
+            continue
+        at = next((at for at, (reading, _) in enumerate(shapes) if reading.is_like(kind.reading)), None)
+        if at is None:
+            shapes.append((kind.reading, count))
+        else:
+            shapes[at] = (shapes[at][0], shapes[at][1] + count)
+    if len(shapes) < 2:
+        return uses
+    if present is not None:
+        shapes[0] = (present, OTHER_SHAPE_FACTOR * shapes[0][1])
+    most, _ = max(shapes, key=lambda each: each[1])
+    return tuple(each for each in uses if each[0].reading is None or each[0].reading.is_like(most))

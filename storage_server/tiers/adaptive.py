@@ -109,18 +109,17 @@ class AdaptiveTier(DramTier):
             self._residency.let_go(key)
         if made is None:
             if before is None:
-                self._utility.note_unencodable(key)
+                self._utility.note_unencodable(key, reading.shape)
             return False
         encoded, data = made
         if before is None:
-            self._utility.note_error(reading.bucket, codec, encoded.worst_error)
-        if not reading.takes(encoded):  # others may
-            self._utility.note_chunk_error(key, codec, encoded.worst_error)
+            self._utility.note_error(reading, codec, encoded.worst_error)
         for _ in range(RECODE_ATTEMPTS):
             if self._residency.place(key) != place:
                 return False
             if self._residency.recode(key, encoded):
                 self._view[offset : offset + len(data)] = data
+                self._utility.note_made(key, encoded)
                 return True
             await asyncio.sleep(RECODE_PAUSE_S)
         return False
@@ -192,7 +191,7 @@ class AdaptiveTier(DramTier):
             _log.warning("a chunk was not taken into memory: %s", error)
             return False
         if made is None:
-            self._utility.note_unencodable(key_of(extent))
+            self._utility.note_unencodable(key_of(extent), reading.shape)
             return False
         encoded, data = made
         self._view[offset : offset + len(data)] = data
@@ -202,8 +201,6 @@ class AdaptiveTier(DramTier):
     def _form_of_copy(self, extent: Extent, offset: int) -> Encoded | None:
         wanted, encoded = self._wanted.pop(offset, None), self._made.pop(offset, None)
         if wanted is not None and encoded is not None:
-            reading = wanted.reading
-            self._utility.note_error(reading.bucket, encoded.codec, encoded.worst_error)
-            if not reading.takes(encoded):  # others may
-                self._utility.note_chunk_error(key_of(extent), encoded.codec, encoded.worst_error)
+            self._utility.note_error(wanted.reading, encoded.codec, encoded.worst_error)
+            self._utility.note_made(key_of(extent), encoded)
         return encoded
