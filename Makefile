@@ -36,7 +36,7 @@ test-fast: $(STAMP)
 test-engines: $(STAMP) engines
 	$(BIN)/python -m pytest -m engines_full tests/engines
 
-# what `test` leaves out elsewhere, minutes in all: kills, a full disk, bounds, an upgrade from the last commit
+# what `test` leaves out elsewhere, two minutes in all: kills, a full disk, bounds, an upgrade from the last commit
 test-long: $(STAMP)
 	$(BIN)/python -m pytest -m long tests
 
