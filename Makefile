@@ -25,7 +25,7 @@ demo-orchestrator: $(STAMP) engines
 test: $(STAMP) clients engines
 	$(BIN)/python -m pytest --numprocesses $(PROCESSES) --dist loadfile --no-loadscope-reorder
 
-# what needs no server, no network and no engine, with fewer examples for each property: under a minute. transformers
+# what needs no server, no network and no engine, with fewer examples for each property: about a minute. transformers
 # alone takes each process seconds to import
 test-fast: $(STAMP)
 	$(BIN)/python -m pytest --numprocesses logical --dist worksteal --hypothesis-profile fast \

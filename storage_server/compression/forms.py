@@ -105,12 +105,8 @@ class Reading:
             return False
         return self.max_error is None or encoded.worst_error <= self.max_error
 
-    def is_shape_of(self, encoded: Encoded) -> bool:
-        """Whether the reader's chunks have the shape of this one."""
-        return encoded.shape == self.shape and encoded.num_layers == self.num_layers
-
-    def is_like(self, other: Reading) -> bool:
-        """Whether another reader's chunks have the same shape."""
+    def is_shape_of(self, other: Encoded | Reading) -> bool:
+        """Whether the reader's chunks have the shape of this one, or of another reader's."""
         return other.shape == self.shape and other.num_layers == self.num_layers
 
     def bounded(self, max_error: float | None) -> Reading:

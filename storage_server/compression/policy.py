@@ -103,11 +103,11 @@ class _Held:
         form, former = self.form, other.form
         if form.codec != former.codec or form.nbytes != former.nbytes:
             return False
-        return self.reading is None or (other.reading is not None and self.reading.is_like(other.reading))
+        return self.reading is None or (other.reading is not None and self.reading.is_shape_of(other.reading))
 
     def is_made_from(self, other: _Held) -> bool:
         """Whether a chunk is encoded where it lies: from the exact one, or further in the same shape."""
-        if other.reading is not None and (self.reading is None or not self.reading.is_like(other.reading)):
+        if other.reading is not None and (self.reading is None or not self.reading.is_shape_of(other.reading)):
             return False
         return goes_on(Codec(other.form.codec), Codec(self.form.codec)) and self.form.nbytes <= other.form.nbytes
 
@@ -310,10 +310,6 @@ class UtilityPolicy:
     def known_count(self) -> int:
         """How many chunks are remembered, in memory or not."""
         return len(self._uses)
-
-    def holds(self, key: Key) -> bool:
-        """Whether a chunk is in memory, as decided last."""
-        return key in self._held
 
     def _leave(self, key: Key) -> None:
         """Remember the uses of a chunk that is not in memory, for a while."""

@@ -96,7 +96,7 @@ def _alike(uses: Uses, present: Reading | None) -> Uses:
     for kind, count in uses:
         if kind.reading is None:
             continue
-        at = next((at for at, (reading, _) in enumerate(shapes) if reading.is_like(kind.reading)), None)
+        at = next((at for at, (reading, _) in enumerate(shapes) if reading.is_shape_of(kind.reading)), None)
         if at is None:
             shapes.append((kind.reading, count))
         else:
@@ -106,4 +106,4 @@ def _alike(uses: Uses, present: Reading | None) -> Uses:
     if present is not None:
         shapes[0] = (present, OTHER_SHAPE_FACTOR * shapes[0][1])
     most, _ = max(shapes, key=lambda each: each[1])
-    return tuple(each for each in uses if each[0].reading is None or each[0].reading.is_like(most))
+    return tuple(each for each in uses if each[0].reading is None or each[0].reading.is_shape_of(most))
