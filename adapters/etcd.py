@@ -85,6 +85,11 @@ class Etcd:
         self._token: str | None = None
         self._session: aiohttp.ClientSession | None = None
 
+    def copy(self, call_s_max: float) -> Etcd:
+        """The same cluster of etcd, for another event loop, with calls of at most so long."""
+        call_s = min(self._call_s, call_s_max)
+        return Etcd(self._endpoints, self._account, self._tls, call_s, self._watch_s)
+
     async def start(self) -> None:
         """Open the connection pool."""
         connector = aiohttp.TCPConnector(limit=64, ssl=self._tls or True)

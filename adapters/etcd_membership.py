@@ -1,4 +1,5 @@
-"""Membership in etcd: each storage server keeps its entry under a lease, and everybody watches the entries.
+"""Membership in etcd: each storage server keeps its entry under a lease, and everybody watches the entries. A lease is
+renewed in a thread of its own (`adapters.renewals`).
 
 The number of a view is the revision of etcd that it was true at. While etcd cannot be reached the last view stays in
 force; entries whose leases end meanwhile leave only when etcd says so.
@@ -21,11 +22,14 @@ from dataclasses import replace
 from adapters.breaker import back_off_s
 from adapters.etcd import Change, CompactedError, Entry, Etcd, EtcdError, Found
 from adapters.membership import MembershipError, OnView
+from adapters.renewals import RENEWALS, Renewals
 from descriptors.cluster import ClusterError, Member, View, member_fields, member_from_fields
 
 LEASE_S = 10
-RENEWALS = 3
-"""How often a lease is renewed while it lasts."""
+REGISTRATIONS_MAX = 3
+"""How often this server's entry is written where others write it at the same time."""
+KEEP_ALIVE_S_MIN = 1.0
+"""The least time that etcd has to answer a renewal; otherwise it has as long as the renewals are apart."""
 PAUSE_S_MIN, PAUSE_S_MAX = 0.1, 5.0
 _log = logging.getLogger(__name__)
 
@@ -62,6 +66,8 @@ class EtcdMembership:
         self._has_gone_back = False
         """Whether etcd has told less than it had before: from then on nothing of it is taken."""
         self._lease_until_s = 0.0
+        self._renewals: Renewals | None = None
+        self._registering: asyncio.Task[None] | None = None
         self._members: dict[str, Member] = {}
         self._tasks: list[asyncio.Task[None]] = []
         self._reading = asyncio.Lock()
@@ -114,7 +120,7 @@ class EtcdMembership:
             raise
         self._tasks = [asyncio.create_task(self._watch())]
         if self._own is not None:
-            self._tasks.append(asyncio.create_task(self._renew(self._own)))
+            self._keep_lease(self._own, asyncio.get_running_loop())
 
     async def refresh(self) -> None:
         """Read the members again."""
@@ -139,6 +145,10 @@ class EtcdMembership:
         await self._etcd.close()
 
     async def _stop(self) -> None:
+        if self._renewals is not None:
+            await asyncio.to_thread(self._renewals.stop)
+        if self._registering is not None:
+            self._tasks.append(self._registering)
         for task in self._tasks:
             task.cancel()
         if self._tasks:
@@ -169,7 +179,7 @@ class EtcdMembership:
         began_s = time.monotonic()
         lease = await self._etcd.grant(self._lease_s)
         key, value = self._own_key(own), _value(own)
-        for _ in range(RENEWALS):
+        for _ in range(REGISTRATIONS_MAX):
             there = await self._etcd.create(key, value, lease)
             if there is not None:
                 if _endpoint(there) != own.endpoint:
@@ -181,27 +191,53 @@ class EtcdMembership:
             return
         raise MembershipError(f"the entry of the member {own.name} changes all the time")
 
-    async def _renew(self, own: Member) -> None:
-        """Keep the lease, for ever. One that has ended is replaced."""
-        failed_count = 0
-        while True:
-            pause_s = self._lease_s / RENEWALS if not failed_count else back_off_s(failed_count, PAUSE_S_MIN, 1.0)
-            await asyncio.sleep(pause_s)
-            began_s = time.monotonic()
+    def _keep_lease(self, own: Member, loop: asyncio.AbstractEventLoop) -> None:
+        """Keep the lease, in a thread that has an event loop and connections of its own."""
+        what = f"the lease of the member {own.name}"
+        etcd = self._etcd.copy(max(KEEP_ALIVE_S_MIN, self._lease_s / RENEWALS))
+        runner = asyncio.Runner()
+        is_started = False
+
+        async def keep_alive(lease: int) -> bool:
+            nonlocal is_started
+            if not is_started:
+                await etcd.start()
+                is_started = True
+            return await etcd.keep_alive(lease)
+
+        def renew() -> None:
+            lease, began_s = self._lease, time.monotonic()
             try:
-                if await self._etcd.keep_alive(self._lease):
-                    self._lease_until_s = began_s + self._lease_s
-                else:
-                    _log.warning("the lease of the member %s has ended; it registers again", own.name)
-                    await self._register(self._own or own)
-                    await self.refresh()
-                failed_count = 0
-                self.is_connected = True
-            except Exception as error:
-                failed_count += 1
+                is_kept = runner.run(keep_alive(lease))
+            except BaseException:
                 self.is_connected = False
-                if failed_count == 1:
-                    _log.warning("the lease of the member %s cannot be renewed: %r", own.name, error)
+                raise
+            self.is_connected = True
+            if not is_kept:
+                loop.call_soon_threadsafe(self._register_again)
+                raise EtcdError("it has ended; the member registers again")
+            if lease == self._lease:
+                self._lease_until_s = max(self._lease_until_s, began_s + self._lease_s)
+
+        def end() -> None:
+            runner.run(etcd.close())
+            runner.close()
+
+        self._renewals = Renewals(what, self._lease_s, renew, end)
+        self._renewals.start()
+
+    def _register_again(self) -> None:
+        """The lease has ended: take another one, unless that is under way."""
+        if self._own is not None and (self._registering is None or self._registering.done()):
+            self._registering = asyncio.get_running_loop().create_task(self._replace_lease(self._own))
+
+    async def _replace_lease(self, own: Member) -> None:
+        try:
+            await self._register(own)
+            await self.refresh()
+        except (EtcdError, MembershipError) as error:
+            self.is_connected = False
+            _log.warning("the member %s could not register again: %s", own.name, error)
 
     async def _watch(self) -> None:
         """Take changes as they come, for ever, each once. After a break the watch goes on where it was; where those

@@ -56,11 +56,12 @@ class StorageUnreachableError(ServerError):
 
 class StaleViewError(ServerError):
     """The storage server knows a later view of the cluster than the one that the call was made under. Nothing of the
-    call was carried out.
+    call was carried out. `took_body` says that bytes of its body were read, so that it cannot be made again.
     """
 
     def __init__(self, message: str) -> None:
         super().__init__(ErrorCode.SLOW_DOWN, message, retryable=True, field=VIEW_HEADER, retry_after_s=1)
+        self.took_body = False
 
 
 class RemoteRole:
@@ -144,12 +145,17 @@ class Peer:
 
     async def send(self, call: PeerCall, arguments: Mapping[str, Any]) -> Any:
         """Make a call with object bytes. If reading the body fails, the body's own error is raised, not the error with
-        which the storage server answers a cut body.
+        which the storage server answers a cut body. In a cluster the body waits for the storage server's leave, because
+        a server that knows a later view refuses the call, and then the same body goes to another one.
         """
         body: Body = arguments["body"]
         failures: list[BaseException] = []
+        waits_for_leave = body.is_held_back or self._view_id is not None
+        is_taken = False
 
         async def pieces() -> AsyncIterator[Piece]:
+            nonlocal is_taken
+            is_taken = True
             try:
                 async for piece in body:
                     yield piece
@@ -160,9 +166,11 @@ class Peer:
 
         fields = {**call.encode(arguments)[0], "has_sha256": body.has_sha256}
         try:
-            async with self._open(call, fields, pieces(), waits_for_leave=body.is_held_back) as response:
+            async with self._open(call, fields, pieces(), waits_for_leave=waits_for_leave) as response:
                 return call.decode_result(await response.read())
-        except ObjectCacheError:
+        except ObjectCacheError as error:
+            if isinstance(error, StaleViewError):
+                error.took_body = is_taken
             if failures:
                 raise failures[0] from None
             raise

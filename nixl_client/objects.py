@@ -21,6 +21,7 @@ from descriptors.rdma_token import TOKEN_HEADER, ObjectPath, RdmaToken, encode_t
 from descriptors.tracing import REQUEST_ID_HEADER
 from nixl_client.options import enum_member
 from nixl_client.session.agent import GONE, ClientAgent
+from nixl_client.session.retries import always, if_refused
 from nixl_client.session.signed_http import Answer, SignedHttp
 from nixl_client.session.timing import Timing, split_time
 from nixl_client.transports.buffers import Buffer, as_buffer
@@ -37,6 +38,7 @@ class Path(Enum):
     DIRECT = "direct"
 
 
+CONDITIONS = frozenset({"if-match", "if-none-match"})
 _TOKEN_PATHS = {Path.BUFFER: ObjectPath.BUFFER, Path.DIRECT: ObjectPath.DIRECT}
 
 
@@ -112,7 +114,22 @@ class ObjectPaths:
         path, target = enum_member(Path, path, "path"), as_buffer(buffer)
         length = _checked_length(target, offset, length)
         headers = {} if byte_range is None else {"Range": f"bytes={byte_range[0]}-{byte_range[1]}"}
-        move = self._begin(path, buffer, timeout_s)
+
+        def get(left_s: float) -> ObjectMoved:
+            return self._get(key, target, headers, self._begin(path, buffer, left_s), offset, length, path)
+
+        return self._http.retries.run(get, timeout_s or self._timeout_s)
+
+    def _get(
+        self,
+        key: str,
+        target: Buffer,
+        headers: Mapping[str, str],
+        move: _Move,
+        offset: int,
+        length: int,
+        path: Path,
+    ) -> ObjectMoved:
         if path is Path.TCP:
             named = {**headers, REQUEST_ID_HEADER: move.request_id}
             stream = self._http.stream("GET", self._path_of(key), timeout_s=move.timeout_s, headers=named)
@@ -142,17 +159,35 @@ class ObjectPaths:
         timeout_s: float | None = None,
     ) -> ObjectMoved:
         """Store `length` bytes (the rest of the buffer) from `offset` on. `headers` are those of any PUT; Content-MD5
-        and checksums are the object's. Raises ValueError where that is outside the buffer.
+        and checksums are the object's. A put with a condition (If-Match, If-None-Match) is made again only where the
+        server has refused it: its own first try may be what the condition meets. Raises ValueError where that is
+        outside the buffer.
         """
         path, target = enum_member(Path, path, "path"), as_buffer(buffer)
         length = _checked_length(target, offset, length)
-        move = self._begin(path, buffer, timeout_s)
+        is_conditional = any(name.lower() in CONDITIONS for name in headers or ())
+
+        def put(left_s: float) -> ObjectMoved:
+            return self._put(key, target, headers or {}, self._begin(path, buffer, left_s), offset, length, path)
+
+        return self._http.retries.run(put, timeout_s or self._timeout_s, if_refused if is_conditional else always)
+
+    def _put(
+        self,
+        key: str,
+        target: Buffer,
+        headers: Mapping[str, str],
+        move: _Move,
+        offset: int,
+        length: int,
+        path: Path,
+    ) -> ObjectMoved:
         if path is Path.TCP:
             body = target.host_view()[offset : offset + length]
-            named = {**(headers or {}), REQUEST_ID_HEADER: move.request_id}
-            answer = self._http.request("PUT", self._path_of(key), None, body, move.timeout_s, named)
+            named = {**headers, REQUEST_ID_HEADER: move.request_id}
+            answer = self._http.request_once("PUT", self._path_of(key), None, body, move.timeout_s, named)
             return move.result(length, path, answer.headers)
-        stream = self._with_token("PUT", key, headers or {}, move, offset, length, path)
+        stream = self._with_token("PUT", key, headers, move, offset, length, path)
         stream.close()
         if RDMA_REPLY_HEADER not in stream.headers:
             raise ServerError(ErrorCode.INTERNAL_ERROR, "the answer does not say that the token was executed")
@@ -175,7 +210,24 @@ class ObjectPaths:
         delivery = enum_member(Delivery, delivery, "delivery")
         length = layout.delivery_bytes(len(chunk_keys))
         _checked_length(as_buffer(buffer), offset, length)
-        registered, request_id = self._register(buffer), uuid.uuid4().hex
+        registered = self._register(buffer)
+
+        def put(left_s: float) -> list[str]:
+            return self._put_chunks(chunk_keys, layout, registered, offset, length, delivery, left_s)
+
+        return self._http.retries.run(put, timeout_s or self._timeout_s)
+
+    def _put_chunks(
+        self,
+        chunk_keys: Sequence[str],
+        layout: ChunkLayout,
+        registered: Registered,
+        offset: int,
+        length: int,
+        delivery: Delivery,
+        timeout_s: float,
+    ) -> list[str]:
+        request_id = uuid.uuid4().hex
 
         def send(agent_id: str) -> Answer:
             descriptor = Descriptor(
@@ -188,7 +240,7 @@ class ObjectPaths:
                 request_id=request_id,
             )
             body = encode_binary(descriptor)
-            return self._http.request("PUT", f"/{self._bucket}", {"layerwise": ""}, body, timeout_s or self._timeout_s)
+            return self._http.request_once("PUT", f"/{self._bucket}", {"layerwise": ""}, body, timeout_s)
 
         puts = self._send_past_http(registered, request_id, send).json()["chunks"]
         for index, put in enumerate(puts):
@@ -210,9 +262,9 @@ class ObjectPaths:
 
         return self._send_past_http(move.registered, move.request_id, send)
 
-    def _begin(self, path: Path, buffer: Any, timeout_s: float | None) -> _Move:
+    def _begin(self, path: Path, buffer: Any, timeout_s: float) -> _Move:
         registered = None if path is Path.TCP else self._register(buffer)
-        return _Move(uuid.uuid4().hex, registered, time.monotonic(), timeout_s or self._timeout_s)
+        return _Move(uuid.uuid4().hex, registered, time.monotonic(), timeout_s)
 
     def _send_past_http(self, registered: Registered, request_id: str, send: Callable[[str], _T]) -> _T:
         """Send a request whose bytes go past HTTP; its answer comes when they have. Our side is polled meanwhile: over

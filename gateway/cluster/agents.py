@@ -123,7 +123,7 @@ class ClusterAgents:
         wait_s: float | None,
     ) -> Told[_T]:
         """Ask members at once. One that takes longer than `wait_s` counts as not reached; with None, one that is not
-        there. Where one knows of a later view, they are asked once more under that.
+        there. One that knows a later view is asked again under that.
         """
 
         async def tell(member: Member) -> _T:
@@ -134,11 +134,7 @@ class ClusterAgents:
                 return await ask(storage.agents, member)
 
         async def tell_again(member: Member) -> _T:
-            try:
-                return await tell(member)
-            except StaleViewError:
-                await self._members.membership.refresh()
-                return await tell(member)
+            return await self._members.in_latest_view(lambda: tell(member))
 
         answers = await asyncio.gather(*map(tell_again, asked), return_exceptions=True)
         good: dict[str, _T] = {}

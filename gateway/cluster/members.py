@@ -6,7 +6,7 @@ import asyncio
 import logging
 import time
 from collections import OrderedDict
-from collections.abc import AsyncIterator, Callable, Coroutine, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Sequence
 from contextlib import asynccontextmanager, suppress
 from typing import Any, TypeVar
 
@@ -17,7 +17,7 @@ from descriptors.errors import ErrorCode, ObjectCacheError, ServerError
 from descriptors.placement import Placement
 from descriptors.storage_api import SERVER_KEY
 from gateway.cluster.hedging import Hedging
-from gateway.storage_client import RemoteStorage, StorageUnreachableError
+from gateway.storage_client import RemoteStorage, StaleViewError, StorageUnreachableError
 
 FAILURES_MAX = 1
 PAUSE_S_MIN, PAUSE_S_MAX = 0.25, 4.0
@@ -29,6 +29,8 @@ ALIVE_S = 1.0
 PACED_AGENTS_MAX = 4_096
 ROUNDS_MAX = 8
 """How often one request takes a later view, where members refuse it for an older one."""
+VIEWS_MAX = 3
+"""How many views one call to one member is made under."""
 CLOSE_AFTER_S = 60.0
 """The connections to a member that has left are kept for so long, since calls may still be under way."""
 _log = logging.getLogger(__name__)
@@ -167,6 +169,19 @@ class Members:
                     watchdog.cancel()
         except TimeoutError as error:
             raise StorageUnreachableError(error) from error
+
+    async def in_latest_view(self, ask: Callable[[], Awaitable[_T]]) -> _T:
+        """The result of `ask()`, which is called again under a later view where a member knows one. Raises
+        StaleViewError where that view cannot be learned, or the call's body cannot be sent again.
+        """
+        for _ in range(VIEWS_MAX - 1):
+            try:
+                return await ask()
+            except StaleViewError as stale:
+                if stale.took_body:
+                    raise
+                await self.membership.refresh()
+        return await ask()
 
     def _take(self, view: View) -> None:
         """Forget members that have left."""

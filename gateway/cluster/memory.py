@@ -233,10 +233,9 @@ async def cancel_at(members: Members, asked: list[Member], access_key: str, requ
     async def ask(member: Member) -> None:
         storage = await members.storage(member)
         try:
-            await members.watched(member, storage.prefixes.cancel(access_key, request_id))
-        except StaleViewError:
-            await members.membership.refresh()
-            await members.watched(member, storage.prefixes.cancel(access_key, request_id))
+            await members.in_latest_view(
+                lambda: members.watched(member, storage.prefixes.cancel(access_key, request_id))
+            )
         except StorageUnreachableError as error:
             raise may_still_write(member.id) from error
 

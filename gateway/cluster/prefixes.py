@@ -140,11 +140,7 @@ class ClusterPrefixes:
 
     async def claim(self, access_key: str, request_id: str) -> None:
         """Take a request id once in the cluster: the id has a keeper among the members, as keys have."""
-        try:
-            await self._claim_in_turn(access_key, request_id)
-        except StaleViewError:
-            await self._members.membership.refresh()
-            await self._claim_in_turn(access_key, request_id)
+        await self._members.in_latest_view(lambda: self._claim_in_turn(access_key, request_id))
 
     async def _claim_in_turn(self, access_key: str, request_id: str) -> None:
         unreachable = self._members.unreachable

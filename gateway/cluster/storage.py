@@ -20,7 +20,7 @@ from descriptors.storage_api import AgentsApi, ObjectRead, ObjectsApi, PrefixesA
 from gateway.cluster.agents import ClusterAgents
 from gateway.cluster.members import ALIVE_S, Members, nobody
 from gateway.cluster.prefixes import ClusterPrefixes
-from gateway.storage_client import StaleViewError, StorageUnreachableError
+from gateway.storage_client import StorageUnreachableError
 
 _T = TypeVar("_T")
 READS = frozenset({"head_bucket", "list_buckets", "get_lifecycle", "head_object", "object_parts", "list_objects",
@@ -157,16 +157,8 @@ def may_ask_again(call: PeerCall, error: StorageUnreachableError) -> bool:
 
 
 async def _ask(members: Members, call: PeerCall, arguments: dict[str, Any]) -> Any:
-    """A call that a member refuses, because its view is later than ours, is made again under that view. Where it has a
-    body, that may have begun, so its caller is told to come again.
-    """
-    try:
-        return await _ask_in_turn(members, call, arguments)
-    except StaleViewError:
-        await members.membership.refresh()
-        if call.form is Form.BODY:
-            raise
-    return await _ask_in_turn(members, call, arguments)
+    """A call that a member refuses, because its view is later than ours, is made again under that view."""
+    return await members.in_latest_view(lambda: _ask_in_turn(members, call, arguments))
 
 
 async def _ask_in_turn(members: Members, call: PeerCall, arguments: dict[str, Any]) -> Any:
@@ -192,12 +184,7 @@ async def _ask_in_turn(members: Members, call: PeerCall, arguments: dict[str, An
 async def _read(members: Members, call: PeerCall, arguments: dict[str, Any]) -> AsyncIterator[ObjectRead]:
     """Once the object is open, its bytes come from that member alone."""
     async with AsyncExitStack() as opened:
-        try:
-            read = await _open_in_turn(members, call, arguments, opened)
-        except StaleViewError:
-            await members.membership.refresh()
-            read = await _open_in_turn(members, call, arguments, opened)
-        yield read
+        yield await members.in_latest_view(lambda: _open_in_turn(members, call, arguments, opened))
 
 
 async def _open_in_turn(
@@ -241,8 +228,4 @@ async def _delete_objects(members: Members, access_key: str, bucket: str, keys: 
         asked = [ask(placement.members[keeper], some) for keeper, some in of_keeper.items()]
         return [each for some in await asyncio.gather(*asked) for each in some]
 
-    try:
-        return await ask_all()
-    except StaleViewError:  # what was deleted already is no error to delete again
-        await members.membership.refresh()
-        return await ask_all()
+    return await members.in_latest_view(ask_all)  # what was deleted already is no error to delete again

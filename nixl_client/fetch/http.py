@@ -75,40 +75,40 @@ class HttpFetches:
     def __init__(self, http: SignedHttp, connection_count: int = 1) -> None:
         self._http = http
         self._connection_count = connection_count
-        self._running: dict[str, _Reading] = {}
-        self._cancelled: set[str] = set()
+        self._running: dict[LayerFetch, _Reading] = {}
 
     def run(self, fetch: LayerFetch) -> None:
-        """POST the descriptor, whole or as subrequests, and read the bodies; returns when the fetch is settled."""
+        """POST the descriptor, whole or as subrequests, and read the bodies; returns when the fetch is settled. It is
+        POSTed again, under another id, where it fails before a layer is ready.
+        """
         try:
-            chunk_count: int | None = fetch.descriptor.chunk_count
-            attempt = 0
-            while chunk_count is not None:
-                subrequests = split_request(fetch.descriptor, self._connection_count, chunk_count, attempt)
-                reading = self._running[fetch.request_id] = _Reading(self._http, fetch, subrequests)
-                if fetch.request_id in self._cancelled:
-                    return
-                chunk_count = reading.run()
-                attempt += 1
+            self._http.retries.run(lambda _: self._try(fetch), fetch.timeout_s, fetch.begin_again, fetch.pause)
         except ObjectCacheError as error:
             fetch.on_failure(error)
         except Exception as error:
             _log.exception("fetch %s", fetch.request_id)
             fetch.on_failure(ServerError(ErrorCode.INTERNAL_ERROR, f"the client failed: {error}"))
         finally:
-            self._running.pop(fetch.request_id, None)
-            self._cancelled.discard(fetch.request_id)
+            self._running.pop(fetch, None)
             fetch.settle()
+
+    def _try(self, fetch: LayerFetch) -> None:
+        chunk_count: int | None = fetch.descriptor.chunk_count
+        attempt = 0
+        while chunk_count is not None:
+            subrequests = split_request(fetch.descriptor, self._connection_count, chunk_count, attempt)
+            reading = self._running[fetch] = _Reading(self._http, fetch, subrequests)
+            if fetch.is_cancelling:
+                return
+            chunk_count = reading.run()
+            attempt += 1
 
     def cancel(self, fetch: LayerFetch) -> None:
         """Break the connections. Only our own threads write into the buffer, and they end with their connections."""
-        if not fetch.is_settled:
-            self._cancelled.add(fetch.request_id)
-        reading = self._running.get(fetch.request_id)
+        reading = self._running.get(fetch)
         if reading is not None:
             reading.stop()
         fetch.wait_settled()
-        self._cancelled.discard(fetch.request_id)
 
 
 class _Reading:
@@ -165,7 +165,7 @@ class _Reading:
             self._is_over = True
         for subrequest in self._subrequests:
             try:
-                self._http.request("DELETE", f"{REQUESTS_PATH}/{subrequest.descriptor.request_id}")
+                self._http.request_once("DELETE", f"{REQUESTS_PATH}/{subrequest.descriptor.request_id}")
             except UnansweredError:
                 break  # it would not answer for the others either
             except ObjectCacheError:

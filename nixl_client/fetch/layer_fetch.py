@@ -6,13 +6,13 @@ import threading
 import time
 from collections.abc import Callable, Mapping
 from concurrent.futures import Executor
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
 import numpy as np
 
-from descriptors.descriptor import Descriptor
+from descriptors.descriptor import Delivery, Descriptor
 from descriptors.errors import ErrorCode, ObjectCacheError, ServerError
 from descriptors.headers import UNSETTLED_HEADER
 from descriptors.layer_forms import LayerForms
@@ -21,6 +21,7 @@ from descriptors.storage_api import Grant
 from kv_codecs.dropping import Kept
 from nixl_client.fetch.decoding import PlacedLayers, checked_forms, kept_tokens, layer_shape
 from nixl_client.fetch.delivery_state import DeliveryState, ProtocolViolationError
+from nixl_client.session.retries import always
 from nixl_client.session.timing import Timing, split_time
 from nixl_client.transports.buffers import Buffer
 from nixl_client.transports.transport import Transport
@@ -79,16 +80,18 @@ class LayerFetch:
         self.bucket = bucket
         self.timeout_s = timeout_s
         self.descriptor = descriptor
-        self.request_id = descriptor.request_id or ""
+        self._first_id = self.request_id = descriptor.request_id or ""
+        """The id of the request that is under way: each try has one of its own."""
         self._buffer = buffer
         self._offset = offset
         self._cancel = cancel
         self._decoders = decoders
+        self._try_count = 1
+        self._is_cancelling = False
         self._placed: PlacedLayers | None = None
         self._kept: dict[int, Kept] = {}
         """The tokens of each layer that are there, where a transport has decoded it."""
-        check_forms = None if descriptor.accept is None else partial(checked_forms, descriptor=descriptor)
-        self._state = DeliveryState(self.request_id, descriptor.layout, descriptor.chunk_count, check_forms)
+        self._state = self._new_state()
         self._changed = threading.Condition()
         self._ready_at_s: dict[int, float] = {}
         self._transferred_bytes = 0
@@ -183,6 +186,9 @@ class LayerFetch:
         """Stop the fetch; on return nothing writes into the buffer any more. Raises ObjectCacheError when the server
         could not be asked: then the buffer must not be reused.
         """
+        with self._changed:
+            self._is_cancelling = True
+            self._changed.notify_all()
         if not self._settled:
             self._cancel(self)
         if self._placed is not None:
@@ -223,11 +229,59 @@ class LayerFetch:
         if not is_true() and self._state.failure is not None:
             raise self._state.failure
 
+    def _new_state(self) -> DeliveryState:
+        descriptor = self.descriptor
+        check_forms = None if descriptor.accept is None else partial(checked_forms, descriptor=descriptor)
+        return DeliveryState(self.request_id, descriptor.layout, descriptor.chunk_count, check_forms)
+
     # The methods below are for the transports, which call them from their own threads.
 
+    @property
+    def is_cancelling(self) -> bool:
+        """Whether the caller wants no more of the fetch."""
+        return self._is_cancelling
+
+    @property
+    def has_layers(self) -> bool:
+        """Whether a layer is ready, as far as known. From then on the fetch is not asked for again: the caller may have
+        written into that layer.
+        """
+        return self._state.ready_count > 0
+
+    def begin_again(self, error: ObjectCacheError) -> bool:
+        """Ask for the fetch anew, under another id, after an error that left nothing in flight; whether that may be.
+        The order and the count of chunks must come out the same, since the caller may know them by now.
+        """
+        with self._changed:
+            is_over = self._is_cancelling or self._settled or self._violation is not None
+            if is_over or self.has_layers or error.layer or not always(error):
+                return False
+            self._try_count += 1
+            self.request_id = f"{self._first_id}.{self._try_count}"
+            told = self._state
+            self.descriptor = replace(self.descriptor, request_id=self.request_id)
+            self._state = self._new_state()
+            self._kept.clear()
+            if told.mode is not None and told.chunk_count is not None:
+                self.descriptor = replace(self.descriptor, delivery=Delivery(told.mode.value))
+                self._state.start(told.mode, told.chunk_count, told.grant)
+            return True
+
+    def pause(self, pause_s: float) -> None:
+        """Wait before another try, but no longer than the caller wants the fetch."""
+        with self._changed:
+            self._changed.wait_for(lambda: self._is_cancelling or self._settled, pause_s)
+
     def on_notice(self, notice: Notice) -> None:
-        """A notice came. One that contradicts others ends the fetch, since its bytes cannot be trusted."""
-        self._update(lambda: self._state.apply(notice))
+        """A notice came. One that contradicts others ends the fetch, since its bytes cannot be trusted. One of an
+        earlier try, which has ended, tells nothing.
+        """
+
+        def apply() -> None:
+            if notice.request_id == self.request_id or not notice.request_id.startswith(self._first_id):
+                self._state.apply(notice)
+
+        self._update(apply)
 
     def on_layer(self, layer_index: int) -> None:
         """The http transport read this layer to its end."""

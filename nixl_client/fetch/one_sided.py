@@ -19,6 +19,8 @@ from nixl_client.session.agent import GONE, ClientAgent
 from nixl_client.session.signed_http import Answer, SignedHttp
 from nixl_client.transports.http import UnansweredError
 
+STOP_S = 2.0
+"""How long a server may take to say that a request is stopped, before the fetch is given up."""
 STOP_PAUSES_S = (0.05, 0.1, 0.2, 0.4, 0.8)
 """The pauses after each unanswered request to stop a fetch."""
 NOTICE_WAIT_S = 0.5
@@ -39,10 +41,23 @@ class OneSidedFetches:
         """Fetches that have ended well, but for a server that was given up and may still write."""
 
     def run(self, fetch: LayerFetch) -> None:
-        """POST the descriptor; its answer comes when every write is done. A descriptor whose delivery may have started
-        is never sent twice.
+        """POST the descriptor; its answer comes when every write is done. It is POSTed again, under another id, where
+        no layer is ready and the server has surely nothing in flight.
         """
-        self.agent.receiver.listen(fetch.request_id, fetch.on_notice)
+        try:
+            self._http.retries.run(lambda _: self._try(fetch), fetch.timeout_s, fetch.begin_again, fetch.pause)
+        except ObjectCacheError as error:
+            if error.layer:  # the layers before it were written: their notices came another way than this answer
+                fetch.wait_reported(error.layer, NOTICE_WAIT_S)
+            fetch.on_failure(error)
+            fetch.settle()
+
+    def _try(self, fetch: LayerFetch) -> None:
+        """Raises ObjectCacheError where the server has nothing in flight."""
+        request_id = fetch.request_id
+        if fetch.is_cancelling:
+            raise ServerError(ErrorCode.CANCELLED, "the fetch was cancelled")
+        self.agent.receiver.listen(request_id, fetch.on_notice)
         try:
             self._settle_before(fetch)
             answer = self._post(fetch)
@@ -53,17 +68,30 @@ class OneSidedFetches:
                 with self._lock:
                     self._left_open.append(fetch)
         except UnansweredError as error:
+            if self._has_nothing_in_flight(fetch, error):
+                raise
             self._end_unanswered(fetch, error)
-        except ObjectCacheError as error:
-            if error.layer:  # the layers before it were written: their notices came another way than this answer
-                fetch.wait_reported(error.layer, NOTICE_WAIT_S)
-            fetch.on_failure(error)
-            fetch.settle()
+        except ObjectCacheError:
+            raise
         except Exception as error:
-            _log.exception("fetch %s", fetch.request_id)
+            _log.exception("fetch %s", request_id)
             self._end_unanswered(fetch, ServerError(ErrorCode.INTERNAL_ERROR, f"the client failed: {error}"))
         finally:
-            self.agent.receiver.stop_listening(fetch.request_id)
+            self.agent.receiver.stop_listening(request_id)
+
+    def _has_nothing_in_flight(self, fetch: LayerFetch, error: UnansweredError) -> bool:
+        """Whether a request without an answer has surely nothing in flight, so that it may be made again. A server that
+        is silent is not asked: the fetch has waited long enough.
+        """
+        if error.never_sent:
+            return True
+        if fetch.has_layers or isinstance(error.__cause__, TimeoutError):
+            return False
+        try:
+            self._stop(fetch, self.agent.writers_header(), STOP_S)
+        except ObjectCacheError:
+            return False
+        return True
 
     def _settle_before(self, fetch: LayerFetch) -> None:
         """Have servers that were given up drain, where they may write into this fetch's memory. Raises ServerError
@@ -107,8 +135,12 @@ class OneSidedFetches:
         self._cancel(fetch, self.agent.writers_header())
 
     def _cancel(self, fetch: LayerFetch, writers: dict[str, str] | None) -> None:
-        self._http.request("DELETE", f"{REQUESTS_PATH}/{fetch.request_id}", headers=writers)
+        self._stop(fetch, writers)
         fetch.settle()
+
+    def _stop(self, fetch: LayerFetch, writers: dict[str, str] | None, timeout_s: float | None = None) -> None:
+        path = f"{REQUESTS_PATH}/{fetch.request_id}"
+        self._http.request_once("DELETE", path, timeout_s=timeout_s, headers=writers)
 
     def _post(self, fetch: LayerFetch) -> Answer:
         """Where the server has forgotten our agent (it restarted, or we were suspended), register anew and ask again:
@@ -130,4 +162,4 @@ class OneSidedFetches:
 
     def _post_once(self, fetch: LayerFetch) -> Answer:
         body = encode_binary(fetch.descriptor)
-        return self._http.request("POST", f"/{fetch.bucket}", {"layerwise": ""}, body, fetch.timeout_s)
+        return self._http.request_once("POST", f"/{fetch.bucket}", {"layerwise": ""}, body, fetch.timeout_s)

@@ -12,7 +12,6 @@ from __future__ import annotations
 import logging
 import os
 import threading
-import time
 import uuid
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
@@ -20,11 +19,13 @@ from typing import Any
 
 from adapters.interfaces import UnknownInterfaceError
 from adapters.nixl_agent import NixlFailure, is_available
+from adapters.renewals import RENEWALS, Renewals
 from descriptors.errors import ErrorCode, ObjectCacheError, ServerError
 from descriptors.headers import AGENTS_PATH, TRANSPORTS_PATH, WRITERS_HEADER
 from descriptors.messages import AgentRegistration, AgentRenewal, Region, registration_body, renewal_body
+from nixl_client.session.retries import if_refused
 from nixl_client.session.shared import Shared
-from nixl_client.session.signed_http import Account, SignedHttp
+from nixl_client.session.signed_http import Account, Answer, SignedHttp
 from nixl_client.transports.buffers import Buffer
 from nixl_client.transports.receiver import Receiver
 from nixl_client.transports.shm import SINGLE, ShmReceiver, ShmUnavailableError
@@ -32,10 +33,6 @@ from nixl_client.transports.transport import Transport
 from nixl_client.transports.ucx import UcxReceiver
 
 LIFETIME_S = 60.0
-END_PAUSES_S = (0.05, 0.2, 0.5)
-"""Pauses before the end of an agent is asked for again: a member of a cluster that has just died may be known to have
-ended by then.
-"""
 GONE = frozenset({ErrorCode.NO_SUCH_AGENT, ErrorCode.EXPIRED_TOKEN})
 """The server knows the agent no more: it restarted, or this process was suspended."""
 _log = logging.getLogger(__name__)
@@ -145,9 +142,8 @@ class _SharedAgent:
         self._agent_id: str | None = None
         self._forgotten_id: str | None = None
         self._writers: set[str] = set()
-        self._closing = threading.Event()
-        self._heartbeat = threading.Thread(target=self._keep_renewing, name="objectcache-heartbeat", daemon=True)
-        self._heartbeat.start()
+        self._renewals = Renewals("the client's agent", lifetime_s, self._beat)
+        self._renewals.start()
 
     def region_of(self, http: SignedHttp, buffer: Buffer) -> str:
         self._check_process()
@@ -195,8 +191,7 @@ class _SharedAgent:
 
     def close(self, http: SignedHttp) -> None:
         """Tell the server, which answers when nothing is in flight, then let the memory go."""
-        self._closing.set()
-        self._heartbeat.join()
+        self._renewals.stop()
         try:
             with self._lock:
                 regions, self._regions = self._regions, {}
@@ -247,16 +242,21 @@ class _SharedAgent:
             problem = f"the storage server {unreached[0]} could not be told, and may still write"
             raise ServerError(ErrorCode.SLOW_DOWN, problem, retryable=True)
         if self._agent_id is None:
-            body = self._registration_body(self.receiver.registration(regions, self._lifetime_s))
-            answer = self.receiver.call_and_connect(lambda: http.request("POST", AGENTS_PATH, body=body))
+            answer = http.retries.run(lambda left_s: self._register(http, regions, left_s), http.timeout_s, if_refused)
             self._note(answer.json())
 
-    def _renew(self, http: SignedHttp, renewal: AgentRenewal) -> tuple[str, ...]:
+    def _register(self, http: SignedHttp, regions: list[Region], timeout_s: float) -> Answer:
+        """One try: over shm each has tickets of its own."""
+        body = self._registration_body(self.receiver.registration(regions, self._lifetime_s))
+        return self.receiver.call_and_connect(lambda: http.request_once("POST", AGENTS_PATH, None, body, timeout_s))
+
+    def _renew(self, http: SignedHttp, renewal: AgentRenewal, timeout_s: float | None = None) -> tuple[str, ...]:
         """Renew, and make the agent known to members of a cluster that do not know it. Returns the ids of members that
         have taken the renewal.
         """
         try:
-            answer = http.request("POST", f"{AGENTS_PATH}/{self._agent_id}", body=renewal_body(renewal)).json()
+            path, body = f"{AGENTS_PATH}/{self._agent_id}", renewal_body(renewal)
+            answer = http.request("POST", path, None, body, timeout_s).json()
         except ObjectCacheError as error:
             if error.code not in GONE:
                 raise
@@ -292,20 +292,15 @@ class _SharedAgent:
             introduction = self.receiver.introduction(self._region_list(), self._lifetime_s, names)
             if introduction.shm_tickets or introduction.members:
                 body = self._registration_body(replace(introduction, agent_id=self._agent_id))
-                answer = self.receiver.call_and_connect(lambda: http.request("POST", AGENTS_PATH, body=body))
+                answer = self.receiver.call_and_connect(lambda: http.request_once("POST", AGENTS_PATH, body=body))
                 self._note(answer.json())
         except (ObjectCacheError, ShmUnavailableError, NixlFailure) as error:
             _log.warning("the agent could not be made known to %s: %s", ", ".join(names), error)
 
-    def _keep_renewing(self) -> None:
-        while not self._closing.wait(self._lifetime_s / 3):
-            with self._lock:
-                if self._agent_id is None:
-                    continue
-                try:
-                    self._renew(self._http, AgentRenewal(self._lifetime_s))
-                except ObjectCacheError as error:
-                    _log.warning("renewing the agent failed: %s", error)
+    def _beat(self) -> None:
+        with self._lock:
+            if self._agent_id is not None:
+                self._renew(self._http, AgentRenewal(self._lifetime_s), self._lifetime_s / RENEWALS)
 
     def _deregister(self, http: SignedHttp) -> None:
         """Drop the registration; answered when nothing is in flight. A registration that the servers have forgotten is
@@ -315,19 +310,19 @@ class _SharedAgent:
         if agent_id is None:
             self._writers.clear()
             return
-        for pause_s in (*END_PAUSES_S, None):
-            try:
-                http.request("DELETE", f"{AGENTS_PATH}/{agent_id}", headers=self.writers_header())
-            except ObjectCacheError as error:
-                if error.code is ErrorCode.SLOW_DOWN and pause_s is not None:
-                    time.sleep(pause_s)
-                    continue
-                if error.code not in GONE:
-                    raise
-            break
+        try:
+            http.retries.run(lambda left_s: self._end(http, agent_id, left_s), http.timeout_s)
+        except ObjectCacheError as error:
+            if error.code not in GONE:
+                raise
         self._agent_id = None
         self._writers.clear()
         self.receiver.on_forgotten()
+
+    def _end(self, http: SignedHttp, agent_id: str, timeout_s: float) -> None:
+        """Each try names the members that live now: one that has just died may be known to have ended by then."""
+        headers = self.writers_header()
+        http.request_once("DELETE", f"{AGENTS_PATH}/{agent_id}", timeout_s=timeout_s, headers=headers)
 
     def _check_process(self) -> None:
         if self._process_id != os.getpid():

@@ -7,8 +7,9 @@ from __future__ import annotations
 
 import http.client
 import json
+import ssl
 import xml.etree.ElementTree as ElementTree
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 from urllib.parse import quote, urlencode
@@ -18,10 +19,14 @@ from botocore.awsrequest import AWSRequest
 from botocore.credentials import Credentials
 
 from descriptors.errors import ErrorCode, ObjectCacheError, ServerError, error_from_fields
+from nixl_client.session import retries
+from nixl_client.session.retries import Retries
 from nixl_client.session.shared import Shared
 from nixl_client.transports.http import ConnectionPool, ServerAddress, Stream, UnansweredError
 
 ERROR_BODY_BYTES_MAX = 65_536
+RETRYABLE_STATUSES = frozenset({500, 502, 503, 504})
+"""Those of a server or a proxy that may answer the same request later, also where it says no more."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,14 +59,44 @@ class SignedHttp:
     UnansweredError for broken connections.
     """
 
-    def __init__(self, endpoint: str, access_key: str, secret_key: str, region: str, timeout_s: float) -> None:
+    def __init__(
+        self,
+        endpoint: str,
+        access_key: str,
+        secret_key: str,
+        region: str,
+        timeout_s: float,
+        retries: Retries | None = None,
+    ) -> None:
         self.account = Account(ServerAddress.parse(endpoint), access_key, secret_key, region)
         self.timeout_s = timeout_s
+        self.retries = retries or Retries()
+        """How calls are made again, for calls of several requests too."""
         self._credentials = Credentials(access_key, secret_key)
         self._pool = _pools.take(self.account, lambda: ConnectionPool(self.account.address))
         self._is_closed = False
 
     def request(
+        self,
+        method: str,
+        path: str,
+        query: Mapping[str, str] | None = None,
+        body: bytes | memoryview = b"",
+        timeout_s: float | None = None,
+        headers: Mapping[str, str] | None = None,
+        may_repeat: Callable[[ObjectCacheError], bool] = retries.always,
+    ) -> Answer:
+        """`request_once`, and again where that fails in a way that may pass (`nixl_client.session.retries`): the
+        request must change nothing when it is carried out twice, or `may_repeat` must say when it may be. `timeout_s`
+        bounds all tries together, too.
+        """
+        return self.retries.run(
+            lambda left_s: self.request_once(method, path, query, body, left_s, headers),
+            timeout_s or self.timeout_s,
+            may_repeat,
+        )
+
+    def request_once(
         self,
         method: str,
         path: str,
@@ -86,25 +121,46 @@ class SignedHttp:
         timeout_s: float | None = None,
         headers: Mapping[str, str] | None = None,
     ) -> Stream:
-        """Send and read the answer's head."""
+        """Send, once, and read the answer's head."""
         target = quote(path, safe="/-_.~") + (f"?{urlencode(query, quote_via=quote)}" if query else "")
         signed = self._sign(method, target, body, headers or {})
         connection = self._pool.take(timeout_s or self.timeout_s)
+        is_connected = connection.sock is not None
         try:
+            if not is_connected:
+                connection.connect()
+            is_connected = True
             connection.request(method, target, body=body or None, headers=signed)
             response = connection.getresponse()
         except (OSError, http.client.HTTPException) as error:
             connection.close()
-            raise UnansweredError(f"{method} {path}: {str(error) or type(error).__name__}") from error
+            raise UnansweredError(
+                f"{method} {path}: {str(error) or type(error).__name__}",
+                never_sent=not is_connected,
+                retryable=not isinstance(error, ssl.SSLCertVerificationError),
+            ) from error
+        except BaseException:
+            connection.close()
+            raise
         stream = Stream(self._pool, connection, response)
         if response.status >= 300:
             raise _refusal(stream, response.status)
+        if not stream.has_known_end:
+            stream.close()
+            raise UnansweredError(f"{method} {path}: the answer does not say where it ends")
         return stream
 
     def copy(self) -> SignedHttp:
-        """Requests of the same account, to be closed by themselves."""
-        account = self.account
-        return SignedHttp(account.address.url, account.access_key, account.secret_key, account.region, self.timeout_s)
+        """Requests of the same account, to be closed by themselves, with a budget of their own for retries."""
+        account, attempts_max = self.account, self.retries.attempts_max
+        return SignedHttp(
+            account.address.url,
+            account.access_key,
+            account.secret_key,
+            account.region,
+            self.timeout_s,
+            Retries(attempts_max),
+        )
 
     def close(self) -> None:
         """Make no further request. The connections close with the last client that uses them."""
@@ -135,10 +191,16 @@ def parse_error(status: int, body: bytes, retry_after: str | None = None) -> Obj
     """The error an S3 Error document describes; what is no such document becomes InternalError with the status. In
     seconds, `retry_after` is when to ask again.
     """
+    retry_after_s = int(retry_after) if retry_after is not None and retry_after.isdecimal() else None
     try:
         root = ElementTree.fromstring(body)
     except ElementTree.ParseError:
-        return ServerError(ErrorCode.INTERNAL_ERROR, f"HTTP {status} without an error document")
+        return ServerError(
+            ErrorCode.INTERNAL_ERROR,
+            f"HTTP {status} without an error document",
+            retryable=status in RETRYABLE_STATUSES,
+            retry_after_s=retry_after_s,
+        )
 
     def number(name: str) -> int | None:
         text = root.findtext(name)
@@ -151,6 +213,6 @@ def parse_error(status: int, body: bytes, retry_after: str | None = None) -> Obj
             "field": root.findtext("ArgumentName"),
             "index": number("ChunkIndex"),
             "layer": number("LayerIndex"),
-            "retry_after_s": int(retry_after) if retry_after is not None and retry_after.isdecimal() else None,
+            "retry_after_s": retry_after_s,
         }
     )

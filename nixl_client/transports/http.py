@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import http.client
+import io
 import os
 import select
 import socket
@@ -25,10 +26,13 @@ IDLE_CONNECTIONS_MAX = 64
 
 
 class UnansweredError(ServerError):
-    """The connection broke before an answer came: whether the request took effect is unknown."""
+    """The connection broke before an answer came: whether the request took effect is unknown, unless it was
+    `never_sent`.
+    """
 
-    def __init__(self, problem: str) -> None:
-        super().__init__(ErrorCode.INTERNAL_ERROR, problem, retryable=True)
+    def __init__(self, problem: str, *, never_sent: bool = False, retryable: bool = True) -> None:
+        super().__init__(ErrorCode.INTERNAL_ERROR, problem, retryable=retryable)
+        self.never_sent = never_sent
 
 
 @dataclass(frozen=True, slots=True)
@@ -106,9 +110,11 @@ class ConnectionPool:
             connection.close()
 
     def _new_connection(self) -> http.client.HTTPConnection:
+        connection = http.client.HTTPConnection(self._address.host, self._address.port)
         if self._tls is not None:
-            return http.client.HTTPSConnection(self._address.host, self._address.port, context=self._tls)
-        return http.client.HTTPConnection(self._address.host, self._address.port)
+            connection = http.client.HTTPSConnection(self._address.host, self._address.port, context=self._tls)
+        connection.response_class = _WholeHead
+        return connection
 
     def _check_process(self) -> None:
         """In a child process the idle connections are the parent's: let go of them, since both would read answers."""
@@ -117,6 +123,38 @@ class ConnectionPool:
             self._process_id, self._lock, self._idle = os.getpid(), threading.Lock(), deque()
             for connection in inherited:
                 connection.close()
+
+
+class _WholeHead(http.client.HTTPResponse):
+    """An answer whose head must be whole. http.client takes a connection that ends within the head for the head's end,
+    so that `HTTP/1.1 200 O` would be a success.
+    """
+
+    def begin(self) -> None:
+        """Raises http.client.RemoteDisconnected where the head breaks off."""
+        file = self.fp
+        self.fp = _WholeLines(file)  # type: ignore[assignment]
+        try:
+            super().begin()
+        finally:
+            if self.fp is not None:
+                self.fp = file
+
+
+class _WholeLines:
+    """The lines of a head, each of which must have its end."""
+
+    def __init__(self, file: io.BufferedReader) -> None:
+        self._file = file
+
+    def readline(self, limit: int = -1) -> bytes:
+        line = self._file.readline(limit)
+        if not line.endswith(b"\n") and not 0 <= limit <= len(line):
+            raise http.client.RemoteDisconnected("the answer broke off within its head")
+        return line
+
+    def close(self) -> None:
+        self._file.close()
 
 
 class Stream:
@@ -131,6 +169,13 @@ class Stream:
         self._lock = threading.Lock()
         self._is_closed = False
         self.headers: Mapping[str, str] = {name.lower(): value for name, value in response.getheaders()}
+
+    @property
+    def has_known_end(self) -> bool:
+        """Whether the head says where the body ends. If only the end of the connection does, a body that breaks off
+        looks whole.
+        """
+        return self._response.chunked or self._response.length is not None
 
     def read_into(self, view: memoryview) -> None:
         """Fill `view` from the body. Raises UnansweredError when it ends early."""

@@ -23,6 +23,7 @@ from contextlib import suppress
 from functools import partial
 from pathlib import Path
 
+from adapters.renewals import RENEWALS, Renewals
 from descriptors.errors import ErrorCode, ObjectCacheError, ServerError
 from storage_server.settings import StorageSettings, UpstreamSettings
 from storage_server.shared_files import merge
@@ -111,7 +112,7 @@ class SharedDirectory:
         self.segments = Segments(self.files, disk, settings.segment_body_bytes_max, space, self.committer.consider)
         self.reader = IndexReader(local / "index.sqlite3")
         self._io = IoThreads(IO_THREADS)
-        self._beats = IoThreads(1)
+        self._beats = Renewals("the sign of life in the shared directory", RENEWALS * UPKEEP_S, self.files.beat)
         bound = Bound("the shared directory", lambda: None, lambda: 0)
         share = BufferShare(storage.buffer_bytes)
         bodies = BodyWriter(self.segments, disk, Durability.STRICT, share, self._io, bound)
@@ -162,9 +163,9 @@ class SharedDirectory:
         works = (
             self.following.run(self._settings.poll_s),
             self.lifecycle.run(*self._lifecycle_s),
-            self._beat(),
             self._upkeep(),
         )
+        self._beats.start(first_in_s=0.0)
         self._works = [asyncio.create_task(work) for work in works]
 
     async def close(self) -> None:
@@ -176,7 +177,7 @@ class SharedDirectory:
         await self.following.close()
         await asyncio.to_thread(self._reads.close)
         self._io.close()
-        self._beats.close()
+        await asyncio.to_thread(self._beats.stop)
         self._evictor.close()
         self.segments.close()
         self.committer.close()
@@ -268,15 +269,6 @@ class SharedDirectory:
         self.segments.retire(file_id)
         if not self.segments.is_written(file_id):
             self.files.note_dead(file_id)
-
-    async def _beat(self) -> None:
-        """Show that this server is alive."""
-        while True:
-            try:
-                await self._beats.run(self.files.beat)
-            except ObjectCacheError as error:
-                _log.warning("the shared directory: %s", error)
-            await asyncio.sleep(UPKEEP_S)
 
     async def _upkeep(self) -> None:
         """Delete files that nobody needs, and keep the journal short."""

@@ -7,7 +7,8 @@ import os
 import signal
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -103,6 +104,28 @@ def test_a_prefix_with_a_gap_ends_before_it(calm: Cluster, bucket: str) -> None:
             fetched(client)
         assert missing.value.index == 5
         assert "chunk_keys[5]" in missing.value.message
+
+
+def test_a_gateway_that_knows_an_older_view_asks_again_by_itself(kv: Cluster, bucket: str) -> None:
+    """Also where the call has a body: no client is told of a change of the members. Each edition reaches the servers
+    alone, as a change that a gateway has not heard of yet.
+    """
+    s3 = s3_client(kv.gateways[0].url)
+    chunks = dict(zip(KEYS, CHUNKS, strict=True))
+    calls: list[Callable[[], object]] = [
+        lambda: [s3.put_object(Bucket=bucket, Key=key, Body=chunk.tobytes()) for key, chunk in chunks.items()],
+        lambda: [s3.put_object(Bucket=bucket, Key=f"plain-{size}", Body=b"x" * size) for size in (0, 1, 300_000)],
+        lambda: s3.get_object(Bucket=bucket, Key=KEYS[0])["Body"].read(),
+        lambda: s3.delete_object(Bucket=bucket, Key=KEYS[1]),
+    ]
+    for call in calls:
+        kv.write_members()
+        for name, process in kv.members.items():
+            process.send(signal.SIGHUP)
+            assert eventually(partial(kv.has_read_members, name))
+        call()
+    found = s3.list_objects_v2(Bucket=bucket)
+    assert {each["Key"] for each in found["Contents"]} == {*KEYS, "plain-0", "plain-1", "plain-300000"} - {KEYS[1]}
 
 
 def test_a_server_that_is_killed_is_missed_by_nobody(kv: Cluster, bucket: str) -> None:

@@ -9,6 +9,7 @@ import os
 import signal
 import ssl
 import subprocess
+import time
 from collections.abc import AsyncIterator, Callable, Iterator
 from contextlib import asynccontextmanager
 from pathlib import Path
@@ -123,6 +124,13 @@ async def test_a_member_that_dies_leaves_when_its_lease_ends(shared: EtcdServer,
         assert names(watching.view) == ["a"]
         await until(lambda: names(watching.view) == [])
         assert not dying.holds_lease
+
+
+async def test_a_busy_event_loop_does_not_end_a_lease(shared: EtcdServer, prefix: str) -> None:
+    async with joined(shared, prefix, member("a"), lease_s=2) as own:
+        time.sleep(3)  # noqa: ASYNC251 - nothing else runs on the loop for longer than the lease
+        assert own.holds_lease
+        assert own.registration_count == 1
 
 
 async def test_a_server_that_comes_again_takes_its_own_entry_and_nobody_elses(shared: EtcdServer, prefix: str) -> None:

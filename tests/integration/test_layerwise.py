@@ -271,7 +271,7 @@ def test_ucx_answers_with_an_empty_body_and_nixls_own_count(local: LocalStack, m
     keys, chunks = make_chunks(N, LAYOUT)
     buffer = allocate(LAYOUT.delivery_bytes(N))
     counted: list[int] = []
-    ended, send = Flight.ended, SignedHttp.request
+    ended, send = Flight.ended, SignedHttp.request_once
 
     def counting(flight: Flight, nbytes: int, failure: NixlFailure | None) -> None:
         counted.append(nbytes)
@@ -288,7 +288,7 @@ def test_ucx_answers_with_an_empty_body_and_nixls_own_count(local: LocalStack, m
     with local.client("chunks", "ucx") as client:
         client.put_chunks(keys, list(chunks))
         monkeypatch.setattr(Flight, "ended", counting)
-        monkeypatch.setattr(SignedHttp, "request", recording)
+        monkeypatch.setattr(SignedHttp, "request_once", recording)
         client.fetch(keys, LAYOUT, buffer, delivery=Delivery.LAYER_MAJOR).wait(30)
     assert sum(counted) == LAYOUT.delivery_bytes(N)
     (answer,) = replies

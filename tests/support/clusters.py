@@ -11,7 +11,7 @@ from pathlib import Path
 
 from descriptors.cluster import ViewId
 from descriptors.peer_auth import PeerSecrets
-from gateway.storage_client import RemoteStorage
+from gateway.storage_client import RemoteStorage, StaleViewError
 from nixl_client.client import ObjectCacheClient
 from tests.support.networks import Network
 from tests.support.processes import ServerProcess
@@ -133,10 +133,20 @@ class Cluster:
     def metrics(self, name: str) -> str:
         """A member's metrics, as it tells them to gateways."""
 
+        return self._ask_metrics(name, self.number)
+
+    def has_read_members(self, name: str) -> bool:
+        """Whether a member has read the last edition of the members: it refuses calls under the one before."""
+        try:
+            self._ask_metrics(name, self.number - 1)
+        except StaleViewError:
+            return True
+        return False
+
+    def _ask_metrics(self, name: str, view_number: int) -> str:
         async def ask() -> str:
-            storage = RemoteStorage(
-                f"unix:{self.socket(name)}", PeerSecrets(self.secret.read_bytes().strip()), self._view_id
-            )
+            secrets = PeerSecrets(self.secret.read_bytes().strip())
+            storage = RemoteStorage(f"unix:{self.socket(name)}", secrets, lambda: ViewId("kv", view_number))
             await storage.start()
             try:
                 return await storage.status.metrics("")
@@ -144,9 +154,6 @@ class Cluster:
                 await storage.close()
 
         return asyncio.run(ask())
-
-    def _view_id(self) -> ViewId:
-        return ViewId("kv", self.number)
 
     def close(self) -> None:
         for process in [*self.gateways, *self.members.values()]:

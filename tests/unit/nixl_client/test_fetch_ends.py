@@ -19,6 +19,7 @@ from nixl_client.fetch.one_sided import OneSidedFetches
 from nixl_client.transports.buffers import as_buffer
 from nixl_client.transports.http import UnansweredError
 from nixl_client.transports.transport import Transport
+from tests.support.played_http import PlayedHttp
 
 DESCRIPTOR = Descriptor(("a", "b"), 2, 16, 1_000, rdma_target=RdmaTarget("agent", "kv", 0, 4_000), request_id="r" * 16)
 
@@ -29,14 +30,15 @@ def soon(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(one_sided, "STOP_PAUSES_S", (0.0, 0.001, 0.002))
 
 
-class LostHttp:
+class LostHttp(PlayedHttp):
     """The descriptor's answer is lost, and so are the first `lost_stops` requests to stop it."""
 
     def __init__(self, fetch_says: Any, lost_stops: int) -> None:
+        super().__init__()
         self._fetch_says = fetch_says
         self._lost_stops = lost_stops
 
-    def request(self, method: str, *_: object, **__: object) -> Any:
+    def request_once(self, method: str, *_: object, **__: object) -> Any:
         if method == "POST":
             self._fetch_says()
         elif self._lost_stops == 0:
@@ -46,14 +48,15 @@ class LostHttp:
         raise UnansweredError("the connection broke")
 
 
-class RefusingHttp:
+class RefusingHttp(PlayedHttp):
     """The answer says that layer 1 failed; the notices that were sent before it come `late_s` after it, if ever."""
 
     def __init__(self, fetch_says: Any, late_s: float | None) -> None:
+        super().__init__()
         self._fetch_says = fetch_says
         self._late_s = late_s
 
-    def request(self, *_: object, **__: object) -> Any:
+    def request_once(self, *_: object, **__: object) -> Any:
         if self._late_s is not None:
             threading.Timer(self._late_s, self._fetch_says).start()
         raise ChunkUnavailable(ErrorCode.CHUNK_CORRUPT, "chunk_keys[1] is damaged", index=1, layer=1)

@@ -14,18 +14,27 @@ from nixl_client.session.agent import ClientAgent
 from nixl_client.session.signed_http import SignedHttp
 from nixl_client.transports.http import UnansweredError
 from tests.support.chunks import LAYOUT
+from tests.support.played_http import PlayedHttp
 
 BUFFER = np.zeros(LAYOUT.delivery_bytes(1), np.uint8)
 
 
-class SilentHttp:
+class SilentHttp(PlayedHttp):
     """Answers no request, and knows how long each one would have waited. The stop of a request is answered."""
 
     def __init__(self) -> None:
+        super().__init__(attempts_max=1)
         self.waits: list[float | None] = []
 
-    def request(
-        self, method: str, path: str, query: object = None, body: object = b"", timeout_s: float | None = None, *_: Any
+    def request_once(
+        self,
+        method: str,
+        path: str,
+        query: object = None,
+        body: object = b"",
+        timeout_s: float | None = None,
+        *_: Any,
+        **__: Any,
     ) -> None:
         if method != "DELETE":
             self.waits.append(timeout_s)

@@ -17,6 +17,7 @@ from nixl_client.session import agent as agents
 from nixl_client.session.agent import _SharedAgent
 from nixl_client.transports.buffers import as_buffer
 from nixl_client.transports.transport import Transport
+from tests.support.played_http import PlayedHttp
 
 
 class PlayedReceiver:
@@ -49,14 +50,15 @@ class PlayedReceiver:
     def stop(self) -> None: ...
 
 
-class PlayedHttp:
+class PlayedGateway(PlayedHttp):
     """A gateway whose next answers the test sets: members that know the agent, or an error."""
 
     def __init__(self) -> None:
-        self.answers: dict[str, Any] = {"agent_id": "agent", "members": ["a.1", "b.1"]}
+        super().__init__()
+        self.answers: Any = {"agent_id": "agent", "members": ["a.1", "b.1"]}
         self.deleted_with: list[str] = []
 
-    def request(self, method: str, *_: object, headers: Mapping[str, str] | None = None, **__: object) -> Any:
+    def request_once(self, method: str, *_: object, headers: Mapping[str, str] | None = None, **__: object) -> Any:
         if method == "DELETE":
             self.deleted_with.append((headers or {}).get(WRITERS_HEADER, ""))
             return None
@@ -76,7 +78,7 @@ def receiver(monkeypatch: pytest.MonkeyPatch) -> PlayedReceiver:
 
 def registered(receiver: PlayedReceiver) -> tuple[_SharedAgent, Any, list[Any]]:
     """An agent with two buffers, known to the members a and b."""
-    http: Any = PlayedHttp()
+    http: Any = PlayedGateway()
     agent = _SharedAgent(Transport.SHM, http, 60.0)
     buffers = [as_buffer(np.zeros(4096, np.uint8)) for _ in range(2)]
     for buffer in buffers:
