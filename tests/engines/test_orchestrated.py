@@ -25,7 +25,8 @@ from orchestrator.tokens import LocalTokenizer
 from tests.engines.environment import engine_python, engine_variables
 from tests.engines.multi_models import RANK, make_adapter
 from tests.support.requests import OWNER, s3_client
-from tests.support.servers import CONFIG, eventually, started
+from tests.support.servers import CONFIG, started
+from tests.support.waiting import eventually
 
 pytestmark = [pytest.mark.engines_full, pytest.mark.timeout(900)]
 BUCKET = "kv-cache"

@@ -32,7 +32,8 @@ from tqdm import tqdm
 
 from descriptors.units import KIB, MIB
 from tests.support.requests import OWNER, request, s3_client
-from tests.support.servers import CONFIG, eventually, started
+from tests.support.servers import CONFIG, started
+from tests.support.waiting import eventually
 
 KINDS = ("embedded", "upstream", "written back")
 DISK_BYTES = 96 * MIB

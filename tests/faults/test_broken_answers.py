@@ -17,7 +17,8 @@ from nixl_client.session.retries import Retries
 from nixl_client.transports.http import UnansweredError
 from tests.support.chunks import LAYOUT, N, make_chunks
 from tests.support.cut_proxy import CutProxy, Place, cut_proxy
-from tests.support.servers import LocalStack, eventually, is_idle
+from tests.support.servers import LocalStack, is_idle
+from tests.support.waiting import eventually
 
 
 @pytest.fixture

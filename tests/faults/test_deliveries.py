@@ -29,8 +29,9 @@ from nixl_client.transports.shared_memory import allocate
 from tests.support.chunks import LAYOUT, N, layer_of, make_chunks
 from tests.support.cut_proxy import cut_proxy
 from tests.support.requests import OWNER, descriptor_request
-from tests.support.servers import UCX, LocalStack, Stack, eventually, has_stopped, is_idle, stack
+from tests.support.servers import UCX, LocalStack, Stack, has_stopped, is_idle, stack
 from tests.support.tree import repository
+from tests.support.waiting import eventually
 
 
 def begin(local: LocalStack, client: Any, keys: list[str], buffer: np.ndarray) -> LayerFetch:

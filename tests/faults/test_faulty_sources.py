@@ -17,8 +17,9 @@ from nixl_client.client import ObjectCacheClient
 from storage_server.gather.source import ChunkSource
 from tests.support.chunks import LAYOUT, N, layer_of, make_chunks
 from tests.support.requests import request
-from tests.support.servers import LocalStack, eventually
+from tests.support.servers import LocalStack
 from tests.support.sources import DamagedSource, FailingSource, SlowSource, SourceCall
+from tests.support.waiting import eventually
 
 KEYS, CHUNKS = make_chunks(N, LAYOUT)
 BUCKET = "chunks"

@@ -36,7 +36,8 @@ from storage_server.store.embedded import EmbeddedStore
 from tests.support.chunks import LAYOUT, BytesBody, N, layer_of, make_chunks
 from tests.support.cut_proxy import cut_proxy
 from tests.support.requests import OTHER, OWNER, descriptor_request, request, signed
-from tests.support.servers import LocalStack, eventually, has_stopped, is_idle, stack
+from tests.support.servers import LocalStack, has_stopped, is_idle, stack
+from tests.support.waiting import eventually
 
 
 def send_and_hang_up(url: str, method: str, target: str, body: bytes) -> None:

@@ -34,8 +34,9 @@ from nixl_client import objects
 from storage_server.region_body import RegionBody
 from tests.support.chunks import make_chunks
 from tests.support.requests import OWNER, Reply, request, signed
-from tests.support.servers import UCX, LocalStack, Stack, eventually, is_idle, stack
+from tests.support.servers import UCX, LocalStack, Stack, is_idle, stack
 from tests.support.tree import repository
+from tests.support.waiting import eventually
 
 MIB = 1 << 20
 pytestmark = pytest.mark.with_ucx

@@ -19,7 +19,8 @@ from nixl_client.client import ObjectCacheClient
 from tests.integration.test_compression import LAYERS, SHAPE, kv_chunks
 from tests.integration.test_replacing import KV_LAYOUT
 from tests.support.requests import OWNER, request
-from tests.support.servers import CONFIG, eventually, started
+from tests.support.servers import CONFIG, started
+from tests.support.waiting import eventually
 
 ROUNDS = 4
 REPLACING = """

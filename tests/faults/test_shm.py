@@ -31,7 +31,8 @@ from storage_server.transport import shm_door
 from tests.support.chunks import LAYOUT, N, make_chunks
 from tests.support.memory_holes import punch
 from tests.support.requests import OTHER, OWNER, request
-from tests.support.servers import LocalStack, Stack, eventually
+from tests.support.servers import LocalStack, Stack
+from tests.support.waiting import eventually
 
 SIZE = 65_536
 

@@ -19,7 +19,8 @@ from descriptors.descriptor_codec import encode_json
 from descriptors.layout import ChunkLayout
 from tests.support.chunks import make_chunks
 from tests.support.requests import OTHER, OWNER, request, signed
-from tests.support.servers import LocalStack, eventually
+from tests.support.servers import LocalStack
+from tests.support.waiting import eventually
 
 MIB = 1 << 20
 STALLED = 40

@@ -16,8 +16,9 @@ import psutil
 import pytest
 
 from tests.support.requests import OWNER
-from tests.support.servers import READY, eventually
+from tests.support.servers import READY
 from tests.support.tree import repository
+from tests.support.waiting import eventually
 
 LISTENING = "0A"
 SETUP = " && ".join(

@@ -34,8 +34,9 @@ from storage_server.transport.ucx_commands import (
 from storage_server.transport.ucx_process import UcxProcess
 from tests.support.chunks import LAYOUT, N, make_chunks
 from tests.support.requests import OWNER, request
-from tests.support.servers import CONFIG, UCX, LocalStack, Stack, eventually, stack, started
+from tests.support.servers import CONFIG, UCX, LocalStack, Stack, stack, started
 from tests.support.ucx_handshake import captured, put_frame
+from tests.support.waiting import eventually
 
 
 def listeners_of(pid: int) -> set[str]:

@@ -25,8 +25,9 @@ from tests.support.chunks import LAYOUT, N, make_chunks
 from tests.support.clusters import Cluster, cluster
 from tests.support.etcd import etcd_server
 from tests.support.requests import OWNER, request, s3_client
-from tests.support.servers import LocalStack, eventually
+from tests.support.servers import LocalStack
 from tests.support.tree import repository
+from tests.support.waiting import eventually
 
 pytestmark = pytest.mark.needs_server
 KEYS, CHUNKS = make_chunks(N, LAYOUT)

@@ -17,7 +17,8 @@ from nixl_client.client import ObjectCacheClient
 from tests.integration.test_compression import LAYERS, LAYOUT, decoded, kv_chunks
 from tests.support.clusters import Cluster, cluster
 from tests.support.requests import s3_client
-from tests.support.servers import LocalStack, eventually
+from tests.support.servers import LocalStack
+from tests.support.waiting import eventually
 
 pytestmark = pytest.mark.needs_server
 WAIT_S = 30.0

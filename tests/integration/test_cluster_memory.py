@@ -21,7 +21,8 @@ from nixl_client.client import ObjectCacheClient
 from tests.support.chunks import layer_of, make_chunks
 from tests.support.clusters import Cluster, cluster
 from tests.support.requests import OWNER, s3_client
-from tests.support.servers import LocalStack, eventually
+from tests.support.servers import LocalStack
+from tests.support.waiting import eventually
 
 pytestmark = pytest.mark.needs_server
 LAYOUT, N = ChunkLayout(8, 16, 64 * 1024), 48

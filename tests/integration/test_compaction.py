@@ -15,7 +15,8 @@ from nixl_client.transports.shared_memory import allocate
 from objectcache.cli import run
 from tests.support.chunks import LAYOUT, N, make_chunks
 from tests.support.requests import request
-from tests.support.servers import LocalStack, eventually, ucx_for
+from tests.support.servers import LocalStack, ucx_for
+from tests.support.waiting import eventually
 
 MOVES = 6
 

@@ -25,7 +25,8 @@ from nixl_client.client import ObjectCacheClient
 from storage_server.compression.policy import CodecFigures, UtilitySettings
 from storage_server.tiers.adaptive import AdaptiveTier
 from tests.support.requests import OTHER, OWNER, request
-from tests.support.servers import LocalStack, eventually, ucx_of
+from tests.support.servers import LocalStack, ucx_of
+from tests.support.waiting import eventually
 
 SHAPE = LayerShape(16, 128, Element.BFLOAT16)
 LAYERS, COUNT = 5, 8

@@ -13,7 +13,8 @@ from nixl_client.transports.shared_memory import allocate
 from storage_server.settings import Dedup
 from tests.support.chunks import LAYOUT, N, make_chunks
 from tests.support.requests import request
-from tests.support.servers import LocalStack, eventually, ucx_for
+from tests.support.servers import LocalStack, ucx_for
+from tests.support.waiting import eventually
 
 
 def place_count(data: Path) -> int:

@@ -15,7 +15,8 @@ from descriptors.layout import ChunkLayout
 from descriptors.units import KIB, MIB
 from storage_server.settings import ColdReads
 from tests.support.chunks import make_chunks
-from tests.support.servers import LocalStack, eventually
+from tests.support.servers import LocalStack
+from tests.support.waiting import eventually
 
 LAYOUT = ChunkLayout(num_layers=8, chunk_tokens=16, per_layer_chunk_bytes=64 * KIB)
 N = 12

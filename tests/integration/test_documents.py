@@ -16,8 +16,8 @@ import pytest
 
 from gateway import call
 from gateway.s3.upload import check_digests
-from tests.support.servers import eventually
 from tests.support.small_gateway import SmallGateway, head_of, sent, signed_headers, small_gateway
+from tests.support.waiting import eventually
 
 MIB = 1 << 20
 

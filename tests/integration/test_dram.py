@@ -8,7 +8,8 @@ import pytest
 from descriptors.descriptor import Delivery
 from descriptors.errors import ObjectCacheError
 from tests.support.chunks import LAYOUT, N, make_chunks
-from tests.support.servers import LocalStack, eventually
+from tests.support.servers import LocalStack
+from tests.support.waiting import eventually
 
 
 def test_deliveries_from_memory_are_the_stored_bytes(local: LocalStack, keys: list[str], transport: str) -> None:

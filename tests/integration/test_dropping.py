@@ -18,7 +18,8 @@ from kv_codecs.layer import Codec, LayerShape
 from nixl_client.client import ObjectCacheClient
 from storage_server.compression.policy import CodecFigures, UtilitySettings
 from storage_server.tiers.adaptive import AdaptiveTier
-from tests.support.servers import LocalStack, eventually, ucx_of
+from tests.support.servers import LocalStack, ucx_of
+from tests.support.waiting import eventually
 
 SHAPE = LayerShape(256, 64, Element.BFLOAT16)
 LAYERS, COUNT = 3, 4

@@ -23,7 +23,7 @@ from adapters.membership import MembershipError
 from descriptors.cluster import Member, View
 from tests.support.certificates import certificate
 from tests.support.etcd import EtcdServer, etcd_nodes, etcd_server, require_program
-from tests.support.servers import eventually
+from tests.support.waiting import eventually
 
 pytestmark = pytest.mark.needs_server
 

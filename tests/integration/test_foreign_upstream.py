@@ -19,7 +19,8 @@ from tests.faults.bounds import allocated
 from tests.support.chunks import layer_of, make_chunks
 from tests.support.foreign_services import moto_service, named_service, needs_named_service
 from tests.support.requests import s3_client
-from tests.support.servers import LocalStack, eventually
+from tests.support.servers import LocalStack
+from tests.support.waiting import eventually
 
 BUCKET = "objectcache-test-upstream"
 LAYOUT = ChunkLayout(6, 16, 70_000)

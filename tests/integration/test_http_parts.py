@@ -14,7 +14,8 @@ from descriptors.descriptor import Delivery, Descriptor, OnMissing
 from descriptors.errors import CallerError, ChunkUnavailable, ErrorCode, ObjectCacheError, ServerError
 from nixl_client.fetch import http as fetch_http
 from tests.support.chunks import LAYOUT, N, layer_of, make_chunks
-from tests.support.servers import LocalStack, eventually
+from tests.support.servers import LocalStack
+from tests.support.waiting import eventually
 
 
 @pytest.fixture

@@ -27,8 +27,9 @@ from storage_server.transport.flight import Flight
 from tests.support.chunks import LAYOUT, N, layer_of, make_chunks
 from tests.support.clusters import cluster
 from tests.support.requests import OWNER, request
-from tests.support.servers import LocalStack, Stack, eventually, stack, ucx_for
+from tests.support.servers import LocalStack, Stack, stack, ucx_for
 from tests.support.tree import repository
+from tests.support.waiting import eventually
 
 
 @pytest.fixture(scope="module", params=["together", "apart", "cluster"])

@@ -21,7 +21,8 @@ from nixl_client.transports.http import UnansweredError
 from nixl_client.transports.transport import Transport
 from storage_server.compression.policy import CodecFigures, UtilitySettings
 from tests.support.requests import OWNER
-from tests.support.servers import LocalStack, eventually, ucx_for
+from tests.support.servers import LocalStack, ucx_for
+from tests.support.waiting import eventually
 
 CHUNK_BYTES = 30_000
 KEYS = [f"lmcache/m/0/{index:x}" for index in range(7)]

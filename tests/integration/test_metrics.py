@@ -18,7 +18,8 @@ from descriptors.descriptor import Delivery
 from descriptors.metrics import GATEWAY, STORAGE
 from tests.support.chunks import LAYOUT, N, make_chunks
 from tests.support.requests import OTHER, OWNER, READER, Reply, request
-from tests.support.servers import CONFIG, Stack, eventually, stack, started
+from tests.support.servers import CONFIG, Stack, stack, started
+from tests.support.waiting import eventually
 
 TOKEN = "a-token-of-twenty-two"
 TARGET = "/_objectcache/metrics"

@@ -15,7 +15,8 @@ from botocore.exceptions import BotoCoreError, ClientError
 from tests.support.certificates import certificate
 from tests.support.clusters import Process
 from tests.support.requests import s3_client
-from tests.support.servers import CONFIG, eventually
+from tests.support.servers import CONFIG
+from tests.support.waiting import eventually
 
 pytestmark = pytest.mark.needs_server
 OLD, NEW = "old-" * 10, "new-" * 10

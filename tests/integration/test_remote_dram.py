@@ -26,8 +26,9 @@ from tests.support.chunks import layer_of, make_chunks
 from tests.support.faulty_upstream import Fault, FaultyUpstream
 from tests.support.played_mooncake import NO_MASTER, PlayedMooncake
 from tests.support.requests import OWNER, request
-from tests.support.servers import CONFIG, LocalStack, eventually, started
+from tests.support.servers import CONFIG, LocalStack, started
 from tests.support.tree import repository
+from tests.support.waiting import eventually
 
 LAYOUT = ChunkLayout(6, 16, 70_000)
 N = 9

@@ -30,7 +30,8 @@ from storage_server.recoding import Recoder
 from storage_server.settings import CacheSettings
 from tests.integration.test_compression import FIGURES, LAYERS, LAYOUT, SHAPE, decoded, kv_chunks
 from tests.support.requests import OTHER, OWNER, request, s3_client
-from tests.support.servers import CONFIG, LocalStack, eventually, stack
+from tests.support.servers import CONFIG, LocalStack, stack
+from tests.support.waiting import eventually
 
 CAPACITY_BYTES = 1 << 20
 KV_LAYOUT = KvLayout(LAYERS, SHAPE.tokens, SHAPE.width, "bfloat16")

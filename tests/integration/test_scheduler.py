@@ -25,7 +25,8 @@ from storage_server.scheduler.pool import PoolSettings
 from storage_server.scheduler.settings import SchedulerSettings
 from tests.support.chunks import LAYOUT, N, make_chunks
 from tests.support.requests import OTHER, OWNER
-from tests.support.servers import CONFIG, LocalStack, Stack, eventually, stack, ucx_for, ucx_of
+from tests.support.servers import CONFIG, LocalStack, Stack, stack, ucx_for, ucx_of
+from tests.support.waiting import eventually
 
 RATE = 1e7
 PAYLOAD_BYTES = LAYOUT.delivery_bytes(N)

@@ -21,8 +21,9 @@ import pytest
 from tests.clients.server import tls_server
 from tests.support.memory import MIB, PEAK_BYTES_MAX, measure
 from tests.support.requests import OWNER, request
-from tests.support.servers import CONFIG, LocalStack, Stack, eventually, started
+from tests.support.servers import CONFIG, LocalStack, Stack, started
 from tests.support.tree import repository
+from tests.support.waiting import eventually
 
 
 def cli(*words: str, **environment: str) -> subprocess.CompletedProcess[str]:

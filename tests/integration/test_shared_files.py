@@ -17,7 +17,8 @@ from storage_server.shared_files import files as files_module
 from storage_server.upstream.directory import WrongDirectoryError, claim
 from tests.support.chunks import make_chunks
 from tests.support.requests import OWNER, request, s3_client
-from tests.support.servers import CONFIG, LocalStack, eventually, started
+from tests.support.servers import CONFIG, LocalStack, started
+from tests.support.waiting import eventually
 
 LAYOUT = ChunkLayout(6, 16, 70_000)
 N = 9

@@ -39,7 +39,8 @@ from objectcache.serve import GatewayServer, Listen, StorageServer
 from storage_server.settings import StorageSettings
 from tests.support.chunks import LAYOUT, N, make_chunks
 from tests.support.requests import OWNER, Reply, request, s3_client, signed
-from tests.support.servers import UCX, LocalStack, Stack, eventually
+from tests.support.servers import UCX, LocalStack, Stack
+from tests.support.waiting import eventually
 
 HEADER = re.compile(r"gateway;dur=\d+\.\d{3}, storage;dur=\d+\.\d{3}, transfer;dur=\d+\.\d{3}\Z")
 ROUNDING_S = 3e-6

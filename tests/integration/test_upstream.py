@@ -23,8 +23,9 @@ from storage_server.upstream.directory import WrongDirectoryError, claim
 from tests.support.chunks import layer_of, make_chunks
 from tests.support.faulty_upstream import Fault, FaultyUpstream, start_of_range
 from tests.support.requests import OWNER, request, s3_client
-from tests.support.servers import CONFIG, LocalStack, eventually, is_idle, started
+from tests.support.servers import CONFIG, LocalStack, is_idle, started
 from tests.support.tree import repository
+from tests.support.waiting import eventually
 
 LAYOUT = ChunkLayout(6, 16, 70_000)
 N = 9

@@ -23,7 +23,8 @@ from storage_server.settings import UpstreamSettings
 from tests.support.chunks import make_chunks
 from tests.support.faulty_upstream import Fault, FaultyUpstream, start_of_range
 from tests.support.requests import OWNER, descriptor_request, request, s3_client
-from tests.support.servers import LocalStack, eventually
+from tests.support.servers import LocalStack
+from tests.support.waiting import eventually
 
 LAYOUT = ChunkLayout(6, 16, 70_000)
 N = 9

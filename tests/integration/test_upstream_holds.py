@@ -16,7 +16,8 @@ from storage_server.settings import UpstreamSettings
 from tests.support.chunks import make_chunks
 from tests.support.faulty_upstream import Fault, FaultyUpstream
 from tests.support.requests import OWNER, s3_client
-from tests.support.servers import LocalStack, eventually
+from tests.support.servers import LocalStack
+from tests.support.waiting import eventually
 
 LAYOUT = ChunkLayout(4, 16, MIB // 4)
 N = 8

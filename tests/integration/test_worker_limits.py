@@ -9,8 +9,9 @@ from collections.abc import Iterator
 from pathlib import Path
 from urllib.parse import urlsplit
 
-from tests.support.servers import CONFIG, eventually, started
+from tests.support.servers import CONFIG, started
 from tests.support.small_gateway import head_of, signed_headers
+from tests.support.waiting import eventually
 
 MIB = 1 << 20
 

@@ -27,7 +27,8 @@ from tests.support.chunks import BytesBody, make_chunks
 from tests.support.faulty_disk import FaultyDisk
 from tests.support.faulty_upstream import Fault, FaultyUpstream, start_of_range
 from tests.support.requests import OWNER, request, s3_client
-from tests.support.servers import LocalStack, eventually
+from tests.support.servers import LocalStack
+from tests.support.waiting import eventually
 
 LAYOUT = ChunkLayout(4, 16, 50_000)
 

@@ -15,7 +15,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.support.servers import eventually
+from tests.support.waiting import eventually
 
 
 class EtcdServer:

@@ -11,22 +11,27 @@ import os
 import signal
 import subprocess
 import sys
+from collections import deque
 from collections.abc import Mapping, Sequence
 from itertools import count
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Final, TextIO
 
+from tests.support.run_folder import run_folder
 from tests.support.tree import repository
 
 EXEC_EVERY: Final = 20
 _CONTEXT = multiprocessing.get_context("forkserver")
 _started = count()
+_logs = count()
+_recent: deque[ServerProcess] = deque(maxlen=8)
 
 
 class ServerProcess:
     """A running process, with the part of subprocess.Popen's interface that tests use. `stdout` is the server's, or,
-    with `output`, a file has both its outputs; `is_session` gives it a process group of its own.
+    with `output`, a file has both its outputs; `is_session` gives it a process group of its own. `log` is the file that
+    has what it writes to stderr.
     """
 
     def __init__(
@@ -41,6 +46,9 @@ class ServerProcess:
         self.stdout: TextIO | None = None
         self._popen: subprocess.Popen[str] | None = None
         self._forked: multiprocessing.process.BaseProcess | None = None
+        self.arguments = arguments
+        self.log = output or run_folder() / f"server-{next(_logs)}.log"
+        _recent.append(self)
         tree = repository() if tree is None else tree
         variables = {**os.environ, **(environment or {})}
         is_plain = not prefix and tree == repository() and "--workers" not in arguments
@@ -49,11 +57,12 @@ class ServerProcess:
             self._fork(arguments, variables, output, is_session)
             return
         with contextlib.ExitStack() as stack:
-            sink = subprocess.PIPE if output is None else stack.enter_context(output.open("wb"))
+            log = stack.enter_context(self.log.open("wb"))
+            sink = subprocess.PIPE if output is None else log
             self._popen = subprocess.Popen(
                 [*prefix, sys.executable, "-m", "objectcache.cli", *arguments],
                 stdout=sink,
-                stderr=None if output is None else sink,
+                stderr=log,
                 text=True,
                 env=variables,
                 cwd=tree,
@@ -69,7 +78,7 @@ class ServerProcess:
         reader, writer = _CONTEXT.Pipe(duplex=False)
         sink: Connection | Path = writer if output is None else output
         self._forked = _CONTEXT.Process(
-            target=_serve, args=(list(arguments), dict(variables), sink, is_session), daemon=True
+            target=_serve, args=(list(arguments), dict(variables), sink, self.log, is_session), daemon=True
         )
         with reader, writer:
             self._forked.start()
@@ -110,18 +119,31 @@ class ServerProcess:
         self.send_signal(signal.SIGTERM)
 
 
-def _serve(arguments: list[str], variables: dict[str, str], sink: Connection | Path, is_session: bool) -> None:
+def last_lines(servers_max: int = 4, lines_max: int = 20) -> str:
+    """What the servers that were started last have written to their logs, for people who look at a failure."""
+    told = []
+    for server in list(_recent)[-servers_max:]:
+        with contextlib.suppress(OSError):
+            lines = server.log.read_text(errors="replace").splitlines()[-lines_max:]
+            state = "runs" if server.poll() is None else f"has ended with {server.poll()}"
+            told += [f"objectcache {' '.join(server.arguments)} (pid {server.pid}, {state})", *lines] if lines else []
+    return "\n".join(told)
+
+
+def _serve(
+    arguments: list[str], variables: dict[str, str], sink: Connection | Path, log: Path, is_session: bool
+) -> None:
     """In the forked process."""
     if is_session:
         os.setsid()
+    fd = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
+    os.dup2(fd, 2)
     if isinstance(sink, Connection):
         os.dup2(sink.fileno(), 1)
         sink.close()
     else:
-        fd = os.open(sink, os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
         os.dup2(fd, 1)
-        os.dup2(fd, 2)
-        os.close(fd)
+    os.close(fd)
     os.environ.clear()
     os.environ.update(variables)
     os.chdir(repository())

@@ -7,8 +7,7 @@ import contextlib
 import signal
 import sqlite3
 import threading
-import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Final
@@ -52,9 +51,13 @@ class Stack:
     data_dir: Path
     storage_pid: int
     processes: list[ServerProcess] = field(default_factory=list)
+    _clients: dict[tuple[str, str], Any] = field(default_factory=dict)
 
     def s3(self, key: tuple[str, str] = OWNER) -> Any:
-        return s3_client(self.url, key)
+        """A client that all tests of these servers share: do not change it."""
+        if key not in self._clients:
+            self._clients[key] = s3_client(self.url, key)
+        return self._clients[key]
 
     def client(self, bucket: str, transport: str = "auto", key: tuple[str, str] = OWNER) -> ObjectCacheClient:
         return ObjectCacheClient(self.url, bucket, access_key=key[0], secret_key=key[1], transport=transport)
@@ -228,16 +231,6 @@ class LocalStack:
     def hold_from_layer(self, layer_index: int) -> threading.Event:
         """Hold every payload of this and later layers back until the event is set."""
         return self._hold.hold_from(layer_index)
-
-
-def eventually(is_true: Callable[[], bool], timeout_s: float = 60.0) -> bool:
-    """Wait for a state another process reaches on its own."""
-    deadline = time.monotonic() + timeout_s
-    while time.monotonic() < deadline:
-        if is_true():
-            return True
-        time.sleep(0.02)
-    return is_true()
 
 
 def is_idle(local: LocalStack) -> bool:

@@ -26,7 +26,8 @@ from tests.faults.crash.versions import SMALL_BYTES_MAX
 from tests.faults.crash.world import BUCKET, WRITERS, World
 from tests.faults.crash.writer import Writer
 from tests.support.requests import OWNER
-from tests.support.servers import CONFIG, eventually
+from tests.support.servers import CONFIG
+from tests.support.waiting import eventually
 
 ROUNDS_PER_DIRECTORY = 20
 READERS = 2

@@ -13,7 +13,8 @@ from typing import Final
 import psutil
 
 from tests.support.processes import ServerProcess
-from tests.support.servers import READY, eventually
+from tests.support.servers import READY
+from tests.support.waiting import eventually
 
 START_TIMEOUT_S: Final = 60.0
 STOP_TIMEOUT_S: Final = 60.0

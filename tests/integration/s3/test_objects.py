@@ -10,7 +10,7 @@ import urllib.request
 import pytest
 from botocore.client import BaseClient
 
-from tests.support.requests import OWNER
+from tests.support.requests import OWNER, s3_client
 from tests.support.s3_calls import fresh_bucket, headers_of, refused, status_of
 from tests.support.servers import Stack
 
@@ -91,7 +91,7 @@ def test_user_metadata_comes_back_as_it_was_sent(servers: Stack) -> None:
     def raw(params: dict[str, dict[str, str]], **_: object) -> None:
         params["headers"]["x-amz-meta-raw"] = "\u00e9\u4e2d"
 
-    client: BaseClient = servers.s3()
+    client: BaseClient = s3_client(servers.url)
     client.meta.events.register("before-call.s3.PutObject", raw)
     client.put_object(Bucket="chunks", Key="metadata", Body=b"x")
     got = client.head_object(Bucket="chunks", Key="metadata")["Metadata"]["raw"]
