@@ -28,6 +28,8 @@ from descriptors.cluster import ClusterError, Member, View, member_fields, membe
 LEASE_S = 10
 REGISTRATIONS_MAX = 3
 """How often this server's entry is written where others write it at the same time."""
+STILL_LEASES = 3
+"""For how many leases the event loop may stand still before its server leaves the cluster."""
 KEEP_ALIVE_S_MIN = 1.0
 """The least time that etcd has to answer a renewal; otherwise it has as long as the renewals are apart."""
 PAUSE_S_MIN, PAUSE_S_MAX = 0.1, 5.0
@@ -68,6 +70,8 @@ class EtcdMembership:
         self._lease_until_s = 0.0
         self._renewals: Renewals | None = None
         self._registering: asyncio.Task[None] | None = None
+        self._loop_seen_s = 0.0
+        """When this server's event loop was last seen to run."""
         self._members: dict[str, Member] = {}
         self._tasks: list[asyncio.Task[None]] = []
         self._reading = asyncio.Lock()
@@ -192,7 +196,10 @@ class EtcdMembership:
         raise MembershipError(f"the entry of the member {own.name} changes all the time")
 
     def _keep_lease(self, own: Member, loop: asyncio.AbstractEventLoop) -> None:
-        """Keep the lease, in a thread that has an event loop and connections of its own."""
+        """Keep the lease, in a thread that has an event loop and connections of its own. A server whose own event loop
+        stands still for too long serves nobody, and must leave.
+        """
+        self._see_loop()
         what = f"the lease of the member {own.name}"
         etcd = self._etcd.copy(max(KEEP_ALIVE_S_MIN, self._lease_s / RENEWALS))
         runner = asyncio.Runner()
@@ -207,6 +214,10 @@ class EtcdMembership:
 
         def renew() -> None:
             lease, began_s = self._lease, time.monotonic()
+            loop.call_soon_threadsafe(self._see_loop)
+            still_s = began_s - self._loop_seen_s
+            if still_s > STILL_LEASES * self._lease_s:
+                raise EtcdError(f"the event loop has stood still for {still_s:.0f} s")
             try:
                 is_kept = runner.run(keep_alive(lease))
             except BaseException:
@@ -214,7 +225,7 @@ class EtcdMembership:
                 raise
             self.is_connected = True
             if not is_kept:
-                loop.call_soon_threadsafe(self._register_again)
+                loop.call_soon_threadsafe(self._register_again, lease)
                 raise EtcdError("it has ended; the member registers again")
             if lease == self._lease:
                 self._lease_until_s = max(self._lease_until_s, began_s + self._lease_s)
@@ -226,16 +237,20 @@ class EtcdMembership:
         self._renewals = Renewals(what, self._lease_s, renew, end)
         self._renewals.start()
 
-    def _register_again(self) -> None:
-        """The lease has ended: take another one, unless that is under way."""
-        if self._own is not None and (self._registering is None or self._registering.done()):
+    def _see_loop(self) -> None:
+        self._loop_seen_s = time.monotonic()
+
+    def _register_again(self, ended: int) -> None:
+        """This lease has ended: take another one, unless that has been done, or is under way."""
+        is_under_way = self._registering is not None and not self._registering.done()
+        if self._own is not None and ended == self._lease and not is_under_way:
             self._registering = asyncio.get_running_loop().create_task(self._replace_lease(self._own))
 
     async def _replace_lease(self, own: Member) -> None:
         try:
             await self._register(own)
             await self.refresh()
-        except (EtcdError, MembershipError) as error:
+        except Exception as error:
             self.is_connected = False
             _log.warning("the member %s could not register again: %s", own.name, error)
 

@@ -1198,11 +1198,13 @@ WIDE static void pack_numbers(const uint8_t *restrict numbers, uint8_t *restrict
     }
 }
 
-/* A group's scale and zero, as the float16 that is stored and as the float that the numbers go by. */
+/* A group's scale and zero, as the float16 that is stored and as the float that the numbers go by. Of zeros with both
+   signs either may be the least; adding zero makes it the positive one, so that equal groups have equal bytes. */
 static void settle_group(float least, float greatest, float levels, uint8_t *scales, uint8_t *zeros, float *scale,
                          float *zero)
 {
-    float step = (greatest - least) / levels;
+    least += 0.0f;
+    float step = (greatest + 0.0f - least) / levels;
     uint16_t half_scale = float_to_half(step < HALF_MAX ? step : HALF_MAX), half_zero = float_to_half(least);
     memcpy(scales, &half_scale, 2);
     memcpy(zeros, &half_zero, 2);

@@ -15,7 +15,7 @@ from adapters.breaker import back_off_s
 RENEWALS = 4
 """How often a lease is renewed while it lasts."""
 PAUSE_S_MIN, PAUSE_S_MAX = 0.1, 1.0
-"""The pauses after one failed renewal and after many."""
+"""The pauses after one failed renewal and after many; of a long lease up to a sixteenth."""
 _log = logging.getLogger(__name__)
 
 
@@ -42,7 +42,8 @@ class RenewalTimes:
     def failed(self, now_s: float) -> None:
         """Note a failure: the next try comes sooner."""
         self.failure_count += 1
-        self._next_s = now_s + min(self.interval_s, back_off_s(self.failure_count, PAUSE_S_MIN, PAUSE_S_MAX))
+        longest_s = max(PAUSE_S_MAX, self.interval_s / RENEWALS)
+        self._next_s = now_s + min(self.interval_s, back_off_s(self.failure_count, PAUSE_S_MIN, longest_s))
 
 
 class Renewals:

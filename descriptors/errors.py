@@ -165,6 +165,8 @@ class ObjectCacheError(Exception):
 
     retryable = False
     retry_after_s: int | None = None
+    tries = 0
+    """How often a client has made the call before it gave up; 0 where nobody has tried again."""
 
     def __init__(
         self,

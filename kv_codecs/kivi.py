@@ -66,7 +66,9 @@ def kivi_decode(payload: Numbers, shape: LayerShape, bits: int) -> tuple[Floats,
 def _quantized(values: Floats, axis: int, bits: int) -> tuple[Numbers, np.ndarray, np.ndarray]:
     """Numbers, and scale and zero of each group along an axis as float16, by which the numbers were chosen."""
     finite = np.clip(np.nan_to_num(values, nan=0.0, posinf=HALF_MAX, neginf=-HALF_MAX), -HALF_MAX, HALF_MAX)
-    least, greatest = finite.min(axis=axis, keepdims=True), finite.max(axis=axis, keepdims=True)
+    # of zeros with both signs either may be the least: adding zero makes it the positive one
+    least = finite.min(axis=axis, keepdims=True) + np.float32(0)
+    greatest = finite.max(axis=axis, keepdims=True) + np.float32(0)
     levels = (1 << bits) - 1
     zero = least.astype(np.float16)
     scale = np.minimum((greatest - least) / levels, HALF_MAX).astype(np.float16)

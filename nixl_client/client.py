@@ -41,7 +41,7 @@ from nixl_client.fetch.routes import Routes
 from nixl_client.objects import ObjectPaths, Registered
 from nixl_client.options import enum_member
 from nixl_client.session.agent import LIFETIME_S
-from nixl_client.session.retries import ATTEMPTS_MAX, Retries
+from nixl_client.session.retries import Retries
 from nixl_client.session.signed_http import Answer, SignedHttp
 from nixl_client.transports import shared_memory
 from nixl_client.transports.buffers import as_buffer
@@ -66,8 +66,8 @@ class ObjectCacheClient:
     fetch_timeout_s: bounds the silence on a fetch's request.
     agent_lifetime_s: the server forgets a client that has not renewed its agent for so long. The client renews it every
         quarter of that time.
-    attempts_max: how often a call is made, with the first time, where the server answers 500 or 503 or the connection
-        breaks (`nixl_client.session.retries`); 1 for callers that repeat calls themselves.
+    retries: how calls are made again where the server answers 500 or 503 or the connection breaks
+        (`nixl_client.session.retries`); `Retries(1)` for callers that repeat calls themselves.
     downlink_bytes_per_s: over `shm` and `ucx`, what the link into this process's memory carries: all storage servers
         together write there no faster.
 
@@ -92,7 +92,7 @@ class ObjectCacheClient:
         fetch_timeout_s: float = 600.0,
         agent_lifetime_s: float = LIFETIME_S,
         downlink_bytes_per_s: float | None = None,
-        attempts_max: int = ATTEMPTS_MAX,
+        retries: Retries | None = None,
     ) -> None:
         wanted = enum_member(Transport, transport, "transport")
         access_key = access_key or os.environ.get("AWS_ACCESS_KEY_ID")
@@ -101,10 +101,8 @@ class ObjectCacheClient:
             raise ValueError("credentials are needed: pass them or set AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY")
         if not 1 <= http_connections <= HTTP_CONNECTIONS_MAX:
             raise ValueError(f"http_connections must be from 1 to {HTTP_CONNECTIONS_MAX}, not {http_connections!r}")
-        if attempts_max < 1:
-            raise ValueError(f"attempts_max must be 1 or more, not {attempts_max!r}")
         self.bucket = bucket
-        self.http = SignedHttp(endpoint, access_key, secret_key, region, timeout_s, Retries(attempts_max))
+        self.http = SignedHttp(endpoint, access_key, secret_key, region, timeout_s, retries)
         """Signed requests to the server, for paths that no method here has: its status and metrics."""
         self._fetch_timeout_s = fetch_timeout_s
         self._http_fetches = HttpFetches(self.http, http_connections)

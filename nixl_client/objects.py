@@ -114,9 +114,10 @@ class ObjectPaths:
         path, target = enum_member(Path, path, "path"), as_buffer(buffer)
         length = _checked_length(target, offset, length)
         headers = {} if byte_range is None else {"Range": f"bytes={byte_range[0]}-{byte_range[1]}"}
+        registered = None if path is Path.TCP else self._register(buffer)
 
         def get(left_s: float) -> ObjectMoved:
-            return self._get(key, target, headers, self._begin(path, buffer, left_s), offset, length, path)
+            return self._get(key, target, headers, _begin(registered, left_s), offset, length, path)
 
         return self._http.retries.run(get, timeout_s or self._timeout_s)
 
@@ -166,9 +167,10 @@ class ObjectPaths:
         path, target = enum_member(Path, path, "path"), as_buffer(buffer)
         length = _checked_length(target, offset, length)
         is_conditional = any(name.lower() in CONDITIONS for name in headers or ())
+        registered = None if path is Path.TCP else self._register(buffer)
 
         def put(left_s: float) -> ObjectMoved:
-            return self._put(key, target, headers or {}, self._begin(path, buffer, left_s), offset, length, path)
+            return self._put(key, target, headers or {}, _begin(registered, left_s), offset, length, path)
 
         return self._http.retries.run(put, timeout_s or self._timeout_s, if_refused if is_conditional else always)
 
@@ -262,10 +264,6 @@ class ObjectPaths:
 
         return self._send_past_http(move.registered, move.request_id, send)
 
-    def _begin(self, path: Path, buffer: Any, timeout_s: float) -> _Move:
-        registered = None if path is Path.TCP else self._register(buffer)
-        return _Move(uuid.uuid4().hex, registered, time.monotonic(), timeout_s)
-
     def _send_past_http(self, registered: Registered, request_id: str, send: Callable[[str], _T]) -> _T:
         """Send a request whose bytes go past HTTP; its answer comes when they have. Our side is polled meanwhile: over
         TCP nothing moves otherwise. An agent the server has forgotten is registered anew, and the request sent again:
@@ -284,7 +282,7 @@ class ObjectPaths:
                 agent.mark_gone(agent_id)
                 return send(agent.agent_id())
         except ObjectCacheError as error:
-            if isinstance(error, UnansweredError):
+            if isinstance(error, UnansweredError) and not error.never_sent:
                 self._stop(request_id)
             raise
         except BaseException:
@@ -296,12 +294,16 @@ class ObjectPaths:
     def _stop(self, request_id: str) -> None:
         """The server answers when nothing is in flight."""
         try:
-            self._http.request("DELETE", f"{REQUESTS_PATH}/{request_id}")
+            self._http.request_once("DELETE", f"{REQUESTS_PATH}/{request_id}")
         except ObjectCacheError as error:
             raise BufferInUseError(error) from error
 
     def _path_of(self, key: str) -> str:
         return f"/{self._bucket}/{key}"
+
+
+def _begin(registered: Registered | None, timeout_s: float) -> _Move:
+    return _Move(uuid.uuid4().hex, registered, time.monotonic(), timeout_s)
 
 
 def _checked_length(target: Buffer, offset: int, length: int | None) -> int:

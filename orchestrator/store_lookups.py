@@ -18,6 +18,7 @@ from descriptors.descriptor import Accept
 from descriptors.recompute import AdviceRequest, PrefillCosts
 from nixl_client.client import ObjectCacheClient
 from nixl_client.connectors.vllm.naming import Deployment, KeyChain
+from nixl_client.session.retries import Retries
 from orchestrator.rules.engine_metrics import Published
 from orchestrator.rules.prediction import Stored
 from orchestrator.settings import StoreSettings
@@ -140,5 +141,6 @@ class StoreLookups:
                 secret_key=self._settings.secret_key,
                 region=self._settings.region,
                 timeout_s=max(1.0, self._settings.timeout_s),
+                retries=Retries.of_engines(),
             )
         return client if client.bucket == published.bucket else client.in_bucket(published.bucket)

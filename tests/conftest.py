@@ -15,10 +15,21 @@ from tests.support.faulty_disk import FaultyDisk
 from tests.support.servers import LocalStack, Stack, stack, ucx_of
 from tests.support.store_bed import opened
 
+ENVIRONMENTS = frozenset({"engines", "clients"})
+"""The folders whose tests need environments of their own."""
+
 # no test is timed: a machine that is busy with others may stand still for seconds
-settings.register_profile("untimed", deadline=None, suppress_health_check=[HealthCheck.too_slow])
+settings.register_profile("untimed", deadline=None, print_blob=True, suppress_health_check=[HealthCheck.too_slow])
 settings.register_profile("fast", settings.get_profile("untimed"), max_examples=10)
 settings.load_profile("untimed")
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Mark what needs more than `.venv` by its folder."""
+    here = Path(__file__).parent
+    for item in items:
+        if item.path.relative_to(here).parts[0] in ENVIRONMENTS:
+            item.add_marker("environments")
 
 
 @pytest.fixture(scope="session", params=["together", "apart"])

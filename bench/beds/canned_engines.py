@@ -184,7 +184,7 @@ class CannedEngine:
         if self.is_hung.is_set():
             await asyncio.sleep(3600)
         tokens = tokens_of(body)
-        await self._compute(tokens, str(body.get("cache_salt") or ""))
+        await self.compute(tokens, str(body.get("cache_salt") or ""))
         count = int(body.get("max_tokens") or body.get("max_completion_tokens") or 8)
         seed = sha256(json.dumps(tokens).encode()).hexdigest()
         words = [f" {seed[at % 60 : at % 60 + 4]}" for at in range(count)]
@@ -218,7 +218,7 @@ class CannedEngine:
         await response.write(b"data: [DONE]\n\n")
         return response
 
-    async def _compute(self, tokens: Sequence[int], salt: str) -> None:
+    async def compute(self, tokens: Sequence[int], salt: str) -> None:
         """Wait for one's turn and compute what is not held; then hold it, and say so."""
         self._waiting += 1
         try:

@@ -82,7 +82,9 @@ class HttpFetches:
         POSTed again, under another id, where it fails before a layer is ready.
         """
         try:
-            self._http.retries.run(lambda _: self._try(fetch), fetch.timeout_s, fetch.begin_again, fetch.pause)
+            self._http.retries.run(
+                lambda left_s: self._try(fetch, left_s), fetch.timeout_s, fetch.begin_again, fetch.pause
+            )
         except ObjectCacheError as error:
             fetch.on_failure(error)
         except Exception as error:
@@ -92,12 +94,12 @@ class HttpFetches:
             self._running.pop(fetch, None)
             fetch.settle()
 
-    def _try(self, fetch: LayerFetch) -> None:
+    def _try(self, fetch: LayerFetch, timeout_s: float) -> None:
         chunk_count: int | None = fetch.descriptor.chunk_count
         attempt = 0
         while chunk_count is not None:
             subrequests = split_request(fetch.descriptor, self._connection_count, chunk_count, attempt)
-            reading = self._running[fetch] = _Reading(self._http, fetch, subrequests)
+            reading = self._running[fetch] = _Reading(self._http, fetch, subrequests, timeout_s)
             if fetch.is_cancelling:
                 return
             chunk_count = reading.run()
@@ -116,9 +118,12 @@ class _Reading:
     thread reads.
     """
 
-    def __init__(self, http: SignedHttp, fetch: LayerFetch, subrequests: Sequence[Subrequest]) -> None:
+    def __init__(
+        self, http: SignedHttp, fetch: LayerFetch, subrequests: Sequence[Subrequest], timeout_s: float
+    ) -> None:
         self._http = http
         self._fetch = fetch
+        self._timeout_s = timeout_s
         self._subrequests = subrequests
         self._lock = threading.Lock()
         self._streams: list[Stream] = []
@@ -194,12 +199,12 @@ class _Reading:
         """The answer; to a descriptor for exact chunks where the server knows no others."""
         body, path = encode_binary(descriptor), f"/{self._fetch.bucket}"
         try:
-            return self._http.stream("POST", path, {"layerwise": ""}, body, self._fetch.timeout_s)
+            return self._http.stream("POST", path, {"layerwise": ""}, body, self._timeout_s)
         except ObjectCacheError as error:
             if not is_too_new(descriptor, error):
                 raise
         body = encode_binary(descriptor.exact)
-        return self._http.stream("POST", path, {"layerwise": ""}, body, self._fetch.timeout_s)
+        return self._http.stream("POST", path, {"layerwise": ""}, body, self._timeout_s)
 
     def _read(self, subrequest: Subrequest, stream: Stream) -> None:
         began_s = time.monotonic()

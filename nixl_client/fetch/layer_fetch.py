@@ -12,7 +12,7 @@ from typing import Any
 
 import numpy as np
 
-from descriptors.descriptor import Delivery, Descriptor
+from descriptors.descriptor import Delivery, Descriptor, OnMissing
 from descriptors.errors import ErrorCode, ObjectCacheError, ServerError
 from descriptors.headers import UNSETTLED_HEADER
 from descriptors.layer_forms import LayerForms
@@ -87,6 +87,7 @@ class LayerFetch:
         self._cancel = cancel
         self._decoders = decoders
         self._try_count = 1
+        self._has_told_before = False
         self._is_cancelling = False
         self._placed: PlacedLayers | None = None
         self._kept: dict[int, Kept] = {}
@@ -250,20 +251,32 @@ class LayerFetch:
 
     def begin_again(self, error: ObjectCacheError) -> bool:
         """Ask for the fetch anew, under another id, after an error that left nothing in flight; whether that may be.
-        The order and the count of chunks must come out the same, since the caller may know them by now.
+        The caller may know the order and the count of chunks by now, so the same are asked for. Once: what breaks in
+        every body is most likely a damaged chunk. Encoded chunks are not asked for again, since they could come in
+        other forms.
         """
         with self._changed:
-            is_over = self._is_cancelling or self._settled or self._violation is not None
+            told = self._state
+            is_over = self._is_cancelling or self._settled or self._violation is not None or told.failure is not None
             if is_over or self.has_layers or error.layer or not always(error):
+                return False
+            is_told = told.mode is not None and told.chunk_count is not None
+            if is_told and (self._has_told_before or told.forms is not None):
                 return False
             self._try_count += 1
             self.request_id = f"{self._first_id}.{self._try_count}"
-            told = self._state
             self.descriptor = replace(self.descriptor, request_id=self.request_id)
+            if told.mode is not None and told.chunk_count is not None:
+                self._has_told_before = True
+                self.descriptor = replace(
+                    self.descriptor,
+                    chunk_keys=self.descriptor.chunk_keys[: told.chunk_count],
+                    on_missing=OnMissing.FAIL,
+                    delivery=Delivery(told.mode.value),
+                )
             self._state = self._new_state()
             self._kept.clear()
             if told.mode is not None and told.chunk_count is not None:
-                self.descriptor = replace(self.descriptor, delivery=Delivery(told.mode.value))
                 self._state.start(told.mode, told.chunk_count, told.grant)
             return True
 

@@ -45,14 +45,18 @@ class OneSidedFetches:
         no layer is ready and the server has surely nothing in flight.
         """
         try:
-            self._http.retries.run(lambda _: self._try(fetch), fetch.timeout_s, fetch.begin_again, fetch.pause)
+            self._http.retries.run(
+                lambda left_s: self._try(fetch, left_s), fetch.timeout_s, fetch.begin_again, fetch.pause
+            )
         except ObjectCacheError as error:
             if error.layer:  # the layers before it were written: their notices came another way than this answer
                 fetch.wait_reported(error.layer, NOTICE_WAIT_S)
             fetch.on_failure(error)
             fetch.settle()
+        except Exception as error:
+            self._end_failed(fetch, error)
 
-    def _try(self, fetch: LayerFetch) -> None:
+    def _try(self, fetch: LayerFetch, timeout_s: float) -> None:
         """Raises ObjectCacheError where the server has nothing in flight."""
         request_id = fetch.request_id
         if fetch.is_cancelling:
@@ -60,7 +64,7 @@ class OneSidedFetches:
         self.agent.receiver.listen(request_id, fetch.on_notice)
         try:
             self._settle_before(fetch)
-            answer = self._post(fetch)
+            answer = self._post(fetch, timeout_s)
             headers = answer.headers
             forms = forms_in(headers)
             fetch.on_answer(*payload_shape(headers), int(headers[RDMA_BYTES_HEADER]), headers, forms=forms)
@@ -74,8 +78,7 @@ class OneSidedFetches:
         except ObjectCacheError:
             raise
         except Exception as error:
-            _log.exception("fetch %s", request_id)
-            self._end_unanswered(fetch, ServerError(ErrorCode.INTERNAL_ERROR, f"the client failed: {error}"))
+            self._end_failed(fetch, error)
         finally:
             self.agent.receiver.stop_listening(request_id)
 
@@ -107,6 +110,11 @@ class OneSidedFetches:
                 raise ServerError(ErrorCode.TARGET_UNREACHABLE, problem, field="rdma_target") from error
         with self._lock:
             self._left_open = [other for other in self._left_open if not other.is_settled]
+
+    def _end_failed(self, fetch: LayerFetch, error: Exception) -> None:
+        """This client has failed, and the server may not know."""
+        _log.exception("fetch %s", fetch.request_id)
+        self._end_unanswered(fetch, ServerError(ErrorCode.INTERNAL_ERROR, f"the client failed: {error}"))
 
     def _end_unanswered(self, fetch: LayerFetch, error: ObjectCacheError) -> None:
         """No answer came. A server that has sent `done` writes into the buffer no more; in a cluster another one may
@@ -142,24 +150,24 @@ class OneSidedFetches:
         path = f"{REQUESTS_PATH}/{fetch.request_id}"
         self._http.request_once("DELETE", path, timeout_s=timeout_s, headers=writers)
 
-    def _post(self, fetch: LayerFetch) -> Answer:
+    def _post(self, fetch: LayerFetch, timeout_s: float) -> Answer:
         """Where the server has forgotten our agent (it restarted, or we were suspended), register anew and ask again:
         such a refusal comes before anything is planned. So does that of a server that knows no encoded layers.
         """
         try:
-            return self._post_once(fetch)
+            return self._post_once(fetch, timeout_s)
         except ObjectCacheError as error:
             target = fetch.descriptor.rdma_target
             if is_too_new(fetch.descriptor, error):
                 fetch.descriptor = fetch.descriptor.exact
-                return self._post(fetch)
+                return self._post(fetch, timeout_s)
             if error.code not in GONE or target is None:
                 raise
             self.agent.mark_gone(target.agent_id)
             renamed = replace(target, agent_id=self.agent.agent_id())
             fetch.descriptor = replace(fetch.descriptor, rdma_target=renamed)
-            return self._post_once(fetch)
+            return self._post_once(fetch, timeout_s)
 
-    def _post_once(self, fetch: LayerFetch) -> Answer:
+    def _post_once(self, fetch: LayerFetch, timeout_s: float) -> Answer:
         body = encode_binary(fetch.descriptor)
-        return self._http.request_once("POST", f"/{fetch.bucket}", {"layerwise": ""}, body, fetch.timeout_s)
+        return self._http.request_once("POST", f"/{fetch.bucket}", {"layerwise": ""}, body, timeout_s)

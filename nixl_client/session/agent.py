@@ -13,8 +13,9 @@ import logging
 import os
 import threading
 import uuid
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Any
 
 from adapters.interfaces import UnknownInterfaceError
@@ -236,7 +237,7 @@ class _SharedAgent:
         regions = self._region_list()
         unreached: list[str] = []
         if self._agent_id is not None:
-            told = self._renew(http, self.receiver.renewal(regions, self._lifetime_s))
+            told = self._renew(http, self.receiver.renewal(regions, self._lifetime_s), http.request)
             unreached = sorted(self._living_writers() - set(told))
         if unreached and ends_regions:  # also where the others know us no more: who hangs may not have forgotten
             problem = f"the storage server {unreached[0]} could not be told, and may still write"
@@ -250,13 +251,12 @@ class _SharedAgent:
         body = self._registration_body(self.receiver.registration(regions, self._lifetime_s))
         return self.receiver.call_and_connect(lambda: http.request_once("POST", AGENTS_PATH, None, body, timeout_s))
 
-    def _renew(self, http: SignedHttp, renewal: AgentRenewal, timeout_s: float | None = None) -> tuple[str, ...]:
+    def _renew(self, http: SignedHttp, renewal: AgentRenewal, ask: Callable[..., Answer]) -> tuple[str, ...]:
         """Renew, and make the agent known to members of a cluster that do not know it. Returns the ids of members that
         have taken the renewal.
         """
         try:
-            path, body = f"{AGENTS_PATH}/{self._agent_id}", renewal_body(renewal)
-            answer = http.request("POST", path, None, body, timeout_s).json()
+            answer = ask("POST", f"{AGENTS_PATH}/{self._agent_id}", body=renewal_body(renewal)).json()
         except ObjectCacheError as error:
             if error.code not in GONE:
                 raise
@@ -300,7 +300,8 @@ class _SharedAgent:
     def _beat(self) -> None:
         with self._lock:
             if self._agent_id is not None:
-                self._renew(self._http, AgentRenewal(self._lifetime_s), self._lifetime_s / RENEWALS)
+                ask = partial(self._http.request_once, timeout_s=self._lifetime_s / RENEWALS)
+                self._renew(self._http, AgentRenewal(self._lifetime_s), ask)
 
     def _deregister(self, http: SignedHttp) -> None:
         """Drop the registration; answered when nothing is in flight. A registration that the servers have forgotten is

@@ -10,6 +10,7 @@ five times as often for it. These are the rules of the AWS SDKs' "standard" retr
 from __future__ import annotations
 
 import logging
+import math
 import random
 import threading
 import time
@@ -34,12 +35,12 @@ _log = logging.getLogger(__name__)
 
 def always(error: ObjectCacheError) -> bool:
     """Whether a call that changes nothing when it is repeated may be made again after this error."""
-    return error.retryable and error.code in TRANSIENT
+    return error.retryable and error.code in TRANSIENT and not error.tries
 
 
 def if_refused(error: ObjectCacheError) -> bool:
     """Whether a call that must not be carried out twice may be made again: only where the server has done nothing."""
-    return error.retryable and error.code is ErrorCode.SLOW_DOWN
+    return error.retryable and error.code is ErrorCode.SLOW_DOWN and not error.tries
 
 
 def pause_s(attempt_count: int, retry_after_s: float | None, chance: float) -> float:
@@ -63,15 +64,16 @@ class RetryBudget:
             self._left -= 1.0
             return True
 
-    def refund(self) -> None:
-        """A call has succeeded."""
+    def refund(self, retries: float = REFUND_RETRIES) -> None:
+        """Give some back: a call has succeeded, or what was taken is not needed."""
         with self._lock:
-            self._left = min(BUDGET_RETRIES, self._left + REFUND_RETRIES)
+            self._left = min(BUDGET_RETRIES, self._left + retries)
 
 
 class Retries:
-    """Makes calls, and makes them again, for one client. Safe from any thread. The clock, the wait and the chance are
-    arguments so that tests can play them.
+    """Makes calls, and makes them again, for one client. Safe from any thread. A server that asks for a longer pause
+    than `retry_after_s_max` is not waited for. The clock, the wait and the chance are arguments so that tests can play
+    them.
     """
 
     def __init__(
@@ -80,12 +82,28 @@ class Retries:
         now: Callable[[], float] = time.monotonic,
         wait: Callable[[float], None] = time.sleep,
         chance: Callable[[], float] = random.random,
+        retry_after_s_max: float = math.inf,
     ) -> None:
+        """Raises ValueError where there is not even one try."""
+        if attempts_max < 1:
+            raise ValueError(f"attempts_max must be 1 or more, not {attempts_max!r}")
         self.attempts_max = attempts_max
+        self._retry_after_s_max = retry_after_s_max
         self.budget = RetryBudget()
         self._now = now
         self._wait = wait
         self._chance = chance
+
+    @classmethod
+    def of_engines(cls) -> Retries:
+        """For calls that an engine's request waits for: the engine can compute instead, so it waits for no server to
+        come back. The second try is for a connection that was closed.
+        """
+        return cls(attempts_max=2, retry_after_s_max=0.2)
+
+    def copy(self) -> Retries:
+        """The same rules, with a budget of their own."""
+        return Retries(self.attempts_max, self._now, self._wait, self._chance, self._retry_after_s_max)
 
     def run(
         self,
@@ -109,8 +127,10 @@ class Retries:
                 pause = pause_s(attempt_count, error.retry_after_s, self._chance())
                 took_s = self._now() - began_s
                 is_last = attempt_count >= self.attempts_max or took_s + pause >= timeout_s
-                if is_last or not may_repeat(error) or not self.budget.take():
+                is_last = is_last or (error.retry_after_s or 0) > self._retry_after_s_max
+                if is_last or not self._may_repeat(error, may_repeat):
                     if attempt_count > 1:
+                        error.tries = attempt_count
                         error.add_note(f"tried {attempt_count} times in {took_s:.1f} s")
                     raise
                 _log.info("%s; try %d of %d in %.2f s", error, attempt_count + 1, self.attempts_max, pause)
@@ -118,3 +138,12 @@ class Retries:
             else:
                 self.budget.refund()
                 return result
+
+    def _may_repeat(self, error: ObjectCacheError, may_repeat: Callable[[ObjectCacheError], bool]) -> bool:
+        """`may_repeat` comes last, because it may prepare the next try."""
+        if not self.budget.take():
+            return False
+        if not may_repeat(error):
+            self.budget.refund(1.0)
+            return False
+        return True

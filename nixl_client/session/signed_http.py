@@ -18,13 +18,14 @@ from botocore.auth import S3SigV4Auth
 from botocore.awsrequest import AWSRequest
 from botocore.credentials import Credentials
 
-from descriptors.errors import ErrorCode, ObjectCacheError, ServerError, error_from_fields
+from descriptors.errors import ObjectCacheError, error_from_fields
 from nixl_client.session import retries
 from nixl_client.session.retries import Retries
 from nixl_client.session.shared import Shared
 from nixl_client.transports.http import ConnectionPool, ServerAddress, Stream, UnansweredError
 
 ERROR_BODY_BYTES_MAX = 65_536
+RETRY_AFTER_DIGITS = 6
 RETRYABLE_STATUSES = frozenset({500, 502, 503, 504})
 """Those of a server or a proxy that may answer the same request later, also where it says no more."""
 
@@ -125,12 +126,15 @@ class SignedHttp:
         target = quote(path, safe="/-_.~") + (f"?{urlencode(query, quote_via=quote)}" if query else "")
         signed = self._sign(method, target, body, headers or {})
         connection = self._pool.take(timeout_s or self.timeout_s)
-        is_connected = connection.sock is not None
+        is_connected, is_sent = connection.sock is not None, True
         try:
             if not is_connected:
                 connection.connect()
             is_connected = True
-            connection.request(method, target, body=body or None, headers=signed)
+            try:
+                connection.request(method, target, body=body or None, headers=signed)
+            except (BrokenPipeError, ConnectionResetError):  # a server that refuses a body may answer and hang up
+                is_sent = False
             response = connection.getresponse()
         except (OSError, http.client.HTTPException) as error:
             connection.close()
@@ -142,7 +146,7 @@ class SignedHttp:
         except BaseException:
             connection.close()
             raise
-        stream = Stream(self._pool, connection, response)
+        stream = Stream(self._pool, connection, response, keeps=is_sent)
         if response.status >= 300:
             raise _refusal(stream, response.status)
         if not stream.has_known_end:
@@ -152,14 +156,9 @@ class SignedHttp:
 
     def copy(self) -> SignedHttp:
         """Requests of the same account, to be closed by themselves, with a budget of their own for retries."""
-        account, attempts_max = self.account, self.retries.attempts_max
+        account, retries = self.account, self.retries.copy()
         return SignedHttp(
-            account.address.url,
-            account.access_key,
-            account.secret_key,
-            account.region,
-            self.timeout_s,
-            Retries(attempts_max),
+            account.address.url, account.access_key, account.secret_key, account.region, self.timeout_s, retries
         )
 
     def close(self) -> None:
@@ -180,27 +179,33 @@ class SignedHttp:
 def _refusal(stream: Stream, status: int) -> ObjectCacheError:
     """The error that the answer's body describes."""
     try:
-        body = stream.read(ERROR_BODY_BYTES_MAX)
+        body = stream.read(ERROR_BODY_BYTES_MAX) if stream.has_known_end else b""
     except UnansweredError:
         body = b""
     stream.close()
     return parse_error(status, body, stream.headers.get("retry-after"))
 
 
+def _seconds(retry_after: str | None) -> int | None:
+    """The seconds of a `Retry-After`; None for a date, or for more digits than anybody means."""
+    if retry_after is None or not retry_after.isdecimal() or len(retry_after) > RETRY_AFTER_DIGITS:
+        return None
+    return int(retry_after)
+
+
 def parse_error(status: int, body: bytes, retry_after: str | None = None) -> ObjectCacheError:
-    """The error an S3 Error document describes; what is no such document becomes InternalError with the status. In
-    seconds, `retry_after` is when to ask again.
+    """The error an S3 Error document describes. Another body comes from somebody between us and the server, who does
+    not know what has become of the request: UnansweredError. `retry_after` says in seconds when to ask again.
     """
-    retry_after_s = int(retry_after) if retry_after is not None and retry_after.isdecimal() else None
+    retry_after_s = _seconds(retry_after)
     try:
         root = ElementTree.fromstring(body)
     except ElementTree.ParseError:
-        return ServerError(
-            ErrorCode.INTERNAL_ERROR,
-            f"HTTP {status} without an error document",
-            retryable=status in RETRYABLE_STATUSES,
-            retry_after_s=retry_after_s,
-        )
+        root = ElementTree.Element("none")
+    if root.tag.rpartition("}")[2] != "Error" or root.findtext("Code") is None:
+        unanswered = UnansweredError(f"HTTP {status} without an error document", retryable=status in RETRYABLE_STATUSES)
+        unanswered.retry_after_s = retry_after_s
+        return unanswered
 
     def number(name: str) -> int | None:
         text = root.findtext(name)

@@ -25,6 +25,10 @@ IDLE_CONNECTIONS_MAX = 64
 """As many as one client runs fetches at a time; a connection beyond is closed when its request is over."""
 
 
+HEAD_LINES_MAX = 512
+"""Of an answer, with its interim answers."""
+
+
 class UnansweredError(ServerError):
     """The connection broke before an answer came: whether the request took effect is unknown, unless it was
     `never_sent`.
@@ -131,7 +135,9 @@ class _WholeHead(http.client.HTTPResponse):
     """
 
     def begin(self) -> None:
-        """Raises http.client.RemoteDisconnected where the head breaks off."""
+        """Raises http.client.RemoteDisconnected where the head breaks off, HTTPException where it has no end, and for
+        interim answers but `100 Continue`: the real answer would be taken for the next request's.
+        """
         file = self.fp
         self.fp = _WholeLines(file)  # type: ignore[assignment]
         try:
@@ -139,6 +145,8 @@ class _WholeHead(http.client.HTTPResponse):
         finally:
             if self.fp is not None:
                 self.fp = file
+        if self.status < 200:
+            raise http.client.HTTPException(f"the answer has the interim status {self.status}")
 
 
 class _WholeLines:
@@ -146,8 +154,12 @@ class _WholeLines:
 
     def __init__(self, file: io.BufferedReader) -> None:
         self._file = file
+        self._left = HEAD_LINES_MAX
 
     def readline(self, limit: int = -1) -> bytes:
+        if not self._left:
+            raise http.client.HTTPException(f"the answer's head has more than {HEAD_LINES_MAX} lines")
+        self._left -= 1
         line = self._file.readline(limit)
         if not line.endswith(b"\n") and not 0 <= limit <= len(line):
             raise http.client.RemoteDisconnected("the answer broke off within its head")
@@ -158,12 +170,20 @@ class _WholeLines:
 
 
 class Stream:
-    """An answer whose body is still coming. `close` gives the connection back if the body was read to its end."""
+    """An answer whose body is still coming. `close` gives the connection back if the body was read to its end, and the
+    request was sent to its end (`keeps`).
+    """
 
     def __init__(
-        self, pool: ConnectionPool, connection: http.client.HTTPConnection, response: http.client.HTTPResponse
+        self,
+        pool: ConnectionPool,
+        connection: http.client.HTTPConnection,
+        response: http.client.HTTPResponse,
+        *,
+        keeps: bool = True,
     ) -> None:
         self._pool = pool
+        self._keeps = keeps
         self._connection = connection
         self._response = response
         self._lock = threading.Lock()
@@ -209,7 +229,7 @@ class Stream:
         """Keep the connection for another request, or drop it."""
         with self._lock:
             self._is_closed = True
-        if self._response.isclosed() or self._response.length == 0:
+        if self._keeps and (self._response.isclosed() or self._response.length == 0):
             self._response.close()
             self._pool.give_back(self._connection)
         else:

@@ -45,6 +45,7 @@ def found(path: Path) -> list[tuple[int, str]]:
     return sorted(private_names(ast.parse(path.read_text())))
 
 
+@pytest.mark.slow
 def test_tests_outside_unit_reach_the_product_through_public_names() -> None:
     """A private name in such a test says that a seam is missing: a constructor's argument, a setting, a property."""
     paths = [path for path in TESTS.rglob("*.py") if path.relative_to(TESTS).parts[0] not in EXEMPT_FOLDERS]

@@ -151,7 +151,6 @@ def test_every_statement_of_the_product_has_a_visible_subject(folder: str) -> No
     assert found == {}
 
 
-@pytest.mark.slow
 def test_no_test_is_named_after_who() -> None:
     """A test's name is a rule, with a subject."""
     names = {node.name for path in MODULES for node in ast.walk(parsed(path)) if isinstance(node, FUNCTIONS)}

@@ -93,6 +93,7 @@ def test_smoke_measures_everything_and_verifies_every_byte(tmp_path: Path) -> No
     assert "stayed" in result["remarks"]["cold g16,g64"]
 
 
+@pytest.mark.slow
 def test_ucx_tls_is_for_the_tcp_phase_only(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     """The setting is not for whatever the process does next."""
     monkeypatch.delenv("UCX_TLS", raising=False)
@@ -104,6 +105,7 @@ def test_ucx_tls_is_for_the_tcp_phase_only(monkeypatch: pytest.MonkeyPatch, tmp_
     assert "UCX_TLS" not in os.environ
 
 
+@pytest.mark.slow
 def test_peers_do_the_same_work_and_are_checked(tmp_path: Path) -> None:
     """Those that need no environment of their own."""
     file = tmp_path / "result.json"
@@ -116,6 +118,7 @@ def test_peers_do_the_same_work_and_are_checked(tmp_path: Path) -> None:
     assert result["ratios"]["http_over_native_range_gets"] > 0
 
 
+@pytest.mark.slow
 def test_wrong_bytes_end_the_benchmark_with_a_failure(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A fast wrong answer is no result."""
     store = aggregate.store_chunks

@@ -302,6 +302,7 @@ def options(**changes: object) -> argparse.Namespace:
     return argparse.Namespace(**{**fields, **changes})
 
 
+@pytest.mark.slow
 def test_a_calibration_makes_the_config_file(tmp_path: Path) -> None:
     """Measured with the settings of the file, or the defaults where there is none; a server then accepts it."""
     path = tmp_path / "objectcache.toml"
@@ -313,6 +314,7 @@ def test_a_calibration_makes_the_config_file(tmp_path: Path) -> None:
     assert list(tmp_path.iterdir()) == [path]
 
 
+@pytest.mark.slow
 def test_servers_run_with_the_storage_settings_of_the_file(tmp_path: Path) -> None:
     """But without its credentials; with little DRAM for chunks these come from the page cache."""
     path = tmp_path / "objectcache.toml"
@@ -341,6 +343,7 @@ def test_smoke_shows_the_curve_and_writes_no_config(tmp_path: Path, capsys: pyte
     assert "Theta for all of it" in capsys.readouterr().out
 
 
+@pytest.mark.slow
 def test_wrong_bytes_end_it_and_nothing_is_written(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -356,6 +359,7 @@ def test_wrong_bytes_end_it_and_nothing_is_written(
     assert "chunk 3, layer 1" in capsys.readouterr().err
 
 
+@pytest.mark.slow
 def test_a_transport_that_cannot_run_is_said_when_it_was_asked_for(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -186,6 +186,7 @@ def tiny_plan(_: int) -> LinkPlan:
     return smoke_link_plan(1)
 
 
+@pytest.mark.slow
 def test_a_calibrated_link_goes_into_the_file_and_a_server_starts_with_it(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -237,6 +238,7 @@ def test_of_several_transports_one_must_be_named_before_anything_is_written(
     assert "pass --transport" in capsys.readouterr().err
 
 
+@pytest.mark.slow
 def test_wrong_bytes_end_it(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -252,6 +254,7 @@ def test_wrong_bytes_end_it(
     assert not path.exists()
 
 
+@pytest.mark.slow
 def test_a_transport_that_cannot_run_is_said(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """The file turns it off."""
     path = tmp_path / "objectcache.toml"

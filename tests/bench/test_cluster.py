@@ -42,6 +42,7 @@ def test_smoke(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert "three over one" in capsys.readouterr().out
 
 
+@pytest.mark.slow
 def test_simulated_keepers_add_their_memory_up_and_hedges_stay_within_their_bound() -> None:
     rows = {(row["servers"], row["placed"], row["hedged"]): row for row in figure_3((4, 16), 60, 7)}
     for count in (4, 16):
@@ -60,7 +61,7 @@ def test_simulated_keepers_add_their_memory_up_and_hedges_stay_within_their_boun
     assert rows[4, Placed.KEEPERS.value, False]["of_linear"] == 1.0
 
 
-@pytest.mark.long
+@pytest.mark.slow
 def test_simulated_servers_that_ask_for_shares_bring_one_prefix_as_soon_as_the_downlink_allows() -> None:
     for row in simulated_downlinks(7):
         assert 1.0 - 1e-9 <= row["asked"] <= row["equal"] + 1e-9

@@ -75,6 +75,7 @@ def test_smoke_fetches_over_every_transport(tmp_path: Path) -> None:
     assert result["server"]["peak_bytes"] <= result["server"]["bound_bytes"]
 
 
+@pytest.mark.slow
 def test_workers_can_be_asked_for() -> None:
     """Their memory counts as the server's."""
     one = measure_concurrency(SETTINGS, {})
@@ -83,6 +84,7 @@ def test_workers_can_be_asked_for() -> None:
     assert two["problem"] is None
 
 
+@pytest.mark.slow
 def test_wrong_bytes_are_the_result() -> None:
     """Fetchers that expect other bytes than are stored must say so."""
     wrong = replace(SETTINGS, seed=2)

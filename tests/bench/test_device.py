@@ -142,6 +142,7 @@ class Recorder:
         raise NotImplementedError
 
 
+@pytest.mark.slow
 def test_ttft_smoke_measures_all_systems_and_verifies(tmp_path: Path) -> None:
     """CI has no GPU: the same code on the CPU. Whoever reads the JSON relies on these names."""
     file, charts = tmp_path / "out.json", tmp_path / "charts"
@@ -161,6 +162,7 @@ def test_ttft_smoke_measures_all_systems_and_verifies(tmp_path: Path) -> None:
     assert [chart.name for chart in charts.iterdir()] == ["figure-13.png"]
 
 
+@pytest.mark.slow
 def test_recompute_smoke_measures_every_boundary(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """As for TTFT."""
     file, chart = tmp_path / "out.json", tmp_path / "out.png"
@@ -245,6 +247,7 @@ def test_shared_memory_brings_the_kv(bed: DeviceBed) -> None:
     check_every_system(bed)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("transport", "landing"), [(Transport.HTTP, Landing.HOST), (Transport.UCX, Landing.DEVICE)], ids=["http", "ucx"]
 )
@@ -276,6 +279,7 @@ def test_a_model_that_fails_ends_the_fetch(bed: DeviceBed, monkeypatch: pytest.M
         assert bed.run(Task(CASE, system)).is_first_token_same
 
 
+@pytest.mark.slow
 def test_chunks_of_another_prompt_are_the_result(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

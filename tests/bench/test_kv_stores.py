@@ -33,6 +33,7 @@ def store(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[RunningSto
             pytest.skip(str(error))
 
 
+@pytest.mark.slow
 @pytest.mark.needs_server
 @pytest.mark.timeout(180)
 def test_a_store_gives_back_what_was_put(store: RunningStore) -> None:

@@ -149,6 +149,7 @@ def test_what_is_absent_is_named_and_the_rest_goes_on(monkeypatch: pytest.Monkey
     assert "Not run: 4" in text
 
 
+@pytest.mark.slow
 def test_wrong_bytes_fail_the_ladder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A fast wrong answer is no result."""
     monkeypatch.setattr(ObjectContent, "holds", lambda *_: False)

@@ -11,6 +11,7 @@ from bench.cli import run
 from bench.experiments.orchestrator.simulated import one_regret, over_others
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(180)
 def test_smoke(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     file = tmp_path / "orchestrator.json"

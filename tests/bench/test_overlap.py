@@ -212,6 +212,7 @@ def test_a_layer_is_held_against_the_rate_of_layers_of_its_size() -> None:
     assert [rate_at(rates, size * MIB) for size in (1, 2, 7, 8, 1000)] == pytest.approx([1e9, 1e9, 1e9, 2e9, 2e9])
 
 
+@pytest.mark.slow
 def test_wrong_bytes_fail_the_bench(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A fast wrong answer is no result."""
 

@@ -110,6 +110,7 @@ def test_allocations_are_table_a9s() -> None:
             assert found["rates_bytes_per_s"] == pytest.approx(expected, abs=bytes_per_s_from_gbps(0.0101))
 
 
+@pytest.mark.slow
 def test_the_same_seed_is_the_same_workload_however_many_processes() -> None:
     """A result can be had again."""
     assert measure_random(3, 5, 1) == measure_random(3, 5, 1)
@@ -118,6 +119,7 @@ def test_the_same_seed_is_the_same_workload_however_many_processes() -> None:
     assert poisson_load(5, 2, 1e9, 0.5, 1) == poisson_load(5, 2, 1e9, 0.5, 1)
 
 
+@pytest.mark.slow
 def test_random_workloads_meet_their_targets() -> None:
     """A few of the ten thousand of the bench."""
     found = summarize(measure_random(40, 1, 1))
@@ -291,6 +293,7 @@ def test_smoke_runs_every_part(tmp_path: Path) -> None:
     }  # fmt: skip
 
 
+@pytest.mark.slow
 def test_wrong_bytes_are_the_result(monkeypatch: pytest.MonkeyPatch) -> None:
     """Players that expect other bytes than are stored must say so."""
     settings = LiveSettings(("A",), (EQUAL,), rounds=1, link_scale=0.02, time_scale=0.005)

@@ -114,6 +114,7 @@ def model_samples(rates: list[float], layer_bytes: float, compute_s: float, laye
     return [Sample(rate, ttft_layerwise_s([layer_bytes / rate] * layers, [compute_s] * layers)) for rate in rates]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("state", ["page_cache", "cold"])
 def test_chunks_may_be_elsewhere_than_in_memory_and_the_link_without_limit(tmp_path: Path, state: str) -> None:
     """What this machine moves: neither scaled down to a link nor out of the DRAM tier."""
@@ -151,6 +152,7 @@ def test_smoke_measures_all_systems_and_verifies(tmp_path: Path) -> None:
     assert sweep["knee"]["side"] in {"between", "below_all", "above_all"}
 
 
+@pytest.mark.slow
 def test_a_played_link_holds_both_orders_to_its_rate(tmp_path: Path) -> None:
     """Neither can have everything before the link has carried it."""
     file = tmp_path / "out.json"
@@ -161,6 +163,7 @@ def test_a_played_link_holds_both_orders_to_its_rate(tmp_path: Path) -> None:
             assert cell["loaded_bytes_per_s"]["max"] <= CAP * 0.125 * 1.05
 
 
+@pytest.mark.slow
 def test_every_window_can_be_waited_for() -> None:
     """The proof that adding the last windows changes nothing is a mode that adds none."""
     options = parse("--smoke", "--play", "--link-gbps", "0", "--hits", "50")
@@ -171,6 +174,7 @@ def test_every_window_can_be_waited_for() -> None:
     assert "every window is waited for" in result["notes"]
 
 
+@pytest.mark.slow
 def test_wrong_bytes_are_the_result(monkeypatch: pytest.MonkeyPatch) -> None:
     """A server that returned another prompt's chunks must not give a figure."""
     stored = ttft_bed.store_chunks

@@ -34,6 +34,7 @@ def test_smoke_measures_every_way_and_verifies_every_byte(tmp_path: Path) -> Non
     assert (tmp_path / "chart.png").stat().st_size > 1000
 
 
+@pytest.mark.slow
 @pytest.mark.needs_server
 @pytest.mark.timeout(180)
 def test_wrong_bytes_fail_the_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

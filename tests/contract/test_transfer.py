@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import ctypes
-import time
 from collections.abc import AsyncIterator
 
 import numpy as np
@@ -32,10 +31,11 @@ from storage_server.transport.shm import ShmDestination
 from storage_server.transport.shm_door import ShmDoor
 from storage_server.transport.ucx import UcxDestination
 from storage_server.transport.ucx_process import UcxProcess
+from tests.support.waiting import until
 
 LAYOUT = ChunkLayout(num_layers=3, chunk_tokens=16, per_layer_chunk_bytes=70_000)
 K = 4
-ID = "contract-request"
+ID, BEHIND_ID = "contract-request", "contract-request-behind"
 LIMITS = PayloadLimits(100_000, 100_000)
 
 
@@ -64,11 +64,9 @@ class MemorySink:
         self.aborted = True
 
 
-def heard(notices: list[Notice], kind: type) -> bool:
-    deadline = time.monotonic() + 0.5
-    while time.monotonic() < deadline and not any(isinstance(notice, kind) for notice in notices):
-        time.sleep(0.01)
-    return any(isinstance(notice, kind) for notice in notices)
+def heard(notices: list[Notice], *kinds: type) -> bool:
+    """Whether there is a notice of such a kind by now."""
+    return any(isinstance(notice, kinds) for notice in notices)
 
 
 class HttpEnd:
@@ -80,13 +78,16 @@ class HttpEnd:
 
     def transfer(self, plan: DeliveryPlan) -> Transfer:
         window = self.pool.window("key", 3)
-        return HttpDestination(self.sink, window, Patience(5.0), LIMITS).open(plan)
+        return HttpDestination(self.sink, window, Patience(60.0), LIMITS).open(plan)
 
     async def lose_client(self) -> None:
         self.sink.gone = True
 
     def received(self) -> bytes:
         return bytes(self.sink.data)
+
+    async def has_heard_all(self) -> None:
+        """Nothing is on its way: a call that writes has written when it returns."""
 
     def is_told_of_success(self) -> bool:
         return len(self.sink.data) == LAYOUT.delivery_bytes(K) and not self.sink.aborted
@@ -107,6 +108,7 @@ class UcxEnd:
     buffer: np.ndarray
     registration: Registration
     notices: list[Notice]
+    behind: list[Notice]
     seen: dict[int, bytes]
     peer: str
     region: Region
@@ -123,7 +125,9 @@ class UcxEnd:
         end.registration = end.receiver.register(memory)
         end.notices = []
         end.seen = {}
+        end.behind = []
         end.receiver.listen(ID, end.note)
+        end.receiver.listen(BEHIND_ID, end.behind.append)
         metadata = end.receiver.metadata()
         end.peer = agent_name(metadata)
         await end.engine.add_peer(end.peer, metadata, [memory])
@@ -144,13 +148,22 @@ class UcxEnd:
         return destination.open(plan)
 
     def open_flight(self) -> Flight:
-        return Flight(self.engine, self.peer, 5.0, lambda: None)
+        return Flight(self.engine, self.peer, 60.0, lambda: None)
 
     async def lose_client(self) -> None:
         await self.engine.remove_peer(self.peer)
 
     def received(self) -> bytes:
         return self.buffer.tobytes()
+
+    async def has_heard_all(self) -> None:
+        """A transfer behind the others has ended, whose notices took the same way."""
+        plan = plan_delivery(Mode.LAYER_MAJOR, LAYOUT, K, 100_000)
+        transfer = self.transfer(plan)
+        await send(transfer, plan, self.pool, request_id=BEHIND_ID)
+        await transfer.finish()
+        await transfer.close()
+        await until(lambda: heard(self.behind, Done))
 
     def is_told_of_success(self) -> bool:
         return heard(self.notices, Done)
@@ -167,12 +180,14 @@ class UcxEnd:
 class ShmEnd:
     """The far end of a ShmTransfer: a real connection to a door, and memory handed in at it."""
 
-    def __init__(self, door: ShmDoor) -> None:
-        self.door = door
+    def __init__(self, door: ShmDoor, pool: StagingPool) -> None:
+        self.door, self.pool = door, pool
         self.buffer = allocate(LAYOUT.delivery_bytes(K))
         self.receiver = ShmReceiver(lambda: {SINGLE: door.address})
         self.notices: list[Notice] = []
+        self.behind: list[Notice] = []
         self.receiver.listen(ID, self.notices.append)
+        self.receiver.listen(BEHIND_ID, self.behind.append)
         self.receiver.offer("kv", as_buffer(self.buffer))
         self.ticket = self.receiver.registration([], 60.0).shm_ticket or ""
 
@@ -183,11 +198,19 @@ class ShmEnd:
 
     async def lose_client(self) -> None:
         self.receiver.stop()
-        while self.door.client(self.ticket) is not None:  # noqa: ASYNC110 - another thread hangs up
-            await asyncio.sleep(0.01)
+        await until(lambda: self.door.client(self.ticket) is None)  # another thread hangs up
 
     def received(self) -> bytes:
         return self.buffer.tobytes()
+
+    async def has_heard_all(self) -> None:
+        """A transfer behind the others has ended, whose notices took the same way."""
+        plan = plan_delivery(Mode.LAYER_MAJOR, LAYOUT, K, 100_000)
+        transfer = self.transfer(plan)
+        await send(transfer, plan, self.pool, request_id=BEHIND_ID)
+        await transfer.finish()
+        await transfer.close()
+        await until(lambda: heard(self.behind, Done))
 
     def is_told_of_success(self) -> bool:
         return heard(self.notices, Done)
@@ -224,7 +247,7 @@ async def end(request: pytest.FixtureRequest, pool: StagingPool, area: SharedAre
     if request.param == "shm":
         door = ShmDoor(lambda _: None)
         door.start()
-        made = await asyncio.to_thread(ShmEnd, door)
+        made = await asyncio.to_thread(ShmEnd, door, pool)
         client = door.client(made.ticket)
         assert client is not None
         await door.map(client, [Region("kv", 0, client.offered["kv"][1])])
@@ -241,9 +264,11 @@ def expected() -> np.ndarray:
     return np.random.default_rng(5).integers(1, 256, LAYOUT.delivery_bytes(K), dtype=np.uint8)
 
 
-async def send(transfer: Transfer, plan: DeliveryPlan, pool: StagingPool, upto: int | None = None) -> None:
+async def send(
+    transfer: Transfer, plan: DeliveryPlan, pool: StagingPool, upto: int | None = None, request_id: str = ID
+) -> None:
     data = expected()
-    await transfer.start(DeliveryStart(ID, plan.mode, K, plan.delivery_bytes))
+    await transfer.start(DeliveryStart(request_id, plan.mode, K, plan.delivery_bytes))
     for index, payload in enumerate(plan.payloads()):
         if index == upto:
             return
@@ -254,6 +279,7 @@ async def send(transfer: Transfer, plan: DeliveryPlan, pool: StagingPool, upto: 
         await transfer.send(payload, np.array([[room.address, payload.nbytes]]), room)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("mode", list(Mode))
 async def test_a_finished_transfer_delivered_every_byte(end: End, pool: StagingPool, mode: Mode) -> None:
     plan = plan_delivery(mode, LAYOUT, K, 100_000)
@@ -261,29 +287,34 @@ async def test_a_finished_transfer_delivered_every_byte(end: End, pool: StagingP
     await send(transfer, plan, pool)
     assert await transfer.finish() == LAYOUT.delivery_bytes(K)
     await transfer.close()
-    assert await asyncio.to_thread(end.is_told_of_success)
+    await until(end.is_told_of_success)
     assert end.received() == expected().tobytes()
-    assert not await asyncio.to_thread(end.is_told_of_failure)
+    await end.has_heard_all()
+    assert not end.is_told_of_failure()
     assert pool.free_count == pool.slot_count
 
 
+@pytest.mark.slow
 async def test_a_failed_transfer_is_told_and_holds_nothing(end: End, pool: StagingPool) -> None:
     plan = plan_delivery(Mode.LAYER_MAJOR, LAYOUT, K, 100_000)
     transfer = end.transfer(plan)
     await send(transfer, plan, pool, upto=5)
     await transfer.fail(1, 2, tells_client=True)
     await transfer.close()
-    assert await asyncio.to_thread(end.is_told_of_failure)
-    assert not await asyncio.to_thread(end.is_told_of_success)
+    await until(end.is_told_of_failure)
+    await end.has_heard_all()
+    assert not end.is_told_of_success()
     assert pool.free_count == pool.slot_count
 
 
+@pytest.mark.slow
 async def test_a_transfer_closed_halfway_is_never_a_success(end: End, pool: StagingPool) -> None:
     plan = plan_delivery(Mode.LAYER_MAJOR, LAYOUT, K, 100_000)
     transfer = end.transfer(plan)
     await send(transfer, plan, pool, upto=5)
     await transfer.close()
-    assert not await asyncio.to_thread(end.is_told_of_success)
+    await end.has_heard_all()
+    assert not end.is_told_of_success()
     assert pool.free_count == pool.slot_count
 
 
@@ -313,7 +344,7 @@ async def test_every_announced_layer_was_complete_when_it_was_announced(pool: St
         await send(transfer, plan, pool)
         await transfer.finish()
         await transfer.close()
-        assert await asyncio.to_thread(end.is_told_of_success)
+        await until(end.is_told_of_success)
         data = expected()
         for layer_index in range(3):
             layer_bytes = plan.series[0].group_bytes

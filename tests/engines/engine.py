@@ -11,7 +11,6 @@ import select
 import signal
 import socket
 import subprocess
-import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict
 from pathlib import Path
@@ -20,6 +19,7 @@ from typing import Any
 from tests.engines.environment import engine_python, engine_variables
 from tests.engines.messages import EngineSettings, Moment, Operation, Outcome, Prompt
 from tests.support.tree import repository
+from tests.support.waiting import eventually
 
 START_S = 180.0
 REPLY_S = 240.0
@@ -211,10 +211,7 @@ def _accepted(listener: socket.socket, log_file: Path, settings: EngineSettings)
 
 def await_true(is_so: Callable[[], bool], timeout_s: float = 150.0) -> None:
     """Return when it is so. Raises AssertionError when it does not become so."""
-    deadline_s = time.monotonic() + timeout_s
-    while not is_so():
-        assert time.monotonic() < deadline_s, "it does not come to be"
-        time.sleep(0.05)
+    assert eventually(is_so, timeout_s), "it does not come to be"
 
 
 def _as_dict(prompt: Prompt) -> dict[str, Any]:

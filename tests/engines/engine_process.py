@@ -131,7 +131,7 @@ class RunningEngine:
         scheduler, deadline_s = self._core.scheduler, time.monotonic() + SETTLE_S
         while (scheduler.has_requests() or not self._is_written()) and time.monotonic() < deadline_s:
             self._llm.llm_engine.step()
-            time.sleep(0.002)
+            time.sleep(0.002)  # other threads go on meanwhile
         pool = scheduler.kv_cache_manager.block_pool
         return int(pool.num_gpu_blocks - 1 - pool.get_num_free_blocks())
 

@@ -120,7 +120,7 @@ def main() -> None:
 def _step(llm: Any) -> None:
     """The engine takes a step only for a request; one of fewer tokens than a block leaves nothing behind."""
     generate(llm, {"prompts": [{"tokens": [1, 2], "salt": ""}], "max_tokens": 2})
-    time.sleep(0.02)
+    time.sleep(0.02)  # other threads go on meanwhile
 
 
 def _name_nixl() -> None:

@@ -22,7 +22,7 @@ def slow_proxy(endpoint: str, bytes_per_s: float) -> Iterator[str]:
     def answer(server: socket.socket, client: socket.socket) -> None:
         while data := server.recv(piece_bytes):
             client.sendall(data)
-            time.sleep(len(data) / bytes_per_s)
+            time.sleep(len(data) / bytes_per_s)  # the rate of the link
 
     with _proxy(endpoint, answer) as url:
         yield url
@@ -55,7 +55,7 @@ class FailingLink:
                 self._left_bytes -= len(data)
             client.sendall(data)
             if self.has_lost_rate:
-                time.sleep(PIECE_S)
+                time.sleep(PIECE_S)  # the rate that is left
 
 
 @contextlib.contextmanager

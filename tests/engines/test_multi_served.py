@@ -9,7 +9,6 @@ import os
 import re
 import signal
 import subprocess
-import time
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -25,6 +24,7 @@ from tests.engines.multi_engine import object_cache
 from tests.engines.multi_models import make_tokenizer
 from tests.engines.prompts import unrelated
 from tests.engines.store import Store, free_port
+from tests.support.waiting import eventually
 
 pytestmark = [pytest.mark.engines_full, pytest.mark.timeout(600)]
 START_S = 200.0
@@ -56,13 +56,15 @@ class Served:
 
     def await_ready(self) -> None:
         """Return when it answers. Raises EngineError when it ends instead."""
-        deadline_s = time.monotonic() + START_S
-        while time.monotonic() < deadline_s and self.process.poll() is None:
+
+        def is_ready_or_over() -> bool:
             with contextlib.suppress(OSError):
                 self._request("GET", "/health")
-                return
-            time.sleep(0.2)
-        raise EngineError(f"the server does not start:\n{self.log[-6000:]}")
+                return True
+            return self.process.poll() is not None
+
+        if not eventually(is_ready_or_over, START_S) or self.process.poll() is not None:
+            raise EngineError(f"the server does not start:\n{self.log[-6000:]}")
 
     def tokens(self, prompt: Prompt) -> list[int]:
         """Greedy tokens of a prompt."""
@@ -110,7 +112,7 @@ def served(model: Path, store: Store, log: Path, *options: str) -> Iterator[Serv
     finally:
         with contextlib.suppress(ProcessLookupError):
             os.killpg(running.process.pid, signal.SIGKILL)
-        running.process.wait(10)
+        running.process.wait(60)
 
 
 def test_a_server_shows_what_it_loads_and_ends_with_everything_stored_if_it_is_given_the_time(

@@ -7,7 +7,6 @@ import json
 import os
 import signal
 import subprocess
-import time
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
@@ -105,12 +104,14 @@ def running(folder: Path, engine_count: int, *engine_options: str) -> Iterator[B
 
 def status_when(bed: Bed, name: str, wanted: Any) -> dict[str, Any]:
     """The state of both engines when each has what is wanted."""
-    for _ in range(300):
-        engines = bed.ask("/_orchestrator/status")["engines"]
-        if all(wanted(each[name]) for each in engines):
-            return {each["url"]: each for each in engines}
-        time.sleep(0.1)
-    raise AssertionError(f"{name}: {[each[name] for each in engines]}")
+    engines: list[dict[str, Any]] = []
+
+    def are_so() -> bool:
+        engines[:] = bed.ask("/_orchestrator/status")["engines"]
+        return all(wanted(each[name]) for each in engines)
+
+    assert eventually(are_so), f"{name}: {[each[name] for each in engines]}"
+    return {each["url"]: each for each in engines}
 
 
 def test_openais_client_sees_one_server(bed: Bed) -> None:
@@ -147,13 +148,12 @@ def test_the_other_engine_has_the_prefix_from_the_store_and_the_decision_knows_i
     prompt = [number % 800 + 20 for number in range(512)]
     first = bed.complete(prompt)
     home = first["engine_header"]
-    for _ in range(100):
+
+    def stored_tokens() -> int:
         told = bed.ask("/_orchestrator/route", {"model": MODEL, "prompt": [*prompt, 9]})
-        stored = {each["engine"]: each["stored_tokens"] for each in told["candidates"]}
-        if stored[home] >= 480:
-            break
-        time.sleep(0.1)
-    assert stored[home] >= 480
+        return int({each["engine"]: each["stored_tokens"] for each in told["candidates"]}[home])
+
+    assert eventually(lambda: stored_tokens() >= 480)
     bed.ask(f"/_orchestrator/engines/{home}/drain", {})
     try:
         other = bed.complete([*prompt, 9])
@@ -203,7 +203,7 @@ def test_three_engines_and_adapters_that_share_nothing(tmp_path: Path) -> None:
                 tokens = {each["engine"]: each["held_tokens"] for each in again["candidates"]}
                 return tokens.pop(home) >= 480 and not any(tokens.values())
 
-            assert eventually(held, 10)
+            assert eventually(held)
             other = next(engine for engine in lora.engines if engine.url != home)
             body = {"model": model, "prompt": prompt, "max_tokens": 4, "temperature": 0}
             assert other.post("/v1/completions", body)["choices"][0]["text"] == texts[model]
@@ -284,7 +284,7 @@ def test_streams_go_on_when_the_store_dies_and_its_chunks_are_found_again(bed: B
         told = bed.ask("/_orchestrator/route", {"model": MODEL, "prompt": [*prompt, 1]})
         return {each["engine"]: each["stored_tokens"] for each in told["candidates"]}
 
-    assert eventually(lambda: stored()[home] >= 480, 20)
+    assert eventually(lambda: stored()[home] >= 480)
     pieces, end = asyncio.run(streamed(bed.url, prompt, 64, bed.kill_store))
     try:
         assert (end, len(pieces)) == ("done", 64)
@@ -293,10 +293,10 @@ def test_streams_go_on_when_the_store_dies_and_its_chunks_are_found_again(bed: B
             engine.forget()
         again = bed.complete([*prompt, 2])
         assert again["choices"][0]["finish_reason"] == "length"
-        assert eventually(lambda: set(stored().values()) == {0}, 20)
+        assert eventually(lambda: set(stored().values()) == {0})
     finally:
         bed.start_store()
-    assert eventually(lambda: stored()[home] >= 480, 60)
+    assert eventually(lambda: stored()[home] >= 480)
 
 
 def test_an_orchestrator_that_is_killed_in_a_stream_comes_back_with_a_warm_index(bed: Bed, tmp_path: Path) -> None:
@@ -313,18 +313,18 @@ def test_an_orchestrator_that_is_killed_in_a_stream_comes_back_with_a_warm_index
 
     with orchestrator_process(urls, *options, environment=environment) as (url, pid):
         await_engine(url)
-        assert eventually(lambda: all(engine["events"] for engine in engines_of(url)), 20)
+        assert eventually(lambda: all(engine["events"] for engine in engines_of(url)))
         tokens = 2000  # seconds of it: a whole short stream could lie in a socket when the client comes to read
         pieces, end = asyncio.run(streamed(url, prompt, tokens, lambda: os.kill(pid, signal.SIGKILL)))
         assert end in {"broken", "cut"}
         assert 3 <= len(pieces) < tokens
-    assert eventually(lambda: sum(map(running_count, bed.engines)) == 0, 30)
+    assert eventually(lambda: sum(map(running_count, bed.engines)) == 0)
     meanwhile = [at % 300 + 70 for at in range(256)]
     bed.engines[0].post("/v1/completions", {"model": MODEL, "prompt": meanwhile, "max_tokens": 1})
     with orchestrator_process(urls, *options, environment=environment) as (url, _):
         await_engine(url)
-        assert eventually(lambda: held(url, prompt) >= 480, 20)
-        assert eventually(lambda: held(url, meanwhile) >= 224, 20)
+        assert eventually(lambda: held(url, prompt) >= 480)
+        assert eventually(lambda: held(url, meanwhile) >= 224)
 
 
 def engines_of(url: str) -> list[dict[str, Any]]:

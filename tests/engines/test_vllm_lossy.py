@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from pathlib import Path
 
 import pytest
@@ -11,6 +10,7 @@ from tests.engines.conftest import Engines, Reference
 from tests.engines.messages import Prompt
 from tests.engines.prompts import unrelated
 from tests.engines.store import running_store
+from tests.support.waiting import eventually
 
 pytestmark = [pytest.mark.timeout(600), pytest.mark.engines_full]
 PROMPT = unrelated(41, 1, 640)
@@ -83,8 +83,7 @@ def test_an_engine_loads_chunks_that_the_store_has_replaced_if_it_accepts_them(
             first = store.keys()
             for seed in range(60):
                 engine.generate(unrelated(100 + seed, 1, 640))
-                time.sleep(1.0)
-                if min(store.sizes(first)) < chunk_bytes / 2:
+                if eventually(lambda: min(store.sizes(first)) < chunk_bytes / 2, 1.0):
                     break
             assert min(store.sizes(first)) < chunk_bytes / 2
             engine.stop()

@@ -14,9 +14,10 @@ SECONDS = 20.0
 KILL_EVERY_S = 6.0
 
 
+@pytest.mark.slow
 @pytest.mark.needs_server
 @pytest.mark.timeout(180)
-@pytest.mark.parametrize("kind", [KINDS[0], pytest.param(KINDS[2], marks=pytest.mark.long)])  # `make bounds`: all
+@pytest.mark.parametrize("kind", [KINDS[0], pytest.param(KINDS[2], marks=pytest.mark.slow)])  # `make bounds`: all
 def test_bounds_hold_at_every_moment(tmp_path: Path, kind: str) -> None:
     """Of the directory and of each bucket. Every byte that is read is right, what nobody declared a cache stays, what
     is pinned or leased stays in the cache itself, and nothing that was acknowledged is lost upstream, where it comes

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import socketserver
+import threading
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
@@ -149,6 +151,7 @@ def test_a_put_with_a_condition_is_not_made_again_when_its_answer_is_lost(bed: B
     assert raised.value.code is ErrorCode.PRECONDITION_FAILED
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("transport", ["shm", pytest.param("ucx", marks=pytest.mark.with_ucx)])
 def test_a_fetch_into_memory_whose_answer_is_lost_is_made_again(local: LocalStack, bed: Bed, transport: str) -> None:
     """Where the layers were told, the notices are the answer; where they were not, the server stops and begins anew."""
@@ -191,5 +194,28 @@ def test_a_fetch_that_is_cancelled_in_its_pause_ends_at_once(
     fetch.cancel()
     assert fetch.is_settled
     with pytest.raises(ServerError) as raised:
-        fetch.wait(10)
+        fetch.wait(30)
     assert raised.value.code is ErrorCode.CANCELLED
+
+
+def test_a_refusal_that_comes_before_the_body_was_sent_is_heard() -> None:
+    """A server need not read a body that it refuses: it answers and hangs up, and the client's next piece is reset."""
+    body = b"<Error><Code>AccessDenied</Code><Message>not you</Message></Error>"
+    answer = b"HTTP/1.1 403 Forbidden\r\nContent-Length: %d\r\n\r\n%s" % (len(body), body)
+    connection_count = 0
+
+    class Refusing(socketserver.BaseRequestHandler):
+        def handle(self) -> None:
+            nonlocal connection_count
+            connection_count += 1
+            self.request.recv(1024)
+            self.request.sendall(answer)  # the rest of what was sent is unread, so that closing resets the connection
+
+    with socketserver.TCPServer(("127.0.0.1", 0), Refusing) as server:
+        threading.Thread(target=server.serve_forever, args=(0.05,), daemon=True).start()
+        url = f"http://127.0.0.1:{server.server_address[1]}"
+        client = ObjectCacheClient(url, "chunks", access_key="k", secret_key="s")
+        with client, pytest.raises(CallerError, match="not you"):
+            client.put_chunks(["key"], [bytes(64 << 20)])
+        server.shutdown()
+    assert connection_count == 1

@@ -15,6 +15,7 @@ SOME = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(300)
 def test_a_cluster_keeps_its_promises_when_servers_are_killed() -> None:
     if shutil.which("etcd") is None:

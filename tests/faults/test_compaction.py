@@ -24,6 +24,7 @@ from tests.faults.crash.power_disk import Loss, PowerDisk, extents_after_cut
 from tests.faults.crash.power_index import WatchedIndex, copy_index, log_position, no_commits
 from tests.support.faulty_disk import FaultyDisk
 from tests.support.store_bed import content, files_in, get, named_files, opened, put, settled
+from tests.support.waiting import LIMIT_S, until
 
 MEMORY = Path("/dev/shm")
 STEPS_MAX = 60
@@ -58,11 +59,7 @@ async def sparse(directory: Path, disk: Any, **options: object) -> EmbeddedStore
 
 async def synced(store: EmbeddedStore) -> None:
     """Until the segments there are, are closed: under relaxed durability when they have been synced."""
-    for _ in range(400):
-        if not store.segments.written_count and not store.committer.is_dirty:
-            return
-        await asyncio.sleep(0.01)
-    raise AssertionError("its segments stay open")
+    await until(lambda: not store.segments.written_count and not store.committer.is_dirty)
 
 
 async def put_many(store: EmbeddedStore) -> None:
@@ -97,6 +94,7 @@ class FailingAt(FaultyDisk):
         super().about_to(call, name)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("is_lasting", [False, True], ids=["once", "lasting"])
 @pytest.mark.parametrize("error", [errno.ENOSPC, errno.EIO])
 async def test_a_disk_that_fails_at_any_step_costs_nothing_that_is_stored(
@@ -112,10 +110,9 @@ async def test_a_disk_that_fails_at_any_step_costs_nothing_that_is_stored(
         disk.arm(step, error, is_lasting=is_lasting)
         with contextlib.suppress(ServerError):
             await store.compactor.compact()
-        for _ in range(400):  # the old files go a moment later
-            if disk.failed or files_in(store) == await named_files(store):
-                break
-            await asyncio.sleep(0.005)
+        async with asyncio.timeout(LIMIT_S):  # the old files go a moment later
+            while not disk.failed and files_in(store) != await named_files(store):  # noqa: ASYNC110 - nobody tells of it
+                await asyncio.sleep(0)
         disk.at = 0
         disk.fail.clear()
         failed.add(disk.failed)
@@ -232,7 +229,7 @@ async def test_compaction_that_is_cancelled_anywhere_leaves_nothing_behind(memor
         turns += 1
         task = asyncio.create_task(store.compactor.compact(bytes_per_s=1e7))
         for _ in range(turns):
-            await asyncio.sleep(0.0005)
+            await asyncio.sleep(0.0005)  # it goes on meanwhile: the moments to cancel it at are what is tried
         is_over = task.done()
         task.cancel()
         await asyncio.wait([task])
@@ -243,6 +240,7 @@ async def test_compaction_that_is_cancelled_anywhere_leaves_nothing_behind(memor
     store.close()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("durability", Durability)
 async def test_a_power_cut_at_any_step_leaves_every_object(memory_path: Path, durability: Durability) -> None:
     """Before each operation of the disk: what no sync covers is gone, wholly or in part, and so are index frames."""

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import threading
 from collections.abc import Callable
 from pathlib import Path
@@ -14,12 +13,13 @@ import pytest
 from descriptors.descriptor import Delivery
 from descriptors.errors import ChunkUnavailable, ErrorCode, ObjectCacheError, ServerError
 from nixl_client.client import ObjectCacheClient
+from nixl_client.session.retries import Retries
 from storage_server.gather.source import ChunkSource
 from tests.support.chunks import LAYOUT, N, layer_of, make_chunks
 from tests.support.requests import request
 from tests.support.servers import LocalStack
 from tests.support.sources import DamagedSource, FailingSource, SlowSource, SourceCall
-from tests.support.waiting import eventually
+from tests.support.waiting import eventually, until
 
 KEYS, CHUNKS = make_chunks(N, LAYOUT)
 BUCKET = "chunks"
@@ -87,9 +87,9 @@ def test_a_damaged_chunk_ends_the_delivery_at_its_layer_and_is_not_matched_any_m
                 assert isinstance(failed.value, ChunkUnavailable)
                 assert (failed.value.code, failed.value.index, failed.value.layer) == (ErrorCode.CHUNK_CORRUPT, 5, 3)
             for layer_index in range(3):
-                assert np.array_equal(fetch.wait_layer(layer_index, 1).data, layer_of(CHUNKS, LAYOUT, layer_index))
+                assert np.array_equal(fetch.wait_layer(layer_index, WAIT_S).data, layer_of(CHUNKS, LAYOUT, layer_index))
             with pytest.raises(ObjectCacheError):
-                fetch.wait_layer(3, 1)
+                fetch.wait_layer(3, WAIT_S)
             assert client.lookup(KEYS) == 5
             damaged.source.repair()
             client.put_chunks(KEYS[5:6], [CHUNKS[5]])
@@ -117,7 +117,7 @@ def test_a_source_that_is_busy_is_503_and_the_next_request_is_served(
 ) -> None:
     with served(tmp_path, lambda source: FailingSource(source, {(call, 0): SLOW_DOWN})) as local:
         stored(local)
-        with local.client(BUCKET, transport) as client:
+        with local.client(BUCKET, transport, retries=Retries(1)) as client:
             with pytest.raises(ServerError) as failed:
                 fetched(client)
             assert failed.value.code is ErrorCode.SLOW_DOWN
@@ -134,7 +134,7 @@ def test_an_error_that_nobody_expected_is_500_without_its_text(
     failures = {(call, 0): RuntimeError("the secret address of the disk")}
     with served(tmp_path, lambda source: FailingSource(source, failures)) as local:
         stored(local)
-        with local.client(BUCKET, transport) as client:
+        with local.client(BUCKET, transport, retries=Retries(1)) as client:
             with pytest.raises(ServerError) as failed:
                 fetched(client)
             assert failed.value.code is ErrorCode.INTERNAL_ERROR
@@ -157,7 +157,7 @@ def test_a_read_that_fails_after_the_first_layer_is_never_a_success(
             with pytest.raises(ServerError):
                 fetch.wait(WAIT_S)
             with pytest.raises(ServerError):
-                fetch.wait_layer(LAYOUT.num_layers - 1, 1)
+                fetch.wait_layer(LAYOUT.num_layers - 1, WAIT_S)
             assert client.lookup(KEYS) == N  # a busy source says nothing about the chunks
         assert eventually(lambda: is_idle(local))
 
@@ -217,8 +217,7 @@ def test_a_request_whose_open_is_slow_does_not_hold_up_another(tmp_path: Path) -
 
     async def wait(_: float) -> None:
         waits.set()
-        while not released.is_set():  # noqa: ASYNC110 - set by another thread
-            await asyncio.sleep(0.002)
+        await until(released.is_set)
 
     sources: list[SlowSource] = []
 

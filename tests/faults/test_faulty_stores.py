@@ -30,6 +30,7 @@ from tests.support.stores import (
     listening,
     remote_storage,
 )
+from tests.support.waiting import until
 
 BUCKET = "bucket"
 SMALL_BYTES, LARGE_BYTES = 50_000, 3_000_000
@@ -75,9 +76,7 @@ async def front(directory: Path, way: str, wrap: Wrap) -> AsyncIterator[Front]:
             await asyncio.to_thread(s3.put_object, Bucket=BUCKET, Key=key, Body=content(nbytes))
         url = await stack.enter_async_context(listening(Gateway(seen, book, GatewaySettings()).server()))
         yield Front(url, wrapped)
-        async with asyncio.timeout(WAIT_S):
-            while storage.store.files.pinned_count:  # noqa: ASYNC110 - a client has its answer a little earlier
-                await asyncio.sleep(0.01)
+        await until(lambda: storage.store.files.pinned_count == 0)  # a client has its answer a little earlier
 
 
 @pytest.fixture(params=["together", "apart"])

@@ -4,7 +4,6 @@ stays readable, and writing goes on when the disk does.
 
 from __future__ import annotations
 
-import asyncio
 import contextlib
 import errno
 import shutil
@@ -32,6 +31,7 @@ from tests.support.faulty_disk import FaultyDisk
 from tests.support.requests import Reply
 from tests.support.servers import CONFIG, LocalStack
 from tests.support.store_bed import files_in, get, opened, put
+from tests.support.waiting import eventually, until
 
 BUCKET = "crash"
 DISK_BYTES = 48 * MIB
@@ -137,6 +137,7 @@ def fill(client: Client, stored: dict[str, bytes], nbytes: int, prefix: str) -> 
     raise AssertionError("the disk does not fill up")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("mode", Durability)
 def test_a_full_disk_refuses_writes_serves_reads_and_is_emptied_by_deletes(
     small_disk: SmallDisk, mode: Durability, tmp_path: Path
@@ -172,7 +173,7 @@ def test_a_full_disk_refuses_writes_serves_reads_and_is_emptied_by_deletes(
         assert_all_there(client, stored)
 
 
-@pytest.mark.long
+@pytest.mark.slow
 def test_workers_on_a_full_disk_and_on_one_that_is_read_only(small_disk: SmallDisk) -> None:
     """Each connection is another process's: all say the same, and what is stored is served by all."""
     with small_disk.served(Durability.STRICT, "--workers", "3") as (server, client):
@@ -206,15 +207,18 @@ def test_workers_on_a_full_disk_and_on_one_that_is_read_only(small_disk: SmallDi
 
 def retried(client: Client, key: str, data: bytes) -> Reply:
     """As clients repeat what is answered with 503 or 507: the room is given back a moment after a delete."""
-    for _ in range(100):
-        reply = client.call("PUT", key, body=data)
-        if reply.status == 200:
-            return reply
-        assert (reply.status, error_code(reply)) in FULL
-        time.sleep(0.1)
-    return reply
+    replies: list[Reply] = []
+
+    def is_stored() -> bool:
+        replies.append(client.call("PUT", key, body=data))
+        assert replies[-1].status == 200 or (replies[-1].status, error_code(replies[-1])) in FULL
+        return replies[-1].status == 200
+
+    eventually(is_stored)
+    return replies[-1]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("mode", Durability)
 def test_a_server_starts_on_a_full_disk_and_can_be_emptied(small_disk: SmallDisk, mode: Durability) -> None:
     """Killed when full, and full when it comes back: what it cleans up must not need room."""
@@ -235,6 +239,7 @@ def test_a_server_starts_on_a_full_disk_and_can_be_emptied(small_disk: SmallDisk
         assert retried(client, "new", b"new").status == 200
 
 
+@pytest.mark.slow
 def test_a_body_too_large_for_the_disk_leaves_nothing(small_disk: SmallDisk) -> None:
     """Many at once, into files of their own and into a shared segment: all may fail, none may stay in part."""
     with small_disk.served() as (_, client):
@@ -260,6 +265,7 @@ def test_a_body_too_large_for_the_disk_leaves_nothing(small_disk: SmallDisk) -> 
         assert retried(client, "again", body(1, 20 * MIB)).status == 200
 
 
+@pytest.mark.slow
 def test_files_that_may_not_grow_further_are_an_error(tmp_path: Path) -> None:
     """RLIMIT_FSIZE: EFBIG from every write past it, of extents and of the index's log."""
     limit = ["sh", "-c", 'ulimit -f 6144; exec "$0" "$@"']  # 3 or 6 MiB, as the shell counts
@@ -280,6 +286,7 @@ def test_files_that_may_not_grow_further_are_an_error(tmp_path: Path) -> None:
         assert_all_there(client, stored)
 
 
+@pytest.mark.slow
 def test_a_read_only_disk_stops_the_start_with_one_line(small_disk: SmallDisk) -> None:
     with small_disk.served() as (server, client):
         stored = put_some(client)
@@ -390,12 +397,7 @@ async def test_deletes_give_space_back_where_the_index_has_no_room_to_note_what_
         await put(store, key, bytes([1]) * 4 * MIB)
     (segment,) = files_in(store)
     await store.objects.delete_object("k", "bbb", "deleted")
-    for _ in range(200):
-        if full.refused and extent_path(tmp_path, segment).stat().st_blocks * 512 < 5 * MIB:
-            break
-        await asyncio.sleep(0.05)
-    assert full.refused
-    assert extent_path(tmp_path, segment).stat().st_blocks * 512 < 5 * MIB
+    await until(lambda: full.refused > 0 and extent_path(tmp_path, segment).stat().st_blocks * 512 < 5 * MIB)
     assert await get(store, "kept") == bytes([1]) * 4 * MIB
     await put(store, "new", b"new")
     store.close()

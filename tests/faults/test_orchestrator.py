@@ -13,7 +13,8 @@ from bench.beds.canned_engines import CannedEngine, CannedSettings
 from orchestrator.rules.admission import Tenant
 from orchestrator.service import UNMATCHED_MAX
 from orchestrator.settings import EngineSettings
-from tests.support.orchestrators import QUICK, canned, orchestrated, until, words
+from tests.support.orchestrators import QUICK, canned, orchestrated, words
+from tests.support.waiting import until
 
 PROMPT = list(range(1, 257))
 OTHER = list(range(1000, 1256))
@@ -36,6 +37,7 @@ async def test_an_engine_that_fails_before_its_first_byte_costs_a_retry_elsewher
         assert answer.status in (500, 502, 503)
 
 
+@pytest.mark.slow
 async def test_a_killed_engine_is_left_and_comes_back() -> None:
     async with canned(2, FAST) as engines, orchestrated(engines) as bed:
         port = int(engines[0].url.rsplit(":", 1)[1])

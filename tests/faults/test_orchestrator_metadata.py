@@ -32,7 +32,7 @@ def test_a_kill_at_any_point_loses_no_acknowledged_registration(tmp_path: Path) 
         )
         assert process.stdout is not None
         process.stdout.readline()
-        time.sleep(0.05 * number)
+        time.sleep(0.05 * number)  # it registers meanwhile: the moments to kill it at are what is tried
         process.send_signal(signal.SIGKILL)
         told = [int(line) for line in process.stdout.read().split()]
         process.stdout.close()

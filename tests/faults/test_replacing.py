@@ -44,6 +44,7 @@ def encoded(chunk: np.ndarray) -> bytes:
     return b"".join(encode(layer, SHAPE, Codec.KIVI4) for layer in layers)
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(180)
 def test_a_kill_leaves_the_exact_chunk_or_the_encoded_one(tmp_path: Path) -> None:
     config = tmp_path / "config.toml"
@@ -58,7 +59,7 @@ def test_a_kill_leaves_the_exact_chunk_or_the_encoded_one(tmp_path: Path) -> Non
         with (
             started(*serve) as (url, process),
             ObjectCacheClient(
-                url, "chunks", access_key=OWNER[0], secret_key=OWNER[1], transport="http", timeout_s=5
+                url, "chunks", access_key=OWNER[0], secret_key=OWNER[1], transport="http", timeout_s=30
             ) as client,
         ):
             if not round_index:

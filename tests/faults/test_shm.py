@@ -27,6 +27,7 @@ from nixl_client.transports import shared_memory
 from nixl_client.transports.buffers import as_buffer
 from nixl_client.transports.shm import ShmReceiver
 from storage_server import agents
+from storage_server.requests import ActiveRequest
 from storage_server.transport import shm_door
 from tests.support.chunks import LAYOUT, N, make_chunks
 from tests.support.memory_holes import punch
@@ -64,7 +65,7 @@ class Caller:
 
     def __init__(self, address: str) -> None:
         self.socket = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-        self.socket.settimeout(20)
+        self.socket.settimeout(60)
         self.socket.connect("\0" + address[1:])
         self.ticket: str = json.loads(self.socket.recv(4096))["ticket"]
 
@@ -175,7 +176,7 @@ def test_a_client_that_reads_no_notices_loses_only_notices(
 
     def listen_slowly(receiver: ShmReceiver, request_id: str, on_notice: Callable[[Notice], None]) -> None:
         def heard(notice: Notice) -> None:
-            time.sleep(0.2)
+            time.sleep(0.2)  # a client that is slower than its server
             on_notice(notice)
 
         listen(receiver, request_id, heard)
@@ -275,7 +276,7 @@ def test_buffers_may_be_released_while_they_are_fetched_into(servers: Stack) -> 
         for thread in threads:
             thread.start()
         for _ in range(40):
-            time.sleep(0.01)
+            time.sleep(0.01)  # fetches go on meanwhile: the moments to release the buffer at are what is tried
             client.release_buffer(shared)
         ended.set()
         for thread in threads:
@@ -296,23 +297,33 @@ def test_a_client_that_hangs_up_during_a_renewal_stays_gone(
             super().__init__(find_sockets)
             receivers.append(self)
 
+    stop, stopping = ActiveRequest.stop, threading.Event()
+
+    def stop_and_say_so(request: ActiveRequest, error: ObjectCacheError) -> None:
+        stop(request, error)
+        stopping.set()
+
     monkeypatch.setattr(agent, "ShmReceiver", Recorded)
+    monkeypatch.setattr(ActiveRequest, "stop", stop_and_say_so)
     released = local.hold_from_layer(2)
     client = local.client("chunks", "shm")
     first, second = (client.allocate_buffer(LAYOUT.delivery_bytes(N)) for _ in range(2))
     client.register_buffer(second)
     fetch = client.fetch(keys, LAYOUT, first, delivery=Delivery.LAYER_MAJOR)
     fetch.wait_layer(1, 30)
+    (registered,) = local.storage.agents.table.agents
     releasing = threading.Thread(target=_quietly, args=(client, first))
     releasing.start()
-    time.sleep(0.2)
+    assert stopping.wait(60)
     (receiver,) = receivers
     receiver.stop()
     released.set()
-    releasing.join(30)
-    assert eventually(lambda: len(local.storage.agents.table) == 0)
+    releasing.join(60)
+    table = local.storage.agents.table  # the client may have made another connection, and registered anew there
+    assert eventually(lambda: registered.agent_id not in {agent.agent_id for agent in table.agents})
     with contextlib.suppress(ObjectCacheError):
         client.close()
+    assert eventually(lambda: len(table) == 0)
 
 
 def _quietly(client: ObjectCacheClient, buffer: np.ndarray) -> None:
@@ -406,7 +417,7 @@ def test_a_client_that_goes_while_its_memory_is_mapped_leaves_nothing(
 
     def slow(guard: shm_door.FaultGuard, fd: int, nbytes: int) -> object:
         mapping.set()
-        may_go_on.wait(20)
+        may_go_on.wait(60)
         return real(guard, fd, nbytes)
 
     monkeypatch.setattr(shm_door.FaultGuard, "map", slow)
@@ -415,12 +426,12 @@ def test_a_client_that_goes_while_its_memory_is_mapped_leaves_nothing(
     region = {"region_id": "kv", "address": 0, "length": SIZE}
     registering = threading.Thread(target=lambda: codes.append(register(local, caller.ticket, [region])))
     registering.start()
-    assert mapping.wait(20)
+    assert mapping.wait(60)
     caller.socket.close()
     door = local.storage.shm.door
     assert eventually(lambda: door.client_count == 0)
     may_go_on.set()
-    registering.join(20)
+    registering.join(60)
     assert codes == ["NoSuchAgent"]
     assert eventually(lambda: "memfd:test" not in maps())
     assert len(local.storage.agents.table) == 0

@@ -86,6 +86,7 @@ def listeners_of(process: psutil.Process) -> set[str]:
     }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("interfaces", "wanted"),
     [

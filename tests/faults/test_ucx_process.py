@@ -36,7 +36,7 @@ from tests.support.chunks import LAYOUT, N, make_chunks
 from tests.support.requests import OWNER, request
 from tests.support.servers import CONFIG, UCX, LocalStack, Stack, stack, started
 from tests.support.ucx_handshake import captured, put_frame
-from tests.support.waiting import eventually
+from tests.support.waiting import eventually, until
 
 
 def listeners_of(pid: int) -> set[str]:
@@ -88,6 +88,7 @@ def test_ucx_listens_where_it_was_told_and_knows_no_secret(servers: Stack) -> No
     assert listeners_of(servers.storage_pid) <= {"127.0.0.1"}
 
 
+@pytest.mark.slow
 @pytest.mark.with_ucx
 def test_the_client_listens_where_it_reaches_the_server(local: LocalStack, keys: list[str]) -> None:
     before = {(entry.laddr.ip, entry.laddr.port) for entry in psutil.Process().net_connections("tcp")}
@@ -99,6 +100,7 @@ def test_the_client_listens_where_it_reaches_the_server(local: LocalStack, keys:
         assert "UCX_NET_DEVICES" not in os.environ
 
 
+@pytest.mark.slow
 @pytest.mark.with_ucx
 def test_a_process_that_is_killed_costs_what_is_in_flight_and_comes_back(local: LocalStack, keys: list[str]) -> None:
     """Others are served meanwhile, and the same client fetches again."""
@@ -121,17 +123,18 @@ def test_a_process_that_is_killed_costs_what_is_in_flight_and_comes_back(local: 
         assert eventually(lambda: engine.is_running and engine.pid != before)
         client.fetch(keys, LAYOUT, buffer, delivery=Delivery.CHUNK_MAJOR).wait(30)
         assert buffer.tobytes() == expected
-    assert engine.in_flight_count == 0
+    assert eventually(lambda: engine.in_flight_count == 0)
 
 
+@pytest.mark.slow
 @pytest.mark.with_ucx
 def test_a_process_that_hangs_is_replaced(local: LocalStack, keys: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
     """It neither writes nor answers; a delivery must not wait for it for ever."""
-    monkeypatch.setattr(ucx_process, "ANSWER_TIMEOUT_S", 0.5)
     engine: UcxProcess = local.storage.ucx.engine
     with local.client("chunks", "ucx") as client:
         buffer = np.zeros(LAYOUT.delivery_bytes(N), dtype=np.uint8)
         client.register_buffer(buffer)
+        monkeypatch.setattr(ucx_process, "ANSWER_TIMEOUT_S", 0.5)
         assert engine.pid is not None
         before = engine.pid
         os.kill(before, signal.SIGSTOP)
@@ -139,6 +142,7 @@ def test_a_process_that_hangs_is_replaced(local: LocalStack, keys: list[str], mo
         with pytest.raises(ObjectCacheError) as failed:
             fetch.wait(60)
         assert failed.value.code is ErrorCode.TARGET_UNREACHABLE
+        monkeypatch.undo()
         assert eventually(lambda: engine.is_running and engine.pid != before)
         client.fetch(keys, LAYOUT, buffer, delivery=Delivery.CHUNK_MAJOR).wait(30)
     assert buffer.tobytes() == make_chunks(N, LAYOUT)[1].tobytes()
@@ -173,13 +177,14 @@ def send_to_listeners(running: Stack, data: bytes) -> int:
     count = 0
     for child in ucx_children(running.storage_pid).values():
         for address in [entry.laddr for entry in child.net_connections("tcp") if entry.status == "LISTEN"]:
-            with contextlib.suppress(ConnectionError), socket.create_connection(tuple(address), timeout=5) as stranger:
+            with contextlib.suppress(ConnectionError), socket.create_connection(tuple(address), timeout=60) as stranger:
                 stranger.sendall(data)
-                time.sleep(0.1)
+                time.sleep(0.1)  # its process reads meanwhile; nobody tells of it
             count += 1
     return count
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("garbage", [b"\0" * 64, b"\xff" * 4096, b"GET / HTTP/1.1\r\n\r\n", bytes(range(256)) * 64])
 def test_strangers_at_its_listeners_cost_ucx_at_most(tmp_path: Path, garbage: bytes) -> None:
     """Whatever a process without a key sends there: the server goes on, and so does ucx."""
@@ -193,6 +198,7 @@ def handshake() -> list[bytes]:
     return captured()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("attack", ["garbage", "put", "put at nothing", "replay", "replay with other lengths"])
 def test_strangers_that_begin_as_a_client_does_cost_ucx_at_most(
     tmp_path: Path, handshake: list[bytes], attack: str
@@ -220,6 +226,7 @@ def running_engine(running: Stack) -> int | None:
     return None
 
 
+@pytest.mark.slow
 def test_the_dram_tier_is_mapped_for_reading_only_where_that_was_asked_for(tmp_path: Path) -> None:
     """Then payloads go straight from it; every ucx peer can read it, which is why it must be asked for."""
     keys, chunks = make_chunks(N, LAYOUT)
@@ -237,6 +244,7 @@ def test_the_dram_tier_is_mapped_for_reading_only_where_that_was_asked_for(tmp_p
         assert sorted(shared) == ["r--s", "rw-s"]
 
 
+@pytest.mark.slow
 def test_a_server_asked_for_an_interface_that_is_not_there_does_not_start(tmp_path: Path) -> None:
     """Falling back to less than was asked for would be found out by users."""
     command = [sys.executable, "-m", "objectcache.cli", "serve", "--data", str(tmp_path), "--port", "0", "--ucx", "no0"]
@@ -246,6 +254,7 @@ def test_a_server_asked_for_an_interface_that_is_not_there_does_not_start(tmp_pa
     assert "Traceback" not in done.stderr
 
 
+@pytest.mark.slow
 async def test_a_process_that_says_what_it_should_not_is_ended(monkeypatch: pytest.MonkeyPatch) -> None:
     """Its replies are bounded and checked, numbers that were never given are passed over."""
     gone: list[bool] = []
@@ -259,18 +268,10 @@ async def test_a_process_that_says_what_it_should_not_is_ended(monkeypatch: pyte
         heard: list[object] = []
         for _ in range(2):
             process.read("nobody", [Memory(0, 10)], area.address, lambda *ended: heard.append(ended))
-        for _ in range(500):
-            if gone:
-                break
-            await asyncio.sleep(0.02)
-        assert gone
+        await until(lambda: bool(gone))
         assert len(heard) == 2
         monkeypatch.undo()
-        for _ in range(500):
-            if process.is_running:
-                break
-            await asyncio.sleep(0.02)
-        assert process.is_running
+        await until(lambda: process.is_running)
         assert process.pid != first
     finally:
         await process.stop()

@@ -15,6 +15,7 @@ from tests.support.servers import LocalStack
 HAS_INFINIBAND = "nixl_client.fetch.routes.has_infiniband"
 
 
+@pytest.mark.slow
 @pytest.mark.with_ucx
 @pytest.mark.parametrize(
     ("has_infiniband", "wanted"), [(False, Transport.HTTP), (True, Transport.UCX)], ids=["without RDMA", "with RDMA"]

@@ -7,9 +7,12 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 from tests.support.tree import repository
 
 
+@pytest.mark.slow
 def test_a_checkout_has_benchmarks_wherever_it_is_called_from(tmp_path: Path) -> None:
     """Also one that is installed as editable, which knows the packages of the product only."""
     for package in (

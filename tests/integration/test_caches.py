@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
@@ -22,6 +22,7 @@ from storage_server.store.data.durability import Durability
 from storage_server.store.index import committer, transaction
 from tests.faults.bounds import allocated
 from tests.support.chunks import BytesBody
+from tests.support.waiting import LIMIT_S
 
 KEY = "OWNER"
 NBYTES = 256 * 1024
@@ -83,12 +84,10 @@ async def keys_of(storage: EmbeddedStorage, bucket: str) -> list[str]:
     return [info.key for info in (await storage.objects.list_objects(KEY, ListRequest(bucket))).objects]
 
 
-async def until(is_so: Callable[[], Any]) -> None:
-    for _ in range(500):
-        if await is_so():
-            return
-        await asyncio.sleep(0.02)
-    raise AssertionError("it does not come true")
+async def until(is_so: Callable[[], Awaitable[bool]]) -> None:
+    async with asyncio.timeout(LIMIT_S):
+        while not await is_so():  # noqa: ASYNC110 - nobody tells of it
+            await asyncio.sleep(0)
 
 
 async def bytes_of(storage: EmbeddedStorage, bucket: str) -> int:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import socket
 import threading
-import time
 
 import numpy as np
 import pytest
@@ -52,6 +51,7 @@ def test_deletes_are_of_this_bucket_and_may_be_repeated(local: LocalStack) -> No
         assert refused.value.code is ErrorCode.NO_SUCH_BUCKET
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("transport", ["shm", "ucx", "http"])
 def test_one_client_serves_many_buckets_and_threads(local: LocalStack, transport: str) -> None:
     """They share what is registered: one agent, one buffer."""
@@ -87,12 +87,14 @@ def test_one_client_serves_many_buckets_and_threads(local: LocalStack, transport
             assert len(local.storage.agents.table) <= 3
 
 
+@pytest.mark.slow
 def test_a_call_has_a_timeout_of_its_own() -> None:
-    """A server that accepts and says nothing."""
+    """A server that accepts and says nothing. The client's own timeout is longer than any test."""
     with socket.create_server(("127.0.0.1", 0)) as silent:
         endpoint = f"http://127.0.0.1:{silent.getsockname()[1]}"
-        with ObjectCacheClient(endpoint, "b", access_key="k", secret_key="s" * 8, transport="http") as client:
-            began_s = time.monotonic()
+        with ObjectCacheClient(
+            endpoint, "b", access_key="k", secret_key="s" * 8, transport="http", timeout_s=600.0
+        ) as client:
             for call in (
                 lambda: client.lookup(["k"], timeout_s=0.2),
                 lambda: client.delete(["k"], timeout_s=0.2),
@@ -103,15 +105,15 @@ def test_a_call_has_a_timeout_of_its_own() -> None:
             ):
                 with pytest.raises(ObjectCacheError):
                     call()
-            assert time.monotonic() - began_s < 20
 
 
 async def test_an_asynchronous_call_has_a_timeout_of_its_own() -> None:
     prompt = AdviceRequest(64, LAYOUT, PrefillCosts(token_us=100.0))
     with socket.create_server(("127.0.0.1", 0)) as silent:
         endpoint = f"http://127.0.0.1:{silent.getsockname()[1]}"
-        with ObjectCacheClient(endpoint, "b", access_key="k", secret_key="s" * 8, transport="http") as client:
-            began_s = time.monotonic()
+        with ObjectCacheClient(
+            endpoint, "b", access_key="k", secret_key="s" * 8, transport="http", timeout_s=600.0
+        ) as client:
             for call in (
                 client.lookup_async(["k"], timeout_s=0.2),
                 client.advise_async(["k"], prompt, timeout_s=0.2),
@@ -120,7 +122,6 @@ async def test_an_asynchronous_call_has_a_timeout_of_its_own() -> None:
             ):
                 with pytest.raises(ObjectCacheError):
                     await call
-            assert time.monotonic() - began_s < 20
 
 
 async def test_asynchronous_calls_do_what_the_blocking_ones_do(local: LocalStack) -> None:

@@ -88,6 +88,7 @@ def test_the_last_client_closes_the_connections(server: CountingServer) -> None:
     assert len(set(server.connections)) == 2
 
 
+@pytest.mark.slow
 def test_idle_connections_are_bounded(server: CountingServer) -> None:
     """Each costs a descriptor here and one at the server."""
     pool = ConnectionPool(ServerAddress.parse(server.url))
@@ -124,6 +125,7 @@ client.close()
 """
 
 
+@pytest.mark.slow
 def test_a_forked_process_uses_connections_of_its_own() -> None:
     """Parent and child would read each other's answers."""
     command = [sys.executable, "-c", FORKED]
@@ -141,6 +143,7 @@ def test_shared_values_are_made_once_and_given_back_by_each_user() -> None:
     assert shared.take("a", list) is not first
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("transport", ["shm", "ucx"])
 def test_clients_of_one_process_share_one_agent_and_release_only_their_own_buffers(
     local: LocalStack, transport: str

@@ -83,6 +83,7 @@ def warm(running: Cluster, least: int) -> None:
         assert eventually(lambda: check(*fetched(client)) >= least, WAIT_S)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("delivery", [Delivery.LAYER_MAJOR, Delivery.CHUNK_MAJOR])
 def test_what_members_have_encoded_comes_so_through_any_gateway(kv: Cluster, delivery: Delivery) -> None:
     warm(kv, COUNT // 2)
@@ -99,6 +100,7 @@ def test_what_members_have_encoded_comes_so_through_any_gateway(kv: Cluster, del
         assert np.array_equal(found, CHUNKS)
 
 
+@pytest.mark.slow
 def test_into_memory_all_chunks_come_exactly(kv: Cluster) -> None:
     warm(kv, 1)
     with kv.client(BUCKET, transport="shm") as client:
@@ -106,6 +108,7 @@ def test_into_memory_all_chunks_come_exactly(kv: Cluster) -> None:
         assert np.array_equal(found, CHUNKS)
 
 
+@pytest.mark.slow
 def test_a_bound_that_nothing_meets_gets_exact_chunks(kv: Cluster) -> None:
     warm(kv, 1)
     with kv.client(BUCKET) as client:
@@ -113,6 +116,7 @@ def test_a_bound_that_nothing_meets_gets_exact_chunks(kv: Cluster) -> None:
         assert check(found, forms) == 0
 
 
+@pytest.mark.slow
 def test_after_a_kill_the_chunks_of_that_member_come_from_others(kv: Cluster) -> None:
     warm(kv, COUNT // 2)
     kv.members["b"].kill()
@@ -121,6 +125,7 @@ def test_after_a_kill_the_chunks_of_that_member_come_from_others(kv: Cluster) ->
         assert np.array_equal(fetched(client, None)[0], CHUNKS)
 
 
+@pytest.mark.slow
 def test_kills_under_way_never_bring_a_wrong_byte(kv: Cluster) -> None:
     """A delivery that had begun with encoded chunks of the killed member fails, and the next one is whole."""
     warm(kv, COUNT // 2)

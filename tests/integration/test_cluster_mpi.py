@@ -117,6 +117,7 @@ COMMON = "--cluster mpi --config $FOLDER/config.toml --peer-secret-file $FOLDER/
 GATEWAY = f"gateway --port 0 {COMMON}"
 
 
+@pytest.mark.slow
 def test_ranks_find_each_other_and_serve_one_prefix(tmp_path: Path, home: LocalStack) -> None:
     s3_client(home.url).create_bucket(Bucket="mpi")
     storage = f"storage-server --data $FOLDER/$OMPI_COMM_WORLD_RANK --listen tcp://127.0.0.1:0 --upstream {home.url}"
@@ -140,6 +141,7 @@ def test_ranks_find_each_other_and_serve_one_prefix(tmp_path: Path, home: LocalS
         assert psutil.wait_procs(below, STOP_S)[1] == []
 
 
+@pytest.mark.slow
 def test_gateways_alone_are_no_cluster(tmp_path: Path) -> None:
     with job(tmp_path, (2, GATEWAY)) as running:
         code, said = running.ended()

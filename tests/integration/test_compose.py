@@ -18,6 +18,7 @@ from tests.support.tree import repository
 pytestmark = pytest.mark.needs_server
 
 
+@pytest.mark.slow
 def test_the_steps_of_the_compose_file_make_a_cache_with_its_bucket(tmp_path: Path) -> None:
     """Twice, as `docker compose up` runs them each time."""
     account = {"AWS_ACCESS_KEY_ID": OWNER[0], "AWS_SECRET_ACCESS_KEY": OWNER[1]}

@@ -140,15 +140,16 @@ def tier(local: LocalStack) -> AdaptiveTier:
     return found
 
 
-def warm(local: LocalStack, keys: list[str], codec: str = Codec.KIVI4.value, times: int = 8) -> None:
+def warm(local: LocalStack, keys: list[str], codec: str = Codec.KIVI4.value) -> None:
     """Use the chunks until all of them lie in memory in this form."""
     with local.client("chunks", "http") as client:
         buffer = np.zeros(LAYOUT.delivery_bytes(len(keys)), dtype=np.uint8)
-        for _ in range(times):
+
+        def is_warm() -> bool:
             client.fetch(keys, LAYOUT, buffer, accept=Accept((codec,), "bfloat16")).wait(30)
-            if eventually(lambda: tier(local).form_counts == {codec: len(keys)}, 1):
-                return
-    raise AssertionError(tier(local).form_counts)
+            return eventually(lambda: tier(local).form_counts == {codec: len(keys)}, 1)
+
+        assert eventually(is_warm), tier(local).form_counts
 
 
 def fetched(
@@ -163,6 +164,7 @@ def fetched(
     return found.reshape(len(keys), -1), result.forms, result.transferred_bytes
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("delivery", [Delivery.LAYER_MAJOR, Delivery.CHUNK_MAJOR])
 def test_encoded_layers_go_to_readers_that_accept_them(
     local: LocalStack, stored: tuple[list[str], np.ndarray], transport: str, delivery: Delivery
@@ -206,8 +208,8 @@ def test_chunks_are_encoded_further_where_they_lie(tmp_path: Path) -> None:
                 fetched(client, keys[:used], accept)
                 return tier(running).form_counts.get(codec.value, 0) >= count
 
-            assert eventually(lambda: holds(Codec.KIVI8, 7, 8), 20)
-            assert eventually(lambda: holds(Codec.KIVI4, 12, 16), 20)
+            assert eventually(lambda: holds(Codec.KIVI8, 7, 8))
+            assert eventually(lambda: holds(Codec.KIVI4, 12, 16))
             found, forms, _ = fetched(client, keys, accept)
     assert forms is not None
     names = [run.codec for run in forms.runs for _ in range(run.chunk_count)]
@@ -223,6 +225,7 @@ def test_chunks_are_encoded_further_where_they_lie(tmp_path: Path) -> None:
     assert max(worst) <= forms.worst_error * (1 + 1e-6)
 
 
+@pytest.mark.slow
 def test_a_bound_that_nothing_meets_gets_exact_bytes(
     local: LocalStack, stored: tuple[list[str], np.ndarray], transport: str
 ) -> None:
@@ -237,6 +240,7 @@ def test_a_bound_that_nothing_meets_gets_exact_bytes(
         assert np.array_equal(fetched(other, keys, ACCEPT)[0], chunks)
 
 
+@pytest.mark.slow
 def test_another_shape_or_unknown_codecs_get_exact_bytes(
     local: LocalStack, stored: tuple[list[str], np.ndarray], transport: str
 ) -> None:
@@ -249,6 +253,7 @@ def test_another_shape_or_unknown_codecs_get_exact_bytes(
             assert forms is None or forms.is_exact
 
 
+@pytest.mark.slow
 def test_a_mixture_of_forms_is_one_delivery(
     local: LocalStack, stored: tuple[list[str], np.ndarray], transport: str
 ) -> None:
@@ -283,6 +288,7 @@ def test_any_http_client_can_have_the_encoded_bytes(local: LocalStack, stored: t
         assert len(reply.body) == LAYERS * int(forms.layer_bytes.sum())
 
 
+@pytest.mark.slow
 def test_damage_in_an_encoded_chunk_is_never_announced(
     local: LocalStack, stored: tuple[list[str], np.ndarray], transport: str
 ) -> None:
@@ -308,6 +314,7 @@ def test_damage_in_an_encoded_chunk_is_never_announced(
         fetch.cancel()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("half_life_s", [0.1])
 def test_deliveries_while_chunks_change_their_form(local: LocalStack) -> None:
     """Readers with several wishes in turn, over more chunks than fit, and earlier ones are soon forgotten: every byte
@@ -327,7 +334,9 @@ def test_deliveries_while_chunks_change_their_form(local: LocalStack) -> None:
     seen: set[str] = set()
     with local.client("chunks", "shm") as shm, local.client("chunks", "http") as http:
         shm.put_chunks(keys, list(chunks))
-        for number in range(120):
+        for number in range(5000):
+            if number >= 120 and len(seen) == 3:
+                break
             first = int(random.integers(0, 20))
             mine = list(range(first, min(24, first + int(random.integers(1, 8)))))
             accept = wishes[number // 10 % 4 if number % 3 else int(random.integers(0, 4))]
@@ -357,7 +366,7 @@ def test_readers_with_and_without_accept_in_turn_change_no_form(
             fetched(client, keys, ACCEPT)
             return dram.resident_count == COUNT
 
-        assert eventually(turn, 30)
+        assert eventually(turn)
         assert turn()
         before = dram.evicted_count, dram.encoded_bytes, dram.form_counts
         for _ in range(20):
@@ -366,6 +375,7 @@ def test_readers_with_and_without_accept_in_turn_change_no_form(
     assert before[2][Codec.KIVI4.value] >= COUNT // 2
 
 
+@pytest.mark.slow
 def test_chunks_that_are_no_numbers_stay_exact(local: LocalStack, transport: str) -> None:
     """No error can be told of them, so they are never encoded; they are served as they are."""
     keys, chunks = kv_chunks(COUNT, seed=11)

@@ -5,20 +5,16 @@ from __future__ import annotations
 import contextlib
 import errno
 import socket
-import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 
 import pytest
 
+from adapters import limited_server
 from tests.support.small_gateway import SmallGateway, answer, signed_head, small_gateway
+from tests.support.waiting import eventually
 
 HEAD = b"GET / HTTP/1.1\r\nHost: h\r\n"
-SHORT = {
-    "body_idle_timeout_s": 0.3,
-    "header_timeout_s": 0.3,
-    "keepalive_timeout_s": 0.6,
-    "send_idle_timeout_s": 0.5,
-}
+SHORT = {"body_idle_timeout_s": 0.3, "header_timeout_s": 0.3, "keepalive_timeout_s": 0.6}
 
 
 def is_closed(sock: socket.socket) -> bool:
@@ -29,41 +25,48 @@ def is_closed(sock: socket.socket) -> bool:
         return True
 
 
-def wait_until(is_true: Callable[[], bool]) -> None:
-    deadline = time.monotonic() + 20
-    while not is_true():
-        assert time.monotonic() < deadline
-        time.sleep(0.01)
+@pytest.fixture(autouse=True)
+def _no_long_linger(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A connection that is closed before all of its body has come is drained for a while first."""
+    monkeypatch.setattr(limited_server, "LINGER_S", 0.3)
 
 
 @pytest.fixture
 def gateway() -> Iterator[SmallGateway]:
-    with small_gateway(**SHORT) as running:
-        running.storage.stored["b", "k"] = b"x" * (32 << 20)
+    """With limits that no client of a loaded machine passes."""
+    with small_gateway() as running:
         yield running
 
 
-def test_a_body_that_stops_coming_is_a_request_timeout_and_stores_nothing(gateway: SmallGateway) -> None:
-    with gateway.connect() as sock:
+@pytest.mark.slow
+def test_a_body_that_stops_coming_is_a_request_timeout_and_stores_nothing() -> None:
+    with small_gateway(**SHORT) as gateway, gateway.connect() as sock:
         sock.sendall(signed_head("PUT", "/b/new", 100) + b"only this")
         reply = answer(sock)
         assert (reply.status, reply.code, reply.headers["connection"]) == (400, "RequestTimeout", "close")
         assert is_closed(sock)
-    assert ("b", "new") not in gateway.storage.stored
+        assert ("b", "new") not in gateway.storage.stored
 
 
-def test_a_half_sent_head_and_an_idle_connection_are_closed(gateway: SmallGateway) -> None:
-    with gateway.connect() as silent, gateway.connect() as half, gateway.connect() as reused:
-        half.sendall(HEAD)
-        reused.sendall(signed_head("HEAD", "/b/missing", 0))
-        assert answer(reused, "HEAD").status == 404
-        assert is_closed(half)
-        assert is_closed(silent)
+def test_a_half_sent_head_and_an_idle_connection_are_closed() -> None:
+    reusing = signed_head("HEAD", "/b/missing", 0)
+    with small_gateway(**SHORT) as gateway, gateway.connect() as reused:
+        reused.sendall(reusing)
+        with gateway.connect() as silent, gateway.connect() as half:
+            half.sendall(HEAD)
+            assert answer(reused, "HEAD").status == 404
+            assert is_closed(half)
+            assert is_closed(silent)
         assert is_closed(reused)
 
 
-def test_a_reader_that_takes_nothing_is_cut_and_one_that_is_slow_is_not(gateway: SmallGateway) -> None:
-    with gateway.connect(receive_bytes=4096) as stuck, gateway.connect(receive_bytes=65536) as slow:
+def test_a_reader_that_takes_nothing_is_cut_and_one_that_is_slow_is_not() -> None:
+    with (
+        small_gateway(send_idle_timeout_s=2.0) as gateway,
+        gateway.connect(receive_bytes=4096) as stuck,
+        gateway.connect(receive_bytes=65536) as slow,
+    ):
+        gateway.storage.stored["b", "k"] = b"x" * (32 << 20)
         for sock in (stuck, slow):
             sock.sendall(signed_head("GET", "/b/k", 0))
         received = 0
@@ -73,7 +76,7 @@ def test_a_reader_that_takes_nothing_is_cut_and_one_that_is_slow_is_not(gateway:
                 break
         assert received >= 32 << 20
         slow.close()
-        wait_until(lambda: gateway.server.open_count == 0)
+        assert eventually(lambda: gateway.server.open_count == 0)
         taken = 0
         with contextlib.suppress(ConnectionResetError):
             while piece := stuck.recv(1 << 20):
@@ -112,7 +115,7 @@ def test_connections_above_the_limit_are_refused_until_others_leave() -> None:
         with gateway.connect() as fourth:
             assert is_closed(fourth)
         first.close()
-        wait_until(lambda: gateway.server.open_count < 3)
+        assert eventually(lambda: gateway.server.open_count < 3)
         with gateway.connect() as fifth:
             fifth.sendall(signed_head("GET", "/b/missing", 0))
             assert answer(fifth).code == "NoSuchKey"
@@ -124,7 +127,7 @@ def test_two_thousand_idle_connections_do_not_disturb_others() -> None:
         for sock in waiting:
             sock.setblocking(False)
             assert sock.connect_ex(("127.0.0.1", gateway.port)) in (0, errno.EINPROGRESS)
-        wait_until(lambda: gateway.server.open_count == 2000)
+        assert eventually(lambda: gateway.server.open_count == 2000)
         for sock in waiting[::2]:
             sock.sendall(HEAD)
         with gateway.connect() as sock:
@@ -134,6 +137,7 @@ def test_two_thousand_idle_connections_do_not_disturb_others() -> None:
         assert len(gateway.storage.stored) == 20
 
 
+@pytest.mark.slow
 def test_a_refused_upload_that_waited_for_leave_is_closed_without_its_body(gateway: SmallGateway) -> None:
     """Whether the body still comes cannot be known, so nothing after it could be told apart."""
     with gateway.connect() as sock:

@@ -7,6 +7,7 @@ from contextlib import closing
 from pathlib import Path
 
 import numpy as np
+import pytest
 
 from descriptors.descriptor import Delivery
 from nixl_client.transports.shared_memory import allocate
@@ -23,6 +24,7 @@ def place_count(data: Path) -> int:
         return int(db.execute(sql).fetchone()[0])
 
 
+@pytest.mark.slow
 def test_deliveries_bring_the_right_bytes_while_their_chunks_become_one(tmp_path: Path, transport: str) -> None:
     """Two prefixes of equal bytes, named differently, are fetched again and again; then one of them is deleted."""
     keys, chunks = make_chunks(N, LAYOUT)
@@ -44,7 +46,7 @@ def test_deliveries_bring_the_right_bytes_while_their_chunks_become_one(tmp_path
 
             client.put_chunks(keys, list(chunks))
             client.put_chunks(named_again, list(chunks))
-            assert eventually(is_shared, 30)
+            assert eventually(is_shared)
             client.delete(keys)
             assert fetched(named_again)
             assert request(local.url, "GET", f"/chunks/{named_again[3]}").body == np.asarray(chunks[3]).tobytes()
@@ -60,5 +62,5 @@ def test_tenants_keep_their_own_copies(tmp_path: Path) -> None:
             with local.client(owner.lower(), "http") as client:
                 for copy in ("a", "b"):
                     client.put_chunks([f"{copy}{key}" for key in keys], list(chunks))
-        assert eventually(lambda: local.storage.store.deduplicator.shared_count == 2 * N, 30)
+        assert eventually(lambda: local.storage.store.deduplicator.shared_count == 2 * N)
         assert place_count(tmp_path / "data") == 2 * N

@@ -16,6 +16,7 @@ for name in ("boto3", "matplotlib", "torch", "tqdm", "transformers"):
 ROOT = repository()
 
 
+@pytest.mark.slow
 def test_the_demo_finds_the_right_prefix_right_and_wrong_ones_wrong(tmp_path):
     """`make demo` in small: server, boto3 puts, layerwise fetch, model, comparison, picture."""
     figures, picture = tmp_path / "figures.json", tmp_path / "out" / "timeline.png"

@@ -100,6 +100,7 @@ def home(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Stack]:
         yield running
 
 
+@pytest.mark.slow
 @pytest.mark.needs_server
 def test_it_looks_at_the_host_the_directory_and_the_service(home: Stack, tmp_path: Path) -> None:
     """And leaves nothing behind."""
@@ -117,6 +118,7 @@ def test_it_looks_at_the_host_the_directory_and_the_service(home: Stack, tmp_pat
     assert list(tmp_path.iterdir()) == []
 
 
+@pytest.mark.slow
 @pytest.mark.needs_server
 @pytest.mark.parametrize(
     ("endpoint", "account"),
@@ -129,6 +131,8 @@ def test_a_service_that_cannot_be_used_is_a_problem(home: Stack, endpoint: str, 
     assert "upstream bandwidth" not in found
 
 
+@pytest.mark.slow
+@pytest.mark.environments
 @pytest.mark.needs_server
 @pytest.mark.timeout(180)
 def test_it_tries_services_of_others_making() -> None:

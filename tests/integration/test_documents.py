@@ -8,7 +8,6 @@ import hashlib
 import http.client
 import socket
 import threading
-import time
 from collections.abc import Iterator
 from typing import Any
 
@@ -57,14 +56,13 @@ def test_a_document_that_drips_is_given_up() -> None:
     """The idle limit begins anew with every byte; the limit for the whole does not."""
     with small_gateway(document_timeout_s=0.5) as gateway, half_sent(gateway, 1000, 1) as sock:
         sock.settimeout(0.1)
-        began_s = time.monotonic()
         with contextlib.suppress(OSError):
-            while time.monotonic() - began_s < 20:
+            for _ in range(600):
                 sock.sendall(b" ")
                 with contextlib.suppress(TimeoutError):
                     assert b"RequestTimeout" in sock.recv(65_536)
-                    break
-        assert time.monotonic() - began_s < 19
+                    return
+            raise AssertionError("it drips on")
 
 
 def test_large_documents_are_proved_and_parsed_beside_the_event_loop(monkeypatch: pytest.MonkeyPatch) -> None:

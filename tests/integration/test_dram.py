@@ -12,6 +12,7 @@ from tests.support.servers import LocalStack
 from tests.support.waiting import eventually
 
 
+@pytest.mark.slow
 def test_deliveries_from_memory_are_the_stored_bytes(local: LocalStack, keys: list[str], transport: str) -> None:
     """The second fetch reads no file, and what was overwritten meanwhile is not served from memory."""
     chunks = make_chunks(N, LAYOUT)[1]

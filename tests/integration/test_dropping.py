@@ -60,11 +60,12 @@ def warm(local: LocalStack) -> None:
     assert isinstance(tier, AdaptiveTier)
     with local.client("chunks", "http") as client:
         buffer = np.zeros(LAYOUT.delivery_bytes(COUNT), dtype=np.uint8)
-        for _ in range(10):
+
+        def is_warm() -> bool:
             client.fetch(KEYS, LAYOUT, buffer, accept=ACCEPT).wait(30)
-            if eventually(lambda: tier.form_counts == {Codec.KEYDIFF50.value: COUNT}, 1):
-                return
-    raise AssertionError(tier.form_counts)
+            return eventually(lambda: tier.form_counts == {Codec.KEYDIFF50.value: COUNT}, 1)
+
+        assert eventually(is_warm), tier.form_counts
 
 
 Fetched = tuple[np.ndarray, list[np.ndarray | None], int]
@@ -83,6 +84,7 @@ def fetched(client: ObjectCacheClient, accept: Accept | None, delivery: Delivery
     return found, kept, result.transferred_bytes
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("delivery", [Delivery.LAYER_MAJOR, Delivery.CHUNK_MAJOR])
 def test_a_reader_learns_which_tokens_are_there_in_each_layer(
     local: LocalStack, chunks: np.ndarray, transport: str, delivery: Delivery
@@ -103,6 +105,7 @@ def test_a_reader_learns_which_tokens_are_there_in_each_layer(
                 assert not np.delete(tokens[chunk, layer], places, axis=1).any()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("codecs", [None, (Codec.KIVI8.value, Codec.KIVI4.value)])
 def test_all_others_get_every_token(
     local: LocalStack, chunks: np.ndarray, transport: str, codecs: tuple[str, ...] | None
@@ -116,6 +119,7 @@ def test_all_others_get_every_token(
         assert nbytes == LAYOUT.delivery_bytes(COUNT)
 
 
+@pytest.mark.slow
 def test_the_error_of_dropped_tokens_is_told_and_bounded(local: LocalStack, chunks: np.ndarray, transport: str) -> None:
     warm(local)
     with local.client("chunks", transport) as client:

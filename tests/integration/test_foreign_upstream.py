@@ -25,7 +25,7 @@ from tests.support.waiting import eventually
 BUCKET = "objectcache-test-upstream"
 LAYOUT = ChunkLayout(6, 16, 70_000)
 N = 9
-pytestmark = [pytest.mark.needs_server, pytest.mark.timeout(300)]
+pytestmark = [pytest.mark.needs_server, pytest.mark.environments, pytest.mark.timeout(300)]
 
 
 @pytest.fixture(scope="module", params=["moto", pytest.param("named", marks=needs_named_service)])
@@ -113,6 +113,7 @@ def test_ordinary_objects_pass_through(direct: Any, front: LocalStack) -> None:
     assert "Contents" not in direct.list_objects_v2(Bucket=BUCKET)
 
 
+@pytest.mark.slow
 def test_a_cache_smaller_than_what_is_there_serves_all_of_it(
     direct: Any, service: UpstreamSettings, tmp_path: Path
 ) -> None:

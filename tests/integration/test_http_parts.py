@@ -13,6 +13,7 @@ import pytest
 from descriptors.descriptor import Delivery, Descriptor, OnMissing
 from descriptors.errors import CallerError, ChunkUnavailable, ErrorCode, ObjectCacheError, ServerError
 from nixl_client.fetch import http as fetch_http
+from nixl_client.session.retries import Retries
 from tests.support.chunks import LAYOUT, N, layer_of, make_chunks
 from tests.support.servers import LocalStack
 from tests.support.waiting import eventually
@@ -66,7 +67,7 @@ def test_of_a_prefix_the_chunks_before_the_first_gap_come(local: LocalStack, key
         assert fetch.wait(30).chunk_count == missing
         for layer_index in range(LAYOUT.num_layers):
             expected = layer_of(chunks[:missing], LAYOUT, layer_index)
-            assert np.array_equal(fetch.wait_layer(layer_index, 1).data, expected)
+            assert np.array_equal(fetch.wait_layer(layer_index, 30).data, expected)
     assert eventually(lambda: local.storage.requests.active_count == 0)
 
 
@@ -113,7 +114,7 @@ def test_a_cancelled_fetch_ends_every_request(local: LocalStack, keys: list[str]
         assert eventually(lambda: local.storage.requests.active_count == 0)
         assert (buffer == 7).all()
         with pytest.raises(ServerError, match="cancelled"):
-            fetch.wait(1)
+            fetch.wait(30)
 
 
 @pytest.mark.usefixtures("small_parts")
@@ -130,7 +131,7 @@ def test_a_part_that_is_refused_ends_the_others(
 
     monkeypatch.setattr(pipeline, "run", refusing)
     local.hold_from_layer(2)
-    with local.client("chunks", "http", http_connections=3) as client:
+    with local.client("chunks", "http", http_connections=3, retries=Retries(1)) as client:
         fetch = client.fetch(keys, LAYOUT, np.zeros(LAYOUT.delivery_bytes(N), np.uint8), delivery="layer-major")
         with pytest.raises(ServerError, match="not now"):
             fetch.wait(30)

@@ -22,7 +22,7 @@ from nixl_client.transports.transport import Transport
 from storage_server.compression.policy import CodecFigures, UtilitySettings
 from tests.support.requests import OWNER
 from tests.support.servers import LocalStack, ucx_for
-from tests.support.waiting import eventually
+from tests.support.waiting import LIMIT_S, eventually
 
 CHUNK_BYTES = 30_000
 KEYS = [f"lmcache/m/0/{index:x}" for index in range(7)]
@@ -59,6 +59,7 @@ def chunks(options: Options) -> Iterator[ChunkStore]:
     store.close()
 
 
+@pytest.mark.slow
 def test_batch_is_fetched_in_as_few_requests_as_fit(chunks: ChunkStore) -> None:
     assert chunks.put(KEYS, content())
     assert chunks.lookup([*KEYS, "lmcache/m/0/none"]) == len(KEYS)
@@ -82,6 +83,7 @@ def test_lookups_say_what_is_worth_loading_where_the_costs_of_computing_are_know
     costly.close()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("lossy", [Lossy.BOUNDED, Lossy.OFF])
 def test_chunks_of_keys_and_values_come_encoded_to_those_who_accept_it(
     tmp_path: Path, transport: str, lossy: Lossy, monkeypatch: pytest.MonkeyPatch
@@ -110,7 +112,7 @@ def test_chunks_of_keys_and_values_come_encoded_to_those_who_accept_it(
             assert made.load(KEYS[:4], buffers, kind) == Loaded(4)
             return made.counters.totals.get("lossy_chunks", 0) == before + 4
 
-        assert eventually(is_encoded, 20 if lossy is Lossy.BOUNDED else 1) is (lossy is Lossy.BOUNDED)
+        assert eventually(is_encoded, LIMIT_S if lossy is Lossy.BOUNDED else 1) is (lossy is Lossy.BOUNDED)
         if lossy is Lossy.BOUNDED:
             back = np.empty(shape.nbytes, dtype=np.uint8)
             for chunk, buffer in zip(exact, buffers, strict=True):
@@ -123,6 +125,7 @@ def test_chunks_of_keys_and_values_come_encoded_to_those_who_accept_it(
         made.close()
 
 
+@pytest.mark.slow
 def test_missing_chunk_ends_the_load_and_is_named(chunks: ChunkStore) -> None:
     chunks.put(KEYS, content())
     assert chunks.delete([KEYS[4]]) == 1
@@ -132,6 +135,7 @@ def test_missing_chunk_ends_the_load_and_is_named(chunks: ChunkStore) -> None:
     assert chunks.load(KEYS[4:], targets(3)) == Loaded(0, KEYS[4])
 
 
+@pytest.mark.slow
 def test_chunk_of_another_size_ends_the_load_and_is_named(chunks: ChunkStore) -> None:
     chunks.put(KEYS[:1], content(1))
     chunks.put(KEYS[1:2], content(1, 1000))
@@ -183,6 +187,7 @@ def test_server_that_is_gone_is_a_miss_and_is_left_alone_for_a_time(monkeypatch:
     store.close()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("index", [0, 1, 2, 5])
 def test_damaged_chunk_ends_the_load_and_is_named(local: LocalStack, chunks: ChunkStore, index: int) -> None:
     """Over http, too, where the answer just breaks off, and nothing says that the server is not gone."""
@@ -194,6 +199,7 @@ def test_damaged_chunk_ends_the_load_and_is_named(local: LocalStack, chunks: Chu
     assert "failures" not in chunks.counters.totals
 
 
+@pytest.mark.slow
 def test_buffers_a_server_may_still_write_into_are_given_up(
     chunks: ChunkStore, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -213,6 +219,7 @@ def test_buffers_a_server_may_still_write_into_are_given_up(
     assert equal(buffers, content(2))
 
 
+@pytest.mark.slow
 def test_sound_chunks_are_not_named_damaged_where_a_connection_broke(
     chunks: ChunkStore, monkeypatch: pytest.MonkeyPatch
 ) -> None:

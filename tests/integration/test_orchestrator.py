@@ -5,16 +5,18 @@ from __future__ import annotations
 import asyncio
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import aiohttp
 import pytest
 
-from bench.beds.canned_engines import CannedSettings
+from bench.beds.canned_engines import CannedEngine, CannedSettings
 from orchestrator.rules.admission import AdmissionSettings, Tenant
 from orchestrator.rules.policies import PolicyName
 from orchestrator.service import Orchestrator
 from orchestrator.settings import EngineSettings, Role
-from tests.support.orchestrators import QUICK, canned, orchestrated, until, words
+from tests.support.orchestrators import QUICK, canned, orchestrated, words
+from tests.support.waiting import until
 
 PROMPT = list(range(1, 257))
 OTHER = list(range(1000, 1256))
@@ -42,12 +44,13 @@ async def test_prompts_go_where_their_beginning_is_by_the_engines_own_events() -
     async with canned(3, FAST) as engines, orchestrated(engines) as bed:
         for prompt in (PROMPT, OTHER):
             await bed.complete(prompt)
+        known = bed.orchestrator.engines
+        await until(lambda: sum(bed.orchestrator.index.held_count(each) for each in known) == 32)
         homes = {}
         for name, prompt in (("first", PROMPT), ("second", OTHER)):
             answer = await bed.complete([*prompt, 5, 6, 7])
             homes[name] = answer.engine
-        known = bed.orchestrator.engines
-        await until(lambda: sum(bed.orchestrator.index.held_count(each) for each in known) == 32)
+        assert sum(bed.orchestrator.index.held_count(each) for each in known) == 32
         for name, prompt in (("first", PROMPT), ("second", OTHER)):
             answers = [await bed.complete([*prompt, 8, at], stream=True) for at in range(4)]
             assert {answer.engine for answer in answers} == {homes[name]}
@@ -109,7 +112,7 @@ async def test_load_is_counted_to_the_streams_end_on_every_path() -> None:
             if at % 10 == 9:
                 engines[0].fails_with = 500 if at % 20 == 19 else None
             try:
-                async with asyncio.timeout(0.05 if at % 5 == 0 else 20):
+                async with asyncio.timeout(0.05 if at % 5 == 0 else 60):
                     await bed.ask("POST", "/v1/completions", body)
             except (TimeoutError, aiohttp.ClientError):
                 return
@@ -120,11 +123,27 @@ async def test_load_is_counted_to_the_streams_end_on_every_path() -> None:
         assert bed.orchestrator.gate.admission.waiting_count == 0
 
 
-async def test_admission_bounds_what_runs_and_tells_the_rest_to_come_again() -> None:
+@pytest.fixture
+def may_compute(monkeypatch: pytest.MonkeyPatch) -> asyncio.Event:
+    """Engines answer nothing before it is set."""
+    may, compute = asyncio.Event(), CannedEngine.compute
+
+    async def waited(*asked: Any) -> None:
+        await may.wait()
+        await compute(*asked)
+
+    monkeypatch.setattr(CannedEngine, "compute", waited)
+    return may
+
+
+async def test_admission_bounds_what_runs_and_tells_the_rest_to_come_again(may_compute: asyncio.Event) -> None:
     """003: ten at once with `--max-active 3`: three run and seven are refused."""
     settings = replace(QUICK, admission=AdmissionSettings(active_max=3, queue_max=0))
-    async with canned(2, replace(FAST, output_s=0.05)) as engines, orchestrated(engines, settings) as bed:
-        answers = await asyncio.gather(*(bed.complete([at, *PROMPT]) for at in range(10)))
+    async with canned(2, FAST) as engines, orchestrated(engines, settings) as bed:
+        asked = [asyncio.create_task(bed.complete([at, *PROMPT])) for at in range(10)]
+        await until(lambda: sum(each.done() for each in asked) == 7)
+        may_compute.set()
+        answers = await asyncio.gather(*asked)
         statuses = sorted(answer.status for answer in answers)
         assert statuses == [200] * 3 + [429] * 7
         refused = next(answer for answer in answers if answer.status == 429)
@@ -132,10 +151,13 @@ async def test_admission_bounds_what_runs_and_tells_the_rest_to_come_again() -> 
         assert refused.json()["error"]["type"] == "rate_limit_error"
 
 
-async def test_a_request_that_waits_too_long_is_told_so() -> None:
+async def test_a_request_that_waits_too_long_is_told_so(may_compute: asyncio.Event) -> None:
     settings = replace(QUICK, admission=AdmissionSettings(active_max=1, queue_max=5, deadline_s=0.1))
-    async with canned(1, replace(FAST, output_s=0.1)) as engines, orchestrated(engines, settings) as bed:
-        answers = await asyncio.gather(*(bed.complete([at, *PROMPT]) for at in range(3)))
+    async with canned(1, FAST) as engines, orchestrated(engines, settings) as bed:
+        asked = [asyncio.create_task(bed.complete([at, *PROMPT])) for at in range(3)]
+        await until(lambda: sum(each.done() for each in asked) == 2)
+        may_compute.set()
+        answers = await asyncio.gather(*asked)
         assert sorted(answer.status for answer in answers) == [200, 503, 503]
 
 

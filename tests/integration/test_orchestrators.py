@@ -15,7 +15,8 @@ from orchestrator.router import Pin
 from orchestrator.rules.admission import Tenant
 from orchestrator.settings import OrchestratorSettings
 from tests.support.etcd import EtcdServer, etcd_server
-from tests.support.orchestrators import canned, orchestrated, until
+from tests.support.orchestrators import canned, orchestrated
+from tests.support.waiting import until
 
 FAST = CannedSettings(token_us=10.0, output_s=0.0)
 PROMPT = list(range(1, 257))
@@ -28,7 +29,7 @@ def etcd(tmp_path: Path) -> Iterator[EtcdServer]:
 
 
 def registry(server: EtcdServer) -> EtcdRegistry:
-    return EtcdRegistry(Etcd([server.url], call_s=1.0), "kv")
+    return EtcdRegistry(Etcd([server.url], call_s=30.0), "kv")
 
 
 async def test_an_engine_that_one_registers_is_joined_by_all(etcd: EtcdServer) -> None:
@@ -54,6 +55,7 @@ async def test_an_engine_that_one_registers_is_joined_by_all(etcd: EtcdServer) -
         await until(lambda: set(other.orchestrator.engines) == {"a"})
 
 
+@pytest.mark.slow
 async def test_pins_and_quotas_are_followed_by_all(etcd: EtcdServer) -> None:
     """Also by one that comes later."""
     settings = OrchestratorSettings(tenants={"key": Tenant("search")})
@@ -142,6 +144,7 @@ async def test_orders_that_make_no_sense_are_left_out(etcd: EtcdServer) -> None:
         assert bed.orchestrator.orders.tenant(Tenant("search")) == Tenant("search")
 
 
+@pytest.mark.slow
 async def test_while_etcd_is_gone_the_engines_stay_and_registrations_are_refused(etcd: EtcdServer) -> None:
     async with canned(1, FAST) as engines, orchestrated([], registry=registry(etcd)) as bed:
         await bed.ask("POST", "/_orchestrator/engines", {"url": engines[0].url, "name": "a"})

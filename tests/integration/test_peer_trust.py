@@ -89,13 +89,13 @@ def test_a_secret_is_replaced_in_three_steps_without_a_restart_or_a_refusal(tmp_
                 assert both.is_served()
         both.gateway_secret.write_text(f"{OLD}\n")
         both.reread()
-        assert eventually(lambda: not both.is_served(), 10)
+        assert eventually(lambda: not both.is_served())
         both.gateway_secret.write_text("short\n")  # a file that cannot be used changes nothing
         both.gateway.send(signal.SIGHUP)
         assert not both.is_served()
         both.gateway_secret.write_text(f"\n{NEW}\n\n")
         both.gateway.send(signal.SIGHUP)
-        assert eventually(both.is_served, 10)
+        assert eventually(both.is_served)
 
 
 def test_peers_speak_tls_with_a_pinned_certificate(tmp_path: Path) -> None:
@@ -129,6 +129,7 @@ def test_a_server_may_ask_gateways_for_certificates(tmp_path: Path) -> None:
         assert both.is_served()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("arguments", "problem"),
     [

@@ -29,6 +29,7 @@ from nixl_client.transports.ucx import NixlThread
 from tests.support.chunks import make_chunks
 from tests.support.requests import OTHER, OWNER, READER, Reply, request
 from tests.support.servers import Stack, started
+from tests.support.waiting import eventually
 
 LAYOUT = ChunkLayout(num_layers=2, chunk_tokens=16, per_layer_chunk_bytes=3000)
 N = 3
@@ -206,17 +207,24 @@ def test_targets_must_lie_inside_a_region_of_the_callers_live_agent(
     assert_refused(gone, 404, "NoSuchAgent", "rdma_target.agent_id")
 
 
+@pytest.mark.slow
 def test_an_agents_time_runs_out_unless_renewed(servers: Stack, stored: list[str], agent: Agent) -> None:
     mine = agent_id(servers, agent, lifetime_s=0.4)
-    time.sleep(0.5)
-    reply = post(servers, encode_json(descriptor(stored, RdmaTarget(mine, "kv", 0, W))))
+
+    def asked() -> Reply:
+        return post(servers, encode_json(descriptor(stored, RdmaTarget(mine, "kv", 0, W))))
+
+    assert eventually(lambda: asked().status != 200)
+    agent.buffer[:] = 0
+    reply = asked()
     assert (reply.status, reply.code) in [(400, "ExpiredToken"), (404, "NoSuchAgent")]
     assert reply.named_field == "rdma_target.agent_id"
-    mine = agent_id(servers, agent, lifetime_s=1.0)
+    mine = agent_id(servers, agent, lifetime_s=2.0)
+    first_ends_s = time.monotonic() + 2.0
     renewed = servers.request("POST", f"/_objectcache/agents/{mine}", body=b'{"lifetime_s": 60}')
     assert json.loads(renewed.body)["expires_at"] > time.time() + 50
-    time.sleep(1.1)
-    assert post(servers, encode_json(descriptor(stored, RdmaTarget(mine, "kv", 0, W)))).status == 200
+    assert eventually(lambda: time.monotonic() > first_ends_s)
+    assert asked().status == 200
     assert agent.buffer.any()
     agent.buffer[:] = 0
     for method, key, code in [("POST", OTHER, "AccessDenied"), ("DELETE", OTHER, "AccessDenied")]:
@@ -235,6 +243,7 @@ def test_an_agent_name_belongs_to_the_key_that_took_it(servers: Stack, stored: l
     servers.request("DELETE", f"/_objectcache/agents/{mine}")
 
 
+@pytest.mark.slow
 def test_registrations_are_checked(servers: Stack, agent: Agent) -> None:
     address, size = int(agent.buffer.ctypes.data), agent.buffer.nbytes
 
@@ -271,6 +280,7 @@ def test_registrations_are_checked(servers: Stack, agent: Agent) -> None:
         assert (reply.status, reply.named_field) == (400, field), (field, reply.body)
 
 
+@pytest.mark.slow
 def test_mutated_metadata_is_refused_or_harmless(servers: Stack, stored: list[str], agent: Agent) -> None:
     """Whatever bytes arrive, the server answers and goes on serving others. (NIXL keeps half of what it half loaded, so
     the name itself may be spoilt: the mutations have one of their own.)

@@ -67,7 +67,7 @@ Pair = tuple[LocalStack, LocalStack]
 @pytest.fixture
 def pair(way: FaultyUpstream, played: PlayedMooncake, tmp_path: Path) -> Iterator[Pair]:
     remote = RemoteDramSettings("mooncake://127.0.0.1:1")
-    settings = UpstreamSettings(way.url, *OWNER, remote_dram=remote, read_timeout_s=4.0, connect_timeout_s=3.0)
+    settings = UpstreamSettings(way.url, *OWNER, remote_dram=remote, read_timeout_s=30.0, connect_timeout_s=30.0)
     with LocalStack(tmp_path / "a", upstream=settings) as one, LocalStack(tmp_path / "b", upstream=settings) as other:
         for each in (one, other):
             assert eventually(lambda each=each: each.storage.upstream.remote.is_joined)  # type: ignore[misc]
@@ -111,6 +111,7 @@ def test_a_chunk_that_one_server_fetched_comes_to_the_other_without_home(
     assert other.storage.upstream.remote.hit_count == N
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("harm", ["wrong bytes", "no master", "garbage", "hangs"])
 def test_whatever_it_does_the_bytes_come_from_home(
     home: LocalStack, pair: Pair, played: PlayedMooncake, tmp_path: Path, harm: str

@@ -5,7 +5,7 @@ own, readers that accept it get it, and for everybody else the chunk is missing.
 from __future__ import annotations
 
 import hashlib
-import time
+import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -26,8 +26,10 @@ from kv_codecs.loss import loss
 from nixl_client.client import ObjectCacheClient
 from storage_server.compression.policy import UtilitySettings
 from storage_server.eviction.choice import Eviction
+from storage_server.planning.extent import aligned
 from storage_server.recoding import Recoder
 from storage_server.settings import CacheSettings
+from storage_server.store.caches import ahead_bytes_of
 from tests.integration.test_compression import FIGURES, LAYERS, LAYOUT, SHAPE, decoded, kv_chunks
 from tests.support.requests import OTHER, OWNER, request, s3_client
 from tests.support.servers import CONFIG, LocalStack, stack
@@ -60,20 +62,26 @@ def replaced_count(local: LocalStack) -> int:
 
 
 def fill(client: ObjectCacheClient, local: LocalStack, replaced: int = 4) -> tuple[list[str], np.ndarray]:
-    """Store chunks, as slowly as they are encoded, and wait until the first ones have been replaced."""
+    """Store chunks, and wait until the first ones have been replaced."""
     keys, chunks = kv_chunks(COUNT)
+    put_slowly(client, local, keys, chunks)
+    assert eventually(lambda: has_room(local) and replaced_count(local) >= replaced)
+    return keys, chunks
+
+
+def put_slowly(client: ObjectCacheClient, local: LocalStack, keys: list[str], chunks: np.ndarray) -> None:
+    """Store chunks as fast as they are encoded."""
     for key, chunk in zip(keys, chunks, strict=True):
         client.put_chunks([key], [chunk], kv_layout=KV_LAYOUT)
-        assert eventually(lambda: local.storage.store.evictor.aside_bytes < 2 * LAYOUT.chunk_bytes, 20)
-    counts = [0]
+        assert eventually(lambda: local.storage.store.evictor.aside_bytes < 2 * LAYOUT.chunk_bytes)
 
-    def is_done() -> bool:
-        time.sleep(0.3)
-        counts.append(replaced_count(local))
-        return counts[-1] == counts[-2] >= replaced
 
-    assert eventually(is_done, 20)
-    return keys, chunks
+def has_room(local: LocalStack) -> bool:
+    """Whether the bucket has the room that is kept ahead, so that nothing more leaves it."""
+    page = local.call(local.storage.objects.list_objects("OWNERKEY", ListRequest("chunks")))
+    stored_bytes = sum(aligned(info.nbytes) for info in page.objects)
+    is_waited_for = local.storage.store.evictor.aside_bytes > 0
+    return not is_waited_for and stored_bytes <= CAPACITY_BYTES - 2 * ahead_bytes_of(CAPACITY_BYTES)
 
 
 def forms_of(local: LocalStack, keys: list[str]) -> dict[str, EncodedForm]:
@@ -201,7 +209,7 @@ def test_chunks_without_a_layout_are_evicted(tmp_path: Path) -> None:
         keys, chunks = kv_chunks(COUNT)
         for key, chunk in zip(keys, chunks, strict=True):
             client.put_chunks([key], [chunk])
-        assert eventually(lambda: local.storage.store.evictor.evicted_count >= 4, 20)
+        assert eventually(lambda: local.storage.store.evictor.evicted_count >= 4)
         assert replaced_count(local) == 0
 
 
@@ -214,7 +222,7 @@ def test_chunks_that_cannot_be_encoded_are_evicted(tmp_path: Path, wrong: KvLayo
         chunks[:, :2] = 0xFF  # NaN
         for key, chunk in zip(keys, chunks, strict=True):
             client.put_chunks([key], [chunk], kv_layout=wrong or KV_LAYOUT)
-        assert eventually(lambda: local.storage.store.evictor.evicted_count >= 4, 20)
+        assert eventually(lambda: local.storage.store.evictor.evicted_count >= 4)
         assert replaced_count(local) == 0
 
 
@@ -225,7 +233,7 @@ def test_an_error_above_the_bucket_s_bound_is_not_kept(tmp_path: Path) -> None:
         keys, chunks = kv_chunks(COUNT)
         for key, chunk in zip(keys, chunks, strict=True):
             client.put_chunks([key], [chunk], kv_layout=KV_LAYOUT)
-        assert eventually(lambda: local.storage.store.evictor.evicted_count >= 4, 20)
+        assert eventually(lambda: local.storage.store.evictor.evicted_count >= 4)
         assert not forms_of(local, keys)
 
 
@@ -233,7 +241,8 @@ def test_the_bound_of_an_access_key_holds_for_what_is_stored(tmp_path: Path) -> 
     with serving(tmp_path, max_errors={OTHER[0]: 0.001}) as local, local.client("chunks", "http") as client:
         make_bucket(local)
         keys, _ = fill(client, local)
-        first = next(index for index, key in enumerate(keys) if key in forms_of(local, keys))
+        encoded = forms_of(local, keys)
+        first = next(index for index, key in enumerate(keys) if key in encoded)
         with local.client("chunks", "http", OTHER) as bounded:
             assert bounded.lookup(keys, accept=ACCEPT) == first
             buffer = np.zeros(LAYOUT.delivery_bytes(COUNT), dtype=np.uint8)
@@ -248,9 +257,8 @@ def test_leased_chunks_stay_exact(tmp_path: Path) -> None:
         keys, chunks = kv_chunks(COUNT + 8)
         client.put_chunks(keys[:4], list(chunks[:4]), kv_layout=KV_LAYOUT)
         assert client.lookup(keys[:4], 60.0) == 4
-        for key, chunk in zip(keys[4:], chunks[4:], strict=True):
-            client.put_chunks([key], [chunk], kv_layout=KV_LAYOUT)
-        assert eventually(lambda: replaced_count(local) >= 8, 20)
+        put_slowly(client, local, keys[4:], chunks[4:])
+        assert eventually(lambda: replaced_count(local) >= 8)
         assert client.lookup(keys[:4]) == 4
 
 
@@ -258,20 +266,23 @@ def test_writers_do_not_wait_for_encoding(tmp_path: Path, monkeypatch: pytest.Mo
     """Where chunks come faster than they are encoded, those that were to be encoded leave."""
     with serving(tmp_path) as local, local.client("chunks", "http") as client:
         make_bucket(local)
-        encode = Recoder.encode
+        encode, may_encode = Recoder.encode, threading.Event()
 
         def slow(*asked: Any) -> Any:
-            time.sleep(0.2)
+            may_encode.wait()
             return encode(*asked)
 
         monkeypatch.setattr(Recoder, "encode", slow)
         keys, chunks = kv_chunks(80)
-        for key, chunk in zip(keys, chunks, strict=True):
-            client.put_chunks([key], [chunk], kv_layout=KV_LAYOUT)
-            page = local.call(local.storage.objects.list_objects("OWNERKEY", ListRequest("chunks")))
-            assert sum(info.nbytes for info in page.objects) <= CAPACITY_BYTES
-        assert local.storage.store.evictor.evicted_count >= 40
-        assert client.lookup(keys[-8:], accept=ACCEPT) == 8
+        try:
+            for key, chunk in zip(keys, chunks, strict=True):
+                client.put_chunks([key], [chunk], kv_layout=KV_LAYOUT)
+                page = local.call(local.storage.objects.list_objects("OWNERKEY", ListRequest("chunks")))
+                assert sum(info.nbytes for info in page.objects) <= CAPACITY_BYTES
+            assert eventually(lambda: local.storage.store.evictor.evicted_count >= 40)
+            assert client.lookup(keys[-8:], accept=ACCEPT) == 8
+        finally:
+            may_encode.set()
 
 
 @pytest.mark.parametrize(
@@ -333,6 +344,7 @@ def test_a_server_that_knows_no_codecs_is_asked_without(tmp_path: Path, monkeypa
         assert [b"accept" in body for body in asked] == [True, False]
 
 
+@pytest.mark.slow
 def test_a_gateway_apart_from_the_store_knows_forms_and_decodes(tmp_path: Path) -> None:
     """Lookups, encoded layers and decoded bodies between two processes."""
     config = f"""{CONFIG}
@@ -357,13 +369,12 @@ decoded_bytes_per_s = "4GB"
         ) as client:
             for key, chunk in zip(keys, chunks, strict=True):
                 client.put_chunks([key], [chunk], kv_layout=KV_LAYOUT)
-                time.sleep(0.1)
 
             def encoded() -> list[str]:
                 heads = {key: request(running.url, "HEAD", f"/chunks/{key}").headers for key in keys}
                 return [key for key, headers in heads.items() if CODEC_HEADER in headers]
 
-            assert eventually(lambda: bool(encoded()), 20)
+            assert eventually(lambda: bool(encoded()))
             key = encoded()[0]
             exact = chunks[keys.index(key)]
             answer = request(running.url, "GET", f"/chunks/{key}", headers={DECODE_HEADER: "true"})

@@ -76,7 +76,7 @@ def work(running: Cluster, bucket: str, number: int) -> None:
         assert request(running.gateways[gateway].url, "GET", "/_objectcache/metrics").status == 200
 
 
-@pytest.mark.long
+@pytest.mark.slow
 def test_a_cluster_is_upgraded_server_by_server(tmp_path: Path, home: LocalStack, previous: Path) -> None:
     """At every step everything works, with old gateways before new storage servers and the other way round."""
     bucket = "upgrade"

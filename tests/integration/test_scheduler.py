@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import os
 import signal
-import threading
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -18,6 +17,7 @@ from descriptors.descriptor import Delivery, Descriptor
 from descriptors.descriptor_codec import encode_json
 from descriptors.errors import ErrorCode, ServerError
 from nixl_client.client import ObjectCacheClient
+from nixl_client.session.retries import Retries
 from nixl_client.transports.shared_memory import allocate
 from objectcache.config import ConfigError, load_config
 from storage_server.scheduler.policies import Policy
@@ -59,6 +59,7 @@ def status(servers: Stack) -> dict[str, Any]:
     return found
 
 
+@pytest.mark.slow
 def test_the_client_knows_rate_and_epoch_before_layer_0(paced: LocalStack, transport: str) -> None:
     """Over every transport, and every byte is right."""
     buffer = allocate(PAYLOAD_BYTES)
@@ -72,9 +73,10 @@ def test_the_client_knows_rate_and_epoch_before_layer_0(paced: LocalStack, trans
         fetch.wait(30)
         assert time.monotonic() - began_s >= PAYLOAD_BYTES / RATE - 0.01
     assert np.array_equal(buffer, layer_major(chunks))
-    assert paced.storage.pipeline.link.status().queued_bytes == 0
+    assert eventually(lambda: paced.storage.pipeline.link.status().queued_bytes == 0)
 
 
+@pytest.mark.slow
 def test_many_deliveries_share_the_link_and_all_bytes_are_right(paced: LocalStack, transport: str) -> None:
     """Both orders at once, more of them than memory to stage them in; nothing is left behind."""
     buffers = [allocate(PAYLOAD_BYTES) for _ in range(10)]
@@ -98,6 +100,7 @@ def test_many_deliveries_share_the_link_and_all_bytes_are_right(paced: LocalStac
     assert link.early_left == 131072 // 8192 // 2
 
 
+@pytest.mark.slow
 def test_a_cancelled_fetch_gives_its_rate_back(tmp_path: Path, transport: str) -> None:
     """A link too slow to end it, and another request that gets the link at once."""
     settings = SchedulerSettings(link_bytes_per_s=1000.0, pool=PoolSettings(gather_s=0.0))
@@ -109,14 +112,14 @@ def test_a_cancelled_fetch_gives_its_rate_back(tmp_path: Path, transport: str) -
             assert eventually(lambda: local.storage.pipeline.link.status().layerwise_active == 1)
             fetch.cancel()
             assert eventually(lambda: local.storage.pipeline.link.status().layerwise_active == 0)
-            assert local.storage.staging.free_count == local.storage.staging.slot_count
+            assert eventually(lambda: local.storage.staging.free_count == local.storage.staging.slot_count)
 
 
 def test_a_backlog_is_refused_with_503_and_when_to_come_back(tmp_path: Path) -> None:
     settings = SchedulerSettings(link_bytes_per_s=50_000.0, queued_bytes_max=1, pool=PoolSettings(gather_s=0.0))
     with LocalStack(tmp_path / "data", scheduler=settings, **SMALL) as local:
         local.call(local.storage.objects.create_bucket(OWNER[0], "chunks"))
-        with local.client("chunks", "http") as client:
+        with local.client("chunks", "http", retries=Retries(1)) as client:
             keys, _ = put(client)
             first = client.fetch(keys, LAYOUT, allocate(PAYLOAD_BYTES), delivery=Delivery.LAYER_MAJOR)
             assert eventually(lambda: local.storage.pipeline.link.status().queued_bytes > 0)
@@ -168,9 +171,10 @@ def test_the_answer_says_rate_and_epoch_in_its_headers(paced: LocalStack) -> Non
         assert int(reply.headers["x-amz-objectcache-epoch"]) >= 1
 
 
+@pytest.mark.slow
 def test_a_tenant_with_many_requests_leaves_another_its_share(tmp_path: Path) -> None:
     """Eight requests of one access key, and one of another that comes last: it does not wait for them to end."""
-    settings = SchedulerSettings(link_bytes_per_s=3e6, pool=PoolSettings(gather_s=0.0))
+    settings = SchedulerSettings(link_bytes_per_s=1e6, pool=PoolSettings(gather_s=0.0))
     with LocalStack(tmp_path / "data", scheduler=settings, **SMALL) as local:
         local.call(local.storage.objects.create_bucket(OWNER[0], "chunks"))
         with local.client("chunks", "shm") as many, local.client("chunks", "shm", OTHER) as one:
@@ -178,17 +182,11 @@ def test_a_tenant_with_many_requests_leaves_another_its_share(tmp_path: Path) ->
             fetches = [
                 many.fetch(keys, LAYOUT, allocate(PAYLOAD_BYTES), delivery=Delivery.LAYER_MAJOR) for _ in range(8)
             ]
-            ended: list[float] = []
-            waiters = [
-                threading.Thread(target=lambda f=f: (f.wait(60), ended.append(time.monotonic()))) for f in fetches
-            ]
-            for waiter in waiters:
-                waiter.start()
+            assert eventually(lambda: local.storage.pipeline.link.delivery_count == 8)
             one.fetch(keys, LAYOUT, allocate(PAYLOAD_BYTES), delivery=Delivery.LAYER_MAJOR).wait(60)
-            single_ended_s = time.monotonic()
-            for waiter in waiters:
-                waiter.join(60)
-            assert sum(end_s > single_ended_s for end_s in ended) >= 4
+            assert sum(not fetch.is_complete for fetch in fetches) >= 4
+            for fetch in fetches:
+                fetch.cancel()
 
 
 @pytest.mark.parametrize(

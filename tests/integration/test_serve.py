@@ -53,6 +53,7 @@ def has_ended(process: psutil.Process) -> bool:
     return not process.is_running() or process.status() == psutil.STATUS_ZOMBIE
 
 
+@pytest.mark.slow
 def test_workers_answer_as_one_server(tmp_path: Path, config: Path) -> None:
     """What one worker stored, changed or deleted, every other sees at once; each connection is another worker's."""
     serve = ("serve", "--data", str(tmp_path / "d"), "--port", "0", "--workers", "3", "--config", str(config))
@@ -73,24 +74,26 @@ def test_workers_answer_as_one_server(tmp_path: Path, config: Path) -> None:
         assert len(workers_of(process.pid)) == 2
 
 
+@pytest.mark.slow
 def test_a_worker_that_dies_is_started_again_and_all_end_with_the_server(tmp_path: Path, config: Path) -> None:
     serve = ("serve", "--data", str(tmp_path / "d"), "--port", "0", "--workers", "2", "--config", str(config))
     with started(*serve) as (url, process):
         (worker,) = workers_of(process.pid)
         worker.kill()
-        assert eventually(lambda: [w.pid for w in workers_of(process.pid) if w.pid != worker.pid] != [], 20)
+        assert eventually(lambda: [w.pid for w in workers_of(process.pid) if w.pid != worker.pid] != [])
         server = Stack(url, tmp_path / "d", process.pid, [process])
         for _ in range(6):
             assert server.request("GET", "/").status == 200
         (worker,) = workers_of(process.pid)
-    assert eventually(lambda: has_ended(worker), 20)
+    assert eventually(lambda: has_ended(worker))
     with started(*serve) as (_, process):
         (worker,) = workers_of(process.pid)
         process.send_signal(signal.SIGKILL)
         process.wait(30)
-        assert eventually(lambda: has_ended(worker), 20)
+        assert eventually(lambda: has_ended(worker))
 
 
+@pytest.mark.slow
 def test_a_port_that_is_taken_is_refused_although_workers_share_theirs(tmp_path: Path, config: Path) -> None:
     serve = ("serve", "--port", "0", "--workers", "2", "--config", str(config))
     with started(*serve, "--data", str(tmp_path / "one")) as (url, _):
@@ -110,6 +113,7 @@ def test_https_with_a_given_certificate(tmp_path: Path) -> None:
             assert answer.read() == b'{"status":"ok"}'
 
 
+@pytest.mark.slow
 def test_a_tls_handshake_that_stalls_is_given_up(tmp_path: Path) -> None:
     """Before it is done a connection counts for nobody's limits, so it must not last."""
     with tls_server(tmp_path) as (endpoint, _):
@@ -126,6 +130,7 @@ def test_a_tls_handshake_that_stalls_is_given_up(tmp_path: Path) -> None:
                         continue
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("command", [("serve", "--data", "d"), ("orchestrator", "--engine", "http://127.0.0.1:1")])
 def test_tls_files_that_cannot_be_used_are_a_configuration_error(command: tuple[str, ...], tmp_path: Path) -> None:
     bad = tmp_path / "bad.pem"
@@ -140,6 +145,7 @@ def test_tls_files_that_cannot_be_used_are_a_configuration_error(command: tuple[
         assert named in done.stderr
 
 
+@pytest.mark.slow
 def test_scrub_finds_what_is_damaged_before_anyone_asks_for_it(tmp_path: Path) -> None:
     """On a store that is being served, with the object's name and place; its exit status says so to scripts."""
     with LocalStack(tmp_path / "d") as local:
@@ -163,6 +169,7 @@ def test_scrub_finds_what_is_damaged_before_anyone_asks_for_it(tmp_path: Path) -
     assert cli("scrub", "--data", str(tmp_path / "nothing")).returncode == 2
 
 
+@pytest.mark.slow
 def test_large_bodies_take_little_memory(tmp_path: Path) -> None:
     """Eight clients at once; `python -m tests.support.memory` does it with 5 GiB each."""
     assert measure(tmp_path, clients=8, nbytes=96 * MIB + 7) < PEAK_BYTES_MAX

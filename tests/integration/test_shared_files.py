@@ -108,6 +108,7 @@ def test_any_s3_client_works_on_either_server(pair: tuple[LocalStack, LocalStack
     assert [entry["Key"] for entry in other.list_objects_v2(Bucket="chunks")["Contents"]] == ["copy"]
 
 
+@pytest.mark.slow
 def test_the_command_serves_a_shared_directory(root: Path, tmp_path: Path) -> None:
     config = tmp_path / "config.toml"
     config.write_text(CONFIG)

@@ -9,11 +9,14 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 from tests.support.servers import stack
 from tests.support.store_bed import opened, put, remove_index
 from tests.support.tree import repository
 
 
+@pytest.mark.slow
 def test_the_command_says_what_to_do_and_does_it_when_told(tmp_path: Path) -> None:
     """One line, no traceback; and with the option the server starts."""
     with stack("together", tmp_path) as running:

@@ -82,7 +82,7 @@ def logged(
 ) -> Iterator[LocalStack]:
     """Servers in this process, whose request lines `caplog` has."""
     kind = LocalApart if request.param == "apart" else LocalStack
-    with kind(tmp_path / "data", ucx=UCX, stall_timeout_s=5.0) as running:
+    with kind(tmp_path / "data", ucx=UCX, stall_timeout_s=30.0) as running:
         running.call(running.storage.objects.create_bucket("OWNERKEY", "chunks"))
         caplog.set_level(logging.INFO, "objectcache.requests")
         yield running
@@ -227,6 +227,7 @@ def test_what_is_no_request_id_is_ignored(servers: Stack, hostile: str) -> None:
     assert REQUEST_ID_HEADER not in reply.headers
 
 
+@pytest.mark.slow
 def test_a_fetchs_id_is_in_the_logs_of_every_process(
     logged: LocalStack, transport: str, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -274,6 +275,7 @@ def test_a_large_body_is_accounted_for(logged: LocalStack, caplog: pytest.LogCap
     assert float(line["transfer_ms"]) > 0
 
 
+@pytest.mark.slow
 def test_moved_objects_are_logged_under_their_tokens_id(logged: LocalStack, caplog: pytest.LogCaptureFixture) -> None:
     buffer = np.ones(70_000, dtype=np.uint8)
     with logged.client("chunks", "ucx") as client:

@@ -43,6 +43,7 @@ def no_gradients() -> Iterator[None]:
         yield
 
 
+@pytest.mark.slow
 @pytest.mark.with_ucx
 @pytest.mark.parametrize("way", ["ucx", "http"])
 def test_with_a_layer_held_back_at_the_server_the_model_stops_before_it(local, model, shape, way):

@@ -16,6 +16,7 @@ from aiohttp import web
 from descriptors.descriptor import Delivery
 from descriptors.errors import ChunkUnavailable, ObjectCacheError, ServerError
 from descriptors.layout import ChunkLayout
+from nixl_client.session.retries import Retries
 from storage_server.settings import UpstreamSettings
 from storage_server.upstream import chunks as chunks_module
 from storage_server.upstream import fetches as fetches_module
@@ -104,9 +105,11 @@ WAYS: dict[str, dict[str, int]] = {
 
 @pytest.fixture
 def cold(request: pytest.FixtureRequest, upstream: FaultyUpstream, tmp_path: Path) -> Iterator[LocalStack]:
-    """Us, with nothing in the cache, and a way upstream that can go wrong. The parameter is one of WAYS."""
+    """Us, with nothing in the cache, and a way upstream that can go wrong. The parameter is one of WAYS. A test without
+    one does not wait for the end of a time limit.
+    """
     way = WAYS[getattr(request, "param", "groups")]
-    options = {"connect_timeout_s": 3.0, "read_timeout_s": 4.0, **way}
+    options = {"connect_timeout_s": 30.0, "read_timeout_s": 4.0 if hasattr(request, "param") else 30.0, **way}
     settings = UpstreamSettings(upstream.url, *OWNER, **options)
     with LocalStack(tmp_path / "cold", upstream=settings) as running:
         yield running
@@ -147,6 +150,7 @@ def test_layers_are_delivered_while_later_ones_have_not_come(
 
 GROUPS = [(way, group) for way in ("groups", "straight into files") for group in ("first", "later")]
 FAULTS = [fault for fault in Fault if fault not in (Fault.HANGING, Fault.DRIPPING, Fault.KEPT_KEYS)]
+WAITED_FOR = {Fault.STALLED: pytest.mark.slow}
 WHOLE_FAULTS = [fault for fault in FAULTS if fault is not Fault.OTHER_ETAG]
 """One answer cannot contradict itself: that its ETag is wrong cannot be told, and the bytes are right."""
 
@@ -154,8 +158,9 @@ WHOLE_FAULTS = [fault for fault in FAULTS if fault is not Fault.OTHER_ETAG]
 @pytest.mark.parametrize(
     ("cold", "group", "fault"),
     [
-        *(("whole", "first", fault) for fault in WHOLE_FAULTS),
-        *((way, group, fault) for way, group in GROUPS for fault in FAULTS),
+        pytest.param(way, group, fault, marks=WAITED_FOR.get(fault, ()))
+        for way, group, faults in [("whole", "first", WHOLE_FAULTS), *((*group, FAULTS) for group in GROUPS)]
+        for fault in faults
     ],
     indirect=["cold"],
 )
@@ -173,9 +178,9 @@ def test_no_wrong_byte_is_told_whatever_upstream_does(
 
     upstream.choose = choose
     told: list[int] = []
-    with cold.client("chunks", "http") as client:
+    with cold.client("chunks", "http", retries=Retries(1)) as asks_once, cold.client("chunks", "http") as client:
         buffer = np.zeros(chunks.nbytes, np.uint8)
-        fetch = client.fetch(keys, LAYOUT, buffer, delivery=Delivery.LAYER_MAJOR)
+        fetch = asks_once.fetch(keys, LAYOUT, buffer, delivery=Delivery.LAYER_MAJOR)
 
         def take_all() -> None:
             for layer_index in range(LAYOUT.num_layers):
@@ -243,7 +248,7 @@ def test_what_is_cached_is_served_while_upstream_is_gone(
     upstream: FaultyUpstream, stored: Stored, cold: LocalStack
 ) -> None:
     keys, chunks = stored
-    with cold.client("chunks", "http") as client:
+    with cold.client("chunks", "http", retries=Retries(2)) as client:
         buffer = np.zeros(chunks.nbytes, np.uint8)
         client.fetch(keys, LAYOUT, buffer).wait(30)
         assert eventually(lambda: cold.storage.upstream.fetches.running_count == 0)
@@ -405,6 +410,7 @@ class TestLookups:
     def heads(self, upstream: FaultyUpstream) -> int:
         return sum(method == "HEAD" for method, *_ in upstream.seen)
 
+    @pytest.mark.slow
     def test_they_ask_for_few_keys_and_remember(
         self, home: LocalStack, upstream: FaultyUpstream, cold: LocalStack
     ) -> None:
@@ -457,7 +463,7 @@ class TestPrefetch:
         self, upstream: FaultyUpstream, stored: Stored, cold: LocalStack, monkeypatch: pytest.MonkeyPatch
     ) -> None:
         """A descriptor that comes in between takes over, and what it waits for is not given up."""
-        monkeypatch.setattr(chunks_module, "PREFETCH_WAIT_S", 0.5)
+        monkeypatch.setattr(chunks_module, "PREFETCH_WAIT_S", 2.0)
         keys, chunks = stored
         upstream.choose = lambda request: Fault.HANGING if request.method == "GET" else None
         with cold.client("chunks", "http") as client:
@@ -486,6 +492,7 @@ class TestPrefetch:
 class TestCommand:
     """`objectcache serve --upstream`."""
 
+    @pytest.mark.slow
     def test_it_serves_what_is_upstream_with_workers(self, home: LocalStack, tmp_path: Path) -> None:
         (tmp_path / "config.toml").write_text(CONFIG)
         arguments = ("--data", str(tmp_path / "cache"), "--port", "0", "--workers", "2", "--upstream", home.url)
@@ -507,6 +514,7 @@ class TestCommand:
             listed = [each["Key"] for each in s3.list_objects_v2(Bucket="chunks")["Contents"]]
             assert {"direct", "through"} <= set(listed)
 
+    @pytest.mark.slow
     @pytest.mark.parametrize(
         ("arguments", "said"),
         [

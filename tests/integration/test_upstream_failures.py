@@ -76,6 +76,7 @@ def cold(request: pytest.FixtureRequest, upstream: FaultyUpstream, tmp_path: Pat
 Stored = tuple[list[str], np.ndarray]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("cold", WAYS, indirect=True)
 @pytest.mark.parametrize("fault", [Fault.DRIPPING, Fault.TRUNCATED])
 def test_what_breaks_off_or_drips_is_asked_for_again_from_where_it_ended(
@@ -109,6 +110,7 @@ def test_what_breaks_off_or_drips_is_asked_for_again_from_where_it_ended(
             assert starts[1] > 0
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("way", WAYS)
 def test_a_service_that_drips_for_ever_holds_nobody_up_for_ever(
     upstream: FaultyUpstream, stored: Stored, tmp_path: Path, way: str
@@ -141,7 +143,7 @@ def test_the_deadline_of_the_first_asker_does_not_end_the_fetch_for_another_one(
     settings = UpstreamSettings(upstream.url, *OWNER, read_timeout_s=60.0)
     with (
         LocalStack(tmp_path / "cold", upstream=settings) as cold,
-        cold.client("chunks", "http", fetch_timeout_s=1.0) as hasty,
+        cold.client("chunks", "http", fetch_timeout_s=3.0) as hasty,
         cold.client("chunks", "http") as patient,
     ):
         first, second = (np.zeros(chunks.nbytes, np.uint8) for _ in range(2))
@@ -157,6 +159,7 @@ def test_the_deadline_of_the_first_asker_does_not_end_the_fetch_for_another_one(
     assert len(asked_ranges(upstream)) == N
 
 
+@pytest.mark.slow
 def test_slow_reading_of_the_first_asker_does_not_slow_the_fetch_for_another_one(
     upstream: FaultyUpstream, home: LocalStack, tmp_path: Path
 ) -> None:
@@ -187,6 +190,7 @@ def test_slow_reading_of_the_first_asker_does_not_slow_the_fetch_for_another_one
     assert len(asked) == len(set(asked))
 
 
+@pytest.mark.slow
 def test_a_service_that_is_gone_is_left_alone_until_it_is_back(
     upstream: FaultyUpstream, stored: Stored, home: LocalStack, cold: LocalStack
 ) -> None:

@@ -48,6 +48,7 @@ def front(upstream: FaultyUpstream, tmp_path: Path) -> Iterator[LocalStack]:
         yield running
 
 
+@pytest.mark.slow
 def test_leased_chunks_that_come_later_stay_for_their_descriptor(
     home: LocalStack, upstream: FaultyUpstream, front: LocalStack
 ) -> None:
@@ -67,6 +68,7 @@ def test_leased_chunks_that_come_later_stay_for_their_descriptor(
         assert np.array_equal(buffer, chunks.ravel())
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("hidden", [frozenset(), frozenset({"x-amz-tagging-count"})], ids=["counted", "not counted"])
 def test_a_pin_that_was_set_upstream_holds_the_copy(
     home: LocalStack, upstream: FaultyUpstream, front: LocalStack, hidden: frozenset[str]

@@ -68,7 +68,7 @@ class Front:
     def __init__(self, directory: Path, upstream: FaultyUpstream) -> None:
         self._directory = directory
         self._settings = UpstreamSettings(
-            upstream.url, *OWNER, connect_timeout_s=3.0, read_timeout_s=4.0, write=Write.BACK
+            upstream.url, *OWNER, connect_timeout_s=30.0, read_timeout_s=30.0, write=Write.BACK
         )
 
     def started(self, **settings: Any) -> AbstractContextManager[LocalStack]:
@@ -137,6 +137,7 @@ def test_a_dirty_chunk_is_answered_like_others_and_goes_upstream(home: LocalStac
         assert get(there, bucket, "a") == content("a")
 
 
+@pytest.mark.slow
 def test_a_copy_takes_the_time_that_its_object_has_upstream(home: LocalStack, front: Front, bucket: str) -> None:
     """Otherwise its time would depend on who answers, us or upstream, and a condition on it, too."""
     with front.started() as running:
@@ -144,7 +145,7 @@ def test_a_copy_takes_the_time_that_its_object_has_upstream(home: LocalStack, fr
         running.storage.upstream.write_back.pause()
         put(s3, bucket, "a")
         put_at = s3.head_object(Bucket=bucket, Key=key_of("a"))["LastModified"]
-        time.sleep(1.1)  # S3's times are whole seconds
+        assert eventually(lambda: time.time() >= put_at.timestamp() + 1)  # S3's times are whole seconds
         running.storage.upstream.write_back.resume()
         assert eventually(lambda: is_clean(running))
         stored = running.storage.upstream.cache.objects.stored(bucket, key_of("a"))
@@ -251,6 +252,7 @@ def test_a_chunk_that_upstream_refuses_stays_and_status_says_so(
         assert get(there, bucket, "a") == content("a")
 
 
+@pytest.mark.slow
 def test_dirty_chunks_are_not_evicted_and_leave_room_for_others(
     home: LocalStack, upstream: FaultyUpstream, front: Front, bucket: str
 ) -> None:
@@ -292,6 +294,7 @@ def test_a_damaged_dirty_chunk_is_never_uploaded_and_lookups_stop_before_it(
             assert client.lookup(names) == 2
 
 
+@pytest.mark.slow
 def test_a_put_that_is_cancelled_is_uploaded_or_was_never_there(home: LocalStack, front: Front, bucket: str) -> None:
     """At whatever step its caller goes."""
     with front.started() as running:
@@ -305,8 +308,10 @@ def test_a_put_that_is_cancelled_is_uploaded_or_was_never_there(home: LocalStack
             putting = asyncio.create_task(
                 running.storage.objects.put_object(OWNER[0], request, BytesBody(content(name)))
             )
+            if turns == 15:
+                await asyncio.wait([putting])
             for _ in range(turns):
-                await asyncio.sleep(0.0002)
+                await asyncio.sleep(0.0002)  # it goes on meanwhile: the moments to cancel it at are what is tried
             putting.cancel()
             await asyncio.wait([putting])
 
@@ -367,7 +372,7 @@ def test_a_chunk_that_fails_again_and_again_holds_no_other_up(
         assert eventually(lambda: dirty(running).dirty_chunks == 1)
         assert len(keys(s3_client(home.url, OWNER), bucket)) == 20
         upstream.release()
-        assert eventually(lambda: is_clean(running), 60.0)
+        assert eventually(lambda: is_clean(running))
 
 
 def test_pages_show_what_is_here_and_what_is_there(home: LocalStack, front: Front, bucket: str) -> None:

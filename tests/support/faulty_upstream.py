@@ -152,7 +152,7 @@ class FaultyUpstream:
             while data and not self._released.is_set():
                 await response.write(bytes(data[:1]))
                 del data[:1]
-                await asyncio.sleep(0.1)
+                await asyncio.sleep(0.1)  # a service that brings ten bytes a second
         await response.write(bytes(data))
         return response
 

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import asyncio
 import json
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import AsyncIterator, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass, replace
 from hashlib import sha256
@@ -18,8 +17,8 @@ from orchestrator.process import Orchestration
 from orchestrator.registry import EtcdRegistry
 from orchestrator.service import Orchestrator
 from orchestrator.settings import EngineSettings, OrchestratorSettings
+from tests.support.waiting import until
 
-WAIT_S = 10.0
 QUICK = OrchestratorSettings(poll_s=0.05, probe_timeout_s=0.3, first_byte_timeout_s=20.0)
 
 
@@ -83,15 +82,6 @@ class Bed:
     def engine_at(self, url: str) -> CannedEngine:
         """The engine of an address."""
         return next(engine for engine in self.engines if engine.url == url)
-
-
-async def until(is_so: Callable[[], bool], wait_s: float = WAIT_S) -> None:
-    """Return when it is so. Raises AssertionError when it does not become so."""
-    for _ in range(round(wait_s / 0.01)):
-        if is_so():
-            return
-        await asyncio.sleep(0.01)
-    raise AssertionError("it does not come to be")
 
 
 @asynccontextmanager

@@ -1,8 +1,8 @@
 """What each test takes, and what to do when one fails: a plugin for every run (`-p tests.support.pace`).
 
-A test that takes over BOUND_S by itself has the marker `slow`. Its time is that of its call, and of its set-up and
+A test that takes over a second by itself has the marker `slow`. Its time is that of its call, and of its set-up and
 teardown without fixtures that it shares with others (scopes of a class and more). `--check-times` fails a run that
-finds an unmarked test above the bound. Such a test is run again, alone, and the least of TRIES times counts, so that no
+finds an unmarked test above BOUND_S. Such a test is run again, alone, and the least of TRIES times counts, so that no
 busy machine makes a test slow.
 
 One seed decides the examples of property tests, and with `-p randomly` the order of tests.

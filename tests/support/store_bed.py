@@ -17,6 +17,7 @@ from storage_server.settings import StorageSettings
 from storage_server.store.embedded import EmbeddedStore
 from tests.support.chunks import BytesBody
 from tests.support.faulty_disk import FaultyDisk
+from tests.support.waiting import LIMIT_S
 
 PACKED_BYTES_MAX = 64 * 1024
 SMALL, LARGE = 50_000, 200_000
@@ -58,12 +59,12 @@ async def named_files(store: EmbeddedStore) -> set[str]:
 
 async def settled(store: EmbeddedStore) -> None:
     """Until only named files, and the segment being written, are left; relaxed durability lets go once a second."""
-    for _ in range(400):
-        spare = files_in(store) - await named_files(store)
-        if all(store.segments.is_written(name) for name in spare):
-            return
-        await asyncio.sleep(0.02)
-    raise AssertionError(f"{spare} are nobody's")
+    async with asyncio.timeout(LIMIT_S):
+        while True:
+            spare = files_in(store) - await named_files(store)
+            if all(store.segments.is_written(name) for name in spare):
+                return
+            await asyncio.sleep(0.02)  # nobody tells when the store lets a file go
 
 
 def flip(store: EmbeddedStore, offset: int) -> None:

@@ -88,7 +88,7 @@ def _capture() -> list[bytes]:
             server.notices()
             client.notices()
             transfer.poll()
-            time.sleep(0.001)
+            time.sleep(0.001)  # NIXL is asked, and tells nobody
     return list(sent)
 
 

@@ -63,7 +63,7 @@ class PlayedFetch:
         if self._failure is not None and layer_index >= self._failing_layer:
             raise self._failure
         due_s = self._due_s[layer_index]
-        time.sleep(max(0.0, min(timeout_s, due_s - time.monotonic())))
+        time.sleep(max(0.0, min(timeout_s, due_s - time.monotonic())))  # a layer takes its time to come
         if due_s > time.monotonic():
             raise TimeoutError(f"layer {layer_index} is not there")
         ready_at_s = time.monotonic()

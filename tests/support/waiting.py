@@ -1,4 +1,4 @@
-"""Waiting for events. A test waits for what it needs, not for a time; a limit is only there to end a test that fails."""
+"""Waiting for events. A test waits for what it needs, not for a time; a limit is there to end a test that fails."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ def eventually(is_true: Callable[[], bool], timeout_s: float = LIMIT_S) -> bool:
     while time.monotonic() < deadline:
         if is_true():
             return True
-        time.sleep(0.02)
+        time.sleep(0.02)  # nobody tells of it
     return is_true()
 
 

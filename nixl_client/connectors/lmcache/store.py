@@ -31,6 +31,7 @@ from nixl_client.connectors.lmcache.options import Options
 from nixl_client.connectors.lmcache.staging import Staging
 from nixl_client.lossy import accept_of
 from nixl_client.objects import Path
+from nixl_client.session.retries import Retries
 from nixl_client.transports.http import UnansweredError
 
 KEYS_THEN_VALUES = "KV_2LTD"
@@ -79,7 +80,12 @@ class ChunkStore:
         self.counters = Counters()
         self._options = options
         self._breaker, self._store_breaker = _breaker(options), _breaker(options)
-        self._lookups = ObjectCacheClient(options.endpoint, options.bucket, timeout_s=options.lookup_timeout_s)
+        self._lookups = ObjectCacheClient(
+            options.endpoint,
+            options.bucket,
+            timeout_s=options.lookup_timeout_s,
+            retries=Retries.of_engines(),
+        )
         self._loads = ObjectCacheClient(
             options.endpoint,
             options.bucket,
@@ -88,6 +94,7 @@ class ChunkStore:
             timeout_s=options.load_timeout_s,
             fetch_timeout_s=options.load_timeout_s,
             downlink_bytes_per_s=options.downlink_bytes_per_s or None,
+            retries=Retries.of_engines(),
         )
         self._stores = ObjectCacheClient(
             options.endpoint,

@@ -29,6 +29,7 @@ from nixl_client.connectors.vllm.scheduling import SchedulerSide
 from nixl_client.connectors.vllm.steps import Step
 from nixl_client.connectors.vllm.working import IdleWorker, WorkerSide
 from nixl_client.lossy import accept_of
+from nixl_client.session.retries import Retries
 
 _log = logging.getLogger(__name__)
 
@@ -222,7 +223,12 @@ class ObjectCacheConnector(KVConnectorBase_V1):  # type: ignore[misc]  # vLLM is
         self._ledger = SchedulerLedger(
             deployment, setup.grid, room_chunks, is_storing, steps_max, tells_growth=accept is not None
         )
-        self._client = ObjectCacheClient(options.endpoint, options.bucket, timeout_s=options.lookup_timeout_s)
+        self._client = ObjectCacheClient(
+            options.endpoint,
+            options.bucket,
+            timeout_s=options.lookup_timeout_s,
+            retries=Retries.of_engines(),
+        )
         layer_count = len(group.layer_names)
         layout = ChunkLayout(layer_count, setup.grid.chunk_tokens, setup.chunk_bytes // layer_count)
         self._scheduler = SchedulerSide(self._client, options, setup.grid, self._ledger, self.counters, layout, accept)

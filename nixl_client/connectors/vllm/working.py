@@ -19,6 +19,7 @@ from nixl_client.connectors.vllm.options import Options
 from nixl_client.connectors.vllm.steps import Report, Step
 from nixl_client.connectors.vllm.worker_ledger import Outbox, WorkerLedger
 from nixl_client.connectors.vllm.writer import Writer
+from nixl_client.session.retries import Retries
 
 CLOSE_S = 5.0
 FIT_EVERY = 8
@@ -54,6 +55,7 @@ class WorkerSide:
             timeout_s=options.load_timeout_s,
             fetch_timeout_s=options.load_timeout_s,
             downlink_bytes_per_s=options.downlink_bytes_per_s or None,
+            retries=Retries.of_engines(),
         )
         self._store_client = ObjectCacheClient(options.endpoint, options.bucket, timeout_s=options.store_timeout_s)
         self._loads = Loads(

@@ -72,7 +72,7 @@ class NixlObj(Driver):
         deadline = time.monotonic() + _WAIT_S
         while state == "PROC":
             assert time.monotonic() < deadline, f"{operation} of {key!r} did not end"
-            time.sleep(0.001)
+            time.sleep(0.001)  # NIXL is asked for the state of a transfer, and tells nobody
             state = self._agent.check_xfer_state(handle)
         self._agent.release_xfer_handle(handle)
         self._agent.deregister_memory(local)

@@ -28,6 +28,7 @@ from storage_server.planning.extent import CorruptExtentError, Extent
 from storage_server.planning.plan import Payload, plan_delivery
 from storage_server.planning.rows import SourceTable, make_table
 from tests.support.chunks import layer_of, make_chunks
+from tests.support.waiting import until
 
 BUCKET = "chunks"
 LAYOUT = ChunkLayout(num_layers=4, chunk_tokens=16, per_layer_chunk_bytes=20_000)
@@ -35,7 +36,6 @@ LAYOUT = ChunkLayout(num_layers=4, chunk_tokens=16, per_layer_chunk_bytes=20_000
 CHUNK_COUNT = 5
 KEYS, CHUNKS = make_chunks(CHUNK_COUNT, LAYOUT)
 PAYLOAD_BYTES = 50_000
-PATIENCE_S = 10.0
 
 
 class SourceBed(Protocol):
@@ -265,10 +265,14 @@ class ChunkSourceRules:
         async with stored.source.open_chunks(BUCKET, KEYS[:1], LAYOUT, prefix_only=False) as chunks:
             extents, since = chunks[0], stored.source.generation
         await stored.delete([KEYS[0]])
-        async with asyncio.timeout(PATIENCE_S):
-            while (pins := stored.source.keep(extents, since)) is not None:
+
+        def have_gone() -> bool:
+            pins = stored.source.keep(extents, since)
+            if pins is not None:
                 pins.release()
-                await asyncio.sleep(0.01)
+            return pins is None
+
+        await until(have_gone)
         assert stored.source.generation >= since
 
     async def test_a_failed_open_keeps_nothing(self, stored: SourceBed) -> None:

@@ -21,13 +21,14 @@ from storage_server.service import EmbeddedStorage
 from storage_server.settings import UpstreamSettings
 from storage_server.store.data.extents import extent_path
 from storage_server.store.embedded import EmbeddedStore
-from tests.contract.store.chunk_rules import BUCKET, LAYOUT, PATIENCE_S, CachedSourceRules, ChunkSourceRules, SourceBed
+from tests.contract.store.chunk_rules import BUCKET, LAYOUT, CachedSourceRules, ChunkSourceRules, SourceBed
 from tests.support.chunks import BytesBody
 from tests.support.requests import OWNER
 from tests.support.servers import LocalStack
 from tests.support.sources import DamagedSource, FailingSource, SlowSource, SourceWrapper
 from tests.support.store_bed import opened
 from tests.support.stores import embedded_storage
+from tests.support.waiting import until
 
 KEY = "OWNERKEY"
 
@@ -92,9 +93,7 @@ class FetchedBed(HomeBed):
         """Bring the chunk into the cache, and change it there."""
         async with self.source.open_chunks(BUCKET, [key], LAYOUT, prefix_only=False):
             pass
-        async with asyncio.timeout(PATIENCE_S):
-            while self.home.copy_of(BUCKET, key) is None:  # noqa: ASYNC110 - nobody tells of it
-                await asyncio.sleep(0.01)
+        await until(lambda: self.home.copy_of(BUCKET, key) is not None)
         await super().damage(key, offset)
 
 
@@ -107,10 +106,8 @@ class Arrived(SourceWrapper):
     ) -> AsyncIterator[list[list[Extent]]]:
         async with self.source.open_chunks(bucket, keys, layout, prefix_only=prefix_only, reader=reader) as chunks:
             arrivals = [each.arrival for chunk in chunks for each in chunk if isinstance(each, ComingExtent)]
-            async with asyncio.timeout(PATIENCE_S):
-                while not all(arrival.is_whole for arrival in arrivals):
-                    assert not any(arrival.failure for arrival in arrivals)
-                    await asyncio.sleep(0.01)
+            await until(lambda: all(each.is_whole for each in arrivals) or any(each.failure for each in arrivals))
+            assert all(each.is_whole for each in arrivals)
             yield chunks
 
 
@@ -157,12 +154,10 @@ async def before_home(directory: Path, settings: UpstreamSettings, kind: type[Ho
         assert storage.upstream is not None
         await storage.upstream.objects.create_bucket(KEY, BUCKET)
         yield kind(storage)
-        async with asyncio.timeout(PATIENCE_S):  # what has come is written into its file behind the delivery
-            while storage.store.files.pinned_count or storage.upstream.fetches.landing.used_bytes:  # noqa: ASYNC110
-                await asyncio.sleep(0.01)
+        files, landing = storage.store.files, storage.upstream.fetches.landing
+        await until(lambda: not files.pinned_count and not landing.used_bytes)  # files are written behind deliveries
 
 
-@pytest.mark.slow
 class TestSharedDirectory(CachedSourceRules):
     """A cache before a directory on a shared file system."""
 

@@ -131,7 +131,6 @@ class TestUpstreamOfChunks(BucketRules, ObjectRules, UploadRules):
                 yield storage
 
 
-@pytest.mark.slow
 class TestSharedDirectory(BucketRules, ObjectRules, UploadRules):
     """A directory on a shared file system, of which two servers answer in turn."""
 
@@ -146,7 +145,6 @@ class TestSharedDirectory(BucketRules, ObjectRules, UploadRules):
             assert (one.files.pinned_count, other.files.pinned_count) == (0, 0)
 
 
-@pytest.mark.slow
 class TestCachedSharedDirectory(BucketRules, ObjectRules, UploadRules):
     """The same behind a cache, where every key names a chunk."""
 
@@ -180,6 +178,7 @@ def moto() -> Iterator[UpstreamSettings]:
 
 
 @pytest.mark.needs_server
+@pytest.mark.environments
 @pytest.mark.timeout(180)
 class TestMoto(BucketRules, ObjectRules, UploadRules):
     """In front of moto."""

@@ -84,7 +84,7 @@ def _slow(body: bytes, rng: random.Random) -> Iterator[bytes]:
     step = max(1, -(-len(body) // rng.randrange(2, SLOW_PIECES_MAX)))
     for start in range(0, len(body), step):
         yield body[start : start + step]
-        time.sleep(rng.uniform(0, 0.02))
+        time.sleep(rng.uniform(0, 0.02))  # a client that drips, so that the server dies in mid-body
 
 
 def error_code(reply: Reply) -> str:

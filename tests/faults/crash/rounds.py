@@ -45,7 +45,7 @@ DEDUP = "dedup_bytes_per_s = 1e12\n"
 COMPACTED, SHARED = " segments became ", " share the bytes of older ones"
 """What the server logs."""
 JOIN_TIMEOUT_S = 60.0
-AUDIT_TIMEOUT_S = 10.0
+AUDIT_TIMEOUT_S = 60.0
 WATCHED = (None, "put", "complete", "abort", "copy", "self-copy", "part", "delete", "multi-delete", "tag")
 
 
@@ -186,7 +186,7 @@ def _start_and_kill(place: Path, config: Path, rng: Random, tally: Tally) -> Non
     """Killed while it starts: recovery must survive being cut short, again and again."""
     while rng.random() < START_KILL_CHANCE:
         server = Server(place, config)
-        time.sleep(rng.uniform(0, START_KILL_S_MAX))
+        time.sleep(rng.uniform(0, START_KILL_S_MAX))  # the kill comes at a random moment
         server.kill()
         tally.kills_while_starting += 1
 
@@ -226,7 +226,7 @@ def _load_and_kill(server: Server, url: str, world: World, rng: Random, tally: T
 
 def _wait_for_the_moment(journal: Journal, rng: Random) -> None:
     """Any time; or just after an operation of some kind was sent, so that short steps are hit, too."""
-    time.sleep(rng.uniform(0.02, LOAD_S_MAX))
+    time.sleep(rng.uniform(0.02, LOAD_S_MAX))  # the kill comes at a random moment
     if rng.random() < 0.6:
         journal.watch(rng.choice(WATCHED)).wait(LOAD_S_MAX)
-        time.sleep(rng.uniform(0, LATE_S_MAX) ** 2 / LATE_S_MAX)
+        time.sleep(rng.uniform(0, LATE_S_MAX) ** 2 / LATE_S_MAX)  # and at a random step of that operation

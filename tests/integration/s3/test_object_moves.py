@@ -381,6 +381,7 @@ def test_without_ucx_every_token_is_declined(tmp_path: Any, agent: Agent) -> Non
         assert servers.request("PUT", "/chunks?layerwise", body=body).code == "NotImplemented"
 
 
+@pytest.mark.slow
 def test_any_worker_passes_tokens_on_to_the_stores_owner(tmp_path: Any, agent: Agent) -> None:
     """It has neither the client's agent nor UCX; every request here comes over a connection of its own."""
     environment = {"AWS_ACCESS_KEY_ID": OWNER[0], "AWS_SECRET_ACCESS_KEY": OWNER[1]}

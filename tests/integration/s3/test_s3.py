@@ -124,6 +124,7 @@ def run(command: list[str], **environment: str) -> subprocess.CompletedProcess[b
     return subprocess.run(command, capture_output=True, timeout=100, check=False, env={**os.environ, **environment})
 
 
+@pytest.mark.slow
 def test_aws_cli(servers: Stack, tmp_path: Path) -> None:
     """`aws s3 mb, cp, ls, rm, presign` as the README shows them."""
     source = tmp_path / "object.bin"
@@ -157,6 +158,7 @@ def test_curl(servers: Stack, tmp_path: Path) -> None:
     assert b"<Key>by-curl</Key>" in run([*sign, f"{servers.url}/chunks?list-type=2"]).stdout
 
 
+@pytest.mark.slow
 def test_objects_and_generated_credentials_survive_a_restart(tmp_path: Path) -> None:
     """Credentials are made once, kept with mode 0600 and printed once."""
     command = [
@@ -192,6 +194,7 @@ def test_objects_and_generated_credentials_survive_a_restart(tmp_path: Path) -> 
     assert serve_once(first=True) == serve_once(first=False)
 
 
+@pytest.mark.slow
 def test_bad_configuration_is_refused_with_its_place(tmp_path: Path) -> None:
     file = tmp_path / "c.toml"
     for text, named in [

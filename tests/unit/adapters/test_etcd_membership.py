@@ -11,6 +11,8 @@ import pytest
 from adapters.etcd import Change, Entry, EtcdError, Found
 from adapters.etcd_membership import EtcdMembership
 from descriptors.cluster import Member, member_fields
+from tests.support.waiting import settled
+from tests.unit.played_time import PlayedTime
 
 PREFIX = "kv/members/"
 
@@ -54,6 +56,7 @@ class PlayedEtcd:
 
 
 async def joined(etcd: PlayedEtcd) -> EtcdMembership:
+    PlayedTime()
     membership = EtcdMembership(etcd, "kv")  # type: ignore[arg-type]
     await membership.start()
     return membership
@@ -61,8 +64,7 @@ async def joined(etcd: PlayedEtcd) -> EtcdMembership:
 
 async def told(etcd: PlayedEtcd, changes: list[Change] | None) -> None:
     etcd.changes.put_nowait(changes)
-    for _ in range(50):
-        await asyncio.sleep(0.005)
+    await PlayedTime.passes(5.0)  # a watch that has ended begins again after a pause
 
 
 def names(membership: EtcdMembership) -> str:
@@ -102,7 +104,7 @@ async def test_an_answer_that_comes_late_is_no_step_back(caplog: pytest.LogCaptu
     membership = await joined(etcd)
     etcd.may_answer.clear()
     refreshing = asyncio.ensure_future(membership.refresh())
-    await asyncio.sleep(0.01)  # it has asked by now
+    await settled()  # it has asked by now
     await told(etcd, [joins(4, "b")])
     etcd.may_answer.set()
     await refreshing

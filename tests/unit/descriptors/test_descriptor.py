@@ -81,6 +81,7 @@ def test_binary_form_is_the_one_documented() -> None:
     assert decode_descriptor(bytes.fromhex(GOLDEN_HEX)) == GOLDEN
 
 
+@pytest.mark.slow
 @given(descriptors())
 def test_both_codecs_give_back_the_same_value(descriptor: Descriptor) -> None:
     """JSON and binary are spellings of one value."""

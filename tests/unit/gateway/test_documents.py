@@ -127,7 +127,6 @@ LONG_KEYS = {
 @pytest.mark.parametrize(
     ("parse", "head"), [(decode_descriptor, HEAD), (parse_lookup, b'{"chunk_keys":[')], ids=["descriptor", "lookup"]
 )
-@pytest.mark.slow
 def test_json_takes_a_few_times_its_size(parse: Callable[[bytes], object], head: bytes, content: bytes) -> None:
     """Or, of a small document, no more than its greatest number of values."""
     body = head + content + b"]}"
@@ -146,13 +145,12 @@ def test_json_takes_a_few_times_its_size(parse: Callable[[bytes], object], head:
     ids=["metadata", "wide metadata", "regions", "fields"],
 )
 @pytest.mark.parametrize("parse", [parse_registration, parse_renewal], ids=["registration", "renewal"])
-@pytest.mark.slow
 def test_registrations_take_a_few_times_their_size(parse: Callable[[bytes], object], body: bytes) -> None:
     assert peak_bytes_of(parse, body) <= max(6 * len(body), 16 * MIB)
 
 
-@pytest.mark.parametrize("key_of", ["{:064x}", "{:0250d}", "{:x}"], ids=["digests", "long", "short"])
 @pytest.mark.slow
+@pytest.mark.parametrize("key_of", ["{:064x}", "{:0250d}", "{:x}"], ids=["digests", "long", "short"])
 def test_binary_descriptors_take_a_few_times_their_size(key_of: str) -> None:
     body = encode_binary(Descriptor(tuple(key_of.format(index) for index in range(65_000)), 1, 1, 1))
     assert peak_bytes_of(decode_descriptor, body) <= max(6 * len(body), 16 * MIB)
@@ -225,7 +223,6 @@ LONG_XML = {
 
 
 @pytest.mark.parametrize("content", LONG_XML.values(), ids=LONG_XML)
-@pytest.mark.slow
 def test_xml_is_parsed_in_small_steps(content: bytes) -> None:
     """One step of expat holds the interpreter. 8 MiB of it stopped every other thread for a tenth of a second."""
     watched: list[WatchedParser] = []

@@ -7,7 +7,7 @@ import random
 
 import numpy as np
 import pytest
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 
 from adapters import native
@@ -110,6 +110,7 @@ def test_c_and_numpy_decode_to_the_same_bits(
     st.integers(1, 70), st.integers(1, 70), st.sampled_from(KIVI), st.sampled_from(Element), st.integers(0, 1 << 30),
     st.floats(1e-6, 1e6), st.sampled_from([0.0, 1.0, np.nan, np.inf, -np.inf]),
 )  # fmt: skip
+@example(17, 6, Codec.KIVI8, Element.FLOAT16, 0, 1e-6, 0.0)
 def test_c_and_numpy_encode_to_the_same_bytes(
     tokens: int, width: int, codec: Codec, element: Element, seed: int, size: float, odd: float
 ) -> None:

@@ -20,7 +20,6 @@ with pytest.MonkeyPatch.context() as patch:
     patch.setitem(os.environ, "TRITON_INTERPRET", "1")
     pytest.importorskip("triton", reason="Triton is missing, which torch brings for CUDA")
     device_kernels = pytest.importorskip("kv_codecs.device_kernels")
-pytestmark = pytest.mark.slow
 SHAPES = (LayerShape(16, 80, Element.FLOAT16), LayerShape(7, 33, Element.FLOAT32), LayerShape(16, 64, Element.FLOAT32))
 """Without bfloat16, which the interpreter cuts instead of rounding it."""
 DTYPES = {Element.FLOAT16: torch.float16, Element.FLOAT32: torch.float32}

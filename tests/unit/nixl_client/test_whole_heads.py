@@ -67,6 +67,18 @@ def test_an_answer_that_ends_with_its_connection_has_no_known_end(head: bytes, i
     assert (response.chunked or response.length is not None) is is_known
 
 
+@pytest.mark.parametrize("status", [b"103 Early Hints", b"101 Switching Protocols"])
+def test_an_interim_answer_is_no_answer(status: bytes) -> None:
+    """The real one would be taken for that to the next request."""
+    with pytest.raises(http.client.HTTPException, match="interim"):
+        read(b"HTTP/1.1 " + status + b"\r\n\r\n" + HEAD)
+
+
+def test_interim_answers_have_an_end() -> None:
+    with pytest.raises(http.client.HTTPException, match="lines"):
+        read(b"HTTP/1.1 100 Continue\r\n\r\n" * 10_000)
+
+
 def test_long_lines_and_many_are_refused_as_before() -> None:
     with pytest.raises(http.client.LineTooLong):
         read(b"HTTP/1.1 200 OK\r\nx: " + b"y" * 70_000 + b"\r\n\r\n")

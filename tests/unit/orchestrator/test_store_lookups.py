@@ -34,7 +34,7 @@ async def test_prompts_that_take_long_to_name_do_not_switch_the_store_off(monkey
     ended = threading.Event()
 
     def keys(self: KeyChain, tokens: Sequence[int], count: int) -> tuple[str, ...]:
-        ended.wait(5)
+        ended.wait(60)
         return ()
 
     monkeypatch.setattr(KeyChain, "keys", keys)
@@ -53,7 +53,7 @@ async def test_prompts_without_names_are_no_failures_of_the_store(monkeypatch: p
         raise ValueError("a token is no token")
 
     monkeypatch.setattr(KeyChain, "keys", keys)
-    store = lookups(1.0)
+    store = lookups(60.0)
     try:
         assert [await store.find(published(), TOKENS, "") for _ in range(2 * FAILURES_MAX)] == [None] * 6
         assert (store.count, store.failure_count) == (0, 0)
@@ -66,7 +66,7 @@ async def test_a_store_that_fails_is_left_alone_after_some_failures(monkeypatch:
         raise ConnectionRefusedError("nobody is there")
 
     monkeypatch.setattr(ObjectCacheClient, "advise", advise)
-    store = lookups(1.0)
+    store = lookups(60.0)
     try:
         for _ in range(3 * FAILURES_MAX):
             assert await store.find(published(), TOKENS, "") is None
@@ -83,7 +83,7 @@ async def test_the_store_is_asked_for_what_the_engine_takes(monkeypatch: pytest.
         return 2, Advice(Choice.PREFIX, 2, None, {}, None, 1e9)
 
     monkeypatch.setattr(ObjectCacheClient, "advise", advise)
-    store, accept = lookups(1.0), Accept(("kivi4-1",), "bfloat16", 0.12)
+    store, accept = lookups(60.0), Accept(("kivi4-1",), "bfloat16", 0.12)
     lossy = replace(published(), accept=accept)
     try:
         for each in (published(), lossy):

@@ -26,6 +26,7 @@ from storage_server.store.data import extents
 from storage_server.store.data.extents import extent_path
 from storage_server.store.index import reader, resolved
 from storage_server.tiers import residency
+from tests.support.waiting import settled, until
 
 CHUNKS = 3 * threads.HERE_ITEMS_MAX + 1
 CHUNK_BYTES = 64
@@ -108,7 +109,6 @@ class Watched:
         monkeypatch.setattr(place, name, call)
 
 
-@pytest.mark.slow
 async def test_no_step_over_all_chunks_holds_the_event_loop(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     storage = await filled(tmp_path)
     try:
@@ -118,7 +118,7 @@ async def test_no_step_over_all_chunks_holds_the_event_loop(tmp_path: Path, monk
             sink = Sink()
             await storage.prefixes.deliver("A", "bbb", descriptor, sink)
             assert sink.nbytes == CHUNKS * CHUNK_BYTES
-            await asyncio.sleep(0.1)
+            await until(lambda: not storage.dram._working)
         assert (await storage.prefixes.lookup("A", "bbb", LookupRequest(KEYS))).matched == CHUNKS
         assert all(0 <= count <= threads.HERE_ITEMS_MAX for count in watched.longest.values()), watched.longest
     finally:
@@ -130,26 +130,23 @@ async def test_a_descriptor_given_up_while_it_is_resolved_leaves_no_pin(
 ) -> None:
     storage = await filled(tmp_path)
     try:
-        going_on = threading.Event()
+        resolving, going_on = threading.Event(), threading.Event()
         kept = reader._kept
 
         def slowly(*arguments: Any) -> bool:
-            going_on.wait(10)
+            resolving.set()
+            going_on.wait(60)
             return kept(*arguments)
 
         monkeypatch.setattr(reader, "_kept", slowly)
         descriptor = Descriptor(KEYS, 1, 16, CHUNK_BYTES, delivery=Delivery.LAYER_MAJOR)
         task = asyncio.create_task(storage.prefixes.deliver("A", "bbb", descriptor, Sink()))
-        await asyncio.sleep(0.2)
+        await until(resolving.is_set)
         task.cancel()
-        await asyncio.sleep(0.05)
+        await settled()
         going_on.set()
         with pytest.raises(asyncio.CancelledError):
             await task
-        for _ in range(100):
-            if not storage.store.files.pinned_count:
-                break
-            await asyncio.sleep(0.05)
-        assert storage.store.files.pinned_count == 0
+        await until(lambda: not storage.store.files.pinned_count)
     finally:
         await storage.close()

@@ -12,6 +12,7 @@ from descriptors.errors import CallerError, ErrorCode, ServerError
 from descriptors.placement import Placement
 from storage_server import own_keys
 from storage_server.own_keys import OwnKeys
+from tests.unit.played_time import PlayedTime
 
 KEYS = [f"{index:064x}" for index in range(200)]
 A, B, C = (Member(name, f"http://{name}:1") for name in "abc")
@@ -202,11 +203,13 @@ async def test_a_member_that_joins_asks_those_who_kept_its_keys_before() -> None
 
 
 async def test_long_after_a_change_nobody_else_is_asked(monkeypatch: pytest.MonkeyPatch) -> None:
+    played = PlayedTime()
+    monkeypatch.setattr(own_keys, "time", played)
     membership = PlayedMembership()
-    own = OwnKeys(membership, "a", settle_s=60)  # type: ignore[arg-type]
+    own = OwnKeys(membership, "a", settle_s=1e6)  # type: ignore[arg-type]
     membership.show(2, A, B, C)
+    await played.passes(own_keys.FORMER_S - 1.0)
     assert own.former_keeper("bucket", KEYS[0]) is not None
-    monkeypatch.setattr(own_keys, "FORMER_S", 0.0)
-    await asyncio.sleep(0.01)
+    await played.passes(2.0)
     assert own.former_keeper("bucket", KEYS[0]) is None
     await own.close()

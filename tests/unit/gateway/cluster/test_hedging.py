@@ -13,15 +13,26 @@ from descriptors.descriptor import Delivery, Descriptor
 from descriptors.errors import ErrorCode, ServerError
 from descriptors.notices import Mode
 from descriptors.storage_api import DeliveryStart, Grant
+from gateway.cluster import body_delivery, memory
+from gateway.cluster import members as members_module
 from gateway.cluster.hedging import EXTRA_FRACTION, IN_FLIGHT_BYTES, KEPT, LEAST, LIMIT_S_MIN, Hedging, Step
 from gateway.cluster.members import Members
 from gateway.cluster.prefixes import ClusterPrefixes
 from tests.support.chunks import LAYOUT, make_chunks
+from tests.unit.played_time import PlayedTime
 
 N = 24
 KEYS, CHUNKS = make_chunks(N, LAYOUT)
 LAYERS = CHUNKS.reshape(N, LAYOUT.num_layers, -1).transpose(1, 0, 2)
 A, B, C = (Member(name, f"http://{name}:1") for name in "abc")
+
+
+@pytest.fixture(autouse=True)
+async def played_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Members take no time unless they wait, however loaded the machine is."""
+    played = PlayedTime()
+    for asking in (body_delivery, memory, members_module):
+        monkeypatch.setattr(asking, "time", played)
 
 
 def test_nothing_is_slow_before_enough_waits_are_known() -> None:
@@ -195,7 +206,7 @@ async def test_where_the_hedge_fails_the_slow_portion_is_waited_for() -> None:
         storage.hedge_stops_at, storage.hedge_fails = 2, True
     fetching = asyncio.ensure_future(bed.fetched())
     await bed.hedged.wait()
-    await asyncio.sleep(0.05)
+    await PlayedTime.passes(0.05)
     slow.may_go_on.set()
     assert await fetching == LAYERS.tobytes()
     assert (bed.hedging.hedge_count, bed.hedging.won_count) == (1, 0)
@@ -208,7 +219,7 @@ async def test_without_another_member_or_without_credit_nobody_else_is_asked() -
         slow = bed.keeper()
         slow.stops_at = 1
         fetching = asyncio.ensure_future(bed.fetched())
-        await asyncio.sleep(0.1)
+        await PlayedTime.passes(5 * LIMIT_S_MIN)
         assert not fetching.done()
         slow.may_go_on.set()
         assert await fetching == LAYERS.tobytes()

@@ -16,7 +16,8 @@ from gateway.cluster.hedging import LEAST, LIMIT_S_MIN, Hedging, Step
 from gateway.cluster.members import Members
 from gateway.cluster.memory import MemoryDelivery
 from tests.support.chunks import LAYOUT, make_chunks
-from tests.unit.gateway.cluster.test_hedging import A, B, C, PlayedMembership
+from tests.unit.gateway.cluster.test_hedging import A, B, C, PlayedMembership, played_time  # noqa: F401
+from tests.unit.played_time import PlayedTime
 
 KEYS, _ = make_chunks(24, LAYOUT)
 
@@ -87,7 +88,7 @@ class Bed:
             tuple(KEYS), LAYOUT.num_layers, LAYOUT.chunk_tokens, LAYOUT.per_layer_chunk_bytes,
             delivery=Delivery.LAYER_MAJOR, request_id="request-0123456789", rdma_target=target,
         )  # fmt: skip
-        async with asyncio.timeout(20):
+        async with asyncio.timeout(60):
             return await MemoryDelivery(self.members, "key", "bucket", descriptor, ()).run()
 
 
@@ -124,7 +125,7 @@ async def test_where_the_hedge_fails_the_slow_one_is_waited_for_and_nobody_is_gi
         storage.hedge_failure = ServerError(ErrorCode.INTERNAL_ERROR, "the disk is broken")
     delivering = asyncio.ensure_future(bed.delivered())
     await bed.hedged.wait()
-    await asyncio.sleep(2 * LIMIT_S_MIN)
+    await PlayedTime.passes(2 * LIMIT_S_MIN)
     assert not delivering.done()
     slow.may_go_on.set()
     assert (await delivering).given_up == ()
@@ -140,7 +141,7 @@ async def test_where_the_slow_one_fails_the_hedge_is_waited_for() -> None:
     delivering = asyncio.ensure_future(bed.delivered())
     await bed.hedged.wait()
     slow.may_go_on.set()
-    await asyncio.sleep(2 * LIMIT_S_MIN)
+    await PlayedTime.passes(2 * LIMIT_S_MIN)
     assert not delivering.done()
     for storage in bed.storages.values():
         storage.may_go_on.set()
@@ -153,7 +154,7 @@ async def test_without_another_member_or_without_credit_nobody_else_is_asked() -
     for bed in (alone, poor):
         _, slow = bed.slow()
         delivering = asyncio.ensure_future(bed.delivered())
-        await asyncio.sleep(5 * LIMIT_S_MIN)
+        await PlayedTime.passes(5 * LIMIT_S_MIN)
         assert not delivering.done()
         slow.may_go_on.set()
         assert (await delivering).given_up == ()
@@ -193,7 +194,7 @@ async def test_a_slow_member_whose_connection_breaks_is_given_up_although_the_he
     delivering = asyncio.ensure_future(bed.delivered())
     await bed.hedged.wait()
     slow.may_go_on.set()
-    await asyncio.sleep(LIMIT_S_MIN)
+    await PlayedTime.passes(LIMIT_S_MIN)
     for storage in bed.storages.values():
         storage.may_go_on.set()
     assert (await delivering).given_up == (member.id,)
@@ -221,7 +222,7 @@ async def test_portions_that_links_make_wait_are_no_slow_ones() -> None:
     assert (await bed.delivered()).given_up == ()
     _, slow = bed.slow()
     delivering = asyncio.ensure_future(bed.delivered())
-    await asyncio.sleep(5 * LIMIT_S_MIN)
+    await PlayedTime.passes(5 * LIMIT_S_MIN)
     slow.may_go_on.set()
     await delivering
     assert bed.hedging.hedge_count == 0

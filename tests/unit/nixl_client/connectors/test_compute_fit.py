@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import time
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 from descriptors.descriptor import Delivery
 from descriptors.layout import ChunkLayout
 from descriptors.recompute import AdviceRequest, Choice, DeliveryCosts, PrefillCosts, advise
+from nixl_client.connectors import step_timer
 from nixl_client.connectors.compute_fit import CELLS_MAX, LOAD_KEEP_S, ComputeFit, LoadFit, Work, longer, slower, step_s
 from nixl_client.connectors.step_timer import StepTimer
 
@@ -113,19 +114,21 @@ def test_what_the_engine_holds_is_neither_loaded_nor_recomputed() -> None:
     assert (nothing_left.choice, nothing_left.chunk_count) == (Choice.RECOMPUTE, 10)
 
 
-def test_a_timer_leaves_out_what_was_waited_for() -> None:
+def test_a_timer_leaves_out_what_was_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    now_s = 100.0
+    monkeypatch.setattr(step_timer, "time", SimpleNamespace(perf_counter=lambda: now_s))
     timer = StepTimer(torch.device("cpu"))
     work = Work.of([(10, 0)])
     timer.end(work, 0.0)
     assert timer.take() == [], "no step has begun"
     timer.begin()
-    time.sleep(0.05)
+    now_s += 0.05
     timer.end(work, 0.03)
     timer.begin()
     timer.end(Work(), 0.0)
     ((seen, seconds),) = timer.take()
     assert seen == work
-    assert 0.015 < seconds < 5
+    assert seconds == pytest.approx(0.02)
     assert timer.take() == []
 
 

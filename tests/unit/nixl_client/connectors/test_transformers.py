@@ -45,6 +45,7 @@ class FakeFetch:
     def __init__(self, chunks, layout, mode=Mode.LAYER_MAJOR, *, as_torch=False):
         self.mode = mode
         self.arrived = [threading.Event() for _ in range(layout.num_layers)]
+        self.asked = [threading.Event() for _ in range(layout.num_layers)]
         self.failure = None
         chunk_count = len(chunks)
         by_chunk = chunks.reshape(chunk_count, layout.num_layers, layout.per_layer_chunk_bytes)
@@ -74,6 +75,7 @@ class FakeFetch:
         return int(self.kept[0].sum())
 
     def wait_layer(self, layer_index, timeout_s=None):
+        self.asked[layer_index].set()
         if not self.arrived[layer_index].wait(timeout_s):
             raise TimeoutError(f"layer {layer_index} is not there after {timeout_s} s")
         if self.failure is not None:
@@ -148,7 +150,6 @@ def test_tokens_past_the_last_whole_chunk_have_no_object(model, shape):
     assert chunks.dtype == np.uint8
 
 
-@pytest.mark.slow
 def test_decoding_goes_on_as_with_an_ordinary_cache(model, shape):
     """After its prefix arrived, a layer is a DynamicLayer."""
     everything = torch.cat([PREFIX, QUESTION], dim=1)
@@ -187,7 +188,8 @@ def test_layers_run_as_they_arrive_and_no_further(model, shape):
     thread.start()
     try:
         assert finished[1].wait(TIMEOUT_S)
-        assert not attended[2].wait(0.3)
+        assert fetch.asked[2].wait(TIMEOUT_S)
+        assert not attended[2].is_set()
         assert [wait is not None for wait in cache.waits] == [True, True, False, False]
         fetch.arrive()
         thread.join(TIMEOUT_S)

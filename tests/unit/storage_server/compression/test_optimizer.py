@@ -124,7 +124,6 @@ def test_bounds_hold_and_moves_lead_from_where_entries_were_to_where_they_are(
 
 
 @pytest.mark.parametrize("seed", range(5))
-@pytest.mark.slow
 def test_greedy_is_near_the_bound_of_the_linear_relaxation(seed: int) -> None:
     entries = entries_of(seed, 400)
     tiers = (Tier("dram", 800 * KIB, 10e9), Tier("disk", 3200 * KIB, 1e9))

@@ -226,7 +226,6 @@ def calls_of(made: Made, capacity_bytes: int) -> int:
 
 
 @every_policy
-@pytest.mark.slow
 def test_the_cost_of_a_request_does_not_grow_with_the_number_of_residents(made: Made) -> None:
     """A tier has millions of them. The same requests, with 100 residents and with 2,000."""
     assert calls_of(made, 2000) < 2 * calls_of(made, 100)

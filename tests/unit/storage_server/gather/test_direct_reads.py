@@ -6,7 +6,6 @@ import contextlib
 import ctypes
 import os
 import threading
-import time
 from pathlib import Path
 
 import numpy as np
@@ -15,6 +14,7 @@ import pytest
 from adapters import native
 from storage_server.planning.block_checksums import BLOCK_BYTES, BlockChecksums
 from storage_server.planning.rows import Row
+from tests.support.waiting import eventually
 
 MIB = 1 << 20
 
@@ -184,8 +184,4 @@ def test_queues_end_with_their_threads(stored: Stored) -> None:
         thread.start()
     for thread in threads:
         thread.join()
-    for _ in range(100):  # Python's join returns a moment before the thread's end
-        if count() == before:
-            break
-        time.sleep(0.05)
-    assert count() == before
+    assert eventually(lambda: count() == before)  # Python's join returns a moment before the thread's end

@@ -125,7 +125,6 @@ class Chunks:
     past_cache=st.booleans(),
     direct_threads=st.integers(0, 1),
 )
-@pytest.mark.slow
 def test_gathered_payloads_are_the_chunks_whatever_lies_where(
     tmp_path_factory: pytest.TempPathFactory,
     layout: ChunkLayout,

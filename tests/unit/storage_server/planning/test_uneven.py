@@ -178,6 +178,7 @@ def test_a_series_that_cannot_be_is_refused() -> None:
         Series(1, 0, 2, np.array([1, 0], dtype=np.int64), 0, 10, 0, 10)
 
 
+@pytest.mark.slow
 @given(
     mode=st.sampled_from(Mode),
     homes=st.lists(st.integers(0, 2), min_size=1, max_size=CHUNK_COUNT),

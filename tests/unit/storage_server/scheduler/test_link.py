@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import time
 from collections.abc import AsyncIterator
 from contextlib import AsyncExitStack, asynccontextmanager
 
@@ -12,6 +11,7 @@ import pytest
 from descriptors.errors import ErrorCode, ServerError
 from descriptors.layout import ChunkLayout
 from descriptors.notices import Mode
+from storage_server import link as module
 from storage_server.link import Link, Place
 from storage_server.planning.plan import plan_delivery
 from storage_server.scheduler.admission import RETRY_AFTER_S_MAX, refuse_backlog
@@ -19,10 +19,18 @@ from storage_server.scheduler.flow import AHEAD_MAX, Tenant
 from storage_server.scheduler.policies import Policy
 from storage_server.scheduler.pool import PoolSettings
 from storage_server.scheduler.settings import SchedulerSettings
+from tests.unit.played_time import PlayedTime
 
 RATE = 1e8
 PAYLOAD = 100_000
 LAYERS = 4
+
+
+@pytest.fixture(autouse=True)
+async def played(monkeypatch: pytest.MonkeyPatch) -> PlayedTime:
+    played = PlayedTime()
+    monkeypatch.setattr(module, "time", played)
+    return played
 
 
 def link_of(policy: Policy | None = None, **changes: object) -> Link:
@@ -70,15 +78,15 @@ async def test_without_a_link_rate_nothing_waits_and_nothing_is_told() -> None:
         assert link.offered_rate_bytes_per_s("KEY") == 0.0
 
 
-async def test_a_delivery_takes_no_less_time_than_its_rate_says() -> None:
+async def test_a_delivery_takes_no_less_time_than_its_rate_says(played: PlayedTime) -> None:
     """The last payload goes when the link has carried all of them."""
     link = link_of(Policy.EQUAL, chunkwise_fraction=0.5)
-    began_s = time.monotonic()
+    began_s = played.monotonic()
     async with placed(link) as place:
         grant = await place.admitted()
         assert grant.rate_bytes_per_s == RATE / 2
         await carry(place)
-    assert time.monotonic() - began_s >= LAYERS * PAYLOAD / grant.rate_bytes_per_s - 0.002
+    assert played.monotonic() - began_s >= LAYERS * PAYLOAD / grant.rate_bytes_per_s - 0.002
 
 
 async def test_the_rate_and_the_epoch_are_known_before_the_first_turn() -> None:
@@ -89,7 +97,7 @@ async def test_the_rate_and_the_epoch_are_known_before_the_first_turn() -> None:
         assert grant.epoch == 1
 
 
-async def test_a_client_that_stops_reading_stops_using_the_link() -> None:
+async def test_a_client_that_stops_reading_stops_using_the_link(played: PlayedTime) -> None:
     """No more than a bound goes to it, and the others get their turns."""
     link = link_of()
     async with placed(link, key="STOPPED") as stopped, placed(link) as place:
@@ -97,10 +105,10 @@ async def test_a_client_that_stops_reading_stops_using_the_link() -> None:
         for index in range(AHEAD_MAX):
             await stopped.wait_to_send(index)
         late = asyncio.create_task(stopped.wait_to_send(AHEAD_MAX))
-        await asyncio.sleep(0.02)
+        await played.passes(0.02)
         assert is_blocked(late)
         stopped.note_sent()
-        await asyncio.wait_for(late, 5)
+        await asyncio.wait_for(late, 60)
 
 
 async def test_a_delivery_that_is_given_up_frees_its_place_at_once() -> None:
@@ -112,33 +120,33 @@ async def test_a_delivery_that_is_given_up_frees_its_place_at_once() -> None:
     assert link.status().queued_bytes == 0
 
 
-async def test_few_deliveries_gather_before_their_first_turn() -> None:
+async def test_few_deliveries_gather_before_their_first_turn(played: PlayedTime) -> None:
     """The memory that payloads are gathered into is kept for those that may send."""
     link = Link(SchedulerSettings(link_bytes_per_s=1000.0, pool=PoolSettings(gather_s=0.0)), early_max=1)
     async with placed(link) as one:
-        await asyncio.wait_for(one.wait_to_gather(0, is_staged=True), 5)
+        await asyncio.wait_for(one.wait_to_gather(0, is_staged=True), 60)
         async with placed(link) as two, placed(link) as three:
             waiting = [asyncio.create_task(place.wait_to_gather(0, is_staged=True)) for place in (two, three)]
-            await asyncio.wait_for(two.wait_to_gather(0, is_staged=False), 5)
-            await asyncio.sleep(0.01)
+            await asyncio.wait_for(two.wait_to_gather(0, is_staged=False), 60)
+            await played.passes(0.01)
             assert all(map(is_blocked, waiting))
             one.end()
-            await asyncio.wait_for(waiting[0], 5)
+            await asyncio.wait_for(waiting[0], 60)
             assert is_blocked(waiting[1])
             two.end()
-            await asyncio.wait_for(waiting[1], 5)
+            await asyncio.wait_for(waiting[1], 60)
     assert link._early_left == 1
 
 
-async def test_a_link_rate_that_is_changed_holds_for_what_is_under_way() -> None:
+async def test_a_link_rate_that_is_changed_holds_for_what_is_under_way(played: PlayedTime) -> None:
     slow = SchedulerSettings(link_bytes_per_s=1000.0, pool=PoolSettings(gather_s=0.0))
     link = Link(slow, early_max=2)
     async with placed(link) as place:
         turn = asyncio.create_task(carry(place))
-        await asyncio.sleep(0.01)
+        await played.passes(0.01)
         assert is_blocked(turn)
         link.reconfigure(SchedulerSettings(link_bytes_per_s=RATE, pool=slow.pool))
-        await asyncio.wait_for(turn, 5)
+        await asyncio.wait_for(turn, 60)
 
 
 @pytest.mark.parametrize(
@@ -151,14 +159,16 @@ async def test_a_link_rate_that_is_changed_holds_for_what_is_under_way() -> None
     ids=["not limited", "another policy", "another fraction"],
 )
 @pytest.mark.parametrize("mode", list(Mode))
-async def test_rules_that_are_changed_hold_for_what_is_under_way(changed: SchedulerSettings, mode: Mode) -> None:
+async def test_rules_that_are_changed_hold_for_what_is_under_way(
+    changed: SchedulerSettings, mode: Mode, played: PlayedTime
+) -> None:
     """What was let go stays let go, and the rest goes by the new rules."""
     link = Link(SchedulerSettings(link_bytes_per_s=1000.0, pool=PoolSettings(gather_s=0.0)), early_max=2)
     async with placed(link, mode) as place:
         turn = asyncio.create_task(carry(place, LAYERS if mode is Mode.LAYER_MAJOR else 1))
-        await asyncio.sleep(0.01)
+        await played.passes(0.01)
         link.reconfigure(changed)
-        await asyncio.wait_for(turn, 5)
+        await asyncio.wait_for(turn, 60)
     assert link.status().queued_bytes == 0
 
 
@@ -169,10 +179,10 @@ async def test_a_fault_of_the_scheduler_does_not_stop_deliveries(
     link = link_of()
     async with placed(link) as place:
         monkeypatch.setattr(link._schedule.pool, "due", lambda now: 1 / 0)
-        await asyncio.wait_for(carry(place), 5)
+        await asyncio.wait_for(carry(place), 60)
     assert "the scheduler failed" in caplog.text
     async with placed(link) as place:
-        await asyncio.wait_for(carry(place), 5)
+        await asyncio.wait_for(carry(place), 60)
 
 
 async def test_too_much_that_waits_is_refused_with_when_to_come_back() -> None:
@@ -232,7 +242,7 @@ async def test_neither_side_of_the_link_starves_the_other() -> None:
 
     stream = asyncio.create_task(without_end())
     carried_count = 0
-    async with asyncio.timeout(10):
+    async with asyncio.timeout(60):
         while ended_count < 8 or carried_count < 3:
             async with placed(link) as place:
                 await carry(place)
@@ -241,28 +251,28 @@ async def test_neither_side_of_the_link_starves_the_other() -> None:
     stream.cancel()
 
 
-async def test_a_delivery_behind_its_turns_holds_one_payload_that_others_could_need() -> None:
+async def test_a_delivery_behind_its_turns_holds_one_payload_that_others_could_need(played: PlayedTime) -> None:
     """What is let go is gathered one by one while the transport is behind, unless there is memory to spare."""
     link = Link(SchedulerSettings(link_bytes_per_s=RATE, pool=PoolSettings(gather_s=0.0)), early_max=0)
     async with placed(link) as place:
         await place.wait_to_gather(0, is_staged=True)
         await place.wait_to_send(AHEAD_MAX - 1)
         behind = asyncio.create_task(place.wait_to_gather(1, is_staged=True))
-        await asyncio.sleep(0.01)
+        await played.passes(0.01)
         assert is_blocked(behind)
         place.note_sent()
-        await asyncio.wait_for(behind, 5)
+        await asyncio.wait_for(behind, 60)
 
 
-async def test_a_delivery_admitted_before_the_rules_change_knows_its_grant(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_delivery_admitted_before_the_rules_change_knows_its_grant(played: PlayedTime) -> None:
     """All of it may have been let go before anybody looked."""
     link = link_of()
     async with placed(link) as place:
         while place.flow is not None and not place.flow.is_over:
             place._let_go_count and place.note_sent()
-            await asyncio.sleep(0.001)
+            await played.passes(0.001)
         link.reconfigure(SchedulerSettings(link_bytes_per_s=RATE, pool=PoolSettings(Policy.EQUAL)))
-        grant = await asyncio.wait_for(place.admitted(), 5)
+        grant = await asyncio.wait_for(place.admitted(), 60)
         assert grant.epoch == 1
 
 
@@ -275,8 +285,8 @@ async def test_any_fault_of_the_scheduler_leaves_deliveries_going(
         monkeypatch.setattr(link._schedule, call, lambda *_: 1 / 0)
         if call == "join":
             async with placed(link) as other:
-                await asyncio.wait_for(carry(other), 5)
+                await asyncio.wait_for(carry(other), 60)
         if call != "leave":
-            await asyncio.wait_for(carry(place), 5)
+            await asyncio.wait_for(carry(place), 60)
     assert "the scheduler failed" in caplog.text
     assert not link._places

@@ -104,7 +104,6 @@ def test_the_bound_holds_for_tenants_of_any_weight_and_priority_beside_a_crowd_o
 
 
 @pytest.mark.parametrize("lie", LIES)
-@pytest.mark.slow
 def test_a_lie_about_its_deadline_pushes_no_honest_request_past_its_bound(lie: float | None) -> None:
     for seed in range(4):
         asked = stream(seed, load=2.0)
@@ -123,7 +122,6 @@ def test_whoever_lies_is_served_to_its_end(lie: float | None) -> None:
     assert all(0 < outcome.flow.rate_bytes_per_s <= LINK for outcome in outcomes)
 
 
-@pytest.mark.slow
 def test_a_tenant_with_fifty_requests_takes_no_more_than_its_weight_from_one_that_needs_its_own() -> None:
     """The single one has half of the link, as if there were one other."""
     many = Tenant("many")

@@ -143,6 +143,7 @@ def test_the_least_stall_is_the_least_that_leaves_the_others_theirs(some: list[R
     assert found <= some[index].stall_s + 1e-9 or not with_stall(found - 1e-6)
 
 
+@pytest.mark.slow
 @given(st.lists(st.tuples(st.integers(1, 3), st.integers(1, 2), st.integers(0, 3)), min_size=2, max_size=3))
 def test_small_plans_are_close_to_the_best_of_all_stalls_on_a_grid(shapes: list[tuple[int, int, int]]) -> None:
     """Every set of stalls in steps of the link's time for one unit: exhaustive, since sizes and times are whole."""

@@ -22,7 +22,6 @@ from storage_server.scheduler.policies import Policy
 from storage_server.scheduler.pool import Pool, PoolSettings
 from tests.support.scheduling import Asked, of_workload, play
 
-pytestmark = pytest.mark.slow
 MIB = 1 << 20
 LINK = 2.5e9
 SLACK = PoolSettings(gather_s=0.0)

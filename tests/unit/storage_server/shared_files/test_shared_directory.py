@@ -7,6 +7,7 @@ import errno
 import json
 import os
 import sqlite3
+import threading
 import time
 from collections.abc import AsyncIterator, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
@@ -43,10 +44,35 @@ from storage_server.upstream.service import Shown
 from tests.support.chunks import BytesBody
 from tests.support.faulty_disk import FaultyDisk
 from tests.support.store_bed import content
+from tests.support.waiting import LIMIT_S, until
 
 KEY = "OWNERKEY"
 BUCKET = "bucket"
 MIB = 1 << 20
+
+
+STEPS = 20
+"""In which servers look at each other while a grace passes: one that has not looked for half of it deletes nothing."""
+
+
+class MovedClock:
+    """The steady clock of servers, which the test moves ahead."""
+
+    time = staticmethod(time.time)
+
+    def __init__(self) -> None:
+        self.ahead_s = 0.0
+
+    def monotonic(self) -> float:
+        return time.monotonic() + self.ahead_s
+
+
+@pytest.fixture
+def clock(monkeypatch: pytest.MonkeyPatch) -> MovedClock:
+    clock = MovedClock()
+    for asking in (files_module, following_module, store_module):
+        monkeypatch.setattr(asking, "time", clock)
+    return clock
 
 
 class Disk(FaultyDisk):
@@ -302,11 +328,9 @@ async def test_an_object_is_deleted_from_a_full_file_system(tmp_path: Path) -> N
         assert await get(one, "key") is None
 
 
-@pytest.mark.slow
 async def test_a_file_is_deleted_a_while_after_nothing_names_it(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, clock: MovedClock
 ) -> None:
-    monkeypatch.setattr(files_module, "GRACE_S", 0.5)
     monkeypatch.setattr(store_module, "UPKEEP_S", 0.1)
     async with opened(tmp_path, "a", segment_body_bytes_max=0) as one, opened(tmp_path, "b") as other:
         await one.objects.create_bucket(KEY, BUCKET)
@@ -318,19 +342,16 @@ async def test_a_file_is_deleted_a_while_after_nothing_names_it(
             await other.objects.delete_object(KEY, BUCKET, "key")
             await one.following.read_journals()
             assert len(data_files(tmp_path)) == 2
-            await until(lambda: len(data_files(tmp_path)) == 1)
+
+            def is_gone() -> bool:
+                clock.ahead_s += files_module.GRACE_S / STEPS
+                return len(data_files(tmp_path)) == 1
+
+            await until(is_gone)
             assert b"".join([bytes(piece) async for piece in read.body]) == content(100_000)
         assert await get(one, "kept") == await get(other, "kept") == content(100_000, 1)
 
 
-async def until(is_so: Any, timeout_s: float = 60.0) -> None:
-    end_s = time.monotonic() + timeout_s
-    while not is_so():
-        assert time.monotonic() < end_s
-        await asyncio.sleep(0.02)
-
-
-@pytest.mark.slow
 async def test_a_crash_leaves_files_that_the_next_start_removes(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -351,7 +372,6 @@ async def test_a_crash_leaves_files_that_the_next_start_removes(
         assert await get(one, "key") == content(100_000)
 
 
-@pytest.mark.slow
 async def test_dead_files_of_a_server_that_is_gone_are_deleted_by_others(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -483,35 +503,29 @@ def test_reads_keep_to_their_rate() -> None:
     assert Rate(None).wait_s(1 << 40) == 0.0
 
 
-async def graced(*servers: SharedDirectory, seconds: float = 1.8) -> None:
+async def graced(clock: MovedClock, *servers: SharedDirectory, graces: float = 1.8) -> None:
     """So long that everything that is dead is deleted."""
-    end_s = time.monotonic() + seconds
-    while time.monotonic() < end_s:
+    for shared in (*servers, *servers):  # behind two changes, what was dead before them has been noted as dead
+        await shared.committer.commit(lambda _: None)
+    for _ in range(round(graces * STEPS)):
         for shared in servers:
             await shared.following.read_journals()
             await shared._delete_dead()
-        await asyncio.sleep(0.05)
+        clock.ahead_s += files_module.GRACE_S / STEPS
 
 
-async def emptied(tmp_path: Path, *servers: SharedDirectory) -> None:
+async def emptied(tmp_path: Path, clock: MovedClock, *servers: SharedDirectory) -> None:
     """Until no data file is left."""
-    end_s = time.monotonic() + 15.0
-    while data_files(tmp_path):
-        assert time.monotonic() < end_s
-        await graced(*servers, seconds=0.1)
-
-
-@pytest.fixture
-def short_grace(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Both copies of the constant: how long a file stays, and how old the last look may be."""
-    monkeypatch.setattr(files_module, "GRACE_S", 1.0)
-    monkeypatch.setattr(store_module, "GRACE_S", 20.0)
+    async with asyncio.timeout(LIMIT_S):
+        while data_files(tmp_path):
+            await graced(clock, *servers, graces=0.1)
 
 
 @pytest.mark.slow
-@pytest.mark.usefixtures("short_grace")
 @pytest.mark.parametrize("action", ["copy", "tag", "complete"])
-async def test_bytes_that_are_named_again_while_they_are_deleted_stay(tmp_path: Path, action: str) -> None:
+async def test_bytes_that_are_named_again_while_they_are_deleted_stay(
+    tmp_path: Path, clock: MovedClock, action: str
+) -> None:
     async with opened(tmp_path, "a") as one, opened(tmp_path, "b") as other:
         await one.objects.create_bucket(KEY, BUCKET)
         data = content(50_000)
@@ -532,7 +546,7 @@ async def test_bytes_that_are_named_again_while_they_are_deleted_stay(tmp_path: 
                 await other.objects._objects.copy_object(KEY, source)
             else:
                 await other.objects._objects.set_tags(KEY, BUCKET, "key", {"a": "b"})
-        await graced(one, other)
+        await graced(clock, one, other)
         for shared in (one, other):
             assert await get(shared, "copy" if action == "copy" else "key") == data
         assert shown(one) == shown(other)
@@ -595,8 +609,6 @@ async def test_a_rewrite_that_fails_does_not_split_the_journal(
             assert [await get(shared, key) for key in ("key", "acknowledged")] == [b"data", b"more"]
 
 
-@pytest.mark.slow
-@pytest.mark.usefixtures("short_grace")
 async def test_parts_whose_upload_is_forgotten_hold_nobody_up(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(store_module, "REWRITE_BYTES_MIN", 1)
     monkeypatch.setattr(store_module, "GONE_KEPT_S", -1.0)
@@ -618,8 +630,7 @@ async def test_parts_whose_upload_is_forgotten_hold_nobody_up(tmp_path: Path, mo
 
 
 @pytest.mark.slow
-@pytest.mark.usefixtures("short_grace")
-async def test_no_file_goes_while_a_journal_cannot_be_read(tmp_path: Path) -> None:
+async def test_no_file_goes_while_a_journal_cannot_be_read(tmp_path: Path, clock: MovedClock) -> None:
     async with opened(tmp_path, "a") as one, opened(tmp_path, "b") as other:
         await one.objects.create_bucket(KEY, BUCKET)
         await put(one, "key", content(50_000))
@@ -632,7 +643,7 @@ async def test_no_file_goes_while_a_journal_cannot_be_read(tmp_path: Path) -> No
             file.seek(at + 20)
             file.write(b"\0\0\0")
         await one.objects.delete_object(KEY, BUCKET, "key")
-        await graced(one, other)
+        await graced(clock, one, other)
         assert one.unread_count == 1
         assert await get(other, "copy") == content(50_000)
 
@@ -671,19 +682,18 @@ async def test_a_server_that_lost_its_index_has_all_of_its_journal(tmp_path: Pat
 
 
 @pytest.mark.slow
-@pytest.mark.usefixtures("short_grace")
-async def test_a_file_that_was_named_again_has_its_whole_grace_again(tmp_path: Path) -> None:
+async def test_a_file_that_was_named_again_has_its_whole_grace_again(tmp_path: Path, clock: MovedClock) -> None:
     async with opened(tmp_path, "a", segment_body_bytes_max=0) as one, opened(tmp_path, "b") as other:
         await one.objects.create_bucket(KEY, BUCKET)
         await put(one, "key", content(50_000))
         await other.following.read_journals()
         await one.objects._objects.delete_object(KEY, BUCKET, "key")
         await other.objects._objects.set_tags(KEY, BUCKET, "key", {"a": "b"})
-        await graced(one, other, seconds=1.3)
+        await graced(clock, one, other, graces=1.3)
         await one.objects.delete_object(KEY, BUCKET, "key")
         await one._delete_dead()
         assert len(data_files(tmp_path)) == 1
-        await emptied(tmp_path, one, other)
+        await emptied(tmp_path, clock, one, other)
 
 
 async def test_a_frame_whose_sync_failed_is_written_again(tmp_path: Path) -> None:
@@ -786,17 +796,16 @@ async def test_the_cache_is_told_until_it_has_heard(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.usefixtures("short_grace")
-async def test_a_read_on_the_server_that_wrote_the_file_goes_on(tmp_path: Path) -> None:
+async def test_a_read_on_the_server_that_wrote_the_file_goes_on(tmp_path: Path, clock: MovedClock) -> None:
     async with opened(tmp_path, "a", segment_body_bytes_max=0) as one:
         await one.objects.create_bucket(KEY, BUCKET)
         data = content(3_000_000)
         await put(one, "key", data)
         async with one.objects.open_object(KEY, ReadRequest(BUCKET, "key")) as read:
             await one.objects.delete_object(KEY, BUCKET, "key")
-            await graced(one)
+            await graced(clock, one)
             assert b"".join([bytes(piece) async for piece in read.body]) == data
-        await emptied(tmp_path, one)
+        await emptied(tmp_path, clock, one)
 
 
 async def test_many_records_are_read_in_steps(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -850,22 +859,25 @@ async def test_conditions_see_what_others_have_done(tmp_path: Path) -> None:
         assert refused.value.code is ErrorCode.PRECONDITION_FAILED
 
 
-@pytest.mark.slow
 async def test_a_directory_that_does_not_answer_is_not_waited_for(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    async with opened(tmp_path, "a", read_timeout_s=0.2) as one:
+    async with opened(tmp_path, "a") as one:
         await one.objects.create_bucket(KEY, BUCKET)
+        monkeypatch.setattr(one.following, "_patience_s", 0.2)  # from now on: a loaded machine is slower at the start
         read = one.following._read
 
+        may_end = threading.Event()
+
         def hang() -> Any:
-            time.sleep(1.0)
+            may_end.wait(60)
             return read()
 
         monkeypatch.setattr(one.following, "_read", hang)
         with pytest.raises(ServerError) as refused:
             await get(one, "key")
         assert refused.value.code is ErrorCode.SLOW_DOWN
+        may_end.set()
 
 
 def test_an_index_of_hand_made_rows_is_private(tmp_path: Path) -> None:

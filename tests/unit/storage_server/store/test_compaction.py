@@ -47,6 +47,7 @@ from tests.support.store_bed import (
     put,
     settled,
 )
+from tests.support.waiting import until
 
 KEYS = 24
 Action = Callable[[EmbeddedStore], Awaitable[None]]
@@ -69,14 +70,6 @@ async def sparse(directory: Path, disk: FaultyDisk | None = None, **options: obj
     if options.get("durability") is Durability.RELAXED:  # a segment is closed when it is synced
         await until(lambda: not store.segments._writing)
     return store
-
-
-async def until(is_so: Callable[[], bool]) -> None:
-    for _ in range(400):
-        if is_so():
-            return
-        await asyncio.sleep(0.02)
-    raise AssertionError("it does not come")
 
 
 LEFT = {f"key-{index:02}": content(SMALL, index) for index in range(0, KEYS, 4)} | {"large": content(LARGE)}
@@ -236,7 +229,6 @@ MEANWHILE: list[tuple[Action, dict[str, bytes | None]]] = [
 
 @pytest.mark.parametrize("durability", Durability)
 @pytest.mark.parametrize(("action", "changes"), MEANWHILE, ids=lambda value: getattr(value, "__name__", ""))
-@pytest.mark.slow
 async def test_what_changes_before_the_commit_wins(
     tmp_path: Path, action: Action, changes: dict[str, bytes | None], durability: Durability
 ) -> None:
@@ -456,11 +448,13 @@ async def test_compaction_never_takes_the_last_room_of_a_disk(tmp_path: Path) ->
     store.close()
 
 
-async def test_the_periodic_task_compacts_and_outlives_failures(tmp_path: Path) -> None:
+async def test_the_periodic_task_compacts_and_outlives_failures(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     store = await sparse(tmp_path, FaultyDisk())
     disk_of(store).fail["create"] = 28
     task = asyncio.create_task(store.compactor.run(0.01, math.inf))
-    await asyncio.sleep(0.1)
+    await until(lambda: caplog.text.count("compaction: ") >= 2)
     disk_of(store).fail.clear()
     await until(lambda: places(store)[1][1] < 2 * SMALL)
     task.cancel()

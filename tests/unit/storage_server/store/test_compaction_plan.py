@@ -46,6 +46,7 @@ def some_uses(draw: st.DrawFn) -> list[SegmentUse]:
 fractions = st.floats(0, 0.99)
 
 
+@pytest.mark.slow
 @given(uses=some_uses(), fraction=fractions)
 def test_jobs_take_what_is_worth_it_once_and_never_overfill_a_segment(uses: list[SegmentUse], fraction: float) -> None:
     """CASCADE's bound of 256 extents a file holds for what compaction writes, too."""
@@ -64,6 +65,7 @@ def test_jobs_take_what_is_worth_it_once_and_never_overfill_a_segment(uses: list
         assert versions == sorted(versions)
 
 
+@pytest.mark.slow
 @given(uses=some_uses(), fraction=fractions)
 def test_what_is_only_small_is_moved_for_twice_its_size_at_least(uses: list[SegmentUse], fraction: float) -> None:
     """So no extent is moved again and again because of small neighbours: each time its segment doubles."""
@@ -75,6 +77,7 @@ def test_what_is_only_small_is_moved_for_twice_its_size_at_least(uses: list[Segm
         assert all(total >= 2 * one.extent_count for one in members if not rules.is_sparse(one))
 
 
+@pytest.mark.slow
 @given(uses=some_uses(), fraction=fractions, order=st.randoms(use_true_random=False))
 def test_the_order_of_the_question_does_not_matter(uses: list[SegmentUse], fraction: float, order: object) -> None:
     rules = replace(RULES, live_fraction_max=fraction)
@@ -83,6 +86,7 @@ def test_the_order_of_the_question_does_not_matter(uses: list[SegmentUse], fract
     assert plan(shuffled, rules) == plan(uses, rules)
 
 
+@pytest.mark.slow
 @given(uses=some_uses(), fraction=fractions)
 def test_compaction_comes_to_an_end_and_leaves_few_small_segments(uses: list[SegmentUse], fraction: float) -> None:
     """Carried out until nothing is left to do: no sparse segment stays, and of small ones about one per doubling."""

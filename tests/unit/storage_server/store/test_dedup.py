@@ -25,6 +25,7 @@ from descriptors.units import MIB
 from storage_server.planning.block_checksums import BlockChecksums
 from storage_server.planning.extent import Extent
 from storage_server.settings import Dedup, StorageSettings, UpstreamSettings
+from storage_server.store import evictor
 from storage_server.store.data.durability import Durability
 from storage_server.store.data.extents import extent_path
 from storage_server.store.embedded import EmbeddedStore
@@ -33,6 +34,7 @@ from storage_server.store.upkeep import dedup, dedup_rows
 from storage_server.store.upkeep.scrub import scrub
 from tests.support.chunks import BytesBody
 from tests.support.store_bed import LARGE, SMALL, content, get, opened, put
+from tests.support.waiting import until
 
 Location = tuple[str, int]
 
@@ -92,10 +94,7 @@ async def test_space_in_a_segment_that_is_still_written_comes_back(tmp_path: Pat
     else:
         await store.objects.delete_objects("k", "bbb", keys)
     await put(store, "late", content(4096, 1))
-    for _ in range(400):
-        if not store.space.dying_bytes:
-            break
-        await asyncio.sleep(0.01)
+    await until(lambda: not store.space.dying_bytes)
     assert (store.space.dying_bytes, store.space.extent_bytes) == (0, 2 * 4096)
     assert [await get(store, key) for key in ("first", "late")] == [content(4096), content(4096, 1)]
     store.close()
@@ -124,11 +123,7 @@ async def test_the_bytes_stay_until_their_last_key_goes(tmp_path: Path) -> None:
     assert await get(store, "two") == data
     await put(store, "two", b"something else")
     assert await get(store, "two") == b"something else"
-    for _ in range(400):
-        if store.space.extent_bytes < LARGE:
-            break
-        await asyncio.sleep(0.01)
-    assert store.space.extent_bytes < LARGE
+    await until(lambda: store.space.extent_bytes < LARGE)
     store.close()
 
 
@@ -153,10 +148,7 @@ async def test_switched_off_it_only_counts(tmp_path: Path, monkeypatch: pytest.M
     await put(store, "two", content(SMALL))
     await store.objects.copy_object("k", CopyRequest(ReadRequest("bbb", "one"), "bbb", "copy"))
     running = asyncio.create_task(store.deduplicator.run(math.inf))
-    for _ in range(400):
-        if store.deduplicator.stored.named_bytes:
-            break
-        await asyncio.sleep(0.01)
+    await until(lambda: store.deduplicator.stored.named_bytes > 0)
     running.cancel()
     await asyncio.wait([running])
     assert store.deduplicator.stored.ratio == 1.5
@@ -214,7 +206,6 @@ async def test_damaged_bytes_are_not_shared(tmp_path: Path, damaged: int) -> Non
     store.close()
 
 
-@pytest.mark.slow
 async def test_what_was_stored_before_is_shared_after_a_restart(tmp_path: Path) -> None:
     """More than is looked at in one go; a second start finds nothing to do."""
     store = await store_with_bucket(tmp_path, dedup=Dedup.OFF)
@@ -328,11 +319,10 @@ async def test_unsynced_bytes_wait(tmp_path: Path) -> None:
     await share(store)
     assert len(set(locations(store))) == 2
     store.committer.sync_soon()
-    for _ in range(400):
-        await share(store)
-        if len(set(locations(store))) == 1:
-            break
-        await asyncio.sleep(0.01)
+    await until(
+        lambda: not store.reader.here(lambda db: db.execute("SELECT 1 FROM extents WHERE synced = 0").fetchall())
+    )
+    await share(store)
     assert len(set(locations(store))) == 1
     store.close()
 
@@ -409,19 +399,29 @@ async def test_compaction_keeps_the_ids(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-async def test_a_full_cache_keeps_more_keys_than_it_has_bytes_for(tmp_path: Path) -> None:
+async def test_a_full_cache_keeps_more_keys_than_it_has_bytes_for(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Its bound is on what the files take."""
+    monkeypatch.setattr(evictor, "TICK_S", 0.01)
     upstream = UpstreamSettings("http://127.0.0.1:9", "k", "s")
     store = await store_with_bucket(tmp_path, upstream=upstream, disk_bytes=64 * MIB, packed_bytes_max=8 * MIB)
+    step, used = store.evictor._step, list[int]()
+
+    async def noting() -> None:
+        await step()
+        used.append(store.space.used_bytes)
+
+    monkeypatch.setattr(store.evictor, "_step", noting)
     running = asyncio.create_task(store.evictor.run())
     data = content(4 * MIB)
     for index in range(30):
         await put(store, f"key-{index:02}", data)
         await share(store)
     await put(store, "last", content(8 * MIB, 1))
-    for _ in range(20):
-        await asyncio.sleep(0.02)
-        assert store.space.used_bytes <= 64 * MIB
+    used.clear()
+    await until(lambda: len(used) >= 20)
+    assert max(used) <= 64 * MIB
     assert store.evictor.evicted_count == 0
     assert [await get(store, f"key-{index:02}") for index in (0, 15, 29)] == [data] * 3
     running.cancel()
@@ -452,21 +452,19 @@ async def test_a_failing_index_costs_nothing_but_time(tmp_path: Path, monkeypatc
     store = await store_with_bucket(tmp_path)
     await put(store, "one", content(SMALL))
     await put(store, "two", content(SMALL))
-    settle, failures = dedup.settle, iter([RuntimeError("a fault"), ServerError(ErrorCode.SLOW_DOWN, "busy")])
+    settle, failures = dedup.settle, [ServerError(ErrorCode.SLOW_DOWN, "busy"), RuntimeError("a fault")]
 
     def failing(*arguments: object, **options: object) -> tuple[int, int]:
-        for failure in failures:
-            raise failure
+        if failures:
+            raise failures.pop()
         return settle(*arguments, **options)  # type: ignore[arg-type]
 
     monkeypatch.setattr(dedup, "settle", failing)
     running = asyncio.create_task(store.deduplicator.run(math.inf))
-    await asyncio.sleep(0.2)
+    await until(lambda: len(set(locations(store))) == 1)
+    assert not failures
     await put(store, "three", content(SMALL))
-    for _ in range(400):
-        if len(set(locations(store))) == 1:
-            break
-        await asyncio.sleep(0.01)
+    await until(lambda: len(set(locations(store))) == 1)
     running.cancel()
     await asyncio.wait([running])
     assert len(set(locations(store))) == 1

@@ -69,7 +69,6 @@ def test_successor_is_above_everything_with_the_prefix(prefix: str, tail: str) -
 @given(uploads=st.lists(st.tuples(KEY, st.integers(0, 3)), max_size=15), prefix=st.sampled_from(["", "a", "a/"]),
        size=st.integers(1, 4), delimiter=st.sampled_from(["", "/"]))  # fmt: skip
 @settings(max_examples=150)
-@pytest.mark.slow
 def test_pages_of_uploads_together_are_all_uploads(
     uploads: list[tuple[str, int]], prefix: str, size: int, delimiter: str
 ) -> None:
@@ -111,7 +110,6 @@ def test_pages_of_uploads_together_are_all_uploads(
 
 
 @pytest.mark.parametrize("delimiter", ["", "/"])
-@pytest.mark.slow
 def test_a_long_listing_reads_each_row_about_once(delimiter: str) -> None:
     """100,000 keys in pages of 1,000, or rolled up into 1,000 groups: the last page costs what the first did."""
     ordered = [f"group-{index // 100:04}/key-{index % 100:02}" for index in range(100_000)]

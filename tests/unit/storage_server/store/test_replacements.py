@@ -12,6 +12,7 @@ import pytest
 from storage_server.eviction.books import Entry, Victim
 from storage_server.settings import CacheSettings
 from storage_server.store.replacements import Replacements
+from tests.support.waiting import settled
 
 CACHES = {"cached": CacheSettings("cached", ttl_s=10.0, replaces=True)}
 
@@ -52,7 +53,7 @@ class Bed:
 
     async def run(self) -> None:
         running = asyncio.create_task(self.replacements.run())
-        await asyncio.sleep(0.05)
+        await settled()
         running.cancel()
         await asyncio.wait((running,))
 
@@ -106,10 +107,10 @@ async def test_a_later_object_of_the_key_is_a_victim_of_its_own() -> None:
     bed = Bed()
     bed.replacements.set_aside([victim("a", 1)], 100.0)
     running = asyncio.create_task(bed.replacements.run())
-    await asyncio.sleep(0.05)
+    await settled()
     bed.replacements.set_aside([victim("a", 2)], 100.0)
     bed.go.set()
-    await asyncio.sleep(0.05)
+    await settled()
     running.cancel()
     await asyncio.wait((running,))
     assert bed.put_versions == [1, 2]

@@ -164,7 +164,7 @@ async def test_a_cancelled_replacement_is_whole_or_has_not_happened(tmp_path: Pa
                 await asyncio.sleep(0)
             running.cancel()
             await asyncio.wait((running,))
-            await asyncio.sleep(0.05)
+            await store.committer.commit(lambda _: None)  # by then all that came before it has been carried out
             async with store.objects.open_object("k", ReadRequest("cached", "key")) as read:
                 data = b"".join([bytes(piece) async for piece in read.body])
                 is_encoded = CODEC_HEADER in read.head.info.attributes.headers

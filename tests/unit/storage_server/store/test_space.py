@@ -11,6 +11,8 @@ from descriptors.errors import ErrorCode, ServerError
 from descriptors.units import MIB
 from storage_server.store.data import space as space_module
 from storage_server.store.data.space import Bound, Space
+from tests.support.waiting import settled
+from tests.unit.played_time import PlayedTime
 
 
 def test_space_is_counted_from_its_reservation_until_it_is_given_back(tmp_path: Path) -> None:
@@ -89,10 +91,10 @@ async def test_room_is_given_in_the_order_in_which_it_was_asked_for() -> None:
     room = Room()
     await room.store(90)
     first, second = asyncio.create_task(room.store(50)), asyncio.create_task(room.store(5))
-    await asyncio.sleep(0.01)
+    await settled()
     assert (room.wanted, room.bound.waiting_bytes, room.bound.has_room(1)) == (2, 55, False)
     room.free(20)
-    await asyncio.sleep(0.01)
+    await settled()
     assert not second.done()
     room.free(30)
     await asyncio.gather(first, second)
@@ -103,7 +105,7 @@ async def test_what_is_promised_is_not_promised_again() -> None:
     room = Room()
     async with room.bound.reserved(60):
         waiting = asyncio.create_task(room.store(60))
-        await asyncio.sleep(0.01)
+        await settled()
         assert not waiting.done()
     await waiting
 
@@ -123,18 +125,22 @@ async def test_those_that_wait_are_refused_when_nothing_more_can_leave() -> None
     room = Room()
     await room.store(100)
     waiting = asyncio.create_task(room.store(10))
-    await asyncio.sleep(0.01)
+    await settled()
     room.bound.refuse()
     with pytest.raises(ServerError, match="no room"):
         await waiting
     assert (room.bound.waiting_bytes, room.bound.reserved_bytes) == (0, 0)
 
 
-async def test_nobody_waits_longer_than_patience_and_room_is_not_lost(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(space_module, "PATIENCE_S", 0.02)
+async def test_nobody_waits_longer_than_patience_and_room_is_not_lost() -> None:
+    played = PlayedTime()
     room = Room()
     await room.store(95)
     slow, next_one = asyncio.create_task(room.store(10)), asyncio.create_task(room.store(5))
+    await played.passes(space_module.PATIENCE_S - 0.1)
+    assert not slow.done()
+    await played.passes(0.2)
+    assert slow.done()
     with pytest.raises(ServerError, match="no room"):
         await slow
     await next_one
@@ -145,7 +151,7 @@ async def test_a_caller_that_is_cancelled_gives_its_turn_up() -> None:
     room = Room()
     await room.store(95)
     gone, next_one = asyncio.create_task(room.store(10)), asyncio.create_task(room.store(5))
-    await asyncio.sleep(0.01)
+    await settled()
     gone.cancel()
     await next_one
     assert (gone.cancelled() or gone.done(), room.bound.reserved_bytes, room.used_bytes) == (True, 0, 100)
@@ -155,12 +161,12 @@ async def test_a_caller_that_is_cancelled_as_room_comes_gives_the_room_back() ->
     room = Room()
     await room.store(95)
     gone = asyncio.create_task(room.store(10))
-    await asyncio.sleep(0.01)
+    await settled()
     room.used_bytes = 0
     room.bound.notify()
     gone.cancel()
     await asyncio.wait([gone])
-    await asyncio.sleep(0.01)
+    await settled()
     assert (room.bound.reserved_bytes, room.bound.waiting_bytes) == (0, 0)
 
 
@@ -169,7 +175,7 @@ async def test_too_many_that_wait_are_told_to_slow_down(monkeypatch: pytest.Monk
     room = Room()
     await room.store(100)
     waiting = asyncio.create_task(room.store(1))
-    await asyncio.sleep(0.01)
+    await settled()
     with pytest.raises(ServerError) as refused:
         await room.store(1)
     assert refused.value.code is ErrorCode.SLOW_DOWN

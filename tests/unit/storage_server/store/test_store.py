@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import asyncio
 import hashlib
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Iterator
+from itertools import count
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -31,12 +33,14 @@ from tests.support.store_bed import (
     PACKED_BYTES_MAX,
     SMALL,
     content,
+    disk_of,
     files_in,
     get,
     opened,
     put,
     settled,
 )
+from tests.support.waiting import until
 
 
 @pytest.mark.parametrize("nbytes", [0, 1, SMALL, PACKED_BYTES_MAX, LARGE, 3 * MIB + 5])
@@ -91,12 +95,24 @@ async def test_a_body_that_breaks_off_leaves_nothing(store: EmbeddedStore) -> No
 
 
 async def test_a_cancelled_put_is_either_stored_whole_or_gone(store: EmbeddedStore) -> None:
-    for delay in (0, 0.001, 0.004, 0.01):
+    disk, loop = disk_of(store), asyncio.get_running_loop()
+    about_to = disk.about_to
+    for calls in range(-1, 6):  # of the disk, before the put is cut off; -1 is at its beginning
         for nbytes in (SMALL, LARGE):
-            task = asyncio.create_task(put(store, f"key-{delay}-{nbytes}", content(nbytes)))
-            await asyncio.sleep(delay)
-            task.cancel()
+            task = asyncio.create_task(put(store, f"key-{calls}-{nbytes}", content(nbytes)))
+            left = count(calls, -1)
+
+            def cut(call: str, name: str, task: asyncio.Task[Any] = task, left: Iterator[int] = left) -> None:
+                if next(left) == 0:
+                    loop.call_soon_threadsafe(task.cancel)
+                about_to(call, name)
+
+            disk.about_to = cut  # type: ignore[method-assign]
+            if calls < 0:
+                await asyncio.sleep(0)
+                task.cancel()
             await asyncio.wait([task])
+    disk.about_to = about_to  # type: ignore[method-assign]
     for entry in (await store.objects.list_objects("k", ListRequest("bbb"))).objects:
         assert await get(store, entry.key) == content(entry.nbytes)
     await settled(store)
@@ -129,7 +145,6 @@ async def test_reads_race_with_overwrites_and_never_mix_versions(store: Embedded
     await writing
 
 
-@pytest.mark.slow
 async def test_segments_are_shared_and_go_with_their_last_object(tmp_path: Path) -> None:
     store = await opened(tmp_path / "data")
     await store.objects.create_bucket("k", "bbb")
@@ -259,12 +274,8 @@ async def test_a_deleted_neighbours_space_is_free_at_once_and_its_readers_go_on(
     async with store.objects.open_object("k", ReadRequest("bbb", "key-0")) as read:
         await store.objects.delete_objects("k", "bbb", [f"key-{index}" for index in range(6)])
         assert b"".join([bytes(piece) async for piece in read.body]) == content(SMALL)
-    for _ in range(200):
-        if path.stat().st_blocks < full / 2:
-            break
-        await asyncio.sleep(0.01)
+    await until(lambda: path.stat().st_blocks < full / 2)
     left = path.stat().st_blocks
-    assert left < full / 2
     with pytest.raises(CallerError):
         await put(store, "refused", content(PACKED_BYTES_MAX), BodyDigests(md5="0" * 32))
     assert path.stat().st_blocks <= left

@@ -7,7 +7,7 @@ import contextlib
 import errno
 import os
 import sqlite3
-import time
+import threading
 from contextlib import aclosing
 from pathlib import Path
 
@@ -31,6 +31,7 @@ from storage_server.store.data.durability import Durability
 from storage_server.store.data.extents import ExtentFiles
 from storage_server.store.data.io_threads import IoThreads
 from storage_server.store.embedded import EmbeddedStore
+from tests.support import waiting
 from tests.support.faulty_disk import FaultyDisk
 from tests.support.store_bed import (
     LARGE,
@@ -252,12 +253,9 @@ async def test_relaxed_durability_becomes_strict_within_a_second_or_two(tmp_path
     store = await opened(tmp_path / "data", FaultyDisk(), durability=Durability.RELAXED)
     await store.objects.create_bucket("k", "bbb")
     await put(store, "key", content(SMALL))
-    for _ in range(400):
-        if not store.reader.here(lambda db: db.execute("SELECT 1 FROM extents WHERE synced = 0").fetchall()):
-            break
-        await asyncio.sleep(0.02)
-    else:
-        raise AssertionError("never synced")
+    await waiting.until(
+        lambda: not store.reader.here(lambda db: db.execute("SELECT 1 FROM extents WHERE synced = 0").fetchall())
+    )
     assert "sync" in [call for call, _ in disk_of(store).diary]
     store.close()
 
@@ -338,16 +336,21 @@ async def test_puts_cut_off_while_their_place_is_made_leave_no_file_open(tmp_pat
 async def test_a_buffer_is_lent_again_only_when_no_thread_fills_it_any_more() -> None:
     """A reader that is cancelled twice, once by its connection and once by its handler."""
 
-    class SlowFiles(ExtentFiles):
+    class HeldFiles(ExtentFiles):
+        """The first read ends at once, the one ahead of it when it may."""
+
         def __init__(self) -> None:
-            self.filling = 0
+            self.begun_count = self.filling = 0
+            self.may_end = threading.Event()
 
         def read_into(self, extent: Extent, start: int, view: memoryview) -> None:
-            self.filling += 1
-            time.sleep(0.1)
-            self.filling -= 1
+            self.begun_count += 1
+            if self.begun_count > 1:
+                self.filling += 1
+                self.may_end.wait(60)
+                self.filling -= 1
 
-    files = SlowFiles()
+    files = HeldFiles()
     io = IoThreads(2)
     reader = BodyReader(files, BufferShare(MIB), io)
 
@@ -357,8 +360,12 @@ async def test_a_buffer_is_lent_again_only_when_no_thread_fills_it_any_more() ->
                 raise ConnectionResetError
 
     task = asyncio.create_task(read())
-    await asyncio.sleep(0.15)
+    await waiting.until(lambda: files.filling == 1)
+    await waiting.settled()  # the connection has failed, and the reader waits for the thread
     task.cancel()
+    await waiting.settled()
+    assert not task.done()
+    files.may_end.set()
     await asyncio.wait([task])
     assert files.filling == 0
     io.close()

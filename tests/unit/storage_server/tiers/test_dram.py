@@ -15,6 +15,7 @@ from storage_server.planning.extent import ALIGNMENT_BYTES, CorruptExtentError, 
 from storage_server.planning.rows import Row
 from storage_server.tiers import dram
 from storage_server.tiers.dram import DramTier, Lent
+from tests.support.waiting import settled, until
 
 UNIT = ALIGNMENT_BYTES
 
@@ -35,7 +36,7 @@ class Source:
     def __init__(self) -> None:
         self.damaged: set[Extent] = set()
         self.gone = False
-        self.kept_count = 0
+        self.kept_count = self.begun_count = 0
         self.reads: list[Extent] = []
         self.read_bytes = 0
         self.may_read = threading.Event()
@@ -51,7 +52,8 @@ class Source:
         self.kept_count -= 1
 
     def read_extent(self, one: Extent, view: memoryview, start: int = 0) -> None:
-        assert self.may_read.wait(10)
+        self.begun_count += 1
+        assert self.may_read.wait(60)
         self.reads.append(one)
         self.read_bytes += len(view)
         if one in self.damaged:
@@ -167,7 +169,7 @@ async def test_where_too_many_wait_for_the_policy_uses_are_forgotten(
     async with tier._deciding:
         for number in range(5):
             await use(tier, [extent(number)])
-        await asyncio.sleep(0.01)
+        await settled()
         assert tier._waiting_count == 2
     await settle(tier)
     assert tier.resident_count == 2
@@ -177,9 +179,9 @@ async def test_closing_ends_copies_under_way(source: Source) -> None:
     tier = DramTier(4 * UNIT, source)  # type: ignore[arg-type]
     source.may_read.clear()
     await use(tier, [extent(1), extent(2)])
-    await asyncio.sleep(0.05)
+    await until(lambda: source.begun_count > 0)
     closing = asyncio.create_task(tier.close())
-    await asyncio.sleep(0.01)
+    await settled()
     source.may_read.set()
     await closing
     assert source.kept_count == 0
@@ -204,11 +206,8 @@ async def landing_tier(source: Source) -> AsyncIterator[DramTier]:
 async def landings_of(lent: Lent) -> list[int]:
     """The addresses, when the policy has decided."""
     assert lent.landings is not None
-    for _ in range(500):
-        if lent.landings.any():
-            return [int(landing) for landing in lent.landings]
-        await asyncio.sleep(0.01)
-    return [0] * len(lent.landings)
+    await until(lent.landings.any)
+    return [int(landing) for landing in lent.landings]
 
 
 def land(tier: DramTier, extents: Sequence[Extent], landings: Sequence[int], start: int, nbytes: int) -> None:

@@ -19,15 +19,16 @@ from descriptors.objects import BodyDigests, ChecksumAlgorithm
 from storage_server.planning.block_checksums import BLOCK_BYTES
 from storage_server.settings import StorageSettings
 from storage_server.store.embedded import EmbeddedStore
-from storage_server.upstream import turns as turns_module
 from storage_server.upstream.fetches import Fetches
 from storage_server.upstream.key_locks import KeyLocks
 from storage_server.upstream.rules.groups import GROUP_BYTES_MAX, SPLIT_BYTES_MIN, group_ends
 from storage_server.upstream.rules.lifecycle import lifecycle_document, lifecycle_rules
 from storage_server.upstream.rules.refusals import refusal
 from storage_server.upstream.sent_body import HELD_BYTES_MAX, SentBody, checked_if_small
-from storage_server.upstream.turns import Turns
+from storage_server.upstream.turns import HOLD_S, Turns
 from tests.support.chunks import BytesBody
+from tests.support.waiting import settled
+from tests.unit.played_time import PlayedTime
 
 
 @given(st.integers(1, 128), st.integers(1, 3_000_000), st.booleans())
@@ -70,7 +71,7 @@ async def test_turns_go_to_earlier_groups_and_then_to_earlier_chunks() -> None:
         asked[2].cancel()
     await asyncio.wait(asked)
     assert order == [(0, 1), (0, 2), (1, 0)]
-    async with asyncio.timeout(1), turns.turn(0, 0):
+    async with asyncio.timeout(60), turns.turn(0, 0):
         assert turns.waiting_count == 0
 
 
@@ -82,7 +83,7 @@ async def test_a_fetch_that_is_stopped_before_its_first_step_is_told_to_those_th
     beginning = asyncio.create_task(fetches.begin("bucket", ["key"], ChunkLayout(1, 1, 4096)))
     await asyncio.sleep(0)
     await fetches.stop("bucket", ["key"])
-    done, _ = await asyncio.wait((beginning,), timeout=3)
+    done, _ = await asyncio.wait((beginning,), timeout=60)
     assert done
     with pytest.raises(ServerError, match="has changed"):
         beginning.result()
@@ -90,41 +91,41 @@ async def test_a_fetch_that_is_stopped_before_its_first_step_is_told_to_those_th
     store.close()
 
 
-async def test_no_request_waits_for_ever_behind_first_groups(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(turns_module, "HOLD_S", 0.02)
+async def test_no_request_waits_for_ever_behind_first_groups() -> None:
+    played = PlayedTime()
     turns, served = Turns(2), list[int]()
     is_over = asyncio.Event()
 
     async def again_and_again() -> None:
         while not is_over.is_set():
             async with turns.turn(0, 0):
-                await asyncio.sleep(0.001)
+                await played.passes(0.001)
 
     async def once(group: int, chunk: int) -> None:
         async with turns.turn(group, chunk):
             served.append(chunk)
 
     busy = [asyncio.create_task(again_and_again()) for _ in range(6)]
-    await asyncio.sleep(0.01)
+    await settled()
     late = [asyncio.create_task(once(1, 1)), asyncio.create_task(once(0, 50))]
-    await asyncio.wait(late, timeout=5)
+    await asyncio.wait(late, timeout=5)  # of played time
     is_over.set()
     await asyncio.wait([*busy, *late])
     assert sorted(served) == [1, 50]
 
 
-async def test_later_groups_wait_for_first_ones_but_not_for_ever(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(turns_module, "HOLD_S", 0.05)
+async def test_later_groups_wait_for_first_ones_but_not_for_ever() -> None:
+    played = PlayedTime()
     turns, order = Turns(8), list[str]()
 
-    async def ask(group: int, name: str, until: asyncio.Event) -> None:
+    async def ask(group: int, name: str, may_end: asyncio.Event) -> None:
         async with turns.turn(group, 0):
             order.append(name)
-            await until.wait()
+            await may_end.wait()
 
     one, other = asyncio.Event(), asyncio.Event()
     asked = [asyncio.create_task(ask(0, "first", one)), asyncio.create_task(ask(1, "later", other))]
-    await asyncio.sleep(0.01)
+    await played.passes(HOLD_S / 2)
     assert order == ["first"]
     one.set()
     await asyncio.sleep(0)
@@ -132,10 +133,9 @@ async def test_later_groups_wait_for_first_ones_but_not_for_ever(monkeypatch: py
     assert order == ["first", "later"]
     one.clear()
     asked += [asyncio.create_task(ask(0, "hangs", one)), asyncio.create_task(ask(1, "held", other))]
-    for _ in range(500):
-        if "held" in order:
-            break
-        await asyncio.sleep(0.01)
+    await played.passes(HOLD_S / 2)
+    assert order == ["first", "later", "hangs"]
+    await played.passes(HOLD_S)
     assert order == ["first", "later", "hangs", "held"]
     one.set()
     other.set()

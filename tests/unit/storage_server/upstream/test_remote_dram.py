@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import os
 import time
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
 
 import pytest
@@ -24,6 +24,8 @@ from storage_server.upstream.remote_dram import RemoteDram
 from storage_server.upstream.rules.proof import make_proof
 from storage_server.upstream.rules.remote_entry import ENTRY_BYTES, RemoteEntry, decode_entry, encode_entry
 from tests.support.played_mooncake import NO_MASTER, PlayedMooncake
+from tests.support.waiting import settled, until
+from tests.unit.played_time import PlayedTime
 
 SETTINGS = RemoteDramSettings("mooncake://127.0.0.1:1")
 NBYTES = 100_000
@@ -35,6 +37,18 @@ def entry_of(data: bytes, key: str = KEY, seen_at: float | None = None) -> Remot
     blocks.update(memoryview(data))
     info = ObjectInfo(key, len(data), "e" * 32, 5.0, Attributes({"content-type": "x"}, {"a": "b"}))
     return RemoteEntry("bucket", info, make_proof(len(data), blocks.packed()), seen_at or time.time())
+
+
+class PlayedClock:
+    """The clock of remote DRAM where threads of the store are waited for: only the test moves it."""
+
+    time = staticmethod(time.time)
+
+    def __init__(self) -> None:
+        self.now_s = 1000.0
+
+    def monotonic(self) -> float:
+        return self.now_s
 
 
 class Bed:
@@ -64,12 +78,6 @@ class Bed:
             return None if entry is None else bytes(landed.view)
         finally:
             landed.release()
-
-
-async def until(is_so: Callable[[], bool]) -> None:
-    async with asyncio.timeout(60):
-        while not is_so():  # noqa: ASYNC110 - nobody tells of it
-            await asyncio.sleep(0.005)
 
 
 @asynccontextmanager
@@ -123,9 +131,9 @@ async def test_a_chunk_that_waits_to_be_written_is_not_when_it_was_removed() -> 
                 landed = bed.landed(b"1" * NBYTES)
                 bed.remote.admit(entry_of(b"1" * NBYTES, key), landed)
                 landed.release()
-            await asyncio.sleep(0.05)  # the first one is being written
+            await until(lambda: bed.remote._written is not None)
             removing = asyncio.create_task(bed.remote.remove("bucket", [KEY, "b" * 64]))
-            await asyncio.sleep(0.05)
+            await settled()  # the removal waits for the first one, whose write the store holds
         await removing
         await until(lambda: not bed.remote._calls)
         assert bed.store.stored == {}
@@ -165,20 +173,24 @@ async def test_a_chunk_that_could_not_be_removed_is_not_read_here() -> None:
 
 
 async def test_a_store_that_fails_is_left_alone_for_a_while(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(module, "PAUSE_S_MIN", 0.2)
+    played = PlayedClock()
+    monkeypatch.setattr(module, "time", played)
     async with made() as bed:
         await bed.admitted(b"1" * NBYTES)
         bed.store.fails = NO_MASTER
         assert await bed.read() is None
         assert not bed.remote.is_usable
         bed.store.fails = 0
+        played.now_s += module.PAUSE_S_MIN - 0.1
         assert await bed.read() is None
-        await until(lambda: bed.remote.is_usable)
+        played.now_s += 0.2
+        assert bed.remote.is_usable
         assert await bed.read() == b"1" * NBYTES
 
 
 async def test_a_store_that_hangs_is_not_waited_for_and_its_memory_is_kept(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(module, "READ_WAIT_S", 0.05)
+    monkeypatch.setattr(module, "time", PlayedClock())  # the pause after the failure does not end
     async with made() as bed:
         await bed.admitted(b"1" * NBYTES)
         with bed.store.held():
@@ -309,11 +321,12 @@ async def test_a_chunk_that_is_being_written_is_a_miss_and_its_removal_is_tried_
 
 async def test_a_busy_store_is_not_waited_for_and_does_not_count_as_failed(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(module, "TURN_WAIT_S", 0.1)
+    monkeypatch.setattr(module, "READ_WAIT_S", 60.0)  # however long the others take to give up, the first one waits
     async with made() as bed:
         await bed.admitted(b"1" * NBYTES)
         with bed.store.held():
             reading = [asyncio.create_task(bed.read()) for _ in range(8)]
-            await asyncio.sleep(0.3)
+            await until(lambda: sum(task.done() for task in reading) >= 7)
             assert sum(task.done() for task in reading) == 7
         assert sorted(found is None for found in await asyncio.gather(*reading)) == [False] + [True] * 7
         assert bed.remote.failed_count == 0
@@ -321,8 +334,9 @@ async def test_a_busy_store_is_not_waited_for_and_does_not_count_as_failed(monke
 
 
 async def test_nothing_waits_behind_a_removal_that_hangs(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(module, "REMOVE_WAIT_S", 0.1)
     async with made() as bed:
+        played = PlayedTime()
+        monkeypatch.setattr(module, "time", played)
         hold = asyncio.Event()
 
         async def hang(keys: Sequence[str]) -> list[int]:
@@ -330,10 +344,10 @@ async def test_nothing_waits_behind_a_removal_that_hangs(monkeypatch: pytest.Mon
             return [0] * len(keys)
 
         monkeypatch.setattr(bed.store, "remove", hang)
-        start_s = time.monotonic()
+        start_s = played.monotonic()
         for number in range(20):
             await bed.remote.remove("bucket", [f"{number:064x}"])
-        assert time.monotonic() - start_s < 3.0
+        assert played.monotonic() - start_s < 1.5 * module.REMOVE_WAIT_S
         hold.set()
 
 
