@@ -229,6 +229,7 @@ def test_later_rooms_are_not_imported_by_earlier_ones(package: str) -> None:
                 assert later <= position, f"{module} ({stages[position]}) imports {name} ({stages[later]})"
 
 
+@pytest.mark.slow
 def test_no_module_imports_itself_by_way_of_others() -> None:
     """Raises CycleError, which names the modules."""
     graph = {name: {other for other in imported(path) if other in modules()} for name, path in modules().items()}

@@ -139,6 +139,7 @@ def test_no_sentence_of_a_docstring_begins_with_who() -> None:
     assert found == {}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("folder", PLAIN_FOLDERS)
 def test_every_statement_of_the_product_has_a_visible_subject(folder: str) -> None:
     """In docstrings and comments."""
@@ -153,8 +154,7 @@ def test_every_statement_of_the_product_has_a_visible_subject(folder: str) -> No
 
 def test_no_test_is_named_after_who() -> None:
     """A test's name is a rule, with a subject."""
-    names = {node.name for path in MODULES for node in ast.walk(parsed(path)) if isinstance(node, FUNCTIONS)}
-    assert sorted(name for name in names if name.startswith("test_who_")) == []
+    assert [path for path in MODULES if re.search(r"^ *(async )?def test_who_", path.read_text(), re.MULTILINE)] == []
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))

@@ -347,6 +347,7 @@ def test_what_is_shown_says_what_was_missed_and_whether_bytes_were_right() -> No
     assert as_text(wrong, show(wrong)).splitlines()[-1] == "FAILED: chunk 1, layer 2"
 
 
+@pytest.mark.slow
 def test_the_chart_is_drawn(tmp_path: Path) -> None:
     """Only where the extra is installed."""
     pytest.importorskip("matplotlib")

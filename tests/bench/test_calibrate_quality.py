@@ -18,6 +18,7 @@ from tests.support.tree import repository
 RATES = {"kivi8-1": 4e9, "fp8-1": 6e8, "kivi4-1": 5e9, "kivi3-1": 1.5e9, "kivi2-1": 3e9}
 
 
+@pytest.mark.slow
 def test_a_models_codecs_are_written_and_can_be_read_again(tmp_path: Path) -> None:
     """The file keeps what else is in it, and a server takes it."""
     make_model(tmp_path / "model", hidden_size=128, layers=2)

@@ -27,6 +27,7 @@ def _observed(costs: PrefillCosts) -> list[Observation]:
     return [Observation(cached, context, prefill_s(costs, cached, context) * 1e6) for cached, context in PLACES]
 
 
+@pytest.mark.slow
 @given(st.floats(1, 1e6), st.floats(1, 1e5), st.floats(1e-3, 10))
 def test_the_fit_recovers_known_coefficients(request_us: float, token_us: float, token_pair_us: float) -> None:
     """Exact times must give back what they were made of, whatever the coefficients' sizes."""

@@ -177,6 +177,7 @@ def test_recompute_smoke_measures_every_boundary(tmp_path: Path, capsys: pytest.
     assert chart.stat().st_size > 0
 
 
+@pytest.mark.slow
 def test_copies_smoke_measures_and_compares_every_size(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """As for TTFT."""
     file, chart = tmp_path / "out.json", tmp_path / "out.png"
@@ -242,6 +243,7 @@ def check_every_system(bed: DeviceBed) -> None:
             assert len(run.ready_s) == SHAPE.num_layers
 
 
+@pytest.mark.slow
 def test_shared_memory_brings_the_kv(bed: DeviceBed) -> None:
     """Every system's, bit for bit: `run` compares."""
     check_every_system(bed)

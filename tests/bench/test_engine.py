@@ -378,6 +378,7 @@ class TestReport:
         assert found["distinct_outputs"] == {CASE.title: 2}
         assert found["measurements"][2]["way"] == "objectcache_layerwise"
 
+    @pytest.mark.slow
     def test_a_chart_is_drawn(self, tmp_path: Path) -> None:
         pytest.importorskip("matplotlib")
         plot(self.result(), tmp_path / "a.png")

@@ -242,6 +242,7 @@ def test_speedups_compare_the_best_concurrency_of_each_path() -> None:
     assert row["batch_over_direct"] is None
 
 
+@pytest.mark.slow
 def test_a_latency_chart_has_a_bar_for_each_case(tmp_path: Path) -> None:
     """Four parts, whatever the number of samples."""
     cells = [

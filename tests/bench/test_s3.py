@@ -213,6 +213,7 @@ def test_what_is_shown_names_absent_peers_and_what_was_not_measured() -> None:
     assert as_text(wrong, show(wrong)).splitlines()[-1] == "FAILED: get/4096/1: wrong bytes"
 
 
+@pytest.mark.slow
 def test_the_chart_is_drawn(tmp_path: Path) -> None:
     """Only where the extra is installed."""
     pytest.importorskip("matplotlib")
@@ -266,6 +267,7 @@ def test_wrong_use_is_said_before_anything_starts(wrong: list[str]) -> None:
     assert left.value.code == 2
 
 
+@pytest.mark.slow
 def test_a_result_says_nothing_of_where_an_interpreter_lies(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     file, python = tmp_path / "s3.json", tmp_path / "bin" / "python3"
     assert run(["s3", "--smoke", "--peers", "moto,canned", "--moto", str(python), "--json", str(file)]) == 0

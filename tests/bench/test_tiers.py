@@ -140,6 +140,7 @@ def test_smoke(tmp_path: Path) -> None:
     check_tables(result)
 
 
+@pytest.mark.slow
 def test_hit_rates_of_every_policy_are_below_the_optimums(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     file = tmp_path / "tiers.json"
     assert tiers("--smoke", "--parts", "hit_rates", "--json", str(file)) == 0

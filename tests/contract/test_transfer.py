@@ -334,6 +334,7 @@ async def send_and_finish(transfer: Transfer, plan: DeliveryPlan, pool: StagingP
     await transfer.finish()
 
 
+@pytest.mark.slow
 @pytest.mark.needs_server
 async def test_every_announced_layer_was_complete_when_it_was_announced(pool: StagingPool, area: SharedArea) -> None:
     """What ucx adds: when a notice is read its bytes are there, and `admitted` names the shape."""

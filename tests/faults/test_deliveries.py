@@ -25,6 +25,7 @@ from descriptors.errors import CallerError, ChunkUnavailable, ErrorCode, ObjectC
 from descriptors.layout import ChunkLayout
 from nixl_client.client import ObjectCacheClient
 from nixl_client.fetch.layer_fetch import LayerFetch
+from nixl_client.session.retries import Retries
 from nixl_client.transports.shared_memory import allocate
 from tests.support.chunks import LAYOUT, N, layer_of, make_chunks
 from tests.support.cut_proxy import cut_proxy
@@ -173,7 +174,7 @@ def test_more_deliveries_than_allowed_are_told_to_slow_down(tmp_path: Path) -> N
         local.call(local.storage.objects.create_bucket("OWNERKEY", "chunks"))
         keys, chunks = make_chunks(N, LAYOUT)
         released = local.hold_from_layer(2)
-        with local.client("chunks", "http") as client:
+        with local.client("chunks", "http", retries=Retries(1)) as client:
             client.put_chunks(keys, list(chunks))
             first = client.fetch(
                 keys, LAYOUT, np.zeros(LAYOUT.delivery_bytes(N), np.uint8), delivery=Delivery.LAYER_MAJOR

@@ -67,6 +67,7 @@ def test_registrations_whose_sender_hangs_up_leave_the_engine_running(local: Loc
     receiver.stop()
 
 
+@pytest.mark.slow
 def test_nothing_written_to_a_buffer_after_abort_reaches_the_old_client() -> None:
     """A slot goes to another delivery right after an abort; uvloop would still try its queue once."""
 

@@ -253,6 +253,7 @@ def test_a_stranger_hands_in_only_a_few_regions(caller: Caller) -> None:
     assert "at most" in str(caller.offer([memfd()]))
 
 
+@pytest.mark.slow
 def test_buffers_may_be_released_while_they_are_fetched_into(servers: Stack) -> None:
     """No delivery begins into a region that is being taken back, and the server outlives it."""
     keys, chunks = make_chunks(4, LAYOUT, seed=91)

@@ -277,6 +277,7 @@ async def test_a_process_that_says_what_it_should_not_is_ended(monkeypatch: pyte
         await process.stop()
 
 
+@pytest.mark.slow
 async def test_a_peer_whose_registration_is_cancelled_is_forgotten(tmp_path: Path) -> None:
     """It would stay for ever: nobody knows of it, so nobody removes it."""
     area = SharedArea(4096)

@@ -122,6 +122,7 @@ async def test_copies_and_uploads_of_many_count_too(tmp_path: Path) -> None:
         assert await get(storage, "kept", "source") == content("source", MIB)
 
 
+@pytest.mark.slow
 async def test_room_that_is_waited_for_comes_before_the_next_sync_is_due(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

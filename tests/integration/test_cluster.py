@@ -107,6 +107,7 @@ def test_a_prefix_with_a_gap_ends_before_it(calm: Cluster, bucket: str) -> None:
         assert "chunk_keys[5]" in missing.value.message
 
 
+@pytest.mark.slow
 def test_a_gateway_that_knows_an_older_view_asks_again_by_itself(kv: Cluster, bucket: str) -> None:
     """Also where the call has a body: no client is told of a change of the members. Each edition reaches the servers
     alone, as a change that a gateway has not heard of yet.
@@ -129,6 +130,7 @@ def test_a_gateway_that_knows_an_older_view_asks_again_by_itself(kv: Cluster, bu
     assert {each["Key"] for each in found["Contents"]} == {*KEYS, "plain-0", "plain-1", "plain-300000"} - {KEYS[1]}
 
 
+@pytest.mark.slow
 def test_a_server_that_is_killed_is_missed_by_nobody(kv: Cluster, bucket: str) -> None:
     with kv.client(bucket) as client:
         client.put_chunks(KEYS, list(CHUNKS))
@@ -154,6 +156,7 @@ def test_a_server_that_hangs_is_given_up_and_comes_back(kv: Cluster, bucket: str
         assert fetched(client) == expected(CHUNKS, Delivery.LAYER_MAJOR)
 
 
+@pytest.mark.slow
 def test_members_join_and_leave_while_gateways_run(kv: Cluster, bucket: str) -> None:
     with kv.client(bucket) as client, kv.client(bucket, 1) as other:
         client.put_chunks(KEYS, list(CHUNKS))
@@ -171,6 +174,7 @@ def test_members_join_and_leave_while_gateways_run(kv: Cluster, bucket: str) -> 
         assert fetched(other) == expected(CHUNKS, Delivery.LAYER_MAJOR)
 
 
+@pytest.mark.slow
 def test_a_member_that_joins_takes_its_chunks_out_of_the_caches_of_others(kv: Cluster, bucket: str) -> None:
     """And not from home again. A member that drains gives its chunks to those that keep them from now on."""
     with kv.client(bucket) as client:

@@ -103,6 +103,7 @@ def test_a_prefix_with_a_gap_ends_before_it_for_all_servers(calm: Cluster, bucke
         check(client.fetch(KEYS, LAYOUT, buffer, delivery=Delivery.LAYER_MAJOR))
 
 
+@pytest.mark.slow
 def test_auto_takes_shared_memory_where_all_servers_are_on_this_host(calm: Cluster, bucket: str) -> None:
     with client_of(calm, bucket, "auto") as client:
         buffer = client.allocate_buffer(LAYOUT.delivery_bytes(N))

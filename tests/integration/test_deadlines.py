@@ -60,6 +60,7 @@ def test_a_half_sent_head_and_an_idle_connection_are_closed() -> None:
         assert is_closed(reused)
 
 
+@pytest.mark.slow
 def test_a_reader_that_takes_nothing_is_cut_and_one_that_is_slow_is_not() -> None:
     with (
         small_gateway(send_idle_timeout_s=2.0) as gateway,

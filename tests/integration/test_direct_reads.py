@@ -100,6 +100,7 @@ def test_damage_is_told_with_its_chunk_and_layer_and_stays_out_of_memory(stack: 
     assert prefix.client.lookup(prefix.keys) == 4
 
 
+@pytest.mark.slow
 def test_what_was_overwritten_meanwhile_is_not_served(stack: LocalStack, prefix: Prefix) -> None:
     prefix.fetch(Delivery.LAYER_MAJOR)
     prefix.chunks = prefix.chunks.copy()

@@ -366,6 +366,7 @@ async def test_members_with_a_password_go_on_when_accounts_change_and_etcd_forge
                 pass
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("is_late", [False, True])
 async def test_a_backup_is_taken_for_the_cluster_only_as_long_as_nothing_has_changed_since(
     own_server: EtcdServer, tmp_path: Path, caplog: pytest.LogCaptureFixture, is_late: bool

@@ -303,6 +303,7 @@ def test_ucx_answers_with_an_empty_body_and_nixls_own_count(local: LocalStack, m
     assert np.array_equal(buffer, chunks.reshape(N, 6, -1).transpose(1, 0, 2).ravel())
 
 
+@pytest.mark.slow
 def test_many_fetches_at_once_each_get_their_own_bytes(servers: Stack, transport: str) -> None:
     layout = ChunkLayout(4, 16, 70_000)
     with servers.client("chunks", transport) as client:

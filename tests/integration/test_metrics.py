@@ -171,6 +171,7 @@ def test_metrics_are_for_the_token_and_for_keys_that_may(metered: Stack) -> None
         assert (refused.status, refused.code) == (403, "AccessDenied"), target
 
 
+@pytest.mark.slow
 def test_without_a_token_none_is_taken(tmp_path: Path) -> None:
     with stack("together", tmp_path) as running:
         for token in ("", "None", TOKEN):

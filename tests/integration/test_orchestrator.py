@@ -310,6 +310,7 @@ async def test_a_request_that_no_engine_could_hold_says_what_it_needs_and_what_t
         assert missing.status == 404
 
 
+@pytest.mark.slow
 async def test_two_hundred_at_once_all_get_their_own_answers() -> None:
     async with canned(3, replace(FAST, token_us=1.0)) as engines, orchestrated(engines) as bed:
         prompts = [[at, *range(1, 64)] for at in range(200)]

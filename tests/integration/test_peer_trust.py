@@ -98,6 +98,7 @@ def test_a_secret_is_replaced_in_three_steps_without_a_restart_or_a_refusal(tmp_
         assert eventually(both.is_served)
 
 
+@pytest.mark.slow
 def test_peers_speak_tls_with_a_pinned_certificate(tmp_path: Path) -> None:
     own, own_key = certificate(tmp_path, "storage")
     other, _ = certificate(tmp_path, "other")
@@ -114,6 +115,7 @@ def test_peers_speak_tls_with_a_pinned_certificate(tmp_path: Path) -> None:
         assert not both.is_served()
 
 
+@pytest.mark.slow
 def test_a_server_may_ask_gateways_for_certificates(tmp_path: Path) -> None:
     own, own_key = certificate(tmp_path, "storage")
     front, front_key = certificate(tmp_path, "gateway")

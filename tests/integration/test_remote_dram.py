@@ -134,6 +134,7 @@ def test_whatever_it_does_the_bytes_come_from_home(
     assert eventually(lambda: other.storage.upstream.fetches.fetched_bytes == chunks.nbytes)
 
 
+@pytest.mark.slow
 def test_an_overwrite_and_a_deletion_leave_nothing_there(
     home: LocalStack, pair: Pair, played: PlayedMooncake, tmp_path: Path
 ) -> None:
@@ -159,6 +160,7 @@ def evicted(server: LocalStack, keys: list[str]) -> None:
     server.call(server.storage.store.objects.delete_objects("", "chunks", keys))
 
 
+@pytest.mark.slow
 def test_an_overwrite_that_is_written_back_leaves_nothing_old_there(
     home: LocalStack, played: PlayedMooncake, tmp_path: Path
 ) -> None:
@@ -177,6 +179,7 @@ def test_an_overwrite_that_is_written_back_leaves_nothing_old_there(
         assert fetched(one, keys, newer)
 
 
+@pytest.mark.slow
 def test_a_change_that_a_server_has_heard_of_is_not_undone(played: PlayedMooncake, tmp_path: Path) -> None:
     """In front of a shared directory, where another server without remote DRAM overwrites the chunks."""
     (tmp_path / "shared").mkdir()

@@ -95,6 +95,7 @@ def forms_of(local: LocalStack, keys: list[str]) -> dict[str, EncodedForm]:
     return found
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("transport", "dram_bytes"), [("http", 0), ("shm", 0), ("shm", 64 << 20)])
 def test_chunks_that_would_leave_are_encoded_and_told(tmp_path: Path, transport: str, dram_bytes: int) -> None:
     with serving(tmp_path, dram_bytes=dram_bytes) as local, local.client("chunks", transport) as client:
@@ -139,6 +140,7 @@ def test_for_readers_of_exact_chunks_an_encoded_one_is_missing(tmp_path: Path) -
         assert client.fetch(asked, LAYOUT, buffer, on_missing=OnMissing.PREFIX).wait(30).chunk_count == 2
 
 
+@pytest.mark.slow
 def test_an_encoded_chunk_is_an_object_of_its_own(tmp_path: Path) -> None:
     """A plain GET returns the encoded bytes; length and ETag are theirs, and so is the error that is told."""
     with serving(tmp_path) as local, local.client("chunks", "http") as client:
@@ -173,6 +175,7 @@ def test_an_encoded_chunk_is_an_object_of_its_own(tmp_path: Path) -> None:
         assert not forms_of(local, [key])
 
 
+@pytest.mark.slow
 def test_a_client_that_cannot_decode_may_have_it_decoded(tmp_path: Path) -> None:
     with serving(tmp_path) as local, local.client("chunks", "http") as client:
         make_bucket(local)
@@ -237,6 +240,7 @@ def test_an_error_above_the_bucket_s_bound_is_not_kept(tmp_path: Path) -> None:
         assert not forms_of(local, keys)
 
 
+@pytest.mark.slow
 def test_the_bound_of_an_access_key_holds_for_what_is_stored(tmp_path: Path) -> None:
     with serving(tmp_path, max_errors={OTHER[0]: 0.001}) as local, local.client("chunks", "http") as client:
         make_bucket(local)
@@ -262,6 +266,7 @@ def test_leased_chunks_stay_exact(tmp_path: Path) -> None:
         assert client.lookup(keys[:4]) == 4
 
 
+@pytest.mark.slow
 def test_writers_do_not_wait_for_encoding(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Where chunks come faster than they are encoded, those that were to be encoded leave."""
     with serving(tmp_path) as local, local.client("chunks", "http") as client:

@@ -131,6 +131,7 @@ def test_a_backlog_is_refused_with_503_and_when_to_come_back(tmp_path: Path) -> 
             first.cancel()
 
 
+@pytest.mark.slow
 def test_an_operator_changes_the_link_without_a_restart(tmp_path: Path) -> None:
     """SIGHUP reads the file anew, for what is under way too; a file that is wrong changes nothing."""
     slow = CONFIG + "[scheduler]\nlink_bytes_per_s = 1000\ngather_s = 0\n"
@@ -232,6 +233,7 @@ def test_a_compute_profile_stands_in_for_what_a_descriptor_does_not_say(tmp_path
     assert compute_s(Descriptor(("a",), 32, 64, 64 * 4096, layer_compute_us=(500,)), 1, profiles) == 500e-6
 
 
+@pytest.mark.slow
 def test_a_server_without_a_scheduler_survives_sighup(tmp_path: Path) -> None:
     """A gateway apart has nothing to read anew, and a reload of all processes must not end it."""
     with stack("apart", tmp_path) as servers:

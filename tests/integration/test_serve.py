@@ -104,6 +104,7 @@ def test_a_port_that_is_taken_is_refused_although_workers_share_theirs(tmp_path:
         assert "in use" in done.stderr
 
 
+@pytest.mark.slow
 def test_https_with_a_given_certificate(tmp_path: Path) -> None:
     """Clients do the rest in tests/clients/test_clients.py."""
     with tls_server(tmp_path) as (endpoint, ca_file):

@@ -266,6 +266,7 @@ def test_plain_requests_are_logged_under_the_clients_id_or_ours(
             assert (line["request"], line["status"], line["bytes"]) == (request_id, "200", "5000")
 
 
+@pytest.mark.slow
 def test_a_large_body_is_accounted_for(logged: LocalStack, caplog: pytest.LogCaptureFixture) -> None:
     """Sent by a thread or relayed: what follows the head is in the log."""
     request(logged.url, "PUT", "/chunks/large", body=b"x" * LARGE_BYTES)
@@ -289,6 +290,7 @@ def test_moved_objects_are_logged_under_their_tokens_id(logged: LocalStack, capl
             assert float(line["transfer_ms"]) > 0
 
 
+@pytest.mark.slow
 def test_failures_are_logged_with_their_code_and_no_bytes(logged: LocalStack, caplog: pytest.LogCaptureFixture) -> None:
     request(logged.url, "GET", "/chunks/absent")
     with logged.client("chunks", "http") as client, pytest.raises(ChunkUnavailable):
@@ -302,6 +304,7 @@ def test_failures_are_logged_with_their_code_and_no_bytes(logged: LocalStack, ca
         assert (line["status"], line["code"], line["bytes"]) == ("404", "NoSuchChunk", "0")
 
 
+@pytest.mark.slow
 def test_a_request_cut_off_is_logged_as_unanswered(logged: LocalStack, caplog: pytest.LogCaptureFixture) -> None:
     """By an end in mid-upload: nobody is there to be answered."""
     address = urlsplit(logged.url)
@@ -313,6 +316,7 @@ def test_a_request_cut_off_is_logged_as_unanswered(logged: LocalStack, caplog: p
     assert (line["status"], line["code"]) in (("0", "ClientGone"), ("400", "IncompleteBody"))
 
 
+@pytest.mark.slow
 def test_no_name_breaks_a_line_and_no_signature_is_in_one(logged: LocalStack, caplog: pytest.LogCaptureFixture) -> None:
     """Keys are the client's to choose; a presigned URL is a credential."""
     s3 = s3_client(logged.url)

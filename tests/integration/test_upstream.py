@@ -244,6 +244,7 @@ def test_a_chunk_is_fetched_once_for_all_that_ask_and_goes_on_when_the_first_lea
     assert len(asked) == len(set(asked))
 
 
+@pytest.mark.slow
 def test_what_is_cached_is_served_while_upstream_is_gone(
     upstream: FaultyUpstream, stored: Stored, cold: LocalStack
 ) -> None:
@@ -459,6 +460,7 @@ class TestPrefetch:
             assert client.lookup(stored[0]) == N
             assert cold.storage.upstream.fetches.running_count == 0
 
+    @pytest.mark.slow
     def test_what_nobody_asks_for_is_given_up(
         self, upstream: FaultyUpstream, stored: Stored, cold: LocalStack, monkeypatch: pytest.MonkeyPatch
     ) -> None:

@@ -135,6 +135,7 @@ def asked_ranges(upstream: FaultyUpstream) -> list[tuple[str, str]]:
     return [(path, asked) for method, path, asked in upstream.seen if method == "GET" and asked]
 
 
+@pytest.mark.slow
 def test_the_deadline_of_the_first_asker_does_not_end_the_fetch_for_another_one(
     upstream: FaultyUpstream, stored: Stored, tmp_path: Path
 ) -> None:
@@ -240,6 +241,7 @@ def test_a_change_whose_answer_is_lost_is_not_made_again(
     assert there.get_object(Bucket="chunks", Key="copied once")["Body"].read() == b"data"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("how", ["put", "copy", "upload"])
 def test_a_write_is_answered_with_its_own_object_whatever_others_do_next(
     home: LocalStack, upstream: FaultyUpstream, cold: LocalStack, how: str

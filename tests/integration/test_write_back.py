@@ -360,6 +360,7 @@ def test_many_puts_of_one_key_are_one_upload(upstream: FaultyUpstream, front: Fr
         assert sum(method == "PUT" for method, *_ in upstream.seen) == 1
 
 
+@pytest.mark.slow
 def test_a_chunk_that_fails_again_and_again_holds_no_other_up(
     home: LocalStack, upstream: FaultyUpstream, front: Front, bucket: str
 ) -> None:
@@ -375,6 +376,7 @@ def test_a_chunk_that_fails_again_and_again_holds_no_other_up(
         assert eventually(lambda: is_clean(running))
 
 
+@pytest.mark.slow
 def test_pages_show_what_is_here_and_what_is_there(home: LocalStack, front: Front, bucket: str) -> None:
     """With and without a delimiter, whatever the size of a page."""
     there = s3_client(home.url, OWNER)

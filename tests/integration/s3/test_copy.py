@@ -157,6 +157,7 @@ def test_a_multipart_object_is_copied_whole(servers: Stack, bucket: str) -> None
     assert s3.get_object(Bucket=bucket, Key="copy")["Body"].read() == b"".join(bodies)
 
 
+@pytest.mark.slow
 def test_a_copy_reads_and_writes_by_its_own_rights(tmp_path: Any) -> None:
     """To copy is to read: a key that may not GetObject from the source may not copy it out."""
     config = (

@@ -295,6 +295,7 @@ def test_the_managed_transfer_of_boto3(servers: Stack, bucket: str) -> None:
     assert s3.get_object(Bucket=bucket, Key="managed-copy")["Body"].read() == body
 
 
+@pytest.mark.slow
 def test_parts_copied_while_others_read_are_the_sources_bytes(servers: Stack) -> None:
     """Read buffers are used again: what a part is made of must not be another reader's."""
     s3 = servers.s3()

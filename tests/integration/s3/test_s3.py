@@ -209,6 +209,7 @@ def test_bad_configuration_is_refused_with_its_place(tmp_path: Path) -> None:
         assert named in done.stderr.decode()
 
 
+@pytest.mark.slow
 def test_a_gateway_without_its_storage_server_says_so(tmp_path: Path) -> None:
     """A retryable 503, not a hang."""
     with stack("apart", tmp_path) as running:

@@ -118,6 +118,7 @@ def test_they_can_be_turned_off() -> None:
         assert (status, b"AWS4-HMAC-SHA256" in body) == (400, True)
 
 
+@pytest.mark.slow
 def test_the_commands_own_urls_work(servers: Stack, tmp_path: Path) -> None:
     servers.s3().put_object(Bucket="chunks", Key="v2-cli", Body=b"cli")
     command = [

@@ -89,6 +89,7 @@ def test_both_codecs_give_back_the_same_value(descriptor: Descriptor) -> None:
     assert decode_descriptor(encode_binary(descriptor)) == descriptor
 
 
+@pytest.mark.slow
 @given(descriptors())
 def test_every_truncation_and_every_extra_byte_is_refused(descriptor: Descriptor) -> None:
     """A descriptor is consumed exactly; a cut connection must not become a shorter prefix."""

@@ -222,6 +222,7 @@ LONG_XML = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("content", LONG_XML.values(), ids=LONG_XML)
 def test_xml_is_parsed_in_small_steps(content: bytes) -> None:
     """One step of expat holds the interpreter. 8 MiB of it stopped every other thread for a tenth of a second."""

@@ -109,6 +109,7 @@ class Watched:
         monkeypatch.setattr(place, name, call)
 
 
+@pytest.mark.slow
 async def test_no_step_over_all_chunks_holds_the_event_loop(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     storage = await filled(tmp_path)
     try:

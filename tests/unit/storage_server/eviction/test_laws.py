@@ -225,6 +225,7 @@ def calls_of(made: Made, capacity_bytes: int) -> int:
     return count
 
 
+@pytest.mark.slow
 @every_policy
 def test_the_cost_of_a_request_does_not_grow_with_the_number_of_residents(made: Made) -> None:
     """A tier has millions of them. The same requests, with 100 residents and with 2,000."""

@@ -114,6 +114,7 @@ class Chunks:
         )
 
 
+@pytest.mark.slow
 @settings(max_examples=80)
 @given(
     layout=LAYOUTS,

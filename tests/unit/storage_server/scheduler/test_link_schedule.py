@@ -232,6 +232,7 @@ tenants = st.sampled_from(
 )
 
 
+@pytest.mark.slow
 @given(st.integers(1, 3), st.lists(st.tuples(moves, tenants), max_size=30))
 def test_every_chunk_major_request_ends_and_nothing_of_it_is_kept(
     seats: int, some: list[tuple[tuple[str, int, float], Tenant]]

@@ -109,6 +109,7 @@ def test_pages_of_uploads_together_are_all_uploads(
     assert asyncio.run(collect()) == (expected, groups)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("delimiter", ["", "/"])
 def test_a_long_listing_reads_each_row_about_once(delimiter: str) -> None:
     """100,000 keys in pages of 1,000, or rolled up into 1,000 groups: the last page costs what the first did."""

@@ -468,6 +468,7 @@ class TestLoadsAndStores:
         assert worker.same((1, 2), (7, 6))
         assert worker.store.fetched == [3, 2]
 
+    @pytest.mark.slow
     @pytest.mark.parametrize(
         "failure", [ServerError(ErrorCode.INTERNAL_ERROR, "gone"), TimeoutError("slow"), RuntimeError("whatever")]
     )
@@ -506,6 +507,7 @@ class TestLoadsAndStores:
         assert worker.load((7, 6), 0, 32) == set()
         assert worker.same((1, 2), (7, 6))
 
+    @pytest.mark.slow
     def test_without_memory_for_another_buffer_loads_are_lost_until_there_is(self) -> None:
         worker = Worker(Grid(16, 16), load_timeout_s=0.3)
         worker.save((1, 2), 0, 2)
