@@ -23,9 +23,9 @@ STOP_S = 2.0
 """How long a server may take to say that a request is stopped, before the fetch is given up."""
 STOP_PAUSES_S = (0.05, 0.1, 0.2, 0.4, 0.8)
 """The pauses after each unanswered request to stop a fetch."""
-NOTICE_WAIT_S = 0.5
+NOTICE_WAIT_S = 5.0
 """How long notices of the layers before a failed one are waited for. Each is a few bytes that were sent before the
-answer; on a fabric that loses them the layers count as not written.
+answer, so they are late only where threads of this host are. Layers whose notices are lost count as not written.
 """
 _log = logging.getLogger(__name__)
 
