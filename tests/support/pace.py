@@ -31,6 +31,10 @@ BOUND_S: Final = 2.0
 TRIES: Final = 3
 RUN_S_MAX: Final = 600.0
 SLOW: Final = "slow"
+FAST: Final = "fast"
+"""The profile of `make test`. With all examples a property may take longer."""
+ELSEWHERE: Final = frozenset({SLOW, "environments", "bench_smoke", "engines_full"})
+"""The markers of tests that `make test` leaves out."""
 OWN_S: Final = "own_s"
 
 
@@ -80,16 +84,17 @@ class Clock:
 class Times:
     """Collects what the tests of all processes took, in the one that was asked for the run."""
 
-    def __init__(self) -> None:
+    def __init__(self, profile: str | None) -> None:
         self.own_s: dict[str, float] = {}
         self.unmarked: list[str] = []
+        self._free = ELSEWHERE if profile == FAST else ELSEWHERE | {"hypothesis"}
 
     def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
         """Note the test's time."""
         own_s = dict(report.user_properties).get(OWN_S)
         if report.when == "teardown" and isinstance(own_s, float):
             self.own_s[report.nodeid] = own_s
-            if own_s > BOUND_S and SLOW not in report.keywords:
+            if own_s > BOUND_S and self._free.isdisjoint(report.keywords):
                 self.unmarked.append(report.nodeid)
 
     @pytest.hookimpl(trylast=True)
@@ -124,7 +129,7 @@ def pytest_configure(config: pytest.Config) -> None:
         config.option.hypothesis_seed = str(random.SystemRandom().randrange(1 << 31))
     config.pluginmanager.register(Clock())
     if not hasattr(config, "workerinput"):
-        config.pluginmanager.register(Times())
+        config.pluginmanager.register(Times(config.option.hypothesis_profile))
 
 
 def pytest_report_header(config: pytest.Config) -> str:
@@ -138,6 +143,7 @@ def least_s(nodeid: str) -> float:
         with tempfile.TemporaryDirectory() as folder:
             file = Path(folder) / "times.json"
             command = [sys.executable, "-m", "pytest", "-q", "-m", "", "-p", "no:cacheprovider", f"--times={file}"]
+            command += ["--hypothesis-profile", FAST]
             environment = {name: value for name, value in os.environ.items() if name != "PYTEST_ADDOPTS"}
             subprocess.run([*command, nodeid], stdout=subprocess.DEVNULL, timeout=RUN_S_MAX, env=environment)
             times = json.loads(file.read_text()) if file.exists() else {}
