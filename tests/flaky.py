@@ -1,7 +1,7 @@
 """Look for tests that fail by chance: `python -m tests.flaky`, or `make flaky`.
 
 The tests of `make test` run five times, and all tests once, in random order and with two busy processes beside them.
-What failed is printed with its seed and the load, and is a fault of the product or of the test.
+Each failure is printed with its seed and the load. It is a fault of the product, or of the test.
 """
 
 from __future__ import annotations

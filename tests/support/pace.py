@@ -1,4 +1,4 @@
-"""What each test takes, and what to do when one fails: a plugin for every run (`-p tests.support.pace`).
+"""A plugin for every run (`-p tests.support.pace`): it measures each test, and says how to run one that failed.
 
 A test that takes over a second by itself has the marker `slow`. Its time is that of its call, and of its set-up and
 teardown without fixtures that it shares with others (scopes of a class and more). `--check-times` fails a run that
@@ -27,7 +27,7 @@ import pytest
 from tests.support.processes import last_lines
 
 BOUND_S: Final = 2.0
-"""What a test without the marker may take, alone."""
+"""A test without the marker takes no longer than this alone."""
 TRIES: Final = 3
 RUN_S_MAX: Final = 600.0
 SLOW: Final = "slow"

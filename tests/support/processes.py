@@ -120,7 +120,7 @@ class ServerProcess:
 
 
 def last_lines(servers_max: int = 4, lines_max: int = 20) -> str:
-    """What the servers that were started last have written to their logs, for people who look at a failure."""
+    """The last lines in the logs of the servers that were started last, for people who look at a failure."""
     told = []
     for server in list(_recent)[-servers_max:]:
         with contextlib.suppress(OSError):

@@ -7,7 +7,7 @@ import time
 from collections.abc import Callable
 
 LIMIT_S = 60.0
-"""What a loaded machine keeps."""
+"""A loaded machine keeps this limit."""
 ROUNDS = 100
 
 

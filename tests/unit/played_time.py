@@ -8,7 +8,7 @@ from typing import Any
 
 BEGAN_S = 1000.0
 TURN_S = 1e-7
-"""What a turn of the loop takes: code that waits for a moment that is all but there would wait for ever otherwise."""
+"""Each turn of the loop takes this long. Otherwise code that waits for a rounding error of time would wait for ever."""
 
 
 class PlayedTime:
