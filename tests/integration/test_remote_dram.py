@@ -214,6 +214,7 @@ endpoint = "mooncake://{master}"
 """
 
 
+@pytest.mark.environments
 @pytest.mark.timeout(180)
 def test_mooncake_itself_keeps_chunks_for_another_server(home: LocalStack, tmp_path: Path) -> None:
     """Two servers in processes of their own, and Mooncake's master and an owner of memory."""

@@ -108,12 +108,12 @@ class Times:
             if self.unmarked:
                 session.exitstatus = pytest.ExitCode.TESTS_FAILED
 
-    def pytest_terminal_summary(self, terminalreporter: Any) -> None:
-        """Name what was found."""
+    def pytest_unconfigure(self) -> None:
+        """Name what was found, at the very end: that is what people see of a failed run."""
         if self.unmarked:
-            terminalreporter.section(f"over {BOUND_S:.0f} s without the marker `{SLOW}`")
+            print(f"over {BOUND_S:.0f} s without the marker `{SLOW}`:")
             for nodeid in self.unmarked:
-                terminalreporter.line(f"{self.own_s[nodeid]:6.1f} s  {nodeid}")
+                print(f"{self.own_s[nodeid]:6.1f} s  {nodeid}")
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
