@@ -138,6 +138,9 @@ UPSTREAM_FETCHED = _counter("upstream_fetched_bytes_total", "Bytes of chunks tha
 UPSTREAM_STALE = _counter("upstream_stale_chunks_total", "Cached chunks that others had changed or deleted there.")
 UPSTREAM_FAILED = _counter("upstream_failed_requests_total", "Requests that the service did not answer, or was busy.")
 UPSTREAM_UNREAD = _gauge("upstream_unread_journals", "Journals of a shared directory that break off.")
+UPSTREAM_BAD_RECORDS = _counter(
+    "upstream_bad_records_total", "Records of a shared directory's journals that make no sense and were passed over."
+)
 UPSTREAM_DIRTY = _gauge("upstream_dirty_chunks", "Chunks that were written back and are not upstream yet.")
 UPSTREAM_DIRTY_BYTES = _gauge("upstream_dirty_bytes", "Bytes of these chunks.")
 UPSTREAM_DIRTY_AGE = _gauge("upstream_dirty_age_seconds", "The age of the oldest of them; 0 without any.")
@@ -178,10 +181,11 @@ STORAGE = (
     DRAM_EVICTED, DRAM_FORMS, DRAM_ENCODED, DRAM_ENCODING, DELIVERY_FORMS, DELIVERY_ERROR, STORE_FREE, STORE_USED,
     STORE_BOUND, STORE_EVICTED, STORE_EVICTED_BYTES, STORE_REPLACED, STORE_REPLACED_BYTES, STORE_REPLACING,
     STORE_UNHELD, UPSTREAM_FETCHING, UPSTREAM_LANDED, UPSTREAM_FETCHED, UPSTREAM_STALE, UPSTREAM_FAILED,
-    UPSTREAM_UNREAD, UPSTREAM_DIRTY, UPSTREAM_DIRTY_BYTES, UPSTREAM_DIRTY_AGE, UPSTREAM_REFUSED, REMOTE_JOINED,
-    REMOTE_HITS, REMOTE_MISSES, REMOTE_READ, REMOTE_ADMITTED, REMOTE_FAILED, FORMER_HITS, FORMER_MISSES, FORMER_READ,
-    STORE_OPEN_FILES, STORE_PINNED_FILES, STORE_COMMITS, STORE_CHANGES, STORE_COMPACTED, STORE_NAMED, STORE_STORED,
-    STORE_SHARED, STORE_DAMAGED, AGENTS, AGENT_REGIONS, UCX_IN_FLIGHT, UCX_STARTS, DOWNLINK_ASKED, DOWNLINK_FAILED,
+    UPSTREAM_UNREAD, UPSTREAM_BAD_RECORDS, UPSTREAM_DIRTY, UPSTREAM_DIRTY_BYTES, UPSTREAM_DIRTY_AGE, UPSTREAM_REFUSED,
+    REMOTE_JOINED, REMOTE_HITS, REMOTE_MISSES, REMOTE_READ, REMOTE_ADMITTED, REMOTE_FAILED, FORMER_HITS, FORMER_MISSES,
+    FORMER_READ, STORE_OPEN_FILES, STORE_PINNED_FILES, STORE_COMMITS, STORE_CHANGES, STORE_COMPACTED, STORE_NAMED,
+    STORE_STORED, STORE_SHARED, STORE_DAMAGED, AGENTS, AGENT_REGIONS, UCX_IN_FLIGHT, UCX_STARTS, DOWNLINK_ASKED,
+    DOWNLINK_FAILED,
 )  # fmt: skip
 """The metrics of the storage server."""
 

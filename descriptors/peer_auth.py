@@ -9,6 +9,8 @@ from __future__ import annotations
 import hashlib
 import hmac
 
+from descriptors.header_bytes import header_bytes, is_secret
+
 AUTH_HEADER = "x-objectcache-peer-auth"
 CALL_HEADER = "x-objectcache-call"
 STREAMED_BODY = "UNSIGNED-PAYLOAD"
@@ -55,11 +57,10 @@ def check_call(secrets: PeerSecrets, header: str, operation: str, call: str, now
     expires_at, body_sha256, signature = int(parts[1][:15]), parts[2], parts[3]
     if not now_s <= expires_at <= now_s + 2 * LIFETIME_S:
         return None
-    said = signature.encode()
-    expected = [_signature(each, operation, call, body_sha256, expires_at).encode() for each in secrets.accepted]
-    return body_sha256 if any(hmac.compare_digest(each, said) for each in expected) else None
+    expected = [_signature(each, operation, call, body_sha256, expires_at) for each in secrets.accepted]
+    return body_sha256 if is_secret(signature, *expected) else None
 
 
 def _signature(secret: bytes, operation: str, call: str, body_sha256: str, expires_at: int) -> str:
     text = "\n".join(("objectcache-v1", operation, call, body_sha256, str(expires_at)))
-    return hmac.new(secret, text.encode(), hashlib.sha256).hexdigest()
+    return hmac.new(secret, header_bytes(text), hashlib.sha256).hexdigest()

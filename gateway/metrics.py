@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import hmac
-
 from adapters.metrics import ProcessMetrics
 from descriptors import metrics
+from descriptors.header_bytes import is_secret
 from descriptors.tracing import Phase
 from gateway.trace import RequestTrace
 
@@ -44,4 +43,4 @@ def is_bearer(authorization: str | None, token: str | None) -> bool:
     """Whether the Authorization header holds the bearer token."""
     if authorization is None or token is None or not authorization.startswith(BEARER):
         return False
-    return hmac.compare_digest(authorization.removeprefix(BEARER).encode(), token.encode())
+    return is_secret(authorization.removeprefix(BEARER), token)

@@ -21,6 +21,7 @@ from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
 from adapters import native
+from adapters.beneath import Beneath
 from descriptors.conditions import WriteCondition
 from descriptors.errors import CallerError, ErrorCode, ObjectCacheError
 from descriptors.objects import BodyDigests, ChecksumAlgorithm, PutRequest, ReadRequest
@@ -149,7 +150,7 @@ def directory_findings(directory: Path) -> list[Finding]:
 
 
 def _holes(path: Path) -> Finding:
-    if Disk().punch(path, 0, MIB):
+    if Disk().punch(Beneath(path.parent, path.name), 0, MIB):
         return Finding("hole punching", State.GOOD, "deleted bytes of a segment give their space back")
     advice = "space comes back only with whole segments: a bounded cache holds less here"
     return Finding("hole punching", State.PROBLEM, "this file system cannot", advice)

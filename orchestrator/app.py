@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import hashlib
-import hmac
 import ipaddress
 import json
 import logging
@@ -22,6 +21,7 @@ from adapters.limited_server import LimitedServer
 from adapters.metrics import CONTENT_TYPE
 from descriptors.descriptor import is_request_id
 from descriptors.errors import ObjectCacheError
+from descriptors.header_bytes import is_secret
 from orchestrator.answers import Refusal
 from orchestrator.dispatch import (
     ATTEMPTS_MAX,
@@ -316,7 +316,7 @@ class App:
         """
         token = self._settings.admin_token
         if token is not None:
-            if not hmac.compare_digest(_bearer(http).encode(), token.encode()):
+            if not is_secret(_bearer(http), token):
                 raise Refusal(401, "/_orchestrator needs the admin token")
             return
         host = http.headers.get("Host", "").rpartition(":")[0].strip("[]") or http.headers.get("Host", "")

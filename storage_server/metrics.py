@@ -147,6 +147,7 @@ def upstream_readings(home: UpstreamHome | None) -> Iterator[Reading]:
     yield metrics.UPSTREAM_STALE, _one(0 if home is None else home.revalidation.stale_count)
     yield metrics.UPSTREAM_FAILED, _one(0 if home is None else home.failed_count)
     yield metrics.UPSTREAM_UNREAD, _one(0 if home is None else home.service.unread_count)
+    yield metrics.UPSTREAM_BAD_RECORDS, _one(0 if home is None else home.service.bad_record_count)
     remote = None if home is None else home.remote
     yield metrics.REMOTE_JOINED, _one(int(remote is not None and remote.is_joined))
     yield metrics.REMOTE_HITS, _one(0 if remote is None else remote.hit_count)

@@ -17,6 +17,8 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
+from adapters.beneath import Beneath
+
 LINE_BYTES_MAX = 1024
 WARN_EVERY_S = 60.0
 _log = logging.getLogger(__name__)
@@ -37,7 +39,7 @@ class RequestIdLog:
     """
 
     def __init__(self, directory: Path, keep_s: float) -> None:
-        self._paths = [directory / "request-ids.0", directory / "request-ids.1"]
+        self._places = [Beneath(directory, f"request-ids.{number}") for number in range(2)]
         self._keep_s = keep_s
         self._current = 0
         self._since_s = 0.0
@@ -50,7 +52,7 @@ class RequestIdLog:
 
     def load(self, unix_s: float) -> list[UsedId]:
         """The ids that may still be replayed at `unix_s`. Opens the log for `append`."""
-        found = [list(_read(path)) for path in self._paths]
+        found = [list(_read(place)) for place in self._places]
         newest = [max((used.unix_s for used in ids), default=0.0) for ids in found]
         self._current = int(newest[1] > newest[0])
         self._since_s = min((used.unix_s for used in found[self._current]), default=unix_s)
@@ -92,8 +94,7 @@ class RequestIdLog:
             raise OSError(errno.ENOSPC, f"{written} of {len(line)} bytes were written")
 
     def _open(self) -> None:
-        flags = os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC | self._flags
-        self._fd = os.open(self._paths[self._current], flags, 0o600)
+        self._fd = self._places[self._current].open(os.O_WRONLY | os.O_CREAT | os.O_APPEND | self._flags)
         self._flags = os.O_APPEND
 
     def _shut(self) -> None:
@@ -108,9 +109,9 @@ class RequestIdLog:
         _log.warning("request ids are not remembered across a restart (%d so far): %s", self._lost_count, error)
 
 
-def _read(path: Path) -> Iterator[UsedId]:
+def _read(place: Beneath) -> Iterator[UsedId]:
     """The ids of every whole line; a torn line is passed over."""
-    with contextlib.suppress(FileNotFoundError), path.open("rb") as file:
+    with contextlib.suppress(FileNotFoundError), open(place.open(os.O_RDONLY), "rb") as file:
         while line := file.readline(LINE_BYTES_MAX):
             with contextlib.suppress(ValueError, TypeError):
                 unix_s, access_key, request_id = json.loads(line)

@@ -13,6 +13,7 @@ import re
 from dataclasses import replace
 
 from descriptors.errors import CallerError, ErrorCode
+from descriptors.header_bytes import header_bytes
 from gateway.s3.payload_form import PayloadForm
 from gateway.s3.request import S3Request
 from gateway.s3.sigv4 import PRESIGNED_S_MAX, Claim
@@ -67,8 +68,8 @@ def verify(request: S3Request, claim: Claim, secret_key: str, now_s: float) -> N
         raise _denied("Request has expired", "Expires")
     if expires_s > now_s + PRESIGNED_S_MAX:
         raise _denied(f"a presigned URL may be valid for {PRESIGNED_S_MAX} seconds", "Expires")
-    signed = hmac.digest(secret_key.encode(), _bytes(string_to_sign(request)), "sha1")
-    if not hmac.compare_digest(base64.b64encode(signed), _bytes(claim.signature)):
+    signed = hmac.digest(secret_key.encode(), header_bytes(string_to_sign(request)), "sha1")
+    if not hmac.compare_digest(base64.b64encode(signed), header_bytes(claim.signature)):
         raise CallerError(
             ErrorCode.SIGNATURE_DOES_NOT_MATCH,
             "The request signature we calculated does not match the signature you provided. Check your key and signing"
@@ -114,7 +115,3 @@ def _is_header(name: str) -> bool:
 
 def _denied(problem: str, field: str) -> CallerError:
     return CallerError(ErrorCode.ACCESS_DENIED, problem, field=field)
-
-
-def _bytes(text: str) -> bytes:
-    return text.encode(errors="surrogateescape")

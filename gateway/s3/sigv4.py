@@ -16,6 +16,7 @@ from functools import lru_cache
 from urllib.parse import quote
 
 from descriptors.errors import CallerError, ErrorCode
+from descriptors.header_bytes import header_bytes
 from gateway.s3.payload_form import PayloadForm, payload_form
 from gateway.s3.request import S3Request
 
@@ -145,10 +146,10 @@ def canonical_request(request: S3Request, claim: Claim, path: str, trim: Callabl
 
 
 def _is_signed(request: S3Request, claim: Claim, path: str, key: bytes, trim: Callable[[str], str]) -> bool:
-    hashed = hashlib.sha256(_bytes(canonical_request(request, claim, path, trim))).hexdigest()
+    hashed = hashlib.sha256(header_bytes(canonical_request(request, claim, path, trim))).hexdigest()
     string_to_sign = "\n".join((ALGORITHM, claim.date, claim.scope, hashed))
-    expected = hmac.digest(key, _bytes(string_to_sign), "sha256").hex()
-    return hmac.compare_digest(expected.encode(), _bytes(claim.signature))
+    expected = hmac.digest(key, header_bytes(string_to_sign), "sha256").hex()
+    return hmac.compare_digest(expected.encode(), header_bytes(claim.signature))
 
 
 @lru_cache(maxsize=SIGNING_KEYS_MAX)
@@ -158,7 +159,7 @@ def signing_key(secret_key: str, scope: str) -> bytes:
     """
     key = f"AWS4{secret_key}".encode()
     for part in scope.split("/"):
-        key = hmac.digest(key, _bytes(part), "sha256")
+        key = hmac.digest(key, header_bytes(part), "sha256")
     return key
 
 
@@ -307,11 +308,6 @@ def _unsupported() -> CallerError:
 
 def _asymmetric(field: str) -> CallerError:
     return CallerError(ErrorCode.NOT_IMPLEMENTED, "SigV4A signatures are not implemented", field=field)
-
-
-def _bytes(text: str) -> bytes:
-    """The bytes of a header value. Bytes that are not UTF-8 were decoded as surrogates, and are restored here."""
-    return text.encode(errors="surrogateescape")
 
 
 def _encode(text: str) -> str:

@@ -17,12 +17,16 @@ import uuid
 from collections.abc import Collection, Iterable, Sequence
 from pathlib import Path
 
-from storage_server.shared_files.records import FILE_ID, writer_of
+from adapters.beneath import Beneath
+from storage_server.shared_files.records import FILE_ID, WRITERS, writer_of
 from storage_server.store.beside import FilesBeside
 from storage_server.store.data.disk import Disk
+from storage_server.store.data.extents import FOLDER, places_in
 
 GRACE_S = 60.0
 RETIRED_S = 3600.0
+ALIVE = "alive"
+"""The file whose time says when its writer was last seen."""
 STRIPES = ("-c", "16", "-S", "4m")
 """CASCADE, section III-D: files lie on 16 object storage targets, in stripes of 4 MiB."""
 
@@ -42,13 +46,15 @@ class SharedFiles(FilesBeside):
     def __init__(self, root: Path, writer: str, open_files_max: int, disk: Disk) -> None:
         super().__init__(root, open_files_max, disk)
         self._writer = writer
+        self._writers = Beneath(root, WRITERS)
+        self._seen_s = time.time(), time.monotonic()
         self._dead: dict[str, float] = {}
         """Files that no row names, and when that was seen, by the steady clock."""
         self._dead_lock = threading.Lock()
 
-    def path(self, file_id: str) -> Path:
+    def place(self, file_id: str) -> Beneath:
         """Where a file lies."""
-        return self._directory / "writers" / writer_of(file_id) / "extents" / file_id[-2:] / file_id
+        return self._writers / writer_of(file_id) / FOLDER / file_id[-2:] / file_id
 
     def new_id(self) -> str:
         """The id of a file that this server is about to make."""
@@ -56,10 +62,10 @@ class SharedFiles(FilesBeside):
 
     def start(self) -> None:
         """Make this server's folder, and remember its files."""
-        folder = self._directory / "writers" / self._writer / "extents"
-        if not folder.exists():
-            folder.mkdir(parents=True, mode=0o700)
-            stripe(folder)
+        folder = self._writers / self._writer / FOLDER
+        if not folder.is_folder():
+            folder.make_folder()
+            stripe(folder.path)
         self.disk.sync_directory(folder.parent)
         self.disk.sync_directory(folder.parent.parent)
         for file_id in self.stored(self._writer):
@@ -67,20 +73,26 @@ class SharedFiles(FilesBeside):
 
     def stored(self, writer: str) -> list[str]:
         """The ids of a writer's files that are there."""
-        found = (self._directory / "writers" / writer / "extents").glob("*/*")
-        return [path.name for path in found if FILE_ID.match(path.name) and writer_of(path.name) == writer]
+        names = (place.name for place in places_in(self._writers / writer / FOLDER))
+        return [name for name in names if FILE_ID.match(name) and writer_of(name) == writer]
 
     def is_retired(self, writer: str) -> bool:
         """Whether a writer has been silent for RETIRED_S, by the clock of the file system."""
-        writers = self._directory / "writers"
         with contextlib.suppress(OSError):
-            newest = (writers / self._writer / "alive").stat().st_mtime
-            return newest - (writers / writer / "alive").stat().st_mtime > RETIRED_S
+            newest = (self._writers / self._writer / ALIVE).status().st_mtime
+            return newest - (self._writers / writer / ALIVE).status().st_mtime > RETIRED_S
         return False
 
     def beat(self) -> None:
-        """Show that this server is alive. Raises OSError."""
-        (self._directory / "writers" / self._writer / "alive").touch(mode=0o600)
+        """Show that this server is alive, and take the time from the file system. Raises OSError."""
+        self._seen_s = (self._writers / self._writer / ALIVE).touch(), time.monotonic()
+
+    def now_s(self) -> float:
+        """The Unix time of the file system: its time of the last beat, and what has passed since. No leap of this
+        machine's clock changes it.
+        """
+        at_s, since_s = self._seen_s
+        return at_s + time.monotonic() - since_s
 
     def note_dead(self, file_id: str) -> None:
         """Note that the file has lost its last row now."""

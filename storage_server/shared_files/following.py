@@ -5,13 +5,14 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import Callable
 from pathlib import Path
 
+from adapters.beneath import Beneath
 from descriptors.errors import ErrorCode, ObjectCacheError, ServerError
 from storage_server.shared_files import merge
+from storage_server.shared_files.clock import StampClock
 from storage_server.shared_files.journal import STEP_BYTES, ReadJournal, read_journal
-from storage_server.shared_files.records import WRITER
+from storage_server.shared_files.records import WRITER, WRITERS
 from storage_server.store.data.io_threads import IoThreads
 from storage_server.store.index.committer import Committer, index_error
 from storage_server.store.index.transaction import Transaction
@@ -21,17 +22,15 @@ _log = logging.getLogger(__name__)
 
 
 class Following:
-    """Follows the journals beneath `root` other than that of `writer`. `observe` is told of every stamp, in the
+    """Follows the journals beneath `root` other than that of `writer`. `clock` is told of every stamp, in the
     committer's thread. Used on one event loop.
     """
 
-    def __init__(
-        self, root: Path, writer: str, committer: Committer, observe: Callable[[int], None], patience_s: float
-    ) -> None:
+    def __init__(self, root: Path, writer: str, committer: Committer, clock: StampClock, patience_s: float) -> None:
         self._root = root
         self._writer = writer
         self._committer = committer
-        self._observe = observe
+        self._clock = clock
         self._patience_s = patience_s
         self._io = IoThreads(1)
         self._positions: dict[str, tuple[int, int]] = {}
@@ -46,6 +45,8 @@ class Following:
         """When the last pass that was carried out began, by the steady clock."""
         self.whole_s = float("-inf")
         """When the last pass began that read every journal to its end."""
+        self.bad_record_count = 0
+        """How many records were passed over because they make no sense."""
 
     @property
     def problem_count(self) -> int:
@@ -118,6 +119,8 @@ class Following:
         found = [journal for journal in read if self._is_news(journal)]
         if not found:
             return False
+        for journal in found:
+            self.note_bad(journal.writer, journal.bad_count, journal.first_bad)
 
         def carry_out(tx: Transaction) -> list[tuple[ReadJournal, int, list[Shown]]]:
             return [(journal, *self._applied(tx, journal)) for journal in found]
@@ -132,13 +135,13 @@ class Following:
 
     def _read(self) -> tuple[list[ReadJournal], bool]:
         """Pieces of the journals, together not much more than STEP_BYTES; and whether others were left out."""
-        folders = sorted(
-            path for path in (self._root / "writers").iterdir() if WRITER.match(path.name) and path.name != self._writer
-        )
+        writers = Beneath(self._root, WRITERS)
+        folders = [writers / name for name in writers.names() if WRITER.match(name) and name != self._writer]
         found, budget_bytes = list[ReadJournal](), STEP_BYTES
         for folder in folders:
             try:
-                journal = read_journal(folder, *self._positions.get(folder.name, (0, 0)), budget_bytes)
+                position = self._positions.get(folder.name, (0, 0))
+                journal = read_journal(folder, *position, budget_bytes, self._clock.latest)
                 if not (journal.is_whole or journal.frames or journal.problem):
                     journal.problem = "its newest generation is not there"
             except OSError as error:
@@ -159,7 +162,7 @@ class Following:
         """Carry the frames out; where the last one of them ends, and what shows something else."""
         position, changed = journal.start, list[Shown]()
         for end, records in journal.frames:
-            self._observe(max((record.stamp for record in records), default=0))
+            self._clock.observe(max((record.stamp for record in records), default=0))
             changed += merge.apply(tx, journal.writer, journal.generation, records, time.time())
             position = end
         merge.note_position(tx.db, journal.writer, journal.generation, position)
@@ -175,6 +178,16 @@ class Following:
         except ObjectCacheError as error:
             self._untold = untold + self._untold
             _log.warning("the cache could not be told what others have changed: %s", error)
+
+    def note_bad(self, writer: str, count: int, first: tuple[int, str] | None) -> None:
+        """Count records that were passed over, and tell of the first one. May be called from the committer's thread."""
+        self.bad_record_count += count
+        if first is not None:
+            offset, reason = first
+            problem = (
+                "the journal of %s: %d records that make no sense are passed over; the first, at offset %d, has %s"
+            )
+            _log.warning(problem, writer, count, offset, reason)
 
     def _note_problems(self, read: list[ReadJournal]) -> None:
         for journal in read:

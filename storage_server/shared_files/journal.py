@@ -14,9 +14,17 @@ import os
 import re
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
-from pathlib import Path
 
-from storage_server.shared_files.records import FRAME_BYTES_MAX, Record, decode, file_ids, wanted_bytes
+from adapters.beneath import Beneath
+from storage_server.shared_files.records import (
+    FRAME_BYTES_MAX,
+    STAMP_MAX,
+    Decoded,
+    Record,
+    decode,
+    file_ids,
+    wanted_bytes,
+)
 from storage_server.store.data.disk import Disk
 
 STEP_BYTES = 4 << 20
@@ -26,7 +34,7 @@ _NAME = re.compile(r"journal-(\d{1,9})\Z")
 class OwnJournal:
     """The journal of this server. Used by one thread at a time; methods raise OSError."""
 
-    def __init__(self, folder: Path, disk: Disk) -> None:
+    def __init__(self, folder: Beneath, disk: Disk) -> None:
         self._folder = folder
         self._disk = disk
         self._fd = -1
@@ -41,12 +49,12 @@ class OwnJournal:
         frame is refused: what lies behind a damaged length may be good.
         """
         self.generation = newest(self._folder) or 1
-        path = _path(self._folder, self.generation)
-        self._fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+        place = _place(self._folder, self.generation)
+        self._fd = place.open(os.O_RDWR | os.O_CREAT)
         self._disk.sync_directory(self._folder)
-        for old in list(self._folder.iterdir()):  # what a crash has left of a rewrite
-            if old != path and _NAME.match(old.name.removesuffix(".new")):
-                self._disk.unlink(old)
+        for name in self._folder.names():  # what a crash has left of a rewrite
+            if name != place.name and _NAME.match(name.removesuffix(".new")):
+                self._disk.unlink(self._folder / name)
         self.end = position if self.generation == generation else 0
         self._find_end(may_cut=self.end > 0 or not generation)
 
@@ -54,11 +62,11 @@ class OwnJournal:
         """Find the end again after a write that failed; `end` is then behind all that others may have read."""
         if not self._is_doubtful:
             return
-        successor = _path(self._folder, self.generation + 1)
+        successor = _place(self._folder, self.generation + 1)
         if successor.exists():  # it was written anew, and an error came when it had its name
             self._disk.sync_directory(self._folder)
             os.close(self._fd)
-            self._fd = os.open(successor, os.O_RDWR | os.O_CLOEXEC)
+            self._fd = successor.open(os.O_RDWR)
             self.generation, self.end = self.generation + 1, 0
         self._find_end(may_cut=True)
 
@@ -80,8 +88,8 @@ class OwnJournal:
 
     def rewrite(self, frames: Iterable[bytes]) -> None:
         """Begin a new generation with these frames; without an error the old one is gone."""
-        path = _path(self._folder, self.generation + 1)
-        new = path.with_name(path.name + ".new")
+        place = _place(self._folder, self.generation + 1)
+        new = place.with_name(place.name + ".new")
         self._disk.unlink(new)
         fd = self._disk.create(new)
         try:
@@ -94,30 +102,32 @@ class OwnJournal:
             os.close(fd)
         self._is_doubtful = True  # until it is known which of the two counts
         try:
-            new.rename(path)
+            new.rename(place)
         except OSError:
-            if path.exists():  # others may have read it
+            if place.exists():  # others may have read it
                 raise
             self._is_doubtful = False
             raise
         self._disk.sync_directory(self._folder)
         os.close(self._fd)
-        self._fd = os.open(path, os.O_RDWR | os.O_CLOEXEC)
+        self._fd = place.open(os.O_RDWR)
         self.generation, self.end, self._is_doubtful = self.generation + 1, end, False
-        for old in list(self._folder.iterdir()):
-            match = _NAME.match(old.name)
+        for name in self._folder.names():
+            match = _NAME.match(name)
             if match and int(match[1]) < self.generation:
                 with contextlib.suppress(OSError):  # the next time
-                    self._disk.unlink(old)
+                    self._disk.unlink(self._folder / name)
 
-    def read(self, position: int) -> Iterator[list[Record]]:
-        """The frames from `position` to the end."""
+    def read(self, position: int, stamp_max: int) -> Iterator[Decoded]:
+        """The frames from `position` to the end, some at a time; offsets count from `position`, and from the end of
+        those before. See `decode` for `stamp_max`.
+        """
         while position < self.end:
-            frames, problem = decode(_read_frames(self._fd, position, self.end))
-            if not frames:
-                raise OSError(errno.EBADMSG, f"the journal is damaged at {position}: {problem}")
-            yield from (records for _, records in frames)
-            position += frames[-1][0]
+            found = decode(_read_frames(self._fd, position, self.end), stamp_max)
+            if not found.frames:
+                raise OSError(errno.EBADMSG, f"the journal is damaged at {position}: {found.problem}")
+            yield found
+            position += found.frames[-1][0]
 
     def close(self) -> None:
         """Close the file."""
@@ -135,7 +145,7 @@ class OwnJournal:
             raise OSError(errno.ESTALE, "the journal is shorter than it was")
         while self.end < size:
             data = _read_frames(self._fd, self.end, size)
-            frames, _ = decode(data)
+            frames = decode(data).frames
             if not frames:
                 is_torn = self.end + wanted_bytes(data, 0) >= size or not any(data)
                 if not is_torn or not may_cut:
@@ -165,11 +175,17 @@ class ReadJournal:
     """How many bytes were read."""
     is_whole: bool = False
     """Whether the end of the journal was reached."""
+    bad_count: int = 0
+    """How many records were passed over."""
+    first_bad: tuple[int, str] | None = None
+    """The offset of the first frame with such a record, and why it was passed over."""
 
 
-def read_journal(folder: Path, generation: int, position: int, budget_bytes: int = STEP_BYTES) -> ReadJournal:
-    """Read on behind `position` of `generation`, in the newest generation; about `budget_bytes` at most. Raises
-    OSError.
+def read_journal(
+    folder: Beneath, generation: int, position: int, budget_bytes: int = STEP_BYTES, stamp_max: int = STAMP_MAX
+) -> ReadJournal:
+    """Read on behind `position` of `generation`, in the newest generation; about `budget_bytes` at most. See `decode`
+    for `stamp_max`. Raises OSError.
     """
     journal = ReadJournal(folder.name, max(generation, 1), position)
     try:
@@ -183,35 +199,37 @@ def read_journal(folder: Path, generation: int, position: int, budget_bytes: int
             journal.problem = f"it ends at {size}, and was read to {journal.start}"
             return journal
         data = _read_frames(fd, journal.start, size, budget_bytes)
-        found, journal.problem = decode(data)
-        journal.nbytes = len(data)
-        journal.frames = [(journal.start + end, records) for end, records in found]
-        end = journal.frames[-1][0] if found else journal.start
-        journal.is_whole = journal.problem is None and (not found or end >= size)
+        found = decode(data, stamp_max)
+        journal.problem, journal.nbytes, journal.bad_count = found.problem, len(data), found.bad_count
+        if found.first_bad is not None:
+            journal.first_bad = journal.start + found.first_bad[0], found.first_bad[1]
+        journal.frames = [(journal.start + end, records) for end, records in found.frames]
+        end = journal.frames[-1][0] if journal.frames else journal.start
+        journal.is_whole = journal.problem is None and (not journal.frames or end >= size)
         return journal
     finally:
         os.close(fd)
 
 
-def _newest_opened(folder: Path, journal: ReadJournal) -> int:
+def _newest_opened(folder: Beneath, journal: ReadJournal) -> int:
     """The newest generation, opened; of a newer one all is to be read. One that is just behind is found by its name."""
     if journal.start:
         with contextlib.suppress(FileNotFoundError):
-            fd = os.open(_path(folder, journal.generation + 1), os.O_RDONLY | os.O_CLOEXEC)
+            fd = _place(folder, journal.generation + 1).open(os.O_RDONLY)
             journal.generation, journal.start = journal.generation + 1, 0
             return fd
         with contextlib.suppress(FileNotFoundError):
-            fd = os.open(_path(folder, journal.generation), os.O_RDONLY | os.O_CLOEXEC)
+            fd = _place(folder, journal.generation).open(os.O_RDONLY)
             if os.fstat(fd).st_size > journal.start:
                 return fd
             os.close(fd)  # nothing is new, or it is an old one that could not be deleted
     generation = newest(folder) or 1
     if generation != journal.generation:
         journal.generation, journal.start = generation, 0
-    return os.open(_path(folder, generation), os.O_RDONLY | os.O_CLOEXEC)
+    return _place(folder, generation).open(os.O_RDONLY)
 
 
-def named_files(folder: Path) -> set[str]:
+def named_files(folder: Beneath) -> set[str]:
     """The files that a writer's journal names. Raises OSError."""
     found, generation, position = set[str](), 0, 0
     while True:
@@ -224,13 +242,13 @@ def named_files(folder: Path) -> set[str]:
         generation = journal.generation
 
 
-def newest(folder: Path) -> int | None:
+def newest(folder: Beneath) -> int | None:
     """The newest generation of the journal in a folder. Raises OSError."""
-    found = [int(match[1]) for match in (_NAME.match(path.name) for path in folder.iterdir()) if match]
+    found = [int(match[1]) for match in map(_NAME.match, folder.names()) if match]
     return max(found, default=None)
 
 
-def _path(folder: Path, generation: int) -> Path:
+def _place(folder: Beneath, generation: int) -> Beneath:
     return folder / f"journal-{generation}"
 
 

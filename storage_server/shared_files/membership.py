@@ -8,14 +8,16 @@ from __future__ import annotations
 
 import contextlib
 import json
-import os
 import secrets
 from dataclasses import dataclass
 from pathlib import Path
 
-from storage_server.shared_files.records import WRITER
+from adapters.beneath import Beneath
+from storage_server.shared_files.records import WRITER, WRITERS
 
 FORMAT = 1
+FORMAT_NAME = "format.json"
+MARK_BYTES_MAX = 4096
 
 
 class WrongHomeError(Exception):
@@ -34,20 +36,20 @@ def joined(root: Path, local: Path) -> Membership:
     """Join a shared directory, or come back to it. Raises WrongHomeError, OSError."""
     if not root.is_dir():
         raise WrongHomeError(f"{root} is no directory: is the file system mounted?")
-    mark = local / "home.json"
+    mark, writers = Beneath(local, "home.json"), Beneath(root, WRITERS)
     known = _read(mark)
     if known is None:
         home = _home(root)
         membership = Membership(home, secrets.token_hex(6))
-        (root / "writers" / membership.writer).mkdir(parents=True, mode=0o700)
+        (writers / membership.writer).make_folder()
         local.mkdir(parents=True, exist_ok=True, mode=0o700)
         _write(mark, {"home": membership.home, "writer": membership.writer})
         return membership
     membership = Membership(str(known.get("home")), str(known.get("writer")))
     if not WRITER.match(membership.writer):
         raise WrongHomeError(f"{mark} cannot be read: use another data directory")
-    found = _read(root / "format.json")
-    if found is None or found.get("id") != membership.home or not (root / "writers" / membership.writer).is_dir():
+    found = _read(Beneath(root, FORMAT_NAME))
+    if found is None or found.get("id") != membership.home or not (writers / membership.writer).is_folder():
         raise WrongHomeError(
             f"{root} is not the directory that {local.parent} is a cache of: is the right file system mounted?"
             " Otherwise use another data directory"
@@ -57,43 +59,33 @@ def joined(root: Path, local: Path) -> Membership:
 
 def _home(root: Path) -> str:
     """The id of the shared directory; a new one gets it here. Of servers that start at once one is first."""
-    path = root / "format.json"
-    if _read(path) is None:
-        if any(each.name != "lost+found" and not each.name.startswith("format.json") for each in root.iterdir()):
-            if _read(path) is not None:  # another server has just made it
+    place = Beneath(root, FORMAT_NAME)
+    if _read(place) is None:
+        if any(name != "lost+found" and not name.startswith(FORMAT_NAME) for name in Beneath(root).names()):
+            if _read(place) is not None:  # another server has just made it
                 return _home(root)
             raise WrongHomeError(f"{root} holds other files: use an empty directory")
-        new = root / f"format.json.{secrets.token_hex(6)}"
+        new = place.with_name(f"{FORMAT_NAME}.{secrets.token_hex(6)}")
         _write(new, {"format": FORMAT, "id": secrets.token_hex(16)})
         with contextlib.suppress(FileExistsError):
-            os.link(new, path)
+            new.link(place)
         new.unlink()
-    found = _read(path)
+    found = _read(place)
     if found is None or found.get("format") != FORMAT or not isinstance(found.get("id"), str):
-        raise WrongHomeError(f"{path} is of another release, or damaged")
+        raise WrongHomeError(f"{place} is of another release, or damaged")
     return str(found["id"])
 
 
-def _read(path: Path) -> dict[str, object] | None:
+def _read(place: Beneath) -> dict[str, object] | None:
     try:
-        found = json.loads(path.read_bytes())
+        found = json.loads(place.read(MARK_BYTES_MAX))
     except FileNotFoundError:
         return None
-    except ValueError:
+    except (ValueError, RecursionError):
         return {}
     return found if isinstance(found, dict) else {}
 
 
-def _write(path: Path, fields: dict[str, object]) -> None:
+def _write(place: Beneath, fields: dict[str, object]) -> None:
     """Durably, and whole or not at all."""
-    new = path.with_name(path.name + ".new")
-    with open(new, "w", encoding="utf-8", opener=lambda name, flags: os.open(name, flags, 0o600)) as file:
-        json.dump(fields, file)
-        file.flush()
-        os.fsync(file.fileno())
-    new.replace(path)
-    fd = os.open(path.parent, os.O_RDONLY | os.O_DIRECTORY)
-    try:
-        os.fsync(fd)
-    finally:
-        os.close(fd)
+    place.write(json.dumps(fields).encode())

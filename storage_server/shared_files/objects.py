@@ -226,7 +226,7 @@ class SharedObjects:
             raise _gone() from None
 
     def _are_gone(self, locations: Sequence[Extent]) -> bool:
-        return any(not self._files.path(extent.file_id).exists() for extent in locations)
+        return any(not self._files.place(extent.file_id).exists() for extent in locations)
 
 
 def _gone() -> CallerError:

@@ -23,6 +23,7 @@ from contextlib import suppress
 from functools import partial
 from pathlib import Path
 
+from adapters.beneath import Beneath
 from adapters.renewals import RENEWALS, Renewals
 from descriptors.errors import ErrorCode, ObjectCacheError, ServerError
 from storage_server.settings import StorageSettings, UpstreamSettings
@@ -34,7 +35,7 @@ from storage_server.shared_files.journal import OwnJournal, named_files
 from storage_server.shared_files.membership import joined
 from storage_server.shared_files.objects import SharedObjects, SharedUploads
 from storage_server.shared_files.reading import SharedReads
-from storage_server.shared_files.records import WRITER, BadRecordError, Record, encode, file_ids, writer_of
+from storage_server.shared_files.records import WRITER, WRITERS, BadRecordError, Record, encode, file_ids, writer_of
 from storage_server.store.data.bodies import BodyReader, BodyWriter
 from storage_server.store.data.buffers import BufferShare
 from storage_server.store.data.disk import Disk, disk_error
@@ -86,14 +87,14 @@ class SharedDirectory:
         self._disk = disk = disk or Disk()
         self._membership = joined(root, local)
         writer = self._membership.writer
-        self._folder = root / "writers" / writer
+        self._folder = Beneath(root, WRITERS) / writer
         self.files = SharedFiles(root, writer, storage.open_files_max, disk)
         self.files.start()
         self._journal = OwnJournal(self._folder, disk)
         self._rewritten_bytes = 0
         self._reserve = Reserve(self._folder)
         self._checked_retired_s = float("-inf")
-        self._clock = StampClock(time.time, 0)
+        self._clock = StampClock(self.files.now_s, 0)
         self._mark = Mark(local)
         space = Space(local, None)
         self.committer = Committer(
@@ -131,7 +132,7 @@ class SharedDirectory:
             evictor,
         )
         uploads = Uploads(self.reader, self.committer, bodies, storage.object_bytes_max, objects, evictor)
-        self.following = Following(root, writer, self.committer, self._clock.observe, settings.read_timeout_s)
+        self.following = Following(root, writer, self.committer, self._clock, settings.read_timeout_s)
         self._reads = SharedReads(self.files, settings.fetches_max, settings.read_bytes_per_s)
         self.objects = SharedObjects(objects, self.files, self.following, self._reads)
         self.uploads = SharedUploads(uploads, self.following)
@@ -149,12 +150,18 @@ class SharedDirectory:
         """How many journals cannot be read to their ends."""
         return self.following.problem_count
 
+    @property
+    def bad_record_count(self) -> int:
+        """How many records of journals were passed over because they make no sense."""
+        return self.following.bad_record_count
+
     def on_changed(self, tell: OnChanged) -> None:
         """Call `tell` with what other servers have changed."""
         self.following.on_changed = tell
 
     async def start(self) -> None:
         """Read all journals to their ends, and begin to follow them."""
+        await asyncio.to_thread(self.files.beat)
         await self.committer.commit(self._open_journal)
         await self.following.start(await self.reader.threaded(merge.positions))
         named = await self.reader.threaded(queries.file_ids)
@@ -236,9 +243,11 @@ class SharedDirectory:
         if (generation, position) == (journal.generation, journal.end):
             return
         try:
-            for records in journal.read(position if generation == journal.generation else 0):
-                self._clock.observe(max((record.stamp for record in records), default=0))
-                merge.apply(tx, writer, journal.generation, records, time.time())
+            for found in journal.read(position if generation == journal.generation else 0, self._clock.latest):
+                self.following.note_bad(writer, found.bad_count, found.first_bad)
+                for _, records in found.frames:
+                    self._clock.observe(max((record.stamp for record in records), default=0))
+                    merge.apply(tx, writer, journal.generation, records, time.time())
         except OSError as error:
             raise disk_error(error, "reading the journal") from error
         merge.note_position(tx.db, writer, journal.generation, journal.end)
@@ -258,7 +267,7 @@ class SharedDirectory:
         """Take a record back, where its writing took so long that a file that it names was deleted meanwhile. Raises
         ServerError then.
         """
-        if all(self.files.path(file_id).exists() for file_id in others):
+        if all(self.files.place(file_id).exists() for file_id in others):
             return
         gone = [Record(record.about, record.stamp + 1, None) for record in records if record.bodies]
         with suppress(OSError):
@@ -308,9 +317,10 @@ class SharedDirectory:
     def _files_of_retired(self) -> set[str]:
         """The files of retired writers that are there, and that their journals name."""
         found = set[str]()
-        for folder in (self._root / "writers").iterdir():
-            if WRITER.match(folder.name) and self.files.is_retired(folder.name):
-                found |= named_files(folder) & set(self.files.stored(folder.name))
+        writers = Beneath(self._root, WRITERS)
+        for writer in writers.names():
+            if WRITER.match(writer) and self.files.is_retired(writer):
+                found |= named_files(writers / writer) & set(self.files.stored(writer))
         return found
 
     def _shorten_journal(self, tx: Transaction) -> None:

@@ -18,6 +18,7 @@ from contextlib import aclosing
 from functools import partial
 from typing import TypeVar
 
+from adapters.beneath import Beneath
 from adapters.threads import to_end
 from descriptors.errors import ServerError
 from descriptors.objects import ByteRange
@@ -64,7 +65,7 @@ class EmbeddedStore:
         self.settings = settings
         self.disk = disk = disk or Disk()
         settings.data_dir.mkdir(parents=True, exist_ok=True, mode=0o700)
-        disk.sync_directory(settings.data_dir.parent)
+        disk.sync_directory(Beneath(settings.data_dir.parent))
         self._lock = _lock_directory(settings)
         index = settings.data_dir / "index.sqlite3"
         self._index_is_new = not index.exists() or index.stat().st_size == 0
@@ -211,7 +212,7 @@ def _lock_directory(settings: StorageSettings) -> int:
     """Lock the directory, because a second server would take our unfinished files for leftovers. Raises OSError
     (EWOULDBLOCK) where another server has it.
     """
-    fd = os.open(settings.data_dir / "lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+    fd = Beneath(settings.data_dir, "lock").open(os.O_RDWR | os.O_CREAT)
     try:
         fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError as error:

@@ -7,9 +7,11 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
+from adapters.beneath import Beneath
 from storage_server.settings import UpstreamSettings
 
 NAME = "upstream.json"
+MARK_BYTES_MAX = 64 * 1024
 
 
 class WrongDirectoryError(Exception):
@@ -18,7 +20,7 @@ class WrongDirectoryError(Exception):
 
 def claim(directory: Path, upstream: UpstreamSettings | None) -> None:
     """Check that the directory may be used so, and mark a new one as a cache. Raises WrongDirectoryError, OSError."""
-    mark = directory / NAME
+    mark = Beneath(directory, NAME)
     is_cache, is_used = mark.exists(), (directory / "index.sqlite3").exists()
     if upstream is None:
         if is_cache:
@@ -34,11 +36,11 @@ def claim(directory: Path, upstream: UpstreamSettings | None) -> None:
         )
     if not is_cache:
         directory.mkdir(parents=True, exist_ok=True, mode=0o700)
-        mark.write_text(json.dumps({"endpoint": upstream.endpoint}) + "\n")
+        mark.write(json.dumps({"endpoint": upstream.endpoint}).encode() + b"\n")
 
 
-def _marked(mark: Path) -> str:
+def _marked(mark: Beneath) -> str:
     try:
-        return str(json.loads(mark.read_text())["endpoint"])
-    except (ValueError, KeyError, TypeError):
+        return str(json.loads(mark.read(MARK_BYTES_MAX))["endpoint"])
+    except (ValueError, KeyError, TypeError, RecursionError):
         raise WrongDirectoryError(f"{mark} cannot be read: use another directory, or empty this one") from None

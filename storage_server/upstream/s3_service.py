@@ -27,6 +27,11 @@ class S3Service:
         """There are no journals."""
         return 0
 
+    @property
+    def bad_record_count(self) -> int:
+        """There are no journals."""
+        return 0
+
     def on_changed(self, tell: OnChanged) -> None:
         """An S3 service does not say what others change: `chunk_revalidate_s` is for that."""
 

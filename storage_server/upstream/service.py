@@ -89,6 +89,10 @@ class Service(Protocol):
     def unread_count(self) -> int:
         """How many journals cannot be read to their ends, where the home has journals."""
 
+    @property
+    def bad_record_count(self) -> int:
+        """How many records of journals were passed over because they make no sense."""
+
     def on_changed(self, tell: OnChanged) -> None:
         """Call `tell` with what others have changed, where this home hears of it."""
 

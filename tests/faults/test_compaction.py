@@ -16,6 +16,7 @@ from typing import Any
 
 import pytest
 
+from adapters.beneath import Beneath
 from descriptors.errors import ErrorCode, ServerError
 from storage_server.store.data.durability import Durability
 from storage_server.store.embedded import EmbeddedStore
@@ -106,7 +107,7 @@ async def test_a_disk_that_fails_at_any_step_costs_nothing_that_is_stored(
         disk = FailingAt()
         store = await sparse(memory_path / str(step), disk)
         for index in range(256):  # whichever the new file's is: each attempt takes the same steps
-            store.segments.make_directory(memory_path / str(step) / "extents" / f"{index:02x}")
+            store.segments.make_directory(Beneath(memory_path / str(step)) / "extents" / f"{index:02x}")
         disk.arm(step, error, is_lasting=is_lasting)
         with contextlib.suppress(ServerError):
             await store.compactor.compact()

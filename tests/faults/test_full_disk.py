@@ -20,7 +20,7 @@ import pytest
 
 from descriptors.units import KIB, MIB
 from storage_server.store.data.durability import Durability
-from storage_server.store.data.extents import extent_path
+from storage_server.store.data.extents import extent_place
 from storage_server.store.upkeep.dedup import TICK_S
 from tests.faults.crash.audit import audit
 from tests.faults.crash.client import Client, error_code, tree
@@ -397,7 +397,7 @@ async def test_deletes_give_space_back_where_the_index_has_no_room_to_note_what_
         await put(store, key, bytes([1]) * 4 * MIB)
     (segment,) = files_in(store)
     await store.objects.delete_object("k", "bbb", "deleted")
-    await until(lambda: full.refused > 0 and extent_path(tmp_path, segment).stat().st_blocks * 512 < 5 * MIB)
+    await until(lambda: full.refused > 0 and extent_place(tmp_path, segment).path.stat().st_blocks * 512 < 5 * MIB)
     assert await get(store, "kept") == bytes([1]) * 4 * MIB
     await put(store, "new", b"new")
     store.close()

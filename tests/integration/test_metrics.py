@@ -162,7 +162,15 @@ def test_metrics_are_for_the_token_and_for_keys_that_may(metered: Stack) -> None
     assert metered.request("GET", TARGET, key=OTHER).code == "AccessDenied"
     assert metered.request("GET", TARGET, key=READER).code == "AccessDenied"
     assert metered.request("POST", TARGET, key=OWNER).status == 405
-    for authorization in (None, "Bearer ", f"Bearer {TOKEN}x", f"Bearer {TOKEN[:-1]}", f"bearer {TOKEN}", TOKEN):
+    for authorization in (
+        None,
+        "Bearer ",
+        f"Bearer {TOKEN}x",
+        f"Bearer {TOKEN[:-1]}",
+        f"bearer {TOKEN}",
+        TOKEN,
+        "Bearer \xff\xfe",
+    ):
         headers = {} if authorization is None else {"Authorization": authorization}
         assert request(metered.url, "GET", TARGET, key=None, headers=headers).status in (400, 403), authorization
     bearer = {"Authorization": f"Bearer {TOKEN}"}

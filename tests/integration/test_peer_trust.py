@@ -6,15 +6,17 @@ import contextlib
 import signal
 import subprocess
 import sys
+import time
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 from botocore.exceptions import BotoCoreError, ClientError
 
+from descriptors.peer_auth import AUTH_HEADER, CALL_HEADER
 from tests.support.certificates import certificate
 from tests.support.clusters import Process
-from tests.support.requests import s3_client
+from tests.support.requests import request, s3_client
 from tests.support.servers import CONFIG
 from tests.support.waiting import eventually
 
@@ -73,6 +75,17 @@ def pair(folder: Path, server_options: tuple[str, ...] = (), gateway_options: tu
         yield made
     finally:
         made.close()
+
+
+def test_bytes_that_are_no_text_are_refused_like_any_other_signature(tmp_path: Path) -> None:
+    with pair(tmp_path) as both:
+        for file in (both.server_secret, both.gateway_secret):
+            file.write_text(f"{OLD}\n")
+        both.server.start()
+        for name in (AUTH_HEADER, CALL_HEADER):
+            headers = {AUTH_HEADER: f"v1 {int(time.time()) + 60} 0 0", CALL_HEADER: "e30=", name: "v1 \xff \xfe \xfd"}
+            answer = request(both.server.url, "POST", "/v1/list_buckets", key=None, headers=headers)
+            assert answer.status == 403, name
 
 
 def test_a_secret_is_replaced_in_three_steps_without_a_restart_or_a_refusal(tmp_path: Path) -> None:

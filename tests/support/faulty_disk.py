@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 from pathlib import Path
 
+from adapters.beneath import Beneath
 from storage_server.store.data.disk import Disk
 
 
@@ -22,10 +23,10 @@ class FaultyDisk(Disk):
             raise OSError(self.fail[call], f"injected {errno.errorcode[self.fail[call]]}")
         self.diary.append((call, name))
 
-    def create(self, path: Path) -> int:
-        self.about_to("create", path.name)
-        fd = super().create(path)
-        self._names[fd] = path.name
+    def create(self, place: Beneath) -> int:
+        self.about_to("create", place.name)
+        fd = super().create(place)
+        self._names[fd] = place.name
         return fd
 
     def write(self, fd: int, view: memoryview, offset: int) -> int:
@@ -36,17 +37,17 @@ class FaultyDisk(Disk):
         self.about_to("sync", Path(f"/proc/self/fd/{fd}").readlink().name)
         super().sync(fd)
 
-    def sync_directory(self, path: Path) -> None:
-        self.about_to("sync_directory", path.name)
-        super().sync_directory(path)
+    def sync_directory(self, place: Beneath) -> None:
+        self.about_to("sync_directory", place.name)
+        super().sync_directory(place)
 
-    def unlink(self, path: Path) -> None:
-        self.about_to("unlink", path.name)
-        super().unlink(path)
+    def unlink(self, place: Beneath) -> None:
+        self.about_to("unlink", place.name)
+        super().unlink(place)
 
-    def open(self, path: Path) -> int:
-        self.about_to("open", path.name)
-        return super().open(path)
+    def open(self, place: Beneath) -> int:
+        self.about_to("open", place.name)
+        return super().open(place)
 
     def read_cached(self, fd: int, view: memoryview, offset: int) -> int:
         self.about_to("read", Path(f"/proc/self/fd/{fd}").readlink().name)

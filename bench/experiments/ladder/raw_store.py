@@ -33,7 +33,7 @@ from descriptors.units import MIB
 from storage_server.planning.extent import Extent
 from storage_server.store.beside import FilesBeside
 from storage_server.store.data.disk import Disk
-from storage_server.store.data.extents import extent_path
+from storage_server.store.data.extents import extent_place
 from storage_server.store.index.queries import prefix
 from storage_server.store.index.schema import connect
 
@@ -96,7 +96,7 @@ def raw_store(session: Session) -> Json:
         store_bodies(server, keys, partial(content.window, nbytes=size), size, "figure 8: storing blocks")
         targets = target[: len(keys) * size].reshape(len(keys), size)
         store = Store(server.data, _find(server.data, keys), content, targets)
-        left_out = _left_out(extent_path(server.data, store.objects[0][1].file_id))
+        left_out = _left_out(extent_place(server.data, store.objects[0][1].file_id).path)
         with ExitStack() as stack:
             tasks = [
                 _task(stack, store, reader, cache, in_flight)
@@ -132,7 +132,7 @@ def _find(data: Path, keys: Sequence[str]) -> list[tuple[int, Extent]]:
         if extents is None or len(extents) != 1:
             raise VerificationError(f"{keys[number]} is not one extent")
         stored.append((number, extents[0]))
-    return sorted(stored, key=lambda one: (extent_path(data, one[1].file_id), one[1].offset))
+    return sorted(stored, key=lambda one: (extent_place(data, one[1].file_id).path, one[1].offset))
 
 
 def _left_out(path: Path) -> dict[Cache, str]:
@@ -156,7 +156,7 @@ def _task(stack: ExitStack, store: Store, reader: Reader, cache: Cache, in_fligh
     targets, size = store.targets, store.targets.shape[1]
     flags = os.O_RDONLY | os.O_CLOEXEC | (os.O_DIRECT if cache is Cache.DIRECT else 0)
     names = sorted({extent.file_id for _, extent in store.objects})
-    files = {name: os.open(extent_path(store.data, name), flags) for name in names}
+    files = {name: os.open(extent_place(store.data, name).path, flags) for name in names}
     for fd in files.values():
         stack.callback(os.close, fd)
     objects = zip(store.objects, targets, strict=True)

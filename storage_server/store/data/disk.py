@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import errno
 import os
 from pathlib import Path
 
+from adapters.beneath import Beneath
 from descriptors.errors import ErrorCode, ServerError
 
 _PUNCH_HOLE = 0x02 | 0x01  # FALLOC_FL_PUNCH_HOLE, FALLOC_FL_KEEP_SIZE (linux/falloc.h)
@@ -17,9 +19,9 @@ _fallocate.argtypes = (ctypes.c_int, ctypes.c_int, ctypes.c_int64, ctypes.c_int6
 class Disk:
     """Plain files. Methods run in worker threads and raise OSError."""
 
-    def create(self, path: Path) -> int:
+    def create(self, place: Beneath) -> int:
         """Make a new file for writing and return its descriptor. The file must not exist."""
-        return os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
+        return place.open(os.O_WRONLY | os.O_CREAT | os.O_EXCL)
 
     def write(self, fd: int, view: memoryview, offset: int) -> int:
         """Write some of `view` at `offset`; returns how many bytes were written."""
@@ -39,23 +41,20 @@ class Disk:
         if not os.fstat(fd).st_nlink:
             raise OSError(errno.ESTALE, "the file was deleted while it was written")
 
-    def sync_directory(self, path: Path) -> None:
+    def sync_directory(self, place: Beneath) -> None:
         """Make the names in a directory survive power loss."""
-        fd = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
-        try:
-            os.fsync(fd)
-        finally:
-            os.close(fd)
+        place.sync()
 
-    def unlink(self, path: Path) -> None:
+    def unlink(self, place: Beneath) -> None:
         """Remove a file; no error when it does not exist."""
-        path.unlink(missing_ok=True)
+        with contextlib.suppress(FileNotFoundError):
+            place.unlink()
 
-    def punch(self, path: Path, offset: int, nbytes: int) -> bool:
+    def punch(self, place: Beneath, offset: int, nbytes: int) -> bool:
         """Give the space of whole file system blocks back; they read as zeros from then on. False, with nothing done,
         where the file system cannot.
         """
-        fd = os.open(path, os.O_WRONLY | os.O_CLOEXEC)
+        fd = place.open(os.O_WRONLY)
         try:
             if _fallocate(fd, _PUNCH_HOLE, offset, nbytes) == 0:
                 return True
@@ -65,9 +64,9 @@ class Disk:
         finally:
             os.close(fd)
 
-    def size(self, path: Path) -> int:
+    def size(self, place: Beneath) -> int:
         """The length of a file in bytes."""
-        return path.stat().st_size
+        return place.status().st_size
 
     def free_bytes(self, path: Path) -> int:
         """The free bytes of the file system that `path` is on."""
@@ -78,9 +77,9 @@ class Disk:
         """Drop the file's synced pages from the page cache, where the system can, so that reads go to the disk."""
         os.posix_fadvise(fd, 0, 0, os.POSIX_FADV_DONTNEED)
 
-    def open(self, path: Path) -> int:
-        """Open a file for reading and return its descriptor."""
-        return os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+    def open(self, place: Beneath) -> int:
+        """Open a file for reading and return its descriptor. Raises UnsafeFileError."""
+        return place.open(os.O_RDONLY)
 
     def read(self, fd: int, view: memoryview, offset: int) -> int:
         """Read some bytes at `offset` into `view`; 0 at the end of the file."""

@@ -20,6 +20,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import TypeVar
 
+from adapters.beneath import Beneath, UnsafeFileError
 from storage_server.planning.block_checksums import BLOCK_BYTES, first_bad_block
 from storage_server.planning.extent import CorruptExtentError, Extent, MissingFileError, aligned
 from storage_server.store.data.disk import Disk
@@ -28,6 +29,7 @@ from storage_server.store.data.space import Space
 IDLE_FILES_MAX = 512
 PUNCHED_MAX = 65_536
 """So many locations are remembered that were given back. A reader that began before the first of them reads again."""
+FOLDER = "extents"
 _T = TypeVar("_T")
 _FILE_ID = re.compile(r"[0-9a-f]{32}\Z")
 Read = Callable[[int, memoryview, int], int]
@@ -35,9 +37,9 @@ Location = tuple[str, int]
 """A file, and the offset of an extent in it."""
 
 
-def extent_path(directory: Path, file_id: str) -> Path:
-    """The path of a file of extents."""
-    return directory / "extents" / file_id[:2] / file_id
+def extent_place(directory: Path, file_id: str) -> Beneath:
+    """The place of a file of extents in a data directory."""
+    return Beneath(directory, f"{FOLDER}/{file_id[:2]}/{file_id}")
 
 
 class ExtentFiles:
@@ -72,9 +74,9 @@ class ExtentFiles:
         self.punch_count = 0
         """How many locations were given back since the start."""
 
-    def path(self, file_id: str) -> Path:
+    def place(self, file_id: str) -> Beneath:
         """Where a file lies."""
-        return extent_path(self._directory, file_id)
+        return extent_place(self._directory, file_id)
 
     def new_id(self) -> str:
         """The id of a file that is about to be made."""
@@ -82,8 +84,8 @@ class ExtentFiles:
 
     def start(self) -> None:
         """Make the directory. Its subdirectories are made with their first files."""
-        (self._directory / "extents").mkdir(parents=True, exist_ok=True)
-        self.disk.sync_directory(self._directory)
+        Beneath(self._directory, FOLDER).make_folder()
+        self.disk.sync_directory(Beneath(self._directory))
 
     @property
     def open_count(self) -> int:
@@ -247,10 +249,17 @@ class ExtentFiles:
             if fd is not None:
                 self._fds.move_to_end(file_id)
                 return fd, False
-            try:
-                fd = self.disk.open(self.path(file_id))
-            except FileNotFoundError as error:
-                raise MissingFileError(file_id) from error
+        try:
+            fd = self.disk.open(self.place(file_id))  # without the lock: a file server may take long to answer
+        except FileNotFoundError as error:
+            raise MissingFileError(file_id) from error
+        except (UnsafeFileError, PermissionError) as error:
+            raise CorruptExtentError(f"{file_id} cannot be trusted: {error}") from error
+        with self._lock:
+            if file_id in self._fds:  # another thread has opened it meanwhile
+                os.close(fd)
+                self._fds.move_to_end(file_id)
+                return self._fds[file_id], False
             self._close_idle(self._open_files_max - 1)
             if len(self._fds) >= self._open_files_max:
                 return fd, True
@@ -279,7 +288,7 @@ class ExtentFiles:
         if len(self._punched) > PUNCHED_MAX:
             self._forgotten_count = self._punched.pop(next(iter(self._punched)))
         with contextlib.suppress(OSError):  # if this fails, the space comes back when the file is deleted
-            if self.disk.punch(self.path(file_id), offset, aligned(nbytes)):
+            if self.disk.punch(self.place(file_id), offset, aligned(nbytes)):
                 self._space.give_back(file_id, nbytes)
 
     def _remove(self, file_id: str) -> None:
@@ -287,7 +296,7 @@ class ExtentFiles:
         if fd is not None:
             os.close(fd)
         with contextlib.suppress(OSError):  # a file that cannot be removed is swept at the next start
-            self.disk.unlink(self.path(file_id))
+            self.disk.unlink(self.place(file_id))
             self._space.forget(file_id)
 
     def count(self) -> int:
@@ -300,22 +309,22 @@ class ExtentFiles:
         """
         with self._lock:
             self._live = set(live)
-        unknown = [path for path in self._stored() if path.name not in live]
-        aside = self._directory / "set-aside"
+        unknown = [place for place in self._stored() if place.name not in live]
+        aside = Beneath(self._directory, "set-aside")
         if set_aside and unknown:
-            aside.mkdir(exist_ok=True, mode=0o700)
-        for path in unknown:
+            aside.make_folder()
+        for place in unknown:
             with contextlib.suppress(FileNotFoundError):  # the committer deletes what recovery has just freed
                 if set_aside:
-                    path.rename(aside / path.name)
+                    place.rename(aside / place.name)
                 else:
-                    path.unlink()
-        self._space.load(list(self._stored()))
+                    place.unlink()
+        self._space.load([place.path for place in self._stored()])
         return len(unknown)
 
-    def _stored(self) -> Iterator[Path]:
+    def _stored(self) -> Iterator[Beneath]:
         """The files whose names have the form of ours; other files in the directory are left alone."""
-        return (path for path in (self._directory / "extents").glob("*/*") if _FILE_ID.match(path.name))
+        return (place for place in places_in(Beneath(self._directory, FOLDER)) if _FILE_ID.match(place.name))
 
     def close(self) -> None:
         """Close every descriptor."""
@@ -323,6 +332,15 @@ class ExtentFiles:
             for fd in self._fds.values():
                 os.close(fd)
             self._fds.clear()
+
+
+def places_in(extents: Beneath) -> Iterator[Beneath]:
+    """What lies in the folders of a folder of extents."""
+    with contextlib.suppress(FileNotFoundError, UnsafeFileError):
+        for folder in extents.names():
+            with contextlib.suppress(FileNotFoundError, UnsafeFileError):
+                for name in (extents / folder).names():
+                    yield extents / folder / name
 
 
 class PinSet:

@@ -14,8 +14,8 @@ import os
 import threading
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
-from pathlib import Path
 
+from adapters.beneath import Beneath
 from descriptors.errors import CallerError, ErrorCode
 from descriptors.objects import BodyDigests
 from descriptors.storage_api import Piece
@@ -35,10 +35,10 @@ class WriteFile:
     its id.
     """
 
-    def __init__(self, path: Path, fd: int, disk: Disk, space: Space, on_closed: Callable[[str], None]) -> None:
-        self.file_id = path.name
+    def __init__(self, place: Beneath, fd: int, disk: Disk, space: Space, on_closed: Callable[[str], None]) -> None:
+        self.file_id = place.name
         self._space = space
-        self._path = path
+        self._place = place
         self.fd = fd
         self.failed = False
         self._disk = disk
@@ -54,7 +54,7 @@ class WriteFile:
     def give_back(self, offset: int, nbytes: int, *, is_written: bool) -> None:
         """Give back the space of a body that failed: no row has named the bytes, and no row will."""
         with contextlib.suppress(OSError):
-            if not is_written or self._disk.punch(self._path, offset, aligned(nbytes)):
+            if not is_written or self._disk.punch(self._place, offset, aligned(nbytes)):
                 self._space.give_back(self.file_id, nbytes)
 
     def hold(self) -> None:
@@ -127,7 +127,7 @@ class Segments:
         self._current: WriteFile | None = None
         self._writing: set[str] = set()
         self._making = threading.Lock()
-        self._made: set[Path] = set()
+        self._made: set[Beneath] = set()
         self._used_bytes = 0
         self._extent_count = 0
 
@@ -149,27 +149,27 @@ class Segments:
     def new_file(self) -> WriteFile:
         """A file that nobody else writes to. Its name is durable, and the caller holds it. Raises OSError."""
         file_id = self._files.new_id()
-        path = self._files.path(file_id)
-        self.make_directory(path.parent)
-        fd = self._disk.create(path)
+        place = self._files.place(file_id)
+        self.make_directory(place.parent)
+        fd = self._disk.create(place)
         try:
-            self._disk.sync_directory(path.parent)
+            self._disk.sync_directory(place.parent)
         except OSError:
             os.close(fd)
             with contextlib.suppress(OSError):
-                self._disk.unlink(path)
+                self._disk.unlink(place)
             raise
         self._files.add(file_id)
         with self._lock:
             self._writing.add(file_id)
-        return WriteFile(path, fd, self._disk, self._space, self._closed)
+        return WriteFile(place, fd, self._disk, self._space, self._closed)
 
-    def make_directory(self, directory: Path) -> None:
+    def make_directory(self, directory: Beneath) -> None:
         """Make a directory of extents durably; a file in it is lost if the directory's name is. Raises OSError."""
         with self._making:
             if directory in self._made:
                 return
-            directory.mkdir(exist_ok=True)
+            directory.make_folder()
             self._disk.sync_directory(directory.parent)
             self._made.add(directory)
 

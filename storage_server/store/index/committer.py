@@ -23,6 +23,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol, TypeVar
 
+from adapters.beneath import Beneath
 from descriptors.errors import ErrorCode, ServerError
 from storage_server.store.data.disk import Disk, disk_error
 from storage_server.store.data.durability import Durability
@@ -123,7 +124,7 @@ class Committer:
         self._dead: list[str] = []
         self._synced_at = time.monotonic()
         self._is_dirty = False
-        self._reserve = Reserve(path.parent)
+        self._reserve = Reserve(Beneath(path.parent))
         self.db = _opened(path, self._reserve)
         self._reserve.keep()
         self._store_number = read_identity(self.db).number

@@ -14,6 +14,8 @@ import sqlite3
 from dataclasses import dataclass
 from pathlib import Path
 
+from adapters.beneath import Beneath
+
 MARK_BYTES = 64
 MARK_NAME = "mark"
 
@@ -69,8 +71,7 @@ class Mark:
     """The mark of a data directory. Used by one thread at a time."""
 
     def __init__(self, directory: Path) -> None:
-        self._path = directory / MARK_NAME
-        self._fd = os.open(self._path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+        self._fd = Beneath(directory, MARK_NAME).open(os.O_RDWR | os.O_CREAT)
 
     def read(self) -> Identity | None:
         """The mark; None where none was ever written, or it is torn."""

@@ -6,7 +6,8 @@ from __future__ import annotations
 
 import contextlib
 import os
-from pathlib import Path
+
+from adapters.beneath import Beneath
 
 RESERVE_BYTES = 8 << 20
 
@@ -14,8 +15,8 @@ RESERVE_BYTES = 8 << 20
 class Reserve:
     """A file of RESERVE_BYTES beside the index. Used by one thread."""
 
-    def __init__(self, directory: Path) -> None:
-        self._path = directory / "reserve"
+    def __init__(self, directory: Beneath) -> None:
+        self._place = directory / "reserve"
         self.is_gone = True
         self.was_needed = False
 
@@ -24,14 +25,15 @@ class Reserve:
         if not self.is_gone:
             return
         try:
-            fd = os.open(self._path, os.O_WRONLY | os.O_CREAT | os.O_CLOEXEC, 0o600)
+            fd = self._place.open(os.O_WRONLY | os.O_CREAT)
         except OSError:
             return
         try:
             os.posix_fallocate(fd, 0, RESERVE_BYTES)
             self.is_gone = self.was_needed = False
         except OSError:
-            self._path.unlink(missing_ok=True)
+            with contextlib.suppress(OSError):
+                self._place.unlink()
         finally:
             os.close(fd)
 
@@ -39,6 +41,6 @@ class Reserve:
         """Free the reserve's space until `keep` allocates it again; returns whether there was a reserve."""
         self.is_gone = True
         with contextlib.suppress(OSError):
-            self._path.unlink()
+            self._place.unlink()
             self.was_needed = True
         return self.was_needed

@@ -15,6 +15,7 @@ import os
 import sqlite3
 from pathlib import Path
 
+from adapters.beneath import Beneath
 from storage_server.store.index.identity import draw_identity
 from storage_server.store.index.migrations import SCHEMA_VERSION, migrate, require_current, run_whole, schema_of
 
@@ -105,7 +106,7 @@ def _make_private(path: Path) -> None:
     for suffix in ("", "-wal", "-shm"):
         part = path.with_name(path.name + suffix)
         with contextlib.suppress(FileNotFoundError, PermissionError):
-            if part.stat().st_mode & 0o077:
+            if Beneath(part.parent, part.name).status().st_mode & 0o077:
                 part.chmod(0o600)
 
 

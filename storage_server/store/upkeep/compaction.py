@@ -29,7 +29,7 @@ from descriptors.errors import ErrorCode, ObjectCacheError, ServerError
 from descriptors.units import MIB
 from storage_server.planning.extent import CorruptExtentError
 from storage_server.store.data.disk import Disk
-from storage_server.store.data.extents import ExtentFiles, extent_path
+from storage_server.store.data.extents import ExtentFiles, extent_place
 from storage_server.store.data.io_threads import IoThreads
 from storage_server.store.data.segments import Segments, WriteFile
 from storage_server.store.data.space import Bound
@@ -156,7 +156,7 @@ class Compactor:
             if is_alone or use.file_id in self._damaged or self._segments.is_written(use.file_id):
                 continue
             try:
-                nbytes = self._disk.size(extent_path(self._directory, use.file_id))
+                nbytes = self._disk.size(extent_place(self._directory, use.file_id))
             except FileNotFoundError:
                 continue
             counts = (use.live_bytes, use.extent_count, use.row_count, use.first_version)

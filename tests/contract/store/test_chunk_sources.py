@@ -19,7 +19,7 @@ from storage_server.gather.source import ChunkSource
 from storage_server.planning.extent import Extent
 from storage_server.service import EmbeddedStorage
 from storage_server.settings import UpstreamSettings
-from storage_server.store.data.extents import extent_path
+from storage_server.store.data.extents import extent_place
 from storage_server.store.embedded import EmbeddedStore
 from tests.contract.store.chunk_rules import BUCKET, LAYOUT, CachedSourceRules, ChunkSourceRules, SourceBed
 from tests.support.chunks import BytesBody
@@ -114,7 +114,7 @@ class Arrived(SourceWrapper):
 def change_byte(store: EmbeddedStore, extents: Sequence[Extent], offset: int) -> None:
     """Change one byte of a chunk in the file that it lies in."""
     extent = next(e for e in extents if e.object_offset <= offset < e.object_offset + e.nbytes)
-    with extent_path(store.settings.data_dir, extent.file_id).open("r+b") as file:
+    with extent_place(store.settings.data_dir, extent.file_id).path.open("r+b") as file:
         file.seek(extent.offset + offset - extent.object_offset)
         byte = file.read(1)[0]
         file.seek(-1, 1)

@@ -11,6 +11,7 @@ from enum import Enum, auto
 from pathlib import Path
 from random import Random
 
+from adapters.beneath import Beneath
 from storage_server.store.data.disk import Disk
 
 PAGE_BYTES = 4096
@@ -48,11 +49,11 @@ class PowerDisk(Disk):
     _lock: threading.RLock = field(default_factory=threading.RLock)
     _count: int = 0
 
-    def create(self, path: Path) -> int:
+    def create(self, place: Beneath) -> int:
         with self._lock:
             self.about_to()
-            fd = Disk.create(self, path)
-            self.states[path.name] = FileState()
+            fd = Disk.create(self, place)
+            self.states[place.name] = FileState()
             return fd
 
     def write(self, fd: int, view: memoryview, offset: int) -> int:
@@ -76,11 +77,11 @@ class PowerDisk(Disk):
             left = tuple(one for one in state.unsynced if one not in covered)
             self.states[name] = replace(state, unsynced=left, synced_bytes=max(nbytes, state.synced_bytes))
 
-    def sync_directory(self, path: Path) -> None:
+    def sync_directory(self, place: Beneath) -> None:
         with self._lock:
             self.about_to()
             for name, state in list(self.states.items()):
-                if name[:2] != path.name:
+                if name[:2] != place.name:
                     continue
                 if state.is_unlinked:
                     del self.states[name]
@@ -88,14 +89,15 @@ class PowerDisk(Disk):
                 else:
                     self.states[name] = replace(state, is_named=True)
 
-    def unlink(self, path: Path) -> None:
+    def unlink(self, place: Beneath) -> None:
+        path = place.path
         with self._lock:
             self.about_to()
             if path.exists():
                 os.link(path, self.graveyard / path.name)
                 old = self.states.get(path.name, _safe(path))
                 self.states[path.name] = replace(old, is_unlinked=True)
-                Disk.unlink(self, path)
+                Disk.unlink(self, place)
 
     def about_to(self) -> None:
         self._count += 1

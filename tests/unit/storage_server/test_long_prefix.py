@@ -23,7 +23,7 @@ from storage_server.service import EmbeddedStorage
 from storage_server.settings import StorageSettings
 from storage_server.store import reads
 from storage_server.store.data import extents
-from storage_server.store.data.extents import extent_path
+from storage_server.store.data.extents import extent_place
 from storage_server.store.index import reader, resolved
 from storage_server.tiers import residency
 from tests.support.waiting import settled, until
@@ -62,8 +62,8 @@ async def filled(folder: Path) -> EmbeddedStorage:
     await storage.start()
     await storage.objects.create_bucket("A", "bbb")
     await storage.close()
-    extent_path(folder, FILE_ID).parent.mkdir()
-    extent_path(folder, FILE_ID).write_bytes(DATA)
+    extent_place(folder, FILE_ID).path.parent.mkdir()
+    extent_place(folder, FILE_ID).path.write_bytes(DATA)
     index = sqlite3.connect(folder / "index.sqlite3")
     with index:
         for number, key in enumerate(KEYS):

@@ -31,7 +31,7 @@ from storage_server.planning.plan import plan_delivery
 from storage_server.planning.rows import Row, SourceTable, joined, make_table, spans_of
 from storage_server.store.chunks import EmbeddedChunks
 from storage_server.store.data.disk import Disk
-from storage_server.store.data.extents import ExtentFiles, extent_path
+from storage_server.store.data.extents import ExtentFiles, extent_place
 from storage_server.store.reads import Reads
 from tests.support.memory_holes import punch
 
@@ -91,8 +91,8 @@ class Chunks:
                 self.addresses.append(address if index in resident else None)
             self.chunks.append(extents)
         for file_id, content in stored.items():
-            extent_path(folder, file_id).parent.mkdir(exist_ok=True)
-            extent_path(folder, file_id).write_bytes(content)
+            extent_place(folder, file_id).path.parent.mkdir(exist_ok=True)
+            extent_place(folder, file_id).path.write_bytes(content)
             self.files.add(file_id)
 
     def table(self) -> SourceTable:
@@ -101,7 +101,7 @@ class Chunks:
     def make_cold(self) -> None:
         """Drop the files from the page cache."""
         for file_id in ("a" * 32, "b" * 32):
-            fd = os.open(self.files.path(file_id), os.O_RDONLY)
+            fd = os.open(self.files.place(file_id).path, os.O_RDONLY)
             make_cold(fd)
             os.close(fd)
 
@@ -225,7 +225,7 @@ def failing(chunks: Chunks) -> ChunkUnavailable:
 def test_a_flipped_bit_names_its_chunk_and_layer(two: Chunks, tmp_path: Path) -> None:
     """Layer 2 of chunk 2, in a block no earlier layer touches."""
     extent = two.chunks[2][0]
-    path = extent_path(tmp_path, extent.file_id)
+    path = extent_place(tmp_path, extent.file_id).path
     data = bytearray(path.read_bytes())
     data[extent.offset + 100_000] ^= 4
     path.write_bytes(data)
@@ -237,7 +237,7 @@ def test_a_joined_read_still_names_the_chunk_that_is_bad(tmp_path: Path) -> None
     layout = ChunkLayout(1, 16, 2 * BLOCK_BYTES)
     chunks = Chunks(tmp_path, layout, 6, [], set())
     extent = chunks.chunks[5][0]
-    path = extent_path(tmp_path, extent.file_id)
+    path = extent_place(tmp_path, extent.file_id).path
     data = bytearray(path.read_bytes())
     data[extent.offset + BLOCK_BYTES + 7] ^= 1
     path.write_bytes(data)
@@ -254,9 +254,9 @@ def test_a_joined_read_still_names_the_chunk_that_is_bad(tmp_path: Path) -> None
 
 def test_a_short_file_and_a_missing_one_name_their_chunks(two: Chunks, tmp_path: Path) -> None:
     first, second = two.chunks[0][0], two.chunks[1][0]
-    os.truncate(extent_path(tmp_path, second.file_id), 5_000)
+    os.truncate(extent_place(tmp_path, second.file_id).path, 5_000)
     assert failing(two).index == 1
-    extent_path(tmp_path, first.file_id).unlink()
+    extent_place(tmp_path, first.file_id).path.unlink()
     two.files.close()
     assert failing(two).index == 0
 

@@ -17,7 +17,7 @@ from descriptors.notices import Mode
 from storage_server.gather.read import gather
 from storage_server.planning.plan import DeliveryPlan, Landing, Payload, Series, plan_delivery, plan_portion
 from storage_server.planning.rows import Row
-from storage_server.store.data.extents import extent_path
+from storage_server.store.data.extents import extent_place
 from tests.unit.storage_server.gather.test_gather import Chunks
 
 CHUNK_BYTES = 50_000
@@ -157,7 +157,7 @@ def test_a_gap_in_the_target_ends_a_payload() -> None:
 def test_damage_in_an_uneven_payload_is_that_of_its_chunk(tmp_path: Path) -> None:
     chunks = Chunks(tmp_path, ChunkLayout(1, 16, CHUNK_BYTES), 3, [], set())
     extent = chunks.chunks[2][0]
-    with extent_path(tmp_path, extent.file_id).open("r+b") as file:
+    with extent_place(tmp_path, extent.file_id).path.open("r+b") as file:
         file.seek(extent.offset + 100)
         file.write(b"\x00\xff\x00\xff")
     sizes = np.array([30, 20_000, 900], dtype=np.int64)

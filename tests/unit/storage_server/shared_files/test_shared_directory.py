@@ -9,8 +9,8 @@ import os
 import sqlite3
 import threading
 import time
-from collections.abc import AsyncIterator, Sequence
-from contextlib import AsyncExitStack, asynccontextmanager
+from collections.abc import Sequence
+from contextlib import AsyncExitStack
 from pathlib import Path
 from typing import Any
 
@@ -42,12 +42,10 @@ from storage_server.shared_files.store import SharedDirectory
 from storage_server.upstream.bulk_reads import Into
 from storage_server.upstream.service import Shown
 from tests.support.chunks import BytesBody
-from tests.support.faulty_disk import FaultyDisk
+from tests.support.shared_bed import BUCKET, KEY, Disk, data_files, get, journal_of, made, opened, put, writer
 from tests.support.store_bed import content
 from tests.support.waiting import LIMIT_S, until
 
-KEY = "OWNERKEY"
-BUCKET = "bucket"
 MIB = 1 << 20
 
 
@@ -75,47 +73,6 @@ def clock(monkeypatch: pytest.MonkeyPatch) -> MovedClock:
     return clock
 
 
-class Disk(FaultyDisk):
-    """`write` knows the names of files that it did not make, too."""
-
-    def write(self, fd: int, view: memoryview, offset: int) -> int:
-        self._names.setdefault(fd, Path(f"/proc/self/fd/{fd}").readlink().name)
-        return super().write(fd, view, offset)
-
-
-def made(tmp_path: Path, name: str, **chosen: Any) -> SharedDirectory:
-    root, local = tmp_path / "shared", tmp_path / name / "shared"
-    root.mkdir(exist_ok=True)
-    local.parent.mkdir(exist_ok=True)
-    disk = chosen.pop("disk", None)
-    upstream = UpstreamSettings(f"file://{root}", poll_s=3600.0, **chosen)
-    return SharedDirectory(upstream, StorageSettings(data_dir=local.parent), local, disk)
-
-
-@asynccontextmanager
-async def opened(tmp_path: Path, name: str, **chosen: Any) -> AsyncIterator[SharedDirectory]:
-    shared = made(tmp_path, name, **chosen)
-    await shared.start()
-    try:
-        yield shared
-    finally:
-        await shared.close()
-
-
-async def put(shared: SharedDirectory, key: str, data: bytes, **options: Any) -> None:
-    await shared.objects.put_object(KEY, PutRequest(BUCKET, key, len(data), **options), BytesBody(data))
-
-
-async def get(shared: SharedDirectory, key: str) -> bytes | None:
-    try:
-        async with shared.objects.open_object(KEY, ReadRequest(BUCKET, key)) as read:
-            return b"".join([bytes(piece) async for piece in read.body])
-    except CallerError as error:
-        if error.code is not ErrorCode.NO_SUCH_KEY:
-            raise
-        return None
-
-
 def shown(shared: SharedDirectory) -> list[Any]:
     """All that the index shows, without the numbers that each index counts by itself."""
     return shared.reader.here(
@@ -128,19 +85,6 @@ def shown(shared: SharedDirectory) -> list[Any]:
             + db.execute("SELECT upload_id, key FROM uploads ORDER BY upload_id").fetchall()
         )
     )
-
-
-def data_files(tmp_path: Path) -> set[Path]:
-    return set((tmp_path / "shared" / "writers").glob("*/extents/*/*"))
-
-
-def journal_of(tmp_path: Path, shared: SharedDirectory) -> Path:
-    (path,) = (tmp_path / "shared" / "writers" / writer(shared)).glob("journal-*")
-    return path
-
-
-def writer(shared: SharedDirectory) -> str:
-    return shared._membership.writer
 
 
 async def test_each_server_sees_what_the_other_has_done(tmp_path: Path) -> None:

@@ -27,7 +27,7 @@ from storage_server.planning.extent import ALIGNMENT_BYTES
 from storage_server.settings import StorageSettings
 from storage_server.store.beside import StoreBeside
 from storage_server.store.data.durability import Durability
-from storage_server.store.data.extents import extent_path
+from storage_server.store.data.extents import extent_place
 from storage_server.store.data.segments import SEGMENT_EXTENTS_MAX
 from storage_server.store.embedded import EmbeddedStore
 from storage_server.store.upkeep import compaction, pace
@@ -259,7 +259,7 @@ async def test_the_new_place_of_what_was_deleted_meanwhile_is_given_back(tmp_pat
     await store.compactor.compact()
     await settled(store)
     (name,) = {file_id for file_id, _, _ in places(store)}
-    path = extent_path(tmp_path, name)
+    path = extent_place(tmp_path, name).path
     await until(lambda: path.stat().st_blocks * 512 < path.stat().st_size - SMALL // 2)
     assert await shown(store) == {key: data for key, data in LEFT.items() if key != "key-08"}
     store.close()
@@ -316,7 +316,7 @@ async def test_a_damaged_segment_stays_where_it_is_and_is_named(tmp_path: Path) 
         await put(store, f"other-{index}", content(SMALL, 50 + index))
         roll(store)
     offset = places(store)[1][1] + 20_000
-    with extent_path(tmp_path, damaged).open("r+b") as file:
+    with extent_place(tmp_path, damaged).path.open("r+b") as file:
         file.seek(offset)
         file.write(b"\x00\xff")
     tally = await store.compactor.compact()

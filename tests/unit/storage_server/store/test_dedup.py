@@ -27,7 +27,7 @@ from storage_server.planning.extent import Extent
 from storage_server.settings import Dedup, StorageSettings, UpstreamSettings
 from storage_server.store import evictor
 from storage_server.store.data.durability import Durability
-from storage_server.store.data.extents import extent_path
+from storage_server.store.data.extents import extent_place
 from storage_server.store.embedded import EmbeddedStore
 from storage_server.store.index import queries
 from storage_server.store.upkeep import dedup, dedup_rows
@@ -195,7 +195,7 @@ async def test_damaged_bytes_are_not_shared(tmp_path: Path, damaged: int) -> Non
     await put(store, "one", data)
     await put(store, "two", data)
     file_id, offset = locations(store)[damaged]
-    with extent_path(tmp_path, file_id).open("r+b") as file:
+    with extent_place(tmp_path, file_id).path.open("r+b") as file:
         file.seek(offset + 100_000)
         file.write(b"garbage")
     await share(store)

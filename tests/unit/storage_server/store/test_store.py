@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 
+from adapters.beneath import Beneath
 from descriptors.errors import CallerError, ErrorCode, ObjectCacheError
 from descriptors.objects import (
     BodyDigests,
@@ -205,7 +206,7 @@ def test_a_hole_waits_for_the_readers_of_its_place_only(tmp_path: Path) -> None:
     punched: list[int] = []
 
     class Punching(FaultyDisk):
-        def punch(self, path: Path, offset: int, nbytes: int) -> bool:
+        def punch(self, place: Beneath, offset: int, nbytes: int) -> bool:
             punched.append(offset)
             return True
 

@@ -15,6 +15,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from adapters.beneath import Beneath
 from descriptors.errors import ErrorCode, ServerError
 from descriptors.objects import (
     ByteRange,
@@ -114,22 +115,22 @@ def test_a_leftover_that_is_deleted_while_leftovers_are_swept_is_no_error(
     for path in leftovers:
         path.parent.mkdir(parents=True)
         path.touch()
-    rename, unlink = Path.rename, Path.unlink
+    rename, unlink = Beneath.rename, Beneath.unlink
 
-    def delete_first(path: Path) -> None:
-        if path == leftovers[0]:
-            unlink(path)
+    def delete_first(place: Beneath) -> None:
+        if place.path == leftovers[0]:
+            place.path.unlink()
 
-    def renamed(path: Path, target: Path) -> Path:
-        delete_first(path)
-        return rename(path, target)
+    def renamed(place: Beneath, to: Beneath) -> None:
+        delete_first(place)
+        rename(place, to)
 
-    def unlinked(path: Path, missing_ok: bool = False) -> None:
-        delete_first(path)
-        unlink(path, missing_ok)
+    def unlinked(place: Beneath) -> None:
+        delete_first(place)
+        unlink(place)
 
-    monkeypatch.setattr(Path, "rename", renamed)
-    monkeypatch.setattr(Path, "unlink", unlinked)
+    monkeypatch.setattr(Beneath, "rename", renamed)
+    monkeypatch.setattr(Beneath, "unlink", unlinked)
     files = ExtentFiles(tmp_path, 10, FaultyDisk())
     assert files.sweep(set(), set_aside=set_aside) == 2
     assert not any(path.exists() for path in leftovers)

@@ -1,0 +1,217 @@
+"""Whoever may write to a shared directory may harm what is in it, but no server, and no file of a server's host."""
+
+from __future__ import annotations
+
+import json
+import os
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+import pytest
+from awscrt.checksums import crc32c
+
+from adapters.beneath import UnsafeFileError
+from descriptors.errors import ServerError
+from descriptors.objects import ListRequest
+from storage_server.shared_files.clock import AHEAD_S
+from storage_server.shared_files.membership import WrongHomeError
+from tests.support.shared_bed import BUCKET, KEY, data_files, get, journal_of, made, opened, put, writer
+from tests.support.store_bed import content
+
+NEIGHBOUR = "0123456789ab"
+SECRET = b"root:x:0:0:root:/root:/bin/bash\n" * 2000
+
+
+@pytest.fixture
+def host_file(tmp_path: Path) -> Path:
+    """A file of the host that has nothing to do with the directory."""
+    path = tmp_path / "host_file"
+    path.write_bytes(SECRET)
+    return path
+
+
+def state(path: Path) -> tuple[bytes, int]:
+    return path.read_bytes(), path.stat().st_mtime_ns
+
+
+def framed(payload: bytes) -> bytes:
+    return len(payload).to_bytes(4, "little") + crc32c(payload).to_bytes(4, "little") + payload
+
+
+def neighbours_journal(tmp_path: Path, *frames: Any) -> Path:
+    """The journal of a writer that is no server."""
+    folder = tmp_path / "shared" / "writers" / NEIGHBOUR
+    folder.mkdir(parents=True, exist_ok=True)
+    journal = folder / "journal-1"
+    journal.write_bytes(
+        b"".join(framed(each if isinstance(each, bytes) else json.dumps(each).encode()) for each in frames)
+    )
+    return journal
+
+
+def in_place_of(path: Path, host_file: Path, kind: str) -> None:
+    path.unlink(missing_ok=True)
+    if kind == "link":
+        path.symlink_to(host_file)
+    elif kind == "fifo":
+        os.mkfifo(path)
+    else:
+        path.mkdir()
+
+
+KINDS = pytest.mark.parametrize("kind", ["link", "fifo", "folder"])
+
+
+@KINDS
+async def test_no_file_of_the_host_is_read_in_place_of_a_data_file(tmp_path: Path, host_file: Path, kind: str) -> None:
+    """The checksums would refuse its bytes; who makes the index as well could make them fit. A FIFO would never end."""
+    async with opened(tmp_path, "a") as one, opened(tmp_path, "b") as other:
+        await one.objects.create_bucket(KEY, BUCKET)
+        await put(one, "key", SECRET)
+        (path,) = data_files(tmp_path)
+        before = state(host_file)
+        in_place_of(path, host_file, kind)
+        with suppress(ServerError):
+            assert await get(other, "key") is None
+        await put(other, "other", b"data")
+        assert await get(other, "other") == b"data"
+    assert state(host_file) == before
+
+
+async def test_no_folder_of_data_files_may_be_a_link(tmp_path: Path) -> None:
+    host = tmp_path / "host"
+    host.mkdir()
+    async with opened(tmp_path, "a") as one, opened(tmp_path, "b") as other:
+        await one.objects.create_bucket(KEY, BUCKET)
+        await put(one, "key", SECRET)
+        (path,) = data_files(tmp_path)
+        path.rename(host / path.name)
+        path.parent.rmdir()
+        path.parent.symlink_to(host)
+        with suppress(ServerError):
+            assert await get(other, "key") is None
+        one.files.dispose(path.name)
+    assert [each.name for each in host.iterdir()] == [path.name]
+
+
+@KINDS
+async def test_a_journal_is_never_opened_through_a_link(tmp_path: Path, host_file: Path, kind: str) -> None:
+    """Its torn end would be cut off, and records appended, to a file of the host."""
+    async with opened(tmp_path, "a") as one:
+        await one.objects.create_bucket(KEY, BUCKET)
+        journal = journal_of(tmp_path, one)
+    before = state(host_file)
+    in_place_of(journal, host_file, kind)
+    shared = made(tmp_path, "a")
+    with pytest.raises(UnsafeFileError, match="journal-1"):
+        await shared.start()
+    await shared.close()
+    assert state(host_file) == before
+
+
+@KINDS
+@pytest.mark.parametrize("name", ["alive", "reserve"])
+async def test_no_other_file_of_a_server_is_opened_through_a_link(
+    tmp_path: Path, host_file: Path, kind: str, name: str
+) -> None:
+    async with opened(tmp_path, "a") as one:
+        await one.objects.create_bucket(KEY, BUCKET)
+        path = tmp_path / "shared" / "writers" / writer(one) / name
+    before = state(host_file)
+    in_place_of(path, host_file, kind)
+    shared = made(tmp_path, "a")
+    with suppress(UnsafeFileError):
+        await shared.start()
+    await shared.close()
+    assert state(host_file) == before
+
+
+@KINDS
+def test_the_mark_of_the_directory_is_no_link(tmp_path: Path, host_file: Path, kind: str) -> None:
+    (tmp_path / "shared").mkdir()
+    in_place_of(tmp_path / "shared" / "format.json", host_file, kind)
+    with pytest.raises((WrongHomeError, OSError)):
+        made(tmp_path, "a")
+    assert host_file.read_bytes() == SECRET
+
+
+@KINDS
+async def test_a_neighbours_journal_that_is_no_file_stops_nobody(tmp_path: Path, host_file: Path, kind: str) -> None:
+    async with opened(tmp_path, "a") as one:
+        await one.objects.create_bucket(KEY, BUCKET)
+        journal = neighbours_journal(tmp_path)
+        in_place_of(journal, host_file, kind)
+        await put(one, "key", b"data")
+        await one.following.read_journals()
+        assert await get(one, "key") == b"data"
+        assert one.unread_count == 1
+
+
+def object_record(key: str, stamp: int, nbytes: int = 0, modified_at: float = 1e9) -> list[Any]:
+    return ["object", BUCKET, key, stamp, [nbytes, "etag", modified_at, "{}"], []]
+
+
+BAD = {
+    "a number beyond 64 bits": [object_record("bad", 7, nbytes=1 << 80)],
+    "a stamp beyond 62 bits": [object_record("bad", 1 << 80)],
+    "a part whose number is a word": [["part", "upload", "word", 7]],
+    "a part whose number has no end": [["part", "upload", "9" * 10_000, 7]],
+    "a time without a text": [object_record("bad", 7, modified_at=1e300)],
+    "JSON without a bottom": b"[" * 200_000,
+    "no JSON": b"\xff{",
+    "attributes without a bottom": [["object", BUCKET, "bad", 7, [0, "etag", 1.0, "[" * 200_000], []]],
+}
+
+
+@pytest.mark.parametrize("name", BAD)
+async def test_a_record_that_makes_no_sense_stops_nobody(
+    tmp_path: Path, name: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    """It is counted, told with its journal and its offset, and what is written behind it holds."""
+    good = [object_record("good", 8)]
+    async with opened(tmp_path, "a") as one:
+        await one.objects.create_bucket(KEY, BUCKET)
+        journal = neighbours_journal(tmp_path, good, BAD[name], [object_record("behind", 9)])
+        await put(one, "key", b"data")
+        await one.following.read_journals()
+        page = await one.objects.list_objects(KEY, ListRequest(BUCKET))
+        assert [entry.key for entry in page.objects] == ["behind", "good", "key"]
+        assert one.bad_record_count == 1
+        assert one.unread_count == 0
+        assert f"the journal of {NEIGHBOUR}" in caplog.text
+        assert f"at offset {len(framed(json.dumps(good).encode()))}" in caplog.text
+        with journal.open("ab") as file:
+            file.write(framed(json.dumps([object_record("later", 10)]).encode()))
+        await one.following.read_journals()
+        assert await get(one, "later") == b""
+    async with opened(tmp_path, "a") as again:
+        assert await get(again, "key") == b"data"
+
+
+async def test_a_stamp_of_years_to_come_hides_nothing(tmp_path: Path) -> None:
+    """Otherwise no later change of the key would hold, and no server could give a later stamp any more."""
+    async with opened(tmp_path, "a") as one, opened(tmp_path, "b") as other:
+        await one.objects.create_bucket(KEY, BUCKET)
+        neighbours_journal(tmp_path, [object_record("key", 1 << 62)], [object_record("new", 1 << 62)])
+        await put(one, "key", b"later")
+        for shared in (one, other):
+            assert await get(shared, "key") == b"later"
+            assert await get(shared, "new") is None
+            assert shared.bad_record_count == 2
+            assert shared._clock.stamp() < (shared.files.now_s() + AHEAD_S) * 1e6
+
+
+async def test_servers_take_the_time_from_the_file_system(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A server whose clock is years behind would pass over what all others write, and one years ahead would hide it."""
+    async with opened(tmp_path, "a") as one:
+        await one.objects.create_bucket(KEY, BUCKET)
+        for time_s in (0.0, 4e9):
+            monkeypatch.setattr("time.time", lambda time_s=time_s: time_s)
+            async with opened(tmp_path, f"at {time_s}") as other:
+                monkeypatch.undo()
+                await put(other, "key", content(100))
+                assert await get(one, "key") == content(100)
+                await put(one, "key", b"later")
+                assert await get(other, "key") == b"later"
+                assert one.bad_record_count == other.bad_record_count == 0
