@@ -20,7 +20,7 @@ from typing import Any
 from bench.beds.ours import Servers, target_of
 from bench.beds.processes import BaselineError
 from bench.beds.vllm_servers import MODEL, TEXT, VllmServer, make_model, vllm_servers
-from bench.experiments.orchestrator.cost import await_engine, orchestrator_process
+from bench.experiments.orchestrator.cost import ADMIN, await_engine, orchestrator_process
 
 BUCKET = "kv-cache"
 DOCUMENT_CHARACTERS = 4000
@@ -38,7 +38,8 @@ class Desk:
     def ask(self, path: str, document: Any = None) -> tuple[Any, str]:
         """The answer as JSON, and the id of the request."""
         body = None if document is None else json.dumps(document).encode()
-        asked = urllib.request.Request(f"{self.url}{path}", body, {"Content-Type": "application/json"})
+        headers = {"Content-Type": "application/json", **(ADMIN if path.startswith("/_orchestrator") else {})}
+        asked = urllib.request.Request(f"{self.url}{path}", body, headers)
         with urllib.request.urlopen(asked, timeout=ASK_S) as answer:
             return json.loads(answer.read()), answer.headers.get("x-objectcache-request-id", "")
 

@@ -13,14 +13,13 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any, TypeAlias
 
-from objectcache import serve
+from objectcache import admin_token, serve
 from objectcache.cluster import etcd_of
 from objectcache.config import Config, ConfigError, load_config
 from orchestrator.rules.policies import PolicyName
 from orchestrator.settings import EngineSettings, OrchestratorSettings, Role, StoreSettings
 
 KEY_VARIABLE = "OBJECTCACHE_ENGINE_API_KEY"
-TOKEN_VARIABLE = "OBJECTCACHE_ADMIN_TOKEN"
 ASK_S = 10.0
 Commands: TypeAlias = "argparse._SubParsersAction[argparse.ArgumentParser]"
 
@@ -144,8 +143,8 @@ def settings_of(options: argparse.Namespace, config: Config) -> OrchestratorSett
         others["policy"] = PolicyName(options.policy)
     if options.tokenizer is not None:
         others["tokenizer"] = options.tokenizer
-    if os.environ.get(TOKEN_VARIABLE):
-        others.setdefault("admin_token", os.environ[TOKEN_VARIABLE])
+    if "admin_token" not in others:
+        others["admin_token"] = admin_token.find_or_make(os.environ)
     return OrchestratorSettings(
         engines=tuple(engines),
         store=_store(options, config),
@@ -157,9 +156,11 @@ def settings_of(options: argparse.Namespace, config: Config) -> OrchestratorSett
 
 
 def explain_request(options: argparse.Namespace) -> int:
-    """Print a receipt. 1 where there is none."""
-    token = os.environ.get(TOKEN_VARIABLE)
-    headers = {"Authorization": f"Bearer {token}"} if token else {}
+    """Print a receipt. 1 where there is none. Raises ConfigError."""
+    token = admin_token.known(os.environ)
+    if token is None:
+        raise ConfigError(f"no orchestrator of this user has made an admin token: set {admin_token.VARIABLE}")
+    headers = {"Authorization": f"Bearer {token}"}
     asked = urllib.request.Request(
         f"{options.url.rstrip('/')}/_orchestrator/receipts/{options.request_id}", headers=headers
     )

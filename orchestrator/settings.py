@@ -64,7 +64,7 @@ class StoreSettings:
 @dataclass(frozen=True, slots=True)
 class OrchestratorSettings:
     """Everything that is set. `tenants` are by the API key that a client sends; with none, every key is accepted as one
-    tenant. `admin_token` is asked for by everything under `/_orchestrator`; None: only from this host.
+    tenant. Everything under `/_orchestrator` asks for `admin_token`.
     """
 
     engines: tuple[EngineSettings, ...] = ()
@@ -74,7 +74,7 @@ class OrchestratorSettings:
     tenants: Mapping[str, Tenant] = field(default_factory=dict)
     data: Path | None = None
     tokenizer: Path | None = None
-    admin_token: str | None = None
+    admin_token: str = field(kw_only=True)
     tenant_salts: bool = False
     """Whether each tenant's prompts get a salt of their own: no tenant can tell by time what another has sent."""
     body_bytes_max: int = 16 * MIB

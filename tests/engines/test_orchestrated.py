@@ -19,7 +19,7 @@ import pytest
 
 from bench.beds.kv_peers.work import S3Target
 from bench.beds.vllm_servers import MODEL, VllmServer, make_model, vllm_servers
-from bench.experiments.orchestrator.cost import await_engine, orchestrator_process
+from bench.experiments.orchestrator.cost import ADMIN, await_engine, orchestrator_process
 from orchestrator.tokens import LocalTokenizer
 from tests.engines.environment import engine_python, engine_variables
 from tests.engines.multi_models import RANK, make_adapter
@@ -49,7 +49,8 @@ class Bed:
     async def _ask(self, path: str, document: Any) -> Any:
         async with aiohttp.ClientSession() as http:
             method = "GET" if document is None else "POST"
-            async with http.request(method, f"{self.url}{path}", json=document) as answer:
+            headers = ADMIN if path.startswith("/_orchestrator") else {}
+            async with http.request(method, f"{self.url}{path}", json=document, headers=headers) as answer:
                 return {**await answer.json(), "engine_header": answer.headers.get("x-objectcache-engine")}
 
     def complete(self, prompt: Any, **options: Any) -> Any:
@@ -331,7 +332,7 @@ def engines_of(url: str) -> list[dict[str, Any]]:
     """The engines, as an orchestrator knows them."""
 
     async def ask() -> Any:
-        async with aiohttp.ClientSession() as http, http.get(f"{url}/_orchestrator/status") as answer:
+        async with aiohttp.ClientSession() as http, http.get(f"{url}/_orchestrator/status", headers=ADMIN) as answer:
             return await answer.json()
 
     found: list[dict[str, Any]] = asyncio.run(ask())["engines"]
@@ -339,7 +340,7 @@ def engines_of(url: str) -> list[dict[str, Any]]:
 
 
 async def posted(url: str, document: Any) -> Any:
-    async with aiohttp.ClientSession() as http, http.post(url, json=document) as answer:
+    async with aiohttp.ClientSession() as http, http.post(url, json=document, headers=ADMIN) as answer:
         return await answer.json()
 
 

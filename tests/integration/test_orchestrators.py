@@ -15,7 +15,7 @@ from orchestrator.router import Pin
 from orchestrator.rules.admission import Tenant
 from orchestrator.settings import OrchestratorSettings
 from tests.support.etcd import EtcdServer, etcd_server
-from tests.support.orchestrators import canned, orchestrated
+from tests.support.orchestrators import ADMIN_TOKEN, canned, orchestrated
 from tests.support.waiting import until
 
 FAST = CannedSettings(token_us=10.0, output_s=0.0)
@@ -58,7 +58,7 @@ async def test_an_engine_that_one_registers_is_joined_by_all(etcd: EtcdServer) -
 @pytest.mark.slow
 async def test_pins_and_quotas_are_followed_by_all(etcd: EtcdServer) -> None:
     """Also by one that comes later."""
-    settings = OrchestratorSettings(tenants={"key": Tenant("search")})
+    settings = OrchestratorSettings(admin_token=ADMIN_TOKEN, tenants={"key": Tenant("search")})
     headers = {"Authorization": "Bearer key"}
     async with (
         canned(2, FAST) as engines,
@@ -138,7 +138,7 @@ async def test_orders_that_make_no_sense_are_left_out(etcd: EtcdServer) -> None:
     ):  # fmt: skip
         await client.put(f"kv/{name}", value)
     await client.close()
-    settings = OrchestratorSettings(tenants={"key": Tenant("search")})
+    settings = OrchestratorSettings(admin_token=ADMIN_TOKEN, tenants={"key": Tenant("search")})
     async with orchestrated([], settings, registry=registry(etcd), is_waiting=False) as bed:
         assert bed.orchestrator.orders.pins == {"good": Pin("a", None)}
         assert bed.orchestrator.orders.tenant(Tenant("search")) == Tenant("search")

@@ -141,9 +141,26 @@ def test_tls_files_that_cannot_be_used_are_a_configuration_error(command: tuple[
         (("--tls-certificate", str(bad), "--tls-key", str(bad)), "cannot be used"),
     ]:
         found = tuple(str(tmp_path / each) if each == "d" else each for each in command)
-        done = cli(*found, "--port", "0", *words)
+        done = cli(*found, "--port", "0", *words, XDG_STATE_HOME=str(tmp_path))
         assert done.returncode == 2
         assert named in done.stderr
+
+
+@pytest.mark.slow
+def test_the_admin_token_is_made_at_the_first_start_and_found_by_the_command(tmp_path: Path) -> None:
+    """What docs/orchestrator.md says: no option, and nobody else on this host has it."""
+    state = {"XDG_STATE_HOME": str(tmp_path)}
+    command = ("orchestrator", "--engine", "http://127.0.0.1:1", "--port", "0")
+    with started(*command, environment=state) as (url, _):
+        token = (tmp_path / "objectcache" / "admin-token").read_text().strip()
+        curl = ["curl", "-s", "-H", f"Authorization: Bearer {token}", f"{url}/_orchestrator/status"]
+        status = json.loads(subprocess.run(curl, capture_output=True, check=True, timeout=30).stdout)
+        assert [engine["url"] for engine in status["engines"]] == ["http://127.0.0.1:1"]
+        found = cli("orchestrator", "explain", "no-such-request-id", "--url", url, **state)
+        assert (found.returncode, "404" in found.stderr) == (1, True), found.stderr
+        refused = cli("orchestrator", "explain", "id", "--url", url, XDG_STATE_HOME=str(tmp_path / "other"))
+        assert refused.returncode == 2
+        assert "OBJECTCACHE_ADMIN_TOKEN" in refused.stderr
 
 
 @pytest.mark.slow

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import os
 import random
+import secrets
 import shutil
 import signal
 import subprocess
@@ -23,6 +24,7 @@ from bench.beds.canned_engines import MODEL
 from bench.beds.processes import BaselineError, Child, await_ready, end, free_port, running_program
 from calibration.origin import python_path
 from calibration.samples import spread
+from objectcache import admin_token
 from orchestrator.engine import Engine
 from orchestrator.metadata import CacheEntry, Metadata
 from orchestrator.router import Prompt, Router
@@ -129,6 +131,11 @@ def streams(stream_count: int, piece_count: int, at_once: int) -> dict[str, Any]
 LONG_PIECES, LONG_ROUNDS = 2000, 9
 
 
+ADMIN_TOKEN = secrets.token_hex(16)
+"""Of the orchestrators that this process starts."""
+ADMIN = {"Authorization": f"Bearer {ADMIN_TOKEN}"}
+
+
 @contextmanager
 def orchestrator_process(
     engines: Sequence[str], *options: str, environment: Mapping[str, str] | None = None
@@ -140,7 +147,7 @@ def orchestrator_process(
     process = subprocess.Popen(
         command,
         stdout=subprocess.PIPE,
-        env={**os.environ, "PYTHONPATH": python_path(), **(environment or {})},
+        env={**os.environ, "PYTHONPATH": python_path(), admin_token.VARIABLE: ADMIN_TOKEN, **(environment or {})},
     )
     try:
         assert process.stdout is not None

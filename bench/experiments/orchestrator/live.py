@@ -21,7 +21,7 @@ from bench.beds.ours import Servers, target_of
 from bench.beds.processes import BaselineError
 from bench.beds.vllm_requests import StreamAnswer, StreamRequest, ask
 from bench.beds.vllm_servers import VllmServer, make_model, vllm_servers
-from bench.experiments.orchestrator.cost import orchestrator_process
+from bench.experiments.orchestrator.cost import ADMIN, orchestrator_process
 from bench.experiments.tiers.replay import Trace, read
 from calibration.samples import progress_bar
 from orchestrator.rules.policies import PolicyName
@@ -151,7 +151,7 @@ def run_policy(
 async def _run(url: str, requests: Sequence[StreamRequest], salt: str) -> LiveRun:
     async with aiohttp.ClientSession(timeout=aiohttp.ClientTimeout(total=REQUEST_S)) as http:
         for _ in range(200):
-            async with http.get(f"{url}/_orchestrator/status") as answer:
+            async with http.get(f"{url}/_orchestrator/status", headers=ADMIN) as answer:
                 engines = (await answer.json())["engines"]
             if all(each["status"] == "up" and each["events"] for each in engines):
                 break
@@ -174,7 +174,7 @@ async def _run(url: str, requests: Sequence[StreamRequest], salt: str) -> LiveRu
 
 async def _predicted_s(http: aiohttp.ClientSession, url: str, request_id: str) -> float:
     """The TTFT that was predicted for a request on its engine, by its receipt."""
-    async with http.get(f"{url}/_orchestrator/receipts/{request_id}") as answer:
+    async with http.get(f"{url}/_orchestrator/receipts/{request_id}", headers=ADMIN) as answer:
         return float((await answer.json())["predictions"][0]["ttft_s"])
 
 
