@@ -20,7 +20,7 @@ from pathlib import Path
 
 _FOLDER = os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
 _NO_FILE = frozenset({errno.ELOOP, errno.ENOTDIR, errno.ENXIO, errno.EISDIR, errno.ENODEV})
-"""What an open says of a link, of a folder that is none, of a FIFO or socket, and of a device that is not there."""
+"""The errors of an open when the name is a link, a folder, a FIFO, a socket, or a device that is not there."""
 
 
 class UnsafeFileError(OSError):

@@ -1,7 +1,7 @@
 """Stamps: the time of day in microseconds, but always behind every stamp that was seen. Of two changes of which the
 later one knows the earlier one, the later one has the greater stamp, however wrong the servers' clocks are (a hybrid
 logical clock). The time of day is that of the shared file system, which all servers see alike. A stamp that is more
-than AHEAD_S later makes no sense: who took it over could soon give no stamp any more.
+than AHEAD_S later makes no sense: a server that took it over could soon give no stamp any more.
 """
 
 from __future__ import annotations

@@ -141,6 +141,11 @@ class SharedDirectory:
         self._works: list[asyncio.Task[None]] = []
 
     @property
+    def writer(self) -> str:
+        """The id of this server in the directory."""
+        return self._membership.writer
+
+    @property
     def failed_count(self) -> int:
         """How many reads of the directory failed."""
         return self._reads.failed_count

@@ -12,8 +12,8 @@ from tests.support.tree import repository
 EVERY = (*GATEWAY, *CLUSTER, *STORAGE, *ORCHESTRATOR)
 _ROW = re.compile(r"\| `(objectcache_\w+)` \| (\w+) \| (.*?) \| (.*) \|")
 UNITS = (
-    "seconds", "bytes", "requests", "errors", "chunks", "extents", "journals", "stores", "files", "objects", "flows",
-    "epochs", "agents", "regions", "transfers", "starts", "commits", "changes", "bytes_per_second", "tokens", "blocks",
+    "seconds", "bytes", "requests", "errors", "chunks", "extents", "journals", "records", "stores", "files", "objects",
+    "flows", "epochs", "agents", "regions", "transfers", "starts", "commits", "changes", "bytes_per_second", "tokens", "blocks",
     "engines", "failovers", "mismatches", "gaps", "portions", "ratio",
 )  # fmt: skip
 

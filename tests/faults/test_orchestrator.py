@@ -133,7 +133,7 @@ async def test_errors_of_one_clients_requests_eject_no_engine_and_cut_no_stream(
 
 
 @pytest.mark.parametrize("proxied", [{}, {"X-Forwarded-For": "10.0.0.1"}, {"Host": "rebound.example:8080"}])
-async def test_who_is_on_this_host_is_no_operator(proxied: dict[str, str]) -> None:
+async def test_a_client_of_this_host_is_no_operator_without_the_token(proxied: dict[str, str]) -> None:
     """A bare `proxy_pass` brings the whole world from this host, and a page that is open on it could join an engine."""
     async with canned(1, FAST) as engines, orchestrated(engines) as bed:
         document = {"url": "http://evil.example:80"}

@@ -64,9 +64,5 @@ def data_files(tmp_path: Path) -> set[Path]:
 
 
 def journal_of(tmp_path: Path, shared: SharedDirectory) -> Path:
-    (path,) = (tmp_path / "shared" / "writers" / writer(shared)).glob("journal-*")
+    (path,) = (tmp_path / "shared" / "writers" / shared.writer).glob("journal-*")
     return path
-
-
-def writer(shared: SharedDirectory) -> str:
-    return shared._membership.writer

@@ -335,7 +335,7 @@ class ExtentFiles:
 
 
 def places_in(extents: Beneath) -> Iterator[Beneath]:
-    """What lies in the folders of a folder of extents."""
+    """List the places in all folders of a folder of extents."""
     with contextlib.suppress(FileNotFoundError, UnsafeFileError):
         for folder in extents.names():
             with contextlib.suppress(FileNotFoundError, UnsafeFileError):

@@ -16,7 +16,7 @@ from descriptors.errors import ServerError
 from descriptors.objects import ListRequest
 from storage_server.shared_files.clock import AHEAD_S
 from storage_server.shared_files.membership import WrongHomeError
-from tests.support.shared_bed import BUCKET, KEY, data_files, get, journal_of, made, opened, put, writer
+from tests.support.shared_bed import BUCKET, KEY, data_files, get, journal_of, made, opened, put
 from tests.support.store_bed import content
 
 NEIGHBOUR = "0123456789ab"
@@ -117,7 +117,7 @@ async def test_no_other_file_of_a_server_is_opened_through_a_link(
 ) -> None:
     async with opened(tmp_path, "a") as one:
         await one.objects.create_bucket(KEY, BUCKET)
-        path = tmp_path / "shared" / "writers" / writer(one) / name
+        path = tmp_path / "shared" / "writers" / one.writer / name
     before = state(host_file)
     in_place_of(path, host_file, kind)
     shared = made(tmp_path, "a")

@@ -189,7 +189,7 @@ def test_a_good_record_beside_a_bad_one_holds() -> None:
 
 
 def test_a_stamp_of_days_to_come_makes_no_sense() -> None:
-    """Who took it over could soon give no later stamp, and nothing written before that day would hold any more."""
+    """A server that took it over could soon give no later stamp, and nothing written before that day would hold."""
     assert decode(framed([OBJECT]), 7).bad_count == 0
     assert decode(framed([OBJECT]), 6).bad_count == 1
 

@@ -42,7 +42,7 @@ from storage_server.shared_files.store import SharedDirectory
 from storage_server.upstream.bulk_reads import Into
 from storage_server.upstream.service import Shown
 from tests.support.chunks import BytesBody
-from tests.support.shared_bed import BUCKET, KEY, Disk, data_files, get, journal_of, made, opened, put, writer
+from tests.support.shared_bed import BUCKET, KEY, Disk, data_files, get, journal_of, made, opened, put
 from tests.support.store_bed import content
 from tests.support.waiting import LIMIT_S, until
 
@@ -192,11 +192,11 @@ async def test_a_server_that_comes_back_has_all_that_was_answered(tmp_path: Path
     async with opened(tmp_path, "a") as one:
         await one.objects.create_bucket(KEY, BUCKET)
         await put(one, "key", b"data")
-        name = writer(one)
+        name = one.writer
     async with opened(tmp_path, "b") as other:
         await put(other, "other", b"more")
     async with opened(tmp_path, "a") as one:
-        assert writer(one) == name
+        assert one.writer == name
         assert [await get(one, key) for key in ("key", "other")] == [b"data", b"more"]
     (tmp_path / "c").mkdir()
     async with opened(tmp_path, "c") as newcomer:
@@ -302,9 +302,9 @@ async def test_a_crash_leaves_files_that_the_next_start_removes(
     async with opened(tmp_path, "a") as one:
         await one.objects.create_bucket(KEY, BUCKET)
         await put(one, "key", content(100_000))
-        folder = tmp_path / "shared" / "writers" / writer(one) / "extents" / "00"
+        folder = tmp_path / "shared" / "writers" / one.writer / "extents" / "00"
         folder.mkdir(exist_ok=True)
-        leftover = folder / (writer(one) + "0" * 20)
+        leftover = folder / (one.writer + "0" * 20)
         leftover.write_bytes(b"half a body")
         foreign = folder / "README"
         foreign.write_bytes(b"not ours")
@@ -324,8 +324,8 @@ async def test_dead_files_of_a_server_that_is_gone_are_deleted_by_others(
         await one.objects.create_bucket(KEY, BUCKET)
         await put(one, "key", content(100_000))
         await put(one, "kept", content(100_000, 1))
-        folder = tmp_path / "shared" / "writers" / writer(one)
-        unknown = next((folder / "extents").iterdir()) / (writer(one) + "f" * 20)
+        folder = tmp_path / "shared" / "writers" / one.writer
+        unknown = next((folder / "extents").iterdir()) / (one.writer + "f" * 20)
         unknown.write_bytes(b"unknown")
     old_s = time.time() - 2 * files_module.RETIRED_S
     os.utime(folder / "alive", (old_s, old_s))
