@@ -13,8 +13,8 @@ EVERY = (*GATEWAY, *CLUSTER, *STORAGE, *ORCHESTRATOR)
 _ROW = re.compile(r"\| `(objectcache_\w+)` \| (\w+) \| (.*?) \| (.*) \|")
 UNITS = (
     "seconds", "bytes", "requests", "errors", "chunks", "extents", "journals", "records", "stores", "files", "objects",
-    "flows", "epochs", "agents", "regions", "transfers", "starts", "commits", "changes", "bytes_per_second", "tokens", "blocks",
-    "engines", "failovers", "mismatches", "gaps", "portions", "ratio",
+    "flows", "epochs", "agents", "regions", "transfers", "starts", "commits", "changes", "bytes_per_second", "tokens",
+    "blocks", "engines", "failovers", "mismatches", "gaps", "portions", "ratio",
 )  # fmt: skip
 
 
