@@ -11,6 +11,8 @@ from orchestrator.rules.prediction import Prediction
 
 PREDICTIONS_MAX = 8
 """Of one request: the chosen engine's, and the next best ones."""
+TEXT_MAX = 512
+ATTEMPTS_KEPT = 16
 
 
 @dataclass(slots=True)
@@ -61,7 +63,12 @@ class Receipts:
         self._by_id: OrderedDict[str, Receipt] = OrderedDict()
 
     def add(self, receipt: Receipt) -> None:
-        """Keep one; the oldest goes."""
+        """Keep one, without the rest of its long texts, which clients and engines may have given; the oldest goes."""
+        receipt.note = receipt.note[:TEXT_MAX]
+        receipt.attempts = [
+            {name: value[:TEXT_MAX] if isinstance(value, str) else value for name, value in attempt.items()}
+            for attempt in receipt.attempts[:ATTEMPTS_KEPT]
+        ]
         self._by_id[receipt.request_id] = receipt
         self._by_id.move_to_end(receipt.request_id)
         while len(self._by_id) > self._receipts_max:

@@ -236,7 +236,10 @@ class Router:
     def _state(
         self, engine: Engine, held_tokens: int, offers: Mapping[LookupKey, Stored | None], load: Load
     ) -> EngineState:
-        stored = None if engine.published is None else offers.get(lookup_key(engine.published))
+        published = engine.published
+        stored = None if published is None else offers.get(lookup_key(published))
+        if stored is not None and published is not None:  # what others have asked, at this engine's own costs
+            stored = replace(stored, costs=published.loads)
         room = engine.report.kv_tokens
         return EngineState(
             name=engine.name,

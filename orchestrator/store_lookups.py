@@ -10,11 +10,14 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
+from collections import OrderedDict
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
 
 from adapters.breaker import Breaker
 from descriptors.descriptor import Accept
+from descriptors.layout import ChunkLayout
 from descriptors.recompute import AdviceRequest, PrefillCosts
 from nixl_client.client import ObjectCacheClient
 from nixl_client.connectors.vllm.naming import Deployment, KeyChain
@@ -24,32 +27,41 @@ from orchestrator.rules.prediction import Stored
 from orchestrator.settings import StoreSettings
 
 KEYS_MAX = 65_536
+"""Of one prompt, for all ranks of a deployment together."""
+ENDPOINTS_MAX = 64
+"""Stores that are asked; the one that was asked longest ago is forgotten first."""
 THREADS = 16
 ACTIVE_MAX = 4 * THREADS
 """Where so many lookups are under way, a further one would only wait: the request is routed without it."""
 FAILURES_MAX = 3
 PAUSE_S, PAUSE_S_MAX = 1.0, 30.0
 """After so many failures in a row the store is asked nothing for a while."""
-LookupKey = tuple[Deployment, int, str, str, Accept | None]
-"""The deployment, its chunk's tokens, the endpoint and the bucket of its store, and the encoded chunks it takes."""
+LookupKey = tuple[Deployment, ChunkLayout, str, str, Accept | None]
+"""The deployment, the shape of its chunks, its store's endpoint and bucket, and the encoded chunks it takes."""
 _log = logging.getLogger(__name__)
 
 
 def lookup_key(published: Published) -> LookupKey:
-    """Engines with the same key have the same chunks."""
-    chunk_tokens, accept = published.layout.chunk_tokens, published.accept
-    return published.deployment, chunk_tokens, published.endpoint, published.bucket, accept
+    """Everything that decides a lookup's answer: engines with the same key share it."""
+    return published.deployment, published.layout, published.endpoint, published.bucket, published.accept
+
+
+@dataclass(frozen=True, slots=True)
+class _Store:
+    """One endpoint. One that fails is left alone by itself."""
+
+    client: ObjectCacheClient
+    breaker: Breaker
 
 
 class StoreLookups:
-    """The store of some engines."""
+    """The stores of some engines."""
 
     def __init__(self, settings: StoreSettings) -> None:
         self._settings = settings
         self._threads = ThreadPoolExecutor(THREADS, "objectcache-orchestrator-lookup")
         self._naming = ThreadPoolExecutor(1, "objectcache-orchestrator-naming")
-        self._clients: dict[str, ObjectCacheClient] = {}
-        self._breaker = Breaker(FAILURES_MAX, PAUSE_S, PAUSE_S_MAX)
+        self._stores: OrderedDict[str, _Store] = OrderedDict()
         self._active_count = 0
         self.count = 0
         self.failure_count = 0
@@ -60,12 +72,18 @@ class StoreLookups:
         """
         if len(tokens) <= published.layout.chunk_tokens or self._active_count >= ACTIVE_MAX:
             return None
-        if self._breaker.is_open(time.monotonic()):
+        try:
+            store = self._store(self._settings.endpoint or published.endpoint)
+        except ValueError as error:  # an engine may publish anything
+            self.failure_count += 1
+            _log.warning("a store that cannot be asked: %s", error)
+            return None
+        if store.breaker.is_open(time.monotonic()):
             return None
         self._active_count += 1
         try:
             keys = await self._named(published, tokens, salt)
-            return None if keys is None else await self._asked(published, len(tokens), keys)
+            return None if keys is None else await self._asked(store, published, len(tokens), keys)
         finally:
             self._active_count -= 1
 
@@ -81,66 +99,70 @@ class StoreLookups:
         except (ValueError, TimeoutError):
             return None
 
-    async def _asked(self, published: Published, token_count: int, keys: Sequence[Sequence[str]]) -> Stored | None:
-        if self._breaker.wait_s(time.monotonic()) > 0:
+    async def _asked(
+        self, store: _Store, published: Published, token_count: int, keys: Sequence[Sequence[str]]
+    ) -> Stored | None:
+        if store.breaker.wait_s(time.monotonic()) > 0:
             return None
         self.count += 1
         try:
             async with asyncio.timeout(self._settings.timeout_s):
                 found = await asyncio.get_running_loop().run_in_executor(
-                    self._threads, self._look_up, published, token_count, keys
+                    self._threads, self._look_up, store, published, token_count, keys
                 )
         except asyncio.CancelledError:
-            self._breaker.gave_up()
+            store.breaker.gave_up()
             raise
         except Exception as error:  # an answer may be anything
             self.failure_count += 1
-            self._breaker.failed(time.monotonic())
+            store.breaker.failed(time.monotonic())
             _log.warning("a lookup failed: %r", error)
             return None
-        self._breaker.succeeded()
+        store.breaker.succeeded()
         return found
 
     def close(self) -> None:
         """Ask nothing more."""
         self._naming.shutdown(wait=False, cancel_futures=True)
         self._threads.shutdown(wait=False, cancel_futures=True)
-        for client in self._clients.values():
-            client.close()
+        for store in self._stores.values():
+            store.client.close()
 
     def _keys(self, published: Published, tokens: Sequence[int], salt: str) -> list[tuple[str, ...]]:
         """The keys of each rank's chunks. Raises ValueError for what can have no keys."""
         deployment, chunk_tokens = published.deployment, published.layout.chunk_tokens
-        count = min(len(tokens) // chunk_tokens, KEYS_MAX)
+        count = min(len(tokens) // chunk_tokens, KEYS_MAX // deployment.rank_count)
         ranks = range(deployment.rank_count)
         return [KeyChain(deployment.namespace(rank, "", salt), chunk_tokens).keys(tokens, count) for rank in ranks]
 
-    def _look_up(self, published: Published, token_count: int, keys: Sequence[Sequence[str]]) -> Stored:
-        client, layout = self._client(published), published.layout
-        request = AdviceRequest(
-            token_count,
-            layout,
-            published.prefill or PrefillCosts(0.0),
-            layer_major=published.loads,
-            chunk_major=published.loads,
-        )
+    def _look_up(self, store: _Store, published: Published, token_count: int, keys: Sequence[Sequence[str]]) -> Stored:
+        """The count of chunks and the rate. Costs of engines decide neither, and are not sent."""
+        client, layout = store.client.in_bucket(published.bucket), published.layout
+        request = AdviceRequest(token_count, layout, PrefillCosts(0.0))
         lease_s, accept = self._settings.lease_s, published.accept
         found = [client.advise(each, request, lease_s, accept=accept) for each in keys]
         count = min(matched for matched, _ in found)
         rate = min(advice.rate_bytes_per_s or 0.0 for _, advice in found) / len(keys)
-        return Stored(count, layout, rate, published.loads)
+        return Stored(count, layout, rate)
 
-    def _client(self, published: Published) -> ObjectCacheClient:
-        endpoint = self._settings.endpoint or published.endpoint
-        client = self._clients.get(endpoint)
-        if client is None:
-            client = self._clients[endpoint] = ObjectCacheClient(
+    def _store(self, endpoint: str) -> _Store:
+        """The store of an endpoint, which an engine may have named."""
+        known = self._stores.get(endpoint)
+        if known is not None:
+            self._stores.move_to_end(endpoint)
+            return known
+        made = self._stores[endpoint] = _Store(
+            ObjectCacheClient(
                 endpoint,
-                published.bucket,
+                "",
                 access_key=self._settings.access_key,
                 secret_key=self._settings.secret_key,
                 region=self._settings.region,
                 timeout_s=max(1.0, self._settings.timeout_s),
                 retries=Retries.of_engines(),
-            )
-        return client if client.bucket == published.bucket else client.in_bucket(published.bucket)
+            ),
+            Breaker(FAILURES_MAX, PAUSE_S, PAUSE_S_MAX),
+        )
+        if len(self._stores) > ENDPOINTS_MAX:
+            self._threads.submit(self._stores.popitem(last=False)[1].client.close)
+        return made

@@ -22,7 +22,12 @@ COSTS = "vllm:objectcache_cost_"
 CONNECTOR = "vllm:objectcache_lookups_total"
 """An engine has this metric from its start if it has our connector, and the deployment after its first step."""
 METRICS_BYTES_MAX = 8 << 20
+LINE_CHARACTERS_MAX = 8192
+"""The parser takes time that grows with the square of a line's labels."""
+LINES_MAX = 1000
+"""Of the metrics that matter: a few for each data-parallel rank."""
 RANKS_MAX = 1024
+TEXT_MAX = 1024
 _WANTED = (*RUNNING, *WAITING, CACHE_CONFIG, DEPLOYMENT, COSTS, CONNECTOR)
 
 
@@ -54,8 +59,11 @@ class EngineReport:
 
 
 def read_metrics(text: str) -> EngineReport:
-    """Read the few metrics that matter. Raises ValueError for a text that is none of Prometheus'."""
-    wanted = "\n".join(line for line in text.splitlines() if line.startswith(_WANTED)) + "\n"
+    """Read the few metrics that matter. Raises ValueError for a text that is none of Prometheus', or too large."""
+    lines = [line for line in text.splitlines() if line.startswith(_WANTED)]
+    if len(lines) > LINES_MAX or any(len(line) > LINE_CHARACTERS_MAX for line in lines):
+        raise ValueError(f"over {LINES_MAX} lines that matter, or one of over {LINE_CHARACTERS_MAX} characters")
+    wanted = "\n".join(lines) + "\n"
     running = waiting = 0.0
     kv_tokens = block_tokens = None
     info: Mapping[str, str] | None = None
@@ -98,6 +106,8 @@ def _published(info: Mapping[str, str], costs: Mapping[str, float]) -> Published
         endpoint, bucket = info["endpoint"], info["bucket"]
         accept = _accepted(info)
     except (KeyError, ValueError, CallerError):
+        return None
+    if max(map(len, (deployment.model, deployment.dtype, endpoint, bucket))) > TEXT_MAX:
         return None
     sizes = (layout.num_layers, layout.chunk_tokens, layout.per_layer_chunk_bytes, deployment.block_tokens)
     if min(*sizes, deployment.tp_size, deployment.pp_size) < 1 or max(sizes) > 1 << 40:

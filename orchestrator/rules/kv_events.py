@@ -7,13 +7,19 @@ kv_events.py` of vLLM 0.32.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
 from enum import Enum
 from typing import Any
 
 EVENTS_MAX = 65_536
 """Of one batch."""
+BATCH_BLOCKS_MAX = 65_536
+"""Of all events of one batch; a step of an engine stores no more."""
+NAME_BYTES_MAX = 64
+TEXT_MAX = 512
+EXTRA_CHARACTERS_MAX = 4096
+"""Of what else the KV of one block depends on, as text."""
 BLOCK_TOKENS_MAX = 65_536
 GPU = "GPU"
 _STORED_FIELDS = (
@@ -84,8 +90,35 @@ def batch_of(document: object) -> Batch:
         raise WrongEventError("time, events or rank are of the wrong kind")
     if len(events) > EVENTS_MAX:
         raise WrongEventError(f"events: {len(events)} in one batch, at most {EVENTS_MAX} are read")
-    found = (_event(each) for each in events)
-    return Batch(float(sent_at), tuple(each for each in found if each is not None), rank)
+    found = tuple(each for each in map(_event, events) if each is not None)
+    block_count = sum(map(block_count_of, found))
+    if block_count > BATCH_BLOCKS_MAX:
+        raise WrongEventError(f"block_hashes: {block_count} in one batch, at most {BATCH_BLOCKS_MAX} are read")
+    return Batch(float(sent_at), found, rank)
+
+
+def block_count_of(event: Event) -> int:
+    """How many blocks the event names."""
+    return 0 if isinstance(event, AllBlocksCleared) else len(event.names)
+
+
+def sliced(event: Event, blocks_max: int) -> Iterator[Event]:
+    """The same as events of at most so many blocks each, one behind the other."""
+    if block_count_of(event) <= blocks_max or isinstance(event, AllBlocksCleared):
+        yield event
+        return
+    for start in range(0, len(event.names), blocks_max):
+        end = start + blocks_max
+        if isinstance(event, BlockRemoved):
+            yield replace(event, names=event.names[start:end])
+            continue
+        yield replace(
+            event,
+            names=event.names[start:end],
+            parent=event.names[start - 1] if start else event.parent,
+            tokens=event.tokens[start * event.block_tokens : end * event.block_tokens],
+            extras=event.extras[start:end],
+        )
 
 
 def _event(document: object) -> Event | None:
@@ -101,7 +134,7 @@ def _event(document: object) -> Event | None:
         case "BlockStored":
             return _stored(fields)
         case "BlockRemoved":
-            return BlockRemoved(_names(fields), str(fields.get("medium") or GPU), _number(fields, "group_idx"))
+            return BlockRemoved(_names(fields), _medium(fields), _number(fields, "group_idx"))
         case "AllBlocksCleared":
             return AllBlocksCleared()
     return None
@@ -114,29 +147,49 @@ def _stored(fields: dict[str, Any]) -> BlockStored:
     if not isinstance(tokens, list | tuple) or len(tokens) != block_tokens * len(names):
         raise WrongEventError(f"token_ids: {len(names)} blocks of {block_tokens} tokens need as many")
     parent = fields.get("parent_block_hash")
-    if parent is not None and not isinstance(parent, int | bytes):
-        raise WrongEventError("parent_block_hash must be a number or bytes")
+    if parent is not None and not _is_name(parent):
+        raise WrongEventError(f"parent_block_hash must be a number or at most {NAME_BYTES_MAX} bytes")
     extras = fields.get("extra_keys") or ()
     if not isinstance(extras, list | tuple) or (extras and len(extras) != len(names)):
         raise WrongEventError("extra_keys must have an entry for each block")
     lora = fields.get("lora_name") or fields.get("lora_id")
+    if lora is not None and not isinstance(lora, int | str):
+        raise WrongEventError("lora_name must be a text")
     return BlockStored(
         names=names,
         parent=parent,
         tokens=tuple(tokens),
         block_tokens=block_tokens,
-        adapter="" if lora is None else str(lora),
-        medium=str(fields.get("medium") or GPU),
-        extras=tuple(tuple(each) if isinstance(each, list | tuple) else () for each in extras),
+        adapter="" if lora is None else str(lora)[:TEXT_MAX],
+        medium=_medium(fields),
+        extras=tuple(_extra(each) for each in extras),
         group=_number(fields, "group_idx"),
     )
 
 
 def _names(fields: dict[str, Any]) -> tuple[BlockName, ...]:
     names = fields.get("block_hashes")
-    if not isinstance(names, list | tuple) or not all(isinstance(name, int | bytes) for name in names):
-        raise WrongEventError("block_hashes must be numbers or bytes")
+    if not isinstance(names, list | tuple) or not all(map(_is_name, names)):
+        raise WrongEventError(f"block_hashes must be numbers or at most {NAME_BYTES_MAX} bytes")
     return tuple(names)
+
+
+def _is_name(name: object) -> bool:
+    return isinstance(name, int) or (isinstance(name, bytes) and len(name) <= NAME_BYTES_MAX)
+
+
+def _medium(fields: dict[str, Any]) -> str:
+    said = fields.get("medium") or GPU
+    if not isinstance(said, str):
+        raise WrongEventError("medium must be a text")
+    return said[:TEXT_MAX]
+
+
+def _extra(said: object) -> tuple[Any, ...]:
+    found = tuple(said) if isinstance(said, list | tuple) else ()
+    if found and len(repr(found)) > EXTRA_CHARACTERS_MAX:
+        raise WrongEventError(f"extra_keys: more than {EXTRA_CHARACTERS_MAX} characters for a block")
+    return found
 
 
 def _number(fields: dict[str, Any], name: str) -> int:

@@ -16,6 +16,8 @@ OUTPUT_TOKENS_DEFAULT = 256
 OUTPUT_TOKENS_MAX = 1 << 20
 PROMPTS_MAX = 256
 SESSION_CHARACTERS_MAX = 256
+NAME_CHARACTERS_MAX = 1024
+"""Of a model and of a salt: receipts, sessions and caches keep them."""
 NUMBER_OF_ANSWERS_MAX = 128
 
 
@@ -225,6 +227,8 @@ def _text(body: Mapping[str, Any], name: str) -> str:
         return ""
     if not isinstance(value, str) or not is_encodable(value):
         raise WrongRequestError(f"{name} must be a text", name)
+    if len(value) > NAME_CHARACTERS_MAX:
+        raise WrongRequestError(f"{name} must have at most {NAME_CHARACTERS_MAX} characters", name)
     return value
 
 

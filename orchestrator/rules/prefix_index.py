@@ -8,7 +8,7 @@ that one walk along a prompt's chain gives the count of all engines.
 
 from __future__ import annotations
 
-from collections import OrderedDict
+from collections import OrderedDict, deque
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 
@@ -24,6 +24,10 @@ do not count any more.
 """
 APPROXIMATE_S = 120.0
 """How long the blocks of a request count for an engine that sends no events."""
+CLEARED_MAX = 256
+"""So many clearings may wait to be swept."""
+SWEEP_BLOCKS = 5_000
+"""Some milliseconds."""
 EXPECTED_MAX = 200_000
 """Blocks of requests that were sent, for one engine; the oldest are forgotten first."""
 
@@ -39,6 +43,16 @@ class _Engine:
     dropped_count: int = 0
 
 
+@dataclass(slots=True)
+class _Cleared:
+    """What an engine held before it was cleared. Its bit is still set at these blocks."""
+
+    bit: int
+    names: dict[BlockName, bytes]
+    counts: dict[bytes, int]
+    expected: OrderedDict[bytes, float]
+
+
 class PrefixIndex:
     """The blocks of up to ENGINES_MAX engines. An engine's name stands for one data-parallel rank of it."""
 
@@ -46,6 +60,8 @@ class PrefixIndex:
         self._engines: dict[str, _Engine] = {}
         self._holders: dict[bytes, int] = {}
         self._free_bits: list[int] = []
+        self._bit_count = 0
+        self._cleared: deque[_Cleared] = deque()
 
     @property
     def block_count(self) -> int:
@@ -58,8 +74,7 @@ class PrefixIndex:
             return
         if len(self._engines) >= ENGINES_MAX:
             raise ValueError(f"more than {ENGINES_MAX} engines")
-        bit = self._free_bits.pop() if self._free_bits else len(self._engines)
-        self._engines[name] = _Engine(bit)
+        self._engines[name] = _Engine(self._new_bit())
 
     def remove_engine(self, name: str) -> None:
         """Forget an engine and its blocks."""
@@ -113,13 +128,39 @@ class PrefixIndex:
         return block in self._engines[name].counts
 
     def clear(self, name: str) -> None:
-        """The engine holds nothing."""
+        """The engine holds nothing. Its bit goes with what it held, and `sweep` takes both away in small steps, because
+        millions of blocks take seconds.
+        """
         engine = self._engines[name]
-        for block in engine.counts:
-            self._drop_bit(block, engine.bit)
-        engine.names.clear()
-        engine.counts.clear()
-        engine.expected.clear()
+        if not engine.names and not engine.counts and not engine.expected:
+            return
+        while len(self._cleared) >= CLEARED_MAX:
+            self.sweep()
+        self._cleared.append(_Cleared(engine.bit, engine.names, engine.counts, engine.expected))
+        engine.bit, engine.names, engine.counts, engine.expected = self._new_bit(), {}, {}, OrderedDict()
+        self.sweep()
+
+    def sweep(self, blocks_max: int = SWEEP_BLOCKS) -> bool:
+        """Take away so many blocks of what was cleared; whether more is left."""
+        while self._cleared and blocks_max > 0:
+            old = self._cleared[0]
+            while old.counts and blocks_max > 0:
+                self._drop_bit(old.counts.popitem()[0], old.bit)
+                blocks_max -= 1
+            for rest in (old.names, old.expected):
+                while rest and not old.counts and blocks_max > 0:
+                    rest.popitem()
+                    blocks_max -= 1
+            if not old.counts and not old.names and not old.expected:
+                self._cleared.popleft()
+                self._free_bits.append(old.bit)
+        return bool(self._cleared)
+
+    def _new_bit(self) -> int:
+        if self._free_bits:
+            return self._free_bits.pop()
+        self._bit_count += 1
+        return self._bit_count - 1
 
     def expect(self, name: str, chain: Sequence[bytes], now_s: float, for_s: float = EXPECTED_S) -> None:
         """A request with these blocks was sent to the engine."""

@@ -10,12 +10,13 @@ import pytest
 
 from descriptors.descriptor import Accept
 from descriptors.layout import ChunkLayout
-from descriptors.recompute import Advice, Choice
+from descriptors.recompute import Advice, AdviceRequest, Choice, DeliveryCosts, PrefillCosts
 from nixl_client.client import ObjectCacheClient
 from nixl_client.connectors.vllm.naming import Deployment, KeyChain
 from orchestrator.rules.engine_metrics import Published
+from orchestrator.rules.prediction import Stored
 from orchestrator.settings import StoreSettings
-from orchestrator.store_lookups import FAILURES_MAX, StoreLookups, lookup_key
+from orchestrator.store_lookups import ENDPOINTS_MAX, FAILURES_MAX, StoreLookups, lookup_key
 
 TOKENS = list(range(64))
 
@@ -91,5 +92,73 @@ async def test_the_store_is_asked_for_what_the_engine_takes(monkeypatch: pytest.
             assert found is not None
         assert asked == [None, accept]
         assert lookup_key(published()) != lookup_key(lossy)
+    finally:
+        store.close()
+
+
+def test_engines_share_a_lookup_only_if_their_chunks_have_one_shape() -> None:
+    """The first engine's shape would otherwise be everybody's: its answer times its bytes, at its costs."""
+    other = replace(published(), layout=ChunkLayout(2, 16, 8192))
+    assert lookup_key(published()) != lookup_key(other)
+    costly = replace(published(), prefill=PrefillCosts(1e6), loads=DeliveryCosts(9.0, 9.0, 9.0, 1.0))
+    assert lookup_key(published()) == lookup_key(costly)
+
+
+async def test_an_engines_costs_decide_no_lookup_of_others(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[AdviceRequest] = []
+
+    def advise(self: ObjectCacheClient, keys: object, request: AdviceRequest, *_: object, **__: object) -> object:
+        asked.append(request)
+        return 2, Advice(Choice.PREFIX, 2, None, {}, None, 1e9)
+
+    monkeypatch.setattr(ObjectCacheClient, "advise", advise)
+    store = lookups(60.0)
+    try:
+        costly = replace(published(), prefill=PrefillCosts(1e6), loads=DeliveryCosts(9.0, 9.0, 9.0, 1.0))
+        assert await store.find(published(), TOKENS, "") == await store.find(costly, TOKENS, "")
+        assert asked[0] == asked[1]
+    finally:
+        store.close()
+
+
+async def test_a_store_that_fails_takes_no_other_store_with_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    """An engine may publish an endpoint where nobody is, or none that can be one."""
+
+    def look_up(self: StoreLookups, store: object, published: Published, *_: object) -> Stored:
+        if published.endpoint.endswith(":1"):
+            raise ConnectionRefusedError("nobody is there")
+        return Stored(2, published.layout)
+
+    monkeypatch.setattr(StoreLookups, "_look_up", look_up)
+    store, good = lookups(60.0), replace(published(), endpoint="http://127.0.0.1:2")
+    try:
+        for wrong in (published(), replace(published(), endpoint="nonsense")):
+            for _ in range(2 * FAILURES_MAX):
+                assert await store.find(wrong, TOKENS, "") is None
+        found = await store.find(good, TOKENS, "")
+        assert found is not None
+        assert found.chunk_count == 2
+        for number in range(3, 3 + 2 * ENDPOINTS_MAX):
+            assert await store.find(replace(good, endpoint=f"http://127.0.0.1:{number}"), TOKENS, "") is not None
+        assert len(store._stores) == ENDPOINTS_MAX
+    finally:
+        store.close()
+
+
+async def test_all_ranks_of_a_deployment_share_the_bound_on_keys(monkeypatch: pytest.MonkeyPatch) -> None:
+    """1,024 ranks of a prompt of 20,000 chunks would be 20 million keys."""
+    counts: list[int] = []
+
+    def advise(self: ObjectCacheClient, keys: Sequence[str], *_: object, **__: object) -> tuple[int, Advice]:
+        counts.append(len(keys))
+        return 0, Advice(Choice.PREFIX, 0, None, {}, None, 1e9)
+
+    monkeypatch.setattr(ObjectCacheClient, "advise", advise)
+    monkeypatch.setattr("orchestrator.store_lookups.KEYS_MAX", 64)
+    store = lookups(60.0)
+    try:
+        wide = replace(published(), deployment=replace(published().deployment, tp_size=8, pp_size=4))
+        assert await store.find(wide, list(range(16 * 1000)), "") is not None
+        assert counts == [2] * 32
     finally:
         store.close()

@@ -22,6 +22,24 @@ vllm:cache_config_info{block_size="16",enable_prefix_caching="True",engine="0",n
 """
 
 
+@pytest.mark.parametrize(
+    "text",
+    [
+        "vllm:num_requests_running{" + ",".join(f'a{at}="1"' for at in range(2000)) + "} 1.0\n",
+        'vllm:num_requests_running{engine="0"} 1.0\n' * 1001,
+    ],
+)
+def test_metrics_that_would_take_long_to_parse_are_not_read(text: str) -> None:
+    """A line of 60,000 labels took 11 s, in which the event loop stood still."""
+    with pytest.raises(ValueError, match="that matter"):
+        read_metrics(text)
+
+
+def test_lines_that_do_not_matter_may_be_many_and_long() -> None:
+    other = "vllm:other{" + ",".join(f'a{at}="1"' for at in range(5000)) + "} 1.0\n"
+    assert read_metrics(VLLM.lstrip() + other * 100).running == 4
+
+
 def test_the_queue_and_the_room_of_all_ranks() -> None:
     report = read_metrics(VLLM)
     assert (report.running, report.waiting, report.kv_tokens, report.block_tokens) == (4, 2, 16_000, 16)

@@ -6,8 +6,13 @@ from typing import Any
 
 import msgspec
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from orchestrator.rules.kv_events import (
+    BATCH_BLOCKS_MAX,
+    EXTRA_CHARACTERS_MAX,
+    NAME_BYTES_MAX,
     AllBlocksCleared,
     BatchOrder,
     BlockRemoved,
@@ -16,15 +21,62 @@ from orchestrator.rules.kv_events import (
     Turn,
     WrongEventError,
     batch_of,
+    block_count_of,
     block_name,
     name_bytes,
+    sliced,
     token_root,
 )
+from orchestrator.rules.prefix_index import PrefixIndex
 
 STORED = {
     "type": "BlockStored", "block_hashes": [11, 12], "parent_block_hash": 10, "token_ids": [1, 2, 3, 4],
     "block_size": 2, "medium": "GPU",
 }  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"block_hashes": [b"x" * (NAME_BYTES_MAX + 1), 12]},
+        {"parent_block_hash": b"x" * (NAME_BYTES_MAX + 1)},
+        {"extra_keys": [["x" * EXTRA_CHARACTERS_MAX], []]},
+        {"extra_keys": [[[["x"] * EXTRA_CHARACTERS_MAX]], []]},
+        {"medium": ["GPU"]},
+        {"lora_name": ["adapter"]},
+    ],
+)
+def test_what_is_kept_of_an_event_is_bounded(changes: dict[str, Any]) -> None:
+    batch_of([1.0, [STORED]])
+    with pytest.raises(WrongEventError):
+        batch_of([1.0, [{**STORED, **changes}]])
+
+
+def test_the_blocks_of_a_batch_are_counted_before_the_index_takes_them() -> None:
+    removed = {"type": "BlockRemoved", "block_hashes": list(range(BATCH_BLOCKS_MAX // 2)), "medium": "GPU"}
+    batch_of([1.0, [removed, removed]])
+    with pytest.raises(WrongEventError, match="block_hashes"):
+        batch_of([1.0, [removed, removed, STORED]])
+
+
+@given(st.integers(1, 30), st.integers(1, 12), st.booleans(), st.none() | st.integers(100, 200))
+def test_an_event_in_slices_says_the_same(count: int, blocks_max: int, has_extras: bool, parent: int | None) -> None:
+    extras = tuple((f"image {at}",) for at in range(count)) if has_extras else ()
+    event = BlockStored(tuple(range(count)), parent, tuple(range(count * 4)), 4, extras=extras)
+    whole, parts = PrefixIndex(), PrefixIndex()
+    for index in (whole, parts):
+        index.add_engine("a")
+        index.apply("a", BlockStored((100,), None, (1, 2, 3, 4), 4))
+    whole.apply("a", event)
+    for part in sliced(event, blocks_max):
+        assert block_count_of(part) <= blocks_max
+        parts.apply("a", part)
+    assert [parts.prefix_of("a", at) for at in range(count)] == [whole.prefix_of("a", at) for at in range(count)]
+    assert parts.orphan_count("a") == whole.orphan_count("a")
+    for part in sliced(BlockRemoved(event.names), blocks_max):
+        parts.apply("a", part)
+    assert parts.held_count("a") == 1
+    assert list(sliced(AllBlocksCleared(), blocks_max)) == [AllBlocksCleared()]
 
 
 def test_maps_and_arrays_say_the_same() -> None:

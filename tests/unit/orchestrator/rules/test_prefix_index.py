@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from orchestrator.rules.chains import block_hashes, root_hash
 from orchestrator.rules.kv_events import AllBlocksCleared, BlockRemoved, BlockStored
-from orchestrator.rules.prefix_index import ENGINES_MAX, EXPECTED_S, PrefixIndex
+from orchestrator.rules.prefix_index import CLEARED_MAX, ENGINES_MAX, EXPECTED_S, SWEEP_BLOCKS, PrefixIndex
 
 STEP = 4
 PROMPT = list(range(20))
@@ -150,6 +150,35 @@ def test_what_was_expected_for_a_short_time_does_not_stay_behind_what_is_expecte
     index.expect("a", CHAIN, 10.0)
     index.forget_expected("a")
     assert index.held(CHAIN, 10.0) == {"a": 0}
+
+
+def test_what_was_cleared_is_swept_in_small_steps_and_counts_no_more() -> None:
+    """Millions of blocks would hold the event loop for seconds."""
+    index = index_of("a", "b")
+    index.apply("a", stored(PROMPT, 100))
+    index.apply("b", stored(PROMPT, 100))
+    long = list(range(STEP * 3 * SWEEP_BLOCKS))
+    index.apply("a", stored(long, 10_000))
+    before = index.block_count
+    index.apply("a", AllBlocksCleared())
+    assert index.held_count("a") == 0
+    assert index.held(CHAIN, 0.0) == {"a": 0, "b": 5}
+    assert before - index.block_count <= SWEEP_BLOCKS
+    index.apply("a", stored(PROMPT[:8], 100))
+    assert index.held(CHAIN, 0.0) == {"a": 2, "b": 5}
+    steps = 0
+    while index.sweep():
+        steps += 1
+    assert steps >= 2
+    assert index.block_count == len(CHAIN)
+    assert index.held(CHAIN, 0.0) == {"a": 2, "b": 5}
+    for _ in range(2 * CLEARED_MAX):
+        index.apply("a", stored(PROMPT, 100))
+        index.clear("a")
+    while index.sweep():
+        continue
+    assert index.block_count == len(CHAIN)
+    assert max(index._free_bits) <= CLEARED_MAX + 2
 
 
 def test_an_engine_is_known_under_the_names_of_its_ranks() -> None:
