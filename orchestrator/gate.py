@@ -28,7 +28,7 @@ class Gate:
 
     def __init__(self, settings: AdmissionSettings) -> None:
         self.admission = Admission(settings)
-        self._turns: dict[str, asyncio.Future[None]] = {}
+        self._turns: dict[str, asyncio.Future[bool]] = {}
         self._services_s: deque[float] = deque(maxlen=SERVICES_MAX)
         self.refused_count = 0
         self.expired_count = 0
@@ -55,10 +55,14 @@ class Gate:
         for started in self.admission.start():
             turn = self._turns.get(started.request_id)
             if turn is not None and not turn.done():
-                turn.set_result(None)
+                turn.set_result(True)
 
     async def _wait(self, request_id: str, tenant: Tenant, tokens: int) -> None:
         verdict = self.admission.offer(request_id, tenant, tokens)
+        while self.admission.displaced:
+            turn = self._turns.get(self.admission.displaced.pop())
+            if turn is not None and not turn.done():
+                turn.set_result(False)
         if verdict is Verdict.RUNS:
             return
         if verdict is Verdict.REFUSED:
@@ -68,13 +72,17 @@ class Gate:
         turn = self._turns[request_id] = asyncio.get_running_loop().create_future()
         try:
             async with asyncio.timeout(self.admission.settings.deadline_s):
-                await turn
+                is_admitted = await turn
         except TimeoutError:
             self.expired_count += 1
             waited_s = self.admission.settings.deadline_s
             raise TooBusyError(f"the request was not admitted in {waited_s:g} s", 503, self._retry_after_s()) from None
         finally:
             del self._turns[request_id]
+        if not is_admitted:
+            self.refused_count += 1
+            problem = "a request of a higher priority, or of a tenant with fewer, has taken the place in the queue"
+            raise TooBusyError(problem, 429, self._retry_after_s())
 
     def _retry_after_s(self) -> int:
         return self.admission.retry_after_s(median(self._services_s) if self._services_s else 1.0)

@@ -1,9 +1,11 @@
 """Admission: how many requests run, who waits, and in which order.
 
-A request runs at once while fewer than `active_max` run. Otherwise it waits, at most `queue_max` of all tenants, and
-those beyond are refused. Waiting requests of the highest priority go first. Among tenants of one priority it is deficit
-round robin over tokens: in each round a tenant may start requests of `weight` times QUANTUM_TOKENS, so a tenant with
-short prompts is not held up by one with long prompts. `orchestrator.gate` has the clock and ends what waits too long.
+A request runs at once while fewer than `active_max` run. Otherwise it waits, at most `queue_max` of all tenants. In a
+full queue a request takes the place of one of lower priority, or of a tenant that has more than its share of the queue;
+where there is none, it is refused. Waiting requests of the highest priority go first. Among tenants of one priority it
+is deficit round robin over tokens: in each round a tenant may start requests of `weight` times QUANTUM_TOKENS, so a
+tenant with short prompts is not held up by one with long prompts. `orchestrator.gate` has the clock and ends what waits
+too long.
 
 Source of deficit round robin: Shreedhar and Varghese, SIGCOMM 1995.
 """
@@ -75,6 +77,8 @@ class Admission:
         self._active_by_tenant: dict[str, int] = {}
         self._queues: OrderedDict[str, _Queue] = OrderedDict()
         self._waiting: dict[str, Waiting] = {}
+        self.displaced: list[str] = []
+        """Requests that waited, and whose places others have taken: tell them, and empty the list."""
 
     @property
     def active_count(self) -> int:
@@ -92,8 +96,15 @@ class Admission:
         if self._has_room(tenant) and (queue is None or not queue.waiting) and not self._waits_above(tenant.priority):
             self._begin(request_id, tenant)
             return Verdict.RUNS
-        if len(self._waiting) >= self.settings.queue_max or self._is_crowding(queue):
+        if self._is_crowding(queue):
             return Verdict.REFUSED
+        if len(self._waiting) >= self.settings.queue_max:
+            victim = self._victim(tenant, queue)
+            if victim is None:
+                return Verdict.REFUSED
+            self.displaced.append(victim.waiting[-1].request_id)
+            self.end(victim.waiting[-1].request_id)
+            queue = self._queues.get(tenant.name)
         if queue is None:
             queue = self._queues[tenant.name] = _Queue(tenant)
         waiting = Waiting(request_id, tenant, max(1, tokens))
@@ -172,6 +183,22 @@ class Admission:
     def _is_crowding(self, queue: _Queue | None) -> bool:
         own = 0 if queue is None else len(queue.waiting)
         return own < len(self._waiting) and own >= TENANT_QUEUE_FRACTION * self.settings.queue_max
+
+    def _victim(self, tenant: Tenant, queue: _Queue | None) -> _Queue | None:
+        """The queue whose last request gives its place up: of the lowest priority below the tenant's own; or else of
+        the tenant of the same priority that has most for its weight, and more than the tenant would have then.
+        """
+
+        def share(each: _Queue) -> float:
+            return len(each.waiting) / each.tenant.weight
+
+        full = [each for each in self._queues.values() if each.waiting and each is not queue]
+        lowest = min((each.tenant.priority for each in full), default=tenant.priority)
+        if lowest < tenant.priority:
+            return max((each for each in full if each.tenant.priority == lowest), key=share)
+        most = max((each for each in full if each.tenant.priority == tenant.priority), key=share, default=None)
+        own = (0 if queue is None else len(queue.waiting)) + 1
+        return most if most is not None and share(most) > own / tenant.weight else None
 
     def _forget_empty(self, queue: _Queue) -> None:
         """An idle tenant saves no turns up."""

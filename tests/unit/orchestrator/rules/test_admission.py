@@ -32,6 +32,34 @@ def test_requests_run_while_there_are_places_then_wait_then_are_refused() -> Non
     assert started(waiting) == ["2"]
 
 
+def test_a_full_queue_refuses_nobody_of_a_higher_priority() -> None:
+    """One tenant could otherwise keep everybody out for as long as it likes."""
+    urgent, low = Tenant("urgent", priority=10), Tenant("low", priority=-1)
+    admission = Admission(AdmissionSettings(active_max=1, queue_max=3))
+    assert [admission.offer(f"a{at}", A, 1) for at in range(3)] == [Verdict.RUNS, Verdict.WAITS, Verdict.WAITS]
+    assert admission.offer("low0", low, 1) is Verdict.WAITS
+    assert admission.offer("urgent0", urgent, 1) is Verdict.WAITS
+    assert admission.displaced == ["low0"]
+    assert admission.offer("urgent1", urgent, 1) is Verdict.WAITS
+    assert admission.displaced == ["low0", "a2"]
+    assert admission.offer("low1", low, 1) is Verdict.REFUSED
+    admission.end("a0")
+    assert started(admission) == ["urgent0"]
+    assert admission.waiting_count == 2
+
+
+def test_a_full_queue_is_shared_among_tenants_of_one_priority() -> None:
+    heavy = Tenant("heavy", weight=3.0)
+    admission = Admission(AdmissionSettings(active_max=1, queue_max=8))
+    assert admission.offer("first", A, 1) is Verdict.RUNS
+    verdicts = [admission.offer(f"a{at}", A, 1) for at in range(9)]
+    assert Counter(verdicts) == {Verdict.WAITS: 8, Verdict.REFUSED: 1}
+    verdicts = [admission.offer(f"b{at}", B, 1) for at in range(8)]
+    assert verdicts == [Verdict.WAITS] * 4 + [Verdict.REFUSED] * 4
+    assert admission.displaced == ["a7", "a6", "a5", "a4"]
+    assert [admission.offer(f"h{at}", heavy, 1) for at in range(5)].count(Verdict.WAITS) == 4
+
+
 def test_tenants_take_turns_by_tokens_and_weight() -> None:
     """A tenant with prompts of a tenth of the tokens runs ten times as many."""
     admission = Admission(AdmissionSettings(active_max=1, queue_max=1000))
