@@ -16,10 +16,13 @@ from typing import Any
 
 import aiohttp
 
+from adapters.whole_answers import UNENCODED, read_whole
+
 CALL_S = 5.0
 CONNECT_S = 2.0
 WATCH_S = 30.0
 """A watch without a word for so long is begun again, maybe elsewhere: its host may be gone."""
+ANSWER_BYTES_MAX = 64 << 20
 LINE_BYTES_MAX = 16 << 20
 _OLD_TOKEN = "revision of auth store is old"
 _GONE = (aiohttp.ClientError, TimeoutError, OSError, json.JSONDecodeError)
@@ -94,7 +97,9 @@ class Etcd:
         """Open the connection pool."""
         connector = aiohttp.TCPConnector(limit=64, ssl=self._tls or True)
         timeout = aiohttp.ClientTimeout(total=None, sock_connect=CONNECT_S)
-        self._session = aiohttp.ClientSession(connector=connector, timeout=timeout)
+        self._session = aiohttp.ClientSession(
+            connector=connector, timeout=timeout, headers=UNENCODED, auto_decompress=False
+        )
 
     async def close(self) -> None:
         """Close the connection pool."""
@@ -223,14 +228,14 @@ class Etcd:
     async def _post(self, endpoint: str, path: str, body: Mapping[str, Any]) -> Any:
         async with self._open().post(f"{endpoint}/v3/{path}", json=body, headers=self._headers()) as response:
             await _require_good(response)
-            return await response.json(content_type=None)
+            return json.loads(await read_whole(response, ANSWER_BYTES_MAX))
 
     async def _authenticate(self, endpoint: str) -> None:
         name, password = self._account or ("", "")
         body = {"name": name, "password": password}
         async with self._open().post(f"{endpoint}/v3/auth/authenticate", json=body) as response:
             await _require_good(response)
-            self._token = (await response.json(content_type=None))["token"]
+            self._token = json.loads(await read_whole(response, ANSWER_BYTES_MAX))["token"]
 
     def _headers(self) -> dict[str, str]:
         return {} if self._token is None else {"authorization": self._token}

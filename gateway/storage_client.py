@@ -15,6 +15,7 @@ import aiohttp
 from pydantic import TypeAdapter
 
 from adapters.phases import Phases, delivery_timing
+from adapters.whole_answers import read_whole
 from descriptors.cluster import VIEW_HEADER, ViewId
 from descriptors.descriptor import Descriptor
 from descriptors.errors import ErrorCode, ObjectCacheError, ServerError, error_from_fields
@@ -38,6 +39,7 @@ from descriptors.storage_api import (
 from descriptors.tracing import PEER_REQUEST_ID_HEADER, Phase
 from gateway.trace import current_request_id
 
+RESULT_BYTES_MAX = 64 << 20
 CONNECT_TIMEOUT_S = 5.0
 _DIGESTS = TypeAdapter(BodyDigests)
 _START = TypeAdapter(DeliveryStart)
@@ -167,7 +169,7 @@ class Peer:
         fields = {**call.encode(arguments)[0], "has_sha256": body.has_sha256}
         try:
             async with self._open(call, fields, pieces(), waits_for_leave=waits_for_leave) as response:
-                return call.decode_result(await response.read())
+                return call.decode_result(await read_whole(response, RESULT_BYTES_MAX))
         except ObjectCacheError as error:
             if isinstance(error, StaleViewError):
                 error.took_body = is_taken
@@ -228,7 +230,7 @@ class Peer:
         if not document and len(encoded) > ARGUMENT_BYTES_MAX:
             fields, document = {}, encoded
         async with self._open(call, fields, document) as response:
-            return await response.read()
+            return await read_whole(response, RESULT_BYTES_MAX)
 
     @asynccontextmanager
     async def _open(
@@ -259,7 +261,7 @@ class Peer:
             url = f"{self._base}/v1/{call.operation}"
             async with self._session.post(url, data=body, headers=headers, expect100=waits_for_leave) as response:
                 if response.status != 200:
-                    raise _refusal(await response.json())
+                    raise _refusal(json.loads(await read_whole(response, RESULT_BYTES_MAX)))
                 yield response
         except (aiohttp.ClientError, TimeoutError) as error:
             raise StorageUnreachableError(error) from error

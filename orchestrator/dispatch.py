@@ -15,6 +15,7 @@ from typing import Any
 import aiohttp
 from aiohttp import web
 
+from adapters.whole_answers import read_whole
 from nixl_client.connectors.vllm.published import ADVICE, HELD_TOKENS, LOAD_CHUNKS
 from orchestrator.answers import Refusal
 from orchestrator.engine import Engine
@@ -35,9 +36,11 @@ engine answer 500, and its probes say whether it is well.
 _HOP_BY_HOP = frozenset(
     {
         "connection", "keep-alive", "proxy-authenticate", "proxy-authorization", "te", "trailer", "transfer-encoding",
-        "upgrade", "host", "content-length", "content-encoding", "accept-encoding", "expect", "x-data-parallel-rank",
+        "upgrade", "host", "content-length", "accept-encoding", "expect", "x-data-parallel-rank",
     }
 )  # fmt: skip
+_NOT_SENT_ON = _HOP_BY_HOP | {"content-encoding"}
+"""Of requests, whose bodies have been decoded here. The body of an answer is sent on as it came."""
 
 
 class AttemptFailed(Exception):
@@ -100,7 +103,7 @@ class Exchange:
 
 def forwarded_headers(headers: Mapping[str, str], request_id: str, engine_key: str | None) -> dict[str, str]:
     """The headers of a client that an engine gets."""
-    kept = {name: value for name, value in headers.items() if name.lower() not in _HOP_BY_HOP}
+    kept = {name: value for name, value in headers.items() if name.lower() not in _NOT_SENT_ON}
     kept["X-Request-Id"] = request_id
     if engine_key is not None:
         kept["Authorization"] = f"Bearer {engine_key}"
@@ -164,12 +167,7 @@ class Dispatch:
         """A request whose answer is for the orchestrator. Raises AttemptFailed."""
         async with self._opened(engine, path, headers, body, Progress()) as (answer, first, _):
             try:
-                said = bytearray(first)
-                async for piece in answer.content.iter_any():
-                    said += piece
-                    if len(said) > ANSWER_BYTES_MAX:
-                        raise ValueError("the answer is too large")
-                document = json.loads(said)
+                document = json.loads(first + await read_whole(answer, ANSWER_BYTES_MAX))
             except (aiohttp.ClientError, TimeoutError, OSError, ValueError) as error:
                 raise AttemptFailed(f"{engine.name}: {error}") from error
             if answer.status != 200 or not isinstance(document, dict):

@@ -13,6 +13,7 @@ from typing import Any
 
 import aiohttp
 
+from adapters.whole_answers import read_whole
 from descriptors.recompute import PrefillCosts
 from orchestrator.events_feed import EventsFeed, FeedStatus
 from orchestrator.rules.books import EngineBooks
@@ -269,7 +270,7 @@ class Engine:
                 headers=self._headers,
                 allow_redirects=False,
             ) as answer:
-                await answer.read()
+                await read_whole(answer, ANSWER_BYTES_MAX)
         except (aiohttp.ClientError, TimeoutError, OSError) as error:
             _log.info("%s gives no first token: %r", self.name, error)
 
@@ -298,12 +299,9 @@ class Engine:
             ) as answer:
                 if answer.status != 200:
                     return None
-                body = await answer.content.read(bytes_max + 1)
-                while len(body) <= bytes_max and not answer.content.at_eof():
-                    body += await answer.content.read(bytes_max + 1 - len(body))
+                return (await read_whole(answer, bytes_max)).decode(errors="replace")
         except (aiohttp.ClientError, TimeoutError, OSError):
             return None
-        return body.decode(errors="replace") if len(body) <= bytes_max else None
 
 
 def index_name(engine: str, rank: int) -> str:

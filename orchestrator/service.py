@@ -11,6 +11,7 @@ from typing import Any
 import aiohttp
 from aiohttp import web
 
+from adapters.whole_answers import UNENCODED
 from orchestrator.dispatch import AttemptFailed, Dispatch, Exchange, body_for, encoded
 from orchestrator.engine import Engine
 from orchestrator.gate import Gate
@@ -75,7 +76,9 @@ class Orchestrator:
         settings = self._settings
         local = None if settings.tokenizer is None else LocalTokenizer(settings.tokenizer)
         connector = aiohttp.TCPConnector(limit=CONNECTIONS_MAX, limit_per_host=0)
-        self._http = aiohttp.ClientSession(connector=connector, cookie_jar=aiohttp.DummyCookieJar())
+        self._http = aiohttp.ClientSession(
+            connector=connector, cookie_jar=aiohttp.DummyCookieJar(), headers=UNENCODED, auto_decompress=False
+        )
         self._tokens = Tokens(self._http, TokenCache(settings.token_cache_bytes), local)
         self._dispatch = Dispatch(self._http, settings.first_byte_timeout_s, settings.stream_idle_timeout_s)
         for each in settings.engines:

@@ -52,6 +52,9 @@ from storage_server.upstream.rules.proof import HEADER, Proof, parse_proof
 from storage_server.upstream.rules.refusals import unreachable
 from storage_server.upstream.service import Sent
 
+BUCKET_PAGES_MAX = 100
+"""Of at most 10,000 buckets each."""
+
 
 class UpstreamObjects:
     """Implements storage_server.upstream.service.HomeObjects."""
@@ -79,7 +82,7 @@ class UpstreamObjects:
 
     async def list_buckets(self, access_key: str) -> list[BucketInfo]:
         found, token = list[BucketInfo](), None
-        while True:
+        for _ in range(BUCKET_PAGES_MAX):
             page = await self._upstream.call("ListBuckets", **({} if token is None else {"ContinuationToken": token}))
             owner = page.get("Owner", {}).get("ID", "")
             found += [
@@ -89,6 +92,7 @@ class UpstreamObjects:
             token = page.get("ContinuationToken")
             if not token:
                 return sorted(found, key=lambda bucket: bucket.name)
+        raise unreachable(f"its list of buckets has no end: {len(found)} in {BUCKET_PAGES_MAX} pages")
 
     async def delete_bucket(self, access_key: str, bucket: str) -> None:
         await self._upstream.call("DeleteBucket", Bucket=bucket)
