@@ -3,13 +3,10 @@
 from __future__ import annotations
 
 import asyncio
-import hashlib
-import json
 import logging
 import time
 import uuid
-from collections.abc import Mapping, Sequence
-from dataclasses import replace
+from collections.abc import Mapping
 from typing import Any
 
 from aiohttp import web
@@ -32,17 +29,20 @@ from orchestrator.dispatch import (
 )
 from orchestrator.gate import TooBusyError
 from orchestrator.metadata import MetadataError, NameTakenError
+from orchestrator.readers import ReadingError
 from orchestrator.receipts import Receipt
 from orchestrator.router import NoEngineError, Prompt
 from orchestrator.rules.admission import Tenant
-from orchestrator.rules.openai_requests import Asked, RequestKind, WrongRequestError, read_request, response_key
+from orchestrator.rules.openai_requests import RequestKind, TokenIds, WrongRequestError
+from orchestrator.rules.reading import READ_HEADERS, Order, ReadBody, document_of
 from orchestrator.service import Orchestrator
 from orchestrator.settings import OrchestratorSettings
-from orchestrator.tokens import NoTokensError
+from orchestrator.tokenizer import NoTokensError
 
 ANYBODY = Tenant("")
 READ_BYTES = 1 << 18
 KEPT_REQUEST_BYTES_MAX = 1 << 18
+ADMIN_BYTES_MAX = 1 << 16
 TOKEN_CHARACTERS = 4
 """About so many characters of a body are a token: fair shares need no more before a request is admitted."""
 _KINDS = {kind.value: kind for kind in RequestKind}
@@ -116,14 +116,8 @@ class App:
             orchestrator.begin(request_id, tenant.name)
         try:
             async with self._document(http, tenant) as document:
-                body, raw = self._own(document.fields, document.raw, tenant)
-                if len(document.raw) > READ_BYTES:
-                    asked = await asyncio.to_thread(_read, kind, body, http.headers)
-                else:
-                    asked = _read(kind, body, http.headers)
-                if tenant.name and asked.session:  # a name that two tenants give is two sessions
-                    asked = replace(asked, session=f"{tenant.name}\n{asked.session}")
-                receipt_key = self._response_key(tenant, kind, body, asked, len(document.raw))
+                read = await self._read(http, document.raw, kind, tenant)
+                receipt_key = read.response_key
                 if receipt_key is not None:
                     kept = orchestrator.responses.find(receipt_key, time.monotonic())
                     if kept is not None:
@@ -132,15 +126,14 @@ class App:
                 exchange = Exchange(
                     http,
                     http.path,
-                    asked,
-                    body,
-                    raw,
+                    read.asked,
+                    read.raw,
+                    tenant.name,
                     forwarded_headers(http.headers, request_id, self._engine_key),
                     receipt,
                     began_s,
-                    len(document.raw),
-                    [] if receipt_key is not None else None,
-                    orchestrator.responses.answer_bytes_max,
+                    kept=[] if receipt_key is not None else None,
+                    kept_bytes_max=orchestrator.responses.answer_bytes_max,
                 )
                 response = await self._admitted(exchange, tenant)
                 receipt.status = response.status
@@ -160,26 +153,27 @@ class App:
 
     async def _admitted(self, exchange: Exchange, tenant: Tenant) -> web.StreamResponse:
         asked, receipt, orchestrator = exchange.asked, exchange.receipt, self._orchestrator
-        known = len(asked.tokens) if asked.tokens is not None else exchange.size // TOKEN_CHARACTERS
+        known = len(asked.tokens) if asked.tokens is not None else len(exchange.raw) // TOKEN_CHARACTERS
         try:
             async with orchestrator.gate.admitted(receipt.request_id, tenant, known + asked.output_tokens) as waited_s:
                 receipt.waited_s = waited_s
                 tokens = await self._tokens(exchange)
                 receipt.prompt_tokens = None if tokens is None else len(tokens)
-                prompt = await orchestrator.prompt(asked, tokens, receipt) if tokens else None
+                prompt = None
+                if tokens is not None and len(tokens):
+                    prompt = await orchestrator.prompt(asked, tokens, receipt)
                 return await self._attempt(exchange, prompt)
         except TooBusyError as error:
             raise Refusal(error.status, str(error), code="too_busy", retry_after_s=error.retry_after_s) from None
 
-    async def _tokens(self, exchange: Exchange) -> Sequence[int] | None:
+    async def _tokens(self, exchange: Exchange) -> TokenIds | None:
         """The prompt's tokens; None where they cannot be known."""
         asked = exchange.asked
         if asked.tokens is not None or asked.to_tokenize is None:
             return asked.tokens
         began_s = time.monotonic()
         try:
-            is_large = exchange.size > READ_BYTES
-            return await self._orchestrator.tokens_of(asked, exchange.headers, is_large=is_large)
+            return await self._orchestrator.tokens_of(asked, exchange.headers, exchange.tenant)
         except NoTokensError as error:
             exchange.receipt.note = f"routed without its tokens: {error}"
             return None
@@ -278,9 +272,10 @@ class App:
 
     async def _explain(self, http: web.BaseRequest) -> dict[str, Any]:
         """Which engine a request would go to, and every engine's terms."""
-        document = await self._admin_document(http)
-        kind = RequestKind.CHAT if "messages" in document else RequestKind.COMPLETIONS
-        asked = _read(kind, document, http.headers)
+        async with self._document(http, ANYBODY) as said:
+            document = said.raw
+        kind = RequestKind.CHAT if b'"messages"' in document else RequestKind.COMPLETIONS
+        asked = (await self._read(http, document, kind, ANYBODY)).asked
         headers = forwarded_headers(http.headers, uuid.uuid4().hex, self._engine_key)
         try:
             return await self._orchestrator.explain(asked, headers)
@@ -291,7 +286,12 @@ class App:
 
     async def _admin_document(self, http: web.BaseRequest) -> Mapping[str, Any]:
         async with self._document(http, ANYBODY) as document:
-            return document.fields
+            if len(document.raw) > ADMIN_BYTES_MAX:
+                raise Refusal(413, f"the body is larger than {ADMIN_BYTES_MAX} bytes")
+            try:
+                return document_of(document.raw)
+            except WrongRequestError as error:
+                raise Refusal(400, str(error)) from None
 
     def _document(self, http: web.BaseRequest, tenant: Tenant) -> _Document:
         return _Document(http, tenant.name, self._settings, self._budget)
@@ -312,29 +312,28 @@ class App:
         if not is_secret(_bearer(http), self._settings.admin_token):
             raise Refusal(401, "/_orchestrator needs the admin token (OBJECTCACHE_ADMIN_TOKEN) as a bearer token")
 
-    def _own(self, body: Mapping[str, Any], raw: bytes, tenant: Tenant) -> tuple[Mapping[str, Any], bytes | None]:
-        """The body as it may go on. A client's own `kv_transfer_params` could have an engine read KV of others."""
-        changed = dict(body)
-        for name in ("kv_transfer_params", "ec_transfer_params"):
-            changed.pop(name, None)
-        if self._settings.tenant_salts and tenant.name:
-            salt = f"{tenant.name}\n{body.get('cache_salt') or ''}"
-            changed["cache_salt"] = hashlib.sha256(salt.encode()).hexdigest()
-        return (body, raw) if changed == body else (changed, None)
-
-    def _response_key(
-        self, tenant: Tenant, kind: RequestKind, body: Mapping[str, Any], asked: Asked, size: int
-    ) -> str | None:
-        """The name of the answer, where it may be kept."""
-        if not self._orchestrator.responses.is_on or size > KEPT_REQUEST_BYTES_MAX:
-            return None
-        if not asked.is_deterministic or not asked.is_generating:
-            return None
-        return response_key(tenant.name, kind, body)
+    async def _read(self, http: web.BaseRequest, raw: bytes, kind: RequestKind, tenant: Tenant) -> ReadBody:
+        settings, responses = self._settings, self._orchestrator.responses
+        order = Order(
+            kind,
+            {name: value for name in READ_HEADERS if (value := http.headers.get(name))},
+            tenant.name,
+            settings.tenant_salts,
+            "" if self._engine_key is not None else http.headers.get("Authorization", ""),
+            responses.is_on and len(raw) <= KEPT_REQUEST_BYTES_MAX,
+        )
+        try:
+            return await self._orchestrator.readers.read(raw, order)
+        except WrongRequestError as error:
+            raise Refusal(400, str(error), param=error.field) from None
+        except ReadingError as error:
+            if error.is_busy:
+                raise Refusal(503, f"the body: {error}", code="too_busy", retry_after_s=1) from None
+            raise Refusal(413, f"the body: {error}") from None
 
 
 class _Document:
-    """A request's body as a JSON object, whose bytes count in the budget until the block ends."""
+    """A request's body, whose bytes count in the budget until the block ends."""
 
     def __init__(
         self, http: web.BaseRequest, tenant: str, settings: OrchestratorSettings, budget: DocumentBudget
@@ -345,13 +344,10 @@ class _Document:
         self._budget = budget
         self._taken = 0
         self.raw = b""
-        self.fields: Mapping[str, Any] = {}
 
     async def __aenter__(self) -> _Document:
         try:
             self.raw = await self._read()
-            is_large = len(self.raw) > READ_BYTES
-            self.fields = await asyncio.to_thread(_parsed, self.raw) if is_large else _parsed(self.raw)
         except BaseException:
             await self.__aexit__()
             raise
@@ -379,23 +375,6 @@ class _Document:
         except ObjectCacheError as error:
             raise Refusal(503, error.message, code="too_busy", retry_after_s=1) from None
         return bytes(body)
-
-
-def _parsed(body: bytes) -> Mapping[str, Any]:
-    try:
-        document = json.loads(body)
-    except (ValueError, RecursionError) as error:
-        raise Refusal(400, f"the body is no JSON: {str(error)[:200]}") from None
-    if not isinstance(document, dict):
-        raise Refusal(400, "the body must be a JSON object")
-    return document
-
-
-def _read(kind: RequestKind, body: Mapping[str, Any], headers: Mapping[str, str]) -> Asked:
-    try:
-        return read_request(kind, body, {name.lower(): value for name, value in headers.items()})
-    except WrongRequestError as error:
-        raise Refusal(400, str(error), param=error.field) from None
 
 
 async def _replay(

@@ -7,7 +7,7 @@ from __future__ import annotations
 import asyncio
 import json
 import time
-from collections.abc import AsyncIterator, Mapping
+from collections.abc import AsyncIterator, Mapping, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 from typing import Any
@@ -19,9 +19,10 @@ from adapters.whole_answers import read_whole
 from nixl_client.connectors.vllm.published import ADVICE, HELD_TOKENS, LOAD_CHUNKS
 from orchestrator.answers import Refusal
 from orchestrator.engine import Engine
+from orchestrator.readers import Readers, ReadingError
 from orchestrator.receipts import Receipt
 from orchestrator.router import Routed
-from orchestrator.rules.openai_requests import Asked
+from orchestrator.rules.openai_requests import Asked, WrongRequestError
 
 ANSWER_BYTES_MAX = 64 << 20
 ATTEMPTS_MAX = 3
@@ -67,14 +68,14 @@ class Exchange:
     http: web.BaseRequest
     path: str
     asked: Asked
-    body: Mapping[str, Any]
-    raw: bytes | None
-    """The body as it came; None where it was changed."""
+    raw: bytes
+    """The body as it goes on."""
+    tenant: str
     headers: Mapping[str, str]
     receipt: Receipt
     began_s: float
-    size: int = 0
-    """The bytes of the body as it came."""
+    transfer_params: Mapping[str, Any] = field(default_factory=dict)
+    """What a prefill engine has answered, for the engine that goes on."""
     kept: list[bytes] | None = None
     """The pieces of the answer, where they are to be kept."""
     kept_bytes_max: int = 0
@@ -110,32 +111,23 @@ def forwarded_headers(headers: Mapping[str, str], request_id: str, engine_key: s
     return kept
 
 
-def body_for(body: Mapping[str, Any], routed: Routed) -> Mapping[str, Any]:
-    """The body for an engine: one with our connector is told how many chunks to use, as the decision had it, and
-    how many tokens it was taken to hold."""
-    prediction = routed.decision.prediction
+def transfer_params(exchange: Exchange, routed: Routed) -> dict[str, Any]:
+    """The `kv_transfer_params` for an engine: one with our connector is told how many chunks to use, as the decision
+    had it, and how many tokens it was taken to hold."""
+    prediction, known = routed.decision.prediction, dict(exchange.transfer_params)
     if routed.engine.published is None or not prediction.stored_tokens:
-        return body
-    known = body.get("kv_transfer_params")
+        return known
     block_tokens = routed.engine.block_tokens or 1
     held_tokens = prediction.held_tokens // block_tokens * block_tokens  # an engine finds whole blocks
-    advice = {LOAD_CHUNKS: prediction.load_chunks, HELD_TOKENS: held_tokens}
-    params = {**(known if isinstance(known, dict) else {}), ADVICE: advice}
-    return {**body, "kv_transfer_params": params}
-
-
-async def encoded(body: Mapping[str, Any], size_hint: int) -> bytes:
-    """A body as JSON; a large one is made in a thread."""
-    if size_hint < THREAD_BYTES:
-        return json.dumps(body).encode()
-    return await asyncio.to_thread(lambda: json.dumps(body).encode())
+    return {**known, ADVICE: {LOAD_CHUNKS: prediction.load_chunks, HELD_TOKENS: held_tokens}}
 
 
 class Dispatch:
     """Carries requests. The session is shared by all of them."""
 
-    def __init__(self, session: aiohttp.ClientSession, first_byte_s: float, idle_s: float) -> None:
+    def __init__(self, session: aiohttp.ClientSession, readers: Readers, first_byte_s: float, idle_s: float) -> None:
         self._session = session
+        self._readers = readers
         self._first_byte_s = first_byte_s
         self._timeout = aiohttp.ClientTimeout(total=None, sock_connect=5.0, sock_read=idle_s)
 
@@ -144,10 +136,9 @@ class Dispatch:
         engine, headers = routed.engine, dict(exchange.headers)
         if routed.rank is not None:
             headers["X-data-parallel-rank"] = str(routed.rank)
-        told = body_for(exchange.body, routed)
-        body = exchange.raw
-        if body is None or told is not exchange.body:
-            body = await encoded(told, exchange.size)
+        body, params = exchange.raw, transfer_params(exchange, routed)
+        if params:
+            body = await self.edited(exchange, (), {"kv_transfer_params": params})
         async with self._opened(engine, exchange.path, headers, body, exchange.progress) as (answer, first, late):
             note: dict[str, Any] = {"engine": engine.name, "status": answer.status}
             exchange.receipt.attempts.append(note)
@@ -162,6 +153,13 @@ class Dispatch:
                 await response.write_eof()
                 return response
             return await self._stream(answer, first, exchange, engine, late)
+
+    async def edited(self, exchange: Exchange, drop: Sequence[str], put: Mapping[str, Any]) -> bytes:
+        """The body without some fields, and with others. Raises AttemptFailed."""
+        try:
+            return await self._readers.edited(exchange.tenant, exchange.raw, drop, put)
+        except (ReadingError, WrongRequestError) as error:
+            raise AttemptFailed(f"the body cannot be changed: {error}") from None
 
     async def ask(self, engine: Engine, path: str, headers: Mapping[str, str], body: bytes) -> dict[str, Any]:
         """A request whose answer is for the orchestrator. Raises AttemptFailed."""

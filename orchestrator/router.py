@@ -13,7 +13,7 @@ from orchestrator.receipts import Receipt
 from orchestrator.rules.books import Load, Sent
 from orchestrator.rules.chains import block_hashes, root_hash
 from orchestrator.rules.engine_metrics import Published
-from orchestrator.rules.openai_requests import Asked
+from orchestrator.rules.openai_requests import Asked, TokenIds
 from orchestrator.rules.policies import Decision, RouteRequest, RoutingPolicy
 from orchestrator.rules.prediction import EngineState, Stored
 from orchestrator.rules.prefix_index import APPROXIMATE_S, EXPECTED_S, PrefixIndex
@@ -45,7 +45,7 @@ class Pin:
 class Prompt:
     """A prompt whose tokens are known, with the store's answers, and its blocks' names by the tokens of a block."""
 
-    tokens: Sequence[int]
+    tokens: Sequence[int] | TokenIds
     adapter: str
     salt: str
     stored: Mapping[LookupKey, Stored | None]
@@ -90,7 +90,7 @@ class Router:
         self._pins = pins
         self.policy = policy
 
-    async def prompt(self, asked: Asked, tokens: Sequence[int], receipt: Receipt | None = None) -> Prompt:
+    async def prompt(self, asked: Asked, tokens: Sequence[int] | TokenIds, receipt: Receipt | None = None) -> Prompt:
         """Look the prompt up in the stores of the engines that could take it."""
         adapter = self._adapter(asked.model)
         began_s = time.monotonic()

@@ -12,22 +12,23 @@ import aiohttp
 from aiohttp import web
 
 from adapters.whole_answers import UNENCODED
-from orchestrator.dispatch import AttemptFailed, Dispatch, Exchange, body_for, encoded
+from orchestrator.dispatch import AttemptFailed, Dispatch, Exchange, transfer_params
 from orchestrator.engine import Engine
 from orchestrator.gate import Gate
 from orchestrator.metadata import NameTakenError
 from orchestrator.meter import Meter
 from orchestrator.orders import Orders
+from orchestrator.readers import Readers
 from orchestrator.receipts import Receipt, Receipts, described
 from orchestrator.registry import Engines, EtcdRegistry, Followers
 from orchestrator.response_cache import ResponseCache
 from orchestrator.router import NoEngineError, Prompt, Routed, Router
-from orchestrator.rules.openai_requests import Asked, RequestKind
+from orchestrator.rules.openai_requests import Asked, RequestKind, TokenIds
 from orchestrator.rules.policies import POLICIES, LeastTtft, PolicyName, RoutingPolicy, Sessions
 from orchestrator.rules.prefix_index import PrefixIndex
 from orchestrator.settings import EngineSettings, OrchestratorSettings, Role, engine_settings
 from orchestrator.store_lookups import StoreLookups
-from orchestrator.tokens import LocalTokenizer, TokenCache, Tokens
+from orchestrator.tokens import TokenCache, Tokens
 from orchestrator.writing import Writing
 
 UNMATCHED_MAX = 5
@@ -59,6 +60,7 @@ class Orchestrator:
         self.receipts = Receipts(settings.receipts_max)
         self.responses = ResponseCache(settings.response_cache_bytes, settings.response_cache_s)
         self.meter = Meter()
+        self.readers = Readers(settings.tokenizer)
         self._policy = policy_of(settings.policy, self.sessions)
         self._lookups = None if settings.store is None else StoreLookups(settings.store)
         self._writing = None if settings.data is None else Writing(settings.data, self.index, self.sessions)
@@ -74,13 +76,14 @@ class Orchestrator:
     async def start(self) -> None:
         """Join the engines of the settings and those that were registered before. Raises ValueError, OSError."""
         settings = self._settings
-        local = None if settings.tokenizer is None else LocalTokenizer(settings.tokenizer)
+        await self.readers.start()
         connector = aiohttp.TCPConnector(limit=CONNECTIONS_MAX, limit_per_host=0)
         self._http = aiohttp.ClientSession(
             connector=connector, cookie_jar=aiohttp.DummyCookieJar(), headers=UNENCODED, auto_decompress=False
         )
-        self._tokens = Tokens(self._http, TokenCache(settings.token_cache_bytes), local)
-        self._dispatch = Dispatch(self._http, settings.first_byte_timeout_s, settings.stream_idle_timeout_s)
+        self._tokens = Tokens(self._http, TokenCache(settings.token_cache_bytes), self.readers)
+        idle_s = settings.stream_idle_timeout_s
+        self._dispatch = Dispatch(self._http, self.readers, settings.first_byte_timeout_s, idle_s)
         for each in settings.engines:
             await self._join(each)
         if self._writing is not None:
@@ -108,6 +111,7 @@ class Orchestrator:
             self._lookups.close()
         if self._http is not None:
             await self._http.close()
+        await self.readers.stop()
 
     def is_serving(self) -> bool:
         """Whether some engine takes requests."""
@@ -138,7 +142,7 @@ class Orchestrator:
                 found.setdefault(str(document["id"]), document)
         return list(found.values())
 
-    async def tokens_of(self, asked: Asked, headers: Mapping[str, str], *, is_large: bool = False) -> Sequence[int]:
+    async def tokens_of(self, asked: Asked, headers: Mapping[str, str], tenant: str = "") -> TokenIds:
         """A prompt's tokens. Raises NoTokensError."""
         assert self._tokens is not None
         assert asked.to_tokenize is not None
@@ -148,10 +152,9 @@ class Orchestrator:
             for engine in self.engines.values()
             if engine.liveness.takes_requests(now_s) and engine.serves(asked.model)
         ]
-        able.sort(key=lambda engine: engine.books.active_count)
-        return await self._tokens.of(asked.to_tokenize, [engine.url for engine in able], headers, is_large=is_large)
+        return await self._tokens.of(asked.to_tokenize, able, headers, tenant)
 
-    async def prompt(self, asked: Asked, tokens: Sequence[int], receipt: Receipt) -> Prompt:
+    async def prompt(self, asked: Asked, tokens: Sequence[int] | TokenIds, receipt: Receipt) -> Prompt:
         """The prompt with the store's answers."""
         return await self._router.prompt(asked, tokens, receipt)
 
@@ -205,12 +208,8 @@ class Orchestrator:
             tried.append(engine.name)
             self._router.sent(routed, asked, receipt.request_id, prompt)
             try:
-                answer = await self._dispatch.ask(
-                    engine,
-                    exchange.path,
-                    exchange.headers,
-                    await encoded(_prefill_body(exchange, routed), exchange.size),
-                )
+                body = await self._dispatch.edited(exchange, *_prefill_changes(exchange, routed))
+                answer = await self._dispatch.ask(engine, exchange.path, exchange.headers, body)
             except AttemptFailed as error:
                 receipt.attempts.append({"engine": engine.name, "error": str(error), "role": "prefill"})
                 continue
@@ -219,7 +218,7 @@ class Orchestrator:
             receipt.attempts.append({"engine": engine.name, "status": 200, "role": "prefill"})
             params = answer.get("kv_transfer_params")
             if isinstance(params, dict) and params:
-                exchange.body, exchange.raw = {**exchange.body, "kv_transfer_params": params}, None
+                exchange.transfer_params = params
                 return prompt
             return await self._stored(asked, prompt, receipt)
         return prompt
@@ -234,8 +233,8 @@ class Orchestrator:
         """What a request's decision would be, with every engine's terms. Raises NoEngineError, NoTokensError."""
         tokens = asked.tokens
         if tokens is None and asked.to_tokenize is not None:
-            tokens = tuple(await self.tokens_of(asked, headers))
-        prompt = await self._router.prompt(asked, tokens) if tokens else None
+            tokens = await self.tokens_of(asked, headers)
+        prompt = None if tokens is None or not len(tokens) else await self._router.prompt(asked, tokens)
         everything = LeastTtft(self.sessions.copy(), predicts_all=True)
         every = self._router.decide(asked, "", prompt, policy=everything)
         policy = everything if self._settings.policy is PolicyName.TTFT else self._policy
@@ -429,14 +428,12 @@ def policy_of(name: PolicyName, sessions: Sessions) -> RoutingPolicy:
     return kind(sessions) if name in (PolicyName.TTFT, PolicyName.PAPER) else kind()  # type: ignore[call-arg]
 
 
-def _prefill_body(exchange: Exchange, routed: Routed) -> dict[str, Any]:
-    """The request as a prefill engine gets it: one token, no stream, and the KV is to be had by another engine."""
-    body = dict(body_for(exchange.body, routed))
-    for name in ("stream_options", "max_completion_tokens", "max_output_tokens", "max_tokens", "min_tokens"):
-        body.pop(name, None)
-    params = body.get("kv_transfer_params")
-    remote = {"do_remote_decode": True, "do_remote_prefill": False}
+def _prefill_changes(exchange: Exchange, routed: Routed) -> tuple[tuple[str, ...], dict[str, Any]]:
+    """What a prefill engine gets otherwise, as fields to drop and to put: one token, no stream, and the KV is to be had
+    by another engine.
+    """
+    dropped = ("stream_options", "max_completion_tokens", "max_output_tokens", "max_tokens", "min_tokens")
     most = "max_output_tokens" if exchange.asked.kind is RequestKind.RESPONSES else "max_tokens"
-    body |= {most: 1, "stream": False}
-    body["kv_transfer_params"] = {**(params if isinstance(params, dict) else {}), **remote}
-    return body
+    remote = {"do_remote_decode": True, "do_remote_prefill": False}
+    params = {**transfer_params(exchange, routed), **remote}
+    return dropped, {most: 1, "stream": False, "kv_transfer_params": params}

@@ -23,6 +23,7 @@ from nixl_client.client import ObjectCacheClient
 from nixl_client.connectors.vllm.naming import Deployment, KeyChain
 from nixl_client.session.retries import Retries
 from orchestrator.rules.engine_metrics import Published
+from orchestrator.rules.openai_requests import TokenIds
 from orchestrator.rules.prediction import Stored
 from orchestrator.settings import StoreSettings
 
@@ -66,7 +67,7 @@ class StoreLookups:
         self.count = 0
         self.failure_count = 0
 
-    async def find(self, published: Published, tokens: Sequence[int], salt: str) -> Stored | None:
+    async def find(self, published: Published, tokens: Sequence[int] | TokenIds, salt: str) -> Stored | None:
         """The store's answer; None where nothing is known. Prompts for an adapter are not looked up, since the names of
         their chunks depend on the adapter's weights.
         """
@@ -87,7 +88,9 @@ class StoreLookups:
         finally:
             self._active_count -= 1
 
-    async def _named(self, published: Published, tokens: Sequence[int], salt: str) -> list[tuple[str, ...]] | None:
+    async def _named(
+        self, published: Published, tokens: Sequence[int] | TokenIds, salt: str
+    ) -> list[tuple[str, ...]] | None:
         """The keys, from a thread, since a long prompt has many. None where they take too long or where there are none:
         that is the prompt's doing, and no failure of the store.
         """
@@ -128,7 +131,7 @@ class StoreLookups:
         for store in self._stores.values():
             store.client.close()
 
-    def _keys(self, published: Published, tokens: Sequence[int], salt: str) -> list[tuple[str, ...]]:
+    def _keys(self, published: Published, tokens: Sequence[int] | TokenIds, salt: str) -> list[tuple[str, ...]]:
         """The keys of each rank's chunks. Raises ValueError for what can have no keys."""
         deployment, chunk_tokens = published.deployment, published.layout.chunk_tokens
         count = min(len(tokens) // chunk_tokens, KEYS_MAX // deployment.rank_count)

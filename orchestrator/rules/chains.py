@@ -12,6 +12,7 @@ from collections.abc import Sequence
 from hashlib import blake2b
 
 import numpy as np
+import numpy.typing as npt
 
 HASH_BYTES = 16
 TOKEN_BYTES = 4
@@ -31,7 +32,7 @@ def next_hash(parent: bytes, tokens: Sequence[int], extra: bytes = b"") -> bytes
     return blake2b(parent + packed(tokens) + extra, digest_size=HASH_BYTES).digest()
 
 
-def block_hashes(tokens: Sequence[int], block_tokens: int, root: bytes) -> list[bytes]:
+def block_hashes(tokens: Sequence[int] | npt.NDArray[np.uint32], block_tokens: int, root: bytes) -> list[bytes]:
     """H_0, H_1, … of the whole blocks of `tokens`. Raises ValueError as `next_hash` does."""
     data = packed(tokens)
     step, parent, hashes = TOKEN_BYTES * block_tokens, root, []
@@ -41,7 +42,7 @@ def block_hashes(tokens: Sequence[int], block_tokens: int, root: bytes) -> list[
     return hashes
 
 
-def packed(tokens: Sequence[int]) -> bytes:
+def packed(tokens: Sequence[int] | npt.NDArray[np.uint32]) -> bytes:
     """Tokens as little-endian uint32. Raises ValueError for others than integers in [0, 2^32)."""
     values = np.asarray(tokens)
     if not values.size:

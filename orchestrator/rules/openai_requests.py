@@ -7,10 +7,15 @@ import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from enum import Enum
-from typing import Any
+from typing import Any, TypeAlias
+
+import numpy as np
+import numpy.typing as npt
 
 from orchestrator.rules.chains import TOKEN_MAX
 
+TokenIds: TypeAlias = npt.NDArray[np.uint32]
+"""The token ids of a prompt, [tokens]."""
 OUTPUT_TOKENS_DEFAULT = 256
 """What a request is taken to put out where it does not say."""
 OUTPUT_TOKENS_MAX = 1 << 20
@@ -41,15 +46,15 @@ class WrongRequestError(ValueError):
 
 @dataclass(frozen=True, slots=True)
 class Asked:
-    """One request. Exactly one is given of `tokens`, a prompt of token ids, and `to_tokenize`, the body that has the
+    """One request. Exactly one is given of `tokens`, a prompt of token ids, and `to_tokenize`, the JSON that has the
     engine's `/tokenize` give them; neither where the prompt has no tokens that could be known (images, earlier
     responses, a batch).
     """
 
     kind: RequestKind
     model: str
-    tokens: tuple[int, ...] | None
-    to_tokenize: Mapping[str, Any] | None
+    tokens: TokenIds | None
+    to_tokenize: bytes | None
     output_tokens: int
     is_stream: bool
     session: str
@@ -70,7 +75,7 @@ def read_request(kind: RequestKind, body: Mapping[str, Any], headers: Mapping[st
     model = _text(body, "model")
     output_tokens = _output_tokens(body, kind)
     answers = _number(body, "n", 1, NUMBER_OF_ANSWERS_MAX) or 1
-    tokens, to_tokenize = _prompt(kind, body, model)
+    tokens, document = _prompt(kind, body, model)
     is_stream = body.get("stream", False)
     if not isinstance(is_stream, bool | None):
         raise WrongRequestError("stream must be true or false", "stream")
@@ -78,20 +83,22 @@ def read_request(kind: RequestKind, body: Mapping[str, Any], headers: Mapping[st
         kind=kind,
         model=model,
         tokens=tokens,
-        to_tokenize=to_tokenize,
+        to_tokenize=None if document is None else _canonical(document),
         output_tokens=output_tokens * answers,
         is_stream=bool(is_stream),
         session=_session(body, headers),
         salt=_text(body, "cache_salt"),
         is_deterministic=answers == 1 and body.get("temperature") == 0,
         answer_count=answers,
-        prompt_tokens=other_prompt_tokens(body) if tokens is None and to_tokenize is None else 0,
+        prompt_tokens=other_prompt_tokens(body) if tokens is None and document is None else 0,
     )
 
 
-def are_tokens(values: Sequence[object]) -> bool:
-    """Whether all of these are token ids: whole numbers in [0, 2^32)."""
-    return all(type(each) is int and 0 <= each <= TOKEN_MAX for each in values)
+def token_ids(values: Sequence[object]) -> TokenIds:
+    """Token ids as an array. Raises ValueError for others than whole numbers in [0, 2^32)."""
+    if not all(type(each) is int and 0 <= each <= TOKEN_MAX for each in values):
+        raise ValueError("token ids must be whole numbers from 0 to 2^32 - 1")
+    return np.asarray(values, dtype=np.uint32)
 
 
 def other_prompt_tokens(body: Mapping[str, Any]) -> int:
@@ -106,18 +113,14 @@ def other_prompt_tokens(body: Mapping[str, Any]) -> int:
 
 def response_key(tenant: str, kind: RequestKind, body: Mapping[str, Any]) -> str:
     """The name of a request's answer in the response cache: everything that the client sent, and whose it is."""
-    said = json.dumps([tenant, kind.value, body], sort_keys=True, separators=(",", ":"))
-    return hashlib.sha256(said.encode()).hexdigest()
+    return hashlib.sha256(_canonical([tenant, kind.value, body])).hexdigest()
 
 
-def tokenize_key(document: Mapping[str, Any]) -> str:
-    """The name of a prompt's tokens in the token cache."""
-    return hashlib.sha256(json.dumps(document, sort_keys=True, separators=(",", ":")).encode()).hexdigest()
+def _canonical(document: object) -> bytes:
+    return json.dumps(document, sort_keys=True, separators=(",", ":")).encode()
 
 
-def _prompt(
-    kind: RequestKind, body: Mapping[str, Any], model: str
-) -> tuple[tuple[int, ...] | None, Mapping[str, Any] | None]:
+def _prompt(kind: RequestKind, body: Mapping[str, Any], model: str) -> tuple[TokenIds | None, Mapping[str, Any] | None]:
     match kind:
         case RequestKind.CHAT | RequestKind.TOKENIZE if "messages" in body:
             return None, _chat(body, model)
@@ -130,7 +133,7 @@ def _prompt(
     return None, None
 
 
-def _completion(body: Mapping[str, Any], model: str) -> tuple[tuple[int, ...] | None, Mapping[str, Any] | None]:
+def _completion(body: Mapping[str, Any], model: str) -> tuple[TokenIds | None, Mapping[str, Any] | None]:
     prompt = body.get("prompt")
     if isinstance(prompt, str):
         document: dict[str, Any] = {"model": model, "prompt": prompt}
@@ -144,9 +147,10 @@ def _completion(body: Mapping[str, Any], model: str) -> tuple[tuple[int, ...] | 
     if len(prompt) == 1 and isinstance(prompt[0], list | str):
         return _completion({**body, "prompt": prompt[0]}, model)
     if prompt and type(prompt[0]) is int:
-        if not are_tokens(prompt):
-            raise WrongRequestError("prompt: token ids must be whole numbers from 0 to 2^32 - 1", "prompt")
-        return tuple(prompt), None
+        try:
+            return token_ids(prompt), None
+        except ValueError as error:
+            raise WrongRequestError(f"prompt: {error}", "prompt") from None
     if not prompt or len(prompt) > PROMPTS_MAX:
         raise WrongRequestError(f"prompt must have from 1 to {PROMPTS_MAX} prompts", "prompt")
     return None, None

@@ -30,7 +30,7 @@ from orchestrator.metadata import CacheEntry, Metadata
 from orchestrator.router import Prompt, Router
 from orchestrator.rules.chains import block_hashes, root_hash
 from orchestrator.rules.engine_metrics import EngineReport
-from orchestrator.rules.openai_requests import Asked, RequestKind
+from orchestrator.rules.openai_requests import Asked, RequestKind, token_ids
 from orchestrator.rules.policies import LeastTtft
 from orchestrator.rules.prefix_index import PrefixIndex
 from orchestrator.settings import EngineSettings
@@ -66,7 +66,7 @@ def decisions(engine_count: int, block_count: int, prompt_tokens: int, samples: 
     named_us: list[float] = []
     for at in range(samples + len(prompts)):
         tokens = prompts[at % len(prompts)]
-        asked = Asked(RequestKind.COMPLETIONS, "", tuple(tokens), None, 100, True, f"session {at % 100}", "", False)
+        asked = Asked(RequestKind.COMPLETIONS, "", token_ids(tokens), None, 100, True, f"session {at % 100}", "", False)
         prompt = Prompt(tokens, "", "", {}, {BLOCK_TOKENS: chains[at % len(prompts)]})
         began_s = time.perf_counter()
         routed = router.decide(asked, str(at), prompt)

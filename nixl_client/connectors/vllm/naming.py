@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
+import numpy.typing as npt
 
 from descriptors.prefix_keys import Namespace
 
@@ -52,7 +53,7 @@ class KeyChain:
         self._chunk_tokens = chunk_tokens
         self._keys: list[str] = []
 
-    def keys(self, tokens: Sequence[int], chunk_count: int) -> tuple[str, ...]:
+    def keys(self, tokens: Sequence[int] | npt.NDArray[np.uint32], chunk_count: int) -> tuple[str, ...]:
         """The first `chunk_count` keys. `tokens` must go on from those of the calls before."""
         known = len(self._keys)
         step = self._chunk_tokens

@@ -5,9 +5,11 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
+import numpy as np
 import pytest
 
-from orchestrator.tokens import LocalTokenizer, NoTokensError, TokenCache
+from orchestrator.tokenizer import LocalTokenizer, NoTokensError
+from orchestrator.tokens import TokenCache
 
 tokenizers = pytest.importorskip("tokenizers")
 TEMPLATE = "{% for message in messages %}<{{ message.role }}>{{ message.content }}{% endfor %}<end>"
@@ -53,10 +55,12 @@ def test_a_template_that_refuses_or_is_missing_gives_no_tokens(folder: Path) -> 
 def test_the_cache_is_bounded_and_keeps_what_was_used_last() -> None:
     cache = TokenCache(1000)
     for number in range(10):
-        cache.keep(str(number), [number] * 40)  # 160 bytes and a key
-        cache.find("0")
-    assert list(cache.find("0") or []) == [0] * 40
-    assert cache.find("1") is None
-    cache.keep("large", [1] * 1000)
-    assert cache.find("large") is None
+        cache.keep(b"%d" % number, np.full(40, number, np.uint32))  # 160 bytes and a key
+        cache.find(b"0")
+    found = cache.find(b"0")
+    assert found is not None
+    assert found.tolist() == [0] * 40
+    assert cache.find(b"1") is None
+    cache.keep(b"large", np.full(1000, 1, np.uint32))
+    assert cache.find(b"large") is None
     assert cache.hit_count == 11

@@ -1,0 +1,138 @@
+"""Bodies that take long to parse: the event loop goes on, others are served, and memory stays bounded."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import time
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager, suppress
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import psutil
+import pytest
+
+from orchestrator.readers import INLINE_BYTES, Readers, ReadingError
+from orchestrator.rules.openai_requests import RequestKind, WrongRequestError
+from orchestrator.rules.reading import Order
+from orchestrator.tokenizer import NoTokensError
+
+ORDER = Order(RequestKind.COMPLETIONS, {}, "tenant")
+MIB = 1 << 20
+
+
+@asynccontextmanager
+async def readers(**options: Any) -> AsyncIterator[Readers]:
+    made = Readers(**options)
+    try:
+        await made.start()
+        yield made
+    finally:
+        await made.stop()
+
+
+def body(prompt: bytes) -> bytes:
+    return b'{"model": "m", "prompt": ' + prompt + b"}"
+
+
+WORST = {
+    "empty lists": body(b"[" + b"[]," * (4 * MIB) + b"[]]"),
+    "numbers": body(b"[" + b"1," * (6 * MIB) + b"1]"),
+    "names": b"{" + b",".join(b'"%d":1' % at for at in range(MIB)) + b', "prompt": "a", "model": "m"}',
+    "escapes": body(b'"' + b"\\n" * (6 * MIB) + b'"'),
+    "depth": body(b"[" * (8 * MIB)),
+}
+
+
+@pytest.mark.slow
+async def test_a_large_prompt_of_token_ids_comes_back_as_an_array() -> None:
+    tokens = np.arange(200_000, dtype=np.uint32)
+    async with readers() as made:
+        raw = json.dumps({"model": "m", "prompt": tokens.tolist(), "max_tokens": 3, "kv_transfer_params": {}}).encode()
+        read = await made.read(raw, ORDER)
+        assert read.asked.tokens is not None
+        assert np.array_equal(read.asked.tokens, tokens)
+        assert read.asked.output_tokens == 3
+        assert "kv_transfer_params" not in json.loads(read.raw)
+        changed = await made.edited("tenant", read.raw, ("max_tokens",), {"stream": False})
+        assert json.loads(changed) == {"model": "m", "prompt": tokens.tolist(), "stream": False}
+        answer = json.dumps({"tokens": tokens.tolist()}).encode()
+        assert np.array_equal(await made.answered_tokens("tenant", answer), tokens)
+        with pytest.raises(NoTokensError):
+            await made.answered_tokens("tenant", b"[" * (2 * INLINE_BYTES))
+        with pytest.raises(WrongRequestError, match="prompt"):
+            await made.read(body(b'{"a": "' + b"x" * INLINE_BYTES + b'"}'), ORDER)
+        assert made.failure_count == 0
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", WORST)
+async def test_the_loop_goes_on_while_the_worst_bodies_are_read(name: str) -> None:
+    """Of this process no more than the copying of the bytes is asked: its own time on the processor shows that."""
+    async with readers() as made:
+        await made.read(body(b'"' + b"a" * INLINE_BYTES + b'"'), ORDER)  # a process is there
+        before_s, longest_s = time.thread_time(), 0.0
+        reading = asyncio.create_task(made.read(WORST[name], ORDER))
+        while not reading.done():
+            began_s = time.thread_time()
+            await asyncio.sleep(0.001)  # the turn of others, whose length is measured
+            longest_s = max(longest_s, time.thread_time() - began_s)
+        with suppress(WrongRequestError, ReadingError):
+            assert (await reading).asked.model == "m"
+        assert longest_s < 0.05
+        assert time.thread_time() - before_s < 1.0
+
+
+async def test_a_body_that_takes_too_long_costs_its_sender_an_error_and_others_nothing() -> None:
+    async with readers(read_s=0.02, count=2) as made:
+        for _ in range(2):
+            with pytest.raises(ReadingError, match=r"more than 0\.02 s"):
+                await made.read(WORST["names"], ORDER)
+        assert made.failure_count == 2
+    async with readers(count=2) as made:
+        assert (await made.read(body(b'"' + b"a" * INLINE_BYTES + b'"'), ORDER)).asked.model == "m"
+
+
+async def test_one_tenant_has_at_most_half_of_the_processes() -> None:
+    async with readers(count=2) as made:
+        slow = [asyncio.create_task(made.read(WORST["numbers"], ORDER)) for _ in range(3)]
+        await asyncio.sleep(0)
+        other = await made.read(body(b'"' + b"a" * INLINE_BYTES + b'"'), Order(RequestKind.COMPLETIONS, {}, "other"))
+        assert other.asked.model == "m"
+        assert not all(each.done() for each in slow)
+        await asyncio.gather(*slow)
+
+
+async def test_a_process_that_ends_is_replaced() -> None:
+    async with readers(count=1) as made:
+        small = body(b'"' + b"a" * INLINE_BYTES + b'"')
+        await made.read(small, ORDER)
+        (child,) = psutil.Process().children()
+        child.kill()
+        with pytest.raises(ReadingError):
+            await made.read(small, ORDER)
+        assert (await made.read(small, ORDER)).asked.model == "m"
+    assert not psutil.Process().children()
+
+
+async def test_files_that_are_no_tokenizer_are_told_at_the_start(tmp_path: Path) -> None:
+    made = Readers(tmp_path)
+    with pytest.raises(ValueError, match=r"tokenizer\.json"):
+        await made.start()
+    await made.stop()
+
+
+async def test_a_small_tokenizer_gives_tokens_from_a_process(tmp_path: Path) -> None:
+    tokenizers = pytest.importorskip("tokenizers")
+    made = tokenizers.Tokenizer(tokenizers.models.WordLevel({"[UNK]": 0, "hello": 1, "world": 2}, unk_token="[UNK]"))
+    made.pre_tokenizer = tokenizers.pre_tokenizers.Whitespace()
+    made.save(str(tmp_path / "tokenizer.json"))
+    async with readers(tokenizer=tmp_path) as reading:
+        tokens = await reading.tokens("", json.dumps({"prompt": "hello world"}).encode())
+        assert tokens.tolist() == [1, 2]
+        with pytest.raises(NoTokensError, match="characters"):
+            await reading.tokens("", json.dumps({"prompt": "hello " * (2 * MIB)}).encode())
+        with pytest.raises(NoTokensError, match="chat template"):
+            await reading.tokens("", json.dumps({"messages": []}).encode())

@@ -1,0 +1,119 @@
+"""What is read of a body is the same in a process of its own."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from orchestrator.rules.openai_requests import RequestKind, WrongRequestError
+from orchestrator.rules.reading import (
+    HEAD,
+    Order,
+    answered_tokens,
+    body_of,
+    edited,
+    head_of,
+    order_of,
+    packed_body,
+    packed_order,
+    read_body,
+)
+
+COMPLETIONS = Order(RequestKind.COMPLETIONS, {})
+
+
+def raw(**fields: Any) -> bytes:
+    return json.dumps({"model": "m", **fields}).encode()
+
+
+def split(frame: bytes) -> tuple[dict[str, Any], list[bytes]]:
+    (length,) = HEAD.unpack(frame[: HEAD.size])
+    head, lengths = head_of(frame[HEAD.size : HEAD.size + length])
+    at, blobs = HEAD.size + length, []
+    for each in lengths:
+        blobs.append(frame[at : at + each])
+        at += each
+    assert at == len(frame)
+    return head, blobs
+
+
+@given(
+    st.sampled_from(["text", "ids", "batch"]),
+    st.lists(st.integers(0, 2**32 - 1), min_size=1, max_size=20),
+    st.text(st.characters(exclude_categories=("Cs",)), max_size=20),
+    st.booleans(),
+    st.booleans(),
+)
+def test_what_was_read_comes_back_from_a_frame(
+    form: str, ids: list[int], text: str, has_salt: bool, with_key: bool
+) -> None:
+    prompt: Any = {"text": text, "ids": ids, "batch": [ids, ids]}[form]
+    body = raw(prompt=prompt, temperature=0, user="u", stream=True, kv_transfer_params={"a": 1})
+    order = Order(RequestKind.COMPLETIONS, {"x-session-id": "s"}, "tenant", has_salt, "Bearer k", with_key)
+    assert order_of(json.loads(json.dumps(packed_order(order)))) == order
+    read = read_body(body, order)
+    again = body_of(*split(b"".join(packed_body(read, body))), body)
+    assert again.raw == read.raw
+    assert again.response_key == read.response_key
+    for name in ("kind", "model", "to_tokenize", "output_tokens", "is_stream", "session", "salt", "prompt_tokens"):
+        assert getattr(again.asked, name) == getattr(read.asked, name), name
+    if form == "ids":
+        assert again.asked.tokens is not None
+        assert again.asked.tokens.tolist() == ids
+    else:
+        assert again.asked.tokens is None
+
+
+def test_a_body_goes_on_as_it_came_but_for_what_engines_give_each_other() -> None:
+    body = raw(prompt="a", more=[1.0, {"x": None}])
+    assert read_body(body, COMPLETIONS).raw is body
+    for name in ("kv_transfer_params", "ec_transfer_params"):
+        assert json.loads(read_body(raw(prompt="a", **{name: {"remote": "x"}}), COMPLETIONS).raw) == {
+            "model": "m",
+            "prompt": "a",
+        }
+
+
+def test_tenants_share_neither_salts_nor_sessions_nor_answers() -> None:
+    body = raw(prompt="a", temperature=0, user="u", cache_salt="s")
+    read = [
+        read_body(body, Order(RequestKind.COMPLETIONS, {}, tenant, True, key, True))
+        for tenant, key in (("a", ""), ("b", ""), ("a", "Bearer k"))
+    ]
+    assert len({each.response_key for each in read}) == 3
+    assert len({json.loads(each.raw)["cache_salt"] for each in read}) == 2
+    assert len({each.asked.session for each in read}) == 2
+    assert read_body(body, COMPLETIONS).asked.session == "u"
+
+
+@pytest.mark.parametrize("wrong", [b"", b"[]", b"{", b"\xff", b"[" * 60_000, b'{"model":' + b"[" * 60_000, b"1" * 5000])
+def test_what_is_no_object_is_the_clients_error(wrong: bytes) -> None:
+    with pytest.raises(WrongRequestError):
+        read_body(wrong, COMPLETIONS)
+    with pytest.raises(WrongRequestError):
+        edited(wrong, (), {})
+
+
+def test_fields_are_dropped_and_put() -> None:
+    assert json.loads(edited(raw(prompt="a", max_tokens=5, stop=[]), ("max_tokens",), {"stream": False})) == {
+        "model": "m",
+        "prompt": "a",
+        "stop": [],
+        "stream": False,
+    }
+
+
+NO_TOKENS = [
+    b"", b"[1]", b'{"tokens": 5}', b'{"tokens": [1.5]}', b'{"tokens": [-1]}', b'{"tokens": [true]}', b"[" * 60_000,
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("wrong", NO_TOKENS)
+def test_an_engines_answer_has_token_ids_or_is_none(wrong: bytes) -> None:
+    assert answered_tokens(b'{"tokens": [1, 4294967295], "count": 2}').tolist() == [1, 4294967295]
+    with pytest.raises(ValueError, match="token|JSON|Expecting|deep"):
+        answered_tokens(wrong)
