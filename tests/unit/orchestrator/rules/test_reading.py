@@ -115,5 +115,5 @@ NO_TOKENS = [
 @pytest.mark.parametrize("wrong", NO_TOKENS)
 def test_an_engines_answer_has_token_ids_or_is_none(wrong: bytes) -> None:
     assert answered_tokens(b'{"tokens": [1, 4294967295], "count": 2}').tolist() == [1, 4294967295]
-    with pytest.raises(ValueError, match="token|JSON|Expecting|deep"):
+    with pytest.raises(ValueError, match=r"token|JSON|Expecting|deep"):
         answered_tokens(wrong)
