@@ -54,6 +54,7 @@ class Readers:
         self._idle: list[_Reader] = []
         self._running: Counter[str] = Counter()
         self._turns: dict[str, asyncio.Semaphore] = {}
+        self._ending: set[asyncio.Task[None]] = set()
         self._is_stopped = False
         self.failure_count = 0
         """How many processes were ended because they took too long, or ended by themselves."""
@@ -71,8 +72,9 @@ class Readers:
     async def stop(self) -> None:
         """End all processes."""
         self._is_stopped = True
-        idle, self._idle = self._idle, []
-        await asyncio.gather(*(each.end() for each in idle))
+        while self._idle:
+            self._end(self._idle.pop())
+        await asyncio.gather(*self._ending, return_exceptions=True)
 
     async def read(self, raw: bytes, order: reading.Order) -> reading.ReadBody:
         """Read a request's body. Raises WrongRequestError, ReadingError."""
@@ -104,23 +106,22 @@ class Readers:
         return np.frombuffer(tokens, np.uint32)
 
     async def _asked(self, tenant: str, head: Mapping[str, Any], blob: bytes) -> tuple[dict[str, Any], list[bytes]]:
-        async with self._turn(tenant):
+        async with self.turn(tenant):
             reader = self._idle.pop() if self._idle else await self._started()
             try:
                 async with asyncio.timeout(self._read_s):
                     answer, blobs = await reader.ask(reading.packed(head, [blob]))
             except BaseException as error:
-                reader.kill()
+                self._end(reader)
                 self.failure_count += not isinstance(error, asyncio.CancelledError)
                 if isinstance(error, TimeoutError):
                     raise ReadingError(f"it takes more than {self._read_s:g} s to read") from None
                 if isinstance(error, OSError | asyncio.IncompleteReadError | ValueError):
                     raise ReadingError("it takes too much memory to read") from error
                 raise
+            self._idle.append(reader)
             if self._is_stopped:
-                reader.kill()
-            else:
-                self._idle.append(reader)
+                self._end(self._idle.pop())
         problem = answer.get("error")
         if problem is None:
             return answer, blobs
@@ -129,7 +130,7 @@ class Readers:
         raise ReadingError(problem) if answer["about"] == "size" else NoTokensError(problem)
 
     @asynccontextmanager
-    async def _turn(self, tenant: str) -> AsyncIterator[None]:
+    async def turn(self, tenant: str) -> AsyncIterator[None]:
         """A place among the processes, of which one tenant has at most half."""
         if self._running.total() >= WAITING_MAX:
             raise ReadingError("too many large bodies wait to be read", is_busy=True)
@@ -142,6 +143,12 @@ class Readers:
             self._running[tenant] -= 1
             if not self._running[tenant]:
                 del self._running[tenant], self._turns[tenant]
+
+    def _end(self, reader: _Reader) -> None:
+        """End a process that is of no use any more."""
+        ending = asyncio.create_task(reader.end())
+        self._ending.add(ending)
+        ending.add_done_callback(self._ending.discard)
 
     async def _started(self) -> _Reader:
         """A new process. Raises ValueError where it cannot read the tokenizer, ReadingError where it does not start."""
@@ -162,12 +169,12 @@ class Readers:
             async with asyncio.timeout(START_S):
                 head, _ = await reader.answer()
         except BaseException as error:
-            reader.kill()
+            self._end(reader)
             if isinstance(error, TimeoutError | OSError | asyncio.IncompleteReadError):
                 raise ReadingError("a reading process does not start", is_busy=True) from error
             raise
         if "error" in head:
-            reader.kill()
+            self._end(reader)
             raise ValueError(head["error"])
         return reader
 
@@ -196,10 +203,9 @@ class _Reader:
 
     async def end(self) -> None:
         """End the process, and wait for that."""
-        self.kill()
-        await self._process.wait()
-
-    def kill(self) -> None:
-        """End the process."""
         with contextlib.suppress(ProcessLookupError):
             self._process.kill()
+        self._requests.close()
+        while await self._answers.read(1 << 20):  # the pipe ends with the process
+            continue
+        await self._process.wait()

@@ -47,8 +47,8 @@ STAGES = {
         "operations", "handlers", "app",
     ),
     "orchestrator": (
-        "rules", "settings", "simulation", "answers", "receipts", "events_feed", "engine", "tokens",
-        "store_lookups", "metadata", "registry", "writing", "response_cache", "gate", "router", "orders", "dispatch",
+        "rules", "settings", "simulation", "answers", "receipts", "events_feed", "engine", "tokenizer",
+        "reading_process", "readers", "tokens", "store_lookups", "metadata", "registry", "writing", "response_cache", "gate", "router", "orders", "dispatch",
         "meter", "service", "app", "process",
     ),
     "nixl_client": (

@@ -98,7 +98,7 @@ async def test_a_body_that_takes_too_long_costs_its_sender_an_error_and_others_n
 async def test_one_tenant_has_at_most_half_of_the_processes() -> None:
     small = body(b'"' + b"a" * INLINE_BYTES + b'"')
     async with readers(count=2) as made:
-        async with made._turn("tenant"):  # as while a large body is read
+        async with made.turn("tenant"):  # as while a large body is read
             waiting = asyncio.create_task(made.read(small, ORDER))
             other = await made.read(small, Order(RequestKind.COMPLETIONS, {}, "other"))
             assert other.asked.model == "m"
