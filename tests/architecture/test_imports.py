@@ -48,8 +48,8 @@ STAGES = {
     ),
     "orchestrator": (
         "rules", "settings", "simulation", "answers", "receipts", "events_feed", "engine", "tokenizer",
-        "reading_process", "readers", "tokens", "store_lookups", "metadata", "registry", "writing", "response_cache", "gate", "router", "orders", "dispatch",
-        "meter", "service", "app", "process",
+        "reading_process", "readers", "tokens", "store_lookups", "metadata", "registry", "writing", "response_cache",
+        "gate", "router", "orders", "dispatch", "meter", "service", "app", "process",
     ),
     "nixl_client": (
         "options", "lossy", "transports", "session", "fetch", "objects", "client", "device_tier", "connectors",
