@@ -49,8 +49,6 @@ class OneSidedFetches:
                 lambda left_s: self._try(fetch, left_s), fetch.timeout_s, fetch.begin_again, fetch.pause
             )
         except ObjectCacheError as error:
-            if error.layer:  # the layers before it were written: their notices came another way than this answer
-                fetch.wait_reported(error.layer, NOTICE_WAIT_S)
             fetch.on_failure(error)
             fetch.settle()
         except Exception as error:
@@ -75,7 +73,9 @@ class OneSidedFetches:
             if self._has_nothing_in_flight(fetch, error):
                 raise
             self._end_unanswered(fetch, error)
-        except ObjectCacheError:
+        except ObjectCacheError as error:
+            if error.layer:  # the layers before it were written: their notices came another way than this answer
+                fetch.wait_reported(error.layer, NOTICE_WAIT_S)
             raise
         except Exception as error:
             self._end_failed(fetch, error)

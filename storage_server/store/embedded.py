@@ -29,7 +29,7 @@ from storage_server.store.chunks import EmbeddedChunks
 from storage_server.store.data.bodies import BodyReader, BodyWriter
 from storage_server.store.data.buffers import BufferShare
 from storage_server.store.data.disk import Disk
-from storage_server.store.data.extents import ExtentFiles
+from storage_server.store.data.extents import FOLDER, ExtentFiles
 from storage_server.store.data.io_threads import IoThreads
 from storage_server.store.data.segments import Pending, Segments
 from storage_server.store.data.space import Bound, Space
@@ -76,7 +76,7 @@ class EmbeddedStore:
         self.files = ExtentFiles(settings.data_dir, settings.open_files_max, disk, self.space, direct_threads)
         self.files.start()
         resolved = ResolvedKeys(settings.resolved_keys_max, settings.resolved_bytes_max)
-        mark = Mark(settings.data_dir)
+        mark = Mark(settings.data_dir, FOLDER)
         self._marked = mark.read()
         self.committer = Committer(
             index,

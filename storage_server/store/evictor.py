@@ -36,6 +36,7 @@ from storage_server.store.reads import Uses
 from storage_server.store.replacements import Replacements
 from storage_server.store.replacer import Replacer
 from storage_server.store.rows import KeyChange, KeyUse
+from storage_server.store.time_of_day import TimeOfDay
 
 TICK_S = 1.0
 NEWS_MAX = 16_384
@@ -104,6 +105,7 @@ class Evictor(Uses):
         self._replacements: Replacements | None = None
         self._is_restored = False
         self._saved_at = time.monotonic()
+        self._day = TimeOfDay(time.time(), time.monotonic())
         self._lease_timer: asyncio.TimerHandle | None = None
         self._has_leases = False
         self._told_refusals = 0
@@ -114,6 +116,10 @@ class Evictor(Uses):
         """The bytes of these objects."""
         if self._whole is not None or self._caches:
             bound.wants = self._want
+
+    def _now(self) -> float:
+        """The time of day, without leaps ahead: what `ttl_s` deletes, a wrong clock must not."""
+        return self._day.now(time.time(), time.monotonic())
 
     def _made(self, settings: CacheSettings) -> Cache:
         growth = 0.0 if settings.bucket is None else self._growth  # what is missing there is read, and not computed
@@ -165,7 +171,7 @@ class Evictor(Uses):
     def note_read(self, bucket: str, keys: Sequence[str]) -> None:
         """Note that the chunks of a prefix were read."""
         if self._cache_of(bucket) is not None:
-            self._note(_Asked(bucket, keys, time.time()))
+            self._note(_Asked(bucket, keys, self._now()))
 
     def before_lookup(self) -> int:
         """How many batches have left."""
@@ -182,7 +188,7 @@ class Evictor(Uses):
             return matched
         has_lease = lease_s > 0 and matched > 0
         if (
-            not self._note(_Asked(bucket, keys, time.time(), matched, lease_s))
+            not self._note(_Asked(bucket, keys, self._now(), matched, lease_s))
             and has_lease
             and cache is not self._whole
         ):
@@ -350,7 +356,7 @@ class Evictor(Uses):
     async def _step(self) -> None:
         victims = await self._io.run(self._kept)
         if self._replacements is not None:
-            victims = self._replacements.set_aside(victims, time.time())
+            victims = self._replacements.set_aside(victims, self._now())
             try:
                 victims += await self._given_up(self._replacements)
             except BaseException:
@@ -423,7 +429,7 @@ class Evictor(Uses):
             coming_bytes = sum(aligned(each.nbytes) for each in news if isinstance(each, KeyChange))
             self._whole.books.allow(self._capacities()[id(self._whole)] + coming_bytes)
         self._drain()
-        capacities, now = self._capacities(), time.time()
+        capacities, now = self._capacities(), self._now()
         for cache in self._all():
             limit_bytes = cache.capacity_bytes or self._space.extent_bytes_max
             cache.books.held_bytes_max = None if limit_bytes is None else int(HELD_FRACTION * limit_bytes)
@@ -441,7 +447,7 @@ class Evictor(Uses):
                     cache.books.remove(name)
                 else:
                     entry = entry_of(noted, None)
-                    cache.books.put(name, replace(entry, used_at=max(entry.used_at, time.time())))
+                    cache.books.put(name, replace(entry, used_at=max(entry.used_at, self._now())))
             elif noted.matched is None:
                 cache.books.use(noted.bucket, noted.keys, noted.at)
             else:

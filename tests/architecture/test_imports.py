@@ -34,7 +34,8 @@ MAY_IMPORT = {
 STAGES = {
     "storage_server": (
         "memory_area", "child_process", "planning", "scheduler", "compression", "recoding", "eviction", "gather",
-        "store/rows", "store/data", "settings", "store/index", "store/reads", "store/replacer", "store/replacements",
+        "store/rows", "store/time_of_day", "store/data", "settings", "store/index", "store/reads", "store/replacer",
+        "store/replacements",
         "store/caches", "store/evictor", "store/objects",
         "store/uploads", "store/chunks", "store/beside", "store/upkeep", "store/embedded", "own_keys", "upstream/rules",
         "upstream", "shared_files", "tiers", "agents", "downlinks", "requests", "request_id_log", "transport", "link",

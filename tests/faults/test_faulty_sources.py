@@ -13,7 +13,9 @@ import pytest
 from descriptors.descriptor import Delivery
 from descriptors.errors import ChunkUnavailable, ErrorCode, ObjectCacheError, ServerError
 from nixl_client.client import ObjectCacheClient
+from nixl_client.fetch.layer_fetch import LayerFetch
 from nixl_client.session.retries import Retries
+from nixl_client.session.signed_http import Answer, SignedHttp
 from storage_server.gather.source import ChunkSource
 from tests.support.chunks import LAYOUT, N, layer_of, make_chunks
 from tests.support.requests import request
@@ -96,6 +98,42 @@ def test_a_damaged_chunk_ends_the_delivery_at_its_layer_and_is_not_matched_any_m
             assert client.lookup(KEYS) == N
             assert fetched(client) == CHUNKS.tobytes()
         assert eventually(lambda: is_idle(local))
+
+
+def test_layers_before_a_failed_one_count_though_their_notices_come_after_the_answer(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A busy host may run the thread that takes notices later than the one that reads the answer."""
+    damaged, has_failed, on_notice, answered = (
+        Damaged(),
+        threading.Event(),
+        LayerFetch.on_notice,
+        SignedHttp.request_once,
+    )
+
+    def noticed_late(fetch: LayerFetch, notice: Any) -> None:
+        has_failed.wait(WAIT_S)
+        on_notice(fetch, notice)
+
+    def request_once(http: SignedHttp, *asked: Any, **how: Any) -> Answer:
+        try:
+            return answered(http, *asked, **how)
+        except ChunkUnavailable:
+            has_failed.set()
+            raise
+
+    with served(tmp_path, damaged.wrap) as local:
+        stored(local)
+        damaged.source.corrupt(BUCKET, KEYS[5], 70_000)
+        monkeypatch.setattr(LayerFetch, "on_notice", noticed_late)
+        monkeypatch.setattr(SignedHttp, "request_once", request_once)
+        with local.client(BUCKET, "shm") as client:
+            buffer = client.allocate_buffer(LAYOUT.delivery_bytes(N))
+            fetch = client.fetch(KEYS, LAYOUT, buffer, delivery=Delivery.LAYER_MAJOR)
+            for layer_index in range(3):
+                assert np.array_equal(fetch.wait_layer(layer_index, WAIT_S).data, layer_of(CHUNKS, LAYOUT, layer_index))
+            with pytest.raises(ChunkUnavailable):
+                fetch.wait(WAIT_S)
 
 
 @pytest.mark.parametrize("fault", ["truncate", "corrupt"])

@@ -50,7 +50,7 @@ def content(nbytes: int, seed: int = 0) -> bytes:
 
 
 def files_in(store: EmbeddedStore) -> set[str]:
-    return {path.name for path in (store.settings.data_dir / "extents").rglob("*") if path.is_file()}
+    return {path.name for path in (store.settings.data_dir / "extents").glob("*/*") if path.is_file()}
 
 
 async def named_files(store: EmbeddedStore) -> set[str]:

@@ -68,25 +68,42 @@ def mismatch(index: Identity, mark: Identity | None, *, index_is_new: bool, file
 
 
 class Mark:
-    """The mark of a data directory. Used by one thread at a time."""
+    """The mark of a data directory, and a copy among the data files: the mark may come back with an older index, from
+    a backup of both. Used by one thread at a time.
+    """
 
-    def __init__(self, directory: Path) -> None:
-        self._fd = Beneath(directory, MARK_NAME).open(os.O_RDWR | os.O_CREAT)
+    def __init__(self, directory: Path, data_files: str | None = None) -> None:
+        """`data_files` names the folder of data files in the directory."""
+        names = [MARK_NAME] if data_files is None else [MARK_NAME, f"{data_files}/{MARK_NAME}"]
+        self._fds = [Beneath(directory, name).open(os.O_RDWR | os.O_CREAT) for name in names]
 
     def read(self) -> Identity | None:
-        """The mark; None where none was ever written, or it is torn."""
-        try:
-            fields = json.loads(os.pread(self._fd, MARK_BYTES, 0))
-            return Identity(int(fields["store"]), int(fields["transactions"]))
-        except (ValueError, KeyError, TypeError):
-            return None
+        """The mark; None where none was ever written, or both copies are torn. The one among the data files counts
+        where it is of another store, or later.
+        """
+        own, *among = (_read(fd) for fd in self._fds)
+        for copy in filter(None, among):
+            if own is None or copy.number != own.number or copy.transactions > own.transactions:
+                own = copy
+        return own
 
     def write(self, identity: Identity) -> None:
         """Overwrite the mark. It is not synced, because an older mark only notices fewer old indexes.
         Raises OSError.
         """
         text = json.dumps({"store": identity.number, "transactions": identity.transactions})
-        os.pwrite(self._fd, text.ljust(MARK_BYTES).encode(), 0)
+        for fd in self._fds:
+            os.pwrite(fd, text.ljust(MARK_BYTES).encode(), 0)
 
     def close(self) -> None:
-        os.close(self._fd)
+        """Close the files."""
+        for fd in self._fds:
+            os.close(fd)
+
+
+def _read(fd: int) -> Identity | None:
+    try:
+        fields = json.loads(os.pread(fd, MARK_BYTES, 0))
+        return Identity(int(fields["store"]), int(fields["transactions"]))
+    except (ValueError, KeyError, TypeError):
+        return None

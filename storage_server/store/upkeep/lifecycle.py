@@ -15,33 +15,13 @@ from storage_server.store.index.reader import IndexReader
 from storage_server.store.index.transaction import Transaction
 from storage_server.store.objects import Objects
 from storage_server.store.rows import StoredObject, StoredUpload
+from storage_server.store.time_of_day import TimeOfDay
 from storage_server.store.uploads import Uploads
 
 ROWS_PER_STEP = 500
-LEAP_S_MAX = 300.0
-"""A slewed clock moves by less than this against the steady clock between two sweeps."""
 NOBODY = ""
 """The access key for actions that the server takes by itself."""
 _log = logging.getLogger(__name__)
-
-
-class TimeOfDay:
-    """The time of day, without leaps forward: after a leap it goes on at the pace of the steady clock. The reason: an
-    object that expires late can still expire, but an object that a wrong clock expired is lost. Times in seconds.
-    """
-
-    def __init__(self, unix_s: float, monotonic_s: float) -> None:
-        self._ahead_s = unix_s - monotonic_s
-
-    def now(self, unix_s: float, monotonic_s: float) -> float:
-        """The time of day, or the time that it should be by the steady clock if that is earlier."""
-        ahead_s = unix_s - monotonic_s
-        if ahead_s - self._ahead_s > LEAP_S_MAX:
-            leap_s = ahead_s - self._ahead_s
-            _log.warning("the clock has leapt %.0f s ahead: lifecycle rules ignore the leap until a restart", leap_s)
-            return monotonic_s + self._ahead_s
-        self._ahead_s = ahead_s
-        return unix_s
 
 
 class Lifecycle:

@@ -92,6 +92,31 @@ async def test_what_could_not_be_evicted_is_evicted_later(tmp_path: Path, monkey
     store.close()
 
 
+async def test_a_clock_that_leaps_ahead_deletes_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """All objects of a bucket with `ttl_s` would be gone; they are deleted when their time has passed."""
+    monkeypatch.setattr(evictor, "TICK_S", 0.01)
+    store = EmbeddedStore(StorageSettings(data_dir=tmp_path, caches=(CacheSettings("cached", ttl_s=3600.0),)))
+    await store.start()
+    await store.objects.create_bucket("k", "cached")
+    await store.objects.put_object("k", PutRequest("cached", "old", 5), BytesBody(b"bytes"))
+    played = SimpleNamespace(time=lambda: time.time() + 30 * 86_400.0, monotonic=time.monotonic)
+    monkeypatch.setattr(evictor, "time", played)
+    running = asyncio.create_task(store.evictor.run())
+    await store.objects.put_object("k", PutRequest("cached", "new", 5), BytesBody(b"bytes"))
+    looks = store.evictor._kept
+    looked = []
+    monkeypatch.setattr(store.evictor, "_kept", lambda: looked.append(1) or looks())
+    await until(lambda: len(looked) >= 3)
+    page = await store.objects.list_objects("k", ListRequest("cached"))
+    assert [entry.key for entry in page.objects] == ["new", "old"]
+    played.time = lambda: time.time() + 30 * 86_400.0 + 3601.0  # an hour later by both clocks
+    played.monotonic = lambda: time.monotonic() + 3601.0
+    await until(lambda: not store.reader.here(lambda db: db.execute("SELECT 1 FROM objects").fetchall()))
+    running.cancel()
+    await asyncio.wait((running,))
+    store.close()
+
+
 class HeldBody(BytesBody):
     """A body that ends when it may."""
 

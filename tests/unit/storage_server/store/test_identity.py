@@ -66,6 +66,29 @@ async def test_an_index_without_memory_stops_the_start_and_nothing_is_touched(
     store.close()
 
 
+async def test_an_older_index_with_its_mark_stops_the_start_too(tmp_path: Path) -> None:
+    """A backup of both would have all newer files taken for leftovers, and deleted."""
+    directory = tmp_path / "data"
+    store = await opened(directory)
+    await store.objects.create_bucket("k", "bbb")
+    await put(store, "first", b"1" * 200_000)
+    store.close()
+    for name in ("index.sqlite3", "mark"):
+        shutil.copy(directory / name, tmp_path / name)
+    store = await opened(directory)
+    await put(store, "second", b"2" * 200_000)
+    store.close()
+    remove_index(directory)
+    for name in ("index.sqlite3", "mark"):
+        shutil.copy(tmp_path / name, directory / name)
+    for _ in range(2):
+        store = EmbeddedStore(StorageSettings(data_dir=directory))
+        with pytest.raises(IndexMismatchError, match="older than"):
+            await store.start()
+        assert len(files_in(store)) == 2
+        store.close()
+
+
 async def test_an_adopted_index_sets_aside_what_it_does_not_know(tmp_path: Path) -> None:
     directory = tmp_path / "data"
     await filled(directory)
@@ -85,7 +108,8 @@ async def test_an_adopted_index_sets_aside_what_it_does_not_know(tmp_path: Path)
 async def test_a_directory_of_the_release_before_has_no_mark_and_opens(tmp_path: Path) -> None:
     """What its index does not know is set aside, since nothing proves that a crash left it."""
     await filled(tmp_path / "data")
-    (tmp_path / "data" / "mark").unlink()
+    for mark in ("mark", "extents/mark"):
+        (tmp_path / "data" / mark).unlink()
     database = sqlite3.connect(tmp_path / "data" / "index.sqlite3")
     database.execute("DELETE FROM meta")
     database.commit()
