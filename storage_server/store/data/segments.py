@@ -94,15 +94,17 @@ class WriteFile:
                 raise
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class Pending:
     """The writes that must be durable before an index row may name their extent: `data`, if any, is written at `offset`
-    of `file`, and the file is synced.
+    of `file`, and the file is synced. `may_be_named` is true from the moment a change with them waits for the
+    committer, until the change has ended without a row that names them: their space is given back then.
     """
 
     file: WriteFile
     data: memoryview
     offset: int
+    may_be_named: bool = False
 
 
 class Segments:
@@ -251,7 +253,7 @@ class ExtentWriter:
         self._nbytes = nbytes
         self._blocks = BlockChecksums()
         self._written_bytes = 0
-        self._is_stored = False
+        self._pending: Pending | None = None
         self._released = False
         file.reserve(nbytes)
 
@@ -265,7 +267,8 @@ class ExtentWriter:
     def keep(self, whole: Piece) -> Pending:
         """Take the whole body, which is written when its row is committed. Raises what `check` raises."""
         self._take(whole)
-        return Pending(self.file, memoryview(whole), self.offset)
+        self._pending = Pending(self.file, memoryview(whole), self.offset)
+        return self._pending
 
     def store(self, whole: Piece, blocks: BlockChecksums, disk: Disk) -> None:
         """Write a whole body whose checksums are known. Raises OSError."""
@@ -278,7 +281,8 @@ class ExtentWriter:
 
     def pending(self) -> Pending:
         """The sync of the written bytes, which comes when the row is committed."""
-        return Pending(self.file, memoryview(b""), 0)
+        self._pending = self._pending or Pending(self.file, memoryview(b""), self.offset)
+        return self._pending
 
     def _take(self, piece: Piece) -> None:
         end = self._written_bytes + len(piece)
@@ -299,8 +303,7 @@ class ExtentWriter:
         self.hashes.check(said)
 
     def extent(self) -> Extent:
-        """The extent of the written bytes; from now on a row may name it."""
-        self._is_stored = True
+        """The extent of the written bytes."""
         return Extent(self.file.file_id, self.offset, self._nbytes, self._blocks.packed())
 
     def close(self) -> None:
@@ -308,6 +311,6 @@ class ExtentWriter:
         if self._released:
             return
         self._released = True
-        if not self._is_stored:
+        if self._pending is None or not self._pending.may_be_named:
             self.file.give_back(self.offset, self._nbytes, is_written=self._written_bytes > 0)
         self.file.release()

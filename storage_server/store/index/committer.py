@@ -161,6 +161,7 @@ class Committer:
         self._pending += 1
         if pending is not None:
             pending.file.hold()
+            pending.may_be_named = True
         self._queue.put(_Job(change, pending, loop, future, frees))
         try:
             return await future
@@ -416,12 +417,16 @@ def _carry_out_one(tx: Transaction, job: _Job) -> None:
     try:
         with tx.step():
             job.result = job.change(tx)
+        if job.pending is not None:
+            job.pending.may_be_named = (job.pending.file.file_id, job.pending.offset) in tx.named
     except sqlite3.Error as error:
         if is_full(error) or not tx.db.in_transaction:
             raise  # the index takes no more changes, or SQLite rolled the whole transaction back
         job.error = index_error(error)
-    except Exception as error:
+    except Exception as error:  # the change itself refuses: it has left no row
         job.error = error
+        if job.pending is not None:
+            job.pending.may_be_named = False
 
 
 def _write(pending: Pending | None, disk: Disk) -> ServerError | None:

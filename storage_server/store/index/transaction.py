@@ -41,6 +41,8 @@ class Transaction:
         self.changes: list[KeyChange] = []
         self.moved: set[tuple[str, str]] = set()
         self.touched: list[Touched] = []
+        self.named: set[tuple[str, int]] = set()
+        """The locations (file, offset) of bodies that rows name from now on."""
         self.has_moved = False
         self._versions = versions
 
@@ -97,6 +99,8 @@ class Transaction:
     def add_extent(self, version: int, part_number: int, part: StoredPart, modified_at: float) -> None:
         """Add the row of one body; an empty part has a row, too, without a file."""
         extent = part.extent
+        if extent is not None:
+            self.named.add((extent.file_id, extent.offset))
         self.db.execute(
             "INSERT INTO extents VALUES (?, ?, 0, ?, ?, ?, ?, ?, ?, ?, ?, NULL)",
             (
