@@ -13,7 +13,7 @@ from urllib.parse import unquote_plus, urlencode
 import aiohttp
 
 from descriptors.conditions import NO_READ_CONDITION, NO_WRITE_CONDITION, ReadCondition, WriteCondition, check_read
-from descriptors.errors import CallerError, ErrorCode
+from descriptors.errors import CallerError, ErrorCode, ObjectCacheError
 from descriptors.lifecycle import LifecycleRule
 from descriptors.objects import (
     Attributes,
@@ -36,6 +36,7 @@ from storage_server.store.index.reading import resolve_range
 from storage_server.store.objects import check_size
 from storage_server.upstream.bulk_reads import Into
 from storage_server.upstream.connection import Answer, Upstream
+from storage_server.upstream.rules.documents import is_writable
 from storage_server.upstream.rules.headers import (
     TAGGING_COUNT,
     attribute_headers,
@@ -214,14 +215,23 @@ class UpstreamObjects:
         await self._upstream.call("DeleteObject", write_headers(condition), Bucket=bucket, Key=key)
 
     async def delete_objects(self, access_key: str, bucket: str, keys: list[str]) -> list[NotDeleted]:
-        wanted = {"Objects": [{"Key": key} for key in keys], "Quiet": True}
-        found = await self._upstream.call("DeleteObjects", Bucket=bucket, Delete=wanted)
-        return [
-            NotDeleted(
-                error.get("Key", ""), error.get("Code", ErrorCode.INTERNAL_ERROR.value), error.get("Message", "")
-            )
-            for error in found.get("Errors", ())
-        ]
+        failed = list[NotDeleted]()
+        for key in keys:
+            if not is_writable(key):  # no document can name it; an address can
+                try:
+                    await self.delete_object(access_key, bucket, key)
+                except ObjectCacheError as error:
+                    failed.append(NotDeleted(key, error.code.value, error.message))
+        if named := [{"Key": key} for key in keys if is_writable(key)]:
+            wanted = {"Objects": named, "Quiet": True}
+            found = await self._upstream.call("DeleteObjects", Bucket=bucket, Delete=wanted)
+            failed += [
+                NotDeleted(
+                    error.get("Key", ""), error.get("Code", ErrorCode.INTERNAL_ERROR.value), error.get("Message", "")
+                )
+                for error in found.get("Errors", ())
+            ]
+        return failed
 
     async def set_tags(self, access_key: str, bucket: str, key: str, tags: dict[str, str]) -> None:
         if not tags:

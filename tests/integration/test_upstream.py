@@ -8,6 +8,7 @@ import sys
 from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
+from urllib.parse import quote
 
 import numpy as np
 import pytest
@@ -544,3 +545,29 @@ class TestCommand:
         with pytest.raises(WrongDirectoryError, match="not of http://other"):
             claim(tmp_path / "cache", other)
         claim(tmp_path / "cache", upstream)
+
+
+def test_keys_of_any_characters_pass_on_and_back(home: LocalStack, front: LocalStack) -> None:
+    """A list that folds a character, or a document that does, has another object read or deleted."""
+    characters = ("\r", "\n", "\t", "\x01", "\x0b", "\x1f", "\x7f", "\ufffe", "+", "%0D", " ")
+    strange = [f"odd/{character}b" for character in characters]
+    keys = sorted([*strange, "odd/ab"], key=str.encode)
+    front.call(front.storage.objects.create_bucket(OWNER[0], "odd"))
+    for key in keys:
+        assert request(front.url, "PUT", f"/odd/{quote(key)}", body=key.encode()).status == 200
+    s3 = s3_client(front.url, OWNER)
+    for list_call, marker in (("list_objects", "Marker"), ("list_objects_v2", "StartAfter")):
+        found: list[str] = []
+        while True:
+            more = {marker: found[-1]} if found else {}
+            page = getattr(s3, list_call)(Bucket="odd", MaxKeys=3, **more)
+            found += [entry["Key"] for entry in page.get("Contents", ())]
+            if not page["IsTruncated"]:
+                break
+        assert found == keys
+    for key in keys:
+        assert request(front.url, "GET", f"/odd/{quote(key)}").body == key.encode()
+    assert front.call(front.storage.objects.delete_objects(OWNER[0], "odd", strange)) == []
+    for url in (front.url, home.url):
+        left = s3_client(url, OWNER).list_objects_v2(Bucket="odd")["Contents"]
+        assert [entry["Key"] for entry in left] == ["odd/ab"]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cache
@@ -12,7 +13,9 @@ from botocore.parsers import ResponseParserError, create_parser
 from botocore.serialize import create_serializer
 from botocore.session import Session
 
-from descriptors.errors import ErrorCode, ServerError
+from descriptors.errors import CallerError, ErrorCode, ServerError
+
+_UNWRITABLE = re.compile("[\0-\x08\x0b\x0c\x0e-\x1f\ud800-\udfff\ufffe\uffff]")
 
 
 @dataclass(frozen=True, slots=True)
@@ -26,11 +29,29 @@ class Call:
 
 
 def call_of(operation: str, parameters: Mapping[str, Any]) -> Call:
-    """The request of an operation of the S3 API, by the names of its model."""
+    """The request of an operation of the S3 API, by the names of its model. Raises CallerError(InvalidArgument) for
+    text that no XML document can have.
+    """
     made = _serializer().serialize_to_request(dict(parameters), _model().operation_model(operation))
     query = urlencode({name: _text(value) for name, value in made["query_string"].items()}, quote_via=quote)
     joint = "&" if "?" in made["url_path"] else "?"
-    return Call(made["method"], made["url_path"] + (joint + query if query else ""), made["headers"], made["body"])
+    return Call(
+        made["method"], made["url_path"] + (joint + query if query else ""), made["headers"], _written(made["body"])
+    )
+
+
+def is_writable(text: str) -> bool:
+    """Whether an XML document can have this text (XML 1.0, section 2.2)."""
+    return _UNWRITABLE.search(text) is None
+
+
+def _written(body: bytes) -> bytes:
+    """A document as every parser reads it: a bare CR would become LF (XML 1.0, section 2.11), and name another key."""
+    if not body:
+        return body
+    if not is_writable(body.decode()):
+        raise CallerError(ErrorCode.INVALID_ARGUMENT, "a character that no XML document can have", field="key")
+    return body.replace(b"\r", b"&#13;")
 
 
 def result_of(operation: str, status: int, headers: Mapping[str, str], body: bytes) -> dict[str, Any]:
