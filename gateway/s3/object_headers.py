@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import base64
 import math
 import re
 from collections.abc import Mapping
@@ -113,6 +114,9 @@ def stored_headers(headers: Mapping[str, str]) -> dict[str, str]:
     kept = {name: headers[name] for name in _STORED if name in headers}
     metadata = {name: value for name, value in headers.items() if name.startswith(USER_METADATA)}
     for name, value in (kept | metadata).items():
+        if not name.isascii():
+            problem = "names of user metadata must be ASCII: no answer could have another"
+            raise CallerError(ErrorCode.INVALID_ARGUMENT, problem, field=_legible(name))
         if _NOT_IN_HEADERS.search(name) or _NOT_IN_HEADERS.search(value):
             raise CallerError(ErrorCode.INVALID_ARGUMENT, "header values must be UTF-8", field=_legible(name))
     if sum(len(value.encode()) for value in kept.values()) > CONTENT_HEADERS_BYTES_MAX:
@@ -145,9 +149,12 @@ def new_checksum(headers: Mapping[str, str]) -> tuple[ChecksumAlgorithm | None, 
 
 def object_headers(info: ObjectInfo) -> dict[str, str]:
     """The headers of a GET or HEAD answer, except length and range."""
+    kept = info.attributes.headers
+    unsendable = sum(not name.isascii() for name in kept)
     headers = {
         "Content-Type": _DEFAULT_CONTENT_TYPE,
-        **{_STORED.get(name, name): value for name, value in info.attributes.headers.items()},
+        **{_STORED.get(name, name): _ascii(value) for name, value in kept.items() if name.isascii()},
+        **({"x-amz-missing-meta": str(unsendable)} if unsendable else {}),
         "ETag": f'"{info.etag}"',
         "Last-Modified": http_date(info.modified_at),
         "Accept-Ranges": "bytes",
@@ -157,6 +164,13 @@ def object_headers(info: ObjectInfo) -> dict[str, str]:
     if info.attributes.tag_count:
         headers["x-amz-tagging-count"] = str(info.attributes.tag_count)
     return headers
+
+
+def _ascii(value: str) -> str:
+    """A value that every client can read: text beyond ASCII is an encoded word (RFC 2047), as AWS answers it."""
+    if value.isascii():
+        return value
+    return f"=?UTF-8?B?{base64.b64encode(value.encode()).decode()}?="
 
 
 def checksum_headers(checksum: Checksum | None) -> dict[str, str]:
