@@ -121,7 +121,7 @@ class Gateway:
     async def _answer(self, http: web.BaseRequest, trace: RequestTrace) -> web.StreamResponse:
         request = parse_target(http.method, http.raw_path, _joined_headers(http), self._settings.domains)
         trace.bucket, trace.key = request.bucket, request.key
-        if request.method == "GET" and request.bucket == SERVICE_PREFIX and request.key == HEALTH_NAME:
+        if request.method in ("GET", "HEAD") and (request.bucket, request.key) == (SERVICE_PREFIX, HEALTH_NAME):
             trace.operation = HEALTH_NAME
             return await self._health()
         if is_bearer(http.headers.get("Authorization"), self._settings.metrics_token):

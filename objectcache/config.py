@@ -397,6 +397,8 @@ def load_config(path: Path | None) -> Config:
         return Config.model_validate(tomllib.loads(path.read_text()))
     except OSError as error:
         raise ConfigError(f"{path}: {error.strerror}") from None
+    except UnicodeDecodeError as error:
+        raise ConfigError(f"{path}: it must be UTF-8, and byte {error.start} is not") from None
     except tomllib.TOMLDecodeError as error:
         raise ConfigError(f"{path}: {error}") from None
     except ValidationError as error:

@@ -396,7 +396,8 @@ def _bearer(http: web.BaseRequest) -> str:
 
 
 def _require(method: str, wanted: str) -> None:
-    if method != wanted:
+    """Raises Refusal for another method. HEAD is answered like GET, as health checks expect."""
+    if method != wanted and (method, wanted) != ("HEAD", "GET"):
         raise Refusal(405, f"{method} is not possible here; use {wanted}")
 
 

@@ -116,7 +116,7 @@ class StorageHttp:
                 log_request(trace.line(status or begun_status(http), code))
 
     async def _answer(self, http: web.BaseRequest, trace: _Trace) -> web.StreamResponse:
-        if http.method == "GET" and http.path == "/health":
+        if http.method in ("GET", "HEAD") and http.path == "/health":
             return _json_bytes(b'{"status":"ok"}')
         call, fields = self._authenticated(http)
         trace.operation = call.method

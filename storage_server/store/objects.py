@@ -16,6 +16,7 @@ from descriptors.errors import CallerError, ErrorCode
 from descriptors.lifecycle import LifecycleRule
 from descriptors.objects import Attributes, CopyRequest, NotDeleted, ObjectInfo, PutRequest, ReadRequest
 from descriptors.storage_api import Body
+from descriptors.units import GIB
 from storage_server.store.data.bodies import BodyReader, BodyWriter
 from storage_server.store.data.body_hashes import BodyHashes
 from storage_server.store.data.extents import ExtentFiles
@@ -29,6 +30,8 @@ from storage_server.store.index.transaction import Transaction
 from storage_server.store.reads import Reads
 from storage_server.store.rows import StoredObject
 
+COPIED_BYTES_MAX = 5 * GIB
+"""S3 copies no larger object as one; a larger one keeps its parts here."""
 COPY_ATTEMPTS_MAX = 8
 _T = TypeVar("_T")
 
@@ -92,8 +95,8 @@ class Objects(Reads):
         return info
 
     async def copy_object(self, access_key: str, request: CopyRequest) -> ObjectInfo:
-        """Copy an object. The copy shares the source's bytes. They are read only for a checksum that
-        the source lacks.
+        """Copy an object. The copy shares the source's bytes. They are read only for a checksum that the source lacks,
+        and for the ETag of a source that came in parts: the copy is one object.
         """
         for _ in range(COPY_ATTEMPTS_MAX):
             source = self._index.here(lambda db: _find_source(db, request.source))
@@ -117,14 +120,19 @@ class Objects(Reads):
         headers = copied(kept.headers, source.info.attributes.headers)
         info = replace(source.info, attributes=Attributes(headers, tags, request.storage_class))
         wanted = request.checksum
-        if wanted is None or (info.checksum is not None and info.checksum.algorithm is wanted):
+        is_whole = info.part_count is None or info.nbytes > COPIED_BYTES_MAX
+        if is_whole and (wanted is None or (info.checksum is not None and info.checksum.algorithm is wanted)):
             return info
+        if not is_whole and info.checksum is not None:
+            wanted = wanted or info.checksum.algorithm
         hashes = BodyHashes(wanted, sha256=False)
         whole = replace(request.source, range=None, part_number=None)
         async with self.open_object(access_key, whole) as read:
             async for piece in read.body:
                 await self._io.run(lambda data=piece: hashes.update(data))  # type: ignore[misc]
-        return replace(info, checksum=hashes.checksum)
+        if is_whole:
+            return replace(info, checksum=hashes.checksum)
+        return replace(info, etag=hashes.etag, part_count=None, checksum=hashes.checksum)
 
     async def delete_object(
         self, access_key: str, bucket: str, key: str, condition: WriteCondition = NO_WRITE_CONDITION

@@ -81,7 +81,10 @@ class Uploads:
             if CODEC_HEADER in read.head.info.attributes.headers:
                 problem = "an encoded chunk is copied as a whole, by CopyObject"
                 raise CallerError(ErrorCode.NOT_IMPLEMENTED, problem, field="x-amz-copy-source")
-            nbytes = read.head.range.length
+            nbytes, span = read.head.range.length, request.source.range
+            if span is not None and span.last is not None and span.last >= read.head.info.nbytes:
+                problem = f"the range must end within the source, which has {read.head.info.nbytes} bytes"
+                raise CallerError(ErrorCode.INVALID_ARGUMENT, problem, field="x-amz-copy-source-range")
             check_part(request.part_number, nbytes, self._part_bytes_max)
             async with self._bodies.received(nbytes, upload.checksum, _CopiedBody(read)) as (part, pending):
                 return await self._add_part(request.upload, request.part_number, part, pending)
