@@ -19,6 +19,7 @@ from adapters.membership import MembershipError
 from adapters.metrics import shared_folder
 from adapters.nixl_agent import NixlFailure, leave
 from descriptors.errors import ObjectCacheError
+from descriptors.peer_auth import PeerSecrets
 from descriptors.units import parse_bytes
 from objectcache import serve
 from objectcache.calibrate import add_calibrate
@@ -347,7 +348,7 @@ def _serve(options: argparse.Namespace) -> int:
         serve.run(
             "objectcache",
             lambda: serve.Together(settings, gateway, credentials, listen, options.workers, worker_command, secrets),
-            read_scheduler=lambda: load_config(options.config).scheduler_settings(),
+            rereads=_rereads_scheduler(options) | _rereads_credentials(options, credentials_file),
         )
     return 0
 
@@ -365,8 +366,22 @@ def _worker(options: argparse.Namespace) -> int:
             worker_storage(f"unix:{options.socket}", secrets, settings), gateway, credentials, listen
         ),
         until_stdin_ends=True,
+        rereads=_rereads_credentials(options, options.data / "credentials.json"),
     )
     return 0
+
+
+def _rereads_scheduler(options: argparse.Namespace) -> dict[str, serve.Reread]:
+    read = serve.reconfigured(lambda: load_config(options.config).scheduler_settings())
+    return {"the scheduler's settings": read}
+
+
+def _rereads_credentials(options: argparse.Namespace, file: Path) -> dict[str, serve.Reread]:
+    return {"credentials": serve.recredited(lambda: load_credentials(load_config(options.config), os.environ, file))}
+
+
+def _rereads_secrets(secrets: PeerSecrets, file: Path) -> dict[str, serve.Reread]:
+    return {"the peers' secrets": lambda server: secrets.become(load_peer_secrets(file, create=False))}
 
 
 def _scrub(options: argparse.Namespace) -> int:
@@ -436,8 +451,7 @@ def _storage_server(options: argparse.Namespace) -> int:
     serve.run(
         "objectcache storage-server",
         lambda: serve.StorageServer(settings, secrets, listen, own, options.advertise, peers),
-        read_scheduler=lambda: load_config(options.config).scheduler_settings(),
-        read_secrets=lambda: secrets.become(load_peer_secrets(secret_file, create=False)),
+        rereads=_rereads_scheduler(options) | _rereads_secrets(secrets, secret_file),
     )
     return 0
 
@@ -453,7 +467,8 @@ def _gateway(options: argparse.Namespace) -> int:
         lambda: serve.GatewayServer(
             storage_of_gateway(options, config, secrets), config.gateway_settings(), credentials, listen
         ),
-        read_secrets=lambda: secrets.become(load_peer_secrets(options.peer_secret_file, create=False)),
+        rereads=_rereads_secrets(secrets, options.peer_secret_file)
+        | _rereads_credentials(options, options.credentials_file),
     )
     return 0
 

@@ -15,10 +15,10 @@ import ssl
 import sys
 import tempfile
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Protocol
+from typing import Protocol, TypeAlias
 from urllib.parse import urlsplit
 
 import uvloop
@@ -121,7 +121,8 @@ class Together:
         if worker_count > 1:
             storage = replace(storage, punch_delay_s=WORKER_READ_S)
         self.storage = EmbeddedStorage(storage, disk, wrap_source, wrap_destination)
-        self._gateway = Gateway(self.storage, CredentialBook(credentials), gateway.share_of(worker_count))
+        self.credentials = CredentialBook(credentials)
+        self._gateway = Gateway(self.storage, self.credentials, gateway.share_of(worker_count))
         self._listen = replace(listen, shares_port=listen.shares_port or worker_count > 1)
         self._worker_count = worker_count
         self._worker_command = worker_command
@@ -145,6 +146,11 @@ class Together:
             port = urlsplit(self.url).port or 0
             self._workers = Workers(self._worker_command(port, socket_path), self._worker_count - 1)
             await self._workers.start()
+
+    def tell_workers(self, number: signal.Signals) -> None:
+        """Send a signal on to the workers."""
+        if self._workers is not None:
+            self._workers.tell(number)
 
     async def close(self) -> None:
         if self._workers is not None:
@@ -202,7 +208,8 @@ class GatewayServer:
     ) -> None:
         self._storage = storage
         self.membership = storage.membership if isinstance(storage, ClusterStorage) else None
-        self._gateway = Gateway(self._storage, CredentialBook(credentials), gateway)
+        self.credentials = CredentialBook(credentials)
+        self._gateway = Gateway(self._storage, self.credentials, gateway)
         self._listen = listen
         self._runner: web.ServerRunner | None = None
         self.url = ""
@@ -236,24 +243,22 @@ def run(
     make_server: Callable[[], Server],
     *,
     until_stdin_ends: bool = False,
-    read_scheduler: Callable[[], SchedulerSettings] | None = None,
-    read_secrets: Callable[[], None] | None = None,
+    rereads: Mapping[str, Reread] | None = None,
 ) -> None:
     """Build the server on a uvloop event loop, print its address, and stop on SIGINT or SIGTERM. A worker also stops
-    when the process that started it has ended. SIGHUP reads the scheduler's settings and the peers' secrets again, if
-    `read_scheduler` and `read_secrets` are given.
+    when the process that started it has ended. SIGHUP reads TLS certificates and `rereads` again, which are by the name
+    of what they read.
     """
     raise_file_limit()
     sys.setswitchinterval(SWITCH_INTERVAL_S)
     with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
-        runner.run(_until_stopped(name, make_server, read_scheduler, read_secrets, until_stdin_ends=until_stdin_ends))
+        runner.run(_until_stopped(name, make_server, rereads or {}, until_stdin_ends=until_stdin_ends))
 
 
 async def _until_stopped(
     name: str,
     make_server: Callable[[], Server],
-    read_scheduler: Callable[[], SchedulerSettings] | None,
-    read_secrets: Callable[[], None] | None,
+    rereads: Mapping[str, Reread],
     *,
     until_stdin_ends: bool,
 ) -> None:
@@ -270,7 +275,7 @@ async def _until_stopped(
         gc.collect()
         gc.freeze()  # a full collection stops the event loop, and need not visit objects that live for ever
         # only now, because UCX takes SIGHUP when it starts
-        loop.add_signal_handler(signal.SIGHUP, _read_anew, server, read_scheduler, read_secrets)
+        loop.add_signal_handler(signal.SIGHUP, _read_anew, server, rereads)
         print(f"{name} is listening on {server.url}", flush=True)
         await stop.wait()
         _log.info("stopping")
@@ -278,35 +283,57 @@ async def _until_stopped(
         await server.close()
 
 
+Reread: TypeAlias = "Callable[[Server], None]"
+_contexts: list[tuple[Tls, ssl.SSLContext]] = []
+"""The TLS contexts of this process, with the files that they were made from."""
 _rereading: set[asyncio.Task[None]] = set()
 """Tasks that read the members again; the event loop does not hold them."""
 
 
-def _read_anew(
-    server: Server, read_scheduler: Callable[[], SchedulerSettings] | None, read_secrets: Callable[[], None] | None
-) -> None:
-    if read_secrets is not None:
+def _read_anew(server: Server, rereads: Mapping[str, Reread]) -> None:
+    """Read again what may be renewed while the server runs. A file that cannot be used changes nothing."""
+    for what, read in {**rereads, "the TLS certificate and key": _renew_tls}.items():
         try:
-            read_secrets()
+            read(server)
         except Exception as error:
-            _log.error("the peers' secrets stay as they were: %s", error)
-    if read_scheduler is not None and isinstance(server, Together | StorageServer):
-        _reconfigure(server.storage, read_scheduler)
+            _log.error("SIGHUP: %s stay as they were: %s", what, error)
+    if isinstance(server, Together):
+        server.tell_workers(signal.SIGHUP)
     if isinstance(server, StorageServer | GatewayServer) and server.membership is not None:
         task = asyncio.get_running_loop().create_task(server.membership.refresh())
         _rereading.add(task)
         task.add_done_callback(_rereading.discard)
 
 
-def _reconfigure(storage: EmbeddedStorage, read_scheduler: Callable[[], SchedulerSettings]) -> None:
-    """Read the scheduler's settings from the file and use them. A file that cannot be used changes nothing."""
-    try:
-        settings = read_scheduler()
-    except Exception as error:
-        _log.error("the scheduler keeps its settings: %s", error)
-        return
-    storage.pipeline.link.reconfigure(settings)
-    _log.info("the scheduler uses %s", settings)
+def _renew_tls(server: Server) -> None:
+    """New connections get what the files have now. Raises OSError."""
+    for tls, context in _contexts:
+        tls.context()  # files that do not fit together would leave the context with half of them
+        context.load_cert_chain(tls.certificate, tls.key)
+        if tls.client_ca is not None:
+            context.load_verify_locations(tls.client_ca)
+
+
+def reconfigured(read: Callable[[], SchedulerSettings]) -> Reread:
+    """Have the scheduler of a server use the settings that are read."""
+
+    def reread(server: Server) -> None:
+        if isinstance(server, Together | StorageServer):
+            settings = read()
+            server.storage.pipeline.link.reconfigure(settings)
+            _log.info("the scheduler uses %s", settings)
+
+    return reread
+
+
+def recredited(read: Callable[[], Sequence[Credential]]) -> Reread:
+    """Have a gateway know the credentials that are read, and no others."""
+
+    def reread(server: Server) -> None:
+        if isinstance(server, Together | GatewayServer):
+            server.credentials.become(read())
+
+    return reread
 
 
 def _wait_for_stdin(loop: asyncio.AbstractEventLoop, stop: asyncio.Event) -> None:
@@ -379,6 +406,8 @@ async def listening(server: web.Server, listen: Listen) -> tuple[web.ServerRunne
         return runner, f"unix:{listen.socket_path}"
     bound = _bound(listen)
     tls = listen.tls.context() if listen.tls is not None else None
+    if listen.tls is not None and tls is not None:
+        _contexts.append((listen.tls, tls))
     site = _Site(runner, bound, backlog=BACKLOG, ssl_context=tls)
     await site.start()
     host = f"[{listen.host}]" if ":" in listen.host else listen.host

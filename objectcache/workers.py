@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
+import signal
 from collections.abc import Sequence
 from typing import cast
 
@@ -65,6 +67,13 @@ class Workers:
         self._command = command
         self._count = count
         self._keepers: list[asyncio.Task[None]] = []
+        self._running: set[asyncio.subprocess.Process] = set()
+
+    def tell(self, number: signal.Signals) -> None:
+        """Send a signal to every child."""
+        for process in self._running:
+            with contextlib.suppress(ProcessLookupError):
+                process.send_signal(number)
 
     async def start(self) -> None:
         """Start all children and wait until each is ready. Raises ChildProcessError when a child ends instead."""
@@ -96,10 +105,14 @@ class Workers:
                 line = await process.stdout.readline() if process.stdout is not None else b""
                 if line and not ready.done():
                     ready.set_result(None)
+                if line:  # before that a signal would end it
+                    self._running.add(process)
                 status = await process.wait()
             except asyncio.CancelledError:
                 await _end(process)
                 raise
+            finally:
+                self._running.discard(process)
             forget_process(process.pid)
             if not ready.done():
                 ready.set_exception(ChildProcessError(f"a worker ended with status {status} before it was ready"))

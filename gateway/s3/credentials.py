@@ -34,6 +34,10 @@ class CredentialBook:
     def __init__(self, credentials: Iterable[Credential]) -> None:
         self._by_key = {credential.access_key: credential for credential in credentials}
 
+    def become(self, credentials: Iterable[Credential]) -> None:
+        """These credentials count from now on, and no others. Requests under way go on."""
+        self._by_key = {credential.access_key: credential for credential in credentials}
+
     def find(self, access_key: str) -> Credential:
         """The credential of an access key. Raises CallerError(InvalidAccessKeyId)."""
         credential = self._by_key.get(access_key)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import shutil
 import signal
 import socket
 import ssl
@@ -19,8 +20,9 @@ import psutil
 import pytest
 
 from tests.clients.server import tls_server
+from tests.support.certificates import certificate
 from tests.support.memory import MIB, PEAK_BYTES_MAX, measure
-from tests.support.requests import OWNER, request
+from tests.support.requests import OWNER, request, s3_client
 from tests.support.servers import CONFIG, LocalStack, Stack, started
 from tests.support.tree import repository
 from tests.support.waiting import eventually
@@ -204,3 +206,46 @@ def test_relaxed_durability_can_be_chosen(tmp_path: Path) -> None:
         process.wait(30)
     with started(*serve, environment=keys) as (url, process):
         assert Stack(url, tmp_path / "d", process.pid, [process]).s3().get_object(Bucket="bbb", Key="k")["Body"].read()
+
+
+def served_certificate(url: str) -> str:
+    """The certificate that a new connection gets, as PEM."""
+    address = urlsplit(url)
+    return ssl.get_server_certificate((address.hostname or "", address.port or 0))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("workers", [1, 2])
+def test_sighup_renews_the_certificate_and_the_credentials(tmp_path: Path, workers: int) -> None:
+    """Certificates of three months are renewed without a restart; files that do not fit change nothing."""
+    own, own_key = certificate(tmp_path, "first", "127.0.0.1")
+    renewed, renewed_key = certificate(tmp_path, "second", "127.0.0.1")
+    live, live_key, config = tmp_path / "live.pem", tmp_path / "live.key", tmp_path / "config.toml"
+    shutil.copy(own, live)
+    shutil.copy(own_key, live_key)
+    config.write_text(CONFIG)
+    serve = ("serve", "--data", str(tmp_path / "d"), "--port", "0", "--workers", str(workers), "--config", str(config))
+    with started(*serve, "--tls-certificate", str(live), "--tls-key", str(live_key)) as (url, process):
+
+        def is_known(trusted: str, key: tuple[str, str]) -> bool:
+            with contextlib.closing(s3_client(url, key, verify=trusted)) as s3:
+                try:
+                    s3.list_buckets()
+                except s3.exceptions.ClientError as error:
+                    return bool(error.response["Error"]["Code"] != "InvalidAccessKeyId")
+            return True
+
+        assert served_certificate(url) == Path(own).read_text()
+        assert is_known(own, OWNER)
+        shutil.copy(renewed, live)  # and not yet its key
+        process.send_signal(signal.SIGHUP)
+        assert served_certificate(url) == Path(own).read_text()
+        shutil.copy(renewed_key, live_key)
+        config.write_text(CONFIG.replace(f'"{OWNER[0]}"', '"NEWKEY"'))
+        process.send_signal(signal.SIGHUP)
+        assert eventually(lambda: all(served_certificate(url) == Path(renewed).read_text() for _ in range(8)))
+        assert eventually(lambda: not any(is_known(renewed, OWNER) for _ in range(4)))
+        assert is_known(renewed, ("NEWKEY", OWNER[1]))
+        config.write_text("no TOML")
+        process.send_signal(signal.SIGHUP)
+        assert is_known(renewed, ("NEWKEY", OWNER[1]))

@@ -20,7 +20,7 @@ OTHER = ("OTHERKEY", "other-secret-2")
 READER = ("READERKEY", "reader-secret-3")
 
 
-def s3_client(url: str, key: tuple[str, str] = OWNER, **config: Any) -> Any:
+def s3_client(url: str, key: tuple[str, str] = OWNER, verify: str | None = None, **config: Any) -> Any:
     config.setdefault("retries", {"max_attempts": 0})
     return boto3.client(
         "s3",
@@ -28,6 +28,7 @@ def s3_client(url: str, key: tuple[str, str] = OWNER, **config: Any) -> Any:
         region_name="us-east-1",
         aws_access_key_id=key[0],
         aws_secret_access_key=key[1],
+        verify=verify,
         config=Config(s3={"addressing_style": "path"}, **config),
     )
 
