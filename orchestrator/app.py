@@ -185,12 +185,18 @@ class App:
         receipt, orchestrator = exchange.receipt, self._orchestrator
         tried: list[str] = []
         failure: AttemptFailed | None = None
+        rounds = 0
         prompt = await orchestrator.prefilled(exchange, prompt)
-        while len(tried) < ATTEMPTS_MAX:
+        while len(tried) < ATTEMPTS_MAX and rounds < ATTEMPTS_MAX:
             began_s = time.monotonic()
             try:
-                routed = orchestrator.decide(exchange.asked, receipt.request_id, prompt, without=tried)
+                tenant = exchange.tenant
+                routed = orchestrator.decide(exchange.asked, receipt.request_id, prompt, tenant, without=tried)
             except NoEngineError as error:
+                if error.status == 503 and await self._engine_comes(exchange):
+                    tried.clear()  # all of them have failed, and one has come back
+                    failure, rounds = None, rounds + 1
+                    continue
                 if failure is not None:
                     break
                 retry_after_s = 1 if error.status == 503 else 0
@@ -206,6 +212,13 @@ class App:
         if failure is not None and failure.answer is not None:
             return failure.answer
         raise Refusal(502, f"no engine has answered: {failure}", code="engine_lost", retry_after_s=1)
+
+    async def _engine_comes(self, exchange: Exchange) -> bool:
+        """Wait for an engine where none takes requests, until the request's deadline: a restart takes seconds."""
+        left_s = exchange.began_s + self._settings.admission.deadline_s - time.monotonic()
+        if not self._orchestrator.has_engines or self._orchestrator.is_serving() or left_s <= 0:
+            return False
+        return await self._orchestrator.engine_comes(left_s)
 
     async def _administer(self, http: web.BaseRequest, path: str) -> web.StreamResponse:
         """Answer an operator."""

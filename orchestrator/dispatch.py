@@ -22,7 +22,8 @@ from orchestrator.engine import Engine
 from orchestrator.readers import Readers, ReadingError
 from orchestrator.receipts import Receipt
 from orchestrator.router import Routed
-from orchestrator.rules.openai_requests import Asked, WrongRequestError
+from orchestrator.rules.kept_responses import response_id
+from orchestrator.rules.openai_requests import Asked, RequestKind, WrongRequestError
 
 ANSWER_BYTES_MAX = 64 << 20
 ATTEMPTS_MAX = 3
@@ -81,6 +82,14 @@ class Exchange:
     kept_bytes_max: int = 0
     is_broken: bool = False
     progress: Progress = field(default_factory=Progress)
+
+    response_id: str = ""
+    """The id of the response that was answered, where the engine keeps it."""
+
+    def note_response(self, beginning: bytes) -> None:
+        """Note the id of a response, at the beginning of its answer."""
+        if self.asked.kind is RequestKind.RESPONSES:
+            self.response_id = response_id(beginning)
 
     @property
     def is_worth_keeping(self) -> bool:
@@ -266,6 +275,7 @@ class Dispatch:
                 engine.failed(f"{exchange.path}: {type(error).__name__} {error}")
             raise AttemptFailed(late[0] if late else f"{engine.name}: {type(error).__name__} {error}") from error
         body = b"".join(pieces)
+        exchange.note_response(body)
         if is_kept:
             exchange.keep(body)
         return web.Response(body=body, status=answer.status, headers=self._headers(answer, exchange, engine))
@@ -277,6 +287,7 @@ class Dispatch:
         response = web.StreamResponse(status=answer.status, headers=self._headers(answer, exchange, engine))
         await response.prepare(exchange.http)
         piece = first
+        exchange.note_response(first)
         try:
             while piece:
                 exchange.keep(piece)

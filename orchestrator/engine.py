@@ -25,9 +25,11 @@ from orchestrator.rules.prefix_index import PrefixIndex
 from orchestrator.settings import EngineSettings
 
 REQUESTS_MAX_DEFAULT = 256
-MODELS_EVERY_S = 30.0
+MODELS_EVERY_S = 2.0
 SOURCES_EVERY_S = 10.0
 FIRST_TOKEN_S = 20.0
+PROBE_EJECTED_S = 2.0
+"""An engine that takes no requests is probed so often."""
 RANKS_MAX = 64
 ANSWER_BYTES_MAX = 4 << 20
 _log = logging.getLogger(__name__)
@@ -47,9 +49,10 @@ class Engine:
         on_batch: Callable[[str, int, Batch], None] | None = None,
         on_cleared: Callable[[str], None] | None = None,
         headers: Mapping[str, str] | None = None,
+        on_up: Callable[[], None] | None = None,
     ) -> None:
         """`known` are the last batches of the ranks that are in the index, by their names there. `headers` go with
-        every request of the orchestrator's own.
+        every request of the orchestrator's own. `on_up` is called when the engine takes requests again.
         """
         self.settings = settings
         self.name = settings.label
@@ -77,6 +80,8 @@ class Engine:
         self._sources_s = 0.0
         self._on_gone: set[Callable[[], None]] = set()
         self._on_batch = on_batch
+        self._on_up = on_up
+        self._probed_s = float("-inf")
         self._on_cleared = on_cleared
         self._first_timeout = aiohttp.ClientTimeout(total=FIRST_TOKEN_S)
         self._is_asked = False
@@ -121,14 +126,18 @@ class Engine:
         return not model or not self.models or model in self.models
 
     def succeeded(self) -> None:
-        """A probe or a request went well."""
-        self.liveness.succeeded(time.monotonic())
+        """A probe or a request went well. Requests that wait for an engine are told where it takes requests again."""
+        now_s = time.monotonic()
+        took = self.liveness.takes_requests(now_s)
+        self.liveness.succeeded(now_s)
+        if not took and self.liveness.takes_requests(now_s) and self._on_up is not None:
+            self._on_up()
 
-    def failed(self, error: str, *, is_certain: bool = False) -> None:
+    def failed(self, error: str, *, is_certain: bool = False, is_probe: bool = False) -> None:
         """A probe or a request failed. Requests that wait for an engine which is ejected are told."""
         now_s = time.monotonic()
         was_ejected = self.liveness.status(now_s) is EngineStatus.EJECTED
-        self.liveness.failed(now_s, error, is_certain=is_certain)
+        self.liveness.failed(now_s, error, is_certain=is_certain, is_probe=is_probe)
         if not was_ejected and self.liveness.status(now_s) is EngineStatus.EJECTED:
             _log.warning("%s gets no requests for %.0f s: %s", self.name, self.liveness.ejected_s, error)
             self._sources_s = 0.0
@@ -216,8 +225,10 @@ class Engine:
     async def _poll(self) -> None:
         """One probe, and its metrics where it is up."""
         began_s = time.monotonic()
-        if self.liveness.status(began_s) is EngineStatus.EJECTED:
+        is_ejected = self.liveness.status(began_s) is EngineStatus.EJECTED
+        if is_ejected and began_s - self._probed_s < min(PROBE_EJECTED_S, 4 * self._poll_s):
             return
+        self._probed_s = began_s
         try:
             async with self._http.get(
                 f"{self.url}/health", timeout=self._probe_timeout, headers=self._headers, allow_redirects=False
@@ -225,28 +236,46 @@ class Engine:
                 is_well = answer.status == 200
                 error = "" if is_well else f"/health answers {answer.status}"
         except aiohttp.ClientConnectorError as failure:
-            self.failed(str(failure), is_certain=isinstance(failure.os_error, ConnectionRefusedError))
+            is_refused = isinstance(failure.os_error, ConnectionRefusedError)
+            if is_refused:
+                self._process_ended()
+            self.failed(str(failure), is_certain=is_refused, is_probe=True)
             return
         except (aiohttp.ClientError, TimeoutError, OSError) as failure:
             is_well, error = False, f"/health: {type(failure).__name__} {failure}"
         if not is_well:
-            self.failed(error)
+            self.failed(error, is_probe=True)
             return
+        if is_ejected:
+            self.liveness.revived(time.monotonic())
         await self._read_metrics()
         if time.monotonic() - self._models_s >= MODELS_EVERY_S:
             await self._read_models()
         await self._have_published()
         self.succeeded()
 
+    def _process_ended(self) -> None:
+        """The process is another one, or none: it holds nothing, and may have other models and events elsewhere."""
+        for name in self.index_names:
+            feed = self.feeds.get(name)
+            if feed is not None:
+                feed.process_ended()
+            elif self._index.clear(name) and self._on_cleared is not None:
+                self._on_cleared(name)
+        self._known, self._sources_s, self._models_s = {}, 0.0, -MODELS_EVERY_S
+
     async def _read_metrics(self) -> None:
         text = await self._text("/metrics", METRICS_BYTES_MAX)
         if text is None:
             return
         try:
-            self.report = read_metrics(text)
+            report = read_metrics(text)
         except ValueError as error:
             _log.warning("metrics of %s cannot be read: %s", self.name, error)
             return
+        if report.started_at != self.report.started_at and self.report.started_at is not None:
+            self._process_ended()
+        self.report = report
         self.books.correct(self.report.running, self.report.waiting, time.monotonic())
         if self.settings.requests_max is None and self.report.running:
             is_full = self.report.waiting > 0  # as many run as it takes, be it for --max-num-seqs or for its KV blocks

@@ -111,6 +111,11 @@ class EventsFeed:
         finally:
             context.destroy(linger=0)
 
+    def process_ended(self) -> None:
+        """The engine's process has ended: what is known of it counts no more, and its events count from 0."""
+        if self._order.expected is not None:
+            self._clear()
+
     def age(self, now_s: float) -> None:
         """Clear what a degraded feed knows when its time is over. Called from time to time."""
         if self._degraded_s is not None and now_s - self._degraded_s >= DEGRADED_S:

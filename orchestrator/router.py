@@ -116,8 +116,9 @@ class Router:
         role: Role = Role.BOTH,
         without: Collection[str] = (),
         policy: RoutingPolicy | None = None,
+        home: str | None = None,
     ) -> Routed:
-        """The engine for a request. Raises NoEngineError."""
+        """The engine for a request; `home` names the only one that can answer it. Raises NoEngineError."""
         now_s = time.monotonic()
         able = [
             engine
@@ -126,7 +127,10 @@ class Router:
             and engine.liveness.takes_requests(now_s)
             and engine.serves(asked.model)
             and engine.settings.role is role
+            and (home is None or engine.name == home)
         ]
+        if not able and home is not None and home in self._engines:
+            raise NoEngineError(f"the engine that has the earlier response, {home}, takes no requests now")
         if not able:
             raise self._no_engine(asked.model)
         prompt_tokens = max(1, asked.prompt_tokens if prompt is None else len(prompt.tokens))

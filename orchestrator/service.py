@@ -23,6 +23,7 @@ from orchestrator.receipts import Receipt, Receipts, described
 from orchestrator.registry import Engines, EtcdRegistry, Followers
 from orchestrator.response_cache import ResponseCache
 from orchestrator.router import NoEngineError, Prompt, Routed, Router
+from orchestrator.rules.kept_responses import KeptResponses
 from orchestrator.rules.openai_requests import Asked, RequestKind, TokenIds
 from orchestrator.rules.policies import POLICIES, LeastTtft, PolicyName, RoutingPolicy, Sessions
 from orchestrator.rules.prefix_index import PrefixIndex
@@ -66,6 +67,8 @@ class Orchestrator:
         self._writing = None if settings.data is None else Writing(settings.data, self.index, self.sessions)
         self.orders = Orders(self.engines, settings.tenants.values(), self.gate, self._writing, registry)
         self._running: set[str] = set()
+        self._kept = KeptResponses()
+        self._up = asyncio.Event()
         self._tasks: dict[str, asyncio.Task[None]] = {}
         self._checks: set[asyncio.Task[None]] = set()
         self._http: aiohttp.ClientSession | None = None
@@ -121,6 +124,24 @@ class Orchestrator:
             for engine in self.engines.values()
         )
 
+    async def engine_comes(self, within_s: float) -> bool:
+        """Wait until an engine takes requests again; False where none does within that time."""
+        try:
+            async with asyncio.timeout(within_s):
+                await self._up.wait()
+        except TimeoutError:
+            return False
+        return True
+
+    def _is_up(self) -> None:
+        up, self._up = self._up, asyncio.Event()
+        up.set()
+
+    @property
+    def has_engines(self) -> bool:
+        """Whether any engine is registered, whatever its state."""
+        return bool(self.engines)
+
     @property
     def checks_count(self) -> int:
         """Comparisons of prompts with events that are to come."""
@@ -158,10 +179,14 @@ class Orchestrator:
         """The prompt with the store's answers."""
         return await self._router.prompt(asked, tokens, receipt)
 
-    def decide(self, asked: Asked, request_id: str, prompt: Prompt | None, *, without: Collection[str] = ()) -> Routed:
+    def decide(
+        self, asked: Asked, request_id: str, prompt: Prompt | None, tenant: str = "", *, without: Collection[str] = ()
+    ) -> Routed:
         """The engine. Raises NoEngineError."""
         began_s = time.perf_counter()
-        routed = self._router.decide(asked, request_id, prompt, without=without)
+        home = self._kept.engine(tenant, asked.previous) if asked.previous else None
+        home = home if home in self.engines else None
+        routed = self._router.decide(asked, request_id, prompt, without=without, home=home)
         self.meter.decided(routed.decision, time.perf_counter() - began_s)
         return routed
 
@@ -174,6 +199,8 @@ class Orchestrator:
         try:
             response = await self._dispatch.send(exchange, routed)
             is_complete = response.status == 200 and not exchange.is_broken
+            if is_complete and exchange.response_id:
+                self._kept.note(exchange.tenant, exchange.response_id, engine.name)
             return response
         except AttemptFailed:
             self.meter.failed_over()
@@ -371,6 +398,7 @@ class Orchestrator:
             None if writing is None else writing.note_batch,
             None if writing is None else writing.cleared,
             self._engine_headers,
+            self._is_up,
         )
         self._tasks[name] = asyncio.create_task(engine.run())
 

@@ -10,6 +10,7 @@ from __future__ import annotations
 import argparse
 import asyncio
 import json
+import secrets
 import sys
 import time
 from collections import OrderedDict
@@ -51,6 +52,8 @@ class CannedEngine:
         self.settings = settings or CannedSettings()
         self.url = self.events = self.replay = ""
         self.requests: list[dict[str, Any]] = []
+        self.responses: set[str] = set()
+        """The ids of the responses that it keeps, for requests that go on from them."""
         self.headers: list[dict[str, str]] = []
         self.held: OrderedDict[int, None] = OrderedDict()
         self.sent_batches: list[bytes] = []
@@ -185,6 +188,13 @@ class CannedEngine:
             await asyncio.sleep(3600)
         tokens = tokens_of(body)
         await self.compute(tokens, str(body.get("cache_salt") or ""))
+        name = "canned"
+        if request.path == "/v1/responses":
+            previous = body.get("previous_response_id")
+            if previous is not None and previous not in self.responses:
+                return web.json_response({"error": {"message": "there is no such response"}}, status=404)
+            name = f"resp_{secrets.token_hex(8)}"
+            self.responses.add(name)
         count = int(body.get("max_tokens") or body.get("max_completion_tokens") or 8)
         seed = sha256(json.dumps(tokens).encode()).hexdigest()
         words = [f" {seed[at % 60 : at % 60 + 4]}" for at in range(count)]
@@ -196,7 +206,7 @@ class CannedEngine:
             usage = {"prompt_tokens": len(tokens), "completion_tokens": count, "total_tokens": len(tokens) + count}
             return web.json_response(
                 {
-                    "id": "canned", "object": "chat.completion" if is_chat else "text_completion", "created": 1,
+                    "id": name, "object": "chat.completion" if is_chat else "text_completion", "created": 1,
                     "model": MODEL, "usage": usage,
                     "choices": [{"index": 0, "finish_reason": "length", **choice}],
                 }
@@ -210,7 +220,7 @@ class CannedEngine:
                 return response
             delta = {"delta": {"content": word}} if is_chat else {"text": word}
             kind = "chat.completion.chunk" if is_chat else "text_completion"
-            event = {"id": "canned", "object": kind, "created": 1, "model": MODEL,
+            event = {"id": name, "object": kind, "created": 1, "model": MODEL,
                      "choices": [{"index": 0, "finish_reason": None, **delta}]}  # fmt: skip
             await response.write(b"data: " + json.dumps(event).encode() + b"\n\n")
             if self.settings.output_s:

@@ -28,7 +28,8 @@ LINES_MAX = 1000
 """Of the metrics that matter: a few for each data-parallel rank."""
 RANKS_MAX = 1024
 TEXT_MAX = 1024
-_WANTED = (*RUNNING, *WAITING, CACHE_CONFIG, DEPLOYMENT, COSTS, CONNECTOR)
+STARTED = "process_start_time_seconds"
+_WANTED = (STARTED, *RUNNING, *WAITING, CACHE_CONFIG, DEPLOYMENT, COSTS, CONNECTOR)
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,6 +57,8 @@ class EngineReport:
     block_tokens: int | None = None
     published: Published | None = None
     has_connector: bool = False
+    started_at: float | None = None
+    """When its process was started, in Unix seconds; None where it does not say."""
 
 
 def read_metrics(text: str) -> EngineReport:
@@ -69,11 +72,14 @@ def read_metrics(text: str) -> EngineReport:
     info: Mapping[str, str] | None = None
     costs: dict[str, float] = {}
     has_connector = False
+    started_at: float | None = None
     for name, labels, value in _samples(wanted):
         if name in RUNNING:
             running += value
         elif name in WAITING:
             waiting += value
+        elif name == STARTED:
+            started_at = value
         elif name == CACHE_CONFIG:
             blocks, block_tokens = _whole(labels.get("num_gpu_blocks")), _whole(labels.get("block_size"))
             if blocks and block_tokens:
@@ -87,7 +93,7 @@ def read_metrics(text: str) -> EngineReport:
     published = None if info is None else _published(info, costs)
     if not math.isfinite(running + waiting):
         raise ValueError("counts of requests that are no numbers")
-    return EngineReport(round(running), round(waiting), kv_tokens, block_tokens, published, has_connector)
+    return EngineReport(round(running), round(waiting), kv_tokens, block_tokens, published, has_connector, started_at)
 
 
 def _samples(text: str) -> Iterable[tuple[str, Mapping[str, str], float]]:

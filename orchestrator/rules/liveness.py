@@ -5,7 +5,9 @@
                            └────────── one failure ────────┘           DRAINING: no new requests, by wish
 
 An engine begins HALF_OPEN: it takes requests only after its first good probe. Each ejection lasts twice as long as the
-one before, up to EJECTED_S_MAX, until the engine has been UP for a while.
+one before, up to EJECTED_S_MAX, until the engine has been UP for a while. Probes go on meanwhile. An engine that was
+down, because a probe or a connection failed, is UP again with the first good probe; one that is well and whose requests
+failed stays ejected for its time.
 """
 
 from __future__ import annotations
@@ -35,6 +37,8 @@ class Liveness:
     failures: int = 0
     is_draining: bool = False
     is_proved: bool = False
+    is_down: bool = False
+    """Whether it was ejected because it could not be reached, or was not well."""
     ejected_until_s: float = 0.0
     ejected_s: float = 0.0
     up_since_s: float = 0.0
@@ -64,7 +68,12 @@ class Liveness:
         if now_s - self.up_since_s >= FORGIVEN_S:
             self.ejected_s = 0.0
 
-    def failed(self, now_s: float, error: str, *, is_certain: bool = False) -> None:
+    def revived(self, now_s: float) -> None:
+        """A probe that began within an ejection went well."""
+        if self.is_down:
+            self.ejected_until_s = min(self.ejected_until_s, now_s)
+
+    def failed(self, now_s: float, error: str, *, is_certain: bool = False, is_probe: bool = False) -> None:
         """A probe or a request failed. A refused connection `is_certain`: it ejects the engine at once."""
         self.last_error = error[:500]
         self.failures += 1
@@ -72,6 +81,7 @@ class Liveness:
             return
         if is_certain or not self.is_proved or self.failures >= FAILURES_MAX:
             self.is_proved = False
+            self.is_down = is_certain or is_probe
             self.failures = 0
             self.ejected_s = min(max(EJECTED_S, 2 * self.ejected_s), EJECTED_S_MAX)
             self.ejected_until_s = now_s + self.ejected_s

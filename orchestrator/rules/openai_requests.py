@@ -63,6 +63,8 @@ class Asked:
     answer_count: int = 1
     prompt_tokens: int = 0
     """About how many tokens the prompt has, where they are not looked at."""
+    previous: str = ""
+    """The earlier response that it goes on from, which only the engine has that gave it."""
 
     @property
     def is_generating(self) -> bool:
@@ -91,6 +93,7 @@ def read_request(kind: RequestKind, body: Mapping[str, Any], headers: Mapping[st
         is_deterministic=answers == 1 and body.get("temperature") == 0,
         answer_count=answers,
         prompt_tokens=other_prompt_tokens(body) if tokens is None and document is None else 0,
+        previous=_text(body, "previous_response_id") if kind is RequestKind.RESPONSES else "",
     )
 
 

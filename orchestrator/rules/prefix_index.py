@@ -127,18 +127,19 @@ class PrefixIndex:
         """Whether an engine holds a block, by its events."""
         return block in self._engines[name].counts
 
-    def clear(self, name: str) -> None:
-        """The engine holds nothing. Its bit goes with what it held, and `sweep` takes both away in small steps, because
-        millions of blocks take seconds.
+    def clear(self, name: str) -> bool:
+        """The engine holds nothing; whether it held anything. Its bit goes with what it held, and `sweep` takes both
+        away in small steps, because millions of blocks take seconds.
         """
         engine = self._engines[name]
         if not engine.names and not engine.counts and not engine.expected:
-            return
+            return False
         while len(self._cleared) >= CLEARED_MAX:
             self.sweep()
         self._cleared.append(_Cleared(engine.bit, engine.names, engine.counts, engine.expected))
         engine.bit, engine.names, engine.counts, engine.expected = self._new_bit(), {}, {}, OrderedDict()
         self.sweep()
+        return True
 
     def sweep(self, blocks_max: int = SWEEP_BLOCKS) -> bool:
         """Take away so many blocks of what was cleared; whether more is left."""

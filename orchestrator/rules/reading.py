@@ -142,6 +142,7 @@ def packed_body(read: ReadBody, raw: bytes) -> list[bytes]:
         "is_deterministic": asked.is_deterministic,
         "answer_count": asked.answer_count,
         "prompt_tokens": asked.prompt_tokens,
+        "previous": asked.previous,
     }
     said = {"kind": asked.kind.value, "asked": head, "response_key": read.response_key}
     has = {"has_tokens": asked.tokens is not None, "has_document": asked.to_tokenize is not None}

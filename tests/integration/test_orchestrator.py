@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import re
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -104,7 +105,8 @@ async def test_a_body_that_no_engine_could_answer_is_refused_and_not_sent(path: 
 
 async def test_load_is_counted_to_the_streams_end_on_every_path() -> None:
     """Whatever happens to 60 requests, the books are empty afterwards."""
-    async with canned(2, replace(FAST, output_s=0.002)) as engines, orchestrated(engines) as bed:
+    settings = replace(QUICK, admission=AdmissionSettings(deadline_s=0.2))  # nobody waits for engines to come back
+    async with canned(2, replace(FAST, output_s=0.002)) as engines, orchestrated(engines, settings) as bed:
         engines[1].cuts_after = 1
 
         async def one(at: int) -> None:
@@ -330,3 +332,61 @@ async def test_metrics_count_what_was_done() -> None:
 
 def test_settings_without_engines_make_no_orchestrator() -> None:
     assert not Orchestrator(QUICK).is_serving()
+
+
+async def test_requests_wait_for_an_engine_that_restarts_and_it_holds_nothing_then() -> None:
+    """Probes go on every 2 s at most however long an ejection lasts; the new process was credited with the old one's
+    blocks, and a client got 503 while the only engine had been back for seconds.
+    """
+    async with canned(1, FAST) as engines, orchestrated(engines) as bed:
+        engine = bed.orchestrator.engines[engines[0].url]
+        assert (await bed.complete(PROMPT)).status == 200
+        await until(lambda: bed.orchestrator.index.held_count(engine.name) > 0)
+        port = int(engines[0].url.rsplit(":", 1)[1])
+        await engines[0].stop()
+        await until(lambda: engine.status().value != "up")
+        for _ in range(3):  # each ejection is longer than the one before
+            engine.failed("refused", is_certain=True)
+        engine.liveness.ejected_until_s += 3600.0
+        waiting = asyncio.create_task(bed.complete(PROMPT))
+        await until(lambda: bed.orchestrator.index.held_count(engine.name) == 0)
+        assert not waiting.done()
+        again = CannedEngine(FAST)
+        await again.start(port)
+        try:
+            answer = await waiting
+            assert answer.status == 200
+            request_id = answer.headers["x-objectcache-request-id"]
+            receipt = (await bed.ask("GET", f"/_orchestrator/receipts/{request_id}")).json()
+            assert receipt["predictions"][0]["held_tokens"] == 0
+        finally:
+            await again.stop()
+
+
+async def test_without_any_engine_up_a_request_is_refused_at_its_deadline() -> None:
+    settings = replace(QUICK, admission=AdmissionSettings(deadline_s=0.3))
+    async with canned(1, FAST) as engines, orchestrated(engines, settings) as bed:
+        engine = bed.orchestrator.engines[engines[0].url]
+        await engines[0].stop()
+        await until(lambda: engine.status().value != "up")
+        answer = await bed.complete(PROMPT)
+        assert answer.status == 503
+        assert answer.headers["retry-after"] == "1"
+
+
+@pytest.mark.parametrize("stream", [False, True])
+async def test_a_request_that_goes_on_from_a_response_goes_to_the_engine_that_has_it(stream: bool) -> None:
+    """Another engine answers 404: 30 of 30 second turns went wrong."""
+    async with canned(3, FAST) as engines, orchestrated(engines) as bed:
+        for number in range(12):
+            first = {"model": "canned", "input": f"prompt {number}", "stream": stream}
+            began = await bed.ask("POST", "/v1/responses", first)
+            response = re.search(rb"resp_\w+", began.body)
+            assert response is not None
+            second = {**first, "input": "more", "previous_response_id": response[0].decode()}
+            gone_on = await bed.ask("POST", "/v1/responses", second)
+            assert (gone_on.status, gone_on.engine) == (200, began.engine)
+        unknown = {"model": "canned", "input": "more", "previous_response_id": "resp_nobodys"}
+        assert (await bed.ask("POST", "/v1/responses", unknown)).status == 404
+        bed.orchestrator.engines[began.engine].liveness.drain(is_wanted=True)
+        assert (await bed.ask("POST", "/v1/responses", second)).status == 503
