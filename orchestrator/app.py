@@ -13,6 +13,7 @@ from aiohttp import web
 
 from adapters.deadlines import ConnectionLimits
 from adapters.document_budget import DocumentBudget
+from adapters.leave_to_send import give_leave
 from adapters.limited_server import LimitedServer
 from adapters.metrics import CONTENT_TYPE
 from descriptors.descriptor import is_request_id
@@ -377,6 +378,7 @@ class _Document:
             raise Refusal(413, f"the body is larger than {most} bytes")
         try:
             async with asyncio.timeout(self._settings.body_timeout_s):
+                await give_leave(self._http)
                 while piece := await self._http.content.read(READ_BYTES):
                     self._budget.take(self._tenant, len(piece))
                     self._taken += len(piece)

@@ -263,22 +263,22 @@ class Dispatch:
         is_kept: bool = True,
     ) -> web.Response:
         """An answer that is no stream. It is read to its end before the client sees any of it."""
-        pieces, size = [first], len(first)
+        body = bytearray(first)
         try:
-            async for piece in answer.content.iter_any():
-                pieces.append(piece)
-                size += len(piece)
-                if size > ANSWER_BYTES_MAX:
-                    raise AttemptFailed(f"{engine.name} answers with more than {ANSWER_BYTES_MAX} bytes")
+            while len(body) <= ANSWER_BYTES_MAX and (piece := await answer.content.readany()):
+                body += piece
         except (aiohttp.ClientError, TimeoutError, OSError) as error:
             if not late:
                 engine.failed(f"{exchange.path}: {type(error).__name__} {error}")
             raise AttemptFailed(late[0] if late else f"{engine.name}: {type(error).__name__} {error}") from error
-        body = b"".join(pieces)
-        exchange.note_response(body)
+        if len(body) > ANSWER_BYTES_MAX:
+            problem = f"the answer has more than {ANSWER_BYTES_MAX} bytes; ask for a stream, or for less"
+            raise Refusal(502, problem, code="answer_too_large")  # another engine would answer as much
+        whole = bytes(body)
+        exchange.note_response(whole)
         if is_kept:
-            exchange.keep(body)
-        return web.Response(body=body, status=answer.status, headers=self._headers(answer, exchange, engine))
+            exchange.keep(whole)
+        return web.Response(body=whole, status=answer.status, headers=self._headers(answer, exchange, engine))
 
     async def _stream(
         self, answer: aiohttp.ClientResponse, first: bytes, exchange: Exchange, engine: Engine, late: list[str]

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import re
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
+from urllib.parse import urlsplit
 
 import aiohttp
 import pytest
@@ -390,3 +392,28 @@ async def test_a_request_that_goes_on_from_a_response_goes_to_the_engine_that_ha
         assert (await bed.ask("POST", "/v1/responses", unknown)).status == 404
         bed.orchestrator.engines[began.engine].liveness.drain(is_wanted=True)
         assert (await bed.ask("POST", "/v1/responses", second)).status == 503
+
+
+async def test_a_client_that_waits_for_leave_gets_it() -> None:
+    """curl holds bodies of over a megabyte back, for a second where nobody answers."""
+    async with canned(1, FAST) as engines, orchestrated(engines) as bed:
+        address = urlsplit(bed.url)
+        reader, writer = await asyncio.open_connection(address.hostname, address.port)
+        body = json.dumps({"model": "canned", "prompt": PROMPT, "max_tokens": 1}).encode()
+        head = (
+            f"POST /v1/completions HTTP/1.1\r\nHost: h\r\nExpect: 100-continue\r\nContent-Length: {len(body)}\r\n\r\n"
+        )
+        writer.write(head.encode())
+        assert await reader.readuntil(b"\r\n\r\n") == b"HTTP/1.1 100 Continue\r\n\r\n"
+        writer.write(body)
+        assert (await reader.readline()).startswith(b"HTTP/1.1 200")
+        writer.close()
+
+
+async def test_an_answer_that_is_too_large_is_computed_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("orchestrator.dispatch.ANSWER_BYTES_MAX", 100)
+    async with canned(3, FAST) as engines, orchestrated(engines) as bed:
+        answer = await bed.complete(PROMPT, max_tokens=100)
+        assert (answer.status, answer.json()["error"]["code"]) == (502, "answer_too_large")
+        assert sum(len(engine.requests) for engine in engines) == 1
+        assert all(engine.status().value == "up" for engine in bed.orchestrator.engines.values())
