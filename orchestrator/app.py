@@ -34,7 +34,7 @@ from orchestrator.readers import ReadingError
 from orchestrator.receipts import Receipt
 from orchestrator.router import NoEngineError, Prompt
 from orchestrator.rules.admission import Tenant
-from orchestrator.rules.openai_requests import RequestKind, TokenIds, WrongRequestError
+from orchestrator.rules.openai_requests import PASSED_ON, RequestKind, TokenIds, WrongRequestError, read_form
 from orchestrator.rules.reading import READ_HEADERS, Order, ReadBody, document_of
 from orchestrator.service import Orchestrator
 from orchestrator.settings import OrchestratorSettings
@@ -46,7 +46,7 @@ KEPT_REQUEST_BYTES_MAX = 1 << 18
 ADMIN_BYTES_MAX = 1 << 16
 TOKEN_CHARACTERS = 4
 """About so many characters of a body are a token: fair shares need no more before a request is admitted."""
-_KINDS = {kind.value: kind for kind in RequestKind}
+_KINDS = {kind.value: kind for kind in RequestKind if kind is not RequestKind.OTHER}
 _log = logging.getLogger(__name__)
 
 
@@ -88,6 +88,9 @@ class App:
         if path in _KINDS:
             _require(method, "POST")
             return await self._generate(http, _KINDS[path])
+        if path in PASSED_ON:
+            _require(method, "POST")
+            return await self._generate(http, RequestKind.OTHER)
         if path.startswith("/_orchestrator/"):
             self._require_admin(http)
             return await self._administer(http, path.removeprefix("/_orchestrator/"))
@@ -327,6 +330,8 @@ class App:
             raise Refusal(401, "/_orchestrator needs the admin token (OBJECTCACHE_ADMIN_TOKEN) as a bearer token")
 
     async def _read(self, http: web.BaseRequest, raw: bytes, kind: RequestKind, tenant: Tenant) -> ReadBody:
+        if kind is RequestKind.OTHER and http.content_type == "multipart/form-data":
+            return ReadBody(raw, read_form(raw))
         settings, responses = self._settings, self._orchestrator.responses
         order = Order(
             kind,

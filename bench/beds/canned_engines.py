@@ -52,6 +52,8 @@ class CannedEngine:
         self.settings = settings or CannedSettings()
         self.url = self.events = self.replay = ""
         self.requests: list[dict[str, Any]] = []
+        self.forms: list[bytes] = []
+        """The bodies of forms."""
         self.responses: set[str] = set()
         """The ids of the responses that it keeps, for requests that go on from them."""
         self.headers: list[dict[str, str]] = []
@@ -83,6 +85,9 @@ class CannedEngine:
         for path in ("/v1/completions", "/v1/chat/completions", "/v1/responses"):
             app.router.add_post(path, self._generate)
         app.router.add_post("/v1/embeddings", self._embed)
+        for path in ("/v1/score", "/rerank", "/v1/messages", "/detokenize"):
+            app.router.add_post(path, self._echo)
+        app.router.add_post("/v1/audio/transcriptions", self._transcribe)
         self._runner = web.AppRunner(app, handler_cancellation=True, shutdown_timeout=0.1)
         await self._runner.setup()
         site = web.TCPSite(self._runner, "127.0.0.1", port)
@@ -167,6 +172,13 @@ class CannedEngine:
         document = await request.json()
         shift = self.settings.tokenize_shift
         return web.json_response({"tokens": [token + shift for token in tokens_of(document)]})
+
+    async def _echo(self, request: web.Request) -> web.Response:
+        return web.json_response({"path": request.path, "said": await request.json()})
+
+    async def _transcribe(self, request: web.Request) -> web.Response:
+        self.forms.append(await request.read())
+        return web.json_response({"text": "words"})
 
     async def _embed(self, request: web.Request) -> web.Response:
         return web.json_response({"object": "list", "data": [{"embedding": [0.5], "index": 0}], "model": MODEL})

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from enum import Enum
@@ -34,6 +35,21 @@ class RequestKind(Enum):
     RESPONSES = "/v1/responses"
     EMBEDDINGS = "/v1/embeddings"
     TOKENIZE = "/tokenize"
+    OTHER = "other"
+    """One of PASSED_ON, whose prompts are not looked at."""
+
+
+PASSED_ON = frozenset(
+    {
+        "/v1/messages", "/v1/messages/count_tokens", "/v1/score", "/score", "/v1/rerank", "/v2/rerank", "/rerank",
+        "/pooling", "/classify", "/detokenize", "/v1/audio/transcriptions", "/v1/audio/translations",
+        "/v1/audio/speech", "/v1/images/generations", "/v1/moderations",
+    }
+)  # fmt: skip
+"""Paths of engines that go on to one that serves the model. Others do not: engines have paths that load weights, sleep
+or shut down, which no client may reach.
+"""
+_FORM_MODEL = re.compile(rb'name="model"\r\n(?:[^\r\n]+\r\n)*\r\n([^\r\n]{1,1024})\r\n')
 
 
 class WrongRequestError(ValueError):
@@ -95,6 +111,13 @@ def read_request(kind: RequestKind, body: Mapping[str, Any], headers: Mapping[st
         prompt_tokens=other_prompt_tokens(body) if tokens is None and document is None else 0,
         previous=_text(body, "previous_response_id") if kind is RequestKind.RESPONSES else "",
     )
+
+
+def read_form(body: bytes) -> Asked:
+    """What matters of a form (multipart/form-data), as audio comes in: its model."""
+    found = _FORM_MODEL.search(body)
+    model = "" if found is None else found[1].decode(errors="replace")
+    return Asked(RequestKind.OTHER, model, None, None, 0, is_stream=False, session="", salt="", is_deterministic=False)
 
 
 def token_ids(values: Sequence[object]) -> TokenIds:

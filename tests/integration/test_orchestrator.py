@@ -417,3 +417,35 @@ async def test_an_answer_that_is_too_large_is_computed_once(monkeypatch: pytest.
         assert (answer.status, answer.json()["error"]["code"]) == (502, "answer_too_large")
         assert sum(len(engine.requests) for engine in engines) == 1
         assert all(engine.status().value == "up" for engine in bed.orchestrator.engines.values())
+
+
+@pytest.mark.parametrize("path", ["/v1/score", "/rerank", "/v1/messages", "/detokenize"])
+async def test_endpoints_that_only_engines_know_go_on_to_one_that_serves_the_model(path: str) -> None:
+    async with canned(2, FAST) as engines, orchestrated(engines) as bed:
+        document = {"model": "canned", "query": "q", "documents": ["a", "b"]}
+        answer = await bed.ask("POST", path, document)
+        assert (answer.status, answer.json()) == (200, {"path": path, "said": document})
+        assert answer.engine in {engine.url for engine in engines}
+        assert (await bed.ask("POST", path, {**document, "model": "nobody's"})).status == 404
+        assert (await bed.ask("GET", path)).status == 405
+
+
+async def test_forms_go_on_as_they_came() -> None:
+    async with canned(1, FAST) as engines, orchestrated(engines) as bed:
+        for model, wanted in (("canned", 200), ("nobody's", 404)):
+            form = aiohttp.FormData()
+            form.add_field("file", b"\0\xff" * 50_000, filename="speech.wav")
+            form.add_field("model", model)
+            answer = await bed.ask("POST", "/v1/audio/transcriptions", data=form)
+            assert answer.status == wanted
+        assert len(engines[0].forms) == 1
+        assert b"\0\xff" * 50_000 in engines[0].forms[0]
+
+
+@pytest.mark.parametrize(
+    "path", ["/v1/load_lora_adapter", "/sleep", "/shutdown", "/reset_prefix_cache", "/invocations"]
+)
+async def test_what_would_change_an_engine_goes_nowhere(path: str) -> None:
+    async with canned(1, FAST) as engines, orchestrated(engines) as bed:
+        assert (await bed.ask("POST", path, {"model": "canned"})).status == 404
+        assert (await bed.ask("HEAD", "/health")).status == 200
