@@ -151,7 +151,7 @@ class StorageSettings:
     """The settings of one storage server.
 
     `theta_bytes` is the paper's threshold Θ: a delivery of fewer bytes goes chunk-major when the caller leaves the
-    choice.
+    choice. The default was measured (docs/figures.md).
 
     `staging_bytes` bounds the staging memory of all deliveries together, `window_bytes` that of one delivery. Both are
     cut into slots of `aggregation_bytes`, the size of one payload on the wire. ucx has a second pool of the same size.
@@ -193,7 +193,7 @@ class StorageSettings:
     """
 
     data_dir: Path
-    theta_bytes: int = 16 * MIB
+    theta_bytes: int = 31 * MIB
     aggregation_bytes: int = 4 * MIB
     staging_bytes: int = 128 * MIB
     window_bytes: int = 32 * MIB
