@@ -14,11 +14,12 @@ import functools
 import os
 import secrets
 import stat
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 _FOLDER = os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
+_SAFE = os.O_NOFOLLOW | os.O_NONBLOCK | os.O_NOCTTY | os.O_CLOEXEC
 _NO_FILE = frozenset({errno.ELOOP, errno.ENOTDIR, errno.ENXIO, errno.EISDIR, errno.ENODEV})
 """The errors of an open when the name is a link, a folder, a FIFO, a socket, or a device that is not there."""
 
@@ -54,7 +55,7 @@ class Beneath:
     @property
     def name(self) -> str:
         """The last part."""
-        return self.path.name
+        return self.relative.rpartition("/")[2]
 
     @property
     def parent(self) -> Beneath:
@@ -67,16 +68,17 @@ class Beneath:
 
     def open(self, flags: int, mode: int = 0o600) -> int:
         """A descriptor of the regular file; see os.open for `flags` and `mode`."""
-        with self._opened_parent() as parent:
-            truncates = flags & os.O_TRUNC
-            safe = flags & ~os.O_TRUNC | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_NOCTTY | os.O_CLOEXEC
-            try:
-                fd = os.open(self.name, safe, mode, dir_fd=parent)
-            except OSError as error:
-                raise self._told(error) from error
+        folder, _, name = self.relative.rpartition("/")
+        parent = self._opened_at(folder.split("/") if folder else [], os.O_PATH)
+        try:
+            fd = os.open(name, flags & ~os.O_TRUNC | _SAFE, mode, dir_fd=parent)
+        except OSError as error:
+            raise self._told(error) from error
+        finally:
+            os.close(parent)
         try:
             self._require_ours(fd)
-            if truncates:
+            if flags & os.O_TRUNC:
                 os.ftruncate(fd, 0)
         except BaseException:
             os.close(fd)
@@ -185,7 +187,9 @@ class Beneath:
 
     def _opened(self, flags: int = os.O_PATH) -> int:
         """A descriptor of the folder."""
-        parts = self.relative.split("/") if self.relative else []
+        return self._opened_at(self.relative.split("/") if self.relative else [], flags)
+
+    def _opened_at(self, parts: Sequence[str], flags: int) -> int:
         fd = os.open(self.root, os.O_DIRECTORY | os.O_CLOEXEC | (os.O_PATH if parts else flags))
         for number, part in enumerate(parts, start=1):
             above = fd
@@ -214,7 +218,7 @@ class Beneath:
         found = os.fstat(fd)
         if not stat.S_ISREG(found.st_mode):
             raise UnsafeFileError(errno.EPERM, "it is no regular file", str(self.path))
-        if found.st_uid in (os.geteuid(), self.root.stat().st_uid):
+        if found.st_uid == os.geteuid() or found.st_uid == self.root.stat().st_uid:
             return
         with contextlib.suppress(OSError):
             if found.st_uid == _owner_of_new_files(self.root):
