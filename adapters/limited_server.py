@@ -8,6 +8,8 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import resource
+from collections import OrderedDict
 from collections.abc import Awaitable, Callable
 from typing import Any, cast
 
@@ -19,6 +21,8 @@ from adapters.response_sink import cut
 from descriptors.errors import CallerError, ErrorCode, ObjectCacheError, ServerError
 
 HEADER_COUNT_MAX = 256
+FILES_FRACTION = 0.5
+"""Of the open files that the host allows, for connections; the rest is for stored files, engines and peers."""
 LINGER_S = 3.0
 """The seconds for which the rest of a refused body is read and dropped. Without this many clients miss the refusal."""
 _log = logging.getLogger(__name__)
@@ -35,7 +39,14 @@ class LimitedServer(web.Server):
     def __init__(self, handler: Handler, refuse: Refuse, limits: ConnectionLimits) -> None:
         super().__init__(_watched(handler), handler_cancellation=True)
         self.refuse = refuse
+        files_max, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
+        self.connections_max = max(1, min(limits.connections_max, int(FILES_FRACTION * files_max)))
+        if self.connections_max < limits.connections_max:
+            problem = "at most %d connections, not %d: this host allows %d open files (ulimit -n)"
+            _log.warning(problem, self.connections_max, limits.connections_max, files_max)
         self.limits = limits
+        self.idle: OrderedDict[Connection, None] = OrderedDict()
+        """The connections without a request, the longest idle one first."""
         self.deadlines = Deadlines(limits.header_timeout_s, limits.send_idle_timeout_s)
         self.open_count = 0
 
@@ -69,17 +80,28 @@ class Connection(web.RequestHandler):
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         wire = cast(asyncio.Transport, transport)
-        self._limited.open_count += 1
+        server = self._limited
+        server.open_count += 1
         self._wire = wire
-        if self._limited.open_count > self._limited.limits.connections_max:
-            _log.warning("%d connections are open: refused one more", self._limited.open_count - 1)
-            wire.abort()
-            return
+        if server.open_count > server.connections_max:
+            if not server.idle:
+                _log.warning("%d connections have requests: refused one more", server.open_count - 1)
+                wire.abort()
+                return
+            longest, _ = server.idle.popitem(last=False)
+            longest.give_place_up()
         super().connection_made(transport)
+        server.idle[self] = None
         self._schedule()
+
+    def give_place_up(self) -> None:
+        """Another client wants to come, and this one asks for nothing."""
+        if self._wire is not None:
+            self._wire.abort()
 
     def connection_lost(self, exc: BaseException | None) -> None:
         self._limited.open_count -= 1
+        self._limited.idle.pop(self, None)
         self._wire = None
         if self._check is not None:
             self._check.cancel()
@@ -100,10 +122,13 @@ class Connection(web.RequestHandler):
 
     def request_begun(self, http: web.BaseRequest) -> None:
         self._body = http.content
+        self._limited.idle.pop(self, None)
         self._watch.request_begun()
 
     def request_ended(self) -> None:
         self._watch.request_ended()
+        if self._wire is not None:
+            self._limited.idle[self] = None
 
     def handle_error(
         self,

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import resource
 import socket
 from collections.abc import Iterator
 
@@ -108,18 +109,41 @@ def test_heads_nobody_should_send_get_a_400_as_s3_writes_it(gateway: SmallGatewa
         assert is_closed(sock)
 
 
-def test_connections_above_the_limit_are_refused_until_others_leave() -> None:
+def test_above_the_limit_the_longest_idle_connection_gives_its_place_up() -> None:
+    """Idle connections would otherwise lock everybody out."""
     with small_gateway(connections_max=3) as gateway, contextlib.ExitStack() as held:
-        first, *_ = [held.enter_context(gateway.connect()) for _ in range(3)]
+        first, second, third = (held.enter_context(gateway.connect()) for _ in range(3))
         first.sendall(signed_head("GET", "/b/missing", 0))
         assert answer(first).code == "NoSuchKey"
         with gateway.connect() as fourth:
+            fourth.sendall(signed_head("GET", "/b/missing", 0))
+            assert answer(fourth).code == "NoSuchKey"
+            assert is_closed(second)
+            for sock in (first, third):
+                sock.sendall(signed_head("GET", "/b/missing", 0))
+                assert answer(sock).code == "NoSuchKey"
+
+
+def test_above_the_limit_nobody_with_a_request_is_cut() -> None:
+    with small_gateway(connections_max=3) as gateway, contextlib.ExitStack() as held:
+        busy = [held.enter_context(gateway.connect()) for _ in range(3)]
+        for sock in busy:
+            sock.sendall(signed_head("PUT", "/b/key", 10))
+        assert eventually(lambda: gateway.server.open_count == 3 and not gateway.server.idle)
+        with gateway.connect() as fourth:
             assert is_closed(fourth)
-        first.close()
+        busy[0].close()
         assert eventually(lambda: gateway.server.open_count < 3)
         with gateway.connect() as fifth:
             fifth.sendall(signed_head("GET", "/b/missing", 0))
             assert answer(fifth).code == "NoSuchKey"
+
+
+def test_the_limit_is_cut_to_what_the_host_allows(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where 1,024 files may be open, 16,384 connections cannot be."""
+    monkeypatch.setattr(resource, "getrlimit", lambda _: (1024, 1024))
+    with small_gateway() as gateway:
+        assert gateway.server.connections_max == 512
 
 
 def test_two_thousand_idle_connections_do_not_disturb_others() -> None:
