@@ -18,6 +18,7 @@ from descriptors.peer_auth import PeerSecrets
 from objectcache.serve import Listen, StorageServer
 from storage_server import http_api
 from tests.support.servers import LocalStack
+from tests.support.waiting import eventually
 
 HEAD = b"POST /v1/objects.head_object HTTP/1.1\r\nHost: h\r\n"
 CONNECTIONS_MAX = 3
