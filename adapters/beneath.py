@@ -1,9 +1,9 @@
 """Files beneath a directory that others may write to.
 
 Between two system calls, another process may put anything in place of a name there: a link to a file of this host, a
-FIFO that never answers, a device. So no component of a name is followed when it is a link, no open waits, and a
-file counts only if it is a regular one of a trusted owner: this process's user, the owner of the directory, or the user
-as whom a file server makes our files.
+FIFO that never answers, a device. So no component of a name is followed when it is a link, no open waits, and only
+regular files count. In a directory that everybody may write to, a file must also have a trusted owner: this process's
+user, the owner of the directory, or the user as whom a file server makes our files.
 """
 
 from __future__ import annotations
@@ -19,6 +19,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 _FOLDER = os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
+_NO_NAMES = frozenset({"", ".", ".."})
 _SAFE = os.O_NOFOLLOW | os.O_NONBLOCK | os.O_NOCTTY | os.O_CLOEXEC
 _NO_FILE = frozenset({errno.ELOOP, errno.ENOTDIR, errno.ENXIO, errno.EISDIR, errno.ENODEV})
 """The errors of an open when the name is a link, a folder, a FIFO, a socket, or a device that is not there."""
@@ -38,7 +39,7 @@ class Beneath:
     relative: str = ""
 
     def __post_init__(self) -> None:
-        if self.relative and not all(part.strip(".") for part in self.relative.split("/")):
+        if self.relative and not _NO_NAMES.isdisjoint(self.relative.split("/")):
             raise ValueError(f"{self.relative!r} is no name beneath a directory")
 
     def __truediv__(self, name: str) -> Beneath:
@@ -218,7 +219,10 @@ class Beneath:
         found = os.fstat(fd)
         if not stat.S_ISREG(found.st_mode):
             raise UnsafeFileError(errno.EPERM, "it is no regular file", str(self.path))
-        if found.st_uid == os.geteuid() or found.st_uid == self.root.stat().st_uid:
+        if found.st_uid == os.geteuid():
+            return
+        root = self.root.stat()
+        if found.st_uid == root.st_uid or not root.st_mode & stat.S_IWOTH:
             return
         with contextlib.suppress(OSError):
             if found.st_uid == _owner_of_new_files(self.root):

@@ -261,14 +261,18 @@ class Peer:
             url = f"{self._base}/v1/{call.operation}"
             async with self._session.post(url, data=body, headers=headers, expect100=waits_for_leave) as response:
                 if response.status != 200:
-                    raise _refusal(json.loads(await read_whole(response, RESULT_BYTES_MAX)))
+                    raise _refusal(await read_whole(response, RESULT_BYTES_MAX), response.status)
                 yield response
         except (aiohttp.ClientError, TimeoutError) as error:
             raise StorageUnreachableError(error) from error
 
 
-def _refusal(fields: dict[str, Any]) -> ObjectCacheError:
-    error = error_from_fields(fields)
+def _refusal(body: bytes, status: int) -> ObjectCacheError:
+    """The error that a storage server names. An answer of something else, a proxy for example, counts as none."""
+    try:
+        error = error_from_fields(json.loads(body))
+    except (ValueError, KeyError, TypeError, AttributeError, RecursionError):
+        return StorageUnreachableError(ConnectionError(f"an answer {status} that no storage server gives"))
     return StaleViewError(error.message) if error.field == VIEW_HEADER else error
 
 

@@ -7,7 +7,6 @@ user may read. The orchestrator and the commands that ask it find it there.
 from __future__ import annotations
 
 import contextlib
-import os
 import secrets
 import sys
 from collections.abc import Mapping
@@ -27,28 +26,32 @@ def find_or_make(environment: Mapping[str, str]) -> str:
     place = _place(environment)
     try:
         place.root.mkdir(parents=True, exist_ok=True, mode=0o700)
-        fd = place.open(os.O_WRONLY | os.O_CREAT | os.O_EXCL)
+        made = place.with_name(f"{place.name}.{secrets.token_hex(6)}")
+        made.write(secrets.token_urlsafe(32).encode() + b"\n")
+        try:
+            made.link(place)  # whole, or not at all
+        finally:
+            made.unlink()
     except FileExistsError:  # another orchestrator has just made it
         return find_or_make(environment)
     except OSError as error:
         problem = f"the admin token cannot be kept in {place}: {error.strerror}; set {VARIABLE}"
         raise ConfigError(problem) from None
-    with open(fd, "w") as file:
-        file.write(secrets.token_urlsafe(32) + "\n")
     print(f"new admin token for /_orchestrator, kept in {place}", file=sys.stderr, flush=True)
     return find_or_make(environment)
 
 
 def known(environment: Mapping[str, str]) -> str | None:
     """The token that is set or was made; None for neither. Raises ConfigError."""
-    token = environment.get(VARIABLE)
+    token, where = environment.get(VARIABLE) or None, VARIABLE
     if token is None:
+        place = _place(environment)
         with contextlib.suppress(FileNotFoundError):
-            token = _kept(_place(environment))
+            token, where = _kept(place), str(place)
     if token is None:
         return None
     if not TOKEN_CHARACTERS_MIN <= len(token) <= TOKEN_BYTES_MAX:
-        raise ConfigError(f"{VARIABLE} must have from {TOKEN_CHARACTERS_MIN} to {TOKEN_BYTES_MAX} characters")
+        raise ConfigError(f"{where} must have from {TOKEN_CHARACTERS_MIN} to {TOKEN_BYTES_MAX} characters")
     return token
 
 

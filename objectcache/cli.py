@@ -21,6 +21,7 @@ from adapters.nixl_agent import NixlFailure, leave
 from descriptors.errors import ObjectCacheError
 from descriptors.peer_auth import PeerSecrets
 from descriptors.units import parse_bytes
+from gateway.s3.credentials import Credential
 from objectcache import serve
 from objectcache.calibrate import add_calibrate
 from objectcache.cluster import (
@@ -377,7 +378,13 @@ def _rereads_scheduler(options: argparse.Namespace) -> dict[str, serve.Reread]:
 
 
 def _rereads_credentials(options: argparse.Namespace, file: Path) -> dict[str, serve.Reread]:
-    return {"credentials": serve.recredited(lambda: load_credentials(load_config(options.config), os.environ, file))}
+    def read() -> list[Credential]:
+        config = load_config(options.config)
+        if not config.credentials and not os.environ.get("AWS_ACCESS_KEY_ID") and not file.exists():
+            raise ConfigError(f"{file} is gone")  # a new pair would lock everybody out
+        return load_credentials(config, os.environ, file)
+
+    return {"credentials": serve.recredited(read)}
 
 
 def _rereads_secrets(secrets: PeerSecrets, file: Path) -> dict[str, serve.Reread]:

@@ -308,10 +308,10 @@ def _read_anew(server: Server, rereads: Mapping[str, Reread]) -> None:
 def _renew_tls(server: Server) -> None:
     """New connections get what the files have now. Raises OSError."""
     for tls, context in _contexts:
-        tls.context()  # files that do not fit together would leave the context with half of them
+        fresh = tls.context()  # files that do not fit together would leave the context with half of them
+        if tls.client_ca is not None and fresh.get_ca_certs(True) != context.get_ca_certs(True):
+            raise OSError(f"{tls.client_ca} has other certificates: start anew, so that those before count no more")
         context.load_cert_chain(tls.certificate, tls.key)
-        if tls.client_ca is not None:
-            context.load_verify_locations(tls.client_ca)
 
 
 def reconfigured(read: Callable[[], SchedulerSettings]) -> Reread:

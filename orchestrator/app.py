@@ -220,9 +220,14 @@ class App:
     async def _engine_comes(self, exchange: Exchange) -> bool:
         """Wait for an engine where none takes requests, until the request's deadline: a restart takes seconds."""
         left_s = exchange.began_s + self._settings.admission.deadline_s - time.monotonic()
-        if not self._orchestrator.has_engines or self._orchestrator.is_serving() or left_s <= 0:
-            return False
-        return await self._orchestrator.engine_comes(left_s)
+        orchestrator = self._orchestrator
+        while left_s > 0 and orchestrator.may_come(exchange.asked.model):
+            if not await orchestrator.engine_comes(left_s):
+                return False
+            if orchestrator.is_serving(exchange.asked.model):
+                return True
+            left_s = exchange.began_s + self._settings.admission.deadline_s - time.monotonic()
+        return False
 
     async def _administer(self, http: web.BaseRequest, path: str) -> web.StreamResponse:
         """Answer an operator."""

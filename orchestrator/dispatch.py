@@ -26,6 +26,8 @@ from orchestrator.rules.kept_responses import response_id
 from orchestrator.rules.openai_requests import Asked, RequestKind, WrongRequestError
 
 ANSWER_BYTES_MAX = 64 << 20
+ASKED_BYTES_MAX = 1 << 18
+"""Of an answer for the orchestrator itself: one token, and where its KV is."""
 ATTEMPTS_MAX = 3
 THREAD_BYTES = 1 << 18
 STALLED_S = 30.0
@@ -174,8 +176,8 @@ class Dispatch:
         """A request whose answer is for the orchestrator. Raises AttemptFailed."""
         async with self._opened(engine, path, headers, body, Progress()) as (answer, first, _):
             try:
-                document = json.loads(first + await read_whole(answer, ANSWER_BYTES_MAX))
-            except (aiohttp.ClientError, TimeoutError, OSError, ValueError) as error:
+                document = json.loads(first + await read_whole(answer, ASKED_BYTES_MAX))
+            except (aiohttp.ClientError, TimeoutError, OSError, ValueError, RecursionError) as error:
                 raise AttemptFailed(f"{engine.name}: {error}") from error
             if answer.status != 200 or not isinstance(document, dict):
                 raise AttemptFailed(f"{engine.name} answers {answer.status}")

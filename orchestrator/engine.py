@@ -31,7 +31,7 @@ FIRST_TOKEN_S = 20.0
 PROBE_EJECTED_S = 2.0
 """An engine that takes no requests is probed so often."""
 RANKS_MAX = 64
-ANSWER_BYTES_MAX = 4 << 20
+ANSWER_BYTES_MAX = 1 << 20
 _log = logging.getLogger(__name__)
 
 
@@ -316,7 +316,7 @@ class Engine:
         text = await self._text(path, ANSWER_BYTES_MAX)
         if text is None:
             return None
-        with contextlib.suppress(ValueError):
+        with contextlib.suppress(ValueError, RecursionError):
             return json.loads(text)
         return None
 

@@ -19,6 +19,7 @@ import zmq
 import zmq.asyncio
 
 from orchestrator.rules.kv_events import (
+    AllBlocksCleared,
     Batch,
     BatchOrder,
     KnownBatch,
@@ -26,13 +27,14 @@ from orchestrator.rules.kv_events import (
     WrongEventError,
     batch_of,
     block_count_of,
+    block_tokens_of,
     sliced,
 )
 from orchestrator.rules.prefix_index import PrefixIndex
 
 BATCH_BYTES_MAX = 2 << 20
 """The blocks of 64 Ki tokens, which no engine computes in one step, take less than half of it."""
-BLOCKS_AT_ONCE = 500
+BLOCKS_AT_ONCE, TOKENS_AT_ONCE = 500, 32_768
 """The index takes so many over without giving the event loop a turn: about a millisecond."""
 REPLAY_S = 3.0
 REPLAY_BATCHES_MAX = 100_000
@@ -219,9 +221,12 @@ class EventsFeed:
         room = BLOCKS_AT_ONCE
         try:
             for event in batch.events:
-                for part in sliced(event, BLOCKS_AT_ONCE):
+                at_once = max(1, min(BLOCKS_AT_ONCE, TOKENS_AT_ONCE // block_tokens_of(event)))
+                for part in sliced(event, at_once):
                     self._index.apply(self._engine, part)
-                    room -= 1 + block_count_of(part)
+                    room -= BLOCKS_AT_ONCE // at_once * (1 + block_count_of(part))
+                    if isinstance(part, AllBlocksCleared):
+                        room = 0
                     if room <= 0:
                         room = BLOCKS_AT_ONCE
                         await asyncio.sleep(0)

@@ -67,7 +67,7 @@ class Readers:
     async def start(self) -> None:
         """Start a first process where there are files of a tokenizer. Raises ValueError where they cannot be read."""
         if self._arguments:
-            self._idle.append(await self._started())
+            self._idle.append(await self._started(is_first=True))
 
     async def stop(self) -> None:
         """End all processes."""
@@ -150,8 +150,10 @@ class Readers:
         self._ending.add(ending)
         ending.add_done_callback(self._ending.discard)
 
-    async def _started(self) -> _Reader:
-        """A new process. Raises ValueError where it cannot read the tokenizer, ReadingError where it does not start."""
+    async def _started(self, *, is_first: bool = False) -> _Reader:
+        """A new process. Raises ReadingError where it does not start; ValueError where the first one cannot read the
+        tokenizer.
+        """
         environment = {name: value for name, value in os.environ.items() if name in _KEPT}
         try:
             process = await asyncio.create_subprocess_exec(
@@ -175,7 +177,9 @@ class Readers:
             raise
         if "error" in head:
             self._end(reader)
-            raise ValueError(head["error"])
+            if is_first:
+                raise ValueError(head["error"])
+            raise ReadingError(f"a reading process cannot start: {head['error']}", is_busy=True)
         return reader
 
 

@@ -58,8 +58,8 @@ def _answered(head: dict[str, Any], blobs: list[bytes], tokenizer: LocalTokenize
         return reading.packed({"error": str(error), "about": "request", "field": error.field})
     except MemoryError:
         return reading.packed({"error": "it takes too much memory", "about": "size"})
-    except (NoTokensError, ValueError) as error:
-        return reading.packed({"error": str(error)[:512], "about": "tokens"})
+    except Exception as error:  # a tokenizer may raise anything for what clients send
+        return reading.packed({"error": f"{type(error).__name__}: {error}"[:512], "about": "tokens"})
 
 
 def _received(requests: IO[bytes]) -> tuple[dict[str, Any], list[bytes]] | None:

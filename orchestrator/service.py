@@ -116,13 +116,19 @@ class Orchestrator:
             await self._http.close()
         await self.readers.stop()
 
-    def is_serving(self) -> bool:
-        """Whether some engine takes requests."""
+    def is_serving(self, model: str = "") -> bool:
+        """Whether some engine takes requests, for this model where one is named."""
         now_s = time.monotonic()
-        return any(
-            engine.settings.role is not Role.PREFILL and engine.liveness.takes_requests(now_s)
-            for engine in self.engines.values()
-        )
+        return any(each.liveness.takes_requests(now_s) for each in self._decoding(model))
+
+    def may_come(self, model: str) -> bool:
+        """Whether no engine takes requests for the model now, and one may do so soon."""
+        engines = self._decoding(model)
+        return not self.is_serving(model) and any(not engine.liveness.is_draining for engine in engines)
+
+    def _decoding(self, model: str) -> list[Engine]:
+        engines = self.engines.values()
+        return [each for each in engines if each.settings.role is not Role.PREFILL and each.serves(model)]
 
     async def engine_comes(self, within_s: float) -> bool:
         """Wait until an engine takes requests again; False where none does within that time."""
@@ -133,14 +139,14 @@ class Orchestrator:
             return False
         return True
 
+    def _drained(self, name: str, *, is_wanted: bool) -> None:
+        self.engines[name].liveness.drain(is_wanted=is_wanted)
+        if not is_wanted:
+            self._is_up()
+
     def _is_up(self) -> None:
         up, self._up = self._up, asyncio.Event()
         up.set()
-
-    @property
-    def has_engines(self) -> bool:
-        """Whether any engine is registered, whatever its state."""
-        return bool(self.engines)
 
     @property
     def checks_count(self) -> int:
@@ -305,7 +311,7 @@ class Orchestrator:
     async def drain(self, name: str, *, is_wanted: bool) -> None:
         """Send an engine no new requests, or send them again. Raises KeyError, MetadataError."""
         settings = self.engines[name].settings
-        self.engines[name].liveness.drain(is_wanted=is_wanted)
+        self._drained(name, is_wanted=is_wanted)
         if name in self._of_registry and self._registry is not None:
             await self._registry.add(settings, is_draining=is_wanted)
         elif self._writing is not None:
@@ -371,7 +377,7 @@ class Orchestrator:
                 if known is None:
                     await self._join(settings)
                     self._of_registry.add(name)
-                self.engines[name].liveness.drain(is_wanted=is_draining)
+                self._drained(name, is_wanted=is_draining)
 
     def _has_prefill(self) -> bool:
         """Whether some prefill engine takes requests."""
@@ -460,7 +466,20 @@ def _prefill_changes(exchange: Exchange, routed: Routed) -> tuple[tuple[str, ...
     """What a prefill engine gets otherwise, as fields to drop and to put: one token, no stream, and the KV is to be had
     by another engine.
     """
-    dropped = ("stream_options", "max_completion_tokens", "max_output_tokens", "max_tokens", "min_tokens")
+    dropped = (
+        "stream_options",
+        "max_completion_tokens",
+        "max_output_tokens",
+        "max_tokens",
+        "min_tokens",
+        "logprobs",
+        "top_logprobs",
+        "prompt_logprobs",
+        "echo",
+        "n",
+        "best_of",
+        "return_token_ids",
+    )
     most = "max_output_tokens" if exchange.asked.kind is RequestKind.RESPONSES else "max_tokens"
     remote = {"do_remote_decode": True, "do_remote_prefill": False}
     params = {**transfer_params(exchange, routed), **remote}

@@ -119,7 +119,9 @@ class Tokens:
                     raise NoTokensError(f"/tokenize answers {answer.status}")
                 said = await read_whole(answer, ANSWER_BYTES_MIN + ANSWER_BYTES_EACH * len(document))
             return await self._readers.answered_tokens(tenant, said)
-        except (aiohttp.ClientError, TimeoutError, OSError, ReadingError) as error:
+        except ReadingError as error:  # the fault is here, or the prompt's
+            raise NoTokensError(f"/tokenize: {error}") from None
+        except (aiohttp.ClientError, TimeoutError, OSError) as error:
             problem = f"/tokenize: {type(error).__name__} {error}"
             engine.failed(problem)
             raise NoTokensError(problem) from None

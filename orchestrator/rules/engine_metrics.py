@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
@@ -22,14 +23,15 @@ COSTS = "vllm:objectcache_cost_"
 CONNECTOR = "vllm:objectcache_lookups_total"
 """An engine has this metric from its start if it has our connector, and the deployment after its first step."""
 METRICS_BYTES_MAX = 8 << 20
-LINE_CHARACTERS_MAX = 8192
+LINE_CHARACTERS_MAX = 2048
 """The parser takes time that grows with the square of a line's labels."""
-LINES_MAX = 1000
+LINES_MAX = 500
 """Of the metrics that matter: a few for each data-parallel rank."""
 RANKS_MAX = 1024
 TEXT_MAX = 1024
 STARTED = "process_start_time_seconds"
 _WANTED = (STARTED, *RUNNING, *WAITING, CACHE_CONFIG, DEPLOYMENT, COSTS, CONNECTOR)
+_LINES = re.compile(rf"^(?:{'|'.join(map(re.escape, _WANTED))})[^\n]*", re.MULTILINE)
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,8 +65,8 @@ class EngineReport:
 
 def read_metrics(text: str) -> EngineReport:
     """Read the few metrics that matter. Raises ValueError for a text that is none of Prometheus', or too large."""
-    lines = [line for line in text.splitlines() if line.startswith(_WANTED)]
-    if len(lines) > LINES_MAX or any(len(line) > LINE_CHARACTERS_MAX for line in lines):
+    lines = _LINES.findall(text)
+    if len(lines) > LINES_MAX or max(map(len, lines), default=0) > LINE_CHARACTERS_MAX:
         raise ValueError(f"over {LINES_MAX} lines that matter, or one of over {LINE_CHARACTERS_MAX} characters")
     wanted = "\n".join(lines) + "\n"
     running = waiting = 0.0

@@ -102,6 +102,11 @@ def block_count_of(event: Event) -> int:
     return 0 if isinstance(event, AllBlocksCleared) else len(event.names)
 
 
+def block_tokens_of(event: Event) -> int:
+    """The tokens of each block that the event tells of; 1 where it tells of none."""
+    return event.block_tokens if isinstance(event, BlockStored) else 1
+
+
 def sliced(event: Event, blocks_max: int) -> Iterator[Event]:
     """The same as events of at most so many blocks each, one behind the other."""
     if block_count_of(event) <= blocks_max or isinstance(event, AllBlocksCleared):

@@ -62,6 +62,13 @@ class ReadBody:
 
 def read_body(raw: bytes, order: Order) -> ReadBody:
     """Read a body. Raises WrongRequestError."""
+    try:
+        return _read(raw, order)
+    except RecursionError:
+        raise WrongRequestError("the body is too deep") from None
+
+
+def _read(raw: bytes, order: Order) -> ReadBody:
     body = document_of(raw)
     changed = {name: value for name, value in body.items() if name not in ENGINES_OWN}
     if order.has_salt and order.tenant:
@@ -79,7 +86,10 @@ def read_body(raw: bytes, order: Order) -> ReadBody:
 def edited(raw: bytes, drop: Sequence[str], put: Mapping[str, Any]) -> bytes:
     """The body without some fields, and with others. Raises WrongRequestError."""
     kept = {name: value for name, value in document_of(raw).items() if name not in drop}
-    return json.dumps({**kept, **put}).encode()
+    try:
+        return json.dumps({**kept, **put}).encode()
+    except RecursionError:
+        raise WrongRequestError("the body is too deep") from None
 
 
 def document_of(raw: bytes) -> dict[str, Any]:

@@ -45,6 +45,8 @@ class Following:
         """When the last pass that was carried out began, by the steady clock."""
         self.whole_s = float("-inf")
         """When the last pass began that read every journal to its end."""
+        self._spoiled: set[str] = set()
+        """Writers with records that were passed over: what these say is not known to be gone."""
         self.bad_record_count = 0
         """How many records were passed over because they make no sense."""
 
@@ -106,7 +108,7 @@ class Following:
             pass
         if not self._problems:
             if self._outdated_s is not None and begun_s >= self._outdated_s:  # what replaces the older is read, too
-                self._untold += await self._committer.commit(_forget_outdated, frees=True)
+                self._untold += await self._committer.commit(self._forget_outdated, frees=True)
                 self._outdated_s = None
             self.whole_s = begun_s
         self.begun_s = begun_s
@@ -182,6 +184,8 @@ class Following:
     def note_bad(self, writer: str, count: int, first: tuple[int, str] | None) -> None:
         """Count records that were passed over, and tell of the first one. May be called from the committer's thread."""
         self.bad_record_count += count
+        if count:
+            self._spoiled.add(writer)
         if first is not None:
             offset, reason = first
             problem = (
@@ -198,9 +202,9 @@ class Following:
                 _log.warning("the journal of %s can be read no further: %s", journal.writer, journal.problem)
             self._problems[journal.writer] = journal.problem
 
-
-def _forget_outdated(tx: Transaction) -> list[Shown]:
-    changed = list[Shown]()
-    for writer, generation in merge.outdated(tx.db):
-        changed += merge.forget_older(tx, writer, generation)
-    return changed
+    def _forget_outdated(self, tx: Transaction) -> list[Shown]:
+        changed = list[Shown]()
+        for writer, generation in merge.outdated(tx.db):
+            if writer not in self._spoiled:
+                changed += merge.forget_older(tx, writer, generation)
+        return changed

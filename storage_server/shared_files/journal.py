@@ -118,12 +118,12 @@ class OwnJournal:
                 with contextlib.suppress(OSError):  # the next time
                     self._disk.unlink(self._folder / name)
 
-    def read(self, position: int, stamp_max: int) -> Iterator[Decoded]:
+    def read(self, position: int) -> Iterator[Decoded]:
         """The frames from `position` to the end, some at a time; offsets count from `position`, and from the end of
-        those before. See `decode` for `stamp_max`.
+        those before.
         """
         while position < self.end:
-            found = decode(_read_frames(self._fd, position, self.end), stamp_max)
+            found = decode(_read_frames(self._fd, position, self.end))
             if not found.frames:
                 raise OSError(errno.EBADMSG, f"the journal is damaged at {position}: {found.problem}")
             yield found
@@ -229,11 +229,15 @@ def _newest_opened(folder: Beneath, journal: ReadJournal) -> int:
     return _place(folder, generation).open(os.O_RDONLY)
 
 
-def named_files(folder: Beneath) -> set[str]:
-    """The files that a writer's journal names. Raises OSError."""
+def named_files(folder: Beneath) -> set[str] | None:
+    """The files that a writer's journal names; None where some of its records make no sense here, so that nobody knows
+    what they name. Raises OSError.
+    """
     found, generation, position = set[str](), 0, 0
     while True:
         journal = read_journal(folder, generation, position)
+        if journal.bad_count:
+            return None
         for end, records in journal.frames:
             found |= file_ids(records)
             position = end

@@ -33,7 +33,8 @@ from storage_server.store.rows import Touched, TouchedKind, rules_of, stored_obj
 FRAME_BYTES_MAX = 256 * MIB
 FRAME_VALUES_MAX = 4_000_000
 """A small frame of many values would take far more memory than its bytes when it is parsed."""
-STAMP_MAX = 1 << 62
+STAMP_MAX = 253_402_300_799_000_000
+"""The last second of the year 9999, in microseconds: nobody could give a later stamp behind one that has no end."""
 SIZE_MAX = 1 << 62
 TIME_S_MAX = 253_402_300_799.0
 """The last second of the year 9999: later times have no text."""
@@ -126,7 +127,9 @@ def encode(records: Sequence[Record]) -> bytes:
 
 
 def decode(data: bytes, stamp_max: int = STAMP_MAX) -> Decoded:
-    """The frames of `data`. A record with a later stamp than `stamp_max` makes no sense."""
+    """The frames of `data`. One with a record of a later stamp than `stamp_max` cannot be used yet: its time comes, or
+    the reader's clock is behind.
+    """
     found, at = Decoded(), 0
     while len(data) - at >= _HEAD.size:
         nbytes, checksum = _HEAD.unpack_from(data, at)
@@ -141,7 +144,14 @@ def decode(data: bytes, stamp_max: int = STAMP_MAX) -> Decoded:
         if crc32c(payload) != checksum:
             found.problem = "a frame whose checksum is wrong"
             break
-        found.frames.append((end, list(_records(payload, stamp_max, partial(found.note_bad, at)))))
+        bad_before = found.bad_count, found.first_bad
+        records = list(_records(payload, partial(found.note_bad, at)))
+        late = max((record.stamp for record in records), default=0) - stamp_max
+        if late > 0:
+            found.bad_count, found.first_bad = bad_before
+            found.problem = f"a stamp {late / 1e6:.0f} s later than any may be now"
+            break
+        found.frames.append((end, records))
         at = end
     return found
 
@@ -176,7 +186,7 @@ def _body_fields(body: BodyRow) -> list[Any]:
     return [*head, body.etag, body.modified_at, body.checksum, blocks]
 
 
-def _records(payload: bytes, stamp_max: int, note_bad: Callable[[str], None]) -> Iterator[Record]:
+def _records(payload: bytes, note_bad: Callable[[str], None]) -> Iterator[Record]:
     try:
         _require_few(payload)
         found = json.loads(payload)
@@ -188,8 +198,6 @@ def _records(payload: bytes, stamp_max: int, note_bad: Callable[[str], None]) ->
     for fields in found:
         try:
             record = _record(fields)
-            if record.stamp > stamp_max:
-                raise BadRecordError(f"a stamp {(record.stamp - stamp_max) / 1e6:.0f} s later than any may be now")
         except BadRecordError as error:
             note_bad(str(error))
         else:

@@ -28,7 +28,7 @@ from adapters.renewals import RENEWALS, Renewals
 from descriptors.errors import ErrorCode, ObjectCacheError, ServerError
 from storage_server.settings import StorageSettings, UpstreamSettings
 from storage_server.shared_files import merge
-from storage_server.shared_files.clock import StampClock
+from storage_server.shared_files.clock import ClockError, StampClock
 from storage_server.shared_files.files import GRACE_S, SharedFiles
 from storage_server.shared_files.following import Following
 from storage_server.shared_files.journal import OwnJournal, named_files
@@ -210,7 +210,10 @@ class SharedDirectory:
         """Write what the transaction changes into the journal, before it is committed here. Raises ServerError."""
         if not tx.touched:
             return
-        records = merge.collected(tx.db, tx.touched, self._clock.stamp())
+        try:
+            records = merge.collected(tx.db, tx.touched, self._clock.stamp())
+        except ClockError as error:
+            raise ServerError(ErrorCode.INTERNAL_ERROR, f"the shared directory: {error}", retryable=True) from error
         others = {file_id for file_id in file_ids(records) if writer_of(file_id) != self._membership.writer}
         self._require_read_journals(others)
         try:
@@ -248,7 +251,7 @@ class SharedDirectory:
         if (generation, position) == (journal.generation, journal.end):
             return
         try:
-            for found in journal.read(position if generation == journal.generation else 0, self._clock.latest):
+            for found in journal.read(position if generation == journal.generation else 0):
                 self.following.note_bad(writer, found.bad_count, found.first_bad)
                 for _, records in found.frames:
                     self._clock.observe(max((record.stamp for record in records), default=0))
@@ -325,7 +328,9 @@ class SharedDirectory:
         writers = Beneath(self._root, WRITERS)
         for writer in writers.names():
             if WRITER.match(writer) and self.files.is_retired(writer):
-                found |= named_files(writers / writer) & set(self.files.stored(writer))
+                named = named_files(writers / writer)
+                if named is not None:
+                    found |= named & set(self.files.stored(writer))
         return found
 
     def _shorten_journal(self, tx: Transaction) -> None:

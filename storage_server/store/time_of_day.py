@@ -16,13 +16,16 @@ class TimeOfDay:
 
     def __init__(self, unix_s: float, monotonic_s: float) -> None:
         self._ahead_s = unix_s - monotonic_s
+        self._is_leapt = False
 
     def now(self, unix_s: float, monotonic_s: float) -> float:
         """The time of day, or the time that it should be by the steady clock if that is earlier."""
         ahead_s = unix_s - monotonic_s
         if ahead_s - self._ahead_s > LEAP_S_MAX:
             leap_s = ahead_s - self._ahead_s
-            _log.warning("the clock has leapt %.0f s ahead: what expires ignores the leap until a restart", leap_s)
+            if not self._is_leapt:
+                self._is_leapt = True
+                _log.warning("the clock has leapt %.0f s ahead: what expires ignores the leap until a restart", leap_s)
             return monotonic_s + self._ahead_s
-        self._ahead_s = ahead_s
+        self._ahead_s, self._is_leapt = ahead_s, False
         return unix_s

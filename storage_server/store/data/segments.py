@@ -27,6 +27,8 @@ from storage_server.store.data.extents import ExtentFiles
 from storage_server.store.data.space import Space
 
 SEGMENT_EXTENTS_MAX = 256
+Punch = Callable[[str, int, int], None]
+"""Gives the space of a location (file, offset, bytes) back."""
 RETIRE_BYTES_MIN = 1 << 20
 
 
@@ -35,10 +37,12 @@ class WriteFile:
     its id.
     """
 
-    def __init__(self, place: Beneath, fd: int, disk: Disk, space: Space, on_closed: Callable[[str], None]) -> None:
+    def __init__(
+        self, place: Beneath, fd: int, disk: Disk, space: Space, punch: Punch, on_closed: Callable[[str], None]
+    ) -> None:
         self.file_id = place.name
         self._space = space
-        self._place = place
+        self._punch = punch
         self.fd = fd
         self.failed = False
         self._disk = disk
@@ -53,9 +57,10 @@ class WriteFile:
 
     def give_back(self, offset: int, nbytes: int, *, is_written: bool) -> None:
         """Give back the space of a body that failed: no row has named the bytes, and no row will."""
-        with contextlib.suppress(OSError):
-            if not is_written or self._disk.punch(self._place, offset, aligned(nbytes)):
-                self._space.give_back(self.file_id, nbytes)
+        if is_written:
+            self._punch(self.file_id, offset, nbytes)  # when nobody reads there: a delivery may have begun with them
+        else:
+            self._space.give_back(self.file_id, nbytes)
 
     def hold(self) -> None:
         """Add a holder."""
@@ -164,7 +169,7 @@ class Segments:
         self._files.add(file_id)
         with self._lock:
             self._writing.add(file_id)
-        return WriteFile(place, fd, self._disk, self._space, self._closed)
+        return WriteFile(place, fd, self._disk, self._space, self._files.punch, self._closed)
 
     def make_directory(self, directory: Beneath) -> None:
         """Make a directory of extents durably; a file in it is lost if the directory's name is. Raises OSError."""
@@ -178,7 +183,7 @@ class Segments:
     def writer(self, nbytes: int, hashes: BodyHashes) -> ExtentWriter:
         """A writer for a body of `nbytes` (more than 0). Raises OSError."""
         if nbytes > self._packed_bytes_max:
-            return ExtentWriter(self.new_file(), 0, nbytes, hashes)
+            return ExtentWriter(self.new_file(), 0, nbytes, hashes, is_alone=True)
         with self._lock:
             segment = self._current
             if segment is None or segment.failed or not self._fits(nbytes):
@@ -246,7 +251,11 @@ class Segments:
 class ExtentWriter:
     """Writes one body. `write` and `check` run in worker threads, in order; then comes `close`."""
 
-    def __init__(self, file: WriteFile, offset: int, nbytes: int, hashes: BodyHashes) -> None:
+    def __init__(
+        self, file: WriteFile, offset: int, nbytes: int, hashes: BodyHashes, *, is_alone: bool = False
+    ) -> None:
+        """A body that `is_alone` in its file gives its space back with the file, which nobody names then."""
+        self._is_alone = is_alone
         self.file = file
         self.hashes = hashes
         self.offset = offset
@@ -311,6 +320,6 @@ class ExtentWriter:
         if self._released:
             return
         self._released = True
-        if self._pending is None or not self._pending.may_be_named:
+        if not self._is_alone and (self._pending is None or not self._pending.may_be_named):
             self.file.give_back(self.offset, self._nbytes, is_written=self._written_bytes > 0)
         self.file.release()

@@ -76,6 +76,9 @@ class Mark:
         """`data_files` names the folder of data files in the directory."""
         names = [MARK_NAME] if data_files is None else [MARK_NAME, f"{data_files}/{MARK_NAME}"]
         self._fds = [Beneath(directory, name).open(os.O_RDWR | os.O_CREAT) for name in names]
+        for fd in self._fds:
+            if not os.fstat(fd).st_size:  # its space counts from the beginning
+                os.pwrite(fd, b" " * MARK_BYTES, 0)
 
     def read(self) -> Identity | None:
         """The mark; None where none was ever written, or both copies are torn. The one among the data files counts

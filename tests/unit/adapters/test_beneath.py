@@ -101,10 +101,14 @@ def test_the_directory_itself_may_be_reached_by_a_link(root: Path, tmp_path: Pat
 
 
 @pytest.mark.skipif(os.geteuid() != 0, reason="only root can give files away")
-def test_a_file_of_another_user_is_refused(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_file_of_another_user_is_refused_where_everybody_may_write(
+    root: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     place = Beneath(root, "file")
     place.write(b"data")
     os.chown(root / "file", 12_345, 12_345)
+    assert place.read(10) == b"data"  # those who may write there are trusted: a volume's group, a user of before
+    root.chmod(0o1777)
     with pytest.raises(UnsafeFileError, match="12345"):
         place.read(10)
     os.chown(root, 12_345, 12_345)  # the directory is theirs

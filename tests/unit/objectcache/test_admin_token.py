@@ -34,10 +34,17 @@ def test_what_the_operator_sets_counts_first(tmp_path: Path) -> None:
     assert admin_token.find_or_make({admin_token.VARIABLE: TOKEN}) == TOKEN
 
 
-@pytest.mark.parametrize("wrong", ["", "short", "x" * 300])
+@pytest.mark.parametrize("wrong", ["short", "x" * 300])
 def test_a_token_of_another_length_is_refused(wrong: str) -> None:
     with pytest.raises(ConfigError, match="from 16 to 256 characters"):
         admin_token.known({admin_token.VARIABLE: wrong})
+
+
+def test_an_empty_variable_counts_as_none(tmp_path: Path) -> None:
+    """As compose files give it: ${OBJECTCACHE_ADMIN_TOKEN:-}."""
+    home = {"HOME": str(tmp_path)}
+    assert admin_token.find_or_make({**home, admin_token.VARIABLE: ""}) == admin_token.known(home)
+    assert [path.name for path in (tmp_path / ".local" / "state" / "objectcache").iterdir()] == ["admin-token"]
 
 
 @pytest.mark.parametrize("kind", ["readable", "link", "fifo", "empty", "bytes"])

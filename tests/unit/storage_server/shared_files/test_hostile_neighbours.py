@@ -11,10 +11,11 @@ from typing import Any
 import pytest
 from awscrt.checksums import crc32c
 
-from adapters.beneath import UnsafeFileError
+from adapters.beneath import Beneath, UnsafeFileError
 from descriptors.errors import ServerError
 from descriptors.objects import ListRequest
 from storage_server.shared_files.clock import AHEAD_S
+from storage_server.shared_files.journal import named_files
 from storage_server.shared_files.membership import WrongHomeError
 from tests.support.shared_bed import BUCKET, KEY, data_files, get, journal_of, made, opened, put
 from tests.support.store_bed import content
@@ -154,7 +155,7 @@ def object_record(key: str, stamp: int, nbytes: int = 0, modified_at: float = 1e
 
 BAD = {
     "a number beyond 64 bits": [object_record("bad", 7, nbytes=1 << 80)],
-    "a stamp beyond 62 bits": [object_record("bad", 1 << 80)],
+    "a stamp beyond all years": [object_record("bad", 1 << 62)],
     "a part whose number is a word": [["part", "upload", "word", 7]],
     "a part whose number has no end": [["part", "upload", "9" * 10_000, 7]],
     "a time without a text": [object_record("bad", 7, modified_at=1e300)],
@@ -200,6 +201,45 @@ async def test_a_stamp_of_years_to_come_hides_nothing(tmp_path: Path) -> None:
             assert await get(shared, "new") is None
             assert shared.bad_record_count == 2
             assert shared._clock.stamp() < (shared.files.now_s() + AHEAD_S) * 1e6
+
+
+async def test_a_record_of_days_to_come_is_read_when_its_time_has_come(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A server whose clock was behind would otherwise never show it, and delete the files that it names."""
+    async with opened(tmp_path, "a") as one:
+        await one.objects.create_bucket(KEY, BUCKET)
+        stamp = int((one.files.now_s() + 30 * 86_400) * 1e6)
+        neighbours_journal(tmp_path, [object_record("early", 7)], [object_record("late", stamp)])
+        await one.following.read_journals()
+        assert await get(one, "early") == b""
+        assert await get(one, "late") is None
+        assert (one.unread_count, one.bad_record_count) == (1, 0)
+        now_s = one.files.now_s
+        monkeypatch.setattr(one.files, "now_s", lambda: now_s() + 30 * 86_400)
+        monkeypatch.setattr(one._clock, "_now_s", one.files.now_s)
+        await one.following.read_journals()
+        assert await get(one, "late") == b""
+        assert one.unread_count == 0
+
+
+async def test_no_stamp_is_given_that_others_would_not_take_over(tmp_path: Path) -> None:
+    """The file system's clock was days ahead, and has been set right."""
+    async with opened(tmp_path, "a") as one:
+        await one.objects.create_bucket(KEY, BUCKET)
+        one._clock.observe(int((one.files.now_s() + 3 * 86_400) * 1e6))
+        with pytest.raises(ServerError, match="clock"):
+            await put(one, "key", b"data")
+
+
+async def test_files_of_a_silent_writer_stay_where_its_records_make_no_sense_here(tmp_path: Path) -> None:
+    folder = Beneath(tmp_path / "shared", f"writers/{NEIGHBOUR}")
+    async with opened(tmp_path, "a") as one:
+        await one.objects.create_bucket(KEY, BUCKET)
+        neighbours_journal(tmp_path, [object_record("good", 8)])
+        assert named_files(folder) == set()
+        neighbours_journal(tmp_path, [object_record("good", 8)], [["object", BUCKET, "of a later release", 9, {}]])
+        assert named_files(folder) is None
 
 
 async def test_servers_take_the_time_from_the_file_system(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
