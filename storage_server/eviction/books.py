@@ -11,6 +11,7 @@ from heapq import heapify, heappop, heappush
 from storage_server.eviction.policy import EvictionPolicy, Request
 
 EXPECTED_MAX = 65_536
+EXPECTED_CHARACTERS_MAX = 16 << 20
 AWAITED_MAX = 65_536
 AWAITED_FRACTION = 0.5
 """Of all leases of objects that have not come, for one bucket."""
@@ -66,6 +67,7 @@ class Books:
         self._ttl_s = ttl_s
         self._entries: dict[Name, Entry] = {}
         self._expected: OrderedDict[Name, str] = OrderedDict()
+        self._expected_characters = 0
         self._awaited: dict[str, OrderedDict[str, float]] = {}
         """The ends of leases by bucket and key, of objects that have not come yet."""
         self._awaited_count = 0
@@ -113,7 +115,7 @@ class Books:
         if known is not None:
             self.remove(name)
         entry = self._with_awaited_lease(name, entry)
-        parent = self._expected.pop(name, None) or entry.parent
+        parent = self._forget_expected(name) or entry.parent
         self._entries[name] = replace(entry, parent=parent, pinned_until=None, leased_until=None, is_dirty=False)
         if entry.used_at - entry.modified_at > LATE_S:
             self._changed.add(name)
@@ -180,10 +182,19 @@ class Books:
         computes the others will put them soon, one by one.
         """
         for index in range(max(1, matched), len(keys)):
-            self._expected[bucket, keys[index]] = keys[index - 1]
-            self._expected.move_to_end((bucket, keys[index]))
-        while len(self._expected) > EXPECTED_MAX:
-            self._expected.popitem(last=False)
+            name, parent = (bucket, keys[index]), keys[index - 1]
+            self._forget_expected(name)
+            self._expected[name] = parent
+            self._expected_characters += len(name[1]) + len(parent)
+        while len(self._expected) > EXPECTED_MAX or self._expected_characters > EXPECTED_CHARACTERS_MAX:
+            self._forget_expected(next(iter(self._expected)))
+
+    def _forget_expected(self, name: Name) -> str | None:
+        """The parent that the object was expected behind; None where nobody has asked for it."""
+        parent = self._expected.pop(name, None)
+        if parent is not None:
+            self._expected_characters -= len(name[1]) + len(parent)
+        return parent
 
     def restore(self, found: Iterable[tuple[Name, Entry]]) -> None:
         """Take over what was known before a restart: objects that were used last are the last to leave again, and

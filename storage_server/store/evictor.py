@@ -40,6 +40,9 @@ from storage_server.store.time_of_day import TimeOfDay
 
 TICK_S = 1.0
 NEWS_MAX = 16_384
+NEWS_BYTES_MAX = 32 << 20
+"""Of the keys of prefixes that wait to be noted; one alone may have more."""
+KEY_OBJECT_BYTES = 64
 SAVE_INTERVAL_S = 10.0
 LEASE_SAVE_S = 0.05
 """Leases are written down so long after the first of them was given, together with those given meanwhile."""
@@ -65,6 +68,11 @@ class _Asked:
     at: float
     matched: int | None = None
     lease_s: float = 0.0
+
+    @property
+    def nbytes(self) -> int:
+        """About how much memory its keys take."""
+        return sum(map(len, self.keys)) + KEY_OBJECT_BYTES * len(self.keys)
 
 
 class Evictor(Uses):
@@ -98,6 +106,8 @@ class Evictor(Uses):
             else:
                 self._caches[each.bucket] = cache
         self._news: deque[KeyChange | _Asked] = deque()
+        self._noted_bytes = self._drained_bytes = 0
+        """Of the keys in `_news`, since the start. The event loop counts the former, the thread the latter."""
         self._loop: asyncio.AbstractEventLoop | None = None
         self._wake = asyncio.Event()
         self._departures = Departures()
@@ -205,8 +215,10 @@ class Evictor(Uses):
 
     def _note(self, asked: _Asked) -> bool:
         """Note what was asked, in order with the changes of keys; where too much waits it is forgotten."""
-        if len(self._news) >= NEWS_MAX:
+        waiting_bytes = self._noted_bytes - self._drained_bytes
+        if len(self._news) >= NEWS_MAX or (waiting_bytes and waiting_bytes + asked.nbytes > NEWS_BYTES_MAX):
             return False
+        self._noted_bytes += asked.nbytes
         self._news.append(asked)
         return True
 
@@ -438,6 +450,8 @@ class Evictor(Uses):
     def _drain(self) -> None:
         while self._news:
             noted = self._news.popleft()
+            if isinstance(noted, _Asked):
+                self._drained_bytes += noted.nbytes
             cache = self._cache_of(noted.bucket)
             if cache is None:
                 continue

@@ -399,3 +399,14 @@ def test_a_held_object_does_not_keep_others_from_expiring() -> None:
     assert left(books.leaving(100, 11.5)) == "a"
     books.put((BUCKET, "held"), entry(0.0))
     assert left(books.leaving(100, 22.0)) == "held"
+
+
+def test_the_prefixes_that_somebody_has_asked_for_are_bounded_in_bytes(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Keys of a kilobyte would take sixteen times as much as those of chunks."""
+    monkeypatch.setattr(books_module, "EXPECTED_CHARACTERS_MAX", 1000)
+    books = Books(POLICIES[Eviction.LRU](1 << 20))
+    for number in range(50):
+        books.expect("bucket", [f"{number}-{at}-" + "x" * 90 for at in range(4)], 0)
+        books.expect("bucket", [f"{number}-{at}-" + "x" * 90 for at in range(4)], 0)
+        assert books._expected_characters == sum(len(key) + len(parent) for (_, key), parent in books._expected.items())
+        assert books._expected_characters <= 1000

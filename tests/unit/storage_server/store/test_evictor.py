@@ -253,3 +253,20 @@ async def test_no_lookup_is_answered_as_if_its_lease_had_been_noted(
         await store.chunks.matched("cached", ["a", "b"], 60.0)
     assert refused.value.code is ErrorCode.SLOW_DOWN
     store.close()
+
+
+async def test_lookups_that_wait_to_be_noted_are_bounded_in_bytes(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A READER's lookups of long keys took gigabytes within seconds."""
+    monkeypatch.setattr(evictor, "NEWS_BYTES_MAX", 10_000)
+    store = EmbeddedStore(StorageSettings(data_dir=tmp_path, caches=(CacheSettings("cached"),)))
+    await store.start()
+    keys = ["x" * 936 for _ in range(6)]  # 1,000 bytes each
+    assert store.evictor._note(evictor._Asked("cached", keys, 0.0))
+    assert not store.evictor._note(evictor._Asked("cached", keys, 0.0))
+    assert store.evictor._note(evictor._Asked("cached", keys[:4], 0.0))
+    store.evictor._drain()
+    assert store.evictor._note(evictor._Asked("cached", keys * 3, 0.0))  # alone it may be larger
+    assert not store.evictor._note(evictor._Asked("cached", keys[:1], 0.0))
+    store.close()
