@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncGenerator, AsyncIterator, Iterator, Sequence
 from contextlib import aclosing, asynccontextmanager, closing, contextmanager
+from dataclasses import dataclass
 from functools import partial
 
 from adapters.threads import finished
@@ -27,6 +28,17 @@ from storage_server.store.rows import StoredPart
 SYNC_ALONE_BYTES_MIN = MIB
 AT_ONCE_BYTES_MAX = 64 * KIB
 PUMP_BYTES_MIN = 256 * KIB
+SLOW_S, LEAST_BYTES_PER_S = 5.0, 256 * KIB
+"""Where others wait for room, a body that arrives for so long must have come at this rate."""
+
+
+@dataclass(slots=True, eq=False)
+class _Arriving:
+    """A body that arrives since `begun_s`, of which `nbytes` have come. `limit` ends it."""
+
+    begun_s: float
+    limit: asyncio.Timeout
+    nbytes: int = 0
 
 
 class BodyWriter:
@@ -35,6 +47,7 @@ class BodyWriter:
     def __init__(
         self, segments: Segments, disk: Disk, durability: Durability, share: BufferShare, io: IoThreads, bound: Bound
     ) -> None:
+        self._arriving: list[_Arriving] = []
         self._segments = segments
         self._bound = bound
         self._disk = disk
@@ -80,14 +93,46 @@ class BodyWriter:
             writer = self._segments.writer_at_once(nbytes, hashes)
             if writer is not None:
                 return writer
-        async with self._bound.reserved(aligned(nbytes)):
-            return await io.run(partial(self._segments.writer, nbytes, hashes), undo=ExtentWriter.close)
+        self._end_slow()
+        again = asyncio.get_running_loop().call_later(SLOW_S, self._end_slow)
+        try:
+            async with self._bound.reserved(aligned(nbytes)):
+                return await io.run(partial(self._segments.writer, nbytes, hashes), undo=ExtentWriter.close)
+        finally:
+            again.cancel()
+
+    def _end_slow(self) -> None:
+        """Have bodies that come too slowly give up the room that they got for all they announced: somebody lacks it."""
+        now_s = asyncio.get_running_loop().time()
+        for arriving in self._arriving:
+            age_s = now_s - arriving.begun_s
+            is_slow = age_s >= SLOW_S and arriving.nbytes < LEAST_BYTES_PER_S * age_s
+            if is_slow and arriving.limit.when() is None:
+                arriving.limit.reschedule(now_s)
 
     async def _copy(self, pieces: AsyncIterator[Piece], writer: ExtentWriter, body: Body, nbytes: int) -> None:
+        limit = asyncio.timeout(None)
+        arriving = _Arriving(asyncio.get_running_loop().time(), limit)
+        self._arriving.append(arriving)
+        try:
+            async with limit:
+                await self._take(pieces, writer, body, nbytes, arriving)
+        except TimeoutError:
+            if not limit.expired():
+                raise
+            problem = "the body comes too slowly, and others wait for the room that it has taken"
+            raise ServerError(ErrorCode.SLOW_DOWN, problem, field="body", retryable=True) from None
+        finally:
+            self._arriving.remove(arriving)
+
+    async def _take(
+        self, pieces: AsyncIterator[Piece], writer: ExtentWriter, body: Body, nbytes: int, arriving: _Arriving
+    ) -> None:
         batch: list[Piece] = []
         batch_bytes = 0
         with self._share.joined():
             async for piece in pieces:
+                arriving.nbytes += len(piece)
                 batch.append(piece)
                 batch_bytes += len(piece)
                 if batch_bytes >= self._share.piece_bytes:

@@ -11,8 +11,10 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from descriptors.conditions import NO_WRITE_CONDITION, WriteCondition
-from descriptors.errors import CallerError, ErrorCode, ObjectCacheError
+from descriptors.errors import CallerError, ErrorCode, ObjectCacheError, ServerError
 from descriptors.objects import BodyDigests, ListRequest, PartRequest, PutRequest, UploadRef, UploadRequest
+from storage_server.settings import CacheSettings
+from storage_server.store.data import bodies
 from storage_server.store.embedded import EmbeddedStore
 from tests.support.chunks import BytesBody
 from tests.support.store_bed import LARGE, SMALL, content, opened
@@ -152,3 +154,29 @@ def test_what_no_row_names_takes_no_space(
         store.close()
 
     asyncio.run(carry_out(tmp_path_factory.mktemp("store")))
+
+
+async def test_a_body_that_drips_gives_its_room_up_when_others_need_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Two PUTs that announced 120 MiB, and sent nothing, had everybody else answered 507 for as long as they liked."""
+    monkeypatch.setattr(bodies, "SLOW_S", 0.0)
+    store = await opened(tmp_path, disk_bytes=64 << 20, caches=(CacheSettings(None),))
+    await store.objects.create_bucket("k", "bbb")
+    await put(store, "before", content(LARGE))
+    running = asyncio.create_task(store.evictor.run())
+    room = store.space.extent_bytes_max
+    assert room is not None
+    data = bytes(room - 2 * LARGE)
+    body = HeldBody(data)
+    drips = asyncio.create_task(put(store, "drips", data, body))
+    await body.has_begun.wait()
+    await put(store, "other", bytes(4 * LARGE))
+    with pytest.raises(ServerError, match="too slowly") as ended:
+        await drips
+    assert ended.value.code is ErrorCode.SLOW_DOWN
+    running.cancel()
+    await asyncio.wait((running,))
+    page = await store.objects.list_objects("k", ListRequest("bbb"))
+    assert "other" in [entry.key for entry in page.objects]
+    store.close()
