@@ -134,6 +134,7 @@ def named_bytes(store: EmbeddedStore) -> int:
     return sum(-(-nbytes // 4096) * 4096 for (nbytes,) in rows)
 
 
+@pytest.mark.slow
 @settings(suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(st.lists(st.tuples(st.sampled_from(ENDINGS), st.sampled_from(SIZES)), min_size=1, max_size=8))
 def test_what_no_row_names_takes_no_space(
@@ -146,7 +147,8 @@ def test_what_no_row_names_takes_no_space(
         await store.objects.create_bucket("k", "bbb")
         for ending, nbytes in steps:
             await ending(store, nbytes)
-        await store.change(lambda tx: None, frees=True)  # the committer has given back what the changes before freed
+        for _ in range(2):  # the committer gives back what a change freed before it takes the next one
+            await store.change(lambda tx: None, frees=True)
         assert store.space.extent_bytes == named_bytes(store)
         assert allocated(store) <= named_bytes(store)
         for entry in (await store.objects.list_objects("k", ListRequest("bbb"))).objects:
