@@ -28,7 +28,7 @@ from storage_server.settings import UpstreamSettings
 from storage_server.upstream.bulk_reads import ERROR_BYTES_MAX, BulkRead, BulkReads, Head, Into
 from storage_server.upstream.rules.attempts import ATTEMPTS_MAX, pause_before_next_s
 from storage_server.upstream.rules.documents import call_of, result_of
-from storage_server.upstream.rules.headers import is_md5
+from storage_server.upstream.rules.headers import is_md5, require_plain
 from storage_server.upstream.rules.refusals import is_about, refusal, unreachable
 from storage_server.upstream.sent_body import SentBody, checked_if_small
 
@@ -239,6 +239,7 @@ class Upstream:
         raise refusal(response.status, document, response.headers.get("Retry-After"))
 
     def _signed(self, method: str, target: str, headers: Mapping[str, str], body: bytes | SentBody) -> dict[str, str]:
+        require_plain(target)
         known = body if isinstance(body, bytes) else b""
         request = AWSRequest(method=method, url=self._base + target, data=known, headers=dict(headers))
         if isinstance(body, SentBody):

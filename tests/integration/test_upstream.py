@@ -571,3 +571,13 @@ def test_keys_of_any_characters_pass_on_and_back(home: LocalStack, front: LocalS
     for url in (front.url, home.url):
         left = s3_client(url, OWNER).list_objects_v2(Bucket="odd")["Contents"]
         assert [entry["Key"] for entry in left] == ["odd/ab"]
+
+
+@pytest.mark.parametrize("key", ["..", "a/../b", "../other/key", "./a", "a/.", "../../chunks/x"])
+def test_keys_that_a_service_might_resolve_are_not_passed_on(home: LocalStack, front: LocalStack, key: str) -> None:
+    """A proxy before the service may take them for another bucket's keys."""
+    for method, body in (("PUT", b"x"), ("GET", b""), ("DELETE", b"")):
+        answer = request(front.url, method, f"/chunks/{quote(key, safe='')}", body=body)
+        assert (answer.status, answer.code) == (400, "InvalidArgument"), method
+    copied = request(front.url, "PUT", "/chunks/copy", headers={"x-amz-copy-source": f"/chunks/{quote(key, safe='')}"})
+    assert (copied.status, copied.code) == (400, "InvalidArgument")

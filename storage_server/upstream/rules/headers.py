@@ -9,7 +9,7 @@ from urllib.parse import quote, urlencode
 
 from descriptors.chunk_flags import KEPT, is_kept
 from descriptors.conditions import ANY, ReadCondition, WriteCondition
-from descriptors.errors import ErrorCode, ServerError
+from descriptors.errors import CallerError, ErrorCode, ServerError
 from descriptors.objects import (
     STANDARD,
     Attributes,
@@ -151,9 +151,19 @@ def read_headers(request: ReadRequest) -> dict[str, str]:
     return headers
 
 
+def require_plain(path: str) -> None:
+    """Raises CallerError(InvalidArgument) for a path that a service, or a proxy before it, might resolve to another
+    bucket's or key's.
+    """
+    if not {".", ".."}.isdisjoint(path.partition("?")[0].split("/")):
+        problem = "a key with a part '.' or '..' is not passed on to the service, which might resolve it"
+        raise CallerError(ErrorCode.INVALID_ARGUMENT, problem, field="key")
+
+
 def source_headers(source: ReadRequest) -> dict[str, str]:
-    """The source of a copy, and the condition on it."""
+    """The source of a copy, and the condition on it. Raises CallerError(InvalidArgument)."""
     path = quote(f"{source.bucket}/{source.key}", safe="/-_.~")
+    require_plain(path)
     headers = {"x-amz-copy-source": path, **_conditions(source.condition, "x-amz-copy-source-")}
     if source.range is not None:
         headers["x-amz-copy-source-range"] = range_text(source.range)
