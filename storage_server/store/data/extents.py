@@ -253,7 +253,7 @@ class ExtentFiles:
             fd = self.disk.open(self.place(file_id))  # without the lock: a file server may take long to answer
         except FileNotFoundError as error:
             raise MissingFileError(file_id) from error
-        except (UnsafeFileError, PermissionError) as error:
+        except (UnsafeFileError, PermissionError, ValueError) as error:
             raise CorruptExtentError(f"{file_id} cannot be trusted: {error}") from error
         with self._lock:
             if file_id in self._fds:  # another thread has opened it meanwhile

@@ -22,7 +22,8 @@ async def drop_unsynced(
     if not suspects:
         return 0
     for _, _, extent in suspects:
-        files.add(extent.file_id)
+        if extent.file_id:
+            files.add(extent.file_id)
     bad = await io.run(lambda: _unproved(suspects, files))
 
     def drop(tx: Transaction) -> None:
@@ -42,7 +43,7 @@ def _unproved(suspects: Sequence[tuple[int, int, Extent]], files: ExtentFiles) -
     """Version and part of every suspect that fails its checksums. The others are synced on return, because the bytes
     that were proved may have come from the page cache.
     """
-    for file_id in {extent.file_id for _, _, extent in suspects}:
+    for file_id in {extent.file_id for _, _, extent in suspects if extent.file_id}:  # an empty body has no file
         files.sync(file_id)
     return [(version, number) for version, number, extent in suspects if not is_intact(files, extent)]
 

@@ -63,7 +63,7 @@ class PowerLoad:
             elif kind < 0.8 and version is not None:
                 target = rng.choice(keys)
                 request = CopyRequest(ReadRequest(BUCKET, key), BUCKET, target)
-                await self._write("copy", {target: version}, storage.objects.copy_object("OWNERKEY", request))
+                await self._write("copy", {target: version.copied()}, storage.objects.copy_object("OWNERKEY", request))
             elif kind < 0.88 and version is not None:
                 tags = {"t": str(rng.random())}
                 result = replace(version, tags=pairs(tags))

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from random import Random
 from typing import Final
 
@@ -52,6 +52,10 @@ class Version:
     def body(self) -> bytes:
         """The bytes."""
         return b"".join(piece.body() for piece in self.pieces)
+
+    def copied(self) -> Version:
+        """What CopyObject makes of it: one body, whose ETag is its MD5 also where the source was made of parts."""
+        return replace(self, etag=md5(self.body())) if "-" in self.etag else self
 
     def __str__(self) -> str:
         return f"{self.nbytes} B etag {self.etag} metadata {dict(self.metadata)} tags {dict(self.tags)}"

@@ -189,12 +189,12 @@ class Writer(threading.Thread):
             self.journal.fail(self.name, f"the answer to a multi-delete of {keys} names others: {reply.body!r}")
 
     def _copy(self) -> None:
-        """A copy's ETag is its source's, also where that was made of parts: this server moves no bytes."""
         target = self.sure_key()
         sources = self.present()
         if target is None or not sources:
             return
-        key, version = self.rng.choice(sources)
+        key, source = self.rng.choice(sources)
+        version = source.copied()
         headers = {"x-amz-copy-source": quote(f"/{BUCKET}/{key}")}
         if key == target or self.rng.random() < 0.5:
             version, more = self._described_anew(version)
@@ -203,7 +203,7 @@ class Writer(threading.Thread):
 
     def _copy_onto_itself(self) -> None:
         for key, before in self.rng.sample(self.present(), min(1, len(self.present()))):
-            version, more = self._described_anew(before)
+            version, more = self._described_anew(before.copied())
             headers = {"x-amz-copy-source": quote(f"/{BUCKET}/{key}")} | more
             self.carry_out(
                 "self-copy",
