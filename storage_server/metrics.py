@@ -144,6 +144,7 @@ def upstream_readings(home: UpstreamHome | None) -> Iterator[Reading]:
     yield metrics.UPSTREAM_FETCHING, _one(0 if home is None else home.fetches.running_count)
     yield metrics.UPSTREAM_LANDED, _one(0 if home is None else home.fetches.landed_bytes)
     yield metrics.UPSTREAM_FETCHED, _one(0 if home is None else home.fetches.fetched_bytes)
+    yield metrics.UPSTREAM_PASSED, _one(0 if home is None else home.fetches.passed_bytes)
     yield metrics.UPSTREAM_STALE, _one(0 if home is None else home.revalidation.stale_count)
     yield metrics.UPSTREAM_FAILED, _one(0 if home is None else home.failed_count)
     yield metrics.UPSTREAM_UNREAD, _one(0 if home is None else home.service.unread_count)

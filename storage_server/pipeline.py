@@ -27,6 +27,7 @@ from storage_server.compression.budget import ErrorLimits
 from storage_server.compression.forms import reading_of
 from storage_server.downlinks import Downlinks, Pace
 from storage_server.gather.coming import Coming, with_landed
+from storage_server.gather.passing import NOTHING, Brought, Passing, PassingRoom
 from storage_server.gather.read import gather
 from storage_server.gather.source import ChunkSource
 from storage_server.link import Link, Place
@@ -83,6 +84,20 @@ class _Delivery:
     sent_bytes: int = 0
 
 
+@dataclass(frozen=True, slots=True)
+class _Arrivals:
+    """The chunks of a delivery that are not there when it begins."""
+
+    coming: Coming | None
+    passing: Passing | None
+
+    async def wait_for(self, payload: Payload) -> Brought:
+        """Return when the payload can be gathered; `release` what is returned when it was. Raises ChunkUnavailable."""
+        if self.coming is not None:
+            await self.coming.wait_for(payload)
+        return NOTHING if self.passing is None else await self.passing.bring(payload)
+
+
 def _table_of(chunks: Sequence[Sequence[Extent]], lent: Lent) -> SourceTable:
     return make_table(chunks, with_landed(chain.from_iterable(chunks), lent.addresses), lent.landings)
 
@@ -137,6 +152,7 @@ class Pipeline:
         self._source = source
         self._dram = dram
         self._admission = Admission(settings.deliveries_max)
+        self._passing_room = PassingRoom()
         self.limits = ErrorLimits(settings.max_errors, settings.error_budgets)
         self.meter = DeliveryMeter()
         self.link = Link(settings.scheduler, settings.staging_bytes // settings.aggregation_bytes // 2)
@@ -216,7 +232,10 @@ class Pipeline:
             table = await computed(partial(_table_of, delivered, lent), is_long=is_long)
             coming = Coming.among(table, delivered)
             table = table if coming is None else coming.table
+            passing = Passing.among(table, delivered)
             payload_bytes_max = destination.payload_bytes_max(is_resident=delivery.is_resident)
+            if passing is not None:
+                payload_bytes_max = passing.payload_bytes_max(payload_bytes_max, layout.per_layer_chunk_bytes)
             plan = _plan(mode, layout, len(chunks), portion, delivery.forms, payload_bytes_max, destination.landing)
             delivery.pace.begin(plan.delivery_bytes, whole_bytes)
             layer_compute_s = compute_s(descriptor, len(chunks), self.link.settings.profiles)
@@ -226,8 +245,11 @@ class Pipeline:
                 def note_damage(index: int) -> None:
                     self._source.note_damage(bucket, descriptor.chunk_keys[index], chunks[index])
 
-                with coming or nullcontext():
-                    return await self._transfer(delivery, plan, table, place, coming, note_damage)
+                room = nullcontext() if passing is None else self._passing_room.taken(access_key)
+                async with room:
+                    with coming or nullcontext():
+                        arrivals = _Arrivals(coming, passing)
+                        return await self._transfer(delivery, plan, table, place, arrivals, note_damage)
 
     async def _transfer(
         self,
@@ -235,7 +257,7 @@ class Pipeline:
         plan: DeliveryPlan,
         table: SourceTable,
         place: Place,
-        coming: Coming | None,
+        arrivals: _Arrivals,
         note_damage: Callable[[int], None],
     ) -> DeliveryOutcome:
         """Plan and send. `note_damage` is called with the index of a damaged chunk before the client hears of the
@@ -247,7 +269,7 @@ class Pipeline:
             delivery.phases.enter(Phase.TRANSFER)
             start = _start_of(delivery, plan, grant)
             await transfer.start(start)
-            await self._send_all(delivery, plan, table, transfer, place, coming)
+            await self._send_all(delivery, plan, table, transfer, place, arrivals)
             transferred_bytes = await transfer.finish()
             if delivery.forms is not None:
                 self.meter.delivered(delivery.forms)
@@ -268,7 +290,7 @@ class Pipeline:
         table: SourceTable,
         transfer: Transfer,
         place: Place,
-        coming: Coming | None,
+        arrivals: _Arrivals,
     ) -> None:
         """Gather later payloads while payload n is sent: a task of its own starts gathers ahead of the sender."""
         phases, destination = delivery.phases, delivery.destination
@@ -278,10 +300,14 @@ class Pipeline:
 
         async def begin_all() -> None:
             for index, payload in enumerate(plan.payloads()):
-                if coming is not None:
-                    await coming.wait_for(payload)
-                await place.wait_to_gather(index, is_staged=is_staged)
-                gathering = await self._begin(delivery, table, payload, transfer)
+                brought = await arrivals.wait_for(payload)
+                try:
+                    await place.wait_to_gather(index, is_staged=is_staged)
+                    gathering = await self._begin(delivery, table, payload, transfer)
+                except BaseException:
+                    brought.release()
+                    raise
+                brought.release_after(gathering.reading)
                 held.append(gathering)
                 await begun.put(gathering)
             await begun.put(None)

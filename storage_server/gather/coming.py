@@ -14,6 +14,7 @@ import numpy as np
 
 from descriptors.errors import ChunkUnavailable, ErrorCode, ObjectCacheError
 from storage_server.gather.landing import Landed
+from storage_server.gather.passing import PassingExtent
 from storage_server.planning.block_checksums import BLOCK_BYTES, WORD_BYTES
 from storage_server.planning.extent import Extent
 from storage_server.planning.plan import Payload
@@ -81,7 +82,11 @@ class ComingExtent(Extent):
 
 
 def is_whole(extent: Extent) -> bool:
-    """Whether all of it can be read: it has come, and was not stopped on the way from memory into its file."""
+    """Whether all of it can be read: it has come, and was not stopped on the way from memory into its file. That is
+    never so of a chunk that passes.
+    """
+    if isinstance(extent, PassingExtent):
+        return False
     return not isinstance(extent, ComingExtent) or (extent.arrival.is_whole and extent.arrival.failure is None)
 
 

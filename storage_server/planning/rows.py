@@ -39,7 +39,7 @@ class Row(IntEnum):
     LANDING = 7
 
 
-class _Source(IntEnum):
+class SourceColumn(IntEnum):
     """Columns of a table's rows, one per extent, chunk after chunk."""
 
     SOURCE = 0
@@ -52,10 +52,10 @@ class _Source(IntEnum):
 
 @dataclass(frozen=True, slots=True)
 class SourceTable:
-    """The sources of a prefix: `files` by number, extents as rows of `_Source`, and the block checksums of all extents
-    one after the other. `first_row[i]` is the row of chunk i's first extent; it has one more entry than there are
-    chunks. `landings` has one entry for every extent: the address where its bytes are to lie after they have been read,
-    or 0. The DRAM tier fills the addresses in while the delivery is under way.
+    """The sources of a prefix: `files` by number, extents as rows of `SourceColumn`, and the block checksums of all
+    extents one after the other. `first_row[i]` is the row of chunk i's first extent; it has one more entry than there
+    are chunks. `landings` has one entry for every extent: the address where its bytes are to lie after they have been
+    read, or 0. The DRAM tier fills the addresses in while the delivery is under way.
     """
 
     files: tuple[str, ...]
@@ -81,21 +81,23 @@ class SourceTable:
         chunks = slice(payload.first_chunk, payload.first_chunk + payload.chunk_count)
         of_chunks = slice(self.first_row[chunks.start], self.first_row[chunks.stop])
         extents = self.extents[of_chunks]
-        piece_index = extents[:, _Source.CHUNK] - payload.first_chunk
+        piece_index = extents[:, SourceColumn.CHUNK] - payload.first_chunk
         source, piece_bytes = payload.source_offset, payload.piece_bytes
         source = source if isinstance(source, int) else source[piece_index]
         piece_bytes = piece_bytes if isinstance(piece_bytes, int) else piece_bytes[piece_index]
-        first = np.maximum(source - extents[:, _Source.OBJECT_OFFSET], 0)
-        end = source + piece_bytes - extents[:, _Source.OBJECT_OFFSET]
-        nbytes = np.minimum(end, extents[:, _Source.NBYTES]) - first
+        first = np.maximum(source - extents[:, SourceColumn.OBJECT_OFFSET], 0)
+        end = source + piece_bytes - extents[:, SourceColumn.OBJECT_OFFSET]
+        nbytes = np.minimum(end, extents[:, SourceColumn.NBYTES]) - first
         rows = np.empty((len(extents), len(Row)), dtype=np.int64)
-        rows[:, Row.SOURCE] = extents[:, _Source.SOURCE]
-        rows[:, Row.OFFSET] = extents[:, _Source.OFFSET]
+        rows[:, Row.SOURCE] = extents[:, SourceColumn.SOURCE]
+        rows[:, Row.OFFSET] = extents[:, SourceColumn.OFFSET]
         rows[:, Row.START] = first
         rows[:, Row.NBYTES] = nbytes
-        rows[:, Row.EXTENT_BYTES] = extents[:, _Source.NBYTES]
-        rows[:, Row.FIRST_WORD] = extents[:, _Source.FIRST_WORD]
-        rows[:, Row.TARGET] = payload.piece_starts(piece_index) + extents[:, _Source.OBJECT_OFFSET] + first - source
+        rows[:, Row.EXTENT_BYTES] = extents[:, SourceColumn.NBYTES]
+        rows[:, Row.FIRST_WORD] = extents[:, SourceColumn.FIRST_WORD]
+        rows[:, Row.TARGET] = (
+            payload.piece_starts(piece_index) + extents[:, SourceColumn.OBJECT_OFFSET] + first - source
+        )
         rows[:, Row.LANDING] = 0
         if self.landings is not None:
             landings = self.landings[of_chunks]
@@ -106,7 +108,7 @@ class SourceTable:
 
     def first_word_of(self, chunk_index: int) -> int:
         """Where the checksums of a chunk begin, counted in words."""
-        return int(self.extents[self.first_row[chunk_index], _Source.FIRST_WORD])
+        return int(self.extents[self.first_row[chunk_index], SourceColumn.FIRST_WORD])
 
     @staticmethod
     def target_of(rows: Rows, row_index: int, at: int) -> int:
@@ -157,24 +159,24 @@ def make_table(
     """
     extents = [extent for chunk in chunks for extent in chunk]
     counts = np.array([len(chunk) for chunk in chunks], dtype=np.int64)
-    table = np.empty((len(extents), len(_Source)), dtype=np.int64)
+    table = np.empty((len(extents), len(SourceColumn)), dtype=np.int64)
     files: dict[str, int] = {}
     if addresses is None:
         addresses = [None] * len(extents)
-    table[:, _Source.SOURCE] = [
+    table[:, SourceColumn.SOURCE] = [
         files.setdefault(extent.file_id, len(files)) if address is None else RESIDENT
         for extent, address in zip(extents, addresses, strict=True)
     ]
-    table[:, _Source.OFFSET] = [
+    table[:, SourceColumn.OFFSET] = [
         extent.offset if address is None else address for extent, address in zip(extents, addresses, strict=True)
     ]
-    table[:, _Source.NBYTES] = [extent.nbytes for extent in extents]
-    table[:, _Source.OBJECT_OFFSET] = [extent.object_offset for extent in extents]
+    table[:, SourceColumn.NBYTES] = [extent.nbytes for extent in extents]
+    table[:, SourceColumn.OBJECT_OFFSET] = [extent.object_offset for extent in extents]
     word_counts = np.array([len(extent.checksums) // 4 for extent in extents], dtype=np.int64)
-    if (word_counts * BLOCK_BYTES < table[:, _Source.NBYTES]).any():
+    if (word_counts * BLOCK_BYTES < table[:, SourceColumn.NBYTES]).any():
         raise CorruptExtentError("the index has no checksums for all blocks of an extent")
-    table[:, _Source.FIRST_WORD] = np.cumsum(word_counts) - word_counts
-    table[:, _Source.CHUNK] = np.repeat(np.arange(len(chunks)), counts)
+    table[:, SourceColumn.FIRST_WORD] = np.cumsum(word_counts) - word_counts
+    table[:, SourceColumn.CHUNK] = np.repeat(np.arange(len(chunks)), counts)
     first_row = np.concatenate(([0], np.cumsum(counts))).astype(np.int64)
     words = b"".join([extent.checksums for extent in extents])
     return SourceTable(tuple(files), table, first_row, words, landings)

@@ -9,7 +9,7 @@ import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
-from itertools import chain
+from itertools import chain, count
 
 import numpy as np
 
@@ -22,6 +22,7 @@ from descriptors.storage_api import SERVER_KEY
 from storage_server.compression.forms import Takes
 from storage_server.gather.coming import ComingExtent, hold_landed, is_whole
 from storage_server.gather.landing import Landed
+from storage_server.gather.passing import PassingExtent
 from storage_server.gather.source import Pins, RowFailure
 from storage_server.own_keys import OwnKeys
 from storage_server.planning.extent import Extent
@@ -65,11 +66,14 @@ class UpstreamChunks:
     async def open_chunks(
         self, bucket: str, keys: Sequence[str], layout: ChunkLayout, *, prefix_only: bool, reader: Takes | None = None
     ) -> AsyncIterator[list[list[Extent]]]:
-        """Chunks that are not in the cache are on their way when this returns: their extents are ComingExtents. All are
-        exact here.
+        """Chunks that are not in the cache are on their way when this returns: their extents are ComingExtents, or
+        PassingExtents where the cache has no room. All are exact here.
         """
 
+        attempts = count()
+
         async def find() -> tuple[list[list[Extent]], list[Extent]]:
+            is_again = next(attempts) > 0
             since = self._cache.evictor.before_lookup()
             found = await self._cached(bucket, keys)
             await self._require_current(bucket, keys, found)
@@ -77,14 +81,16 @@ class UpstreamChunks:
             if absent:
                 await self._stop_stale(bucket, [keys[index] for index in absent])
                 self._cache.evictor.note_lookup(bucket, keys, absent[0], since)
-                begun = await self._fetches.begin(bucket, [keys[index] for index in absent], layout)
+                wanted = [keys[index] for index in absent]
+                # what came into the cache had to leave it before the prefix was whole: it would again
+                begun = await self._fetches.begin(bucket, wanted, layout, keeps=not is_again)
                 for index, extent in zip(absent, begun, strict=True):
                     found[index] = None if extent is None else [extent]
                 self._known.forget(bucket, [keys[at] for at in absent if found[at] is None])
                 if begun[0] is None and absent[0] == 0:
                     await self._objects.require_bucket(bucket)
             usable = usable_prefix(found, layout.chunk_bytes, prefix_only=prefix_only)
-            return usable, list(chain.from_iterable(usable))
+            return usable, [each for each in chain.from_iterable(usable) if not isinstance(each, PassingExtent)]
 
         async with pinned(self._cache.files, find) as (chunks, extents):
             self._cache.evictor.note_read(bucket, keys[: len(chunks)])

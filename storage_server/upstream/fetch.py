@@ -1,9 +1,12 @@
-"""One chunk on its way from upstream into the cache: the requests for it, the proof of its bytes, and its row."""
+"""One chunk on its way from upstream into the cache: the requests for it, the proof of its bytes, and its row. A chunk
+that finds no room there passes: each delivery reads it for itself.
+"""
 
 from __future__ import annotations
 
 import asyncio
 import logging
+import math
 import time
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
@@ -20,7 +23,8 @@ from descriptors.objects import ObjectInfo, RangeSpec, ReadRequest
 from descriptors.units import MIB
 from storage_server.gather.coming import Arrival, ComingExtent
 from storage_server.gather.landing import BUCKET_MEMORY_FRACTION, Landed, Landing
-from storage_server.planning.extent import Extent
+from storage_server.gather.passing import PassingExtent
+from storage_server.planning.extent import Extent, aligned
 from storage_server.store.data.body_hashes import BodyHashes
 from storage_server.store.data.disk import disk_error
 from storage_server.store.data.io_threads import IoThreads
@@ -32,6 +36,7 @@ from storage_server.store.rows import StoredPart
 from storage_server.upstream.copied_tags import CopiedTags
 from storage_server.upstream.former_keepers import FormerKeepers
 from storage_server.upstream.key_locks import KeyLocks
+from storage_server.upstream.passing_chunk import PassingChunk
 from storage_server.upstream.receiving import IntoFile, IntoMemory, Receiver, wrong
 from storage_server.upstream.remote_dram import RemoteDram
 from storage_server.upstream.rules.attempts import ATTEMPTS_MAX, pause_before_next_s
@@ -52,6 +57,10 @@ QUIET_WAIT_MAX_S = 1.0
 """or so long after they came, or when anybody waits for room in the cache,"""
 QUIET_FRACTION_MAX = 0.75
 """or when this part of what one bucket may have of the landing memory is used."""
+ROOM_WAIT_S = 1.0
+"""A chunk passes where the cache makes no room for it in so long,"""
+FULL_S = 1.0
+"""and for so long after that each one passes at once that finds none."""
 _log = logging.getLogger(__name__)
 _ABSENT = frozenset({ErrorCode.NO_SUCH_KEY, ErrorCode.NO_SUCH_BUCKET})
 
@@ -102,6 +111,29 @@ class Ways:
         self.landing = landing
         self.io = io
         self._storing = asyncio.Semaphore(1)
+        self._full_until_s = -math.inf
+        self.passed_bytes = 0
+        """The bytes of chunks that found no room in the cache, as often as they were read, since the start."""
+
+    async def writer(self, nbytes: int, hashes: BodyHashes) -> ExtentWriter | None:
+        """A place in a file; None where the cache has no room, and makes none soon. Raises ServerError."""
+        if time.monotonic() < self._full_until_s and not self.cache.bound.has_room(aligned(nbytes)):
+            return None
+        try:
+            return await self.cache.bodies.writer(nbytes, hashes, self.io, ROOM_WAIT_S)
+        except ServerError as error:
+            if error.code not in (ErrorCode.INSUFFICIENT_STORAGE, ErrorCode.SLOW_DOWN):
+                raise
+            self._full_until_s = time.monotonic() + FULL_S
+            return None
+
+    def passing(self, bucket: str, info: ObjectInfo, proof: Proof | None) -> PassingExtent:
+        """A chunk for which there is no room."""
+
+        def on_passed(nbytes: int) -> None:
+            self.passed_bytes += nbytes
+
+        return PassingChunk(self.objects, self.turns, self.io, bucket, info, proof, on_passed).extent
 
     def receiver(self, bucket: str, layout: ChunkLayout | None, on_step: Callable[[bytes, int], None]) -> Receiver:
         """Into memory, if the chunk's size is known and there is room."""
@@ -153,6 +185,7 @@ class Fetch:
         on_come: Callable[[], None],
         *,
         is_crowded: bool,
+        keeps: bool,
     ) -> None:
         self._on_come = on_come
         self._ways = ways
@@ -166,6 +199,7 @@ class Fetch:
         self.has_begun = False
         """Whether it has had its first turn."""
         self._is_crowded = is_crowded
+        self._keeps = keeps
         self.begun: asyncio.Future[Extent | None] = asyncio.get_running_loop().create_future()
         self.begun.add_done_callback(lambda begun: begun.cancelled() or begun.exception())
         self._receiver: Receiver | None = None
@@ -239,7 +273,8 @@ class Fetch:
                 elsewhere.found_wrong(self._bucket, self._key)
                 return False
             self._proof = entry.proof
-            await self._begin(entry.info, receiver)
+            if not await self._begin(entry.info, receiver):
+                return True
             stack.enter_context(self._ways.cache.bound.arriving())
             assert receiver.writer is not None
             await self._prove(entry.info, receiver)
@@ -254,8 +289,8 @@ class Fetch:
             self._ways.remote.admit(RemoteEntry(self._bucket, info, self._proof, self._asked_at), receiver.landed)
 
     async def _fetch_group(self, turn_index: int, start: int, group_end: int | None, stack: ExitStack) -> int | None:
-        """Read one group when it is its turn; where it ends, or None where the object is no chunk of this layout. Where
-        an answer breaks off or comes too slowly, the rest is asked for again.
+        """Read one group when it is its turn; where it ends, or None where the object is no chunk of this layout, or
+        finds no room. Where an answer breaks off or comes too slowly, the rest is asked for again.
         """
         for attempt in count(1):
             try:
@@ -286,7 +321,8 @@ class Fetch:
                     self.begun.set_result(_of_another_size(head.info.nbytes))
                     return None
                 self._proof = proof
-                await self._begin(head.info, receiver)
+                if not await self._begin(head.info, receiver):
+                    return None
                 stack.enter_context(self._ways.cache.bound.arriving())
             elif head.info.etag != self.info.etag:
                 raise wrong("the object has changed meanwhile")
@@ -301,14 +337,18 @@ class Fetch:
                 raise _BrokenOffError(error) from error
         return end
 
-    async def _begin(self, info: ObjectInfo, receiver: Receiver) -> None:
-        """Give the chunk its place in a file, and tell those that wait for it."""
+    async def _begin(self, info: ObjectInfo, receiver: Receiver) -> bool:
+        """Give the chunk its place in a file, and tell those that wait for it. False where there is no room."""
         hashes = BodyHashes(None, sha256=False, md5=self._proof is None and receiver.landed is None)
-        receiver.writer = writer = await self._ways.cache.bodies.writer(info.nbytes, hashes, self._ways.io)
+        receiver.writer = writer = await self._ways.writer(info.nbytes, hashes) if self._keeps else None
         self.info = info
+        if writer is None:
+            self.begun.set_result(self._ways.passing(self._bucket, info, self._proof))
+            return False
         self._arrival = Arrival(info.nbytes, receiver.landed)
         self.begun.set_result(ComingExtent.of(writer.file.file_id, writer.offset, self._arrival))
         self._advance(*self._so_far)
+        return True
 
     def _advance(self, words: bytes, arrived_bytes: int) -> None:
         """Tell what has come and is proved. Wrong bytes are not told; they end the fetch when all have come. Of a chunk

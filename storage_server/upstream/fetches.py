@@ -68,21 +68,30 @@ class Fetches:
         return len(self._running)
 
     @property
+    def passed_bytes(self) -> int:
+        """The bytes of chunks that found no room in the cache, as often as they were read, since the start."""
+        return self._ways.passed_bytes
+
+    @property
     def landed_bytes(self) -> int:
         """The memory in bytes that chunks lie in until they are written into files."""
         return self.landing.used_bytes
 
-    async def begin(self, bucket: str, keys: Sequence[str], layout: ChunkLayout) -> list[Extent | None]:
+    async def begin(
+        self, bucket: str, keys: Sequence[str], layout: ChunkLayout, *, keeps: bool = True
+    ) -> list[Extent | None]:
         """The extents of these chunks, on their way, when upstream has begun to answer; None where upstream has none.
-        An object of another size has an extent of its size that cannot be read. Chunks that are on their way already
-        are joined. Raises ServerError(SlowDown).
+        An object of another size has an extent of its size that cannot be read, a chunk without room a PassingExtent.
+        Chunks that are on their way already
+        are joined. Where it does not keep them, others pass. Raises ServerError(SlowDown).
         """
         is_crowded = len(keys) + self._by_bucket.total() > self._requests_max
         fetches: list[Fetch] = []
         for start, part in in_parts(keys):
             await let_others_run(start)
             fetches += [
-                self._fetch(bucket, key, at, layout, is_crowded=is_crowded) for at, key in enumerate(part, start)
+                self._fetch(bucket, key, at, layout, is_crowded=is_crowded, keeps=keeps)
+                for at, key in enumerate(part, start)
             ]
         return [await asyncio.shield(fetch.begun) for fetch in fetches]
 
@@ -134,7 +143,7 @@ class Fetches:
         await self._tags.close()
         self._io.close()
 
-    def _fetch(self, bucket: str, key: str, index: int, layout: ChunkLayout, *, is_crowded: bool) -> Fetch:
+    def _fetch(self, bucket: str, key: str, index: int, layout: ChunkLayout, *, is_crowded: bool, keeps: bool) -> Fetch:
         running = self._running.get((bucket, key))
         if running is not None and (running.layout is not None or running.has_begun):
             running.is_wanted = True
@@ -143,14 +152,23 @@ class Fetches:
             running.task.cancel()
         if self._is_full(bucket):
             raise ServerError(ErrorCode.SLOW_DOWN, "too many chunks are on their way", retryable=True)
-        return self._begun(bucket, key, index, layout, is_crowded=is_crowded)
+        return self._begun(bucket, key, index, layout, is_crowded=is_crowded, keeps=keeps)
 
     def _is_full(self, bucket: str) -> bool:
         return (
             self._by_bucket.total() >= FETCHES_MAX or self._by_bucket[bucket] >= BUCKET_FETCHES_FRACTION * FETCHES_MAX
         )
 
-    def _begun(self, bucket: str, key: str, index: int, layout: ChunkLayout | None, *, is_crowded: bool) -> Fetch:
+    def _begun(
+        self,
+        bucket: str,
+        key: str,
+        index: int,
+        layout: ChunkLayout | None,
+        *,
+        is_crowded: bool,
+        keeps: bool = True,
+    ) -> Fetch:
         counted = [(self._by_bucket, bucket)] + [(self._prefetching, bucket)] * (layout is None)
         for counts, name in counted:
             counts[name] += 1
@@ -164,7 +182,7 @@ class Fetches:
                     del counts[name]
 
         fetch = self._running[bucket, key] = Fetch(
-            self._ways, bucket, key, index, layout, self._prefetch_slots, on_come, is_crowded=is_crowded
+            self._ways, bucket, key, index, layout, self._prefetch_slots, on_come, is_crowded=is_crowded, keeps=keeps
         )
         fetch.task.add_done_callback(lambda _: on_come())
         fetch.task.add_done_callback(lambda _: self._ended(fetch, (bucket, key)))

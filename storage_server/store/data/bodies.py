@@ -22,7 +22,7 @@ from storage_server.store.data.extents import ExtentFiles
 from storage_server.store.data.io_threads import IoThreads
 from storage_server.store.data.pump import ExtentPump
 from storage_server.store.data.segments import ExtentWriter, Pending, Segments
-from storage_server.store.data.space import Bound
+from storage_server.store.data.space import PATIENCE_S, Bound
 from storage_server.store.rows import StoredPart
 
 SYNC_ALONE_BYTES_MIN = MIB
@@ -85,9 +85,11 @@ class BodyWriter:
             await self._copy(pieces, writer, body, nbytes)
             yield _stored(writer, nbytes), writer.pending()
 
-    async def writer(self, nbytes: int, hashes: BodyHashes, io: IoThreads) -> ExtentWriter:
+    async def writer(
+        self, nbytes: int, hashes: BodyHashes, io: IoThreads, patience_s: float = PATIENCE_S
+    ) -> ExtentWriter:
         """A writer for a body of `nbytes` (more than 0). Raises ServerError: InsufficientStorage, also where the bound
-        has no room; InternalError.
+        has no room for `patience_s`; InternalError.
         """
         if self._bound.has_room(aligned(nbytes)):
             writer = self._segments.writer_at_once(nbytes, hashes)
@@ -96,7 +98,7 @@ class BodyWriter:
         self._end_slow()
         again = asyncio.get_running_loop().call_later(SLOW_S, self._end_slow)
         try:
-            async with self._bound.reserved(aligned(nbytes)):
+            async with self._bound.reserved(aligned(nbytes), patience_s):
                 return await io.run(partial(self._segments.writer, nbytes, hashes), undo=ExtentWriter.close)
         finally:
             again.cancel()

@@ -199,13 +199,13 @@ class Bound:
         return self.waiting_bytes + self.reserved_bytes
 
     @asynccontextmanager
-    async def reserved(self, nbytes: int) -> AsyncIterator[None]:
+    async def reserved(self, nbytes: int, patience_s: float = PATIENCE_S) -> AsyncIterator[None]:
         """Keep room for `nbytes` until the block ends; by then they are counted among what is used.
 
-        Raises ServerError: InsufficientStorage where no room comes within PATIENCE_S, SlowDown where too many wait.
+        Raises ServerError: InsufficientStorage where no room comes within `patience_s`, SlowDown where too many wait.
         """
         if self._waiting or not self._fits(nbytes):
-            await self._wait(nbytes)
+            await self._wait(nbytes, patience_s)
         else:
             self.reserved_bytes += nbytes
         try:
@@ -246,7 +246,7 @@ class Bound:
         limit_bytes = self._limit_bytes()
         return limit_bytes is None or nbytes <= limit_bytes - self._used_bytes() - self.reserved_bytes
 
-    async def _wait(self, nbytes: int) -> None:
+    async def _wait(self, nbytes: int, patience_s: float) -> None:
         limit_bytes = self._limit_bytes()
         if self.wants is None or (limit_bytes is not None and nbytes > limit_bytes):
             raise self._refusal(nbytes)
@@ -260,7 +260,7 @@ class Bound:
         self.wants()
         is_kept = False
         try:
-            await asyncio.wait((coming,), timeout=PATIENCE_S)
+            await asyncio.wait((coming,), timeout=patience_s)
             is_kept = coming.done()
         finally:
             if not is_kept:

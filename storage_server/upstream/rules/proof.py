@@ -80,6 +80,18 @@ def proved_bytes(proof: Proof, packed: bytes, arrived_bytes: int) -> int | None:
     return proof.nbytes if is_whole else unit_count * proof.unit_bytes
 
 
+def proves(proof: Proof, packed: bytes, start: int, end: int) -> bool:
+    """Whether the bytes [start, end) of the object, whose blocks have these packed checksums, are those of the proof.
+    They begin with a unit, and end with one or with the object.
+    """
+    words = [int(word) for word in np.frombuffer(packed, dtype=_WORD)]
+    unit_bytes = BLOCK_BYTES
+    while unit_bytes < proof.unit_bytes:
+        words = _joined(words, unit_bytes, end - start)
+        unit_bytes *= 2
+    return tuple(words) == proof.words[start // proof.unit_bytes : -(-end // proof.unit_bytes)]
+
+
 def _joined(words: list[int], unit_bytes: int, nbytes: int) -> list[int]:
     """The checksums of pairs of units; the last unit of `nbytes` may be shorter, and be alone."""
     joined = []

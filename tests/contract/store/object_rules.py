@@ -88,7 +88,17 @@ class ObjectRules(StoreRules):
 
     @optional(Feature.KEYS)
     async def test_a_key_may_be_any_text(self, filled: Any) -> None:
-        keys = ["a/b//c", "ü ñ/漢字", "q?x=1&y#%2F+", "."]
+        keys = ["a/b//c", "ü ñ/漢字", "q?x=1&y#%2F+", "..."]
+        for key in keys:
+            await put(filled, key, key.encode())
+        assert [await get(filled, key) for key in keys] == [key.encode() for key in keys]
+        assert set(await keys_of(filled)) == {"stored", *keys}
+
+    @optional(Feature.KEYS)
+    @optional(Feature.DOT_KEYS)
+    async def test_a_key_may_have_parts_of_dots(self, filled: Any) -> None:
+        """No key is resolved as a path."""
+        keys = [".", "..", "a/../b", "./a"]
         for key in keys:
             await put(filled, key, key.encode())
         assert [await get(filled, key) for key in keys] == [key.encode() for key in keys]

@@ -58,6 +58,7 @@ class Feature(Enum):
     CHECKSUMS = "some S3 services keep no checksum besides the ETag"
     CONDITIONAL_DELETE = "few S3 services have If-Match for DeleteObject"
     CONDITIONS = "some S3 services ignore conditions, or know only some of them"
+    DOT_KEYS = "a service might resolve a key with a part '.' or '..', so that such keys are not passed on to it"
     EXPIRY = "a service that carries lifecycle rules out by itself may not say when an object expires"
     KEYS = "a service whose keys are paths refuses some keys, and lists keys in an order of its own"
     LIFECYCLE = "a service may have lifecycle rules of its own, or none"

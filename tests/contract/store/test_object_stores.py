@@ -75,7 +75,7 @@ class TestRemote(BucketRules, ObjectRules, UploadRules):
 class TestCluster(BucketRules, ObjectRules, UploadRules):
     """A gateway over three storage servers before one upstream service; every call goes to the home of its key."""
 
-    lacks = frozenset({Feature.BUCKET_OWNERS})
+    lacks = frozenset({Feature.BUCKET_OWNERS, Feature.DOT_KEYS})
 
     @pytest.fixture
     async def storage(self, tmp_path: Path) -> AsyncIterator[Any]:
@@ -102,7 +102,7 @@ class TestBeside(BucketRules, ObjectRules, UploadRules):
 class TestUpstream(BucketRules, ObjectRules, UploadRules):
     """In front of another S3 service, here another ObjectCache."""
 
-    lacks = frozenset({Feature.BUCKET_OWNERS})
+    lacks = frozenset({Feature.BUCKET_OWNERS, Feature.DOT_KEYS})
 
     @pytest.fixture
     async def storage(self, tmp_path: Path) -> AsyncIterator[Any]:
@@ -117,7 +117,7 @@ class TestUpstreamOfChunks(BucketRules, ObjectRules, UploadRules):
     back gets upstream before something needs it there.
     """
 
-    lacks = frozenset({Feature.BUCKET_OWNERS, Feature.EXPIRY})
+    lacks = frozenset({Feature.BUCKET_OWNERS, Feature.DOT_KEYS, Feature.EXPIRY})
 
     @pytest.fixture(params=list(Write), ids=lambda write: write.value)
     async def storage(
@@ -183,7 +183,7 @@ def moto() -> Iterator[UpstreamSettings]:
 class TestMoto(BucketRules, ObjectRules, UploadRules):
     """In front of moto."""
 
-    lacks = MOTO_LACKS
+    lacks = MOTO_LACKS | {Feature.DOT_KEYS}
 
     @pytest.fixture
     async def storage(self, moto: UpstreamSettings) -> AsyncIterator[Any]:
@@ -202,7 +202,9 @@ class TestService(BucketRules, ObjectRules, UploadRules):
     before each test. OBJECTCACHE_TEST_S3_LACKS names the features that it lacks, with commas between.
     """
 
-    lacks = frozenset({Feature.BUCKET_OWNERS, *(Feature[name] for name in SERVICE_LACKS.split(",") if name)})
+    lacks = frozenset(
+        {Feature.BUCKET_OWNERS, Feature.DOT_KEYS, *(Feature[name] for name in SERVICE_LACKS.split(",") if name)}
+    )
 
     @pytest.fixture
     async def storage(self) -> AsyncIterator[Any]:
