@@ -150,7 +150,7 @@ class Passing:
         return window is not None and window.start <= start and end <= window.end
 
     def _range_of(self, index: int, start: int, end: int) -> tuple[int, int]:
-        """The bytes to read of a chunk where these are needed now: some whole pieces, and the units that they lie in."""
+        """The bytes to read of a chunk where these are needed: some whole pieces, and the units that they lie in."""
         extent, piece_bytes = self._extents[index], end - start
         end = start + max(1, self._ahead_bytes // piece_bytes) * piece_bytes
         start -= start % extent.unit_bytes
