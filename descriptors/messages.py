@@ -57,10 +57,13 @@ class LookupRequest:
 
 @dataclass(frozen=True, slots=True)
 class LookupAnswer:
-    """The number of keys, from the first, that are stored without a gap; and advice, if it was asked for."""
+    """The number of keys, from the first, that are stored without a gap; and advice, if it was asked for. A partial
+    answer counts what is cached: the service behind the cache, which may have more, did not answer.
+    """
 
     matched: int
     advice: Advice | None = None
+    is_partial: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -256,6 +259,8 @@ def lookup_answer_body(answer: LookupAnswer) -> bytes:
     fields: dict[str, object] = {"matched": answer.matched}
     if answer.advice is not None:
         fields["advice"] = advice_fields(answer.advice)
+    if answer.is_partial:
+        fields["partial"] = True
     return json.dumps(fields).encode()
 
 
@@ -263,7 +268,8 @@ def parse_lookup_answer(body: bytes) -> LookupAnswer:
     """A lookup's answer. Unknown fields are ignored. Raises KeyError and ValueError for anything else."""
     fields = json.loads(body)
     advice = fields.get("advice")
-    return LookupAnswer(int(fields["matched"]), None if advice is None else advice_from_fields(advice))
+    read_advice = None if advice is None else advice_from_fields(advice)
+    return LookupAnswer(int(fields["matched"]), read_advice, fields.get("partial") is True)
 
 
 def registration_body(request: AgentRegistration) -> bytes:

@@ -59,10 +59,11 @@ class Prefixes:
         reader = self._pipeline.limits.limited(access_key, taken_of(request.accept))
         matched = await self._source.matched(bucket, request.chunk_keys, request.lease_s, reader)
         self._pipeline.meter.looked_up(len(request.chunk_keys), matched)
+        is_partial = matched < len(request.chunk_keys) and self._source.is_cut_off
         if request.compute is None:
-            return LookupAnswer(matched)
+            return LookupAnswer(matched, is_partial=is_partial)
         offered = self._pipeline.link.offered_rate_bytes_per_s(access_key)
-        return LookupAnswer(matched, advise(matched, request.compute, offered))
+        return LookupAnswer(matched, advise(matched, request.compute, offered), is_partial)
 
     async def deliver(self, access_key: str, bucket: str, descriptor: Descriptor, sink: BodySink) -> DeliveryOutcome:
         """Carry out one descriptor GET: into the sink, or into registered memory when the descriptor names a target.

@@ -47,6 +47,11 @@ class PlayedDisk:
         return await self._source.matched(bucket, keys, lease_s, reader)
 
     @property
+    def is_cut_off(self) -> bool:
+        """As the source says."""
+        return self._source.is_cut_off
+
+    @property
     def generation(self) -> int:
         return self._source.generation
 

@@ -55,14 +55,15 @@ class ClusterPrefixes:
 
         portions, answers = await self._of_each(bucket, keys, ask)
         matched = matched_of(portions, [answer.matched for answer in answers], len(keys))
+        is_partial = matched < len(keys) and any(answer.is_partial for answer in answers)
         if compute is None:
-            return LookupAnswer(matched)
+            return LookupAnswer(matched, is_partial=is_partial)
         rates = [
             answer.advice.rate_bytes_per_s * len(keys) / portion.chunk_count
             for portion, answer in zip(portions, answers, strict=True)
             if answer.advice is not None and answer.advice.rate_bytes_per_s is not None
         ]
-        return LookupAnswer(matched, advise(matched, compute, min(rates, default=0.0)))
+        return LookupAnswer(matched, advise(matched, compute, min(rates, default=0.0)), is_partial)
 
     async def deliver(self, access_key: str, bucket: str, descriptor: Descriptor, sink: BodySink) -> DeliveryOutcome:
         """Have every member deliver its chunks: into the client's memory, or as bodies that are merged. How many come

@@ -62,6 +62,10 @@ class ChunkSource(Protocol):
         """
 
     @property
+    def is_cut_off(self) -> bool:
+        """Whether the home of the chunks has not answered of late, so that `matched` counts what is here alone."""
+
+    @property
     def generation(self) -> int:
         """A number that grows whenever bytes of an unpinned extent may have been removed."""
 

@@ -38,6 +38,11 @@ class EmbeddedChunks:
         return await self._reads.matched(bucket, keys, lease_s, reader)
 
     @property
+    def is_cut_off(self) -> bool:
+        """Never: the store is the home."""
+        return False
+
+    @property
     def generation(self) -> int:
         """The number of holes punched so far."""
         return self._files.punch_count

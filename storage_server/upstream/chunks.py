@@ -5,6 +5,8 @@ into the cache while the delivery is under way.
 from __future__ import annotations
 
 import asyncio
+import logging
+import math
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
 from contextlib import asynccontextmanager
@@ -15,7 +17,7 @@ import numpy as np
 
 from adapters.threads import in_parts, let_others_run
 from descriptors.chunk_names import is_chunk, is_chunk_key
-from descriptors.errors import CallerError, ErrorCode
+from descriptors.errors import CallerError, ErrorCode, ServerError
 from descriptors.layout import ChunkLayout
 from descriptors.objects import ObjectInfo, ReadRequest
 from descriptors.storage_api import SERVER_KEY
@@ -39,6 +41,11 @@ from storage_server.upstream.service import HomeObjects
 CHECKS_MAX = 64
 PREFETCH_WAIT_S = 30.0
 KNOWN_S = 10.0
+HOME_ANSWERS_S = 1.5
+"""A lookup asks upstream for so long, and then answers what it knows: connectors wait for 2 s."""
+CUT_OFF_S = 2.0
+"""Where upstream has not answered, later lookups do not ask it for so long."""
+_log = logging.getLogger(__name__)
 Forget = Callable[[str, Mapping[str, int]], Awaitable[int]]
 
 
@@ -61,6 +68,7 @@ class UpstreamChunks:
         self._own = own
         self._checks = asyncio.Semaphore(CHECKS_MAX)
         self._known = KnownKeys(KNOWN_S)
+        self._cut_off_until_s = -math.inf
 
     @asynccontextmanager
     async def open_chunks(
@@ -107,26 +115,46 @@ class UpstreamChunks:
         the others: where a prefix is whole, as prefixes are, a binary search finds its end in O(log N) requests.
 
         With a lease somebody is about to come for them: those that are not in the cache begin to come.
+
+        Where upstream does not answer, those are counted that are known without it.
         """
         since = self._cache.evictor.before_lookup()
         found = await self._cached(bucket, keys)
         for index, _ in await self._doubtful(bucket, keys, found):
             found[index] = None
-        low, asked_s = await self._known_count(bucket, keys, found), time.monotonic()
-        high, step, is_bounded = len(keys), 1, False
-        while low < high:
-            index = (low + high) // 2 if is_bounded else min(low + step, high) - 1
-            if await self._objects.has_object(bucket, keys[index], asked_s):
-                low, step = index + 1, step * 2
-            else:
-                high, is_bounded = index, True
-        if not low:
-            await self._objects.require_bucket(bucket)
+        low = await self._home_count(bucket, keys, await self._known_count(bucket, keys, found))
         await self._remember(bucket, [keys[index] for index in range(low) if found[index] is None])
         staying = self._cache.evictor.note_lookup(bucket, keys, low, since, lease_s)
         if lease_s > 0:  # what has left the cache meanwhile comes again
             absent = [keys[index] for index in range(low) if found[index] is None or index >= staying]
             self._fetches.prefetch(bucket, absent, min(lease_s, PREFETCH_WAIT_S))
+        return low
+
+    @property
+    def is_cut_off(self) -> bool:
+        """Whether upstream has not answered a lookup of late."""
+        return time.monotonic() < self._cut_off_until_s
+
+    async def _home_count(self, bucket: str, keys: Sequence[str], known: int) -> int:
+        """How many leading keys there are, where the first `known` are; so many of them as upstream answers for."""
+        low, high, step, is_bounded = known, len(keys), 1, False
+        asked_s = time.monotonic()
+        if known == len(keys) or self.is_cut_off:
+            return known
+        try:
+            async with asyncio.timeout(HOME_ANSWERS_S):
+                while low < high:
+                    index = (low + high) // 2 if is_bounded else min(low + step, high) - 1
+                    if await self._objects.has_object(bucket, keys[index], asked_s):
+                        low, step = index + 1, step * 2
+                    else:
+                        high, is_bounded = index, True
+                if not low:
+                    await self._objects.require_bucket(bucket)
+        except (ServerError, TimeoutError) as error:
+            problem = error.message if isinstance(error, ServerError) else f"no answer in {HOME_ANSWERS_S} s"
+            _log.warning("for %.0f s lookups count what is cached: upstream does not answer: %s", CUT_OFF_S, problem)
+            self._cut_off_until_s = time.monotonic() + CUT_OFF_S
         return low
 
     def forget_known(self, bucket: str, keys: Sequence[str]) -> None:

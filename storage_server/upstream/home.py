@@ -5,6 +5,7 @@ here. The cache has nothing that cannot be had again, but for dirty chunks.
 from __future__ import annotations
 
 import asyncio
+import logging
 import math
 import time
 from collections import defaultdict
@@ -62,6 +63,7 @@ from storage_server.upstream.write_back import StoredBody, WriteBack, send_store
 
 FULL_S = 5.0
 """For so long after the cache had no room, chunks are not kept when they are put."""
+_log = logging.getLogger(__name__)
 ABSENT = frozenset({ErrorCode.NO_SUCH_KEY, ErrorCode.NO_SUCH_BUCKET})
 _T = TypeVar("_T")
 
@@ -189,7 +191,10 @@ class UpstreamHome:
                     transaction.ensure_bucket(tx, bucket, time.time())
                     transaction.publish(tx, bucket, info, part, NO_WRITE_CONDITION)
 
-                await to_end(asyncio.ensure_future(self.cache.committer.commit(publish, pending)))
+                try:
+                    await to_end(asyncio.ensure_future(self.cache.committer.commit(publish, pending)))
+                except ServerError as error:  # upstream has it, and no copy is kept
+                    _log.warning("a chunk that was put upstream is not kept in the cache: %s", error.message)
         return info
 
     async def forget(self, bucket: str, keys: Sequence[str]) -> None:

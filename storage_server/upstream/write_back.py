@@ -25,6 +25,7 @@ from storage_server.store.index.transaction import Transaction
 from storage_server.store.rows import StoredPart
 from storage_server.upstream.key_locks import KeyLocks, Name
 from storage_server.upstream.rules.proof import Proof, make_proof
+from storage_server.upstream.rules.refusals import unreachable
 from storage_server.upstream.sent_body import CheckedBody
 from storage_server.upstream.service import HomeObjects, Sent
 
@@ -33,6 +34,7 @@ DIRTY_FRACTION = 0.25
 BACK_OFF_MIN_S = 0.5
 BACK_OFF_MAX_S = 30.0
 REFUSED_AGAIN_S = 60.0
+BUCKET_ANSWER_S = 5.0
 SENDING_S = 60.0
 SENT_BYTES_PER_S_MIN = MIB
 _log = logging.getLogger(__name__)
@@ -229,10 +231,20 @@ class WriteBack:
         return dirty
 
     async def _require_bucket(self, bucket: str) -> None:
-        """Ask upstream once. Raises CallerError(NoSuchBucket)."""
-        if bucket not in self._known_buckets:
-            await self._objects.require_bucket(bucket)
-            self._known_buckets.add(bucket)
+        """Ask upstream once. A bucket of which the cache has had objects is there also while upstream does not answer.
+        Raises CallerError(NoSuchBucket), ServerError.
+        """
+        if bucket in self._known_buckets:
+            return
+        try:
+            async with asyncio.timeout(BUCKET_ANSWER_S):
+                await self._objects.require_bucket(bucket)
+        except (ServerError, TimeoutError) as error:
+            try:
+                await self._cache.reader.threaded(lambda db: transaction.require_bucket(db, bucket))
+            except CallerError:
+                raise error if isinstance(error, ServerError) else unreachable("no answer about the bucket") from None
+        self._known_buckets.add(bucket)
 
     def forget_bucket(self, bucket: str) -> None:
         """Upstream has it no more, perhaps."""

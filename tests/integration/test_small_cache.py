@@ -4,13 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from pathlib import Path
+from typing import NoReturn
 
 import numpy as np
 import pytest
 from aiohttp import web
 
 from descriptors.descriptor import Delivery, OnMissing
-from descriptors.errors import ChunkUnavailable
+from descriptors.errors import ChunkUnavailable, ErrorCode, ServerError
 from descriptors.layout import ChunkLayout
 from descriptors.units import MIB
 from storage_server.gather import passing
@@ -190,3 +191,22 @@ def test_a_missing_chunk_ends_a_prefix_that_passes(full: LocalStack) -> None:
         fetch = client.fetch(keys, SMALL, buffer, delivery=Delivery.CHUNK_MAJOR, on_missing=OnMissing.PREFIX)
         fetch.wait(30)
         assert np.array_equal(buffer[: 4 * SMALL.chunk_bytes], SMALL_CHUNKS[:4].ravel())
+
+
+@pytest.mark.parametrize("nbytes", [10_000, 200_000, 3 * MIB])
+def test_a_chunk_is_put_where_the_cache_has_no_room(
+    small_home: LocalStack, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, nbytes: int
+) -> None:
+    """It goes upstream, of whatever size, and no copy is kept."""
+
+    def no_room(*_: object) -> NoReturn:
+        raise ServerError(ErrorCode.INSUFFICIENT_STORAGE, "no room", retryable=True)
+
+    with LocalStack(tmp_path, upstream=UpstreamSettings(small_home.url, *OWNER)) as running:
+        bound = running.storage.store.bound
+        monkeypatch.setattr(bound, "has_room", lambda _: False)
+        monkeypatch.setattr(bound, "reserved", no_room)
+        key, body = f"{nbytes:064x}", bytes(range(256)) * (nbytes // 256)
+        s3_client(running.url).put_object(Bucket="chunks", Key=key, Body=body)
+        assert running.storage.store.objects.stored("chunks", key) is None
+        assert s3_client(small_home.url).get_object(Bucket="chunks", Key=key)["Body"].read() == body

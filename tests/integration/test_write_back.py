@@ -165,10 +165,16 @@ def test_what_is_dirty_survives_a_restart_without_upstream(
             put(s3, bucket, name)
     with front.started() as running:
         assert dirty(running).dirty_chunks == 2
-        assert get(s3_client(running.url, OWNER), bucket, "b") == content("b")
+        s3 = s3_client(running.url, OWNER)
+        assert get(s3, bucket, "b") == content("b")
+        put(s3, bucket, "new")
+        assert dirty(running).dirty_chunks == 3
+        with pytest.raises(ClientError, match="SlowDown"):
+            put(s3, "unknown-bucket", "new")
         upstream.release()
         assert eventually(lambda: is_clean(running))
     assert get(s3_client(home.url, OWNER), bucket, "a") == content("a")
+    assert get(s3_client(home.url, OWNER), bucket, "new") == content("new")
 
 
 def test_an_overwrite_and_a_delete_are_the_last_word(

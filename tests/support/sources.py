@@ -37,6 +37,10 @@ class SourceWrapper:
         return await self.source.matched(bucket, keys, lease_s, reader)
 
     @property
+    def is_cut_off(self) -> bool:
+        return self.source.is_cut_off
+
+    @property
     def generation(self) -> int:
         return self.source.generation
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncGenerator, AsyncIterator, Iterator, Sequence
+from collections.abc import AsyncGenerator, AsyncIterable, AsyncIterator, Iterator, Sequence
 from contextlib import aclosing, asynccontextmanager, closing, contextmanager
 from dataclasses import dataclass
 from functools import partial
@@ -62,13 +62,15 @@ class BodyWriter:
         """Receive a body and check it. Inside the block, commit the body's row and, with it, what is pending on disk.
 
         Raises CallerError (IncompleteBody, BadDigest, XAmzContentSHA256Mismatch), ServerError (InsufficientStorage,
-        InternalError). If no row names the bytes when the block ends, their space is given back.
+        InternalError). A body for which there is no room is not read, but where others take its room meanwhile. If no
+        row names the bytes when the block ends, their space is given back.
         """
         if nbytes == 0:
             yield await _empty(algorithm, body), None
             return
         hashes = BodyHashes(algorithm, sha256=body.has_sha256)
-        if nbytes <= AT_ONCE_BYTES_MAX:
+        pieces: AsyncIterable[Piece] = body
+        if nbytes <= AT_ONCE_BYTES_MAX and self._bound.has_room(aligned(nbytes)):
             whole = await _whole(body, nbytes)
             has_room = self._bound.has_room(aligned(nbytes))
             at_once = self._segments.writer_at_once(nbytes, hashes) if has_room else None
@@ -79,8 +81,6 @@ class BodyWriter:
                     yield _stored(at_once, nbytes), pending
                 return
             pieces = _once(whole)
-        else:
-            pieces = aiter(body)
         with closing(await self.writer(nbytes, hashes, self._io)) as writer:
             await self._copy(pieces, writer, body, nbytes)
             yield _stored(writer, nbytes), writer.pending()
@@ -112,7 +112,7 @@ class BodyWriter:
             if is_slow and arriving.limit.when() is None:
                 arriving.limit.reschedule(now_s)
 
-    async def _copy(self, pieces: AsyncIterator[Piece], writer: ExtentWriter, body: Body, nbytes: int) -> None:
+    async def _copy(self, pieces: AsyncIterable[Piece], writer: ExtentWriter, body: Body, nbytes: int) -> None:
         limit = asyncio.timeout(None)
         arriving = _Arriving(asyncio.get_running_loop().time(), limit)
         self._arriving.append(arriving)
@@ -128,7 +128,7 @@ class BodyWriter:
             self._arriving.remove(arriving)
 
     async def _take(
-        self, pieces: AsyncIterator[Piece], writer: ExtentWriter, body: Body, nbytes: int, arriving: _Arriving
+        self, pieces: AsyncIterable[Piece], writer: ExtentWriter, body: Body, nbytes: int, arriving: _Arriving
     ) -> None:
         batch: list[Piece] = []
         batch_bytes = 0
