@@ -110,7 +110,7 @@ def full(tmp_path: Path, upstream: FaultyUpstream, monkeypatch: pytest.MonkeyPat
         yield running
 
 
-@pytest.mark.parametrize("transport", ["http", "shm", "ucx"])
+@pytest.mark.parametrize("transport", ["http", "shm", pytest.param("ucx", marks=pytest.mark.slow)])
 @pytest.mark.parametrize("delivery", [Delivery.LAYER_MAJOR, Delivery.CHUNK_MAJOR])
 def test_chunks_without_room_pass_over_every_transport(full: LocalStack, transport: str, delivery: Delivery) -> None:
     """The layers are whole, and each byte is read about once, beside the first request for each chunk."""
@@ -132,6 +132,7 @@ def test_chunks_without_room_pass_over_every_transport(full: LocalStack, transpo
     assert full.storage.store.objects.stored("chunks", SMALL_KEYS[0]) is None
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("windows_bytes", [64 * 1024, 300 * 1024, MIB])
 def test_windows_of_any_size_bring_the_same_bytes(
     full: LocalStack, monkeypatch: pytest.MonkeyPatch, windows_bytes: int

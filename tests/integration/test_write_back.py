@@ -153,6 +153,7 @@ def test_a_copy_takes_the_time_that_its_object_has_upstream(home: LocalStack, fr
         assert stored.info.modified_at == sent_at.timestamp() > put_at.timestamp()
 
 
+@pytest.mark.slow
 def test_what_is_dirty_survives_a_restart_without_upstream(
     home: LocalStack, upstream: FaultyUpstream, front: Front, bucket: str
 ) -> None:
