@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from storage_server.eviction.policy import Key, PrefixPolicy, Resident
+from storage_server.eviction.policy import Former, Key, PrefixPolicy, Resident
 from storage_server.eviction.queues import Ghosts, Queue
 
 
@@ -35,6 +35,13 @@ class AdaptiveReplacement(PrefixPolicy):
         again.remove(key)
         self._again_keys.add(key)
         self._again.put_last(resident)
+
+    def _admit_former(self, resident: Resident, former: Former) -> None:
+        if former.use_count > 1:
+            self._again_keys.add(resident.key)
+            self._again.put_last(resident)
+        else:
+            self._once.put_last(resident)
 
     def _use(self, resident: Resident, position: int) -> None:
         if resident.key not in self._again_keys:
@@ -89,6 +96,10 @@ class S3Fifo(PrefixPolicy):
             self._to_main(resident)
         else:
             self._small.put_last(resident)
+
+    def _admit_former(self, resident: Resident, former: Former) -> None:
+        self._use_counts[resident.key] = min(self.USE_COUNT_MAX, former.use_count - 1)
+        self._small.put_last(resident)
 
     def _use(self, resident: Resident, position: int) -> None:
         count = self._use_counts[resident.key]

@@ -3,18 +3,22 @@
 from __future__ import annotations
 
 import math
-from collections import OrderedDict
+from collections import Counter, OrderedDict
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from heapq import heapify, heappop, heappush
+from typing import NamedTuple
 
-from storage_server.eviction.policy import EvictionPolicy, Request
+from storage_server.eviction.policy import EvictionPolicy, Former, Request
 
 EXPECTED_MAX = 65_536
 EXPECTED_CHARACTERS_MAX = 16 << 20
 AWAITED_MAX = 65_536
+AWAITED_CHARACTERS_MAX = 16 << 20
 AWAITED_FRACTION = 0.5
 """Of all leases of objects that have not come, for one bucket."""
+AWAITED_FACTOR = 8
+"""While objects of before a restart come back, so many times as many leases wait for theirs."""
 ENDS_SPARE = 1000
 LEASE_SPARE_S = 10.0
 """Leases are written down so much longer than they are. Renewals within this time need no writing."""
@@ -24,8 +28,7 @@ Name = tuple[str, str]
 """Bucket and key."""
 
 
-@dataclass(frozen=True, slots=True)
-class Entry:
+class Entry(NamedTuple):
     """An object in the cache. `nbytes` is the space that it takes, `parent` the key of the chunk before, if known.
     `pinned_until` and `leased_until` are None for an object without a pin or a lease. An object that `is_dirty` exists
     only in this cache. Of one that `is_shared` a client has said that many prompts begin with it. One that
@@ -71,6 +74,10 @@ class Books:
         self._awaited: dict[str, OrderedDict[str, float]] = {}
         """The ends of leases by bucket and key, of objects that have not come yet."""
         self._awaited_count = 0
+        self._awaited_characters: Counter[str] = Counter()
+        """In the keys of each bucket."""
+        self._all_awaited_characters = 0
+        self._is_restoring = False
         self._hold_ends: list[tuple[float, Name]] = []
         self._next_ends: dict[Name, float] = {}
         """One entry of the heap counts for each object, its earliest; renewed leases must not fill the memory."""
@@ -86,6 +93,9 @@ class Books:
         self._unwritten: set[Name] = set()
         """Objects whose leases are longer than what is written down."""
         self._births: OrderedDict[Name, float] = OrderedDict()
+        """When objects were stored, the oldest first, with a `ttl_s`."""
+        self._former_births: list[tuple[float, Name]] = []
+        """A heap of those of before a restart. Some have left."""
         self._changed: set[Name] = set()
         self._leaving: dict[Name, Victim] = {}
         """Those that are to leave with the next `leaving`, and are among the entries no more."""
@@ -110,13 +120,13 @@ class Books:
         """Note that a key shows this object now. With the version that is known only the pin can have changed."""
         known = self._entries.get(name)
         if known is not None and known.version == entry.version:
-            self._set(name, replace(known, pinned_until=entry.pinned_until, is_dirty=entry.is_dirty))
+            self._set(name, known._replace(pinned_until=entry.pinned_until, is_dirty=entry.is_dirty))
             return
         if known is not None:
             self.remove(name)
-        entry = self._with_awaited_lease(name, entry)
+        entry = self._with_awaited_lease(name, entry, entry.used_at)
         parent = self._forget_expected(name) or entry.parent
-        self._entries[name] = replace(entry, parent=parent, pinned_until=None, leased_until=None, is_dirty=False)
+        self._entries[name] = entry._replace(parent=parent, pinned_until=None, leased_until=None, is_dirty=False)
         if entry.used_at - entry.modified_at > LATE_S:
             self._changed.add(name)
         if self._ttl_s is not None:
@@ -131,7 +141,7 @@ class Books:
         self._policy.resize(max(capacity_bytes, self._policy.used_bytes + entry.nbytes))
         self._request(names, entry.used_at)
         if name in self._entries:
-            self._set(name, replace(entry, parent=parent))
+            self._set(name, entry._replace(parent=parent))
             self._note_lease(name)
         self._left(self._policy.resize(capacity_bytes))
 
@@ -156,7 +166,7 @@ class Books:
             known = self._entries.get(name)
             if known is not None:
                 count = known.use_count + 1
-                self._entries[name] = replace(known, used_at=now, use_count=count, parent=known.parent or parent)
+                self._entries[name] = known._replace(used_at=now, use_count=count, parent=known.parent or parent)
                 self._changed.add(name)
             parent = name[1]
 
@@ -168,12 +178,12 @@ class Books:
             known = self._entries.get(name)
             victim = None if known is not None else self._leaving.pop(name, None)
             if victim is not None:
-                self.put(name, replace(victim.entry, leased_until=until))
+                self.put(name, victim.entry._replace(leased_until=until))
                 self._changed.add(name)
             elif known is None:
                 self._await(name, until)
             elif known.leased_until is None or known.leased_until < until:
-                self._set(name, replace(known, leased_until=until))
+                self._set(name, known._replace(leased_until=until))
                 self._changed.add(name)
                 self._note_lease(name)
 
@@ -196,29 +206,38 @@ class Books:
             self._expected_characters -= len(name[1]) + len(parent)
         return parent
 
-    def restore(self, found: Iterable[tuple[Name, Entry]]) -> None:
-        """Take over what was known before a restart: objects that were used last are the last to leave again, and
-        chunks are joined to their parents.
+    def restore(self, found: Iterable[tuple[Name, Entry]], now: float) -> None:
+        """Take over what was known before a restart, those first whose last use is longest ago; more may follow, and
+        objects that are known are passed over. Nothing leaves before the next `leaving`. Only leases may have come
+        before.
         """
-        entries = sorted(found, key=lambda item: item[1].used_at)
-        for name, entry in entries:
-            self.put(name, replace(entry, use_count=1, parent=None))
-        runs: dict[float, list[tuple[Name, Entry]]] = {}
-        for name, entry in entries:
-            if entry.use_count > 1:
-                runs.setdefault(entry.used_at, []).append((name, entry))
-        for used_at in sorted(runs):
-            for names in _chains(runs[used_at]):
-                self._request([name for name in names if name in self._entries], used_at)
-        for name, entry in entries:
+        self._is_restoring = True
+        formers: list[Former] = []
+        held: list[tuple[Name, Entry]] = []
+        for name, entry in found:
             if name in self._entries:
-                known = self._entries[name]
-                self._entries[name] = replace(known, use_count=entry.use_count, parent=entry.parent)
-                if entry.leased_until is not None:
-                    self._written_ends[name] = entry.leased_until
-        self._births = OrderedDict(sorted(self._births.items(), key=lambda item: item[1]))
-        self._changed.clear()
-        self._unwritten.clear()
+                continue
+            entry = self._with_awaited_lease(name, entry, now)
+            self._entries[name] = entry
+            parent = None if entry.parent is None or entry.parent == name[1] else (name[0], entry.parent)
+            formers.append(Former(name, entry.nbytes, entry.used_at, entry.use_count, parent, entry.is_shared))
+            if entry.is_held:
+                held.append((name, entry))
+            if self._ttl_s is not None:
+                heappush(self._former_births, (entry.modified_at, name))
+        self._policy.restore(formers, now)
+        for name, entry in held:
+            self._entries[name] = entry._replace(pinned_until=None, leased_until=None, is_dirty=False)
+            self._set(name, entry)
+            if name in self._changed:
+                self._note_lease(name)
+            elif entry.leased_until is not None:
+                self._written_ends[name] = entry.leased_until
+
+    def end_restore(self) -> None:
+        """All objects of before the restart have been taken over."""
+        self._is_restoring = False
+        self._policy.end_restore()
 
     def allow(self, capacity_bytes: int) -> None:
         """Let the objects take so much until the next `leaving`, if that is more than they may take now."""
@@ -235,10 +254,25 @@ class Books:
             if self._next_ends.get(name) == end:
                 del self._next_ends[name]
                 self._set(name, _without_past_holds(self._entries[name], now))
-        while self._ttl_s is not None and self._births:
-            name, born = next(iter(self._births.items()))
-            if born + self._ttl_s > now:
+        if self._ttl_s is not None:
+            self._expire(self._ttl_s, now)
+        self._left(self._policy.resize(capacity_bytes))
+        victims, self._leaving = list(self._leaving.values()), {}
+        return victims
+
+    def _expire(self, ttl_s: float, now: float) -> None:
+        """Have those leave whose time has come."""
+        due: list[Name] = []
+        while self._former_births and self._former_births[0][0] + ttl_s <= now:
+            born, name = heappop(self._former_births)
+            entry = self._entries.get(name)
+            if entry is not None and entry.modified_at == born and name not in self._births:
+                due.append(name)
+        for name, born in self._births.items():
+            if born + ttl_s > now:
                 break
+            due.append(name)
+        for name in due:
             entry = self._entries[name]
             if entry.is_held:
                 self._births[name] = now  # looked at again after as long a time
@@ -246,9 +280,6 @@ class Books:
             else:
                 self.remove(name)
                 self._to_leave(name, entry)
-        self._left(self._policy.resize(capacity_bytes))
-        victims, self._leaving = list(self._leaving.values()), {}
-        return victims
 
     def takes_back(self, victim: Victim) -> bool:
         """Whether a victim of an earlier `leaving`, which is still there, stays: somebody has leased it since, or the
@@ -291,7 +322,7 @@ class Books:
             if until is not None and until > self._written_ends.get(name, -math.inf):
                 self._written_ends[name] = until + LEASE_SPARE_S
             written = None if until is None else self._written_ends[name]
-            found.append((name, replace(entry, leased_until=written)))
+            found.append((name, entry._replace(leased_until=written)))
         return found
 
     def _note_lease(self, name: Name) -> None:
@@ -329,7 +360,7 @@ class Books:
         limit_bytes = self.held_bytes_max
         if entry.is_held and not known.is_held:
             if not entry.is_dirty and limit_bytes is not None and self._held_bytes + entry.nbytes > limit_bytes:
-                entry = replace(entry, pinned_until=None, leased_until=None)
+                entry = entry._replace(pinned_until=None, leased_until=None)
                 self.refused_count += 1
             else:
                 self._policy.pin([name])
@@ -350,11 +381,19 @@ class Books:
         """Lease an object when it comes. One bucket must not make the leases of others be forgotten."""
         bucket, key = name
         awaited = self._awaited.setdefault(bucket, OrderedDict())
-        self._awaited_count += key not in awaited
+        if key not in awaited:
+            self._awaited_count += 1
+            self._awaited_characters[bucket] += len(key)
+            self._all_awaited_characters += len(key)
         awaited[key] = max(until, awaited.pop(key, until))
-        if len(awaited) > AWAITED_FRACTION * AWAITED_MAX:
+        factor = AWAITED_FACTOR if self._is_restoring else 1
+        count_max, characters_max = factor * AWAITED_MAX, factor * AWAITED_CHARACTERS_MAX
+        while (
+            len(awaited) > AWAITED_FRACTION * count_max
+            or self._awaited_characters[bucket] > AWAITED_FRACTION * characters_max
+        ):
             self._stop_awaiting(bucket, next(iter(awaited)))
-        elif self._awaited_count > AWAITED_MAX:
+        while self._awaited_count > count_max or self._all_awaited_characters > characters_max:
             largest = max(self._awaited, key=lambda bucket: len(self._awaited[bucket]))
             self._stop_awaiting(largest, next(iter(self._awaited[largest])))
 
@@ -362,18 +401,21 @@ class Books:
         """Forget the lease of an object that has not come; its end, None where there is none."""
         awaited = self._awaited.get(bucket)
         until = None if awaited is None else awaited.pop(key, None)
-        self._awaited_count -= until is not None
+        if until is not None:
+            self._awaited_count -= 1
+            self._awaited_characters[bucket] -= len(key)
+            self._all_awaited_characters -= len(key)
         if awaited is not None and not awaited:
-            del self._awaited[bucket]
+            del self._awaited[bucket], self._awaited_characters[bucket]
         return until
 
-    def _with_awaited_lease(self, name: Name, entry: Entry) -> Entry:
+    def _with_awaited_lease(self, name: Name, entry: Entry, now: float) -> Entry:
         """The entry with the lease that somebody got before the object came."""
         until = self._stop_awaiting(*name)
-        if until is None or until <= entry.used_at:
+        if until is None or until <= now:
             return entry
         self._changed.add(name)
-        return replace(entry, leased_until=max(until, entry.leased_until or until))
+        return entry._replace(leased_until=max(until, entry.leased_until or until))
 
     def _forget(self, name: Name) -> None:
         """Keep nothing of an object that is not in the cache any more."""
@@ -386,30 +428,7 @@ class Books:
 
 def _without_past_holds(entry: Entry, now: float) -> Entry:
     pin, lease = entry.pinned_until, entry.leased_until
-    return replace(
-        entry,
+    return entry._replace(
         pinned_until=None if pin is None or pin <= now else pin,
         leased_until=None if lease is None or lease <= now else lease,
     )
-
-
-def _chains(found: Sequence[tuple[Name, Entry]]) -> list[list[Name]]:
-    """The chunks that one request used, each behind its parent. Chunks whose parents lead in a circle are left out."""
-    children: dict[Name, list[Name]] = {}
-    names = {name for name, _ in found}
-    roots: list[Name] = []
-    for name, entry in found:
-        parent = (name[0], entry.parent or "")
-        if parent in names and parent != name:
-            children.setdefault(parent, []).append(name)
-        else:
-            roots.append(name)
-    chains = []
-    waiting = [[root] for root in roots]
-    while waiting:
-        chain = waiting.pop()
-        while len(after := children.get(chain[-1], [])) == 1:
-            chain.append(after[0])
-        chains.append(chain)
-        waiting += [[chain[-1], child] for child in after]
-    return chains

@@ -8,11 +8,12 @@ are the leading chunks that are resident.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Hashable, Sequence
+from collections.abc import Hashable, Iterable, Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 Key = Hashable
+DEPTH_LOOKED_AT_MAX = 4096
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,6 +48,19 @@ class Change:
     evicted: tuple[Key, ...]
 
 
+class Former(NamedTuple):
+    """A resident of before a restart: when it was used last, how often in all, and the chunk that it was used behind,
+    None where that is not known. Of one that `is_shared` a client has said that many prompts begin with it.
+    """
+
+    key: Key
+    nbytes: int
+    used_at_s: float
+    use_count: int = 1
+    parent: Key | None = None
+    is_shared: bool = False
+
+
 class EvictionPolicy(Protocol):
     """Decides for one cache. The same calls always get the same answers."""
 
@@ -66,6 +80,16 @@ class EvictionPolicy(Protocol):
 
     def request(self, request: Request) -> Change:
         """Note a request and say what changes. Raises ValueError where `now_s` goes back."""
+        ...
+
+    def restore(self, found: Iterable[Former], now_s: float) -> None:
+        """Take over residents of before a restart, those first whose last use is longest ago; more may follow. Nothing
+        leaves. Called before the first request. Raises ValueError for a resident.
+        """
+        ...
+
+    def end_restore(self) -> None:
+        """All of them have come."""
         ...
 
     def resize(self, capacity_bytes: int) -> tuple[Key, ...]:
@@ -90,7 +114,10 @@ class EvictionPolicy(Protocol):
 class Resident:
     """A chunk in the cache."""
 
-    __slots__ = ("child_count", "is_asked", "is_parked", "is_resident", "key", "nbytes", "parent", "pin_count")
+    __slots__ = (
+        "child_count", "is_asked", "is_parked", "is_resident", "key", "nbytes", "parent", "pin_count",
+        "pinned_child_count",
+    )  # fmt: skip
 
     def __init__(self, key: Key, nbytes: int, parent: Resident | None) -> None:
         self.key = key
@@ -98,12 +125,26 @@ class Resident:
         self.parent = parent
         self.child_count = 0
         """Children without pins. Those with pins stay anyway; they must not keep any number of parents, too."""
+        self.pinned_child_count = 0
         self.pin_count = 0
         self.is_asked = False
         """It belongs to the request that is being noted, and its turn has not come."""
         self.is_resident = True
         self.is_parked = False
         """It was the next one to leave and had to stay. Once it may leave, it is the next one of its queue."""
+
+    @property
+    def has_children(self) -> bool:
+        """With pins or without."""
+        return bool(self.child_count or self.pinned_child_count)
+
+    def become_child_of(self, parent: Resident) -> None:
+        """It is none of another resident's yet."""
+        self.parent = parent
+        if self.pin_count:
+            parent.pinned_child_count += 1
+        else:
+            parent.child_count += 1
 
     @property
     def may_leave(self) -> bool:
@@ -125,6 +166,8 @@ class PrefixPolicy(ABC):
             raise ValueError("a cache holds 0 bytes or more")
         self._capacity_bytes = capacity_bytes
         self._residents: dict[Key, Resident] = {}
+        self._orphans: dict[Key, list[Resident]] = {}
+        """Of former residents, those whose parents have not come, by the parent."""
         self._queued_count = 0
         self._used_bytes = 0
         self._now_s = float("-inf")
@@ -166,6 +209,20 @@ class PrefixPolicy(ABC):
             evicted=tuple(key for key in left if key not in news),
         )
 
+    def restore(self, found: Iterable[Former], now_s: float) -> None:
+        for former in found:
+            if former.key in self._residents:
+                raise ValueError(f"{former.key!r} is resident")
+            self._note_former(former, now_s)
+            resident = self._residents[former.key] = self._made(former.key, former.nbytes, None)
+            self._used_bytes += former.nbytes
+            self._queued_count += 1
+            self._join(resident, former.parent)
+            self._admit_former(resident, former)
+
+    def end_restore(self) -> None:
+        self._orphans.clear()
+
     def resize(self, capacity_bytes: int) -> tuple[Key, ...]:
         if capacity_bytes < 0:
             raise ValueError("a cache holds 0 bytes or more")
@@ -188,6 +245,8 @@ class PrefixPolicy(ABC):
         for resident in [self._residents[key] for key in keys]:
             if not resident.pin_count:
                 self._lose_child(resident.parent)
+                if resident.parent is not None:
+                    resident.parent.pinned_child_count += 1
             resident.pin_count += 1
 
     def unpin(self, keys: Sequence[Key]) -> None:
@@ -198,6 +257,7 @@ class PrefixPolicy(ABC):
             resident.pin_count -= 1
             if not resident.pin_count and resident.parent is not None:
                 resident.parent.child_count += 1
+                resident.parent.pinned_child_count -= 1
             if resident.may_leave:
                 self._unpark(resident)
 
@@ -215,11 +275,27 @@ class PrefixPolicy(ABC):
                 resident = self._residents[key] = self._made(key, nbytes, None)
                 news.add(key)
             is_alone = resident.parent is None or not resident.parent.is_resident
-            if is_alone and not resident.child_count and parent is not None:
-                resident.parent = parent
-                parent.child_count += not resident.pin_count
+            if is_alone and not resident.has_children and parent is not None:
+                resident.become_child_of(parent)
             chain.append(resident)
         return chain, news
+
+    def _join(self, resident: Resident, parent_key: Key | None) -> None:
+        """Join a former resident to its children and to its parent; in a circle of parents, not to the latter."""
+        children = [
+            child
+            for child in self._orphans.pop(resident.key, ())
+            if child.is_resident and (child.parent is None or not child.parent.is_resident)
+        ]
+        for child in children:
+            child.become_child_of(resident)
+        if parent_key is None:
+            return
+        parent = self._residents.get(parent_key)
+        if parent is None:
+            self._orphans.setdefault(parent_key, []).append(resident)
+        elif not children or not _is_beneath(parent, resident):
+            resident.become_child_of(parent)
 
     def _evicted(self) -> list[Key]:
         """Evict until the residents fit, or until all that remain must stay."""
@@ -241,6 +317,8 @@ class PrefixPolicy(ABC):
         self._used_bytes -= resident.nbytes
         if not resident.pin_count:
             self._lose_child(resident.parent)
+        elif resident.parent is not None:
+            resident.parent.pinned_child_count -= 1
         self._left(resident)
 
     def _lose_child(self, parent: Resident | None) -> None:
@@ -257,6 +335,13 @@ class PrefixPolicy(ABC):
 
     def _made(self, key: Key, nbytes: int, parent: Resident | None) -> Resident:
         return Resident(key, nbytes, parent)
+
+    def _note_former(self, former: Former, now_s: float) -> None:  # noqa: B027 - as `_note`
+        """See a former resident before it is queued."""
+
+    def _admit_former(self, resident: Resident, former: Former) -> None:
+        """Queue a former resident behind those that were used earlier."""
+        self._admit(resident, 0)
 
     def _note(self, request: Request) -> None:  # noqa: B027 - only some policies look at whole requests
         """See a request before its chunks are used."""
@@ -283,3 +368,15 @@ class PrefixPolicy(ABC):
 
     def _left(self, resident: Resident) -> None:  # noqa: B027 - only some policies remember
         """Remember what has left, where the policy does so."""
+
+
+def _is_beneath(resident: Resident, root: Resident) -> bool:
+    """Whether `root` is among the resident's forefathers, or it itself; also where they are too many to look."""
+    above: Resident | None = resident
+    for _ in range(DEPTH_LOOKED_AT_MAX):
+        if above is None:
+            return False
+        if above is root:
+            return True
+        above = above.parent
+    return True

@@ -89,6 +89,11 @@ class UseCounts:
         self._counts[key] = self._counts.get(key, 0) + 1
         return self._counts[key]
 
+    def restore(self, key: Key, count: int) -> None:
+        """Take over the uses of before a restart."""
+        self._counts[key] = count
+        self._gone.pop(key, None)
+
     def leave(self, key: Key) -> None:
         """The chunk is not resident any more."""
         self._gone[key] = None

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import defaultdict
 from heapq import heappop, heappush
 
-from storage_server.eviction.policy import Key, PrefixPolicy, Request, Resident
+from storage_server.eviction.policy import Former, Key, PrefixPolicy, Request, Resident
 from storage_server.eviction.queues import Queue, UseCounts
 
 GONE_COUNT_MAX = 1 << 18
@@ -51,6 +51,9 @@ class LeastFrequentlyUsed(PrefixPolicy):
             heappush(self._waiting_counts, count)
         return self._queues[count]
 
+    def _note_former(self, former: Former, now_s: float) -> None:
+        self._use_counts.restore(former.key, former.use_count - 1)
+
     def _admit(self, resident: Resident, position: int) -> None:
         self._queue(self._use_counts.add(resident.key)).put_last(resident)
 
@@ -88,6 +91,10 @@ class Cascade(PrefixPolicy):
 
     def _note(self, request: Request) -> None:
         self._shared_count = request.shared_count
+
+    def _note_former(self, former: Former, now_s: float) -> None:
+        self._use_counts.restore(former.key, former.use_count - 1)
+        self._shared_count = int(former.is_shared)
 
     def _admit(self, resident: Resident, position: int) -> None:
         if self._use_counts.add(resident.key) > 1 or position < self._shared_count:

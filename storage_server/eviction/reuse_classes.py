@@ -21,6 +21,13 @@ class Use:
     continuation_count: int
 
 
+def former_class_path(use_count: int, continuation_count: int) -> tuple[int, ...]:
+    """The class of a chunk of before a restart, which was used so often before its last use. It has no finer features:
+    the prompts that used it are not known.
+    """
+    return int(not continuation_count), min(continuation_count, CONTINUATION_COUNT_MAX), use_count.bit_length()
+
+
 def class_path(use: Use) -> tuple[int, ...]:
     """The features of a chunk, from the coarsest class to the finest one. Counts are put together by powers of two, so
     there are few classes.

@@ -9,11 +9,12 @@ moves on through a fixed number of buckets, so the cost of a request does not gr
 
 from __future__ import annotations
 
+from bisect import bisect_right
 from collections import OrderedDict, defaultdict, deque
 from heapq import heapify, heappop, heappush
 
-from storage_server.eviction.policy import Key, PrefixPolicy, Request, Resident
-from storage_server.eviction.reuse_classes import Use, class_path
+from storage_server.eviction.policy import Former, Key, PrefixPolicy, Request, Resident
+from storage_server.eviction.reuse_classes import Use, class_path, former_class_path
 from storage_server.eviction.reuse_times import BUCKET_COUNT, EDGES_S, ReuseTimes
 from storage_server.eviction.use_worth import UseWorth, worth_of
 
@@ -86,6 +87,39 @@ class ReuseValue(PrefixPolicy):
         self._order: list[tuple[float, Cell]] = []
         self._ordered: set[Cell] = set()
         self._request_count = 0
+        self._former_run: _Run | None = None
+        """The run of the former resident that came last."""
+
+    def _note_former(self, former: Former, now_s: float) -> None:
+        """Chunks of one class that were used at one time are a run again, which has the bucket of its age at once: what
+        happened on the way there is not known. Nor are the depths of prefixes, so `growth` begins to count with the
+        next use.
+        """
+        key, nbytes = former.key, former.nbytes
+        use_count, continuation_count = former.use_count - 1, len(self._orphans.get(key, ()))
+        if former.is_shared:
+            use_count, continuation_count = max(use_count, 1), max(continuation_count, 2)
+        number = self._times.number_of(former_class_path(use_count, continuation_count))
+        self._worth.note(nbytes)
+        step = self._worth.step(0, nbytes)
+        run = self._former_run
+        if run is None or (run.number, run.step, run.used_at_s) != (number, step, former.used_at_s):
+            run = self._former_run = _Run(number, step, former.used_at_s)
+            run.bucket = min(BUCKET_COUNT, bisect_right(EDGES_S, max(0.0, now_s - former.used_at_s))) - 1
+            self._aging[run.bucket].append(run)
+        run.unused_count += 1
+        run.chunk_count += 1
+        before = self._known.get(key)
+        if before is not None:  # it has left since the restart
+            before.run.unused_count -= 1
+            self._ghosts.pop(key, None)
+        known = self._known[key] = _Known(run)
+        known.use_count = former.use_count
+        known.continuation_count = continuation_count
+
+    def end_restore(self) -> None:
+        super().end_restore()
+        self._former_run = None
 
     def _note(self, request: Request) -> None:
         self._age()

@@ -4,18 +4,20 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
+from functools import lru_cache
 
 from descriptors.chunk_flags import is_flagged
 from descriptors.errors import CallerError
-from descriptors.headers import PREFIX_HEADER
-from descriptors.pins import pinned_until
+from descriptors.headers import LAYOUT_HEADER, PREFIX_HEADER
+from descriptors.objects import Attributes
+from descriptors.pins import PIN_TAG, pinned_until
 from descriptors.units import GIB, MIB
 from storage_server.eviction.books import Books, Entry
 from storage_server.planning.extent import ALIGNMENT_BYTES, aligned
 from storage_server.store.data.space import Bound
 from storage_server.store.replacer import layout_of
-from storage_server.store.rows import KeyChange, KeyUse
+from storage_server.store.rows import CachedRow, KeyChange, attributes_of
 
 AHEAD_FRACTION = 1 / 32
 AHEAD_BYTES_MIN = 8 * MIB
@@ -24,47 +26,88 @@ AHEAD_BYTES_MAX = GIB
 
 @dataclass(slots=True)
 class Cache:
-    """One cache. `bound` is None for the whole directory, which only `disk_bytes` bounds."""
+    """One cache. `bucket` and `bound` are None for the whole directory, which only `disk_bytes` bounds."""
 
     books: Books
+    bucket: str | None = None
     bound: Bound | None = None
     capacity_bytes: int | None = None
     sizes_bytes: dict[str, int] = field(default_factory=dict)
     used_bytes: int = 0
+    room_bytes: int = 0
+    """The same in whole pages, as the books count it."""
     is_replaced: bool = False
     """Whether its victims may be encoded: then there is as much room for those that wait as ahead of writes."""
 
     def note(self, change: KeyChange) -> None:
         """Count what a key of the bucket takes now."""
-        self.used_bytes -= self.sizes_bytes.pop(change.key, 0)
+        nbytes = self.sizes_bytes.pop(change.key, None)
+        if nbytes is not None:
+            self.used_bytes -= nbytes
+            self.room_bytes -= _room_of(nbytes)
         if change.version is not None:
-            self.sizes_bytes[change.key] = change.nbytes
-            self.used_bytes += change.nbytes
+            self.count(change.key, change.nbytes)
+
+    def count(self, key: str, nbytes: int) -> None:
+        """Count a key that is not counted yet."""
+        self.sizes_bytes[key] = nbytes
+        self.used_bytes += nbytes
+        self.room_bytes += _room_of(nbytes)
 
 
-def entry_of(change: KeyChange, use: KeyUse | None) -> Entry:
-    """The books' entry of an object. An object that was never used counts as used when it was put."""
+def entry_of(change: KeyChange) -> Entry:
+    """The books' entry of an object that was put just now."""
     assert change.version is not None
-    nbytes = max(ALIGNMENT_BYTES, aligned(change.nbytes))
-    entry = Entry(
+    pin, is_shared, is_replaceable = _marks(change.attributes)
+    return Entry(
         change.version,
-        nbytes,
+        _room_of(change.nbytes),
         change.modified_at,
         change.modified_at,
-        pinned_until=_pinned_until(change.attributes.tags),
+        pinned_until=pin,
         is_dirty=change.is_dirty,
-        is_shared=is_flagged(change.attributes, PREFIX_HEADER),
-        is_replaceable=layout_of(change.attributes.headers) is not None,
+        is_shared=is_shared,
+        is_replaceable=is_replaceable,
     )
-    if use is None:
-        return entry
-    return replace(
-        entry,
-        used_at=max(change.modified_at, use.used_at),
-        use_count=use.use_count,
-        parent=use.parent,
-        leased_until=use.leased_until,
+
+
+def former_entry(row: CachedRow) -> Entry:
+    """The books' entry of an object of before a restart. One that was never used counts as used when it was put."""
+    text, modified_at, used_at = row.attributes, row.modified_at, row.used_at
+    has_marks = PIN_TAG in text or PREFIX_HEADER in text or LAYOUT_HEADER in text
+    pin, is_shared, is_replaceable = _marks_of(text) if has_marks else NO_MARKS
+    return Entry(
+        row.version,
+        _room_of(row.nbytes),
+        modified_at,
+        modified_at if used_at is None or used_at < modified_at else used_at,
+        row.use_count or 1,
+        row.parent,
+        pin,
+        row.leased_until,
+        bool(row.is_dirty),
+        is_shared,
+        is_replaceable,
     )
+
+
+def _room_of(nbytes: int) -> int:
+    return max(ALIGNMENT_BYTES, aligned(nbytes))
+
+
+_Marks = tuple[float | None, bool, bool]
+"""The end of the pin, whether it is flagged as shared, and whether an encoded one may replace it."""
+NO_MARKS: _Marks = (None, False, False)
+
+
+@lru_cache(1024)
+def _marks_of(text: str) -> _Marks:
+    return _marks(attributes_of(text))
+
+
+def _marks(attributes: Attributes) -> _Marks:
+    headers = attributes.headers
+    return _pinned_until(attributes.tags), is_flagged(attributes, PREFIX_HEADER), layout_of(headers) is not None
 
 
 def _pinned_until(tags: Mapping[str, str]) -> float | None:

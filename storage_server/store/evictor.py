@@ -14,7 +14,7 @@ import time
 from collections import deque
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from contextlib import AbstractAsyncContextManager, asynccontextmanager, nullcontext, suppress
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import partial
 from itertools import groupby
 from typing import Any
@@ -29,6 +29,7 @@ from storage_server.settings import CacheSettings
 from storage_server.store.caches import Cache, ahead_bytes_of, entry_of, spare_bytes_of
 from storage_server.store.data.io_threads import IoThreads
 from storage_server.store.data.space import Bound, Space
+from storage_server.store.former_objects import FormerObjects
 from storage_server.store.index import queries, transaction
 from storage_server.store.index.reader import IndexReader
 from storage_server.store.index.transaction import Transaction
@@ -49,7 +50,9 @@ LEASE_SAVE_S = 0.05
 REFUSALS_LOGGED_S = 60.0
 SAVED_AT_ONCE = 2000
 VICTIMS_PER_CHANGE = 256
-ROWS_PER_QUERY = 2000
+ROWS = 2000
+UNBOUNDED = 1 << 62
+"""The capacity of books until the first step bounds them."""
 HELD_FRACTION = 0.5
 """Of what all caches may take together: pins and leases of one tenant must not close the cache to others."""
 _log = logging.getLogger(__name__)
@@ -106,6 +109,8 @@ class Evictor(Uses):
             else:
                 self._caches[each.bucket] = cache
         self._news: deque[KeyChange | _Asked] = deque()
+        self._held_news: deque[KeyChange | _Asked] = deque()
+        """Those of before `_news` that wait until the books are restored."""
         self._noted_bytes = self._drained_bytes = 0
         """Of the keys in `_news`, since the start. The event loop counts the former, the thread the latter."""
         self._loop: asyncio.AbstractEventLoop | None = None
@@ -133,10 +138,10 @@ class Evictor(Uses):
 
     def _made(self, settings: CacheSettings) -> Cache:
         growth = 0.0 if settings.bucket is None else self._growth  # what is missing there is read, and not computed
-        books = Books(policy_of(settings.eviction, settings.capacity_bytes or 0, growth), settings.ttl_s)
+        books = Books(policy_of(settings.eviction, UNBOUNDED, growth), settings.ttl_s)
         if settings.bucket is None:
             return Cache(books)
-        cache = Cache(books, None, settings.capacity_bytes, is_replaced=settings.replaces)
+        cache = Cache(books, settings.bucket, None, settings.capacity_bytes, is_replaced=settings.replaces)
         if settings.capacity_bytes is not None:
             cache.bound = Bound(f"the bucket {settings.bucket}", lambda: cache.capacity_bytes, lambda: cache.used_bytes)
             cache.bound.wants = self._want
@@ -216,7 +221,9 @@ class Evictor(Uses):
     def _note(self, asked: _Asked) -> bool:
         """Note what was asked, in order with the changes of keys; where too much waits it is forgotten."""
         waiting_bytes = self._noted_bytes - self._drained_bytes
-        if len(self._news) >= NEWS_MAX or (waiting_bytes and waiting_bytes + asked.nbytes > NEWS_BYTES_MAX):
+        if len(self._news) + len(self._held_news) >= NEWS_MAX:
+            return False
+        if waiting_bytes and waiting_bytes + asked.nbytes > NEWS_BYTES_MAX:
             return False
         self._noted_bytes += asked.nbytes
         self._news.append(asked)
@@ -233,10 +240,12 @@ class Evictor(Uses):
             return
         await self._change(transaction.forget_unused)
         self._loop = asyncio.get_running_loop()
-        async for rows in self._rows():
-            for change, _ in rows:
-                if change.bucket in self._caches:
-                    self._caches[change.bucket].note(change)
+        for bucket, cache in self._caches.items():
+            after = ""
+            while found := await self._reader.threaded(partial(queries.sizes, bucket=bucket, after=after, limit=ROWS)):
+                for key, nbytes in found:
+                    cache.count(key, nbytes)
+                after = found[-1][0]
 
     async def run(self) -> None:
         """Evict ahead of writes, until cancelled."""
@@ -246,15 +255,16 @@ class Evictor(Uses):
         async with asyncio.TaskGroup() as tasks:
             if self._replacements is not None:
                 tasks.create_task(self._replacements.run())
-            await self._run()
+            formers = [FormerObjects(cache, self._reader, self._io, self._now) for cache in self._all()]
+            tasks.create_task(self._restore(formers))
+            await self._run(formers)
 
-    async def _run(self) -> None:
+    async def _run(self, formers: Sequence[FormerObjects]) -> None:
         while True:
             self._wake.clear()
             try:
-                if not self._is_restored:
-                    await self._restore()
-                await self._step()
+                if await self._step() and not self._is_restored:
+                    await self._take_more(formers)
                 if time.monotonic() - self._saved_at >= SAVE_INTERVAL_S:
                     await self.save()
                 elif self._has_leases:
@@ -341,31 +351,37 @@ class Evictor(Uses):
             for cache in self._caches.values()
         )
 
-    async def _rows(self) -> Any:
-        after = ("", "")
-        while rows := await self._reader.threaded(partial(queries.cached, after=after, limit=ROWS_PER_QUERY)):
-            yield rows
-            after = (rows[-1][0].bucket, rows[-1][0].key)
+    async def _restore(self, formers: Sequence[FormerObjects]) -> None:
+        """Take over what the index knows. Changes and reads since the start are noted after it."""
+        while not self._is_restored:
+            try:
+                for each in formers:
+                    await each.take_oldest()
+                    each.has_begun = True
+                    self._wake.set()
+                for each in formers:
+                    async for _ in each.take_all():
+                        if self._is_short():
+                            self._wake.set()
+                for cache in self._all():
+                    await self._io.run(cache.books.end_restore)
+                self._is_restored = True
+            except ObjectCacheError as error:
+                _log.warning("eviction: %s", error)
+                await asyncio.sleep(TICK_S)
+            except Exception:
+                _log.exception("a restart's objects were not taken over; it is tried again")
+                await asyncio.sleep(TICK_S)
+        self._wake.set()
 
-    async def _restore(self) -> None:
-        """Take over what the index knows. Changes since are in `_news`, and are noted after it."""
-        found: dict[int, list[tuple[Name, Entry]]] = {}
-        caches = {id(cache): cache for cache in self._all()}
-        async for rows in self._rows():
-            for change, use in rows:
-                cache = self._cache_of(change.bucket)
-                if cache is not None:
-                    found.setdefault(id(cache), []).append(((change.bucket, change.key), entry_of(change, use)))
-        self._fit_generously()
-        for each, entries in found.items():
-            await self._io.run(partial(caches[each].books.restore, entries))
-        self._is_restored = True
+    async def _take_more(self, formers: Sequence[FormerObjects]) -> None:
+        """Until all are restored, have some that can leave."""
+        for each in formers:
+            if each.has_begun and each.are_few and await each.take_oldest():
+                self._wake.set()
 
-    def _fit_generously(self) -> None:
-        for cache in self._all():
-            cache.books.leaving(1 << 62, 0.0)
-
-    async def _step(self) -> None:
+    async def _step(self) -> bool:
+        """Evict what there is no room for. Returns whether anything was to leave."""
         victims = await self._io.run(self._kept)
         if self._replacements is not None:
             victims = self._replacements.set_aside(victims, self._now())
@@ -382,11 +398,12 @@ class Evictor(Uses):
                 raise
         if self._bound.waiting_bytes and self._space.dying_bytes:
             self._sync_soon()
-        has_news = any(isinstance(each, KeyChange) for each in tuple(self._news))
+        has_news = not self._is_restored or any(isinstance(each, KeyChange) for each in tuple(self._news))
         if not victims and not has_news and not self._space.dying_bytes:
             for bound in (self._bound, *(cache.bound for cache in self._caches.values())):
                 if bound is not None and not bound.reserved_bytes and not bound.arriving_count:
                     bound.refuse()  # what is on its way may leave when it has come
+        return bool(victims)
 
     async def _given_up(self, replacements: Replacements) -> list[Victim]:
         """Victims that were set aside to be encoded, and leave now, since somebody waits for their room."""
@@ -437,7 +454,7 @@ class Evictor(Uses):
         """Bring the books up to date, and take what leaves out of them. Runs in the thread."""
         if self._whole is not None and self._space.extent_bytes_max is not None:
             # objects that share their bytes take less than the books say: only what they take together can be too much
-            news = tuple(self._news)
+            news = (*self._held_news, *tuple(self._news))
             coming_bytes = sum(aligned(each.nbytes) for each in news if isinstance(each, KeyChange))
             self._whole.books.allow(self._capacities()[id(self._whole)] + coming_bytes)
         self._drain()
@@ -448,8 +465,14 @@ class Evictor(Uses):
         return [victim for cache in self._all() for victim in cache.books.leaving(capacities[id(cache)], now)]
 
     def _drain(self) -> None:
+        """Note the news. Until the books are restored only leases: they keep what has come, and await the rest."""
+        while self._is_restored and self._held_news:
+            self._news.appendleft(self._held_news.pop())
         while self._news:
             noted = self._news.popleft()
+            if not self._is_restored and (isinstance(noted, KeyChange) or noted.matched is None):
+                self._held_news.append(noted)
+                continue
             if isinstance(noted, _Asked):
                 self._drained_bytes += noted.nbytes
             cache = self._cache_of(noted.bucket)
@@ -460,8 +483,8 @@ class Evictor(Uses):
                 if noted.version is None:
                     cache.books.remove(name)
                 else:
-                    entry = entry_of(noted, None)
-                    cache.books.put(name, replace(entry, used_at=max(entry.used_at, self._now())))
+                    entry = entry_of(noted)
+                    cache.books.put(name, entry._replace(used_at=max(entry.used_at, self._now())))
             elif noted.matched is None:
                 cache.books.use(noted.bucket, noted.keys, noted.at)
             else:
@@ -478,9 +501,11 @@ class Evictor(Uses):
             capacity_bytes = cache.capacity_bytes
             if capacity_bytes is not None and cache.bound is not None:
                 ahead_bytes = spare_bytes_of(cache, capacity_bytes) + cache.bound.promised_bytes
+                if not self._is_restored:
+                    ahead_bytes += max(0, cache.room_bytes - cache.books.used_bytes)
                 capacities[id(cache)] = max(0, capacity_bytes - ahead_bytes)
             else:
-                capacities[id(cache)] = 1 << 62
+                capacities[id(cache)] = UNBOUNDED
         limit_bytes = self._space.extent_bytes_max
         if limit_bytes is None:
             return capacities
@@ -502,10 +527,11 @@ class Evictor(Uses):
     async def _evict(self, victims: Sequence[Victim]) -> None:
         for bucket, group in groupby(sorted(victims, key=lambda victim: victim.bucket), lambda victim: victim.bucket):
             async with self._leaving_one:
-                chosen = self._without_leased(list(group))
+                chosen = list(group)
                 self._departures.begin((bucket, victim.key) for victim in chosen)
-                versions = {victim.key: victim.entry.version for victim in chosen}
                 try:
+                    chosen = await self._io.run(partial(self._without_asked, chosen))
+                    versions = {victim.key: victim.entry.version for victim in chosen}
                     evicted = await self._change(partial(transaction.remove_versions, bucket=bucket, versions=versions))
                 finally:
                     self._departures.end()
@@ -523,15 +549,24 @@ class Evictor(Uses):
 
         await self._io.run(put_back)
 
-    def _without_leased(self, victims: list[Victim]) -> list[Victim]:
-        """The victims that nobody has got a lease of since they were chosen. The others stay."""
-        asked = [each for each in tuple(self._news) if isinstance(each, _Asked) and each.lease_s > 0]
-        leased = {(each.bucket, key) for each in asked for key in each.keys[: each.matched]}
+    def _without_asked(self, victims: list[Victim]) -> list[Victim]:
+        """The victims that nobody has got a lease of since they were chosen, nor has used since a restart, as far as
+        that waits to be noted. The others stay. Runs in the thread.
+        """
+        asked = [each for each in (*self._held_news, *tuple(self._news)) if isinstance(each, _Asked)]
+        names = {(victim.bucket, victim.key) for victim in victims}
+        wanted = {
+            (each.bucket, key)
+            for each in asked
+            if each.lease_s > 0 or not self._is_restored
+            for key in each.keys[: each.matched]
+            if (each.bucket, key) in names
+        }
         for victim in victims:
             cache = self._cache_of(victim.bucket)
-            if (victim.bucket, victim.key) in leased and cache is not None:
+            if (victim.bucket, victim.key) in wanted and cache is not None:
                 cache.books.put((victim.bucket, victim.key), victim.entry)
-        return [victim for victim in victims if (victim.bucket, victim.key) not in leased]
+        return [victim for victim in victims if (victim.bucket, victim.key) not in wanted]
 
     def _drained(self, what: Callable[[Books], list[tuple[Name, Entry]]]) -> list[_Use]:
         self._drain()

@@ -84,6 +84,22 @@ class KeyUse:
     leased_until: float | None = None
 
 
+class CachedRow(NamedTuple):
+    """An object and its use, None where it was never used, as the index has them. `attributes` is JSON."""
+
+    bucket: str
+    key: str
+    version: int
+    nbytes: int
+    modified_at: float
+    attributes: str
+    used_at: float | None
+    use_count: int | None
+    parent: str | None
+    leased_until: float | None
+    is_dirty: int
+
+
 @dataclass(frozen=True, slots=True)
 class StoredUpload:
     """An upload's row."""
@@ -189,6 +205,11 @@ def _attribute_fields(attributes: Attributes) -> dict[str, Any]:
     if attributes.storage_class != STANDARD:
         fields["storage_class"] = attributes.storage_class
     return fields
+
+
+def attributes_of(text: str) -> Attributes:
+    """The attributes in the JSON of an object."""
+    return _attributes(json.loads(text))
 
 
 def _attributes(fields: dict[str, Any]) -> Attributes:

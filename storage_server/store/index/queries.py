@@ -25,8 +25,7 @@ from storage_server.store.rows import (
     OBJECT_COLUMNS,
     PART_COLUMNS,
     UPLOAD_COLUMNS,
-    KeyChange,
-    KeyUse,
+    CachedRow,
     StoredObject,
     StoredUpload,
     extents,
@@ -178,26 +177,37 @@ def uploads_page(
     return found
 
 
-def cached(db: sqlite3.Connection, after: tuple[str, str], limit: int) -> list[tuple[KeyChange, KeyUse | None]]:
-    """Up to `limit` objects behind the bucket and key `after`, with their uses."""
-    sql = (
-        f"SELECT o.bucket, {', '.join(f'o.{name}' for name in OBJECT_COLUMNS.split(', '))}, u.used_at, u.use_count,"
-        " u.parent, u.leased_until, d.version IS NOT NULL"
-        " FROM objects AS o LEFT JOIN uses AS u ON u.bucket = o.bucket AND u.key = o.key"
-        " LEFT JOIN dirty AS d ON d.bucket = o.bucket AND d.key = o.key"
-        " WHERE (o.bucket, o.key) > (?, ?) ORDER BY o.bucket, o.key LIMIT ?"
-    )
-    found: list[tuple[KeyChange, KeyUse | None]] = []
-    for name, *row, used_at, use_count, parent, leased_until, is_dirty in db.execute(sql, (*after, limit)):
-        stored = stored_object(tuple(row))
-        info = stored.info
-        change = KeyChange(
-            name, info.key, stored.version, info.nbytes, info.modified_at, info.attributes, bool(is_dirty)
-        )
-        found.append(
-            (change, None if used_at is None else KeyUse(name, info.key, used_at, use_count, parent, leased_until))
-        )
-    return found
+_CACHED = (
+    "SELECT o.bucket, o.key, o.version, o.nbytes, o.modified_at, o.attributes, u.used_at, u.use_count, u.parent,"
+    " u.leased_until, d.version IS NOT NULL FROM objects AS o"
+    " LEFT JOIN uses AS u ON u.bucket = o.bucket AND u.key = o.key"
+    " LEFT JOIN dirty AS d ON d.bucket = o.bucket AND d.key = o.key"
+)
+
+
+def cached(db: sqlite3.Connection, bucket: str | None, after: tuple[str, str], limit: int) -> list[CachedRow]:
+    """Up to `limit` objects of a bucket, None for all, behind the bucket and key `after`."""
+    if bucket is None:
+        condition, values = "(o.bucket, o.key) > (?, ?)", after
+    else:
+        condition, values = "o.bucket = ? AND o.key > ?", (bucket, after[1])
+    sql = f"{_CACHED} WHERE {condition} ORDER BY o.bucket, o.key LIMIT ?"
+    return list(map(CachedRow._make, db.execute(sql, (*values, limit))))
+
+
+def least_recently_used(db: sqlite3.Connection, bucket: str | None, limit: int) -> list[CachedRow]:
+    """The `limit` objects of a bucket, None for all, whose last use is longest ago, the oldest first, without dirty
+    ones. It reads all of them, and keeps so many.
+    """
+    condition = "" if bucket is None else " AND o.bucket = ?"
+    sql = f"{_CACHED} WHERE d.version IS NULL{condition} ORDER BY max(o.modified_at, ifnull(u.used_at, 0)) LIMIT ?"
+    return list(map(CachedRow._make, db.execute(sql, (limit,) if bucket is None else (bucket, limit))))
+
+
+def sizes(db: sqlite3.Connection, bucket: str, after: str, limit: int) -> list[tuple[str, int]]:
+    """Key and bytes of up to `limit` objects of a bucket behind the key `after`."""
+    sql = "SELECT key, nbytes FROM objects WHERE bucket = ? AND key > ? ORDER BY key LIMIT ?"
+    return db.execute(sql, (bucket, after, limit)).fetchall()
 
 
 def dirty(db: sqlite3.Connection) -> list[tuple[str, StoredObject]]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from dataclasses import replace
+from collections.abc import Sequence
 
 import pytest
 from hypothesis import given
@@ -33,6 +33,12 @@ def filled(text: str, books: Books) -> Books:
     return books
 
 
+def restore(books: Books, found: Sequence[tuple[Name, Entry]], now: float = 20.0) -> None:
+    """As after a restart, those first whose last use is longest ago."""
+    books.restore(sorted(found, key=lambda item: item[1].used_at), now)
+    books.end_restore()
+
+
 def left(victims: list[Victim]) -> str:
     return "".join(victim.key for victim in victims)
 
@@ -55,7 +61,7 @@ def test_an_object_that_leaves_is_named_with_its_version() -> None:
 def test_a_copy_of_an_old_object_is_as_new_as_its_coming() -> None:
     """Also after a restart: what is fetched from upstream was stored there long ago."""
     books = filled("ab", made())
-    books.put((BUCKET, "old"), replace(entry(-1e6), used_at=5.0))
+    books.put((BUCKET, "old"), entry(-1e6)._replace(used_at=5.0))
     assert [name[1] for name, _ in books.changed()] == ["old"]
     assert left(books.leaving(1, 6.0)) == "ab"
 
@@ -138,18 +144,43 @@ def test_a_restart_knows_the_order_and_the_parents(eviction: Eviction) -> None:
     books = made(eviction=eviction)
     found: list[tuple[Name, Entry]] = [
         ((BUCKET, "old"), entry(1.0)),
-        ((BUCKET, "c"), replace(entry(3.0), used_at=9.0, use_count=2, parent="b")),
-        ((BUCKET, "b"), replace(entry(2.0), used_at=9.0, use_count=2, parent="a")),
-        ((BUCKET, "a"), replace(entry(4.0), used_at=9.0, use_count=2)),
-        ((BUCKET, "loop1"), replace(entry(2.0), used_at=5.0, use_count=2, parent="loop2")),
-        ((BUCKET, "loop2"), replace(entry(2.0), used_at=5.0, use_count=2, parent="loop1")),
+        ((BUCKET, "c"), entry(3.0)._replace(used_at=9.0, use_count=2, parent="b")),
+        ((BUCKET, "b"), entry(2.0)._replace(used_at=9.0, use_count=2, parent="a")),
+        ((BUCKET, "a"), entry(4.0)._replace(used_at=9.0, use_count=2)),
+        ((BUCKET, "loop1"), entry(2.0)._replace(used_at=5.0, use_count=2, parent="loop2")),
+        ((BUCKET, "loop2"), entry(2.0)._replace(used_at=5.0, use_count=2, parent="loop1")),
     ]
-    books.restore(found)
+    restore(books, found)
     assert books.changed() == []
     order = left([*books.leaving(3, 10.0), *books.leaving(0, 10.0)])
     assert order.index("c") < order.index("b") < order.index("a")
     if eviction is Eviction.LRU:
         assert order.startswith("oldloop")
+
+
+def test_the_age_of_what_a_restart_found_counts_from_when_it_was_stored() -> None:
+    """`ttl_s` holds for it, but not for what has come in its place, nor for what is held."""
+    books = made(ttl_s=10.0)
+    names = [(BUCKET, key) for key in ("late", "early", "again", "gone", "pinned")]
+    stored = (15.0, 11.0, 12.0, 12.0, 12.0)
+    found = [(name, entry(at)._replace(used_at=30.0 - at)) for name, at in zip(names, stored, strict=True)]
+    found[-1] = found[-1][0], found[-1][1]._replace(pinned_until=40.0)
+    restore(books, found)
+    books.put((BUCKET, "again"), entry(20.0, version=2))
+    books.remove((BUCKET, "gone"))
+    assert left(books.leaving(100, 20.0)) == ""
+    assert left(books.leaving(100, 21.0)) == "early"
+    assert left(books.leaving(100, 25.0)) == "late"
+    assert left(books.leaving(100, 30.0)) == "again"
+    assert left(books.leaving(100, 50.0)) == "pinned"
+
+
+def test_what_a_restart_finds_twice_counts_once() -> None:
+    books = made()
+    restore(books, [((BUCKET, "a"), entry(1.0))])
+    restore(books, [((BUCKET, "a"), entry(1.0)), ((BUCKET, "b"), entry(2.0, parent="b"))])
+    assert (books.count, books.used_bytes) == (2, 2)
+    assert left(books.leaving(0, 10.0)) == "ab"
 
 
 def test_uses_are_written_down_once() -> None:
@@ -256,7 +287,7 @@ def test_a_chunk_that_somebody_deleted_is_not_brought_back_by_a_lease() -> None:
 
 def test_a_lease_does_not_grow_from_restart_to_restart() -> None:
     books = made()
-    books.restore([((BUCKET, "a"), entry(1.0, leased_until=70.0))])
+    restore(books, [((BUCKET, "a"), entry(1.0, leased_until=70.0))])
     assert books.leased() == []
     books.use(BUCKET, ["a"], 20.0)
     assert [entry.leased_until for _, entry in books.changed()] == [70.0]
@@ -321,7 +352,7 @@ def test_dirty_objects_stay_whatever_others_hold_until_they_are_clean() -> None:
 
 def test_dirty_objects_are_dirty_after_a_restart() -> None:
     books = made()
-    books.restore([((BUCKET, "a"), entry(1.0)), ((BUCKET, "d"), entry(0.0, is_dirty=True))])
+    restore(books, [((BUCKET, "d"), entry(0.0, is_dirty=True)), ((BUCKET, "a"), entry(1.0))])
     assert left(books.leaving(0, 10.0)) == "a"
 
 

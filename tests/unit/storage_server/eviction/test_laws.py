@@ -9,8 +9,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from storage_server.eviction import policy as policy_module
 from storage_server.eviction.adaptive import AdaptiveReplacement, S3Fifo
-from storage_server.eviction.policy import EvictionPolicy, Key, Request
+from storage_server.eviction.policy import EvictionPolicy, Former, Key, Request
 from storage_server.eviction.recency import Cascade, LeastFrequentlyUsed, LeastRecentlyUsed
 from storage_server.eviction.reuse_value import ReuseValue
 from tests.unit.storage_server.eviction.streams import request, streams
@@ -130,6 +131,91 @@ def test_chunks_that_came_one_by_one_are_joined_when_they_are_asked_for_together
     left = policy.resize(0)
     assert sorted(left) == ["a", "b", "c"]
     assert left.index("b") < left.index("a")
+
+
+@every_policy
+def test_chunks_that_were_pinned_while_they_were_asked_for_in_another_order_can_leave(made: Made) -> None:
+    """A reader decides the order, and holds chunks; it must not make them stay for ever."""
+    policy = made(4)
+    policy.request(request("ab"))
+    policy.pin("ab")
+    policy.request(request("ba", 1.0))
+    policy.unpin("ab")
+    assert sorted(map(str, policy.resize(0))) == ["a", "b"]
+
+
+@st.composite
+def formers(draw: st.DrawFn) -> list[Former]:
+    """Residents of before a restart, in order of use. Parents may be gone, and may lead in a circle."""
+    count = draw(st.integers(0, 12))
+    parents = draw(st.lists(st.none() | st.integers(0, 13), min_size=count, max_size=count))
+    times = draw(st.lists(st.sampled_from([1.0, 50.0, 99.0]), min_size=count, max_size=count))
+    uses = draw(st.lists(st.integers(1, 4), min_size=count, max_size=count))
+    found = [
+        Former(key, 1 + key % 3, at, use_count, None if parent == key else parent, is_shared=key % 5 == 0)
+        for key, (parent, at, use_count) in enumerate(zip(parents, times, uses, strict=True))
+    ]
+    return sorted(found, key=lambda former: former.used_at_s)
+
+
+def leads_to_a_root(former: Former, found: dict[Key, Former]) -> bool:
+    seen = set[Key]()
+    while former.parent in found and former.key not in seen:
+        seen.add(former.key)
+        former = found[former.parent]
+    return former.key not in seen
+
+
+@every_policy
+@given(found=formers(), at_once=st.integers(1, 5), held=st.sets(st.integers(0, 11)), is_late=st.booleans())
+def test_what_was_there_before_a_restart_leaves_children_first(
+    made: Made, found: list[Former], at_once: int, held: set[int], is_late: bool
+) -> None:
+    """In whichever order and portions it comes back; all can leave, also where parents lead in a circle."""
+    policy, by_key = made(0), {former.key: former for former in found}
+    for start in range(0, len(found), at_once):
+        policy.restore(found[start : start + at_once], 100.0)
+    policy.end_restore()
+    assert policy.used_bytes == sum(former.nbytes for former in found)
+    assert policy.hit_count(list(by_key)) == len(found)
+    pinned = [key for key in by_key if key in held]
+    policy.pin(pinned)
+    left = list(policy.resize(0))
+    assert not held & set(left)
+    if is_late:
+        policy.resize(100)
+        policy.request(Request(101.0, ["new", *pinned], [1, *(by_key[key].nbytes for key in pinned)]))
+    policy.unpin(pinned)
+    left += policy.resize(0)
+    left = [key for key in left if key in by_key]
+    assert sorted(map(str, left)) == sorted(map(str, by_key))
+    if not pinned:
+        at = {key: index for index, key in enumerate(left)}
+        for former in found:
+            if former.parent in by_key and leads_to_a_root(former, by_key):
+                assert at[former.key] < at[former.parent]
+
+
+@every_policy
+def test_the_oldest_of_before_a_restart_leave_first(made: Made) -> None:
+    """Of those with equally many uses. Later ones may come while earlier ones leave."""
+    policy = made(0)
+    policy.restore([Former(number, 1, 1.0 + number) for number in range(20)], 100.0)
+    left = policy.resize(10)
+    policy.restore([Former(number, 1, 1000.0 + number) for number in range(20, 40)], 1100.0)
+    policy.end_restore()
+    assert set(left) == set(range(10))
+    assert set(policy.resize(20)) == set(range(10, 20))
+
+
+@every_policy
+def test_a_chain_too_long_to_look_through_is_not_joined(made: Made, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Looking for circles must not take the square of the chain."""
+    monkeypatch.setattr(policy_module, "DEPTH_LOOKED_AT_MAX", 2)
+    policy = made(0)
+    chain = [Former(number, 1, 1.0, parent=number - 1 if number else None) for number in range(6)]
+    policy.restore([*chain[:4], chain[5], chain[4]], 2.0)
+    assert len(policy.resize(0)) == 6
 
 
 @every_policy

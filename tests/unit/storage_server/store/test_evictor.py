@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import asyncio
+import threading
 import time
 from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, Literal
@@ -13,10 +15,10 @@ import pytest
 
 from descriptors.errors import ErrorCode, ServerError
 from descriptors.objects import ListRequest, PutRequest
-from descriptors.units import MIB
+from descriptors.units import KIB, MIB
 from storage_server.eviction.books import Books
 from storage_server.settings import CacheSettings, StorageSettings
-from storage_server.store import evictor
+from storage_server.store import evictor, former_objects
 from storage_server.store.data import space
 from storage_server.store.embedded import EmbeddedStore
 from storage_server.store.index import queries
@@ -228,9 +230,9 @@ async def _noted(store: EmbeddedStore, is_so: Callable[[dict[str, float]], bool]
     noted: dict[str, float] = {}
 
     def is_there() -> bool:
-        rows = store.reader.here(lambda db: queries.cached(db, ("", ""), 100))
+        rows = store.reader.here(lambda db: queries.cached(db, None, ("", ""), 100))
         noted.clear()
-        noted.update({use.key: use.leased_until for _, use in rows if use is not None and use.leased_until is not None})
+        noted.update({row.key: row.leased_until for row in rows if row.leased_until is not None})
         return store.evictor._is_restored and is_so(noted)
 
     await until(is_there)
@@ -262,6 +264,7 @@ async def test_lookups_that_wait_to_be_noted_are_bounded_in_bytes(
     monkeypatch.setattr(evictor, "NEWS_BYTES_MAX", 10_000)
     store = EmbeddedStore(StorageSettings(data_dir=tmp_path, caches=(CacheSettings("cached"),)))
     await store.start()
+    store.evictor._is_restored = True
     keys = ["x" * 936 for _ in range(6)]  # 1,000 bytes each
     assert store.evictor._note(evictor._Asked("cached", keys, 0.0))
     assert not store.evictor._note(evictor._Asked("cached", keys, 0.0))
@@ -270,3 +273,78 @@ async def test_lookups_that_wait_to_be_noted_are_bounded_in_bytes(
     assert store.evictor._note(evictor._Asked("cached", keys * 3, 0.0))  # alone it may be larger
     assert not store.evictor._note(evictor._Asked("cached", keys[:1], 0.0))
     store.close()
+
+
+SIZES_BYTES = {"bucket": 256 * KIB, "directory": 3 * MIB}
+"""Of objects, of which the bucket or directory has room for 32 or so."""
+
+
+def _bounded(tmp_path: Path, what: str) -> StorageSettings:
+    if what == "directory":
+        return StorageSettings(data_dir=tmp_path, caches=(CacheSettings(None),), disk_bytes=128 * MIB)
+    return StorageSettings(data_dir=tmp_path, caches=(CacheSettings("cached", 8 * MIB),))
+
+
+@asynccontextmanager
+async def _running(settings: StorageSettings) -> AsyncIterator[EmbeddedStore]:
+    store = EmbeddedStore(settings)
+    await store.start()
+    running = asyncio.create_task(store.evictor.run())
+    try:
+        yield store
+    finally:
+        running.cancel()
+        await asyncio.wait((running,))
+        store.close()
+
+
+async def _keys(store: EmbeddedStore) -> list[str]:
+    return [each.key for each in (await store.objects.list_objects("k", ListRequest("cached"))).objects]
+
+
+@pytest.mark.parametrize("what", SIZES_BYTES)
+async def test_a_full_cache_takes_objects_before_it_knows_all_that_it_has(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, what: str
+) -> None:
+    """With 10^5 objects all puts were refused for half a minute. What was used longest ago leaves, also by reads that
+    have not been noted yet; what is leased meanwhile stays, too.
+    """
+    monkeypatch.setattr(evictor, "TICK_S", 0.01)
+    monkeypatch.setattr(former_objects, "OLDEST_COUNT", 8)
+    monkeypatch.setattr(former_objects, "SLICE_COUNT", 1)
+    settings, nbytes = _bounded(tmp_path, what), SIZES_BYTES[what]
+
+    async def put(key: str) -> None:
+        await store.objects.put_object("k", PutRequest("cached", key, nbytes), BytesBody(bytes(nbytes)))
+
+    async with _running(settings) as store:
+        await store.objects.create_bucket("k", "cached")
+        for number in range(40):
+            await put(f"former-{number:02}")
+        await until(lambda: not store.evictor._is_short() and not store.evictor._news)
+        before = await _keys(store)
+    reading, going_on = queries.cached, threading.Event()
+
+    def slowly(*arguments: Any, **named: Any) -> Any:
+        going_on.wait()
+        return reading(*arguments, **named)
+
+    monkeypatch.setattr(queries, "cached", slowly)
+    async with _running(settings) as store:
+        try:
+            read, leased = before[2], before[-1]
+            store.evictor.note_read("cached", [read])
+            assert await store.chunks.matched("cached", [leased], 60.0) == 1
+            for number in range(12):
+                await put(f"new-{number:02}")
+            going_on.set()
+            await until(lambda: store.evictor._is_restored)
+            keys = await _keys(store)
+            assert {read, leased} <= set(keys)
+            assert len(keys) < len(before) + 12 - 8
+            assert set(keys) - set(before) == {f"new-{number:02}" for number in range(12)}
+            for number in range(12, 60):
+                await put(f"new-{number:02}")
+            assert leased in await _keys(store)
+        finally:
+            going_on.set()
