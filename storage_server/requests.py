@@ -6,12 +6,12 @@ from __future__ import annotations
 
 import asyncio
 import secrets
-from collections import OrderedDict, defaultdict
-from collections.abc import Callable, Coroutine
+from collections.abc import Callable, Coroutine, Iterable
 from typing import Any, TypeVar
 
 from descriptors.errors import CallerError, ErrorCode, ObjectCacheError, ServerError
 from descriptors.messages import Region
+from storage_server.used_ids import SECRET_BYTES, UsedIds
 
 REMEMBER_S = 30 * 60
 """A signature is valid from 15 minutes before to 15 minutes after its date, so a replay may come for 30 minutes."""
@@ -51,14 +51,13 @@ class ActiveRequest:
 
 
 class RequestTable:
-    """The running requests and the used ids. It remembers at most `ids_max` ids per access key; a key that uses more
-    within half an hour is told to slow down. `on_used` is called with each id before its request begins.
+    """The running requests and the used ids. `on_used` is called with the fingerprint of each id before its request
+    begins.
     """
 
-    def __init__(self, ids_max: int, on_used: Callable[[str, str], None] = lambda access_key, request_id: None) -> None:
-        self._ids_max = ids_max
+    def __init__(self, on_used: Callable[[int], None] = lambda fingerprint: None) -> None:
         self._on_used = on_used
-        self._used: defaultdict[str, OrderedDict[str, float]] = defaultdict(OrderedDict)
+        self._used = UsedIds(secrets.token_bytes(SECRET_BYTES), REMEMBER_S)
         self._active: dict[tuple[str, str], ActiveRequest] = {}
         self._running: set[asyncio.Task[Any]] = set()
 
@@ -67,9 +66,13 @@ class RequestTable:
         """How many requests are under way."""
         return len(self._active)
 
-    def restore(self, access_key: str, request_id: str, used_s: float) -> None:
-        """Add an id that was used before this table was made. Call it for the oldest id first."""
-        self._used[access_key][request_id] = used_s
+    def restore(self, secret: bytes, found: Iterable[tuple[int, float]]) -> None:
+        """Take over what was used before this table was made: the secret, the fingerprints and the times of use, the
+        oldest first.
+        """
+        self._used = UsedIds(secret, REMEMBER_S)
+        for fingerprint, used_s in found:
+            self._used.add(fingerprint, "", used_s)
 
     def active_for_agent(self, agent_id: str) -> list[ActiveRequest]:
         """Requests that move bytes of this agent's memory."""
@@ -89,7 +92,7 @@ class RequestTable:
         ServerError(SlowDown).
         """
         if request_id is not None:
-            if portion and request_id in self._used[access_key]:
+            if portion and self._is_used(access_key, request_id, now_s):
                 raise _replayed(request_id)
             self._use(access_key, _used_as(request_id, portion), now_s)
         request = ActiveRequest(access_key, request_id or secrets.token_hex(16), agent_id, region, portion)
@@ -100,7 +103,7 @@ class RequestTable:
         """Take an id for a request whose portions may be begun here, or elsewhere. Raises CallerError(RequestReplayed),
         ServerError(SlowDown).
         """
-        if request_id in self._used[access_key]:
+        if self._is_used(access_key, request_id, now_s):
             raise _replayed(request_id)
         self._use(access_key, _used_as(request_id, CLAIM), now_s)
 
@@ -145,7 +148,7 @@ class RequestTable:
         requests = [active] if active is not None else self._active_portions(access_key, request_id)
         for request in requests:
             request.stop(CallerError(ErrorCode.CANCELLED, "the request was cancelled", field="request_id"))
-        if active is None and request_id not in self._used[access_key]:
+        if active is None and not self._is_used(access_key, request_id, now_s):
             self._use(access_key, request_id, now_s, is_bounded=not requests)
         for request in requests:
             await request.drained.wait()
@@ -158,15 +161,16 @@ class RequestTable:
         ]
 
     def _use(self, access_key: str, request_id: str, now_s: float, *, is_bounded: bool = True) -> None:
-        used = self._used[access_key]
-        while used and next(iter(used.values())) < now_s - REMEMBER_S:
-            used.popitem(last=False)
-        if request_id in used or (access_key, request_id) in self._active:
+        fingerprint = self._used.fingerprint(access_key, request_id)
+        if self._used.has(fingerprint, now_s) or (access_key, request_id) in self._active:
             raise _replayed(request_id)
-        if is_bounded and len(used) >= self._ids_max:
+        if is_bounded and not self._used.has_room(access_key, now_s):
             raise ServerError(ErrorCode.SLOW_DOWN, "this access key has used too many request ids", retryable=True)
-        self._on_used(access_key, request_id)
-        used[request_id] = now_s
+        self._on_used(fingerprint)
+        self._used.add(fingerprint, access_key, now_s)
+
+    def _is_used(self, access_key: str, request_id: str, now_s: float) -> bool:
+        return self._used.has(self._used.fingerprint(access_key, request_id), now_s)
 
 
 def _used_as(request_id: str, portion: str) -> str:

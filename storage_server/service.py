@@ -31,7 +31,7 @@ from storage_server.own_keys import OwnKeys
 from storage_server.pipeline import Pipeline
 from storage_server.prefixes import Prefixes
 from storage_server.registrar import Registrar
-from storage_server.request_id_log import RequestIdLog, UsedId
+from storage_server.request_id_log import RequestIdLog
 from storage_server.requests import REMEMBER_S, RequestTable
 from storage_server.settings import ColdReads, StorageSettings, Write
 from storage_server.shared_files.store import SharedDirectory
@@ -102,10 +102,7 @@ class EmbeddedStorage:
         slot_count = settings.staging_bytes // settings.aggregation_bytes
         self.staging = StagingPool(settings.aggregation_bytes, slot_count)
         self._id_log = RequestIdLog(settings.data_dir, REMEMBER_S)
-        self.requests = RequestTable(
-            settings.request_ids_max,
-            lambda access_key, request_id: self._id_log.append(UsedId(access_key, request_id, time.time())),
-        )
+        self.requests = RequestTable(lambda fingerprint: self._id_log.append(fingerprint, time.time()))
         self.agents = Registrar(AgentTable(settings.agents_max), self.requests, takes_ids=own is not None)
         self.ucx = UcxAgents(settings, self.agents.peer_lost) if settings.ucx else None
         self.shm: ShmAgents | None = None
@@ -151,8 +148,9 @@ class EmbeddedStorage:
         if removed:
             _log.warning("%d files and rows that a crash left behind are removed, or set aside", removed)
         unix_s, now_s = time.time(), time.monotonic()
-        for used in sorted(self._id_log.load(unix_s), key=lambda used: used.unix_s):
-            self.requests.restore(used.access_key, used.request_id, now_s - max(0.0, unix_s - used.unix_s))
+        secret, used = self._id_log.load(unix_s)
+        used_s = sorted((now_s - max(0.0, unix_s - at_s), fingerprint) for fingerprint, at_s in used)
+        self.requests.restore(secret, ((fingerprint, at_s) for at_s, fingerprint in used_s))
         if self.upstream is not None:
             await self.upstream.start()
         if self.ucx is not None:

@@ -205,7 +205,6 @@ class StorageSettings:
     cold_reads: ColdReads = ColdReads.CACHED
     deliveries_max: int = 512
     agents_max: int = 4096
-    request_ids_max: int = 262_144
     open_files_max: int = 8192
     resolved_keys_max: int = 65_536
     resolved_bytes_max: int = 64 * MIB
@@ -259,7 +258,6 @@ class StorageSettings:
             "theta_bytes",
             "deliveries_max",
             "agents_max",
-            "request_ids_max",
             "gather_threads",
             "packed_bytes_max",
             "direct_payload_bytes",

@@ -36,10 +36,10 @@ STAGES = {
         "memory_area", "child_process", "planning", "scheduler", "compression", "recoding", "eviction", "gather",
         "store/rows", "store/time_of_day", "store/data", "settings", "store/index", "store/reads", "store/replacer",
         "store/replacements",
-        "store/caches", "store/evictor", "store/objects",
+        "store/caches", "store/former_objects", "store/evictor", "store/objects",
         "store/uploads", "store/chunks", "store/beside", "store/upkeep", "store/embedded", "own_keys", "upstream/rules",
-        "upstream", "shared_files", "tiers", "agents", "downlinks", "requests", "request_id_log", "transport", "link",
-        "registrar",
+        "upstream", "shared_files", "tiers", "agents", "downlinks", "used_ids", "requests", "request_id_log",
+        "transport", "link", "registrar",
         "metrics", "pipeline", "buffer_path", "region_body", "object_moves", "object_transfers", "prefixes",
         "service", "peer_body", "http_api",
     ),
@@ -69,6 +69,7 @@ PURE_FOLDERS = (
     "storage_server/upstream/rules",
 )
 PURE_MODULES = (
+    "storage_server/used_ids.py",
     "adapters/breaker.py",
     "adapters/deadlines.py",
     "adapters/nixl_memory.py",

@@ -27,6 +27,7 @@ from nixl_client.client import ObjectCacheClient
 from nixl_client.fetch.layer_fetch import LayerFetch
 from nixl_client.session.retries import Retries
 from nixl_client.transports.shared_memory import allocate
+from storage_server import used_ids
 from tests.support.chunks import LAYOUT, N, layer_of, make_chunks
 from tests.support.cut_proxy import cut_proxy
 from tests.support.requests import OWNER, descriptor_request
@@ -201,8 +202,9 @@ def test_a_full_pool_shares_memory_between_deliveries(local: LocalStack, keys: l
     assert eventually(lambda: is_idle(local))
 
 
-def test_a_request_id_table_full_of_live_ids_says_slow_down(tmp_path: Path) -> None:
-    with LocalStack(tmp_path / "data", request_ids_max=3) as local:
+def test_a_request_id_table_full_of_live_ids_says_slow_down(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(used_ids, "IDS_MAX", 6)
+    with LocalStack(tmp_path / "data") as local:
         for _ in range(3):
             local.call(local.storage.prefixes.cancel("K", uuid.uuid4().hex))
         with pytest.raises(ServerError, match="SlowDown"):

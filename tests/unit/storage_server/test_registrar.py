@@ -38,7 +38,7 @@ class PlayedTransport:
 
 
 def made(*, takes_ids: bool) -> tuple[Registrar, PlayedTransport]:
-    registrar, transport = Registrar(AgentTable(2), RequestTable(10), takes_ids=takes_ids), PlayedTransport()
+    registrar, transport = Registrar(AgentTable(2), RequestTable(), takes_ids=takes_ids), PlayedTransport()
     registrar.start(None, transport)  # type: ignore[arg-type]
     return registrar, transport
 
