@@ -107,7 +107,7 @@ class SharedDirectory:
             resolved := ResolvedKeys(storage.resolved_keys_max, storage.resolved_bytes_max),
             self._mark,
             space,
-            lambda changes: None,
+            lambda changes, part_bytes: None,
             self,
         )
         self.segments = Segments(self.files, disk, settings.segment_body_bytes_max, space, self.committer.consider)

@@ -36,6 +36,8 @@ class Cache:
     used_bytes: int = 0
     room_bytes: int = 0
     """The same in whole pages, as the books count it."""
+    part_bytes: int = 0
+    """Of open uploads. They take room as objects do, and cannot be evicted."""
     is_replaced: bool = False
     """Whether its victims may be encoded: then there is as much room for those that wait as ahead of writes."""
 
@@ -47,6 +49,11 @@ class Cache:
             self.room_bytes -= _room_of(nbytes)
         if change.version is not None:
             self.count(change.key, change.nbytes)
+
+    @property
+    def taken_bytes(self) -> int:
+        """What objects and parts take."""
+        return self.used_bytes + self.part_bytes
 
     def count(self, key: str, nbytes: int) -> None:
         """Count a key that is not counted yet."""

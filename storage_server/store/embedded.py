@@ -13,7 +13,7 @@ import asyncio
 import contextlib
 import fcntl
 import os
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from contextlib import aclosing
 from functools import partial
 from typing import TypeVar
@@ -186,8 +186,8 @@ class EmbeddedStore:
         if not self.segments.is_written(file_id):
             self.files.dispose(file_id)
 
-    def _note_changes(self, changes: Sequence[KeyChange]) -> None:
-        self.evictor.note_changes(changes)
+    def _note_changes(self, changes: Sequence[KeyChange], part_bytes: Mapping[str, int]) -> None:
+        self.evictor.note_changes(changes, part_bytes)
         self.deduplicator.note_changes(changes)
 
     def _is_busy(self, own_pinned_count: int) -> bool:

@@ -12,7 +12,7 @@ import logging
 import math
 import time
 from collections import deque
-from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
 from contextlib import AbstractAsyncContextManager, asynccontextmanager, nullcontext, suppress
 from dataclasses import dataclass
 from functools import partial
@@ -143,7 +143,8 @@ class Evictor(Uses):
             return Cache(books)
         cache = Cache(books, settings.bucket, None, settings.capacity_bytes, is_replaced=settings.replaces)
         if settings.capacity_bytes is not None:
-            cache.bound = Bound(f"the bucket {settings.bucket}", lambda: cache.capacity_bytes, lambda: cache.used_bytes)
+            what = f"the bucket {settings.bucket}"
+            cache.bound = Bound(what, lambda: cache.capacity_bytes, lambda: cache.taken_bytes)
             cache.bound.wants = self._want
         return cache
 
@@ -168,15 +169,20 @@ class Evictor(Uses):
         cache = self._caches.get(bucket)
         return nullcontext() if cache is None or cache.bound is None else cache.bound.reserved(nbytes)
 
-    def note_changes(self, changes: Sequence[KeyChange]) -> None:
-        """Note what keys show now. Called by the committer's thread."""
+    def note_changes(self, changes: Sequence[KeyChange], part_bytes: Mapping[str, int]) -> None:
+        """Note what keys show now, and what the parts of open uploads take more, by buckets. Called by the committer's
+        thread.
+        """
+        for bucket, nbytes in part_bytes.items():
+            if bucket in self._caches:
+                self._caches[bucket].part_bytes += nbytes
         for change in changes:
             cache = self._caches.get(change.bucket)
             if cache is not None:
                 cache.note(change)
             if cache is not None or self._whole is not None:
                 self._news.append(change)
-        if changes and self.is_needed:
+        if (changes or part_bytes) and self.is_needed:
             for cache in self._caches.values():
                 if cache.bound is not None:
                     cache.bound.notify()
@@ -240,7 +246,9 @@ class Evictor(Uses):
             return
         await self._change(transaction.forget_unused)
         self._loop = asyncio.get_running_loop()
+        part_bytes = await self._reader.threaded(queries.part_bytes)
         for bucket, cache in self._caches.items():
+            cache.part_bytes = part_bytes.get(bucket, 0)
             after = ""
             while found := await self._reader.threaded(partial(queries.sizes, bucket=bucket, after=after, limit=ROWS)):
                 for key, nbytes in found:
@@ -347,7 +355,7 @@ class Evictor(Uses):
             return True
         return any(
             cache.capacity_bytes is not None
-            and cache.capacity_bytes - cache.used_bytes < spare_bytes_of(cache, cache.capacity_bytes)
+            and cache.capacity_bytes - cache.taken_bytes < spare_bytes_of(cache, cache.capacity_bytes)
             for cache in self._caches.values()
         )
 
@@ -500,7 +508,7 @@ class Evictor(Uses):
         for cache in self._all():
             capacity_bytes = cache.capacity_bytes
             if capacity_bytes is not None and cache.bound is not None:
-                ahead_bytes = spare_bytes_of(cache, capacity_bytes) + cache.bound.promised_bytes
+                ahead_bytes = spare_bytes_of(cache, capacity_bytes) + cache.bound.promised_bytes + cache.part_bytes
                 if not self._is_restored:
                     ahead_bytes += max(0, cache.room_bytes - cache.books.used_bytes)
                 capacities[id(cache)] = max(0, capacity_bytes - ahead_bytes)

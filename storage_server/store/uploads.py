@@ -72,7 +72,10 @@ class Uploads:
         self._committer.require_space()
         upload = self._reader.here(lambda db: require_upload(db, request.upload)).info
         algorithm = _part_algorithm(upload, request.checksum)
-        async with self._bodies.received(request.nbytes, algorithm, body) as (part, pending):
+        async with (
+            self._evictor.reserved(request.upload.bucket, request.nbytes),
+            self._bodies.received(request.nbytes, algorithm, body) as (part, pending),
+        ):
             return await self._add_part(request.upload, request.part_number, part, pending)
 
     async def copy_part(self, access_key: str, request: PartCopyRequest) -> PartInfo:
@@ -86,14 +89,14 @@ class Uploads:
                 problem = f"the range must end within the source, which has {read.head.info.nbytes} bytes"
                 raise CallerError(ErrorCode.INVALID_ARGUMENT, problem, field="x-amz-copy-source-range")
             check_part(request.part_number, nbytes, self._part_bytes_max)
-            async with self._bodies.received(nbytes, upload.checksum, _CopiedBody(read)) as (part, pending):
+            async with (
+                self._evictor.reserved(request.upload.bucket, nbytes),
+                self._bodies.received(nbytes, upload.checksum, _CopiedBody(read)) as (part, pending),
+            ):
                 return await self._add_part(request.upload, request.part_number, part, pending)
 
     async def complete_upload(self, access_key: str, request: CompleteRequest) -> ObjectInfo:
-        bucket = request.upload.bucket
-        nbytes = await self._reader.threaded(lambda db: queries.upload_bytes(db, request.upload))
-        async with self._evictor.reserved(bucket, nbytes):
-            return await self._commit(lambda tx: upload_changes.complete_upload(tx, request, time.time()))
+        return await self._commit(lambda tx: upload_changes.complete_upload(tx, request, time.time()))
 
     async def abort_upload(self, access_key: str, upload: UploadRef) -> None:
         await self._commit(lambda tx: upload_changes.abort_upload(tx, upload), frees=True)

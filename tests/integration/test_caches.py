@@ -12,7 +12,17 @@ import pytest
 
 from descriptors.errors import CallerError, ErrorCode, ServerError
 from descriptors.layout import ChunkLayout
-from descriptors.objects import CopyRequest, ListRequest, PutRequest, ReadRequest
+from descriptors.objects import (
+    ClaimedPart,
+    CompleteRequest,
+    CopyRequest,
+    ListRequest,
+    PartRequest,
+    PutRequest,
+    ReadRequest,
+    UploadRef,
+    UploadRequest,
+)
 from descriptors.units import MIB
 from storage_server.eviction.choice import Eviction
 from storage_server.service import EmbeddedStorage
@@ -110,6 +120,42 @@ async def test_a_bucket_with_a_capacity_never_takes_more(tmp_path: Path) -> None
             return storage.store.evictor.evicted_count == 64 - len(await keys_of(storage, "cached"))
 
         await until(all_are_counted)
+
+
+async def test_parts_of_open_uploads_count_until_they_are_an_object_or_aborted(tmp_path: Path) -> None:
+    """They took room without a bound. Parts that are replaced count once, also after a restart."""
+
+    async def put_part(storage: EmbeddedStorage, upload: UploadRef, number: int, nbytes: int = MIB) -> ClaimedPart:
+        part = await storage.uploads.put_part(KEY, PartRequest(upload, number, nbytes), BytesBody(bytes(nbytes)))
+        return ClaimedPart(number, part.etag)
+
+    async with opened(tmp_path) as storage:
+        for number in range(12):
+            await put(storage, "cached", f"key-{number:02}")
+        open_id = await storage.uploads.create_upload(KEY, UploadRequest(KEY, "cached", "open"))
+        upload = UploadRef("cached", "open", open_id)
+        for number in (1, 2, 3, 3, 3):
+            await put_part(storage, upload, number)
+        assert await bytes_of(storage, "cached") <= CAPACITY_BYTES - 3 * MIB
+        with pytest.raises(ServerError, match="no room for 2097152 bytes in the bucket cached"):
+            await put_part(storage, upload, 4, 2 * MIB)
+    async with opened(tmp_path) as storage:
+        with pytest.raises(ServerError, match="no room for 2097152 bytes in the bucket cached"):
+            await put_part(storage, upload, 4, 2 * MIB)
+        await storage.uploads.abort_upload(KEY, upload)
+        open_id = await storage.uploads.create_upload(KEY, UploadRequest(KEY, "cached", "whole"))
+        upload = UploadRef("cached", "whole", open_id)
+        part = await put_part(storage, upload, 1, 3 * MIB)
+        await storage.uploads.complete_upload(KEY, CompleteRequest(upload, [part]))
+        assert await keys_of(storage, "cached") == ["whole"]
+        await put(storage, "cached", "other", 3 * MIB)
+        assert await keys_of(storage, "cached") == ["other"]
+        await storage.objects.delete_object(KEY, "cached", "other")
+        open_id = await storage.uploads.create_upload(KEY, UploadRequest(KEY, "cached", "gone with its bucket"))
+        await put_part(storage, UploadRef("cached", "gone with its bucket", open_id), 1, 3 * MIB)
+        await storage.objects.delete_bucket(KEY, "cached")
+        await storage.objects.create_bucket(KEY, "cached")
+        await put(storage, "cached", "again", 3 * MIB)
 
 
 async def test_copies_and_uploads_of_many_count_too(tmp_path: Path) -> None:

@@ -18,7 +18,7 @@ import sqlite3
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol, TypeVar
@@ -85,8 +85,9 @@ class Committer:
     """Owns the index's writing connection. Keys that a transaction changed are removed from `resolved`. The thread
     calls `dispose` with files that no row names. It calls `punch` with freed locations in other files (file, offset,
     bytes), `punch_delay_s` after nobody in this process can find them any more. `mark` records the number of
-    transactions. `space` is told which bytes are about to be given back, and `on_changes` what keys show, once it is
-    committed. `journal` is where other servers read of each transaction; it has the transaction before its commit.
+    transactions. `space` is told which bytes are about to be given back, and `on_changes` what keys show, and what the
+    parts of open uploads take more, by buckets, once it is committed. `journal` is where other servers read of each
+    transaction; it has the transaction before its commit.
     """
 
     def __init__(
@@ -100,7 +101,7 @@ class Committer:
         resolved: ResolvedKeys,
         mark: Mark,
         space: Space,
-        on_changes: Callable[[Sequence[KeyChange]], None],
+        on_changes: Callable[[Sequence[KeyChange], Mapping[str, int]], None],
         journal: SharedJournal | None = None,
     ) -> None:
         self._path = path
@@ -310,7 +311,7 @@ class Committer:
             dead = tx.dead_files()
             holes = tx.holes()
             self.db.execute("COMMIT")
-            self._on_changes(tx.changes)
+            self._on_changes(tx.changes, tx.part_bytes)
             self._space.doom(holes)
             self.transaction_count += 1
             self.change_count += sum(job.error is None for job in batch)

@@ -152,10 +152,10 @@ def parts(db: sqlite3.Connection, ref: UploadRef, after: int, limit: int) -> Par
     return PartPage(upload.info, shown, shown[-1].part_number if more else None)
 
 
-def upload_bytes(db: sqlite3.Connection, ref: UploadRef) -> int:
-    """The bytes of all parts of an upload; 0 where there is no such upload."""
-    sql = "SELECT sum(e.nbytes) FROM uploads AS u JOIN extents AS e ON e.version = u.version WHERE u.upload_id = ?"
-    return int(db.execute(sql, (ref.upload_id,)).fetchone()[0] or 0)
+def part_bytes(db: sqlite3.Connection) -> dict[str, int]:
+    """The bytes of the parts of open uploads, by buckets."""
+    sql = "SELECT bucket, sum(nbytes) FROM extents JOIN uploads USING (version) GROUP BY bucket"
+    return {bucket: int(nbytes) for bucket, nbytes in db.execute(sql)}
 
 
 def uploads_page(

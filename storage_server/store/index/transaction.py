@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import sqlite3
+from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
@@ -30,7 +31,7 @@ class Transaction:
     """One transaction of the writing connection. `released` collects the files that lost a row, and `lost` the
     locations in them: file, offset, bytes. `changes` collects what keys show now, and `moved` the keys whose bytes lie
     elsewhere now; `has_moved` says that those of any other key may, too. `touched` collects what others that have a
-    copy of this index must be told of.
+    copy of this index must be told of. `part_bytes` sums up by buckets what the parts of open uploads take more.
     """
 
     def __init__(self, db: sqlite3.Connection, versions: Iterator[int], *, synced: bool) -> None:
@@ -39,6 +40,7 @@ class Transaction:
         self.released: set[str] = set()
         self.lost: set[tuple[str, int, int]] = set()
         self.changes: list[KeyChange] = []
+        self.part_bytes: Counter[str] = Counter()
         self.moved: set[tuple[str, str]] = set()
         self.touched: list[Touched] = []
         self.named: set[tuple[str, int]] = set()
@@ -55,6 +57,7 @@ class Transaction:
         """A step of the transaction. If the block raises, only the changes made in the block are undone."""
         released, lost = set(self.released), set(self.lost)
         change_count, touched_count = len(self.changes), len(self.touched)
+        part_bytes = self.part_bytes.copy()
         self.db.execute("SAVEPOINT step")
         try:
             yield
@@ -62,7 +65,7 @@ class Transaction:
             if self.db.in_transaction:
                 self.db.execute("ROLLBACK TO step")
                 self.db.execute("RELEASE step")
-            self.released, self.lost = released, lost
+            self.released, self.lost, self.part_bytes = released, lost, part_bytes
             del self.changes[change_count:]
             del self.touched[touched_count:]
             raise
@@ -84,8 +87,9 @@ class Transaction:
             if self.db.execute(sql, (file_id, offset)).fetchone() is None
         ]
 
-    def drop_extents(self, version: int, part_numbers: Sequence[int] | None = None) -> None:
-        """Delete the extents of a version, or of some of its parts."""
+    def drop_extents(self, version: int, part_numbers: Sequence[int] | None = None) -> int:
+        """Delete the extents of a version, or of some of its parts. Returns their bytes."""
+        nbytes = 0
         where, arguments = "version = ?", (version,)
         chosen = [arguments] if part_numbers is None else [(version, number) for number in part_numbers]
         if part_numbers is not None:
@@ -95,6 +99,8 @@ class Transaction:
             rows = [row for row in self.db.execute(sql, one).fetchall() if row[0]]
             self.released.update(row[0] for row in rows)
             self.lost.update(rows)
+            nbytes += sum(row[2] for row in rows)
+        return nbytes
 
     def add_extent(self, version: int, part_number: int, part: StoredPart, modified_at: float) -> None:
         """Add the row of one body; an empty part has a row, too, without a file."""
@@ -209,7 +215,7 @@ def delete_bucket(tx: Transaction, bucket: str) -> None:
         raise CallerError(ErrorCode.BUCKET_NOT_EMPTY, f"the bucket {bucket} still has objects", field="bucket")
     sql = "SELECT upload_id, version FROM uploads WHERE bucket = ?"
     for upload_id, version in tx.db.execute(sql, (bucket,)).fetchall():
-        tx.drop_extents(version)
+        tx.part_bytes[bucket] -= tx.drop_extents(version)
         tx.touch("upload", upload_id)
     tx.db.execute("DELETE FROM uploads WHERE bucket = ?", (bucket,))
     tx.db.execute("DELETE FROM buckets WHERE name = ?", (bucket,))

@@ -68,7 +68,7 @@ def create_upload(tx: Transaction, request: UploadRequest, upload_id: str, now_s
 def add_part(tx: Transaction, ref: UploadRef, part_number: int, part: StoredPart, now_s: float) -> PartInfo:
     """Add a part; a part of the same number is replaced. Raises CallerError(NoSuchUpload)."""
     upload = require_upload(tx.db, ref)
-    tx.drop_extents(upload.version, [part_number])
+    tx.part_bytes[ref.bucket] += part.nbytes - tx.drop_extents(upload.version, [part_number])
     tx.add_extent(upload.version, part_number, part, now_s)
     tx.touch("part", ref.upload_id, str(part_number))
     return PartInfo(part_number, part.nbytes, part.etag, now_s, part.checksum)
@@ -77,7 +77,7 @@ def add_part(tx: Transaction, ref: UploadRef, part_number: int, part: StoredPart
 def abort_upload(tx: Transaction, ref: UploadRef) -> None:
     """Delete an upload and its parts. Raises CallerError(NoSuchUpload)."""
     upload = require_upload(tx.db, ref)
-    tx.drop_extents(upload.version)
+    tx.part_bytes[ref.bucket] -= tx.drop_extents(upload.version)
     tx.db.execute("DELETE FROM uploads WHERE upload_id = ?", (ref.upload_id,))
     tx.touch("upload", ref.upload_id)
 
@@ -123,7 +123,7 @@ def complete_upload(tx: Transaction, request: CompleteRequest, now_s: float) -> 
             (version, offset, upload.version, part.part_number),
         )
         offset += part.nbytes
-    tx.drop_extents(upload.version)
+    tx.part_bytes[ref.bucket] -= nbytes + tx.drop_extents(upload.version)
     tx.db.execute("DELETE FROM uploads WHERE upload_id = ?", (ref.upload_id,))
     tx.touch("upload", ref.upload_id)
     return info
