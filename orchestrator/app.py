@@ -39,6 +39,7 @@ from orchestrator.rules.reading import READ_HEADERS, Order, ReadBody, document_o
 from orchestrator.service import Orchestrator
 from orchestrator.settings import OrchestratorSettings
 from orchestrator.tokenizer import NoTokensError
+from orchestrator.under_way import UnderWay, stopping
 
 ANYBODY = Tenant("")
 READ_BYTES = 1 << 18
@@ -57,6 +58,7 @@ class App:
         self._orchestrator = orchestrator
         self._settings = settings
         self._engine_key = engine_key
+        self.under_way = UnderWay()
         self._budget = DocumentBudget(settings.bodies_bytes_max, settings.bodies_bytes_max // 2)
 
     def server(self) -> web.Server:
@@ -101,8 +103,10 @@ class App:
                 return web.json_response({"object": "list", "data": orchestrator.models()})
             case "/health":
                 _require(method, "GET")
-                is_well = orchestrator.is_serving()
-                return web.json_response({"status": "ok" if is_well else "no engine"}, status=200 if is_well else 503)
+                status = (
+                    "stopping" if self.under_way.is_stopping else "ok" if orchestrator.is_serving() else "no engine"
+                )
+                return web.json_response({"status": status}, status=200 if status == "ok" else 503)
             case "/metrics" | "/_objectcache/metrics":
                 _require(method, "GET")
                 return web.Response(body=orchestrator.metrics_text(), headers={"Content-Type": CONTENT_TYPE})
@@ -110,6 +114,10 @@ class App:
 
     async def _generate(self, http: web.BaseRequest, kind: RequestKind) -> web.StreamResponse:
         """One of OpenAI's requests, from its body to the end of its answer."""
+        with self.under_way.one():
+            return await self._answered(http, kind)
+
+    async def _answered(self, http: web.BaseRequest, kind: RequestKind) -> web.StreamResponse:
         began_s, tenant = time.monotonic(), self._tenant(http)
         said_id = http.headers.get("X-Request-Id", "")
         request_id = said_id if is_request_id(said_id) else uuid.uuid4().hex
@@ -118,6 +126,8 @@ class App:
         if not orchestrator.begin(request_id, tenant.name):
             request_id = receipt.request_id = uuid.uuid4().hex
             orchestrator.begin(request_id, tenant.name)
+        exchange: Exchange | None = None
+        is_replayed = False
         try:
             async with self._document(http, tenant) as document:
                 read = await self._read(http, document.raw, kind, tenant)
@@ -125,7 +135,7 @@ class App:
                 if receipt_key is not None:
                     kept = orchestrator.responses.find(receipt_key, time.monotonic())
                     if kept is not None:
-                        receipt.reason = "exact hit"
+                        receipt.reason, is_replayed = "exact hit", True
                         return await _replay(http, kept.content_type, kept.pieces, request_id)
                 exchange = Exchange(
                     http,
@@ -136,6 +146,7 @@ class App:
                     forwarded_headers(http.headers, request_id, self._engine_key),
                     receipt,
                     began_s,
+                    self.under_way,
                     kept=[] if receipt_key is not None else None,
                     kept_bytes_max=orchestrator.responses.answer_bytes_max,
                 )
@@ -148,7 +159,11 @@ class App:
         except Refusal as refusal:
             receipt.status, receipt.note = refusal.status, str(refusal)
             return refusal.response({REQUEST_HEADER: request_id})
-        except (asyncio.CancelledError, ConnectionResetError):
+        except (asyncio.CancelledError, ConnectionResetError) as error:
+            is_begun = is_replayed or (exchange is not None and exchange.is_begun)
+            if isinstance(error, asyncio.CancelledError) and not is_begun and self.under_way.caught():
+                receipt.status, receipt.note = 503, "cut off: the orchestrator was told to stop"
+                return stopping().response({REQUEST_HEADER: request_id})
             receipt.note = receipt.note or "the client went away"
             raise
         finally:

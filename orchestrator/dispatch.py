@@ -24,6 +24,7 @@ from orchestrator.receipts import Receipt
 from orchestrator.router import Routed
 from orchestrator.rules.kept_responses import response_id
 from orchestrator.rules.openai_requests import Asked, RequestKind, WrongRequestError
+from orchestrator.under_way import UnderWay, stopping
 
 ANSWER_BYTES_MAX = 64 << 20
 ASKED_BYTES_MAX = 1 << 18
@@ -77,11 +78,14 @@ class Exchange:
     headers: Mapping[str, str]
     receipt: Receipt
     began_s: float
+    under_way: UnderWay
     transfer_params: Mapping[str, Any] = field(default_factory=dict)
     """What a prefill engine has answered, for the engine that goes on."""
     kept: list[bytes] | None = None
     """The pieces of the answer, where they are to be kept."""
     kept_bytes_max: int = 0
+    is_begun: bool = False
+    """Whether the client has some of the answer, so that its status is out."""
     is_broken: bool = False
     progress: Progress = field(default_factory=Progress)
 
@@ -160,6 +164,7 @@ class Dispatch:
             if answer.content_type != EVENT_STREAM:
                 response = await self._whole(answer, first, exchange, engine, late)
                 engine.succeeded()
+                exchange.is_begun = True
                 await response.prepare(exchange.http)
                 await response.write_eof()
                 return response
@@ -287,6 +292,7 @@ class Dispatch:
     ) -> web.StreamResponse:
         """Pass the pieces on as they come."""
         response = web.StreamResponse(status=answer.status, headers=self._headers(answer, exchange, engine))
+        exchange.is_begun = True
         await response.prepare(exchange.http)
         piece = first
         exchange.note_response(first)
@@ -302,6 +308,12 @@ class Dispatch:
                 raise
         except (aiohttp.ClientError, TimeoutError, OSError) as error:
             await self._broken(response, exchange, engine, late, error)
+        except asyncio.CancelledError:
+            if not exchange.under_way.caught():
+                raise
+            exchange.kept, exchange.is_broken = None, True
+            exchange.receipt.note = "cut off: the orchestrator was told to stop"
+            await response.write(b"\n\n" + stopping().event())
         else:
             engine.succeeded()
         await response.write_eof()

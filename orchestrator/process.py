@@ -26,9 +26,16 @@ class Orchestration:
     ) -> None:
         self.orchestrator = Orchestrator(settings, registry, engine_key)
         self._app = App(self.orchestrator, settings, engine_key)
+        self._settings = settings
         self._listen = listen
         self._runner: web.ServerRunner | None = None
+        self._is_closed = False
         self.url = ""
+
+    @property
+    def is_stopping(self) -> bool:
+        """Whether new requests are refused."""
+        return self._app.under_way.is_stopping
 
     async def start(self) -> None:
         """Join the engines and listen. Raises ValueError, OSError."""
@@ -36,7 +43,11 @@ class Orchestration:
         self._runner, self.url = await self._listen(self._app.server())
 
     async def close(self) -> None:
-        """End, and write down what waits to be."""
+        """Let requests that run end, end, and write down what waits to be. Later calls do nothing."""
+        if self._is_closed:
+            return
+        self._is_closed = True
+        await self._app.under_way.stop(self._settings.drain_s)
         if self._runner is not None:
             await self._runner.cleanup()
         await self.orchestrator.stop()

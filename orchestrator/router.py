@@ -134,9 +134,9 @@ class Router:
         if not able:
             raise self._no_engine(asked.model)
         prompt_tokens = max(1, asked.prompt_tokens if prompt is None else len(prompt.tokens))
-        need = prompt_tokens + asked.output_tokens
+        sequence_tokens = (0 if prompt is None else len(prompt.tokens)) + asked.sequence_tokens
         loads = {engine.name: engine.books.load(now_s) for engine in able}
-        able = self._with_room(able, need, loads)
+        able = self._with_room(able, prompt_tokens + asked.output_tokens, sequence_tokens, loads)
         held, names = self._held(able, prompt, now_s)
         stored = self._offers(prompt, now_s)
         states = [self._state(engine, held[engine.name], stored, loads[engine.name]) for engine in able]
@@ -208,15 +208,17 @@ class Router:
                 tokens[engine.name] = most * block_tokens
         return tokens, best_names
 
-    def _with_room(self, able: Sequence[Engine], need_tokens: int, loads: Mapping[str, Load]) -> list[Engine]:
-        """Those with free KV blocks for the request, else all that could have them. Raises NoEngineError where no
-        engine is large enough.
+    def _with_room(
+        self, able: Sequence[Engine], need_tokens: int, sequence_tokens: int, loads: Mapping[str, Load]
+    ) -> list[Engine]:
+        """Those with free KV blocks for the whole request, else all that could have them for its largest answer: the
+        others wait in the engine. Raises NoEngineError where no engine is large enough for that.
         """
         rooms = {engine.name: engine.report.kv_tokens for engine in able}
-        large = [engine for engine in able if (room := rooms[engine.name]) is None or room >= need_tokens]
+        large = [engine for engine in able if (room := rooms[engine.name]) is None or room >= sequence_tokens]
         if not large:
             had = ", ".join(f"{name} {room}" for name, room in rooms.items())
-            raise NoEngineError(f"the request needs KV for {need_tokens} tokens; engines have {had}", 400)
+            raise NoEngineError(f"the request needs KV for {sequence_tokens} tokens; engines have {had}", 400)
         free = [
             engine
             for engine in large

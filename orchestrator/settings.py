@@ -93,6 +93,8 @@ class OrchestratorSettings:
     response_cache_s: float = 300.0
     receipts_max: int = 10_000
     prefill_tokens_min: int = 256
+    drain_s: float = 25.0
+    """How long requests that run may go on when the orchestrator is told to stop."""
 
 
 def engine_settings(document: Mapping[str, Any]) -> EngineSettings:

@@ -20,11 +20,13 @@ TokenIds: TypeAlias = npt.NDArray[np.uint32]
 OUTPUT_TOKENS_DEFAULT = 256
 """What a request is taken to put out where it does not say."""
 OUTPUT_TOKENS_MAX = 1 << 20
-PROMPTS_MAX = 256
+PROMPTS_MAX = 16_384
 SESSION_CHARACTERS_MAX = 256
 NAME_CHARACTERS_MAX = 1024
 """Of a model and of a salt: receipts, sessions and caches keep them."""
-NUMBER_OF_ANSWERS_MAX = 128
+NUMBER_OF_ANSWERS_MAX = 16_384
+"""vLLM's own bound."""
+NUMBER_CHARACTERS_MAX = 20
 
 
 class RequestKind(Enum):
@@ -64,7 +66,8 @@ class WrongRequestError(ValueError):
 class Asked:
     """One request. Exactly one is given of `tokens`, a prompt of token ids, and `to_tokenize`, the JSON that has the
     engine's `/tokenize` give them; neither where the prompt has no tokens that could be known (images, earlier
-    responses, a batch).
+    responses, a batch). `output_tokens` are those of all answers, `sequence_tokens` those of the largest one, and its
+    prompt's where that is not among `tokens`.
     """
 
     kind: RequestKind
@@ -76,7 +79,7 @@ class Asked:
     session: str
     salt: str
     is_deterministic: bool
-    answer_count: int = 1
+    sequence_tokens: int = 0
     prompt_tokens: int = 0
     """About how many tokens the prompt has, where they are not looked at."""
     previous: str = ""
@@ -94,6 +97,7 @@ def read_request(kind: RequestKind, body: Mapping[str, Any], headers: Mapping[st
     output_tokens = _output_tokens(body, kind)
     answers = _number(body, "n", 1, NUMBER_OF_ANSWERS_MAX) or 1
     tokens, document = _prompt(kind, body, model)
+    lengths = _lengths(body) if tokens is None and document is None else []
     is_stream = body.get("stream", False)
     if not isinstance(is_stream, bool | None):
         raise WrongRequestError("stream must be true or false", "stream")
@@ -102,13 +106,13 @@ def read_request(kind: RequestKind, body: Mapping[str, Any], headers: Mapping[st
         model=model,
         tokens=tokens,
         to_tokenize=None if document is None else _canonical(document),
-        output_tokens=output_tokens * answers,
+        output_tokens=output_tokens * answers * max(1, len(lengths)),
         is_stream=bool(is_stream),
         session=_session(body, headers),
         salt=_text(body, "cache_salt"),
         is_deterministic=answers == 1 and body.get("temperature") == 0,
-        answer_count=answers,
-        prompt_tokens=other_prompt_tokens(body) if tokens is None and document is None else 0,
+        sequence_tokens=output_tokens + max(lengths, default=0),
+        prompt_tokens=sum(lengths),
         previous=_text(body, "previous_response_id") if kind is RequestKind.RESPONSES else "",
     )
 
@@ -127,14 +131,14 @@ def token_ids(values: Sequence[object]) -> TokenIds:
     return np.asarray(values, dtype=np.uint32)
 
 
-def other_prompt_tokens(body: Mapping[str, Any]) -> int:
-    """About how many tokens a list of prompts has, whose tokens are not looked at: ids count one each, and four
+def _lengths(body: Mapping[str, Any]) -> list[int]:
+    """About how many tokens each prompt of a list has, whose tokens are not looked at: ids count one each, and four
     characters of a text count as one.
     """
     prompts = body.get("prompt")
     if not isinstance(prompts, list):
-        return 0
-    return sum(len(each) if isinstance(each, list) else len(str(each)) // 4 for each in prompts)
+        return []
+    return [len(each) if isinstance(each, list) else len(str(each)) // 4 for each in prompts]
 
 
 def response_key(tenant: str, kind: RequestKind, body: Mapping[str, Any]) -> str:
@@ -272,9 +276,13 @@ def is_encodable(text: str) -> bool:
 
 
 def _number(body: Mapping[str, Any], name: str, least: int, most: int) -> int | None:
+    """A field as engines read it: 100, 100.0 and "100" are one number."""
     value = body.get(name)
     if value is None:
         return None
+    is_whole = type(value) is float and value.is_integer()
+    if is_whole or (isinstance(value, str) and len(value) <= NUMBER_CHARACTERS_MAX and value.isdecimal()):
+        value = int(value)
     if type(value) is not int or not least <= value <= most:
         raise WrongRequestError(f"{name} must be a whole number from {least} to {most}", name)
     return value

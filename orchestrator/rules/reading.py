@@ -150,7 +150,7 @@ def packed_body(read: ReadBody, raw: bytes) -> list[bytes]:
         "session": asked.session,
         "salt": asked.salt,
         "is_deterministic": asked.is_deterministic,
-        "answer_count": asked.answer_count,
+        "sequence_tokens": asked.sequence_tokens,
         "prompt_tokens": asked.prompt_tokens,
         "previous": asked.previous,
     }

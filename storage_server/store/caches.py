@@ -52,7 +52,7 @@ class Cache:
 
     @property
     def taken_bytes(self) -> int:
-        """What objects and parts take."""
+        """The bytes of objects and parts together."""
         return self.used_bytes + self.part_bytes
 
     def count(self, key: str, nbytes: int) -> None:

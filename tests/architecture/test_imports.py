@@ -48,7 +48,7 @@ STAGES = {
         "operations", "handlers", "app",
     ),
     "orchestrator": (
-        "rules", "settings", "simulation", "answers", "receipts", "events_feed", "engine", "tokenizer",
+        "rules", "settings", "simulation", "answers", "under_way", "receipts", "events_feed", "engine", "tokenizer",
         "reading_process", "readers", "tokens", "store_lookups", "metadata", "registry", "writing", "response_cache",
         "gate", "router", "orders", "dispatch", "meter", "service", "app", "process",
     ),

@@ -155,6 +155,43 @@ async def test_admission_bounds_what_runs_and_tells_the_rest_to_come_again(may_c
         assert refused.json()["error"]["type"] == "rate_limit_error"
 
 
+async def test_a_stop_lets_requests_end_and_takes_no_more(may_compute: asyncio.Event) -> None:
+    async with canned(1, FAST) as engines, orchestrated(engines) as bed:
+        running = [asyncio.create_task(bed.complete([at, *PROMPT], stream=at == 0)) for at in range(2)]
+        await until(lambda: bed.orchestrator.gate.admission.active_count == 2)
+        stop = asyncio.create_task(bed.made.close())
+        await until(lambda: bed.made.is_stopping)
+        late, health = await bed.complete(PROMPT), await bed.ask("GET", "/health")
+        assert (late.status, late.json()["error"]["code"], late.headers["retry-after"]) == (503, "stopping", "1")
+        assert (health.status, health.json()) == (503, {"status": "stopping"})
+        assert not any(each.done() for each in running)
+        may_compute.set()
+        assert [answer.status for answer in await asyncio.gather(*running)] == [200, 200]
+        await stop
+
+
+async def test_what_a_stop_cuts_off_is_told_so() -> None:
+    """A stream, whose status is out, by an event; a request without an answer by 503."""
+    slow = CannedSettings(token_us=20.0, output_s=0.5)
+    async with canned(1, slow) as engines, orchestrated(engines, replace(QUICK, drain_s=0.0)) as bed:
+        whole = asyncio.create_task(bed.complete(PROMPT, max_tokens=1000))
+        body = {"model": "canned", "prompt": PROMPT, "max_tokens": 1000, "stream": True}
+        async with bed.http.post(f"{bed.url}/v1/completions", json=body) as stream:
+            begun = await stream.content.readany()
+            await until(lambda: bed.orchestrator.gate.admission.active_count == 2)
+            await bed.made.close()
+            ended = begun + await stream.content.read()
+        assert stream.status == 200
+        event = json.loads(ended.decode().rstrip().rpartition("data: ")[2])
+        assert event["error"]["code"] == "stopping"
+        answer = await whole
+        assert (answer.status, answer.json()["error"]["code"]) == (503, "stopping")
+        for headers in (stream.headers, answer.headers):
+            receipt = bed.orchestrator.receipts.find(headers["x-objectcache-request-id"])
+            assert receipt is not None
+            assert receipt.note == "cut off: the orchestrator was told to stop"
+
+
 async def test_a_request_that_waits_too_long_is_told_so(may_compute: asyncio.Event) -> None:
     settings = replace(QUICK, admission=AdmissionSettings(active_max=1, queue_max=5, deadline_s=0.1))
     async with canned(1, FAST) as engines, orchestrated(engines, settings) as bed:
@@ -309,6 +346,8 @@ async def test_a_request_that_no_engine_could_hold_says_what_it_needs_and_what_t
         assert answer.status == 400
         assert "260 tokens" in answer.json()["error"]["message"]
         assert "160" in answer.json()["error"]["message"]
+        several = await bed.complete([1, 2, 3], n=8, max_tokens=50)
+        assert several.status == 200
         missing = await bed.ask("POST", "/v1/completions", {"model": "nobody's", "prompt": [1]})
         assert missing.status == 404
 

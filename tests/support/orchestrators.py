@@ -15,7 +15,6 @@ from bench.beds.canned_engines import CannedEngine, CannedSettings
 from objectcache import serve
 from orchestrator.process import Orchestration
 from orchestrator.registry import EtcdRegistry
-from orchestrator.service import Orchestrator
 from orchestrator.settings import EngineSettings, OrchestratorSettings
 from tests.support.waiting import until
 
@@ -57,9 +56,10 @@ class Answer:
 class Bed:
     """An orchestrator in front of some engines."""
 
-    def __init__(self, url: str, orchestrator: Orchestrator, engines: Sequence[CannedEngine]) -> None:
-        self.url = url
-        self.orchestrator = orchestrator
+    def __init__(self, made: Orchestration, engines: Sequence[CannedEngine]) -> None:
+        self.made = made
+        self.url = made.url
+        self.orchestrator = made.orchestrator
         self.engines = list(engines)
         self.http = aiohttp.ClientSession(timeout=aiohttp.ClientTimeout(total=30))
 
@@ -114,7 +114,7 @@ async def orchestrated(
     settings = replace(settings, engines=(*settings.engines, *own))
     made = Orchestration(settings, None, lambda server: serve.listening(server, serve.Listen()), registry)
     await made.start()
-    bed = Bed(made.url, made.orchestrator, engines)
+    bed = Bed(made, engines)
     try:
         if is_waiting:
             known = made.orchestrator.engines

@@ -76,6 +76,10 @@ def test_prompts_whose_tokens_cannot_be_known_are_routed_without_them(kind: Requ
         (COMPLETIONS, {"prompt": "a", "n": True}, "n"),
         (COMPLETIONS, {"prompt": "a", "max_tokens": -1}, "max_tokens"),
         (COMPLETIONS, {"prompt": "a", "max_tokens": 1 << 40}, "max_tokens"),
+        (COMPLETIONS, {"prompt": "a", "max_tokens": 1.5}, "max_tokens"),
+        (COMPLETIONS, {"prompt": "a", "max_tokens": float("inf")}, "max_tokens"),
+        (COMPLETIONS, {"prompt": "a", "max_tokens": "1" * 5000}, "max_tokens"),
+        (COMPLETIONS, {"prompt": "a", "max_tokens": "ten"}, "max_tokens"),
         (COMPLETIONS, {"prompt": "a", "model": 5}, "model"),
         (COMPLETIONS, {"prompt": "a", "stream": "yes"}, "stream"),
         (COMPLETIONS, {"prompt": "a", "cache_salt": 5}, "cache_salt"),
@@ -137,3 +141,18 @@ def test_a_list_of_prompts_counts_about_as_many_tokens_as_it_has() -> None:
     assert read_request(COMPLETIONS, {"prompt": [[1] * 100, [2] * 50]}, {}).prompt_tokens == 150
     assert read_request(COMPLETIONS, {"prompt": ["abcd" * 10, "abcd"]}, {}).prompt_tokens == 11
     assert read_request(COMPLETIONS, {"prompt": [1, 2]}, {}).prompt_tokens == 0
+
+
+def test_each_prompt_of_a_list_gets_as_many_answers_as_are_asked_for() -> None:
+    """What the largest one takes is what an engine must hold; it computes the others before or after."""
+    asked = read_request(COMPLETIONS, {"prompt": [[1] * 100, [2] * 50], "n": 3, "max_tokens": 10}, {})
+    assert (asked.output_tokens, asked.sequence_tokens) == (60, 110)
+    asked = read_request(COMPLETIONS, {"prompt": [1] * 100, "n": 3, "max_tokens": 10}, {})
+    assert (asked.output_tokens, asked.sequence_tokens) == (30, 10)
+    many = read_request(COMPLETIONS, {"prompt": ["a text"] * 10_000, "max_tokens": 1}, {})
+    assert (many.output_tokens, many.prompt_tokens, many.sequence_tokens) == (10_000, 10_000, 2)
+
+
+@pytest.mark.parametrize("written", [100, 100.0, "100"])
+def test_numbers_are_read_as_engines_read_them(written: object) -> None:
+    assert read_request(COMPLETIONS, {"prompt": "a", "max_tokens": written}, {}).output_tokens == 100
