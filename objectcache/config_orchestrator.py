@@ -75,6 +75,7 @@ class OrchestratorConfig(Model):
     response_cache_s: Annotated[float, Field(gt=0)] | None = None
     receipts_max: Annotated[int, Field(ge=1, le=1_000_000)] | None = None
     prefill_tokens_min: Annotated[int, Field(ge=1)] | None = None
+    cors_origins: tuple[Annotated[str, Field(pattern=r"^(\*|https?://[^/\s]+)$")], ...] | None = None
     drain_s: Annotated[float, Field(ge=0, le=3600)] | None = None
 
     def admission(self) -> AdmissionSettings:

@@ -34,6 +34,7 @@ from orchestrator.readers import ReadingError
 from orchestrator.receipts import Receipt
 from orchestrator.router import NoEngineError, Prompt
 from orchestrator.rules.admission import Tenant
+from orchestrator.rules.cross_origin import answer_headers, preflight_headers
 from orchestrator.rules.openai_requests import PASSED_ON, RequestKind, TokenIds, WrongRequestError, read_form
 from orchestrator.rules.reading import READ_HEADERS, Order, ReadBody, document_of
 from orchestrator.service import Orchestrator
@@ -73,7 +74,17 @@ class App:
         return LimitedServer(self.handle, _refuse_unparsed, limits)
 
     async def handle(self, http: web.BaseRequest) -> web.StreamResponse:
-        """Answer one request."""
+        """Answer one request. Pages of other origins have no access to `/_orchestrator`."""
+        origins = () if http.path.startswith("/_orchestrator") else self._settings.cors_origins
+        preflight = preflight_headers(origins, http.method, http.headers)
+        if preflight is not None:
+            return web.Response(status=204, headers=preflight)
+        response = await self._refused_or_routed(http)
+        if not response.prepared:
+            response.headers.update(answer_headers(origins, http.headers))
+        return response
+
+    async def _refused_or_routed(self, http: web.BaseRequest) -> web.StreamResponse:
         try:
             return await self._route(http)
         except Refusal as refusal:
@@ -103,9 +114,9 @@ class App:
                 return web.json_response({"object": "list", "data": orchestrator.models()})
             case "/health":
                 _require(method, "GET")
-                status = (
-                    "stopping" if self.under_way.is_stopping else "ok" if orchestrator.is_serving() else "no engine"
-                )
+                status = "ok" if orchestrator.is_serving() else "no engine"
+                if self.under_way.is_stopping:
+                    status = "stopping"
                 return web.json_response({"status": status}, status=200 if status == "ok" else 503)
             case "/metrics" | "/_objectcache/metrics":
                 _require(method, "GET")
@@ -136,7 +147,8 @@ class App:
                     kept = orchestrator.responses.find(receipt_key, time.monotonic())
                     if kept is not None:
                         receipt.reason, is_replayed = "exact hit", True
-                        return await _replay(http, kept.content_type, kept.pieces, request_id)
+                        cors = answer_headers(self._settings.cors_origins, http.headers)
+                        return await _replay(http, kept.content_type, kept.pieces, request_id, cors)
                 exchange = Exchange(
                     http,
                     http.path,
@@ -147,6 +159,7 @@ class App:
                     receipt,
                     began_s,
                     self.under_way,
+                    answer_headers(self._settings.cors_origins, http.headers),
                     kept=[] if receipt_key is not None else None,
                     kept_bytes_max=orchestrator.responses.answer_bytes_max,
                 )
@@ -418,11 +431,10 @@ class _Document:
 
 
 async def _replay(
-    http: web.BaseRequest, content_type: str, pieces: tuple[bytes, ...], request_id: str
+    http: web.BaseRequest, content_type: str, pieces: tuple[bytes, ...], request_id: str, cors: Mapping[str, str]
 ) -> web.StreamResponse:
-    response = web.StreamResponse(
-        headers={"Content-Type": content_type, ENGINE_HEADER: "response cache", REQUEST_HEADER: request_id}
-    )
+    headers = {"Content-Type": content_type, ENGINE_HEADER: "response cache", REQUEST_HEADER: request_id, **cors}
+    response = web.StreamResponse(headers=headers)
     await response.prepare(http)
     for piece in pieces:
         await response.write(piece)

@@ -22,6 +22,7 @@ from orchestrator.engine import Engine
 from orchestrator.readers import Readers, ReadingError
 from orchestrator.receipts import Receipt
 from orchestrator.router import Routed
+from orchestrator.rules.cross_origin import PREFIX as CORS
 from orchestrator.rules.kept_responses import response_id
 from orchestrator.rules.openai_requests import Asked, RequestKind, WrongRequestError
 from orchestrator.under_way import UnderWay, stopping
@@ -79,6 +80,8 @@ class Exchange:
     receipt: Receipt
     began_s: float
     under_way: UnderWay
+    cors: Mapping[str, str]
+    """Headers for the browser that the answer goes to."""
     transfer_params: Mapping[str, Any] = field(default_factory=dict)
     """What a prefill engine has answered, for the engine that goes on."""
     kept: list[bytes] | None = None
@@ -337,8 +340,12 @@ class Dispatch:
         await response.write(b"\n\n" + Refusal(502, message, code="engine_lost").event())  # a line may be cut
 
     def _headers(self, answer: aiohttp.ClientResponse, exchange: Exchange, engine: Engine) -> dict[str, str]:
-        kept = {name: value for name, value in answer.headers.items() if name.lower() not in _HOP_BY_HOP}
+        kept = {name: value for name, value in answer.headers.items() if _is_passed_on(name.lower())}
         for name in ("Date", "Server"):
             kept.pop(name, None)
         kept[ENGINE_HEADER], kept[REQUEST_HEADER] = engine.name, exchange.receipt.request_id
-        return kept
+        return {**kept, **exchange.cors}
+
+
+def _is_passed_on(name: str) -> bool:
+    return name not in _HOP_BY_HOP and not name.startswith(CORS)

@@ -93,6 +93,10 @@ class OrchestratorSettings:
     response_cache_s: float = 300.0
     receipts_max: int = 10_000
     prefill_tokens_min: int = 256
+    cors_origins: tuple[str, ...] = ()
+    """The origins of web pages that may ask, such as https://chat.example; `*` is any. None: browsers keep answers from
+    pages of other origins.
+    """
     drain_s: float = 25.0
     """How long requests that run may go on when the orchestrator is told to stop."""
 

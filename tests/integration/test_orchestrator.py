@@ -155,6 +155,34 @@ async def test_admission_bounds_what_runs_and_tells_the_rest_to_come_again(may_c
         assert refused.json()["error"]["type"] == "rate_limit_error"
 
 
+@pytest.mark.parametrize("stream", [False, True])
+async def test_web_pages_of_named_origins_may_ask(stream: bool) -> None:
+    page, other = {"Origin": "https://chat.example"}, {"Origin": "https://evil.example"}
+    settings = replace(QUICK, cors_origins=("https://chat.example",), response_cache_bytes=1 << 20)
+    asks = {"Access-Control-Request-Method": "POST", "Access-Control-Request-Headers": "authorization,content-type"}
+    async with canned(1, FAST) as engines, orchestrated(engines, settings) as bed:
+        preflight = await bed.ask("OPTIONS", "/v1/chat/completions", headers=page | asks)
+        assert (preflight.status, preflight.headers["access-control-allow-origin"]) == (204, page["Origin"])
+        assert preflight.headers["access-control-allow-headers"] == "authorization,content-type"
+        for _ in range(2):  # the second comes from the response cache
+            answer = await bed.complete(PROMPT, stream=stream, temperature=0, headers=page)
+            assert (answer.status, answer.headers["access-control-allow-origin"]) == (200, page["Origin"])
+            assert "x-objectcache-request-id" in answer.headers["access-control-expose-headers"]
+        assert answer.engine == "response cache"
+        refused = await bed.complete([], headers=page)
+        assert (refused.status, refused.headers["access-control-allow-origin"]) == (400, page["Origin"])
+        for answer in (
+            await bed.complete(PROMPT, stream=stream, headers=other),
+            await bed.ask("OPTIONS", "/v1/chat/completions", headers=other | asks),
+            await bed.ask("OPTIONS", "/_orchestrator/engines", headers=page | asks),
+            await bed.ask("GET", "/_orchestrator/engines", headers=page),
+        ):
+            assert "access-control-allow-origin" not in answer.headers
+    async with canned(1, FAST) as engines, orchestrated(engines) as bed:
+        answer = await bed.complete(PROMPT, stream=stream, headers=page)
+        assert (answer.status, answer.headers.get("access-control-allow-origin")) == (200, None)
+
+
 async def test_a_stop_lets_requests_end_and_takes_no_more(may_compute: asyncio.Event) -> None:
     async with canned(1, FAST) as engines, orchestrated(engines) as bed:
         running = [asyncio.create_task(bed.complete([at, *PROMPT], stream=at == 0)) for at in range(2)]
