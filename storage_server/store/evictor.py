@@ -406,12 +406,26 @@ class Evictor(Uses):
                 raise
         if self._bound.waiting_bytes and self._space.dying_bytes:
             self._sync_soon()
-        has_news = not self._is_restored or any(isinstance(each, KeyChange) for each in tuple(self._news))
-        if not victims and not has_news and not self._space.dying_bytes:
-            for bound in (self._bound, *(cache.bound for cache in self._caches.values())):
-                if bound is not None and not bound.reserved_bytes and not bound.arriving_count:
-                    bound.refuse()  # what is on its way may leave when it has come
+        if not victims and self._hopeless():
+            for _ in range(2):  # the committer gives back what has ended without a row before it takes the next change
+                await self._change(lambda tx: None)
+            for bound in self._hopeless():
+                bound.refuse()
         return bool(victims)
+
+    def _hopeless(self) -> list[Bound]:
+        """The bounds in which somebody waits for room, and nothing can leave, nor is on its way: that may leave when it
+        has come.
+        """
+        has_news = not self._is_restored or any(isinstance(each, KeyChange) for each in tuple(self._news))
+        if has_news or self._space.dying_bytes:
+            return []
+        bounds = (self._bound, *(cache.bound for cache in self._caches.values()))
+        return [
+            bound
+            for bound in bounds
+            if bound is not None and bound.waiting_bytes and not bound.reserved_bytes and not bound.arriving_count
+        ]
 
     async def _given_up(self, replacements: Replacements) -> list[Victim]:
         """Victims that were set aside to be encoded, and leave now, since somebody waits for their room."""

@@ -81,7 +81,8 @@ class BodyWriter:
                     yield _stored(at_once, nbytes), pending
                 return
             pieces = _once(whole)
-        with closing(await self.writer(nbytes, hashes, self._io)) as writer:
+        writer = await self.writer(nbytes, hashes, self._io)
+        with self._bound.arriving(), closing(writer):  # nobody is refused room that a slow body is about to give up
             await self._copy(pieces, writer, body, nbytes)
             yield _stored(writer, nbytes), writer.pending()
 

@@ -134,6 +134,9 @@ def test_every_request_is_in_one_place_and_places_do_not_stay_empty(
                 active.add(name)
             elif verdict is Verdict.WAITS:
                 waiting[name] = tenants[tenant]
+            for displaced in admission.displaced:
+                assert waiting.pop(displaced).priority <= tenants[tenant].priority
+            admission.displaced.clear()
         elif what == "end":
             admission.end(name)
             active.discard(name)
