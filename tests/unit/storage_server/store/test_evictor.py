@@ -302,7 +302,7 @@ async def _keys(store: EmbeddedStore) -> list[str]:
     return [each.key for each in (await store.objects.list_objects("k", ListRequest("cached"))).objects]
 
 
-@pytest.mark.parametrize("what", SIZES_BYTES)
+@pytest.mark.parametrize("what", ["bucket", pytest.param("directory", marks=pytest.mark.slow)])
 async def test_a_full_cache_takes_objects_before_it_knows_all_that_it_has(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, what: str
 ) -> None:
