@@ -164,10 +164,15 @@ class Evictor(Uses):
         """Whether there is any cache."""
         return self._whole is not None or bool(self._caches)
 
+    def bound_of(self, bucket: str) -> Bound | None:
+        """That of the bucket; None where it has none of its own."""
+        cache = self._caches.get(bucket)
+        return None if cache is None else cache.bound
+
     def reserved(self, bucket: str, nbytes: int) -> AbstractAsyncContextManager[None]:
         """Keep room for an object in its bucket until the block ends. Raises what `Bound.reserved` raises."""
-        cache = self._caches.get(bucket)
-        return nullcontext() if cache is None or cache.bound is None else cache.bound.reserved(nbytes)
+        bound = self.bound_of(bucket)
+        return nullcontext() if bound is None else bound.reserved(nbytes)
 
     def note_changes(self, changes: Sequence[KeyChange], part_bytes: Mapping[str, int]) -> None:
         """Note what keys show now, and what the parts of open uploads take more, by buckets. Called by the committer's

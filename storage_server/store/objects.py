@@ -82,9 +82,10 @@ class Objects(Reads):
         check_size(request.nbytes, self._object_bytes_max)
         self._committer.require_space()
         self._index.here(lambda db: _check_before_body(db, request))
+        of_bucket = self._evictor.bound_of(request.bucket)
         async with (
             self._evictor.reserved(request.bucket, request.nbytes),
-            self._writer.received(request.nbytes, request.checksum, body) as (part, pending),
+            self._writer.received(request.nbytes, request.checksum, body, of_bucket) as (part, pending),
         ):
             info = ObjectInfo(request.key, request.nbytes, part.etag, time.time(), request.attributes, part.checksum)
 

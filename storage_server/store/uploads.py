@@ -72,9 +72,10 @@ class Uploads:
         self._committer.require_space()
         upload = self._reader.here(lambda db: require_upload(db, request.upload)).info
         algorithm = _part_algorithm(upload, request.checksum)
+        of_bucket = self._evictor.bound_of(request.upload.bucket)
         async with (
             self._evictor.reserved(request.upload.bucket, request.nbytes),
-            self._bodies.received(request.nbytes, algorithm, body) as (part, pending),
+            self._bodies.received(request.nbytes, algorithm, body, of_bucket) as (part, pending),
         ):
             return await self._add_part(request.upload, request.part_number, part, pending)
 

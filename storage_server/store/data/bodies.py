@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncGenerator, AsyncIterable, AsyncIterator, Iterator, Sequence
-from contextlib import aclosing, asynccontextmanager, closing, contextmanager
-from dataclasses import dataclass
+from contextlib import aclosing, asynccontextmanager, closing, contextmanager, nullcontext
 from functools import partial
 
 from adapters.threads import finished
@@ -22,23 +21,12 @@ from storage_server.store.data.extents import ExtentFiles
 from storage_server.store.data.io_threads import IoThreads
 from storage_server.store.data.pump import ExtentPump
 from storage_server.store.data.segments import ExtentWriter, Pending, Segments
-from storage_server.store.data.space import PATIENCE_S, Bound
+from storage_server.store.data.space import PATIENCE_S, ArrivingBody, Bound
 from storage_server.store.rows import StoredPart
 
 SYNC_ALONE_BYTES_MIN = MIB
 AT_ONCE_BYTES_MAX = 64 * KIB
 PUMP_BYTES_MIN = 256 * KIB
-SLOW_S, LEAST_BYTES_PER_S = 5.0, 256 * KIB
-"""Where others wait for room, a body that arrives for so long must have come at this rate."""
-
-
-@dataclass(slots=True, eq=False)
-class _Arriving:
-    """A body that arrives since `begun_s`, of which `nbytes` have come. `limit` ends it."""
-
-    begun_s: float
-    limit: asyncio.Timeout
-    nbytes: int = 0
 
 
 class BodyWriter:
@@ -47,7 +35,6 @@ class BodyWriter:
     def __init__(
         self, segments: Segments, disk: Disk, durability: Durability, share: BufferShare, io: IoThreads, bound: Bound
     ) -> None:
-        self._arriving: list[_Arriving] = []
         self._segments = segments
         self._bound = bound
         self._disk = disk
@@ -57,9 +44,10 @@ class BodyWriter:
 
     @asynccontextmanager
     async def received(
-        self, nbytes: int, algorithm: ChecksumAlgorithm | None, body: Body
+        self, nbytes: int, algorithm: ChecksumAlgorithm | None, body: Body, of_bucket: Bound | None = None
     ) -> AsyncIterator[tuple[StoredPart, Pending | None]]:
         """Receive a body and check it. Inside the block, commit the body's row and, with it, what is pending on disk.
+        `of_bucket` is the bound of its bucket, if there is one, in which it has room already.
 
         Raises CallerError (IncompleteBody, BadDigest, XAmzContentSHA256Mismatch), ServerError (InsufficientStorage,
         InternalError). A body for which there is no room is not read, but where others take its room meanwhile. If no
@@ -83,7 +71,7 @@ class BodyWriter:
             pieces = _once(whole)
         writer = await self.writer(nbytes, hashes, self._io)
         with self._bound.arriving(), closing(writer):  # nobody is refused room that a slow body is about to give up
-            await self._copy(pieces, writer, body, nbytes)
+            await self._copy(pieces, writer, body, nbytes, of_bucket)
             yield _stored(writer, nbytes), writer.pending()
 
     async def writer(
@@ -96,40 +84,27 @@ class BodyWriter:
             writer = self._segments.writer_at_once(nbytes, hashes)
             if writer is not None:
                 return writer
-        self._end_slow()
-        again = asyncio.get_running_loop().call_later(SLOW_S, self._end_slow)
-        try:
-            async with self._bound.reserved(aligned(nbytes), patience_s):
-                return await io.run(partial(self._segments.writer, nbytes, hashes), undo=ExtentWriter.close)
-        finally:
-            again.cancel()
+        async with self._bound.reserved(aligned(nbytes), patience_s):
+            return await io.run(partial(self._segments.writer, nbytes, hashes), undo=ExtentWriter.close)
 
-    def _end_slow(self) -> None:
-        """Have bodies that come too slowly give up the room that they got for all they announced: somebody lacks it."""
-        now_s = asyncio.get_running_loop().time()
-        for arriving in self._arriving:
-            age_s = now_s - arriving.begun_s
-            is_slow = age_s >= SLOW_S and arriving.nbytes < LEAST_BYTES_PER_S * age_s
-            if is_slow and arriving.limit.when() is None:
-                arriving.limit.reschedule(now_s)
-
-    async def _copy(self, pieces: AsyncIterable[Piece], writer: ExtentWriter, body: Body, nbytes: int) -> None:
+    async def _copy(
+        self, pieces: AsyncIterable[Piece], writer: ExtentWriter, body: Body, nbytes: int, of_bucket: Bound | None
+    ) -> None:
         limit = asyncio.timeout(None)
-        arriving = _Arriving(asyncio.get_running_loop().time(), limit)
-        self._arriving.append(arriving)
+        arriving = ArrivingBody(asyncio.get_running_loop().time(), limit)
+        in_bucket = nullcontext() if of_bucket is None else of_bucket.taken_by(arriving)
         try:
-            async with limit:
-                await self._take(pieces, writer, body, nbytes, arriving)
+            with self._bound.taken_by(arriving), in_bucket:
+                async with limit:
+                    await self._take(pieces, writer, body, nbytes, arriving)
         except TimeoutError:
             if not limit.expired():
                 raise
             problem = "the body comes too slowly, and others wait for the room that it has taken"
             raise ServerError(ErrorCode.SLOW_DOWN, problem, field="body", retryable=True) from None
-        finally:
-            self._arriving.remove(arriving)
 
     async def _take(
-        self, pieces: AsyncIterable[Piece], writer: ExtentWriter, body: Body, nbytes: int, arriving: _Arriving
+        self, pieces: AsyncIterable[Piece], writer: ExtentWriter, body: Body, nbytes: int, arriving: ArrivingBody
     ) -> None:
         batch: list[Piece] = []
         batch_bytes = 0

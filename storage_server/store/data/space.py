@@ -12,10 +12,11 @@ import threading
 from collections import Counter, deque
 from collections.abc import AsyncIterator, Callable, Collection, Iterable, Iterator
 from contextlib import asynccontextmanager, contextmanager, suppress
+from dataclasses import dataclass
 from pathlib import Path
 
 from descriptors.errors import ErrorCode, ServerError
-from descriptors.units import MIB
+from descriptors.units import KIB, MIB
 from storage_server.planning.extent import aligned
 
 ROOM_BYTES = 16 * MIB
@@ -25,6 +26,28 @@ ROOM_FRACTION = 1 / 256
 BLOCK_UNIT_BYTES = 512
 WAITING_MAX = 1024
 PATIENCE_S = 10.0
+SLOW_S, LEAST_BYTES_PER_S = 5.0, 256 * KIB
+"""Where others wait for room, a body that arrives for so long must have come at this rate."""
+
+
+@dataclass(slots=True, eq=False)
+class ArrivingBody:
+    """A body that arrives since `begun_s` of the event loop's time, of which `nbytes` have come. `limit` ends it."""
+
+    begun_s: float
+    limit: asyncio.Timeout
+    nbytes: int = 0
+
+    def end_if_slow(self, now_s: float) -> bool:
+        """Have a body that comes too slowly give up the room that it got for all it announced. Returns whether it
+        does.
+        """
+        age_s = now_s - self.begun_s
+        if age_s < SLOW_S or self.nbytes >= LEAST_BYTES_PER_S * age_s:
+            return False
+        if self.limit.when() is None:
+            self.limit.reschedule(now_s)
+        return True
 
 
 class Space:
@@ -173,6 +196,7 @@ class Bound:
         self._used_bytes = used_bytes
         self._waiting: deque[tuple[int, asyncio.Future[None]]] = deque()
         self._loop: asyncio.AbstractEventLoop | None = None
+        self._bodies: list[ArrivingBody] = []
         self.wants: Callable[[], None] | None = None
         """Called when somebody waits. None where nobody can make room, so that nobody needs to wait."""
         self.reserved_bytes = 0
@@ -225,6 +249,15 @@ class Bound:
             if self._waiting and self.wants is not None:
                 self.wants()
 
+    @contextmanager
+    def taken_by(self, body: ArrivingBody) -> Iterator[None]:
+        """A body arrives into room that it got here."""
+        self._bodies.append(body)
+        try:
+            yield
+        finally:
+            self._bodies.remove(body)
+
     def has_room(self, nbytes: int) -> bool:
         """Whether there is room without waiting, for a caller that counts the bytes as used before it awaits."""
         return not self._waiting and self._fits(nbytes)
@@ -248,7 +281,9 @@ class Bound:
 
     async def _wait(self, nbytes: int, patience_s: float) -> None:
         limit_bytes = self._limit_bytes()
-        if self.wants is None or (limit_bytes is not None and nbytes > limit_bytes):
+        if limit_bytes is not None and nbytes > limit_bytes:
+            raise self._refusal(nbytes)
+        if not self._end_slow() and self.wants is None:
             raise self._refusal(nbytes)
         if len(self._waiting) >= WAITING_MAX:
             raise ServerError(ErrorCode.SLOW_DOWN, f"too many wait for room in {self._what}", retryable=True)
@@ -257,12 +292,15 @@ class Bound:
         entry = (nbytes, coming)
         self._waiting.append(entry)
         self._admit()  # room that came just before was told to nobody
-        self.wants()
+        if self.wants is not None:
+            self.wants()
+        again = self._loop.call_later(SLOW_S, self._end_slow)
         is_kept = False
         try:
             await asyncio.wait((coming,), timeout=patience_s)
             is_kept = coming.done()
         finally:
+            again.cancel()
             if not is_kept:
                 if entry in self._waiting:
                     self._waiting.remove(entry)
@@ -272,6 +310,11 @@ class Bound:
         if not is_kept:
             raise self._refusal(nbytes)
         coming.result()
+
+    def _end_slow(self) -> bool:
+        """Whether some body gives room up, or is about to."""
+        now_s = asyncio.get_running_loop().time()
+        return sum(body.end_if_slow(now_s) for body in self._bodies) > 0
 
     def _admit(self) -> None:
         while self._waiting and self._fits(self._waiting[0][0]):

@@ -14,7 +14,7 @@ from descriptors.conditions import NO_WRITE_CONDITION, WriteCondition
 from descriptors.errors import CallerError, ErrorCode, ObjectCacheError, ServerError
 from descriptors.objects import BodyDigests, ListRequest, PartRequest, PutRequest, UploadRef, UploadRequest
 from storage_server.settings import CacheSettings
-from storage_server.store.data import bodies
+from storage_server.store.data import space
 from storage_server.store.embedded import EmbeddedStore
 from tests.support.chunks import BytesBody
 from tests.support.store_bed import LARGE, SMALL, content, opened
@@ -158,16 +158,24 @@ def test_what_no_row_names_takes_no_space(
     asyncio.run(carry_out(tmp_path_factory.mktemp("store")))
 
 
+@pytest.mark.parametrize("what", ["a bounded cache", "a bounded directory", "a bounded bucket"])
 async def test_a_body_that_drips_gives_its_room_up_when_others_need_it(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, what: str
 ) -> None:
     """Two PUTs that announced 120 MiB, and sent nothing, had everybody else answered 507 for as long as they liked."""
-    monkeypatch.setattr(bodies, "SLOW_S", 0.0)
-    store = await opened(tmp_path, disk_bytes=64 << 20, caches=(CacheSettings(None),))
+    monkeypatch.setattr(space, "SLOW_S", 0.0)
+    caches = {
+        "a bounded cache": (CacheSettings(None),),
+        "a bounded directory": (),
+        "a bounded bucket": (CacheSettings("bbb", 32 << 20),),
+    }
+    disk_bytes = (256 if what == "a bounded bucket" else 64) << 20
+    store = await opened(tmp_path, disk_bytes=disk_bytes, caches=caches[what])
     await store.objects.create_bucket("k", "bbb")
-    await put(store, "before", content(LARGE))
+    if caches[what]:
+        await put(store, "before", content(LARGE))
     running = asyncio.create_task(store.evictor.run())
-    room = store.space.extent_bytes_max
+    room = 32 << 20 if what == "a bounded bucket" else store.space.extent_bytes_max
     assert room is not None
     data = bytes(room - 2 * LARGE)
     body = HeldBody(data)
@@ -181,4 +189,20 @@ async def test_a_body_that_drips_gives_its_room_up_when_others_need_it(
     await asyncio.wait((running,))
     page = await store.objects.list_objects("k", ListRequest("bbb"))
     assert "other" in [entry.key for entry in page.objects]
+    store.close()
+
+
+async def test_a_slow_body_goes_on_while_there_is_room_for_all(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Any large PUT ended the slow ones."""
+    monkeypatch.setattr(space, "SLOW_S", 0.0)
+    store = await opened(tmp_path, disk_bytes=64 << 20)
+    await store.objects.create_bucket("k", "bbb")
+    data = bytes(8 * LARGE)
+    body = HeldBody(data)
+    drips = asyncio.create_task(put(store, "drips", data, body))
+    await body.has_begun.wait()
+    for number in range(4):
+        await put(store, f"other-{number}", bytes(8 * LARGE))
+    body.may_end.set()
+    await drips
     store.close()
