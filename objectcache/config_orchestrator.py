@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Annotated
 
-from pydantic import Field
+from pydantic import Field, model_validator
 
 from objectcache.config_values import Model, Size
 from orchestrator.rules.admission import AdmissionSettings, Tenant
@@ -26,6 +26,11 @@ class EngineConfig(Model):
     topic: Annotated[str, Field(max_length=128)] = ""
     requests_max: Annotated[int, Field(ge=1, le=65_536)] | None = None
     token_us: Annotated[float, Field(gt=0, lt=1e9)] | None = None
+
+    @model_validator(mode="after")
+    def _usable(self) -> EngineConfig:
+        self.settings()
+        return self
 
     def settings(self) -> EngineSettings:
         """The settings of the engine."""

@@ -25,11 +25,16 @@ class Role(Enum):
     PREFILL = "prefill"
 
 
+BIND = "bind:"
+SECRET_TOPIC_CHARACTERS_MIN = 16
+
+
 @dataclass(frozen=True, slots=True)
 class EngineSettings:
     """One engine. `events` and `replay` are ZMQ endpoints; None: those that `GET /kv_event_sources` names, if any.
-    An endpoint that begins with `bind:` is bound here, for an engine that connects to it. `requests_max` is how many
-    requests the engine runs at the same time; None: REQUESTS_MAX_DEFAULT, within its KV blocks.
+    An endpoint that begins with `bind:` is bound here, for an engine that connects to it; anybody else may, too, so
+    `topic` is then a secret that only the engine knows. `requests_max` is how many requests the engine runs at the same
+    time; None: REQUESTS_MAX_DEFAULT, within its KV blocks. Raises ValueError.
     """
 
     url: str
@@ -40,6 +45,14 @@ class EngineSettings:
     topic: str = ""
     requests_max: int | None = None
     token_us: float | None = None
+
+    def __post_init__(self) -> None:
+        if self.events is not None and self.events.startswith(BIND) and len(self.topic) < SECRET_TOPIC_CHARACTERS_MIN:
+            problem = (
+                f"events: {BIND} lets anybody send events who reaches the port; it needs a topic of at least"
+                f" {SECRET_TOPIC_CHARACTERS_MIN} characters that only the engine knows"
+            )
+            raise ValueError(problem)
 
     @property
     def label(self) -> str:

@@ -1,0 +1,53 @@
+"""Events of engines that connect to a subscriber that is bound here."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from pathlib import Path
+
+import msgspec
+import pytest
+import zmq
+import zmq.asyncio
+
+from orchestrator.events_feed import EventsFeed
+from orchestrator.rules.prefix_index import PrefixIndex
+from orchestrator.settings import EngineSettings, engine_settings
+from tests.support.waiting import until
+
+SECRET = "a secret of many letters"
+
+
+async def test_events_count_by_their_topic_where_anybody_may_connect(tmp_path: Path) -> None:
+    """Anybody who reached the port could say what an engine holds, or that it has started anew."""
+    taken: list[int] = []
+    endpoint = f"ipc://{tmp_path}/events"
+    index = PrefixIndex()
+    index.add_engine("a")
+    feed = EventsFeed("a", index, f"bind:{endpoint}", None, SECRET, on_batch=lambda number, _: taken.append(number))
+    running = asyncio.create_task(feed.run())
+    context = zmq.asyncio.Context()
+    try:
+        with context.socket(zmq.XPUB) as engine:
+            engine.connect(endpoint)
+            await engine.recv()  # the subscription has come
+            cleared = msgspec.msgpack.encode([time.time(), [{"type": "AllBlocksCleared"}], 0])
+            for number, topic in enumerate([SECRET, "", "kv", SECRET + "x", SECRET[:-1], SECRET]):
+                await engine.send_multipart([topic.encode(), number.to_bytes(8, "big"), cleared])
+            await until(lambda: 5 in taken)
+    finally:
+        running.cancel()
+        await asyncio.wait((running,))
+        context.destroy(linger=0)
+    assert taken == [0, 5]
+    assert feed.wrong_count  # of the topic that begins with the secret; others never come
+
+
+@pytest.mark.parametrize("topic", ["", "kv", "x" * 15])
+def test_a_subscriber_that_is_bound_needs_a_secret(topic: str) -> None:
+    with pytest.raises(ValueError, match="topic of at least 16 characters"):
+        EngineSettings("http://a:1", events="bind:tcp://0.0.0.0:5557", topic=topic)
+    with pytest.raises(ValueError, match="topic of at least 16 characters"):
+        engine_settings({"url": "http://a:1", "events": "bind:tcp://0.0.0.0:5557", "topic": topic})
+    assert EngineSettings("http://a:1", events="tcp://a:5557", topic=topic).topic == topic
