@@ -17,6 +17,9 @@ import logging
 import math
 import os
 import secrets
+from array import array
+from collections.abc import Iterator
+from itertools import chain
 from pathlib import Path
 
 from adapters.beneath import Beneath
@@ -25,8 +28,15 @@ from storage_server.used_ids import SECRET_BYTES
 LINE_BYTES_MAX = 128
 WARN_EVERY_S = 60.0
 _log = logging.getLogger(__name__)
-Used = list[tuple[int, float]]
-"""Fingerprints, and the time of day in Unix seconds at which each was used."""
+
+
+class _Used:
+    """The secret of a file, fingerprints, and the time of day in Unix seconds at which each was used."""
+
+    def __init__(self) -> None:
+        self.secret: bytes | None = None
+        self.fingerprints = array("Q")
+        self.at_s = array("d")
 
 
 class RequestIdLog:
@@ -45,24 +55,26 @@ class RequestIdLog:
         self._lost_count = 0
         self._warned_s = -math.inf
 
-    def load(self, unix_s: float) -> tuple[bytes, Used]:
-        """The secret, and the ids that may still be replayed at `unix_s`. Opens the log for `append`."""
+    def load(self, unix_s: float) -> tuple[bytes, Iterator[tuple[int, float]]]:
+        """The secret, and the ids that may still be replayed at `unix_s`: fingerprints and the times of day at which
+        they were used, about in order. Opens the log for `append`.
+        """
         found = [_read(place) for place in self._places]
-        newest = [max((at_s for _, at_s in used), default=-math.inf) for _, used in found]
+        newest = [max(used.at_s, default=-math.inf) for used in found]
         self._current = int(newest[1] > newest[0])
-        secret, used = found[self._current]
-        if secret is not None and used:
-            self._secret = secret
-            self._since_s = min(at_s for _, at_s in used)
+        used = found[self._current]
+        if used.secret is not None and used.at_s:
+            self._secret = used.secret
+            self._since_s = min(used.at_s)
         self._is_loaded = True
         try:
             self._open_for(unix_s)
         except OSError as error:
             self._warn(error, unix_s)
         oldest_s = unix_s - self._keep_s
-        return self._secret, [
-            each for secret, used in found if secret == self._secret for each in used if each[1] > oldest_s
-        ]
+        known = [each for each in (found[1 - self._current], used) if each.secret == self._secret]
+        pairs = chain.from_iterable(zip(each.fingerprints, each.at_s, strict=True) for each in known)
+        return self._secret, (pair for pair in pairs if pair[1] > oldest_s)
 
     def append(self, fingerprint: int, unix_s: float) -> None:
         """Write an id to the log. After a disk error the id is forgotten at a restart, and a warning says so, at most
@@ -117,16 +129,17 @@ class RequestIdLog:
         _log.warning("request ids are not remembered across a restart (%d so far): %s", self._lost_count, error)
 
 
-def _read(place: Beneath) -> tuple[bytes | None, Used]:
-    """The secret of a file, and the ids of every whole line. A torn line is passed over."""
-    secret: bytes | None = None
-    used: Used = []
+def _read(place: Beneath) -> _Used:
+    """What every whole line of a file says. A torn line is passed over."""
+    used = _Used()
     with contextlib.suppress(FileNotFoundError), open(place.open(os.O_RDONLY), "rb") as file:
         while line := file.readline(LINE_BYTES_MAX):
-            with contextlib.suppress(ValueError):
+            with contextlib.suppress(ValueError, OverflowError):
                 first, second = line.split()
                 if first == b"secret":
                     secret = bytes.fromhex(second.decode())
-                elif len(second) == 16 and line.endswith(b"\n"):
-                    used.append((int(second, 16), float(first)))
-    return (secret if secret is not None and len(secret) == SECRET_BYTES else None), used
+                    used.secret = secret if len(secret) == SECRET_BYTES else None
+                elif len(second) == 16 and line.endswith(b"\n") and math.isfinite(at_s := float(first)):
+                    used.fingerprints.append(int(second, 16))
+                    used.at_s.append(at_s)
+    return used

@@ -67,8 +67,8 @@ class RequestTable:
         return len(self._active)
 
     def restore(self, secret: bytes, found: Iterable[tuple[int, float]]) -> None:
-        """Take over what was used before this table was made: the secret, the fingerprints and the times of use, the
-        oldest first.
+        """Take over what was used before this table was made: the secret, the fingerprints and the times of use, about
+        in order.
         """
         self._used = UsedIds(secret, REMEMBER_S)
         for fingerprint, used_s in found:

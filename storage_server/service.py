@@ -149,8 +149,7 @@ class EmbeddedStorage:
             _log.warning("%d files and rows that a crash left behind are removed, or set aside", removed)
         unix_s, now_s = time.time(), time.monotonic()
         secret, used = self._id_log.load(unix_s)
-        used_s = sorted((now_s - max(0.0, unix_s - at_s), fingerprint) for fingerprint, at_s in used)
-        self.requests.restore(secret, ((fingerprint, at_s) for at_s, fingerprint in used_s))
+        self.requests.restore(secret, ((each, now_s - max(0.0, unix_s - used_at_s)) for each, used_at_s in used))
         if self.upstream is not None:
             await self.upstream.start()
         if self.ucx is not None:

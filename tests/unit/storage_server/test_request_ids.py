@@ -75,12 +75,12 @@ def test_the_log_of_ids_forgets_what_cannot_be_replayed_and_survives_garbage(tmp
     """Two files, of which the older is started anew; a torn line is passed over."""
     log = RequestIdLog(tmp_path, keep_s=100.0)
     secret, used = log.load(0.0)
-    assert used == []
+    assert list(used) == []
     for unix_s in range(0, 1000, 10):
         log.append(unix_s, float(unix_s))
     log.close()
     with (tmp_path / "used-ids.0").open("ab") as file:
-        file.write(b"1 k\n\xff\nnan 00000000000000zz\n1 2 3\n995.000 00000000000003e")
+        file.write(b"1 k\n\xff\n995.0 -00000000000003f\nnan 0000000000000042\n995.0 00000000000000zz\n1 2 3\n995.000 00000000000003e")
     again, used = RequestIdLog(tmp_path, keep_s=100.0).load(1000.0)
     assert again == secret
     assert sorted(used) == [(unix_s, float(unix_s)) for unix_s in range(910, 1000, 10)]
@@ -122,7 +122,7 @@ def test_ids_that_a_disk_error_loses_are_warned_of_and_not_each_by_itself(
     ]
     log.append(7, WARN_EVERY_S + 2.0)
     log.close()
-    assert RequestIdLog(tmp_path, keep_s=1000.0).load(100.0)[1] == [(7, WARN_EVERY_S + 2.0)]
+    assert list(RequestIdLog(tmp_path, keep_s=1000.0).load(100.0)[1]) == [(7, WARN_EVERY_S + 2.0)]
 
 
 @pytest.mark.parametrize("torn", ["a line", "the secret"])
@@ -137,7 +137,7 @@ def test_a_line_that_the_disk_took_in_part_spoils_no_other(tmp_path: Path, torn:
         log.append(1, 1.0)
     log.append(2, 2.0)
     log.close()
-    assert RequestIdLog(tmp_path, keep_s=1000.0).load(100.0)[1] == [(2, 2.0)]
+    assert list(RequestIdLog(tmp_path, keep_s=1000.0).load(100.0)[1]) == [(2, 2.0)]
 
 
 def test_a_log_that_could_not_be_opened_is_opened_later(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
@@ -150,4 +150,4 @@ def test_a_log_that_could_not_be_opened_is_opened_later(tmp_path: Path, caplog: 
     (tmp_path / "gone").mkdir()
     log.append(2, 2.0)
     log.close()
-    assert RequestIdLog(tmp_path / "gone", keep_s=1000.0).load(100.0)[1] == [(2, 2.0)]
+    assert list(RequestIdLog(tmp_path / "gone", keep_s=1000.0).load(100.0)[1]) == [(2, 2.0)]
