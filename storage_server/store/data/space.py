@@ -294,13 +294,15 @@ class Bound:
         self._admit()  # room that came just before was told to nobody
         if self.wants is not None:
             self.wants()
-        again = self._loop.call_later(SLOW_S, self._end_slow)
+        until_s = self._loop.time() + patience_s
         is_kept = False
         try:
-            await asyncio.wait((coming,), timeout=patience_s)
+            await asyncio.wait((coming,), timeout=min(SLOW_S, patience_s))
+            if not coming.done() and patience_s > SLOW_S:
+                self._end_slow()  # those that had only begun when the wait did
+                await asyncio.wait((coming,), timeout=until_s - self._loop.time())
             is_kept = coming.done()
         finally:
-            again.cancel()
             if not is_kept:
                 if entry in self._waiting:
                     self._waiting.remove(entry)
