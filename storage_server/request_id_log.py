@@ -130,7 +130,7 @@ class RequestIdLog:
 
 
 def _read(place: Beneath) -> _Used:
-    """What every whole line of a file says. A torn line is passed over."""
+    """Read every whole line of a file. A torn line is passed over."""
     used = _Used()
     with contextlib.suppress(FileNotFoundError), open(place.open(os.O_RDONLY), "rb") as file:
         while line := file.readline(LINE_BYTES_MAX):

@@ -19,7 +19,7 @@ IDS_PER_SLICE: Final = SLOTS * 3 // 4
 SLICE_S: Final = 300.0
 """A slice takes no more ids after so long a time: the first ones would be remembered much longer than they need be."""
 IDS_MAX: Final = 1 << 24
-"""Of all access keys: 9,300 a second for half an hour, which is more than a server carries out, and 180 MiB."""
+"""Of all access keys: 9,300 a second for half an hour, and 180 MiB."""
 KEY_FRACTION: Final = 0.5
 SECRET_BYTES: Final = 16
 

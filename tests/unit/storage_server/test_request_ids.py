@@ -80,7 +80,8 @@ def test_the_log_of_ids_forgets_what_cannot_be_replayed_and_survives_garbage(tmp
         log.append(unix_s, float(unix_s))
     log.close()
     with (tmp_path / "used-ids.0").open("ab") as file:
-        file.write(b"1 k\n\xff\n995.0 -00000000000003f\nnan 0000000000000042\n995.0 00000000000000zz\n1 2 3\n995.000 00000000000003e")
+        file.write(b"1 k\n\xff\n995.0 -00000000000003f\nnan 0000000000000042\n995.0 00000000000000zz\n1 2 3\n")
+        file.write(b"995.000 00000000000003e")
     again, used = RequestIdLog(tmp_path, keep_s=100.0).load(1000.0)
     assert again == secret
     assert sorted(used) == [(unix_s, float(unix_s)) for unix_s in range(910, 1000, 10)]

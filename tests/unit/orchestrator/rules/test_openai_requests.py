@@ -144,7 +144,7 @@ def test_a_list_of_prompts_counts_about_as_many_tokens_as_it_has() -> None:
 
 
 def test_each_prompt_of_a_list_gets_as_many_answers_as_are_asked_for() -> None:
-    """What the largest one takes is what an engine must hold; it computes the others before or after."""
+    """An engine must hold the largest one, and computes the others before or after."""
     asked = read_request(COMPLETIONS, {"prompt": [[1] * 100, [2] * 50], "n": 3, "max_tokens": 10}, {})
     assert (asked.output_tokens, asked.sequence_tokens) == (60, 110)
     asked = read_request(COMPLETIONS, {"prompt": [1] * 100, "n": 3, "max_tokens": 10}, {})
