@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from heapq import heapify, heappop, heappush
 from typing import NamedTuple
 
+from descriptors.messages import LEASE_S_MAX
 from storage_server.eviction.policy import EvictionPolicy, Former, Request
 
 EXPECTED_MAX = 65_536
@@ -228,6 +229,9 @@ class Books:
         self._policy.restore(formers, now)
         for name, entry in held:
             self._entries[name] = entry._replace(pinned_until=None, leased_until=None, is_dirty=False)
+            if entry.leased_until is not None and entry.leased_until > now + LEASE_S_MAX + LEASE_SPARE_S:
+                entry = entry._replace(leased_until=now + LEASE_S_MAX)  # the clock was ahead when this was written down
+                self._changed.add(name)
             self._set(name, entry)
             if name in self._changed:
                 self._note_lease(name)
@@ -303,6 +307,14 @@ class Books:
         names, self._unwritten = self._unwritten, set()
         self._changed -= names
         return self._to_write(names)
+
+    def forget_written_leases(self) -> None:
+        """Have all leases written down again: what is written counts by another clock."""
+        self._written_ends.clear()
+        for name, entry in self._entries.items():
+            if entry.leased_until is not None:
+                self._changed.add(name)
+                self._note_lease(name)
 
     def not_written(self, names: Iterable[Name]) -> None:
         """Take back what `changed` or `leased` gave: these could not be written down."""

@@ -21,7 +21,7 @@ from typing import Any
 
 from descriptors.errors import ErrorCode, ObjectCacheError, ServerError
 from descriptors.units import GIB
-from storage_server.eviction.books import Books, Entry, Name, Victim
+from storage_server.eviction.books import LEASE_SPARE_S, Books, Entry, Name, Victim
 from storage_server.eviction.choice import policy_of
 from storage_server.eviction.departures import Departures
 from storage_server.planning.extent import aligned
@@ -123,6 +123,8 @@ class Evictor(Uses):
         self._day = TimeOfDay(time.time(), time.monotonic())
         self._lease_timer: asyncio.TimerHandle | None = None
         self._has_leases = False
+        self._written_leap_s = 0.0
+        """How far the clock was ahead when leases were written down."""
         self._told_refusals = 0
         self._told_refusals_at = -math.inf
         self.evicted_count = 0
@@ -278,6 +280,7 @@ class Evictor(Uses):
             try:
                 if await self._step() and not self._is_restored:
                     await self._take_more(formers)
+                await self._follow_clock()
                 if time.monotonic() - self._saved_at >= SAVE_INTERVAL_S:
                     await self.save()
                 elif self._has_leases:
@@ -297,6 +300,16 @@ class Evictor(Uses):
                     async with asyncio.timeout(TICK_S):
                         await self._wake.wait()
 
+    async def _follow_clock(self) -> None:
+        """Have all leases written down anew where the clock has leapt since they were: after a restart it is followed,
+        wherever it is then.
+        """
+        if abs(self._day.leap_s - self._written_leap_s) > LEASE_SPARE_S:
+            self._written_leap_s = self._day.leap_s
+            for cache in self._all():
+                await self._io.run(cache.books.forget_written_leases)
+            self._has_leases = True
+
     async def save(self) -> None:
         """Write down which objects were used when, so that a restart knows it."""
         self._saved_at = time.monotonic()
@@ -308,10 +321,8 @@ class Evictor(Uses):
             return
         found = await self._io.run(partial(self._drained, what))
         for start in range(0, len(found), SAVED_AT_ONCE):
-            uses = [
-                KeyUse(*name, entry.used_at, entry.use_count, entry.parent, entry.leased_until)
-                for _, name, entry in found[start : start + SAVED_AT_ONCE]
-            ]
+            leap_s = self._day.leap_s
+            uses = [_key_use(name, entry, leap_s) for _, name, entry in found[start : start + SAVED_AT_ONCE]]
             try:
                 await self._change(partial(transaction.note_uses, uses=uses))
             except ObjectCacheError:
@@ -510,8 +521,7 @@ class Evictor(Uses):
                 if noted.version is None:
                     cache.books.remove(name)
                 else:
-                    entry = entry_of(noted)
-                    cache.books.put(name, entry._replace(used_at=max(entry.used_at, self._now())))
+                    cache.books.put(name, entry_of(noted)._replace(used_at=self._now()))
             elif noted.matched is None:
                 cache.books.use(noted.bucket, noted.keys, noted.at)
             else:
@@ -598,6 +608,12 @@ class Evictor(Uses):
     def _drained(self, what: Callable[[Books], list[tuple[Name, Entry]]]) -> list[_Use]:
         self._drain()
         return [(cache.books, name, entry) for cache in self._all() for name, entry in what(cache.books)]
+
+
+def _key_use(name: Name, entry: Entry, leap_s: float) -> KeyUse:
+    """A lease ends by the clock, which a restart follows even where it has leapt."""
+    leased_until = None if entry.leased_until is None else entry.leased_until + leap_s
+    return KeyUse(*name, entry.used_at, entry.use_count, entry.parent, leased_until)
 
 
 def _not_written(uses: Sequence[_Use]) -> None:

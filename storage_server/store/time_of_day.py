@@ -16,16 +16,17 @@ class TimeOfDay:
 
     def __init__(self, unix_s: float, monotonic_s: float) -> None:
         self._ahead_s = unix_s - monotonic_s
-        self._is_leapt = False
+        self.leap_s = 0.0
+        """By how much the clock was ahead of this time when it was last asked; 0 while it is followed."""
 
     def now(self, unix_s: float, monotonic_s: float) -> float:
         """The time of day, or the time that it should be by the steady clock if that is earlier."""
         ahead_s = unix_s - monotonic_s
         if ahead_s - self._ahead_s > LEAP_S_MAX:
             leap_s = ahead_s - self._ahead_s
-            if not self._is_leapt:
-                self._is_leapt = True
+            if not self.leap_s:
                 _log.warning("the clock has leapt %.0f s ahead: what expires ignores the leap until a restart", leap_s)
+            self.leap_s = leap_s
             return monotonic_s + self._ahead_s
-        self._ahead_s, self._is_leapt = ahead_s, False
+        self._ahead_s, self.leap_s = ahead_s, 0.0
         return unix_s

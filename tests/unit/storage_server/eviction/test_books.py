@@ -9,6 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from descriptors.messages import LEASE_S_MAX
 from storage_server.eviction import books as books_module
 from storage_server.eviction.books import LEASE_SPARE_S, Books, Entry, Name, Victim
 from storage_server.eviction.choice import POLICIES, Eviction
@@ -291,6 +292,12 @@ def test_a_lease_does_not_grow_from_restart_to_restart() -> None:
     assert books.leased() == []
     books.use(BUCKET, ["a"], 20.0)
     assert [entry.leased_until for _, entry in books.changed()] == [70.0]
+
+
+def test_a_lease_of_a_clock_that_was_ahead_ends_within_the_longest_lease() -> None:
+    books = made()
+    restore(books, [((BUCKET, "a"), entry(1.0, leased_until=1e9))])
+    assert [entry.leased_until for _, entry in books.leased()] == [20.0 + LEASE_S_MAX + LEASE_SPARE_S]
 
 
 @pytest.mark.parametrize("eviction", Eviction)

@@ -14,6 +14,7 @@ from typing import Any, Literal
 import pytest
 
 from descriptors.errors import ErrorCode, ServerError
+from descriptors.messages import LEASE_S_MAX
 from descriptors.objects import ListRequest, PutRequest
 from descriptors.units import KIB, MIB
 from storage_server.eviction.books import Books
@@ -223,6 +224,44 @@ async def test_the_lease_of_a_chunk_that_comes_later_is_on_the_disk_soon_after_i
         running.cancel()
         await asyncio.wait((running,))
         store.close()
+
+
+async def test_leases_end_by_the_clock_on_the_disk_and_outlive_a_restart_after_a_leap(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The next process follows the clock, wherever that is. Leases of before the leap, and of chunks that come during
+    it, count too; a clock that is set back must not make them last for the leap.
+    """
+    monkeypatch.setattr(evictor, "TICK_S", 0.01)
+    settings = StorageSettings(data_dir=tmp_path, caches=(CacheSettings(None, 16 * MIB),))
+    played = SimpleNamespace(time=time.time, monotonic=time.monotonic)
+    monkeypatch.setattr(evictor, "time", played)
+    store = EmbeddedStore(settings)
+    await store.start()
+    await store.objects.create_bucket("k", "cached")
+    await store.objects.put_object("k", PutRequest("cached", "a", 5), BytesBody(b"bytes"))
+    running = asyncio.create_task(store.evictor.run())
+    month_s = 30 * 86_400.0
+    try:
+        asked_s = time.time()
+        store.evictor.note_lookup("cached", ["a", "b"], 2, store.evictor.before_lookup(), 60.0)
+        assert (await _noted(store, lambda noted: "a" in noted))["a"] < asked_s + month_s
+        played.time = lambda: time.time() + month_s
+        monkeypatch.setattr("storage_server.store.objects.time", played)
+        await store.objects.put_object("k", PutRequest("cached", "b", 5), BytesBody(b"bytes"))
+        noted = await _noted(store, lambda noted: len(noted) == 2 and noted["a"] > asked_s + month_s)
+        assert all(asked_s + month_s + 50 < end < asked_s + month_s + 600 for end in noted.values())
+    finally:
+        running.cancel()
+        await asyncio.wait((running,))
+        store.close()
+    for now, end_max in ((played.time, asked_s + month_s + 600), (time.time, time.time() + 2 * LEASE_S_MAX)):
+        played.time = now
+        async with _running(settings) as again:
+            noted = await _noted(again, lambda noted: len(noted) == 2 and max(noted.values()) < end_max)
+            assert min(noted.values()) > played.time()
+            entries = again.evictor._all()[0].books._entries
+            assert {entry.is_held for entry in entries.values()} == {True}
 
 
 async def _noted(store: EmbeddedStore, is_so: Callable[[dict[str, float]], bool]) -> dict[str, float]:
