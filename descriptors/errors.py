@@ -33,6 +33,7 @@ class ErrorCode(Enum):
     EXPIRED_TOKEN = "ExpiredToken"
     ILLEGAL_LOCATION = "IllegalLocationConstraintException"
     INCOMPLETE_BODY = "IncompleteBody"
+    INCORRECT_NUMBER_OF_FILES = "IncorrectNumberOfFilesInPostRequest"
     INSUFFICIENT_STORAGE = "InsufficientStorage"
     INTERNAL_ERROR = "InternalError"
     INVALID_ACCESS_KEY_ID = "InvalidAccessKeyId"
@@ -43,14 +44,17 @@ class ErrorCode(Enum):
     INVALID_PART = "InvalidPart"
     INVALID_PART_NUMBER = "InvalidPartNumber"
     INVALID_PART_ORDER = "InvalidPartOrder"
+    INVALID_POLICY_DOCUMENT = "InvalidPolicyDocument"
     INVALID_RANGE = "InvalidRange"
     INVALID_REQUEST = "InvalidRequest"
     INVALID_STORAGE_CLASS = "InvalidStorageClass"
     INVALID_TAG = "InvalidTag"
     INVALID_URI = "InvalidURI"
     KEY_TOO_LONG = "KeyTooLongError"
+    MALFORMED_POST_REQUEST = "MalformedPOSTRequest"
     MALFORMED_TRAILER = "MalformedTrailerError"
     MALFORMED_XML = "MalformedXML"
+    MAX_POST_PRE_DATA_LENGTH = "MaxPostPreDataLengthExceededError"
     METADATA_TOO_LARGE = "MetadataTooLarge"
     METHOD_NOT_ALLOWED = "MethodNotAllowed"
     MISSING_CONTENT_LENGTH = "MissingContentLength"
@@ -104,6 +108,7 @@ HTTP_STATUS: dict[ErrorCode, int] = {
     ErrorCode.EXPIRED_TOKEN: 400,
     ErrorCode.ILLEGAL_LOCATION: 400,
     ErrorCode.INCOMPLETE_BODY: 400,
+    ErrorCode.INCORRECT_NUMBER_OF_FILES: 400,
     ErrorCode.INSUFFICIENT_STORAGE: 507,
     ErrorCode.INTERNAL_ERROR: 500,
     ErrorCode.INVALID_ACCESS_KEY_ID: 403,
@@ -114,14 +119,17 @@ HTTP_STATUS: dict[ErrorCode, int] = {
     ErrorCode.INVALID_PART: 400,
     ErrorCode.INVALID_PART_NUMBER: 416,
     ErrorCode.INVALID_PART_ORDER: 400,
+    ErrorCode.INVALID_POLICY_DOCUMENT: 400,
     ErrorCode.INVALID_RANGE: 416,
     ErrorCode.INVALID_REQUEST: 400,
     ErrorCode.INVALID_STORAGE_CLASS: 400,
     ErrorCode.INVALID_TAG: 400,
     ErrorCode.INVALID_URI: 400,
     ErrorCode.KEY_TOO_LONG: 400,
+    ErrorCode.MALFORMED_POST_REQUEST: 400,
     ErrorCode.MALFORMED_TRAILER: 400,
     ErrorCode.MALFORMED_XML: 400,
+    ErrorCode.MAX_POST_PRE_DATA_LENGTH: 400,
     ErrorCode.METADATA_TOO_LARGE: 400,
     ErrorCode.METHOD_NOT_ALLOWED: 405,
     ErrorCode.MISSING_CONTENT_LENGTH: 411,

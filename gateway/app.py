@@ -23,10 +23,12 @@ from descriptors.headers import SERVICE_PREFIX
 from descriptors.storage_api import StorageApi
 from descriptors.tracing import REQUEST_ID_HEADER, TIMING_HEADER, timing_header
 from gateway.call import Call
+from gateway.form_upload import FormUpload, is_form_upload
 from gateway.handlers import HANDLERS, LAYERWISE
 from gateway.metrics import GatewayMeter, is_bearer
 from gateway.s3 import sigv2, sigv4, xml
 from gateway.s3.credentials import Credential, CredentialBook, authorize, require_all_buckets
+from gateway.s3.post_policy import POLICY_FIELD
 from gateway.s3.request import S3Request, parse_target, without_chunk_coding
 from gateway.s3.routing import Operation, is_list_buckets, route
 from gateway.settings import GatewaySettings as GatewaySettings
@@ -45,7 +47,7 @@ _WITH_BODY = frozenset(
         Operation.LAYERWISE, Operation.LOOKUP, Operation.PUT_CHUNKS, Operation.REGISTER_AGENT, Operation.RENEW_AGENT,
     }
 )  # fmt: skip
-_VERSION_2 = frozenset({Operation.GET_OBJECT, Operation.HEAD_OBJECT, Operation.PUT_OBJECT})
+_VERSION_2 = frozenset({Operation.GET_OBJECT, Operation.HEAD_OBJECT, Operation.PUT_OBJECT, Operation.POST_OBJECT})
 _log = logging.getLogger(__name__)
 
 
@@ -128,13 +130,21 @@ class Gateway:
             return await self._metrics(request, trace)
         if request.method == "OPTIONS":
             raise _refused_preflight(request)
-        request, claim, credential, key = self._authenticated(request)
+        form = None
+        if is_form_upload(request):
+            form = await FormUpload.begun(http, request, self._settings, trace.phases)
+            claim, credential = self._signed_form(form)
+            key = b""
+        else:
+            request, claim, credential, key = self._authenticated(request)
         operation = route(request)
         trace.operation = operation.name.lower()
         if operation in LAYERWISE:
             _demand_signature(operation, claim)
         if claim.is_version_2 and operation not in _VERSION_2:
-            problem = "a Version 2 signature is taken for GET, HEAD and PUT of objects only; use AWS4-HMAC-SHA256"
+            problem = (
+                "a Version 2 signature is taken for GET, HEAD and PUT of objects and forms only; use AWS4-HMAC-SHA256"
+            )
             raise CallerError(ErrorCode.ACCESS_DENIED, problem, field="Signature")
         authorize(credential, operation.action, _policy_bucket(request))
         if operation is Operation.METRICS:
@@ -142,7 +152,17 @@ class Gateway:
             return await self._metrics(request, trace)
         request = replace(request, headers=without_chunk_coding(request.headers))
         call = Call(
-            operation, request, http, claim, self._storage, trace, self._documents, self._settings, key, credential
+            operation,
+            request,
+            http,
+            claim,
+            self._storage,
+            trace,
+            self._documents,
+            self._settings,
+            key,
+            credential,
+            form,
         )
         return await HANDLERS[operation](call)
 
@@ -192,6 +212,19 @@ class Gateway:
         # Buckets of every region are listed everywhere, so a client may sign with its own region.
         region = claim.region if is_list_buckets(request) else self._settings.region
         return request, claim, credential, sigv4.verify(request, claim, credential.secret_key, region, now_s)
+
+    def _signed_form(self, form: FormUpload) -> tuple[sigv4.Claim, Credential]:
+        """The claim and credential of who has signed a form's policy. Raises CallerError."""
+        fields = form.fields
+        if self._settings.allows_sigv2 and sigv2.is_signed_form(fields):
+            claim = sigv2.read_form_claim(fields)
+            credential = self._credentials.find(claim.access_key)
+            sigv2.verify_form(fields[POLICY_FIELD], claim, credential.secret_key)
+            return claim, credential
+        claim = sigv4.read_form_claim(fields)
+        credential = self._credentials.find(claim.access_key)
+        sigv4.verify_form(fields[POLICY_FIELD], claim, credential.secret_key, self._settings.region, time.time())
+        return claim, credential
 
     def _identity(self, trace_id: str) -> dict[str, str]:
         return {"x-amz-request-id": trace_id, "x-amz-id-2": self._host_id, "Server": SERVER}

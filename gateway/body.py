@@ -63,7 +63,7 @@ class RequestBody:
 
     async def _plain(self) -> AsyncIterator[Piece]:
         nbytes, received = self._plan.nbytes, 0
-        async for piece in self._arriving():
+        async for piece in arriving(self._http, self._idle_timeout_s, self._phases):
             received += len(piece)
             if nbytes is not None and received > nbytes:
                 raise _wrong_length(f"has more than the {nbytes} bytes announced")
@@ -78,7 +78,7 @@ class RequestBody:
         """
         decoder = ChunkedDecoder(self._plan.nbytes or 0, self._chain, self._plan.trailer_names)
         joined, piece_count = bytearray(), 0
-        async for data in self._arriving():
+        async for data in arriving(self._http, self._idle_timeout_s, self._phases):
             for piece in decoder.feed(data):
                 piece_count += 1
                 if piece_count % PIECES_A_TURN == 0:
@@ -99,30 +99,30 @@ class RequestBody:
             digests = replace(digests, checksum=decode_checksum(algorithm, trailers[algorithm.header]))
         self._digests = digests
 
-    async def _arriving(self) -> AsyncIterator[bytes]:
-        """The bytes as they arrive. A client that waits for `100 Continue` gets it here: all earlier checks have
-        passed.
 
-        Raises CallerError: IncompleteBody, RequestTimeout.
-        """
-        http = self._http
-        await give_leave(http)
-        while True:
-            try:
-                with self._phases.during(Phase.TRANSFER):
-                    async with asyncio.timeout(self._idle_timeout_s):
-                        piece = await http.content.readany()
-            except (web.RequestPayloadError, ConnectionError) as error:
-                raise _wrong_length("ended early") from error
-            except TimeoutError:
-                raise CallerError(
-                    ErrorCode.REQUEST_TIMEOUT,
-                    f"no byte of the body came for {self._idle_timeout_s:g} s; the connection is closed",
-                    field="body",
-                ) from None
-            if not piece:
-                return
-            yield piece
+async def arriving(http: web.BaseRequest, idle_timeout_s: float, phases: Phases) -> AsyncIterator[bytes]:
+    """The bytes of a body as they arrive. A client that waits for `100 Continue` gets it here: all earlier checks have
+    passed.
+
+    Raises CallerError: IncompleteBody, RequestTimeout.
+    """
+    await give_leave(http)
+    while True:
+        try:
+            with phases.during(Phase.TRANSFER):
+                async with asyncio.timeout(idle_timeout_s):
+                    piece = await http.content.readany()
+        except (web.RequestPayloadError, ConnectionError) as error:
+            raise _wrong_length("ended early") from error
+        except TimeoutError:
+            raise CallerError(
+                ErrorCode.REQUEST_TIMEOUT,
+                f"no byte of the body came for {idle_timeout_s:g} s; the connection is closed",
+                field="body",
+            ) from None
+        if not piece:
+            return
+        yield piece
 
 
 def _wrong_length(problem: str) -> CallerError:

@@ -15,6 +15,7 @@ from descriptors.errors import CallerError, ErrorCode
 from descriptors.objects import ChecksumAlgorithm
 from descriptors.storage_api import StorageApi
 from gateway.body import RequestBody
+from gateway.form_upload import FormUpload
 from gateway.s3.aws_chunked import SignatureChain
 from gateway.s3.credentials import NOBODY, Credential
 from gateway.s3.payload_form import PayloadForm
@@ -40,7 +41,9 @@ class Upload:
 
 @dataclass(frozen=True, slots=True)
 class Call:
-    """`request` is the parsed request; its body is read from `http`, and the answer is written there."""
+    """`request` is the parsed request; its body is read from `http`, and the answer is written there. `form` is an
+    upload by HTML form, whose fields have been read.
+    """
 
     operation: Operation
     request: S3Request
@@ -52,6 +55,7 @@ class Call:
     settings: GatewaySettings = field(default_factory=GatewaySettings)
     signing_key: bytes = field(default=b"", repr=False)
     credential: Credential = NOBODY
+    form: FormUpload | None = None
 
     @property
     def access_key(self) -> str:

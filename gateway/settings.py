@@ -18,7 +18,8 @@ class GatewaySettings:
     complete after `header_timeout_s`; no request came for `keepalive_timeout_s`; or the client took no byte of an
     answer for `send_idle_timeout_s`. Above `connections_max` new connections are refused.
 
-    With `allows_sigv2` presigned URLs with a Version 2 signature are accepted for GET, HEAD and PUT of objects.
+    With `allows_sigv2` presigned URLs with a Version 2 signature are accepted for GET, HEAD and PUT of objects, and
+    HTML forms with such a signature.
 
     A document (a body that is parsed as a whole) must have arrived within `document_timeout_s`. All documents under way
     hold at most `document_bytes` of memory, those of one access key `document_key_bytes`.

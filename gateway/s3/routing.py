@@ -42,6 +42,7 @@ class Operation(Enum):
     LIST_UPLOADS = "ListBucketMultipartUploads"
     DELETE_OBJECTS = "DeleteObject:many"
     PUT_OBJECT = "PutObject"
+    POST_OBJECT = "PutObject:form"
     COPY_OBJECT = "PutObject:copy"
     GET_OBJECT = "GetObject"
     HEAD_OBJECT = "GetObject:head"
@@ -116,6 +117,7 @@ _BUCKET: _Table = {
     ("GET", "ownershipControls"): Operation.GET_OWNERSHIP_CONTROLS,
     ("GET", "replication"): Operation.GET_REPLICATION,
     ("GET", "object-lock"): Operation.GET_OBJECT_LOCK,
+    ("POST", ""): Operation.POST_OBJECT,
     ("POST", "delete"): Operation.DELETE_OBJECTS,
 }
 _OBJECT: _Table = {

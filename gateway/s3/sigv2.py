@@ -1,8 +1,8 @@
 """AWS Signature Version 2 in the query: the presigned URLs that boto3 and `aws s3 presign` make by default.
 Pure: the caller supplies the time.
 
-For GET, HEAD and PUT of objects only. Source: Amazon S3 Developer Guide, "Signing and authenticating REST requests",
-query string request authentication alternative.
+For GET, HEAD and PUT of objects, and for HTML forms. Source: Amazon S3 Developer Guide, "Signing and authenticating
+REST requests", query string request authentication alternative; "Browser-based uploads using POST".
 """
 
 from __future__ import annotations
@@ -10,6 +10,7 @@ from __future__ import annotations
 import base64
 import hmac
 import re
+from collections.abc import Mapping
 from dataclasses import replace
 
 from descriptors.errors import CallerError, ErrorCode
@@ -50,15 +51,7 @@ def read_claim(request: S3Request) -> Claim:
         raise _denied(f"query-string authentication needs {', '.join(_NAMES)}", missing[0])
     if not _SECONDS.match(parameters["Expires"]):
         raise _denied("Expires must be a time in Unix seconds", "Expires")
-    return Claim(
-        access_key=parameters["AWSAccessKeyId"],
-        scope="",
-        date="",
-        signed_headers=(),
-        signature=parameters["Signature"],
-        payload_hash=PayloadForm.UNSIGNED.value,
-        presigned_s=0,
-    )
+    return _claim(parameters["AWSAccessKeyId"], parameters["Signature"])
 
 
 def verify(request: S3Request, claim: Claim, secret_key: str, now_s: float) -> None:
@@ -68,14 +61,29 @@ def verify(request: S3Request, claim: Claim, secret_key: str, now_s: float) -> N
         raise _denied("Request has expired", "Expires")
     if expires_s > now_s + PRESIGNED_S_MAX:
         raise _denied(f"a presigned URL may be valid for {PRESIGNED_S_MAX} seconds", "Expires")
-    signed = hmac.digest(secret_key.encode(), header_bytes(string_to_sign(request)), "sha1")
-    if not hmac.compare_digest(base64.b64encode(signed), header_bytes(claim.signature)):
-        raise CallerError(
-            ErrorCode.SIGNATURE_DOES_NOT_MATCH,
-            "The request signature we calculated does not match the signature you provided. Check your key and signing"
-            " method.",
-            field="Signature",
-        )
+    _check_signature(claim, secret_key, string_to_sign(request))
+
+
+def is_signed_form(fields: Mapping[str, str]) -> bool:
+    """Whether an HTML form, whose field names are in small letters, carries a Version 2 signature."""
+    return "awsaccesskeyid" in fields
+
+
+def read_form_claim(fields: Mapping[str, str]) -> Claim:
+    """The claim of an HTML form. Raises CallerError: AccessDenied for one without a policy, InvalidArgument for one
+    without a signature.
+    """
+    if "policy" not in fields:
+        raise _denied("the form is not signed: it has no policy", "policy")
+    if "signature" not in fields:
+        problem = "Bucket POST must contain a field named 'signature'. Please check the order of the fields."
+        raise CallerError(ErrorCode.INVALID_ARGUMENT, problem, field="signature")
+    return _claim(fields["awsaccesskeyid"], fields["signature"])
+
+
+def verify_form(policy: str, claim: Claim, secret_key: str) -> None:
+    """Check the signature of a form's policy. Raises CallerError(SignatureDoesNotMatch)."""
+    _check_signature(claim, secret_key, policy)
 
 
 def with_signed_headers(request: S3Request) -> S3Request:
@@ -98,6 +106,29 @@ def string_to_sign(request: S3Request) -> str:
         _resource(request),
     ]
     return "\n".join(lines)
+
+
+def _claim(access_key: str, signature: str) -> Claim:
+    return Claim(
+        access_key=access_key,
+        scope="",
+        date="",
+        signed_headers=(),
+        signature=signature,
+        payload_hash=PayloadForm.UNSIGNED.value,
+        presigned_s=0,
+    )
+
+
+def _check_signature(claim: Claim, secret_key: str, text: str) -> None:
+    signed = hmac.digest(secret_key.encode(), header_bytes(text), "sha1")
+    if not hmac.compare_digest(base64.b64encode(signed), header_bytes(claim.signature)):
+        raise CallerError(
+            ErrorCode.SIGNATURE_DOES_NOT_MATCH,
+            "The request signature we calculated does not match the signature you provided. Check your key and signing"
+            " method.",
+            field="Signature",
+        )
 
 
 def _resource(request: S3Request) -> str:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import hashlib
 import hmac
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from datetime import datetime
 from functools import lru_cache
@@ -78,8 +78,6 @@ def read_claim(request: S3Request) -> Claim:
         return _claim_from_header(request, authorization)
     if "AWSAccessKeyId" in parameters:
         raise _unsupported()
-    if request.method == "POST" and request.headers.get("content-type", "").startswith("multipart/form-data"):
-        raise CallerError(ErrorCode.NOT_IMPLEMENTED, "uploads by HTML form are not implemented", field="content-type")
     raise CallerError(ErrorCode.ACCESS_DENIED, "the request is not signed", field="authorization")
 
 
@@ -105,6 +103,37 @@ def verify(request: S3Request, claim: Claim, secret_key: str, region: str, now_s
             field="X-Amz-Signature" if claim.presigned_s is not None else "authorization",
         )
     return key
+
+
+def read_form_claim(fields: Mapping[str, str]) -> Claim:
+    """The claim of an HTML form, whose field names are in small letters. Raises CallerError: AccessDenied for a form
+    without a policy, InvalidArgument for a field that is missing, InvalidRequest, AuthorizationQueryParametersError.
+    """
+    if "policy" not in fields:
+        raise CallerError(ErrorCode.ACCESS_DENIED, "the form is not signed: it has no policy", field="policy")
+    for name in ("X-Amz-Algorithm", "X-Amz-Credential", "X-Amz-Date", "X-Amz-Signature"):
+        if name.lower() not in fields:
+            problem = f"Bucket POST must contain a field named '{name}'. Please check the order of the fields."
+            raise CallerError(ErrorCode.INVALID_ARGUMENT, problem, field=name)
+    if fields["x-amz-algorithm"] != ALGORITHM:
+        raise _unsupported("X-Amz-Algorithm")
+
+    def malformed(problem: str) -> CallerError:
+        return CallerError(ErrorCode.AUTHORIZATION_QUERY_ERROR, problem, field="X-Amz-Credential")
+
+    signed = {"Credential": fields["x-amz-credential"], "SignedHeaders": "", "Signature": fields["x-amz-signature"]}
+    return _claim(signed, fields["x-amz-date"], PayloadForm.UNSIGNED.value, PRESIGNED_S_MAX, malformed)
+
+
+def verify_form(policy: str, claim: Claim, secret_key: str, region: str, now_s: float) -> None:
+    """Check the signature of a form's policy. Raises CallerError: AccessDenied, AuthorizationQueryParametersError,
+    SignatureDoesNotMatch.
+    """
+    _check_time(claim, now_s)
+    _check_scope(claim, region)
+    if not _is_signature(claim, signing_key(secret_key, claim.scope), policy):
+        problem = "The request signature we calculated does not match the signature you provided."
+        raise CallerError(ErrorCode.SIGNATURE_DOES_NOT_MATCH, problem, field="X-Amz-Signature")
 
 
 def encoded_path(request: S3Request) -> str:
@@ -147,7 +176,10 @@ def canonical_request(request: S3Request, claim: Claim, path: str, trim: Callabl
 
 def _is_signed(request: S3Request, claim: Claim, path: str, key: bytes, trim: Callable[[str], str]) -> bool:
     hashed = hashlib.sha256(header_bytes(canonical_request(request, claim, path, trim))).hexdigest()
-    string_to_sign = "\n".join((ALGORITHM, claim.date, claim.scope, hashed))
+    return _is_signature(claim, key, "\n".join((ALGORITHM, claim.date, claim.scope, hashed)))
+
+
+def _is_signature(claim: Claim, key: bytes, string_to_sign: str) -> bool:
     expected = hmac.digest(key, header_bytes(string_to_sign), "sha256").hex()
     return hmac.compare_digest(expected.encode(), header_bytes(claim.signature))
 
@@ -302,8 +334,8 @@ def _payload_hash_missing() -> CallerError:
     )
 
 
-def _unsupported() -> CallerError:
-    return CallerError(ErrorCode.INVALID_REQUEST, UNSUPPORTED, field="authorization")
+def _unsupported(field: str = "authorization") -> CallerError:
+    return CallerError(ErrorCode.INVALID_REQUEST, UNSUPPORTED, field=field)
 
 
 def _asymmetric(field: str) -> CallerError:

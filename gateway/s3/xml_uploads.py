@@ -16,7 +16,7 @@ from descriptors.objects import (
     UploadPage,
     UploadRef,
 )
-from gateway.s3.markup import branch, document, flag, leaf, legible_leaf, timestamp
+from gateway.s3.markup import bare_document, branch, document, flag, leaf, legible_leaf, timestamp
 from gateway.s3.xml import Names, checksum_elements, owner_element
 
 
@@ -30,6 +30,12 @@ def completed_document(location: str, bucket: str, info: ObjectInfo) -> bytes:
     parts = [leaf("Location", location), leaf("Bucket", bucket), legible_leaf("Key", info.key)]
     parts += [leaf("ETag", f'"{info.etag}"'), *checksum_elements(info.checksum)]
     return document("CompleteMultipartUploadResult", parts)
+
+
+def posted_document(location: str, bucket: str, info: ObjectInfo) -> bytes:
+    """PostResponse."""
+    parts = [leaf("Location", location), leaf("Bucket", bucket), legible_leaf("Key", info.key)]
+    return bare_document("PostResponse", [*parts, leaf("ETag", f'"{info.etag}"')])
 
 
 def parts_document(upload: UploadRef, page: PartPage, marker: int, max_parts: int) -> bytes:

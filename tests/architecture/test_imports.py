@@ -44,7 +44,7 @@ STAGES = {
         "service", "peer_body", "http_api",
     ),
     "gateway": (
-        "s3", "settings", "trace", "metrics", "body", "storage_client", "cluster", "call",
+        "s3", "settings", "trace", "metrics", "body", "form_upload", "storage_client", "cluster", "call",
         "operations", "handlers", "app",
     ),
     "orchestrator": (

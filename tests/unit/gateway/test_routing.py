@@ -32,6 +32,7 @@ def request(method: str, target: str, headers: dict[str, str] | None = None) -> 
         ("GET", "/b?list-type=2&prefix=acl", {}, Operation.LIST_OBJECTS_V2),
         ("GET", "/b?versions&prefix=", {}, Operation.LIST_OBJECT_VERSIONS),
         ("GET", "/b?uploads", {}, Operation.LIST_UPLOADS),
+        ("POST", "/b", {}, Operation.POST_OBJECT),
         ("POST", "/b?delete", {}, Operation.DELETE_OBJECTS),
         ("DELETE", "/b?lifecycle", {}, Operation.DELETE_LIFECYCLE),
         ("PUT", "/b/k", {}, Operation.PUT_OBJECT),
@@ -102,6 +103,7 @@ def test_a_subresource_is_never_taken_for_the_thing_itself(method: str, path: st
         Operation.GET_OBJECT,
         Operation.HEAD_OBJECT,
         Operation.DELETE_OBJECT,
+        Operation.POST_OBJECT,
     }
     try:
         operation = route(S3Request(method, path, tuple((name, "2") for name in sorted(names)), {}))

@@ -168,12 +168,6 @@ def test_asymmetric_signatures_are_not_implemented() -> None:
     assert refused(parse_target("GET", query, {"host": "h"})) is ErrorCode.NOT_IMPLEMENTED
 
 
-def test_html_form_uploads_are_not_implemented() -> None:
-    """Their signature is inside the form: to call them unsigned would mislead."""
-    form = parse_target("POST", "/bucket", {"host": "h", "content-type": "multipart/form-data; boundary=x"})
-    assert refused(form) is ErrorCode.NOT_IMPLEMENTED
-
-
 def test_a_presigned_url_and_its_header_must_agree_on_the_payload() -> None:
     """Else a body could be stored in the coding it travelled in."""
     example = presigned_example()

@@ -258,7 +258,7 @@ async def test_leases_end_by_the_clock_on_the_disk_and_outlive_a_restart_after_a
     for now, end_max in ((played.time, asked_s + month_s + 600), (time.time, time.time() + 2 * LEASE_S_MAX)):
         played.time = now
         async with _running(settings) as again:
-            noted = await _noted(again, lambda noted: len(noted) == 2 and max(noted.values()) < end_max)
+            noted = await _noted(again, lambda noted, end=end_max: len(noted) == 2 and max(noted.values()) < end)
             assert min(noted.values()) > played.time()
             entries = again.evictor._all()[0].books._entries
             assert {entry.is_held for entry in entries.values()} == {True}
