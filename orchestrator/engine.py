@@ -20,7 +20,7 @@ from orchestrator.rules.books import EngineBooks
 from orchestrator.rules.engine_metrics import METRICS_BYTES_MAX, EngineReport, Published, read_metrics
 from orchestrator.rules.kv_events import Batch, KnownBatch
 from orchestrator.rules.liveness import EngineStatus, Liveness
-from orchestrator.rules.observed_costs import EXACT, TOKEN_US_DEFAULT, Correction, ObservedCosts
+from orchestrator.rules.observed_costs import EXACT, TOKEN_US_DEFAULT, Correction, ObservedCosts, ObservedSteps, Output
 from orchestrator.rules.prefix_index import PrefixIndex
 from orchestrator.settings import EngineSettings
 
@@ -60,6 +60,7 @@ class Engine:
         self.liveness = Liveness()
         self.books = EngineBooks(settings.requests_max or REQUESTS_MAX_DEFAULT)
         self.observed = ObservedCosts(settings.token_us or TOKEN_US_DEFAULT)
+        self.steps = ObservedSteps()
         self.report = EngineReport(0, 0)
         self.models: tuple[str, ...] = ()
         self.model_documents: tuple[Mapping[str, Any], ...] = ()
@@ -276,7 +277,9 @@ class Engine:
         if report.started_at != self.report.started_at and self.report.started_at is not None:
             self._process_ended()
         self.report = report
-        self.books.correct(self.report.running, self.report.waiting, time.monotonic())
+        now_s = time.monotonic()
+        self.books.correct(report.running, report.waiting, now_s)
+        self.steps.note(Output(now_s, report.running, report.generated_tokens, report.answer_count))
         if self.settings.requests_max is None and self.report.running:
             is_full = self.report.waiting > 0  # as many run as it takes, be it for --max-num-seqs or for its KV blocks
             known = self.books.requests_max

@@ -260,6 +260,7 @@ class Router:
             waiting_count=load.waiting_count,
             arrivals_per_s=load.arrivals_per_s,
             busy_share=load.busy_share,
+            growth_s=engine.steps.growth_s,
         )
 
     def _no_engine(self, model: str) -> NoEngineError:

@@ -1,8 +1,9 @@
 """A simulation of engines, a store and its link, which drives the orchestrator's own decisions. Pure.
 
-Each engine computes prompts one after the other and holds the blocks it used last; decoding takes a place, and no time
-of others. The store has every block that was computed, the latest of them; the loads under way share its link equally,
-and it quotes each request the share that one more load would have. 003's model (uncached tokens,
+Each engine computes prompts one after the other and holds the blocks it used last. Its streams put a token out in each
+step: a step takes longer the more streams there are, and none is made while a prompt is computed. The store has every
+block that was computed, the latest of them; the loads under way share its link equally, and it quotes each request the
+share that one more load would have. 003's model (uncached tokens,
 output tokens, block pools) is the case of one engine with a place and without a store.
 """
 
@@ -44,8 +45,8 @@ class SimulatedRequest:
 
 @dataclass(frozen=True, slots=True)
 class SimulatedEngine:
-    """An engine. `blocks_max` is its room, `decode_s` the time of each token that it puts out. Decisions are made with
-    `believed_token_us` where it is given.
+    """An engine. `blocks_max` is its room, `decode_s` the time of a step with one stream, and `decode_growth_s` that of
+    each stream more. It joins at `joins_at_s`. Decisions are made with `believed_token_us` where it is given.
     """
 
     token_us: float
@@ -54,6 +55,12 @@ class SimulatedEngine:
     blocks_max: int = 2000
     lost_at_s: float | None = None
     believed_token_us: float | None = None
+    decode_growth_s: float = 0.0
+    joins_at_s: float = 0.0
+
+    def step_s(self, stream_count: int) -> float:
+        """The time of a step of so many streams."""
+        return self.decode_s + self.decode_growth_s * max(0, stream_count - 1)
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,7 +75,9 @@ class SimulatedStore:
 
 @dataclass(frozen=True, slots=True)
 class Outcome:
-    """What became of a request. Tokens were held by the engine, loaded, or computed."""
+    """What became of a request. Tokens were held by the engine, loaded, or computed. `whole_s` is the time to its last
+    token; None where its engine was lost before.
+    """
 
     at_s: float
     ttft_s: float
@@ -78,6 +87,7 @@ class Outcome:
     computed_tokens: int
     predicted_s: float
     attempt_count: int = 1
+    whole_s: float | None = None
 
 
 class _Kind(Enum):
@@ -99,6 +109,10 @@ class _Running:
     attempt_count: int = 1
     held_blocks: int = 0
     loaded_blocks: int = 0
+    last_token: float = 0.0
+    """How many tokens each stream of its engine has put out when this one ends."""
+    outcome: int = 0
+    """The place of its outcome."""
 
 
 class _Link:
@@ -154,6 +168,27 @@ class _Engine:
     decoding: dict[int, _Running] = field(default_factory=dict)
     held: OrderedDict[int, None] = field(default_factory=OrderedDict)
     is_lost: bool = False
+    tokens: float = 0.0
+    """Tokens that each stream has put out since the start, so that a stream ends at a number that is known."""
+    stalled_s: float = 0.0
+    """The time of a prompt that is computed before the next step."""
+    at_s: float = 0.0
+    next_end: int = -1
+    """The order of the event that is the next end of a stream; earlier ones do not count."""
+
+    def advance(self, now_s: float) -> None:
+        """Let the streams go on until now."""
+        passed_s = now_s - self.at_s
+        stalled_s = min(passed_s, self.stalled_s)
+        self.at_s, self.stalled_s = now_s, self.stalled_s - stalled_s
+        self.tokens += (passed_s - stalled_s) / self.settings.step_s(len(self.decoding))
+
+    def next_end_s(self) -> float | None:
+        """When the next stream ends, if nothing changes before."""
+        if not self.decoding:
+            return None
+        left = max(0.0, min(each.last_token for each in self.decoding.values()) - self.tokens)
+        return self.at_s + self.stalled_s + left * self.settings.step_s(len(self.decoding))
 
 
 class Simulation:
@@ -181,16 +216,18 @@ class Simulation:
         self._events: list[tuple[float, int, _Kind, int, _Running | None]] = []
         self._order = itertools.count()
         self._outcomes: list[Outcome] = []
+        self._mean_output_tokens = 0.0
 
     def run(self, requests: Sequence[SimulatedRequest]) -> list[Outcome]:
         """The outcomes of all requests, in the order of their first bytes."""
+        self._mean_output_tokens = float(np.mean([each.output_tokens for each in requests]))
         for number, request in enumerate(requests):
             self._at(request.at_s, _Kind.ARRIVAL, -1, _Running(request, number))
         for at, engine in enumerate(self._engines):
             if engine.settings.lost_at_s is not None:
                 self._at(engine.settings.lost_at_s, _Kind.LOST, at, None)
         while self._events:
-            now_s, _, kind, at, running = heapq.heappop(self._events)
+            now_s, order, kind, at, running = heapq.heappop(self._events)
             if kind is _Kind.ARRIVAL and running is not None:
                 self._arrive(running, now_s)
             elif kind is _Kind.LOADED:
@@ -198,20 +235,26 @@ class Simulation:
                     self._loaded(now_s)
             elif kind is _Kind.LOST:
                 self._lose(at, now_s)
-            elif running is not None and not self._engines[at].is_lost:
-                if kind is _Kind.COMPUTED:
-                    self._computed(at, running, now_s)
-                else:
-                    self._ended(at, running, now_s)
+            elif self._engines[at].is_lost:
+                continue
+            elif kind is _Kind.ENDED:
+                if order == self._engines[at].next_end:
+                    self._ended(at, now_s)
+            elif running is not None:
+                self._computed(at, running, now_s)
         return self._outcomes
 
-    def _at(self, at_s: float, kind: _Kind, engine: int, running: _Running | None) -> None:
-        heapq.heappush(self._events, (at_s, next(self._order), kind, engine, running))
+    def _at(self, at_s: float, kind: _Kind, engine: int, running: _Running | None) -> int:
+        order = next(self._order)
+        heapq.heappush(self._events, (at_s, order, kind, engine, running))
+        return order
 
     def _arrive(self, running: _Running, now_s: float) -> None:
         request = running.request
         chain = [_name(block) for block in request.blocks]
-        able = [at for at, engine in enumerate(self._engines) if not engine.is_lost]
+        able = [
+            at for at, engine in enumerate(self._engines) if not engine.is_lost and engine.settings.joins_at_s <= now_s
+        ]
         held = self._index.held_by(chain, now_s, [self._names[at] for at in able])
         stored = self._stored_prefix(request, now_s)
         states = []
@@ -232,6 +275,7 @@ class Simulation:
                     waiting_count=load.waiting_count,
                     arrivals_per_s=load.arrivals_per_s,
                     busy_share=load.busy_share,
+                    growth_s=engine.settings.decode_growth_s * self._mean_output_tokens,
                 )
             )
         start = chain[0] if chain else b""
@@ -276,6 +320,9 @@ class Simulation:
         there = (held + loaded) * self._block_tokens
         compute_s = recompute_s(request.prompt_tokens, there, PrefillCosts(engine.settings.token_us))
         running.held_blocks, running.loaded_blocks = held, loaded
+        engine.advance(now_s)
+        engine.stalled_s = compute_s
+        self._foretell_end(at)
         if not loaded:
             self._at(now_s + compute_s, _Kind.COMPUTED, at, running)
             return
@@ -311,6 +358,7 @@ class Simulation:
         engine.computing = None
         engine.books.first_byte(str(running.number), now_s)
         held, loaded = (count * self._block_tokens for count in (running.held_blocks, running.loaded_blocks))
+        running.outcome = len(self._outcomes)
         self._outcomes.append(
             Outcome(
                 request.at_s, now_s - request.at_s, at, held, loaded, request.prompt_tokens - held - loaded,
@@ -319,14 +367,28 @@ class Simulation:
         )  # fmt: skip
         self._hold(engine, self._names[at], request.blocks)
         self._keep(request.blocks)
+        engine.advance(now_s)
+        running.last_token = engine.tokens + request.output_tokens
         engine.decoding[running.number] = running
-        self._at(now_s + request.output_tokens * engine.settings.decode_s, _Kind.ENDED, at, running)
+        self._foretell_end(at)
         self._begin(at, now_s)
 
-    def _ended(self, at: int, running: _Running, now_s: float) -> None:
+    def _foretell_end(self, at: int) -> None:
         engine = self._engines[at]
-        engine.decoding.pop(running.number, None)
+        end_s = engine.next_end_s()
+        if end_s is not None:
+            engine.next_end = self._at(end_s, _Kind.ENDED, at, None)
+
+    def _ended(self, at: int, now_s: float) -> None:
+        """The stream with the fewest tokens to come has ended."""
+        engine = self._engines[at]
+        engine.advance(now_s)
+        running = min(engine.decoding.values(), key=lambda each: each.last_token)
+        del engine.decoding[running.number]
+        whole_s = now_s - running.request.at_s
+        self._outcomes[running.outcome] = replace(self._outcomes[running.outcome], whole_s=whole_s)
         engine.books.end(str(running.number), now_s, is_complete=True)
+        self._foretell_end(at)
         self._begin(at, now_s)
 
     def _lose(self, at: int, now_s: float) -> None:
@@ -376,6 +438,7 @@ def summary(outcomes: Sequence[Outcome]) -> dict[str, float]:
         "ttft_p90_s": p90,
         "ttft_p99_s": p99,
         "ttft_mean_s": float(ttfts.mean()),
+        "whole_mean_s": float(np.mean([each.whole_s for each in outcomes if each.whole_s is not None])),
         "held": held / whole,
         "loaded": loaded / whole,
         "computed": computed / whole,

@@ -17,6 +17,9 @@ from nixl_client.connectors.vllm.naming import Deployment
 
 RUNNING = ("vllm:num_requests_running", "sglang:num_running_reqs")
 WAITING = ("vllm:num_requests_waiting", "sglang:num_queue_reqs")
+GENERATED = ("vllm:generation_tokens_total", "sglang:generation_tokens_total")
+ANSWERS = ("vllm:request_generation_tokens_count", "sglang:num_requests_total")
+"""Answers that have ended."""
 CACHE_CONFIG = "vllm:cache_config_info"
 DEPLOYMENT = "vllm:objectcache_deployment_info"
 COSTS = "vllm:objectcache_cost_"
@@ -30,7 +33,7 @@ LINES_MAX = 500
 RANKS_MAX = 1024
 TEXT_MAX = 1024
 STARTED = "process_start_time_seconds"
-_WANTED = (STARTED, *RUNNING, *WAITING, CACHE_CONFIG, DEPLOYMENT, COSTS, CONNECTOR)
+_WANTED = (STARTED, *RUNNING, *WAITING, *GENERATED, *ANSWERS, CACHE_CONFIG, DEPLOYMENT, COSTS, CONNECTOR)
 _LINES = re.compile(rf"^(?:{'|'.join(map(re.escape, _WANTED))})[^\n]*", re.MULTILINE)
 
 
@@ -61,6 +64,10 @@ class EngineReport:
     has_connector: bool = False
     started_at: float | None = None
     """When its process was started, in Unix seconds; None where it does not say."""
+    generated_tokens: float = 0.0
+    """Tokens that it has put out since its start."""
+    answer_count: float = 0.0
+    """Answers that have ended since its start."""
 
 
 def read_metrics(text: str) -> EngineReport:
@@ -69,7 +76,7 @@ def read_metrics(text: str) -> EngineReport:
     if len(lines) > LINES_MAX or max(map(len, lines), default=0) > LINE_CHARACTERS_MAX:
         raise ValueError(f"over {LINES_MAX} lines that matter, or one of over {LINE_CHARACTERS_MAX} characters")
     wanted = "\n".join(lines) + "\n"
-    running = waiting = 0.0
+    running = waiting = generated_tokens = answer_count = 0.0
     kv_tokens = block_tokens = None
     info: Mapping[str, str] | None = None
     costs: dict[str, float] = {}
@@ -80,6 +87,10 @@ def read_metrics(text: str) -> EngineReport:
             running += value
         elif name in WAITING:
             waiting += value
+        elif name in GENERATED:
+            generated_tokens += value
+        elif name in ANSWERS:
+            answer_count += value
         elif name == STARTED:
             started_at = value
         elif name == CACHE_CONFIG:
@@ -93,9 +104,12 @@ def read_metrics(text: str) -> EngineReport:
         elif name.startswith(COSTS):
             costs[name.removeprefix(COSTS)] = value
     published = None if info is None else _published(info, costs)
-    if not math.isfinite(running + waiting):
-        raise ValueError("counts of requests that are no numbers")
-    return EngineReport(round(running), round(waiting), kv_tokens, block_tokens, published, has_connector, started_at)
+    if not math.isfinite(running + waiting + generated_tokens + answer_count):
+        raise ValueError("counts that are no numbers")
+    return EngineReport(
+        round(running), round(waiting), kv_tokens, block_tokens, published, has_connector, started_at,
+        generated_tokens, answer_count,
+    )  # fmt: skip
 
 
 def _samples(text: str) -> Iterable[tuple[str, Mapping[str, str], float]]:

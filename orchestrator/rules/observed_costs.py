@@ -1,7 +1,8 @@
-"""Costs of engines as they are seen from here. Both fits are lines by medians, so that a late one moves them little.
+"""Costs of engines as they are seen from here. All fits are lines by medians, so that a late one moves them little.
 
 TTFT = request_us + token_us * tokens computed                      an engine that publishes no costs
 time of a prefill = fixed_s + factor * the time by its costs        an engine that does
+time of a step = height + slope * streams                           every engine
 """
 
 from __future__ import annotations
@@ -25,6 +26,11 @@ SPREAD_SHARE = 0.1
 """Slopes are taken between prefills that differ by so much of the longest."""
 TOGETHER_S, TOGETHER_SHARE = 0.005, 0.1
 """First bytes that come within so much, and so much of the time before them, are of one step of the engine."""
+STEPS_MAX = 64
+CHANGED_SHARE = 0.25
+"""Between two looks at a step's time the number of streams may change by so much."""
+STREAMS_SPREAD = 2.0
+"""Slopes are taken between times of steps whose streams differ by so many."""
 FACTOR_MIN, FACTOR_MAX = 0.25, 4.0
 FIXED_S_MAX = 1.0
 
@@ -113,6 +119,54 @@ class ObservedPrefills:
                 factor, fixed_s = median_line(self._samples, spread, FACTOR_MIN, FACTOR_MAX)
                 self._correction = Correction(factor, min(fixed_s, FIXED_S_MAX))
         return self._correction
+
+
+@dataclass(frozen=True, slots=True)
+class Output:
+    """What an engine's metrics say at a time: its streams, the tokens that it has put out, the answers that have ended.
+    Tokens and answers are counted since the engine's start.
+    """
+
+    at_s: float
+    running: int
+    tokens: float
+    answers: float
+
+
+class ObservedSteps:
+    """How one engine's steps grow with its streams, by looks at its metrics. A stream gets a token in each step."""
+
+    def __init__(self) -> None:
+        self._looks: deque[Output] = deque(maxlen=STEPS_MAX)
+        self._steps: deque[tuple[float, float]] = deque(maxlen=STEPS_MAX)
+        """Streams, and the time of a step."""
+        self.growth_s: float | None = None
+        """The time that one more stream takes from each other one over its whole answer; None while nobody knows."""
+
+    def note(self, look: Output) -> None:
+        """Take a look at the metrics. Counts that go back are those of another process."""
+        before = self._looks[-1] if self._looks else None
+        if before is not None and (look.tokens < before.tokens or look.answers < before.answers):
+            self._looks.clear()
+            self._steps.clear()
+            self.growth_s, before = None, None
+        self._looks.append(look)
+        if before is None or look.tokens <= before.tokens or look.at_s <= before.at_s:
+            return
+        streams = (look.running + before.running) / 2
+        if streams >= 1 and abs(look.running - before.running) <= CHANGED_SHARE * streams:
+            step_s = streams * (look.at_s - before.at_s) / (look.tokens - before.tokens)
+            self._steps.append((streams, step_s))
+            self._fit()
+
+    def _fit(self) -> None:
+        """Fit a line anew; what is known stays while streams do not change or no answer ends."""
+        streams = [count for count, _ in self._steps]
+        answers = self._looks[-1].answers - self._looks[0].answers
+        if len(streams) < SAMPLES_MIN or max(streams) - min(streams) < STREAMS_SPREAD or answers < 1:
+            return
+        slope_s, _ = median_line(self._steps, STREAMS_SPREAD, 0.0, min(step_s for _, step_s in self._steps))
+        self.growth_s = slope_s * (self._looks[-1].tokens - self._looks[0].tokens) / answers
 
 
 def median_line(

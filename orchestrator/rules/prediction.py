@@ -37,7 +37,8 @@ class Stored:
 class EngineState:
     """An engine, as far as the decision needs it; no decision changes it. `correction` is that of its prefill costs by
     what was seen, `waiting_count` the prompts that wait there, `arrivals_per_s` the rate of those that come, and
-    `busy_share` the part of the time that their prefills take.
+    `busy_share` the part of the time that their prefills take. `growth_s` is the time that one more stream takes from
+    each other one, over its whole answer; None where that is not known.
     """
 
     name: str
@@ -52,13 +53,14 @@ class EngineState:
     waiting_count: int = 0
     arrivals_per_s: float = 0.0
     busy_share: float = 0.0
+    growth_s: float | None = None
 
 
 @dataclass(frozen=True, slots=True)
 class Prediction:
     """The terms of an engine's TTFT. `load_chunks` is the chunk up to which the prefix is held or loaded; the engine
     loads those that it does not hold. `compute_s` is the prefill with its loads. `others_s` is no part of the TTFT: it
-    is the delay of other requests by that prefill, all together, where the policy counts it.
+    is the delay of other requests, all together, where the policy counts it.
     """
 
     engine: str

@@ -9,6 +9,7 @@ import pytest
 from orchestrator.rules.latency_model import LatencyCosts, ModelRequest, latency_ms
 from orchestrator.rules.policies import PolicyName
 from orchestrator.simulation import (
+    Outcome,
     SimulatedEngine,
     SimulatedRequest,
     SimulatedStore,
@@ -19,6 +20,11 @@ from orchestrator.simulation import (
 
 ENGINE = SimulatedEngine(100.0, 0.01, blocks_max=100)
 STORE = SimulatedStore(1000, 10e9)
+
+
+def shared_beginning(count: int, rate_per_s: float) -> list[SimulatedRequest]:
+    """Prompts that begin with the same 2,048 tokens, and have 64 more."""
+    return [SimulatedRequest(at / rate_per_s, (0, 1, 2, 3), 4 * 512 + 64, 200) for at in range(count)]
 
 
 def conversations(count: int, turns: int, gap_s: float) -> list[SimulatedRequest]:
@@ -51,6 +57,34 @@ def test_every_request_ends_once_and_its_tokens_add_up(policy: PolicyName, store
     assert sum(each.loaded_tokens for each in outcomes) == 0 or store is not None
     again = Simulation([ENGINE] * 3, policy, store).run(requests)
     assert again == outcomes
+
+
+def engines_of(outcomes: list[Outcome]) -> list[int]:
+    return [sum(each.engine == at for each in outcomes) for at in range(3)]
+
+
+def test_what_all_prompts_begin_with_spreads_over_engines_and_reaches_one_that_joins() -> None:
+    """One engine held it and got every request, while its steps became longer and longer."""
+    engine = SimulatedEngine(59.0, 0.008, blocks_max=2000, decode_growth_s=0.0002)
+    requests = shared_beginning(400, 10.0)
+    spread = Simulation([engine] * 3, PolicyName.TTFT).run(requests)
+    assert min(engines_of(spread)) > 100
+    alone = Simulation([engine], PolicyName.TTFT).run(requests)
+    assert summary(spread)["whole_mean_s"] < 0.7 * summary(alone)["whole_mean_s"]
+    joined = Simulation([engine, engine, replace(engine, joins_at_s=20.0)], PolicyName.TTFT).run(requests)
+    assert min(engines_of(joined[200:])) > 50
+
+
+def test_streams_wait_for_each_other_and_for_prompts() -> None:
+    """Two streams of 10 tokens at 0.1 s and 0.05 s more; a prompt of 1 s comes in between."""
+    engine = SimulatedEngine(1000.0, 0.1, decode_growth_s=0.05)
+    requests = [SimulatedRequest(at, (), 1000, 10) for at in (0.0, 0.0, 2.5)]
+    first, second, third = Simulation([engine], PolicyName.LEAST_LOAD).run(requests)
+    assert [each.ttft_s for each in (first, second, third)] == pytest.approx([1.0, 2.0, 1.0])
+    # from 2.0 s on two streams, 0.15 s a token; from 2.5 to 3.5 s none; then three, 0.2 s a token
+    two_s = 3.5 + (10 - 0.5 / 0.15) * 0.2
+    assert first.whole_s == second.whole_s == pytest.approx(two_s)
+    assert third.whole_s == pytest.approx(two_s + (0.5 / 0.15) * 0.1 - 2.5)
 
 
 def test_prefixes_that_are_held_make_the_difference() -> None:

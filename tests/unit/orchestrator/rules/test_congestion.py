@@ -1,4 +1,4 @@
-"""The delay that a request's prefill causes to others."""
+"""The delay that a request causes to others."""
 
 from __future__ import annotations
 
@@ -24,6 +24,17 @@ def test_the_example_of_the_module() -> None:
 def test_prompts_that_wait_at_the_engine_are_delayed_by_all_of_it() -> None:
     congestion = Congestion.among([A, B])
     assert congestion.others_s(0.4, replace(A, waiting_count=3)) == pytest.approx(4.4 + 3 * 0.4)
+
+
+def test_a_stream_more_takes_time_from_each_other_stream_there() -> None:
+    """Engines that do not know how much take the median of the others: one that lies must not decide about them."""
+    crowded = replace(A, active_count=5, growth_s=0.5)
+    assert Congestion.among([crowded, B]).others_s(0.4, crowded) == pytest.approx(4.4 + 5 * 0.5)
+    others = [crowded, replace(B, growth_s=0.6), replace(B, growth_s=1e9)]
+    new = replace(B, name="new", active_count=2)
+    alone = Congestion.among([*others, new])
+    assert alone.others_s(0.0, new) == pytest.approx(2 * 0.6)
+    assert Congestion.among([A, new]).others_s(0.0, new) == 0
 
 
 def test_with_an_idle_engine_only_the_new_work_delays_those_that_come() -> None:

@@ -18,6 +18,11 @@ vllm:num_requests_running{engine="0",model_name="m"} 3.0
 vllm:num_requests_running{engine="1",model_name="m"} 1.0
 vllm:num_requests_waiting{engine="0",model_name="m"} 2.0
 vllm:num_requests_waiting_by_reason{engine="0",model_name="m",reason="capacity"} 2.0
+vllm:generation_tokens_total{engine="0",model_name="m"} 100.0
+vllm:generation_tokens_total{engine="1",model_name="m"} 50.0
+vllm:request_generation_tokens_bucket{engine="0",le="20.0",model_name="m"} 1.0
+vllm:request_generation_tokens_count{engine="0",model_name="m"} 3.0
+vllm:request_generation_tokens_sum{engine="0",model_name="m"} 90.0
 vllm:cache_config_info{block_size="16",enable_prefix_caching="True",engine="0",num_gpu_blocks="1000"} 1.0
 """
 
@@ -43,6 +48,7 @@ def test_lines_that_do_not_matter_may_be_many_and_long() -> None:
 def test_the_queue_and_the_room_of_all_ranks() -> None:
     report = read_metrics(VLLM)
     assert (report.running, report.waiting, report.kv_tokens, report.block_tokens) == (4, 2, 16_000, 16)
+    assert (report.generated_tokens, report.answer_count) == (150.0, 3.0)
     assert report.published is None
     assert read_metrics("").running == 0
 
