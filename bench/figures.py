@@ -123,7 +123,8 @@ def headline(results: Json) -> str:
     least = min(shared, key=lambda target: target["value"])
     title = "A shared link: added TTFT of the paper's policy over that of `slack`; worst of three workloads"
     rows.append((title, written(least["value"]), _goal(least["least"], least)))
-    return as_markdown([Table(("", "seen", "at least"), rows), crash(results["crash"])])
+    used = {machine(results[name]): None for name in ("aggregate", "engine", "scheduler-live", "crash")}
+    return as_markdown([Table(("", "seen", "at least"), rows), crash(results["crash"]), f"On {' and '.join(used)}."])
 
 
 def _goal(limit: float, target: Json) -> str:
@@ -131,14 +132,22 @@ def _goal(limit: float, target: Json) -> str:
 
 
 def commits(found: Json) -> str:
-    """Which commit each result is of; results of several commits are not to be compared with each other."""
+    """Which commit and machine each result is of; results of several are not to be compared with each other."""
     rows = found.items()
     named = [
         Column("result", lambda row: f"[{row[0]}](results/{row[0]}.json)"),
         Column("commit", lambda row: _short(row[1].get("commit"))),
         Column("tree", lambda row: _short(row[1].get("tree"))),
+        Column("machine", lambda row: machine(row[1])),
     ]
     return table(rows, *named).markdown()
+
+
+def machine(result: Json) -> str:
+    """The machine that a result is of."""
+    known = result["machine"]
+    gpu = f", a GPU with CUDA {known['cuda']}" if known.get("cuda") else ""
+    return f"{known['cpu_model'].replace('(R)', '')}, {known['cpu_count']} cores{gpu}"
 
 
 def _short(name: str | None) -> str:
@@ -231,7 +240,8 @@ def render(document: str, results: Mapping[str, Json]) -> str:
             text = WHOLE[name](results)
         else:
             result, section = SECTIONS[name]
-            text = section(results[result])
+            found_on = machine(results[result])
+            text = f"{section(results[result])}\n\n({found_on}; commit {_short(results[result].get('commit'))}.)"
         return f"{found[1]}\n{text}\n{found[3]}"
 
     return _PLACE.sub(fill, document)
