@@ -124,7 +124,7 @@ def headline(results: Json) -> str:
     title = "A shared link: added TTFT of the paper's policy over that of `slack`; worst of three workloads"
     rows.append((title, written(least["value"]), _goal(least["least"], least)))
     used = {machine(results[name]): None for name in ("aggregate", "engine", "scheduler-live", "crash")}
-    return as_markdown([Table(("", "seen", "at least"), rows), crash(results["crash"]), f"On {' and '.join(used)}."])
+    return as_markdown([Table(("", "seen", "at least"), rows), f"{crash(results['crash'])} ({'; '.join(used)}.)"])
 
 
 def _goal(limit: float, target: Json) -> str:
