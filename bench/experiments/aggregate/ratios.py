@@ -25,6 +25,8 @@ RAW_COLD_READ = "raw_cold_read"
 LAYER_MAJORS = ("shm_layer_major", "ucx_layer_major", "http_layer_major")
 DIRECT = "shm_direct"
 """Over shm, from a server that reads past the page cache (`cold_reads`)."""
+MAPPED = "ucx_mapped"
+"""Over ucx, from a server whose ucx process may read the DRAM tier (`ucx_maps_dram`)."""
 COLD_LAYER_MAJORS = ("shm_layer_major", f"{DIRECT}_layer_major")
 """Those that have targets from a cold disk."""
 MOONCAKE_TCP_LAYERWISE = ("mooncake_tcp_layer_major", "mooncake_tcp_session_layer_major")
@@ -121,6 +123,8 @@ G16_OVER_G256 = "g16_over_g256"
 G16_OVER_G256_TARGET = 0.8
 FURTHER: Mapping[str, Definition] = {
     "ucx_over_raw_nixl_write_page_cache": Definition(_PAGES, ("ucx_layer_major",), (RAW_NIXL_WRITE,)),
+    "ucx_mapped_over_raw_nixl_write": Definition(_DRAM, (f"{MAPPED}_layer_major",), (RAW_NIXL_WRITE,)),
+    "ucx_mapped_over_ucx": Definition(_DRAM, (f"{MAPPED}_layer_major",), ("ucx_layer_major",)),
     "ucx_over_raw_nixl_write_of_layers": Definition(_DRAM, ("ucx_layer_major",), (RAW_NIXL_WRITE_LAYER,)),
     "ucx_over_memcpy": Definition(_DRAM, ("ucx_layer_major",), (MEMCPY,)),
     "ucx_tcp_over_raw_nixl_write_tcp": Definition(_TCP, ("ucx_layer_major",), (RAW_NIXL_WRITE,)),
@@ -340,6 +344,8 @@ LIMITS = {
     "shm_over_memcpy": "`shm` over memcpy, DRAM",
     "shm_over_memcpy_page_cache": "`shm` over memcpy, page cache",
     "ucx_over_raw_nixl_write": "`ucx` over the raw NIXL write, DRAM",
+    "ucx_mapped_over_raw_nixl_write": "`ucx` over the raw NIXL write, DRAM, `ucx_maps_dram = true`",
+    "ucx_mapped_over_ucx": "`ucx`, DRAM, `ucx_maps_dram` true over false",
     "ucx_over_raw_nixl_write_page_cache": "`ucx` over the raw NIXL write, page cache",
     "ucx_tcp_over_raw_nixl_write_tcp": "`ucx` over TCP over the raw NIXL write over TCP",
     "http_over_raw_socket": "`http` over a raw socket, DRAM",

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import argparse
 import os
+import tempfile
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
@@ -38,6 +39,7 @@ from bench.experiments.aggregate.ratios import (
     DIRECT,
     HTTP_PARTS,
     HTTP_PARTS_NAME,
+    MAPPED,
     MEMCPY,
     PHASES,
     RAW_COLD_READ,
@@ -334,9 +336,13 @@ def _measure_phase(settings: AggregateSettings, state: State, chunks: dict[int, 
                 parts = stack.enter_context(bed.server.client(transport, HTTP_PARTS))
                 contenders.append(fetches_in_parts(bed, parts))
         if state is State.COLD and Transport.SHM in transports:
-            direct, (client,) = _open_bed(settings, state, chunks, (Transport.SHM,), stack, "direct")
-            found_direct = fetches(direct, client, Transport.SHM)
-            contenders += [replace(each, name=each.name.replace("shm", DIRECT)) for each in found_direct]
+            other = ("--cold-reads", "direct")
+            contenders += _of_another_server(settings, state, chunks, Transport.SHM, other, DIRECT, stack)
+        if state is State.DRAM and Transport.UCX in transports:
+            mapped = Path(stack.enter_context(tempfile.TemporaryDirectory())) / "mapped.toml"
+            mapped.write_text("[storage]\nucx_maps_dram = true\n")
+            other, first = ("--config", str(mapped)), dict([next(iter(chunks.items()))])
+            contenders += _of_another_server(settings, state, first, Transport.UCX, other, MAPPED, stack)
         remark = REMARKS[state]
         peers = Peers(stack)
         if state in IN_DRAM:
@@ -353,22 +359,37 @@ def _measure_phase(settings: AggregateSettings, state: State, chunks: dict[int, 
         found.server_peak_rss_bytes[phase] = bed.server.peak_rss_bytes()
 
 
+def _of_another_server(
+    settings: AggregateSettings,
+    state: State,
+    chunks: dict[int, Chunks],
+    transport: Transport,
+    options: Sequence[str],
+    name: str,
+    stack: ExitStack,
+) -> list[Contender]:
+    """Our own from a server with other options, under that name."""
+    bed, (client,) = _open_bed(settings, state, chunks, (transport,), stack, options)
+    found = fetches(bed, client, transport)
+    if state in IN_DRAM:
+        warm(bed.server, client, list(chunks.values()), bed.buffer)
+    return [replace(each, name=each.name.replace(transport.value, name)) for each in found]
+
+
 def _open_bed(
     settings: AggregateSettings,
     state: State,
     chunks: dict[int, Chunks],
     transports: Sequence[Transport],
     stack: ExitStack,
-    cold_reads: str = "cached",
+    server_options: Sequence[str] = (),
 ) -> tuple[Bed, list[ObjectCacheClient]]:
     """A filled server of its own, a client for each transport and the buffer; `stack` takes them down."""
     dram_bytes = 0
     if state in IN_DRAM:
         dram_bytes = sum(each.payload_bytes for each in chunks.values()) + DRAM_SPARE_BYTES
     stack.enter_context(_ucx_tls("tcp" if state is State.TCP else None))
-    server = stack.enter_context(
-        running_server(settings.folder, ["--dram-bytes", str(dram_bytes), "--cold-reads", cold_reads])
-    )
+    server = stack.enter_context(running_server(settings.folder, ["--dram-bytes", str(dram_bytes), *server_options]))
     for each_size in chunks.values():
         store_chunks(server, each_size)
     clients = [stack.enter_context(server.client(transport)) for transport in transports]
