@@ -64,6 +64,7 @@ TARGETS = (
     ("DRAM over DRAM without upstream", DRAM_RATE_MIN, "dram_over_embedded", Side.AT_LEAST),
 )
 SERVICES = (PeerName.OURS, PeerName.MOTO, PeerName.RGW)
+ALSO = "chunks of a second prefix; above 64, each chunk comes in several requests"
 IF_INSTALLED = "those that are not installed are left out"
 SAID = {PeerName.OURS: "a second ObjectCache", PeerName.MOTO: "moto", PeerName.RGW: "Ceph RGW"}
 
@@ -112,10 +113,11 @@ class Taken:
 
 @dataclass(frozen=True, slots=True)
 class UpstreamBenchSettings:
-    """Prefixes of N chunks with L layers of S bytes."""
+    """Prefixes of N chunks, and of `also_chunk_count`, with L layers of S bytes."""
 
     services: tuple[PeerName, ...] = options.choice("--services", SERVICES, SERVICES, SERVICES[:1], IF_INSTALLED)
     chunk_count: int = options.chunk_count(64, 4, "of a prefix")
+    also_chunk_count: int = options.count("--also", 100, 6, text=ALSO)
     num_layers: int = options.num_layers(16, 4)
     per_layer_chunk_bytes: int = options.slice_bytes(128 * KIB, 64 * KIB, "of a prefix")
     runs: int = options.runs(7)
@@ -125,16 +127,17 @@ class UpstreamBenchSettings:
     folder: Path | None = options.folder()
 
     @property
-    def shape(self) -> Shape:
-        """Of every prefix."""
-        return Shape(self.chunk_count, ChunkLayout(self.num_layers, 16, self.per_layer_chunk_bytes))
+    def shapes(self) -> list[Shape]:
+        """Of the prefixes."""
+        layout = ChunkLayout(self.num_layers, 16, self.per_layer_chunk_bytes)
+        return [Shape(count, layout) for count in dict.fromkeys((self.chunk_count, self.also_chunk_count))]
 
 
 class Bed:
     """One service with our servers before it. `stack` ends them. Raises LocalServerError, BaselineError."""
 
-    def __init__(self, settings: UpstreamBenchSettings, target: S3Target, stack: ExitStack) -> None:
-        self._shape, self._target, self._transport = settings.shape, target, settings.transport
+    def __init__(self, settings: UpstreamBenchSettings, shape: Shape, target: S3Target, stack: ExitStack) -> None:
+        self._shape, self._target, self._transport = shape, target, settings.transport
         self._servers = Servers(stack, settings.folder, "upstream")
         self._pool = stack.enter_context(ThreadPoolExecutor(self._shape.chunk_count))
         self._store = open_store(target, is_signed=True)
@@ -283,7 +286,9 @@ def measure_upstream(settings: UpstreamBenchSettings, origin: Mapping[str, Any])
                 absent[SAID[name]] = str(error)
                 continue
             try:
-                found[SAID[name]] = {"version": peer.version, **_measured(settings, peer, stack)}
+                for shape in settings.shapes:
+                    case = f"{SAID[name]}, N = {shape.chunk_count}"
+                    found[case] = {"version": peer.version, **_measured(settings, shape, peer, case)}
             except VerificationError as error:
                 problem = f"{SAID[name]}: {error}"
                 break
@@ -291,9 +296,14 @@ def measure_upstream(settings: UpstreamBenchSettings, origin: Mapping[str, Any])
     return published("upstream", origin, settings, problem, upstream=found, absent=absent, targets=made)
 
 
-def _measured(settings: UpstreamBenchSettings, peer: Peer, stack: ExitStack) -> Json:
+def _measured(settings: UpstreamBenchSettings, shape: Shape, peer: Peer, case: str) -> Json:
     """One service. In each round a new prefix comes from there in every way, the cold one before those it warms."""
-    bed, prefixes = Bed(settings, peer.target, stack), dict[int, Prefix]()
+    with ExitStack() as stack:
+        return _rounds(settings, shape, Bed(settings, shape, peer.target, stack), case)
+
+
+def _rounds(settings: UpstreamBenchSettings, shape: Shape, bed: Bed, case: str) -> Json:
+    prefixes = dict[int, Prefix]()
 
     def sample(way: Way, round_index: int) -> Taken:
         if round_index not in prefixes:
@@ -303,12 +313,12 @@ def _measured(settings: UpstreamBenchSettings, peer: Peer, stack: ExitStack) -> 
             prefixes[round_index] = bed.stored(settings.seed + round_index)
         return bed.sample(way, prefixes[round_index])
 
-    taken = sampled({way: partial(sample, way) for way in Way}, settings.runs, SAID[peer.name])
+    taken = sampled({way: partial(sample, way) for way in Way}, settings.runs, case)
     (prefix,) = prefixes.values()
     asked = bed.asked_over_needed(prefix)
     bed.removed(prefix)
     return {
-        "ways": {way.value: _described(samples, settings.shape.nbytes) for way, samples in taken.items()},
+        "ways": {way.value: _described(samples, shape.nbytes) for way, samples in taken.items()},
         "ratios": spreads(_ratios(taken)),
         "asked_over_needed": asked,
     }
@@ -351,8 +361,10 @@ def show(result: Json) -> dict[str, Section]:
     """Times by service and way, ratios, and the targets."""
     rows = _rows(result)
     settings = result["settings"]
+    counts = dict.fromkeys([settings["chunk_count"], settings.get("also_chunk_count", settings["chunk_count"])])
+    slice_kib = settings["per_layer_chunk_bytes"] // KIB
     about = (
-        f"N = {settings['chunk_count']}, L = {settings['num_layers']}, S = {settings['per_layer_chunk_bytes'] // 1024} "
+        f"N = {' and '.join(map(str, counts))}, L = {settings['num_layers']}, S = {slice_kib} "
         f"KiB, {settings['runs']} rounds, transport {settings['transport']}; medians with extremes."
     )
     return {

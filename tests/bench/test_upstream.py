@@ -25,11 +25,12 @@ def test_smoke_measures_every_way_and_verifies_every_byte(tmp_path: Path) -> Non
     assert run(["upstream", "--smoke", "--json", str(file)]) == 0
     result = json.loads(file.read_text())
     assert result["verified"]
-    (service,) = result["upstream"].values()
-    assert service["ways"].keys() == {way.value for way in Way}
-    assert all(len(way["samples"]) == 1 for way in service["ways"].values())
-    assert 1 <= service["asked_over_needed"] < 1.2
-    assert len(result["targets"]) == 4
+    assert list(result["upstream"]) == ["a second ObjectCache, N = 4", "a second ObjectCache, N = 6"]
+    for service in result["upstream"].values():
+        assert service["ways"].keys() == {way.value for way in Way}
+        assert all(len(way["samples"]) == 1 for way in service["ways"].values())
+        assert 1 <= service["asked_over_needed"] < 1.2
+    assert len(result["targets"]) == 8
     plot(result, tmp_path / "chart.png")
     assert (tmp_path / "chart.png").stat().st_size > 1000
 

@@ -327,6 +327,7 @@ TRANSPORTS = (
     ("`http`, 4 connections", "http4", "dram", "", ""),
 )
 PEERS = {
+    "http_over_mooncake_tcp_chunkwise": "Mooncake Store, chunk-major, TCP against TCP",
     "http_over_mooncake_tcp_layerwise": "Mooncake Store, layer-major, TCP against TCP",
     "http4_over_mooncake_tcp_layerwise": "Mooncake Store, layer-major, TCP against TCP, ours over 4 connections",
     "ucx_tcp_over_mooncake_tcp_layerwise": "Mooncake Store, layer-major, our `ucx` over TCP against its TCP",
