@@ -106,11 +106,15 @@ HEADLINE_ENGINES = {
 
 
 def headline(results: Json) -> str:
-    """The six figures of README: like against like, with what is missed among them."""
+    """The figures of README: like against like, with what is missed among them."""
     rows = []
     for name, title in HEADLINE_RATIOS.items():
         ratio = ratio_of(results["aggregate"], name)
         rows.append((title, ratio.get("reason") or written(ratio), GOAL.of(ratio)))
+    firsts = [found for key, found in results["aggregate"]["first_layers"].items() if key.startswith("dram/")]
+    shares = [found["limit_s"] / found["median_s"] for found in firsts]
+    title = "First layer from DRAM: 5 ms and a layer at the raw rate, over its time; worst of all transports"
+    rows.append((title, written(min(shares)), f"1: {verdict(all(found['is_met'] for found in firsts))}"))
     for target in results["engine"]["targets"]:
         if target["what"] in HEADLINE_ENGINES:
             title = f"{HEADLINE_ENGINES[target['what']]}; worst at {target['case']}"
