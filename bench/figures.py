@@ -31,6 +31,7 @@ from bench.experiments.aggregate.ratios import show as aggregate
 from bench.experiments.cluster import show as cluster
 from bench.experiments.compression.run import show as compression
 from bench.experiments.device.copies import show as copies
+from bench.experiments.engine.run import ours_of
 from bench.experiments.engine.run import show as engine
 from bench.experiments.ladder.run import show as ladder
 from bench.experiments.orchestrator.run import show as orchestrator
@@ -117,7 +118,8 @@ def headline(results: Json) -> str:
     rows.append((title, written(min(shares)), f"1: {verdict(all(found['is_met'] for found in firsts))}"))
     for target in results["engine"]["targets"]:
         if target["what"] in HEADLINE_ENGINES:
-            title = f"{HEADLINE_ENGINES[target['what']]}; worst at {target['case']}"
+            ours = "" if target["ours"] is None else f", {ours_of(target)}"
+            title = f"{HEADLINE_ENGINES[target['what']]}; worst at {target['case']}{ours}"
             rows.append((title, written(target["value"]) or NOT_MEASURED, _goal(target["limit"], target)))
     shared = [
         target

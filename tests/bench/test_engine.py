@@ -356,7 +356,7 @@ class TestReport:
         assert "112 MiB of KV" in text
         assert "LMCache over S3 (our gateway): not run: No module named 'lmcache'" in text
         target = next(line for line in text.splitlines() if line.startswith("recompute over ObjectCache  "))
-        assert target.split()[3:] == ["16K,", "0.875", "4", "5.50", "(5.00", "to", "7.50)", "met"]
+        assert target.split()[3:] == ["16K,", "0.875", "layerwise", "4", "5.50", "(5.00", "to", "7.50)", "met"]
         assert "missed" in text
         assert "not measured: No module named 'lmcache'" in text
         assert "recompute over ObjectCache: ours is ObjectCache layerwise" in text

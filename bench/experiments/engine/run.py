@@ -88,10 +88,17 @@ def _ttfts(rows: Sequence[Json]) -> Block:
     )
 
 
+def ours_of(target: Json) -> str:
+    """Which of our ways a target speaks of."""
+    return _title(target["ours"]).replace("*", "").removeprefix("ObjectCache ")
+
+
 def _targets(result: Json) -> Block:
     return table(
         result["targets"],
-        "target, at 87.5 % = what | worst case = case | at least = limit:g",
+        "target, at 87.5 % = what | worst case = case",
+        Column("ours, the better one", lambda target: "" if target["ours"] is None else ours_of(target)),
+        "at least = limit:g",
         Column("seen", lambda target: target["value"] or f"{NOT_MEASURED}: {target['reason']}"),
         "= is_met:verdict",
     )
