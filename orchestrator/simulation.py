@@ -27,6 +27,7 @@ from orchestrator.rules.prediction import EngineState, Stored, predict, recomput
 from orchestrator.rules.prefix_index import PrefixIndex
 
 NAME_BYTES = 8
+LEAST_STEP_S = 1e-9
 LAYOUT = ChunkLayout(32, 512, 2 << 20)
 """A chunk of 512 tokens of Llama 3.1 8B."""
 COSTS = DeliveryCosts(request_s=0.002)
@@ -59,8 +60,8 @@ class SimulatedEngine:
     joins_at_s: float = 0.0
 
     def step_s(self, stream_count: int) -> float:
-        """The time of a step of so many streams."""
-        return self.decode_s + self.decode_growth_s * max(0, stream_count - 1)
+        """The time of a step of so many streams, which is above 0."""
+        return max(LEAST_STEP_S, self.decode_s + self.decode_growth_s * max(0, stream_count - 1))
 
 
 @dataclass(frozen=True, slots=True)

@@ -14,11 +14,12 @@ from bench.beds.vllm_servers import MODEL
 
 @dataclass(frozen=True, slots=True)
 class StreamRequest:
-    """A request: when it is sent, its tokens, and how many it puts out."""
+    """A request: when it is sent, its tokens, how many it puts out, and the session that it belongs to, if any."""
 
     at_s: float
     tokens: tuple[int, ...]
     output_tokens: int
+    session: str = ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,7 +43,8 @@ async def ask(http: aiohttp.ClientSession, url: str, request: StreamRequest, sal
     }  # fmt: skip
     began_s = time.monotonic()
     first_s, text, usage = None, [], None
-    async with http.post(f"{url}/v1/completions", json=body) as answer:
+    headers = {"X-Session-Id": request.session} if request.session else {}
+    async with http.post(f"{url}/v1/completions", json=body, headers=headers) as answer:
         if answer.status != 200:
             raise BaselineError(f"{answer.status} {(await answer.text())[:500]}")
         async for line in answer.content:

@@ -7,12 +7,15 @@ from dataclasses import dataclass
 from enum import Enum
 from typing import Any, TypeVar
 
+import numpy as np
+
 from bench.beds.processes import BaselineError
 from bench.core.lines import plain
 from calibration.samples import Spread, Turns, interleaved, spread
 
 Way = TypeVar("Way")
 Sample = TypeVar("Sample")
+RESAMPLES = 2000
 Failed = Callable[[Way, BaselineError], None]
 
 
@@ -90,6 +93,17 @@ class Target:
         """Plain values, the limit under a name of the result's own, and these further fields."""
         found = {"what": self.what, limit_name: self.limit, "value": plain(self.value), "is_met": self.is_met}
         return found | {name: plain(getattr(self, name)) for name in further}
+
+
+def interval(values: Sequence[float], seed: int = 1) -> Spread:
+    """The median, and the interval in which it lies in 95 % of the cases where the values are drawn anew (bootstrap).
+    Raises ValueError without a value.
+    """
+    if not values:
+        raise ValueError("no samples")
+    drawn = np.random.default_rng(seed).choice(np.asarray(values), (RESAMPLES, len(values)))
+    low, high = np.percentile(np.median(drawn, axis=1), (2.5, 97.5))
+    return Spread(float(np.median(values)), float(low), float(high))
 
 
 def spreads(samples: Mapping[str, Sequence[float]]) -> dict[str, Spread]:

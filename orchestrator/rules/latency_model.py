@@ -4,7 +4,8 @@
 
 003 does not print its costs. These give its table: 5 ms of routing, 1 ms for each token computed, 10 ms for each put
 out, prompts of 1,200 tokens with 20 put out, and prefixes of 840. The text has 980 ms for "prefix reuse" and hits of
-555 ms, which 850 tokens would give; the table has 985, so hits of 565.
+555 ms, which 850 tokens would give; the table has 985, so hits of 565. Which requests are refused is decided by the
+block pools (orchestrator.rules.block_pool): a node of 62 blocks, as in 003's trace, of 120 tokens each.
 """
 
 from __future__ import annotations
@@ -12,6 +13,10 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+
+from orchestrator.rules.block_pool import Allocation, BlockPools, required_blocks
+
+NODE_BLOCKS, BLOCK_TOKENS = 62, 120
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,6 +86,20 @@ LARGE = ModelRequest(prompt_tokens=4000)
 """The request that does not fit beside the others."""
 
 
+def admitted(requests: Sequence[ModelRequest], *, end: bool) -> list[ModelRequest | None]:
+    """The requests with None in place of those that one node has no room for. Each still runs when the next one comes,
+    or has ended by then and can be evicted.
+    """
+    pools = BlockPools({"node": NODE_BLOCKS})
+    found: list[ModelRequest | None] = []
+    for number, request in enumerate(requests):
+        allocation = pools.allocate(str(number), required_blocks(request.prompt_tokens, BLOCK_TOKENS))
+        found.append(request if isinstance(allocation, Allocation) else None)
+        if end:
+            pools.finish(str(number))
+    return found
+
+
 def strategy_table(costs: LatencyCosts | None = None) -> list[Scenario]:
     """003's five rows, derived from the model."""
     costs = LatencyCosts() if costs is None else costs
@@ -93,6 +112,6 @@ def strategy_table(costs: LatencyCosts | None = None) -> list[Scenario]:
         row("no cache", [MISS, MISS, MISS, MISS]),
         row("prefix reuse", [MISS, PREFIX_HIT, MISS, PREFIX_HIT]),
         row("exact cache", [EXACT_HIT, EXACT_HIT, EXACT_HIT, EXACT_HIT]),
-        row("memory-aware", [MISS, PREFIX_HIT, MISS, None]),
-        row("memory-aware, eviction", [MISS, PREFIX_HIT, MISS, LARGE]),
+        row("memory-aware", admitted([MISS, PREFIX_HIT, MISS, LARGE], end=False)),
+        row("memory-aware, eviction", admitted([MISS, PREFIX_HIT, MISS, LARGE], end=True)),
     ]

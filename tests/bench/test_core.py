@@ -15,7 +15,7 @@ from bench.core import options
 from bench.core.experiment import Experiment, WrongUse, plain, published
 from bench.core.lines import from_line, to_line
 from bench.core.options import ascending, each, filled, number, some_of
-from bench.core.rounds import Side, Target
+from bench.core.rounds import Side, Target, interval
 from calibration.samples import Turns, interleaved
 from calibration.text import aligned
 
@@ -162,3 +162,12 @@ def test_one_setting_has_one_option_in_every_benchmark() -> None:
             flags.setdefault(option.dest, set()).add(option.option_strings[-1])
     differing = {name: sorted(found) for name, found in flags.items() if len(found) > 1}
     assert differing == {}
+
+
+def test_an_interval_holds_the_median_and_is_narrow_where_rounds_agree() -> None:
+    alike, apart = interval([1.0, 1.01, 0.99] * 7), interval([0.5, 1.0, 2.0] * 7)
+    assert alike.min <= alike.median == 1.0 <= alike.max
+    assert alike.max - alike.min < 0.05 < apart.max - apart.min
+    assert interval([2.0]) == interval([2.0, 2.0])
+    with pytest.raises(ValueError, match="no samples"):
+        interval([])

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import multiprocessing
 import os
 import random
 import secrets
@@ -12,8 +13,9 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
+from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
@@ -223,41 +225,55 @@ def cpu_seconds(pid: int) -> float:
 
 
 def metadata_times(counts: tuple[int, ...], folder: Path) -> list[dict[str, Any]]:
-    """003's table: entries registered in one batch, the process's file closed as a kill would, and opened again."""
-    found = []
-    for count in counts:
-        place = folder / f"metadata-{count}"
-        entries = [
-            CacheEntry(f"node-{at % 16}", at.to_bytes(16, "little"), at.to_bytes(16, "big"), "llama-70b", float(at))
-            for at in range(count)
-        ]
-        metadata = Metadata(place)
-        began_s = time.perf_counter()
-        metadata.note_entries(entries)
-        write_s = time.perf_counter() - began_s
-        began_s = time.perf_counter()
-        again = Metadata(place)  # beside the first, which has not been closed: the log is read again
-        opened_s = time.perf_counter() - began_s
-        began_s = time.perf_counter()
-        for at in range(0, count, max(1, count // 100)):
-            again.find_entry(f"node-{at % 16}", at.to_bytes(16, "big"))
-        lookup_s = time.perf_counter() - began_s
-        read = 0
-        began_s = time.perf_counter()
-        for _ in again.entries():
-            read += 1
-        recovered_s = time.perf_counter() - began_s
-        if read != count:
-            raise BaselineError(f"{read} of {count} entries came back")
-        metadata.close()
-        again.close()
-        found.append(
-            {
-                "entries": count, "write_ms": write_s * 1e3, "open_ms": opened_s * 1e3,
-                "lookup_100_ms": lookup_s * 1e3, "recovery_ms": (opened_s + recovered_s) * 1e3,
-            }
-        )  # fmt: skip
-    return found
+    """003's table: entries registered in one batch by a process that is then killed, and read by another one."""
+    return [_metadata_times(count, folder / f"metadata-{count}") for count in counts]
+
+
+def _metadata_times(count: int, place: Path) -> dict[str, Any]:
+    spawning = multiprocessing.get_context("spawn")
+    here, there = spawning.Pipe()
+    process = spawning.Process(target=_register, args=(count, place, there))
+    process.start()
+    there.close()
+    try:
+        write_s = here.recv()
+    except EOFError:
+        raise BaselineError("the process that registers entries has ended") from None
+    finally:
+        process.kill()
+        process.join()
+        here.close()
+    began_s = time.perf_counter()
+    again = Metadata(place)
+    opened_s = time.perf_counter() - began_s
+    began_s = time.perf_counter()
+    for at in range(0, count, max(1, count // 100)):
+        again.find_entry(f"node-{at % 16}", at.to_bytes(16, "big"))
+    lookup_s = time.perf_counter() - began_s
+    began_s = time.perf_counter()
+    read = sum(1 for _ in again.entries())
+    recovered_s = time.perf_counter() - began_s
+    again.close()
+    if read != count:
+        raise BaselineError(f"{read} of {count} entries came back")
+    return {
+        "entries": count, "write_ms": write_s * 1e3, "open_ms": opened_s * 1e3, "lookup_100_ms": lookup_s * 1e3,
+        "recovery_ms": (opened_s + recovered_s) * 1e3,
+    }  # fmt: skip
+
+
+def _register(count: int, place: Path, pipe: Connection) -> None:
+    """Register entries, say how long it took, and wait to be killed."""
+    entries = [
+        CacheEntry(f"node-{at % 16}", at.to_bytes(16, "little"), at.to_bytes(16, "big"), "llama-70b", float(at))
+        for at in range(count)
+    ]
+    metadata = Metadata(place)
+    began_s = time.perf_counter()
+    metadata.note_entries(entries)
+    pipe.send(time.perf_counter() - began_s)
+    with suppress(EOFError):  # where the other process has ended
+        pipe.recv()
 
 
 def etcd_times(counts: tuple[int, ...], folder: Path) -> list[dict[str, Any]] | None:

@@ -6,7 +6,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -23,7 +23,7 @@ from bench.beds.vllm_requests import StreamAnswer, StreamRequest, ask
 from bench.beds.vllm_servers import VllmServer, make_model, vllm_servers
 from bench.experiments.orchestrator.cost import ADMIN, orchestrator_process
 from bench.experiments.tiers.replay import Trace, read
-from calibration.samples import progress_bar
+from calibration.samples import progress_bar, spread
 from orchestrator.rules.policies import PolicyName
 
 SCALE = 16
@@ -36,6 +36,7 @@ REQUEST_S = 300.0
 BUCKET = "chunks"
 TURNS, FIRST_TURN_TOKENS_MIN = 4, 512
 OUTPUT_TOKENS = 8
+AT_ONCE = (1, 3, 5, 10)
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,14 +69,15 @@ class WrongTokensError(Exception):
 
 def live_requests(count: int, rate_per_s: float, seed: int) -> list[StreamRequest]:
     """The first turns of the trace's first conversations that are long enough and fit, in the trace's order, as a
-    Poisson process. The tokens of a block are made from its number.
+    Poisson process. The tokens of a block are made from its number. A conversation is a session.
     """
     random = np.random.default_rng(seed)
-    turns = sorted(turn for conversation in conversations(-(-count // TURNS)) for turn in conversation)[:count]
+    known = enumerate(conversations(-(-count // TURNS)))
+    turns = sorted((*turn, f"session-{number}") for number, conversation in known for turn in conversation)[:count]
     times_s = np.cumsum(random.exponential(1 / rate_per_s, len(turns)))
     return [
-        StreamRequest(float(at_s), _tokens(blocks, nbytes), OUTPUT_TOKENS)
-        for at_s, (_, blocks, nbytes) in zip(times_s, turns, strict=True)
+        StreamRequest(float(at_s), _tokens(blocks, nbytes), OUTPUT_TOKENS, session)
+        for at_s, (_, blocks, nbytes, session) in zip(times_s, turns, strict=True)
     ]
 
 
@@ -222,7 +224,7 @@ def _figures(runs: Sequence[LiveRun]) -> dict[str, Any]:
         return [float(np.percentile([each.ttft_s for each in run.answers], share)) for run in runs]
 
     return {
-        "ttft_p50_s": percentile(50), "ttft_p90_s": percentile(90), "ttft_p99_s": percentile(99),
+        "ttft_p50_s": percentile(50), "ttft_p90_s": percentile(90), "ttft_slowest_s": percentile(100),
         "ttft_over_predicted": [run.ttft_over_predicted for run in runs],
         "requests_per_s": [len(run.answers) / run.wall_s for run in runs],
         "hbm_hit_rate": [run.hbm_tokens / run.prompt_tokens for run in runs],
@@ -232,15 +234,28 @@ def _figures(runs: Sequence[LiveRun]) -> dict[str, Any]:
     }  # fmt: skip
 
 
-def serving(engines: Sequence[VllmServer], target: S3Target) -> dict[str, Any]:
-    """003's tables: cold, warm, prefix, unrelated; and 1, 3, 5, 10 at once, bounded and not."""
+def serving(engines: Sequence[VllmServer], target: S3Target, runs: int) -> dict[str, Any]:
+    """003's tables, each number a spread of so many runs: cold, warm, prefix, unrelated; and 1, 3, 5, 10 at once,
+    bounded and not.
+    """
+    taken = [_serving(engines, target) for _ in range(runs)]
+    steps = {name: _spreads([run["steps"][name] for run in taken]) for name in taken[0]["steps"]}
+    at_once = [_spreads([run["at_once"][place] for run in taken]) for place in range(len(AT_ONCE))]
+    return {"steps": steps, "at_once": at_once, "controlled": _spreads([run["controlled"] for run in taken])}
+
+
+def _spreads(rows: Sequence[Mapping[str, float]]) -> dict[str, Any]:
+    return {name: spread([row[name] for row in rows]) for name in rows[0]}
+
+
+def _serving(engines: Sequence[VllmServer], target: S3Target) -> dict[str, Any]:
     first = tuple(token for at in range(40) for token in block_tokens(20_000_000 + at))
     other = tuple(token for at in range(40) for token in block_tokens(30_000_000 + at))
     environment = {"AWS_ACCESS_KEY_ID": target.access_key, "AWS_SECRET_ACCESS_KEY": target.secret_key}
     urls = [engine.url for engine in engines]
     with orchestrator_process(urls, "--store", target.url, environment=environment) as (url, _):
         steps = asyncio.run(_steps(url, first, other))
-        at_once = [asyncio.run(_at_once(url, count, first)) for count in (1, 3, 5, 10)]
+        at_once = [asyncio.run(_at_once(url, count, first)) for count in AT_ONCE]
     bounded = ("--store", target.url, "--max-active", "3", "--queue-max", "0")
     with orchestrator_process(urls, *bounded, environment=environment) as (url, _):
         controlled = asyncio.run(_at_once(url, 10, first))

@@ -4,7 +4,15 @@ from __future__ import annotations
 
 import pytest
 
-from orchestrator.rules.latency_model import LatencyCosts, ModelRequest, latency_ms, strategy_table
+from orchestrator.rules.latency_model import (
+    LARGE,
+    MISS,
+    LatencyCosts,
+    ModelRequest,
+    admitted,
+    latency_ms,
+    strategy_table,
+)
 
 PAPER = {
     "no cache": (1405, 1405, 0.0, 0.0),
@@ -22,6 +30,12 @@ def test_the_five_rows() -> None:
         name: (int(row.average_ms), int(row.p95_ms), row.hit_rate, row.rejection_rate) for name, row in rows.items()
     } == PAPER
     assert rows["memory-aware"].admitted_average_ms == pytest.approx(1125)
+
+
+def test_the_block_pools_refuse_what_does_not_fit_beside_running_requests() -> None:
+    assert admitted([MISS, MISS, MISS, LARGE], end=False) == [MISS, MISS, MISS, None]
+    assert admitted([MISS, MISS, MISS, LARGE], end=True) == [MISS, MISS, MISS, LARGE]
+    assert admitted([LARGE, LARGE, MISS], end=False) == [LARGE, None, MISS]
 
 
 def test_the_text_of_003_has_other_hits_than_its_table() -> None:
