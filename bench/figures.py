@@ -35,6 +35,7 @@ from bench.experiments.engine.run import ours_of
 from bench.experiments.engine.run import show as engine
 from bench.experiments.ladder.run import show as ladder
 from bench.experiments.orchestrator.run import show as orchestrator
+from bench.experiments.overlap.run import show as overlap
 from bench.experiments.s3.results import show as s3
 from bench.experiments.scheduler.cells import show as scheduler
 from bench.experiments.tiers.show import show as tiers
@@ -162,7 +163,8 @@ def _short(name: str | None) -> str:
 
 ROOT = Path(__file__).resolve().parents[1]
 RESULTS = ROOT / "docs" / "results"
-DOCUMENTS = (ROOT / "README.md", ROOT / "docs" / "figures.md", ROOT / "docs" / "compression.md")
+DOCUMENTS = tuple(ROOT / name for name in ("README.md", "docs/figures.md", "docs/compression.md", "docs/overlap.md"))
+OVERLAP = ("motivation", "throughput", "shares", "figure-a4", "figure-a5", "figure-a6", "figure-a7")
 
 
 def _of(show: Callable[[Json], Sections], section: str) -> Callable[[Json], str]:
@@ -222,6 +224,7 @@ SECTIONS: Mapping[str, tuple[str, Callable[[Json], str]]] = {
         f"orchestrator-{name}": ("orchestrator-live", _of(orchestrator, section))
         for name, section in (("live", "live"), ("serving", "serving"), ("live-targets", "targets"))
     },
+    **{f"overlap-{name}": ("overlap", _of(overlap, name)) for name in OVERLAP},
     "theta": ("calibrate", theta),
     "crash": ("crash", crash),
     "cluster-faults": ("cluster-faults", cluster_faults),

@@ -28,6 +28,7 @@ from bench.core.experiment import FAILURES, Experiment, need_nixl, plain, publis
 from bench.core.options import each, number
 from bench.core.show import Block, Json, Section, crossed, significant, table
 from bench.experiments.device.command import need_torch
+from bench.paper.motivation import motivation
 from bench.paper.tables import TOKEN_LAYER_BYTES, table_a1_a2, table_a8
 from calibration.charts import cell_ticks, chart
 from calibration.chunks import fetch_task, make_chunks, store_chunks
@@ -201,10 +202,11 @@ MARKS = {
 TRANSFER_MARK = "!"
 CERTAIN = (Origin.TABLE_A8.value, Origin.TABLES_A1_A2.value, Origin.MEASURED.value)
 CACHED, COMPUTE, REQUIRED = "cached KV, GiB (A4)", "a layer's compute, ms (12, A5)", "B_req, GB/s (12, A7)"
+OPERATIONS = "operations, TFLOP/s (A6)"
 QUANTITIES: dict[str, Callable[[Json], float]] = {
     CACHED: lambda cell: cell["total_bytes"] / GIB,
     COMPUTE: lambda cell: cell["layer_compute_s"] * 1e3,
-    "operations, TFLOP/s (A6)": lambda cell: cell["operations_per_s"] / 1e12,
+    OPERATIONS: lambda cell: cell["operations_per_s"] / 1e12,
     REQUIRED: lambda cell: cell["required_bytes_per_s"] / 1e9,
 }
 
@@ -224,7 +226,31 @@ def show(result: Json) -> dict[str, Section]:
         "throughput": (throughput, *(_compute(name, found) for name, found in result["compute"].items())),
         "grids": [block for grid in result["grids"].values() for block in _shown_grid(grid, result["scaling_error"])],
         "shares": (*legend, *(_share(device, result) for device in result["share_compute_bound"])),
+        "motivation": motivation(),
+        "figure-a4": (_figure(result, CACHED, PAPER_DEVICES[:1]),),
+        **{
+            name: (_figure(result, quantity, PAPER_DEVICES),)
+            for name, quantity in (("figure-a5", COMPUTE), ("figure-a6", OPERATIONS), ("figure-a7", REQUIRED))
+        },
     }
+
+
+def _figure(result: Json, quantity: str, devices: Sequence[str]) -> Block:
+    """One of the paper's heatmaps of all models; the cached KV is the same on all devices."""
+    grids = [grid for grid in result["grids"].values() if grid["device"] in devices]
+    rows = [(grid, cell) for grid in sorted(grids, key=lambda grid: str(grid["device"])) for cell in grid["cells"]]
+
+    def line(row: tuple[Json, Json]) -> str:
+        grid, cell = row
+        device = "" if quantity == CACHED else f", {grid['device']}"
+        return f"{shape(grid['model']).title}{device}, {cell['context_tokens'] // KIB}K"
+
+    def value(row: tuple[Json, Json]) -> str:
+        if quantity == CACHED:
+            return significant(QUANTITIES[quantity](row[1]))
+        return _marked(quantity, row[1])
+
+    return crossed(rows, f"{quantity}, by hit rate", line, lambda row: f"{row[1]['hit_rate']:.1%}", value)
 
 
 def _compute(name: str, found: Json) -> str:
