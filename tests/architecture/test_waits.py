@@ -15,6 +15,8 @@ CLOCKS = frozenset({"time", "asyncio"})
 
 def sleeps(source: str) -> Iterator[int]:
     """The lines that call `time.sleep` or `asyncio.sleep`, but for those that let other tasks run: `sleep(0)`."""
+    if ".sleep(" not in source:
+        return
     for node in ast.walk(ast.parse(source)):
         match node:
             case ast.Call(func=ast.Attribute(value=ast.Name(id=module), attr="sleep"), args=[length]):
