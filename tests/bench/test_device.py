@@ -191,6 +191,14 @@ def test_copies_smoke_measures_and_compares_every_size(tmp_path: Path, capsys: p
     assert chart.stat().st_size > 0
 
 
+def test_a_model_is_divided_by_its_scale() -> None:
+    """So that a CPU, too, shows what coarse chunks cost beside the rest."""
+    model, vocabulary = model_of("llama-3.1-8b", False, 8)
+    assert (model.num_layers, model.hidden, model.heads, model.kv_heads, model.head_dim) == (4, 512, 4, 1, 128)
+    assert (model.intermediate, vocabulary) == (1792, 16032)
+    assert model_of("llama-3.1-8b", False)[0].num_layers == 32
+
+
 @pytest.mark.parametrize("bench", ["ttft", "recompute", "copies"])
 def test_without_a_gpu_one_line_says_so(
     bench: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]

@@ -55,11 +55,11 @@ def need_torch(asked: str, device: str) -> None:
 
 
 @contextmanager
-def opened_device(device: str, is_smoke: bool, origin: Origin) -> Iterator[tuple[Accelerator, Origin]]:
+def opened_device(device: str, is_small: bool, origin: Origin) -> Iterator[tuple[Accelerator, Origin]]:
     """The device, and the origin with its software. What torch and CUDA raise is a baseline's failure here. Raises
     WrongUse where the device cannot be had.
     """
-    if device == "cpu" and not is_smoke:
+    if device == "cpu" and not is_small:
         raise WrongUse("--device cpu only tries the code out: pass --smoke, or --device cuda")
     need_torch(f"--device {device}", device)
     import torch
@@ -75,9 +75,15 @@ def opened_device(device: str, is_smoke: bool, origin: Origin) -> Iterator[tuple
         raise BaselineError(str(error)) from error
 
 
-def model_of(name: str, is_smoke: bool) -> tuple[ModelShape, int]:
-    """The model's shape and vocabulary; for smoke runs as many layers, everything else tiny."""
+def model_of(name: str, is_smoke: bool, scale: int = 1) -> tuple[ModelShape, int]:
+    """The model's shape and vocabulary; for smoke runs as many layers, everything else tiny. With `scale` the layers,
+    the heads, the width and the vocabulary are divided by it.
+    """
     model = shape(name)
+    if scale > 1 and not is_smoke:
+        sizes = ("num_layers", "hidden", "heads", "kv_heads", "intermediate")
+        smaller = {size: max(1, getattr(model, size) // scale) for size in sizes}
+        return replace(model, **smaller), VOCABULARIES[name] // scale
     if not is_smoke:
         return model, VOCABULARIES[name]
     return replace(model, hidden=64, heads=4, kv_heads=2, head_dim=16, intermediate=128), VOCABULARY_SMALL

@@ -33,6 +33,8 @@ if TYPE_CHECKING:
 MODELS = ("llama-3.1-8b", "deepseek-r1-7b")
 CHUNK_TOKENS = (16, 32, 64, 128, 256, 512)
 PAPER_GPUS = ("A100", "H100")
+CPU_SCALE_MIN = 4
+SCALED = "layers, heads and width are divided by it; from 4 on a CPU will do"
 REQUESTS_PER_S = 1000
 """Of Table A6's caption."""
 Row = dict[str, Any]
@@ -54,6 +56,7 @@ class RecomputeSettings(DeviceSettings):
     chunk_tokens: tuple[int, ...] = options.setting(
         "-G --chunk-tokens", CHUNK_TOKENS, (16, 64, 512), _chunk_tokens, "ascending"
     )
+    scale: int = options.count("--scale", 1, 1, most=8, text=SCALED)
     runs: int = options.runs(3)
     seed: int = options.seed()
 
@@ -62,20 +65,21 @@ def _measure(asked: RecomputeSettings, origin: Mapping[str, Any]) -> Json:
     """Every model, context, boundary and chunk size; wrong logits end it and are the result's `problem`. Raises
     WrongUse, BaselineError.
     """
-    models = [model_of(name, asked.smoke) for name in asked.models]
+    models = [model_of(name, asked.smoke, asked.scale) for name in asked.models]
     settings = {
         "shapes": [model for model, _ in models],
         "vocabularies": {model.name: vocabulary for model, vocabulary in models},
         "contexts": asked.contexts,
         "hit_rates": (0.5, 0.875) if asked.smoke else HIT_RATES,
         "chunk_tokens": asked.chunk_tokens,
+        "scale": asked.scale,
         "runs": asked.runs,
         "seed": asked.seed,
     }
     boundaries: list[Row] = []
     table_a6: list[Row] = []
     problem = None
-    with opened_device(asked.device, asked.smoke, origin) as (accelerator, described):
+    with opened_device(asked.device, asked.smoke or asked.scale >= CPU_SCALE_MIN, origin) as (accelerator, described):
         from bench.experiments.device.model import Model
 
         longest = max(map(context_tokens, asked.contexts))
@@ -94,6 +98,8 @@ def _measure(asked: RecomputeSettings, origin: Mapping[str, Any]) -> Json:
         f"the paper's columns are G=512 over G=16 of its Tables A1 and A2; {asked.runs} counted rounds",
         f"GPU hours: of {REQUESTS_PER_S} requests/s for a day, as in the caption of Table A6",
     ]
+    if asked.scale > 1:
+        notes.append(f"layers, heads and width are those of the model over {asked.scale}: compare ratios only")
     found = {"notes": notes, "boundaries": boundaries, "table_a6": table_a6}
     return published("recompute", described, settings, problem, device=accelerator.title, **found)
 
