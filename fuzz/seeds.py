@@ -21,6 +21,8 @@ def seeds(target: str) -> list[bytes]:
         "range": [b"bytes=0-9", b"bytes=5-", b"bytes=-3", b"bytes=0-1,3-4"],
         "host": [b"kvc.s3.example.com:9000", b"kvc.localhost", b"127.0.0.1", b"[::1]:9000"],
         "chunks": _chunks(),
+        "form": [_FORM],
+        "policy": [_POLICY],
         "descriptor": _descriptors(),
         "token": _tokens(),
         "xml_delete": [
@@ -61,6 +63,20 @@ def seeds(target: str) -> list[bytes]:
     }[target]
 
 
+_POLICY = (
+    b'{"expiration": "2030-01-31T12:00:00.000Z", "conditions": [{"bucket": "b"}, ["starts-with", "$key", "k"],'
+    b' ["content-length-range", 1, 100]]}'
+)
+_FORM = (
+    b"multipart/form-data; boundary=x\n"
+    b'--x\r\nContent-Disposition: form-data; name="key"\r\n\r\nk/${filename}\r\n'
+    b'--x\r\nContent-Disposition: form-data; name="policy"\r\n\r\ne30=\r\n'
+    b'--x\r\nContent-Disposition: form-data; name="X-Amz-Algorithm"\r\n\r\nAWS4-HMAC-SHA256\r\n'
+    b'--x\r\nContent-Disposition: form-data; name="X-Amz-Credential"\r\n\r\nA/20130524/us-east-1/s3/aws4_request\r\n'
+    b'--x\r\nContent-Disposition: form-data; name="X-Amz-Date"\r\n\r\n20130524T000000Z\r\n'
+    b'--x\r\nContent-Disposition: form-data; name="X-Amz-Signature"\r\n\r\n0\r\n'
+    b'--x\r\nContent-Disposition: form-data; name="file"; filename="f"\r\nContent-Type: a/b\r\n\r\nbytes\r\n--x--\r\n'
+)
 _HEADERS = b"\n".join(
     (
         b"PUT /bucket/key?partNumber=1&response-content-type=text/plain HTTP/1.1",

@@ -13,16 +13,19 @@ from collections.abc import Callable, Iterator
 from descriptors.descriptor_codec import decode_descriptor
 from descriptors.errors import CallerError
 from descriptors.rdma_token import encode_token, parse_token
+from gateway.s3 import sigv2
 from gateway.s3.addressing import bucket_from_host
 from gateway.s3.aws_chunked import ChunkedDecoder, SignatureChain
 from gateway.s3.conditions import delete_condition, read_condition, write_condition
 from gateway.s3.copy_headers import directive, parse_copy_range, parse_copy_source
+from gateway.s3.form import FormReader
 from gateway.s3.object_headers import new_attributes, new_checksum, overriding_headers, refuse_unsupported
 from gateway.s3.parameters import after_token, check_version, part_number
 from gateway.s3.payload_form import PayloadForm
+from gateway.s3.post_policy import parse_policy
 from gateway.s3.request import S3Request, check_bucket_name, check_key, parse_range, parse_target, without_chunk_coding
 from gateway.s3.routing import route
-from gateway.s3.sigv4 import read_claim, verify
+from gateway.s3.sigv4 import read_claim, read_form_claim, verify
 from gateway.s3.tags import parse_tagging_header
 from gateway.s3.upload import plan_body, plan_document
 from gateway.s3.xml_in import parse_acl, parse_complete, parse_create_bucket, parse_delete, parse_tagging
@@ -122,6 +125,29 @@ def decode_in_steps(wire: bytes, nbytes: int, form: PayloadForm, step: int) -> t
         return bytes(decoded), str(error)
 
 
+def fuzz_form(data: bytes) -> None:
+    """An HTML form behind the line of its content type. Whole and in steps it is the same; its claim is read."""
+    content_type, _, body = data.partition(b"\n")
+    kind = content_type.decode("utf-8", "surrogateescape")
+    with answered():
+        whole, parts = FormReader(kind), FormReader(kind)
+        found = b"".join(whole.feed(body))
+        in_steps = b"".join(b"".join(parts.feed(body[at : at + 7])) for at in range(0, len(body), 7))
+        assert (found, whole.fields, whole.offset_bytes) == (in_steps, parts.fields, parts.offset_bytes)
+        for read in (sigv2.read_form_claim, read_form_claim):
+            with answered():
+                read({"awsaccesskeyid": "", **whole.fields})
+
+
+def fuzz_policy(data: bytes) -> None:
+    """The policy of a form, as JSON and as the field's text."""
+    for text in (data.decode("utf-8", "surrogateescape"), base64.b64encode(data).decode()):
+        with answered():
+            policy = parse_policy(text)
+            policy.check_bytes(5)
+            policy.check({"key": "k", "bucket": "b"}, 0.0)
+
+
 def fuzz_descriptor(data: bytes) -> None:
     """A descriptor, in either of its codings."""
     with answered():
@@ -151,6 +177,8 @@ TARGETS: dict[str, Callable[[bytes], None]] = {
     "range": fuzz_range,
     "host": fuzz_host,
     "chunks": fuzz_chunks,
+    "form": fuzz_form,
+    "policy": fuzz_policy,
     "descriptor": fuzz_descriptor,
     "token": fuzz_token,
     "xml_delete": _xml(parse_delete),

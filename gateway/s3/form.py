@@ -9,6 +9,7 @@ from python_multipart.exceptions import FormParserError
 from python_multipart.multipart import MultipartParser, parse_options_header
 
 from descriptors.errors import CallerError, ErrorCode
+from descriptors.header_bytes import header_bytes
 
 FORM_TYPE = "multipart/form-data"
 FILE_FIELD = "file"
@@ -25,7 +26,7 @@ class FormReader:
 
     def __init__(self, content_type: str) -> None:
         """Raises CallerError(MalformedPOSTRequest)."""
-        kind, options = parse_options_header(content_type)
+        kind, options = parse_options_header(header_bytes(content_type))
         boundary = options.get(b"boundary", b"")
         if kind != FORM_TYPE.encode() or not 0 < len(boundary) <= _BOUNDARY_BYTES_MAX:
             raise _malformed("Content-Type must be multipart/form-data with a boundary", "content-type")
