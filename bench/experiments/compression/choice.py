@@ -3,7 +3,8 @@ sizes as measured on the models of this bench, and a played clock.
 
 Contexts are asked for by a Poisson process, some much more often than others. A context lies in DRAM, on a disk, or
 nowhere; then it is computed again. DRAM, disk and processor serve one request after the other. The best fixed choice is
-one codec with LRU in both tiers. The oracle places everything once by the optimizer, with the true frequencies and the
+one codec with LRU in both tiers; the best single codec has our own policy, so that only the choice among codecs is
+missing. The oracle places everything once by the optimizer, with the true frequencies and the
 qualities by which all are scored; ours has qualities of other samples, and counts uses. Whoever decides, a context is
 computed when it is asked for the first time.
 """
@@ -23,6 +24,7 @@ from storage_server.compression.utility import Entry, Form, Tier
 
 EXACT = "exact"
 """The form besides the codecs."""
+SAME_POLICY = " + our policy"
 Qualities = Mapping[str, Mapping[str, float]]
 """By class of content and codec."""
 
@@ -206,7 +208,7 @@ def forms_of(name: str, codecs: Codecs, qualities: Qualities) -> tuple[Form, ...
 def ways(
     classes: Sequence[str], codecs: Codecs, machine: Machine, alpha_s: float, half_life_s: float, skew: float
 ) -> Iterator[tuple[str, Cache]]:
-    """Every way by name: "prefill", each codec with LRU, "ours", "oracle"."""
+    """Every way by name: "prefill", each codec with LRU and with our policy, "ours", "oracle"."""
     whole = machine.context_bytes * len(classes)
     capacities = [round(machine.dram_fraction * whole), round(machine.disk_fraction * whole)]
     yield "prefill", FixedLru(None, EXACT, capacities)
@@ -217,6 +219,9 @@ def ways(
         Tier("disk", capacities[1], machine.disk_bytes_per_s),
     ]
     known = [forms_of(name, codecs, codecs.known) for name in classes]
+    for codec in codecs.nbytes:
+        single = [tuple(form for form in forms if form.codec == codec) for forms in known]
+        yield f"{codec}{SAME_POLICY}", Chosen(single, machine, tiers, alpha_s, half_life_s)
     yield "ours", Chosen(known, machine, tiers, alpha_s, half_life_s)
     scored = [forms_of(name, codecs, codecs.scored) for name in classes]
     yield "oracle", Chosen(scored, machine, tiers, alpha_s, half_life_s, shares(len(classes), skew))
