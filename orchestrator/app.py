@@ -217,6 +217,7 @@ class App:
         receipt, orchestrator = exchange.receipt, self._orchestrator
         tried: list[str] = []
         failure: AttemptFailed | None = None
+        refused: list[str] = []
         rounds = 0
         prompt = await orchestrator.prefilled(exchange, prompt)
         while len(tried) < ATTEMPTS_MAX and rounds < ATTEMPTS_MAX:
@@ -237,10 +238,16 @@ class App:
             receipt.routed(routed.decision)
             tried.append(routed.engine.name)
             try:
-                return await orchestrator.send(exchange, routed, prompt)
+                response = await orchestrator.send(exchange, routed, prompt)
             except AttemptFailed as error:
                 receipt.attempts.append({"engine": routed.engine.name, "error": str(error)})
                 failure = error
+                if error.answer is not None:
+                    refused.append(routed.engine.name)
+            else:
+                if response.status == 200:
+                    orchestrator.blame(refused)
+                return response
         if failure is not None and failure.answer is not None:
             return failure.answer
         raise Refusal(502, f"no engine has answered: {failure}", code="engine_lost", retry_after_s=1)

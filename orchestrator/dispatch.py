@@ -35,9 +35,10 @@ THREAD_BYTES = 1 << 18
 STALLED_S = 30.0
 ENGINE_HEADER, REQUEST_HEADER = "x-objectcache-engine", "x-objectcache-request-id"
 EVENT_STREAM = "text/event-stream"
-_RETRIED = frozenset({429, 500, 502, 503, 504})
-"""Statuses of an engine that another engine may not give. They do not eject it: a request of one client may have any
-engine answer 500, and its probes say whether it is well.
+_RETRIED = frozenset({401, 403, 404, 405, 429, 500, 502, 503, 504})
+"""Statuses of an engine that another engine may not give. By itself none ejects it: a request of one client may have
+any engine answer 500, and its probes say whether it is well. Where another engine then answers the same request with
+200, the engine was to blame.
 """
 _HOP_BY_HOP = frozenset(
     {
@@ -163,7 +164,10 @@ class Dispatch:
             if answer.status in _RETRIED:
                 refusal = await self._whole(answer, first, exchange, engine, late, is_kept=False)
                 raise AttemptFailed(f"{engine.name} answers {answer.status}", refusal)
-            self._noted_first_byte(exchange, routed, first)
+            if not 200 <= answer.status < 600:
+                raise AttemptFailed(f"{engine.name} answers with the status {answer.status}")
+            if answer.status == 200:  # a refusal comes at once, and says nothing of the time of a prefill
+                self._noted_first_byte(exchange, routed, first)
             if answer.content_type != EVENT_STREAM:
                 response = await self._whole(answer, first, exchange, engine, late)
                 engine.succeeded()

@@ -6,6 +6,7 @@ import asyncio
 import contextlib
 import json
 import logging
+import re
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
@@ -13,6 +14,7 @@ from typing import Any
 
 import aiohttp
 
+from adapters.threads import computed
 from adapters.whole_answers import read_whole
 from descriptors.recompute import PrefillCosts
 from orchestrator.events_feed import EventsFeed, FeedStatus
@@ -31,7 +33,11 @@ FIRST_TOKEN_S = 20.0
 PROBE_EJECTED_S = 2.0
 """An engine that takes no requests is probed so often."""
 RANKS_MAX = 64
-ANSWER_BYTES_MAX = 1 << 20
+_RANK = re.compile("[0-9]{1,4}")
+ANSWER_BYTES_MAX = 1 << 18
+HERE_CHARACTERS_MAX = 1 << 14
+"""Longer answers are read in a thread: the event loop goes on meanwhile."""
+MODELS_MAX, TEXT_MAX = 1000, 1024
 _log = logging.getLogger(__name__)
 
 
@@ -62,8 +68,8 @@ class Engine:
         self.observed = ObservedCosts(settings.token_us or TOKEN_US_DEFAULT)
         self.steps = ObservedSteps()
         self.report = EngineReport(0, 0)
-        self.models: tuple[str, ...] = ()
-        self.model_documents: tuple[Mapping[str, Any], ...] = ()
+        self.models: Mapping[str, Mapping[str, Any]] = {}
+        """What it says of each of its models, by their names."""
         self.feeds: dict[str, EventsFeed] = {}
         """By the names under which the index knows the engine's data-parallel ranks."""
         self.ranks: dict[str, int] = {}
@@ -126,6 +132,10 @@ class Engine:
         """Whether it has the model; an engine that has not said so yet is taken to have it."""
         return not model or not self.models or model in self.models
 
+    def adapter(self, model: str) -> str:
+        """The adapter that the model's name stands for at this engine; none for a model of its own."""
+        return model if self.models.get(model, {}).get("parent") else ""
+
     def succeeded(self) -> None:
         """A probe or a request went well. Requests that wait for an engine are told where it takes requests again."""
         now_s = time.monotonic()
@@ -187,6 +197,8 @@ class Engine:
             task.cancel()
         for name in self.feeds:
             self._index.clear(name)
+            if name != self.name:
+                self._index.remove_engine(name)
         self.feeds, self._listeners, self.ranks = {}, [], {}
         for rank, events, replay, topic in sources:
             name = index_name(self.name, rank)
@@ -270,7 +282,7 @@ class Engine:
         if text is None:
             return
         try:
-            report = read_metrics(text)
+            report = await computed(partial(read_metrics, text), is_long=len(text) > HERE_CHARACTERS_MAX)
         except ValueError as error:
             _log.warning("metrics of %s cannot be read: %s", self.name, error)
             return
@@ -293,7 +305,7 @@ class Engine:
         if self._is_asked or not self.models:
             return
         self._is_asked = True
-        body = {"model": self.models[0], "prompt": [1], "max_tokens": 1}
+        body = {"model": next(iter(self.models)), "prompt": [1], "max_tokens": 1}
         try:
             async with self._http.post(
                 f"{self.url}/v1/completions",
@@ -310,9 +322,8 @@ class Engine:
         document = await self._json("/v1/models")
         entries = document.get("data") if isinstance(document, dict) else None
         if isinstance(entries, list):
-            found = [each for each in entries if isinstance(each, dict) and isinstance(each.get("id"), str)]
-            self.models = tuple(each["id"] for each in found)
-            self.model_documents = tuple(found)
+            found = {each["id"]: each for each in map(model_of, entries[:MODELS_MAX]) if each is not None}
+            self.models = found
             self._models_s = time.monotonic()
 
     async def _json(self, path: str) -> Any:
@@ -320,7 +331,7 @@ class Engine:
         if text is None:
             return None
         with contextlib.suppress(ValueError, RecursionError):
-            return json.loads(text)
+            return await computed(partial(json.loads, text), is_long=len(text) > HERE_CHARACTERS_MAX)
         return None
 
     async def _text(self, path: str, bytes_max: int) -> str | None:
@@ -336,6 +347,17 @@ class Engine:
             return None
 
 
+def model_of(said: object) -> Mapping[str, Any] | None:
+    """What goes on of an engine's word on a model: a few short values. None for what is none."""
+    if not isinstance(said, dict) or not isinstance(said.get("id"), str) or len(said["id"]) > TEXT_MAX:
+        return None
+    kinds: dict[str, type] = {
+        "id": str, "object": str, "owned_by": str, "parent": str, "root": str, "created": int, "max_model_len": int,
+    }  # fmt: skip
+    found = {name: said[name] for name, kind in kinds.items() if type(said.get(name)) is kind}
+    return {name: value for name, value in found.items() if len(str(value)) <= TEXT_MAX}
+
+
 def index_name(engine: str, rank: int) -> str:
     """The name of a data-parallel rank in the index."""
     return f"{engine}#{rank}" if rank else engine
@@ -347,7 +369,7 @@ def event_sources(document: object) -> list[tuple[int, str, str | None, str]]:
     """
     found: list[tuple[int, str, str | None, str]] = []
     ranks = (
-        {int(rank): each for rank, each in document.items() if str(rank).isdigit()}
+        {int(rank): each for rank, each in document.items() if _RANK.fullmatch(str(rank))}
         if isinstance(document, dict)
         else {}
     )

@@ -22,6 +22,7 @@ from orchestrator.store_lookups import LookupKey, StoreLookups, lookup_key
 
 BLOCK_TOKENS_DEFAULT = 16
 CHAIN_TOKENS_MAX = 131_072
+CHAIN_BLOCKS_MAX = 16_384
 """A decision needs no more of a prompt, and naming more would hold the event loop."""
 
 
@@ -43,20 +44,23 @@ class Pin:
 
 @dataclass(frozen=True, slots=True)
 class Prompt:
-    """A prompt whose tokens are known, with the store's answers, and its blocks' names by the tokens of a block."""
+    """A prompt whose tokens are known, with the store's answers, and its blocks' names by the tokens of a block and the
+    adapter.
+    """
 
     tokens: Sequence[int] | TokenIds
-    adapter: str
+    model: str
     salt: str
     stored: Mapping[LookupKey, Stored | None]
-    chains: dict[int, list[bytes]]
+    chains: dict[tuple[int, str], list[bytes]]
 
-    def chain(self, block_tokens: int) -> list[bytes]:
-        """The names of its blocks, for blocks of so many tokens."""
-        found = self.chains.get(block_tokens)
+    def chain(self, block_tokens: int, adapter: str = "") -> list[bytes]:
+        """The names of its blocks, for blocks of so many tokens, computed with this adapter."""
+        found = self.chains.get((block_tokens, adapter))
         if found is None:
-            found = block_hashes(self.tokens[:CHAIN_TOKENS_MAX], block_tokens, root_hash(self.adapter, self.salt))
-            self.chains[block_tokens] = found
+            tokens = self.tokens[: min(CHAIN_TOKENS_MAX, block_tokens * CHAIN_BLOCKS_MAX)]
+            found = block_hashes(tokens, block_tokens, root_hash(adapter, self.salt))
+            self.chains[block_tokens, adapter] = found
         return found
 
 
@@ -92,12 +96,11 @@ class Router:
 
     async def prompt(self, asked: Asked, tokens: Sequence[int] | TokenIds, receipt: Receipt | None = None) -> Prompt:
         """Look the prompt up in the stores of the engines that could take it."""
-        adapter = self._adapter(asked.model)
         began_s = time.monotonic()
         wanted: dict[LookupKey, Published] = {}
-        if self._lookups is not None and not adapter:
+        if self._lookups is not None:
             for engine in self._engines.values():
-                if engine.published is not None and engine.serves(asked.model):
+                if engine.published is not None and engine.serves(asked.model) and not engine.adapter(asked.model):
                     wanted.setdefault(lookup_key(engine.published), engine.published)
         found: Sequence[Stored | None] = ()
         if wanted and self._lookups is not None:
@@ -105,7 +108,7 @@ class Router:
             found = await asyncio.gather(*(lookups.find(each, tokens, asked.salt) for each in wanted.values()))
         if receipt is not None:
             receipt.lookup_s = time.monotonic() - began_s
-        return Prompt(tokens, adapter, asked.salt, dict(zip(wanted, found, strict=True)), {})
+        return Prompt(tokens, asked.model, asked.salt, dict(zip(wanted, found, strict=True)), {})
 
     def decide(
         self,
@@ -140,7 +143,7 @@ class Router:
         held, names = self._held(able, prompt, now_s)
         stored = self._offers(prompt, now_s)
         states = [self._state(engine, held[engine.name], stored, loads[engine.name]) for engine in able]
-        start = b"" if prompt is None else next(iter(prompt.chain(self._block_tokens(able[0]))), b"")
+        start = b"" if prompt is None else next(iter(self._start(prompt, able)), b"")
         pin = self._pins.get(start.hex()) if start else None
         if pin is not None and (pin.until is None or time.time() < pin.until):
             states = [state for state in states if state.name == pin.engine] or states
@@ -159,26 +162,27 @@ class Router:
         is_known = prompt is not None  # of a prompt without tokens the prediction says nothing
         predicted_s = prediction.ttft_s if is_known else 0.0
         has_load = prediction.load_tokens > 0
-        work_s = engine.correction.work_s(prediction.compute_s)
+        work_s = engine.correction.work_s(prediction.compute_s) if is_known else 0.0
         engine.books.send(Sent(request_id, tokens, work_s, predicted_s, now_s, asked.is_stream, has_load))
         if prompt is not None and routed.index_name in engine.index_names:
-            chain = prompt.chain(self._block_tokens(engine))
+            chain = self._chain(engine, prompt)
             self._index.expect(routed.index_name, chain, now_s, EXPECTED_S if engine.is_live else APPROXIMATE_S)
 
     def has_come(self, engine: Engine, prompt: Prompt) -> bool | None:
         """Whether the engine's events show the prompt's first block; None where events do not say."""
-        chain = prompt.chain(self._block_tokens(engine))
+        chain = self._chain(engine, prompt)
         if not chain or not engine.is_live or self._engines.get(engine.name) is not engine:
             return None
         return any(self._index.holds(name, chain[0]) for name in engine.index_names)
 
-    def _adapter(self, model: str) -> str:
-        """The adapter that a model's name stands for; none for the engine's own model."""
-        for engine in self._engines.values():
-            for document in engine.model_documents:
-                if document.get("id") == model:
-                    return model if document.get("parent") else ""
-        return ""
+    def _chain(self, engine: Engine, prompt: Prompt) -> list[bytes]:
+        """The names of the prompt's blocks at an engine, by what it says of its blocks and of the model."""
+        return prompt.chain(self._block_tokens(engine), engine.adapter(prompt.model))
+
+    def _start(self, prompt: Prompt, able: Sequence[Engine]) -> list[bytes]:
+        """Names of the prompt's blocks by which it is pinned and spread, whatever a single engine says."""
+        count = sum(bool(engine.adapter(prompt.model)) for engine in able)
+        return prompt.chain(BLOCK_TOKENS_DEFAULT, prompt.model if 2 * count > len(able) else "")
 
     def _block_tokens(self, engine: Engine) -> int:
         return engine.block_tokens or BLOCK_TOKENS_DEFAULT
@@ -191,12 +195,12 @@ class Router:
         best_names: dict[str, str] = {}
         if prompt is None:
             return tokens, best_names
-        by_size: dict[int, list[Engine]] = {}
+        alike: dict[tuple[int, str], list[Engine]] = {}
         for engine in able:
-            by_size.setdefault(self._block_tokens(engine), []).append(engine)
-        for block_tokens, engines in by_size.items():
+            alike.setdefault((self._block_tokens(engine), engine.adapter(prompt.model)), []).append(engine)
+        for (block_tokens, adapter), engines in alike.items():
             names = [name for engine in engines for name in engine.index_names]
-            counts = self._index.held_by(prompt.chain(block_tokens), now_s, names)
+            counts = self._index.held_by(prompt.chain(block_tokens, adapter), now_s, names)
             for engine in engines:
                 if len(engine.index_names) == 1:
                     best_names[engine.name] = engine.index_names[0]

@@ -165,8 +165,8 @@ class Orchestrator:
         """The models of all engines, each once."""
         found: dict[str, Mapping[str, Any]] = {}
         for engine in self.engines.values():
-            for document in engine.model_documents:
-                found.setdefault(str(document["id"]), document)
+            for name, document in engine.models.items():
+                found.setdefault(name, document)
         return list(found.values())
 
     async def tokens_of(self, asked: Asked, headers: Mapping[str, str], tenant: str = "") -> TokenIds:
@@ -192,6 +192,8 @@ class Orchestrator:
         began_s = time.perf_counter()
         home = self._kept.engine(tenant, asked.previous) if asked.previous else None
         home = home if home in self.engines else None
+        if asked.previous and home is None and self._settings.tenants:
+            raise NoEngineError(f"no response {asked.previous!r} is known here", 404)
         routed = self._router.decide(asked, request_id, prompt, without=without, home=home)
         self.meter.decided(routed.decision, time.perf_counter() - began_s)
         return routed
@@ -217,6 +219,12 @@ class Orchestrator:
                 self._check_tokens(engine, prompt)
             if self._writing is not None and exchange.asked.session:
                 self._writing.note_session(exchange.asked.session, engine.name)
+
+    def blame(self, names: Sequence[str]) -> None:
+        """These engines have refused a request that another one has answered."""
+        for name in names:
+            if name in self.engines:
+                self.engines[name].failed("it refuses what another engine answers")
 
     async def prefilled(self, exchange: Exchange, prompt: Prompt | None) -> Prompt | None:
         """Where there are prefill engines and the prompt is long, have one compute it first; the decode engine then has

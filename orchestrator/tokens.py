@@ -20,6 +20,8 @@ TOKENIZE_S = 2.0
 """For each engine that is asked, and TOKENIZE_S_FOR_MIB more for each MiB of the prompt."""
 TOKENIZE_S_FOR_MIB = 4.0
 ENGINES_ASKED_MAX = 3
+TEMPLATE_TOKENS_MAX = 4096
+"""A prompt has fewer tokens than bytes, but for those of its template."""
 ANSWER_BYTES_MIN, ANSWER_BYTES_EACH = 1 << 16, 16
 """An answer has about ten bytes for each token, and a prompt has more bytes than tokens."""
 
@@ -118,7 +120,10 @@ class Tokens:
                 if answer.status != 200:
                     raise NoTokensError(f"/tokenize answers {answer.status}")
                 said = await read_whole(answer, ANSWER_BYTES_MIN + ANSWER_BYTES_EACH * len(document))
-            return await self._readers.answered_tokens(tenant, said)
+            tokens = await self._readers.answered_tokens(tenant, said)
+            if len(tokens) > len(document) + TEMPLATE_TOKENS_MAX:
+                raise NoTokensError(f"/tokenize has {len(tokens)} tokens for {len(document)} bytes")
+            return tokens
         except ReadingError as error:  # the fault is here, or the prompt's
             raise NoTokensError(f"/tokenize: {error}") from None
         except (aiohttp.ClientError, TimeoutError, OSError) as error:

@@ -5,7 +5,7 @@ more for it than another one, and then everybody else waits for that work.
                + growth * requests that are there
                + work * arrivals/s at an engine * (least queue + work / 2n) / (1 - busy share)
 
-`work` is the prefill with its loads, in seconds of an engine of mean speed. Requests that wait at the engine are
+`work` is the prefill with its loads, in seconds of an engine of median speed. Requests that wait at the engine are
 computed in one step with the new one. `growth` is the time that one more stream takes from each other one, since a step
 of many streams takes longer: without it an engine that holds what all prompts begin with would get all of them, because
 a prefill there takes next to nothing. That running streams stand still during a prefill is left out: it would keep
@@ -23,10 +23,11 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from statistics import median_low
+from statistics import median
 
 from orchestrator.rules.prediction import EngineState
 
+GROWTH_S_ASSUMED_MAX = 0.25
 BUSY_SHARE_MAX = 0.9
 """A greater share is taken as this: engines that cannot keep up would make any delay infinite."""
 
@@ -34,8 +35,8 @@ BUSY_SHARE_MAX = 0.9
 @dataclass(frozen=True, slots=True)
 class Congestion:
     """Of all engines: their number, the arrivals at one of them, the least queue, the share of the time that they
-    compute prompts, the mean of their speeds in prompt tokens per µs, and the growth where it is not known: the median
-    of the others.
+    compute prompts, the median of their speeds in prompt tokens per µs, and the growth where it is not known: the least
+    of the others', of which an engine that lies can only make so much.
     """
 
     engine_count: int
@@ -49,16 +50,16 @@ class Congestion:
     def among(cls, engines: Sequence[EngineState]) -> Congestion:
         """Of at least one engine."""
         count = len(engines)
-        arrivals_per_s, busy_share, least_queue_s, total_speed = 0.0, 0.0, float("inf"), 0.0
+        arrivals_per_s, busy_share, least_queue_s = 0.0, 0.0, float("inf")
         for state in engines:
             arrivals_per_s += state.arrivals_per_s
             busy_share += state.busy_share
             least_queue_s = min(least_queue_s, state.queue_s)
-            total_speed += speed(state)
         busy_share = min(busy_share / count, BUSY_SHARE_MAX)
         known = [state.growth_s for state in engines if state.growth_s is not None]
-        growth_s = median_low(known) if known else 0.0
-        return cls(count, arrivals_per_s / count, least_queue_s, busy_share, total_speed / count, growth_s)
+        growth_s = min(GROWTH_S_ASSUMED_MAX, *known) if known else 0.0
+        typical_speed = median(map(speed, engines))
+        return cls(count, arrivals_per_s / count, least_queue_s, busy_share, typical_speed, growth_s)
 
     def others_s(self, compute_s: float, state: EngineState) -> float:
         """The delay of all others together by a request whose prefill takes `compute_s` on this engine."""

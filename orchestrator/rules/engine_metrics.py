@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import re
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
@@ -31,8 +30,17 @@ LINE_CHARACTERS_MAX = 2048
 LINES_MAX = 500
 """Of the metrics that matter: a few for each data-parallel rank."""
 RANKS_MAX = 1024
+REQUESTS_MAX, TOKENS_MAX = 1e6, 1e15
+"""Of what one line counts; no engine has more."""
+COST_MAX = 1e9
 TEXT_MAX = 1024
 STARTED = "process_start_time_seconds"
+RATE = "load_bytes_per_s"
+COUNTS = {
+    **dict.fromkeys((*RUNNING, *WAITING), REQUESTS_MAX),
+    **dict.fromkeys((*GENERATED, *ANSWERS), TOKENS_MAX),
+}
+"""The most that each counts."""
 _WANTED = (STARTED, *RUNNING, *WAITING, *GENERATED, *ANSWERS, CACHE_CONFIG, DEPLOYMENT, COSTS, CONNECTOR)
 _LINES = re.compile(rf"^(?:{'|'.join(map(re.escape, _WANTED))})[^\n]*", re.MULTILINE)
 
@@ -83,6 +91,8 @@ def read_metrics(text: str) -> EngineReport:
     has_connector = False
     started_at: float | None = None
     for name, labels, value in _samples(wanted):
+        if name in COUNTS and not 0 <= value <= COUNTS[name]:
+            raise ValueError(f"{name} is {value}")
         if name in RUNNING:
             running += value
         elif name in WAITING:
@@ -104,8 +114,6 @@ def read_metrics(text: str) -> EngineReport:
         elif name.startswith(COSTS):
             costs[name.removeprefix(COSTS)] = value
     published = None if info is None else _published(info, costs)
-    if not math.isfinite(running + waiting + generated_tokens + answer_count):
-        raise ValueError("counts that are no numbers")
     return EngineReport(
         round(running), round(waiting), kv_tokens, block_tokens, published, has_connector, started_at,
         generated_tokens, answer_count,
@@ -134,7 +142,10 @@ def _published(info: Mapping[str, str], costs: Mapping[str, float]) -> Published
     sizes = (layout.num_layers, layout.chunk_tokens, layout.per_layer_chunk_bytes, deployment.block_tokens)
     if min(*sizes, deployment.tp_size, deployment.pp_size) < 1 or max(sizes) > 1 << 40:
         return None
-    if deployment.rank_count > RANKS_MAX or not all(math.isfinite(cost) and cost >= 0 for cost in costs.values()):
+    limits = {RATE: TOKENS_MAX}
+    if deployment.rank_count > RANKS_MAX or not all(
+        0 <= cost <= limits.get(name, COST_MAX) for name, cost in costs.items()
+    ):
         return None
     prefill = None
     if costs.get("token_us", 0.0) > 0:  # 0 until enough steps have been timed
@@ -143,7 +154,7 @@ def _published(info: Mapping[str, str], costs: Mapping[str, float]) -> Published
         costs.get("load_request_s", 0.0),
         costs.get("load_chunk_s", 0.0),
         costs.get("load_layer_s", 0.0),
-        costs.get("load_bytes_per_s", 0.0),
+        costs.get(RATE, 0.0),
     )
     return Published(deployment, layout, endpoint, bucket, prefill, loads, accept)
 

@@ -7,6 +7,7 @@ time of a step = height + slope * streams                           every engine
 
 from __future__ import annotations
 
+import math
 from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -27,6 +28,7 @@ SPREAD_SHARE = 0.1
 TOGETHER_S, TOGETHER_SHARE = 0.005, 0.1
 """First bytes that come within so much, and so much of the time before them, are of one step of the engine."""
 STEPS_MAX = 64
+GROWTH_S_MAX = 60.0
 CHANGED_SHARE = 0.25
 """Between two looks at a step's time the number of streams may change by so much."""
 STREAMS_SPREAD = 2.0
@@ -156,8 +158,9 @@ class ObservedSteps:
         streams = (look.running + before.running) / 2
         if streams >= 1 and abs(look.running - before.running) <= CHANGED_SHARE * streams:
             step_s = streams * (look.at_s - before.at_s) / (look.tokens - before.tokens)
-            self._steps.append((streams, step_s))
-            self._fit()
+            if math.isfinite(step_s):
+                self._steps.append((streams, step_s))
+                self._fit()
 
     def _fit(self) -> None:
         """Fit a line anew; what is known stays while streams do not change or no answer ends."""
@@ -166,7 +169,9 @@ class ObservedSteps:
         if len(streams) < SAMPLES_MIN or max(streams) - min(streams) < STREAMS_SPREAD or answers < 1:
             return
         slope_s, _ = median_line(self._steps, STREAMS_SPREAD, 0.0, min(step_s for _, step_s in self._steps))
-        self.growth_s = slope_s * (self._looks[-1].tokens - self._looks[0].tokens) / answers
+        growth_s = slope_s * (self._looks[-1].tokens - self._looks[0].tokens) / answers
+        if math.isfinite(growth_s):
+            self.growth_s = min(growth_s, GROWTH_S_MAX)
 
 
 def median_line(

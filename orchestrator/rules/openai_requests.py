@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import hashlib
 import json
-import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from enum import Enum
@@ -51,7 +50,9 @@ PASSED_ON = frozenset(
 """Paths of engines that go on to one that serves the model. Others do not: engines have paths that load weights, sleep
 or shut down, which no client may reach.
 """
-_FORM_MODEL = re.compile(rb'name="model"\r\n(?:[^\r\n]+\r\n)*\r\n([^\r\n]{1,1024})\r\n')
+_FORM_MODEL, _FORM_HEAD_END, _FORM_LINE_END = b'name="model"\r\n', b"\r\n\r\n", b"\r\n"
+FORM_MODELS_MAX = 16
+FORM_HEAD_BYTES_MAX, MODEL_BYTES_MAX = 1024, 1024
 
 
 class WrongRequestError(ValueError):
@@ -119,9 +120,24 @@ def read_request(kind: RequestKind, body: Mapping[str, Any], headers: Mapping[st
 
 def read_form(body: bytes) -> Asked:
     """What matters of a form (multipart/form-data), as audio comes in: its model."""
-    found = _FORM_MODEL.search(body)
-    model = "" if found is None else found[1].decode(errors="replace")
+    model = _form_model(body)
     return Asked(RequestKind.OTHER, model, None, None, 0, is_stream=False, session="", salt="", is_deterministic=False)
+
+
+def _form_model(body: bytes) -> str:
+    """The value of the first field `model`. Only a few places that may be it are looked at, each for a few bytes."""
+    place = -1
+    for _ in range(FORM_MODELS_MAX):
+        place = body.find(_FORM_MODEL, place + 1)
+        if place < 0:
+            break
+        start = place + len(_FORM_MODEL) - len(_FORM_LINE_END)
+        head_end = body.find(_FORM_HEAD_END, start, start + FORM_HEAD_BYTES_MAX)
+        value = head_end + len(_FORM_HEAD_END)
+        end = body.find(_FORM_LINE_END, value, value + MODEL_BYTES_MAX + len(_FORM_LINE_END)) if head_end >= 0 else -1
+        if end > value:
+            return body[value:end].decode(errors="replace")
+    return ""
 
 
 def token_ids(values: Sequence[object]) -> TokenIds:

@@ -14,6 +14,7 @@ Every policy gets only engines that may take the request, and at least one.
 
 from __future__ import annotations
 
+import math
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
@@ -116,8 +117,8 @@ class LeastTtft:
     def choose(self, request: RouteRequest, engines: Sequence[EngineState]) -> Decision:
         states = {state.name: state for state in engines}
         predictions = self._predictions(request.prompt_tokens, engines)
-        best_s = min(prediction.cost_s for prediction in predictions)
-        near = [each for each in predictions if each.cost_s <= max(best_s * NEAR_FACTOR, best_s + NEAR_S)]
+        best_s = min(map(_cost_s, predictions))
+        near = [each for each in predictions if _cost_s(each) <= max(best_s * NEAR_FACTOR, best_s + NEAR_S)]
         before = self._sessions.engine(request.session)
 
         def order(each: Prediction) -> tuple[bool, float, float, bytes]:
@@ -126,9 +127,9 @@ class LeastTtft:
             return each.engine != before, round(busy, 2), -each.held_tokens, _spread(request.chain_start, each.engine)
 
         chosen = min(near, key=order)
-        reason = "affinity" if chosen.engine == before else "least cost" if chosen.cost_s == best_s else "least load"
+        reason = "affinity" if chosen.engine == before else "least cost" if _cost_s(chosen) == best_s else "least load"
         self._sessions.note(request.session, chosen.engine)
-        others = sorted((each for each in predictions if each is not chosen), key=lambda each: each.cost_s)
+        others = sorted((each for each in predictions if each is not chosen), key=_cost_s)
         return Decision(chosen.engine, reason, chosen, (chosen, *others))
 
     def forget_engine(self, name: str) -> None:
@@ -156,7 +157,7 @@ class LeastTtft:
             if bound_s > max(best_s * NEAR_FACTOR, best_s + NEAR_S):
                 break
             found.append(prediction(engines[at]))
-            best_s = min(best_s, found[-1].cost_s)
+            best_s = min(best_s, _cost_s(found[-1]))
         return found
 
 
@@ -277,6 +278,11 @@ POLICIES: dict[PolicyName, Callable[[], RoutingPolicy]] = {
     PolicyName.PREFIX_HASH: PrefixHash,
     PolicyName.KV_EVENTS: KvEventScore,
 }
+
+
+def _cost_s(prediction: Prediction) -> float:
+    """The cost to go by: what is no number must not hide the engines that are well."""
+    return prediction.cost_s if math.isfinite(prediction.cost_s) else math.inf
 
 
 def _route(request: RouteRequest, state: EngineState, reason: str) -> Decision:

@@ -134,7 +134,7 @@ class PrefixIndex:
         engine = self._engines[name]
         if not engine.names and not engine.counts and not engine.expected:
             return False
-        while len(self._cleared) >= CLEARED_MAX:
+        if len(self._cleared) >= CLEARED_MAX:
             self.sweep()
         self._cleared.append(_Cleared(engine.bit, engine.names, engine.counts, engine.expected))
         engine.bit, engine.names, engine.counts, engine.expected = self._new_bit(), {}, {}, OrderedDict()

@@ -32,8 +32,17 @@ from orchestrator.rules.openai_requests import (
 HEAD = struct.Struct("<I")
 HEAD_BYTES_MAX = 1 << 20
 BLOB_BYTES_MAX = 1 << 28
-ENGINES_OWN = ("kv_transfer_params", "ec_transfer_params")
-"""Fields by which a client could have an engine read KV of others."""
+ENGINES_OWN = frozenset(
+    {
+        "kv_transfer_params", "ec_transfer_params", "bootstrap_host", "bootstrap_port", "bootstrap_room", "rid",
+        "request_id", "data_parallel_rank", "extra_key",
+    }
+)  # fmt: skip
+"""Fields by which a client could have an engine read KV of others, or take its request for another one."""
+OF_TENANTS = frozenset({"priority"})
+"""Fields that engines obey, which tenants must not choose: theirs comes from the configuration."""
+ENGINE_ARGUMENTS = "vllm_xargs"
+"""A map in which vLLM passes fields on to its connectors."""
 READ_HEADERS = ("x-session-id", "x-objectcache-session")
 
 
@@ -70,7 +79,13 @@ def read_body(raw: bytes, order: Order) -> ReadBody:
 
 def _read(raw: bytes, order: Order) -> ReadBody:
     body = document_of(raw)
-    changed = {name: value for name, value in body.items() if name not in ENGINES_OWN}
+    dropped = ENGINES_OWN | OF_TENANTS if order.tenant else ENGINES_OWN
+    changed = {name: value for name, value in body.items() if name not in dropped}
+    arguments = changed.get(ENGINE_ARGUMENTS)
+    if isinstance(arguments, dict):
+        changed[ENGINE_ARGUMENTS] = {name: value for name, value in arguments.items() if name not in dropped}
+    elif arguments is not None:
+        raise WrongRequestError(f"{ENGINE_ARGUMENTS} must be a map", ENGINE_ARGUMENTS)
     if order.has_salt and order.tenant:
         salt = f"{order.tenant}\n{body.get('cache_salt') or ''}"
         changed["cache_salt"] = hashlib.sha256(salt.encode(errors="surrogatepass")).hexdigest()

@@ -11,6 +11,8 @@ import pytest
 
 from bench.beds.canned_engines import CannedEngine, CannedSettings
 from orchestrator.rules.admission import Tenant
+from orchestrator.rules.liveness import EngineStatus
+from orchestrator.rules.observed_costs import EXACT, TOKEN_US_DEFAULT
 from orchestrator.service import UNMATCHED_MAX
 from orchestrator.settings import EngineSettings
 from tests.support.orchestrators import QUICK, canned, orchestrated, words
@@ -70,6 +72,31 @@ async def test_an_engine_that_hangs_is_left_by_those_that_wait_for_it() -> None:
         assert again.status == 200
         assert again.engine != first.engine
         assert again.words() == words([*PROMPT, 1])
+
+
+@pytest.mark.parametrize("status", [401, 404])
+async def test_an_engine_that_refuses_what_another_answers_is_ejected(status: int) -> None:
+    """It refuses at once, so it would look idle and draw everything."""
+    async with canned(2, FAST) as engines, orchestrated(engines, replace(QUICK, poll_s=30.0)) as bed:
+        broken = engines[0]
+        broken.answers_with = status
+        for at in range(24):
+            answer = await bed.complete([at * 1000 + each for each in PROMPT])
+            assert (answer.status, answer.engine) == (200, engines[1].url)
+        assert bed.orchestrator.engines[broken.url].status() is EngineStatus.EJECTED
+        assert bed.orchestrator.engines[broken.url].books.correction == EXACT
+        engines[1].answers_with = status
+        assert (await bed.complete([*PROMPT, 99])).status == status
+
+
+async def test_a_refusal_says_nothing_of_the_time_of_a_prefill() -> None:
+    async with canned(1, FAST) as engines, orchestrated(engines) as bed:
+        engines[0].answers_with = 400
+        for at in range(12):
+            assert (await bed.complete([*PROMPT, at])).status == 400
+        engine = bed.orchestrator.engines[engines[0].url]
+        assert engine.observed.costs.token_us == TOKEN_US_DEFAULT
+        assert engine.status() is EngineStatus.UP
 
 
 async def test_a_client_that_leaves_takes_its_request_with_it() -> None:

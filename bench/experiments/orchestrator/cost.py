@@ -69,7 +69,7 @@ def decisions(engine_count: int, block_count: int, prompt_tokens: int, samples: 
     for at in range(samples + len(prompts)):
         tokens = prompts[at % len(prompts)]
         asked = Asked(RequestKind.COMPLETIONS, "", token_ids(tokens), None, 100, True, f"session {at % 100}", "", False)
-        prompt = Prompt(tokens, "", "", {}, {BLOCK_TOKENS: chains[at % len(prompts)]})
+        prompt = Prompt(tokens, "", "", {}, {(BLOCK_TOKENS, ""): chains[at % len(prompts)]})
         began_s = time.perf_counter()
         routed = router.decide(asked, str(at), prompt)
         decided_s = time.perf_counter()

@@ -27,14 +27,25 @@ def test_prompts_that_wait_at_the_engine_are_delayed_by_all_of_it() -> None:
 
 
 def test_a_stream_more_takes_time_from_each_other_stream_there() -> None:
-    """Engines that do not know how much take the median of the others: one that lies must not decide about them."""
+    """Engines that do not know how much take the least of the others, and a quarter of a second at most: one that lies
+    must not decide about them.
+    """
     crowded = replace(A, active_count=5, growth_s=0.5)
     assert Congestion.among([crowded, B]).others_s(0.4, crowded) == pytest.approx(4.4 + 5 * 0.5)
     others = [crowded, replace(B, growth_s=0.6), replace(B, growth_s=1e9)]
     new = replace(B, name="new", active_count=2)
     alone = Congestion.among([*others, new])
-    assert alone.others_s(0.0, new) == pytest.approx(2 * 0.6)
+    assert alone.others_s(0.0, new) == pytest.approx(2 * 0.25)
+    assert Congestion.among([replace(A, growth_s=0.1), *others, new]).others_s(0.0, new) == pytest.approx(2 * 0.1)
     assert Congestion.among([A, new]).others_s(0.0, new) == 0
+
+
+def test_one_engine_that_lies_of_its_speed_does_not_change_what_work_is_worth() -> None:
+    honest = [A, B, replace(A, name="c")]
+    liar = replace(A, name="d", prefill=PrefillCosts(1e-9))
+    assert Congestion.among([*honest, liar]).others_s(0.4, A) == pytest.approx(
+        Congestion.among(honest).others_s(0.4, A), rel=0.35
+    )
 
 
 def test_with_an_idle_engine_only_the_new_work_delays_those_that_come() -> None:

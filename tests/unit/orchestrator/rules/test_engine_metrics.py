@@ -116,12 +116,14 @@ def test_a_deployment_that_cannot_be_is_none(name: str, value: str) -> None:
     assert read_metrics(f"vllm:objectcache_deployment_info{{{text}}} 1").published is None
 
 
-@pytest.mark.parametrize("cost", ["NaN", "+Inf", "-1"])
+@pytest.mark.parametrize("cost", ["NaN", "+Inf", "-1", "1e300"])
 def test_costs_that_are_no_numbers_are_not_believed(cost: str) -> None:
     info = (
         'vllm:objectcache_deployment_info{deployment="m",dtype="d",block_tokens="16",tp_size="1",pp_size="1",'
         'num_layers="4",chunk_tokens="16",layer_chunk_bytes="64",endpoint="e",bucket="b"} 1'
     )
     assert read_metrics(f"{info}\nvllm:objectcache_cost_token_us {cost}").published is None
-    with pytest.raises(ValueError, match="no numbers"):
-        read_metrics(f"vllm:num_requests_running {cost.replace('-1', 'NaN')}")
+    for name in ("vllm:num_requests_running", "vllm:generation_tokens_total", "vllm:request_generation_tokens_count"):
+        for count in (cost, "1e308"):
+            with pytest.raises(ValueError, match=name):
+                read_metrics(f"{name} {count}")

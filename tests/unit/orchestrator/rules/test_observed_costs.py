@@ -4,7 +4,14 @@ from __future__ import annotations
 
 import pytest
 
-from orchestrator.rules.observed_costs import SAMPLES_MIN, TOKEN_US_DEFAULT, ObservedCosts, ObservedSteps, Output
+from orchestrator.rules.observed_costs import (
+    GROWTH_S_MAX,
+    SAMPLES_MIN,
+    TOKEN_US_DEFAULT,
+    ObservedCosts,
+    ObservedSteps,
+    Output,
+)
 
 
 def test_the_fit_finds_the_slope_in_spite_of_some_that_were_late() -> None:
@@ -50,6 +57,14 @@ def test_what_does_not_change_says_nothing_and_what_is_known_stays() -> None:
 
 def test_steps_that_do_not_grow_cost_nobody_anything() -> None:
     assert looks([2, 2, 2, 4, 4, 5, 5, 8, 8, 8], growth_s=0.0).growth_s == pytest.approx(0.0, abs=1e-6)
+
+
+def test_counts_that_make_no_sense_are_no_fit() -> None:
+    """One engine's growth of nan gave every request 500."""
+    seen = ObservedSteps()
+    for at in range(12):
+        seen.note(Output(float(at), int(1e308) if at % 2 else int(1.2e308), at * 1e-3, float(at)))
+        assert seen.growth_s is None or 0 <= seen.growth_s <= GROWTH_S_MAX
 
 
 def test_another_process_is_measured_anew() -> None:

@@ -12,6 +12,7 @@ from orchestrator.rules.openai_requests import (
     Asked,
     RequestKind,
     WrongRequestError,
+    read_form,
     read_request,
     response_key,
 )
@@ -120,6 +121,18 @@ def test_a_request_for_a_response_is_a_chat_unless_it_goes_on_from_an_earlier_on
     assert to_tokenize(asked) == {"model": "m", "messages": parts}
     for other in ({"conversation": "c"}, {"input": [{"type": "function_call"}]}, {"input": 5}):
         assert read_request(RequestKind.RESPONSES, {**said, **other}, {}).to_tokenize is None
+
+
+def test_the_model_of_a_form_is_found_and_hostile_forms_cost_nothing() -> None:
+    """A form of such lines took hours on the event loop."""
+    head = b'--x\r\nContent-Disposition: form-data; name="model"\r\n'
+    typed = head + b"Content-Type: text/plain\r\n"
+    for known in (b"--x\r\n\r\nother\r\n" + typed, head):
+        assert read_form(known + b"\r\nwhisper\r\n--x--").model == "whisper"
+    hostile = b'name="model"\r\n' * 200_000
+    long_head, long_value = head + b"a" * 2000 + b"\r\n\r\nm\r\n", head + b"\r\n" + b"m" * 2000
+    for body in (hostile, hostile + b"\r\nlate\r\n", long_head, long_value, b""):
+        assert read_form(body).model == ""
 
 
 def test_answers_are_shared_by_nobody_else_and_for_nothing_else() -> None:

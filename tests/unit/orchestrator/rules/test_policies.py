@@ -97,6 +97,14 @@ def test_near_ones_with_fewer_requests_go_first() -> None:
     assert LeastTtft().choose(REQUEST, [*busy, IDLE[3]]).engine == "d"
 
 
+@pytest.mark.parametrize("growth_s", [float("nan"), float("inf")])
+def test_a_cost_that_is_no_number_hides_no_engine_that_is_well(growth_s: float) -> None:
+    liar = replace(IDLE[0], active_count=3, growth_s=growth_s)
+    for states in ([liar, *IDLE[1:]], [*IDLE[1:], liar]):
+        assert LeastTtft().choose(REQUEST, states).engine != liar.name
+    assert LeastTtft().choose(REQUEST, [liar]).engine == liar.name
+
+
 @given(
     st.lists(
         st.tuples(st.floats(0, 2), st.integers(0, 1000), st.integers(0, 62), st.floats(1e6, 1e11), st.floats(0.5, 2)),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -76,6 +77,17 @@ def test_a_body_goes_on_as_it_came_but_for_what_engines_give_each_other() -> Non
             "model": "m",
             "prompt": "a",
         }
+
+
+def test_engines_get_no_field_by_which_a_client_could_steer_them() -> None:
+    """vLLM hands the arguments on to its connectors."""
+    asked = {"kv_transfer_params": "x", "mine": 1}
+    body = raw(prompt="p", rid="a", bootstrap_room=1, priority=-9, vllm_xargs=asked)
+    found = json.loads(read_body(body, COMPLETIONS).raw)
+    assert found == {"model": "m", "prompt": "p", "priority": -9, "vllm_xargs": {"mine": 1}}
+    assert "priority" not in json.loads(read_body(body, replace(COMPLETIONS, tenant="t")).raw)
+    with pytest.raises(WrongRequestError):
+        read_body(raw(prompt="p", vllm_xargs="kv_transfer_params"), COMPLETIONS)
 
 
 def test_tenants_share_neither_salts_nor_sessions_nor_answers() -> None:
