@@ -10,7 +10,8 @@ import asyncio
 import logging
 import resource
 from collections import OrderedDict
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Iterator
+from contextlib import contextmanager
 from typing import Any, cast
 
 from aiohttp import StreamReader, web
@@ -52,6 +53,20 @@ class LimitedServer(web.Server):
 
     def __call__(self) -> web.RequestHandler:
         return Connection(self, asyncio.get_running_loop())
+
+
+@contextmanager
+def gives_place_up(http: web.BaseRequest) -> Iterator[None]:
+    """While the block runs, the request's connection is closed where its place is wanted, as one without a request."""
+    connection = http.protocol
+    if not isinstance(connection, Connection):
+        yield
+        return
+    connection.may_give_place_up(is_so=True)
+    try:
+        yield
+    finally:
+        connection.may_give_place_up(is_so=False)
 
 
 class Connection(web.RequestHandler):
@@ -98,6 +113,13 @@ class Connection(web.RequestHandler):
         """Another client wants to come, and this one asks for nothing."""
         if self._wire is not None:
             self._wire.abort()
+
+    def may_give_place_up(self, *, is_so: bool) -> None:
+        """Whether another client may have this one's place, although it has a request."""
+        if is_so and self._wire is not None:
+            self._limited.idle[self] = None
+        else:
+            self._limited.idle.pop(self, None)
 
     def connection_lost(self, exc: BaseException | None) -> None:
         self._limited.open_count -= 1

@@ -13,7 +13,7 @@ from aiohttp import web
 
 from adapters.document_budget import DocumentBudget
 from adapters.leave_to_send import is_held_back
-from adapters.limited_server import LimitedServer
+from adapters.limited_server import LimitedServer, gives_place_up
 from adapters.metrics import CONTENT_TYPE
 from adapters.request_log import CLIENT_GONE, RequestLine, log_request, logs_requests
 from adapters.response_sink import abort_if_begun, begun_status, cutting, fulfil_headers, promise_headers
@@ -23,7 +23,7 @@ from descriptors.headers import SERVICE_PREFIX
 from descriptors.storage_api import StorageApi
 from descriptors.tracing import REQUEST_ID_HEADER, TIMING_HEADER, timing_header
 from gateway.call import Call
-from gateway.form_upload import FormUpload, is_form_upload
+from gateway.form_upload import HELD_BYTES_MAX, FormUpload, is_form_upload
 from gateway.handlers import HANDLERS, LAYERWISE
 from gateway.metrics import GatewayMeter, is_bearer
 from gateway.s3 import sigv2, sigv4, xml
@@ -59,6 +59,8 @@ class Gateway:
         self._credentials = credentials
         self._settings = settings
         self._documents = DocumentBudget(settings.document_bytes, settings.document_key_bytes)
+        held_key_bytes = max(HELD_BYTES_MAX, settings.document_key_bytes // 2)
+        self._held_forms = DocumentBudget(max(held_key_bytes, settings.document_bytes // 2), held_key_bytes)
         self._meter = GatewayMeter()
         self._healthy_until_s = 0.0
         self._host_id = secrets.token_urlsafe(24)
@@ -67,6 +69,11 @@ class Gateway:
     def documents(self) -> DocumentBudget:
         """The memory budget that all documents under way share."""
         return self._documents
+
+    @property
+    def held_forms(self) -> DocumentBudget:
+        """The memory budget that files of HTML forms share."""
+        return self._held_forms
 
     def server(self) -> web.Server:
         """The aiohttp server. Call this on the event loop that the server runs on."""
@@ -132,8 +139,9 @@ class Gateway:
             raise _refused_preflight(request)
         form = None
         if is_form_upload(request):
-            form = await FormUpload.begun(http, request, self._settings, trace.phases)
-            claim, credential = self._signed_form(form)
+            with gives_place_up(http):  # whoever sends it is not known yet
+                form = await FormUpload.begun(http, request, self._settings, trace.phases)
+                claim, credential = self._signed_form(form)
             key = b""
         else:
             request, claim, credential, key = self._authenticated(request)
@@ -163,6 +171,7 @@ class Gateway:
             key,
             credential,
             form,
+            self._held_forms,
         )
         return await HANDLERS[operation](call)
 

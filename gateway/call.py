@@ -42,7 +42,7 @@ class Upload:
 @dataclass(frozen=True, slots=True)
 class Call:
     """`request` is the parsed request; its body is read from `http`, and the answer is written there. `form` is an
-    upload by HTML form, whose fields have been read.
+    upload by HTML form, whose fields have been read; files that are held count in `held_forms`.
     """
 
     operation: Operation
@@ -56,6 +56,7 @@ class Call:
     signing_key: bytes = field(default=b"", repr=False)
     credential: Credential = NOBODY
     form: FormUpload | None = None
+    held_forms: DocumentBudget = field(default_factory=lambda: DocumentBudget(0, 0))
 
     @property
     def access_key(self) -> str:

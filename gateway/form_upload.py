@@ -16,7 +16,7 @@ from descriptors.objects import BodyDigests
 from descriptors.storage_api import Piece
 from descriptors.units import KIB, MIB
 from gateway.body import arriving
-from gateway.s3.form import FILE_FIELD, FORM_TYPE, FormReader
+from gateway.s3.form import FILE_FIELD, FORM_TYPE, FileReader, FormHead, HeadReader, boundary_of
 from gateway.s3.request import S3Request
 from gateway.s3.upload import LENGTH_NEEDED
 from gateway.settings import GatewaySettings
@@ -25,8 +25,7 @@ HELD_BYTES_MAX = 16 * MIB
 """A file of at most so much is held in memory until its end is seen: a browser does not say how long a file is, and
 other fields may follow it. A larger file must be the last field.
 """
-FIELDS_A_TURN_BYTES = 4 * KIB
-"""Empty lines take longest, 10 ms."""
+PIECE_BYTES = 256 * KIB
 LEAST_BYTES_PER_S = 64 * KIB
 """At this rate a file that is held must come; the time for a document is added."""
 
@@ -73,12 +72,12 @@ class FormBody:
 class FormUpload:
     """A form whose fields have arrived, and whose file has begun. `fields` have their names in small letters."""
 
-    def __init__(self, reader: FormReader, arriving: AsyncIterator[bytes], first: list[bytes], rest_bytes: int) -> None:
+    def __init__(self, head: FormHead, reader: FileReader, arriving: AsyncIterator[bytes], rest_bytes: int) -> None:
+        self._head = head
         self._reader = reader
         self._arriving = arriving
-        self._first = first
         self._rest_bytes = rest_bytes
-        self.fields: Mapping[str, str] = reader.fields
+        self.fields: Mapping[str, str] = head.fields
 
     @classmethod
     async def begun(
@@ -91,64 +90,62 @@ class FormUpload:
         body_bytes = request.content_length
         if body_bytes is None:
             raise CallerError(ErrorCode.MISSING_CONTENT_LENGTH, LENGTH_NEEDED, field="content-length")
-        reader = FormReader(request.headers["content-type"])
-        pieces = arriving(http, settings.body_idle_timeout_s, phases)
-        first: list[bytes] = []
+        boundary = boundary_of(request.headers["content-type"])
+        reader, pieces = HeadReader(boundary), arriving(http, settings.body_idle_timeout_s, phases)
+        head = None
         try:
             async with asyncio.timeout(settings.document_timeout_s):
-                while reader.offset_bytes is None:
-                    data = await anext(pieces)
-                    for start in range(0, len(data), FIELDS_A_TURN_BYTES):
-                        first += reader.feed(data[start : start + FIELDS_A_TURN_BYTES])
-                        await asyncio.sleep(0)
+                while head is None:
+                    head = reader.add(await anext(pieces))
         except StopAsyncIteration:
             problem = "POST requires exactly one file upload per request."
             raise CallerError(ErrorCode.INCORRECT_NUMBER_OF_FILES, problem, field=FILE_FIELD) from None
         except TimeoutError:
             problem = f"the fields before the file did not arrive within {settings.document_timeout_s:g} s"
             raise CallerError(ErrorCode.REQUEST_TIMEOUT, problem, field="body") from None
-        return cls(reader, pieces, first, body_bytes - reader.offset_bytes)
+        return cls(head, FileReader(boundary), _behind(reader.rest, pieces), body_bytes - head.nbytes)
 
     @property
     def file_name(self) -> str:
         """The name that the browser gives the file, without folders."""
-        return self._reader.file_name.rpartition("/")[2].rpartition("\\")[2]
+        return self._head.file_name.rpartition("/")[2].rpartition("\\")[2]
 
     @asynccontextmanager
     async def file(
-        self, access_key: str, documents: DocumentBudget, settings: GatewaySettings
+        self, access_key: str, budget: DocumentBudget, settings: GatewaySettings, most_bytes: int | None
     ) -> AsyncIterator[FormFile]:
-        """The file, with its length: a small one has arrived, and is held in memory until the block ends. Raises
-        CallerError: MalformedPOSTRequest, IncompleteBody, RequestTimeout; ServerError(SlowDown).
+        """The file, with its length: a small one has arrived, and is held in memory until the block ends; of one that
+        is larger than `most_bytes` no more is held than shows it. Raises CallerError: MalformedPOSTRequest,
+        IncompleteBody, RequestTimeout; ServerError(SlowDown).
         """
         if self._rest_bytes > HELD_BYTES_MAX:
             nbytes = self._rest_bytes - self._reader.end_bytes
             yield FormFile(nbytes, self._only(nbytes))
             return
-        held: list[bytes] = []
-        held_bytes = 0
+        held = bytearray()
         limit_s = settings.document_timeout_s + self._rest_bytes / LEAST_BYTES_PER_S
         try:
-            async with asyncio.timeout(limit_s):
-                async for piece in self._all():
-                    documents.take(access_key, len(piece))
-                    held_bytes += len(piece)
-                    held.append(piece)
-            yield FormFile(held_bytes, _each(held))
-        except TimeoutError:
-            problem = f"the file did not arrive within {limit_s:.0f} s"
-            raise CallerError(ErrorCode.REQUEST_TIMEOUT, problem, field="body") from None
+            try:
+                async with asyncio.timeout(limit_s):
+                    async for piece in self._all():
+                        budget.take(access_key, len(piece))
+                        held += piece
+                        if most_bytes is not None and len(held) > most_bytes:
+                            break
+            except TimeoutError:
+                problem = f"the file did not arrive within {limit_s:.0f} s"
+                raise CallerError(ErrorCode.REQUEST_TIMEOUT, problem, field="body") from None
+            yield FormFile(len(held), _pieces_of(memoryview(held)))
         finally:
-            documents.give_back(access_key, held_bytes)
+            budget.give_back(access_key, len(held))
 
     async def _all(self) -> AsyncIterator[bytes]:
         """The bytes of the file. The parts that follow it are read and ignored."""
-        for piece in self._first:
-            yield piece
         async for data in self._arriving:
-            for piece in self._reader.feed(data):
+            piece = self._reader.feed(data)
+            if piece:
                 yield piece
-        if not self._reader.has_file_ended:
+        if not self._reader.has_ended:
             problem = "the body of your POST request ends within its file"
             raise CallerError(ErrorCode.MALFORMED_POST_REQUEST, problem, field=FILE_FIELD)
 
@@ -165,6 +162,13 @@ class FormUpload:
             raise CallerError(ErrorCode.INVALID_ARGUMENT, problem, field=FILE_FIELD)
 
 
-async def _each(pieces: list[bytes]) -> AsyncIterator[bytes]:
-    for piece in pieces:
+async def _behind(rest: bytes, pieces: AsyncIterator[bytes]) -> AsyncIterator[bytes]:
+    if rest:
+        yield rest
+    async for piece in pieces:
         yield piece
+
+
+async def _pieces_of(held: memoryview) -> AsyncIterator[bytes]:
+    for start in range(0, len(held), PIECE_BYTES):
+        yield bytes(held[start : start + PIECE_BYTES])

@@ -60,7 +60,7 @@ async def post_object(call: Call) -> web.StreamResponse:
     attributes = new_attributes(headers)
     if "tagging" in fields:
         attributes = replace(attributes, tags=parse_tagging(fields["tagging"].encode()))
-    async with form.file(call.access_key, call.documents, call.settings) as file:
+    async with form.file(call.access_key, call.held_forms, call.settings, policy.most_bytes) as file:
         policy.check_bytes(file.nbytes)
         described = S3Request("PUT", "", (), {**headers, "content-length": str(file.nbytes)})
         plan = plan_body(described, PayloadForm.UNSIGNED, None)

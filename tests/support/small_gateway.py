@@ -100,6 +100,7 @@ class SmallGateway:
     storage: DictStorage
     server: LimitedServer
     documents: DocumentBudget
+    held_forms: DocumentBudget
     thread_id: int
     """Of the thread that its event loop runs in."""
 
@@ -122,7 +123,7 @@ def small_gateway(**settings: Any) -> Iterator[SmallGateway]:
     storage = DictStorage()
     book = CredentialBook([Credential(*KEY)])
     started, stop = threading.Event(), mock.Mock()
-    found: list[tuple[int, LimitedServer, DocumentBudget]] = []
+    found: list[tuple[int, LimitedServer, DocumentBudget, DocumentBudget]] = []
 
     async def serve() -> None:
         gateway = Gateway(storage, book, GatewaySettings(**settings))  # type: ignore[arg-type]
@@ -133,7 +134,7 @@ def small_gateway(**settings: Any) -> Iterator[SmallGateway]:
         with socket.create_server(("127.0.0.1", 0), backlog=4096) as bound:
             site = web.SockSite(runner, bound, backlog=4096)
             await site.start()
-            found.append((bound.getsockname()[1], server, gateway.documents))
+            found.append((bound.getsockname()[1], server, gateway.documents, gateway.held_forms))
             ended, loop = asyncio.Event(), asyncio.get_running_loop()
             stop.now = lambda: loop.call_soon_threadsafe(ended.set)
             started.set()
@@ -148,8 +149,8 @@ def small_gateway(**settings: Any) -> Iterator[SmallGateway]:
     thread.start()
     assert started.wait(10)
     try:
-        port, server, documents = found[0]
-        yield SmallGateway(port, storage, server, documents, thread.ident or 0)
+        port, server, documents, held_forms = found[0]
+        yield SmallGateway(port, storage, server, documents, held_forms, thread.ident or 0)
     finally:
         stop.now()
         thread.join(20)

@@ -15,13 +15,14 @@ from urllib3 import encode_multipart_formdata
 
 from descriptors.objects import ChecksumAlgorithm
 from gateway import form_upload
-from gateway.s3.form import BEFORE_FILE_BYTES_MAX
+from gateway.s3.form import HEAD_BYTES_MAX
 from gateway.s3.sigv4 import signing_key
 from gateway.s3.upload import checksum_of
 from tests.support.requests import OWNER, READER, s3_client
 from tests.support.s3_calls import fresh_bucket
 from tests.support.servers import Stack
 from tests.support.small_gateway import KEY, Answer, SmallGateway, head_of, sent, small_gateway
+from tests.support.waiting import eventually
 
 DATA = bytes(range(256)) * 100
 Fields = list[tuple[str, Any]]
@@ -168,7 +169,7 @@ def refusals(bucket: str) -> dict[str, tuple[Fields, int, str]]:
         "no file": ([key, *good], 400, "IncorrectNumberOfFilesInPostRequest"),
         "twice": ([key, key, *good, FILE], 400, "InvalidArgument"),
         "too many fields": (
-            [("x-ignore-a", "a" * BEFORE_FILE_BYTES_MAX), key, *good, FILE],
+            [("x-ignore-a", "a" * HEAD_BYTES_MAX), key, *good, FILE],
             400, "MaxPostPreDataLengthExceededError",
         ),
         "public": (
@@ -226,12 +227,13 @@ def test_names_of_fields_and_conditions_have_any_case_and_some_are_ignored(serve
 
 def test_a_body_that_is_no_form_is_refused_by_name(servers: Stack) -> None:
     bucket = fresh_bucket(servers)
+    file = b'--x\r\nContent-Disposition: form-data; name="file"\r\n\r\n\r\n--x--\r\n'
     for body, content_type in (
         (b"", "multipart/form-data"),
         (b"x", f"multipart/form-data; boundary={'a' * 300}"),
         (b"garbage", "multipart/form-data; boundary=x"),
-        (b"--x\r\n\r\nno disposition\r\n--x--", "multipart/form-data; boundary=x"),
-        (b'--x\r\nContent-Disposition: form-data; name="a"\r\n\r\n\xff\r\n--x--', "multipart/form-data; boundary=x"),
+        (b"--x\r\n\r\nno disposition\r\n" + file, "multipart/form-data; boundary=x"),
+        (b'--x\r\nContent-Disposition: form-data; name="a"\r\n\r\n\xff\r\n' + file, "multipart/form-data; boundary=x"),
     ):
         answer = posted_body(servers.url, bucket, body, content_type)
         assert (answer.status, answer.code) == (400, "MalformedPOSTRequest"), body
@@ -280,10 +282,30 @@ def test_a_large_file_streams_and_is_the_last_field(gateway: SmallGateway) -> No
     assert posted(gateway.url, "b", exactly).status == 204
 
 
-def test_held_files_count_in_the_memory_for_documents(gateway: SmallGateway) -> None:
+def test_held_files_have_a_memory_of_their_own(gateway: SmallGateway) -> None:
+    """Whoever has a form must not keep its signer's descriptors and lookups from memory."""
     form = [("key", "k"), *signed(policy_of("b"), KEY), FILE]
-    gateway.documents.take(KEY[0], 64 << 20)
-    assert posted(gateway.url, "b", form).code == "SlowDown"
-    gateway.documents.give_back(KEY[0], 64 << 20)
-    assert posted(gateway.url, "b", form).status == 204
     assert gateway.documents.held_bytes == 0
+    forms = gateway.held_forms
+    forms.take(KEY[0], 32 << 20)
+    assert posted(gateway.url, "b", form).code == "SlowDown"
+    forms.give_back(KEY[0], 32 << 20)
+    assert posted(gateway.url, "b", form).status == 204
+    assert forms.held_bytes == 0
+    large = ("file", ("a", DATA * 3, "x/y"))
+    bounded = [("key", "k"), *signed(policy_of("b", ["content-length-range", 0, 10]), KEY), large]
+    assert posted(gateway.url, "b", bounded).code == "EntityTooLarge"
+
+
+def test_forms_of_strangers_give_their_places_up() -> None:
+    """60 connections that each began a form without a signature kept everybody else out."""
+    with small_gateway(connections_max=4) as gateway:
+        head = {"Host": "h", "Content-Type": "multipart/form-data; boundary=x", "Content-Length": "1000000"}
+        begun = [gateway.connect() for _ in range(4)]
+        for sock in begun:
+            sock.sendall(head_of("POST", "/b", head) + b"--x\r\n")
+        assert eventually(lambda: len(gateway.server.idle) == 4)
+        form = [("key", "k"), *signed(policy_of("b"), KEY), FILE]
+        assert posted(gateway.url, "b", form).status == 204
+        for sock in begun:
+            sock.close()
