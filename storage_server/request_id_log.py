@@ -40,14 +40,17 @@ class _Used:
 
 
 class RequestIdLog:
-    """Files `used-ids.0` and `.1` of a directory. When the newer one spans `keep_s`, the older one is started anew."""
+    """Files `used-ids.0` and `.1` of a directory. When the newer one has been written to for `keep_s`, the older one is
+    started anew. That time is steady: a clock that is set must not end a file whose ids still count.
+    """
 
     def __init__(self, directory: Path, keep_s: float) -> None:
         self._places = [Beneath(directory, f"used-ids.{number}") for number in range(2)]
         self._keep_s = keep_s
         self._secret = secrets.token_bytes(SECRET_BYTES)
         self._current = 0
-        self._since_s = -math.inf
+        self._began_s = -math.inf
+        """When this process began to write to the current file, by the steady clock."""
         self._is_loaded = False
         self._fd = -1
         self._flags = os.O_APPEND
@@ -55,7 +58,7 @@ class RequestIdLog:
         self._lost_count = 0
         self._warned_s = -math.inf
 
-    def load(self, unix_s: float) -> tuple[bytes, Iterator[tuple[int, float]]]:
+    def load(self, unix_s: float, steady_s: float) -> tuple[bytes, Iterator[tuple[int, float]]]:
         """The secret, and the ids that may still be replayed at `unix_s`: fingerprints and the times of day at which
         they were used, about in order. Opens the log for `append`.
         """
@@ -65,39 +68,40 @@ class RequestIdLog:
         used = found[self._current]
         if used.secret is not None and used.at_s:
             self._secret = used.secret
-            self._since_s = min(used.at_s)
+            self._began_s = steady_s
+            self._is_torn = True  # its last line may have no end
         self._is_loaded = True
         try:
-            self._open_for(unix_s)
+            self._open_for(steady_s)
         except OSError as error:
-            self._warn(error, unix_s)
+            self._warn(error, steady_s)
         oldest_s = unix_s - self._keep_s
         known = [each for each in (found[1 - self._current], used) if each.secret == self._secret]
         pairs = chain.from_iterable(zip(each.fingerprints, each.at_s, strict=True) for each in known)
         return self._secret, (pair for pair in pairs if pair[1] > oldest_s)
 
-    def append(self, fingerprint: int, unix_s: float) -> None:
+    def append(self, fingerprint: int, unix_s: float, steady_s: float) -> None:
         """Write an id to the log. After a disk error the id is forgotten at a restart, and a warning says so, at most
         once in WARN_EVERY_S.
         """
         if not self._is_loaded:
             return
         try:
-            self._open_for(unix_s)
+            self._open_for(steady_s)
             self._write(f"{unix_s:.3f} {fingerprint:016x}\n".encode())
         except OSError as error:
             self._lost_count += 1
-            self._warn(error, unix_s)
+            self._warn(error, steady_s)
 
     def close(self) -> None:
         self._is_loaded = False
         self._shut()
 
-    def _open_for(self, unix_s: float) -> None:
-        """Have a file open in which this time may stand."""
-        if not 0 <= unix_s - self._since_s <= self._keep_s:
+    def _open_for(self, steady_s: float) -> None:
+        """Have a file open that may be written to now."""
+        if steady_s - self._began_s > self._keep_s:
             self._shut()
-            self._current, self._since_s, self._flags = 1 - self._current, unix_s, os.O_TRUNC
+            self._current, self._began_s, self._flags = 1 - self._current, steady_s, os.O_TRUNC
         if self._fd < 0:
             self._fd = self._places[self._current].open(os.O_WRONLY | os.O_CREAT | os.O_APPEND | self._flags)
             if self._flags == os.O_TRUNC:
@@ -122,10 +126,10 @@ class RequestIdLog:
         if fd >= 0:
             os.close(fd)
 
-    def _warn(self, error: OSError, unix_s: float) -> None:
-        if 0 <= unix_s - self._warned_s < WARN_EVERY_S:
+    def _warn(self, error: OSError, steady_s: float) -> None:
+        if steady_s - self._warned_s < WARN_EVERY_S:
             return
-        self._warned_s = unix_s
+        self._warned_s = steady_s
         _log.warning("request ids are not remembered across a restart (%d so far): %s", self._lost_count, error)
 
 

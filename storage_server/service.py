@@ -102,7 +102,9 @@ class EmbeddedStorage:
         slot_count = settings.staging_bytes // settings.aggregation_bytes
         self.staging = StagingPool(settings.aggregation_bytes, slot_count)
         self._id_log = RequestIdLog(settings.data_dir, REMEMBER_S)
-        self.requests = RequestTable(lambda fingerprint: self._id_log.append(fingerprint, time.time()))
+        self.requests = RequestTable(
+            lambda fingerprint: self._id_log.append(fingerprint, time.time(), time.monotonic())
+        )
         self.agents = Registrar(AgentTable(settings.agents_max), self.requests, takes_ids=own is not None)
         self.ucx = UcxAgents(settings, self.agents.peer_lost) if settings.ucx else None
         self.shm: ShmAgents | None = None
@@ -148,7 +150,7 @@ class EmbeddedStorage:
         if removed:
             _log.warning("%d files and rows that a crash left behind are removed, or set aside", removed)
         unix_s, now_s = time.time(), time.monotonic()
-        secret, used = self._id_log.load(unix_s)
+        secret, used = self._id_log.load(unix_s, now_s)
         self.requests.restore(secret, ((each, now_s - max(0.0, unix_s - used_at_s)) for each, used_at_s in used))
         if self.upstream is not None:
             await self.upstream.start()

@@ -27,8 +27,8 @@ _SILENT = logging.Logger("forms", logging.CRITICAL)
 
 @dataclass(frozen=True, slots=True)
 class FormHead:
-    """What comes before the bytes of the file: `fields` by their names in small letters, the name that the browser
-    gives the file, and how many bytes of the body this is. As in S3, fields behind the file do not count.
+    """The part of a form before the bytes of its file: `fields` by their names in small letters, the name that the
+    browser gives the file, and the length in bytes. As in S3, fields behind the file do not count.
     """
 
     fields: dict[str, str]
@@ -83,7 +83,7 @@ class HeadReader:
 
 
 class FileReader:
-    """Takes the body behind the head, and gives the bytes of the file. What follows the file is not looked at."""
+    """Takes the body behind the head, and gives the bytes of the file. The parts behind the file are not looked at."""
 
     def __init__(self, boundary: bytes) -> None:
         self._end = re.compile(re.escape(b"\r\n--" + boundary) + rb"(?:--|\r\n|[ \t])")

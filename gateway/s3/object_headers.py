@@ -41,6 +41,7 @@ _OTHER_ACLS = frozenset(
 _REFUSED = ("x-amz-website-redirect-location", "x-amz-write-offset-bytes", "x-amz-object-lock-")
 _REFUSED_EVERYWHERE = ("x-amz-server-side-encryption", "x-amz-copy-source-server-side-encryption")
 _UNPACK = "x-amz-meta-snowball-auto-extract"
+_TOKEN = re.compile(r"[!#$%&'*+\-.^_`|~0-9A-Za-z]+\Z")
 _NOT_IN_HEADERS = re.compile("[\0-\x08\x0a-\x1f\x7f\ud800-\udfff]")
 
 
@@ -117,7 +118,10 @@ def stored_headers(headers: Mapping[str, str]) -> dict[str, str]:
         if not name.isascii():
             problem = "names of user metadata must be ASCII: no answer could have another"
             raise CallerError(ErrorCode.INVALID_ARGUMENT, problem, field=_legible(name))
-        if _NOT_IN_HEADERS.search(name) or _NOT_IN_HEADERS.search(value):
+        if not _TOKEN.match(name):
+            problem = "names of user metadata are tokens (RFC 9110): other bytes would end a name in an answer"
+            raise CallerError(ErrorCode.INVALID_ARGUMENT, problem, field=_legible(name))
+        if _NOT_IN_HEADERS.search(value):
             raise CallerError(ErrorCode.INVALID_ARGUMENT, "header values must be UTF-8", field=_legible(name))
     if sum(len(value.encode()) for value in kept.values()) > CONTENT_HEADERS_BYTES_MAX:
         problem = f"content headers may have {CONTENT_HEADERS_BYTES_MAX} bytes together"
@@ -150,10 +154,10 @@ def new_checksum(headers: Mapping[str, str]) -> tuple[ChecksumAlgorithm | None, 
 def object_headers(info: ObjectInfo) -> dict[str, str]:
     """The headers of a GET or HEAD answer, except length and range."""
     kept = info.attributes.headers
-    unsendable = sum(not name.isascii() for name in kept)
+    unsendable = sum(not _TOKEN.match(name) for name in kept)
     headers = {
         "Content-Type": _DEFAULT_CONTENT_TYPE,
-        **{_STORED.get(name, name): _ascii(value) for name, value in kept.items() if name.isascii()},
+        **{_STORED.get(name, name): _ascii(value) for name, value in kept.items() if _TOKEN.match(name)},
         **({"x-amz-missing-meta": str(unsendable)} if unsendable else {}),
         "ETag": f'"{info.etag}"',
         "Last-Modified": http_date(info.modified_at),

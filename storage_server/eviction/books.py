@@ -131,7 +131,8 @@ class Books:
         if entry.used_at - entry.modified_at > LATE_S:
             self._changed.add(name)
         if self._ttl_s is not None:
-            self._births[name] = entry.modified_at
+            now = max(self._now, entry.used_at)  # by which a clock that was ahead holds no others up
+            self._births[name] = min(entry.modified_at, now)
             self._births.move_to_end(name)
         before = (name[0], parent or "")
         names = [before, name] if before in self._entries and before != name else [name]
@@ -266,16 +267,16 @@ class Books:
 
     def _expire(self, ttl_s: float, now: float) -> None:
         """Have those leave whose time has come."""
-        due: list[Name] = []
+        due: dict[Name, None] = {}
         while self._former_births and self._former_births[0][0] + ttl_s <= now:
             born, name = heappop(self._former_births)
             entry = self._entries.get(name)
             if entry is not None and entry.modified_at == born and name not in self._births:
-                due.append(name)
+                due[name] = None
         for name, born in self._births.items():
             if born + ttl_s > now:
                 break
-            due.append(name)
+            due[name] = None
         for name in due:
             entry = self._entries[name]
             if entry.is_held:

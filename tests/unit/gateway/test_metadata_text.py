@@ -31,7 +31,10 @@ def test_a_value_is_ascii_in_an_answer_and_has_all_its_text(value: str) -> None:
 def test_a_name_that_no_answer_can_have_is_refused_and_counted_where_it_is_kept_already() -> None:
     with pytest.raises(CallerError, match="ASCII"):
         stored_headers({"x-amz-meta-é": "v"})
-    headers = answered({"x-amz-meta-é": "v", "x-amz-meta-a": "b"})
-    assert headers["x-amz-missing-meta"] == "1"
+    for name in ("x-amz-meta-a b: c", "x-amz-meta-a: q", "x-amz-meta-a\tb", 'x-amz-meta-"', "x-amz-meta-a\r\nb"):
+        with pytest.raises(CallerError, match="tokens"):
+            stored_headers({name: "v"})
+    headers = answered({"x-amz-meta-é": "v", "x-amz-meta-a b: c": "v", "x-amz-meta-a": "b"})
+    assert headers["x-amz-missing-meta"] == "2"
     assert all(name.isascii() for name in headers)
     assert "x-amz-missing-meta" not in answered({"x-amz-meta-a": "b"})

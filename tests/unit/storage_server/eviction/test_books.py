@@ -294,6 +294,24 @@ def test_a_lease_does_not_grow_from_restart_to_restart() -> None:
     assert [entry.leased_until for _, entry in books.changed()] == [70.0]
 
 
+def test_an_object_of_a_clock_that_was_ahead_keeps_no_others_from_their_end() -> None:
+    books = made(ttl_s=10.0)
+    books.leaving(100, 20.0)
+    books.put((BUCKET, "ahead"), entry(1e9)._replace(used_at=20.0))
+    books.put((BUCKET, "b"), entry(21.0))
+    assert left(books.leaving(100, 31.5)) == "aheadb"
+
+
+def test_an_object_that_is_restored_twice_ends_once() -> None:
+    """The others that were due at the same time were never deleted."""
+    books = made(ttl_s=60.0)
+    former, other = ((BUCKET, "x"), entry(10.0)), ((BUCKET, "y"), entry(11.0))
+    books.restore([former], 20.0)
+    assert left(books.leaving(0, 21.0)) == "x"
+    books.restore([former, other], 22.0)
+    assert sorted(left(books.leaving(100, 80.0))) == ["x", "y"]
+
+
 def test_a_lease_of_a_clock_that_was_ahead_ends_within_the_longest_lease() -> None:
     books = made()
     restore(books, [((BUCKET, "a"), entry(1.0, leased_until=1e9))])
