@@ -12,8 +12,8 @@ import logging
 import math
 import time
 from collections import deque
-from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
-from contextlib import AbstractAsyncContextManager, asynccontextmanager, nullcontext, suppress
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractAsyncContextManager, asynccontextmanager, contextmanager, nullcontext, suppress
 from dataclasses import dataclass
 from functools import partial
 from itertools import groupby
@@ -54,7 +54,9 @@ ROWS = 2000
 UNBOUNDED = 1 << 62
 """The capacity of books until the first step bounds them."""
 HELD_FRACTION = 0.5
-"""Of what all caches may take together: pins and leases of one tenant must not close the cache to others."""
+"""Of what all caches may take together: pins and leases of one tenant, or parts of open uploads, must not close the
+cache to others.
+"""
 _log = logging.getLogger(__name__)
 Change = Callable[[Callable[[Transaction], Any]], Awaitable[Any]]
 _Use = tuple[Books, Name, Entry]
@@ -175,6 +177,24 @@ class Evictor(Uses):
         """Keep room for an object in its bucket until the block ends. Raises what `Bound.reserved` raises."""
         bound = self.bound_of(bucket)
         return nullcontext() if bound is None else bound.reserved(nbytes)
+
+    @contextmanager
+    def part(self, bucket: str, nbytes: int) -> Iterator[None]:
+        """A part of an upload arrives. Raises ServerError(InsufficientStorage) where the parts of open uploads would
+        take more than HELD_FRACTION of the bucket's cache: they leave only when somebody ends the upload.
+        """
+        cache = self._caches.get(bucket)
+        if cache is None or cache.capacity_bytes is None:
+            yield
+            return
+        if cache.part_bytes + cache.arriving_part_bytes + nbytes > HELD_FRACTION * cache.capacity_bytes:
+            problem = f"the parts of open uploads may take half of the bucket {bucket}, {cache.capacity_bytes} bytes"
+            raise ServerError(ErrorCode.INSUFFICIENT_STORAGE, problem, retryable=True)
+        cache.arriving_part_bytes += nbytes
+        try:
+            yield
+        finally:
+            cache.arriving_part_bytes -= nbytes
 
     def note_changes(self, changes: Sequence[KeyChange], part_bytes: Mapping[str, int]) -> None:
         """Note what keys show now, and what the parts of open uploads take more, by buckets. Called by the committer's

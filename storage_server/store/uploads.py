@@ -73,11 +73,12 @@ class Uploads:
         upload = self._reader.here(lambda db: require_upload(db, request.upload)).info
         algorithm = _part_algorithm(upload, request.checksum)
         of_bucket = self._evictor.bound_of(request.upload.bucket)
-        async with (
-            self._evictor.reserved(request.upload.bucket, request.nbytes),
-            self._bodies.received(request.nbytes, algorithm, body, of_bucket) as (part, pending),
-        ):
-            return await self._add_part(request.upload, request.part_number, part, pending)
+        with self._evictor.part(request.upload.bucket, request.nbytes):
+            async with (
+                self._evictor.reserved(request.upload.bucket, request.nbytes),
+                self._bodies.received(request.nbytes, algorithm, body, of_bucket) as (part, pending),
+            ):
+                return await self._add_part(request.upload, request.part_number, part, pending)
 
     async def copy_part(self, access_key: str, request: PartCopyRequest) -> PartInfo:
         upload = self._reader.here(lambda db: require_upload(db, request.upload)).info
@@ -90,11 +91,12 @@ class Uploads:
                 problem = f"the range must end within the source, which has {read.head.info.nbytes} bytes"
                 raise CallerError(ErrorCode.INVALID_ARGUMENT, problem, field="x-amz-copy-source-range")
             check_part(request.part_number, nbytes, self._part_bytes_max)
-            async with (
-                self._evictor.reserved(request.upload.bucket, nbytes),
-                self._bodies.received(nbytes, upload.checksum, _CopiedBody(read)) as (part, pending),
-            ):
-                return await self._add_part(request.upload, request.part_number, part, pending)
+            with self._evictor.part(request.upload.bucket, nbytes):
+                async with (
+                    self._evictor.reserved(request.upload.bucket, nbytes),
+                    self._bodies.received(nbytes, upload.checksum, _CopiedBody(read)) as (part, pending),
+                ):
+                    return await self._add_part(request.upload, request.part_number, part, pending)
 
     async def complete_upload(self, access_key: str, request: CompleteRequest) -> ObjectInfo:
         return await self._commit(lambda tx: upload_changes.complete_upload(tx, request, time.time()))

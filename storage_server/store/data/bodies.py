@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncGenerator, AsyncIterable, AsyncIterator, Iterator, Sequence
-from contextlib import aclosing, asynccontextmanager, closing, contextmanager, nullcontext
+from contextlib import ExitStack, aclosing, asynccontextmanager, closing, contextmanager
 from functools import partial
 
 from adapters.threads import finished
@@ -59,7 +59,7 @@ class BodyWriter:
         hashes = BodyHashes(algorithm, sha256=body.has_sha256)
         pieces: AsyncIterable[Piece] = body
         if nbytes <= AT_ONCE_BYTES_MAX and self._bound.has_room(aligned(nbytes)):
-            whole = await _whole(body, nbytes)
+            whole = await _small(body, nbytes, of_bucket)
             has_room = self._bound.has_room(aligned(nbytes))
             at_once = self._segments.writer_at_once(nbytes, hashes) if has_room else None
             if at_once is not None:
@@ -90,18 +90,9 @@ class BodyWriter:
     async def _copy(
         self, pieces: AsyncIterable[Piece], writer: ExtentWriter, body: Body, nbytes: int, of_bucket: Bound | None
     ) -> None:
-        limit = asyncio.timeout(None)
-        arriving = ArrivingBody(asyncio.get_running_loop().time(), limit)
-        in_bucket = nullcontext() if of_bucket is None else of_bucket.taken_by(arriving)
-        try:
-            with self._bound.taken_by(arriving), in_bucket:
-                async with limit:
-                    await self._take(pieces, writer, body, nbytes, arriving)
-        except TimeoutError:
-            if not limit.expired():
-                raise
-            problem = "the body comes too slowly, and others wait for the room that it has taken"
-            raise ServerError(ErrorCode.SLOW_DOWN, problem, field="body", retryable=True) from None
+        with _slow_ends(self._bound, of_bucket) as (arriving, limit):
+            async with limit:
+                await self._take(pieces, writer, body, nbytes, arriving)
 
     async def _take(
         self, pieces: AsyncIterable[Piece], writer: ExtentWriter, body: Body, nbytes: int, arriving: ArrivingBody
@@ -130,14 +121,47 @@ def _stored(writer: ExtentWriter, nbytes: int) -> StoredPart:
     return StoredPart(writer.hashes.etag, nbytes, writer.hashes.checksum, writer.extent())
 
 
-async def _whole(body: Body, nbytes: int) -> bytearray:
-    """A small body in memory. Raises CallerError(IncompleteBody) when it is longer than announced."""
+@contextmanager
+def _slow_ends(*bounds: Bound | None) -> Iterator[tuple[ArrivingBody, asyncio.Timeout]]:
+    """A body arrives into room that it got in these bounds: where others lack it, one that comes too slowly is ended.
+    Enter the time limit around its arrival. Raises ServerError(SlowDown) where it was ended.
+    """
+    limit = asyncio.timeout(None)
+    arriving = ArrivingBody(asyncio.get_running_loop().time(), limit)
+    try:
+        with ExitStack() as stack:
+            for bound in bounds:
+                if bound is not None:
+                    stack.enter_context(bound.taken_by(arriving))
+            yield arriving, limit
+    except TimeoutError:
+        if not limit.expired():
+            raise
+        problem = "the body comes too slowly, and others wait for the room that it has taken"
+        raise ServerError(ErrorCode.SLOW_DOWN, problem, field="body", retryable=True) from None
+
+
+async def _small(body: Body, nbytes: int, of_bucket: Bound | None) -> bytearray:
+    """A small body in memory. In the directory it takes no room yet. Raises CallerError(IncompleteBody) when it is
+    longer than announced, ServerError(SlowDown) where it comes too slowly and others lack the room of its bucket.
+    """
     whole = bytearray()
+    if of_bucket is None:
+        await _gather(body, nbytes, whole)
+        return whole
+    with _slow_ends(of_bucket) as (arriving, limit):
+        async with limit:
+            await _gather(body, nbytes, whole, arriving)
+    return whole
+
+
+async def _gather(body: Body, nbytes: int, whole: bytearray, arriving: ArrivingBody | None = None) -> None:
     async for piece in body:
         whole += piece
+        if arriving is not None:
+            arriving.nbytes = len(whole)
         if len(whole) > nbytes:
             raise CallerError(ErrorCode.INCOMPLETE_BODY, "the body is longer than announced", field="body")
-    return whole
 
 
 async def _once(piece: Piece) -> AsyncIterator[Piece]:

@@ -185,7 +185,8 @@ def _allocated(path: Path) -> int:
 
 
 class Bound:
-    """Room for bytes that are about to come, in the order in which it was asked for. `limit_bytes` (None: no bound) and
+    """Room for bytes that are about to come, in the order in which it was asked for; while the first one waits for
+    more, later ones may pass it, with as many bytes in all as it waits for. `limit_bytes` (None: no bound) and
     `used_bytes` say how much there is now; `wants` is called when somebody waits. Used on one event loop, but for
     `notify`.
     """
@@ -197,6 +198,8 @@ class Bound:
         self._waiting: deque[tuple[int, asyncio.Future[None]]] = deque()
         self._loop: asyncio.AbstractEventLoop | None = None
         self._bodies: list[ArrivingBody] = []
+        self._passed_bytes = 0
+        """Of those that have passed the first one in the queue."""
         self.wants: Callable[[], None] | None = None
         """Called when somebody waits. None where nobody can make room, so that nobody needs to wait."""
         self.reserved_bytes = 0
@@ -269,11 +272,13 @@ class Bound:
                 self._loop.call_soon_threadsafe(self._admit)
 
     def refuse(self) -> None:
-        """No more room can be made: those that wait are told so."""
+        """No more room can be made: those that wait and do not fit are told so, one after the other."""
         self._admit()
         while self._waiting:
             nbytes, coming = self._waiting.popleft()
+            self._passed_bytes = 0
             coming.set_exception(self._refusal(nbytes))
+            self._admit()
 
     def _fits(self, nbytes: int) -> bool:
         limit_bytes = self._limit_bytes()
@@ -305,6 +310,8 @@ class Bound:
         finally:
             if not is_kept:
                 if entry in self._waiting:
+                    if self._waiting[0] is entry:
+                        self._passed_bytes = 0
                     self._waiting.remove(entry)
                 elif coming.exception() is None:
                     self.reserved_bytes -= nbytes
@@ -319,10 +326,22 @@ class Bound:
         return sum(body.end_if_slow(now_s) for body in self._bodies) > 0
 
     def _admit(self) -> None:
-        while self._waiting and self._fits(self._waiting[0][0]):
-            nbytes, coming = self._waiting.popleft()
+        while (place := self._next()) is not None:
+            nbytes, coming = self._waiting[place]
+            del self._waiting[place]
+            self._passed_bytes = self._passed_bytes + nbytes if place else 0
             self.reserved_bytes += nbytes
             coming.set_result(None)
+
+    def _next(self) -> int | None:
+        """The place in the queue of who gets room now."""
+        if not self._waiting:
+            return None
+        first_bytes = self._waiting[0][0]
+        for place, (nbytes, _) in enumerate(self._waiting):
+            if self._fits(nbytes) and (place == 0 or self._passed_bytes + nbytes <= first_bytes):
+                return place
+        return None
 
     def _refusal(self, nbytes: int) -> ServerError:
         problem = f"no room for {nbytes} bytes in {self._what}"

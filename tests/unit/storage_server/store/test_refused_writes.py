@@ -192,6 +192,27 @@ async def test_a_body_that_drips_gives_its_room_up_when_others_need_it(
     store.close()
 
 
+async def test_small_bodies_that_drip_give_the_room_of_their_bucket_up(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """They took none of the directory yet, so nobody ended them: all other writes to the bucket got 507."""
+    monkeypatch.setattr(space, "SLOW_S", 0.0)
+    store = await opened(tmp_path, disk_bytes=256 << 20, caches=(CacheSettings("bbb", 8 << 20),))
+    await store.objects.create_bucket("k", "bbb")
+    running = asyncio.create_task(store.evictor.run())
+    data = bytes(60_000)
+    bodies = [HeldBody(data) for _ in range(134)]
+    drips = [asyncio.create_task(put(store, f"drip-{at}", data, body)) for at, body in enumerate(bodies)]
+    await asyncio.gather(*(body.has_begun.wait() for body in bodies))
+    await put(store, "other", bytes(4 << 20))
+    for body in bodies:
+        body.may_end.set()
+    assert any(isinstance(ended, ServerError) for ended in await asyncio.gather(*drips, return_exceptions=True))
+    running.cancel()
+    await asyncio.wait((running,))
+    store.close()
+
+
 async def test_a_slow_body_goes_on_while_there_is_room_for_all(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Any large PUT ended the slow ones."""
     monkeypatch.setattr(space, "SLOW_S", 0.0)

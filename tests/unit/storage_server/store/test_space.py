@@ -90,15 +90,46 @@ class Room:
 async def test_room_is_given_in_the_order_in_which_it_was_asked_for() -> None:
     room = Room()
     await room.store(90)
-    first, second = asyncio.create_task(room.store(50)), asyncio.create_task(room.store(5))
+    first, second = asyncio.create_task(room.store(50)), asyncio.create_task(room.store(15))
     await settled()
-    assert (room.wanted, room.bound.waiting_bytes, room.bound.has_room(1)) == (2, 55, False)
-    room.free(20)
-    await settled()
+    assert (room.wanted, room.bound.waiting_bytes, room.bound.has_room(1)) == (2, 65, False)
+    room.free(40)
+    await first
     assert not second.done()
     room.free(30)
-    await asyncio.gather(first, second)
-    assert (room.used_bytes, room.bound.reserved_bytes, room.bound.waiting_bytes) == (95, 0, 0)
+    await second
+    assert (room.used_bytes, room.bound.reserved_bytes, room.bound.waiting_bytes) == (85, 0, 0)
+
+
+async def test_small_ones_pass_a_large_one_that_waits_and_only_so_many() -> None:
+    """An announced giant that never sends a byte must not keep others out, nor small ones keep a large one out."""
+    room = Room()
+    await room.store(70)
+    large = asyncio.create_task(room.store(50))
+    await settled()
+    for _ in range(5):
+        await room.store(10)
+        room.free(10)
+    last = asyncio.create_task(room.store(10))
+    await settled()
+    assert (large.done(), last.done()) == (False, False)
+    room.free(30)
+    await asyncio.gather(large, last)
+
+
+async def test_those_that_fit_are_not_refused_with_one_that_does_not() -> None:
+    room = Room()
+    await room.store(70)
+    large = asyncio.create_task(room.store(50))
+    await settled()
+    room.bound._passed_bytes = 50  # as many as may have passed it
+    small = asyncio.create_task(room.store(10))
+    await settled()
+    assert not small.done()
+    room.bound.refuse()
+    with pytest.raises(ServerError, match="no room for 50"):
+        await large
+    await small
 
 
 async def test_what_is_promised_is_not_promised_again() -> None:
@@ -153,6 +184,7 @@ async def test_a_caller_that_is_cancelled_gives_its_turn_up() -> None:
     gone, next_one = asyncio.create_task(room.store(10)), asyncio.create_task(room.store(5))
     await settled()
     gone.cancel()
+    await asyncio.wait([gone])
     await next_one
     assert (gone.cancelled() or gone.done(), room.bound.reserved_bytes, room.used_bytes) == (True, 0, 100)
 
