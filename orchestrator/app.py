@@ -27,6 +27,7 @@ from orchestrator.dispatch import (
     AttemptFailed,
     Exchange,
     forwarded_headers,
+    is_refusal,
 )
 from orchestrator.gate import TooBusyError
 from orchestrator.metadata import MetadataError, NameTakenError
@@ -242,7 +243,7 @@ class App:
             except AttemptFailed as error:
                 receipt.attempts.append({"engine": routed.engine.name, "error": str(error)})
                 failure = error
-                if error.answer is not None:
+                if is_refusal(error, exchange.asked):
                     refused.append(routed.engine.name)
             else:
                 if response.status == 200:

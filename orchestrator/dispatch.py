@@ -22,12 +22,12 @@ from orchestrator.engine import Engine
 from orchestrator.readers import Readers, ReadingError
 from orchestrator.receipts import Receipt
 from orchestrator.router import Routed
-from orchestrator.rules.cross_origin import PREFIX as CORS
 from orchestrator.rules.kept_responses import response_id
 from orchestrator.rules.openai_requests import Asked, RequestKind, WrongRequestError
 from orchestrator.under_way import UnderWay, stopping
 
-ANSWER_BYTES_MAX = 64 << 20
+WHOLE_BYTES_MAX = 1 << 20
+"""Of an answer that is read to its end before it goes on."""
 ASKED_BYTES_MAX = 1 << 18
 """Of an answer for the orchestrator itself: one token, and where its KV is."""
 ATTEMPTS_MAX = 3
@@ -37,15 +37,24 @@ ENGINE_HEADER, REQUEST_HEADER = "x-objectcache-engine", "x-objectcache-request-i
 EVENT_STREAM = "text/event-stream"
 _RETRIED = frozenset({401, 403, 404, 405, 429, 500, 502, 503, 504})
 """Statuses of an engine that another engine may not give. By itself none ejects it: a request of one client may have
-any engine answer 500, and its probes say whether it is well. Where another engine then answers the same request with
-200, the engine was to blame.
+any engine answer 500, and its probes say whether it is well. Where another engine then answers a request with 200 that
+this one has refused (`_REFUSALS`), this one was to blame.
 """
+_REFUSALS = frozenset({401, 403, 404, 405})
 _HOP_BY_HOP = frozenset(
     {
         "connection", "keep-alive", "proxy-authenticate", "proxy-authorization", "te", "trailer", "transfer-encoding",
         "upgrade", "host", "content-length", "accept-encoding", "expect", "x-data-parallel-rank",
     }
 )  # fmt: skip
+_PASSED_ON = frozenset(
+    {
+        "content-type", "content-encoding", "content-disposition", "content-language", "cache-control", "retry-after",
+        "x-request-id",
+    }
+)  # fmt: skip
+_PASSED_ON_PREFIXES = ("openai-", "x-ratelimit-")
+"""Of answers. What else engines say, cookies for example, is none of theirs to say to a client of ours."""
 _NOT_SENT_ON = _HOP_BY_HOP | {"content-encoding"}
 """Of requests, whose bodies have been decoded here. The body of an answer is sent on as it came."""
 
@@ -58,6 +67,14 @@ class AttemptFailed(Exception):
     def __init__(self, message: str, answer: web.Response | None = None) -> None:
         super().__init__(message)
         self.answer = answer
+
+
+def is_refusal(failure: AttemptFailed, asked: Asked) -> bool:
+    """Whether an engine refuses what every engine of the model should answer. Other paths not all engines have, and an
+    earlier response only one.
+    """
+    is_for_all = asked.kind in (RequestKind.COMPLETIONS, RequestKind.CHAT) and not asked.previous
+    return is_for_all and failure.answer is not None and failure.answer.status in _REFUSALS
 
 
 @dataclass(slots=True)
@@ -162,14 +179,20 @@ class Dispatch:
             note: dict[str, Any] = {"engine": engine.name, "status": answer.status}
             exchange.receipt.attempts.append(note)
             if answer.status in _RETRIED:
-                refusal = await self._whole(answer, first, exchange, engine, late, is_kept=False)
+                body, is_all = await self._beginning(answer, first, exchange, engine, late)
+                refusal = self._whole(body, answer, exchange, engine) if is_all else None
                 raise AttemptFailed(f"{engine.name} answers {answer.status}", refusal)
             if not 200 <= answer.status < 600:
                 raise AttemptFailed(f"{engine.name} answers with the status {answer.status}")
             if answer.status == 200:  # a refusal comes at once, and says nothing of the time of a prefill
                 self._noted_first_byte(exchange, routed, first)
             if answer.content_type != EVENT_STREAM:
-                response = await self._whole(answer, first, exchange, engine, late)
+                first, is_all = await self._beginning(answer, first, exchange, engine, late)
+                if not is_all:
+                    return await self._stream(answer, first, exchange, engine, late)
+                exchange.note_response(first)
+                exchange.keep(first)
+                response = self._whole(first, answer, exchange, engine)
                 engine.succeeded()
                 exchange.is_begun = True
                 await response.prepare(exchange.http)
@@ -266,33 +289,27 @@ class Dispatch:
             computed = (exchange.receipt.prompt_tokens or 0) - prediction.held_tokens - prediction.load_tokens
             routed.engine.observed.note(computed, ttft_s)
 
-    async def _whole(
-        self,
-        answer: aiohttp.ClientResponse,
-        first: bytes,
-        exchange: Exchange,
-        engine: Engine,
-        late: list[str],
-        *,
-        is_kept: bool = True,
-    ) -> web.Response:
-        """An answer that is no stream. It is read to its end before the client sees any of it."""
+    async def _beginning(
+        self, answer: aiohttp.ClientResponse, first: bytes, exchange: Exchange, engine: Engine, late: list[str]
+    ) -> tuple[bytes, bool]:
+        """An answer that is no stream, and whether that is all of it. A small one is read to its end before the client
+        sees any of it, so that another engine may still answer; of a larger one no more is held here.
+        """
         body = bytearray(first)
         try:
-            while len(body) <= ANSWER_BYTES_MAX and (piece := await answer.content.readany()):
+            while len(body) <= WHOLE_BYTES_MAX:
+                piece = await answer.content.readany()
+                if not piece:
+                    return bytes(body), True
                 body += piece
         except (aiohttp.ClientError, TimeoutError, OSError) as error:
             if not late:
                 engine.failed(f"{exchange.path}: {type(error).__name__} {error}")
             raise AttemptFailed(late[0] if late else f"{engine.name}: {type(error).__name__} {error}") from error
-        if len(body) > ANSWER_BYTES_MAX:
-            problem = f"the answer has more than {ANSWER_BYTES_MAX} bytes; ask for a stream, or for less"
-            raise Refusal(502, problem, code="answer_too_large")  # another engine would answer as much
-        whole = bytes(body)
-        exchange.note_response(whole)
-        if is_kept:
-            exchange.keep(whole)
-        return web.Response(body=whole, status=answer.status, headers=self._headers(answer, exchange, engine))
+        return bytes(body), False
+
+    def _whole(self, body: bytes, answer: aiohttp.ClientResponse, exchange: Exchange, engine: Engine) -> web.Response:
+        return web.Response(body=body, status=answer.status, headers=self._headers(answer, exchange, engine))
 
     async def _stream(
         self, answer: aiohttp.ClientResponse, first: bytes, exchange: Exchange, engine: Engine, late: list[str]
@@ -320,10 +337,14 @@ class Dispatch:
                 raise
             exchange.kept, exchange.is_broken = None, True
             exchange.receipt.note = "cut off: the orchestrator was told to stop"
-            await response.write(b"\n\n" + stopping().event())
+            if response.content_type == EVENT_STREAM:
+                await response.write(b"\n\n" + stopping().event())
+            else:
+                _cut_off(exchange.http)
         else:
             engine.succeeded()
-        await response.write_eof()
+        if exchange.http.transport is not None and not exchange.http.transport.is_closing():
+            await response.write_eof()
         return response
 
     async def _broken(
@@ -340,16 +361,23 @@ class Dispatch:
         if not late:
             engine.failed(f"{exchange.path}: the stream broke off: {why}")
         exchange.receipt.note = f"the stream broke off: {why}"
+        if response.content_type != EVENT_STREAM:
+            _cut_off(exchange.http)
+            return
         message = "the engine ended before its answer did; the answer is not complete"
         await response.write(b"\n\n" + Refusal(502, message, code="engine_lost").event())  # a line may be cut
 
     def _headers(self, answer: aiohttp.ClientResponse, exchange: Exchange, engine: Engine) -> dict[str, str]:
         kept = {name: value for name, value in answer.headers.items() if _is_passed_on(name.lower())}
-        for name in ("Date", "Server"):
-            kept.pop(name, None)
         kept[ENGINE_HEADER], kept[REQUEST_HEADER] = engine.name, exchange.receipt.request_id
         return {**kept, **exchange.cors}
 
 
 def _is_passed_on(name: str) -> bool:
-    return name not in _HOP_BY_HOP and not name.startswith(CORS)
+    return name in _PASSED_ON or name.startswith(_PASSED_ON_PREFIXES)
+
+
+def _cut_off(http: web.BaseRequest) -> None:
+    """End an answer that cannot say in its body that it is not complete."""
+    if http.transport is not None:
+        http.transport.close()

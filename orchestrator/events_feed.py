@@ -14,11 +14,13 @@ import logging
 import time
 from collections.abc import AsyncIterator, Callable
 from enum import Enum
+from functools import partial
 
 import msgspec
 import zmq
 import zmq.asyncio
 
+from adapters.threads import computed
 from orchestrator.rules.kv_events import (
     AllBlocksCleared,
     Batch,
@@ -26,16 +28,17 @@ from orchestrator.rules.kv_events import (
     KnownBatch,
     Turn,
     WrongEventError,
-    batch_of,
     block_count_of,
     block_tokens_of,
+    read_batch,
     sliced,
 )
 from orchestrator.rules.prefix_index import PrefixIndex
 from orchestrator.settings import BIND
 
-BATCH_BYTES_MAX = 2 << 20
-"""The blocks of 64 Ki tokens, which no engine computes in one step, take less than half of it."""
+BATCH_BYTES_MAX = 1 << 20
+"""The blocks of 64 Ki tokens, which no engine computes in one step, take about half of it."""
+HERE_BYTES_MAX = 16 << 10
 BLOCKS_AT_ONCE, TOKENS_AT_ONCE = 500, 32_768
 """The index takes so many over without giving the event loop a turn: about a millisecond."""
 REPLAY_S = 3.0
@@ -152,7 +155,7 @@ class EventsFeed:
         if len(frames) != 3 or len(frames[1]) != _NUMBER_BYTES:
             self.wrong_count += 1
             return
-        number, batch = int.from_bytes(frames[1], "big"), _decoded(frames[2])
+        number, batch = int.from_bytes(frames[1], "big"), await _decoded(frames[2])
         if number > NUMBER_MAX:
             self.wrong_count += 1
             return
@@ -216,6 +219,8 @@ class EventsFeed:
                     async with asyncio.timeout(REPLAY_S):
                         frames = await socket.recv_multipart()
                     if len(frames) < 3 or len(frames[-2]) != _NUMBER_BYTES:
+                        self.wrong_count += 1
+                        await asyncio.sleep(0)  # a message that is there already does not give the others a turn
                         continue
                     number = int.from_bytes(frames[-2], "big")
                     if number == _END:
@@ -223,7 +228,8 @@ class EventsFeed:
                         return
                     if number <= NUMBER_MAX:
                         self._has_answered = True
-                        yield number, _decoded(frames[-1])
+                        yield number, await _decoded(frames[-1])
+                    await asyncio.sleep(0)
             except TimeoutError:
                 _log.info("%s replays nothing more from batch %d on", self._engine, first)
 
@@ -271,9 +277,13 @@ class EventsFeed:
         self._order.took(number, 0.0)
 
 
-def _decoded(payload: bytes) -> Batch | None:
-    """None for what is no batch."""
+async def _decoded(payload: bytes) -> Batch | None:
+    """None for what is no batch. A large one is read in a thread, so that the event loop goes on."""
+    return await computed(partial(_batch, payload), is_long=len(payload) > HERE_BYTES_MAX)
+
+
+def _batch(payload: bytes) -> Batch | None:
     try:
-        return batch_of(msgspec.msgpack.decode(payload))
+        return read_batch(payload)
     except (msgspec.DecodeError, WrongEventError, ValueError, RecursionError):
         return None

@@ -61,6 +61,8 @@ class CannedEngine:
         self.sent_batches: list[bytes] = []
         self.cancelled_count = 0
         self.fails_with: int | None = None
+        self.extra_headers: dict[str, str] = {}
+        """Of its answers."""
         """The status of every answer, that to probes included."""
         self.answers_with: int | None = None
         """The status of every answer but that to probes."""
@@ -221,9 +223,11 @@ class CannedEngine:
                     "id": name, "object": "chat.completion" if is_chat else "text_completion", "created": 1,
                     "model": MODEL, "usage": usage,
                     "choices": [{"index": 0, "finish_reason": "length", **choice}],
-                }
+                },
+                headers=self.extra_headers,
             )  # fmt: skip
-        response = web.StreamResponse(headers={"Content-Type": "text/event-stream; charset=utf-8"})
+        headers = {**self.extra_headers, "Content-Type": "text/event-stream; charset=utf-8"}
+        response = web.StreamResponse(headers=headers)
         await response.prepare(request)
         for at, word in enumerate(words):
             if self.cuts_after is not None and at >= self.cuts_after:

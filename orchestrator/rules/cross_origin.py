@@ -7,8 +7,6 @@ from collections.abc import Mapping, Sequence
 ANY_ORIGIN = "*"
 EXPOSED = "x-objectcache-engine, x-objectcache-request-id, Retry-After"
 MAX_AGE_S = 600
-PREFIX = "access-control-"
-"""Of the headers. Those of engines are not passed on: who may ask is decided here."""
 
 
 def answer_headers(origins: Sequence[str], headers: Mapping[str, str]) -> dict[str, str]:

@@ -25,6 +25,7 @@ COSTS = "vllm:objectcache_cost_"
 CONNECTOR = "vllm:objectcache_lookups_total"
 """An engine has this metric from its start if it has our connector, and the deployment after its first step."""
 METRICS_BYTES_MAX = 8 << 20
+SEARCHED_CHARACTERS = 1 << 18
 LINE_CHARACTERS_MAX = 2048
 """The parser takes time that grows with the square of a line's labels."""
 LINES_MAX = 500
@@ -80,7 +81,7 @@ class EngineReport:
 
 def read_metrics(text: str) -> EngineReport:
     """Read the few metrics that matter. Raises ValueError for a text that is none of Prometheus', or too large."""
-    lines = _LINES.findall(text)
+    lines = list(_lines_of(text))
     if len(lines) > LINES_MAX or max(map(len, lines), default=0) > LINE_CHARACTERS_MAX:
         raise ValueError(f"over {LINES_MAX} lines that matter, or one of over {LINE_CHARACTERS_MAX} characters")
     wanted = "\n".join(lines) + "\n"
@@ -118,6 +119,16 @@ def read_metrics(text: str) -> EngineReport:
         round(running), round(waiting), kv_tokens, block_tokens, published, has_connector, started_at,
         generated_tokens, answer_count,
     )  # fmt: skip
+
+
+def _lines_of(text: str) -> Iterable[str]:
+    """The lines that matter. The search goes piece by piece, since it holds the interpreter while it looks."""
+    start = 0
+    while start < len(text):
+        end = text.find("\n", min(start + SEARCHED_CHARACTERS, len(text)))
+        end = len(text) if end < 0 else end + 1
+        yield from _LINES.findall(text[start:end])
+        start = end
 
 
 def _samples(text: str) -> Iterable[tuple[str, Mapping[str, str], float]]:

@@ -10,7 +10,9 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from enum import Enum
-from typing import Any
+from typing import Annotated, Any
+
+import msgspec
 
 EVENTS_MAX = 65_536
 """Of one batch."""
@@ -20,6 +22,12 @@ NAME_BYTES_MAX = 64
 TEXT_MAX = 512
 EXTRA_CHARACTERS_MAX = 4096
 """Of what else the KV of one block depends on, as text."""
+EXTRAS_MAX = 64
+EXTRA_BYTES_MAX, EXTRA_LISTS_MAX = 256 << 10, 16
+"""Of all blocks of an event; and of lists and maps for each block. A byte of a text or a hash may look like one."""
+FIELD_BYTES_MAX = 4096
+_CONTAINERS = [bytes([each]) for each in (*range(0x80, 0xA0), *range(0xDC, 0xE0))]
+"""The bytes with which maps and lists begin."""
 BLOCK_TOKENS_MAX = 65_536
 GPU = "GPU"
 _STORED_FIELDS = (
@@ -76,6 +84,96 @@ class Batch:
     sent_at: float
     events: tuple[Event, ...]
     rank: int = 0
+
+
+_Names = Annotated[list[int | bytes], msgspec.Meta(max_length=BATCH_BLOCKS_MAX)]
+_Raw = msgspec.Raw
+_NONE = msgspec.Raw(b"\xc0")
+
+
+class _Batch(msgspec.Struct):
+    ts: float
+    events: Annotated[list[_Raw], msgspec.Meta(max_length=EVENTS_MAX)]
+    data_parallel_rank: int | None = None
+
+
+class _BatchArray(_Batch, array_like=True):
+    """The same as an array."""
+
+
+class _Tag(msgspec.Struct, array_like=True):
+    type: str
+
+
+class _Event(msgspec.Struct):
+    """An event as it came. The long lists have no lists in them, since the interpreter would make each under its lock;
+    the other fields are read when their lengths are known.
+    """
+
+    type: str
+    block_hashes: _Names | None = None
+    parent_block_hash: int | bytes | None = None
+    token_ids: list[int] | None = None
+    block_size: _Raw = _NONE
+    lora_id: _Raw = _NONE
+    medium: _Raw = _NONE
+    lora_name: _Raw = _NONE
+    extra_keys: _Raw = _NONE
+    group_idx: _Raw = _NONE
+
+
+class _Stored(_Event, array_like=True):
+    """The same as an array, in the order of _STORED_FIELDS."""
+
+
+class _Removed(msgspec.Struct, array_like=True):
+    type: str
+    block_hashes: _Names | None = None
+    medium: _Raw = _NONE
+    group_idx: _Raw = _NONE
+
+
+_BATCH, _BATCH_ARRAY = msgspec.msgpack.Decoder(_Batch), msgspec.msgpack.Decoder(_BatchArray)
+_TAG, _EVENT = msgspec.msgpack.Decoder(_Tag), msgspec.msgpack.Decoder(_Event)
+_STORED, _REMOVED = msgspec.msgpack.Decoder(_Stored), msgspec.msgpack.Decoder(_Removed)
+
+
+def read_batch(payload: bytes) -> Batch:
+    """A message, decoded. Raises msgspec.DecodeError for what is none, WrongEventError."""
+    read = (_BATCH_ARRAY if _is_array(payload) else _BATCH).decode(payload)
+    return batch_of([read.ts, list(map(_fields_of, read.events)), read.data_parallel_rank])
+
+
+def _is_array(payload: bytes) -> bool:
+    return payload[:1] in (b"\xdc", b"\xdd") or 0x90 <= (payload or b"\0")[0] <= 0x9F
+
+
+def _fields_of(raw: msgspec.Raw) -> dict[str, Any]:
+    """An event's fields. Raises msgspec.DecodeError, WrongEventError."""
+    payload = bytes(raw)
+    if not _is_array(payload):
+        event: _Event | _Removed = _EVENT.decode(payload)
+    else:
+        kind = _TAG.decode(payload).type
+        if kind not in ("BlockStored", "BlockRemoved"):
+            return {"type": kind}
+        event = (_STORED if kind == "BlockStored" else _REMOVED).decode(payload)
+    found = {name: getattr(event, name) for name in event.__struct_fields__}
+    block_count = len(event.block_hashes or ())
+    return {
+        name: _decoded(value, name, block_count) if isinstance(value, msgspec.Raw) else value
+        for name, value in found.items()
+    }
+
+
+def _decoded(raw: msgspec.Raw, name: str, block_count: int) -> object:
+    payload = bytes(raw)
+    if name != "extra_keys":
+        if len(payload) > FIELD_BYTES_MAX:
+            raise WrongEventError(f"{name} has {len(payload)} bytes, at most {FIELD_BYTES_MAX} are read")
+    elif len(payload) > EXTRA_BYTES_MAX or sum(map(payload.count, _CONTAINERS)) > EXTRA_LISTS_MAX * (block_count + 64):
+        raise WrongEventError("extra_keys are too long, or have too many lists")
+    return msgspec.msgpack.decode(payload)
 
 
 def batch_of(document: object) -> Batch:
@@ -192,9 +290,25 @@ def _medium(fields: dict[str, Any]) -> str:
 
 def _extra(said: object) -> tuple[Any, ...]:
     found = tuple(said) if isinstance(said, list | tuple) else ()
-    if found and len(repr(found)) > EXTRA_CHARACTERS_MAX:
+    if found and (len(found) > EXTRAS_MAX or _size_of(found) > EXTRA_CHARACTERS_MAX):
         raise WrongEventError(f"extra_keys: more than {EXTRA_CHARACTERS_MAX} characters for a block")
     return found
+
+
+def _size_of(said: Sequence[Any]) -> int:
+    """About how many characters these keys have as text, of which no more are looked at than may be there."""
+    nbytes, rest = 0, list(said)
+    while rest and nbytes <= EXTRA_CHARACTERS_MAX:
+        each = rest.pop()
+        if isinstance(each, list | tuple):
+            nbytes += 2
+            rest += each[:EXTRA_CHARACTERS_MAX]
+        elif isinstance(each, dict):
+            nbytes += 2
+            rest += list(each.items())[:EXTRA_CHARACTERS_MAX]
+        else:
+            nbytes += len(each) + 4 if isinstance(each, str | bytes) else 8
+    return nbytes
 
 
 def _number(fields: dict[str, Any], name: str) -> int:

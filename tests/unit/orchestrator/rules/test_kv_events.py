@@ -24,6 +24,7 @@ from orchestrator.rules.kv_events import (
     block_count_of,
     block_name,
     name_bytes,
+    read_batch,
     sliced,
     token_root,
 )
@@ -50,6 +51,54 @@ def test_what_is_kept_of_an_event_is_bounded(changes: dict[str, Any]) -> None:
     batch_of([1.0, [STORED]])
     with pytest.raises(WrongEventError):
         batch_of([1.0, [{**STORED, **changes}]])
+
+
+@pytest.mark.parametrize("extra_keys", [None, [["lora"], [["hash", 3], b"x" * 32]]])
+def test_a_message_is_read_as_its_document_is(extra_keys: Any) -> None:
+    stored = {**STORED, "extra_keys": extra_keys}
+    removed = {"type": "BlockRemoved", "block_hashes": [1, b"two"], "medium": "GPU"}
+    maps = [stored, removed, {"type": "AllBlocksCleared"}, {"type": "OfTomorrow", "what": [1]}]
+    names = (
+        "block_hashes",
+        "parent_block_hash",
+        "token_ids",
+        "block_size",
+        "lora_id",
+        "medium",
+        "lora_name",
+        "extra_keys",
+    )
+    arrays = [
+        ["BlockStored", *(stored.get(name) for name in names)],
+        ["BlockRemoved", removed["block_hashes"], "GPU"],
+        ["AllBlocksCleared"],
+        ["OfTomorrow", [1]],
+    ]
+    for events in (maps, arrays):
+        whole = batch_of([1.5, maps, 2])
+        assert read_batch(msgspec.msgpack.encode([1.5, events, 2])) == whole
+        assert read_batch(msgspec.msgpack.encode({"ts": 1.5, "events": events, "data_parallel_rank": 2})) == whole
+
+
+@pytest.mark.parametrize(
+    "payload",
+    [
+        b"",
+        b"\xc1",
+        msgspec.msgpack.encode([1.0, [[]] * 70_000]),
+        msgspec.msgpack.encode([1.0, [{**STORED, "token_ids": [[]] * 50_000}]]),
+        msgspec.msgpack.encode([1.0, [{**STORED, "block_hashes": [[]] * 50_000}]]),
+        msgspec.msgpack.encode([1.0, [{**STORED, "extra_keys": [[[]] * 500] * 100}]]),
+        msgspec.msgpack.encode([1.0, [{**STORED, "extra_keys": [["x" * 300_000], []]}]]),
+        msgspec.msgpack.encode([1.0, [{**STORED, "medium": ["x"] * 5000}]]),
+        msgspec.msgpack.encode([1.0, ["BlockStored"]]),
+    ],
+    ids=["empty", "garbage", "events", "tokens", "names", "extra lists", "extra text", "medium", "a text"],
+)
+def test_lists_within_lists_are_refused_before_they_are_made(payload: bytes) -> None:
+    """2 MiB of empty lists held the interpreter for a second."""
+    with pytest.raises((msgspec.DecodeError, WrongEventError)):
+        read_batch(payload)
 
 
 def test_the_blocks_of_a_batch_are_counted_before_the_index_takes_them() -> None:
