@@ -247,7 +247,7 @@ class App:
                     refused.append(routed.engine.name)
             else:
                 if response.status == 200:
-                    orchestrator.blame(refused)
+                    orchestrator.blame(refused, exchange.asked.model)
                 return response
         if failure is not None and failure.answer is not None:
             return failure.answer

@@ -40,7 +40,7 @@ _RETRIED = frozenset({401, 403, 404, 405, 429, 500, 502, 503, 504})
 any engine answer 500, and its probes say whether it is well. Where another engine then answers a request with 200 that
 this one has refused (`_REFUSALS`), this one was to blame.
 """
-_REFUSALS = frozenset({401, 403, 404, 405})
+_REFUSALS = frozenset({404, 405})
 _HOP_BY_HOP = frozenset(
     {
         "connection", "keep-alive", "proxy-authenticate", "proxy-authorization", "te", "trailer", "transfer-encoding",
@@ -70,8 +70,8 @@ class AttemptFailed(Exception):
 
 
 def is_refusal(failure: AttemptFailed, asked: Asked) -> bool:
-    """Whether an engine refuses what every engine of the model should answer. Other paths not all engines have, and an
-    earlier response only one.
+    """Whether an engine refuses what every engine of the model should answer. Other paths exist at some engines only,
+    an earlier response at one, and a client's own key may be one of some engines.
     """
     is_for_all = asked.kind in (RequestKind.COMPLETIONS, RequestKind.CHAT) and not asked.previous
     return is_for_all and failure.answer is not None and failure.answer.status in _REFUSALS

@@ -69,7 +69,7 @@ class Engine:
         self.steps = ObservedSteps()
         self.report = EngineReport(0, 0)
         self.models: Mapping[str, Mapping[str, Any]] = {}
-        """What it says of each of its models, by their names."""
+        """The engine's description of each of its models, by the model's name."""
         self.feeds: dict[str, EventsFeed] = {}
         """By the names under which the index knows the engine's data-parallel ranks."""
         self.ranks: dict[str, int] = {}
@@ -348,7 +348,7 @@ class Engine:
 
 
 def model_of(said: object) -> Mapping[str, Any] | None:
-    """What goes on of an engine's word on a model: a few short values. None for what is none."""
+    """The part of an engine's description of a model that clients see: a few short values. None for no description."""
     if not isinstance(said, dict) or not isinstance(said.get("id"), str) or len(said["id"]) > TEXT_MAX:
         return None
     kinds: dict[str, type] = {

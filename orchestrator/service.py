@@ -220,10 +220,12 @@ class Orchestrator:
             if self._writing is not None and exchange.asked.session:
                 self._writing.note_session(exchange.asked.session, engine.name)
 
-    def blame(self, names: Sequence[str]) -> None:
-        """These engines have refused a request that another one has answered."""
+    def blame(self, names: Sequence[str], model: str) -> None:
+        """These engines have refused a request that another one has answered. One that does not say that it has the
+        model is not to blame.
+        """
         for name in names:
-            if name in self.engines:
+            if name in self.engines and model in self.engines[name].models:
                 self.engines[name].failed("it refuses what another engine answers")
 
     async def prefilled(self, exchange: Exchange, prompt: Prompt | None) -> Prompt | None:

@@ -76,7 +76,7 @@ class SimulatedStore:
 
 @dataclass(frozen=True, slots=True)
 class Outcome:
-    """What became of a request. Tokens were held by the engine, loaded, or computed. `whole_s` is the time to its last
+    """The end of a request. Tokens were held by the engine, loaded, or computed. `whole_s` is the time to its last
     token; None where its engine was lost before.
     """
 

@@ -125,7 +125,7 @@ class ObservedPrefills:
 
 @dataclass(frozen=True, slots=True)
 class Output:
-    """What an engine's metrics say at a time: its streams, the tokens that it has put out, the answers that have ended.
+    """An engine's metrics at a time: its streams, the tokens that it has put out, and the answers that have ended.
     Tokens and answers are counted since the engine's start.
     """
 

@@ -258,7 +258,7 @@ def test_what_is_cut_off_stores_nothing(servers: Stack) -> None:
 
 @pytest.fixture
 def gateway(monkeypatch: pytest.MonkeyPatch) -> Any:
-    """One that holds files of up to 100,000 bytes."""
+    """A gateway that holds files of up to 100,000 bytes."""
     monkeypatch.setattr(form_upload, "HELD_BYTES_MAX", 100_000)
     with small_gateway() as running:
         yield running
