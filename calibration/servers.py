@@ -21,6 +21,7 @@ import boto3
 from botocore.config import Config
 from botocore.exceptions import BotoCoreError, ClientError
 
+from adapters.nixl_agent import is_available
 from calibration.origin import python_path
 from nixl_client.client import ObjectCacheClient, Transport
 
@@ -218,7 +219,9 @@ def _start(
     data: Path, options: Sequence[str], access_key: str, secret_key: str, further: Sequence[Path]
 ) -> subprocess.Popen[str]:
     keys = {"AWS_ACCESS_KEY_ID": access_key, "AWS_SECRET_ACCESS_KEY": secret_key}
-    serve = [sys.executable, "-m", "objectcache.cli", "serve", "--data", str(data), "--port", "0", "--ucx"]
+    serve = [sys.executable, "-m", "objectcache.cli", "serve", "--data", str(data), "--port", "0"]
+    if is_available():
+        serve.append("--ucx")
     environment = {**os.environ, **keys, "PYTHONPATH": os.pathsep.join([python_path(), *map(str, further)])}
     return subprocess.Popen([*serve, *options], stdout=subprocess.PIPE, text=True, env=environment)
 

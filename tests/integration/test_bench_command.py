@@ -9,6 +9,8 @@ from pathlib import Path
 
 import pytest
 
+from calibration import servers
+from nixl_client.client import Transport
 from tests.support.tree import repository
 
 
@@ -30,3 +32,12 @@ def test_a_checkout_has_benchmarks_wherever_it_is_called_from(tmp_path: Path) ->
     done = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=100)
     assert done.returncode == 0, done.stderr
     assert "everything verified" in done.stdout
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("is_installed", [False, True])
+def test_a_bench_server_offers_ucx_where_nixl_is_installed(monkeypatch: pytest.MonkeyPatch, is_installed: bool) -> None:
+    monkeypatch.setattr(servers, "is_available", lambda: is_installed)
+    with servers.running_server(None) as server, server.client(Transport.HTTP) as client:
+        offered = client.http.request("GET", "/_objectcache/transports").json()
+    assert offered["ucx"] == is_installed

@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+from adapters.nixl_agent import is_available
 from descriptors.descriptor import Accept, Delivery
 from descriptors.layer_forms import LayerForms
 from kv_codecs import slots
@@ -48,6 +49,7 @@ SHAPES = (
     LayerShape(256, 64, Element.BFLOAT16),
 )
 ACCEPT = Accept((Codec.KIVI4.value,), "bfloat16")
+needs_nixl = pytest.mark.skipif(not is_available(), reason="NIXL is not installed")
 
 
 def encoded_places(codec: Codec, shape: LayerShape, count: int, scale: float) -> tuple[np.ndarray, list[Run]]:
@@ -131,6 +133,8 @@ def loaded(
     return found, result.forms, fetch.transport
 
 
+@pytest.mark.with_ucx
+@needs_nixl
 @pytest.mark.parametrize("delivery", [Delivery.LAYER_MAJOR, Delivery.CHUNK_MAJOR])
 def test_a_server_writes_into_the_gpu(local: LocalStack, delivery: Delivery) -> None:
     keys, chunks = kv_chunks(COUNT)
@@ -141,6 +145,7 @@ def test_a_server_writes_into_the_gpu(local: LocalStack, delivery: Delivery) -> 
         assert np.array_equal(found, chunks)
 
 
+@needs_nixl
 @pytest.mark.parametrize("delivery", [Delivery.LAYER_MAJOR, Delivery.CHUNK_MAJOR])
 def test_encoded_layers_are_decoded_where_they_arrive(tmp_path: Path, delivery: Delivery) -> None:
     settings = UtilitySettings(FIGURES, alpha_s=0.001, memory_bytes_per_s=8e9, home_bytes_per_s=1e8)
@@ -157,11 +162,11 @@ def test_encoded_layers_are_decoded_where_they_arrive(tmp_path: Path, delivery: 
             assert np.array_equal(found, np.stack([decoded(chunk, Codec.KIVI4) for chunk in chunks]))
 
 
-@pytest.mark.parametrize("way", ["ucx", "http"])
-def test_chunks_stay_on_the_gpu(local: LocalStack, way: str) -> None:
+@pytest.mark.parametrize("transport", [pytest.param("ucx", marks=needs_nixl), "http"])
+def test_chunks_stay_on_the_gpu(local: LocalStack, transport: str) -> None:
     keys, chunks = kv_chunks(COUNT)
     wanted = chunks.reshape(COUNT, LAYERS, -1).transpose(1, 0, 2)
-    with local.client("chunks", way) as client:
+    with local.client("chunks", transport) as client:
         client.put_chunks(keys, list(chunks))
         tier = DeviceTier(COUNT * LAYOUT.chunk_bytes, LAYOUT, "cuda")
         assert np.array_equal(tier.load(client, keys[:3]).cpu().numpy(), wanted[:, :3])
@@ -170,6 +175,8 @@ def test_chunks_stay_on_the_gpu(local: LocalStack, way: str) -> None:
         assert np.array_equal(tier.load(client, keys).cpu().numpy(), wanted)
 
 
+@pytest.mark.with_ucx
+@needs_nixl
 def test_a_model_on_the_gpu_waits_for_layers_that_arrive_there(local: LocalStack) -> None:
     with torch.inference_mode():
         model: Any = small_llama().cuda()
