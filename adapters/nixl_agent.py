@@ -24,7 +24,8 @@ import numpy.typing as npt
 
 from adapters.nixl_memory import Memory, paired
 
-_MODULES = ("nixl_cu12._api", "nixl_cu13._api", "nixl._api")
+_MODULES = {"12": "nixl_cu12._api", "13": "nixl_cu13._api", "any": "nixl._api"}
+"""By CUDA's major version. Each has a UCX that works with GPUs of that version only, and with host memory anywhere."""
 _BOOT_ID = pathlib.Path("/proc/sys/kernel/random/boot_id")
 _SHARED_MEMORY = frozenset({"all", "shm", "sm", "mm", "cma", "knem", "xpmem"})
 """Values of UCX_TLS with which UCX copies between processes of a host."""
@@ -98,13 +99,19 @@ def _load() -> ModuleType:
     os.environ.setdefault("UCX_DEBUG_SIGNO", "0")  # UCX's default is SIGHUP, which the server uses
     os.environ.setdefault("NIXL_LOG_LEVEL", "ERROR")
     logging.getLogger("nixl").setLevel(logging.WARNING)
-    for name in _MODULES:
+    for name in sorted(_MODULES.values(), key=lambda name: name != _MODULES.get(_cuda_major())):
         try:
             return importlib.import_module(name)
         except ModuleNotFoundError as error:
             if error.name is None or not name.startswith(error.name):
                 raise
     raise ImportError("no NIXL wheel is installed (pip install 'objectcache[ucx]')")
+
+
+def _cuda_major() -> str:
+    """Of the torch that this process has loaded; empty where there is none, or one without CUDA."""
+    version = getattr(getattr(sys.modules.get("torch"), "version", None), "cuda", None)
+    return str(version or "").partition(".")[0]
 
 
 class PostedTransfer:
@@ -187,10 +194,18 @@ class Agent:
         self.name = name
 
     def register(self, memory: Memory) -> Registration:
-        """Pin and register memory for one-sided access."""
+        """Pin and register memory for one-sided access. Raises NixlFailure."""
         region = [(memory.address, memory.nbytes, memory.device_index, "")]
-        with _translated():
-            descriptors = self._agent.register_memory(region, memory.nixl_type)
+        try:
+            with _translated():
+                descriptors = self._agent.register_memory(region, memory.nixl_type)
+        except NixlFailure as error:
+            if memory.nixl_type == "DRAM":
+                raise
+            version = _cuda_major() or "N"
+            raise NixlFailure(
+                f"NIXL does not take a GPU's memory ({error}): it needs the wheel of torch's CUDA, nixl-cu{version}"
+            ) from error
         return Registration(self._agent, descriptors, memory)
 
     def metadata(self) -> bytes:

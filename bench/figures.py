@@ -31,6 +31,7 @@ from bench.experiments.aggregate.ratios import show as aggregate
 from bench.experiments.cluster import show as cluster
 from bench.experiments.compression.run import show as compression
 from bench.experiments.device.copies import show as copies
+from bench.experiments.device.recompute import show as recompute
 from bench.experiments.engine.run import ours_of
 from bench.experiments.engine.run import show as engine
 from bench.experiments.ladder.run import show as ladder
@@ -180,6 +181,8 @@ SECTIONS: Mapping[str, tuple[str, Callable[[Json], str]]] = {
     "ttft-gpu": ("ttft-gpu", _of(ttft, "cells")),
     "ttft-gpu-target": ("ttft-gpu", _of(ttft, "ttft")),
     "copies-gpu": ("copies-gpu", _of(copies, "copies")),
+    "recompute-gpu": ("recompute-gpu", _of(recompute, "boundaries")),
+    "table-a6": ("recompute-gpu", _of(recompute, "table-a6")),
     "unscaled-cold": ("ttft-64k-cold", _of(ttft, "cells")),
     "engine": ("engine", _of(engine, "engine")),
     "advised": ("engine-advised", _of(engine, "advised")),

@@ -70,6 +70,11 @@ RUNS = {
     "ttft-gpu": Run(
         "-m objectcache.cli bench ttft --device cuda --contexts 4K,64K --hits 50,87.5 -G 64", needs_gpu=True
     ),
+    "recompute-gpu": Run(
+        "-m objectcache.cli bench recompute --models llama-3.1-8b,deepseek-r1-7b -G 16,512",
+        "recompute.png",
+        needs_gpu=True,
+    ),
     "copies-gpu": Run("-m objectcache.cli bench copies", needs_gpu=True),
     "cluster": Run("-m objectcache.cli bench cluster", "cluster.png"),
     "crash": Run("-m tests.faults.crash --rounds 200"),
