@@ -75,7 +75,8 @@ def run(arguments: Sequence[str]) -> int:
         print(f"objectcache: the index cannot be opened: {error}", file=sys.stderr)
         return 1
     except OSError as error:
-        print(f"objectcache: {error.filename or ''} {error.strerror or error}".strip(), file=sys.stderr)
+        said = ": ".join(filter(None, (str(error.filename or ""), error.strerror or str(error))))
+        print(f"objectcache: {said}", file=sys.stderr)
         return 1
     return status
 

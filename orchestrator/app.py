@@ -33,6 +33,7 @@ from orchestrator.gate import TooBusyError
 from orchestrator.metadata import MetadataError, NameTakenError
 from orchestrator.readers import ReadingError
 from orchestrator.receipts import Receipt
+from orchestrator.response_cache import Collected
 from orchestrator.router import NoEngineError, Prompt
 from orchestrator.rules.admission import Tenant
 from orchestrator.rules.cross_origin import answer_headers, preflight_headers
@@ -161,14 +162,18 @@ class App:
                     began_s,
                     self.under_way,
                     answer_headers(self._settings.cors_origins, http.headers),
-                    kept=[] if receipt_key is not None else None,
-                    kept_bytes_max=orchestrator.responses.answer_bytes_max,
+                    kept=Collected(orchestrator.responses) if receipt_key is not None else None,
                 )
                 response = await self._admitted(exchange, tenant)
                 receipt.status = response.status
-                if receipt_key is not None and exchange.kept and exchange.is_worth_keeping and response.status == 200:
+                if (
+                    receipt_key is not None
+                    and exchange.kept is not None
+                    and exchange.is_worth_keeping
+                    and response.status == 200
+                ):
                     content_type = response.headers.get("Content-Type", "application/json")
-                    orchestrator.responses.keep(receipt_key, content_type, tuple(exchange.kept), time.monotonic())
+                    orchestrator.responses.keep(receipt_key, content_type, exchange.kept, time.monotonic())
                 return response
         except Refusal as refusal:
             receipt.status, receipt.note = refusal.status, str(refusal)
@@ -181,6 +186,8 @@ class App:
             receipt.note = receipt.note or "the client went away"
             raise
         finally:
+            if exchange is not None and exchange.kept is not None:
+                exchange.kept.drop()
             receipt.total_s = time.monotonic() - began_s
             orchestrator.ended(receipt)
 

@@ -21,6 +21,7 @@ from orchestrator.answers import Refusal
 from orchestrator.engine import Engine
 from orchestrator.readers import Readers, ReadingError
 from orchestrator.receipts import Receipt
+from orchestrator.response_cache import Collected
 from orchestrator.router import Routed
 from orchestrator.rules.kept_responses import response_id
 from orchestrator.rules.openai_requests import Asked, RequestKind, WrongRequestError
@@ -102,9 +103,8 @@ class Exchange:
     """Headers for the browser that the answer goes to."""
     transfer_params: Mapping[str, Any] = field(default_factory=dict)
     """What a prefill engine has answered, for the engine that goes on."""
-    kept: list[bytes] | None = None
-    """The pieces of the answer, where they are to be kept."""
-    kept_bytes_max: int = 0
+    kept: Collected | None = None
+    """The pieces of the answer, where they may be kept."""
     is_begun: bool = False
     """Whether the client has some of the answer, so that its status is out."""
     is_broken: bool = False
@@ -121,21 +121,25 @@ class Exchange:
     @property
     def is_worth_keeping(self) -> bool:
         """Whether the answer came whole: a stream to its end mark, without an error in it."""
-        if not self.kept or self.is_broken:
+        if self.kept is None or not self.kept.pieces or self.is_broken:
             return False
+        pieces = self.kept.pieces
         if not self.asked.is_stream:
             return True
-        end = b"".join(self.kept[-2:])
-        return end.rstrip().endswith(b"data: [DONE]") and not any(b'data: {"error"' in piece for piece in self.kept)
+        end = b"".join(pieces[-2:])
+        return end.rstrip().endswith(b"data: [DONE]") and not any(b'data: {"error"' in piece for piece in pieces)
 
     def keep(self, piece: bytes) -> None:
         """Note a piece of the answer; an answer that is too large is not kept at all."""
         self.progress.at_s = time.monotonic()
         if self.kept is not None:
-            self.kept.append(piece)
-            self.kept_bytes_max -= len(piece)
-            if self.kept_bytes_max < 0:
-                self.kept = None
+            self.kept.add(piece)
+
+    def break_off(self) -> None:
+        """The answer is not whole, and is not kept."""
+        self.is_broken = True
+        if self.kept is not None:
+            self.kept.drop()
 
 
 def forwarded_headers(headers: Mapping[str, str], request_id: str, engine_key: str | None) -> dict[str, str]:
@@ -335,7 +339,7 @@ class Dispatch:
         except asyncio.CancelledError:
             if not exchange.under_way.caught():
                 raise
-            exchange.kept, exchange.is_broken = None, True
+            exchange.break_off()
             exchange.receipt.note = "cut off: the orchestrator was told to stop"
             if response.content_type == EVENT_STREAM:
                 await response.write(b"\n\n" + stopping().event())
@@ -356,7 +360,7 @@ class Dispatch:
         error: Exception,
     ) -> None:
         """The engine's stream has broken off: say so in the stream, since its status is out already."""
-        exchange.kept, exchange.is_broken = None, True
+        exchange.break_off()
         why = late[0] if late else f"{type(error).__name__} {error}"
         if not late:
             engine.failed(f"{exchange.path}: the stream broke off: {why}")

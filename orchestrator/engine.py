@@ -202,7 +202,7 @@ class Engine:
         self.feeds, self._listeners, self.ranks = {}, [], {}
         for rank, events, replay, topic in sources:
             name = index_name(self.name, rank)
-            self._index.add_engine(name)
+            self._index.add_engine(name, len(sources))
             on_batch, on_cleared = self._on_batch, self._on_cleared
             feed = self.feeds[name] = EventsFeed(
                 name,

@@ -11,8 +11,9 @@ import asyncio
 import contextlib
 import hmac
 import logging
+import threading
 import time
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncGenerator, Callable
 from enum import Enum
 from functools import partial
 
@@ -45,6 +46,8 @@ REPLAY_S = 3.0
 REPLAY_BATCHES_MAX = 100_000
 DEGRADED_S = 30.0
 RECONNECT_S = 1.0
+END_S = 1.0
+"""So long an endpoint may take to be free again."""
 QUEUE_MAX = 10_000
 _NUMBER_BYTES = 8
 _END = (1 << 64) - 1
@@ -115,7 +118,10 @@ class EventsFeed:
                     _log.warning("events of %s from %s: %r", self._engine, self._events, error)
                     await asyncio.sleep(RECONNECT_S)
         finally:
-            context.destroy(linger=0)
+            # where a host's name is looked up, the end waits for that, which may take long
+            ending = threading.Thread(target=context.term, name="objectcache-orchestrator-zmq-end", daemon=True)
+            ending.start()
+            await asyncio.to_thread(ending.join, END_S)
 
     def process_ended(self) -> None:
         """The engine's process has ended: what is known of it counts no more, and its events count from 0."""
@@ -184,27 +190,31 @@ class EventsFeed:
             return
         known = self._order.known
         is_same = known is None
-        async for number, batch in self._replayed(context, 0 if known is None else known.number):
-            if batch is None:
-                break
-            if known is not None and not is_same:
-                is_same = number > known.number or (number == known.number and batch.sent_at == known.sent_at)
-                if not is_same:
+        replayed = self._replayed(context, 0 if known is None else known.number)
+        async with contextlib.aclosing(replayed):
+            async for number, batch in replayed:
+                if batch is None:
                     break
-            expected = self._order.expected
-            if expected is None or number == expected:
-                self.replayed_count += 1
-                await self._take(number, batch)
-            elif number > expected:  # the engine keeps the latest batches only
-                self._missed(number - 1, f"batches before {number} are kept no more")
-                await self._take(number, batch)
-            await asyncio.sleep(0)
+                if known is not None and not is_same:
+                    is_same = number > known.number or (number == known.number and batch.sent_at == known.sent_at)
+                    if not is_same:
+                        break
+                expected = self._order.expected
+                if expected is None or number == expected:
+                    self.replayed_count += 1
+                    await self._take(number, batch)
+                elif number > expected:  # the engine keeps the latest batches only
+                    self._missed(number - 1, f"batches before {number} are kept no more")
+                    await self._take(number, batch)
+                await asyncio.sleep(0)
         if not is_same and self._has_answered:
             _log.info("%s is not the engine that it was: its events are read from the first one", self._engine)
             self._clear()
             await self._catch_up(context)
 
-    async def _replayed(self, context: zmq.asyncio.Context, first: int) -> AsyncIterator[tuple[int, Batch | None]]:
+    async def _replayed(
+        self, context: zmq.asyncio.Context, first: int
+    ) -> AsyncGenerator[tuple[int, Batch | None], None]:
         """The batches from `first` on that the engine still has. `_has_answered` says whether it has answered."""
         self._has_answered = False
         assert self._replay is not None

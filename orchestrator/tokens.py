@@ -5,11 +5,14 @@ They are kept, since the same beginnings come again and again.
 from __future__ import annotations
 
 import hashlib
+import time
 from collections import OrderedDict
 from collections.abc import Mapping, Sequence
+from weakref import WeakKeyDictionary
 
 import aiohttp
 
+from adapters.breaker import Breaker
 from adapters.whole_answers import read_whole
 from orchestrator.engine import Engine
 from orchestrator.readers import Readers, ReadingError
@@ -20,6 +23,8 @@ TOKENIZE_S = 2.0
 """For each engine that is asked, and TOKENIZE_S_FOR_MIB more for each MiB of the prompt."""
 TOKENIZE_S_FOR_MIB = 4.0
 ENGINES_ASKED_MAX = 3
+PAUSE_S, PAUSE_S_MAX = 1.0, 30.0
+"""An engine that has not answered is not asked for a while: every prompt would wait for it."""
 TEMPLATE_TOKENS_MAX = 4096
 """A prompt has fewer tokens than bytes, but for those of its template."""
 ANSWER_BYTES_MIN, ANSWER_BYTES_EACH = 1 << 16, 16
@@ -65,6 +70,7 @@ class Tokens:
         self._http = http
         self._cache = cache
         self._readers = readers
+        self._breakers: WeakKeyDictionary[Engine, Breaker] = WeakKeyDictionary()
 
     async def of(
         self, document: bytes, engines: Sequence[Engine], headers: Mapping[str, str], tenant: str = ""
@@ -80,13 +86,20 @@ class Tokens:
         # lies to requests that ask it, and no other engine's answer is taken for its own.
         able = sorted(engines, key=lambda engine: hashlib.sha256(engine.url.encode() + digest).digest())
         problem = "no engine can be asked"
-        for engine in able[:ENGINES_ASKED_MAX]:
+        asked_count = 0
+        for engine in able:
             key = hashlib.sha256(engine.url.encode() + b"\n" + scope).digest()
             known = self._cache.find(key)
             if known is not None:
                 return known
+            breaker = self._breakers.setdefault(engine, Breaker(1, PAUSE_S, PAUSE_S_MAX))
+            if asked_count >= ENGINES_ASKED_MAX:
+                break
+            if breaker.wait_s(time.monotonic()) > 0:
+                continue
+            asked_count += 1
             try:
-                tokens = await self._asked(engine, document, headers, tenant)
+                tokens = await self._asked(engine, breaker, document, headers, tenant)
             except NoTokensError as error:
                 problem = str(error)
                 continue
@@ -106,7 +119,9 @@ class Tokens:
         self._cache.keep(key, tokens)
         return tokens
 
-    async def _asked(self, engine: Engine, document: bytes, headers: Mapping[str, str], tenant: str) -> TokenIds:
+    async def _asked(
+        self, engine: Engine, breaker: Breaker, document: bytes, headers: Mapping[str, str], tenant: str
+    ) -> TokenIds:
         """Ask one engine. One that does not answer, or answers nonsense, fails a probe by that."""
         timeout = aiohttp.ClientTimeout(total=TOKENIZE_S + TOKENIZE_S_FOR_MIB * len(document) / (1 << 20))
         try:
@@ -117,9 +132,10 @@ class Tokens:
                 headers={**headers, "Content-Type": "application/json"},
                 allow_redirects=False,
             ) as answer:
-                if answer.status != 200:
-                    raise NoTokensError(f"/tokenize answers {answer.status}")
                 said = await read_whole(answer, ANSWER_BYTES_MIN + ANSWER_BYTES_EACH * len(document))
+            breaker.succeeded()
+            if answer.status != 200:
+                raise NoTokensError(f"/tokenize answers {answer.status}")
             tokens = await self._readers.answered_tokens(tenant, said)
             if len(tokens) > len(document) + TEMPLATE_TOKENS_MAX:
                 raise NoTokensError(f"/tokenize has {len(tokens)} tokens for {len(document)} bytes")
@@ -128,5 +144,8 @@ class Tokens:
             raise NoTokensError(f"/tokenize: {error}") from None
         except (aiohttp.ClientError, TimeoutError, OSError) as error:
             problem = f"/tokenize: {type(error).__name__} {error}"
+            breaker.failed(time.monotonic())
             engine.failed(problem)
             raise NoTokensError(problem) from None
+        finally:
+            breaker.gave_up()

@@ -41,6 +41,7 @@ class CannedSettings:
     publishes: bool = True
     tokenize_shift: int = 0
     """Added to each token that `/tokenize` gives, and not to those that are computed."""
+    tokenize_hangs: bool = False
     deployment: dict[str, str] = field(default_factory=dict)
     costs: dict[str, float] = field(default_factory=dict)
 
@@ -59,7 +60,7 @@ class CannedEngine:
         self.headers: list[dict[str, str]] = []
         self.held: OrderedDict[int, None] = OrderedDict()
         self.sent_batches: list[bytes] = []
-        self.cancelled_count = 0
+        self.cancelled_count = self.tokenize_count = 0
         self.fails_with: int | None = None
         self.extra_headers: dict[str, str] = {}
         """Of its answers."""
@@ -171,6 +172,9 @@ class CannedEngine:
         return web.Response(text="\n".join(lines) + "\n")
 
     async def _tokenize(self, request: web.Request) -> web.Response:
+        self.tokenize_count += 1
+        if self.settings.tokenize_hangs:
+            await asyncio.Event().wait()
         document = await request.json()
         shift = self.settings.tokenize_shift
         return web.json_response({"tokens": [token + shift for token in tokens_of(document)]})

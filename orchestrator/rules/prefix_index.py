@@ -17,7 +17,7 @@ from orchestrator.rules.kv_events import GPU, AllBlocksCleared, BlockName, Block
 
 ENGINES_MAX = 1024
 BLOCKS_MAX = 4_000_000
-"""Of one engine."""
+"""Of one engine, all its data-parallel ranks together."""
 EXPECTED_S = 2.0
 """A request that was sent to an engine will have its blocks there soon. If no event says so after this time, the blocks
 do not count any more.
@@ -35,6 +35,7 @@ EXPECTED_MAX = 200_000
 @dataclass(slots=True)
 class _Engine:
     bit: int
+    blocks_max: int
     block_tokens: int | None = None
     names: dict[BlockName, bytes] = field(default_factory=dict)
     counts: dict[bytes, int] = field(default_factory=dict)
@@ -68,13 +69,17 @@ class PrefixIndex:
         """Blocks that some engine holds."""
         return len(self._holders)
 
-    def add_engine(self, name: str) -> None:
-        """Make an engine known. Raises ValueError where there are too many."""
+    def add_engine(self, name: str, rank_count: int = 1) -> None:
+        """Make an engine known, or one of its `rank_count` data-parallel ranks. Raises ValueError where there are too
+        many.
+        """
+        blocks_max = BLOCKS_MAX // max(1, rank_count)
         if name in self._engines:
+            self._engines[name].blocks_max = blocks_max
             return
         if len(self._engines) >= ENGINES_MAX:
             raise ValueError(f"more than {ENGINES_MAX} engines")
-        self._engines[name] = _Engine(self._new_bit())
+        self._engines[name] = _Engine(self._new_bit(), blocks_max)
 
     def remove_engine(self, name: str) -> None:
         """Forget an engine and its blocks."""
@@ -116,7 +121,7 @@ class PrefixIndex:
         """Take over what was written down of an engine's blocks: its own names, and ours."""
         engine = self._engines[name]
         for block, prefix in blocks:
-            if block not in engine.names and len(engine.names) < BLOCKS_MAX:
+            if block not in engine.names and len(engine.names) < engine.blocks_max:
                 self._add(engine, block, prefix)
 
     def prefix_of(self, name: str, block: BlockName) -> bytes | None:
@@ -234,7 +239,7 @@ class PrefixIndex:
             parent = next_hash(parent, event.tokens[index * step : (index + 1) * step], extra)
             if name in engine.names:
                 continue
-            if len(engine.names) >= BLOCKS_MAX:
+            if len(engine.names) >= engine.blocks_max:
                 engine.dropped_count += 1
                 continue
             self._add(engine, name, parent)

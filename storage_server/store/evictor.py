@@ -114,6 +114,7 @@ class Evictor(Uses):
         self._held_news: deque[KeyChange | _Asked] = deque()
         """Those of before `_news` that wait until the books are restored."""
         self._noted_bytes = self._drained_bytes = 0
+        self._noted_count = self._drained_count = 0
         """Of the keys in `_news`, since the start. The event loop counts the former, the thread the latter."""
         self._loop: asyncio.AbstractEventLoop | None = None
         self._wake = asyncio.Event()
@@ -252,13 +253,16 @@ class Evictor(Uses):
             self._lease_timer = self._loop.call_later(LEASE_SAVE_S, self._save_leases)
 
     def _note(self, asked: _Asked) -> bool:
-        """Note what was asked, in order with the changes of keys; where too much waits it is forgotten."""
+        """Note what was asked, in order with the changes of keys; where too much that was asked waits it is forgotten.
+        Changes do not count: while a restart's objects come back they wait, and lookups must go on.
+        """
         waiting_bytes = self._noted_bytes - self._drained_bytes
-        if len(self._news) + len(self._held_news) >= NEWS_MAX:
+        if self._noted_count - self._drained_count >= NEWS_MAX:
             return False
         if waiting_bytes and waiting_bytes + asked.nbytes > NEWS_BYTES_MAX:
             return False
         self._noted_bytes += asked.nbytes
+        self._noted_count += 1
         self._news.append(asked)
         return True
 
@@ -533,6 +537,7 @@ class Evictor(Uses):
                 continue
             if isinstance(noted, _Asked):
                 self._drained_bytes += noted.nbytes
+                self._drained_count += 1
             cache = self._cache_of(noted.bucket)
             if cache is None:
                 continue

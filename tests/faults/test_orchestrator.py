@@ -252,6 +252,17 @@ async def test_tokens_that_are_not_the_engines_are_told_loudly(
         assert ("the tokens that requests are routed by are not" in caplog.text) is bool(shift)
 
 
+async def test_an_engine_that_gives_no_tokens_is_not_asked_by_every_prompt(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each prompt waited for it, until its time was over."""
+    monkeypatch.setattr("orchestrator.tokens.TOKENIZE_S", 0.1)
+    monkeypatch.setattr("orchestrator.tokens.PAUSE_S", 600.0)
+    monkeypatch.setattr("orchestrator.tokens.PAUSE_S_MAX", 600.0)
+    async with canned(1, replace(FAST, tokenize_hangs=True)) as engines, orchestrated(engines) as bed:
+        for number in range(5):
+            assert (await bed.complete(f"{number} is the number of this prompt")).status == 200
+        assert engines[0].tokenize_count == 1
+
+
 async def test_no_tenant_takes_the_name_of_anothers_request() -> None:
     """A finished request's receipt stays its own; the tenant itself may give a name again."""
     settings = replace(QUICK, tenants={"key-a": Tenant("a"), "key-b": Tenant("b")})

@@ -99,15 +99,18 @@ class BodyWriter:
     ) -> None:
         batch: list[Piece] = []
         batch_bytes = 0
+        now_s = asyncio.get_running_loop().time
         with self._share.joined():
             async for piece in pieces:
-                arriving.nbytes += len(piece)
+                arriving.came(len(piece), now_s())
                 batch.append(piece)
                 batch_bytes += len(piece)
                 if batch_bytes >= self._share.piece_bytes:
-                    await self._io.run(partial(writer.write, batch, self._disk))
+                    with arriving.busy():
+                        await self._io.run(partial(writer.write, batch, self._disk))
                     batch, batch_bytes = [], 0
-            await self._io.run(lambda: self._finish(writer, batch, body.digests(), nbytes))
+            with arriving.busy():
+                await self._io.run(lambda: self._finish(writer, batch, body.digests(), nbytes))
 
     def _finish(self, writer: ExtentWriter, rest: list[Piece], said: BodyDigests, nbytes: int) -> None:
         """Write the rest and check the hashes. Large bodies are synced here, since they would delay every commit."""
@@ -159,7 +162,7 @@ async def _gather(body: Body, nbytes: int, whole: bytearray, arriving: ArrivingB
     async for piece in body:
         whole += piece
         if arriving is not None:
-            arriving.nbytes = len(whole)
+            arriving.came(len(piece), asyncio.get_running_loop().time())
         if len(whole) > nbytes:
             raise CallerError(ErrorCode.INCOMPLETE_BODY, "the body is longer than announced", field="body")
 

@@ -32,22 +32,55 @@ SLOW_S, LEAST_BYTES_PER_S = 5.0, 256 * KIB
 
 @dataclass(slots=True, eq=False)
 class ArrivingBody:
-    """A body that arrives since `begun_s` of the event loop's time, of which `nbytes` have come. `limit` ends it."""
+    """A body that arrives since `begun_s` of the event loop's time, of which `nbytes` have come. `limit` ends it. Its
+    pace is that of the last one or two SLOW_S, so that nobody may send much at once and drip afterwards. Time in which
+    the server is busy with what has come does not count.
+    """
 
     begun_s: float
     limit: asyncio.Timeout
     nbytes: int = 0
+    _busy_s: float = 0.0
+    _busy_since_s: float | None = None
+    _marks: tuple[tuple[float, int], tuple[float, int]] | None = None
+    """Of the last two windows: when they began, and how much had come."""
+
+    def came(self, nbytes: int, now_s: float) -> None:
+        """Count bytes that have come."""
+        clock_s = self._clock_s(now_s)
+        older, newer = self._marks or ((self.begun_s, 0), (self.begun_s, 0))
+        if clock_s - newer[0] >= SLOW_S:
+            older, newer = newer, (clock_s, self.nbytes)
+        self._marks = older, newer
+        self.nbytes += nbytes
+
+    @contextmanager
+    def busy(self) -> Iterator[None]:
+        """The server is busy with what has come, and takes nothing more meanwhile."""
+        clock = asyncio.get_running_loop().time
+        self._busy_since_s = clock()
+        try:
+            yield
+        finally:
+            self._busy_s += clock() - self._busy_since_s
+            self._busy_since_s = None
 
     def end_if_slow(self, now_s: float) -> bool:
         """Have a body that comes too slowly give up the room that it got for all it announced. Returns whether it
         does.
         """
-        age_s = now_s - self.begun_s
-        if age_s < SLOW_S or self.nbytes >= LEAST_BYTES_PER_S * age_s:
+        clock_s = self._clock_s(now_s)
+        older, newer = self._marks or ((self.begun_s, 0), (self.begun_s, 0))
+        since_s, known = newer if clock_s - newer[0] >= SLOW_S else older
+        if clock_s - since_s < SLOW_S or self.nbytes - known >= LEAST_BYTES_PER_S * (clock_s - since_s):
             return False
         if self.limit.when() is None:
             self.limit.reschedule(now_s)
         return True
+
+    def _clock_s(self, now_s: float) -> float:
+        """The loop's time, without that in which the server was busy."""
+        return (now_s if self._busy_since_s is None else self._busy_since_s) - self._busy_s
 
 
 class Space:

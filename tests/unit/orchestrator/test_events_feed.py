@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import threading
 import time
 from pathlib import Path
 
@@ -11,6 +12,7 @@ import pytest
 import zmq
 import zmq.asyncio
 
+from orchestrator import events_feed
 from orchestrator.events_feed import EventsFeed
 from orchestrator.rules.prefix_index import PrefixIndex
 from orchestrator.settings import EngineSettings, engine_settings
@@ -51,3 +53,26 @@ def test_a_subscriber_that_is_bound_needs_a_secret(topic: str) -> None:
     with pytest.raises(ValueError, match="topic of at least 16 characters"):
         engine_settings({"url": "http://a:1", "events": "bind:tcp://0.0.0.0:5557", "topic": topic})
     assert EngineSettings("http://a:1", events="tcp://a:5557", topic=topic).topic == topic
+
+
+async def test_a_feed_ends_while_the_name_of_its_host_is_looked_up(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The end of a context waits for that: it stopped the event loop for as long as a name server did not answer."""
+    may_end, has_ended = threading.Event(), threading.Event()
+    term = zmq.asyncio.Context.term
+
+    def slow_term(context: zmq.asyncio.Context) -> None:
+        may_end.wait(60)
+        term(context)
+        has_ended.set()
+
+    monkeypatch.setattr(zmq.asyncio.Context, "term", slow_term)
+    monkeypatch.setattr(events_feed, "END_S", 0.01)
+    index = PrefixIndex()
+    index.add_engine("a")
+    running = asyncio.create_task(EventsFeed("a", index, "tcp://127.0.0.1:9", None).run())
+    await asyncio.sleep(0)
+    running.cancel()
+    await asyncio.wait((running,))
+    assert not has_ended.is_set()
+    may_end.set()
+    await until(has_ended.is_set)

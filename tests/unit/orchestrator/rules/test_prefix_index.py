@@ -8,6 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from orchestrator.rules import prefix_index
 from orchestrator.rules.chains import block_hashes, root_hash
 from orchestrator.rules.kv_events import AllBlocksCleared, BlockRemoved, BlockStored
 from orchestrator.rules.prefix_index import CLEARED_MAX, ENGINES_MAX, EXPECTED_S, SWEEP_BLOCKS, PrefixIndex
@@ -184,3 +185,17 @@ def test_what_was_cleared_is_swept_in_small_steps_and_counts_no_more() -> None:
 def test_an_engine_is_known_under_the_names_of_its_ranks() -> None:
     index = index_of("a", "a#1", "ab", "b")
     assert index.names_of("a") == ["a", "a#1"]
+
+
+def test_the_ranks_of_an_engine_share_its_bound(monkeypatch: pytest.MonkeyPatch) -> None:
+    """An engine that said that it had 64 ranks might fill 64 times the bound."""
+    monkeypatch.setattr(prefix_index, "BLOCKS_MAX", 8)
+    index = PrefixIndex()
+    for name in ("a", "a#1", "a#2", "a#3"):
+        index.add_engine(name, rank_count=4)
+        index.apply(name, stored(PROMPT, 100))
+        index.restore(name, [(7, b"x" * 16)])
+    assert [index.held_count(name) for name in index.names_of("a")] == [2, 2, 2, 2]
+    index.add_engine("a")
+    index.apply("a", stored(PROMPT, 100))
+    assert index.held_count("a") == 5

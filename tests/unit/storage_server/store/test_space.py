@@ -10,7 +10,7 @@ import pytest
 from descriptors.errors import ErrorCode, ServerError
 from descriptors.units import MIB
 from storage_server.store.data import space as space_module
-from storage_server.store.data.space import Bound, Space
+from storage_server.store.data.space import LEAST_BYTES_PER_S, SLOW_S, ArrivingBody, Bound, Space
 from tests.support.waiting import settled
 from tests.unit.played_time import PlayedTime
 
@@ -213,3 +213,38 @@ async def test_too_many_that_wait_are_told_to_slow_down(monkeypatch: pytest.Monk
     assert refused.value.code is ErrorCode.SLOW_DOWN
     room.free(1)
     await waiting
+
+
+class TestArrivingBody:
+    """The loop's clock is played."""
+
+    async def test_a_body_that_comes_fast_is_left_alone(self) -> None:
+        body = ArrivingBody(1000.0, asyncio.timeout(None))
+        for second in range(60):
+            body.came(LEAST_BYTES_PER_S, 1000.0 + second)
+            assert not body.end_if_slow(1000.5 + second)
+
+    async def test_what_came_long_ago_is_no_credit(self) -> None:
+        """A burst at the beginning let a body drip for as long as the mean allowed."""
+        body = ArrivingBody(1000.0, asyncio.timeout(None))
+        async with body.limit:
+            body.came(1 << 30, 1001.0)
+            assert not body.end_if_slow(1000.0 + 2 * SLOW_S)  # within two windows the burst counts
+            for second in range(2, 12):
+                body.came(1, 1000.0 + second)
+            assert body.end_if_slow(1000.0 + 3 * SLOW_S)
+            body.limit.reschedule(None)
+
+    async def test_the_servers_own_time_does_not_count(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        loop_s = [1000.0]
+        monkeypatch.setattr(asyncio.get_running_loop(), "time", lambda: loop_s[0])
+        body = ArrivingBody(1000.0, asyncio.timeout(None))
+        body.came(1, 1000.0)
+        with body.busy():
+            loop_s[0] += 100
+            assert not body.end_if_slow(loop_s[0])
+        monkeypatch.undo()
+        assert not body.end_if_slow(loop_s[0] + SLOW_S - 1)
+        async with body.limit:
+            assert body.end_if_slow(loop_s[0] + SLOW_S)
+            body.limit.reschedule(None)
