@@ -144,6 +144,7 @@ class App:
         try:
             async with self._document(http, tenant) as document:
                 read = await self._read(http, document.raw, kind, tenant)
+                document.becomes(read)
                 receipt_key = read.response_key
                 if receipt_key is not None:
                     kept = orchestrator.responses.find(receipt_key, time.monotonic())
@@ -424,6 +425,23 @@ class _Document:
         self._budget.give_back(self._tenant, self._taken)
         self._taken = 0
 
+    def becomes(self, read: ReadBody) -> None:
+        """Count from now on what was made of the body, which may be several times as large. Raises Refusal."""
+        asked, self.raw = read.asked, b""
+        nbytes = len(read.raw) + len(asked.to_tokenize or b"") + (0 if asked.tokens is None else asked.tokens.nbytes)
+        if nbytes > self._taken:
+            self._take(nbytes - self._taken)
+        else:
+            self._budget.give_back(self._tenant, self._taken - nbytes)
+            self._taken = nbytes
+
+    def _take(self, nbytes: int) -> None:
+        try:
+            self._budget.take(self._tenant, nbytes)
+        except ObjectCacheError as error:
+            raise Refusal(503, error.message, code="too_busy", retry_after_s=1) from None
+        self._taken += nbytes
+
     async def _read(self) -> bytes:
         body = bytearray()
         most = self._settings.body_bytes_max
@@ -433,15 +451,12 @@ class _Document:
             async with asyncio.timeout(self._settings.body_timeout_s):
                 await give_leave(self._http)
                 while piece := await self._http.content.read(READ_BYTES):
-                    self._budget.take(self._tenant, len(piece))
-                    self._taken += len(piece)
+                    self._take(len(piece))
                     body += piece
                     if len(body) > most:
                         raise Refusal(413, f"the body is larger than {most} bytes")
         except TimeoutError:
             raise Refusal(408, "the body did not come in time") from None
-        except ObjectCacheError as error:
-            raise Refusal(503, error.message, code="too_busy", retry_after_s=1) from None
         return bytes(body)
 
 

@@ -263,6 +263,20 @@ async def test_an_engine_that_gives_no_tokens_is_not_asked_by_every_prompt(monke
         assert engines[0].tokenize_count == 1
 
 
+async def test_what_is_made_of_a_body_counts_like_the_body() -> None:
+    """Four bytes of a prompt became twelve for the engine's tokenizer, which nothing counted."""
+    prompt = "\U0001f600" * 5_000  # 20 kB here, 60 kB escaped
+    body = json.dumps({"model": "canned", "prompt": prompt, "max_tokens": 4}, ensure_ascii=False).encode()
+    async with canned(1, FAST) as engines:
+        for kilobytes, status in ((60, 503), (200, 200)):
+            settings = replace(QUICK, bodies_bytes_max=2 * kilobytes * 1000)
+            async with orchestrated(engines, settings) as bed:
+                for _ in range(3):  # what was counted is given back
+                    answer = await bed.ask("POST", "/v1/completions", data=body)
+                    assert answer.status == status
+                    assert (b"use all the memory" in answer.body) == (status == 503)
+
+
 async def test_no_tenant_takes_the_name_of_anothers_request() -> None:
     """A finished request's receipt stays its own; the tenant itself may give a name again."""
     settings = replace(QUICK, tenants={"key-a": Tenant("a"), "key-b": Tenant("b")})
