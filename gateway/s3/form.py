@@ -17,10 +17,9 @@ FILE_FIELD = "file"
 HEAD_BYTES_MAX = 20 << 10
 """Of the fields before the file, with their headers, and the file's own headers, as in S3."""
 PARTS_MAX = 100
-TRIES_MAX = 3
-"""Places in the head that look like the file's headers; the others are values of fields."""
+EMPTY_LINES_MAX = 1000
+CONTENT_TYPE_CHARACTERS_MAX = 512
 _BOUNDARY_BYTES_MAX = 70
-_FILE_HEADER = re.compile(rb'name="?file"?[^\r\n]*\r\n', re.IGNORECASE)
 _HEADERS_END = b"\r\n\r\n"
 _SILENT = logging.Logger("forms", logging.CRITICAL)
 
@@ -38,6 +37,8 @@ class FormHead:
 
 def boundary_of(content_type: str) -> bytes:
     """The boundary between the parts of a form. Raises CallerError(MalformedPOSTRequest)."""
+    if len(content_type) > CONTENT_TYPE_CHARACTERS_MAX:
+        raise _malformed(f"Content-Type has more than {CONTENT_TYPE_CHARACTERS_MAX} characters", "content-type")
     kind, options = parse_options_header(header_bytes(content_type))
     boundary = options.get(b"boundary", b"")
     if kind != FORM_TYPE.encode() or not 0 < len(boundary) <= _BOUNDARY_BYTES_MAX:
@@ -46,40 +47,62 @@ def boundary_of(content_type: str) -> bytes:
 
 
 class HeadReader:
-    """Finds the head of a form. `add` takes the body as it comes; `rest` has what came behind the head."""
+    """Finds the head of a form. `add` takes the body as it comes, and looks at each byte once; `rest` has what came
+    behind the head.
+    """
 
     def __init__(self, boundary: bytes) -> None:
-        self._boundary = boundary
-        self._buffer = bytearray()
-        self._looked_at = 0
-        self._try_count = 0
+        self._opening = b"--" + boundary
+        self._beginning = b""
+        self._nbytes = 0
+        self._empty_line_count = 0
+        self._tail = b""
+        """The last bytes that the parser has got: an empty line may begin with them."""
+        self._parts = _Parts()
+        self._parser = _parser_for(self._parts, boundary)
         self.rest = b""
 
     def add(self, data: bytes) -> FormHead | None:
         """The head, when it is there. Raises CallerError: MalformedPOSTRequest, InvalidArgument,
         MaxPostPreDataLengthExceededError.
         """
-        taken = HEAD_BYTES_MAX + 1 - len(self._buffer)
-        self._buffer += data[:taken]
-        beginning, opening = self._buffer[: len(self._boundary) + 4].lstrip(b"\r\n"), b"--" + self._boundary
-        if not opening.startswith(beginning[: len(opening)]):
-            raise _malformed("it does not begin with the boundary", "body")
-        while (found := _FILE_HEADER.search(self._buffer, self._looked_at)) is not None:
-            end = self._buffer.find(_HEADERS_END, found.end() - 2)
-            if end < 0:
-                break
-            self._looked_at = end + len(_HEADERS_END)
-            head = _head_of(bytes(self._buffer[: self._looked_at]), self._boundary)
-            if head is not None:
-                self.rest = bytes(self._buffer[head.nbytes :]) + data[taken:]
-                return head
-            self._try_count += 1
-            if self._try_count == TRIES_MAX:
-                raise _malformed("too many fields look like the file", FILE_FIELD)
-        if len(self._buffer) > HEAD_BYTES_MAX:
+        room = HEAD_BYTES_MAX - self._nbytes
+        self._require_boundary(data)
+        # a part's headers end with an empty line, so the parser gets no byte of the file
+        known = self._tail + data[:room]
+        given, looked_at = len(self._tail), 0
+        while given < len(known):
+            found = known.find(_HEADERS_END, looked_at)
+            end = len(known) if found < 0 else found + len(_HEADERS_END)
+            self._empty_line_count += found >= 0
+            if self._empty_line_count > EMPTY_LINES_MAX:
+                raise _malformed(f"more than {EMPTY_LINES_MAX} empty lines before the file", "body")
+            self._write(known[given:end])
+            given, looked_at = end, found + len(_HEADERS_END) // 2
+            if self._parts.file_name is not None:
+                self.rest = known[end:] + data[room:]
+                return FormHead(self._parts.fields, self._parts.file_name, self._nbytes)
+        self._tail = known[-len(_HEADERS_END) + 1 :]
+        if len(data) > room:
             problem = "Your POST request fields preceding the upload file were too large."
             raise CallerError(ErrorCode.MAX_POST_PRE_DATA_LENGTH, problem, field=FILE_FIELD)
         return None
+
+    def _require_boundary(self, data: bytes) -> None:
+        """The parser takes anything for a preamble."""
+        lacking = len(self._opening) + 2 - len(self._beginning)
+        if lacking > 0:
+            self._beginning += data[:lacking]
+            seen = self._beginning.lstrip(b"\r\n")[: len(self._opening)]
+            if not self._opening.startswith(seen):
+                raise _malformed("it does not begin with the boundary", "body")
+
+    def _write(self, data: bytes) -> None:
+        self._nbytes += len(data)
+        try:
+            self._parser.write(data)
+        except FormParserError as error:
+            raise _malformed(str(error), "body") from None
 
 
 class FileReader:
@@ -157,9 +180,7 @@ class _Parts:
         self.fields[self._field] = _text(bytes(self._value), self._field[:100])
 
 
-def _head_of(data: bytes, boundary: bytes) -> FormHead | None:
-    """The head that these bytes are; None where they end within the value of a field."""
-    parts = _Parts()
+def _parser_for(parts: _Parts, boundary: bytes) -> MultipartParser:
     parser = MultipartParser(
         boundary,
         {
@@ -173,11 +194,7 @@ def _head_of(data: bytes, boundary: bytes) -> FormHead | None:
         },
     )
     parser.logger = _SILENT  # strangers must not fill the log
-    try:
-        parser.write(data)
-    except FormParserError as error:
-        raise _malformed(str(error), "body") from None
-    return None if parts.file_name is None else FormHead(parts.fields, parts.file_name, len(data))
+    return parser
 
 
 def _text(data: bytes, field: str) -> str:
