@@ -35,7 +35,7 @@ PROBE_EJECTED_S = 2.0
 RANKS_MAX = 64
 _RANK = re.compile("[0-9]{1,4}")
 ANSWER_BYTES_MAX = 1 << 18
-HERE_CHARACTERS_MAX = 1 << 14
+HERE_BYTES_MAX = 1 << 14
 """Longer answers are read in a thread: the event loop goes on meanwhile."""
 MODELS_MAX, TEXT_MAX = 1000, 1024
 _log = logging.getLogger(__name__)
@@ -278,11 +278,11 @@ class Engine:
         self._known, self._sources_s, self._models_s = {}, 0.0, -MODELS_EVERY_S
 
     async def _read_metrics(self) -> None:
-        text = await self._text("/metrics", METRICS_BYTES_MAX)
-        if text is None:
+        said = await self._body("/metrics", METRICS_BYTES_MAX)
+        if said is None:
             return
         try:
-            report = await computed(partial(read_metrics, text), is_long=len(text) > HERE_CHARACTERS_MAX)
+            report = await computed(partial(read_metrics, said), is_long=len(said) > HERE_BYTES_MAX)
         except ValueError as error:
             _log.warning("metrics of %s cannot be read: %s", self.name, error)
             return
@@ -327,14 +327,14 @@ class Engine:
             self._models_s = time.monotonic()
 
     async def _json(self, path: str) -> Any:
-        text = await self._text(path, ANSWER_BYTES_MAX)
-        if text is None:
+        said = await self._body(path, ANSWER_BYTES_MAX)
+        if said is None:
             return None
         with contextlib.suppress(ValueError, RecursionError):
-            return await computed(partial(json.loads, text), is_long=len(text) > HERE_CHARACTERS_MAX)
+            return await computed(partial(json.loads, said), is_long=len(said) > HERE_BYTES_MAX)
         return None
 
-    async def _text(self, path: str, bytes_max: int) -> str | None:
+    async def _body(self, path: str, bytes_max: int) -> bytes | None:
         """The answer to a GET; None where there is none, or one that is too long."""
         try:
             async with self._http.get(
@@ -342,7 +342,7 @@ class Engine:
             ) as answer:
                 if answer.status != 200:
                     return None
-                return (await read_whole(answer, bytes_max)).decode(errors="replace")
+                return await read_whole(answer, bytes_max)
         except (aiohttp.ClientError, TimeoutError, OSError):
             return None
 

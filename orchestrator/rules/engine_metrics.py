@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
+from itertools import islice
 
 from prometheus_client.parser import text_string_to_metric_families
 
@@ -25,8 +26,8 @@ COSTS = "vllm:objectcache_cost_"
 CONNECTOR = "vllm:objectcache_lookups_total"
 """An engine has this metric from its start if it has our connector, and the deployment after its first step."""
 METRICS_BYTES_MAX = 8 << 20
-SEARCHED_CHARACTERS = 1 << 18
-LINE_CHARACTERS_MAX = 2048
+SEARCHED_BYTES = 1 << 16
+LINE_BYTES_MAX = 2048
 """The parser takes time that grows with the square of a line's labels."""
 LINES_MAX = 500
 """Of the metrics that matter: a few for each data-parallel rank."""
@@ -43,7 +44,7 @@ COUNTS = {
 }
 """The most that each counts."""
 _WANTED = (STARTED, *RUNNING, *WAITING, *GENERATED, *ANSWERS, CACHE_CONFIG, DEPLOYMENT, COSTS, CONNECTOR)
-_LINES = re.compile(rf"^(?:{'|'.join(map(re.escape, _WANTED))})[^\n]*", re.MULTILINE)
+_LINES = re.compile(rf"^(?:{'|'.join(map(re.escape, _WANTED))})[^\n]*".encode(), re.MULTILINE)
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,12 +80,12 @@ class EngineReport:
     """Answers that have ended since its start."""
 
 
-def read_metrics(text: str) -> EngineReport:
+def read_metrics(said: bytes) -> EngineReport:
     """Read the few metrics that matter. Raises ValueError for a text that is none of Prometheus', or too large."""
-    lines = list(_lines_of(text))
-    if len(lines) > LINES_MAX or max(map(len, lines), default=0) > LINE_CHARACTERS_MAX:
-        raise ValueError(f"over {LINES_MAX} lines that matter, or one of over {LINE_CHARACTERS_MAX} characters")
-    wanted = "\n".join(lines) + "\n"
+    lines = list(islice(_lines_of(said), LINES_MAX + 1))
+    if len(lines) > LINES_MAX or max(map(len, lines), default=0) > LINE_BYTES_MAX:
+        raise ValueError(f"over {LINES_MAX} lines that matter, or one of over {LINE_BYTES_MAX} bytes")
+    wanted = (b"\n".join(lines) + b"\n").decode(errors="replace")
     running = waiting = generated_tokens = answer_count = 0.0
     kv_tokens = block_tokens = None
     info: Mapping[str, str] | None = None
@@ -121,13 +122,20 @@ def read_metrics(text: str) -> EngineReport:
     )  # fmt: skip
 
 
-def _lines_of(text: str) -> Iterable[str]:
-    """The lines that matter. The search goes piece by piece, since it holds the interpreter while it looks."""
+def _lines_of(said: bytes) -> Iterator[bytes]:
+    """The lines that matter. The search goes piece by piece, since it holds the interpreter while it looks. A line
+    that is larger than a piece is none of an engine's, and is passed over.
+    """
     start = 0
-    while start < len(text):
-        end = text.find("\n", min(start + SEARCHED_CHARACTERS, len(text)))
-        end = len(text) if end < 0 else end + 1
-        yield from _LINES.findall(text[start:end])
+    while start < len(said):
+        end = said.rfind(b"\n", start, start + SEARCHED_BYTES) + 1
+        if end:
+            yield from _LINES.findall(said[start:end])
+        elif start + SEARCHED_BYTES >= len(said):
+            yield from _LINES.findall(said[start:])
+            return
+        else:
+            end = said.find(b"\n", start) + 1 or len(said)
         start = end
 
 

@@ -9,7 +9,12 @@ from descriptors.layout import ChunkLayout
 from descriptors.recompute import DeliveryCosts, PrefillCosts
 from nixl_client.connectors.vllm.naming import Deployment
 from nixl_client.connectors.vllm.published import published
-from orchestrator.rules.engine_metrics import read_metrics
+from orchestrator.rules.engine_metrics import SEARCHED_BYTES, EngineReport, read_metrics
+
+
+def read(text: str) -> EngineReport:
+    return read_metrics(text.encode())
+
 
 VLLM = """
 # HELP vllm:num_requests_running Number of requests in model execution batches.
@@ -37,30 +42,30 @@ vllm:cache_config_info{block_size="16",enable_prefix_caching="True",engine="0",n
 def test_metrics_that_would_take_long_to_parse_are_not_read(text: str) -> None:
     """A line of 60,000 labels took 11 s, in which the event loop stood still."""
     with pytest.raises(ValueError, match="that matter"):
-        read_metrics(text)
+        read(text)
 
 
 def test_lines_that_do_not_matter_may_be_many_and_long() -> None:
     other = "vllm:other{" + ",".join(f'a{at}="1"' for at in range(5000)) + "} 1.0\n"
-    assert read_metrics(VLLM.lstrip() + other * 100).running == 4
+    assert read(VLLM.lstrip() + other * 100).running == 4
 
 
 def test_the_queue_and_the_room_of_all_ranks() -> None:
-    report = read_metrics(VLLM)
+    report = read(VLLM)
     assert (report.running, report.waiting, report.kv_tokens, report.block_tokens) == (4, 2, 16_000, 16)
     assert (report.generated_tokens, report.answer_count) == (150.0, 3.0)
     assert report.published is None
-    assert read_metrics("").running == 0
+    assert read("").running == 0
 
 
 def test_a_connector_shows_before_it_publishes_and_costs_of_zero_are_none() -> None:
-    assert read_metrics('vllm:objectcache_lookups_total{engine="0"} 0.0').has_connector
-    assert not read_metrics(VLLM).has_connector
+    assert read('vllm:objectcache_lookups_total{engine="0"} 0.0').has_connector
+    assert not read(VLLM).has_connector
     info = (
         'vllm:objectcache_deployment_info{deployment="m",dtype="d",block_tokens="16",tp_size="1",pp_size="1",'
         'num_layers="4",chunk_tokens="16",layer_chunk_bytes="64",endpoint="e",bucket="b"} 1'
     )
-    found = read_metrics(f"{info}\nvllm:objectcache_cost_token_us 0.0").published
+    found = read(f"{info}\nvllm:objectcache_cost_token_us 0.0").published
     assert found is not None
     assert found.prefill is None
 
@@ -81,13 +86,13 @@ def test_what_the_connector_publishes_comes_back(accept: Accept | None) -> None:
     labels = ",".join(f'{name}="{value}"' for name, value in escaped.items())
     lines = [f'vllm:objectcache_deployment_info{{engine="0",{labels}}} 1.0']
     lines += [f'vllm:objectcache_cost_{name}{{engine="0"}} {value}' for name, value in document["costs"].items()]
-    found = read_metrics("\n".join(lines)).published
+    found = read("\n".join(lines)).published
     assert found is not None
     assert (found.deployment, found.layout, found.endpoint, found.bucket) == (
         deployment, layout, "http://store:9000", "kv",
     )  # fmt: skip
     assert (found.prefill, found.loads, found.accept) == (prefill, loads, accept)
-    assert read_metrics(lines[0].replace('tp_size="2"', 'tp_size="two"')).published is None
+    assert read(lines[0].replace('tp_size="2"', 'tp_size="two"')).published is None
 
 
 @pytest.mark.parametrize(
@@ -113,7 +118,7 @@ def test_a_deployment_that_cannot_be_is_none(name: str, value: str) -> None:
         "element": "bfloat16", "max_error": "", name: value,
     }  # fmt: skip
     text = ",".join(f'{label}="{said}"' for label, said in labels.items())
-    assert read_metrics(f"vllm:objectcache_deployment_info{{{text}}} 1").published is None
+    assert read(f"vllm:objectcache_deployment_info{{{text}}} 1").published is None
 
 
 @pytest.mark.parametrize("cost", ["NaN", "+Inf", "-1", "1e300"])
@@ -122,8 +127,22 @@ def test_costs_that_are_no_numbers_are_not_believed(cost: str) -> None:
         'vllm:objectcache_deployment_info{deployment="m",dtype="d",block_tokens="16",tp_size="1",pp_size="1",'
         'num_layers="4",chunk_tokens="16",layer_chunk_bytes="64",endpoint="e",bucket="b"} 1'
     )
-    assert read_metrics(f"{info}\nvllm:objectcache_cost_token_us {cost}").published is None
+    assert read(f"{info}\nvllm:objectcache_cost_token_us {cost}").published is None
     for name in ("vllm:num_requests_running", "vllm:generation_tokens_total", "vllm:request_generation_tokens_count"):
         for count in (cost, "1e308"):
             with pytest.raises(ValueError, match=name):
-                read_metrics(f"{name} {count}")
+                read(f"{name} {count}")
+
+
+def test_a_line_without_an_end_is_passed_over_and_not_searched() -> None:
+    """8 MiB without a line's end held the interpreter for a tenth of a second, each second."""
+    filler = b"\xff" * (3 * SEARCHED_BYTES)
+    report = read_metrics(b"# " + filler + b"\n" + VLLM.encode() + filler)
+    assert (report.running, report.waiting) == (4, 2)
+    assert read_metrics(filler) == read("")
+
+
+def test_lines_are_found_wherever_a_piece_of_the_search_ends() -> None:
+    for lines in range(1, 200, 7):
+        filler = ("# " + "x" * (SEARCHED_BYTES // 100) + "\n") * lines
+        assert read(filler + VLLM + filler + VLLM).running == 8
