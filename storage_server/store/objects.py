@@ -21,6 +21,7 @@ from storage_server.store.data.bodies import BodyReader, BodyWriter
 from storage_server.store.data.body_hashes import BodyHashes
 from storage_server.store.data.extents import ExtentFiles
 from storage_server.store.data.io_threads import IoThreads
+from storage_server.store.data.space import CALLER
 from storage_server.store.evictor import Evictor
 from storage_server.store.index import transaction
 from storage_server.store.index.committer import Committer
@@ -79,6 +80,7 @@ class Objects(Reads):
         """Store a whole object. On return it is visible, and durable as the mode promises; after an error it is not
         visible at all.
         """
+        CALLER.set(access_key)
         check_size(request.nbytes, self._object_bytes_max)
         self._committer.require_space()
         self._index.here(lambda db: _check_before_body(db, request))
@@ -99,6 +101,7 @@ class Objects(Reads):
         """Copy an object. The copy shares the source's bytes. They are read only for a checksum that the source lacks,
         and for the ETag of a source that came in parts: the copy is one object.
         """
+        CALLER.set(access_key)
         for _ in range(COPY_ATTEMPTS_MAX):
             source = self._index.here(lambda db: _find_source(db, request.source))
             check_size(source.info.nbytes, self._object_bytes_max)

@@ -30,6 +30,7 @@ from descriptors.objects import (
 from descriptors.storage_api import Body, ObjectRead, Piece
 from storage_server.store.data.bodies import BodyWriter
 from storage_server.store.data.segments import Pending
+from storage_server.store.data.space import CALLER
 from storage_server.store.evictor import Evictor
 from storage_server.store.index import queries, upload_changes
 from storage_server.store.index.committer import Committer
@@ -68,6 +69,7 @@ class Uploads:
         return upload_id
 
     async def put_part(self, access_key: str, request: PartRequest, body: Body) -> PartInfo:
+        CALLER.set(access_key)
         check_part(request.part_number, request.nbytes, self._part_bytes_max)
         self._committer.require_space()
         upload = self._reader.here(lambda db: require_upload(db, request.upload)).info
@@ -81,6 +83,7 @@ class Uploads:
                 return await self._add_part(request.upload, request.part_number, part, pending)
 
     async def copy_part(self, access_key: str, request: PartCopyRequest) -> PartInfo:
+        CALLER.set(access_key)
         upload = self._reader.here(lambda db: require_upload(db, request.upload)).info
         async with self._objects.open_object(access_key, request.source) as read:
             if CODEC_HEADER in read.head.info.attributes.headers:

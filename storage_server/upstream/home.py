@@ -44,6 +44,7 @@ from descriptors.objects import (
 from descriptors.storage_api import SERVER_KEY, Body, ObjectRead, Piece, UploadsApi
 from storage_server.own_keys import OwnKeys
 from storage_server.settings import UpstreamSettings, Write
+from storage_server.store.data.space import CALLER
 from storage_server.store.embedded import EmbeddedStore
 from storage_server.store.index import transaction
 from storage_server.store.index.transaction import Transaction
@@ -284,6 +285,7 @@ class CachedObjects:
         """A chunk is received as a whole before it is sent upstream, with its proof, and stays in the cache. Written
         back, it is sent after the answer. Where the cache has no room, it passes through as other objects do.
         """
+        CALLER.set(access_key)
         check_size(request.nbytes, self._object_bytes_max)
         if (
             request.nbytes

@@ -90,7 +90,7 @@ class BodyWriter:
     async def _copy(
         self, pieces: AsyncIterable[Piece], writer: ExtentWriter, body: Body, nbytes: int, of_bucket: Bound | None
     ) -> None:
-        with _slow_ends(self._bound, of_bucket) as (arriving, limit):
+        with _slow_ends(nbytes, self._bound, of_bucket) as (arriving, limit):
             async with limit:
                 await self._take(pieces, writer, body, nbytes, arriving)
 
@@ -125,12 +125,12 @@ def _stored(writer: ExtentWriter, nbytes: int) -> StoredPart:
 
 
 @contextmanager
-def _slow_ends(*bounds: Bound | None) -> Iterator[tuple[ArrivingBody, asyncio.Timeout]]:
-    """A body arrives into room that it got in these bounds: where others lack it, one that comes too slowly is ended.
-    Enter the time limit around its arrival. Raises ServerError(SlowDown) where it was ended.
+def _slow_ends(nbytes: int, *bounds: Bound | None) -> Iterator[tuple[ArrivingBody, asyncio.Timeout]]:
+    """A body of `nbytes` arrives into room that it got in these bounds: where others lack it, one that comes too slowly
+    is ended. Enter the time limit around its arrival. Raises ServerError(SlowDown) where it was ended.
     """
     limit = asyncio.timeout(None)
-    arriving = ArrivingBody(asyncio.get_running_loop().time(), limit)
+    arriving = ArrivingBody(asyncio.get_running_loop().time(), limit, nbytes)
     try:
         with ExitStack() as stack:
             for bound in bounds:
@@ -152,7 +152,7 @@ async def _small(body: Body, nbytes: int, of_bucket: Bound | None) -> bytearray:
     if of_bucket is None:
         await _gather(body, nbytes, whole)
         return whole
-    with _slow_ends(of_bucket) as (arriving, limit):
+    with _slow_ends(nbytes, of_bucket) as (arriving, limit):
         async with limit:
             await _gather(body, nbytes, whole, arriving)
     return whole

@@ -7,11 +7,13 @@ the space is given back, and all other files, which are measured after each comm
 from __future__ import annotations
 
 import asyncio
+import math
 import os
 import threading
 from collections import Counter, deque
 from collections.abc import AsyncIterator, Callable, Collection, Iterable, Iterator
 from contextlib import asynccontextmanager, contextmanager, suppress
+from contextvars import ContextVar
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -25,20 +27,27 @@ ROOM_FRACTION = 1 / 256
 """The index of a full directory grows with the bound: a chunk's row has 4 bytes for each 16 KiB."""
 BLOCK_UNIT_BYTES = 512
 WAITING_MAX = 1024
+WAITING_PART = 1 / 8
+"""Of these places, for one access key."""
 PATIENCE_S = 10.0
 SLOW_S, LEAST_BYTES_PER_S = 5.0, 256 * KIB
 """Where others wait for room, a body that arrives for so long must have come at this rate."""
 
 
+CALLER: ContextVar[str] = ContextVar("the access key that this task works for", default="")
+"""Whoever writes for somebody says for whom, so that nobody's writes take all places where others wait for room."""
+
+
 @dataclass(slots=True, eq=False)
 class ArrivingBody:
-    """A body that arrives since `begun_s` of the event loop's time, of which `nbytes` have come. `limit` ends it. Its
-    pace is that of the last one or two SLOW_S, so that nobody may send much at once and drip afterwards. Time in which
-    the server is busy with what has come does not count.
+    """A body that arrives since `begun_s` of the event loop's time into `room_bytes` that it got here, and of which
+    `nbytes` have come. `limit` ends it. Its pace is that of the last one or two SLOW_S, so that nobody may send much at
+    once and drip afterwards. Time in which the server is busy with what has come does not count.
     """
 
     begun_s: float
     limit: asyncio.Timeout
+    room_bytes: int = 0
     nbytes: int = 0
     _busy_s: float = 0.0
     _busy_since_s: float | None = None
@@ -65,18 +74,17 @@ class ArrivingBody:
             self._busy_s += clock() - self._busy_since_s
             self._busy_since_s = None
 
-    def end_if_slow(self, now_s: float) -> bool:
-        """Have a body that comes too slowly give up the room that it got for all it announced. Returns whether it
-        does.
-        """
+    def is_slow(self, now_s: float) -> bool:
+        """Whether it comes too slowly for a body that keeps others waiting."""
         clock_s = self._clock_s(now_s)
         older, newer = self._marks or ((self.begun_s, 0), (self.begun_s, 0))
         since_s, known = newer if clock_s - newer[0] >= SLOW_S else older
-        if clock_s - since_s < SLOW_S or self.nbytes - known >= LEAST_BYTES_PER_S * (clock_s - since_s):
-            return False
+        return clock_s - since_s >= SLOW_S and self.nbytes - known < LEAST_BYTES_PER_S * (clock_s - since_s)
+
+    def end(self, now_s: float) -> None:
+        """Have it give up the room that it got for all it announced."""
         if self.limit.when() is None:
             self.limit.reschedule(now_s)
-        return True
 
     def _clock_s(self, now_s: float) -> float:
         """The loop's time, without that in which the server was busy."""
@@ -217,6 +225,15 @@ def _allocated(path: Path) -> int:
     return 0
 
 
+@dataclass(frozen=True, slots=True, eq=False)
+class _Waiter:
+    """Who waits for room."""
+
+    nbytes: int
+    by: str
+    coming: asyncio.Future[None]
+
+
 class Bound:
     """Room for bytes that are about to come, in the order in which it was asked for; while the first one waits for
     more, later ones may pass it, with as many bytes in all as it waits for. `limit_bytes` (None: no bound) and
@@ -228,7 +245,11 @@ class Bound:
         self._what = what
         self._limit_bytes = limit_bytes
         self._used_bytes = used_bytes
-        self._waiting: deque[tuple[int, asyncio.Future[None]]] = deque()
+        self._waiting: deque[_Waiter] = deque()
+        self._waiting_bytes: Counter[str] = Counter()
+        self._waiting_counts: Counter[str] = Counter()
+        """Of those that wait, by access key."""
+        self._is_notified = False
         self._loop: asyncio.AbstractEventLoop | None = None
         self._bodies: list[ArrivingBody] = []
         self._passed_bytes = 0
@@ -242,8 +263,9 @@ class Bound:
 
     @property
     def waiting_bytes(self) -> int:
-        """Bytes that somebody waits for."""
-        return sum(nbytes for nbytes, _ in self._waiting)
+        """Bytes that somebody waits for, and that there could be."""
+        waiting_bytes, limit_bytes = self._waiting_bytes.total(), self._limit_bytes()
+        return waiting_bytes if limit_bytes is None else min(waiting_bytes, limit_bytes)
 
     @property
     def lacking_bytes(self) -> int:
@@ -251,7 +273,9 @@ class Bound:
         limit_bytes = self._limit_bytes()
         if limit_bytes is None or not self._waiting:
             return 0
-        return max(0, self.waiting_bytes - max(0, limit_bytes - self._used_bytes() - self.reserved_bytes))
+        return self.waiting_bytes - min(
+            self.waiting_bytes, max(0, limit_bytes - self._used_bytes() - self.reserved_bytes)
+        )
 
     @property
     def promised_bytes(self) -> int:
@@ -300,35 +324,47 @@ class Bound:
 
     def notify(self) -> None:
         """There may be more room. May be called from any thread."""
-        if self._waiting and self._loop is not None:
+        if self._waiting and self._loop is not None and not self._is_notified:
+            self._is_notified = True  # bytes are given back piece by piece, and one look at the queue is enough
             with suppress(RuntimeError):  # the loop is closed, so nobody waits any more
-                self._loop.call_soon_threadsafe(self._admit)
+                self._loop.call_soon_threadsafe(self._notified)
+
+    def _notified(self) -> None:
+        self._is_notified = False
+        self._admit()
 
     def refuse(self) -> None:
         """No more room can be made: those that wait and do not fit are told so, one after the other."""
-        self._admit()
-        while self._waiting:
-            nbytes, coming = self._waiting.popleft()
-            self._passed_bytes = 0
-            coming.set_exception(self._refusal(nbytes))
-            self._admit()
+        free_bytes, self._passed_bytes = self._free_bytes(), 0
+        for waiter in list(self._waiting):
+            self._drop(waiter)
+            if waiter.nbytes <= free_bytes:
+                free_bytes -= waiter.nbytes
+                self._give(waiter)
+            else:
+                waiter.coming.set_exception(self._refusal(waiter.nbytes))
+
+    def _free_bytes(self) -> float:
+        limit_bytes = self._limit_bytes()
+        return math.inf if limit_bytes is None else limit_bytes - self._used_bytes() - self.reserved_bytes
 
     def _fits(self, nbytes: int) -> bool:
-        limit_bytes = self._limit_bytes()
-        return limit_bytes is None or nbytes <= limit_bytes - self._used_bytes() - self.reserved_bytes
+        return nbytes <= self._free_bytes()
 
     async def _wait(self, nbytes: int, patience_s: float) -> None:
         limit_bytes = self._limit_bytes()
         if limit_bytes is not None and nbytes > limit_bytes:
             raise self._refusal(nbytes)
-        if not self._end_slow() and self.wants is None:
+        by = CALLER.get()
+        self._require_place(by, nbytes, limit_bytes)
+        if self.wants is None and not self._end_slow(nbytes):
             raise self._refusal(nbytes)
-        if len(self._waiting) >= WAITING_MAX:
-            raise ServerError(ErrorCode.SLOW_DOWN, f"too many wait for room in {self._what}", retryable=True)
         self._loop = asyncio.get_running_loop()
         coming: asyncio.Future[None] = self._loop.create_future()
-        entry = (nbytes, coming)
-        self._waiting.append(entry)
+        waiter = _Waiter(nbytes, by, coming)
+        self._waiting.append(waiter)
+        self._waiting_bytes[by] += nbytes
+        self._waiting_counts[by] += 1
         self._admit()  # room that came just before was told to nobody
         if self.wants is not None:
             self.wants()
@@ -337,15 +373,15 @@ class Bound:
         try:
             await asyncio.wait((coming,), timeout=min(SLOW_S, patience_s))
             if not coming.done() and patience_s > SLOW_S:
-                self._end_slow()  # those that had only begun when the wait did
+                self._end_slow(nbytes)
                 await asyncio.wait((coming,), timeout=until_s - self._loop.time())
             is_kept = coming.done()
         finally:
             if not is_kept:
-                if entry in self._waiting:
-                    if self._waiting[0] is entry:
+                if waiter in self._waiting:
+                    if self._waiting[0] is waiter:
                         self._passed_bytes = 0
-                    self._waiting.remove(entry)
+                    self._drop(waiter)
                 elif coming.exception() is None:
                     self.reserved_bytes -= nbytes
                 self._admit()
@@ -353,28 +389,55 @@ class Bound:
             raise self._refusal(nbytes)
         coming.result()
 
-    def _end_slow(self) -> bool:
-        """Whether some body gives room up, or is about to."""
-        now_s = asyncio.get_running_loop().time()
-        return sum(body.end_if_slow(now_s) for body in self._bodies) > 0
+    def _require_place(self, by: str, nbytes: int, limit_bytes: int | None) -> None:
+        """Raises ServerError(SlowDown) where too many wait, or too many of one access key, or for too much."""
+        is_full = len(self._waiting) >= WAITING_MAX or self._waiting_counts[by] >= WAITING_PART * WAITING_MAX
+        waits_for = self._waiting_bytes[by]
+        if is_full or (limit_bytes is not None and waits_for and waits_for + nbytes > limit_bytes):
+            raise ServerError(ErrorCode.SLOW_DOWN, f"too many wait for room in {self._what}", retryable=True)
+
+    def _end_slow(self, nbytes: int) -> bool:
+        """Have bodies that come too slowly give room up, the largest first, where that is enough for so many bytes.
+        Returns whether it is.
+        """
+        now_s, lacking_bytes = asyncio.get_running_loop().time(), nbytes - self._free_bytes()
+        slow = sorted((each for each in self._bodies if each.is_slow(now_s)), key=lambda body: -body.room_bytes)
+        if sum(body.room_bytes for body in slow) < lacking_bytes:
+            return False
+        for body in slow:
+            if lacking_bytes <= 0:
+                break
+            body.end(now_s)
+            lacking_bytes -= body.room_bytes
+        return True
 
     def _admit(self) -> None:
-        while (place := self._next()) is not None:
-            nbytes, coming = self._waiting[place]
-            del self._waiting[place]
-            self._passed_bytes = self._passed_bytes + nbytes if place else 0
-            self.reserved_bytes += nbytes
-            coming.set_result(None)
-
-    def _next(self) -> int | None:
-        """The place in the queue of who gets room now."""
+        """Give room to the first ones that fit, and to later ones that may pass the first one that does not."""
         if not self._waiting:
-            return None
-        first_bytes = self._waiting[0][0]
-        for place, (nbytes, _) in enumerate(self._waiting):
-            if self._fits(nbytes) and (place == 0 or self._passed_bytes + nbytes <= first_bytes):
-                return place
-        return None
+            return
+        free_bytes = self._free_bytes()
+        while self._waiting and self._waiting[0].nbytes <= free_bytes:
+            free_bytes -= self._waiting[0].nbytes
+            self._passed_bytes = 0
+            self._give(self._drop(self._waiting[0]))
+        if free_bytes <= 0 or not self._waiting:
+            return
+        first_bytes = self._waiting[0].nbytes
+        for waiter in list(self._waiting)[1:]:
+            if waiter.nbytes <= min(free_bytes, first_bytes - self._passed_bytes):
+                free_bytes -= waiter.nbytes
+                self._passed_bytes += waiter.nbytes
+                self._give(self._drop(waiter))
+
+    def _give(self, waiter: _Waiter) -> None:
+        self.reserved_bytes += waiter.nbytes
+        waiter.coming.set_result(None)
+
+    def _drop(self, waiter: _Waiter) -> _Waiter:
+        self._waiting.remove(waiter)
+        self._waiting_bytes -= Counter({waiter.by: waiter.nbytes})
+        self._waiting_counts -= Counter({waiter.by: 1})
+        return waiter
 
     def _refusal(self, nbytes: int) -> ServerError:
         problem = f"no room for {nbytes} bytes in {self._what}"

@@ -10,8 +10,17 @@ import pytest
 from descriptors.errors import ErrorCode, ServerError
 from descriptors.units import MIB
 from storage_server.store.data import space as space_module
-from storage_server.store.data.space import LEAST_BYTES_PER_S, SLOW_S, ArrivingBody, Bound, Space
-from tests.support.waiting import settled
+from storage_server.store.data.space import (
+    CALLER,
+    LEAST_BYTES_PER_S,
+    SLOW_S,
+    WAITING_MAX,
+    WAITING_PART,
+    ArrivingBody,
+    Bound,
+    Space,
+)
+from tests.support.waiting import settled, until
 from tests.unit.played_time import PlayedTime
 
 
@@ -222,17 +231,17 @@ class TestArrivingBody:
         body = ArrivingBody(1000.0, asyncio.timeout(None))
         for second in range(60):
             body.came(LEAST_BYTES_PER_S, 1000.0 + second)
-            assert not body.end_if_slow(1000.5 + second)
+            assert not body.is_slow(1000.5 + second)
 
     async def test_what_came_long_ago_is_no_credit(self) -> None:
         """A burst at the beginning let a body drip for as long as the mean allowed."""
         body = ArrivingBody(1000.0, asyncio.timeout(None))
         async with body.limit:
             body.came(1 << 30, 1001.0)
-            assert not body.end_if_slow(1000.0 + 2 * SLOW_S)  # within two windows the burst counts
+            assert not body.is_slow(1000.0 + 2 * SLOW_S)  # within two windows the burst counts
             for second in range(2, 12):
                 body.came(1, 1000.0 + second)
-            assert body.end_if_slow(1000.0 + 3 * SLOW_S)
+            assert body.is_slow(1000.0 + 3 * SLOW_S)
             body.limit.reschedule(None)
 
     async def test_the_servers_own_time_does_not_count(self, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -242,9 +251,95 @@ class TestArrivingBody:
         body.came(1, 1000.0)
         with body.busy():
             loop_s[0] += 100
-            assert not body.end_if_slow(loop_s[0])
+            assert not body.is_slow(loop_s[0])
         monkeypatch.undo()
-        assert not body.end_if_slow(loop_s[0] + SLOW_S - 1)
+        assert not body.is_slow(loop_s[0] + SLOW_S - 1)
         async with body.limit:
-            assert body.end_if_slow(loop_s[0] + SLOW_S)
+            assert body.is_slow(loop_s[0] + SLOW_S)
             body.limit.reschedule(None)
+
+
+class TestQueue:
+    """Those that wait for room, by the keys that they work for."""
+
+    @staticmethod
+    def waiting(bound: Bound, by: str, nbytes: int, count: int) -> list[asyncio.Task[None]]:
+        async def wait() -> None:
+            CALLER.set(by)
+            async with bound.reserved(nbytes):
+                pass
+
+        return [asyncio.create_task(wait()) for _ in range(count)]
+
+    async def test_a_key_has_a_part_of_the_places_and_waits_for_no_more_than_there_is(self) -> None:
+        """One key's PUTs took all places, and nobody else's were even queued."""
+        bound = Bound("the directory", lambda: 1 << 30, lambda: 1 << 30)
+        bound.wants = lambda: None
+        greedy = self.waiting(bound, "a", 1 << 16, WAITING_MAX)
+        large = self.waiting(bound, "b", 1 << 29, 5)
+        other = self.waiting(bound, "c", 4096, 1)
+        await asyncio.sleep(0)
+        await asyncio.sleep(0)
+        assert sum(not each.done() for each in greedy) == WAITING_PART * WAITING_MAX
+        assert sum(not each.done() for each in large) == 2
+        assert not other[0].done()
+        for refused in (greedy[-1], large[-1]):
+            with pytest.raises(ServerError, match="too many wait") as told:
+                await refused
+            assert told.value.code is ErrorCode.SLOW_DOWN
+        assert bound.waiting_bytes <= 1 << 30
+        bound.refuse()
+        ends = await asyncio.gather(*greedy, *large, *other, return_exceptions=True)
+        assert all(isinstance(end, ServerError) for end in ends)
+        assert not bound.waiting_bytes
+        assert not bound.reserved_bytes
+
+    async def test_what_is_given_back_in_pieces_has_the_queue_looked_at_once(self) -> None:
+        """Two thousand pieces with a long queue stopped the loop for seconds."""
+        looks: list[int] = []
+
+        def used_bytes() -> int:
+            looks.append(1)
+            return 1 << 20
+
+        bound = Bound("the directory", lambda: 1 << 20, used_bytes)
+        bound.wants = lambda: None
+        waiting = [each for by in "abcdefgh" for each in self.waiting(bound, by, 4096, 100)]
+        await asyncio.sleep(0)
+        await asyncio.sleep(0)
+        looks.clear()
+        for _ in range(2000):
+            bound.notify()
+        await asyncio.sleep(0)
+        assert len(looks) == 1
+        looks.clear()
+        bound.refuse()
+        assert len(looks) == 1
+        await asyncio.gather(*waiting, return_exceptions=True)
+
+    async def test_slow_bodies_end_only_where_that_is_enough(self) -> None:
+        """Any large PUT ended everybody's slower uploads, and was refused then."""
+        bound = Bound("the directory", lambda: 100 * MIB, lambda: 100 * MIB)
+        ended: list[str] = []
+        now_s = asyncio.get_running_loop().time()
+
+        async def arrive(name: str, room_bytes: int) -> None:
+            body = ArrivingBody(now_s - 60, asyncio.timeout(None), room_bytes)
+            with bound.taken_by(body):
+                try:
+                    async with body.limit:
+                        await asyncio.Event().wait()
+                except TimeoutError:
+                    ended.append(name)
+
+        bodies = [asyncio.create_task(arrive(f"{size} MiB", size * MIB)) for size in (1, 20, 5)]
+        await asyncio.sleep(0)
+        with pytest.raises(ServerError, match="no room"):
+            async with bound.reserved(50 * MIB):
+                pass
+        waiter = self.waiting(bound, "a", 8 * MIB, 1)
+        await until(lambda: bool(ended))
+        assert ended == ["20 MiB"]
+        for task in (*bodies, *waiter):
+            task.cancel()
+        await asyncio.wait((*bodies, *waiter))
