@@ -38,8 +38,8 @@ class Cache:
     """The same in whole pages, as the books count it."""
     part_bytes: int = 0
     """Of open uploads. They take room as objects do, and cannot be evicted."""
-    arriving_part_bytes: int = 0
-    """Of parts that arrive, and have no row yet."""
+    parts_bound: Bound | None = None
+    """Theirs in `bound`: they leave only when somebody ends the upload."""
     is_replaced: bool = False
     """Whether its victims may be encoded: then there is as much room for those that wait as ahead of writes."""
 

@@ -12,8 +12,8 @@ import logging
 import math
 import time
 from collections import deque
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractAsyncContextManager, asynccontextmanager, contextmanager, nullcontext, suppress
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
+from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass
 from functools import partial
 from itertools import groupby
@@ -151,6 +151,9 @@ class Evictor(Uses):
             what = f"the bucket {settings.bucket}"
             cache.bound = Bound(what, lambda: cache.capacity_bytes, lambda: cache.taken_bytes)
             cache.bound.wants = self._want
+            parts_bytes_max = int(HELD_FRACTION * settings.capacity_bytes)
+            what = f"the half of the bucket {settings.bucket} that parts of open uploads may take"
+            cache.parts_bound = Bound(what, lambda: parts_bytes_max, lambda: cache.part_bytes)
         return cache
 
     def replace_with(self, replacer: Replacer, caches: Sequence[CacheSettings]) -> None:
@@ -169,33 +172,11 @@ class Evictor(Uses):
         """Whether there is any cache."""
         return self._whole is not None or bool(self._caches)
 
-    def bound_of(self, bucket: str) -> Bound | None:
-        """That of the bucket; None where it has none of its own."""
+    def bounds_of(self, bucket: str, *, of_part: bool = False) -> tuple[Bound, ...]:
+        """Those of the bucket in which a body needs room; none where the bucket has no bound of its own."""
         cache = self._caches.get(bucket)
-        return None if cache is None else cache.bound
-
-    def reserved(self, bucket: str, nbytes: int) -> AbstractAsyncContextManager[None]:
-        """Keep room for an object in its bucket until the block ends. Raises what `Bound.reserved` raises."""
-        bound = self.bound_of(bucket)
-        return nullcontext() if bound is None else bound.reserved(nbytes)
-
-    @contextmanager
-    def part(self, bucket: str, nbytes: int) -> Iterator[None]:
-        """A part of an upload arrives. Raises ServerError(InsufficientStorage) where the parts of open uploads would
-        take more than HELD_FRACTION of the bucket's cache: they leave only when somebody ends the upload.
-        """
-        cache = self._caches.get(bucket)
-        if cache is None or cache.capacity_bytes is None:
-            yield
-            return
-        if cache.part_bytes + cache.arriving_part_bytes + nbytes > HELD_FRACTION * cache.capacity_bytes:
-            problem = f"the parts of open uploads may take half of the bucket {bucket}, {cache.capacity_bytes} bytes"
-            raise ServerError(ErrorCode.INSUFFICIENT_STORAGE, problem, retryable=True)
-        cache.arriving_part_bytes += nbytes
-        try:
-            yield
-        finally:
-            cache.arriving_part_bytes -= nbytes
+        found = () if cache is None else (cache.parts_bound, cache.bound) if of_part else (cache.bound,)
+        return tuple(bound for bound in found if bound is not None)
 
     def note_changes(self, changes: Sequence[KeyChange], part_bytes: Mapping[str, int]) -> None:
         """Note what keys show now, and what the parts of open uploads take more, by buckets. Called by the committer's
@@ -212,8 +193,9 @@ class Evictor(Uses):
                 self._news.append(change)
         if (changes or part_bytes) and self.is_needed:
             for cache in self._caches.values():
-                if cache.bound is not None:
-                    cache.bound.notify()
+                for bound in (cache.parts_bound, cache.bound):
+                    if bound is not None:
+                        bound.notify()
             if self._is_short():
                 self._wake_up()
 

@@ -21,7 +21,7 @@ from storage_server.store.data.bodies import BodyReader, BodyWriter
 from storage_server.store.data.body_hashes import BodyHashes
 from storage_server.store.data.extents import ExtentFiles
 from storage_server.store.data.io_threads import IoThreads
-from storage_server.store.data.space import CALLER
+from storage_server.store.data.space import CALLER, reserved_in
 from storage_server.store.evictor import Evictor
 from storage_server.store.index import transaction
 from storage_server.store.index.committer import Committer
@@ -84,10 +84,10 @@ class Objects(Reads):
         check_size(request.nbytes, self._object_bytes_max)
         self._committer.require_space()
         self._index.here(lambda db: _check_before_body(db, request))
-        of_bucket = self._evictor.bound_of(request.bucket)
+        bounds = self._evictor.bounds_of(request.bucket)
         async with (
-            self._evictor.reserved(request.bucket, request.nbytes),
-            self._writer.received(request.nbytes, request.checksum, body, of_bucket) as (part, pending),
+            reserved_in(bounds, request.nbytes),
+            self._writer.received(request.nbytes, request.checksum, body, bounds) as (part, pending),
         ):
             info = ObjectInfo(request.key, request.nbytes, part.etag, time.time(), request.attributes, part.checksum)
 
@@ -111,7 +111,7 @@ class Objects(Reads):
                 return transaction.copy(tx, request, seen, made, time.time())
 
             try:
-                async with self._evictor.reserved(request.bucket, copied.nbytes):
+                async with reserved_in(self._evictor.bounds_of(request.bucket), copied.nbytes):
                     return await self._change(publish)
             except CallerError as error:
                 if error.code is not ErrorCode.CONDITIONAL_CONFLICT:

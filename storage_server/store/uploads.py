@@ -30,7 +30,7 @@ from descriptors.objects import (
 from descriptors.storage_api import Body, ObjectRead, Piece
 from storage_server.store.data.bodies import BodyWriter
 from storage_server.store.data.segments import Pending
-from storage_server.store.data.space import CALLER
+from storage_server.store.data.space import CALLER, reserved_in
 from storage_server.store.evictor import Evictor
 from storage_server.store.index import queries, upload_changes
 from storage_server.store.index.committer import Committer
@@ -74,13 +74,12 @@ class Uploads:
         self._committer.require_space()
         upload = self._reader.here(lambda db: require_upload(db, request.upload)).info
         algorithm = _part_algorithm(upload, request.checksum)
-        of_bucket = self._evictor.bound_of(request.upload.bucket)
-        with self._evictor.part(request.upload.bucket, request.nbytes):
-            async with (
-                self._evictor.reserved(request.upload.bucket, request.nbytes),
-                self._bodies.received(request.nbytes, algorithm, body, of_bucket) as (part, pending),
-            ):
-                return await self._add_part(request.upload, request.part_number, part, pending)
+        bounds = self._evictor.bounds_of(request.upload.bucket, of_part=True)
+        async with (
+            reserved_in(bounds, request.nbytes),
+            self._bodies.received(request.nbytes, algorithm, body, bounds) as (part, pending),
+        ):
+            return await self._add_part(request.upload, request.part_number, part, pending)
 
     async def copy_part(self, access_key: str, request: PartCopyRequest) -> PartInfo:
         CALLER.set(access_key)
@@ -94,12 +93,11 @@ class Uploads:
                 problem = f"the range must end within the source, which has {read.head.info.nbytes} bytes"
                 raise CallerError(ErrorCode.INVALID_ARGUMENT, problem, field="x-amz-copy-source-range")
             check_part(request.part_number, nbytes, self._part_bytes_max)
-            with self._evictor.part(request.upload.bucket, nbytes):
-                async with (
-                    self._evictor.reserved(request.upload.bucket, nbytes),
-                    self._bodies.received(nbytes, upload.checksum, _CopiedBody(read)) as (part, pending),
-                ):
-                    return await self._add_part(request.upload, request.part_number, part, pending)
+            async with (
+                reserved_in(self._evictor.bounds_of(request.upload.bucket, of_part=True), nbytes),
+                self._bodies.received(nbytes, upload.checksum, _CopiedBody(read)) as (part, pending),
+            ):
+                return await self._add_part(request.upload, request.part_number, part, pending)
 
     async def complete_upload(self, access_key: str, request: CompleteRequest) -> ObjectInfo:
         return await self._commit(lambda tx: upload_changes.complete_upload(tx, request, time.time()))

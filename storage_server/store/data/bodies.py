@@ -44,10 +44,10 @@ class BodyWriter:
 
     @asynccontextmanager
     async def received(
-        self, nbytes: int, algorithm: ChecksumAlgorithm | None, body: Body, of_bucket: Bound | None = None
+        self, nbytes: int, algorithm: ChecksumAlgorithm | None, body: Body, of_bucket: Sequence[Bound] = ()
     ) -> AsyncIterator[tuple[StoredPart, Pending | None]]:
         """Receive a body and check it. Inside the block, commit the body's row and, with it, what is pending on disk.
-        `of_bucket` is the bound of its bucket, if there is one, in which it has room already.
+        `of_bucket` are the bounds of its bucket in which it has room already.
 
         Raises CallerError (IncompleteBody, BadDigest, XAmzContentSHA256Mismatch), ServerError (InsufficientStorage,
         InternalError). A body for which there is no room is not read, but where others take its room meanwhile. If no
@@ -88,9 +88,9 @@ class BodyWriter:
             return await io.run(partial(self._segments.writer, nbytes, hashes), undo=ExtentWriter.close)
 
     async def _copy(
-        self, pieces: AsyncIterable[Piece], writer: ExtentWriter, body: Body, nbytes: int, of_bucket: Bound | None
+        self, pieces: AsyncIterable[Piece], writer: ExtentWriter, body: Body, nbytes: int, of_bucket: Sequence[Bound]
     ) -> None:
-        with _slow_ends(nbytes, self._bound, of_bucket) as (arriving, limit):
+        with _slow_ends(nbytes, self._bound, *of_bucket) as (arriving, limit):
             async with limit:
                 await self._take(pieces, writer, body, nbytes, arriving)
 
@@ -125,7 +125,7 @@ def _stored(writer: ExtentWriter, nbytes: int) -> StoredPart:
 
 
 @contextmanager
-def _slow_ends(nbytes: int, *bounds: Bound | None) -> Iterator[tuple[ArrivingBody, asyncio.Timeout]]:
+def _slow_ends(nbytes: int, *bounds: Bound) -> Iterator[tuple[ArrivingBody, asyncio.Timeout]]:
     """A body of `nbytes` arrives into room that it got in these bounds: where others lack it, one that comes too slowly
     is ended. Enter the time limit around its arrival. Raises ServerError(SlowDown) where it was ended.
     """
@@ -134,8 +134,7 @@ def _slow_ends(nbytes: int, *bounds: Bound | None) -> Iterator[tuple[ArrivingBod
     try:
         with ExitStack() as stack:
             for bound in bounds:
-                if bound is not None:
-                    stack.enter_context(bound.taken_by(arriving))
+                stack.enter_context(bound.taken_by(arriving))
             yield arriving, limit
     except TimeoutError:
         if not limit.expired():
@@ -144,15 +143,15 @@ def _slow_ends(nbytes: int, *bounds: Bound | None) -> Iterator[tuple[ArrivingBod
         raise ServerError(ErrorCode.SLOW_DOWN, problem, field="body", retryable=True) from None
 
 
-async def _small(body: Body, nbytes: int, of_bucket: Bound | None) -> bytearray:
+async def _small(body: Body, nbytes: int, of_bucket: Sequence[Bound]) -> bytearray:
     """A small body in memory. In the directory it takes no room yet. Raises CallerError(IncompleteBody) when it is
     longer than announced, ServerError(SlowDown) where it comes too slowly and others lack the room of its bucket.
     """
     whole = bytearray()
-    if of_bucket is None:
+    if not of_bucket:
         await _gather(body, nbytes, whole)
         return whole
-    with _slow_ends(nbytes, of_bucket) as (arriving, limit):
+    with _slow_ends(nbytes, *of_bucket) as (arriving, limit):
         async with limit:
             await _gather(body, nbytes, whole, arriving)
     return whole

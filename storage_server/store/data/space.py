@@ -11,8 +11,8 @@ import math
 import os
 import threading
 from collections import Counter, deque
-from collections.abc import AsyncIterator, Callable, Collection, Iterable, Iterator
-from contextlib import asynccontextmanager, contextmanager, suppress
+from collections.abc import AsyncIterator, Callable, Collection, Iterable, Iterator, Sequence
+from contextlib import AsyncExitStack, asynccontextmanager, contextmanager, suppress
 from contextvars import ContextVar
 from dataclasses import dataclass
 from pathlib import Path
@@ -223,6 +223,15 @@ def _allocated(path: Path) -> int:
     with suppress(OSError):
         return path.lstat().st_blocks * BLOCK_UNIT_BYTES
     return 0
+
+
+@asynccontextmanager
+async def reserved_in(bounds: Sequence[Bound], nbytes: int) -> AsyncIterator[None]:
+    """Keep room for `nbytes` in all of these until the block ends. Raises what `Bound.reserved` raises."""
+    async with AsyncExitStack() as stack:
+        for bound in bounds:
+            await stack.enter_async_context(bound.reserved(nbytes))
+        yield
 
 
 @dataclass(frozen=True, slots=True, eq=False)
