@@ -99,6 +99,9 @@ def _load() -> ModuleType:
     os.environ.setdefault("UCX_DEBUG_SIGNO", "0")  # UCX's default is SIGHUP, which the server uses
     os.environ.setdefault("NIXL_LOG_LEVEL", "ERROR")
     logging.getLogger("nixl").setLevel(logging.WARNING)
+    loaded = [sys.modules[name] for name in _MODULES.values() if name in sys.modules]
+    if loaded:
+        return loaded[0]  # two wheels bring two UCX
     for name in sorted(_MODULES.values(), key=lambda name: name != _MODULES.get(_cuda_major())):
         try:
             return importlib.import_module(name)

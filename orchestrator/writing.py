@@ -34,6 +34,9 @@ FLUSH_S = 1.0
 RESTORED_AT_ONCE = 5000
 FAILURES_MAX = 60
 """After so many failures in a row sessions are not kept any longer: they must not fill the memory."""
+HELD_MAX = 1_000_000
+"""Blocks of a source that wait to be written. Of one with more, nothing is known after a restart."""
+SESSIONS = "sessions"
 _log = logging.getLogger(__name__)
 
 
@@ -45,6 +48,11 @@ class _Changes:
     is_cleared: bool = False
     added: dict[bytes, bytes] = field(default_factory=dict)
     removed: set[bytes] = field(default_factory=set)
+
+    @property
+    def count(self) -> int:
+        """The blocks that changed."""
+        return len(self.added) + len(self.removed)
 
     def after(self, before: _Changes) -> _Changes:
         """These, with those of before, which could not be written."""
@@ -170,28 +178,39 @@ class Writing:
             sessions, self._sessions = self._sessions, {}
             if not changes and not sessions:
                 return
-            try:
-                await asyncio.to_thread(self._write, changes, sessions)
-            except Exception as error:  # a full disk, for example
-                self.failure_count += 1
-                _log.warning("the metadata could not be written, and is tried again: %r", error)
-                self._sessions = {**sessions, **self._sessions} if self.failure_count < FAILURES_MAX else {}
-                for source, before in changes.items():
-                    now = self._changes.get(source)
-                    self._changes[source] = before if now is None else now.after(before)
-            else:
+            failed = await asyncio.to_thread(self._write, changes, sessions)
+            if not failed:
                 self.failure_count = 0
+                return
+            self.failure_count += 1
+            names = ", ".join(sorted(failed))
+            _log.warning("%s could not be written, and is tried again: %r", names, next(iter(failed.values())))
+            if SESSIONS in failed:
+                self._sessions = {**sessions, **self._sessions} if self.failure_count < FAILURES_MAX else {}
+            for source in changes.keys() & failed.keys():
+                now = self._changes.get(source)
+                kept = changes[source] if now is None else now.after(changes[source])
+                self._changes[source] = kept if kept.count <= HELD_MAX else _Changes(is_cleared=True)
 
     async def _run(self) -> None:
         while True:
             await asyncio.sleep(FLUSH_S)
             await self.flush()
 
-    def _write(self, changes: Mapping[str, _Changes], sessions: Mapping[str, str]) -> None:
-        if sessions:
-            self.metadata.note_sessions(sessions)
+    def _write(self, changes: Mapping[str, _Changes], sessions: Mapping[str, str]) -> dict[str, Exception]:
+        """What could not be written, with the reason. What one engine says keeps nothing of others from the disk."""
+        failed: dict[str, Exception] = {}
         now = time.time()
+        try:
+            if sessions:
+                self.metadata.note_sessions(sessions)
+        except Exception as error:  # a full disk, for example
+            failed[SESSIONS] = error
         for source, each in changes.items():
             added = [CacheEntry(source, prefix, block, used_at=now) for block, prefix in each.added.items()]
             known = None if each.known is None else (each.known.number, each.known.sent_at)
-            self.metadata.note_source(source, known, added, sorted(each.removed), is_cleared=each.is_cleared)
+            try:
+                self.metadata.note_source(source, known, added, sorted(each.removed), is_cleared=each.is_cleared)
+            except Exception as error:
+                failed[source] = error
+        return failed

@@ -18,18 +18,28 @@ def response_id(beginning: bytes) -> str:
 
 
 class KeptResponses:
-    """The engines of the last KEPT_MAX responses, by tenant and id: no tenant may ask for those of others."""
+    """The engines of the last responses, by tenant and id: no tenant may ask for those of others. There are KEPT_MAX of
+    all: where there would be more, the tenant that has most gives up its oldest one.
+    """
 
     def __init__(self) -> None:
-        self._engines: OrderedDict[tuple[str, str], str] = OrderedDict()
+        self._engines: dict[str, OrderedDict[str, str]] = {}
+        self._count = 0
 
     def note(self, tenant: str, response: str, engine: str) -> None:
         """This engine has given a response."""
-        self._engines[tenant, response] = engine
-        self._engines.move_to_end((tenant, response))
-        while len(self._engines) > KEPT_MAX:
-            self._engines.popitem(last=False)
+        mine = self._engines.setdefault(tenant, OrderedDict())
+        self._count += response not in mine
+        mine[response] = engine
+        mine.move_to_end(response)
+        if self._count > KEPT_MAX:
+            largest = max(self._engines, key=lambda each: len(self._engines[each]))
+            self._engines[largest].popitem(last=False)
+            self._count -= 1
+            if not self._engines[largest]:
+                del self._engines[largest]
 
     def engine(self, tenant: str, response: str) -> str | None:
         """The engine that has a response; None where it is not known."""
-        return self._engines.get((tenant, response)) if len(response) <= ID_CHARACTERS_MAX else None
+        mine = self._engines.get(tenant)
+        return None if mine is None or len(response) > ID_CHARACTERS_MAX else mine.get(response)

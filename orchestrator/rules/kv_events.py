@@ -7,6 +7,7 @@ kv_events.py` of vLLM 0.32.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from enum import Enum
@@ -186,6 +187,8 @@ def batch_of(document: object) -> Batch:
     rank = document[2] if len(document) > 2 and document[2] is not None else 0
     if not isinstance(sent_at, int | float) or not isinstance(events, list | tuple) or not isinstance(rank, int):
         raise WrongEventError("time, events or rank are of the wrong kind")
+    if not math.isfinite(sent_at):
+        raise WrongEventError(f"the time of a batch is {sent_at}")
     if len(events) > EVENTS_MAX:
         raise WrongEventError(f"events: {len(events)} in one batch, at most {EVENTS_MAX} are read")
     found = tuple(each for each in map(_event, events) if each is not None)

@@ -36,8 +36,13 @@ def test_the_wheel_of_torchs_cuda_is_taken(
     monkeypatch: pytest.MonkeyPatch, torch_of: Any, cuda: str | None, taken: str
 ) -> None:
     torch_of(cuda)
+    for name in nixl_agent._MODULES.values():
+        monkeypatch.delitem(sys.modules, name, raising=False)
     monkeypatch.setattr(importlib, "import_module", lambda name: ModuleType(name))
     assert nixl_agent._load().__name__ == taken
+    torch_of("13.0" if taken == "nixl_cu12._api" else "12.8")
+    monkeypatch.setitem(sys.modules, taken, ModuleType("the one that is loaded"))
+    assert nixl_agent._load().__name__ == "the one that is loaded"
 
 
 def test_a_gpu_that_nixl_does_not_know_names_the_wheel(torch_of: Any) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 
+from orchestrator.rules import kept_responses
 from orchestrator.rules.kept_responses import KEPT_MAX, KeptResponses, response_id
 
 
@@ -33,3 +34,16 @@ def test_the_last_responses_are_known_to_their_tenants_only() -> None:
         kept.note("b", f"resp_{number}", "engine 2")
     assert kept.engine("a", "resp_1") is None
     assert kept.engine("b", f"resp_{KEPT_MAX - 1}") == "engine 2"
+
+
+def test_no_tenant_pushes_the_responses_of_others_out(monkeypatch: pytest.MonkeyPatch) -> None:
+    """One bound for all: many cheap requests of one made another's next turn `not found`."""
+    monkeypatch.setattr(kept_responses, "KEPT_MAX", 10)
+    kept = KeptResponses()
+    for number in range(3):
+        kept.note("small", f"resp_{number}", "e")
+    for number in range(100):
+        kept.note("large", f"resp_{number}", "e")
+    assert [kept.engine("small", f"resp_{number}") for number in range(3)] == ["e"] * 3
+    assert sum(kept.engine("large", f"resp_{number}") == "e" for number in range(100)) == 7
+    assert kept.engine("large", "resp_99") == "e"

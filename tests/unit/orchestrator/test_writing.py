@@ -1,0 +1,76 @@
+"""What the orchestrator writes down of its engines."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from orchestrator import writing
+from orchestrator.rules.kv_events import Batch, BlockRemoved, BlockStored, WrongEventError, batch_of
+from orchestrator.rules.policies import Sessions
+from orchestrator.rules.prefix_index import PrefixIndex
+from orchestrator.writing import Writing
+
+
+def stored(name: int) -> Batch:
+    return Batch(1.0, (BlockStored((name,), None, (1, 2, 3, 4), 4),), 0)
+
+
+@pytest.fixture
+def made(tmp_path: Path) -> Writing:
+    index = PrefixIndex()
+    for name in ("bad", "good"):
+        index.add_engine(name)
+    return Writing(tmp_path, index, Sessions())
+
+
+def note(made: Writing, source: str, number: int, batch: Batch) -> None:
+    for event in batch.events:
+        made._index.apply(source, event)
+    made.note_batch(source, number, batch)
+
+
+async def test_what_one_engine_says_keeps_nothing_of_others_from_the_disk(
+    made: Writing, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A batch with the time NaN ended the writing of every engine's blocks for good."""
+    note_source = made.metadata.note_source
+
+    def refuse(source: str, *arguments: Any, **options: Any) -> None:
+        if source == "bad":
+            raise OSError("no")
+        note_source(source, *arguments, **options)
+
+    monkeypatch.setattr(made.metadata, "note_source", refuse)
+    for number in range(3):
+        note(made, "bad", number, stored(number))
+        note(made, "good", number, stored(number))
+        made.note_session(f"session {number}", "good")
+        await made.flush()
+    assert set(made.metadata.known_batches()) == {"good"}
+    assert dict(made.metadata.sessions()) == {f"session {number}": "good" for number in range(3)}
+    assert made.failure_count == 3
+    monkeypatch.undo()
+    await made.flush()
+    assert set(made.metadata.known_batches()) == {"bad", "good"}
+    assert len(list(made.metadata.entries("bad"))) == 3
+    await made.stop()
+
+
+async def test_what_waits_for_a_disk_is_bounded(made: Writing, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(writing, "HELD_MAX", 100)
+    monkeypatch.setattr(made.metadata, "note_source", lambda *_, **__: 1 / 0)
+    for number in range(50):
+        note(made, "bad", number, Batch(1.0, (BlockRemoved(tuple(range(number * 10, number * 10 + 10))),), 0))
+        await made.flush()
+        assert made._changes["bad"].count <= 100
+    monkeypatch.undo()
+    await made.stop()
+
+
+@pytest.mark.parametrize("sent_at", [float("nan"), float("inf"), float("-inf")])
+def test_a_batch_has_a_time(sent_at: float) -> None:
+    with pytest.raises(WrongEventError, match="the time of a batch"):
+        batch_of([sent_at, [], 0])
