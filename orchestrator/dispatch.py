@@ -179,7 +179,10 @@ class Dispatch:
         body, params = exchange.raw, transfer_params(exchange, routed)
         if params:
             body = await self.edited(exchange, (), {"kv_transfer_params": params})
-        async with self._opened(engine, exchange.path, headers, body, exchange.progress) as (answer, first, late):
+        opened = self._opened(
+            engine, exchange.path, headers, body, exchange.progress, is_stream=exchange.asked.is_stream
+        )
+        async with opened as (answer, first, late):
             note: dict[str, Any] = {"engine": engine.name, "status": answer.status}
             exchange.receipt.attempts.append(note)
             if answer.status in _RETRIED:
@@ -213,7 +216,7 @@ class Dispatch:
 
     async def ask(self, engine: Engine, path: str, headers: Mapping[str, str], body: bytes) -> dict[str, Any]:
         """A request whose answer is for the orchestrator. Raises AttemptFailed."""
-        async with self._opened(engine, path, headers, body, Progress()) as (answer, first, _):
+        async with self._opened(engine, path, headers, body, Progress(), is_stream=True) as (answer, first, _):
             try:
                 document = json.loads(first + await read_whole(answer, ASKED_BYTES_MAX))
             except (aiohttp.ClientError, TimeoutError, OSError, ValueError, RecursionError) as error:
@@ -224,10 +227,12 @@ class Dispatch:
 
     @asynccontextmanager
     async def _opened(
-        self, engine: Engine, path: str, headers: Mapping[str, str], body: bytes, progress: Progress
+        self, engine: Engine, path: str, headers: Mapping[str, str], body: bytes, progress: Progress, *, is_stream: bool
     ) -> AsyncIterator[tuple[aiohttp.ClientResponse, bytes, list[str]]]:
         """The answer's head and its first piece. When the engine is ejected meanwhile, the wait for them ends, and the
-        list says so. A stream that has begun may go on, unless nothing comes for STALLED_S.
+        list says so. A stream that has begun may go on, unless nothing comes for STALLED_S. An answer that is no stream
+        has its first byte when all of it is computed: one that takes too long says nothing about the engine, and would
+        take as long elsewhere. Raises AttemptFailed; Refusal for such an answer.
         """
         late: list[str] = []
         checks: list[asyncio.TimerHandle] = []
@@ -271,6 +276,9 @@ class Dispatch:
                     engine.failed(str(error), is_certain=isinstance(error.os_error, ConnectionRefusedError))
                     raise AttemptFailed(f"{engine.name}: {error}") from error
                 except TimeoutError as error:
+                    if not is_stream:
+                        problem = f"{engine.name} has not answered within {self._first_byte_s:g} s; ask for a stream"
+                        raise Refusal(504, problem, code="timeout") from None
                     engine.failed(f"{path}: no first byte in time")
                     raise AttemptFailed(f"{engine.name} has not answered in time") from error
                 except (aiohttp.ClientError, OSError) as error:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import math
 import time
 from collections import OrderedDict
 from collections.abc import Sequence
@@ -17,6 +18,7 @@ from dataclasses import dataclass
 
 from adapters.breaker import Breaker
 from descriptors.descriptor import Accept
+from descriptors.errors import CallerError
 from descriptors.layout import ChunkLayout
 from descriptors.recompute import AdviceRequest, PrefillCosts
 from nixl_client.client import ObjectCacheClient
@@ -37,6 +39,8 @@ ACTIVE_MAX = 4 * THREADS
 FAILURES_MAX = 3
 PAUSE_S, PAUSE_S_MAX = 1.0, 30.0
 """After so many failures in a row the store is asked nothing for a while."""
+WARN_EVERY_S = 60.0
+"""A refusal comes with every prompt."""
 LookupKey = tuple[Deployment, ChunkLayout, str, str, Accept | None]
 """The deployment, the shape of its chunks, its store's endpoint and bucket, and the encoded chunks it takes."""
 _log = logging.getLogger(__name__)
@@ -64,6 +68,7 @@ class StoreLookups:
         self._naming = ThreadPoolExecutor(1, "objectcache-orchestrator-naming")
         self._stores: OrderedDict[str, _Store] = OrderedDict()
         self._active_count = 0
+        self._warned_s = -math.inf
         self.count = 0
         self.failure_count = 0
 
@@ -116,6 +121,13 @@ class StoreLookups:
         except asyncio.CancelledError:
             store.breaker.gave_up()
             raise
+        except CallerError as error:  # what an engine published is wrong: the store is well, and others ask it
+            store.breaker.succeeded()
+            self.failure_count += 1
+            if time.monotonic() - self._warned_s > WARN_EVERY_S:
+                self._warned_s = time.monotonic()
+                _log.warning("a lookup for the bucket %s was refused: %s", published.bucket, error)
+            return None
         except Exception as error:  # an answer may be anything
             self.failure_count += 1
             store.breaker.failed(time.monotonic())

@@ -26,6 +26,8 @@ from adapters.beneath import Beneath
 from storage_server.used_ids import SECRET_BYTES
 
 LINE_BYTES_MAX = 128
+LINES_MAX = 1 << 20
+"""A start goes on with a file of so many ids at most, where the other one has none that counts."""
 WARN_EVERY_S = 60.0
 _log = logging.getLogger(__name__)
 
@@ -65,18 +67,23 @@ class RequestIdLog:
         found = [_read(place) for place in self._places]
         newest = [max(used.at_s, default=-math.inf) for used in found]
         self._current = int(newest[1] > newest[0])
-        used = found[self._current]
+        used, other = found[self._current], found[1 - self._current]
         if used.secret is not None and used.at_s:
             self._secret = used.secret
+            is_over = max(other.at_s, default=-math.inf) <= unix_s - self._keep_s
+            if len(used.at_s) > LINES_MAX and is_over:
+                # a server that is restarted more often than in `keep_s` would write to one file for ever
+                self._current, self._flags = 1 - self._current, os.O_TRUNC
+            else:
+                self._is_torn = True  # its last line may have no end
             self._began_s = steady_s
-            self._is_torn = True  # its last line may have no end
         self._is_loaded = True
         try:
             self._open_for(steady_s)
         except OSError as error:
             self._warn(error, steady_s)
         oldest_s = unix_s - self._keep_s
-        known = [each for each in (found[1 - self._current], used) if each.secret == self._secret]
+        known = [each for each in (other, used) if each.secret == self._secret]
         pairs = chain.from_iterable(zip(each.fingerprints, each.at_s, strict=True) for each in known)
         return self._secret, (pair for pair in pairs if pair[1] > oldest_s)
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import time
 from dataclasses import replace
 from pathlib import Path
 
@@ -261,6 +262,18 @@ async def test_an_engine_that_gives_no_tokens_is_not_asked_by_every_prompt(monke
         for number in range(5):
             assert (await bed.complete(f"{number} is the number of this prompt")).status == 200
         assert engines[0].tokenize_count == 1
+
+
+async def test_long_answers_say_nothing_about_their_engine() -> None:
+    """Three answers of a tenant that were no streams ejected a healthy engine, with the requests of everybody else."""
+    settings = replace(QUICK, first_byte_timeout_s=0.2)
+    async with canned(1, replace(FAST, output_s=5.0)) as engines, orchestrated(engines, settings) as bed:
+        answers = await asyncio.gather(*(bed.complete(f"{number} is a prompt") for number in range(4)))
+        assert [answer.status for answer in answers] == [504] * 4
+        assert b"ask for a stream" in answers[0].body
+        engine = bed.orchestrator.engines[engines[0].url]
+        assert engine.liveness.status(time.monotonic()) is EngineStatus.UP
+        assert engine.books.load(time.monotonic()).active_count == 0
 
 
 async def test_what_is_made_of_a_body_counts_like_the_body() -> None:

@@ -9,6 +9,7 @@ from dataclasses import replace
 import pytest
 
 from descriptors.descriptor import Accept
+from descriptors.errors import CallerError, ErrorCode
 from descriptors.layout import ChunkLayout
 from descriptors.recompute import Advice, AdviceRequest, Choice, DeliveryCosts, PrefillCosts
 from nixl_client.client import ObjectCacheClient
@@ -72,6 +73,22 @@ async def test_a_store_that_fails_is_left_alone_after_some_failures(monkeypatch:
         for _ in range(3 * FAILURES_MAX):
             assert await store.find(published(), TOKENS, "") is None
         assert store.count == store.failure_count == FAILURES_MAX
+    finally:
+        store.close()
+
+
+async def test_a_refusal_is_no_failure_of_the_store(monkeypatch: pytest.MonkeyPatch) -> None:
+    """One engine that published a bucket that is not there switched the store off for all engines."""
+
+    def advise(self: ObjectCacheClient, *_: object, **__: object) -> None:
+        raise CallerError(ErrorCode.NO_SUCH_BUCKET, "the bucket does not exist", field="bucket")
+
+    monkeypatch.setattr(ObjectCacheClient, "advise", advise)
+    store = lookups(60.0)
+    try:
+        for _ in range(3 * FAILURES_MAX):
+            assert await store.find(published(), TOKENS, "") is None
+        assert store.count == store.failure_count == 3 * FAILURES_MAX
     finally:
         store.close()
 

@@ -12,7 +12,7 @@ from unittest import mock
 import pytest
 
 from descriptors.errors import CallerError, ObjectCacheError
-from storage_server import used_ids
+from storage_server import request_id_log, used_ids
 from storage_server.request_id_log import WARN_EVERY_S, RequestIdLog
 from storage_server.requests import REMEMBER_S, RequestTable
 from storage_server.used_ids import IDS_MAX, UsedIds
@@ -189,3 +189,19 @@ def test_a_log_that_could_not_be_opened_is_opened_later(tmp_path: Path, caplog: 
     log.append(2, 2.0, 2.0)
     log.close()
     assert list(RequestIdLog(tmp_path / "gone", keep_s=1000.0).load(100.0, 100.0)[1]) == [(2, 2.0)]
+
+
+def test_a_server_that_is_often_restarted_does_not_write_to_one_file_for_ever(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(request_id_log, "LINES_MAX", 50)
+    for start in range(20):
+        at_s = 60.0 * start
+        log = RequestIdLog(tmp_path, keep_s=100.0)
+        _, used = log.load(at_s, 0.0)
+        known = {fingerprint for fingerprint, _ in used}
+        assert known >= {number for number in range(10 * start) if at_s - 60.0 * (number // 10) < 100.0}
+        for number in range(10 * start, 10 * start + 10):
+            log.append(number, at_s, 0.0)
+        log.close()
+    assert sum(file.stat().st_size for file in tmp_path.iterdir()) < 32 * 2 * (50 + 20)

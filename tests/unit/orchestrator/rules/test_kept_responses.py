@@ -32,7 +32,8 @@ def test_the_last_responses_are_known_to_their_tenants_only() -> None:
     assert kept.engine("a", "x" * 1000) is None
     for number in range(KEPT_MAX):
         kept.note("b", f"resp_{number}", "engine 2")
-    assert kept.engine("a", "resp_1") is None
+    assert kept.engine("a", "resp_1") == "engine 1"
+    assert kept.engine("b", "resp_0") is None
     assert kept.engine("b", f"resp_{KEPT_MAX - 1}") == "engine 2"
 
 
