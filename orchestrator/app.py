@@ -379,7 +379,10 @@ class App:
             raise Refusal(401, "/_orchestrator needs the admin token (OBJECTCACHE_ADMIN_TOKEN) as a bearer token")
 
     async def _read(self, http: web.BaseRequest, raw: bytes, kind: RequestKind, tenant: Tenant) -> ReadBody:
-        if kind is RequestKind.OTHER and http.content_type == "multipart/form-data":
+        is_form = kind is RequestKind.OTHER and http.content_type == "multipart/form-data"
+        if is_form and self._settings.tenant_salts and tenant.name:
+            raise Refusal(501, "a form has no cache_salt, without which tenants would share blocks (tenant_salts)")
+        if is_form:
             return ReadBody(raw, read_form(raw))
         settings, responses = self._settings, self._orchestrator.responses
         order = Order(

@@ -267,6 +267,12 @@ async def test_with_salts_of_their_own_tenants_share_no_block() -> None:
         await bed.complete(PROMPT, cache_salt="x", headers={"Authorization": "Bearer key-of-a-tenant"})
         assert len({each["cache_salt"] for each in engines[0].requests}) == 3
         assert index.held_count(name) == 48
+        form = aiohttp.FormData({"model": "canned", "file": "sound"}, default_to_multipart=True)
+        bearer = {"Authorization": "Bearer key-of-a-tenant"}
+        unsalted = await bed.ask("POST", "/v1/audio/transcriptions", data=form, headers=bearer)
+        assert unsalted.status == 501
+        assert b"has no cache_salt" in unsalted.body
+        assert not engines[0].forms
 
 
 async def test_a_retry_is_kept_without_the_refusal_before_it() -> None:
