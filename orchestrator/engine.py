@@ -17,7 +17,7 @@ import aiohttp
 from adapters.threads import computed
 from adapters.whole_answers import read_whole
 from descriptors.recompute import PrefillCosts
-from orchestrator.events_feed import EventsFeed, FeedStatus
+from orchestrator.events_feed import EventsFeed, FeedStatus, Turns
 from orchestrator.rules.books import EngineBooks
 from orchestrator.rules.engine_metrics import METRICS_BYTES_MAX, EngineReport, Published, read_metrics
 from orchestrator.rules.kv_events import Batch, KnownBatch
@@ -56,9 +56,11 @@ class Engine:
         on_cleared: Callable[[str], None] | None = None,
         headers: Mapping[str, str] | None = None,
         on_up: Callable[[], None] | None = None,
+        turns: Turns | None = None,
     ) -> None:
         """`known` are the last batches of the ranks that are in the index, by their names there. `headers` go with
-        every request of the orchestrator's own. `on_up` is called when the engine takes requests again.
+        every request of the orchestrator's own. `on_up` is called when the engine takes requests again. `turns` are
+        those of all engines' events.
         """
         self.settings = settings
         self.name = settings.label
@@ -85,6 +87,7 @@ class Engine:
         self._sources: list[tuple[int, str, str | None, str]] | None = None
         self._listeners: list[asyncio.Task[None]] = []
         self._sources_s = 0.0
+        self._turns = turns or Turns()
         self._on_gone: set[Callable[[], None]] = set()
         self._on_batch = on_batch
         self._on_up = on_up
@@ -213,6 +216,7 @@ class Engine:
                 self._known.get(name),
                 None if on_batch is None else partial(on_batch, name),
                 None if on_cleared is None else partial(on_cleared, name),
+                self._turns,
             )
             self.ranks[name] = rank
             self._listeners.append(asyncio.create_task(feed.run()))

@@ -13,7 +13,7 @@ import hmac
 import logging
 import threading
 import time
-from collections.abc import AsyncGenerator, Callable
+from collections.abc import AsyncGenerator, Callable, Iterator
 from enum import Enum
 from functools import partial
 
@@ -26,6 +26,7 @@ from orchestrator.rules.kv_events import (
     AllBlocksCleared,
     Batch,
     BatchOrder,
+    Event,
     KnownBatch,
     Turn,
     WrongEventError,
@@ -48,7 +49,8 @@ DEGRADED_S = 30.0
 RECONNECT_S = 1.0
 END_S = 1.0
 """So long an endpoint may take to be free again."""
-QUEUE_MAX = 10_000
+QUEUE_MAX = 256
+"""Messages of one rank that wait here. More are dropped, and asked for again."""
 _NUMBER_BYTES = 8
 _END = (1 << 64) - 1
 NUMBER_MAX = (1 << 62) - 1
@@ -76,9 +78,30 @@ class FeedStatus(Enum):
     DEGRADED = "degraded"
 
 
+class Turns:
+    """What the feeds of all engines do at once: they take BLOCKS_AT_ONCE over together, and then the event loop has a
+    turn; and they read one large batch at a time, since many threads would keep the interpreter from the loop.
+    """
+
+    def __init__(self) -> None:
+        self._room = BLOCKS_AT_ONCE
+        self._next = asyncio.Lock()
+        self.reading = asyncio.Lock()
+
+    async def take(self, block_count: int) -> None:
+        """Return when so many blocks may be taken over, at once."""
+        if self._room <= 0:
+            async with self._next:
+                if self._room <= 0:
+                    await asyncio.sleep(0)
+                    self._room = BLOCKS_AT_ONCE
+        self._room -= block_count
+
+
 class EventsFeed:
     """Events of `engine`, into `index`. `known` is the last batch that is in the index already. `on_batch` is told of
-    each batch that was taken, with its number, and `on_cleared` of a cleared index.
+    each batch that was taken, with its number, and `on_cleared` of a cleared index. Feeds with the same `turns`
+    together stop the event loop no longer at once than one of them.
     """
 
     def __init__(
@@ -91,7 +114,9 @@ class EventsFeed:
         known: KnownBatch | None = None,
         on_batch: Callable[[int, Batch], None] | None = None,
         on_cleared: Callable[[], None] | None = None,
+        turns: Turns | None = None,
     ) -> None:
+        self._turns = turns or Turns()
         self._engine = engine
         self._index = index
         self._events = events
@@ -161,7 +186,7 @@ class EventsFeed:
         if len(frames) != 3 or len(frames[1]) != _NUMBER_BYTES:
             self.wrong_count += 1
             return
-        number, batch = int.from_bytes(frames[1], "big"), await _decoded(frames[2])
+        number, batch = int.from_bytes(frames[1], "big"), await self._decoded(frames[2])
         if number > NUMBER_MAX:
             self.wrong_count += 1
             return
@@ -238,25 +263,17 @@ class EventsFeed:
                         return
                     if number <= NUMBER_MAX:
                         self._has_answered = True
-                        yield number, await _decoded(frames[-1])
+                        yield number, await self._decoded(frames[-1])
                     await asyncio.sleep(0)
             except TimeoutError:
                 _log.info("%s replays nothing more from batch %d on", self._engine, first)
 
     async def _take(self, number: int, batch: Batch) -> None:
         is_first = self._order.expected is None
-        room = BLOCKS_AT_ONCE
         try:
-            for event in batch.events:
-                at_once = max(1, min(BLOCKS_AT_ONCE, TOKENS_AT_ONCE // block_tokens_of(event)))
-                for part in sliced(event, at_once):
-                    self._index.apply(self._engine, part)
-                    room -= BLOCKS_AT_ONCE // at_once * (1 + block_count_of(part))
-                    if isinstance(part, AllBlocksCleared):
-                        room = 0
-                    if room <= 0:
-                        room = BLOCKS_AT_ONCE
-                        await asyncio.sleep(0)
+            for part, cost in _parts_of(batch):
+                await self._turns.take(cost)
+                self._index.apply(self._engine, part)
         except ValueError as error:
             self._missed(number, f"batch {number}: {error}")
             return
@@ -267,6 +284,13 @@ class EventsFeed:
             self.status = FeedStatus.PARTIAL
         if self._on_batch is not None:
             self._on_batch(number, batch)
+
+    async def _decoded(self, payload: bytes) -> Batch | None:
+        """None for what is no batch. A large one is read in a thread, so that the event loop goes on."""
+        if len(payload) <= HERE_BYTES_MAX:
+            return _batch(payload)
+        async with self._turns.reading:
+            return await computed(partial(_batch, payload), is_long=True)
 
     def _clear(self) -> None:
         """The index knows nothing of the engine any more."""
@@ -287,9 +311,13 @@ class EventsFeed:
         self._order.took(number, 0.0)
 
 
-async def _decoded(payload: bytes) -> Batch | None:
-    """None for what is no batch. A large one is read in a thread, so that the event loop goes on."""
-    return await computed(partial(_batch, payload), is_long=len(payload) > HERE_BYTES_MAX)
+def _parts_of(batch: Batch) -> Iterator[tuple[Event, int]]:
+    """The events in parts that are taken over at once, each with what it costs, as a number of blocks."""
+    for event in batch.events:
+        at_once = max(1, min(BLOCKS_AT_ONCE, TOKENS_AT_ONCE // block_tokens_of(event)))
+        for part in sliced(event, at_once):
+            is_all = isinstance(part, AllBlocksCleared)
+            yield part, BLOCKS_AT_ONCE if is_all else BLOCKS_AT_ONCE // at_once * (1 + block_count_of(part))
 
 
 def _batch(payload: bytes) -> Batch | None:

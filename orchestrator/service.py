@@ -14,6 +14,7 @@ from aiohttp import web
 from adapters.whole_answers import UNENCODED
 from orchestrator.dispatch import AttemptFailed, Dispatch, Exchange, transfer_params
 from orchestrator.engine import Engine
+from orchestrator.events_feed import Turns
 from orchestrator.gate import Gate
 from orchestrator.metadata import NameTakenError
 from orchestrator.meter import Meter
@@ -56,6 +57,7 @@ class Orchestrator:
         self._changing = asyncio.Lock()
         self.sessions = Sessions()
         self.index = PrefixIndex()
+        self._turns = Turns()
         self.engines: dict[str, Engine] = {}
         self.gate = Gate(settings.admission)
         self.receipts = Receipts(settings.receipts_max)
@@ -415,6 +417,7 @@ class Orchestrator:
             None if writing is None else writing.cleared,
             self._engine_headers,
             self._is_up,
+            self._turns,
         )
         self._tasks[name] = asyncio.create_task(engine.run())
 

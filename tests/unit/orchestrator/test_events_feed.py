@@ -13,7 +13,8 @@ import zmq
 import zmq.asyncio
 
 from orchestrator import events_feed
-from orchestrator.events_feed import EventsFeed
+from orchestrator.events_feed import BLOCKS_AT_ONCE, EventsFeed, Turns
+from orchestrator.rules.kv_events import Batch, BlockStored, Event, block_count_of
 from orchestrator.rules.prefix_index import PrefixIndex
 from orchestrator.settings import EngineSettings, engine_settings
 from tests.support.waiting import until
@@ -76,3 +77,28 @@ async def test_a_feed_ends_while_the_name_of_its_host_is_looked_up(monkeypatch: 
     assert not has_ended.is_set()
     may_end.set()
     await until(has_ended.is_set)
+
+
+async def test_many_feeds_stop_the_loop_no_longer_at_once_than_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each worked for its millisecond in every turn of the loop: an engine with 32 ranks had half a second of each."""
+    index, turns, names = PrefixIndex(), Turns(), [f"a#{rank}" for rank in range(8)]
+    taken, most = 0, 0
+    apply = index.apply
+
+    def counted(name: str, event: Event) -> None:
+        nonlocal taken
+        taken += block_count_of(event)
+        apply(name, event)
+
+    monkeypatch.setattr(index, "apply", counted)
+    for name in names:
+        index.add_engine(name)
+    feeds = [EventsFeed(name, index, "tcp://127.0.0.1:9", None, turns=turns) for name in names]
+    batch = Batch(1.0, (BlockStored(tuple(range(3000)), None, tuple(range(3000)), 1),), 0)
+    working = asyncio.gather(*(feed._take(0, batch) for feed in feeds))
+    while not working.done():
+        taken = 0
+        await asyncio.sleep(0)
+        most = max(most, taken)
+    assert [index.held_count(name) for name in names] == [3000] * 8
+    assert 0 < most <= 2 * BLOCKS_AT_ONCE
