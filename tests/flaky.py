@@ -1,7 +1,8 @@
 """Look for tests that fail by chance: `python -m tests.flaky`, or `make flaky`.
 
 The tests of `make test` run five times, and all tests once, in random order and with two busy processes beside them.
-Each failure is printed with its seed and the load. It is a fault of the product, or of the test.
+Each failure is printed with its seed and the load. It is a fault of the product, or of the test. What a run with
+failures said, its tests' output and servers' logs among it, stays in out/flaky.
 """
 
 from __future__ import annotations
@@ -10,6 +11,7 @@ import argparse
 import contextlib
 import os
 import random
+import shutil
 import subprocess
 import sys
 import tempfile
@@ -20,6 +22,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Final
 
+KEPT: Final = Path(__file__).resolve().parents[1] / "out" / "flaky"
 FAST_RUNS: Final = 5
 ALL_RUNS: Final = 1
 BUSY_PROCESSES: Final = 2
@@ -87,6 +90,10 @@ def run(chosen: Sequence[str], seed: int, processes: int) -> list[Failure]:
             tail = log.read_text(errors="replace")[-2000:]
             return [Failure("the run", f"pytest ended with {status}: {tail}", seed, load)]
         failures = [Failure(name, message, seed, load) for name, message in failures_in(report.read_text())]
+        if failures:
+            KEPT.mkdir(parents=True, exist_ok=True)
+            for file in (report, log):
+                shutil.copy(file, KEPT / f"{seed}-{file.name}")
     if status not in (0, 1) and not failures:
         failures.append(Failure("the run", f"pytest ended with {status}", seed, load))
     return failures
