@@ -92,8 +92,8 @@ def run(chosen: Sequence[str], seed: int, processes: int) -> list[Failure]:
         failures = [Failure(name, message, seed, load) for name, message in failures_in(report.read_text())]
         if failures:
             KEPT.mkdir(parents=True, exist_ok=True)
-            for file in (report, log):
-                shutil.copy(file, KEPT / f"{seed}-{file.name}")
+            for said in (report, log):
+                shutil.copy(said, KEPT / f"{seed}-{said.name}")
     if status not in (0, 1) and not failures:
         failures.append(Failure("the run", f"pytest ended with {status}", seed, load))
     return failures

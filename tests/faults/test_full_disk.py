@@ -18,6 +18,7 @@ from typing import Any
 
 import pytest
 
+from adapters import limited_server
 from descriptors.units import KIB, MIB
 from storage_server.store.data.durability import Durability
 from storage_server.store.data.extents import extent_place
@@ -301,8 +302,11 @@ def test_a_read_only_disk_stops_the_start_with_one_line(small_disk: SmallDisk) -
 
 
 @pytest.fixture
-def faulty(tmp_path: Path) -> Iterator[tuple[FaultyDisk, Client]]:
-    """A live server in this process on a disk that fails as told."""
+def faulty(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[tuple[FaultyDisk, Client]]:
+    """A live server in this process on a disk that fails as told. The rest of a refused body is waited for, also beside
+    other load: otherwise the connection is closed, and this client repeats nothing.
+    """
+    monkeypatch.setattr(limited_server, "LINGER_S", 60.0)
     disk = FaultyDisk()
     with (
         LocalStack(tmp_path / "data", disk=disk, packed_bytes_max=64 * KIB) as running,
