@@ -35,7 +35,7 @@ SLOW_S, LEAST_BYTES_PER_S = 5.0, 256 * KIB
 
 
 CALLER: ContextVar[str] = ContextVar("the access key that this task works for", default="")
-"""Whoever writes for somebody says for whom, so that nobody's writes take all places where others wait for room."""
+"""A write says for whom it is, so that nobody's writes take all places where others wait for room."""
 
 
 @dataclass(slots=True, eq=False)
@@ -236,7 +236,7 @@ async def reserved_in(bounds: Sequence[Bound], nbytes: int) -> AsyncIterator[Non
 
 @dataclass(frozen=True, slots=True, eq=False)
 class _Waiter:
-    """Who waits for room."""
+    """A write that waits for room, and the access key that it is for."""
 
     nbytes: int
     by: str
