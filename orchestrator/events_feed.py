@@ -11,17 +11,15 @@ import asyncio
 import contextlib
 import hmac
 import logging
-import threading
 import time
 from collections.abc import AsyncGenerator, Callable, Iterator
 from enum import Enum
 from functools import partial
 
 import msgspec
-import zmq
-import zmq.asyncio
 
 from adapters.threads import computed
+from adapters.zmtp import Connection, FrameLimits, bound, connected
 from orchestrator.rules.kv_events import (
     AllBlocksCleared,
     Batch,
@@ -47,23 +45,16 @@ REPLAY_S = 3.0
 REPLAY_BATCHES_MAX = 100_000
 DEGRADED_S = 30.0
 RECONNECT_S = 1.0
-END_S = 1.0
-"""So long an endpoint may take to be free again."""
-QUEUE_MAX = 256
-"""Messages of one rank that wait here. More are dropped, and asked for again."""
+CONNECTIONS_MAX = 64
+"""That others make to an endpoint which is bound here."""
+TOPIC_BYTES_MAX = 1024
 _NUMBER_BYTES = 8
 _END = (1 << 64) - 1
 NUMBER_MAX = (1 << 62) - 1
-_SOCKET_OPTIONS = (
-    (zmq.RCVHWM, QUEUE_MAX),
-    (zmq.MAXMSGSIZE, BATCH_BYTES_MAX),
-    (zmq.LINGER, 0),
-    (zmq.TCP_KEEPALIVE, 1),
-    (zmq.TCP_KEEPALIVE_IDLE, 30),
-    (zmq.TCP_KEEPALIVE_INTVL, 10),
-    (zmq.TCP_KEEPALIVE_CNT, 3),
-)
-"""A host that vanishes without a word is noticed after a minute."""
+_LIVE = FrameLimits((TOPIC_BYTES_MAX, _NUMBER_BYTES, BATCH_BYTES_MAX))
+_REPLAYED = FrameLimits((TOPIC_BYTES_MAX, TOPIC_BYTES_MAX, BATCH_BYTES_MAX, BATCH_BYTES_MAX))
+"""A delimiter, and a topic in newer versions, stand before the number and the batch."""
+_PUBLISHERS = ("PUB", "XPUB")
 _log = logging.getLogger(__name__)
 
 
@@ -131,22 +122,19 @@ class EventsFeed:
         self.replayed_count = 0
         self.wrong_count = 0
         self._has_answered = False
+        self._is_told = False
+        """Whether it was said that the engine's events are not to be had, since they last were."""
 
     async def run(self) -> None:
         """Listen until cancelled."""
-        context = zmq.asyncio.Context()
-        try:
-            while True:
-                try:
-                    await self._listen(context)
-                except Exception as error:  # whatever an engine sends must not end its feed
-                    _log.warning("events of %s from %s: %r", self._engine, self._events, error)
-                    await asyncio.sleep(RECONNECT_S)
-        finally:
-            # where a host's name is looked up, the end waits for that, which may take long
-            ending = threading.Thread(target=context.term, name="objectcache-orchestrator-zmq-end", daemon=True)
-            ending.start()
-            await asyncio.to_thread(ending.join, END_S)
+        while True:
+            try:
+                await self._listen()
+            except Exception as error:  # whatever an engine sends must not end its feed
+                level = logging.DEBUG if self._is_told else logging.WARNING
+                _log.log(level, "events of %s from %s: %r", self._engine, self._events, error)
+                self._is_told = True
+                await asyncio.sleep(RECONNECT_S)
 
     def process_ended(self) -> None:
         """The engine's process has ended: what is known of it counts no more, and its events count from 0."""
@@ -158,31 +146,46 @@ class EventsFeed:
         if self._degraded_s is not None and now_s - self._degraded_s >= DEGRADED_S:
             self._clear()  # what comes from now on is right, although it is not all
 
-    async def _listen(self, context: zmq.asyncio.Context) -> None:
-        with contextlib.closing(context.socket(zmq.SUB)) as socket:
-            for option, value in _SOCKET_OPTIONS:
-                socket.setsockopt(option, value)
-            socket.setsockopt_string(zmq.SUBSCRIBE, self._topic)
-            if self._events.startswith(BIND):
-                socket.bind(self._events.removeprefix(BIND))
-            else:
-                socket.connect(self._events)
-            await self._catch_up(context)
+    async def _listen(self) -> None:
+        if self._events.startswith(BIND):
+            await self._listen_bound(self._events.removeprefix(BIND))
+            return
+        async with connected(self._events, "SUB", _PUBLISHERS) as connection:
+            await connection.subscribe(self._topic.encode())
+            await self._catch_up()
             while True:
-                frames = await socket.recv_multipart()
-                if self._is_from_engine(frames):
-                    await self._received(context, frames)
-                await asyncio.sleep(0)  # a message that is there already does not give the others a turn
+                await self._heard(await connection.receive(_LIVE, self._is_from_engine))
 
-    def _is_from_engine(self, frames: list[bytes]) -> bool:
+    async def _listen_bound(self, endpoint: str) -> None:
+        """Engines connect, and whoever else reaches the port. Each waits until its message is taken."""
+        heard: asyncio.Queue[list[bytes]] = asyncio.Queue(1)
+
+        async def serve(connection: Connection) -> None:
+            await connection.shake_hands("SUB", _PUBLISHERS)
+            await connection.subscribe(self._topic.encode())
+            while True:
+                await heard.put(await connection.receive(_LIVE, self._is_from_engine))
+
+        async with bound(endpoint, serve, CONNECTIONS_MAX):
+            await self._catch_up()
+            while True:
+                await self._heard(await heard.get())
+
+    def _is_from_engine(self, topic: bytes) -> bool:
         """Where anybody may connect, the topic is a secret. A subscription is for all topics that begin with it, so a
         message that has more is none of the engine's.
         """
-        is_own = not self._events.startswith(BIND) or hmac.compare_digest(frames[0], self._topic.encode())
+        is_own = not self._events.startswith(BIND) or hmac.compare_digest(topic, self._topic.encode())
         self.wrong_count += not is_own
         return is_own
 
-    async def _received(self, context: zmq.asyncio.Context, frames: list[bytes]) -> None:
+    async def _heard(self, frames: list[bytes]) -> None:
+        self._is_told = False
+        if len(frames) > 1:
+            await self._received(frames)
+        await asyncio.sleep(0)  # a message that is there already does not give the others a turn
+
+    async def _received(self, frames: list[bytes]) -> None:
         if len(frames) != 3 or len(frames[1]) != _NUMBER_BYTES:
             self.wrong_count += 1
             return
@@ -200,14 +203,14 @@ class EventsFeed:
             turn = self._order.turn(number, batch.sent_at)
         if turn is Turn.REPLAY:
             self.gap_count += self._order.expected is not None
-            await self._catch_up(context)
+            await self._catch_up()
             turn = self._order.turn(number, batch.sent_at)
             if turn is Turn.REPLAY and self._order.expected is not None:
                 self._missed(number - 1, f"batches before {number} cannot be had again")
         if turn in (Turn.TAKE, Turn.REPLAY):
             await self._take(number, batch)
 
-    async def _catch_up(self, context: zmq.asyncio.Context) -> None:
+    async def _catch_up(self) -> None:
         """Take the batches that were missed. The replay begins with the last known one: where that is another one now,
         or there is none, the engine has started anew, and nothing of before counts.
         """
@@ -215,7 +218,7 @@ class EventsFeed:
             return
         known = self._order.known
         is_same = known is None
-        replayed = self._replayed(context, 0 if known is None else known.number)
+        replayed = self._replayed(0 if known is None else known.number)
         async with contextlib.aclosing(replayed):
             async for number, batch in replayed:
                 if batch is None:
@@ -235,25 +238,20 @@ class EventsFeed:
         if not is_same and self._has_answered:
             _log.info("%s is not the engine that it was: its events are read from the first one", self._engine)
             self._clear()
-            await self._catch_up(context)
+            await self._catch_up()
 
-    async def _replayed(
-        self, context: zmq.asyncio.Context, first: int
-    ) -> AsyncGenerator[tuple[int, Batch | None], None]:
+    async def _replayed(self, first: int) -> AsyncGenerator[tuple[int, Batch | None], None]:
         """The batches from `first` on that the engine still has. `_has_answered` says whether it has answered."""
         self._has_answered = False
         assert self._replay is not None
-        with contextlib.closing(context.socket(zmq.DEALER)) as socket:
-            for option, value in _SOCKET_OPTIONS:
-                socket.setsockopt(option, value)
-            socket.connect(self._replay)
-            try:
+        try:
+            async with connected(self._replay, "DEALER", ("ROUTER",)) as connection:
                 async with asyncio.timeout(REPLAY_S):
-                    await socket.send_multipart([b"", first.to_bytes(_NUMBER_BYTES, "big")])
+                    await connection.send((b"", first.to_bytes(_NUMBER_BYTES, "big")))
                 for _ in range(REPLAY_BATCHES_MAX):
                     async with asyncio.timeout(REPLAY_S):
-                        frames = await socket.recv_multipart()
-                    if len(frames) < 3 or len(frames[-2]) != _NUMBER_BYTES:
+                        frames = await connection.receive(_REPLAYED)
+                    if len(frames) < len(_LIVE.nbytes) or len(frames[-2]) != _NUMBER_BYTES:
                         self.wrong_count += 1
                         await asyncio.sleep(0)  # a message that is there already does not give the others a turn
                         continue
@@ -265,8 +263,8 @@ class EventsFeed:
                         self._has_answered = True
                         yield number, await self._decoded(frames[-1])
                     await asyncio.sleep(0)
-            except TimeoutError:
-                _log.info("%s replays nothing more from batch %d on", self._engine, first)
+        except (TimeoutError, OSError) as error:
+            _log.info("%s replays nothing more from batch %d on: %r", self._engine, first, error)
 
     async def _take(self, number: int, batch: Batch) -> None:
         is_first = self._order.expected is None
