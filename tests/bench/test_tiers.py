@@ -170,7 +170,10 @@ def check_tables(result: dict[str, Any]) -> None:
     systems = result["table_3"]["systems"]
     assert {row["hit_rate"]["median"] for row in systems.values() if row["hit_rate"] is not None} == {2 * 8 / 40}
     assert "PDC" in result["table_3"]["absent"]
-    assert {row["hit_rate"]["median"] for row in result["table_5"]["configurations"].values()} == {2 * 8 / 40}
+    configurations = result["table_5"]["configurations"]
+    assert {"whole", "without the DRAM tier", "before a home, without remote DRAM"} <= configurations.keys()
+    assert ("before a home, whole" in configurations) != ("before a home, whole" in result["table_5"]["absent"])
+    assert {row["hit_rate"]["median"] for row in configurations.values()} == {2 * 8 / 40}
     assert all(tier["bytes_per_s"]["min"] > 0 for tier in result["table_4"]["tiers"].values())
     assert result["table_6"]["blocks"].keys() == {"64 tokens", "256 tokens"}
 

@@ -16,9 +16,11 @@ from pathlib import Path
 
 import numpy as np
 
+from bench.beds.kv_peers.install import MOONCAKE
+from bench.beds.kv_peers.running import borrowed_mooncake, running_owner
 from bench.beds.kv_stores.adapter import Answer, Prompt, Replay, Replayed, block, require_equal
 from bench.beds.kv_stores.running import SAID, WITHOUT, RunningStore, StoreName, start
-from bench.beds.ours import Servers
+from bench.beds.ours import Servers, home_table, target_of
 from bench.beds.processes import BaselineError
 from bench.core.rounds import sampled
 from bench.core.show import Json
@@ -45,6 +47,13 @@ CAPACITY_FRACTION = 0.25
 """Of the unique bytes, where caches are bounded."""
 CAPACITY_BYTES_MIN = 64 * MIB
 """A cache keeps 8 MiB free ahead of writes."""
+INDEX_BYTES = 64 * MIB
+"""Of a directory, beside what its chunks may take."""
+REMOTE_DRAM = (
+    "Remote DRAM is left out before a home, where there is something to fetch: two servers of which each has every "
+    "second request, before a third one on this host; the memory is a Mooncake Store, over TCP on loopback."
+)
+BEFORE_HOME, WITHOUT_REMOTE = "before a home, whole", "before a home, without remote DRAM"
 
 
 @dataclass(frozen=True, slots=True)
@@ -96,7 +105,7 @@ def measure_stores(settings: ReplaySettings) -> Json:
                 absent[SAID[chosen]] = str(error)
                 continue
             running[SAID[chosen]], runs[SAID[chosen]] = store, store.replay
-        ours = Ours(stack.enter_context(running_server(settings.folder)), settings, stack)
+        ours = Ours([stack.enter_context(running_server(settings.folder))], settings, stack)
         runs[OURS] = ours.replay
         taken = _rounds(settings, runs, absent)
         stored = {name: store.stored_bytes() for name, store in running.items() if name in taken}
@@ -124,77 +133,111 @@ def measure_ablation(settings: ReplaySettings) -> Json:
         "without semantic eviction": ({"eviction": "lru"}, f"dram_bytes = {DRAM_BYTES}\n"),
     }
     with ExitStack() as stack:
-        runs: dict[str, Callable[[Replay], Replayed]] = {}
         servers: dict[str, Ours] = {}
         for name, (bucket, storage) in configurations.items():
             text = f'[storage]\n{storage}\n[[buckets]]\nname = "{BUCKET}"\ncapacity_bytes = {capacity_bytes}\n'
             text += f'eviction = "{bucket["eviction"]}"\n'
-            servers[name] = Ours(Servers(stack, settings.folder, "ablation").serve(text), settings, stack)
-            runs[name] = servers[name].replay
-        taken = _rounds(settings, runs, {})
+            servers[name] = Ours([Servers(stack, settings.folder, "ablation").serve(text)], settings, stack)
+        fronts, absent = _before_home(settings, capacity_bytes, stack)
+        servers |= fronts
+        runs: dict[str, Callable[[Replay], Replayed]] = {name: each.replay for name, each in servers.items()}
+        taken = _rounds(settings, runs, absent)
         rows = {name: dict(_row(settings, answers)) for name, answers in taken.items()}
         for name in rows:
             rows[name]["dedup_ratio"] = servers[name].dedup_ratio()
-    return {"capacity_bytes": capacity_bytes, "configurations": rows, **_described(settings)}
+    return {
+        "capacity_bytes": capacity_bytes,
+        "configurations": rows,
+        "absent": absent,
+        "remote_dram": REMOTE_DRAM,
+        **_described(settings),
+    }
+
+
+def _before_home(
+    settings: ReplaySettings, capacity_bytes: int, stack: ExitStack
+) -> tuple[dict[str, Ours], dict[str, str]]:
+    """Pairs of servers before a home, with remote DRAM and without; and what is not here, with the reason."""
+    beds = Servers(stack, settings.folder, "before-home")
+
+    def pair(further: str = "", python_path: Sequence[Path] = ()) -> Ours:
+        text = home_table(target_of(beds.serve()), further)  # all have the same names for the same blocks
+        bound_bytes = capacity_bytes + INDEX_BYTES
+        return Ours([beds.front(text, DRAM_BYTES, bound_bytes, python_path) for _ in range(2)], settings, stack)
+
+    found = {WITHOUT_REMOTE: pair()}
+    try:
+        borrowed = [borrowed_mooncake(beds.folder)]
+        owner = running_owner(MOONCAKE.folder / "bin", 2 * settings.unique_bytes, beds.folder)
+        master, _ = stack.enter_context(owner)
+    except BaselineError as error:
+        return found, {BEFORE_HOME: str(error)}
+    further = f'[upstream.remote_dram]\nendpoint = "mooncake://{master}"\n'
+    return {BEFORE_HOME: pair(further, borrowed), **found}, {}
 
 
 class Ours:
-    """ObjectCache as an engine uses it: one lookup and one descriptor for a prompt, into shared memory."""
+    """ObjectCache as engines use it: one lookup and one descriptor for a prompt, into shared memory. Where there are
+    several servers, prompts go to them by turns.
+    """
 
-    def __init__(self, server: LocalServer, settings: ReplaySettings, stack: ExitStack) -> None:
-        self._server = server
+    def __init__(self, servers: Sequence[LocalServer], settings: ReplaySettings, stack: ExitStack) -> None:
+        self._servers = servers
         self._layout = ChunkLayout(LAYERS, BLOCK_TOKENS, settings.block_bytes // LAYERS)
-        self._client: ObjectCacheClient = stack.enter_context(server.client(Transport.SHM))
         self._nbytes = settings.block_bytes
         self._put: list[str] = []
         blocks_max = (PREFIX_TOKENS + OWN_TOKENS) // BLOCK_TOKENS
-        self._buffer = self._client.allocate_buffer(blocks_max * settings.block_bytes)
+        self._ways: list[tuple[ObjectCacheClient, np.ndarray]] = []
+        for server in servers:
+            client = stack.enter_context(server.client(Transport.SHM))
+            self._ways.append((client, client.allocate_buffer(blocks_max * settings.block_bytes)))
 
     def replay(self, work: Replay) -> Replayed:
         """As bench.beds.kv_stores.adapter.replay does it. Raises VerificationError."""
-        self._client.delete(self._put)
+        self._ways[0][0].delete(self._put)
         self._put, answers = [], []
-        for prompt in work.prompts:
+        for place, prompt in enumerate(work.prompts):
+            client, buffer = self._ways[place % len(self._ways)]
             keys = list(prompt.block_ids)
             started_s = time.monotonic()
-            count = self._client.lookup(keys, LEASE_S)
-            if count and not self._is_loaded(keys[:count]):
+            count = client.lookup(keys, LEASE_S)
+            if count and not self._is_loaded(client, buffer, keys[:count]):
                 count = 0
             get_s = time.monotonic() - started_s
-            self._require(keys[:count])
+            self._require(buffer, keys[:count])
             started_s = time.monotonic()
             absent = keys[count:]
             self._put += absent
-            self._client.put_chunks(absent, [np.concatenate(block(key, self._nbytes)) for key in absent])
+            client.put_chunks(absent, [np.concatenate(block(key, self._nbytes)) for key in absent])
             answers.append(Answer(count, get_s, time.monotonic() - started_s))
         return Replayed(answers)
 
-    def _is_loaded(self, keys: Sequence[str]) -> bool:
+    def _is_loaded(self, client: ObjectCacheClient, buffer: np.ndarray, keys: Sequence[str]) -> bool:
         """Load the blocks; False where one has left since the lookup, whose tokens an engine would then compute."""
-        payload = self._buffer[: len(keys) * self._nbytes]
+        payload = buffer[: len(keys) * self._nbytes]
         try:
-            self._client.fetch(keys, self._layout, payload, delivery=Delivery.LAYER_MAJOR).wait()
+            client.fetch(keys, self._layout, payload, delivery=Delivery.LAYER_MAJOR).wait()
         except ChunkUnavailable as error:
             if error.code is not ErrorCode.NO_SUCH_CHUNK:
                 raise
             return False
         return True
 
-    def _require(self, keys: Sequence[str]) -> None:
+    def _require(self, buffer: np.ndarray, keys: Sequence[str]) -> None:
         if not keys:
             return
-        layers = self._buffer[: len(keys) * self._nbytes].reshape(LAYERS, len(keys), -1)
+        layers = buffer[: len(keys) * self._nbytes].reshape(LAYERS, len(keys), -1)
         for index, key in enumerate(keys):
             got = layers[:, index].reshape(-1)
             require_equal(key, (got[: self._nbytes // 2], got[self._nbytes // 2 :]), self._nbytes)
 
     def stored_bytes(self) -> int:
         """What the files of extents take."""
-        return sum(path.stat().st_blocks * 512 for path in self._server.data_files())
+        return sum(path.stat().st_blocks * 512 for server in self._servers for path in server.data_files())
 
     def dedup_ratio(self) -> float:
-        """From the server's index."""
-        with closing(connect_current(self._server.data / "index.sqlite3")) as db:
+        """From the first server's index."""
+        with closing(connect_current(self._servers[0].data / "index.sqlite3")) as db:
             return stored_bytes(db).ratio
 
 
