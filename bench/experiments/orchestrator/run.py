@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import tempfile
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from enum import Enum
 from pathlib import Path
@@ -18,6 +18,7 @@ from bench.core.show import Json, Section, table, targets
 from bench.experiments.orchestrator.cost import decisions, etcd_times, metadata_times, streams
 from bench.experiments.orchestrator.live import WrongTokensError, live, live_bed, serving
 from bench.experiments.orchestrator.model import model
+from bench.experiments.orchestrator.shared import live_shared, simulated_shared
 from bench.experiments.orchestrator.simulated import regret, simulated
 from calibration.samples import spread
 from orchestrator.rules.policies import PolicyName
@@ -44,6 +45,11 @@ class Part(Enum):
     SIMULATED = "simulated"
     LIVE = "live"
     SERVING = "serving"
+    SHARED = "shared"
+
+
+REAL = frozenset({Part.LIVE, Part.SERVING, Part.SHARED})
+"""Those with real engines."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,6 +72,8 @@ class OrchestratorBenchSettings:
     rates: tuple[float, ...] = options.sized((2.0, 8.0), (1.0,))
     runs: int = options.runs(20, text="rounds of the live runs")
     serving_runs: int = options.sized(5, 1)
+    shared_runs: int = options.sized(7, 1)
+    shared_requests: int = options.sized(10, 2)
     seed: int = options.seed()
     processes: int = options.sized(2, 2)
     folder: Path | None = options.folder()
@@ -75,8 +83,8 @@ def measure_orchestrator(settings: OrchestratorBenchSettings, origin: Mapping[st
     """The parts that are asked for. Raises WrongUse, FAILURES."""
     parts, problem = settings.parts, None
     found: dict[str, Any] = {}
-    if {Part.LIVE, Part.SERVING} & set(parts) and not ENGINES.is_installed:
-        raise WrongUse("live and serving need vLLM: run `make engines`")
+    if REAL & set(parts) and not ENGINES.is_installed:
+        raise WrongUse("live, serving and shared need vLLM: run `make engines`")
     if Part.MODEL in parts:
         found["model"] = model()
     if Part.COST in parts:
@@ -85,8 +93,9 @@ def measure_orchestrator(settings: OrchestratorBenchSettings, origin: Mapping[st
         found["simulated"] = simulated(
             settings.engine_counts, settings.request_count, settings.seed, settings.processes
         )
+        found["shared_simulated"] = simulated_shared()
         found["regret"] = spread(regret(range(settings.seed, settings.seed + settings.regret_cases)))
-    if {Part.LIVE, Part.SERVING} & set(parts):
+    if REAL & set(parts):
         try:
             with tempfile.TemporaryDirectory(prefix="objectcache-orchestrator-", dir=settings.folder) as name:
                 found |= _live(settings, Path(name))
@@ -116,6 +125,8 @@ def _live(settings: OrchestratorBenchSettings, folder: Path) -> dict[str, Any]:
     with live_bed(folder, settings.live_engines) as (engines, target, _):
         if Part.SERVING in settings.parts:
             found["serving"] = serving(engines, target, settings.serving_runs)
+        if Part.SHARED in settings.parts:
+            found["shared"] = live_shared(engines, target, settings.shared_requests, settings.shared_runs)
         if Part.LIVE in settings.parts:
             taken = live(
                 engines, target, tuple(PolicyName), settings.rates, settings.live_requests, settings.runs, settings.seed
@@ -187,6 +198,10 @@ def show(result: Json) -> dict[str, Section]:
         sections["live"] = _live_section(result)
     if "serving" in result:
         sections["serving"] = _serving_section(result["serving"])
+    if "shared_simulated" in result:
+        sections["shared-simulated"] = _shared_simulated_section(result["shared_simulated"])
+    if "shared" in result:
+        sections["shared"] = _shared_section(result["shared"])
     if "cost" in result:
         sections["cost"] = _cost_section(result["cost"])
     if "model" in result:
@@ -257,6 +272,40 @@ def _serving_section(found: Json) -> Section:
         table(rows, "at once = count | control = control | accepted = accepted | average ms = average_ms",
               "p95 ms = p95_ms | wall ms = wall_ms | requests/s = per_s:.2"),
     )  # fmt: skip
+
+
+def _shared_simulated_section(found: Json) -> Section:
+    rows = [
+        {"case": case, "policy": policy, **each, "counts": ", ".join(map(str, each["requests_by_engine"]))}
+        for case, policies in found.items()
+        for policy, each in policies.items()
+    ]
+    return (
+        "Every prompt begins with the same 2,048 tokens, and has 64 of its own; answers of 200 tokens, 10 requests/s.",
+        table(rows, "one system prompt, simulated = case | policy = policy | requests of each engine = counts",
+              "mean until the last token, s = whole_mean_s:.2 | p90 of TTFT, ms = ttft_p90_s:ms"),
+    )  # fmt: skip
+
+
+def _shared_section(found: Json) -> Section:
+    rows = [
+        {
+            "policy": policy, **each, "over": plain(found["whole_mean_over_ours"].get(policy)),
+            "before_all": _sums(each["before"]), "after_all": _sums(each["after"]),
+        }
+        for policy, each in found["policies"].items()
+    ]  # fmt: skip
+    return (
+        f"{found['clients']} clients, one request after the other: 1,024 shared tokens and 64 of its own in each "
+        "prompt, answers of 24. The last engine joins when half of the requests have ended.",
+        table(rows, "one system prompt, real engines = policy | requests before = before_all | after = after_all",
+              "mean until the last token, ms = whole_mean_s:ms | over ours, 95 % = over:.2",
+              "TTFT ms, p50 = ttft_p50_s:ms | p90 = ttft_p90_s:ms"),
+    )  # fmt: skip
+
+
+def _sums(rounds: Sequence[Sequence[int]]) -> str:
+    return ", ".join(str(sum(each)) for each in zip(*rounds, strict=True))
 
 
 def _model_section(found: Json) -> Section:

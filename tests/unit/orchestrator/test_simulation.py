@@ -6,6 +6,8 @@ from dataclasses import replace
 
 import pytest
 
+from bench.experiments.orchestrator.shared import ENGINE as SHARED_ENGINE
+from bench.experiments.orchestrator.shared import shared_beginning
 from orchestrator.rules.latency_model import LatencyCosts, ModelRequest, latency_ms
 from orchestrator.rules.policies import PolicyName
 from orchestrator.simulation import (
@@ -20,11 +22,6 @@ from orchestrator.simulation import (
 
 ENGINE = SimulatedEngine(100.0, 0.01, blocks_max=100)
 STORE = SimulatedStore(1000, 10e9)
-
-
-def shared_beginning(count: int, rate_per_s: float) -> list[SimulatedRequest]:
-    """Prompts that begin with the same 2,048 tokens, and have 64 more."""
-    return [SimulatedRequest(at / rate_per_s, (0, 1, 2, 3), 4 * 512 + 64, 200) for at in range(count)]
 
 
 def conversations(count: int, turns: int, gap_s: float) -> list[SimulatedRequest]:
@@ -65,7 +62,7 @@ def engines_of(outcomes: list[Outcome]) -> list[int]:
 
 def test_what_all_prompts_begin_with_spreads_over_engines_and_reaches_one_that_joins() -> None:
     """One engine held it and got every request, while its steps became longer and longer."""
-    engine = SimulatedEngine(59.0, 0.008, blocks_max=2000, decode_growth_s=0.0002)
+    engine = SHARED_ENGINE
     requests = shared_beginning(400, 10.0)
     spread = Simulation([engine] * 3, PolicyName.TTFT).run(requests)
     assert min(engines_of(spread)) > 100
