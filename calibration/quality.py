@@ -162,7 +162,9 @@ def text_quality(
     question_tokens: int,
     advance: Callable[[int], None],
 ) -> dict[Codec, tuple[Answers, Coded]]:
-    """Held-out questions for any model: the last tokens of each text are asked for behind the KV of those before."""
+    """Held-out questions for any model: the last tokens of each text are asked for behind the KV of those before. The
+    answers have as many tokens of each text, text by text.
+    """
     found: dict[Codec, tuple[list[Answers], list[Coded]]] = {codec: ([], []) for codec in codecs}
     for text in texts:
         context, rest = text[None, :-question_tokens], text[None, -question_tokens:]

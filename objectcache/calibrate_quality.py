@@ -12,6 +12,7 @@ import numpy as np
 
 from calibration.origin import describe_origin
 from calibration.samples import progress_bar
+from calibration.shown_quality import shown_qualities
 from calibration.text import aligned, six_digits
 from descriptors.chunk_flags import CONTENT_CLASS, CONTENT_CLASS_RULE
 from kv_codecs.elements import Element, from_floats
@@ -43,18 +44,22 @@ def calibrate_quality(options: argparse.Namespace) -> int:
         rows = measured(options)
     except (OSError, ValueError, RuntimeError) as error:
         return failure(f"{options.quality}: {error}")
-    head = ["codec", "bytes", "worst error", "mean error", "same answers", "KL", "perplexity over exact"]
+    head = ["codec", "bytes", "worst error", "mean error", "same answers", "quality", "KL", "perplexity over exact"]
     cells = [
         [row["codec"], f"{row['bytes']:.3f}", f"{row['worst_error']:.3f}", f"{row['mean_error']:.3f}",
-         f"{row['agreement']:.4f}", f"{row['kl']:.5f}", f"{row['perplexity_over_exact']:.4f}"]
+         f"{row['agreement']:.4f}", f"{row['quality']:.4f}", f"{row['kl']:.5f}",
+         f"{row['perplexity_over_exact']:.4f}"]
         for row in rows
     ]  # fmt: skip
     print("\n".join(aligned(head, cells)))
+    print(
+        "\nquality: same answers; of a codec that these texts do not show to be better than a smaller one, that one's"
+    )
     write_json(
         options,
         {**describe_origin(), "model": options.quality, "content_class": options.content_class, "codecs": rows},
     )
-    qualities = {row["codec"]: six_digits(row["agreement"]) for row in rows}
+    qualities = {row["codec"]: six_digits(row["quality"]) for row in rows}
     written: Table = qualities
     if options.content_class is None:
         written = codecs_table(config, qualities, decode_rates(1 if options.smoke else 5))
@@ -119,7 +124,10 @@ def measured(options: argparse.Namespace) -> list[dict[str, Any]]:
     texts = cut(ids, tokens, count)
     with progress_bar(len(texts) * len(TIER_CODECS), "quality") as advance:
         found = text_quality(model, texts, TIER_CODECS, min(QUESTION_TOKENS, tokens // 3), advance)
-    return [_row(codec, *found[codec]) for codec in TIER_CODECS]
+    rows = [_row(codec, *found[codec]) for codec in TIER_CODECS]
+    same = {codec.value: found[codec][0].same.reshape(len(texts), -1).mean(axis=1) for codec in TIER_CODECS}
+    qualities = shown_qualities(same, {row["codec"]: row["bytes"] for row in rows})
+    return [{**row, "quality": qualities[row["codec"]]} for row in rows]
 
 
 def cut(ids: Any, tokens: int, count: int) -> Sequence[Any]:

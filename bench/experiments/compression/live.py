@@ -29,7 +29,8 @@ from bench.experiments.compression.engine import IN_STORE, SKEW, Asked, EngineCa
 from bench.experiments.compression.quality import measured
 from bench.experiments.compression.tasks import Task
 from bench.experiments.compression.train import load_model
-from calibration.samples import spread
+from calibration.samples import Spread, spread
+from calibration.shown_quality import shown_qualities
 from descriptors.descriptor import Accept
 from descriptors.notices import Mode
 from kv_codecs.dropping import Kept
@@ -47,6 +48,8 @@ FIXED = (Codec.KIVI8, Codec.KIVI4, Codec.KIVI2, Codec.STREAMING50, Codec.KEYDIFF
 """One codec for everything."""
 MEMORY_BYTES_PER_S, DECODED_BYTES_PER_S = 1e9, 2e9
 FETCH_S = 60.0
+HALF_LIFE_USES = 20
+RESAMPLES = 2000
 LOADS = (0.3, 0.6, 0.9)
 """Arrivals by Poisson, as a part of what the way of exact chunks can serve."""
 
@@ -159,7 +162,7 @@ def ways(case: LiveCase, shape: KvShape, known: Qualities) -> Iterator[Way]:
     settings = UtilitySettings(
         memory_bytes_per_s=MEMORY_BYTES_PER_S,
         home_bytes_per_s=shape.layout.chunk_bytes / case.load_s,
-        half_life_s=case.warm_uses * case.contexts * (case.load_s + case.pause_s),
+        half_life_s=half_life_s(case),
     )
     element = str(shape.dtype).removeprefix("torch.")
     for codec in FIXED:
@@ -176,13 +179,25 @@ def ways(case: LiveCase, shape: KvShape, known: Qualities) -> Iterator[Way]:
         yield Way(f"ours, alpha {alpha_s:g} s", mine, accept, alpha_s)
 
 
+def half_life_s(case: LiveCase) -> float:
+    """As docs/compression.md recommends it: in that time a context that is just worth keeping is used twenty times."""
+    weights = 1.0 / np.arange(1, case.contexts + 1) ** SKEW
+    share = weights[max(1, round(case.memory_share * case.contexts)) - 1] / weights.sum()
+    return float(HALF_LIFE_USES / share * (case.load_s + case.pause_s))
+
+
 def known_qualities(model_name: str, case: LiveCase, seed: int) -> Qualities:
-    """The quality of each codec on each task, on other samples than those that are asked for."""
+    """The quality of each codec on each task, on other samples than those that are asked for, as `calibrate --quality`
+    writes it: as far as the samples show it.
+    """
     rows = measured((model_name,), case.quality_contexts, case.context_tokens, case.questions, seed, lambda _: None)
-    exact = {row["task"]: row["accuracy"] for row in rows if row["form"] == EXACT}
     found: dict[str, dict[str, float]] = {}
-    for row in rows:
-        found.setdefault(row["task"], {})[row["form"]] = min(1.0, row["accuracy"] / max(1e-9, exact[row["task"]]))
+    for task in Task:
+        mine = {row["form"]: row for row in rows if row["task"] == task.value}
+        exact = max(1e-9, float(np.mean(mine.pop(EXACT)["rights"])))
+        scores = {form: np.array(row["rights"]) for form, row in mine.items()}
+        shown = shown_qualities(scores, {form: row["bytes"] for form, row in mine.items()})
+        found[task.value] = {EXACT: 1.0, **{form: min(1.0, quality / exact) for form, quality in shown.items()}}
     return found
 
 
@@ -342,7 +357,7 @@ def add_comparisons(rows: Sequence[dict[str, Any]], seed: int) -> None:
     exact_right = float(np.mean(rows[0]["rights"]))
     capacity_per_s = 1.0 / float(np.mean(rows[0]["service_s"]))
     for row in rows:
-        service_s, rights = row.pop("service_s"), row.pop("rights")
+        service_s, rights = row["service_s"], row["rights"]
         row["quality"] = float(np.mean(rights)) / max(1e-9, exact_right)
         row["mean_ttft_s"] = float(np.mean(service_s))
         row["ttft_with_arrivals"] = [
@@ -358,9 +373,25 @@ def add_comparisons(rows: Sequence[dict[str, Any]], seed: int) -> None:
         row |= {
             "best_fixed": best["way"], "fixed_quality": best["quality"],
             "fixed_utility_s": utility_s(best, row["alpha_s"]),
-            "gain_s": utility_s(row, row["alpha_s"]) - utility_s(best, row["alpha_s"]),
+            "gain_s": gain_s(row, best, rows[0], row["alpha_s"], seed),
             "ttft_over": best["mean_ttft_s"] / row["mean_ttft_s"],
         }  # fmt: skip
+
+
+def gain_s(
+    mine: Mapping[str, Any], other: Mapping[str, Any], exact: Mapping[str, Any], alpha_s: float, seed: int
+) -> Spread:
+    """The utility of a way over that of another one with the same requests, and its interval of 95 %, the requests
+    drawn anew.
+    """
+    rights = {name: np.array(row["rights"]) for name, row in (("mine", mine), ("other", other), ("exact", exact))}
+    waits_s = np.array(mine["service_s"]) - np.array(other["service_s"])
+    drawn = np.random.default_rng(seed).integers(0, len(waits_s), (RESAMPLES, len(waits_s)))
+    quality = (rights["mine"] - rights["other"])[drawn].mean(axis=1) / np.maximum(
+        1e-9, rights["exact"][drawn].mean(axis=1)
+    )
+    low, high = np.percentile(alpha_s * quality - waits_s[drawn].mean(axis=1), (2.5, 97.5))
+    return Spread(utility_s(mine, alpha_s) - utility_s(other, alpha_s), float(low), float(high))
 
 
 def utility_s(row: Mapping[str, Any], alpha_s: float) -> float:

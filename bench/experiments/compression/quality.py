@@ -74,7 +74,8 @@ def measured(
     sizes: Sequence[str], contexts: int, tokens: int, questions: int, seed: int, advance: Callable[[int], None]
 ) -> list[dict[str, Any]]:
     """A row for each model, task and form. `halves` are the accuracies on the two halves of the samples: policies know
-    the first, and are scored by the second. Contexts that fill no even number of batches are left out.
+    the first, and are scored by the second. `rights` are the parts of right tokens of each answer. Contexts that fill
+    no even number of batches are left out.
     """
     rows = []
     for size in sizes:
@@ -109,6 +110,7 @@ def _row(
         "agreement": float(found.same.mean()), "answers": len(spans),
         "by_depth": _by_depth(found, spans),
         "halves": [joined(each).accuracy for each in (answers[:half], answers[half:])],
+        "rights": [float(found.right[start:end].mean()) for start, end, _ in spans],
     }  # fmt: skip
 
 

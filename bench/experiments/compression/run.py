@@ -10,6 +10,8 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
+import numpy as np
+
 from bench.core import options
 from bench.core.experiment import Experiment, WrongUse, published
 from bench.core.plots import Chart, Kind, draw
@@ -29,7 +31,8 @@ from bench.experiments.compression.choice import (
 from bench.experiments.compression.sizes import WEIGHTS
 from bench.experiments.compression.tasks import Task
 from bench.experiments.device.command import need_torch
-from calibration.samples import progress_bar, spread
+from calibration.samples import Spread, progress_bar, spread
+from calibration.shown_quality import shown_qualities
 from kv_codecs.elements import Bytes
 from kv_codecs.layer import Codec
 
@@ -103,7 +106,7 @@ class CompressionBenchSettings:
     live_memory_share: float = options.sized(0.1, 0.25)
     live_load_s: float = options.sized(0.15, 0.05)
     live_pause_s: float = options.sized(0.03, 0.02)
-    live_warm_uses: int = options.sized(3, 2)
+    live_warm_uses: int = options.sized(10, 2)
     live_alphas_s: tuple[float, ...] = options.sized((0.05, 0.3, 1.0), (0.3,))
     quality_contexts: int = options.sized(128, 4)
     rates: tuple[float, ...] = options.sized((0.2, 0.5, 0.8), (0.5,))
@@ -151,12 +154,13 @@ def measure_compression(settings: CompressionBenchSettings, origin: Mapping[str,
     if {Part.QUALITY, Part.FIGURE_2} & set(parts):
         total = len(settings.models) * len(Task) * batch_count(settings.contexts)
         with progress_bar(total, "quality") as advance:
-            found["quality"] = measured(
+            rows = measured(
                 settings.models, settings.contexts, settings.context_tokens, settings.questions, settings.seed, advance
             )
+        found["quality"] = [{name: value for name, value in row.items() if name != "rights"} for row in rows]
     if Part.FIGURE_2 in parts:
-        found["figure_2"] = _figure_2(settings, found["quality"])
-        found["histories"] = _histories(settings, found["quality"])
+        found["figure_2"] = _figure_2(settings, rows)
+        found["histories"] = _histories(settings, rows)
         found["hit_rates"] = [
             {
                 "rate_per_s": row["rate_per_s"], "alpha_s": row["alpha_s"], "case": row["case"],
@@ -210,16 +214,21 @@ def _live(settings: CompressionBenchSettings) -> list[dict[str, Any]]:
 
 def _codecs(rows: Sequence[Mapping[str, Any]], model: str, machine: Machine) -> Codecs:
     """Sizes, times and qualities of each form, as measured on a model. A form's quality is its accuracy over that on
-    exact KV, at most 1.
+    exact KV, at most 1; what policies know of it is what the samples of their half show.
     """
     mine = [row for row in rows if row["model"] == model]
     nbytes = {row["form"]: round(row["bytes"] * machine.context_bytes) for row in mine}
-    exact = {row["task"]: row["halves"] for row in mine if row["form"] == EXACT}
     halves: list[dict[str, dict[str, float]]] = [{}, {}]
-    for row in mine:
-        for at, half in enumerate(halves):
-            quality = row["halves"][at] / max(1e-9, exact[row["task"]][at])
-            half.setdefault(row["task"], {})[row["form"]] = min(1.0, quality)
+    for task in TASKS:
+        of_task = {row["form"]: row for row in mine if row["task"] == task}
+        exact = float(np.mean(of_task[EXACT]["rights"][: len(of_task[EXACT]["rights"]) // 2]))
+        scored = of_task[EXACT]["halves"][1]
+        encoded = {form: row for form, row in of_task.items() if form != EXACT}
+        scores = {form: np.array(row["rights"][: len(row["rights"]) // 2]) for form, row in encoded.items()}
+        shown = shown_qualities(scores, {form: row["bytes"] for form, row in encoded.items()})
+        for form, row in of_task.items():
+            halves[0].setdefault(task, {})[form] = min(1.0, shown.get(form, exact) / max(1e-9, exact))
+            halves[1].setdefault(task, {})[form] = min(1.0, row["halves"][1] / max(1e-9, scored))
     decode_s = {form: 0.0 if form == EXACT or Codec(form).drops_tokens else DECODE_S for form in nbytes}
     return Codecs(nbytes, decode_s, halves[0], halves[1])
 
@@ -330,7 +339,9 @@ def _targets(found: Mapping[str, Any]) -> Iterator[Target]:
 
 def _of_fixed(row: Mapping[str, Any]) -> float:
     """How much worse ours is than the best way of one codec, as in the simulation."""
-    return max(0.0, -float(row["gain_s"])) / abs(float(row["alpha_s"]) - float(row["fixed_utility_s"]))
+    gain = row["gain_s"]
+    gain_s = float(gain.median if isinstance(gain, Spread) else gain)
+    return max(0.0, -gain_s) / abs(float(row["alpha_s"]) - float(row["fixed_utility_s"]))
 
 
 def show(result: Json) -> dict[str, Section]:
@@ -481,7 +492,7 @@ def _live_section(rows: Sequence[Mapping[str, Any]]) -> Section:
         table(
             [row for row in rows if row["alpha_s"] is not None],
             "alpha s = alpha_s | best way of one codec = best_fixed | its TTFT over ours = ttft_over:.2",
-            "its quality = fixed_quality:.3 | ours = quality:.3 | gain s = gain_s:.4",
+            "its quality = fixed_quality:.3 | ours = quality:.3 | gain s, 95 % = gain_s:.4",
         ),
     )  # fmt: skip
 
