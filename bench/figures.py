@@ -30,6 +30,7 @@ from bench.experiments.aggregate.ratios import GOAL, ratio_of
 from bench.experiments.aggregate.ratios import show as aggregate
 from bench.experiments.cluster import show as cluster
 from bench.experiments.compression.run import show as compression
+from bench.experiments.concurrency import show as concurrency
 from bench.experiments.device.copies import show as copies
 from bench.experiments.device.recompute import show as recompute
 from bench.experiments.engine.run import ours_of
@@ -195,7 +196,7 @@ SECTIONS: Mapping[str, tuple[str, Callable[[Json], str]]] = {
     **{name: ("upstream", _of(upstream, name)) for name in ("upstream", "upstream-ratios", "upstream-targets")},
     **{
         f"orchestrator-{name}": ("orchestrator", _of(orchestrator, name))
-        for name in ("simulated", "cost", "model", "targets")
+        for name in ("simulated", "shared-simulated", "cost", "model", "targets")
     },
     **{
         f"cluster-{name}": ("cluster", _of(cluster, section))
@@ -227,6 +228,8 @@ SECTIONS: Mapping[str, tuple[str, Callable[[Json], str]]] = {
         f"orchestrator-{name}": ("orchestrator-live", _of(orchestrator, section))
         for name, section in (("live", "live"), ("serving", "serving"), ("live-targets", "targets"))
     },
+    "orchestrator-shared": ("orchestrator-shared", _of(orchestrator, "shared")),
+    "concurrency": ("concurrency", _of(concurrency, "levels")),
     **{f"overlap-{name}": ("overlap", _of(overlap, name)) for name in OVERLAP},
     "theta": ("calibrate", theta),
     "crash": ("crash", crash),

@@ -45,6 +45,7 @@ RUNS = {
     "descriptor-n3584": Run(
         "-m objectcache.cli bench aggregate -N 3584 -S 256 -G 16 --states dram --transports shm --peers none"
     ),
+    "concurrency": Run("-m objectcache.cli bench concurrency", "concurrency.png"),
     "ladder": Run("-m objectcache.cli bench ladder", "ladder"),
     "scheduler-live": Run("-m objectcache.cli bench scheduler --parts live --time-scale 0.5", "."),
     "scheduler-cost": Run("-m objectcache.cli bench scheduler --parts cost"),
@@ -61,6 +62,7 @@ RUNS = {
     "tiers": Run("-m objectcache.cli bench tiers", "."),
     "upstream": Run(f"-m objectcache.cli bench upstream {MOTO}", "upstream.png"),
     "orchestrator": Run("-m objectcache.cli bench orchestrator --parts model,cost,simulated", "orchestrator.png"),
+    "orchestrator-shared": Run("-m objectcache.cli bench orchestrator --parts shared --folder /dev/shm"),
     "orchestrator-live": Run("-m objectcache.cli bench orchestrator --parts live,serving --folder /dev/shm"),
     "compression": Run("-m objectcache.cli bench compression --parts codecs,wire,decision"),
     "compression-engine": Run("-m objectcache.cli bench compression --parts engine --folder /dev/shm"),
