@@ -42,6 +42,7 @@ MOTO = "--moto .venv-clients/services/bin/python"
 UNSCALED = "-m objectcache.cli bench ttft --figures 13 --contexts 64K --hits 50 -G 64 --scale 1 --link-gbps 0"
 RUNS = {
     "aggregate": Run("-m objectcache.cli bench aggregate", "aggregate.png"),
+    "aggregate-ucx": Run("-m objectcache.cli bench aggregate --states dram --transports ucx,shm --peers none --runs 9"),
     "descriptor-n3584": Run(
         "-m objectcache.cli bench aggregate -N 3584 -S 256 -G 16 --states dram --transports shm --peers none"
     ),
