@@ -193,7 +193,8 @@ SECTIONS: Mapping[str, tuple[str, Callable[[Json], str]]] = {
     "ladder": ("ladder", _of(ladder, "ladder")),
     "hit-rates": ("tiers", _of(tiers, "hit-rates")),
     "hit-rate-targets": ("tiers", _of(tiers, "targets")),
-    **{f"cascade-{number}": ("tiers", _of(tiers, f"table-{number}")) for number in range(1, 7)},
+    **{f"cascade-{number}": ("tiers", _of(tiers, f"table-{number}")) for number in (1, 2, 3, 4, 6)},
+    "cascade-5": ("tiers-ablation", _of(tiers, "table-5")),
     **{name: ("upstream", _of(upstream, name)) for name in ("upstream", "upstream-ratios", "upstream-targets")},
     **{
         f"orchestrator-{name}": ("orchestrator", _of(orchestrator, name))

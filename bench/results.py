@@ -61,6 +61,7 @@ RUNS = {
     "engine-stated": Run("-m objectcache.cli bench engine --stated --contexts 4K --runs 7"),
     "s3": Run("-m objectcache.cli bench s3 --seconds 0.5"),
     "tiers": Run("-m objectcache.cli bench tiers", "."),
+    "tiers-ablation": Run("-m objectcache.cli bench tiers --parts table_5"),
     "upstream": Run(f"-m objectcache.cli bench upstream {MOTO}", "upstream.png"),
     "orchestrator": Run("-m objectcache.cli bench orchestrator --parts model,cost,simulated", "orchestrator.png"),
     "orchestrator-shared": Run("-m objectcache.cli bench orchestrator --parts shared --folder /dev/shm"),
