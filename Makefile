@@ -6,12 +6,26 @@ BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 CEPH_LACKS := CHECKSUMS,CONDITIONAL_DELETE,CONDITIONS,EXPIRY,LIFECYCLE,MULTIPART_DETAILS,PART_BOUNDARIES,REPEATED_COMPLETION
 SEAWEEDFS_LACKS := $(CEPH_LACKS),KEYS,MISSING_BUCKETS,REPEATED_PARTS
-CODE := adapters bench calibration demo descriptors fuzz gateway kv_codecs nixl_client objectcache orchestrator storage_server tests
+CODE := bench demo descriptors fuzz gateway nixl_client objectcache storage_server tests
 
 # each of the hundreds of processes that tests start would compile all modules again
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: demo demo-orchestrator test test-slow test-fast test-engines flaky test-minio test-ceph test-seaweedfs test-cuda bounds check format lint types bench-smoke clients engines figures results image-check compatibility crash cluster-faults fuzz peers install clean
+# what an installation needs, told in one line before anything is downloaded
+define NEEDED
+command -v $(PYTHON) >/dev/null || { echo "needs Python 3.11 or later: make PYTHON=<interpreter>" >&2; exit 2; }; \
+$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || \
+	{ echo "needs Python 3.11 or later, and $(PYTHON) is older: make PYTHON=<interpreter>" >&2; exit 2; }; \
+$(PYTHON) -c 'import ensurepip, venv' 2>/dev/null || \
+	{ echo "needs venv: $(PYTHON) has none (Debian: apt install python3-venv)" >&2; exit 2; }; \
+command -v $${CC:-gcc} >/dev/null || { echo "needs a C compiler: $${CC:-gcc} is missing (Debian: apt install gcc libc6-dev)" >&2; exit 2; }; \
+$(PYTHON) -c 'import os, sys, sysconfig; sys.exit(not os.path.exists(sysconfig.get_path("include") + "/Python.h"))' || \
+	{ echo "needs Python.h: $(PYTHON) has no headers (Debian: apt install python3-dev)" >&2; exit 2; }; \
+echo '#include <linux/userfaultfd.h>' | $${CC:-gcc} -E - >/dev/null 2>&1 || \
+	{ echo "needs the headers of libc and Linux (Debian: apt install libc6-dev)" >&2; exit 2; }
+endef
+
+.PHONY: demo demo-orchestrator test test-slow test-fast test-engines flaky test-minio test-ceph test-seaweedfs test-cuda bounds check format lint types bench-smoke clients engines figures results image-check wheel compatibility crash cluster-faults fuzz peers install clean
 
 demo: $(STAMP)
 	$(BIN)/python -m demo
@@ -119,9 +133,13 @@ crash: $(STAMP)
 image-check: $(STAMP)
 	$(BIN)/python -m docker.check
 
+# wheels for x86_64 and aarch64 in dist/, tried in new environments of each Python that is here
+wheel:
+	$(PYTHON) -m docker.wheels $(WHEEL_OPTIONS)
+
 # other software `bench aggregate` is measured beside
 peers: $(STAMP)
-	$(BIN)/pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[bench]'
+	$(BIN)/pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[dev-bench]'
 	$(BIN)/python -m bench.beds.kv_peers.install mooncake lmcache
 
 # kill, stop and cut off every role of a cluster, at every moment: as root, with etcd and iproute2
@@ -129,17 +147,18 @@ cluster-faults: $(STAMP)
 	$(BIN)/python -m tests.faults.cluster_faults
 
 fuzz: $(STAMP)
-	$(BIN)/pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[fuzz]'
+	$(BIN)/pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[dev-fuzz]'
 	$(BIN)/python -m fuzz.atheris_targets all -runs=20000 -max_len=4000
 
 install: $(STAMP)
 
 # torch first and pinned. TORCH_INDEX names an index for it: PyTorch's own for CPUs has a small build, PyPI's brings CUDA
-$(STAMP): pyproject.toml constraints.txt adapters/native.c
+$(STAMP): pyproject.toml constraints.txt objectcache/adapters/native.c
+	@$(NEEDED)
 	$(PYTHON) -m venv $(VENV)
 	$(BIN)/pip install --quiet --disable-pip-version-check $(if $(TORCH_INDEX),--index-url $(TORCH_INDEX)) -c constraints.txt torch
 	$(BIN)/pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[ucx,plot,torch,dev]'
 	touch $(STAMP)
 
 clean:
-	rm -rf $(VENV) .venv-clients .venv-peers build adapters/*.so out .pytest_cache .mypy_cache .ruff_cache .hypothesis *.egg-info
+	rm -rf $(VENV) .venv-clients .venv-peers build dist objectcache/adapters/*.so out .pytest_cache .mypy_cache .ruff_cache .hypothesis *.egg-info

@@ -22,7 +22,7 @@ from typing import Any
 
 from bench.figures import RESULTS, ROOT
 from bench.figures import main as write_figures
-from calibration.origin import describe_commit, python_path
+from objectcache.calibration.origin import describe_commit, python_path
 
 MEASURED, IMAGES = ROOT / "out" / "results", ROOT / "docs" / "images"
 
@@ -39,51 +39,49 @@ class Run:
 
 
 MOTO = "--moto .venv-clients/services/bin/python"
-UNSCALED = "-m objectcache.cli bench ttft --figures 13 --contexts 64K --hits 50 -G 64 --scale 1 --link-gbps 0"
+UNSCALED = "-m objectcache bench ttft --figures 13 --contexts 64K --hits 50 -G 64 --scale 1 --link-gbps 0"
 RUNS = {
-    "aggregate": Run("-m objectcache.cli bench aggregate", "aggregate.png"),
-    "aggregate-ucx": Run("-m objectcache.cli bench aggregate --states dram --transports ucx,shm --peers none --runs 9"),
+    "aggregate": Run("-m objectcache bench aggregate", "aggregate.png"),
+    "aggregate-ucx": Run("-m objectcache bench aggregate --states dram --transports ucx,shm --peers none --runs 9"),
     "descriptor-n3584": Run(
-        "-m objectcache.cli bench aggregate -N 3584 -S 256 -G 16 --states dram --transports shm --peers none"
+        "-m objectcache bench aggregate -N 3584 -S 256 -G 16 --states dram --transports shm --peers none"
     ),
-    "concurrency": Run("-m objectcache.cli bench concurrency", "concurrency.png"),
-    "ladder": Run("-m objectcache.cli bench ladder", "ladder"),
-    "scheduler-live": Run("-m objectcache.cli bench scheduler --parts live --time-scale 0.5", "."),
-    "scheduler-cost": Run("-m objectcache.cli bench scheduler --parts cost"),
-    "scheduler-simulated": Run("-m objectcache.cli bench scheduler --parts simulation,random,trace,scale", "."),
-    "ttft": Run("-m objectcache.cli bench ttft --runs 3", "ttft"),
-    "ttft-4k-at-once": Run("-m objectcache.cli bench ttft --figures 13 --contexts 4K -G 64 --gather-s 0"),
+    "concurrency": Run("-m objectcache bench concurrency", "concurrency.png"),
+    "ladder": Run("-m objectcache bench ladder", "ladder"),
+    "scheduler-live": Run("-m objectcache bench scheduler --parts live --time-scale 0.5", "."),
+    "scheduler-cost": Run("-m objectcache bench scheduler --parts cost"),
+    "scheduler-simulated": Run("-m objectcache bench scheduler --parts simulation,random,trace,scale", "."),
+    "ttft": Run("-m objectcache bench ttft --runs 3", "ttft"),
+    "ttft-4k-at-once": Run("-m objectcache bench ttft --figures 13 --contexts 4K -G 64 --gather-s 0"),
     "ttft-64k-page-cache": Run(f"{UNSCALED} --state page_cache"),
     "ttft-64k-cold": Run(f"{UNSCALED} --state cold"),
-    "overlap": Run("-m objectcache.cli bench overlap --transport shm", "overlap.png"),
-    "engine": Run("-m objectcache.cli bench engine --runs 7", "engine.png"),
-    "engine-advised": Run("-m objectcache.cli bench engine --advised --contexts 4K --hits 87.5 --runs 7"),
-    "engine-stated": Run("-m objectcache.cli bench engine --stated --contexts 4K --runs 7"),
-    "s3": Run("-m objectcache.cli bench s3 --seconds 0.5"),
-    "tiers": Run("-m objectcache.cli bench tiers", "."),
-    "tiers-ablation": Run("-m objectcache.cli bench tiers --parts table_5"),
-    "upstream": Run(f"-m objectcache.cli bench upstream {MOTO}", "upstream.png"),
-    "orchestrator": Run("-m objectcache.cli bench orchestrator --parts model,cost,simulated", "orchestrator.png"),
-    "orchestrator-shared": Run("-m objectcache.cli bench orchestrator --parts shared --folder /dev/shm"),
-    "orchestrator-live": Run("-m objectcache.cli bench orchestrator --parts live,serving --folder /dev/shm"),
-    "compression": Run("-m objectcache.cli bench compression --parts codecs,wire,decision"),
-    "compression-engine": Run("-m objectcache.cli bench compression --parts engine --folder /dev/shm"),
-    "compression-live": Run("-m objectcache.cli bench compression --parts live --folder /dev/shm"),
-    "compression-quality": Run("-m objectcache.cli bench compression --parts quality,figure_2", "compression.png"),
-    "compression-gpu": Run("-m objectcache.cli bench compression --parts device --runs 9", needs_gpu=True),
-    "ttft-gpu": Run(
-        "-m objectcache.cli bench ttft --device cuda --contexts 4K,64K --hits 50,87.5 -G 64", needs_gpu=True
-    ),
+    "overlap": Run("-m objectcache bench overlap --transport shm", "overlap.png"),
+    "engine": Run("-m objectcache bench engine --runs 7", "engine.png"),
+    "engine-advised": Run("-m objectcache bench engine --advised --contexts 4K --hits 87.5 --runs 7"),
+    "engine-stated": Run("-m objectcache bench engine --stated --contexts 4K --runs 7"),
+    "s3": Run("-m objectcache bench s3 --seconds 0.5"),
+    "tiers": Run("-m objectcache bench tiers", "."),
+    "tiers-ablation": Run("-m objectcache bench tiers --parts table_5"),
+    "upstream": Run(f"-m objectcache bench upstream {MOTO}", "upstream.png"),
+    "orchestrator": Run("-m objectcache bench orchestrator --parts model,cost,simulated", "orchestrator.png"),
+    "orchestrator-shared": Run("-m objectcache bench orchestrator --parts shared --folder /dev/shm"),
+    "orchestrator-live": Run("-m objectcache bench orchestrator --parts live,serving --folder /dev/shm"),
+    "compression": Run("-m objectcache bench compression --parts codecs,wire,decision"),
+    "compression-engine": Run("-m objectcache bench compression --parts engine --folder /dev/shm"),
+    "compression-live": Run("-m objectcache bench compression --parts live --folder /dev/shm"),
+    "compression-quality": Run("-m objectcache bench compression --parts quality,figure_2", "compression.png"),
+    "compression-gpu": Run("-m objectcache bench compression --parts device --runs 9", needs_gpu=True),
+    "ttft-gpu": Run("-m objectcache bench ttft --device cuda --contexts 4K,64K --hits 50,87.5 -G 64", needs_gpu=True),
     "recompute-gpu": Run(
-        "-m objectcache.cli bench recompute --models llama-3.1-8b,deepseek-r1-7b -G 16,512",
+        "-m objectcache bench recompute --models llama-3.1-8b,deepseek-r1-7b -G 16,512",
         "recompute.png",
         needs_gpu=True,
     ),
-    "copies-gpu": Run("-m objectcache.cli bench copies", needs_gpu=True),
-    "cluster": Run("-m objectcache.cli bench cluster", "cluster.png"),
+    "copies-gpu": Run("-m objectcache bench copies", needs_gpu=True),
+    "cluster": Run("-m objectcache bench cluster", "cluster.png"),
     "crash": Run("-m tests.faults.crash --rounds 200"),
     "cluster-faults": Run("-m tests.faults.cluster_faults"),
-    "calibrate": Run("-m objectcache.cli calibrate", "calibrate.png"),
+    "calibrate": Run("-m objectcache calibrate", "calibrate.png"),
     "demo": Run("-m demo"),
 }
 

@@ -17,8 +17,6 @@ import torch
 from tqdm import tqdm
 from transformers import DynamicCache, LlamaForCausalLM
 
-from adapters.nixl_agent import is_available, leave
-from calibration.origin import describe_commit, describe_machine
 from demo.measure import Answer, ServingNode, Spread, computing_on, median_run, medians, prefill
 from demo.model import (
     CHUNK_TOKENS,
@@ -36,8 +34,10 @@ from demo.timeline import draw
 from descriptors.descriptor import Delivery
 from descriptors.prefix_keys import Namespace, chunk_keys
 from descriptors.units import MIB
-from nixl_client.client import ObjectCacheClient, Transport
+from nixl_client.client import Client, Transport
 from nixl_client.connectors.transformers import KvShape, chunks_from_cache
+from objectcache.adapters.nixl_agent import is_available, leave
+from objectcache.calibration.origin import describe_commit, describe_machine
 
 BUCKET = "kv-cache"
 NAMESPACE = Namespace(model="demo-llama", dtype="float32", block_tokens=CHUNK_TOKENS).text()
@@ -126,8 +126,8 @@ def _run(endpoint: Endpoint, effort: Effort) -> Findings:
     return Findings(len(document), len(request.question), shape, transport, cores, agreement, timings, *picture)
 
 
-def _client(endpoint: Endpoint) -> ObjectCacheClient:
-    return ObjectCacheClient(
+def _client(endpoint: Endpoint) -> Client:
+    return Client(
         endpoint.url,
         BUCKET,
         access_key=endpoint.access_key,

@@ -14,7 +14,7 @@ from transformers import DynamicCache, LlamaForCausalLM
 
 from demo.model import logits_of_last
 from descriptors.descriptor import Delivery
-from nixl_client.client import ObjectCacheClient
+from nixl_client.client import Client
 from nixl_client.connectors.transformers import KvShape, LayerWait, WaitingCache
 from nixl_client.fetch.layer_fetch import LayerFetch
 
@@ -70,7 +70,7 @@ class ServingNode:
     """A model, a client, and the buffer (uint8) its prefix is fetched into."""
 
     model: LlamaForCausalLM
-    client: ObjectCacheClient
+    client: Client
     shape: KvShape
     buffer: torch.Tensor
 

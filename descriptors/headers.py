@@ -17,6 +17,8 @@ FORMS_HEADER = "x-amz-objectcache-forms"
 """The codec of each chunk, and the bytes of its layers, where the caller accepts encoded ones
 (`descriptors.layer_forms`).
 """
+CACHE_HEADER = "x-amz-objectcache-cache"
+"""With CreateBucket, and in answers to HeadBucket: the bucket is a cache, of so many bytes (`200GB`), or `auto`."""
 CHUNK_HEADER = "x-amz-objectcache-chunk"
 """`true` with a PUT: the object is a chunk, and immutable, whatever its key looks like."""
 PREFIX_HEADER = "x-amz-objectcache-prefix"

@@ -6,8 +6,12 @@ from dataclasses import dataclass, field
 from enum import Enum
 
 from descriptors.conditions import NO_READ_CONDITION, NO_WRITE_CONDITION, ReadCondition, WriteCondition
+from descriptors.units import MIB, parse_bytes
 
 STANDARD = "STANDARD"
+AUTO = "auto"
+CACHE_BYTES_MIN = MIB
+CACHE_BYTES_MAX = 1 << 60
 PART_NUMBER_MAX = 10_000
 
 
@@ -55,12 +59,36 @@ class BodyDigests:
 
 
 @dataclass(frozen=True, slots=True)
+class BucketCache:
+    """What is declared of a bucket that is a cache: the bytes of its objects, at most; None: what its directory may
+    take.
+    """
+
+    capacity_bytes: int | None = None
+
+    def text(self) -> str:
+        """As headers and the index have it."""
+        return AUTO if self.capacity_bytes is None else str(self.capacity_bytes)
+
+    @classmethod
+    def of_text(cls, text: str) -> BucketCache:
+        """The inverse; sizes may have units. Raises ValueError."""
+        if text.strip().lower() == AUTO:
+            return cls()
+        capacity_bytes = parse_bytes(text)
+        if not CACHE_BYTES_MIN <= capacity_bytes <= CACHE_BYTES_MAX:
+            raise ValueError(f"a cache has from {CACHE_BYTES_MIN} to {CACHE_BYTES_MAX} bytes, not {text}")
+        return cls(capacity_bytes)
+
+
+@dataclass(frozen=True, slots=True)
 class BucketInfo:
-    """A bucket, when it was made (Unix seconds), and the access key that made it."""
+    """A bucket, when it was made (Unix seconds), and the access key that made it; `cache` where it is one."""
 
     name: str
     created_at: float
     owner: str
+    cache: BucketCache | None = None
 
 
 @dataclass(frozen=True, slots=True)

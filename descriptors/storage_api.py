@@ -32,6 +32,7 @@ from descriptors.messages import (
 from descriptors.notices import Mode
 from descriptors.objects import (
     BodyDigests,
+    BucketCache,
     BucketInfo,
     CompleteRequest,
     CopyRequest,
@@ -273,8 +274,10 @@ class BodySink(Protocol):
 class ObjectsApi(Protocol):
     """Buckets and whole objects. `access_key` is the caller's, in every call of every role."""
 
-    async def create_bucket(self, access_key: str, bucket: str) -> None:
-        """Raises CallerError: BucketAlreadyOwnedByYou, BucketAlreadyExists."""
+    async def create_bucket(self, access_key: str, bucket: str, cache: BucketCache | None = None) -> None:
+        """Create a bucket, which is a cache where `cache` is given and the directory is not one as a whole. Raises
+        CallerError: BucketAlreadyOwnedByYou, BucketAlreadyExists.
+        """
 
     async def head_bucket(self, access_key: str, bucket: str) -> BucketInfo: ...
 

@@ -9,7 +9,7 @@ MIB = 1 << 20
 GIB = 1 << 30
 
 
-_SIZE = re.compile(r"(\d+(?:\.\d*)?(?:e\d{1,2})?)\s*([kmgtp]?)(i?)b?", re.IGNORECASE)
+_SIZE = re.compile(r"(\d{1,20}(?:\.\d{0,20})?(?:e\d{1,2})?) {0,4}([kmgtp]?)(i?)b?", re.IGNORECASE)
 _POWERS = "kmgtp"
 
 
@@ -31,3 +31,11 @@ def bytes_per_s_from_gbps(rate_gbps: float) -> float:
 def gbps_from_bytes_per_s(rate_bytes_per_s: float) -> float:
     """Bytes per second to decimal gigabits per second."""
     return rate_bytes_per_s * 8 / 1e9
+
+
+def format_bytes(nbytes: int) -> str:
+    """Bytes for people, in binary units."""
+    for unit, name in ((GIB, "GiB"), (MIB, "MiB"), (KIB, "KiB")):
+        if nbytes >= unit:
+            return f"{nbytes / unit:.4g} {name}"
+    return f"{nbytes} B"

@@ -19,7 +19,7 @@ import urllib.request
 from collections.abc import Iterator
 from pathlib import Path
 
-from nixl_client.client import ObjectCacheClient
+from nixl_client.client import Client
 from nixl_client.session.signed_http import SignedHttp
 from tests.support.compose_steps import steps
 
@@ -97,7 +97,7 @@ def _check(folder: Path) -> None:
         http = SignedHttp(url, *KEYS, "us-east-1", 30.0)
         http.request("PUT", "/checked")
         http.close()
-        with ObjectCacheClient(url, "checked", access_key=KEYS[0], secret_key=KEYS[1], transport="http") as client:
+        with Client(url, "checked", access_key=KEYS[0], secret_key=KEYS[1], transport="http") as client:
             client.put_chunks(["a"], [bytearray(b"x" * 4096)])
             if client.lookup(["a", "b"]) != 1:
                 raise CheckError("what was put is not found")

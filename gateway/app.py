@@ -11,12 +11,6 @@ from urllib.parse import unquote
 
 from aiohttp import web
 
-from adapters.document_budget import DocumentBudget
-from adapters.leave_to_send import is_held_back
-from adapters.limited_server import LimitedServer, gives_place_up
-from adapters.metrics import CONTENT_TYPE
-from adapters.request_log import CLIENT_GONE, RequestLine, log_request, logs_requests
-from adapters.response_sink import abort_if_begun, begun_status, cutting, fulfil_headers, promise_headers
 from descriptors.descriptor import is_request_id
 from descriptors.errors import CallerError, ErrorCode, ObjectCacheError, ServerError
 from descriptors.headers import SERVICE_PREFIX
@@ -33,6 +27,12 @@ from gateway.s3.request import S3Request, parse_target, without_chunk_coding
 from gateway.s3.routing import Operation, is_list_buckets, route
 from gateway.settings import GatewaySettings as GatewaySettings
 from gateway.trace import RequestTrace, TimedStorage, follow
+from objectcache.adapters.document_budget import DocumentBudget
+from objectcache.adapters.leave_to_send import is_held_back
+from objectcache.adapters.limited_server import LimitedServer, gives_place_up
+from objectcache.adapters.metrics import CONTENT_TYPE
+from objectcache.adapters.request_log import CLIENT_GONE, RequestLine, log_request, logs_requests
+from objectcache.adapters.response_sink import abort_if_begun, begun_status, cutting, fulfil_headers, promise_headers
 
 RETRY_AFTER_S = 1
 HEALTH_NAME = "health"

@@ -8,8 +8,6 @@ from dataclasses import replace
 
 from aiohttp import web
 
-from adapters.leave_to_send import give_leave, is_held_back
-from adapters.phases import Phases
 from descriptors.errors import CallerError, ErrorCode
 from descriptors.objects import BodyDigests
 from descriptors.storage_api import Piece
@@ -17,6 +15,8 @@ from descriptors.tracing import Phase
 from descriptors.units import KIB
 from gateway.s3.aws_chunked import ChunkedDecoder, SignatureChain
 from gateway.s3.upload import BodyPlan, decode_checksum
+from objectcache.adapters.leave_to_send import give_leave, is_held_back
+from objectcache.adapters.phases import Phases
 
 SMALL_PIECE_BYTES = 4 * KIB
 JOINED_PIECE_BYTES = 64 * KIB

@@ -9,8 +9,6 @@ from typing import TypeVar
 
 from aiohttp import web
 
-from adapters.document_budget import DocumentBudget
-from adapters.threads import parsed
 from descriptors.errors import CallerError, ErrorCode
 from descriptors.objects import ChecksumAlgorithm
 from descriptors.storage_api import StorageApi
@@ -25,6 +23,8 @@ from gateway.s3.sigv4 import Claim
 from gateway.s3.upload import LENGTH_NEEDED, BodyPlan, check_digests, plan_body, plan_document
 from gateway.settings import GatewaySettings
 from gateway.trace import RequestTrace
+from objectcache.adapters.document_budget import DocumentBudget
+from objectcache.adapters.threads import parsed
 
 _T = TypeVar("_T")
 _CHAINED = (PayloadForm.SIGNED_CHUNKS, PayloadForm.SIGNED_CHUNKS_TRAILER)

@@ -9,8 +9,6 @@ from dataclasses import dataclass
 
 from aiohttp import web
 
-from adapters.document_budget import DocumentBudget
-from adapters.phases import Phases
 from descriptors.errors import CallerError, ErrorCode
 from descriptors.objects import BodyDigests
 from descriptors.storage_api import Piece
@@ -20,6 +18,8 @@ from gateway.s3.form import FILE_FIELD, FORM_TYPE, FileReader, FormHead, HeadRea
 from gateway.s3.request import S3Request
 from gateway.s3.upload import LENGTH_NEEDED
 from gateway.settings import GatewaySettings
+from objectcache.adapters.document_budget import DocumentBudget
+from objectcache.adapters.phases import Phases
 
 HELD_BYTES_MAX = 16 * MIB
 """A file of at most so much is held in memory until its end is seen: a browser does not say how long a file is, and

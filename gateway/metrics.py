@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from adapters.metrics import ProcessMetrics
 from descriptors import metrics
 from descriptors.header_bytes import is_secret
 from descriptors.tracing import Phase
 from gateway.trace import RequestTrace
+from objectcache.adapters.metrics import ProcessMetrics
 
 BEARER = "Bearer "
 _PHASES = (Phase.GATEWAY, Phase.STORAGE, Phase.TRANSFER)

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field, replace
 
-from adapters.deadlines import ConnectionLimits
 from descriptors.descriptor import DESCRIPTOR_BYTES_MAX
 from descriptors.units import MIB
+from objectcache.adapters.deadlines import ConnectionLimits
 
 
 @dataclass(frozen=True, slots=True)

@@ -14,8 +14,6 @@ from typing import Any, cast
 import aiohttp
 from pydantic import TypeAdapter
 
-from adapters.phases import Phases, delivery_timing
-from adapters.whole_answers import read_whole
 from descriptors.cluster import VIEW_HEADER, ViewId
 from descriptors.descriptor import Descriptor
 from descriptors.errors import ErrorCode, ObjectCacheError, ServerError, error_from_fields
@@ -38,6 +36,8 @@ from descriptors.storage_api import (
 )
 from descriptors.tracing import PEER_REQUEST_ID_HEADER, Phase
 from gateway.trace import current_request_id
+from objectcache.adapters.phases import Phases, delivery_timing
+from objectcache.adapters.whole_answers import read_whole
 
 RESULT_BYTES_MAX = 64 << 20
 CONNECT_TIMEOUT_S = 5.0

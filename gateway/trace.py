@@ -10,10 +10,10 @@ from collections.abc import Awaitable, Callable
 from contextvars import ContextVar
 from typing import Any, cast
 
-from adapters.phases import Phases
 from descriptors.peer_calls import CALLS, Form
 from descriptors.storage_api import AgentsApi, Moved, ObjectsApi, PrefixesApi, StatusApi, StorageApi, UploadsApi
 from descriptors.tracing import REQUEST_ID_HEADER, Phase, ServerTiming
+from objectcache.adapters.phases import Phases
 
 
 class RequestTrace:

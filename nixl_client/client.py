@@ -1,4 +1,4 @@
-"""ObjectCacheClient: put chunks, look a prefix up, fetch its layers into your own buffer.
+"""Client: put chunks, look a prefix up, fetch its layers into your own buffer.
 
 Blocking calls are safe from any thread; `fetch_layers` and the `_async` methods are the same for event loops.
 """
@@ -52,10 +52,10 @@ PUT_THREADS = 8
 DECODE_THREADS = 2
 _T = TypeVar("_T")
 _log = logging.getLogger(__name__)
-__all__ = ["ObjectCacheClient", "Transport"]
+__all__ = ["Client", "Transport"]
 
 
-class ObjectCacheClient:
+class Client:
     """A client of one bucket; `in_bucket` gives clients of other buckets that share its threads and buffers.
 
     access_key, secret_key: default to AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY.
@@ -113,7 +113,7 @@ class ObjectCacheClient:
         self._putters = ThreadPoolExecutor(PUT_THREADS, "objectcache-put")
         self._decoders = ThreadPoolExecutor(DECODE_THREADS, "objectcache-decode")
 
-    def in_bucket(self, bucket: str) -> ObjectCacheClient:
+    def in_bucket(self, bucket: str) -> Client:
         """A client of another bucket with the threads and registered buffers of this one. This one must be closed last;
         closing the new one does nothing. Both may be used by any threads.
         """
@@ -132,7 +132,7 @@ class ObjectCacheClient:
                 pool.shutdown()
             self.http.close()
 
-    def __enter__(self) -> ObjectCacheClient:
+    def __enter__(self) -> Client:
         return self
 
     def __exit__(self, *_: object) -> None:

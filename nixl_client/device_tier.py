@@ -12,7 +12,7 @@ import torch
 
 from descriptors.descriptor import Delivery
 from descriptors.layout import ChunkLayout
-from nixl_client.client import ObjectCacheClient
+from nixl_client.client import Client
 
 LOAD_TIMEOUT_S = 60.0
 
@@ -73,9 +73,7 @@ class DeviceTier:
         with self._lock:
             self._chunks.clear()
 
-    def load(
-        self, client: ObjectCacheClient, chunk_keys: Sequence[str], timeout_s: float = LOAD_TIMEOUT_S
-    ) -> torch.Tensor:
+    def load(self, client: Client, chunk_keys: Sequence[str], timeout_s: float = LOAD_TIMEOUT_S) -> torch.Tensor:
         """A prefix on the device, uint8 of shape (L, N, S): what is here from here, the rest by a fetch, which is kept.
         Raises what `client.fetch` and its waits raise; TimeoutError where a layer does not come within `timeout_s`.
         """

@@ -5,7 +5,7 @@ from __future__ import annotations
 from enum import Enum
 
 from descriptors.descriptor import ELEMENT_BYTES, Accept
-from kv_codecs.layer import Codec
+from objectcache.kv_codecs.layer import Codec
 
 BOUNDED = (Codec.KIVI8.value, Codec.FP8.value, Codec.KIVI4.value)
 ADAPTIVE = (*BOUNDED, Codec.KIVI3.value, Codec.KIVI2.value)

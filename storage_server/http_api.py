@@ -15,12 +15,6 @@ from typing import Any
 from aiohttp import web
 from pydantic import TypeAdapter
 
-from adapters.deadlines import ConnectionLimits
-from adapters.leave_to_send import is_held_back
-from adapters.limited_server import LimitedServer
-from adapters.phases import Phases
-from adapters.request_log import CLIENT_GONE, RequestLine, log_request, logs_requests
-from adapters.response_sink import ResponseSink, abort_if_begun, begin_answer, begun_status, cutting
 from descriptors.cluster import VIEW_HEADER
 from descriptors.descriptor import DESCRIPTOR_BYTES_MAX, is_request_id
 from descriptors.errors import CallerError, ErrorCode, ObjectCacheError, ServerError
@@ -28,6 +22,12 @@ from descriptors.peer_auth import AUTH_HEADER, CALL_HEADER, STREAMED_BODY, PeerS
 from descriptors.peer_calls import CALL_BYTES_MAX, CALLS, RESULT_HEADER, Form, PeerCall
 from descriptors.storage_api import DeliveryStart, Moved, StorageApi
 from descriptors.tracing import PEER_REQUEST_ID_HEADER, Phase, ServerTiming
+from objectcache.adapters.deadlines import ConnectionLimits
+from objectcache.adapters.leave_to_send import is_held_back
+from objectcache.adapters.limited_server import LimitedServer
+from objectcache.adapters.phases import Phases
+from objectcache.adapters.request_log import CLIENT_GONE, RequestLine, log_request, logs_requests
+from objectcache.adapters.response_sink import ResponseSink, abort_if_begun, begin_answer, begun_status, cutting
 from storage_server.peer_body import PeerBody, arriving
 
 _START = TypeAdapter(DeliveryStart)

@@ -6,13 +6,13 @@ import os
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 
-from adapters.metrics import Distribution, Reading, Tally
-from adapters.phases import Phases
 from descriptors import metrics
 from descriptors.layer_forms import LayerForms
 from descriptors.messages import SchedulerStatus
 from descriptors.notices import Mode
 from descriptors.tracing import Phase
+from objectcache.adapters.metrics import Distribution, Reading, Tally
+from objectcache.adapters.phases import Phases
 from storage_server.agents import AgentTable
 from storage_server.downlinks import Downlinks
 from storage_server.gather.staging import StagingPool

@@ -8,13 +8,13 @@ import asyncio
 import logging
 from collections.abc import Callable, Iterator, Sequence
 
-from adapters.threads import finished, to_end
 from descriptors.descriptor import Descriptor
 from descriptors.errors import ErrorCode, ObjectCacheError
 from descriptors.notices import Mode
 from descriptors.objects import BodyDigests, ObjectInfo, PutRequest, ReadHead, ReadRequest
 from descriptors.rdma_token import bad_token, declined
 from descriptors.storage_api import ChunkPut, ChunksPut, ObjectDelivery, ObjectStored
+from objectcache.adapters.threads import finished, to_end
 from storage_server.buffer_path import BufferStaging, StagedBody, read_into_slots, stage_body, write_slots
 from storage_server.gather.staging import StagingPool, Window
 from storage_server.planning.extent import Extent, read_object

@@ -12,10 +12,10 @@ from dataclasses import replace
 import numpy as np
 import numpy.typing as npt
 
-from adapters.membership import Membership
 from descriptors.cluster import VIEW_HEADER, ClusterError, Member, View, parse_view_id
 from descriptors.errors import CallerError, ErrorCode, ObjectCacheError, ServerError
 from descriptors.placement import Placement
+from objectcache.adapters.membership import Membership
 
 _log = logging.getLogger(__name__)
 

@@ -7,13 +7,13 @@ from collections.abc import AsyncIterator
 from aiohttp import web
 from pydantic import TypeAdapter, ValidationError
 
-from adapters.leave_to_send import give_leave, is_held_back
-from adapters.phases import Phases
 from descriptors.errors import CallerError, ErrorCode
 from descriptors.objects import BodyDigests
 from descriptors.peer_calls import DIGESTS_BYTES_MAX
 from descriptors.storage_api import Piece
 from descriptors.tracing import Phase
+from objectcache.adapters.leave_to_send import give_leave, is_held_back
+from objectcache.adapters.phases import Phases
 
 _DIGESTS = TypeAdapter(BodyDigests)
 

@@ -12,8 +12,6 @@ from itertools import chain
 
 import numpy as np
 
-from adapters.phases import Phases, delivery_timing
-from adapters.threads import HERE_ITEMS_MAX, computed, finished, to_end
 from descriptors.descriptor import Descriptor, OnMissing, Portion
 from descriptors.errors import ChunkUnavailable, ErrorCode, ObjectCacheError
 from descriptors.layer_forms import LayerForms
@@ -22,6 +20,8 @@ from descriptors.notices import Mode
 from descriptors.storage_api import DeliveryOutcome, DeliveryStart, Grant, Spans
 from descriptors.tracing import Phase
 from descriptors.units import KIB
+from objectcache.adapters.phases import Phases, delivery_timing
+from objectcache.adapters.threads import HERE_ITEMS_MAX, computed, finished, to_end
 from storage_server.agents import RegisteredAgent
 from storage_server.compression.budget import ErrorLimits
 from storage_server.compression.forms import reading_of

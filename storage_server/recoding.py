@@ -14,9 +14,9 @@ from dataclasses import replace
 import numpy as np
 import numpy.typing as npt
 
-from kv_codecs.encoding import WrongLayerError, decode, encode
-from kv_codecs.layer import Codec
-from kv_codecs.loss import loss
+from objectcache.kv_codecs.encoding import WrongLayerError, decode, encode
+from objectcache.kv_codecs.layer import Codec
+from objectcache.kv_codecs.loss import loss
 from storage_server.compression.forms import Encoded, Reading
 
 CPU_FRACTION = 0.5

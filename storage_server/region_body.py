@@ -9,10 +9,10 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncIterator
 
-from adapters.threads import finished, to_end
 from descriptors.errors import ObjectCacheError
 from descriptors.objects import BodyDigests
 from descriptors.storage_api import Piece
+from objectcache.adapters.threads import finished, to_end
 from storage_server.gather.staging import Slot, Window
 from storage_server.planning.put_plan import SpansOf
 from storage_server.transport.one_sided import OneSided

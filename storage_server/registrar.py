@@ -9,10 +9,10 @@ import time
 from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
 
-from adapters.threads import to_end
 from descriptors.descriptor import RdmaTarget
 from descriptors.errors import CallerError, ErrorCode, ObjectCacheError, ServerError
 from descriptors.messages import AgentLease, AgentRegistration, AgentRenewal, Region
+from objectcache.adapters.threads import to_end
 from storage_server.agents import AgentTable, RegisteredAgent, target_region
 from storage_server.requests import ActiveRequest, RequestTable
 from storage_server.scheduler.downlink_shares import DownlinkShares

@@ -22,7 +22,7 @@ from collections.abc import Iterator
 from itertools import chain
 from pathlib import Path
 
-from adapters.beneath import Beneath
+from objectcache.adapters.beneath import Beneath
 from storage_server.used_ids import SECRET_BYTES
 
 LINE_BYTES_MAX = 128

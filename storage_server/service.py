@@ -9,10 +9,10 @@ from collections.abc import Callable
 from itertools import chain
 from typing import Protocol
 
-from adapters.metrics import text_of
 from descriptors.errors import ObjectCacheError
 from descriptors.messages import SchedulerStatus, Transports
 from descriptors.storage_api import ObjectsApi, UploadsApi
+from objectcache.adapters.metrics import text_of
 from storage_server.agents import AgentTable
 from storage_server.downlinks import DownlinkKeepers, Downlinks
 from storage_server.gather.source import ChunkSource

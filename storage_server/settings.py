@@ -9,6 +9,7 @@ from pathlib import Path
 from urllib.parse import unquote, urlsplit
 
 from descriptors.lifecycle import DAY_S
+from descriptors.objects import CACHE_BYTES_MIN
 from descriptors.units import GIB, KIB, MIB
 from storage_server.compression.policy import UtilitySettings
 from storage_server.eviction.choice import Eviction
@@ -16,7 +17,6 @@ from storage_server.scheduler.settings import SchedulerSettings
 from storage_server.store.data.durability import Durability
 
 DISK_BYTES_MIN = 64 * MIB
-CAPACITY_BYTES_MIN = MIB
 
 
 class Write(Enum):
@@ -140,8 +140,8 @@ class CacheSettings:
     def __post_init__(self) -> None:
         if self.max_error is not None and not self.replaces:
             raise ValueError(f"buckets: {self.bucket}: max_error goes with lossy")
-        if self.capacity_bytes is not None and self.capacity_bytes < CAPACITY_BYTES_MIN:
-            raise ValueError(f"buckets: {self.bucket}: capacity_bytes must be at least {CAPACITY_BYTES_MIN}")
+        if self.capacity_bytes is not None and self.capacity_bytes < CACHE_BYTES_MIN:
+            raise ValueError(f"buckets: {self.bucket}: capacity_bytes must be at least {CACHE_BYTES_MIN}")
         if self.ttl_s is not None and self.ttl_s <= 0:
             raise ValueError(f"buckets: {self.bucket}: ttl_s must be greater than 0")
 

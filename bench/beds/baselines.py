@@ -20,11 +20,11 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing, contextmanager
 from pathlib import Path
 
-from adapters.nixl_agent import Agent, PostedTransfer, TransferState, leave
-from adapters.nixl_memory import Memory
 from bench.beds.memory import huge_page_memory
 from bench.beds.processes import ANSWER_TIMEOUT_S, BaselineError, Child, say
-from calibration.content import Bytes
+from objectcache.adapters.nixl_agent import Agent, PostedTransfer, TransferState, leave
+from objectcache.adapters.nixl_memory import Memory
+from objectcache.calibration.content import Bytes
 
 MEMCPY_PASSES = 8
 READ_BYTES = 4 << 20

@@ -22,7 +22,7 @@ import numpy as np
 from bench.beds.baselines import PATTERN, check_pattern
 from bench.beds.memory import huge_page_memory
 from bench.beds.processes import BaselineError, Child, free_port, say
-from calibration.content import Bytes
+from objectcache.calibration.content import Bytes
 
 RANKS = 4
 _REQUEST, _READY, _BLOCK = 1, 2, 3

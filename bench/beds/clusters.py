@@ -13,9 +13,9 @@ from pathlib import Path
 
 from bench.beds.kv_peers.work import S3Target
 from bench.beds.ours import home_table
-from calibration.origin import python_path
-from calibration.servers import LocalServerError
-from nixl_client.client import ObjectCacheClient, Transport
+from nixl_client.client import Client, Transport
+from objectcache.calibration.origin import python_path
+from objectcache.calibration.servers import LocalServerError
 
 READY = "is listening on "
 START_S = 60.0
@@ -44,10 +44,10 @@ class Cluster:
             self._wait(self.members[name])
         self.url = self._wait(self._gateway)
 
-    def client(self, bucket: str, transport: Transport, downlink_bytes_per_s: float | None = None) -> ObjectCacheClient:
+    def client(self, bucket: str, transport: Transport, downlink_bytes_per_s: float | None = None) -> Client:
         """A client of the whole, by the gateway."""
         access_key, secret_key = self._home.access_key, self._home.secret_key
-        return ObjectCacheClient(
+        return Client(
             self.url,
             bucket,
             access_key=access_key,
@@ -72,7 +72,7 @@ class Cluster:
 
     def _start(self, *arguments: str) -> subprocess.Popen[str]:
         common = ["--cluster", f"file:{self._folder / 'members.toml'}", "--config", str(self._folder / "config.toml")]
-        command = [sys.executable, "-m", "objectcache.cli", *arguments, *common]
+        command = [sys.executable, "-m", "objectcache", *arguments, *common]
         command += ["--peer-secret-file", str(self._folder / "secret")]
         keys = {"AWS_ACCESS_KEY_ID": self._home.access_key, "AWS_SECRET_ACCESS_KEY": self._home.secret_key}
         environment = {**os.environ, **keys, "PYTHONPATH": python_path()}

@@ -7,8 +7,8 @@ from itertools import chain
 
 from prometheus_client.parser import text_string_to_metric_families
 
-from calibration.servers import LocalServer
 from nixl_client.transports.transport import Transport
+from objectcache.calibration.servers import LocalServer
 
 
 def counted(page: str, names: Collection[str]) -> dict[str, float]:

@@ -21,18 +21,18 @@ from enum import Enum
 from functools import partial
 from typing import Protocol
 
-from adapters.nixl_agent import NixlFailure, leave
 from bench.beds.processes import BaselineError, Child, say, start_children
 from bench.core.lines import from_line, to_line
-from calibration.chunks import Chunks, check_fetch, store_chunks
-from calibration.content import Bytes, VerificationError, make_content, verify_payload
-from calibration.servers import LocalServer
 from descriptors.descriptor import Delivery
 from descriptors.errors import ObjectCacheError
 from descriptors.layout import ChunkLayout
 from descriptors.units import MIB
-from nixl_client.client import ObjectCacheClient, Transport
+from nixl_client.client import Client, Transport
 from nixl_client.fetch.layer_fetch import LayerFetch
+from objectcache.adapters.nixl_agent import NixlFailure, leave
+from objectcache.calibration.chunks import Chunks, check_fetch, store_chunks
+from objectcache.calibration.content import Bytes, VerificationError, make_content, verify_payload
+from objectcache.calibration.servers import LocalServer
 
 LAYER_TIMEOUT_S = 300.0
 
@@ -263,7 +263,7 @@ def main() -> int:
 
 
 def _fetch(
-    client: ObjectCacheClient, wanted: Sequence[Chunks], buffer: Bytes, window_us: int | None, start_at_s: float
+    client: Client, wanted: Sequence[Chunks], buffer: Bytes, window_us: int | None, start_at_s: float
 ) -> tuple[Seen, ...]:
     """Prefixes one behind the other in the buffer, compared once all are there."""
     layers, nbytes = wanted[0].layout.num_layers, wanted[0].payload_bytes

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import numpy as np
 
-from calibration.content import Bytes
+from objectcache.calibration.content import Bytes
 
 INTERVAL_S = 0.02
 CLIENT_MEMORY = "/memfd:objectcache"

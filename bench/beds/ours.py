@@ -9,7 +9,7 @@ from contextlib import ExitStack
 from pathlib import Path
 
 from bench.beds.kv_peers.work import S3Target
-from calibration.servers import BUCKET, REGION, LocalServer, running_server
+from objectcache.calibration.servers import BUCKET, REGION, LocalServer, running_server
 
 
 def target_of(server: LocalServer, bucket: str = BUCKET) -> S3Target:

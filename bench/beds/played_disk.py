@@ -13,12 +13,12 @@ from contextlib import AbstractAsyncContextManager, contextmanager
 from pathlib import Path
 from typing import Any, TypeVar
 
-from calibration.servers import BUCKET
 from descriptors.layout import ChunkLayout
 from gateway.app import GatewaySettings
 from gateway.s3.credentials import Credential
-from nixl_client.client import ObjectCacheClient
-from objectcache.serve import Listen, Together
+from nixl_client.client import Client
+from objectcache.calibration.servers import BUCKET
+from objectcache.cli.serve import Listen, Together
 from storage_server.compression.forms import Takes
 from storage_server.compression.policy import UtilitySettings
 from storage_server.gather.source import ChunkSource, Pins, RowFailure
@@ -83,10 +83,10 @@ class PlayedServer:
         self._loop = loop
         self._credential = credential
 
-    def client(self) -> ObjectCacheClient:
+    def client(self) -> Client:
         """Our client, over http."""
         key = self._credential
-        return ObjectCacheClient(
+        return Client(
             self._together.url, BUCKET, access_key=key.access_key, secret_key=key.secret_key, transport="http"
         )
 

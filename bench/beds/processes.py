@@ -17,7 +17,7 @@ from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import TextIO
 
-from calibration.origin import python_path
+from objectcache.calibration.origin import python_path
 
 POLL_INTERVAL_S = 50e-6
 ANSWER_TIMEOUT_S = 300.0

@@ -15,7 +15,7 @@ import numpy as np
 
 from bench.beds.kv_peers.work import S3Target
 from bench.beds.processes import shares
-from calibration.content import Bytes
+from objectcache.calibration.content import Bytes
 
 STEP_BYTES = 16
 NUMBER_MAX = 1 << 20

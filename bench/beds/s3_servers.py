@@ -17,7 +17,7 @@ from botocore.exceptions import BotoCoreError, ClientError
 from bench.beds.kv_peers.work import S3Target
 from bench.beds.ours import target_of
 from bench.beds.processes import BaselineError, Child, free_port, last_words, serving_program
-from calibration.servers import BUCKET, REGION, running_server, s3_client
+from objectcache.calibration.servers import BUCKET, REGION, running_server, s3_client
 
 START_TIMEOUT_S = 60.0
 CEPH_START_TIMEOUT_S = 180.0

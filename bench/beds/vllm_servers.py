@@ -21,7 +21,7 @@ from typing import Any
 from bench.beds.kv_peers.install import ENGINES
 from bench.beds.kv_peers.work import S3Target
 from bench.beds.processes import BaselineError, end, free_port, last_words
-from calibration.origin import python_path
+from objectcache.calibration.origin import python_path
 
 MODEL = "tiny"
 START_S = 300.0

@@ -11,14 +11,14 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from adapters.nixl_agent import NixlFailure, is_available
 from bench.beds.processes import BaselineError
 from bench.core.lines import plain as plain
 from bench.core.options import Commands, declare, filled
 from bench.core.show import Json, Sections, as_text
-from calibration.origin import describe_commit, describe_machine
-from calibration.servers import LocalServerError
 from descriptors.errors import ObjectCacheError
+from objectcache.adapters.nixl_agent import NixlFailure, is_available
+from objectcache.calibration.origin import describe_commit, describe_machine
+from objectcache.calibration.servers import LocalServerError
 
 FAILURES = (BaselineError, LocalServerError, ObjectCacheError, NixlFailure, TimeoutError, OSError)
 """Errors that end a run early: the command prints one line, and its status is 1."""
@@ -59,7 +59,7 @@ class Experiment:
     def run(self, options: argparse.Namespace) -> int:
         """0: done, and every byte right; 1: failed; 2: wrong use."""
         if options.plot is not None and importlib.util.find_spec("matplotlib") is None:
-            return _complain("--plot needs matplotlib: pip install 'objectcache[plot]'", WRONG_USE)
+            return _complain("--plot needs matplotlib: pip install matplotlib", WRONG_USE)
         for file in (options.json, options.plot):
             if file is not None and not file.absolute().parent.is_dir():
                 return _complain(f"{file.parent}: no such folder", WRONG_USE)
@@ -97,7 +97,7 @@ def published(name: str, origin: Mapping[str, Any], settings: Any, problem: str 
 def need_nixl(is_needed: bool, instead: str) -> None:
     """Raises WrongUse where UCX is asked for and NIXL is not installed."""
     if is_needed and not is_available():
-        raise WrongUse(f"NIXL is not installed: pip install 'objectcache[ucx]', or pass {instead}")
+        raise WrongUse(f"NIXL is not installed: pip install nixl-cu12, or pass {instead}")
 
 
 def _complain(message: str, status: int) -> int:

@@ -17,9 +17,9 @@ from enum import Enum
 from pathlib import Path
 from typing import Any, TypeVar
 
-from calibration.content import STAMP_BYTES
 from descriptors.descriptor import CHUNK_COUNT_MAX, NUM_LAYERS_MAX, PER_LAYER_CHUNK_BYTES_MAX
 from descriptors.units import GIB, KIB, MIB
+from objectcache.calibration.content import STAMP_BYTES
 
 RUNS_MAX = 1000
 SEED_MAX = 1 << 62

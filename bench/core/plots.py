@@ -11,9 +11,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from bench.core.show import at
-from calibration.charts import cell_ticks, chart, draw_bars, draw_line, draw_rows, shared_legend
-from calibration.charts import scaled as scaled_spreads
-from calibration.samples import Spread
+from objectcache.calibration.charts import cell_ticks, chart, draw_bars, draw_line, draw_rows, shared_legend
+from objectcache.calibration.charts import scaled as scaled_spreads
+from objectcache.calibration.samples import Spread
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes

@@ -11,7 +11,7 @@ import numpy as np
 
 from bench.beds.processes import BaselineError
 from bench.core.lines import plain
-from calibration.samples import Spread, Turns, interleaved, spread
+from objectcache.calibration.samples import Spread, Turns, interleaved, spread
 
 Way = TypeVar("Way")
 Sample = TypeVar("Sample")

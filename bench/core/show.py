@@ -8,8 +8,8 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from calibration.samples import format_bytes
-from calibration.text import aligned, plain_text
+from descriptors.units import format_bytes
+from objectcache.calibration.text import aligned, plain_text
 
 Json = Mapping[str, Any]
 Form = Callable[[Any], str]

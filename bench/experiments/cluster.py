@@ -25,9 +25,6 @@ from bench.core.show import Json, Section, table, targets
 from bench.experiments.cluster_downlinks import simulated_downlinks
 from bench.experiments.cluster_simulated import Placed, figure_3
 from bench.experiments.cluster_table_7 import Mover, table_7
-from calibration.content import Bytes, Content, VerificationError, make_content, verify_payload
-from calibration.samples import spread
-from calibration.servers import BUCKET
 from descriptors.cluster import Member, View
 from descriptors.descriptor import Delivery, Descriptor
 from descriptors.descriptor_codec import encode_binary
@@ -36,7 +33,10 @@ from descriptors.messages import DOWNLINK_MIN
 from descriptors.placement import Placement
 from descriptors.units import GIB, KIB
 from gateway.cluster.split import descriptor_of, holdings
-from nixl_client.client import ObjectCacheClient, Transport
+from nixl_client.client import Client, Transport
+from objectcache.calibration.content import Bytes, Content, VerificationError, make_content, verify_payload
+from objectcache.calibration.samples import spread
+from objectcache.calibration.servers import BUCKET
 from storage_server.own_keys import SETTLE_S
 
 TRANSPORTS = (Transport.SHM, Transport.UCX, Transport.HTTP)
@@ -106,7 +106,7 @@ class ClusterBenchSettings:
 class Prefix:
     """A stored prefix, and a client with a buffer for it."""
 
-    client: ObjectCacheClient
+    client: Client
     keys: list[str]
     content: Content
     buffer: Bytes

@@ -15,8 +15,8 @@ from bench.beds.baselines import raw_nixl_writes, raw_socket
 from bench.beds.block_moves import Move, mpi_moves, shared_moves, torch_moves
 from bench.beds.processes import BaselineError
 from bench.core.rounds import sampled
-from calibration.samples import spread
 from descriptors.units import MIB
+from objectcache.calibration.samples import spread
 
 SOURCE_BYTES_MIN = MIB
 

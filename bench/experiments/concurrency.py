@@ -25,12 +25,12 @@ from bench.core import options
 from bench.core.experiment import Experiment, WrongUse, need_nixl, published
 from bench.core.plots import Chart, Kind, draw
 from bench.core.show import Column, Json, Section, fixed, size, table
-from calibration.content import VerificationError
-from calibration.samples import interleaved, spread
-from calibration.servers import LocalServer, running_server
 from descriptors.layout import ChunkLayout
 from descriptors.units import GIB, KIB, MIB
 from nixl_client.client import FETCHES_MAX, Transport
+from objectcache.calibration.content import VerificationError
+from objectcache.calibration.samples import interleaved, spread
+from objectcache.calibration.servers import LocalServer, running_server
 from storage_server.settings import StorageSettings
 
 TRANSPORTS = (Transport.SHM, Transport.UCX, Transport.HTTP)

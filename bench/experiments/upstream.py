@@ -35,13 +35,20 @@ from bench.core.experiment import Experiment, WrongUse, published
 from bench.core.plots import Chart, Kind, draw
 from bench.core.rounds import Side, Target, paired, sampled, spreads
 from bench.core.show import Json, Section, listed, table, targets
-from calibration.content import Bytes, Content, VerificationError, make_content, verify_payload, verify_slices
-from calibration.samples import spread
-from calibration.servers import LocalServer
 from descriptors.descriptor import Delivery
 from descriptors.layout import ChunkLayout
 from descriptors.units import GIB, KIB, MIB
-from nixl_client.client import ObjectCacheClient, Transport
+from nixl_client.client import Client, Transport
+from objectcache.calibration.content import (
+    Bytes,
+    Content,
+    VerificationError,
+    make_content,
+    verify_payload,
+    verify_slices,
+)
+from objectcache.calibration.samples import spread
+from objectcache.calibration.servers import LocalServer
 
 FETCH_TIMEOUT_S = 120.0
 WARMING_FETCHES = 4
@@ -150,7 +157,7 @@ class Bed:
     def _front(self, target: S3Target, dram_bytes: int) -> LocalServer:
         return self._servers.front(home_table(target), dram_bytes, 4 * self._shape.nbytes + 64 * MIB)
 
-    def _client(self, server: LocalServer, transport: Transport | None = None) -> ObjectCacheClient:
+    def _client(self, server: LocalServer, transport: Transport | None = None) -> Client:
         return self._servers.stack.enter_context(server.client(transport or self._transport))
 
     def stored(self, seed: int) -> Prefix:
@@ -267,7 +274,7 @@ def counting_relay(url: str) -> Iterator[tuple[str, Callable[[], int]]]:
 def measure_upstream(settings: UpstreamBenchSettings, origin: Mapping[str, Any]) -> Json:
     """Everything, with the targets. Wrong bytes are the problem of the result; a service that is not here is named."""
     if importlib.util.find_spec("obstore") is None:
-        raise WrongUse("the native client is obstore: pip install 'objectcache[bench]'")
+        raise WrongUse("the native client is obstore: pip install obstore")
     starts: dict[PeerName, Callable[[], AbstractContextManager[Peer]]] = {
         PeerName.OURS: partial(running_ours, settings.folder, []),
         PeerName.MOTO: partial(running_moto, settings.moto_python, settings.folder),

@@ -12,7 +12,6 @@ from typing import TypeVar
 
 import numpy as np
 
-from adapters.phases import Phases, delivery_timing
 from descriptors.cluster import Member
 from descriptors.descriptor import Accept, Descriptor
 from descriptors.errors import CallerError, ChunkUnavailable, ErrorCode, ObjectCacheError, ServerError
@@ -31,6 +30,7 @@ from gateway.cluster.members import ROUNDS_MAX, Members, nobody, stopped
 from gateway.cluster.merge import WINDOW_BYTES, Merger, Overtaken, PortionBody, Slices, Window, windows
 from gateway.cluster.split import Holding, descriptor_of, holdings, holdings_at, of_whole
 from gateway.storage_client import StaleViewError, StorageUnreachableError
+from objectcache.adapters.phases import Phases, delivery_timing
 
 CUT_MAX = 2
 """How often a member may cut a portion short and be asked again, while it is there."""

@@ -10,14 +10,14 @@ from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Seque
 from contextlib import asynccontextmanager, suppress
 from typing import Any, TypeVar
 
-from adapters.breaker import Breaker
-from adapters.membership import Membership
 from descriptors.cluster import Member, View
 from descriptors.errors import ErrorCode, ObjectCacheError, ServerError
 from descriptors.placement import Placement
 from descriptors.storage_api import SERVER_KEY
 from gateway.cluster.hedging import Hedging
 from gateway.storage_client import RemoteStorage, StaleViewError, StorageUnreachableError
+from objectcache.adapters.breaker import Breaker
+from objectcache.adapters.membership import Membership
 
 FAILURES_MAX = 1
 PAUSE_S_MIN, PAUSE_S_MAX = 0.25, 4.0

@@ -16,11 +16,11 @@ from typing import Protocol
 import numpy as np
 import numpy.typing as npt
 
-from adapters import native
 from descriptors.placement import Indices
 from descriptors.storage_api import DeliveryStart, Patience, Spans
 from descriptors.units import MIB
 from gateway.cluster.members import STALL_S
+from objectcache.adapters import native
 
 WINDOW_BYTES = 4 * MIB
 Bytes = npt.NDArray[np.uint8]

@@ -8,7 +8,6 @@ from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequenc
 from contextlib import AsyncExitStack, asynccontextmanager
 from typing import Any, TypeVar, cast
 
-from adapters.metrics import text_of
 from descriptors import metrics
 from descriptors.chunk_names import is_chunk_key
 from descriptors.cluster import Member
@@ -21,6 +20,7 @@ from gateway.cluster.agents import ClusterAgents
 from gateway.cluster.members import ALIVE_S, Members, nobody
 from gateway.cluster.prefixes import ClusterPrefixes
 from gateway.storage_client import StorageUnreachableError
+from objectcache.adapters.metrics import text_of
 
 _T = TypeVar("_T")
 READS = frozenset({"head_bucket", "list_buckets", "get_lifecycle", "head_object", "object_parts", "list_objects",

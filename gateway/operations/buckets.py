@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+
 from aiohttp import web
 
 from descriptors.errors import CallerError, ErrorCode
+from descriptors.headers import CACHE_HEADER
+from descriptors.objects import BucketCache
 from descriptors.units import MIB
 from gateway.call import Call
 from gateway.operations.answers import owner_of, xml_answer
@@ -55,16 +59,27 @@ async def create_bucket(call: Call) -> web.StreamResponse:
         problem = f"buckets here are in {call.settings.region}"
         raise CallerError(ErrorCode.ILLEGAL_LOCATION, problem, field="LocationConstraint")
     try:
-        await call.storage.objects.create_bucket(call.access_key, call.request.bucket)
+        await call.storage.objects.create_bucket(call.access_key, call.request.bucket, _cache_of(headers))
     except CallerError as error:  # in us-east-1 S3 answers the owner as if the bucket were new
         if error.code is not ErrorCode.BUCKET_ALREADY_OWNED or call.settings.region != US_EAST_1:
             raise
     return web.Response(headers={"Location": f"/{call.request.bucket}"})
 
 
+def _cache_of(headers: Mapping[str, str]) -> BucketCache | None:
+    """Whether the new bucket is to be a cache. Raises CallerError."""
+    text = headers.get(CACHE_HEADER)
+    try:
+        return None if text is None else BucketCache.of_text(text)
+    except ValueError as error:
+        raise CallerError(ErrorCode.INVALID_ARGUMENT, f"{CACHE_HEADER}: {error}", field=CACHE_HEADER) from None
+
+
 async def head_bucket(call: Call) -> web.StreamResponse:
-    await call.storage.objects.head_bucket(call.access_key, call.request.bucket)
-    return web.Response(content_type="application/xml", headers={"x-amz-bucket-region": call.settings.region})
+    info = await call.storage.objects.head_bucket(call.access_key, call.request.bucket)
+    cache = {} if info.cache is None else {CACHE_HEADER: info.cache.text()}
+    headers = {"x-amz-bucket-region": call.settings.region, **cache}
+    return web.Response(content_type="application/xml", headers=headers)
 
 
 async def delete_bucket(call: Call) -> web.StreamResponse:

@@ -9,16 +9,16 @@ from functools import partial
 
 import numpy as np
 
-from adapters.threads import computed
 from descriptors.errors import CallerError, ErrorCode, ServerError
 from descriptors.headers import CODEC_HEADER, DECODE_HEADER
 from descriptors.kv_forms import EncodedForm
 from descriptors.objects import ReadRequest
 from descriptors.storage_api import ObjectRead
 from gateway.call import Call
-from kv_codecs.elements import Bytes, Element
-from kv_codecs.encoding import WrongLayerError, decode, encoded_bytes_max
-from kv_codecs.layer import Codec, LayerShape
+from objectcache.adapters.threads import computed
+from objectcache.kv_codecs.elements import Bytes, Element
+from objectcache.kv_codecs.encoding import WrongLayerError, decode, encoded_bytes_max
+from objectcache.kv_codecs.layer import Codec, LayerShape
 
 HERE_BYTES_MAX = 64 << 10
 """Larger layers are decoded in a thread."""

@@ -9,7 +9,6 @@ from dataclasses import asdict
 
 from aiohttp import web
 
-from adapters.response_sink import ResponseSink
 from descriptors.descriptor import DESCRIPTOR_BYTES_MAX, Descriptor, invalid
 from descriptors.descriptor_codec import decode_descriptor
 from descriptors.errors import CallerError, ErrorCode
@@ -37,6 +36,7 @@ from descriptors.messages import (
 from descriptors.storage_api import DeliveryStart
 from descriptors.tracing import REQUEST_ID_HEADER, TIMING_HEADER, timing_header
 from gateway.call import Call
+from objectcache.adapters.response_sink import ResponseSink
 
 
 async def layerwise(call: Call) -> web.StreamResponse:

@@ -9,9 +9,6 @@ from functools import partial
 
 from aiohttp import web
 
-from adapters.pump_socket import send_by_pump, takes_pump
-from adapters.reading_pace import ReadingPace
-from adapters.response_sink import begin_answer
 from descriptors.errors import CallerError, ErrorCode
 from descriptors.headers import CODEC_HEADER, DECODE_HEADER
 from descriptors.objects import PutRequest, ReadHead, ReadRequest
@@ -37,6 +34,9 @@ from gateway.s3.object_headers import (
 )
 from gateway.s3.parameters import check_version, part_number
 from gateway.s3.request import check_key, parse_range
+from objectcache.adapters.pump_socket import send_by_pump, takes_pump
+from objectcache.adapters.reading_pace import ReadingPace
+from objectcache.adapters.response_sink import begin_answer
 
 CHECKSUM_MODE = "x-amz-checksum-mode"
 STEP_BYTES = 128 * KIB

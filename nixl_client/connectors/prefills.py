@@ -20,7 +20,7 @@ import torch
 from descriptors.descriptor import LAYER_COMPUTE_US_MAX
 from descriptors.layout import ChunkLayout
 from descriptors.recompute import AdviceRequest, PrefillCosts
-from nixl_client.client import ObjectCacheClient
+from nixl_client.client import Client
 from nixl_client.connectors.compute_fit import ComputeFit, Work, step_s
 from nixl_client.connectors.step_timer import StepTimer
 
@@ -69,7 +69,7 @@ class Prefills:
         return (min(round(layer_s * 1e6), LAYER_COMPUTE_US_MAX),)
 
     def worth_loading(
-        self, client: ObjectCacheClient, chunk_keys: Sequence[str], context_tokens: int, lease_s: float = 0.0
+        self, client: Client, chunk_keys: Sequence[str], context_tokens: int, lease_s: float = 0.0
     ) -> tuple[int, int]:
         """How many chunks, from the first, are stored, and how many of those are sooner loaded than computed for a
         prompt of `context_tokens`, at the rate the server offers. Raises what `client.lookup` raises.

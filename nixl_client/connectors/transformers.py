@@ -32,9 +32,9 @@ from descriptors.descriptor import Accept
 from descriptors.kv_forms import KvLayout
 from descriptors.layout import ChunkLayout, slice_bytes
 from descriptors.notices import Mode
-from kv_codecs.layer import Codec
 from nixl_client.fetch.layer_fetch import Layer
 from nixl_client.lossy import MAX_ERROR, Lossy, accept_of
+from objectcache.kv_codecs.layer import Codec
 
 WAIT_TIMEOUT_S = 60.0
 

@@ -16,13 +16,13 @@ from descriptors.headers import FORMS_HEADER
 from descriptors.layer_forms import EXACT, FormRun, LayerForms, WrongFormsError, parse_forms
 from descriptors.layout import ChunkLayout
 from descriptors.notices import Mode
-from kv_codecs import slots
-from kv_codecs.dropping import Kept
-from kv_codecs.elements import Bytes, Element
-from kv_codecs.encoding import encoded_bytes_max
-from kv_codecs.layer import DROPPING, KIVI, Codec, LayerShape, kept_count, takes
-from kv_codecs.slots import Run, WrongChunkError, decode_packed
 from nixl_client.fetch.delivery_state import ProtocolViolationError
+from objectcache.kv_codecs import slots
+from objectcache.kv_codecs.dropping import Kept
+from objectcache.kv_codecs.elements import Bytes, Element
+from objectcache.kv_codecs.encoding import encoded_bytes_max
+from objectcache.kv_codecs.layer import DROPPING, KIVI, Codec, LayerShape, kept_count, takes
+from objectcache.kv_codecs.slots import Run, WrongChunkError, decode_packed
 
 _ELEMENTS = {"float16": Element.FLOAT16, "bfloat16": Element.BFLOAT16, "float32": Element.FLOAT32}
 DECODABLE = tuple(codec.value for codec in (*KIVI, Codec.FP8, *DROPPING))
@@ -214,7 +214,7 @@ def _slots_of(payload: Any) -> Any:
     """The module that decodes in this memory: kv_codecs.slots in the host's, kv_codecs.device_slots in a device's."""
     if isinstance(payload, np.ndarray):
         return slots
-    from kv_codecs import device_slots  # torch, which only those need who have tensors
+    from objectcache.kv_codecs import device_slots  # torch, which only those need who have tensors
 
     return device_slots
 

@@ -18,13 +18,13 @@ from descriptors.headers import UNSETTLED_HEADER
 from descriptors.layer_forms import LayerForms
 from descriptors.notices import Mode, Notice
 from descriptors.storage_api import Grant
-from kv_codecs.dropping import Kept
 from nixl_client.fetch.decoding import PlacedLayers, checked_forms, kept_tokens, layer_shape
 from nixl_client.fetch.delivery_state import DeliveryState, ProtocolViolationError
 from nixl_client.session.retries import always
 from nixl_client.session.timing import Timing, split_time
 from nixl_client.transports.buffers import Buffer
 from nixl_client.transports.transport import Transport
+from objectcache.kv_codecs.dropping import Kept
 
 
 @dataclass(frozen=True, slots=True)

@@ -10,8 +10,6 @@ from contextlib import ExitStack
 from dataclasses import dataclass
 from typing import Any
 
-from adapters.nixl_agent import NixlFailure, has_infiniband
-from adapters.nixl_memory import Memory
 from descriptors.errors import ErrorCode, ObjectCacheError
 from nixl_client.fetch.one_sided import OneSidedFetches
 from nixl_client.session.agent import ClientAgent
@@ -20,6 +18,8 @@ from nixl_client.transports import shared_memory
 from nixl_client.transports.buffers import Buffer, as_buffer
 from nixl_client.transports.shm import NoShmError, ShmUnavailableError
 from nixl_client.transports.transport import Transport
+from objectcache.adapters.nixl_agent import NixlFailure, has_infiniband
+from objectcache.adapters.nixl_memory import Memory
 
 UNSUPPORTED = frozenset({ErrorCode.NOT_IMPLEMENTED, ErrorCode.METHOD_NOT_ALLOWED, ErrorCode.INVALID_URI})
 """The answers of a server that does not have the transport, or does not know of it."""

@@ -18,9 +18,6 @@ from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
 
-from adapters.interfaces import UnknownInterfaceError
-from adapters.nixl_agent import NixlFailure, is_available
-from adapters.renewals import RENEWALS, Renewals
 from descriptors.errors import ErrorCode, ObjectCacheError, ServerError
 from descriptors.headers import AGENTS_PATH, TRANSPORTS_PATH, WRITERS_HEADER
 from descriptors.messages import AgentRegistration, AgentRenewal, Region, registration_body, renewal_body
@@ -32,6 +29,9 @@ from nixl_client.transports.receiver import Receiver
 from nixl_client.transports.shm import SINGLE, ShmReceiver, ShmUnavailableError
 from nixl_client.transports.transport import Transport
 from nixl_client.transports.ucx import UcxReceiver
+from objectcache.adapters.interfaces import UnknownInterfaceError
+from objectcache.adapters.nixl_agent import NixlFailure, is_available
+from objectcache.adapters.renewals import RENEWALS, Renewals
 
 LIFETIME_S = 60.0
 GONE = frozenset({ErrorCode.NO_SUCH_AGENT, ErrorCode.EXPIRED_TOKEN})
@@ -335,7 +335,7 @@ def _make_receiver(transport: Transport, http: SignedHttp) -> Receiver:
     if transport is Transport.SHM:
         return ShmReceiver(lambda: _shm_sockets(http))
     if not is_available():
-        raise ImportError("NIXL is not installed: pip install 'objectcache[ucx]'")
+        raise ImportError("NIXL is not installed: pip install nixl-cu12")
     try:
         return UcxReceiver(http.account.address.host, http.account.address.port)
     except (OSError, UnknownInterfaceError) as error:

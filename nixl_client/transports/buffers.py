@@ -8,9 +8,9 @@ from typing import Any
 
 import numpy as np
 
-from adapters.nixl_memory import Memory
 from descriptors.layout import ChunkLayout
 from descriptors.notices import Mode
+from objectcache.adapters.nixl_memory import Memory
 
 
 @dataclass(frozen=True, slots=True)

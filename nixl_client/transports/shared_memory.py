@@ -11,8 +11,8 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
-from adapters.nixl_memory import Memory
 from nixl_client.transports.buffers import Buffer, as_buffer
+from objectcache.adapters.nixl_memory import Memory
 
 _allocated: dict[int, SharedMemory] = {}
 """By address. No lock: a finalizer may run in the midst of anything, and single operations of a dict are atomic."""

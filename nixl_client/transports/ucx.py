@@ -17,12 +17,12 @@ from concurrent.futures import Future
 from dataclasses import replace
 from typing import Any, TypeVar
 
-from adapters.interfaces import interface_towards, ucx_devices
-from adapters.nixl_agent import Agent, NixlFailure, Registration, host_id
-from adapters.nixl_memory import Memory
 from descriptors.messages import AgentRegistration, AgentRenewal, Region
 from descriptors.notices import GREETING, Notice, NoticeError, decode_notice
 from nixl_client.transports.buffers import Buffer
+from objectcache.adapters.interfaces import interface_towards, ucx_devices
+from objectcache.adapters.nixl_agent import Agent, NixlFailure, Registration, host_id
+from objectcache.adapters.nixl_memory import Memory
 
 POLL_INTERVAL_S = 100e-6
 BUSY_POLL_S = 50e-6

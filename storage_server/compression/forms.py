@@ -12,9 +12,9 @@ from typing import Protocol, TypeVar
 
 from descriptors.descriptor import Accept, Descriptor
 from descriptors.kv_forms import EncodedForm, KvLayout
-from kv_codecs.elements import Element
-from kv_codecs.encoding import encoded_bytes_max
-from kv_codecs.layer import DROPPING, Codec, LayerShape, takes
+from objectcache.kv_codecs.elements import Element
+from objectcache.kv_codecs.encoding import encoded_bytes_max
+from objectcache.kv_codecs.layer import DROPPING, Codec, LayerShape, takes
 
 TIER_CODECS = (Codec.KIVI8, Codec.FP8, Codec.KIVI4, Codec.KIVI3, Codec.KIVI2, *DROPPING)
 _BY_NAME = {codec.value: codec for codec in TIER_CODECS}

@@ -13,7 +13,7 @@ from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TypeVar, cast
 
-from kv_codecs.layer import Codec, LayerShape, goes_on
+from objectcache.kv_codecs.layer import Codec, LayerShape, goes_on
 from storage_server.compression.forms import Encoded, Reading
 from storage_server.compression.optimizer import Move, Optimizer
 from storage_server.compression.readers import Kind, Uses, forms_of, reading_with, scaled, use_count, with_use

@@ -8,8 +8,8 @@ kivi4-1   quality 0.99, frees 5.5 MB   ->   0.005 s,  0.0008 s for each MB     k
 
 from __future__ import annotations
 
-from kv_codecs.encoding import encoded_bytes_max
-from kv_codecs.layer import Codec, LayerShape
+from objectcache.kv_codecs.encoding import encoded_bytes_max
+from objectcache.kv_codecs.layer import Codec, LayerShape
 from storage_server.compression.policy import UtilitySettings
 from storage_server.compression.utility import Entry, Form, Placement, Tier, utility
 

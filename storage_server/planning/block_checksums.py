@@ -6,8 +6,8 @@ little-endian 32-bit words, 0.024 % of the data. To prove one byte, its whole bl
 
 from __future__ import annotations
 
-from adapters.native import block_words, crc32c, first_bad_block
 from descriptors.storage_api import Piece
+from objectcache.adapters.native import block_words, crc32c, first_bad_block
 
 __all__ = ["BLOCK_BYTES", "BlockChecksums", "first_bad_block"]
 

@@ -17,7 +17,7 @@ import uuid
 from collections.abc import Collection, Iterable, Sequence
 from pathlib import Path
 
-from adapters.beneath import Beneath
+from objectcache.adapters.beneath import Beneath
 from storage_server.shared_files.records import FILE_ID, WRITERS, writer_of
 from storage_server.store.beside import FilesBeside
 from storage_server.store.data.disk import Disk

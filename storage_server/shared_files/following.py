@@ -7,8 +7,8 @@ import logging
 import time
 from pathlib import Path
 
-from adapters.beneath import Beneath
 from descriptors.errors import ErrorCode, ObjectCacheError, ServerError
+from objectcache.adapters.beneath import Beneath
 from storage_server.shared_files import merge
 from storage_server.shared_files.clock import StampClock
 from storage_server.shared_files.journal import STEP_BYTES, ReadJournal, read_journal

@@ -15,7 +15,7 @@ import re
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 
-from adapters.beneath import Beneath
+from objectcache.adapters.beneath import Beneath
 from storage_server.shared_files.records import (
     FRAME_BYTES_MAX,
     STAMP_MAX,

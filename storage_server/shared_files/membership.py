@@ -12,7 +12,7 @@ import secrets
 from dataclasses import dataclass
 from pathlib import Path
 
-from adapters.beneath import Beneath
+from objectcache.adapters.beneath import Beneath
 from storage_server.shared_files.records import WRITER, WRITERS
 
 FORMAT = 1

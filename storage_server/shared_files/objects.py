@@ -15,6 +15,7 @@ from descriptors.conditions import NO_WRITE_CONDITION, WriteCondition
 from descriptors.errors import CallerError, ErrorCode, ServerError
 from descriptors.lifecycle import LifecycleRule
 from descriptors.objects import (
+    BucketCache,
     BucketInfo,
     CompleteRequest,
     CopyRequest,
@@ -63,7 +64,7 @@ class SharedObjects:
         self._following = following
         self._reads = reads
 
-    async def create_bucket(self, access_key: str, bucket: str) -> None:
+    async def create_bucket(self, access_key: str, bucket: str, cache: BucketCache | None = None) -> None:
         await self._following.read_journals()
         await self._objects.create_bucket_anew(access_key, bucket)
 

@@ -8,8 +8,8 @@ import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 
-from adapters.threads import finished
 from descriptors.errors import ErrorCode, ServerError
+from objectcache.adapters.threads import finished
 from storage_server.planning.extent import CorruptExtentError, Extent, MissingFileError, read_object
 from storage_server.store.data.extents import ExtentFiles
 from storage_server.upstream.bulk_reads import Into

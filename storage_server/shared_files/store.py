@@ -23,9 +23,9 @@ from contextlib import suppress
 from functools import partial
 from pathlib import Path
 
-from adapters.beneath import Beneath
-from adapters.renewals import RENEWALS, Renewals
 from descriptors.errors import ErrorCode, ObjectCacheError, ServerError
+from objectcache.adapters.beneath import Beneath
+from objectcache.adapters.renewals import RENEWALS, Renewals
 from storage_server.settings import StorageSettings, UpstreamSettings
 from storage_server.shared_files import merge
 from storage_server.shared_files.clock import ClockError, StampClock
@@ -107,7 +107,7 @@ class SharedDirectory:
             resolved := ResolvedKeys(storage.resolved_keys_max, storage.resolved_bytes_max),
             self._mark,
             space,
-            lambda changes, part_bytes: None,
+            lambda changes, part_bytes, caches: None,
             self,
         )
         self.segments = Segments(self.files, disk, settings.segment_body_bytes_max, space, self.committer.consider)

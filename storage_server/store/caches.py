@@ -40,6 +40,8 @@ class Cache:
     """Of open uploads. They take room as objects do, and cannot be evicted."""
     parts_bound: Bound | None = None
     """Theirs in `bound`: they leave only when somebody ends the upload."""
+    is_derived: bool = False
+    """Whether its capacity follows from what the file system offers."""
     is_replaced: bool = False
     """Whether its victims may be encoded: then there is as much room for those that wait as ahead of writes."""
 

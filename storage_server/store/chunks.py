@@ -9,8 +9,8 @@ from contextlib import AbstractAsyncContextManager
 
 import numpy as np
 
-from adapters import native
 from descriptors.layout import ChunkLayout
+from objectcache.adapters import native
 from storage_server.compression.forms import Takes
 from storage_server.gather.source import Outcome, RowFailure
 from storage_server.planning.extent import Extent, MissingFileError

@@ -18,11 +18,11 @@ from contextlib import aclosing
 from functools import partial
 from typing import TypeVar
 
-from adapters.beneath import Beneath
-from adapters.threads import to_end
 from descriptors.errors import ServerError
-from descriptors.objects import ByteRange
+from descriptors.objects import BucketCache, ByteRange
 from descriptors.storage_api import Piece
+from objectcache.adapters.beneath import Beneath
+from objectcache.adapters.threads import to_end
 from storage_server.scheduler.profiles import growth_of
 from storage_server.settings import CacheSettings, ColdReads, Dedup, StorageSettings
 from storage_server.store.chunks import EmbeddedChunks
@@ -50,7 +50,6 @@ from storage_server.store.upkeep.recovery import drop_unsynced
 from storage_server.store.uploads import Uploads
 
 IO_THREADS = 4
-FREE_FRACTION = 0.9
 WHAT_TO_DO = (
     "Put the right index.sqlite3 back; or start with --adopt-index to go on with this one: files it does not know are"
     " then moved to the directory set-aside, and nothing is deleted"
@@ -69,7 +68,7 @@ class EmbeddedStore:
         self._lock = _lock_directory(settings)
         index = settings.data_dir / "index.sqlite3"
         self._index_is_new = not index.exists() or index.stat().st_size == 0
-        self.space = Space(settings.data_dir, settings.disk_bytes)
+        self.space = Space(settings.data_dir, settings.disk_bytes, disk.free_bytes)
         self.bound = Bound("the data directory", lambda: self.space.extent_bytes_max, lambda: self.space.extent_bytes)
         self.space.freed = self.bound.notify
         direct_threads = settings.gather_threads if settings.cold_reads is ColdReads.DIRECT else 0
@@ -101,6 +100,7 @@ class EmbeddedStore:
             partial(self.change, frees=True),
             self.committer.sync_soon,
             growth_of(settings.scheduler.profiles),
+            partial(disk.free_bytes, settings.data_dir),
         )
         self._io = IoThreads(IO_THREADS)
         self._share = share = BufferShare(settings.buffer_bytes)
@@ -161,9 +161,8 @@ class EmbeddedStore:
         removed = await self._io.run(lambda: self.files.sweep(live, set_aside=set_aside))
         with contextlib.suppress(ServerError):  # on a full disk the mark stays as it was
             await self.change(lambda tx: None, frees=True)  # writes a mark of this index
-        if self.settings.upstream is not None and self.settings.disk_bytes is None:
-            free_bytes = self.disk.free_bytes(self.settings.data_dir)
-            self.space.bound_bytes = self.space.used_bytes + int(FREE_FRACTION * free_bytes)
+        if self.settings.upstream is not None:
+            self.space.derive_bound()
         await self.evictor.load()
         return dropped + removed
 
@@ -186,8 +185,10 @@ class EmbeddedStore:
         if not self.segments.is_written(file_id):
             self.files.dispose(file_id)
 
-    def _note_changes(self, changes: Sequence[KeyChange], part_bytes: Mapping[str, int]) -> None:
-        self.evictor.note_changes(changes, part_bytes)
+    def _note_changes(
+        self, changes: Sequence[KeyChange], part_bytes: Mapping[str, int], caches: Mapping[str, BucketCache | None]
+    ) -> None:
+        self.evictor.note_changes(changes, part_bytes, caches)
         self.deduplicator.note_changes(changes)
 
     def _is_busy(self, own_pinned_count: int) -> bool:

@@ -20,6 +20,7 @@ from itertools import groupby
 from typing import Any
 
 from descriptors.errors import ErrorCode, ObjectCacheError, ServerError
+from descriptors.objects import CACHE_BYTES_MIN, BucketCache
 from descriptors.units import GIB
 from storage_server.eviction.books import LEASE_SPARE_S, Books, Entry, Name, Victim
 from storage_server.eviction.choice import policy_of
@@ -28,7 +29,7 @@ from storage_server.planning.extent import aligned
 from storage_server.settings import CacheSettings
 from storage_server.store.caches import Cache, ahead_bytes_of, entry_of, spare_bytes_of
 from storage_server.store.data.io_threads import IoThreads
-from storage_server.store.data.space import Bound, Space
+from storage_server.store.data.space import OFFERED_FRACTION, Bound, Space
 from storage_server.store.former_objects import FormerObjects
 from storage_server.store.index import queries, transaction
 from storage_server.store.index.reader import IndexReader
@@ -94,7 +95,9 @@ class Evictor(Uses):
         change: Change,
         sync_soon: Callable[[], None],
         growth: float = 0.0,
+        free_bytes: Callable[[], int] = lambda: 0,
     ) -> None:
+        self._free_bytes = free_bytes
         self._growth = growth
         self._sync_soon = sync_soon
         self._space = space
@@ -102,14 +105,15 @@ class Evictor(Uses):
         self._reader = reader
         self._change = change
         self._io = IoThreads(1)
-        self._caches: dict[str, Cache] = {}
+        self._caches: Mapping[str, Cache] = {}
+        """By bucket. Never changed, but replaced: several threads go through it."""
         self._whole: Cache | None = None
         for each in caches:
-            cache = self._made(each)
             if each.bucket is None:
-                self._whole = cache
+                self._whole = self._made(each)
             else:
-                self._caches[each.bucket] = cache
+                self._caches = {**self._caches, each.bucket: self._made(each)}
+        self._configured = frozenset(self._caches)
         self._news: deque[KeyChange | _Asked] = deque()
         self._held_news: deque[KeyChange | _Asked] = deque()
         """Those of before `_news` that wait until the books are restored."""
@@ -147,13 +151,13 @@ class Evictor(Uses):
         if settings.bucket is None:
             return Cache(books)
         cache = Cache(books, settings.bucket, None, settings.capacity_bytes, is_replaced=settings.replaces)
-        if settings.capacity_bytes is not None:
+        cache.is_derived = settings.capacity_bytes is None and self._space.bound_bytes is None
+        if settings.capacity_bytes is not None or cache.is_derived:
             what = f"the bucket {settings.bucket}"
             cache.bound = Bound(what, lambda: cache.capacity_bytes, lambda: cache.taken_bytes)
             cache.bound.wants = self._want
-            parts_bytes_max = int(HELD_FRACTION * settings.capacity_bytes)
             what = f"the half of the bucket {settings.bucket} that parts of open uploads may take"
-            cache.parts_bound = Bound(what, lambda: parts_bytes_max, lambda: cache.part_bytes)
+            cache.parts_bound = Bound(what, lambda: _held_of(cache.capacity_bytes), lambda: cache.part_bytes)
         return cache
 
     def replace_with(self, replacer: Replacer, caches: Sequence[CacheSettings]) -> None:
@@ -172,16 +176,50 @@ class Evictor(Uses):
         """Whether there is any cache."""
         return self._whole is not None or bool(self._caches)
 
+    def _declare(self, bucket: str, declared: BucketCache | None) -> None:
+        """Note that a bucket was created as a cache; None: as none, or deleted. Settings that name it hold in any case,
+        and where the directory is a cache as a whole, no bucket is one by itself.
+        """
+        if self._whole is not None or bucket in self._configured:
+            return
+        caches = {name: cache for name, cache in self._caches.items() if name != bucket}
+        if declared is not None:
+            caches[bucket] = self._made(CacheSettings(bucket, declared.capacity_bytes))
+            self._bound.wants = self._want
+        self._caches = caches
+        self._derive_capacities()
+
+    def _derive_capacities(self) -> None:
+        """Give caches without a size OFFERED_FRACTION of what the file system offers them, which is what they have and
+        what is free: nobody else's room depends on them.
+        """
+        derived = [cache for cache in self._caches.values() if cache.is_derived]
+        if derived:
+            with suppress(OSError):
+                free_bytes = self._free_bytes()
+                for cache in derived:
+                    cache.capacity_bytes = max(
+                        CACHE_BYTES_MIN, int(OFFERED_FRACTION * (cache.taken_bytes + free_bytes))
+                    )
+
+    def capacities(self) -> dict[str, int | None]:
+        """The buckets that are caches, with the bytes that each may take; None: those of the directory."""
+        return {bucket: cache.capacity_bytes for bucket, cache in self._caches.items()}
+
     def bounds_of(self, bucket: str, *, of_part: bool = False) -> tuple[Bound, ...]:
         """Those of the bucket in which a body needs room; none where the bucket has no bound of its own."""
         cache = self._caches.get(bucket)
         found = () if cache is None else (cache.parts_bound, cache.bound) if of_part else (cache.bound,)
         return tuple(bound for bound in found if bound is not None)
 
-    def note_changes(self, changes: Sequence[KeyChange], part_bytes: Mapping[str, int]) -> None:
-        """Note what keys show now, and what the parts of open uploads take more, by buckets. Called by the committer's
-        thread.
+    def note_changes(
+        self, changes: Sequence[KeyChange], part_bytes: Mapping[str, int], caches: Mapping[str, BucketCache | None]
+    ) -> None:
+        """Note what keys show now, what the parts of open uploads take more, by buckets, and which buckets were created
+        or deleted. Called by the committer's thread.
         """
+        for bucket, declared in caches.items():
+            self._declare(bucket, declared)
         for bucket, nbytes in part_bytes.items():
             if bucket in self._caches:
                 self._caches[bucket].part_bytes += nbytes
@@ -192,6 +230,7 @@ class Evictor(Uses):
             if cache is not None or self._whole is not None:
                 self._news.append(change)
         if (changes or part_bytes) and self.is_needed:
+            self._derive_capacities()
             for cache in self._caches.values():
                 for bound in (cache.parts_bound, cache.bound):
                     if bound is not None:
@@ -255,10 +294,12 @@ class Evictor(Uses):
 
     async def load(self) -> None:
         """Count what the caches have. Called before anything is written."""
+        self._loop = asyncio.get_running_loop()
+        for bucket, declared in (await self._reader.threaded(queries.declared_caches)).items():
+            self._declare(bucket, declared)
         if not self.is_needed:
             return
         await self._change(transaction.forget_unused)
-        self._loop = asyncio.get_running_loop()
         part_bytes = await self._reader.threaded(queries.part_bytes)
         for bucket, cache in self._caches.items():
             cache.part_bytes = part_bytes.get(bucket, 0)
@@ -267,11 +308,10 @@ class Evictor(Uses):
                 for key, nbytes in found:
                     cache.count(key, nbytes)
                 after = found[-1][0]
+        self._derive_capacities()
 
     async def run(self) -> None:
         """Evict ahead of writes, until cancelled."""
-        if not self.is_needed:
-            return
         self._loop = asyncio.get_running_loop()
         async with asyncio.TaskGroup() as tasks:
             if self._replacements is not None:
@@ -303,7 +343,7 @@ class Evictor(Uses):
                 await asyncio.sleep(TICK_S)
             if not self._is_short() or not self._news:
                 with suppress(TimeoutError):
-                    async with asyncio.timeout(TICK_S):
+                    async with asyncio.timeout(TICK_S if self.is_needed else None):
                         await self._wake.wait()
 
     async def _follow_clock(self) -> None:
@@ -412,6 +452,7 @@ class Evictor(Uses):
 
     async def _step(self) -> bool:
         """Evict what there is no room for. Returns whether anything was to leave."""
+        self._derive_capacities()
         victims = await self._io.run(self._kept)
         if self._replacements is not None:
             victims = self._replacements.set_aside(victims, self._now())
@@ -615,6 +656,10 @@ class Evictor(Uses):
     def _drained(self, what: Callable[[Books], list[tuple[Name, Entry]]]) -> list[_Use]:
         self._drain()
         return [(cache.books, name, entry) for cache in self._all() for name, entry in what(cache.books)]
+
+
+def _held_of(capacity_bytes: int | None) -> int | None:
+    return None if capacity_bytes is None else int(HELD_FRACTION * capacity_bytes)
 
 
 def _key_use(name: Name, entry: Entry, leap_s: float) -> KeyUse:

@@ -9,14 +9,14 @@ from collections.abc import Callable
 from dataclasses import replace
 from typing import TypeVar
 
-from adapters.threads import to_end
 from descriptors.chunk_flags import copied
 from descriptors.conditions import NO_WRITE_CONDITION, WriteCondition, check_read, check_write
 from descriptors.errors import CallerError, ErrorCode
 from descriptors.lifecycle import LifecycleRule
-from descriptors.objects import Attributes, CopyRequest, NotDeleted, ObjectInfo, PutRequest, ReadRequest
+from descriptors.objects import Attributes, BucketCache, CopyRequest, NotDeleted, ObjectInfo, PutRequest, ReadRequest
 from descriptors.storage_api import Body
 from descriptors.units import GIB
+from objectcache.adapters.threads import to_end
 from storage_server.store.data.bodies import BodyReader, BodyWriter
 from storage_server.store.data.body_hashes import BodyHashes
 from storage_server.store.data.extents import ExtentFiles
@@ -63,8 +63,8 @@ class Objects(Reads):
         """Carry out a change of the index to its end, even when the caller is cancelled."""
         return await to_end(asyncio.ensure_future(self._committer.commit(change, frees=frees)))
 
-    async def create_bucket(self, access_key: str, bucket: str) -> None:
-        await self._change(lambda tx: transaction.create_bucket(tx, bucket, access_key, time.time()))
+    async def create_bucket(self, access_key: str, bucket: str, cache: BucketCache | None = None) -> None:
+        await self._change(lambda tx: transaction.create_bucket(tx, bucket, access_key, time.time(), cache))
 
     async def create_bucket_anew(self, access_key: str, bucket: str) -> None:
         """Create a bucket as `create_bucket` does, and delete what was put into one of its name when that was gone."""

@@ -9,7 +9,6 @@ from collections.abc import AsyncIterator, Sequence
 from contextlib import aclosing, asynccontextmanager
 from itertools import chain
 
-from adapters.threads import HERE_ITEMS_MAX, computed, in_parts, let_others_run
 from descriptors.conditions import check_read
 from descriptors.errors import CallerError, ErrorCode
 from descriptors.lifecycle import LifecycleRule, expiry
@@ -24,6 +23,7 @@ from descriptors.objects import (
     ReadRequest,
 )
 from descriptors.storage_api import ObjectRead
+from objectcache.adapters.threads import HERE_ITEMS_MAX, computed, in_parts, let_others_run
 from storage_server.compression.forms import Takes
 from storage_server.planning.extent import Extent
 from storage_server.store.data.bodies import BodyReader

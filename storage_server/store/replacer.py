@@ -18,12 +18,12 @@ from contextlib import AbstractAsyncContextManager
 from dataclasses import replace
 from functools import partial
 
-from adapters.threads import to_end
 from descriptors.errors import ObjectCacheError
 from descriptors.headers import CLASS_HEADER, CODEC_HEADER, LAYOUT_HEADER
 from descriptors.kv_forms import KvLayout
 from descriptors.objects import Attributes, BodyDigests, ObjectInfo
 from descriptors.storage_api import Piece
+from objectcache.adapters.threads import to_end
 from storage_server.compression.forms import Encoded, Reading, shape_of
 from storage_server.compression.policy import UtilitySettings
 from storage_server.compression.replacement import replacements

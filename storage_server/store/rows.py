@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from functools import lru_cache
 from typing import Any, Literal, NamedTuple
@@ -14,6 +14,8 @@ from descriptors.lifecycle import LifecycleRule
 from descriptors.objects import (
     STANDARD,
     Attributes,
+    BucketCache,
+    BucketInfo,
     Checksum,
     ChecksumAlgorithm,
     ChecksumType,
@@ -23,6 +25,7 @@ from descriptors.objects import (
 )
 from storage_server.planning.extent import Extent
 
+BUCKET_COLUMNS = "name, created_at, owner, cache"
 OBJECT_COLUMNS = "key, version, nbytes, etag, modified_at, attributes"
 EXTENT_COLUMNS = "file_id, file_offset, nbytes, blocks, object_offset"
 PART_COLUMNS = "part_number, nbytes, etag, modified_at, checksum"
@@ -131,6 +134,12 @@ def object_attributes(info: ObjectInfo, upload_id: str | None, *, has_doubtful_t
     if has_doubtful_tags:
         fields["has_doubtful_tags"] = True
     return json.dumps(fields, separators=(",", ":"))
+
+
+def bucket_info(row: Sequence[Any]) -> BucketInfo:
+    """The bucket of a row of BUCKET_COLUMNS."""
+    name, created_at, owner, cache = row
+    return BucketInfo(name, created_at, owner, None if cache is None else BucketCache.of_text(cache))
 
 
 def stored_object(row: tuple[Any, ...]) -> StoredObject:

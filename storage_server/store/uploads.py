@@ -8,7 +8,6 @@ import time
 from collections.abc import AsyncIterator, Callable
 from typing import TypeVar
 
-from adapters.threads import to_end
 from descriptors.errors import CallerError, ErrorCode
 from descriptors.headers import CODEC_HEADER
 from descriptors.objects import (
@@ -28,6 +27,7 @@ from descriptors.objects import (
     UploadRequest,
 )
 from descriptors.storage_api import Body, ObjectRead, Piece
+from objectcache.adapters.threads import to_end
 from storage_server.store.data.bodies import BodyWriter
 from storage_server.store.data.segments import Pending
 from storage_server.store.data.space import CALLER, reserved_in

@@ -14,8 +14,8 @@ import time
 from collections.abc import Callable, Sequence
 from functools import partial
 
-from adapters.threads import in_parts, let_others_run
-from kv_codecs.layer import Codec, goes_on
+from objectcache.adapters.threads import in_parts, let_others_run
+from objectcache.kv_codecs.layer import Codec, goes_on
 from storage_server.compression.forms import Encoded, Reading
 from storage_server.compression.policy import Decision, Encoding, Use, UtilityPolicy, UtilitySettings
 from storage_server.gather.source import ChunkSource

@@ -24,7 +24,7 @@ from typing import Any, TypeVar, cast
 
 import numpy as np
 
-from adapters.threads import finished, in_parts, let_others_run, to_end
+from objectcache.adapters.threads import finished, in_parts, let_others_run, to_end
 from storage_server.compression.forms import Encoded, Reading
 from storage_server.eviction.choice import POLICIES, Eviction
 from storage_server.eviction.policy import EvictionPolicy, Request

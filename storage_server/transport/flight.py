@@ -12,8 +12,8 @@ import time
 from collections.abc import Callable
 from functools import partial
 
-from adapters.nixl_agent import NixlFailure, PeerLost
 from descriptors.errors import ErrorCode, ServerError
+from objectcache.adapters.nixl_agent import NixlFailure, PeerLost
 from storage_server.transport.ucx_process import UcxProcess
 
 

@@ -18,9 +18,9 @@ import sys
 import uuid
 from collections.abc import Mapping, Sequence
 
-from adapters.nixl_agent import Agent, NixlFailure, leave
-from adapters.nixl_memory import Memory
-from adapters.threads import to_end
+from objectcache.adapters.nixl_agent import Agent, NixlFailure, leave
+from objectcache.adapters.nixl_memory import Memory
+from objectcache.adapters.threads import to_end
 
 ANSWER_TIMEOUT_S = 20.0
 LINE_BYTES_MAX = 8 << 20

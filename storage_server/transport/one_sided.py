@@ -7,11 +7,11 @@ from collections.abc import Callable, Sequence
 
 import numpy as np
 
-from adapters.nixl_agent import NixlFailure
-from adapters.nixl_memory import Memory
-from adapters.threads import to_end
 from descriptors.errors import ServerError
 from descriptors.messages import Region
+from objectcache.adapters.nixl_agent import NixlFailure
+from objectcache.adapters.nixl_memory import Memory
+from objectcache.adapters.threads import to_end
 from storage_server.gather.staging import Slot
 from storage_server.planning.put_plan import Span
 from storage_server.transport.flight import Flight

@@ -16,7 +16,7 @@ import os
 import stat
 from dataclasses import dataclass
 
-from adapters import native
+from objectcache.adapters import native
 
 STEP_BYTES = 64 << 20
 _MADV_POPULATE_WRITE = 23  # linux/mman.h, Linux 5.14

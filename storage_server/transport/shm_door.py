@@ -21,9 +21,9 @@ import struct
 from collections import Counter
 from collections.abc import Callable, Sequence
 
-from adapters.threads import to_end
 from descriptors.messages import AGENT_REGIONS_MAX, Region
 from descriptors.shm_messages import MESSAGE_BYTES_MAX, greeting, parse_offer, reply
+from objectcache.adapters.threads import to_end
 from storage_server.transport.shared_region import FaultGuard, OfferError, SharedRegion, check_offer
 
 UNREGISTERED_MAX = 64

@@ -11,11 +11,11 @@ import asyncio
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from adapters.nixl_agent import NixlFailure
-from adapters.nixl_memory import Memory
 from descriptors.messages import Region
 from descriptors.notices import Done, Failed, LayerReady, Mode, Notice, encode_notice
 from descriptors.storage_api import DeliveryStart, Spans
+from objectcache.adapters.nixl_agent import NixlFailure
+from objectcache.adapters.nixl_memory import Memory
 from storage_server.gather.staging import Window
 from storage_server.planning.plan import DeliveryPlan, Landing, Payload
 from storage_server.transport.destination import PayloadLimits, Room, admitted

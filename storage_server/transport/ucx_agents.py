@@ -7,13 +7,13 @@ import contextlib
 import os
 from collections.abc import Callable, Sequence
 
-from adapters.interfaces import ucx_devices
-from adapters.nixl_agent import NixlFailure, writes_pieces_well
-from adapters.nixl_memory import Memory
-from adapters.nixl_metadata import agent_name
-from adapters.threads import to_end
 from descriptors.errors import CallerError, ErrorCode, ServerError
 from descriptors.messages import AgentRegistration, AgentRenewal, Region
+from objectcache.adapters.interfaces import ucx_devices
+from objectcache.adapters.nixl_agent import NixlFailure, writes_pieces_well
+from objectcache.adapters.nixl_memory import Memory
+from objectcache.adapters.nixl_metadata import agent_name
+from objectcache.adapters.threads import to_end
 from storage_server.gather.staging import Window
 from storage_server.settings import StorageSettings
 from storage_server.transport.destination import PayloadLimits

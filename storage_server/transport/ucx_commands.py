@@ -11,7 +11,7 @@ import json
 from dataclasses import dataclass
 from typing import Any
 
-from adapters.nixl_memory import Memory
+from objectcache.adapters.nixl_memory import Memory
 from storage_server.planning.area_span import AreaSpan
 
 REPLY_BYTES_MAX = 16_384

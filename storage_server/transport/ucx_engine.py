@@ -25,9 +25,9 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from adapters.nixl_agent import Agent, NixlFailure, PeerLost, PostedTransfer, TransferState, leave
-from adapters.nixl_memory import Memory
 from descriptors.notices import GREETING
+from objectcache.adapters.nixl_agent import Agent, NixlFailure, PeerLost, PostedTransfer, TransferState, leave
+from objectcache.adapters.nixl_memory import Memory
 from storage_server.child_process import begun
 from storage_server.planning.area_span import AreaSpan
 from storage_server.transport.ucx_commands import (

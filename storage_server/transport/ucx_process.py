@@ -15,10 +15,10 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
-from adapters.nixl_agent import NixlFailure, PeerLost
-from adapters.nixl_memory import Memory
-from adapters.threads import to_end
 from descriptors.storage_api import Spans
+from objectcache.adapters.nixl_agent import NixlFailure, PeerLost
+from objectcache.adapters.nixl_memory import Memory
+from objectcache.adapters.threads import to_end
 from storage_server.child_process import child_environment, spawned
 from storage_server.memory_area import SharedArea
 from storage_server.planning.area_span import area_spans

@@ -20,9 +20,9 @@ from contextlib import suppress
 from dataclasses import dataclass
 from urllib.parse import urlsplit
 
-from adapters.threads import finished
 from descriptors.errors import ErrorCode, ServerError
 from descriptors.units import KIB
+from objectcache.adapters.threads import finished
 from storage_server.settings import UpstreamSettings
 from storage_server.upstream.rules.least_rate import LeastRate
 from storage_server.upstream.rules.refusals import unreachable

@@ -15,12 +15,12 @@ from itertools import chain, count
 
 import numpy as np
 
-from adapters.threads import in_parts, let_others_run
 from descriptors.chunk_names import is_chunk, is_chunk_key
 from descriptors.errors import CallerError, ErrorCode, ServerError
 from descriptors.layout import ChunkLayout
 from descriptors.objects import ObjectInfo, ReadRequest
 from descriptors.storage_api import SERVER_KEY
+from objectcache.adapters.threads import in_parts, let_others_run
 from storage_server.compression.forms import Takes
 from storage_server.gather.coming import ComingExtent, hold_landed, is_whole
 from storage_server.gather.landing import Landed

@@ -20,10 +20,10 @@ from botocore.awsrequest import AWSRequest
 from botocore.credentials import Credentials
 from yarl import URL
 
-from adapters.breaker import Breaker
 from descriptors.errors import ErrorCode, ObjectCacheError, ServerError
 from descriptors.objects import ChecksumAlgorithm
 from descriptors.storage_api import Body
+from objectcache.adapters.breaker import Breaker
 from storage_server.settings import UpstreamSettings
 from storage_server.upstream.bulk_reads import ERROR_BYTES_MAX, BulkRead, BulkReads, Head, Into
 from storage_server.upstream.rules.attempts import ATTEMPTS_MAX, pause_before_next_s

@@ -14,13 +14,13 @@ from functools import partial
 from itertools import count
 from typing import Protocol
 
-from adapters.threads import HERE_BYTES_MAX, to_end
 from descriptors.chunk_names import is_chunk_key
 from descriptors.conditions import NO_WRITE_CONDITION, ReadCondition
 from descriptors.errors import CallerError, ErrorCode, ObjectCacheError, ServerError
 from descriptors.layout import ChunkLayout
 from descriptors.objects import ObjectInfo, RangeSpec, ReadRequest
 from descriptors.units import MIB
+from objectcache.adapters.threads import HERE_BYTES_MAX, to_end
 from storage_server.gather.coming import Arrival, ComingExtent
 from storage_server.gather.landing import BUCKET_MEMORY_FRACTION, Landed, Landing
 from storage_server.gather.passing import PassingExtent

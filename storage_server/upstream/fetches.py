@@ -11,10 +11,10 @@ import asyncio
 from collections import Counter
 from collections.abc import Mapping, Sequence
 
-from adapters.threads import in_parts, let_others_run
 from descriptors.errors import ErrorCode, ObjectCacheError, ServerError
 from descriptors.layout import ChunkLayout
 from descriptors.objects import ObjectInfo
+from objectcache.adapters.threads import in_parts, let_others_run
 from storage_server.gather.landing import Landing
 from storage_server.planning.extent import Extent
 from storage_server.store.data.io_threads import IoThreads

@@ -11,12 +11,12 @@ from collections.abc import Callable
 from contextlib import AbstractAsyncContextManager
 from typing import Protocol
 
-from adapters.breaker import Breaker
 from descriptors.cluster import Member
 from descriptors.conditions import ReadCondition
 from descriptors.errors import CallerError, ErrorCode, ObjectCacheError, ServerError
 from descriptors.objects import RangeSpec, ReadRequest
 from descriptors.storage_api import ObjectRead
+from objectcache.adapters.breaker import Breaker
 from storage_server.gather.landing import Landed
 from storage_server.upstream.rules.remote_entry import RemoteEntry
 from storage_server.upstream.service import HomeObjects

@@ -14,13 +14,13 @@ from contextlib import AsyncExitStack, asynccontextmanager, suppress
 from functools import partial
 from typing import TypeVar
 
-from adapters.threads import to_end
 from descriptors.chunk_names import is_chunk, is_chunk_key
 from descriptors.conditions import NO_WRITE_CONDITION, WriteCondition
 from descriptors.errors import CallerError, ErrorCode, ServerError
 from descriptors.lifecycle import LifecycleRule
 from descriptors.objects import (
     BodyDigests,
+    BucketCache,
     BucketInfo,
     CompleteRequest,
     CopyRequest,
@@ -42,6 +42,7 @@ from descriptors.objects import (
     UploadRequest,
 )
 from descriptors.storage_api import SERVER_KEY, Body, ObjectRead, Piece, UploadsApi
+from objectcache.adapters.threads import to_end
 from storage_server.own_keys import OwnKeys
 from storage_server.settings import UpstreamSettings, Write
 from storage_server.store.data.space import CALLER
@@ -257,7 +258,7 @@ class CachedObjects:
         self._write_back = home.write_back
         self._full_at_s = -math.inf
 
-    async def create_bucket(self, access_key: str, bucket: str) -> None:
+    async def create_bucket(self, access_key: str, bucket: str, cache: BucketCache | None = None) -> None:
         await self._there.create_bucket(access_key, bucket)
 
     async def head_bucket(self, access_key: str, bucket: str) -> BucketInfo:

@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from typing import Protocol
 from urllib.parse import urlsplit
 
-from adapters.threads import to_end
+from objectcache.adapters.threads import to_end
 from storage_server.child_process import child_environment, spawned
 from storage_server.memory_area import SharedArea
 from storage_server.planning.area_span import area_spans
@@ -63,7 +63,9 @@ class MooncakeClient(Protocol):
 def require_client() -> None:
     """Raises RemoteDramError where Mooncake's client is not installed."""
     if importlib.util.find_spec("mooncake") is None:
-        raise RemoteDramError("[upstream.remote_dram] needs Mooncake's client: pip install 'objectcache[mooncake]'")
+        raise RemoteDramError(
+            "[upstream.remote_dram] needs Mooncake's client: pip install mooncake-transfer-engine-non-cuda"
+        )
 
 
 async def joined(settings: RemoteDramSettings, areas: Sequence[SharedArea]) -> MooncakeClient:

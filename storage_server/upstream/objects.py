@@ -17,6 +17,7 @@ from descriptors.errors import CallerError, ErrorCode, ObjectCacheError
 from descriptors.lifecycle import LifecycleRule
 from descriptors.objects import (
     Attributes,
+    BucketCache,
     BucketInfo,
     Checksum,
     ChecksumAlgorithm,
@@ -66,7 +67,7 @@ class UpstreamObjects:
         self.counts_tags = False
         """Whether the service has been seen to say how many tags an object has."""
 
-    async def create_bucket(self, access_key: str, bucket: str) -> None:
+    async def create_bucket(self, access_key: str, bucket: str, cache: BucketCache | None = None) -> None:
         """Most services take the creation of a bucket that is one's own for no error, and say nothing of it."""
         if await self._has_bucket(bucket):
             raise CallerError(ErrorCode.BUCKET_ALREADY_OWNED, "the bucket exists already", field="bucket")

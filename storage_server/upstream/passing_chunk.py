@@ -6,10 +6,10 @@ import asyncio
 from collections.abc import Callable
 from itertools import count
 
-from adapters.native import block_words
 from descriptors.conditions import ReadCondition
 from descriptors.errors import ErrorCode, ServerError
 from descriptors.objects import ObjectInfo, RangeSpec, ReadRequest
+from objectcache.adapters.native import block_words
 from storage_server.gather.passing import PassingExtent
 from storage_server.planning.block_checksums import BLOCK_BYTES
 from storage_server.store.data.io_threads import IoThreads

@@ -11,11 +11,11 @@ from contextlib import AbstractAsyncContextManager, asynccontextmanager, suppres
 from functools import partial
 from typing import Protocol
 
-from adapters.threads import HERE_BYTES_MAX
 from descriptors.errors import ErrorCode, ServerError
 from descriptors.objects import ReadHead, ReadRequest
 from descriptors.storage_api import Piece
 from descriptors.units import MIB
+from objectcache.adapters.threads import HERE_BYTES_MAX
 from storage_server.gather.landing import Landed
 from storage_server.planning.block_checksums import BLOCK_BYTES, BlockChecksums
 from storage_server.store.data.disk import Disk

@@ -16,8 +16,8 @@ from hashlib import sha256
 from typing import Any, TypeVar
 from urllib.parse import quote
 
-from adapters.breaker import Breaker
-from adapters.threads import to_end
+from objectcache.adapters.breaker import Breaker
+from objectcache.adapters.threads import to_end
 from storage_server.gather.landing import Landed, Landing
 from storage_server.memory_area import SharedArea
 from storage_server.settings import RemoteDramSettings

@@ -8,11 +8,11 @@ import asyncio
 from abc import ABC, abstractmethod
 from collections.abc import AsyncIterator
 
-from adapters.threads import HERE_BYTES_MAX
 from descriptors.errors import CallerError, ErrorCode
 from descriptors.objects import BodyDigests, Checksum, ChecksumAlgorithm
 from descriptors.storage_api import Body, Piece
 from descriptors.units import KIB
+from objectcache.adapters.threads import HERE_BYTES_MAX
 from storage_server.store.data.body_hashes import BodyHashes
 
 UNSIGNED = "UNSIGNED-PAYLOAD"

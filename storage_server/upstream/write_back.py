@@ -11,13 +11,13 @@ from contextlib import AsyncExitStack, asynccontextmanager, contextmanager
 from dataclasses import dataclass, field
 from functools import partial
 
-from adapters.breaker import back_off_s
-from adapters.threads import to_end
 from descriptors.conditions import NO_WRITE_CONDITION
 from descriptors.errors import CallerError, ErrorCode, ObjectCacheError, ServerError
 from descriptors.objects import ObjectInfo, PutRequest
 from descriptors.storage_api import Body, Piece
 from descriptors.units import MIB
+from objectcache.adapters.breaker import back_off_s
+from objectcache.adapters.threads import to_end
 from storage_server.planning.extent import aligned
 from storage_server.store.embedded import EmbeddedStore
 from storage_server.store.index import queries, transaction

@@ -29,7 +29,7 @@ def test_the_image_installs_as_the_makefile_does_and_copies_every_package() -> N
 
 def test_compose_runs_commands_the_cli_has() -> None:
     """Both services, a volume that stays, health checks."""
-    from objectcache.cli import make_parser
+    from objectcache.cli.main import make_parser
 
     compose = yaml.safe_load((repository() / "docker" / "compose.yaml").read_text())
     assert set(compose["services"]) == {"gateway", "storage-server"}
@@ -43,7 +43,7 @@ def test_compose_runs_commands_the_cli_has() -> None:
 
 def test_the_compose_file_over_minio_runs_commands_the_cli_has() -> None:
     """tests/integration/test_compose.py runs them."""
-    from objectcache.cli import make_parser
+    from objectcache.cli.main import make_parser
 
     compose = yaml.safe_load((repository() / "docker" / "compose.minio.yaml").read_text())
     assert set(compose["services"]) == {"minio", "objectcache", "make-bucket"}
@@ -63,7 +63,7 @@ def test_readme_names_only_make_targets_that_exist() -> None:
 def test_help_starts_with_what_is_needed_and_what_the_command_is_for(
     command: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    from objectcache.cli import run
+    from objectcache.cli.main import run
 
     with pytest.raises(SystemExit):
         run([command, "--help"])
@@ -77,15 +77,15 @@ def test_an_installation_without_a_checkout_says_that_it_has_no_benchmarks(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """The wheel has none: their beds need what no server needs."""
-    from objectcache import cli
+    from objectcache.cli import main as cli
 
-    monkeypatch.setattr(cli, "__file__", str(tmp_path / "objectcache" / "cli.py"))
+    monkeypatch.setattr(cli, "__file__", str(tmp_path / "objectcache" / "cli" / "main.py"))
     assert cli.run(["bench", "aggregate", "--smoke"]) == 2
     assert "checkout" in capsys.readouterr().err
 
 
 def test_bench_has_its_own_help(capsys: pytest.CaptureFixture[str]) -> None:
-    from objectcache.cli import run
+    from objectcache.cli.main import run
 
     with pytest.raises(SystemExit) as left:
         run(["bench", "aggregate", "--help"])

@@ -17,9 +17,7 @@ ROOT = repository()
 LINE_CHARACTERS_MAX = 120
 README_LINES_MAX = 150
 FOLDERS = (
-    "adapters",
     "bench",
-    "calibration",
     "descriptors",
     "gateway",
     "nixl_client",

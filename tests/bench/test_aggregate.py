@@ -24,11 +24,11 @@ from bench.core.show import as_text
 from bench.experiments.aggregate import run as aggregate
 from bench.experiments.aggregate.ratios import Measurement, Ratio, Sample, first_layers, grain_ratios, plot, show
 from bench.experiments.aggregate.run import Contender, Found, peer_contenders, result_of, run_rounds
-from calibration.chunks import Chunks
-from calibration.content import Content, VerificationError, make_content, verify_payload
-from calibration.samples import Spread, State, spread
 from descriptors.descriptor import Delivery
 from descriptors.layout import ChunkLayout
+from objectcache.calibration.chunks import Chunks
+from objectcache.calibration.content import Content, VerificationError, make_content, verify_payload
+from objectcache.calibration.samples import Spread, State, spread
 
 LAYOUT = ChunkLayout(num_layers=3, chunk_tokens=16, per_layer_chunk_bytes=64)
 CHUNKS = 8

@@ -15,11 +15,13 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from calibration import chunks as fetching
-from calibration.content import VerificationError
-from calibration.knee import Side
-from calibration.samples import State
-from calibration.theta import (
+from descriptors.layout import ChunkLayout
+from descriptors.units import KIB, MIB
+from objectcache.calibration import chunks as fetching
+from objectcache.calibration.content import VerificationError
+from objectcache.calibration.knee import Side
+from objectcache.calibration.samples import State
+from objectcache.calibration.theta import (
     CalibrationPlan,
     Family,
     costs,
@@ -34,13 +36,11 @@ from calibration.theta import (
     smoke_plan,
     ttft_s,
 )
-from descriptors.layout import ChunkLayout
-from descriptors.units import KIB, MIB
-from objectcache.calibrate_theta import calibrate_theta
-from objectcache.cli import run
-from objectcache.config import Config, ConfigError, load_config
-from objectcache.config_file import edit_file
-from objectcache.config_text import ConfigTextError, literal, with_calibration
+from objectcache.cli.calibrate_theta import calibrate_theta
+from objectcache.cli.config import Config, ConfigError, load_config
+from objectcache.cli.config_file import edit_file
+from objectcache.cli.config_text import ConfigTextError, literal, with_calibration
+from objectcache.cli.main import run
 
 LAYERS = 8
 REQUEST_S, LAYER_S, BYTES_PER_S = 2e-3, 2e-3, 1e9

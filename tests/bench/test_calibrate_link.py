@@ -10,10 +10,13 @@ from typing import Any
 import pytest
 
 from bench.paper.tables import table_a8
-from calibration import chunks as fetching
-from calibration.content import VerificationError
-from calibration.knee import Side
-from calibration.link import (
+from descriptors.ttft import ttft_layerwise_s
+from descriptors.units import KIB, MIB
+from nixl_client.client import Transport
+from objectcache.calibration import chunks as fetching
+from objectcache.calibration.content import VerificationError
+from objectcache.calibration.knee import Side
+from objectcache.calibration.link import (
     MARGIN_SHARE,
     PAPER_REQUESTS,
     LinkPlan,
@@ -26,14 +29,11 @@ from calibration.link import (
     rounds_of,
     smoke_link_plan,
 )
-from calibration.link_report import link_entries, link_result, scheduler_entries
-from calibration.servers import STATUS_PATH, running_server
-from descriptors.ttft import ttft_layerwise_s
-from descriptors.units import KIB, MIB
-from nixl_client.client import Transport
-from objectcache import calibrate_link
-from objectcache.cli import run
-from objectcache.config import LinkCalibrationConfig, load_config
+from objectcache.calibration.link_report import link_entries, link_result, scheduler_entries
+from objectcache.calibration.servers import STATUS_PATH, running_server
+from objectcache.cli import calibrate_link
+from objectcache.cli.config import LinkCalibrationConfig, load_config
+from objectcache.cli.main import run
 
 LAYERS = 32
 FACTORS = (0.5, 0.75, 0.9, 1.0, 1.125, 1.25, 1.5, 2.0, 3.0)
@@ -191,7 +191,7 @@ def test_a_calibrated_link_goes_into_the_file_and_a_server_starts_with_it(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """From the command to the scheduler's status."""
-    monkeypatch.setattr("calibration.link.full_link_plan", tiny_plan)
+    monkeypatch.setattr("objectcache.calibration.link.full_link_plan", tiny_plan)
     path = tmp_path / "objectcache.toml"
     path.write_text("# mine\n[scheduler]\npolicy = 'calibrated' # the paper's\n")
     arguments = ["--config", str(path), "--data", str(tmp_path), "--transport", "http"]
@@ -226,7 +226,7 @@ def test_smoke_measures_all_transports_and_writes_no_config(tmp_path: Path, caps
             assert len(request["held"]) == len(request["ttft_samples"]) == 4
             assert all(len(one["layers_s"]) == 4 for one in request["held"])
     printed = capsys.readouterr().out
-    assert "[calibration.link.ucx]" in printed
+    assert "[objectcache.calibration.link.ucx]" in printed
     assert "[scheduler]\n" not in printed
 
 

@@ -8,11 +8,11 @@ from pathlib import Path
 
 import pytest
 
-from calibration.compute.measure import ComputePlan, smoke_plan
-from objectcache import calibrate_model
-from objectcache.calibrate_model import goes_by
-from objectcache.cli import run
-from objectcache.config import ComputeProfileConfig, load_config
+from objectcache.calibration.compute.measure import ComputePlan, smoke_plan
+from objectcache.cli import calibrate_model
+from objectcache.cli.calibrate_model import goes_by
+from objectcache.cli.config import ComputeProfileConfig, load_config
+from objectcache.cli.main import run
 
 OWN = """[[compute_profiles]]
 name = "theirs" # first
@@ -36,7 +36,7 @@ PROFILE: dict[str, str | int | float] = {
 
 def tiny_plan(device: object, dtype: object, runs: int, seed: int) -> ComputePlan:
     """In place of the full one."""
-    from calibration.compute.layer import Device, Dtype
+    from objectcache.calibration.compute.layer import Device, Dtype
 
     return replace(smoke_plan(Device(device), Dtype(dtype), seed), runs=runs)
 

@@ -8,11 +8,11 @@ from pathlib import Path
 import pytest
 
 from bench.beds.vllm_servers import make_model
-from kv_codecs.layer import Codec
-from objectcache.calibrate_quality import codecs_table, cut
-from objectcache.calibrate_theta import tiers_of
-from objectcache.cli import run
-from objectcache.config import load_config
+from objectcache.cli.calibrate_quality import codecs_table, cut
+from objectcache.cli.calibrate_theta import tiers_of
+from objectcache.cli.config import load_config
+from objectcache.cli.main import run
+from objectcache.kv_codecs.layer import Codec
 from tests.support.tree import repository
 
 RATES = {"kivi8-1": 4e9, "fp8-1": 6e8, "kivi4-1": 5e9, "kivi3-1": 1.5e9, "kivi2-1": 3e9}
@@ -40,7 +40,7 @@ def test_the_qualities_of_a_class_are_written_beside_codecs(tmp_path: Path, monk
         more.write("decoded_bytes_per_s = 1e9\n")
     row = {"codec": "kivi4-1", "bytes": 0.3, "worst_error": 0.1, "mean_error": 0.1, "agreement": 0.55, "kl": 0.0}
     row |= {"perplexity": 1.0, "perplexity_over_exact": 1.0, "quality": 0.53}
-    monkeypatch.setattr("objectcache.calibrate_quality.measured", lambda options: [row])
+    monkeypatch.setattr("objectcache.cli.calibrate_quality.measured", lambda options: [row])
     asked = ["calibrate", "--quality", "x", "--texts", __file__, "--class", "code", "--config", str(file)]
     assert run(asked) == 0
     settings = load_config(file).compression.settings()

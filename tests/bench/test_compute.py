@@ -8,16 +8,23 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from bench.paper.tables import MODELS, NUM_LAYERS, TOKEN_LAYER_BYTES, GroupedQuery
-from calibration.compute.cost_model import Fit, Observation, compute_profile, fit_cost_model, prefill_s, scaled
-from calibration.compute.layer import DecoderLayer, Device, Dtype
-from calibration.compute.measure import (
+from descriptors.recompute import PrefillCosts
+from objectcache.calibration.compute.cost_model import (
+    Fit,
+    Observation,
+    compute_profile,
+    fit_cost_model,
+    prefill_s,
+    scaled,
+)
+from objectcache.calibration.compute.layer import DecoderLayer, Device, Dtype
+from objectcache.calibration.compute.measure import (
     SMOKE_POINTS,
     ComputePlan,
     compute_plan,
     measure_compute,
 )
-from calibration.compute.shapes import SHAPES, causal_pairs, shape, small
-from descriptors.recompute import PrefillCosts
+from objectcache.calibration.compute.shapes import SHAPES, causal_pairs, shape, small
 
 LLAMA = shape("llama-3.1-8b")
 PLACES = [(0, 256), (128, 256), (0, 4096), (2048, 4096), (3584, 4096), (32768, 65536), (57344, 65536)]

@@ -28,12 +28,12 @@ from bench.experiments.concurrency import (
     server_of,
     show,
 )
-from calibration.samples import Spread
-from calibration.servers import LocalServer
 from descriptors.layout import ChunkLayout
 from descriptors.units import KIB, MIB
 from nixl_client.client import Transport
 from nixl_client.transports import shared_memory
+from objectcache.calibration.samples import Spread
+from objectcache.calibration.servers import LocalServer
 
 SETTINGS = ConcurrencySettings(
     counts=(1, 3),

@@ -16,8 +16,8 @@ from bench.core.experiment import Experiment, WrongUse, plain, published
 from bench.core.lines import from_line, to_line
 from bench.core.options import ascending, each, filled, number, some_of
 from bench.core.rounds import Side, Target, interval
-from calibration.samples import Turns, interleaved
-from calibration.text import aligned
+from objectcache.calibration.samples import Turns, interleaved
+from objectcache.calibration.text import aligned
 
 
 class Color(Enum):

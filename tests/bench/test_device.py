@@ -49,13 +49,13 @@ from bench.experiments.device.ttft import judged_logits
 from bench.experiments.ttft.results import Case, Scale, System, Task
 from bench.experiments.ttft.run import TTFT
 from bench.paper.tables import TOKEN_LAYER_BYTES, table_a1_a2
-from calibration.compute.layer import Device
-from calibration.content import Bytes, VerificationError
-from calibration.servers import LocalServer
 from descriptors.errors import ChunkUnavailable
 from nixl_client.client import Transport
 from nixl_client.connectors.transformers import chunks_from_cache
 from nixl_client.transports import shared_memory
+from objectcache.calibration.compute.layer import Device
+from objectcache.calibration.content import Bytes, VerificationError
+from objectcache.calibration.servers import LocalServer
 
 SHAPE, VOCABULARY = model_of("llama-3.1-8b", True)
 SCALE = Scale(SHAPE.token_layer_bytes / TOKEN_LAYER_BYTES)

@@ -47,8 +47,8 @@ from bench.experiments.engine.ways import (
     engine_options,
     transfer_config,
 )
-from calibration.servers import LocalServer
 from nixl_client.connectors.vllm.options import LoadPolicy, Options
+from objectcache.calibration.servers import LocalServer
 
 CASE = Case(16384, 0.875)
 HALF = Case(16384, 0.5)

@@ -13,7 +13,7 @@ from bench.beds.kv_stores.adapter import Prompt, Replay, StorageAdapter, block, 
 from bench.beds.kv_stores.adapters import FilesAdapter
 from bench.beds.kv_stores.running import RunningStore, StoreName, start
 from bench.beds.processes import BaselineError
-from calibration.content import Bytes, VerificationError
+from objectcache.calibration.content import Bytes, VerificationError
 
 BLOCK_BYTES = 64 * 1024
 PROMPTS = [["a", "b", "c"], ["a", "b", "d"], ["a", "x"], ["y", "a"], ["a", "b", "c"]]

@@ -25,13 +25,13 @@ from bench.experiments.ladder.computed import element_counts, layer_payloads, pl
 from bench.experiments.ladder.moves import FIVE, PARTS, Work, check_account, speedups
 from bench.experiments.ladder.run import FIGURES, measure_ladder, plot, show
 from bench.paper.tables import MODELS, GroupedQuery, Latent, table_a7
-from calibration.chunks import Chunks, drop_pages, resident_share
-from calibration.content import VerificationError, make_content
-from calibration.samples import Cell, Task, run_rounds
 from descriptors.descriptor import Delivery
 from descriptors.layout import ChunkLayout
 from descriptors.units import KIB, MIB
-from nixl_client.client import ObjectCacheClient
+from nixl_client.client import Client
+from objectcache.calibration.chunks import Chunks, drop_pages, resident_share
+from objectcache.calibration.content import VerificationError, make_content
+from objectcache.calibration.samples import Cell, Task, run_rounds
 from tests.support.tree import paper_tables
 
 TABLES = paper_tables()
@@ -177,7 +177,7 @@ def works(count: int, in_flight: int) -> Iterator[tuple[Work, Delivery]]:
     for delivery in (Delivery.CHUNK_MAJOR, Delivery.LAYER_MAJOR):
         buffer = np.zeros(layout.delivery_bytes(count), dtype=np.uint8)
         objects = Chunks(keys, make_content(count, layout, seed=5))
-        work = Work(cast(ObjectCacheClient, None), objects, buffer, in_flight)
+        work = Work(cast(Client, None), objects, buffer, in_flight)
         work.place(delivery)
         yield work, delivery
 

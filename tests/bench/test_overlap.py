@@ -43,13 +43,13 @@ from bench.paper.tables import (
     table_a12,
     workload,
 )
-from calibration import chunks
-from calibration.compute import measure
-from calibration.compute.shapes import SHAPES, shape
-from calibration.content import VerificationError
-from calibration.samples import Cell, cell_json
-from calibration.servers import LocalServerError
 from descriptors.units import MIB, gbps_from_bytes_per_s
+from objectcache.calibration import chunks
+from objectcache.calibration.compute import measure
+from objectcache.calibration.compute.shapes import SHAPES, shape
+from objectcache.calibration.content import VerificationError
+from objectcache.calibration.samples import Cell, cell_json
+from objectcache.calibration.servers import LocalServerError
 
 LLAMA = shape("llama-3.1-8b")
 CELL = {"layer_bytes": 8 * MIB, "layer_compute_s": 4e-3, "required_bytes_per_s": 8 * MIB / 4e-3}
@@ -261,9 +261,9 @@ def test_a_layer_that_torch_cannot_run_fails_the_bench(
 @pytest.mark.parametrize(
     ("arguments", "said"),
     [
-        (["--plot", "x.png"], "objectcache[plot]"),
-        (["--measure"], "objectcache[torch]"),
-        (["--transport", "ucx"], "objectcache[ucx]"),
+        (["--plot", "x.png"], "pip install matplotlib"),
+        (["--measure"], "pip install torch"),
+        (["--transport", "ucx"], "pip install nixl-cu12"),
     ],
 )
 def test_what_is_not_installed_is_asked_for(

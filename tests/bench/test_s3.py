@@ -39,9 +39,9 @@ from bench.experiments.s3 import run as s3
 from bench.experiments.s3.results import Cell, expected_per_s, measurement_of, plot, ratios, show
 from bench.experiments.s3.run import SampleFailed
 from bench.figures import load
-from calibration.samples import Spread
-from calibration.servers import BUCKET, REGION
 from descriptors.units import KIB, MIB
+from objectcache.calibration.samples import Spread
+from objectcache.calibration.servers import BUCKET, REGION
 
 LISTED = 2300
 RESULT = load()["s3"]

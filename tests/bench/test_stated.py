@@ -18,10 +18,10 @@ from bench.experiments.engine.bed import Bed
 from bench.experiments.engine.paced import LIE, Condition, Ttfts, factors, judged, link_bytes_per_s, measure_stated
 from bench.experiments.engine.run import result_of, show
 from bench.experiments.engine.ways import Answer, Case, Command, EngineSettings, Way, transfer_config
-from calibration.servers import LocalServer
 from nixl_client.connectors.vllm.options import Options
 from nixl_client.transports.transport import Transport
-from objectcache.config import Config
+from objectcache.calibration.servers import LocalServer
+from objectcache.cli.config import Config
 from tests.bench.test_engine import settings
 
 COSTS = {"token_us": 100.0, "token_pair_us": 0.01, "request_us": 1000.0}

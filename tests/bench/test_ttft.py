@@ -41,14 +41,14 @@ from bench.experiments.ttft.results import (
 from bench.experiments.ttft.run import RATE_FACTORS, TTFT, FigureName, TtftOptions, TtftSettings, measure_ttft
 from bench.experiments.ttft.run import settings_of as settings_of_all
 from bench.experiments.ttft.show import show
-from calibration import servers as ttft_link
-from calibration.content import STAMP_BYTES, VerificationError
-from calibration.knee import Sample, Side, falling_curve, find_knee, without_first_layer
-from calibration.servers import FixedConfig, LocalServer, LocalServerError, PlayedLink, config_text
 from descriptors.ttft import ttft_layerwise_s
 from descriptors.units import bytes_per_s_from_gbps
-from nixl_client.client import ObjectCacheClient
+from nixl_client.client import Client
 from nixl_client.session.signed_http import Answer
+from objectcache.calibration import servers as ttft_link
+from objectcache.calibration.content import STAMP_BYTES, VerificationError
+from objectcache.calibration.knee import Sample, Side, falling_curve, find_knee, without_first_layer
+from objectcache.calibration.servers import FixedConfig, LocalServer, LocalServerError, PlayedLink, config_text
 
 LINK = 12.5e9
 CAP = 1.25e9
@@ -500,7 +500,7 @@ def make_link(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, *seen: float | No
     monkeypatch.setattr(ttft_link.os, "kill", lambda pid, number: signals.append(number))
     client = SimpleNamespace(http=SimpleNamespace(request=request))
     server = LocalServer("http://127.0.0.1:1", 0, "a", "b")
-    return PlayedLink(server, tmp_path / "config.toml", cast(ObjectCacheClient, client), FixedConfig(1000)), signals
+    return PlayedLink(server, tmp_path / "config.toml", cast(Client, client), FixedConfig(1000)), signals
 
 
 def test_a_link_is_changed_when_the_server_says_so(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

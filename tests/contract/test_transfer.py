@@ -9,9 +9,6 @@ from collections.abc import AsyncIterator
 import numpy as np
 import pytest
 
-from adapters.nixl_agent import Registration
-from adapters.nixl_memory import Memory
-from adapters.nixl_metadata import agent_name
 from descriptors.errors import ErrorCode, ServerError
 from descriptors.layout import ChunkLayout
 from descriptors.messages import Region
@@ -21,6 +18,9 @@ from nixl_client.transports.buffers import as_buffer
 from nixl_client.transports.shared_memory import allocate
 from nixl_client.transports.shm import SINGLE, ShmReceiver
 from nixl_client.transports.ucx import NixlThread
+from objectcache.adapters.nixl_agent import Registration
+from objectcache.adapters.nixl_memory import Memory
+from objectcache.adapters.nixl_metadata import agent_name
 from storage_server.gather.staging import StagingPool, stride_of
 from storage_server.memory_area import SharedArea
 from storage_server.planning.plan import DeliveryPlan, plan_delivery

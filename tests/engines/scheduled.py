@@ -45,7 +45,7 @@ ANSWER_S = 60.0
 
 
 class FakeStore:
-    """In place of `ObjectCacheClient`."""
+    """In place of `Client`."""
 
     def __init__(self) -> None:
         self.keys: set[str] = set()
@@ -121,7 +121,7 @@ class ScheduledEngine:
         self._setup = setup
         config = engine_config(folder, setup)
         init_none_hash(sha256)
-        with mock.patch.object(connector_module, "ObjectCacheClient", return_value=self.store):
+        with mock.patch.object(connector_module, "Client", return_value=self.store):
             kind = AsyncScheduler if setup.is_async else Scheduler
             self.scheduler = kind(
                 config, cache_config(config), StructuredOutputManager(config), block_size=BLOCK_TOKENS

@@ -11,7 +11,7 @@ from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from nixl_client.client import ObjectCacheClient
+from nixl_client.client import Client
 from tests.engines.messages import Json
 from tests.faults.crash.server import Server
 from tests.support.requests import OWNER, s3_client
@@ -59,7 +59,7 @@ class Store:
 
     def put(self, key: str, body: bytes) -> None:
         """Put an object, past every check of what it means."""
-        with ObjectCacheClient(self.endpoint, BUCKET, access_key=OWNER[0], secret_key=OWNER[1]) as client:
+        with Client(self.endpoint, BUCKET, access_key=OWNER[0], secret_key=OWNER[1]) as client:
             client.put_chunks([key], [bytearray(body)])
 
     def delete(self, *keys: str) -> None:

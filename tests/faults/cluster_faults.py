@@ -28,12 +28,12 @@ import numpy as np
 from botocore.exceptions import BotoCoreError, ClientError
 from tqdm import tqdm
 
-from calibration.origin import describe_commit, describe_machine
 from descriptors.descriptor import Delivery
 from descriptors.errors import ObjectCacheError
 from descriptors.layout import ChunkLayout
-from nixl_client.client import ObjectCacheClient
+from nixl_client.client import Client
 from nixl_client.fetch.layer_fetch import LayerFetch
+from objectcache.calibration.origin import describe_commit, describe_machine
 from tests.support.chunks import make_chunks
 from tests.support.clusters import Cluster, Process, cluster
 from tests.support.etcd import EtcdServer, free_port
@@ -182,9 +182,9 @@ class Bed:
             assert self._net is not None
             self._net.mend(name)
 
-    def client(self, transport: str, gateway: int = 0) -> ObjectCacheClient:
+    def client(self, transport: str, gateway: int = 0) -> Client:
         url = self.kv.gateways[gateway].url
-        return ObjectCacheClient(
+        return Client(
             url, BUCKET, access_key=OWNER[0], secret_key=OWNER[1], transport=transport, timeout_s=DEADLINE_S,
             fetch_timeout_s=DEADLINE_S,
         )  # fmt: skip
@@ -320,7 +320,7 @@ def _comes_right(bed: Bed, moment: Moment, gateway: int, errors: list[Exception]
 
 
 @contextlib.contextmanager
-def _closing(client: ObjectCacheClient) -> Iterator[ObjectCacheClient]:
+def _closing(client: Client) -> Iterator[Client]:
     """Close it, however the servers are: a client that cannot say goodbye is closed all the same."""
     try:
         yield client

@@ -13,7 +13,7 @@ import pytest
 
 from descriptors.descriptor import Delivery
 from descriptors.errors import CallerError, ErrorCode, ServerError
-from nixl_client.client import ObjectCacheClient
+from nixl_client.client import Client
 from nixl_client.fetch.layer_fetch import LayerFetch
 from nixl_client.session.retries import Retries
 from nixl_client.transports.http import UnansweredError
@@ -33,7 +33,7 @@ def proxy(local: LocalStack) -> Iterator[CutProxy]:
 class Bed:
     """A client whose server is behind the proxy. It pauses for no time, and its chunks are stored."""
 
-    client: ObjectCacheClient
+    client: Client
     proxy: CutProxy
     keys: list[str]
     chunks: Any
@@ -48,7 +48,7 @@ def bed(local: LocalStack, proxy: CutProxy, keys: list[str]) -> Iterator[Bed]:
     assert eventually(lambda: is_idle(local))
 
 
-def fetched(bed: Bed, client: ObjectCacheClient, delivery: Delivery) -> None:
+def fetched(bed: Bed, client: Client, delivery: Delivery) -> None:
     buffer = client.allocate_buffer(LAYOUT.delivery_bytes(N))
     with client.fetch(bed.keys, LAYOUT, buffer, delivery=delivery) as fetch:
         for layer_index in range(LAYOUT.num_layers):
@@ -214,7 +214,7 @@ def test_a_refusal_that_comes_before_the_body_was_sent_is_heard() -> None:
     with socketserver.TCPServer(("127.0.0.1", 0), Refusing) as server:
         threading.Thread(target=server.serve_forever, args=(0.05,), daemon=True).start()
         url = f"http://127.0.0.1:{server.server_address[1]}"
-        client = ObjectCacheClient(url, "chunks", access_key="k", secret_key="s")
+        client = Client(url, "chunks", access_key="k", secret_key="s")
         with client, pytest.raises(CallerError, match="not you"):
             client.put_chunks(["key"], [bytes(64 << 20)])
         server.shutdown()

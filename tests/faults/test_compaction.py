@@ -16,8 +16,8 @@ from typing import Any
 
 import pytest
 
-from adapters.beneath import Beneath
 from descriptors.errors import ErrorCode, ServerError
+from objectcache.adapters.beneath import Beneath
 from storage_server.store.data.durability import Durability
 from storage_server.store.embedded import EmbeddedStore
 from tests.faults.crash.audit import audit

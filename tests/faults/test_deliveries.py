@@ -23,7 +23,7 @@ from descriptors.descriptor import Delivery, Descriptor
 from descriptors.descriptor_codec import encode_binary
 from descriptors.errors import CallerError, ChunkUnavailable, ErrorCode, ObjectCacheError, ServerError
 from descriptors.layout import ChunkLayout
-from nixl_client.client import ObjectCacheClient
+from nixl_client.client import Client
 from nixl_client.fetch.layer_fetch import LayerFetch
 from nixl_client.session.retries import Retries
 from nixl_client.transports.shared_memory import allocate
@@ -216,11 +216,11 @@ import sys, time
 import numpy as np
 from descriptors.descriptor import Delivery
 from descriptors.layout import ChunkLayout
-from nixl_client.client import ObjectCacheClient
+from nixl_client.client import Client
 url, count, slice_bytes, transport = sys.argv[1], int(sys.argv[2]), int(sys.argv[3]), sys.argv[4]
 layout = ChunkLayout(16, 16, slice_bytes)
 keys = [f"{9:08x}{index:056x}" for index in range(count)]
-client = ObjectCacheClient(url, "chunks", access_key="OWNERKEY", secret_key="owner-secret-1", transport=transport,
+client = Client(url, "chunks", access_key="OWNERKEY", secret_key="owner-secret-1", transport=transport,
                             agent_lifetime_s=3)
 buffer = client.allocate_buffer(layout.delivery_bytes(count))
 client.register_buffer(buffer)
@@ -353,9 +353,7 @@ def test_a_client_the_server_forgot_registers_anew(local: LocalStack, keys: list
 @pytest.mark.with_ucx
 def test_the_heartbeat_keeps_an_idle_client_registered(tmp_path: Path) -> None:
     with LocalStack(tmp_path / "data", ucx=UCX) as local:
-        client = ObjectCacheClient(
-            local.url, "b", access_key=OWNER[0], secret_key=OWNER[1], transport="ucx", agent_lifetime_s=2.0
-        )
+        client = Client(local.url, "b", access_key=OWNER[0], secret_key=OWNER[1], transport="ucx", agent_lifetime_s=2.0)
         client.register_buffer(np.zeros(4096, np.uint8))
         (first,) = local.storage.agents.table.agents
         time.sleep(2.5)  # longer than an agent lives without its heartbeat

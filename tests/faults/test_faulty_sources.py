@@ -12,7 +12,7 @@ import pytest
 
 from descriptors.descriptor import Delivery
 from descriptors.errors import ChunkUnavailable, ErrorCode, ObjectCacheError, ServerError
-from nixl_client.client import ObjectCacheClient
+from nixl_client.client import Client
 from nixl_client.fetch.layer_fetch import LayerFetch
 from nixl_client.session.retries import Retries
 from nixl_client.session.signed_http import Answer, SignedHttp
@@ -47,7 +47,7 @@ def stored(local: LocalStack) -> None:
         client.put_chunks(KEYS, list(CHUNKS))
 
 
-def fetched(client: ObjectCacheClient) -> bytes:
+def fetched(client: Client) -> bytes:
     """All chunks, chunk after chunk."""
     buffer = client.allocate_buffer(LAYOUT.delivery_bytes(N))
     client.fetch(KEYS, LAYOUT, buffer, delivery=Delivery.CHUNK_MAJOR).wait(WAIT_S)

@@ -18,8 +18,8 @@ from typing import Any
 
 import pytest
 
-from adapters import limited_server
 from descriptors.units import KIB, MIB
+from objectcache.adapters import limited_server
 from storage_server.store.data.durability import Durability
 from storage_server.store.data.extents import extent_place
 from storage_server.store.upkeep.dedup import TICK_S

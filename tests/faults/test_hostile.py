@@ -21,8 +21,6 @@ import numpy as np
 import pytest
 import uvloop
 
-from adapters.nixl_memory import Memory
-from adapters.response_sink import abort_connection
 from descriptors.descriptor import Delivery, Descriptor, RdmaTarget
 from descriptors.descriptor_codec import encode_binary, encode_json
 from descriptors.errors import ObjectCacheError
@@ -31,6 +29,8 @@ from descriptors.messages import AgentRegistration, Region, registration_body
 from descriptors.objects import ListRequest, PutRequest
 from nixl_client.transports.http import UnansweredError
 from nixl_client.transports.ucx import NixlThread
+from objectcache.adapters.nixl_memory import Memory
+from objectcache.adapters.response_sink import abort_connection
 from storage_server.settings import StorageSettings
 from storage_server.store.embedded import EmbeddedStore
 from tests.support.chunks import LAYOUT, BytesBody, N, layer_of, make_chunks
@@ -121,7 +121,7 @@ def test_a_read_that_fails_midway_is_cut_short_and_never_padded_with_an_error(lo
 def test_a_second_server_on_the_same_directory_refuses_to_start(tmp_path: Path) -> None:
     """Its sweep would take the first one's unfinished objects for leftovers."""
     with stack("together", tmp_path) as running:
-        command = [sys.executable, "-m", "objectcache.cli", "serve", "--data", str(running.data_dir), "--port", "0"]
+        command = [sys.executable, "-m", "objectcache", "serve", "--data", str(running.data_dir), "--port", "0"]
         second = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
         assert second.returncode == 1
         assert "in use by another server" in second.stderr

@@ -15,10 +15,10 @@ import pytest
 import zmq
 import zmq.asyncio
 
-from adapters import zmtp
-from adapters.zmtp import FrameLimits, ZmtpError, connected
-from orchestrator.events_feed import BATCH_BYTES_MAX, CONNECTIONS_MAX, TOPIC_BYTES_MAX, EventsFeed
-from orchestrator.rules.prefix_index import PrefixIndex
+from objectcache.adapters import zmtp
+from objectcache.adapters.zmtp import FrameLimits, ZmtpError, connected
+from objectcache.orchestrator.events_feed import BATCH_BYTES_MAX, CONNECTIONS_MAX, TOPIC_BYTES_MAX, EventsFeed
+from objectcache.orchestrator.rules.prefix_index import PrefixIndex
 from tests.support.waiting import until
 
 SECRET = "a secret of many letters"

@@ -292,7 +292,7 @@ def test_damaged_bytes_are_never_a_success(paths: LocalStack, path: objects.Path
 CHILD = """
 import json, sys, time
 import numpy as np
-from adapters.nixl_memory import Memory
+from objectcache.adapters.nixl_memory import Memory
 from descriptors.messages import AgentRegistration, Region, registration_body
 from nixl_client.session.signed_http import SignedHttp
 from nixl_client.transports.ucx import NixlThread

@@ -11,11 +11,11 @@ from pathlib import Path
 import pytest
 
 from bench.beds.canned_engines import CannedEngine, CannedSettings
-from orchestrator.rules.admission import Tenant
-from orchestrator.rules.liveness import EngineStatus
-from orchestrator.rules.observed_costs import EXACT, TOKEN_US_DEFAULT
-from orchestrator.service import UNMATCHED_MAX
-from orchestrator.settings import EngineSettings
+from objectcache.orchestrator.rules.admission import Tenant
+from objectcache.orchestrator.rules.liveness import EngineStatus
+from objectcache.orchestrator.rules.observed_costs import EXACT, TOKEN_US_DEFAULT
+from objectcache.orchestrator.service import UNMATCHED_MAX
+from objectcache.orchestrator.settings import EngineSettings
 from tests.support.orchestrators import QUICK, canned, orchestrated, words
 from tests.support.waiting import until
 
@@ -243,7 +243,7 @@ async def test_tokens_that_are_not_the_engines_are_told_loudly(
     shift: int, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     """Otherwise every prompt would be a silent miss."""
-    monkeypatch.setattr("orchestrator.service.UNMATCHED_CHECK_S", 0.1)
+    monkeypatch.setattr("objectcache.orchestrator.service.UNMATCHED_CHECK_S", 0.1)
     async with canned(1, replace(FAST, tokenize_shift=shift)) as engines, orchestrated(engines) as bed:
         for number in range(UNMATCHED_MAX):
             await bed.complete(f"{number} is the number of this prompt, which has some blocks")
@@ -255,9 +255,9 @@ async def test_tokens_that_are_not_the_engines_are_told_loudly(
 
 async def test_an_engine_that_gives_no_tokens_is_not_asked_by_every_prompt(monkeypatch: pytest.MonkeyPatch) -> None:
     """Each prompt waited for it, until its time was over."""
-    monkeypatch.setattr("orchestrator.tokens.TOKENIZE_S", 0.1)
-    monkeypatch.setattr("orchestrator.tokens.PAUSE_S", 600.0)
-    monkeypatch.setattr("orchestrator.tokens.PAUSE_S_MAX", 600.0)
+    monkeypatch.setattr("objectcache.orchestrator.tokens.TOKENIZE_S", 0.1)
+    monkeypatch.setattr("objectcache.orchestrator.tokens.PAUSE_S", 600.0)
+    monkeypatch.setattr("objectcache.orchestrator.tokens.PAUSE_S_MAX", 600.0)
     async with canned(1, replace(FAST, tokenize_hangs=True)) as engines, orchestrated(engines) as bed:
         for number in range(5):
             assert (await bed.complete(f"{number} is the number of this prompt")).status == 200

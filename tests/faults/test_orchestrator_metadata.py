@@ -9,12 +9,12 @@ import sys
 import time
 from pathlib import Path
 
-from orchestrator.metadata import Metadata
+from objectcache.orchestrator.metadata import Metadata
 
 _WRITER = """
 import sys
 from pathlib import Path
-from orchestrator.metadata import Metadata, RegisteredEngine
+from objectcache.orchestrator.metadata import Metadata, RegisteredEngine
 metadata = Metadata(Path(sys.argv[1]))
 for number in range(10**9):
     metadata.add_engine(RegisteredEngine(f"http://{number}:1", str(number), "{}"))

@@ -14,10 +14,10 @@ import numpy as np
 import psutil
 import pytest
 
-from orchestrator.readers import INLINE_BYTES, Readers, ReadingError
-from orchestrator.rules.openai_requests import RequestKind, WrongRequestError
-from orchestrator.rules.reading import Order
-from orchestrator.tokenizer import NoTokensError
+from objectcache.orchestrator.readers import INLINE_BYTES, Readers, ReadingError
+from objectcache.orchestrator.rules.openai_requests import RequestKind, WrongRequestError
+from objectcache.orchestrator.rules.reading import Order
+from objectcache.orchestrator.tokenizer import NoTokensError
 
 ORDER = Order(RequestKind.COMPLETIONS, {}, "tenant")
 MIB = 1 << 20
@@ -38,7 +38,7 @@ def reading_processes() -> list[psutil.Process]:
     found = []
     for child in psutil.Process().children():
         with suppress(psutil.Error):
-            found += [child] if "orchestrator.reading_process" in child.cmdline() else []
+            found += [child] if "objectcache.orchestrator.reading_process" in child.cmdline() else []
     return found
 
 

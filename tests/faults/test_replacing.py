@@ -13,9 +13,9 @@ import pytest
 
 from descriptors.errors import ObjectCacheError
 from descriptors.headers import CODEC_HEADER
-from kv_codecs.encoding import encode
-from kv_codecs.layer import Codec
-from nixl_client.client import ObjectCacheClient
+from nixl_client.client import Client
+from objectcache.kv_codecs.encoding import encode
+from objectcache.kv_codecs.layer import Codec
 from tests.integration.test_compression import LAYERS, SHAPE, kv_chunks
 from tests.integration.test_replacing import KV_LAYOUT
 from tests.support.requests import OWNER, request
@@ -58,9 +58,7 @@ def test_a_kill_leaves_the_exact_chunk_or_the_encoded_one(tmp_path: Path) -> Non
         serve = ("serve", "--data", str(tmp_path / "data"), "--port", "0", "--config", str(config))
         with (
             started(*serve) as (url, process),
-            ObjectCacheClient(
-                url, "chunks", access_key=OWNER[0], secret_key=OWNER[1], transport="http", timeout_s=30
-            ) as client,
+            Client(url, "chunks", access_key=OWNER[0], secret_key=OWNER[1], transport="http", timeout_s=30) as client,
         ):
             if not round_index:
                 assert request(url, "PUT", "/chunks").status == 200

@@ -21,7 +21,7 @@ from descriptors.descriptor_codec import encode_binary
 from descriptors.errors import ErrorCode, ObjectCacheError
 from descriptors.layout import ChunkLayout
 from descriptors.notices import Notice
-from nixl_client.client import ObjectCacheClient, Transport
+from nixl_client.client import Client, Transport
 from nixl_client.session import agent
 from nixl_client.transports import shared_memory
 from nixl_client.transports.buffers import as_buffer
@@ -327,7 +327,7 @@ def test_a_client_that_hangs_up_during_a_renewal_stays_gone(
     assert eventually(lambda: len(table) == 0)
 
 
-def _quietly(client: ObjectCacheClient, buffer: np.ndarray) -> None:
+def _quietly(client: Client, buffer: np.ndarray) -> None:
     with contextlib.suppress(ObjectCacheError):
         client.release_buffer(buffer)
 

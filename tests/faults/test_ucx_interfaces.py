@@ -49,7 +49,7 @@ def namespace() -> list[str]:
 @contextlib.contextmanager
 def served(within: list[str], directory: Path, interfaces: str) -> Iterator[psutil.Process]:
     """A server in the namespace, with these ucx interfaces."""
-    command = [sys.executable, "-m", "objectcache.cli", "serve", "--data", str(directory), "--port", "0"]
+    command = [sys.executable, "-m", "objectcache", "serve", "--data", str(directory), "--port", "0"]
     environment = {**os.environ, "AWS_ACCESS_KEY_ID": OWNER[0], "AWS_SECRET_ACCESS_KEY": OWNER[1]}
     process = subprocess.Popen(
         [*within, *command, "--ucx", interfaces],

@@ -20,11 +20,11 @@ import numpy as np
 import psutil
 import pytest
 
-from adapters.nixl_memory import Memory
-from adapters.nixl_metadata import agent_name
 from descriptors.descriptor import Delivery
 from descriptors.errors import ErrorCode, ObjectCacheError
 from nixl_client.transports.ucx import NixlThread
+from objectcache.adapters.nixl_memory import Memory
+from objectcache.adapters.nixl_metadata import agent_name
 from storage_server.memory_area import SharedArea
 from storage_server.transport import ucx_process
 from storage_server.transport.ucx_commands import (
@@ -247,7 +247,7 @@ def test_the_dram_tier_is_mapped_for_reading_only_where_that_was_asked_for(tmp_p
 @pytest.mark.slow
 def test_a_server_asked_for_an_interface_that_is_not_there_does_not_start(tmp_path: Path) -> None:
     """Falling back to less than was asked for would be found out by users."""
-    command = [sys.executable, "-m", "objectcache.cli", "serve", "--data", str(tmp_path), "--port", "0", "--ucx", "no0"]
+    command = [sys.executable, "-m", "objectcache", "serve", "--data", str(tmp_path), "--port", "0", "--ucx", "no0"]
     done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
     assert done.returncode == 1
     assert "no network interface 'no0'" in done.stderr

@@ -13,6 +13,7 @@ import pytest
 from descriptors.errors import CallerError, ErrorCode, ServerError
 from descriptors.layout import ChunkLayout
 from descriptors.objects import (
+    BucketCache,
     ClaimedPart,
     CompleteRequest,
     CopyRequest,
@@ -28,6 +29,7 @@ from storage_server.eviction.choice import Eviction
 from storage_server.service import EmbeddedStorage
 from storage_server.settings import CacheSettings, StorageSettings
 from storage_server.store.data import space as space_module
+from storage_server.store.data.disk import Disk
 from storage_server.store.data.durability import Durability
 from storage_server.store.index import committer, transaction
 from tests.faults.bounds import allocated
@@ -330,3 +332,63 @@ async def test_a_server_ends_also_where_uses_cannot_be_written_down(
     monkeypatch.undo()
     async with opened(tmp_path) as storage:
         assert await get(storage, "cached", "key") == content("key")
+
+
+async def test_a_bucket_that_a_client_makes_as_a_cache_is_one_from_its_first_object_on(tmp_path: Path) -> None:
+    """Also after a restart, until it is deleted; a bucket of its name is then what it is made as."""
+    async with opened(tmp_path, caches=()) as storage:
+        await storage.objects.create_bucket(KEY, "asked", BucketCache(CAPACITY_BYTES))
+        for number in range(32):
+            await put(storage, "asked", f"chunk-{number:02}")
+            await put(storage, "kept", f"chunk-{number:02}")
+            assert await bytes_of(storage, "asked") <= CAPACITY_BYTES
+        assert len(await keys_of(storage, "asked")) < 32
+        assert len(await keys_of(storage, "kept")) == 32
+    async with opened(tmp_path, caches=()) as storage:
+        assert (await storage.objects.head_bucket(KEY, "asked")).cache == BucketCache(CAPACITY_BYTES)
+        assert storage.store.evictor.capacities() == {"asked": CAPACITY_BYTES}
+        for number in range(32, 48):
+            await put(storage, "asked", f"chunk-{number:02}")
+            assert await bytes_of(storage, "asked") <= CAPACITY_BYTES
+        assert await get(storage, "asked", "chunk-47") == content("chunk-47")
+        for key in await keys_of(storage, "asked"):
+            await storage.objects.delete_object(KEY, "asked", key)
+        await storage.objects.delete_bucket(KEY, "asked")
+        assert storage.store.evictor.capacities() == {}
+        await storage.objects.create_bucket(KEY, "asked")
+        for number in range(32):
+            await put(storage, "asked", f"chunk-{number:02}")
+        assert len(await keys_of(storage, "asked")) == 32
+        assert (await storage.objects.head_bucket(KEY, "asked")).cache is None
+
+
+async def test_a_cache_without_a_size_has_what_the_file_system_offers(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It gives room up that others take there, and keeps nobody else from the rest."""
+    free_bytes = 10 * MIB
+    monkeypatch.setattr(Disk, "free_bytes", lambda self, path: free_bytes)
+    async with opened(tmp_path, caches=()) as storage:
+        await storage.objects.create_bucket(KEY, "asked", BucketCache())
+        assert storage.store.evictor.capacities() == {"asked": 8 * MIB}
+        assert storage.store.space.bound_bytes is None
+        for number in range(12):
+            await put(storage, "asked", f"chunk-{number:02}")
+        free_bytes = 2 * MIB
+        await put(storage, "asked", "last")
+        assert (storage.store.evictor.capacities()["asked"] or 0) <= 0.8 * (3.25 + 2) * MIB
+        free_bytes = 0
+
+        async def has_given_up() -> bool:
+            return await bytes_of(storage, "asked") <= 3 * MIB
+
+        await until(has_given_up)
+    async with opened(tmp_path, caches=(), disk_bytes=64 * MIB) as storage:
+        assert storage.store.evictor.capacities() == {"asked": None}, "disk_bytes bounds it"
+
+
+async def test_settings_hold_for_a_bucket_whatever_a_client_says_of_it(tmp_path: Path) -> None:
+    async with opened(tmp_path) as storage:
+        await storage.objects.delete_bucket(KEY, "cached")
+        await storage.objects.create_bucket(KEY, "cached", BucketCache(CAPACITY_BYTES * 100))
+        assert storage.store.evictor.capacities() == {"cached": CAPACITY_BYTES}

@@ -10,7 +10,7 @@ import pytest
 
 from descriptors.errors import ErrorCode, ObjectCacheError
 from descriptors.recompute import AdviceRequest, PrefillCosts
-from nixl_client.client import ObjectCacheClient
+from nixl_client.client import Client
 from nixl_client.objects import Path
 from tests.support.chunks import LAYOUT, make_chunks
 from tests.support.requests import OWNER
@@ -33,7 +33,7 @@ def test_options_may_be_given_by_name(local: LocalStack) -> None:
             client.objects.get_object(keys[0], buffer, path="udp")
         assert client.objects.get_object(keys[0], buffer, path="tcp").path is Path.TCP
     with pytest.raises(ValueError, match="transport is one of"):
-        ObjectCacheClient(local.url, "chunks", access_key=OWNER[0], secret_key=OWNER[1], transport="rdma")
+        Client(local.url, "chunks", access_key=OWNER[0], secret_key=OWNER[1], transport="rdma")
 
 
 def test_deletes_are_of_this_bucket_and_may_be_repeated(local: LocalStack) -> None:
@@ -92,9 +92,7 @@ def test_a_call_has_a_timeout_of_its_own() -> None:
     """A server that accepts and says nothing. The client's own timeout is longer than any test."""
     with socket.create_server(("127.0.0.1", 0)) as silent:
         endpoint = f"http://127.0.0.1:{silent.getsockname()[1]}"
-        with ObjectCacheClient(
-            endpoint, "b", access_key="k", secret_key="s" * 8, transport="http", timeout_s=600.0
-        ) as client:
+        with Client(endpoint, "b", access_key="k", secret_key="s" * 8, transport="http", timeout_s=600.0) as client:
             for call in (
                 lambda: client.lookup(["k"], timeout_s=0.2),
                 lambda: client.delete(["k"], timeout_s=0.2),
@@ -111,9 +109,7 @@ async def test_an_asynchronous_call_has_a_timeout_of_its_own() -> None:
     prompt = AdviceRequest(64, LAYOUT, PrefillCosts(token_us=100.0))
     with socket.create_server(("127.0.0.1", 0)) as silent:
         endpoint = f"http://127.0.0.1:{silent.getsockname()[1]}"
-        with ObjectCacheClient(
-            endpoint, "b", access_key="k", secret_key="s" * 8, transport="http", timeout_s=600.0
-        ) as client:
+        with Client(endpoint, "b", access_key="k", secret_key="s" * 8, transport="http", timeout_s=600.0) as client:
             for call in (
                 client.lookup_async(["k"], timeout_s=0.2),
                 client.advise_async(["k"], prompt, timeout_s=0.2),

@@ -10,7 +10,7 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
 import pytest
 
-from nixl_client.client import ObjectCacheClient
+from nixl_client.client import Client
 from nixl_client.session.shared import Shared
 from nixl_client.transports.http import IDLE_CONNECTIONS_MAX, ConnectionPool, ServerAddress
 from tests.support.chunks import LAYOUT, make_chunks
@@ -61,7 +61,7 @@ def server() -> Iterator[CountingServer]:
 
 def test_clients_of_the_same_server_and_key_share_connections(server: CountingServer) -> None:
     """An engine's connector has several clients in a process; each connection costs a handshake."""
-    with ObjectCacheClient(server.url, "a", **KEYS) as first, ObjectCacheClient(server.url, "b", **KEYS) as second:
+    with Client(server.url, "a", **KEYS) as first, Client(server.url, "b", **KEYS) as second:
         for client in (first, second, first):
             assert client.lookup(["chunk"]) == 0
     assert len(set(server.connections)) == 1
@@ -69,21 +69,21 @@ def test_clients_of_the_same_server_and_key_share_connections(server: CountingSe
 
 def test_another_key_has_connections_of_its_own(server: CountingServer) -> None:
     other = {"access_key": "other", "secret_key": "t" * 8}
-    with ObjectCacheClient(server.url, "a", **KEYS) as first, ObjectCacheClient(server.url, "a", **other) as second:
+    with Client(server.url, "a", **KEYS) as first, Client(server.url, "a", **other) as second:
         first.lookup(["chunk"])
         second.lookup(["chunk"])
     assert len(set(server.connections)) == 2
 
 
 def test_the_last_client_closes_the_connections(server: CountingServer) -> None:
-    first, second = (ObjectCacheClient(server.url, "a", **KEYS) for _ in range(2))
+    first, second = (Client(server.url, "a", **KEYS) for _ in range(2))
     first.lookup(["chunk"])
     first.close()
     first.close()
     second.lookup(["chunk"])
     assert len(set(server.connections)) == 1
     second.close()
-    with ObjectCacheClient(server.url, "a", **KEYS) as third:
+    with Client(server.url, "a", **KEYS) as third:
         third.lookup(["chunk"])
     assert len(set(server.connections)) == 2
 
@@ -104,16 +104,16 @@ def test_idle_connections_are_bounded(server: CountingServer) -> None:
 
 FORKED = """
 import os
-from nixl_client.client import ObjectCacheClient
+from nixl_client.client import Client
 from tests.integration.test_client_session import KEYS, CountingServer
 
 server = CountingServer()
-client = ObjectCacheClient(server.url, "a", **KEYS)
+client = Client(server.url, "a", **KEYS)
 client.lookup(["chunk"])
 child = os.fork()
 if not child:
     inherited = client.lookup(["chunk"])
-    with ObjectCacheClient(server.url, "a", **KEYS) as own:
+    with Client(server.url, "a", **KEYS) as own:
         os._exit(inherited + own.lookup(["chunk"]))
 _, status = os.waitpid(child, 0)
 assert status == 0, status

@@ -15,12 +15,12 @@ from typing import Any
 import numpy as np
 import pytest
 
-from adapters.membership import read_view
 from descriptors.cluster import Member, View
 from descriptors.descriptor import Delivery, Descriptor, OnMissing
 from descriptors.descriptor_codec import encode_binary
 from descriptors.errors import ChunkUnavailable, ObjectCacheError
 from descriptors.placement import Placement
+from objectcache.adapters.membership import read_view
 from tests.support.chunks import LAYOUT, N, make_chunks
 from tests.support.clusters import Cluster, cluster
 from tests.support.etcd import etcd_server
@@ -340,7 +340,7 @@ def test_strangers_and_other_clusters_are_refused(calm: Cluster, tmp_path: Path)
 def test_what_does_not_fit_is_said_at_the_start(tmp_path: Path, arguments: tuple[str, ...], problem: str) -> None:
     secret = tmp_path / "secret"
     secret.write_text("a secret of gateways and storage servers\n")
-    command = [sys.executable, "-m", "objectcache.cli", *arguments, "--peer-secret-file", str(secret)]
+    command = [sys.executable, "-m", "objectcache", *arguments, "--peer-secret-file", str(secret)]
     environment = {**os.environ, "AWS_ACCESS_KEY_ID": OWNER[0], "AWS_SECRET_ACCESS_KEY": OWNER[1]}
     environment["PYTHONPATH"] = str(repository())
     done = subprocess.run(command, capture_output=True, text=True, timeout=60, cwd=tmp_path, env=environment)

@@ -12,8 +12,8 @@ import pytest
 from descriptors.descriptor import Accept, Delivery
 from descriptors.errors import ObjectCacheError
 from descriptors.layer_forms import EXACT, LayerForms
-from kv_codecs.layer import Codec
-from nixl_client.client import ObjectCacheClient
+from nixl_client.client import Client
+from objectcache.kv_codecs.layer import Codec
 from tests.integration.test_compression import LAYERS, LAYOUT, decoded, kv_chunks
 from tests.support.clusters import Cluster, cluster
 from tests.support.requests import s3_client
@@ -57,7 +57,7 @@ def kv(tmp_path: Path, home: LocalStack) -> Iterator[Cluster]:
 
 
 def fetched(
-    client: ObjectCacheClient, accept: Accept | None = ACCEPT, delivery: Delivery = Delivery.LAYER_MAJOR
+    client: Client, accept: Accept | None = ACCEPT, delivery: Delivery = Delivery.LAYER_MAJOR
 ) -> tuple[np.ndarray, LayerForms | None]:
     buffer = client.allocate_buffer(LAYOUT.delivery_bytes(COUNT))
     with client.fetch(KEYS, LAYOUT, buffer, accept=accept, delivery=delivery) as fetch:

@@ -17,7 +17,7 @@ from descriptors.descriptor import Delivery, OnMissing
 from descriptors.errors import ChunkUnavailable, ErrorCode, ObjectCacheError
 from descriptors.layout import ChunkLayout
 from descriptors.placement import Placement
-from nixl_client.client import ObjectCacheClient
+from nixl_client.client import Client
 from tests.support.chunks import layer_of, make_chunks
 from tests.support.clusters import Cluster, cluster
 from tests.support.requests import OWNER, s3_client
@@ -58,9 +58,9 @@ def bucket(home: LocalStack, request: pytest.FixtureRequest) -> str:
     return name
 
 
-def client_of(running: Cluster, bucket: str, transport: str, gateway: int = 0, **options: Any) -> ObjectCacheClient:
+def client_of(running: Cluster, bucket: str, transport: str, gateway: int = 0, **options: Any) -> Client:
     url = running.gateways[gateway].url
-    return ObjectCacheClient(url, bucket, access_key=OWNER[0], secret_key=OWNER[1], transport=transport, **options)
+    return Client(url, bucket, access_key=OWNER[0], secret_key=OWNER[1], transport=transport, **options)
 
 
 def check(fetch: Any, count: int = N) -> None:

@@ -20,7 +20,7 @@ import pytest
 from bench.beds.block_moves import LAUNCH, launcher
 from bench.beds.processes import BaselineError
 from descriptors.descriptor import Delivery
-from nixl_client.client import ObjectCacheClient
+from nixl_client.client import Client
 from tests.support.chunks import LAYOUT, N, make_chunks
 from tests.support.requests import OWNER, s3_client
 from tests.support.servers import CONFIG, READY, LocalStack
@@ -92,7 +92,7 @@ def job(folder: Path, *commands: tuple[int, str]) -> Iterator[Job]:
     arguments: list[str] = []
     for count, command in commands:
         arguments += [":"] if arguments else []
-        arguments += ["-n", str(count), "sh", "-c", f"exec {sys.executable} -m objectcache.cli {command}"]
+        arguments += ["-n", str(count), "sh", "-c", f"exec {sys.executable} -m objectcache {command}"]
     account = {"OBJECTCACHE_UPSTREAM_ACCESS_KEY_ID": OWNER[0], "OBJECTCACHE_UPSTREAM_SECRET_ACCESS_KEY": OWNER[1]}
     environment = {**os.environ, **LAUNCH, **account, "FOLDER": str(folder), "PYTHONPATH": str(repository())}
     process = subprocess.Popen(
@@ -125,12 +125,12 @@ def test_ranks_find_each_other_and_serve_one_prefix(tmp_path: Path, home: LocalS
         urls = running.urls("objectcache gateway", GATEWAYS)
         assert len(set(urls)) == GATEWAYS
         options = {"access_key": OWNER[0], "secret_key": OWNER[1]}
-        with ObjectCacheClient(urls[0], "mpi", transport="http", **options) as client:
+        with Client(urls[0], "mpi", transport="http", **options) as client:
             for key, chunk in zip(KEYS, CHUNKS, strict=True):
                 client.put_chunks([key], [chunk])
         layers = CHUNKS.reshape(N, LAYOUT.num_layers, -1).transpose(1, 0, 2).tobytes()
         for transport in ("http", "shm"):
-            with ObjectCacheClient(urls[1], "mpi", transport=transport, **options) as client:
+            with Client(urls[1], "mpi", transport=transport, **options) as client:
                 buffer = client.allocate_buffer(LAYOUT.delivery_bytes(N))
                 client.fetch(KEYS, LAYOUT, buffer, delivery=Delivery.LAYER_MAJOR).wait(START_S)
                 assert np.asarray(buffer).tobytes() == layers

@@ -12,7 +12,7 @@ import pytest
 from descriptors.descriptor import Delivery
 from descriptors.units import MIB
 from nixl_client.transports.shared_memory import allocate
-from objectcache.cli import run
+from objectcache.cli.main import run
 from tests.support.chunks import LAYOUT, N, make_chunks
 from tests.support.requests import request
 from tests.support.servers import LocalStack, ucx_for

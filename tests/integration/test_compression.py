@@ -17,11 +17,11 @@ from descriptors.errors import CallerError, ChunkUnavailable, ErrorCode
 from descriptors.headers import CLASS_HEADER
 from descriptors.layer_forms import EXACT, FormRun, LayerForms, parse_forms
 from descriptors.layout import ChunkLayout
-from kv_codecs.elements import Element, from_floats
-from kv_codecs.encoding import decode, encode
-from kv_codecs.layer import Codec, LayerShape
-from kv_codecs.loss import loss
-from nixl_client.client import ObjectCacheClient
+from nixl_client.client import Client
+from objectcache.kv_codecs.elements import Element, from_floats
+from objectcache.kv_codecs.encoding import decode, encode
+from objectcache.kv_codecs.layer import Codec, LayerShape
+from objectcache.kv_codecs.loss import loss
 from storage_server.compression.policy import CodecFigures, UtilitySettings
 from storage_server.tiers.adaptive import AdaptiveTier
 from tests.support.requests import OTHER, OWNER, request
@@ -153,7 +153,7 @@ def warm(local: LocalStack, keys: list[str], codec: str = Codec.KIVI4.value) -> 
 
 
 def fetched(
-    client: ObjectCacheClient, keys: list[str], accept: Accept | None, delivery: Delivery = Delivery.LAYER_MAJOR
+    client: Client, keys: list[str], accept: Accept | None, delivery: Delivery = Delivery.LAYER_MAJOR
 ) -> tuple[np.ndarray, LayerForms | None, int]:
     """The chunks as the buffer has them, the forms, and the bytes that were transferred."""
     buffer = client.allocate_buffer(LAYOUT.delivery_bytes(len(keys)))
@@ -236,7 +236,7 @@ def test_a_bound_that_nothing_meets_gets_exact_bytes(
         strict = Accept(ACCEPT.codecs, "bfloat16", max_error=0.001)
         assert np.array_equal(fetched(client, keys, strict)[0], chunks)
     warm(local, keys)
-    with ObjectCacheClient(local.url, "chunks", access_key=OTHER[0], secret_key=OTHER[1], transport=transport) as other:
+    with Client(local.url, "chunks", access_key=OTHER[0], secret_key=OTHER[1], transport=transport) as other:
         assert np.array_equal(fetched(other, keys, ACCEPT)[0], chunks)
 
 

@@ -9,18 +9,18 @@ from typing import Any
 import numpy as np
 import pytest
 
-from adapters.nixl_agent import is_available
 from descriptors.descriptor import Accept, Delivery
 from descriptors.layer_forms import LayerForms
-from kv_codecs import slots
-from kv_codecs.elements import Element, from_floats
-from kv_codecs.encoding import encode, encoded_bytes_max
-from kv_codecs.layer import DROPPING, KIVI, Codec, LayerShape
-from kv_codecs.slots import Run, WrongChunkError
-from nixl_client.client import ObjectCacheClient
+from nixl_client.client import Client
 from nixl_client.connectors.transformers import KvShape, WaitingCache, chunks_from_cache
 from nixl_client.device_tier import DeviceTier
 from nixl_client.transports.transport import Transport
+from objectcache.adapters.nixl_agent import is_available
+from objectcache.kv_codecs import slots
+from objectcache.kv_codecs.elements import Element, from_floats
+from objectcache.kv_codecs.encoding import encode, encoded_bytes_max
+from objectcache.kv_codecs.layer import DROPPING, KIVI, Codec, LayerShape
+from objectcache.kv_codecs.slots import Run, WrongChunkError
 from storage_server.compression.policy import UtilitySettings
 from tests.integration.test_compression import (
     COUNT,
@@ -39,8 +39,8 @@ from tests.support.small_llama import CHUNK_TOKENS, CHUNKS, PREFIX, QUESTION, TI
 torch = pytest.importorskip("torch")
 if not torch.cuda.is_available():
     pytest.skip("no CUDA device", allow_module_level=True)
-device_slots = pytest.importorskip("kv_codecs.device_slots")
-pytest.importorskip("kv_codecs.device_kernels", reason="Triton is missing, which torch brings for CUDA")
+device_slots = pytest.importorskip("objectcache.kv_codecs.device_slots")
+pytest.importorskip("objectcache.kv_codecs.device_kernels", reason="Triton is missing, which torch brings for CUDA")
 
 SHAPES = (
     LayerShape(64, 1024, Element.BFLOAT16),
@@ -119,7 +119,7 @@ def test_layers_decoded_in_several_threads() -> None:
 
 
 def loaded(
-    client: ObjectCacheClient, keys: list[str], delivery: Delivery, accept: Accept | None = None
+    client: Client, keys: list[str], delivery: Delivery, accept: Accept | None = None
 ) -> tuple[np.ndarray, LayerForms | None, Transport]:
     """The chunks, as they come into the GPU's memory."""
     buffer = torch.full((LAYOUT.delivery_bytes(len(keys)) + 512,), 0xEE, dtype=torch.uint8, device="cuda")

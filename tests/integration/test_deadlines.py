@@ -10,7 +10,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from adapters import limited_server
+from objectcache.adapters import limited_server
 from tests.support.small_gateway import SmallGateway, answer, signed_head, small_gateway
 from tests.support.waiting import eventually
 

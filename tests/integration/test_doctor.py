@@ -20,9 +20,9 @@ import pytest
 from descriptors.conditions import NO_WRITE_CONDITION
 from descriptors.errors import CallerError, ErrorCode, ServerError
 from descriptors.objects import PutRequest, ReadRequest
-from objectcache import doctor, doctor_devices
-from objectcache.doctor import PROBE_BYTES, upstream_findings
-from objectcache.doctor_findings import Finding, State, described
+from objectcache.cli import doctor, doctor_devices
+from objectcache.cli.doctor import PROBE_BYTES, upstream_findings
+from objectcache.cli.doctor_findings import Finding, State, described
 from storage_server.settings import RemoteDramSettings, UpstreamSettings
 from tests.support.foreign_services import moto_service
 from tests.support.requests import OWNER, s3_client
@@ -87,7 +87,7 @@ def doctored(*arguments: str, account: tuple[str, str] = OWNER) -> tuple[int, di
     """The exit status, and the findings by what was looked at."""
     keys = dict(zip(("ACCESS_KEY_ID", "SECRET_ACCESS_KEY"), account, strict=True))
     environment = {**os.environ, **{f"OBJECTCACHE_UPSTREAM_{name}": value for name, value in keys.items()}}
-    command = [sys.executable, "-m", "objectcache.cli", "doctor", "--json", "-", *arguments]
+    command = [sys.executable, "-m", "objectcache", "doctor", "--json", "-", *arguments]
     done = subprocess.run(command, capture_output=True, text=True, timeout=60, cwd=repository(), env=environment)
     assert done.stderr == ""
     return done.returncode, {each["what"]: each for each in json.loads(done.stdout)["findings"]}

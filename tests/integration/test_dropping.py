@@ -12,10 +12,10 @@ import pytest
 
 from descriptors.descriptor import Accept, Delivery
 from descriptors.layout import ChunkLayout
-from kv_codecs.dropping import chosen_places
-from kv_codecs.elements import Element, from_floats
-from kv_codecs.layer import Codec, LayerShape
-from nixl_client.client import ObjectCacheClient
+from nixl_client.client import Client
+from objectcache.kv_codecs.dropping import chosen_places
+from objectcache.kv_codecs.elements import Element, from_floats
+from objectcache.kv_codecs.layer import Codec, LayerShape
 from storage_server.compression.policy import CodecFigures, UtilitySettings
 from storage_server.tiers.adaptive import AdaptiveTier
 from tests.support.servers import LocalStack, ucx_of
@@ -71,7 +71,7 @@ def warm(local: LocalStack) -> None:
 Fetched = tuple[np.ndarray, list[np.ndarray | None], int]
 
 
-def fetched(client: ObjectCacheClient, accept: Accept | None, delivery: Delivery) -> Fetched:
+def fetched(client: Client, accept: Accept | None, delivery: Delivery) -> Fetched:
     """The chunks as the buffer has them, shape (COUNT, L, S), the tokens of each layer, and the bytes that came."""
     buffer = client.allocate_buffer(LAYOUT.delivery_bytes(COUNT))
     buffer[:] = 0xEE

@@ -17,10 +17,10 @@ from typing import Any
 
 import pytest
 
-from adapters.etcd import CompactedError, Etcd, EtcdError
-from adapters.etcd_membership import EtcdMembership
-from adapters.membership import MembershipError
 from descriptors.cluster import Member, View
+from objectcache.adapters.etcd import CompactedError, Etcd, EtcdError
+from objectcache.adapters.etcd_membership import EtcdMembership
+from objectcache.adapters.membership import MembershipError
 from tests.support.certificates import certificate
 from tests.support.etcd import EtcdServer, etcd_nodes, etcd_server, require_program
 from tests.support.waiting import eventually, until

@@ -13,7 +13,7 @@ import pytest
 from descriptors.descriptor import Delivery
 from descriptors.layout import ChunkLayout
 from descriptors.units import MIB
-from nixl_client.client import ObjectCacheClient
+from nixl_client.client import Client
 from storage_server.settings import UpstreamSettings
 from tests.faults.bounds import allocated
 from tests.support.chunks import layer_of, make_chunks
@@ -52,7 +52,7 @@ def front(service: UpstreamSettings, tmp_path: Path) -> Iterator[LocalStack]:
         yield running
 
 
-def fetched(client: ObjectCacheClient, keys: list[str], chunks: np.ndarray) -> None:
+def fetched(client: Client, keys: list[str], chunks: np.ndarray) -> None:
     """Every layer of the prefix is delivered, in order, with its own bytes."""
     buffer = np.zeros(chunks.nbytes, np.uint8)
     fetch = client.fetch(keys, LAYOUT, buffer, delivery=Delivery.LAYER_MAJOR)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from adapters.interfaces import UnknownInterfaceError, interface_towards, ucx_devices
+from objectcache.adapters.interfaces import UnknownInterfaceError, interface_towards, ucx_devices
 
 
 def test_interfaces_by_name() -> None:

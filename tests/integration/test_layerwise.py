@@ -14,15 +14,15 @@ import numpy as np
 import pytest
 import torch
 
-from adapters.nixl_agent import NixlFailure
 from descriptors.descriptor import Delivery, Descriptor, OnMissing
 from descriptors.descriptor_codec import encode_binary, encode_json
 from descriptors.errors import CallerError, ChunkUnavailable, ErrorCode
 from descriptors.layout import ChunkLayout
 from descriptors.notices import Mode
-from nixl_client.client import ObjectCacheClient, Transport
+from nixl_client.client import Client, Transport
 from nixl_client.session.signed_http import Answer, SignedHttp
 from nixl_client.transports.shared_memory import allocate
+from objectcache.adapters.nixl_agent import NixlFailure
 from storage_server.transport.flight import Flight
 from tests.support.chunks import LAYOUT, N, layer_of, make_chunks
 from tests.support.clusters import cluster
@@ -395,4 +395,4 @@ def test_bad_buffers_are_refused_before_anything_is_sent(servers: Stack) -> None
         with pytest.raises(ValueError, match="contiguous"):
             client.fetch(["a"], LAYOUT, np.zeros((200_000, 4), np.uint8)[:, 0])
     with pytest.raises(ValueError, match="endpoint"):
-        ObjectCacheClient("ftp://x", "b", access_key=OWNER[0], secret_key=OWNER[1])
+        Client("ftp://x", "b", access_key=OWNER[0], secret_key=OWNER[1])

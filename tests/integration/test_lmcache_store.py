@@ -9,9 +9,6 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from kv_codecs.elements import Element, from_floats
-from kv_codecs.encoding import decode, encode
-from kv_codecs.layer import Codec, LayerShape
 from nixl_client.connectors.lmcache.chunks import ChunkSize
 from nixl_client.connectors.lmcache.options import Options
 from nixl_client.connectors.lmcache.store import ChunkKind, ChunkStore, Loaded
@@ -19,6 +16,9 @@ from nixl_client.fetch.layer_fetch import LayerFetch
 from nixl_client.lossy import Lossy
 from nixl_client.transports.http import UnansweredError
 from nixl_client.transports.transport import Transport
+from objectcache.kv_codecs.elements import Element, from_floats
+from objectcache.kv_codecs.encoding import decode, encode
+from objectcache.kv_codecs.layer import Codec, LayerShape
 from storage_server.compression.policy import CodecFigures, UtilitySettings
 from tests.support.requests import OWNER
 from tests.support.servers import LocalStack, ucx_for

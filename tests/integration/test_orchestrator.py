@@ -14,10 +14,10 @@ import aiohttp
 import pytest
 
 from bench.beds.canned_engines import CannedEngine, CannedSettings
-from orchestrator.rules.admission import AdmissionSettings, Tenant
-from orchestrator.rules.policies import PolicyName
-from orchestrator.service import Orchestrator
-from orchestrator.settings import EngineSettings, Role
+from objectcache.orchestrator.rules.admission import AdmissionSettings, Tenant
+from objectcache.orchestrator.rules.policies import PolicyName
+from objectcache.orchestrator.service import Orchestrator
+from objectcache.orchestrator.settings import EngineSettings, Role
 from tests.support.orchestrators import ADMIN_TOKEN, QUICK, canned, orchestrated, words
 from tests.support.waiting import until
 
@@ -500,7 +500,7 @@ async def test_a_client_that_waits_for_leave_gets_it() -> None:
 
 async def test_a_large_answer_goes_on_as_it_comes_and_is_computed_once(monkeypatch: pytest.MonkeyPatch) -> None:
     """Whole answers of 60 MiB were held here, for each request at once."""
-    monkeypatch.setattr("orchestrator.dispatch.WHOLE_BYTES_MAX", 100)
+    monkeypatch.setattr("objectcache.orchestrator.dispatch.WHOLE_BYTES_MAX", 100)
     async with canned(3, FAST) as engines, orchestrated(engines) as bed:
         answer = await bed.complete(PROMPT, max_tokens=100)
         assert answer.status == 200

@@ -8,12 +8,12 @@ from pathlib import Path
 
 import pytest
 
-from adapters.etcd import Etcd
 from bench.beds.canned_engines import CannedSettings
-from orchestrator.registry import EtcdRegistry
-from orchestrator.router import Pin
-from orchestrator.rules.admission import Tenant
-from orchestrator.settings import OrchestratorSettings
+from objectcache.adapters.etcd import Etcd
+from objectcache.orchestrator.registry import EtcdRegistry
+from objectcache.orchestrator.router import Pin
+from objectcache.orchestrator.rules.admission import Tenant
+from objectcache.orchestrator.settings import OrchestratorSettings
 from tests.support.etcd import EtcdServer, etcd_server
 from tests.support.orchestrators import ADMIN_TOKEN, canned, orchestrated
 from tests.support.waiting import until

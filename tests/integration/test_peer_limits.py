@@ -13,9 +13,9 @@ from urllib.parse import urlsplit
 
 import pytest
 
-from adapters.deadlines import ConnectionLimits
 from descriptors.peer_auth import PeerSecrets
-from objectcache.serve import Listen, StorageServer
+from objectcache.adapters.deadlines import ConnectionLimits
+from objectcache.cli.serve import Listen, StorageServer
 from storage_server import http_api
 from tests.support.servers import LocalStack
 from tests.support.waiting import eventually

@@ -155,7 +155,7 @@ def test_a_server_may_ask_gateways_for_certificates(tmp_path: Path) -> None:
 def test_options_that_cannot_be_are_refused(tmp_path: Path, arguments: tuple[str, ...], problem: str) -> None:
     secret = tmp_path / "secret"
     secret.write_text(f"{OLD}\n")
-    command = [sys.executable, "-m", "objectcache.cli", "gateway", "--storage", "http://127.0.0.1:1", "--port", "0"]
+    command = [sys.executable, "-m", "objectcache", "gateway", "--storage", "http://127.0.0.1:1", "--port", "0"]
     done = subprocess.run(
         [*command, "--peer-secret-file", str(secret), *arguments],
         capture_output=True,

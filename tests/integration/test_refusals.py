@@ -19,13 +19,13 @@ from unittest import mock
 import numpy as np
 import pytest
 
-from adapters.nixl_memory import Memory
 from descriptors.descriptor import Descriptor, RdmaTarget
 from descriptors.descriptor_codec import encode_binary, encode_json
 from descriptors.layout import ChunkLayout
 from descriptors.messages import AgentRegistration, Region, registration_body
 from descriptors.peer_auth import sign_call
 from nixl_client.transports.ucx import NixlThread
+from objectcache.adapters.nixl_memory import Memory
 from tests.support.chunks import make_chunks
 from tests.support.requests import OTHER, OWNER, READER, Reply, request
 from tests.support.servers import Stack, started

@@ -18,7 +18,7 @@ from bench.beds.kv_peers.running import borrowed_mooncake, running_owner
 from bench.beds.processes import BaselineError
 from descriptors.descriptor import Delivery
 from descriptors.layout import ChunkLayout
-from nixl_client.client import ObjectCacheClient
+from nixl_client.client import Client
 from storage_server.memory_area import SharedArea
 from storage_server.settings import RemoteDramSettings, UpstreamSettings, Write
 from storage_server.upstream import mooncake_process
@@ -246,7 +246,7 @@ def metric(url: str, name: str) -> float:
 
 def fetched_from(url: str, keys: list[str], chunks: np.ndarray) -> bool:
     access_key, secret_key = OWNER
-    client = ObjectCacheClient(url, "chunks", access_key=access_key, secret_key=secret_key, transport="http")
+    client = Client(url, "chunks", access_key=access_key, secret_key=secret_key, transport="http")
     with client:
         buffer = client.allocate_buffer(chunks.nbytes)
         client.fetch(keys, LAYOUT, buffer, delivery=Delivery.LAYER_MAJOR).wait(60)

@@ -20,10 +20,10 @@ from descriptors.errors import CallerError, ChunkUnavailable, ErrorCode
 from descriptors.headers import CODEC_HEADER, DECODE_HEADER, LAYOUT_HEADER
 from descriptors.kv_forms import EncodedForm, KvLayout
 from descriptors.objects import ListRequest
-from kv_codecs.encoding import decode
-from kv_codecs.layer import Codec
-from kv_codecs.loss import loss
-from nixl_client.client import ObjectCacheClient
+from nixl_client.client import Client
+from objectcache.kv_codecs.encoding import decode
+from objectcache.kv_codecs.layer import Codec
+from objectcache.kv_codecs.loss import loss
 from storage_server.compression.policy import UtilitySettings
 from storage_server.eviction.choice import Eviction
 from storage_server.planning.extent import aligned
@@ -61,7 +61,7 @@ def replaced_count(local: LocalStack) -> int:
     return replacer.replaced_count
 
 
-def fill(client: ObjectCacheClient, local: LocalStack, replaced: int = 4) -> tuple[list[str], np.ndarray]:
+def fill(client: Client, local: LocalStack, replaced: int = 4) -> tuple[list[str], np.ndarray]:
     """Store chunks, and wait until the first ones have been replaced."""
     keys, chunks = kv_chunks(COUNT)
     put_slowly(client, local, keys, chunks)
@@ -69,7 +69,7 @@ def fill(client: ObjectCacheClient, local: LocalStack, replaced: int = 4) -> tup
     return keys, chunks
 
 
-def put_slowly(client: ObjectCacheClient, local: LocalStack, keys: list[str], chunks: np.ndarray) -> None:
+def put_slowly(client: Client, local: LocalStack, keys: list[str], chunks: np.ndarray) -> None:
     """Store chunks as fast as they are encoded."""
     for key, chunk in zip(keys, chunks, strict=True):
         client.put_chunks([key], [chunk], kv_layout=KV_LAYOUT)
@@ -369,9 +369,7 @@ decoded_bytes_per_s = "4GB"
     keys, chunks = kv_chunks(COUNT)
     with stack("apart", tmp_path, config) as running:
         assert request(running.url, "PUT", "/chunks").status == 200
-        with ObjectCacheClient(
-            running.url, "chunks", access_key=OWNER[0], secret_key=OWNER[1], transport="http"
-        ) as client:
+        with Client(running.url, "chunks", access_key=OWNER[0], secret_key=OWNER[1], transport="http") as client:
             for key, chunk in zip(keys, chunks, strict=True):
                 client.put_chunks([key], [chunk], kv_layout=KV_LAYOUT)
 

@@ -16,10 +16,10 @@ import pytest
 from descriptors.descriptor import Delivery, Descriptor
 from descriptors.descriptor_codec import encode_json
 from descriptors.errors import ErrorCode, ServerError
-from nixl_client.client import ObjectCacheClient
+from nixl_client.client import Client
 from nixl_client.session.retries import Retries
 from nixl_client.transports.shared_memory import allocate
-from objectcache.config import ConfigError, load_config
+from objectcache.cli.config import ConfigError, load_config
 from storage_server.scheduler.policies import Policy
 from storage_server.scheduler.pool import PoolSettings
 from storage_server.scheduler.settings import SchedulerSettings
@@ -41,7 +41,7 @@ def paced(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[LocalStack
         yield running
 
 
-def put(client: ObjectCacheClient, seed: int = 1) -> tuple[list[str], np.ndarray]:
+def put(client: Client, seed: int = 1) -> tuple[list[str], np.ndarray]:
     keys, chunks = make_chunks(N, LAYOUT, seed)
     client.put_chunks(keys, list(chunks))
     return keys, chunks

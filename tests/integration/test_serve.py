@@ -29,7 +29,7 @@ from tests.support.waiting import eventually
 
 
 def cli(*words: str, **environment: str) -> subprocess.CompletedProcess[str]:
-    command = [sys.executable, "-m", "objectcache.cli", *words]
+    command = [sys.executable, "-m", "objectcache", *words]
     return subprocess.run(
         command, capture_output=True, text=True, timeout=60, cwd=repository(), env={**os.environ, **environment}
     )

@@ -23,7 +23,7 @@ def test_the_command_says_what_to_do_and_does_it_when_told(tmp_path: Path) -> No
         running.s3().create_bucket(Bucket="kept")
         running.s3().put_object(Bucket="kept", Key="k", Body=b"x")
     remove_index(tmp_path / "data")
-    command = [sys.executable, "-m", "objectcache.cli", "serve", "--data", str(tmp_path / "data"), "--port", "0"]
+    command = [sys.executable, "-m", "objectcache", "serve", "--data", str(tmp_path / "data"), "--port", "0"]
     refused = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False, cwd=repository())
     assert refused.returncode == 1
     assert "--adopt-index" in refused.stderr

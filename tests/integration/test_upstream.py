@@ -35,7 +35,7 @@ N = 9
 
 def ran(*arguments: str, environment: dict[str, str]) -> subprocess.CompletedProcess[str]:
     """A command that ends by itself."""
-    command = [sys.executable, "-m", "objectcache.cli", *arguments]
+    command = [sys.executable, "-m", "objectcache", *arguments]
     return subprocess.run(
         command, capture_output=True, text=True, timeout=30, cwd=repository(), env={**os.environ, **environment}
     )

@@ -12,7 +12,7 @@ from pathlib import Path
 from descriptors.cluster import ViewId
 from descriptors.peer_auth import PeerSecrets
 from gateway.storage_client import RemoteStorage, StaleViewError
-from nixl_client.client import ObjectCacheClient
+from nixl_client.client import Client
 from tests.support.networks import Network
 from tests.support.processes import ServerProcess
 from tests.support.requests import OWNER
@@ -120,9 +120,9 @@ class Cluster:
             if process.process is not None:
                 process.send(signal.SIGHUP)
 
-    def client(self, bucket: str, gateway: int = 0, **options: object) -> ObjectCacheClient:
+    def client(self, bucket: str, gateway: int = 0, **options: object) -> Client:
         url = self.gateways[gateway].url
-        return ObjectCacheClient(
+        return Client(
             url,
             bucket,
             access_key=OWNER[0],

@@ -5,7 +5,7 @@ from __future__ import annotations
 import errno
 from pathlib import Path
 
-from adapters.beneath import Beneath
+from objectcache.adapters.beneath import Beneath
 from storage_server.store.data.disk import Disk
 
 

@@ -12,10 +12,10 @@ from typing import Any
 import aiohttp
 
 from bench.beds.canned_engines import CannedEngine, CannedSettings
-from objectcache import serve
-from orchestrator.process import Orchestration
-from orchestrator.registry import EtcdRegistry
-from orchestrator.settings import EngineSettings, OrchestratorSettings
+from objectcache.cli import serve
+from objectcache.orchestrator.process import Orchestration
+from objectcache.orchestrator.registry import EtcdRegistry
+from objectcache.orchestrator.settings import EngineSettings, OrchestratorSettings
 from tests.support.waiting import until
 
 ADMIN_TOKEN = "a-token-of-sixteen-letters"

@@ -60,7 +60,7 @@ class ServerProcess:
             log = stack.enter_context(self.log.open("wb"))
             sink = subprocess.PIPE if output is None else log
             self._popen = subprocess.Popen(
-                [*prefix, sys.executable, "-m", "objectcache.cli", *arguments],
+                [*prefix, sys.executable, "-m", "objectcache", *arguments],
                 stdout=sink,
                 stderr=log,
                 text=True,
@@ -74,7 +74,7 @@ class ServerProcess:
     def _fork(
         self, arguments: Sequence[str], variables: Mapping[str, str], output: Path | None, is_session: bool
     ) -> None:
-        _CONTEXT.set_forkserver_preload(["objectcache.cli", "tests.support.processes"])
+        _CONTEXT.set_forkserver_preload(["objectcache", "tests.support.processes"])
         reader, writer = _CONTEXT.Pipe(duplex=False)
         sink: Connection | Path = writer if output is None else output
         self._forked = _CONTEXT.Process(
@@ -148,6 +148,6 @@ def _serve(
     os.environ.update(variables)
     os.chdir(repository())
     sys.argv = ["objectcache", *arguments]
-    from objectcache.cli import main
+    from objectcache.cli.main import main
 
     main()

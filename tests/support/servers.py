@@ -17,9 +17,9 @@ import pytest
 
 from gateway.app import GatewaySettings
 from gateway.s3.credentials import Credential
-from nixl_client.client import ObjectCacheClient
+from nixl_client.client import Client
 from nixl_client.session.signed_http import SignedHttp
-from objectcache.serve import Listen, Together
+from objectcache.cli.serve import Listen, Together
 from storage_server.service import WrapSource, unwrapped_source
 from storage_server.settings import StorageSettings
 from storage_server.store.data.disk import Disk
@@ -59,8 +59,8 @@ class Stack:
             self._clients[key] = s3_client(self.url, key)
         return self._clients[key]
 
-    def client(self, bucket: str, transport: str = "auto", key: tuple[str, str] = OWNER) -> ObjectCacheClient:
-        return ObjectCacheClient(self.url, bucket, access_key=key[0], secret_key=key[1], transport=transport)
+    def client(self, bucket: str, transport: str = "auto", key: tuple[str, str] = OWNER) -> Client:
+        return Client(self.url, bucket, access_key=key[0], secret_key=key[1], transport=transport)
 
     def request(self, method: str, target: str, **options: Any) -> Reply:
         return request(self.url, method, target, **options)
@@ -203,11 +203,9 @@ class LocalStack:
         key: tuple[str, str] = OWNER,
         url: str | None = None,
         **options: Any,
-    ) -> ObjectCacheClient:
+    ) -> Client:
         """A client of this server, or of `url`, which leads to this server."""
-        return ObjectCacheClient(
-            url or self.url, bucket, access_key=key[0], secret_key=key[1], transport=transport, **options
-        )
+        return Client(url or self.url, bucket, access_key=key[0], secret_key=key[1], transport=transport, **options)
 
     def http(self, key: tuple[str, str] = OWNER) -> SignedHttp:
         """Signed requests over connections that are kept alive."""

@@ -21,8 +21,6 @@ from botocore.auth import S3SigV4Auth
 from botocore.awsrequest import AWSRequest
 from botocore.credentials import Credentials
 
-from adapters.document_budget import DocumentBudget
-from adapters.limited_server import LimitedServer
 from descriptors.errors import CallerError, ErrorCode
 from descriptors.messages import Transports
 from descriptors.objects import ByteRange, ObjectInfo, PutRequest, ReadHead, ReadRequest
@@ -31,6 +29,8 @@ from gateway.app import Gateway
 from gateway.s3.credentials import Credential, CredentialBook
 from gateway.s3.upload import check_digests
 from gateway.settings import GatewaySettings
+from objectcache.adapters.document_budget import DocumentBudget
+from objectcache.adapters.limited_server import LimitedServer
 
 KEY = ("OWNERKEY", "owner-secret-1")
 PIECE_BYTES = 1 << 20

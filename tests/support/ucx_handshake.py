@@ -19,8 +19,8 @@ import uuid
 import numpy as np
 import psutil
 
-from adapters.nixl_agent import Agent, leave
-from adapters.nixl_memory import Memory
+from objectcache.adapters.nixl_agent import Agent, leave
+from objectcache.adapters.nixl_memory import Memory
 from tests.support.tree import repository
 
 NBYTES = 4096

@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from calibration.shown_quality import least_lead, shown_qualities
+from objectcache.calibration.shown_quality import least_lead, shown_qualities
 
 SIZES = {"2": 0.13, "4": 0.26, "8": 0.51}
 

@@ -19,7 +19,7 @@ from lmcache.v1.storage_backend.connector.s3_connector import S3Connector
 
 from bench.beds.kv_peers.lmcache import Loop, backend_of, bytes_of
 from bench.beds.kv_peers.work import Capability, Run, S3Target, Work, serve
-from calibration.content import VerificationError
+from objectcache.calibration.content import VerificationError
 
 IO_THREADS = 64
 SPARE_BYTES = 128 << 20

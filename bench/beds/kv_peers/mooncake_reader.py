@@ -21,8 +21,8 @@ from mooncake.store import MooncakeDistributedStore, ReplicateConfig
 
 from bench.beds.kv_peers.work import Capability, Run, Work, serve
 from bench.beds.memory import huge_page_memory
-from calibration.content import Bytes, verify_payload
 from descriptors.descriptor import Delivery
+from objectcache.calibration.content import Bytes, verify_payload
 
 POOL_SPARE_BYTES = 64 << 20
 PUT_CHUNKS = 16

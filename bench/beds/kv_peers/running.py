@@ -18,8 +18,8 @@ from bench.beds.kv_peers.install import LMCACHE, MOONCAKE
 from bench.beds.kv_peers.work import Capability, Outcome, S3Target, Work, log_of
 from bench.beds.processes import BaselineError, Child, failure_of, free_port, last_words, serving_program
 from bench.core.lines import from_line, to_line
-from calibration.servers import s3_client
 from descriptors.units import GIB, MIB
+from objectcache.calibration.servers import s3_client
 
 CHECK_TIMEOUT_S = 120.0
 OWNER_START_TIMEOUT_S = 30.0

@@ -16,8 +16,8 @@ from urllib.parse import urlsplit
 
 from bench.beds.processes import answer_lines, say, take_answers
 from bench.core.lines import from_line, to_line
-from calibration.content import Bytes, Content, VerificationError, make_content, verify_slices
 from descriptors.layout import ChunkLayout
+from objectcache.calibration.content import Bytes, Content, VerificationError, make_content, verify_slices
 
 
 @dataclass(frozen=True, slots=True)

@@ -13,7 +13,7 @@ from typing import Protocol
 
 import numpy as np
 
-from calibration.content import Bytes, VerificationError
+from objectcache.calibration.content import Bytes, VerificationError
 
 
 class StorageAdapter(Protocol):

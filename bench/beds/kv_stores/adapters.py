@@ -9,11 +9,11 @@ from typing import Any
 import numpy as np
 
 from bench.beds.kv_stores.adapter import halves
-from calibration.content import Bytes
-from calibration.servers import s3_client
 from descriptors.errors import CallerError, ErrorCode
-from nixl_client.client import ObjectCacheClient, Transport
+from nixl_client.client import Client, Transport
 from nixl_client.objects import Path as ObjectWay
+from objectcache.calibration.content import Bytes
+from objectcache.calibration.servers import s3_client
 
 
 class FilesAdapter:
@@ -122,9 +122,7 @@ class ObjectCacheAdapter:
     """
 
     def __init__(self, folder: Path, url: str, access_key: str, secret_key: str, bucket: str) -> None:
-        self._client = ObjectCacheClient(
-            url, bucket, access_key=access_key, secret_key=secret_key, transport=Transport.HTTP
-        )
+        self._client = Client(url, bucket, access_key=access_key, secret_key=secret_key, transport=Transport.HTTP)
         self._s3 = s3_client(url, access_key, secret_key)
         self._bucket = bucket
         self._nbytes = 0

@@ -15,7 +15,7 @@ from lmcache.v1.storage_backend.connector.fs_connector import FSConnector
 
 from bench.beds.kv_peers.lmcache import Loop, backend_of, bytes_of
 from bench.beds.kv_stores.adapter import halves
-from calibration.content import Bytes
+from objectcache.calibration.content import Bytes
 
 BLOCK_TOKENS = 256
 MEMORY_BYTES = 1 << 29

@@ -9,7 +9,7 @@ from mooncake.store import MooncakeDistributedStore
 
 from bench.beds.kv_stores.adapter import halves
 from bench.beds.memory import huge_page_memory
-from calibration.content import Bytes
+from objectcache.calibration.content import Bytes
 
 BUFFER_BYTES = 256 << 20
 

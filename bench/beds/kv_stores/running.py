@@ -16,7 +16,7 @@ from bench.beds.kv_peers.running import running_owner
 from bench.beds.kv_stores.adapter import Replay, Replayed
 from bench.beds.processes import BaselineError, Child, failure_of, free_port, last_words, serving_program
 from bench.core.lines import from_line, to_line
-from calibration.servers import BUCKET, running_server
+from objectcache.calibration.servers import BUCKET, running_server
 
 CHECK_TIMEOUT_S = 120.0
 START_TIMEOUT_S = 30.0

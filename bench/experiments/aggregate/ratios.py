@@ -15,7 +15,7 @@ from typing import Any
 
 from bench.core.plots import Chart, Kind, draw
 from bench.core.show import Column, Json, Section, Table, at, gbps, ms, significant, size, table, verdict, written
-from calibration.samples import State, spread
+from objectcache.calibration.samples import State, spread
 
 MEMCPY = "memcpy"
 RAW_NIXL_WRITE = "raw_nixl_write"

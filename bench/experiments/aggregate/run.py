@@ -52,14 +52,22 @@ from bench.experiments.aggregate.ratios import (
     plot,
     show,
 )
-from calibration.chunks import Chunks, StoredFiles, fetch_checked, make_chunks, register_as, store_chunks, warm
-from calibration.content import Bytes, VerificationError
-from calibration.samples import State, format_bytes
-from calibration.servers import LocalServer, running_server
 from descriptors.descriptor import CHUNK_TOKENS_MAX, Delivery
 from descriptors.layout import ChunkLayout
-from descriptors.units import GIB, KIB, MIB
-from nixl_client.client import ObjectCacheClient, Transport
+from descriptors.units import GIB, KIB, MIB, format_bytes
+from nixl_client.client import Client, Transport
+from objectcache.calibration.chunks import (
+    Chunks,
+    StoredFiles,
+    fetch_checked,
+    make_chunks,
+    register_as,
+    store_chunks,
+    warm,
+)
+from objectcache.calibration.content import Bytes, VerificationError
+from objectcache.calibration.samples import State
+from objectcache.calibration.servers import LocalServer, running_server
 from storage_server.settings import StorageSettings
 
 FIRST_LAYERS = "objectcache_delivery_first_layer_seconds_count"
@@ -88,7 +96,7 @@ class Bed:
     buffer: Bytes
     files: StoredFiles
 
-    def fetch(self, client: ObjectCacheClient, chunks: Chunks, delivery: Delivery) -> Sample:
+    def fetch(self, client: Client, chunks: Chunks, delivery: Delivery) -> Sample:
         """One request for everything; every byte is compared."""
         self.files.drop()
         before = self._phases_s(client)
@@ -101,7 +109,7 @@ class Bed:
         return Sample(found.ended_s, found.layers_s[0], phases_s)
 
     @staticmethod
-    def _phases_s(client: ObjectCacheClient) -> dict[str, float]:
+    def _phases_s(client: Client) -> dict[str, float]:
         """The seconds of all first layers so far in each phase, and how many first layers there were."""
         text = client.http.request("GET", "/_objectcache/metrics").body.decode()
         found: defaultdict[str, float] = defaultdict(float)
@@ -148,7 +156,7 @@ def raw_limits(bed: Bed, memcpy_bytes: int, transports: Sequence[Transport], sta
     return found
 
 
-def fetches_in_parts(bed: Bed, client: ObjectCacheClient) -> Contender:
+def fetches_in_parts(bed: Bed, client: Client) -> Contender:
     """Our own over several connections of http, of the finest chunks."""
     grain, chunks = next(iter(bed.chunks.items()))
     run = partial(bed.fetch, client, chunks, Delivery.LAYER_MAJOR)
@@ -156,7 +164,7 @@ def fetches_in_parts(bed: Bed, client: ObjectCacheClient) -> Contender:
     return Contender(name, grain, chunks.payload_bytes, run, note)
 
 
-def fetches(bed: Bed, client: ObjectCacheClient, transport: Transport) -> list[Contender]:
+def fetches(bed: Bed, client: Client, transport: Transport) -> list[Contender]:
     """Our own, for each size of chunks; both orders but for the cold state. Registers the buffer."""
     register_as(client, bed.buffer, transport)
     deliveries = [Delivery.LAYER_MAJOR] + ([] if bed.state is State.COLD else [Delivery.CHUNK_MAJOR])
@@ -383,7 +391,7 @@ def _open_bed(
     transports: Sequence[Transport],
     stack: ExitStack,
     server_options: Sequence[str] = (),
-) -> tuple[Bed, list[ObjectCacheClient]]:
+) -> tuple[Bed, list[Client]]:
     """A filled server of its own, a client for each transport and the buffer; `stack` takes them down."""
     dram_bytes = 0
     if state in IN_DRAM:

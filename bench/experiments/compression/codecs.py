@@ -22,16 +22,16 @@ from bench.core.rounds import paired, sampled
 from bench.experiments.compression.sizes import SIZES
 from bench.experiments.compression.tasks import Task, sample
 from bench.experiments.compression.train import load_model
-from calibration.quality import prefix_states
-from calibration.samples import spread
-from calibration.servers import BUCKET
 from descriptors.descriptor import Accept, Delivery
 from descriptors.layout import ChunkLayout
-from kv_codecs.elements import Bytes, Element
-from kv_codecs.encoding import decode, decode_many, encode
-from kv_codecs.layer import Codec, LayerShape
-from kv_codecs.loss import loss
-from nixl_client.client import ObjectCacheClient
+from nixl_client.client import Client
+from objectcache.calibration.quality import prefix_states
+from objectcache.calibration.samples import spread
+from objectcache.calibration.servers import BUCKET
+from objectcache.kv_codecs.elements import Bytes, Element
+from objectcache.kv_codecs.encoding import decode, decode_many, encode
+from objectcache.kv_codecs.layer import Codec, LayerShape
+from objectcache.kv_codecs.loss import loss
 
 LMCACHE_PYTHON = Path(__file__).parents[3] / ".venv-clients/torch/bin/python"
 LMCACHE_SCRIPT = Path(__file__).parent / "lmcache_codec.py"
@@ -191,9 +191,7 @@ def wire(data: Bytes, links_gbps: Sequence[float], runs: int, folder: Path | Non
         with ExitStack() as stack:
             server = Servers(stack, folder, "compression").serve(config)
             client = stack.enter_context(
-                ObjectCacheClient(
-                    server.url, BUCKET, access_key=server.access_key, secret_key=server.secret_key, transport="shm"
-                )
+                Client(server.url, BUCKET, access_key=server.access_key, secret_key=server.secret_key, transport="shm")
             )
             found.append({"link_gbps": gbps, **_at_rate(client, chunks, expected, runs)})
     return found
@@ -206,7 +204,7 @@ def _decoded(chunks: np.ndarray) -> np.ndarray:
     return out.reshape(chunks.shape)
 
 
-def _at_rate(client: ObjectCacheClient, chunks: np.ndarray, expected: np.ndarray, runs: int) -> Mapping[str, Any]:
+def _at_rate(client: Client, chunks: np.ndarray, expected: np.ndarray, runs: int) -> Mapping[str, Any]:
     buffer = client.allocate_buffer(LAYOUT.delivery_bytes(COUNT))
     accept = Accept((CODEC.value,), "bfloat16")
     keys = {name: [f"{number:02x}{at:062x}" for at in range(COUNT)] for number, name in enumerate(("exact", "encoded"))}

@@ -14,12 +14,12 @@ from torch import Tensor
 
 from bench.core.rounds import paired
 from bench.experiments.compression.codecs import SHAPE
-from calibration.samples import spread
-from kv_codecs import device_slots, slots
-from kv_codecs.elements import Bytes
-from kv_codecs.encoding import encode
-from kv_codecs.layer import KIVI, Codec
-from kv_codecs.slots import Run
+from objectcache.calibration.samples import spread
+from objectcache.kv_codecs import device_slots, slots
+from objectcache.kv_codecs.elements import Bytes
+from objectcache.kv_codecs.encoding import encode
+from objectcache.kv_codecs.layer import KIVI, Codec
+from objectcache.kv_codecs.slots import Run
 
 CODECS = (*KIVI, Codec.FP8)
 WARMING = 2

@@ -25,8 +25,8 @@ from bench.beds.vllm_servers import BLOCK_TOKENS, VllmServer, vllm_servers
 from bench.experiments.compression.sizes import SIZES
 from bench.experiments.compression.tasks import IGNORED, VOCABULARY, Task, sample
 from bench.experiments.compression.train import load_model
-from calibration.samples import progress_bar, spread
-from calibration.servers import LocalServer
+from objectcache.calibration.samples import progress_bar, spread
+from objectcache.calibration.servers import LocalServer
 
 WAYS = ("off", "adaptive")
 SKEW = 0.9

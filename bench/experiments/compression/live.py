@@ -29,19 +29,19 @@ from bench.experiments.compression.engine import IN_STORE, SKEW, Asked, EngineCa
 from bench.experiments.compression.quality import measured
 from bench.experiments.compression.tasks import Task
 from bench.experiments.compression.train import load_model
-from calibration.samples import Spread, spread
-from calibration.shown_quality import shown_qualities
 from descriptors.descriptor import Accept
 from descriptors.notices import Mode
-from kv_codecs.dropping import Kept
-from kv_codecs.elements import Element
-from kv_codecs.encoding import encode
-from kv_codecs.layer import DROPPING, Codec, LayerShape, goes_on
-from kv_codecs.slots import decode_packed
-from nixl_client.client import ObjectCacheClient
+from nixl_client.client import Client
 from nixl_client.connectors.transformers import KvShape, WaitingCache, chunks_from_cache
 from nixl_client.fetch.layer_fetch import Layer
 from nixl_client.lossy import Lossy
+from objectcache.calibration.samples import Spread, spread
+from objectcache.calibration.shown_quality import shown_qualities
+from objectcache.kv_codecs.dropping import Kept
+from objectcache.kv_codecs.elements import Element
+from objectcache.kv_codecs.encoding import encode
+from objectcache.kv_codecs.layer import DROPPING, Codec, LayerShape, goes_on
+from objectcache.kv_codecs.slots import decode_packed
 from storage_server.compression.policy import CodecFigures, UtilitySettings
 
 FIXED = (Codec.KIVI8, Codec.KIVI4, Codec.KIVI2, Codec.STREAMING50, Codec.KEYDIFF50)
@@ -214,7 +214,7 @@ def key_of(index: int) -> str:
     return f"runs/context-{index}"
 
 
-def fetched(client: ObjectCacheClient, shape: KvShape, index: int, accept: Accept | None) -> None:
+def fetched(client: Client, shape: KvShape, index: int, accept: Accept | None) -> None:
     """Use a context without asking about it."""
     buffer = np.empty(shape.layout.delivery_bytes(1), dtype=np.uint8)
     with client.fetch([key_of(index)], shape.layout, buffer, accept=accept) as fetch:
@@ -263,7 +263,7 @@ class Reader:
         self._decoded: dict[tuple[int, Chain], Decoded] = {}
         self._rights: dict[tuple[int, Chain], float] = {}
 
-    def ask(self, client: ObjectCacheClient, index: int, question: int, accept: Accept | None) -> Answered:
+    def ask(self, client: Client, index: int, question: int, accept: Accept | None) -> Answered:
         """Ask one question: the time to its first token counts."""
         shape = self._shape
         buffer = np.empty(shape.layout.delivery_bytes(1), dtype=np.uint8)

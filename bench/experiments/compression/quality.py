@@ -13,7 +13,7 @@ import torch
 from bench.experiments.compression.choice import EXACT
 from bench.experiments.compression.tasks import IGNORED, Sample, Task, sample
 from bench.experiments.compression.train import load_model
-from calibration.quality import (
+from objectcache.calibration.quality import (
     Answers,
     States,
     answer_logits,

@@ -31,10 +31,10 @@ from bench.experiments.compression.choice import (
 from bench.experiments.compression.sizes import WEIGHTS
 from bench.experiments.compression.tasks import Task
 from bench.experiments.device.command import need_torch
-from calibration.samples import Spread, progress_bar, spread
-from calibration.shown_quality import shown_qualities
-from kv_codecs.elements import Bytes
-from kv_codecs.layer import Codec
+from objectcache.calibration.samples import Spread, progress_bar, spread
+from objectcache.calibration.shown_quality import shown_qualities
+from objectcache.kv_codecs.elements import Bytes
+from objectcache.kv_codecs.layer import Codec
 
 REMARKS = (
     "Codecs: on one core, rates are of exact bytes; KV of the trained model, its heads side by side until a token has "
@@ -185,7 +185,7 @@ def measure_compression(settings: CompressionBenchSettings, origin: Mapping[str,
 
 def _on_device(data: Bytes, settings: CompressionBenchSettings) -> dict[str, Any]:
     from bench.experiments.compression.device import CODECS, device_rows
-    from calibration.compute.layer import Device, describe_device
+    from objectcache.calibration.compute.layer import Device, describe_device
 
     with progress_bar(len(CODECS) * len(settings.device_chunks), settings.device) as advance:
         rows = []

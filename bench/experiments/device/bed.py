@@ -26,14 +26,14 @@ from bench.beds.fetchers import LAYER_TIMEOUT_S, CopiedLayers, FetchedLayers, Pl
 from bench.experiments.device.command import Landing
 from bench.experiments.device.model import Accelerator, Mark, Subject, poison
 from bench.experiments.ttft.results import S3_SYSTEMS, Case, Scale, System, Task
-from calibration.chunks import Chunks, check_fetch, register_as, store_bodies, warm
-from calibration.content import VerificationError, make_content
-from calibration.servers import FixedConfig, PlayedLink, served_link
 from descriptors.descriptor import Delivery
 from descriptors.layout import ChunkLayout
 from descriptors.units import MIB
-from nixl_client.client import ObjectCacheClient, Transport
+from nixl_client.client import Client, Transport
 from nixl_client.transports import shared_memory
+from objectcache.calibration.chunks import Chunks, check_fetch, register_as, store_bodies, warm
+from objectcache.calibration.content import VerificationError, make_content
+from objectcache.calibration.servers import FixedConfig, PlayedLink, served_link
 
 STORE_BATCH_BYTES = 256 * MIB
 UNTOUCHED = 0xFF
@@ -143,7 +143,7 @@ class DeviceBed:
     layout: ChunkLayout
     keys: tuple[str, ...]
     link: PlayedLink
-    client: ObjectCacheClient
+    client: Client
     chunks: Tensor
     payload: Tensor
     landing: Tensor

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 from bench.beds.processes import BaselineError
 from bench.core import options
 from bench.core.experiment import WrongUse
-from calibration.compute.shapes import ModelShape, shape
+from objectcache.calibration.compute.shapes import ModelShape, shape
 
 if TYPE_CHECKING:
     from bench.experiments.device.model import Accelerator
@@ -45,10 +45,10 @@ class DeviceSettings:
 def need_torch(asked: str, device: str) -> None:
     """Raises WrongUse where torch is not installed, or does not see the device that was asked for."""
     if importlib.util.find_spec("torch") is None:
-        raise WrongUse(f"{asked} needs torch: pip install 'objectcache[torch]'")
+        raise WrongUse(f"{asked} needs torch: pip install torch transformers")
     import torch
 
-    from calibration.compute.layer import Device, is_present
+    from objectcache.calibration.compute.layer import Device, is_present
 
     if not is_present(Device(device)):
         raise WrongUse(f"no CUDA device: torch {torch.__version__} sees none here")
@@ -65,7 +65,7 @@ def opened_device(device: str, is_small: bool, origin: Origin) -> Iterator[tuple
     import torch
 
     from bench.experiments.device.model import DeviceError, opened
-    from calibration.compute.layer import Device
+    from objectcache.calibration.compute.layer import Device
 
     machine = {**origin["machine"], "torch": str(torch.__version__), "cuda": torch.version.cuda}
     try:

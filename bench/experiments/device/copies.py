@@ -15,10 +15,10 @@ from bench.core.experiment import Experiment, published
 from bench.core.plots import Chart, Kind, draw
 from bench.core.show import Json, Section, table
 from bench.experiments.device.command import DeviceSettings, opened_device
-from calibration.content import VerificationError
-from calibration.samples import progress_bar
 from descriptors.units import KIB, MIB
 from nixl_client.transports import shared_memory
+from objectcache.calibration.content import VerificationError
+from objectcache.calibration.samples import progress_bar
 
 if TYPE_CHECKING:
     from torch import Tensor

@@ -26,9 +26,9 @@ import torch
 import torch.nn.functional as functional
 from torch import Tensor
 
-from calibration.compute.layer import Device, describe_device
-from calibration.compute.shapes import ModelShape
-from calibration.content import Bytes
+from objectcache.calibration.compute.layer import Device, describe_device
+from objectcache.calibration.compute.shapes import ModelShape
+from objectcache.calibration.content import Bytes
 
 REGISTER_DEFAULT = 0
 """cudaHostRegisterDefault: pinned for the context that registers it, which is the only one here."""

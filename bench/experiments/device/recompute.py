@@ -23,9 +23,9 @@ from bench.experiments.device.command import CONTEXT_SMOKE, DeviceSettings, mode
 from bench.experiments.overlap.run import COARSE, FINE, HIT_RATES, PAPER_NAMES
 from bench.experiments.ttft.results import CONTEXTS
 from bench.paper.tables import context_tokens, table_a1_a2
-from calibration.compute.shapes import ModelShape, shape
-from calibration.content import VerificationError
-from calibration.samples import interleaved, spread
+from objectcache.calibration.compute.shapes import ModelShape, shape
+from objectcache.calibration.content import VerificationError
+from objectcache.calibration.samples import interleaved, spread
 
 if TYPE_CHECKING:
     from bench.experiments.device.model import Model

@@ -12,9 +12,9 @@ from bench.experiments.device.command import CONTEXT_SMOKE, Landing, model_of
 from bench.experiments.device.model import LOGITS_ERROR_MAX, Accelerator, Model, Subject, make_subject
 from bench.experiments.ttft.results import Case, Row, Scale, Task, judged, measure_cells
 from bench.paper.tables import TOKEN_LAYER_BYTES, context_tokens
-from calibration.content import VerificationError
 from descriptors.units import gbps_from_bytes_per_s
 from nixl_client.client import Transport
+from objectcache.calibration.content import VerificationError
 
 LANDINGS = {
     Landing.HOST: "pinned host memory, from where layers are copied up in a stream of their own",

@@ -40,9 +40,9 @@ from bench.experiments.engine.ways import (
     engine_options,
     transfer_config,
 )
-from calibration.origin import python_path
-from calibration.servers import LocalServer, running_server
 from descriptors.units import GIB
+from objectcache.calibration.origin import python_path
+from objectcache.calibration.servers import LocalServer, running_server
 
 START_TIMEOUT_S = 120.0
 QUIET_TIMEOUT_S = 120.0

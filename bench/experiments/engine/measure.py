@@ -25,8 +25,8 @@ from bench.experiments.engine.ways import (
     Way,
     by_case,
 )
-from calibration.content import VerificationError
-from calibration.samples import Spread, Turns, progress_bar, spread
+from objectcache.calibration.content import VerificationError
+from objectcache.calibration.samples import Spread, Turns, progress_bar, spread
 
 WARM_UP_ROUND = 0
 NEEDED = (Way.RECOMPUTE, *OURS)

@@ -32,9 +32,9 @@ from bench.experiments.engine.measure import WARM_UP_ROUND, best_of, measure_eng
 from bench.experiments.engine.ways import Answer, Case, Command, EngineSettings, Way, by_case
 from bench.experiments.scheduler.live import Rules, go_by
 from bench.experiments.scheduler.simulation import EQUAL_WORK_CONSERVING, SLACK
-from calibration.samples import Turns, progress_bar, spread
-from calibration.servers import ConfiguredServer
 from nixl_client.client import Transport
+from objectcache.calibration.samples import Turns, progress_bar, spread
+from objectcache.calibration.servers import ConfiguredServer
 
 FACTORS = (4.0, 1.0, 0.25)
 """Well above the break-even, near it, and well below."""

@@ -28,7 +28,8 @@ from bench.experiments.engine.ways import (
     by_case,
     context_words,
 )
-from calibration.samples import format_bytes, spread
+from descriptors.units import format_bytes
+from objectcache.calibration.samples import spread
 
 TITLES = {
     "recompute": "recompute",

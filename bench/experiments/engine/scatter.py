@@ -12,11 +12,11 @@ from dataclasses import asdict
 import numpy as np
 import torch
 
-from adapters.nixl_agent import Agent, PostedTransfer, TransferState
-from adapters.nixl_memory import Memory
 from bench.core.show import fixed, written
-from calibration.samples import spread
 from nixl_client.connectors.vllm.blocks import Blocks, plain_layer
+from objectcache.adapters.nixl_agent import Agent, PostedTransfer, TransferState
+from objectcache.adapters.nixl_memory import Memory
+from objectcache.calibration.samples import spread
 
 TOKENS, HEADS, HEAD_DIM, BLOCK_TOKENS = 2048, 8, 128, 32
 RUNS = 7

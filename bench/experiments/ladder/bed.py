@@ -15,10 +15,10 @@ from bench.core import options
 from bench.core.experiment import plain
 from bench.core.options import each
 from bench.core.show import Json
-from calibration.samples import Cell, cell_json
-from calibration.servers import LocalServer
 from descriptors.units import KIB, MIB
 from nixl_client.client import Transport
+from objectcache.calibration.samples import Cell, cell_json
+from objectcache.calibration.servers import LocalServer
 
 FIGURES = ("2", "4", "8", "9", "10", "11", "A8", "A7")
 """The paper's numbers of what can be measured or computed here."""

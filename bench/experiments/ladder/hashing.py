@@ -18,11 +18,11 @@ import numpy as np
 
 from bench.core.show import Json
 from bench.experiments.ladder.bed import Session, figure, served
-from calibration.chunks import store_bodies
-from calibration.content import VerificationError
-from calibration.samples import Task, run_rounds
 from descriptors.prefix_keys import Namespace, chunk_keys
 from nixl_client.client import Transport
+from objectcache.calibration.chunks import store_bodies
+from objectcache.calibration.content import VerificationError
+from objectcache.calibration.samples import Task, run_rounds
 
 if TYPE_CHECKING:
     from tokenizers import Tokenizer

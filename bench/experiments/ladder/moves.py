@@ -24,18 +24,18 @@ from bench.beds.processes import BaselineError
 from bench.core.show import Json
 from bench.experiments.ladder.bed import NotRun, Session, even_parts, figure, served
 from bench.paper.tables import TOKEN_LAYER_BYTES
-from calibration.chunks import Chunks, check_fetch, fetch_task, make_chunks, store_chunks
-from calibration.content import Bytes, VerificationError, make_content, verify_payload
-from calibration.samples import Cell, Label, Task, progress_bar, run_rounds
-from calibration.servers import BUCKET, LocalServer
 from descriptors.descriptor import Delivery
 from descriptors.layout import ChunkLayout
 from descriptors.tracing import TIMING_HEADER, parse_timing, timing_header
 from descriptors.units import KIB, MIB
-from nixl_client.client import ObjectCacheClient, Transport
+from nixl_client.client import Client, Transport
 from nixl_client.objects import Path
 from nixl_client.session.timing import Timing, split_time
 from nixl_client.transports.http import Stream
+from objectcache.calibration.chunks import Chunks, check_fetch, fetch_task, make_chunks, store_chunks
+from objectcache.calibration.content import Bytes, VerificationError, make_content, verify_payload
+from objectcache.calibration.samples import Cell, Label, Task, progress_bar, run_rounds
+from objectcache.calibration.servers import BUCKET, LocalServer
 
 DELETE_KEYS_MAX = 1000
 
@@ -75,7 +75,7 @@ Request = Callable[[], None]
 class Work:
     """Objects to move, the buffer they move from or into, and how many requests may be in flight."""
 
-    client: ObjectCacheClient
+    client: Client
     objects: Chunks
     buffer: Bytes
     in_flight: int = 1
@@ -149,7 +149,7 @@ class PathBed:
     """A server, our client of it, the memory it may reach, and threads for each number of requests in flight."""
 
     server: LocalServer
-    client: ObjectCacheClient
+    client: Client
     s3: Any
     buffer: Bytes
     seed: int
@@ -264,7 +264,7 @@ Heads = list[tuple[float, Mapping[str, str]]]
 """Of each answer that a client got: when its head was there, and its headers."""
 
 
-def _heads_of(client: ObjectCacheClient) -> Heads:
+def _heads_of(client: Client) -> Heads:
     """Of a client that serves this figure alone, from now on."""
     http: Any = client.http
     stream, heads = http.stream, Heads()

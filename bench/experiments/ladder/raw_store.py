@@ -19,17 +19,17 @@ from typing import Any
 
 import numpy as np
 
-from adapters.nixl_agent import NixlFailure, _load, is_available
 from bench.beds.memory import huge_page_memory
 from bench.beds.processes import BaselineError
 from bench.beds.s3_jobs import Group, ObjectContent, make_object_content, object_key
 from bench.core.show import Json
 from bench.experiments.ladder.bed import Session, even_parts, figure
-from calibration.chunks import drop_pages, resident_share, store_bodies
-from calibration.content import Bytes, VerificationError
-from calibration.samples import Cell, Task, run_rounds
-from calibration.servers import BUCKET
 from descriptors.units import MIB
+from objectcache.adapters.nixl_agent import NixlFailure, _load, is_available
+from objectcache.calibration.chunks import drop_pages, resident_share, store_bodies
+from objectcache.calibration.content import Bytes, VerificationError
+from objectcache.calibration.samples import Cell, Task, run_rounds
+from objectcache.calibration.servers import BUCKET
 from storage_server.planning.extent import Extent
 from storage_server.store.beside import FilesBeside
 from storage_server.store.data.disk import Disk

@@ -20,10 +20,10 @@ from bench.experiments.ladder.hashing import hashing
 from bench.experiments.ladder.moves import aggregation, latency, many_objects, single_objects
 from bench.experiments.ladder.raw_store import raw_store
 from bench.paper.tables import MODELS
-from calibration.content import VerificationError
-from calibration.samples import Cell, cell_json, format_bytes
-from calibration.servers import LocalServerError
-from descriptors.units import KIB, MIB
+from descriptors.units import KIB, MIB, format_bytes
+from objectcache.calibration.content import VerificationError
+from objectcache.calibration.samples import Cell, cell_json
+from objectcache.calibration.servers import LocalServerError
 
 MEASURED = ("nbytes", "sample_count", "duration_s", "throughput_bytes_per_s", "samples_s")
 """Of a cell; its other fields say of what the cell is."""

@@ -21,21 +21,21 @@ from typing import Any
 
 import aiohttp
 
-from adapters.etcd import Etcd, EtcdError
 from bench.beds.canned_engines import MODEL
 from bench.beds.processes import BaselineError, Child, await_ready, end, free_port, running_program
-from calibration.origin import python_path
-from calibration.samples import spread
-from objectcache import admin_token
-from orchestrator.engine import Engine
-from orchestrator.metadata import CacheEntry, Metadata
-from orchestrator.router import Prompt, Router
-from orchestrator.rules.chains import block_hashes, root_hash
-from orchestrator.rules.engine_metrics import EngineReport
-from orchestrator.rules.openai_requests import Asked, RequestKind, token_ids
-from orchestrator.rules.policies import LeastTtft
-from orchestrator.rules.prefix_index import PrefixIndex
-from orchestrator.settings import EngineSettings
+from objectcache.adapters.etcd import Etcd, EtcdError
+from objectcache.calibration.origin import python_path
+from objectcache.calibration.samples import spread
+from objectcache.cli import admin_token
+from objectcache.orchestrator.engine import Engine
+from objectcache.orchestrator.metadata import CacheEntry, Metadata
+from objectcache.orchestrator.router import Prompt, Router
+from objectcache.orchestrator.rules.chains import block_hashes, root_hash
+from objectcache.orchestrator.rules.engine_metrics import EngineReport
+from objectcache.orchestrator.rules.openai_requests import Asked, RequestKind, token_ids
+from objectcache.orchestrator.rules.policies import LeastTtft
+from objectcache.orchestrator.rules.prefix_index import PrefixIndex
+from objectcache.orchestrator.settings import EngineSettings
 
 BLOCK_TOKENS = 16
 WARM_STREAMS = 50
@@ -143,7 +143,7 @@ def orchestrator_process(
     engines: Sequence[str], *options: str, environment: Mapping[str, str] | None = None
 ) -> Iterator[tuple[str, int]]:
     """An orchestrator in a process of its own: its address, and its pid."""
-    command = [sys.executable, "-m", "objectcache.cli", "orchestrator", "--port", "0", *options]
+    command = [sys.executable, "-m", "objectcache", "orchestrator", "--port", "0", *options]
     for engine in engines:
         command += ["--engine", engine]
     process = subprocess.Popen(

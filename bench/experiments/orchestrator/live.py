@@ -23,8 +23,8 @@ from bench.beds.vllm_requests import StreamAnswer, StreamRequest, ask
 from bench.beds.vllm_servers import VllmServer, make_model, vllm_servers
 from bench.experiments.orchestrator.cost import ADMIN, orchestrator_process
 from bench.experiments.tiers.replay import Trace, read
-from calibration.samples import progress_bar, spread
-from orchestrator.rules.policies import PolicyName
+from objectcache.calibration.samples import progress_bar, spread
+from objectcache.orchestrator.rules.policies import PolicyName
 
 SCALE = 16
 """A block of the trace has 512 tokens; here it has 32, and the outputs are as much shorter."""

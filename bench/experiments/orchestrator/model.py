@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from bench.core.show import Json
-from orchestrator.rules.admission import Admission, AdmissionSettings, Tenant, Verdict
-from orchestrator.rules.block_pool import MODEL_BLOCK_BYTES, Allocation, BlockPools, required_blocks
-from orchestrator.rules.latency_model import strategy_table
+from objectcache.orchestrator.rules.admission import Admission, AdmissionSettings, Tenant, Verdict
+from objectcache.orchestrator.rules.block_pool import MODEL_BLOCK_BYTES, Allocation, BlockPools, required_blocks
+from objectcache.orchestrator.rules.latency_model import strategy_table
 
 NODES = {"node-a": 62, "node-b": 62}
 """Blocks of each node in 003's trace."""

@@ -20,8 +20,8 @@ from bench.experiments.orchestrator.live import WrongTokensError, live, live_bed
 from bench.experiments.orchestrator.model import model
 from bench.experiments.orchestrator.shared import live_shared, simulated_shared
 from bench.experiments.orchestrator.simulated import regret, simulated
-from calibration.samples import spread
-from orchestrator.rules.policies import PolicyName
+from objectcache.calibration.samples import spread
+from objectcache.orchestrator.rules.policies import PolicyName
 
 OURS = PolicyName.TTFT.value
 REMARKS = (

@@ -21,9 +21,9 @@ from bench.beds.vllm_servers import VllmServer
 from bench.core.rounds import interval
 from bench.experiments.orchestrator.cost import ADMIN, orchestrator_process
 from bench.experiments.orchestrator.live import REQUEST_S, WARM_REQUESTS, WrongTokensError, block_tokens
-from calibration.samples import progress_bar, spread
-from orchestrator.rules.policies import PolicyName
-from orchestrator.simulation import SimulatedEngine, SimulatedRequest, Simulation, summary
+from objectcache.calibration.samples import progress_bar, spread
+from objectcache.orchestrator.rules.policies import PolicyName
+from objectcache.orchestrator.simulation import SimulatedEngine, SimulatedRequest, Simulation, summary
 
 POLICIES = (PolicyName.TTFT, PolicyName.PREFIX_HASH, PolicyName.ROUND_ROBIN, PolicyName.LEAST_LOAD)
 OURS = PolicyName.TTFT

@@ -14,9 +14,9 @@ import numpy as np
 
 from bench.core.show import Json
 from bench.experiments.tiers.replay import Trace, read
-from calibration.samples import progress_bar
-from orchestrator.rules.policies import PolicyName
-from orchestrator.simulation import (
+from objectcache.calibration.samples import progress_bar
+from objectcache.orchestrator.rules.policies import PolicyName
+from objectcache.orchestrator.simulation import (
     SimulatedEngine,
     SimulatedRequest,
     SimulatedStore,

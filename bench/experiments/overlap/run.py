@@ -30,23 +30,23 @@ from bench.core.show import Block, Json, Section, crossed, significant, table
 from bench.experiments.device.command import need_torch
 from bench.paper.motivation import motivation
 from bench.paper.tables import TOKEN_LAYER_BYTES, table_a1_a2, table_a8
-from calibration.charts import cell_ticks, chart
-from calibration.chunks import fetch_task, make_chunks, store_chunks
-from calibration.compute.cost_model import Fit, Observation, fit_cost_model, prefill_s, scaled
-from calibration.compute.shapes import SHAPES, ModelShape, shape
-from calibration.content import VerificationError
-from calibration.samples import cell_json, run_rounds
-from calibration.servers import running_server
 from descriptors.descriptor import CHUNK_TOKENS_MAX
 from descriptors.layout import ChunkLayout
 from descriptors.ttft import ttft_layerwise_s, zero_stall_rate_bytes_per_s
 from descriptors.units import GIB, KIB
 from nixl_client.client import Transport
+from objectcache.calibration.charts import cell_ticks, chart
+from objectcache.calibration.chunks import fetch_task, make_chunks, store_chunks
+from objectcache.calibration.compute.cost_model import Fit, Observation, fit_cost_model, prefill_s, scaled
+from objectcache.calibration.compute.shapes import SHAPES, ModelShape, shape
+from objectcache.calibration.content import VerificationError
+from objectcache.calibration.samples import cell_json, run_rounds
+from objectcache.calibration.servers import running_server
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
-    from calibration.compute.measure import ComputePlan, MeasuredCompute
+    from objectcache.calibration.compute.measure import ComputePlan, MeasuredCompute
 
 
 class Origin(Enum):
@@ -445,7 +445,7 @@ def measure_throughput(settings: OverlapSettings) -> list[Row]:
 
 
 def _measure_compute(shapes: Sequence[ModelShape], plan: ComputePlan) -> list[MeasuredCompute]:
-    from calibration.compute.measure import measure_compute
+    from objectcache.calibration.compute.measure import measure_compute
 
     try:
         return [measure_compute(each, plan) for each in shapes]
@@ -458,8 +458,8 @@ def _measure(settings: OverlapSettings, origin: Mapping[str, Any]) -> Json:
     if not settings.measure:
         return measure_overlap(settings, None, origin)
     need_torch("--measure", settings.device)
-    from calibration.compute.layer import Device, Dtype
-    from calibration.compute.measure import compute_plan, smoke_plan
+    from objectcache.calibration.compute.layer import Device, Dtype
+    from objectcache.calibration.compute.measure import compute_plan, smoke_plan
 
     device, dtype, seed = Device(settings.device), Dtype(settings.dtype), settings.seed
     plan = smoke_plan(device, dtype, seed) if settings.smoke else compute_plan(device, dtype, settings.runs, seed)

@@ -15,8 +15,8 @@ from typing import Any
 from bench.beds.s3_jobs import Kind
 from bench.core import plots
 from bench.core.show import NOT_MEASURED, Column, Json, Section, at, crossed, gbps, size, table, written
-from calibration.samples import Spread, format_bytes, spread
-from descriptors.units import MIB
+from descriptors.units import MIB, format_bytes
+from objectcache.calibration.samples import Spread, spread
 
 OURS = "ours"
 RECEIVED = "ours_received"

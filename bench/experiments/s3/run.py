@@ -44,8 +44,8 @@ from bench.experiments.s3.results import (
     ratios,
     show,
 )
-from calibration.samples import Turns, interleaved, progress_bar
 from descriptors.units import GIB, KIB, MIB
+from objectcache.calibration.samples import Turns, interleaved, progress_bar
 
 SMOKE_PEERS = (PeerName.OURS, PeerName.CANNED, PeerName.RAW_SOCKET)
 OPERATIONS = (Kind.PUT, Kind.GET, Kind.LIST)
@@ -222,7 +222,7 @@ def measure_s3(settings: S3Settings, origin: Mapping[str, Any]) -> Json:
     is left out from there on and named. Raises FAILURES.
     """
     if importlib.util.find_spec("obstore") is None:
-        raise WrongUse("the load is obstore: pip install 'objectcache[bench]'")
+        raise WrongUse("the load is obstore: pip install obstore")
     if settings.profile_folder is not None:
         if _py_spy() is None:
             raise WrongUse("--profile needs py-spy: pip install py-spy")

@@ -41,9 +41,9 @@ from bench.experiments.scheduler.simulation import (
     simulate,
 )
 from bench.paper.tables import PaperPolicy, workload
-from calibration.charts import chart
-from calibration.samples import spread
 from descriptors.units import gbps_from_bytes_per_s
+from objectcache.calibration.charts import chart
+from objectcache.calibration.samples import spread
 
 PAPER_FRACTION = 0.9
 SLACK_TARGETS = {"added_ttft_calibrated_over_slack": 1.5, "added_ttft_best_work_conserving_over_slack": 1.1}

@@ -23,14 +23,14 @@ from bench.core.show import Json
 from bench.experiments.scheduler.cells import cell, ratios, targets
 from bench.experiments.scheduler.simulation import EPOCH_S_MAX, EQUAL, VARIANTS, Variant
 from bench.paper.tables import MARGIN_BYTES_PER_S, NUM_LAYERS, TOKEN_LAYER_BYTES, WORKLOADS, PaperRequest, workload
-from calibration.content import STAMP_BYTES, VerificationError
-from calibration.samples import progress_bar, spread
-from calibration.servers import ConfiguredServer, configured_server, is_same_rate
 from descriptors.descriptor import CHUNK_TOKENS_MAX
 from descriptors.layout import ChunkLayout
 from descriptors.units import KIB, MIB
 from nixl_client.client import Transport
-from objectcache.config_text import table_lines
+from objectcache.calibration.content import STAMP_BYTES, VerificationError
+from objectcache.calibration.samples import progress_bar, spread
+from objectcache.calibration.servers import ConfiguredServer, configured_server, is_same_rate
+from objectcache.cli.config_text import table_lines
 
 NO_LIMIT_BYTES_PER_S = 1e12
 PAYLOAD_BYTES = 16 * MIB

@@ -44,9 +44,9 @@ from bench.experiments.scheduler.simulation import (
     trace_requests,
     with_wrong_compute,
 )
-from calibration.samples import progress_bar, spread
 from descriptors.units import KIB, MIB, bytes_per_s_from_gbps
 from nixl_client.client import Transport
+from objectcache.calibration.samples import progress_bar, spread
 from storage_server.planning.plan import GroupSizes
 from storage_server.scheduler.demand import Demand
 from storage_server.scheduler.flow import Flow

@@ -31,8 +31,8 @@ import numpy as np
 
 from bench.core.experiment import WrongUse
 from bench.paper.tables import NUM_LAYERS, TOKEN_LAYER_BYTES, table_a8, workload
-from calibration.compute.cost_model import Fit, Observation, fit_cost_model, prefill_s
 from descriptors.units import KIB
+from objectcache.calibration.compute.cost_model import Fit, Observation, fit_cost_model, prefill_s
 from storage_server.planning.plan import GroupSizes
 from storage_server.scheduler.demand import Demand
 from storage_server.scheduler.flow import Flow, Tenant

@@ -27,13 +27,21 @@ from bench.beds.ours import Servers, home_table, target_of
 from bench.beds.processes import BaselineError
 from bench.core.rounds import sampled, spreads
 from bench.core.show import Json
-from calibration.chunks import Chunks, StoredFiles, drop_pages, fetch_checked, make_chunks, store_chunks, warm
-from calibration.content import Bytes, VerificationError
-from calibration.servers import BUCKET, LocalServer, running_server
 from descriptors.descriptor import Delivery
 from descriptors.layout import ChunkLayout
 from descriptors.units import KIB, MIB
 from nixl_client.client import Transport
+from objectcache.calibration.chunks import (
+    Chunks,
+    StoredFiles,
+    drop_pages,
+    fetch_checked,
+    make_chunks,
+    store_chunks,
+    warm,
+)
+from objectcache.calibration.content import Bytes, VerificationError
+from objectcache.calibration.servers import BUCKET, LocalServer, running_server
 
 ADMITTED_WAIT_S = 60.0
 LANDING_BYTES_MIN = 256 << 20

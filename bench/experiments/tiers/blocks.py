@@ -33,15 +33,15 @@ from bench.beds.kv_stores.adapter import block
 from bench.core.rounds import paired, sampled, spreads
 from bench.core.show import Json
 from bench.experiments.tiers.replay import Stream
-from calibration.chunks import drop_pages
-from calibration.content import Bytes, VerificationError
-from calibration.samples import interleaved, progress_bar, spread
-from calibration.servers import running_server
 from descriptors.objects import BodyDigests, PutRequest
 from descriptors.storage_api import Piece
 from descriptors.units import KIB, MIB
-from nixl_client.client import ObjectCacheClient, Transport
+from nixl_client.client import Client, Transport
 from nixl_client.objects import Path as ObjectWay
+from objectcache.calibration.chunks import drop_pages
+from objectcache.calibration.content import Bytes, VerificationError
+from objectcache.calibration.samples import interleaved, progress_bar, spread
+from objectcache.calibration.servers import running_server
 from storage_server.planning.block_checksums import BlockChecksums
 from storage_server.planning.extent import ALIGNMENT_BYTES, Extent
 from storage_server.settings import Dedup, StorageSettings
@@ -298,7 +298,7 @@ def measure_hashing(parent: Path | None, runs: int, seed: int) -> Json:
     return {"blocks": blocks}
 
 
-def _measured(client: ObjectCacheClient, body: Bytes, runs: int) -> Json:
+def _measured(client: Client, body: Bytes, runs: int) -> Json:
     checksums = BlockChecksums()
     checksums.update(body.data)
     extent = Extent("f", 0, body.nbytes, checksums.packed())

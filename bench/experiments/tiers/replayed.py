@@ -25,14 +25,14 @@ from bench.beds.processes import BaselineError
 from bench.core.rounds import sampled
 from bench.core.show import Json
 from bench.experiments.tiers.blocks import BLOCK_TOKENS, OWN_TOKENS, sessions_of
-from calibration.content import VerificationError
-from calibration.samples import Turns, spread
-from calibration.servers import BUCKET, LocalServer, running_server
 from descriptors.descriptor import Delivery
 from descriptors.errors import ChunkUnavailable, ErrorCode
 from descriptors.layout import ChunkLayout
 from descriptors.units import MIB
-from nixl_client.client import ObjectCacheClient, Transport
+from nixl_client.client import Client, Transport
+from objectcache.calibration.content import VerificationError
+from objectcache.calibration.samples import Turns, spread
+from objectcache.calibration.servers import BUCKET, LocalServer, running_server
 from storage_server.store.index.schema import connect_current
 from storage_server.store.upkeep.dedup_rows import stored_bytes
 
@@ -187,7 +187,7 @@ class Ours:
         self._nbytes = settings.block_bytes
         self._put: list[str] = []
         blocks_max = (PREFIX_TOKENS + OWN_TOKENS) // BLOCK_TOKENS
-        self._ways: list[tuple[ObjectCacheClient, np.ndarray]] = []
+        self._ways: list[tuple[Client, np.ndarray]] = []
         for server in servers:
             client = stack.enter_context(server.client(Transport.SHM))
             self._ways.append((client, client.allocate_buffer(blocks_max * settings.block_bytes)))
@@ -212,7 +212,7 @@ class Ours:
             answers.append(Answer(count, get_s, time.monotonic() - started_s))
         return Replayed(answers)
 
-    def _is_loaded(self, client: ObjectCacheClient, buffer: np.ndarray, keys: Sequence[str]) -> bool:
+    def _is_loaded(self, client: Client, buffer: np.ndarray, keys: Sequence[str]) -> bool:
         """Load the blocks; False where one has left since the lookup, whose tokens an engine would then compute."""
         payload = buffer[: len(keys) * self._nbytes]
         try:

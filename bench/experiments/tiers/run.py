@@ -26,8 +26,8 @@ from bench.experiments.tiers.blocks import (
 from bench.experiments.tiers.replay import CapacityExceeded, Contender, Stream, Trace, policy_of, read, replay
 from bench.experiments.tiers.replayed import ReplaySettings, measure_ablation, measure_stores
 from bench.experiments.tiers.show import plot, show
-from calibration.content import VerificationError
-from calibration.samples import progress_bar
+from objectcache.calibration.content import VerificationError
+from objectcache.calibration.samples import progress_bar
 
 OVER_BEST_MIN = 0.99
 """Our hit rate over that of the best other online policy."""

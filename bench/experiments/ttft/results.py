@@ -21,12 +21,12 @@ from bench.core.experiment import plain
 from bench.core.rounds import Side, Target
 from bench.core.show import Json
 from bench.paper.tables import MARGIN_BYTES_PER_S, NUM_LAYERS, TOKEN_LAYER_BYTES, context_tokens, table_a1_a2, table_a8
-from calibration.content import STAMP_BYTES
-from calibration.knee import CONFIDENCE, TOLERANCE, Sample, find_knee, without_first_layer
-from calibration.samples import Turns, interleaved, spread
 from descriptors.descriptor import Delivery
 from descriptors.layout import ChunkLayout
 from descriptors.ttft import ttft_layerwise_s, zero_stall_rate_bytes_per_s
+from objectcache.calibration.content import STAMP_BYTES
+from objectcache.calibration.knee import CONFIDENCE, TOLERANCE, Sample, find_knee, without_first_layer
+from objectcache.calibration.samples import Turns, interleaved, spread
 
 MODEL = "Llama-3.1-8B"
 GPU = "A100"

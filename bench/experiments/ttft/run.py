@@ -46,12 +46,12 @@ from bench.experiments.ttft.results import (
 )
 from bench.experiments.ttft.show import plot, show
 from bench.paper.tables import MARGIN_BYTES_PER_S
-from calibration.chunks import Chunks, StoredFiles, check_fetch, register_as, store_chunks, warm
-from calibration.content import Bytes, VerificationError, make_content, verify_payload
-from calibration.samples import State
-from calibration.servers import FixedConfig, PlayedLink, served_link
 from descriptors.units import MIB, bytes_per_s_from_gbps
-from nixl_client.client import ObjectCacheClient, Transport
+from nixl_client.client import Client, Transport
+from objectcache.calibration.chunks import Chunks, StoredFiles, check_fetch, register_as, store_chunks, warm
+from objectcache.calibration.content import Bytes, VerificationError, make_content, verify_payload
+from objectcache.calibration.samples import State
+from objectcache.calibration.servers import FixedConfig, PlayedLink, served_link
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,7 +75,7 @@ class Bed:
 
     settings: BedSettings
     link: PlayedLink
-    client: ObjectCacheClient
+    client: Client
     prefix: Chunks
     device: Bytes
     chunks: NDArray[np.uint8]

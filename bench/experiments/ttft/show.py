@@ -22,8 +22,8 @@ from bench.core.show import (
     table,
 )
 from bench.experiments.ttft.results import beyond_bound_s, case_of
-from calibration.knee import Sample, falling_curve
 from descriptors.units import gbps_from_bytes_per_s
+from objectcache.calibration.knee import Sample, falling_curve
 
 TITLES = {
     "opt_local_lw": "opt-local-LW (copied from local memory in the order of layers)",

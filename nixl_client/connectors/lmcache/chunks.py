@@ -20,7 +20,7 @@ from dataclasses import dataclass
 from descriptors.descriptor import CHUNK_COUNT_MAX, CHUNK_TOKENS_MAX, NUM_LAYERS_MAX, PER_LAYER_CHUNK_BYTES_MAX
 from descriptors.layout import ChunkLayout
 from descriptors.recompute import AdviceRequest, PrefillCosts, advise
-from kv_codecs.layer import GROUP_MAX, WIDTH_MAX
+from objectcache.kv_codecs.layer import GROUP_MAX, WIDTH_MAX
 
 ROOT = "lmcache"
 _UNSAFE = re.compile(r"[^A-Za-z0-9._-]+")

@@ -12,7 +12,7 @@ from concurrent.futures import ThreadPoolExecutor
 import numpy as np
 import numpy.typing as npt
 
-from nixl_client.client import ObjectCacheClient
+from nixl_client.client import Client
 from nixl_client.fetch.layer_fetch import LayerFetch
 
 Array = npt.NDArray[np.uint8]
@@ -24,7 +24,7 @@ class Staging:
     until that is over.
     """
 
-    def __init__(self, client: ObjectCacheClient, nbytes: int, count: int) -> None:
+    def __init__(self, client: Client, nbytes: int, count: int) -> None:
         self._client = client
         self._nbytes = nbytes
         self._free: list[Array | None] = [None] * count

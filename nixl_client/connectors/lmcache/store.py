@@ -12,12 +12,11 @@ from typing import Any
 
 import numpy as np
 
-from adapters.breaker import Breaker
 from descriptors.descriptor import CHUNK_COUNT_MAX, ELEMENT_BYTES, Accept, Delivery, OnMissing
 from descriptors.errors import ChunkUnavailable, ObjectCacheError
 from descriptors.layout import ChunkLayout
 from descriptors.recompute import AdviceRequest
-from nixl_client.client import ObjectCacheClient
+from nixl_client.client import Client
 from nixl_client.connectors.counters import Counters
 from nixl_client.connectors.lmcache.chunks import (
     ChunkSize,
@@ -33,6 +32,7 @@ from nixl_client.lossy import accept_of
 from nixl_client.objects import Path
 from nixl_client.session.retries import Retries
 from nixl_client.transports.http import UnansweredError
+from objectcache.adapters.breaker import Breaker
 
 KEYS_THEN_VALUES = "KV_2LTD"
 """LMCache's name of the format [2, L, T, hidden]."""
@@ -80,13 +80,13 @@ class ChunkStore:
         self.counters = Counters()
         self._options = options
         self._breaker, self._store_breaker = _breaker(options), _breaker(options)
-        self._lookups = ObjectCacheClient(
+        self._lookups = Client(
             options.endpoint,
             options.bucket,
             timeout_s=options.lookup_timeout_s,
             retries=Retries.of_engines(),
         )
-        self._loads = ObjectCacheClient(
+        self._loads = Client(
             options.endpoint,
             options.bucket,
             transport=options.transport,
@@ -96,7 +96,7 @@ class ChunkStore:
             downlink_bytes_per_s=options.downlink_bytes_per_s or None,
             retries=Retries.of_engines(),
         )
-        self._stores = ObjectCacheClient(
+        self._stores = Client(
             options.endpoint,
             options.bucket,
             timeout_s=options.store_timeout_s,

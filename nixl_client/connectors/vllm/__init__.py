@@ -1,4 +1,4 @@
-"""vLLM's KV connector over ObjectCache: `kv_connector` ObjectCacheConnector, `kv_connector_module_path` this package.
+"""vLLM's KV connector over ObjectCache: `kv_connector` ObjectCacheConnector (`plugin` makes vLLM find this package).
 
 The class is imported when it is asked for, so that the parts that decide can be used where vLLM is not installed.
 """

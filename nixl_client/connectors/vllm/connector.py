@@ -18,7 +18,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
 )
 
 from descriptors.layout import ChunkLayout
-from nixl_client.client import ObjectCacheClient
+from nixl_client.client import Client
 from nixl_client.connectors.counters import Counters
 from nixl_client.connectors.vllm import engine
 from nixl_client.connectors.vllm.ledger import SchedulerLedger
@@ -46,7 +46,7 @@ class ObjectCacheConnector(KVConnectorBase_V1):  # type: ignore[misc]  # vLLM is
         self._scheduler: SchedulerSide | None = None
         self._ledger: SchedulerLedger | None = None
         self._worker: WorkerSide | IdleWorker | None = None
-        self._client: ObjectCacheClient | None = None
+        self._client: Client | None = None
         self._setup: engine.CacheSetup | None = None
         try:
             self._setup = engine.cache_setup(vllm_config, kv_cache_config, options)
@@ -223,7 +223,7 @@ class ObjectCacheConnector(KVConnectorBase_V1):  # type: ignore[misc]  # vLLM is
         self._ledger = SchedulerLedger(
             deployment, setup.grid, room_chunks, is_storing, steps_max, tells_growth=accept is not None
         )
-        self._client = ObjectCacheClient(
+        self._client = Client(
             options.endpoint,
             options.bucket,
             timeout_s=options.lookup_timeout_s,

@@ -16,7 +16,7 @@ from descriptors.descriptor import OnMissing
 from descriptors.errors import ChunkUnavailable
 from descriptors.layout import ChunkLayout
 from descriptors.recompute import PrefillCosts
-from nixl_client.client import ObjectCacheClient
+from nixl_client.client import Client
 from nixl_client.connectors.compute_fit import LoadFit
 from nixl_client.connectors.counters import Counters
 from nixl_client.connectors.late import RECHECK_MIN_S
@@ -40,7 +40,7 @@ class Loads:
 
     def __init__(
         self,
-        client: ObjectCacheClient,
+        client: Client,
         rank: int,
         grid: Grid,
         layout: ChunkLayout,

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 from descriptors.descriptor import Accept
 from descriptors.recompute import AdviceRequest
-from nixl_client.client import ObjectCacheClient
+from nixl_client.client import Client
 from nixl_client.connectors.counters import Counters
 from nixl_client.connectors.vllm.options import Options
 
@@ -47,9 +47,7 @@ class Lookups:
     after each further failure for twice as long as before, at most SILENCE_MAX_S. Used by the scheduler's thread.
     """
 
-    def __init__(
-        self, client: ObjectCacheClient, options: Options, counters: Counters, accept: Accept | None = None
-    ) -> None:
+    def __init__(self, client: Client, options: Options, counters: Counters, accept: Accept | None = None) -> None:
         """Chunks that are stored encoded count as far as `accept` takes them."""
         self._client = client
         self._accept = accept

@@ -13,7 +13,7 @@ from typing import Any, Protocol
 from descriptors.descriptor import LAYER_COMPUTE_US_MAX, Accept
 from descriptors.layout import ChunkLayout
 from descriptors.recompute import AdviceRequest, DeliveryCosts, PrefillCosts, advise, loadable_chunks
-from nixl_client.client import ObjectCacheClient
+from nixl_client.client import Client
 from nixl_client.connectors.compute_fit import Work, step_s
 from nixl_client.connectors.counters import Counters
 from nixl_client.connectors.vllm.grid import Grid
@@ -57,7 +57,7 @@ class SchedulerSide:
 
     def __init__(
         self,
-        client: ObjectCacheClient,
+        client: Client,
         options: Options,
         grid: Grid,
         ledger: SchedulerLedger,

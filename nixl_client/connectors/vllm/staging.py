@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from nixl_client.client import ObjectCacheClient
+from nixl_client.client import Client
 from nixl_client.connectors.vllm.options import StagingMemory
 
 _cuda: Any = torch.cuda  # of which some is untyped
@@ -19,7 +19,7 @@ class Staging:
     that write into it. Used by the thread that runs the model.
     """
 
-    def __init__(self, client: ObjectCacheClient, nbytes: int, device: torch.device, memory: StagingMemory) -> None:
+    def __init__(self, client: Client, nbytes: int, device: torch.device, memory: StagingMemory) -> None:
         self.nbytes = nbytes
         self._client = client
         self._device = device

@@ -8,7 +8,7 @@ import time
 from collections.abc import Mapping, Sequence
 
 from descriptors.layout import ChunkLayout, slice_bytes
-from nixl_client.client import ObjectCacheClient
+from nixl_client.client import Client
 from nixl_client.connectors.compute_fit import ComputeFit
 from nixl_client.connectors.counters import Counters
 from nixl_client.connectors.step_timer import StepTimer
@@ -47,7 +47,7 @@ class WorkerSide:
         )
         self._drain_s = options.drain_s
         self._layer_indexes = layer_indexes
-        self._load_client = ObjectCacheClient(
+        self._load_client = Client(
             options.endpoint,
             options.bucket,
             transport=options.transport,
@@ -57,7 +57,7 @@ class WorkerSide:
             downlink_bytes_per_s=options.downlink_bytes_per_s or None,
             retries=Retries.of_engines(),
         )
-        self._store_client = ObjectCacheClient(options.endpoint, options.bucket, timeout_s=options.store_timeout_s)
+        self._store_client = Client(options.endpoint, options.bucket, timeout_s=options.store_timeout_s)
         self._loads = Loads(
             self._load_client, rank, grid, layout, layers, states.dtype, options, counters, is_alone=is_alone
         )

@@ -13,7 +13,7 @@ from descriptors.descriptor import ELEMENT_BYTES
 from descriptors.errors import ObjectCacheError
 from descriptors.kv_forms import KvLayout
 from descriptors.layout import ChunkLayout
-from nixl_client.client import ObjectCacheClient
+from nixl_client.client import Client
 from nixl_client.connectors.counters import Counters
 from nixl_client.connectors.vllm.blocks import Blocks, PagedLayer
 from nixl_client.connectors.vllm.grid import Grid
@@ -36,7 +36,7 @@ class Writer:
 
     def __init__(
         self,
-        client: ObjectCacheClient,
+        client: Client,
         rank: int,
         grid: Grid,
         layout: ChunkLayout,

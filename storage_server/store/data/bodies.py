@@ -7,11 +7,11 @@ from collections.abc import AsyncGenerator, AsyncIterable, AsyncIterator, Iterat
 from contextlib import ExitStack, aclosing, asynccontextmanager, closing, contextmanager
 from functools import partial
 
-from adapters.threads import finished
 from descriptors.errors import CallerError, ErrorCode, ServerError
 from descriptors.objects import BodyDigests, ByteRange, ChecksumAlgorithm
 from descriptors.storage_api import Body, Piece, Pump
 from descriptors.units import KIB, MIB
+from objectcache.adapters.threads import finished
 from storage_server.planning.extent import CorruptExtentError, Extent, aligned, read_object
 from storage_server.store.data.body_hashes import BodyHashes
 from storage_server.store.data.buffers import BufferPool, BufferShare

@@ -8,8 +8,8 @@ import errno
 import os
 from pathlib import Path
 
-from adapters.beneath import Beneath
 from descriptors.errors import ErrorCode, ServerError
+from objectcache.adapters.beneath import Beneath
 
 _PUNCH_HOLE = 0x02 | 0x01  # FALLOC_FL_PUNCH_HOLE, FALLOC_FL_KEEP_SIZE (linux/falloc.h)
 _fallocate = ctypes.CDLL(None, use_errno=True).fallocate

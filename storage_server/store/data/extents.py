@@ -20,7 +20,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import TypeVar
 
-from adapters.beneath import Beneath, UnsafeFileError
+from objectcache.adapters.beneath import Beneath, UnsafeFileError
 from storage_server.planning.block_checksums import BLOCK_BYTES, first_bad_block
 from storage_server.planning.extent import CorruptExtentError, Extent, MissingFileError, aligned
 from storage_server.store.data.disk import Disk

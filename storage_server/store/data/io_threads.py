@@ -7,7 +7,7 @@ from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from typing import TypeVar
 
-from adapters.threads import to_end
+from objectcache.adapters.threads import to_end
 from storage_server.store.data.disk import disk_error
 
 _T = TypeVar("_T")

@@ -15,10 +15,10 @@ import threading
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
-from adapters.beneath import Beneath
 from descriptors.errors import CallerError, ErrorCode
 from descriptors.objects import BodyDigests
 from descriptors.storage_api import Piece
+from objectcache.adapters.beneath import Beneath
 from storage_server.planning.block_checksums import BlockChecksums
 from storage_server.planning.extent import Extent, aligned
 from storage_server.store.data.body_hashes import BodyHashes

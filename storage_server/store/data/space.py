@@ -26,6 +26,8 @@ ROOM_BYTES = 16 * MIB
 ROOM_FRACTION = 1 / 256
 """The index of a full directory grows with the bound: a chunk's row has 4 bytes for each 16 KiB."""
 BLOCK_UNIT_BYTES = 512
+OFFERED_FRACTION = 0.8
+"""Of a file system, for a cache that has no size: others write there, too."""
 WAITING_MAX = 1024
 WAITING_PART = 1 / 8
 """Of these places, for one access key."""
@@ -94,8 +96,12 @@ class ArrivingBody:
 class Space:
     """Methods may be called from any thread."""
 
-    def __init__(self, directory: Path, bound_bytes: int | None) -> None:
+    def __init__(
+        self, directory: Path, bound_bytes: int | None, free_bytes: Callable[[Path], int] | None = None
+    ) -> None:
         self._directory = directory
+        self._free_bytes = free_bytes
+        self._is_derived = False
         self._lock = threading.Lock()
         self._of_files: Counter[str] = Counter()
         self._dying: Counter[str] = Counter()
@@ -107,6 +113,14 @@ class Space:
         self.bound_bytes = bound_bytes
         self.freed: Callable[[], None] = lambda: None
         """Called when there may be more room."""
+
+    def derive_bound(self) -> None:
+        """Bound what has no bound by OFFERED_FRACTION of what the file system offers, which is what the files take now
+        and what is free beside them. What others write there counts from the next commit on.
+        """
+        if self.bound_bytes is None and self._free_bytes is not None:
+            self._is_derived = True
+            self._derive()
 
     def count_too(self, folder: Path) -> None:
         """Measure the files of this folder, too: somebody else writes there. Call it before `load`."""
@@ -210,6 +224,13 @@ class Space:
                         if not entry.is_dir(follow_symlinks=False):
                             total_bytes += entry.stat(follow_symlinks=False).st_blocks * BLOCK_UNIT_BYTES
         self._other_bytes = total_bytes
+        if self._is_derived:
+            self._derive()
+
+    def _derive(self) -> None:
+        assert self._free_bytes is not None
+        with suppress(OSError):
+            self.bound_bytes = int(OFFERED_FRACTION * (self.used_bytes + self._free_bytes(self._directory)))
 
     def _survive(self, file_id: str, nbytes: int) -> None:
         fewer = min(nbytes, self._dying[file_id])

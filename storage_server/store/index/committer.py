@@ -23,8 +23,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol, TypeVar
 
-from adapters.beneath import Beneath
 from descriptors.errors import ErrorCode, ServerError
+from descriptors.objects import BucketCache
+from objectcache.adapters.beneath import Beneath
 from storage_server.store.data.disk import Disk, disk_error
 from storage_server.store.data.durability import Durability
 from storage_server.store.data.segments import Pending, WriteFile
@@ -101,7 +102,7 @@ class Committer:
         resolved: ResolvedKeys,
         mark: Mark,
         space: Space,
-        on_changes: Callable[[Sequence[KeyChange], Mapping[str, int]], None],
+        on_changes: Callable[[Sequence[KeyChange], Mapping[str, int], Mapping[str, BucketCache | None]], None],
         journal: SharedJournal | None = None,
     ) -> None:
         self._path = path
@@ -311,7 +312,7 @@ class Committer:
             dead = tx.dead_files()
             holes = tx.holes()
             self.db.execute("COMMIT")
-            self._on_changes(tx.changes, tx.part_bytes)
+            self._on_changes(tx.changes, tx.part_bytes, tx.caches)
             self._space.doom(holes)
             self.transaction_count += 1
             self.change_count += sum(job.error is None for job in batch)

@@ -14,7 +14,7 @@ import sqlite3
 from dataclasses import dataclass
 from pathlib import Path
 
-from adapters.beneath import Beneath
+from objectcache.adapters.beneath import Beneath
 
 MARK_BYTES = 64
 MARK_NAME = "mark"

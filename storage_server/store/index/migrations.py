@@ -32,6 +32,8 @@ STEPS: Mapping[int, Sequence[str]] = {
         "ALTER TABLE extents ADD COLUMN content BLOB",
         "CREATE INDEX IF NOT EXISTS extents_by_content ON extents (content, version) WHERE content IS NOT NULL",
     ),
+    # Clients may declare a bucket a cache.
+    6: ("ALTER TABLE buckets ADD COLUMN cache TEXT",),
 }
 """The statements that take a schema of this number to the next."""
 SCHEMA_VERSION = max(STEPS) + 1

@@ -10,6 +10,7 @@ from descriptors.errors import CallerError, ErrorCode
 from descriptors.headers import CLASS_HEADER, CODEC_HEADER
 from descriptors.lifecycle import LifecycleRule
 from descriptors.objects import (
+    BucketCache,
     BucketInfo,
     Checksum,
     ObjectInfo,
@@ -21,6 +22,7 @@ from storage_server.planning.extent import Extent
 from storage_server.store.index.transaction import find_object, require_bucket, require_object
 from storage_server.store.index.upload_changes import require_upload
 from storage_server.store.rows import (
+    BUCKET_COLUMNS,
     EXTENT_COLUMNS,
     OBJECT_COLUMNS,
     PART_COLUMNS,
@@ -28,6 +30,7 @@ from storage_server.store.rows import (
     CachedRow,
     StoredObject,
     StoredUpload,
+    bucket_info,
     extents,
     part_info,
     rules_of,
@@ -43,12 +46,18 @@ def _header(name: str) -> str:
 
 def bucket(db: sqlite3.Connection, name: str) -> BucketInfo:
     """A bucket. Raises CallerError(NoSuchBucket)."""
-    return BucketInfo(*require_bucket(db, name))
+    return require_bucket(db, name)
 
 
 def buckets(db: sqlite3.Connection) -> list[BucketInfo]:
     """All buckets by name."""
-    return [BucketInfo(*row) for row in db.execute("SELECT name, created_at, owner FROM buckets ORDER BY name")]
+    return [bucket_info(row) for row in db.execute(f"SELECT {BUCKET_COLUMNS} FROM buckets ORDER BY name")]
+
+
+def declared_caches(db: sqlite3.Connection) -> dict[str, BucketCache]:
+    """The buckets that were created as caches."""
+    found = [bucket_info(row) for row in db.execute(f"SELECT {BUCKET_COLUMNS} FROM buckets WHERE cache IS NOT NULL")]
+    return {info.name: info.cache for info in found if info.cache is not None}
 
 
 def lifecycle(db: sqlite3.Connection, name: str) -> list[LifecycleRule]:

@@ -12,8 +12,8 @@ from functools import partial
 from pathlib import Path
 from typing import TypeVar
 
-from adapters.threads import HERE_ITEMS_MAX, computed, to_end
 from descriptors.errors import ErrorCode, ServerError
+from objectcache.adapters.threads import HERE_ITEMS_MAX, computed, to_end
 from storage_server.planning.extent import Extent
 from storage_server.store.data.disk import disk_error
 from storage_server.store.data.extents import ExtentFiles, PinSet

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from descriptors.errors import CallerError, ChunkUnavailable, ErrorCode
 from descriptors.layer_forms import RUNS_MAX
 from descriptors.objects import ByteRange, RangeSpec
-from kv_codecs.layer import Codec
+from objectcache.kv_codecs.layer import Codec
 from storage_server.compression.forms import Takes, kept_form
 from storage_server.planning.extent import Extent
 

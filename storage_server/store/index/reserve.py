@@ -7,7 +7,7 @@ from __future__ import annotations
 import contextlib
 import os
 
-from adapters.beneath import Beneath
+from objectcache.adapters.beneath import Beneath
 
 RESERVE_BYTES = 8 << 20
 

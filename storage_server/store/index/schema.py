@@ -4,8 +4,9 @@ An object row carries a `version`, unique for ever. Extent rows belong to a vers
 Rows of several versions may name the same bytes, so a copy writes no bytes. A file is free when no row names it.
 `synced` is 0 while an extent's bytes may not have reached the disk (relaxed durability), and 1 from then on. Times are
 Unix seconds; `attributes` is the JSON of storage_server.store.rows. `uses` has the objects of bounded caches; `parent`
-is the key of the chunk before. `dirty` has the chunks that the service upstream does not have yet. `content` is the
-content id of an extent (storage_server.store.upkeep.dedup_rows), NULL until deduplication has looked at it.
+is the key of the chunk before. `dirty` has the chunks that the service upstream does not have yet. `cache` says that a
+bucket is a cache, and its bytes (descriptors.objects.BucketCache). `content` is the content id of an extent
+(storage_server.store.upkeep.dedup_rows), NULL until deduplication has looked at it.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ import os
 import sqlite3
 from pathlib import Path
 
-from adapters.beneath import Beneath
+from objectcache.adapters.beneath import Beneath
 from storage_server.store.index.identity import draw_identity
 from storage_server.store.index.migrations import SCHEMA_VERSION, migrate, require_current, run_whole, schema_of
 
@@ -23,7 +24,8 @@ _TABLES = (
     "CREATE TABLE IF NOT EXISTS meta (name TEXT PRIMARY KEY, value INTEGER NOT NULL) WITHOUT ROWID",
     """
     CREATE TABLE IF NOT EXISTS buckets (
-        name TEXT PRIMARY KEY, owner TEXT NOT NULL, created_at REAL NOT NULL, lifecycle TEXT NOT NULL DEFAULT '[]'
+        name TEXT PRIMARY KEY, owner TEXT NOT NULL, created_at REAL NOT NULL, lifecycle TEXT NOT NULL DEFAULT '[]',
+        cache TEXT
     ) WITHOUT ROWID
     """,
     """

@@ -12,8 +12,9 @@ from dataclasses import replace
 from descriptors.conditions import WriteCondition, check_read, check_write
 from descriptors.errors import CallerError, ErrorCode
 from descriptors.lifecycle import LifecycleRule
-from descriptors.objects import Attributes, CopyRequest, ObjectInfo
+from descriptors.objects import Attributes, BucketCache, BucketInfo, CopyRequest, ObjectInfo
 from storage_server.store.rows import (
+    BUCKET_COLUMNS,
     OBJECT_COLUMNS,
     RULES,
     KeyChange,
@@ -22,6 +23,7 @@ from storage_server.store.rows import (
     StoredPart,
     Touched,
     TouchedKind,
+    bucket_info,
     object_attributes,
     stored_object,
 )
@@ -32,6 +34,7 @@ class Transaction:
     locations in them: file, offset, bytes. `changes` collects what keys show now, and `moved` the keys whose bytes lie
     elsewhere now; `has_moved` says that those of any other key may, too. `touched` collects what others that have a
     copy of this index must be told of. `part_bytes` sums up by buckets what the parts of open uploads take more.
+    `caches` has the buckets that were created or deleted, with the cache that each is from now on.
     """
 
     def __init__(self, db: sqlite3.Connection, versions: Iterator[int], *, synced: bool) -> None:
@@ -41,6 +44,7 @@ class Transaction:
         self.lost: set[tuple[str, int, int]] = set()
         self.changes: list[KeyChange] = []
         self.part_bytes: Counter[str] = Counter()
+        self.caches: dict[str, BucketCache | None] = {}
         self.moved: set[tuple[str, str]] = set()
         self.touched: list[Touched] = []
         self.named: set[tuple[str, int]] = set()
@@ -57,7 +61,7 @@ class Transaction:
         """A step of the transaction. If the block raises, only the changes made in the block are undone."""
         released, lost = set(self.released), set(self.lost)
         change_count, touched_count = len(self.changes), len(self.touched)
-        part_bytes = self.part_bytes.copy()
+        part_bytes, caches = self.part_bytes.copy(), self.caches.copy()
         self.db.execute("SAVEPOINT step")
         try:
             yield
@@ -65,7 +69,7 @@ class Transaction:
             if self.db.in_transaction:
                 self.db.execute("ROLLBACK TO step")
                 self.db.execute("RELEASE step")
-            self.released, self.lost, self.part_bytes = released, lost, part_bytes
+            self.released, self.lost, self.part_bytes, self.caches = released, lost, part_bytes, caches
             del self.changes[change_count:]
             del self.touched[touched_count:]
             raise
@@ -159,13 +163,12 @@ class Transaction:
         )
 
 
-def require_bucket(db: sqlite3.Connection, bucket: str) -> tuple[str, float, str]:
-    """A bucket's name, creation time and owner. Raises CallerError(NoSuchBucket)."""
-    row = db.execute("SELECT name, created_at, owner FROM buckets WHERE name = ?", (bucket,)).fetchone()
+def require_bucket(db: sqlite3.Connection, bucket: str) -> BucketInfo:
+    """The bucket. Raises CallerError(NoSuchBucket)."""
+    row = db.execute(f"SELECT {BUCKET_COLUMNS} FROM buckets WHERE name = ?", (bucket,)).fetchone()
     if row is None:
         raise CallerError(ErrorCode.NO_SUCH_BUCKET, f"there is no bucket {bucket}", field="bucket")
-    name, created_at, owner = row
-    return name, created_at, owner
+    return bucket_info(row)
 
 
 def find_object(db: sqlite3.Connection, bucket: str, key: str) -> StoredObject | None:
@@ -184,13 +187,15 @@ def require_object(db: sqlite3.Connection, bucket: str, key: str) -> StoredObjec
     return found
 
 
-def create_bucket(tx: Transaction, bucket: str, owner: str, now_s: float) -> None:
+def create_bucket(tx: Transaction, bucket: str, owner: str, now_s: float, cache: BucketCache | None = None) -> None:
     """Add a bucket. Raises CallerError(BucketAlreadyOwnedByYou, BucketAlreadyExists)."""
     row = tx.db.execute("SELECT owner FROM buckets WHERE name = ?", (bucket,)).fetchone()
     if row is not None:
         code = ErrorCode.BUCKET_ALREADY_OWNED if row[0] == owner else ErrorCode.BUCKET_ALREADY_EXISTS
         raise CallerError(code, f"the bucket {bucket} exists already", field="bucket")
-    tx.db.execute("INSERT INTO buckets (name, owner, created_at) VALUES (?, ?, ?)", (bucket, owner, now_s))
+    row = (bucket, owner, now_s, None if cache is None else cache.text())
+    tx.db.execute("INSERT INTO buckets (name, owner, created_at, cache) VALUES (?, ?, ?, ?)", row)
+    tx.caches[bucket] = cache
     tx.touch("bucket", bucket)
 
 
@@ -219,6 +224,7 @@ def delete_bucket(tx: Transaction, bucket: str) -> None:
         tx.touch("upload", upload_id)
     tx.db.execute("DELETE FROM uploads WHERE bucket = ?", (bucket,))
     tx.db.execute("DELETE FROM buckets WHERE name = ?", (bucket,))
+    tx.caches[bucket] = None
     tx.touch("bucket", bucket)
 
 

@@ -24,9 +24,9 @@ from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 
-from adapters.threads import to_end
 from descriptors.errors import ErrorCode, ObjectCacheError, ServerError
 from descriptors.units import MIB
+from objectcache.adapters.threads import to_end
 from storage_server.planning.extent import CorruptExtentError
 from storage_server.store.data.disk import Disk
 from storage_server.store.data.extents import ExtentFiles, extent_place

@@ -25,9 +25,9 @@ from typing import TypeVar
 import numpy as np
 import numpy.typing as npt
 
-from adapters.threads import to_end
 from descriptors.errors import ObjectCacheError
 from descriptors.units import KIB, MIB
+from objectcache.adapters.threads import to_end
 from storage_server.planning.extent import CorruptExtentError, Extent
 from storage_server.settings import Dedup
 from storage_server.store.data.extents import ExtentFiles, PinSet

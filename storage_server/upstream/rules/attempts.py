@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from adapters.breaker import back_off_s
+from objectcache.adapters.breaker import back_off_s
 
 ATTEMPTS_MAX = 3
 PAUSE_S_MIN, PAUSE_S_MAX = 0.2, 30.0

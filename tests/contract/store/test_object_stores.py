@@ -14,7 +14,7 @@ import pytest
 
 from descriptors import chunk_names
 from gateway.trace import TimedStorage
-from objectcache.workers import StorageBeside
+from objectcache.cli.workers import StorageBeside
 from storage_server.http_api import StorageHttp
 from storage_server.settings import UpstreamSettings, Write
 from storage_server.store.data.durability import Durability

@@ -14,7 +14,7 @@ from pathlib import Path
 
 from tqdm import tqdm
 
-from calibration.origin import describe_commit, describe_machine
+from objectcache.calibration.origin import describe_commit, describe_machine
 from tests.faults.crash.journal import CrashFailure
 from tests.faults.crash.rounds import Tally, run_rounds
 

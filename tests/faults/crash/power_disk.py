@@ -11,7 +11,7 @@ from enum import Enum, auto
 from pathlib import Path
 from random import Random
 
-from adapters.beneath import Beneath
+from objectcache.adapters.beneath import Beneath
 from storage_server.store.data.disk import Disk
 
 PAGE_BYTES = 4096

@@ -244,7 +244,7 @@ def test_workers_refuse_early_too(tmp_path: Path) -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("words", [("--log-level", "info", "serve"), ("serve", "--log-level", "info")])
 def test_the_log_level_goes_before_or_after_the_command(words: tuple[str, ...], tmp_path: Path) -> None:
-    command = [sys.executable, "-m", "objectcache.cli", *words, "--data", str(tmp_path / "file" / "x"), "--port", "0"]
+    command = [sys.executable, "-m", "objectcache", *words, "--data", str(tmp_path / "file" / "x"), "--port", "0"]
     (tmp_path / "file").write_text("no folder")
     done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
     assert (done.returncode, "Not a directory" in done.stderr) == (1, True)

@@ -22,7 +22,7 @@ from descriptors.errors import ErrorCode, ObjectCacheError
 from descriptors.layout import ChunkLayout
 from descriptors.messages import AgentRegistration, Region, registration_body
 from descriptors.rdma_token import TOKEN_HEADER, ObjectPath, RdmaToken, encode_token
-from nixl_client.client import ObjectCacheClient
+from nixl_client.client import Client
 from nixl_client.objects import Path
 from nixl_client.session.agent import ClientAgent
 from tests.integration.test_refusals import Agent, agent_id, making_agent, register
@@ -47,7 +47,7 @@ def agent() -> Iterator[Agent]:
 
 
 @pytest.fixture(scope="module")
-def client(servers: Stack) -> Iterator[ObjectCacheClient]:
+def client(servers: Stack) -> Iterator[Client]:
     with servers.client("chunks", "ucx") as made:
         yield made
 
@@ -94,7 +94,7 @@ def is_stored(servers: Stack, key: str) -> bool:
 @pytest.mark.parametrize("nbytes", SIZES)
 @pytest.mark.parametrize("path", list(Path))
 def test_an_object_comes_back_byte_for_byte_whichever_way_it_went(
-    servers: Stack, client: ObjectCacheClient, buffer: np.ndarray, path: Path, nbytes: int
+    servers: Stack, client: Client, buffer: np.ndarray, path: Path, nbytes: int
 ) -> None:
     """Stored by one path, read by every other; the ETag is the MD5 as for any put."""
     offset, data, key = 4099, data_of(nbytes), f"way-{path.value}-{nbytes}"
@@ -134,7 +134,7 @@ def test_the_answer_says_what_a_get_says_and_carries_no_byte(servers: Stack, age
 
 @pytest.mark.parametrize(("spec", "first", "last"), [("0-0", 0, 0), ("100-70000", 100, 70000), ("-7", 79_993, 79_999)])
 def test_a_range_is_a_206_in_the_reply(
-    servers: Stack, client: ObjectCacheClient, buffer: np.ndarray, agent: Agent, spec: str, first: int, last: int
+    servers: Stack, client: Client, buffer: np.ndarray, agent: Agent, spec: str, first: int, last: int
 ) -> None:
     """A 206 without a body is no HTTP, so the answer is 200 and the reply's header says 206."""
     data = data_of(80_000)
@@ -418,7 +418,7 @@ def chunk_puts(keys: list[str], agent: str, **changes: Any) -> Descriptor:
     "layout", [LAYOUT, ChunkLayout(5, 16, 1_300_001), ChunkLayout(3, 1, 7)], ids=["small", "many-slots", "tiny"]
 )
 def test_many_chunks_are_stored_from_one_buffer(
-    servers: Stack, client: ObjectCacheClient, layout: ChunkLayout, delivery: Delivery
+    servers: Stack, client: Client, layout: ChunkLayout, delivery: Delivery
 ) -> None:
     """Batch and Agg, back by descriptor GET in both modes: what was scattered out of layers is gathered into them."""
     keys, chunks = make_chunks(3 if layout.chunk_bytes > MIB else 21, layout, seed=hash((layout, delivery)) % 9999)
@@ -484,7 +484,7 @@ def test_puts_of_chunks_that_make_no_sense_store_nothing(servers: Stack, agent: 
 
 
 def test_a_client_forgotten_by_the_server_registers_anew(
-    servers: Stack, client: ObjectCacheClient, monkeypatch: pytest.MonkeyPatch
+    servers: Stack, client: Client, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A refusal for an agent that is gone comes before anything is moved, so the request may be sent again."""
     buffer = data_of(5000)
@@ -507,9 +507,7 @@ def test_a_client_forgotten_by_the_server_registers_anew(
     client.release_buffer(buffer)
 
 
-def test_every_path_says_where_its_time_went(
-    servers: Stack, client: ObjectCacheClient, buffer: np.ndarray, agent: Agent
-) -> None:
+def test_every_path_says_where_its_time_went(servers: Stack, client: Client, buffer: np.ndarray, agent: Agent) -> None:
     """Figure 10's parts: milliseconds in the gateway, the storage side and on the way."""
     parts = re.compile(r"gateway;dur=\d+\.\d+, storage;dur=\d+\.\d+, transfer;dur=(\d+\.\d+)")
     for path in (Path.TCP, Path.DIRECT):

@@ -164,7 +164,7 @@ def test_objects_and_generated_credentials_survive_a_restart(tmp_path: Path) -> 
     command = [
         sys.executable,
         "-m",
-        "objectcache.cli",
+        "objectcache",
         "serve",
         "--data",
         str(tmp_path / "d"),
@@ -204,7 +204,7 @@ def test_bad_configuration_is_refused_with_its_place(tmp_path: Path) -> None:
         ("[storage]\naggregation_bytes = 8192\nwindow_bytes = 4096\n", "aggregation_bytes"),
     ]:
         file.write_text(text)
-        done = run([sys.executable, "-m", "objectcache.cli", "serve", "--data", str(tmp_path), "--config", str(file)])
+        done = run([sys.executable, "-m", "objectcache", "serve", "--data", str(tmp_path), "--config", str(file)])
         assert done.returncode == 2
         assert named in done.stderr.decode()
 

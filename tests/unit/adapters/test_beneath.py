@@ -9,8 +9,8 @@ from pathlib import Path
 
 import pytest
 
-from adapters import beneath
-from adapters.beneath import Beneath, UnsafeFileError
+from objectcache.adapters import beneath
+from objectcache.adapters.beneath import Beneath, UnsafeFileError
 
 SECRET = b"root:x:0:0"
 

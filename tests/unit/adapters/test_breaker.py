@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from adapters.breaker import Breaker, back_off_s
+from objectcache.adapters.breaker import Breaker, back_off_s
 
 FAILURES_MAX = 5
 PAUSE_S_MIN, PAUSE_S_MAX = 1.0, 30.0

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from adapters.deadlines import HEAD_BYTES_MAX, ConnectionWatch, Deadlines, Verdict
+from objectcache.adapters.deadlines import HEAD_BYTES_MAX, ConnectionWatch, Deadlines, Verdict
 
 DEADLINES = Deadlines(header_timeout_s=30.0, send_idle_timeout_s=60.0)
 HEAD = b"GET / HTTP/1.1\r\nHost: h\r\n"

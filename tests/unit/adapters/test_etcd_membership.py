@@ -8,9 +8,9 @@ from collections.abc import AsyncIterator
 
 import pytest
 
-from adapters.etcd import Change, Entry, EtcdError, Found
-from adapters.etcd_membership import EtcdMembership
 from descriptors.cluster import Member, member_fields
+from objectcache.adapters.etcd import Change, Entry, EtcdError, Found
+from objectcache.adapters.etcd_membership import EtcdMembership
 from tests.support.waiting import settled
 from tests.unit.played_time import PlayedTime
 

@@ -6,9 +6,9 @@ import json
 
 import pytest
 
-from adapters.membership import MembershipError
-from adapters.mpi_membership import RECORD_BYTES, record, view_of
 from descriptors.cluster import Member
+from objectcache.adapters.membership import MembershipError
+from objectcache.adapters.mpi_membership import RECORD_BYTES, record, view_of
 
 A, B = Member("rank-1", "http://h1:9100"), Member("b", "https://h2:9100", 2.5)
 

@@ -9,9 +9,9 @@ from typing import Any
 
 import pytest
 
-from adapters import nixl_agent
-from adapters.nixl_agent import Agent, NixlFailure
-from adapters.nixl_memory import Memory
+from objectcache.adapters import nixl_agent
+from objectcache.adapters.nixl_agent import Agent, NixlFailure
+from objectcache.adapters.nixl_memory import Memory
 
 
 class Refusing:

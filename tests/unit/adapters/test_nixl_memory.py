@@ -6,7 +6,7 @@ import numpy as np
 from hypothesis import given
 from hypothesis import strategies as st
 
-from adapters.nixl_memory import paired
+from objectcache.adapters.nixl_memory import paired
 
 
 @given(st.lists(st.integers(1, 9), min_size=1, max_size=12), st.data())

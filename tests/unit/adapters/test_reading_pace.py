@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from adapters.reading_pace import ReadingPace
 from descriptors.storage_api import Patience
+from objectcache.adapters.reading_pace import ReadingPace
 
 
 @pytest.mark.parametrize(

@@ -8,7 +8,7 @@ import threading
 
 import pytest
 
-from adapters.renewals import RENEWALS, Renewals, RenewalTimes
+from objectcache.adapters.renewals import RENEWALS, Renewals, RenewalTimes
 
 
 def test_a_lease_is_renewed_four_times_while_it_lasts() -> None:

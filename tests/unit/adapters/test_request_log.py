@@ -6,10 +6,10 @@ import logging
 
 import pytest
 
-from adapters.request_log import RequestLine, log_request, logs_requests
 from descriptors.tracing import (
     ServerTiming,
 )
+from objectcache.adapters.request_log import RequestLine, log_request, logs_requests
 
 
 def test_a_line_is_bounded_and_off_by_default(caplog: pytest.LogCaptureFixture) -> None:

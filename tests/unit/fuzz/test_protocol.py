@@ -12,12 +12,12 @@ import pytest
 from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 
-from adapters.deadlines import ConnectionWatch, Deadlines, Verdict
 from fuzz.seeds import seeds
 from fuzz.targets import TARGETS, TRAILER, decode_in_steps
 from gateway.s3.aws_chunked import CHUNK_HEADER_BYTES_MAX, TRAILER_BYTES_MAX, ChunkedDecoder
 from gateway.s3.payload_form import PayloadForm
 from gateway.s3.request import parse_range
+from objectcache.adapters.deadlines import ConnectionWatch, Deadlines, Verdict
 from tests.support.mutations import mutations
 
 UNSIGNED = PayloadForm.UNSIGNED_CHUNKS_TRAILER

@@ -16,8 +16,6 @@ from xml.parsers import expat
 
 import pytest
 
-from adapters import threads
-from adapters.document_budget import DocumentBudget
 from descriptors import json_body
 from descriptors.descriptor import DESCRIPTOR_BYTES_MAX, Descriptor
 from descriptors.descriptor_codec import decode_descriptor, encode_binary
@@ -34,6 +32,8 @@ from gateway.s3.xml_in import (
     parse_lifecycle,
     parse_tagging,
 )
+from objectcache.adapters import threads
+from objectcache.adapters.document_budget import DocumentBudget
 
 XML = [
     (parse_delete, "Delete"),

@@ -10,14 +10,22 @@ import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from adapters import native
-from kv_codecs.elements import Element, from_floats, to_floats
-from kv_codecs.encoding import HEAD, WrongLayerError, decode, decode_many, encode, encoded_bytes_max, read_head
-from kv_codecs.fp8 import ALL
-from kv_codecs.kivi import kivi_decode, kivi_encode
-from kv_codecs.layer import KIVI, Codec, LayerShape, group_of
-from kv_codecs.loss import loss
-from kv_codecs.packing import pack, packed_bytes, unpack
+from objectcache.adapters import native
+from objectcache.kv_codecs.elements import Element, from_floats, to_floats
+from objectcache.kv_codecs.encoding import (
+    HEAD,
+    WrongLayerError,
+    decode,
+    decode_many,
+    encode,
+    encoded_bytes_max,
+    read_head,
+)
+from objectcache.kv_codecs.fp8 import ALL
+from objectcache.kv_codecs.kivi import kivi_decode, kivi_encode
+from objectcache.kv_codecs.layer import KIVI, Codec, LayerShape, group_of
+from objectcache.kv_codecs.loss import loss
+from objectcache.kv_codecs.packing import pack, packed_bytes, unpack
 
 WHOLE = [codec for codec in Codec if not codec.drops_tokens]
 """The codecs that have every token; tests/unit/kv_codecs/test_dropping.py has the others."""

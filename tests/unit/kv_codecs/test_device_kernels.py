@@ -7,10 +7,10 @@ import os
 import numpy as np
 import pytest
 
-from kv_codecs import slots
-from kv_codecs.elements import Element
-from kv_codecs.encoding import HEAD, encode, expected_head
-from kv_codecs.layer import KIVI, Codec, LayerShape
+from objectcache.kv_codecs import slots
+from objectcache.kv_codecs.elements import Element
+from objectcache.kv_codecs.encoding import HEAD, encode, expected_head
+from objectcache.kv_codecs.layer import KIVI, Codec, LayerShape
 from tests.unit.kv_codecs.test_device_slots import layers
 
 torch = pytest.importorskip("torch")
@@ -19,7 +19,7 @@ if torch.cuda.is_available():
 with pytest.MonkeyPatch.context() as patch:
     patch.setitem(os.environ, "TRITON_INTERPRET", "1")
     pytest.importorskip("triton", reason="Triton is missing, which torch brings for CUDA")
-    device_kernels = pytest.importorskip("kv_codecs.device_kernels")
+    device_kernels = pytest.importorskip("objectcache.kv_codecs.device_kernels")
 SHAPES = (LayerShape(16, 80, Element.FLOAT16), LayerShape(7, 33, Element.FLOAT32), LayerShape(16, 64, Element.FLOAT32))
 """Without bfloat16, which the interpreter cuts instead of rounding it."""
 DTYPES = {Element.FLOAT16: torch.float16, Element.FLOAT32: torch.float32}

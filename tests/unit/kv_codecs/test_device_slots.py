@@ -9,15 +9,15 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 
-from adapters import native
-from kv_codecs import slots
-from kv_codecs.elements import Element, from_floats
-from kv_codecs.encoding import HEAD, encode
-from kv_codecs.layer import Codec, LayerShape
-from kv_codecs.slots import Run, WrongChunkError
+from objectcache.adapters import native
+from objectcache.kv_codecs import slots
+from objectcache.kv_codecs.elements import Element, from_floats
+from objectcache.kv_codecs.encoding import HEAD, encode
+from objectcache.kv_codecs.layer import Codec, LayerShape
+from objectcache.kv_codecs.slots import Run, WrongChunkError
 
 torch = pytest.importorskip("torch")
-device_slots = pytest.importorskip("kv_codecs.device_slots")
+device_slots = pytest.importorskip("objectcache.kv_codecs.device_slots")
 SHAPES = (
     LayerShape(64, 256, Element.BFLOAT16),
     LayerShape(16, 80, Element.FLOAT16),
@@ -161,11 +161,11 @@ def test_torch_decodes_where_kernels_cannot_be_had(
         raise FileNotFoundError("no C compiler")
 
     assert device_slots.kernels_for("cpu") is None
-    monkeypatch.setitem(sys.modules, "kv_codecs.device_kernels", None)
-    monkeypatch.delattr("kv_codecs.device_kernels", raising=False)
+    monkeypatch.setitem(sys.modules, "objectcache.kv_codecs.device_kernels", None)
+    monkeypatch.delattr("objectcache.kv_codecs.device_kernels", raising=False)
     assert device_slots.kernels_for("cuda:7") is None
     assert not caplog.records
-    monkeypatch.setitem(sys.modules, "kv_codecs.device_kernels", SimpleNamespace(try_out=fail))
+    monkeypatch.setitem(sys.modules, "objectcache.kv_codecs.device_kernels", SimpleNamespace(try_out=fail))
     assert device_slots.kernels_for("cuda:8") is None
     assert "no C compiler" in caplog.text
     assert device_slots.kernels_for("cuda:8") is None

@@ -9,14 +9,23 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from adapters import native
-from kv_codecs import dropping, slots
-from kv_codecs.dropping import SINKS, chosen_places
-from kv_codecs.elements import Element, from_floats, to_floats
-from kv_codecs.encoding import HEAD, WrongLayerError, decode, encode, encoded_bytes_max, read_head
-from kv_codecs.layer import DROPPING, KEYDIFF, RUN_TOKENS_MIN, STREAMING, Codec, LayerShape, kept_count, takes
-from kv_codecs.loss import loss
-from kv_codecs.slots import WrongChunkError
+from objectcache.adapters import native
+from objectcache.kv_codecs import dropping, slots
+from objectcache.kv_codecs.dropping import SINKS, chosen_places
+from objectcache.kv_codecs.elements import Element, from_floats, to_floats
+from objectcache.kv_codecs.encoding import HEAD, WrongLayerError, decode, encode, encoded_bytes_max, read_head
+from objectcache.kv_codecs.layer import (
+    DROPPING,
+    KEYDIFF,
+    RUN_TOKENS_MIN,
+    STREAMING,
+    Codec,
+    LayerShape,
+    kept_count,
+    takes,
+)
+from objectcache.kv_codecs.loss import loss
+from objectcache.kv_codecs.slots import WrongChunkError
 
 SHAPE = LayerShape(200, 24, Element.BFLOAT16)
 shapes = st.builds(LayerShape, st.integers(RUN_TOKENS_MIN, 400), st.integers(1, 40), st.sampled_from(Element))

@@ -16,13 +16,13 @@ from descriptors.descriptor import EXTENDED_VERSION, Accept, Descriptor
 from descriptors.errors import CallerError, ChunkUnavailable, ErrorCode
 from descriptors.layer_forms import EXACT, FormRun, LayerForms
 from descriptors.notices import Admitted, Done, Forms, LayerReady, Mode, Notice
-from kv_codecs.elements import Element, from_floats
-from kv_codecs.encoding import decode, encode, encoded_bytes_max
-from kv_codecs.layer import Codec, LayerShape
 from nixl_client.connectors.vllm.options import Options
 from nixl_client.fetch.decoding import PlacedLayers, checked_forms, is_too_new, layer_shape
 from nixl_client.fetch.delivery_state import DeliveryState, ProtocolViolationError
 from nixl_client.lossy import Lossy, accept_of
+from objectcache.kv_codecs.elements import Element, from_floats
+from objectcache.kv_codecs.encoding import decode, encode, encoded_bytes_max
+from objectcache.kv_codecs.layer import Codec, LayerShape
 
 ID = "request-00000001"
 SHAPE = LayerShape(16, 64, Element.BFLOAT16)

@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from objectcache import admin_token
-from objectcache.config import ConfigError
+from objectcache.cli import admin_token
+from objectcache.cli.config import ConfigError
 
 TOKEN = "a-token-of-sixteen-letters"
 

@@ -9,8 +9,8 @@ import pytest
 from pydantic import BaseModel, TypeAdapter, ValidationError
 from pydantic.fields import FieldInfo
 
-from objectcache import config
-from objectcache.config import ConfigError, load_config
+from objectcache.cli import config
+from objectcache.cli.config import ConfigError, load_config
 
 SIZED = {
     f"{model.__name__}.{name}": field

@@ -9,9 +9,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from objectcache.config import ConfigError, load_config
-from objectcache.config_file import edit_file
-from objectcache.config_text import (
+from objectcache.cli.config import ConfigError, load_config
+from objectcache.cli.config_file import edit_file
+from objectcache.cli.config_text import (
     WRITTEN_BY,
     ConfigTextError,
     entry_lines,
@@ -227,8 +227,8 @@ def test_what_is_written_loads(tmp_path: Path) -> None:
     [
         "[calibration]\nrounds = 1\n",
         "[calibration]\nmachine = 'x'\n",
-        "[calibration.link.pigeon]\nrounds = 1\n",
-        "[calibration.link.shm]\nrounds = 1\n",
+        "[objectcache.calibration.link.pigeon]\nrounds = 1\n",
+        "[objectcache.calibration.link.shm]\nrounds = 1\n",
     ],
     ids=["half of theta", "no theta", "no such transport", "half of a link"],
 )

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from orchestrator.engine import event_sources, index_name, reachable
+from objectcache.orchestrator.engine import event_sources, index_name, reachable
 
 
 def source(port: int, **changes: Any) -> dict[str, Any]:

@@ -6,10 +6,10 @@ import asyncio
 
 import pytest
 
-from orchestrator.events_feed import BLOCKS_AT_ONCE, EventsFeed, Turns
-from orchestrator.rules.kv_events import Batch, BlockStored, Event, block_count_of
-from orchestrator.rules.prefix_index import PrefixIndex
-from orchestrator.settings import EngineSettings, engine_settings
+from objectcache.orchestrator.events_feed import BLOCKS_AT_ONCE, EventsFeed, Turns
+from objectcache.orchestrator.rules.kv_events import Batch, BlockStored, Event, block_count_of
+from objectcache.orchestrator.rules.prefix_index import PrefixIndex
+from objectcache.orchestrator.settings import EngineSettings, engine_settings
 
 SECRET = "a secret of many letters"
 

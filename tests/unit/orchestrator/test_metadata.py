@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from orchestrator.metadata import FILE, CacheEntry, Metadata, MetadataError, RegisteredEngine
+from objectcache.orchestrator.metadata import FILE, CacheEntry, Metadata, MetadataError, RegisteredEngine
 
 ENGINE = RegisteredEngine("http://a:8000", "a", "{}")
 

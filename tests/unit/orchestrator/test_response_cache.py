@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from orchestrator.response_cache import ANSWER_BYTES, PIECE_BYTES, Collected, ResponseCache
+from objectcache.orchestrator.response_cache import ANSWER_BYTES, PIECE_BYTES, Collected, ResponseCache
 
 
 def keep(cache: ResponseCache, key: str, pieces: tuple[bytes, ...], now_s: float) -> None:

@@ -8,9 +8,9 @@ import pytest
 
 from bench.experiments.orchestrator.shared import ENGINE as SHARED_ENGINE
 from bench.experiments.orchestrator.shared import shared_beginning
-from orchestrator.rules.latency_model import LatencyCosts, ModelRequest, latency_ms
-from orchestrator.rules.policies import PolicyName
-from orchestrator.simulation import (
+from objectcache.orchestrator.rules.latency_model import LatencyCosts, ModelRequest, latency_ms
+from objectcache.orchestrator.rules.policies import PolicyName
+from objectcache.orchestrator.simulation import (
     Outcome,
     SimulatedEngine,
     SimulatedRequest,

@@ -12,12 +12,12 @@ from descriptors.descriptor import Accept
 from descriptors.errors import CallerError, ErrorCode
 from descriptors.layout import ChunkLayout
 from descriptors.recompute import Advice, AdviceRequest, Choice, DeliveryCosts, PrefillCosts
-from nixl_client.client import ObjectCacheClient
+from nixl_client.client import Client
 from nixl_client.connectors.vllm.naming import Deployment, KeyChain
-from orchestrator.rules.engine_metrics import Published
-from orchestrator.rules.prediction import Stored
-from orchestrator.settings import StoreSettings
-from orchestrator.store_lookups import ENDPOINTS_MAX, FAILURES_MAX, StoreLookups, lookup_key
+from objectcache.orchestrator.rules.engine_metrics import Published
+from objectcache.orchestrator.rules.prediction import Stored
+from objectcache.orchestrator.settings import StoreSettings
+from objectcache.orchestrator.store_lookups import ENDPOINTS_MAX, FAILURES_MAX, StoreLookups, lookup_key
 
 TOKENS = list(range(64))
 
@@ -64,10 +64,10 @@ async def test_prompts_without_names_are_no_failures_of_the_store(monkeypatch: p
 
 
 async def test_a_store_that_fails_is_left_alone_after_some_failures(monkeypatch: pytest.MonkeyPatch) -> None:
-    def advise(self: ObjectCacheClient, *_: object, **__: object) -> None:
+    def advise(self: Client, *_: object, **__: object) -> None:
         raise ConnectionRefusedError("nobody is there")
 
-    monkeypatch.setattr(ObjectCacheClient, "advise", advise)
+    monkeypatch.setattr(Client, "advise", advise)
     store = lookups(60.0)
     try:
         for _ in range(3 * FAILURES_MAX):
@@ -80,10 +80,10 @@ async def test_a_store_that_fails_is_left_alone_after_some_failures(monkeypatch:
 async def test_a_refusal_is_no_failure_of_the_store(monkeypatch: pytest.MonkeyPatch) -> None:
     """One engine that published a bucket that is not there switched the store off for all engines."""
 
-    def advise(self: ObjectCacheClient, *_: object, **__: object) -> None:
+    def advise(self: Client, *_: object, **__: object) -> None:
         raise CallerError(ErrorCode.NO_SUCH_BUCKET, "the bucket does not exist", field="bucket")
 
-    monkeypatch.setattr(ObjectCacheClient, "advise", advise)
+    monkeypatch.setattr(Client, "advise", advise)
     store = lookups(60.0)
     try:
         for _ in range(3 * FAILURES_MAX):
@@ -96,11 +96,11 @@ async def test_a_refusal_is_no_failure_of_the_store(monkeypatch: pytest.MonkeyPa
 async def test_the_store_is_asked_for_what_the_engine_takes(monkeypatch: pytest.MonkeyPatch) -> None:
     asked: list[object] = []
 
-    def advise(self: ObjectCacheClient, *_: object, accept: Accept | None) -> tuple[int, Advice]:
+    def advise(self: Client, *_: object, accept: Accept | None) -> tuple[int, Advice]:
         asked.append(accept)
         return 2, Advice(Choice.PREFIX, 2, None, {}, None, 1e9)
 
-    monkeypatch.setattr(ObjectCacheClient, "advise", advise)
+    monkeypatch.setattr(Client, "advise", advise)
     store, accept = lookups(60.0), Accept(("kivi4-1",), "bfloat16", 0.12)
     lossy = replace(published(), accept=accept)
     try:
@@ -124,11 +124,11 @@ def test_engines_share_a_lookup_only_if_their_chunks_have_one_shape() -> None:
 async def test_an_engines_costs_decide_no_lookup_of_others(monkeypatch: pytest.MonkeyPatch) -> None:
     asked: list[AdviceRequest] = []
 
-    def advise(self: ObjectCacheClient, keys: object, request: AdviceRequest, *_: object, **__: object) -> object:
+    def advise(self: Client, keys: object, request: AdviceRequest, *_: object, **__: object) -> object:
         asked.append(request)
         return 2, Advice(Choice.PREFIX, 2, None, {}, None, 1e9)
 
-    monkeypatch.setattr(ObjectCacheClient, "advise", advise)
+    monkeypatch.setattr(Client, "advise", advise)
     store = lookups(60.0)
     try:
         costly = replace(published(), prefill=PrefillCosts(1e6), loads=DeliveryCosts(9.0, 9.0, 9.0, 1.0))
@@ -166,12 +166,12 @@ async def test_all_ranks_of_a_deployment_share_the_bound_on_keys(monkeypatch: py
     """1,024 ranks of a prompt of 20,000 chunks would be 20 million keys."""
     counts: list[int] = []
 
-    def advise(self: ObjectCacheClient, keys: Sequence[str], *_: object, **__: object) -> tuple[int, Advice]:
+    def advise(self: Client, keys: Sequence[str], *_: object, **__: object) -> tuple[int, Advice]:
         counts.append(len(keys))
         return 0, Advice(Choice.PREFIX, 0, None, {}, None, 1e9)
 
-    monkeypatch.setattr(ObjectCacheClient, "advise", advise)
-    monkeypatch.setattr("orchestrator.store_lookups.KEYS_MAX", 64)
+    monkeypatch.setattr(Client, "advise", advise)
+    monkeypatch.setattr("objectcache.orchestrator.store_lookups.KEYS_MAX", 64)
     store = lookups(60.0)
     try:
         wide = replace(published(), deployment=replace(published().deployment, tp_size=8, pp_size=4))

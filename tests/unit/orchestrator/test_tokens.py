@@ -8,8 +8,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from orchestrator.tokenizer import LocalTokenizer, NoTokensError
-from orchestrator.tokens import TokenCache
+from objectcache.orchestrator.tokenizer import LocalTokenizer, NoTokensError
+from objectcache.orchestrator.tokens import TokenCache
 
 tokenizers = pytest.importorskip("tokenizers")
 TEMPLATE = "{% for message in messages %}<{{ message.role }}>{{ message.content }}{% endfor %}<end>"

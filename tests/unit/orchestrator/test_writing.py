@@ -7,11 +7,11 @@ from typing import Any
 
 import pytest
 
-from orchestrator import writing
-from orchestrator.rules.kv_events import Batch, BlockRemoved, BlockStored, WrongEventError, batch_of
-from orchestrator.rules.policies import Sessions
-from orchestrator.rules.prefix_index import PrefixIndex
-from orchestrator.writing import Writing
+from objectcache.orchestrator import writing
+from objectcache.orchestrator.rules.kv_events import Batch, BlockRemoved, BlockStored, WrongEventError, batch_of
+from objectcache.orchestrator.rules.policies import Sessions
+from objectcache.orchestrator.rules.prefix_index import PrefixIndex
+from objectcache.orchestrator.writing import Writing
 
 
 def stored(name: int) -> Batch:

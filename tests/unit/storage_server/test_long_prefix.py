@@ -14,10 +14,10 @@ import numpy as np
 import pytest
 from awscrt import checksums
 
-from adapters import threads
 from descriptors.descriptor import Delivery, Descriptor
 from descriptors.messages import LookupRequest
 from descriptors.storage_api import DeliveryStart, Patience, Spans
+from objectcache.adapters import threads
 from storage_server import pipeline
 from storage_server.service import EmbeddedStorage
 from storage_server.settings import StorageSettings

@@ -10,10 +10,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from kv_codecs.elements import Element, from_floats
-from kv_codecs.encoding import decode
-from kv_codecs.layer import KIVI, Codec, LayerShape, goes_on
-from kv_codecs.loss import loss
+from objectcache.kv_codecs.elements import Element, from_floats
+from objectcache.kv_codecs.encoding import decode
+from objectcache.kv_codecs.layer import KIVI, Codec, LayerShape, goes_on
+from objectcache.kv_codecs.loss import loss
 from storage_server.compression.forms import Reading
 from storage_server.recoding import Recoder
 

@@ -11,19 +11,19 @@ import pytest
 import torch
 import transformers
 
-from calibration.quality import answer_logits
 from descriptors.errors import ChunkUnavailable, ErrorCode
 from descriptors.layout import ChunkLayout
 from descriptors.notices import Mode
 from descriptors.recompute import advise
-from kv_codecs.elements import Element
-from kv_codecs.encoding import encode
-from kv_codecs.layer import Codec, LayerShape
-from kv_codecs.slots import decode_packed
 from nixl_client.connectors.prefills import Prefills
 from nixl_client.connectors.transformers import KvShape, WaitingCache, chunks_from_cache
 from nixl_client.fetch.layer_fetch import Layer
 from nixl_client.lossy import Lossy
+from objectcache.calibration.quality import answer_logits
+from objectcache.kv_codecs.elements import Element
+from objectcache.kv_codecs.encoding import encode
+from objectcache.kv_codecs.layer import Codec, LayerShape
+from objectcache.kv_codecs.slots import decode_packed
 from tests.support.small_llama import (
     CHUNK_TOKENS,
     CHUNKS,

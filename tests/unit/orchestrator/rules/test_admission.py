@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from orchestrator.rules.admission import Admission, AdmissionSettings, Tenant, Verdict
+from objectcache.orchestrator.rules.admission import Admission, AdmissionSettings, Tenant, Verdict
 
 A, B = Tenant("a"), Tenant("b")
 

@@ -6,7 +6,14 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from orchestrator.rules.block_pool import MODEL_BLOCK_BYTES, Allocation, BlockPools, Candidate, Refused, required_blocks
+from objectcache.orchestrator.rules.block_pool import (
+    MODEL_BLOCK_BYTES,
+    Allocation,
+    BlockPools,
+    Candidate,
+    Refused,
+    required_blocks,
+)
 
 MB = 1_000_000
 

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from orchestrator.rules.books import EngineBooks, Sent
-from orchestrator.rules.observed_costs import EXACT, FACTOR_MAX, FIXED_S_MAX, PREFILLS_MAX
+from objectcache.orchestrator.rules.books import EngineBooks, Sent
+from objectcache.orchestrator.rules.observed_costs import EXACT, FACTOR_MAX, FIXED_S_MAX, PREFILLS_MAX
 
 
 def sent(request_id: str, compute_s: float, at_s: float, tokens: int = 100) -> Sent:

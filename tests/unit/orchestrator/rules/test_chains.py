@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from orchestrator.rules.chains import block_hashes, next_hash, root_hash
+from objectcache.orchestrator.rules.chains import block_hashes, next_hash, root_hash
 
 TOKENS = list(range(100, 140))
 

@@ -9,9 +9,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from descriptors.recompute import PrefillCosts
-from orchestrator.rules.congestion import BUSY_SHARE_MAX, Congestion
-from orchestrator.rules.observed_costs import Correction
-from orchestrator.rules.prediction import EngineState
+from objectcache.orchestrator.rules.congestion import BUSY_SHARE_MAX, Congestion
+from objectcache.orchestrator.rules.observed_costs import Correction
+from objectcache.orchestrator.rules.prediction import EngineState
 
 A = EngineState("a", PrefillCosts(100.0), queue_s=1.0, arrivals_per_s=2.0, busy_share=0.8)
 B = replace(A, name="b", queue_s=1.2)

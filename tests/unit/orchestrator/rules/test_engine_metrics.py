@@ -9,7 +9,7 @@ from descriptors.layout import ChunkLayout
 from descriptors.recompute import DeliveryCosts, PrefillCosts
 from nixl_client.connectors.vllm.naming import Deployment
 from nixl_client.connectors.vllm.published import published
-from orchestrator.rules.engine_metrics import SEARCHED_BYTES, EngineReport, read_metrics
+from objectcache.orchestrator.rules.engine_metrics import SEARCHED_BYTES, EngineReport, read_metrics
 
 
 def read(text: str) -> EngineReport:

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from orchestrator.rules import kept_responses
-from orchestrator.rules.kept_responses import KEPT_MAX, KeptResponses, response_id
+from objectcache.orchestrator.rules import kept_responses
+from objectcache.orchestrator.rules.kept_responses import KEPT_MAX, KeptResponses, response_id
 
 
 @pytest.mark.parametrize(

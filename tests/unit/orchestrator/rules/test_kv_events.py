@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from orchestrator.rules.kv_events import (
+from objectcache.orchestrator.rules.kv_events import (
     BATCH_BLOCKS_MAX,
     EXTRA_CHARACTERS_MAX,
     NAME_BYTES_MAX,
@@ -28,7 +28,7 @@ from orchestrator.rules.kv_events import (
     sliced,
     token_root,
 )
-from orchestrator.rules.prefix_index import PrefixIndex
+from objectcache.orchestrator.rules.prefix_index import PrefixIndex
 
 STORED = {
     "type": "BlockStored", "block_hashes": [11, 12], "parent_block_hash": 10, "token_ids": [1, 2, 3, 4],

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from orchestrator.rules.latency_model import (
+from objectcache.orchestrator.rules.latency_model import (
     LARGE,
     MISS,
     LatencyCosts,

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from orchestrator.rules.liveness import EJECTED_S, EJECTED_S_MAX, FORGIVEN_S, EngineStatus, Liveness
+from objectcache.orchestrator.rules.liveness import EJECTED_S, EJECTED_S_MAX, FORGIVEN_S, EngineStatus, Liveness
 
 
 def test_an_engine_takes_requests_after_its_first_good_probe() -> None:

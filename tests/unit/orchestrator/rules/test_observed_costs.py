@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from orchestrator.rules.observed_costs import (
+from objectcache.orchestrator.rules.observed_costs import (
     GROWTH_S_MAX,
     SAMPLES_MIN,
     TOKEN_US_DEFAULT,

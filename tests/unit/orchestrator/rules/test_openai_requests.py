@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from orchestrator.rules.openai_requests import (
+from objectcache.orchestrator.rules.openai_requests import (
     OUTPUT_TOKENS_DEFAULT,
     Asked,
     RequestKind,

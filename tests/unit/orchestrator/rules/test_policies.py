@@ -12,8 +12,8 @@ from hypothesis import strategies as st
 
 from descriptors.layout import ChunkLayout
 from descriptors.recompute import PrefillCosts
-from orchestrator.rules.observed_costs import Correction
-from orchestrator.rules.policies import (
+from objectcache.orchestrator.rules.observed_costs import Correction
+from objectcache.orchestrator.rules.policies import (
     POLICIES,
     KvEventScore,
     LeastLoad,
@@ -25,7 +25,7 @@ from orchestrator.rules.policies import (
     RouteRequest,
     Sessions,
 )
-from orchestrator.rules.prediction import EngineState, Stored, predict
+from objectcache.orchestrator.rules.prediction import EngineState, Stored, predict
 
 COSTS = PrefillCosts(100.0)
 REQUEST = RouteRequest("r", 1000, 100, "", b"start")

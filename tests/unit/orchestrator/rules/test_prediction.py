@@ -8,8 +8,8 @@ from hypothesis import strategies as st
 
 from descriptors.layout import ChunkLayout
 from descriptors.recompute import Choice, DeliveryCosts, PrefillCosts
-from orchestrator.rules.observed_costs import Correction
-from orchestrator.rules.prediction import EngineState, Stored, least_ttft_s, predict, recompute_s
+from objectcache.orchestrator.rules.observed_costs import Correction
+from objectcache.orchestrator.rules.prediction import EngineState, Stored, least_ttft_s, predict, recompute_s
 
 LAYOUT = ChunkLayout(4, 16, 65_536)
 COSTS = PrefillCosts(token_us=100.0, request_us=1000.0)

@@ -8,10 +8,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from orchestrator.rules import prefix_index
-from orchestrator.rules.chains import block_hashes, root_hash
-from orchestrator.rules.kv_events import AllBlocksCleared, BlockRemoved, BlockStored
-from orchestrator.rules.prefix_index import CLEARED_MAX, ENGINES_MAX, EXPECTED_S, SWEEP_BLOCKS, PrefixIndex
+from objectcache.orchestrator.rules import prefix_index
+from objectcache.orchestrator.rules.chains import block_hashes, root_hash
+from objectcache.orchestrator.rules.kv_events import AllBlocksCleared, BlockRemoved, BlockStored
+from objectcache.orchestrator.rules.prefix_index import CLEARED_MAX, ENGINES_MAX, EXPECTED_S, SWEEP_BLOCKS, PrefixIndex
 
 STEP = 4
 PROMPT = list(range(20))

@@ -10,8 +10,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from orchestrator.rules.openai_requests import RequestKind, WrongRequestError
-from orchestrator.rules.reading import (
+from objectcache.orchestrator.rules.openai_requests import RequestKind, WrongRequestError
+from objectcache.orchestrator.rules.reading import (
     HEAD,
     Order,
     answered_tokens,

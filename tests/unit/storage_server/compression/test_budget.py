@@ -6,8 +6,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kv_codecs.elements import Element
-from kv_codecs.layer import Codec, LayerShape
+from objectcache.kv_codecs.elements import Element
+from objectcache.kv_codecs.layer import Codec, LayerShape
 from storage_server.compression.budget import COUNT_MIN, HALF_LIFE_CHUNKS, ErrorBudget, ErrorLimits
 from storage_server.compression.forms import Reading
 

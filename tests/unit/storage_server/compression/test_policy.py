@@ -9,8 +9,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kv_codecs.elements import Element
-from kv_codecs.layer import Codec, LayerShape, goes_on
+from objectcache.kv_codecs.elements import Element
+from objectcache.kv_codecs.layer import Codec, LayerShape, goes_on
 from storage_server.compression import policy as policy_module
 from storage_server.compression.forms import Encoded, Reading
 from storage_server.compression.policy import CodecFigures, Use, UtilityPolicy, UtilitySettings

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from kv_codecs.elements import Element
-from kv_codecs.layer import Codec, LayerShape
+from objectcache.kv_codecs.elements import Element
+from objectcache.kv_codecs.layer import Codec, LayerShape
 from storage_server.compression.policy import CodecFigures, UtilitySettings
 from storage_server.compression.replacement import replacements
 

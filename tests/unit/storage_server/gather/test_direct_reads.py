@@ -11,7 +11,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from adapters import native
+from objectcache.adapters import native
 from storage_server.planning.block_checksums import BLOCK_BYTES, BlockChecksums
 from storage_server.planning.rows import Row
 from tests.support.waiting import eventually

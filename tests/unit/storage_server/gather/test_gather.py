@@ -20,10 +20,10 @@ from awscrt.checksums import crc32c
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from adapters import native
 from descriptors.errors import ChunkUnavailable, ErrorCode
 from descriptors.layout import ChunkLayout
 from descriptors.notices import Mode
+from objectcache.adapters import native
 from storage_server.gather.read import gather
 from storage_server.planning.block_checksums import BLOCK_BYTES, BlockChecksums
 from storage_server.planning.extent import Extent

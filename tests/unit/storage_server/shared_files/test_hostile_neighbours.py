@@ -11,9 +11,9 @@ from typing import Any
 import pytest
 from awscrt.checksums import crc32c
 
-from adapters.beneath import Beneath, UnsafeFileError
 from descriptors.errors import ServerError
 from descriptors.objects import ListRequest
+from objectcache.adapters.beneath import Beneath, UnsafeFileError
 from storage_server.shared_files.clock import AHEAD_S
 from storage_server.shared_files.journal import named_files
 from storage_server.shared_files.membership import WrongHomeError

@@ -22,7 +22,7 @@ from descriptors.objects import (
     UploadRef,
     UploadRequest,
 )
-from objectcache.compact import run as run_command
+from objectcache.cli.compact import run as run_command
 from storage_server.planning.extent import ALIGNMENT_BYTES
 from storage_server.settings import StorageSettings
 from storage_server.store.beside import StoreBeside

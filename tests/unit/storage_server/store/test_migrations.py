@@ -147,7 +147,10 @@ def test_a_new_index_has_the_schema_that_upgrades_lead_to(tmp_path: Path) -> Non
     def described(directory: Path) -> dict[str, str]:
         with closing(sqlite3.connect(directory / "index.sqlite3")) as db:
             rows = db.execute("SELECT name, sql FROM sqlite_master WHERE sql IS NOT NULL")
-            return {name: " ".join(sql.split()).replace("( ", "(").replace(" )", ")") for name, sql in rows}
+            return {
+                name: " ".join(sql.split()).replace("( ", "(").replace(" )", ")").replace(" ,", ",")
+                for name, sql in rows
+            }
 
     EmbeddedStore(StorageSettings(data_dir=tmp_path / "new")).close()
     upgraded = unpacked(STORES[0], tmp_path / "old")

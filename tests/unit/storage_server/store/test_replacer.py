@@ -15,7 +15,7 @@ from descriptors.errors import CallerError, ErrorCode, ServerError
 from descriptors.headers import CLASS_HEADER
 from descriptors.kv_forms import EncodedForm, KvLayout
 from descriptors.objects import Attributes, ChecksumAlgorithm, PutRequest, ReadRequest
-from kv_codecs.layer import Codec
+from objectcache.kv_codecs.layer import Codec
 from storage_server.compression.policy import CodecFigures, UtilitySettings
 from storage_server.settings import CacheSettings, StorageSettings
 from storage_server.store.embedded import EmbeddedStore

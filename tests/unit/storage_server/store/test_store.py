@@ -11,7 +11,6 @@ from typing import Any
 
 import pytest
 
-from adapters.beneath import Beneath
 from descriptors.errors import CallerError, ErrorCode, ObjectCacheError
 from descriptors.objects import (
     BodyDigests,
@@ -22,6 +21,7 @@ from descriptors.objects import (
     ReadRequest,
 )
 from descriptors.units import MIB
+from objectcache.adapters.beneath import Beneath
 from storage_server.planning.block_checksums import BLOCK_BYTES
 from storage_server.planning.extent import Extent
 from storage_server.store.data import extents as extents_module

@@ -15,7 +15,6 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from adapters.beneath import Beneath
 from descriptors.errors import ErrorCode, ServerError
 from descriptors.objects import (
     ByteRange,
@@ -23,6 +22,7 @@ from descriptors.objects import (
     RangeSpec,
 )
 from descriptors.units import MIB
+from objectcache.adapters.beneath import Beneath
 from storage_server.planning.block_checksums import BLOCK_BYTES, BlockChecksums, first_bad_block
 from storage_server.planning.extent import Extent
 from storage_server.settings import StorageSettings

@@ -7,8 +7,8 @@ from hypothesis import strategies as st
 
 from descriptors.layer_forms import EXACT, RUNS_MAX
 from descriptors.layout import ChunkLayout
-from kv_codecs.elements import Element
-from kv_codecs.layer import Codec, LayerShape
+from objectcache.kv_codecs.elements import Element
+from objectcache.kv_codecs.layer import Codec, LayerShape
 from storage_server.compression.forms import Encoded, Reading
 from storage_server.planning.extent import Extent
 from storage_server.store.index.reading import usable_prefix

@@ -7,9 +7,9 @@ from itertools import pairwise
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 
-from kv_codecs.elements import Element
-from kv_codecs.encoding import encoded_bytes_max
-from kv_codecs.layer import Codec, LayerShape
+from objectcache.kv_codecs.elements import Element
+from objectcache.kv_codecs.encoding import encoded_bytes_max
+from objectcache.kv_codecs.layer import Codec, LayerShape
 from storage_server.compression.forms import Encoded
 from storage_server.planning.extent import ALIGNMENT_BYTES, Extent
 from storage_server.tiers.residency import Key, Residency, key_of

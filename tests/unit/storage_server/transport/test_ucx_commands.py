@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from adapters.nixl_memory import Memory
+from objectcache.adapters.nixl_memory import Memory
 from storage_server.planning.area_span import AreaSpan, area_spans
 from storage_server.transport.ucx_commands import (
     AddPeer,

@@ -10,7 +10,6 @@ import pytest
 from descriptors.descriptor import CHUNK_COUNT_MAX, PER_LAYER_CHUNK_BYTES_MAX
 from descriptors.layout import ChunkLayout
 from descriptors.recompute import PrefillCosts
-from kv_codecs.layer import group_of
 from nixl_client.connectors.lmcache.chunks import (
     ChunkSize,
     ChunkSpace,
@@ -25,6 +24,7 @@ from nixl_client.connectors.lmcache.chunks import (
 from nixl_client.connectors.lmcache.jobs import Jobs
 from nixl_client.connectors.lmcache.options import Options
 from nixl_client.transports.transport import Transport
+from objectcache.kv_codecs.layer import group_of
 
 SPACE = ChunkSpace("in-process", "org/model", "0 of 1", "bfloat16", "(2, 2, 16, 8, 64)")
 

@@ -1,0 +1,222 @@
+"""aiohttp's low-level server, with limits on a connection's time and header bytes, and on the number of connections.
+
+Built on the asyncio protocol's own methods and `RequestHandler.handle_error`. aiohttp itself closes idle keep-alive
+connections.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import resource
+from collections import OrderedDict
+from collections.abc import Awaitable, Callable, Iterator
+from contextlib import contextmanager
+from typing import Any, cast
+
+from aiohttp import StreamReader, web
+from aiohttp.http_exceptions import BadHttpMessage, LineTooLong
+
+from descriptors.errors import CallerError, ErrorCode, ObjectCacheError, ServerError
+from objectcache.adapters.deadlines import HEAD_BYTES_MAX, ConnectionLimits, ConnectionWatch, Deadlines, Verdict
+from objectcache.adapters.response_sink import cut
+
+HEADER_COUNT_MAX = 256
+FILES_FRACTION = 0.5
+"""Of the open files that the host allows, for connections; the rest is for stored files, engines and peers."""
+LINGER_S = 3.0
+"""The seconds for which the rest of a refused body is read and dropped. Without this many clients miss the refusal."""
+_log = logging.getLogger(__name__)
+
+Handler = Callable[[web.BaseRequest], Awaitable[web.StreamResponse]]
+Refuse = Callable[[ObjectCacheError], web.Response]
+
+
+class LimitedServer(web.Server):
+    """`refuse` makes the answer to bytes that cannot be parsed as a request. A client that disconnects cancels its
+    handler. Bodies arrive as they were sent.
+    """
+
+    def __init__(self, handler: Handler, refuse: Refuse, limits: ConnectionLimits) -> None:
+        super().__init__(_watched(handler), handler_cancellation=True)
+        self.refuse = refuse
+        files_max, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
+        self.connections_max = max(1, min(limits.connections_max, int(FILES_FRACTION * files_max)))
+        if self.connections_max < limits.connections_max:
+            problem = "at most %d connections, not %d: this host allows %d open files (ulimit -n)"
+            _log.warning(problem, self.connections_max, limits.connections_max, files_max)
+        self.limits = limits
+        self.idle: OrderedDict[Connection, None] = OrderedDict()
+        """The connections without a request, the longest idle one first."""
+        self.deadlines = Deadlines(limits.header_timeout_s, limits.send_idle_timeout_s)
+        self.open_count = 0
+
+    def __call__(self) -> web.RequestHandler:
+        return Connection(self, asyncio.get_running_loop())
+
+
+@contextmanager
+def gives_place_up(http: web.BaseRequest) -> Iterator[None]:
+    """While the block runs, the request's connection is closed where its place is wanted, as one without a request."""
+    connection = http.protocol
+    if not isinstance(connection, Connection):
+        yield
+        return
+    connection.may_give_place_up(is_so=True)
+    try:
+        yield
+    finally:
+        connection.may_give_place_up(is_so=False)
+
+
+class Connection(web.RequestHandler):
+    """One client's connection."""
+
+    __slots__ = ("_body", "_check", "_clock", "_limited", "_watch", "_wire")
+
+    def __init__(self, server: LimitedServer, loop: asyncio.AbstractEventLoop) -> None:
+        super().__init__(
+            server,
+            loop=loop,
+            keepalive_timeout=server.limits.keepalive_timeout_s,
+            auto_decompress=False,
+            max_line_size=server.limits.header_bytes_max,
+            max_field_size=server.limits.header_bytes_max,
+            max_headers=HEADER_COUNT_MAX,
+            lingering_time=LINGER_S,
+            access_log=cast(Any, None),
+        )
+        self._limited = server
+        self._clock = loop
+        self._watch = ConnectionWatch(server.deadlines)
+        self._wire: asyncio.Transport | None = None
+        self._check: asyncio.TimerHandle | None = None
+        self._body: StreamReader | None = None
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        wire = cast(asyncio.Transport, transport)
+        server = self._limited
+        server.open_count += 1
+        self._wire = wire
+        if server.open_count > server.connections_max:
+            if not server.idle:
+                _log.warning("%d connections have requests: refused one more", server.open_count - 1)
+                wire.abort()
+                return
+            longest, _ = server.idle.popitem(last=False)
+            longest.give_place_up()
+        super().connection_made(transport)
+        server.idle[self] = None
+        self._schedule()
+
+    def give_place_up(self) -> None:
+        """Another client wants to come, and this one asks for nothing."""
+        if self._wire is not None:
+            self._wire.abort()
+
+    def may_give_place_up(self, *, is_so: bool) -> None:
+        """Whether another client may have this one's place, although it has a request."""
+        if is_so and self._wire is not None:
+            self._limited.idle[self] = None
+        else:
+            self._limited.idle.pop(self, None)
+
+    def connection_lost(self, exc: BaseException | None) -> None:
+        self._limited.open_count -= 1
+        self._limited.idle.pop(self, None)
+        self._wire = None
+        if self._check is not None:
+            self._check.cancel()
+        super().connection_lost(exc)
+
+    def data_received(self, data: bytes) -> None:
+        body = self._body
+        if body is None or body.is_eof():
+            self._body = None
+            if not self._watch.received(data, self._clock.time()):
+                self._refuse(f"the headers have more than {HEAD_BYTES_MAX} bytes")
+                return
+            super().data_received(data)
+            return
+        super().data_received(data)
+        if body.is_eof():
+            self._watch.request_begun()  # the next head, or a part of it, may have come behind the body
+
+    def request_begun(self, http: web.BaseRequest) -> None:
+        self._body = http.content
+        self._limited.idle.pop(self, None)
+        self._watch.request_begun()
+
+    def request_ended(self) -> None:
+        self._watch.request_ended()
+        if self._wire is not None:
+            self._limited.idle[self] = None
+
+    def handle_error(
+        self,
+        request: web.BaseRequest,
+        status: int = 500,
+        exc: BaseException | None = None,
+        message: str | None = None,
+    ) -> web.StreamResponse:
+        """Answer bytes that aiohttp could not parse with S3's XML, where aiohttp would answer with plain text."""
+        if request.writer.output_size > 0:
+            raise ConnectionError("an answer has begun")
+        response = self._limited.refuse(_as_error(status, exc, self._limited.limits.header_bytes_max))
+        response.force_close()
+        return response
+
+    def _schedule(self) -> None:
+        self._check = self._clock.call_later(self._limited.deadlines.check_s, self._on_check)
+
+    def _on_check(self) -> None:
+        wire = self._wire
+        if wire is None:
+            return
+        verdict = self._watch.verdict(wire.get_write_buffer_size(), self._clock.time())
+        if verdict is Verdict.KEEP:
+            self._schedule()
+            return
+        _log.info("a connection is cut: %s", verdict.name)
+        cut(wire)  # `close` would wait for the client once more, on a TLS connection
+
+    def _refuse(self, problem: str) -> None:
+        """Write the answer directly, outside any request, and close the connection."""
+        wire = self._wire
+        if wire is None or wire.is_closing():
+            return
+        answer = self._limited.refuse(CallerError(ErrorCode.REQUEST_HEADERS_TOO_LARGE, problem, field="headers"))
+        body = cast(bytes, answer.body)
+        names = "".join(f"{name}: {value}\r\n" for name, value in answer.headers.items() if name != "Content-Length")
+        head = (
+            f"HTTP/1.1 {answer.status} {answer.reason}\r\n{names}Content-Length: {len(body)}\r\nConnection: close\r\n"
+        )
+        wire.write(head.encode() + b"\r\n" + body)
+        self.force_close()
+
+
+def _watched(handler: Handler) -> Handler:
+    async def handle(http: web.BaseRequest) -> web.StreamResponse:
+        connection = http.protocol
+        if not isinstance(connection, Connection):
+            return await handler(http)
+        connection.request_begun(http)
+        try:
+            return await handler(http)
+        finally:
+            connection.request_ended()
+
+    return handle
+
+
+def _as_error(status: int, exc: BaseException | None, header_bytes_max: int) -> ObjectCacheError:
+    if isinstance(exc, LineTooLong):
+        return CallerError(
+            ErrorCode.REQUEST_HEADERS_TOO_LARGE,
+            f"the request line or a header has more than {header_bytes_max} bytes",
+            field="headers",
+        )
+    if isinstance(exc, BadHttpMessage) or status < 500:
+        return CallerError(ErrorCode.INVALID_REQUEST, "this is not a well-formed HTTP request", field="headers")
+    _log.error("a request failed outside its handler", exc_info=exc)
+    return ServerError(ErrorCode.INTERNAL_ERROR, "we failed; quote the request id", retryable=True)

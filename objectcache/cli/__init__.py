@@ -1,0 +1,1 @@
+"""Composition: configuration, the command line, and the one place that joins gateway and storage server."""

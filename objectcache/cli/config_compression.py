@@ -1,0 +1,73 @@
+"""The `[compression]` table: whether the DRAM tier keeps chunks encoded, and by which figures it decides."""
+
+from __future__ import annotations
+
+from enum import Enum
+from typing import Annotated
+
+from pydantic import Field
+
+from descriptors.chunk_flags import CONTENT_CLASS
+from objectcache.cli.config_values import ConfigError, Model, Rate
+from objectcache.kv_codecs.layer import Codec
+from storage_server.compression.forms import TIER_CODECS
+from storage_server.compression.policy import CodecFigures, UtilitySettings
+
+DEFAULT_CODECS = {
+    Codec.KIVI8: CodecFigures(1.0, 2.5e9),
+    Codec.FP8: CodecFigures(0.999, 0.3e9),
+    Codec.KIVI4: CodecFigures(0.99, 2.5e9),
+}
+"""Used where the table names none: codecs that cost next to nothing on every text that docs/compression.md tells of."""
+
+
+class CompressionPolicy(Enum):
+    """Whether chunks are kept encoded: never, or where that has the greater utility."""
+
+    OFF = "off"
+    ADAPTIVE = "adaptive"
+
+
+class CodecConfig(Model):
+    """One `[compression.codecs.NAME]` table, which `objectcache calibrate --quality` writes."""
+
+    quality: Annotated[float, Field(ge=0, le=1)]
+    decoded_bytes_per_s: Annotated[Rate, Field(gt=0)]
+
+
+Quality = Annotated[float, Field(ge=0, le=1)]
+ContentClass = Annotated[str, Field(pattern=f"^{CONTENT_CLASS.pattern}$")]
+
+
+class CompressionConfig(Model):
+    """The `[compression]` table. `calibrate --tiers` writes the rates, `calibrate --quality` the codecs, and with
+    `--class` the qualities of codecs on content of that class.
+    """
+
+    policy: CompressionPolicy = CompressionPolicy.OFF
+    alpha_s: Annotated[float, Field(ge=0, le=1e6)] = 1.0
+    memory_bytes_per_s: Annotated[Rate, Field(gt=0)] = 8e9
+    home_bytes_per_s: Annotated[Rate, Field(gt=0)] = 1e9
+    half_life_s: Annotated[float, Field(ge=1, le=1e6)] = 600.0
+    codecs: dict[str, CodecConfig] = Field(default_factory=dict)
+    classes: dict[ContentClass, dict[str, Quality]] = Field(default_factory=dict)
+
+    def settings(self) -> UtilitySettings | None:
+        """The settings; None where nothing is kept encoded. Raises ConfigError."""
+        if self.policy is CompressionPolicy.OFF:
+            return None
+        by_name = {codec.value: codec for codec in TIER_CODECS}
+        named = {name for qualities in self.classes.values() for name in qualities}
+        if unknown := sorted((set(self.codecs) | named) - set(by_name)):
+            raise ConfigError(f"[compression]: codecs: {unknown[0]} is none of {', '.join(by_name)}")
+        class_qualities = {
+            name: {by_name[codec]: quality for codec, quality in qualities.items()}
+            for name, qualities in self.classes.items()
+        }
+        said = {
+            by_name[name]: CodecFigures(each.quality, each.decoded_bytes_per_s) for name, each in self.codecs.items()
+        }
+        return UtilitySettings(
+            said or DEFAULT_CODECS, class_qualities, self.alpha_s, self.memory_bytes_per_s, self.home_bytes_per_s,
+            self.half_life_s,
+        )  # fmt: skip

@@ -1,0 +1,230 @@
+"""`objectcache orchestrator`: routes OpenAI requests to engines. `explain` prints what became of one."""
+
+from __future__ import annotations
+
+import argparse
+import http.client
+import json
+import os
+import sys
+import urllib.request
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any, TypeAlias
+
+from objectcache.cli import admin_token, serve
+from objectcache.cli.cluster import etcd_of
+from objectcache.cli.config import Config, ConfigError, load_config
+from objectcache.orchestrator.rules.policies import PolicyName
+from objectcache.orchestrator.settings import EngineSettings, OrchestratorSettings, Role, StoreSettings
+
+KEY_VARIABLE = "OBJECTCACHE_ENGINE_API_KEY"
+ASK_S = 10.0
+Commands: TypeAlias = "argparse._SubParsersAction[argparse.ArgumentParser]"
+
+
+def add_orchestrator(commands: Commands, parents: Sequence[argparse.ArgumentParser]) -> None:
+    """Add the command."""
+    command = commands.add_parser(
+        "orchestrator",
+        help="send each OpenAI request to the engine that will answer first",
+        usage="%(prog)s --engine URL [--engine URL ...] [--store URL] [options]\n"
+        "       %(prog)s explain REQUEST-ID [--url URL]",
+        description="Stand in front of several engines. Point any OpenAI client at this address: each request goes to "
+        "the engine whose first token will come soonest, by what each holds, what the store has, and what waits.",
+        parents=parents,
+    )
+    command.add_argument(
+        "--engine",
+        action="append",
+        default=[],
+        metavar="URL",
+        help="an engine, for example http://10.0.0.1:8000; may be given more than once",
+    )
+    command.add_argument(
+        "--prefill-engine",
+        action="append",
+        default=[],
+        metavar="URL",
+        help="an engine that only computes long prompts, whose KV the others have from the store",
+    )
+    command.add_argument(
+        "--store",
+        metavar="URL",
+        help="the ObjectCache that engines load from; its account comes from AWS_ACCESS_KEY_ID and"
+        " AWS_SECRET_ACCESS_KEY",
+    )
+    command.add_argument(
+        "--policy", choices=[each.value for each in PolicyName], help="default: ttft; docs/orchestrator.md"
+    )
+    command.add_argument(
+        "--data", type=Path, metavar="DIR", help="where engines, sessions and blocks are kept over a restart"
+    )
+    command.add_argument(
+        "--registry",
+        metavar="WHERE",
+        help="etcd://HOST:PORT[,HOST:PORT]/PREFIX: engines that any of several orchestrators registers, all join",
+    )
+    command.add_argument(
+        "--tokenizer", type=Path, metavar="DIR", help="the model's tokenizer files; default: engines are asked"
+    )
+    command.add_argument("--max-active", type=int, metavar="N", help="requests that run at once; default: 1024")
+    command.add_argument("--queue-max", type=int, metavar="N", help="requests that may wait; default: 4096")
+    command.add_argument("--deadline-s", type=float, metavar="S", help="how long each may wait; default: 30")
+    command.add_argument("--host", default="127.0.0.1", help="default: 127.0.0.1")
+    command.add_argument("--port", type=int, default=8080, help="default: 8080; 0 picks a free one")
+    command.add_argument("--tls-certificate", type=Path, metavar="FILE", help="PEM, with its chain; speaks https then")
+    command.add_argument("--tls-key", type=Path, metavar="FILE", help="PEM")
+    command.add_argument("--config", type=Path, metavar="FILE", help="TOML; see docs/configuration.md")
+    command.set_defaults(command=orchestrate)
+
+    explain = command.add_subparsers(metavar="COMMAND").add_parser(
+        "explain", help="print where a request went, and why", parents=parents
+    )
+    explain.add_argument("request_id", metavar="REQUEST-ID", help="of the header x-objectcache-request-id")
+    explain.add_argument("--url", default="http://127.0.0.1:8080", help="the orchestrator; default: %(default)s")
+    explain.add_argument("--json", type=Path, metavar="FILE", help="write the receipt here; - is standard output")
+    explain.set_defaults(command=explain_request)
+
+
+def orchestrate(options: argparse.Namespace) -> int:
+    """Run an orchestrator until a signal ends it. Raises ConfigError."""
+    config = load_config(options.config)
+    settings = settings_of(options, config)
+    if not settings.engines and settings.data is None and options.registry is None:
+        raise ConfigError(
+            "an orchestrator needs an --engine, or --data or --registry with engines that were registered"
+        )
+    from objectcache.orchestrator.metadata import MetadataError  # other commands start sooner without these
+    from objectcache.orchestrator.process import Orchestration
+    from objectcache.orchestrator.registry import EtcdRegistry
+
+    listen = serve.Listen(options.host, options.port, tls=serve.tls_of(options.tls_certificate, options.tls_key))
+    engine_key = os.environ.get(KEY_VARIABLE)
+
+    def make() -> Orchestration:
+        registry = None
+        if options.registry is not None:
+            registry = EtcdRegistry(*etcd_of("--registry", options.registry, config.cluster))
+        return Orchestration(settings, engine_key, lambda server: serve.listening(server, listen), registry)
+
+    try:
+        serve.run("objectcache orchestrator", make)
+    except (MetadataError, ValueError) as error:
+        raise ConfigError(str(error)) from None
+    return 0
+
+
+def settings_of(options: argparse.Namespace, config: Config) -> OrchestratorSettings:
+    """The settings by the config file and the options. Raises ConfigError."""
+    table = config.orchestrator
+    engines = [each.settings() for each in config.engines]
+    engines += [EngineSettings(_url(each)) for each in options.engine]
+    engines += [EngineSettings(_url(each), role=Role.PREFILL) for each in options.prefill_engine]
+    twice = {each.label for each in engines if [other.label for other in engines].count(each.label) > 1}
+    if twice:
+        raise ConfigError(f"the engine {min(twice)} is there twice")
+    keys = [each.key for each in config.api_keys]
+    if len(set(keys)) != len(keys):
+        raise ConfigError("[[api_keys]]: a key appears twice")
+    admission = table.admission()
+    for name, value in (
+        ("active_max", options.max_active),
+        ("queue_max", options.queue_max),
+        ("deadline_s", options.deadline_s),
+    ):
+        if value is not None:
+            if value < 0 or (value == 0 and name != "queue_max"):
+                raise ConfigError(f"--{name.replace('_', '-')}: {value} is too little")
+            admission = replace(admission, **{name: value})
+    others: dict[str, Any] = table.others()
+    if options.policy is not None:
+        others["policy"] = PolicyName(options.policy)
+    if options.tokenizer is not None:
+        others["tokenizer"] = options.tokenizer
+    if "admin_token" not in others:
+        others["admin_token"] = admin_token.find_or_make(os.environ)
+    return OrchestratorSettings(
+        engines=tuple(engines),
+        store=_store(options, config),
+        admission=admission,
+        tenants={each.key: each.share() for each in config.api_keys},
+        data=options.data,
+        **others,
+    )
+
+
+def explain_request(options: argparse.Namespace) -> int:
+    """Print a receipt. 1 where there is none. Raises ConfigError."""
+    token = admin_token.known(os.environ)
+    if token is None:
+        raise ConfigError(f"no orchestrator of this user has made an admin token: set {admin_token.VARIABLE}")
+    headers = {"Authorization": f"Bearer {token}"}
+    asked = urllib.request.Request(
+        f"{options.url.rstrip('/')}/_orchestrator/receipts/{options.request_id}", headers=headers
+    )
+    try:
+        with urllib.request.urlopen(asked, timeout=ASK_S) as answer:
+            receipt = json.load(answer)
+    except (OSError, http.client.HTTPException, ValueError) as error:
+        print(f"objectcache: {options.url}: {error}", file=sys.stderr)
+        return 1
+    if options.json is not None:
+        text = json.dumps(receipt, indent=2) + "\n"
+        if str(options.json) == "-":
+            print(text, end="")
+        else:
+            options.json.write_text(text)
+        return 0
+    print("\n".join(receipt_lines(receipt)))
+    return 0
+
+
+def receipt_lines(receipt: dict[str, Any]) -> list[str]:
+    """A receipt for people to read."""
+    lines = [
+        f"request      {receipt['request_id']}  {receipt['path']}",
+        f"prompt       {receipt['prompt_tokens']} tokens",
+        f"waited       {_ms(receipt['waited_s'])}, tokenized {_ms(receipt['tokenize_s'])}, looked up "
+        f"{_ms(receipt['lookup_s'])}, decided {_ms(receipt['decide_s'])}",
+        f"engine       {receipt['engine']}: {receipt['reason']}",
+    ]
+    if receipt["predictions"]:
+        lines.append("predicted    engine, TTFT = queue + routing + compute with loads; delay of others;")
+        lines.append("             tokens held, stored, to load")
+    for each in receipt["predictions"]:
+        lines.append(
+            f"  {each['engine']}  {_ms(each['ttft_s'])} = {_ms(each['queue_s'])} + {_ms(each['routing_s'])} + "
+            f"{_ms(each['compute_s'])} ({each['choice']}; recompute {_ms(each['recompute_s'])}); "
+            f"{_ms(each['others_s'])}; {each['held_tokens']}, {each['stored_tokens']}, {each['load_tokens']}"
+        )
+    for each in receipt["attempts"]:
+        lines.append(f"sent to      {each['engine']}: {each.get('status', '')} {each.get('error', '')}".rstrip())
+    lines.append(f"first byte   {_ms(receipt['ttft_s'])}, whole {_ms(receipt['total_s'])}, status {receipt['status']}")
+    return [*lines, *([f"note         {receipt['note']}"] if receipt["note"] else [])]
+
+
+def _ms(seconds: float | None) -> str:
+    return "-" if seconds is None else f"{seconds * 1000:.1f} ms"
+
+
+def _url(text: str) -> str:
+    if not text.startswith(("http://", "https://")) or len(text) > 512:
+        raise ConfigError(f"--engine {text}: must be http://HOST:PORT")
+    return text.rstrip("/")
+
+
+def _store(options: argparse.Namespace, config: Config) -> StoreSettings | None:
+    """The store's address and account. Without an account the store is not asked."""
+    endpoint = options.store or config.orchestrator.store
+    access_key, secret_key = os.environ.get("AWS_ACCESS_KEY_ID", ""), os.environ.get("AWS_SECRET_ACCESS_KEY", "")
+    if not access_key or not secret_key:
+        if endpoint is not None:
+            raise ConfigError("--store needs AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY")
+        return None
+    if endpoint is None:
+        return None
+    made = StoreSettings(endpoint.rstrip("/"), access_key, secret_key)
+    timeout_s = config.orchestrator.store_timeout_s
+    return made if timeout_s is None else replace(made, timeout_s=timeout_s)

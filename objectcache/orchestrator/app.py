@@ -1,0 +1,496 @@
+"""The orchestrator's HTTP surface: OpenAI's paths, health, metrics, and `/_orchestrator`."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+import uuid
+from collections.abc import Mapping
+from typing import Any
+
+from aiohttp import web
+
+from descriptors.descriptor import is_request_id
+from descriptors.errors import ObjectCacheError
+from descriptors.header_bytes import is_secret
+from objectcache.adapters.deadlines import ConnectionLimits
+from objectcache.adapters.document_budget import DocumentBudget
+from objectcache.adapters.leave_to_send import give_leave
+from objectcache.adapters.limited_server import LimitedServer
+from objectcache.adapters.metrics import CONTENT_TYPE
+from objectcache.orchestrator.answers import Refusal
+from objectcache.orchestrator.dispatch import (
+    ATTEMPTS_MAX,
+    ENGINE_HEADER,
+    REQUEST_HEADER,
+    AttemptFailed,
+    Exchange,
+    forwarded_headers,
+    is_refusal,
+)
+from objectcache.orchestrator.gate import TooBusyError
+from objectcache.orchestrator.metadata import MetadataError, NameTakenError
+from objectcache.orchestrator.readers import ReadingError
+from objectcache.orchestrator.receipts import Receipt
+from objectcache.orchestrator.response_cache import Collected
+from objectcache.orchestrator.router import NoEngineError, Prompt
+from objectcache.orchestrator.rules.admission import Tenant
+from objectcache.orchestrator.rules.cross_origin import answer_headers, preflight_headers
+from objectcache.orchestrator.rules.openai_requests import (
+    PASSED_ON,
+    RequestKind,
+    TokenIds,
+    WrongRequestError,
+    read_form,
+)
+from objectcache.orchestrator.rules.reading import READ_HEADERS, Order, ReadBody, document_of
+from objectcache.orchestrator.service import Orchestrator
+from objectcache.orchestrator.settings import OrchestratorSettings
+from objectcache.orchestrator.tokenizer import NoTokensError
+from objectcache.orchestrator.under_way import UnderWay, stopping
+
+ANYBODY = Tenant("")
+READ_BYTES = 1 << 18
+KEPT_REQUEST_BYTES_MAX = 1 << 18
+ADMIN_BYTES_MAX = 1 << 16
+TOKEN_CHARACTERS = 4
+"""About so many characters of a body are a token: fair shares need no more before a request is admitted."""
+_KINDS = {kind.value: kind for kind in RequestKind if kind is not RequestKind.OTHER}
+_log = logging.getLogger(__name__)
+
+
+class App:
+    """Answers requests. `server` makes the aiohttp server on the running event loop."""
+
+    def __init__(self, orchestrator: Orchestrator, settings: OrchestratorSettings, engine_key: str | None) -> None:
+        self._orchestrator = orchestrator
+        self._settings = settings
+        self._engine_key = engine_key
+        self.under_way = UnderWay()
+        self._budget = DocumentBudget(settings.bodies_bytes_max, settings.bodies_bytes_max // 2)
+
+    def server(self) -> web.Server:
+        """The aiohttp server."""
+        settings = self._settings
+        limits = ConnectionLimits(
+            settings.header_timeout_s,
+            settings.keepalive_timeout_s,
+            settings.send_idle_timeout_s,
+            settings.connections_max,
+        )
+        return LimitedServer(self.handle, _refuse_unparsed, limits)
+
+    async def handle(self, http: web.BaseRequest) -> web.StreamResponse:
+        """Answer one request. Pages of other origins have no access to `/_orchestrator`."""
+        origins = () if http.path.startswith("/_orchestrator") else self._settings.cors_origins
+        preflight = preflight_headers(origins, http.method, http.headers)
+        if preflight is not None:
+            return web.Response(status=204, headers=preflight)
+        response = await self._refused_or_routed(http)
+        if not response.prepared:
+            response.headers.update(answer_headers(origins, http.headers))
+        return response
+
+    async def _refused_or_routed(self, http: web.BaseRequest) -> web.StreamResponse:
+        try:
+            return await self._route(http)
+        except Refusal as refusal:
+            return refusal.response()
+        except (asyncio.CancelledError, ConnectionResetError):
+            raise
+        except Exception:
+            _log.exception("%s %s", http.method, http.path)
+            return Refusal(500, "the orchestrator failed").response()
+
+    async def _route(self, http: web.BaseRequest) -> web.StreamResponse:
+        path, method = http.path, http.method
+        orchestrator = self._orchestrator
+        if path in _KINDS:
+            _require(method, "POST")
+            return await self._generate(http, _KINDS[path])
+        if path in PASSED_ON:
+            _require(method, "POST")
+            return await self._generate(http, RequestKind.OTHER)
+        if path.startswith("/_orchestrator/"):
+            self._require_admin(http)
+            return await self._administer(http, path.removeprefix("/_orchestrator/"))
+        match path:
+            case "/v1/models":
+                _require(method, "GET")
+                self._tenant(http)
+                return web.json_response({"object": "list", "data": orchestrator.models()})
+            case "/health":
+                _require(method, "GET")
+                status = "ok" if orchestrator.is_serving() else "no engine"
+                if self.under_way.is_stopping:
+                    status = "stopping"
+                return web.json_response({"status": status}, status=200 if status == "ok" else 503)
+            case "/metrics" | "/_objectcache/metrics":
+                _require(method, "GET")
+                return web.Response(body=orchestrator.metrics_text(), headers={"Content-Type": CONTENT_TYPE})
+        raise Refusal(404, f"there is no {path}")
+
+    async def _generate(self, http: web.BaseRequest, kind: RequestKind) -> web.StreamResponse:
+        """One of OpenAI's requests, from its body to the end of its answer."""
+        with self.under_way.one():
+            return await self._answered(http, kind)
+
+    async def _answered(self, http: web.BaseRequest, kind: RequestKind) -> web.StreamResponse:
+        began_s, tenant = time.monotonic(), self._tenant(http)
+        said_id = http.headers.get("X-Request-Id", "")
+        request_id = said_id if is_request_id(said_id) else uuid.uuid4().hex
+        receipt = Receipt(request_id, tenant.name, http.path, time.time())
+        orchestrator = self._orchestrator
+        if not orchestrator.begin(request_id, tenant.name):
+            request_id = receipt.request_id = uuid.uuid4().hex
+            orchestrator.begin(request_id, tenant.name)
+        exchange: Exchange | None = None
+        is_replayed = False
+        try:
+            async with self._document(http, tenant) as document:
+                read = await self._read(http, document.raw, kind, tenant)
+                document.becomes(read)
+                receipt_key = read.response_key
+                if receipt_key is not None:
+                    kept = orchestrator.responses.find(receipt_key, time.monotonic())
+                    if kept is not None:
+                        receipt.reason, is_replayed = "exact hit", True
+                        cors = answer_headers(self._settings.cors_origins, http.headers)
+                        return await _replay(http, kept.content_type, kept.pieces, request_id, cors)
+                exchange = Exchange(
+                    http,
+                    http.path,
+                    read.asked,
+                    read.raw,
+                    tenant.name,
+                    forwarded_headers(http.headers, request_id, self._engine_key),
+                    receipt,
+                    began_s,
+                    self.under_way,
+                    answer_headers(self._settings.cors_origins, http.headers),
+                    kept=Collected(orchestrator.responses) if receipt_key is not None else None,
+                )
+                response = await self._admitted(exchange, tenant)
+                receipt.status = response.status
+                if (
+                    receipt_key is not None
+                    and exchange.kept is not None
+                    and exchange.is_worth_keeping
+                    and response.status == 200
+                ):
+                    content_type = response.headers.get("Content-Type", "application/json")
+                    orchestrator.responses.keep(receipt_key, content_type, exchange.kept, time.monotonic())
+                return response
+        except Refusal as refusal:
+            receipt.status, receipt.note = refusal.status, str(refusal)
+            return refusal.response({REQUEST_HEADER: request_id})
+        except (asyncio.CancelledError, ConnectionResetError) as error:
+            is_begun = is_replayed or (exchange is not None and exchange.is_begun)
+            if isinstance(error, asyncio.CancelledError) and not is_begun and self.under_way.caught():
+                receipt.status, receipt.note = 503, "cut off: the orchestrator was told to stop"
+                return stopping().response({REQUEST_HEADER: request_id})
+            receipt.note = receipt.note or "the client went away"
+            raise
+        finally:
+            if exchange is not None and exchange.kept is not None:
+                exchange.kept.drop()
+            receipt.total_s = time.monotonic() - began_s
+            orchestrator.ended(receipt)
+
+    async def _admitted(self, exchange: Exchange, tenant: Tenant) -> web.StreamResponse:
+        asked, receipt, orchestrator = exchange.asked, exchange.receipt, self._orchestrator
+        known = len(asked.tokens) if asked.tokens is not None else len(exchange.raw) // TOKEN_CHARACTERS
+        try:
+            async with orchestrator.gate.admitted(receipt.request_id, tenant, known + asked.output_tokens) as waited_s:
+                receipt.waited_s = waited_s
+                tokens = await self._tokens(exchange)
+                receipt.prompt_tokens = None if tokens is None else len(tokens)
+                prompt = None
+                if tokens is not None and len(tokens):
+                    prompt = await orchestrator.prompt(asked, tokens, receipt)
+                return await self._attempt(exchange, prompt)
+        except TooBusyError as error:
+            raise Refusal(error.status, str(error), code="too_busy", retry_after_s=error.retry_after_s) from None
+
+    async def _tokens(self, exchange: Exchange) -> TokenIds | None:
+        """The prompt's tokens; None where they cannot be known."""
+        asked = exchange.asked
+        if asked.tokens is not None or asked.to_tokenize is None:
+            return asked.tokens
+        began_s = time.monotonic()
+        try:
+            return await self._orchestrator.tokens_of(asked, exchange.headers, exchange.tenant)
+        except NoTokensError as error:
+            exchange.receipt.note = f"routed without its tokens: {error}"
+            return None
+        finally:
+            exchange.receipt.tokenize_s = time.monotonic() - began_s
+
+    async def _attempt(self, exchange: Exchange, prompt: Prompt | None) -> web.StreamResponse:
+        """Send the request, to another engine where one fails before it has answered."""
+        receipt, orchestrator = exchange.receipt, self._orchestrator
+        tried: list[str] = []
+        failure: AttemptFailed | None = None
+        refused: list[str] = []
+        rounds = 0
+        prompt = await orchestrator.prefilled(exchange, prompt)
+        while len(tried) < ATTEMPTS_MAX and rounds < ATTEMPTS_MAX:
+            began_s = time.monotonic()
+            try:
+                tenant = exchange.tenant
+                routed = orchestrator.decide(exchange.asked, receipt.request_id, prompt, tenant, without=tried)
+            except NoEngineError as error:
+                if error.status == 503 and await self._engine_comes(exchange):
+                    tried.clear()  # all of them have failed, and one has come back
+                    failure, rounds = None, rounds + 1
+                    continue
+                if failure is not None:
+                    break
+                retry_after_s = 1 if error.status == 503 else 0
+                raise Refusal(error.status, str(error), code="no_engine", retry_after_s=retry_after_s) from None
+            receipt.decide_s = time.monotonic() - began_s
+            receipt.routed(routed.decision)
+            tried.append(routed.engine.name)
+            try:
+                response = await orchestrator.send(exchange, routed, prompt)
+            except AttemptFailed as error:
+                receipt.attempts.append({"engine": routed.engine.name, "error": str(error)})
+                failure = error
+                if is_refusal(error, exchange.asked):
+                    refused.append(routed.engine.name)
+            else:
+                if response.status == 200:
+                    orchestrator.blame(refused, exchange.asked.model)
+                return response
+        if failure is not None and failure.answer is not None:
+            return failure.answer
+        raise Refusal(502, f"no engine has answered: {failure}", code="engine_lost", retry_after_s=1)
+
+    async def _engine_comes(self, exchange: Exchange) -> bool:
+        """Wait for an engine where none takes requests, until the request's deadline: a restart takes seconds."""
+        left_s = exchange.began_s + self._settings.admission.deadline_s - time.monotonic()
+        orchestrator = self._orchestrator
+        while left_s > 0 and orchestrator.may_come(exchange.asked.model):
+            if not await orchestrator.engine_comes(left_s):
+                return False
+            if orchestrator.is_serving(exchange.asked.model):
+                return True
+            left_s = exchange.began_s + self._settings.admission.deadline_s - time.monotonic()
+        return False
+
+    async def _administer(self, http: web.BaseRequest, path: str) -> web.StreamResponse:
+        """Answer an operator."""
+        orchestrator, method = self._orchestrator, http.method
+        name, _, rest = path.partition("/")
+        if name == "route" and not rest:
+            _require(method, "POST")
+            return web.json_response(await self._explain(http))
+        if name == "receipts":
+            _require(method, "GET")
+            receipt = orchestrator.receipts.find(rest)
+            if receipt is None:
+                raise Refusal(404, f"there is no receipt of {rest}")
+            return web.json_response(receipt.to_json())
+        if name == "engines":
+            return await self._engines(http, rest)
+        if name == "pins" and method in ("PUT", "DELETE"):
+            document = await self._admin_document(http) if method == "PUT" else {}
+            try:
+                await orchestrator.orders.pin(rest, document if method == "PUT" else None)
+            except ValueError as error:
+                raise Refusal(400, str(error)) from None
+            except MetadataError as error:
+                raise Refusal(503, str(error), retry_after_s=1) from None
+            return web.json_response({"prefix": rest})
+        if name == "quotas" and method == "PUT":
+            try:
+                await orchestrator.orders.set_quota(rest, await self._admin_document(http))
+            except ValueError as error:
+                raise Refusal(400, str(error)) from None
+            except MetadataError as error:
+                raise Refusal(503, str(error), retry_after_s=1) from None
+            return web.json_response({"tenant": rest})
+        if name == "status" and not rest:
+            _require(method, "GET")
+            return web.json_response(orchestrator.status())
+        raise Refusal(404, f"there is no /_orchestrator/{path}")
+
+    async def _engines(self, http: web.BaseRequest, rest: str) -> web.StreamResponse:
+        orchestrator = self._orchestrator
+        name, _, action = rest.rpartition("/") if rest.endswith(("/drain", "/undrain")) else (rest, "", "")
+        try:
+            match http.method, bool(name), action:
+                case "GET", False, "":
+                    return web.json_response(orchestrator.status()["engines"])
+                case "POST", False, "":
+                    document = await self._admin_document(http)
+                    return web.json_response(await orchestrator.register(document), status=201)
+                case "DELETE", True, "":
+                    await orchestrator.remove(name)
+                    return web.json_response({"name": name})
+                case "POST", True, "drain" | "undrain":
+                    await orchestrator.drain(name, is_wanted=action == "drain")
+                    return web.json_response({"name": name, "is_draining": action == "drain"})
+        except KeyError:
+            raise Refusal(404, f"there is no engine {name}") from None
+        except ValueError as error:
+            raise Refusal(400, str(error)) from None
+        except NameTakenError as error:
+            raise Refusal(409, str(error)) from None
+        except MetadataError as error:
+            raise Refusal(503, str(error), retry_after_s=1) from None
+        raise Refusal(405, f"{http.method} is not possible here")
+
+    async def _explain(self, http: web.BaseRequest) -> dict[str, Any]:
+        """Which engine a request would go to, and every engine's terms."""
+        async with self._document(http, ANYBODY) as said:
+            document = said.raw
+        kind = RequestKind.CHAT if b'"messages"' in document else RequestKind.COMPLETIONS
+        asked = (await self._read(http, document, kind, ANYBODY)).asked
+        headers = forwarded_headers(http.headers, uuid.uuid4().hex, self._engine_key)
+        try:
+            return await self._orchestrator.explain(asked, headers)
+        except NoEngineError as error:
+            raise Refusal(error.status, str(error)) from None
+        except NoTokensError as error:
+            raise Refusal(502, str(error)) from None
+
+    async def _admin_document(self, http: web.BaseRequest) -> Mapping[str, Any]:
+        async with self._document(http, ANYBODY) as document:
+            if len(document.raw) > ADMIN_BYTES_MAX:
+                raise Refusal(413, f"the body is larger than {ADMIN_BYTES_MAX} bytes")
+            try:
+                return document_of(document.raw)
+            except WrongRequestError as error:
+                raise Refusal(400, str(error)) from None
+
+    def _document(self, http: web.BaseRequest, tenant: Tenant) -> _Document:
+        return _Document(http, tenant.name, self._settings, self._budget)
+
+    def _tenant(self, http: web.BaseRequest) -> Tenant:
+        """The tenant of a request, by its API key."""
+        tenants = self._settings.tenants
+        if not tenants:
+            return ANYBODY
+        key = _bearer(http)
+        tenant = tenants.get(key) if key else None
+        if tenant is None:
+            raise Refusal(401, "the API key is missing, or not known", code="invalid_api_key")
+        return self._orchestrator.orders.tenant(tenant)
+
+    def _require_admin(self, http: web.BaseRequest) -> None:
+        """An operator has the token. A peer on this host proves nothing: a proxy there brings the whole world."""
+        if not is_secret(_bearer(http), self._settings.admin_token):
+            raise Refusal(401, "/_orchestrator needs the admin token (OBJECTCACHE_ADMIN_TOKEN) as a bearer token")
+
+    async def _read(self, http: web.BaseRequest, raw: bytes, kind: RequestKind, tenant: Tenant) -> ReadBody:
+        is_form = kind is RequestKind.OTHER and http.content_type == "multipart/form-data"
+        if is_form and self._settings.tenant_salts and tenant.name:
+            raise Refusal(501, "a form has no cache_salt, without which tenants would share blocks (tenant_salts)")
+        if is_form:
+            return ReadBody(raw, read_form(raw))
+        settings, responses = self._settings, self._orchestrator.responses
+        order = Order(
+            kind,
+            {name: value for name in READ_HEADERS if (value := http.headers.get(name))},
+            tenant.name,
+            settings.tenant_salts,
+            "" if self._engine_key is not None else http.headers.get("Authorization", ""),
+            responses.is_on and len(raw) <= KEPT_REQUEST_BYTES_MAX,
+        )
+        try:
+            return await self._orchestrator.readers.read(raw, order)
+        except WrongRequestError as error:
+            raise Refusal(400, str(error), param=error.field) from None
+        except ReadingError as error:
+            if error.is_busy:
+                raise Refusal(503, f"the body: {error}", code="too_busy", retry_after_s=1) from None
+            raise Refusal(413, f"the body: {error}") from None
+
+
+class _Document:
+    """A request's body, whose bytes count in the budget until the block ends."""
+
+    def __init__(
+        self, http: web.BaseRequest, tenant: str, settings: OrchestratorSettings, budget: DocumentBudget
+    ) -> None:
+        self._http = http
+        self._tenant = tenant
+        self._settings = settings
+        self._budget = budget
+        self._taken = 0
+        self.raw = b""
+
+    async def __aenter__(self) -> _Document:
+        try:
+            self.raw = await self._read()
+        except BaseException:
+            await self.__aexit__()
+            raise
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        self._budget.give_back(self._tenant, self._taken)
+        self._taken = 0
+
+    def becomes(self, read: ReadBody) -> None:
+        """Count from now on what was made of the body, which may be several times as large. Raises Refusal."""
+        asked, self.raw = read.asked, b""
+        nbytes = len(read.raw) + len(asked.to_tokenize or b"") + (0 if asked.tokens is None else asked.tokens.nbytes)
+        if nbytes > self._taken:
+            self._take(nbytes - self._taken)
+        else:
+            self._budget.give_back(self._tenant, self._taken - nbytes)
+            self._taken = nbytes
+
+    def _take(self, nbytes: int) -> None:
+        try:
+            self._budget.take(self._tenant, nbytes)
+        except ObjectCacheError as error:
+            raise Refusal(503, error.message, code="too_busy", retry_after_s=1) from None
+        self._taken += nbytes
+
+    async def _read(self) -> bytes:
+        body = bytearray()
+        most = self._settings.body_bytes_max
+        if (self._http.content_length or 0) > most:
+            raise Refusal(413, f"the body is larger than {most} bytes")
+        try:
+            async with asyncio.timeout(self._settings.body_timeout_s):
+                await give_leave(self._http)
+                while piece := await self._http.content.read(READ_BYTES):
+                    self._take(len(piece))
+                    body += piece
+                    if len(body) > most:
+                        raise Refusal(413, f"the body is larger than {most} bytes")
+        except TimeoutError:
+            raise Refusal(408, "the body did not come in time") from None
+        return bytes(body)
+
+
+async def _replay(
+    http: web.BaseRequest, content_type: str, pieces: tuple[bytes, ...], request_id: str, cors: Mapping[str, str]
+) -> web.StreamResponse:
+    headers = {"Content-Type": content_type, ENGINE_HEADER: "response cache", REQUEST_HEADER: request_id, **cors}
+    response = web.StreamResponse(headers=headers)
+    await response.prepare(http)
+    for piece in pieces:
+        await response.write(piece)
+    await response.write_eof()
+    return response
+
+
+def _bearer(http: web.BaseRequest) -> str:
+    kind, _, key = http.headers.get("Authorization", "").partition(" ")
+    return key.strip() if kind.lower() == "bearer" else ""
+
+
+def _require(method: str, wanted: str) -> None:
+    """Raises Refusal for another method. HEAD is answered like GET, as health checks expect."""
+    if method != wanted and (method, wanted) != ("HEAD", "GET"):
+        raise Refusal(405, f"{method} is not possible here; use {wanted}")
+
+
+def _refuse_unparsed(error: ObjectCacheError) -> web.Response:
+    return Refusal(400, error.message).response()

@@ -1,0 +1,401 @@
+"""One engine as the orchestrator sees it: probes, its metrics, its events, and the books of what was sent to it."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+import logging
+import re
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import partial
+from typing import Any
+
+import aiohttp
+
+from descriptors.recompute import PrefillCosts
+from objectcache.adapters.threads import computed
+from objectcache.adapters.whole_answers import read_whole
+from objectcache.orchestrator.events_feed import EventsFeed, FeedStatus, Turns
+from objectcache.orchestrator.rules.books import EngineBooks
+from objectcache.orchestrator.rules.engine_metrics import METRICS_BYTES_MAX, EngineReport, Published, read_metrics
+from objectcache.orchestrator.rules.kv_events import Batch, KnownBatch
+from objectcache.orchestrator.rules.liveness import EngineStatus, Liveness
+from objectcache.orchestrator.rules.observed_costs import (
+    EXACT,
+    TOKEN_US_DEFAULT,
+    Correction,
+    ObservedCosts,
+    ObservedSteps,
+    Output,
+)
+from objectcache.orchestrator.rules.prefix_index import PrefixIndex
+from objectcache.orchestrator.settings import EngineSettings
+
+REQUESTS_MAX_DEFAULT = 256
+MODELS_EVERY_S = 2.0
+SOURCES_EVERY_S = 10.0
+FIRST_TOKEN_S = 20.0
+PROBE_EJECTED_S = 2.0
+"""An engine that takes no requests is probed so often."""
+RANKS_MAX = 64
+_RANK = re.compile("[0-9]{1,4}")
+ANSWER_BYTES_MAX = 1 << 18
+HERE_BYTES_MAX = 1 << 14
+"""Longer answers are read in a thread: the event loop goes on meanwhile."""
+MODELS_MAX, TEXT_MAX = 1000, 1024
+_log = logging.getLogger(__name__)
+
+
+class Engine:
+    """An engine that was registered. `run` keeps what is known of it up to date until it is cancelled."""
+
+    def __init__(
+        self,
+        settings: EngineSettings,
+        http: aiohttp.ClientSession,
+        index: PrefixIndex,
+        poll_s: float,
+        probe_timeout_s: float,
+        known: Mapping[str, KnownBatch] | None = None,
+        on_batch: Callable[[str, int, Batch], None] | None = None,
+        on_cleared: Callable[[str], None] | None = None,
+        headers: Mapping[str, str] | None = None,
+        on_up: Callable[[], None] | None = None,
+        turns: Turns | None = None,
+    ) -> None:
+        """`known` are the last batches of the ranks that are in the index, by their names there. `headers` go with
+        every request of the orchestrator's own. `on_up` is called when the engine takes requests again. `turns` are
+        those of all engines' events.
+        """
+        self.settings = settings
+        self.name = settings.label
+        self.url = settings.url.rstrip("/")
+        self.liveness = Liveness()
+        self.books = EngineBooks(settings.requests_max or REQUESTS_MAX_DEFAULT)
+        self.observed = ObservedCosts(settings.token_us or TOKEN_US_DEFAULT)
+        self.steps = ObservedSteps()
+        self.report = EngineReport(0, 0)
+        self.models: Mapping[str, Mapping[str, Any]] = {}
+        """The engine's description of each of its models, by the model's name."""
+        self.feeds: dict[str, EventsFeed] = {}
+        """By the names under which the index knows the engine's data-parallel ranks."""
+        self.ranks: dict[str, int] = {}
+        """The ranks by the same names."""
+        self.unmatched_count = 0
+        """Requests in a row whose blocks did not come in events: the tokens may be others than the engine's."""
+        self._http = http
+        self._index = index
+        self._poll_s = poll_s
+        self._probe_timeout = aiohttp.ClientTimeout(total=probe_timeout_s)
+        self._known = known or {}
+        self._headers = dict(headers or {})
+        self._sources: list[tuple[int, str, str | None, str]] | None = None
+        self._listeners: list[asyncio.Task[None]] = []
+        self._sources_s = 0.0
+        self._turns = turns or Turns()
+        self._on_gone: set[Callable[[], None]] = set()
+        self._on_batch = on_batch
+        self._on_up = on_up
+        self._probed_s = float("-inf")
+        self._on_cleared = on_cleared
+        self._first_timeout = aiohttp.ClientTimeout(total=FIRST_TOKEN_S)
+        self._is_asked = False
+        self._models_s = -MODELS_EVERY_S
+        index.add_engine(self.name)
+
+    @property
+    def published(self) -> Published | None:
+        """The deployment that its connector publishes."""
+        return self.report.published
+
+    @property
+    def block_tokens(self) -> int | None:
+        """The tokens of its blocks, as its events or its metrics say."""
+        known = (self._index.block_tokens(name) for name in self.index_names)
+        return next((each for each in known if each is not None), self.report.block_tokens)
+
+    @property
+    def index_names(self) -> tuple[str, ...]:
+        """The names of its data-parallel ranks in the index, in order."""
+        return tuple(self.feeds) or (self.name,)
+
+    @property
+    def is_live(self) -> bool:
+        """Whether events say all that it holds."""
+        return bool(self.feeds) and all(feed.status is FeedStatus.LIVE for feed in self.feeds.values())
+
+    @property
+    def prefill(self) -> PrefillCosts:
+        """Its costs: those that its connector fitted, else those that were seen here."""
+        published = self.published
+        return self.observed.costs if published is None or published.prefill is None else published.prefill
+
+    @property
+    def correction(self) -> Correction:
+        """The correction of its costs. Those that were seen here need none."""
+        published = self.published
+        return self.books.correction if published is not None and published.prefill is not None else EXACT
+
+    def serves(self, model: str) -> bool:
+        """Whether it has the model; an engine that has not said so yet is taken to have it."""
+        return not model or not self.models or model in self.models
+
+    def adapter(self, model: str) -> str:
+        """The adapter that the model's name stands for at this engine; none for a model of its own."""
+        return model if self.models.get(model, {}).get("parent") else ""
+
+    def succeeded(self) -> None:
+        """A probe or a request went well. Requests that wait for an engine are told where it takes requests again."""
+        now_s = time.monotonic()
+        took = self.liveness.takes_requests(now_s)
+        self.liveness.succeeded(now_s)
+        if not took and self.liveness.takes_requests(now_s) and self._on_up is not None:
+            self._on_up()
+
+    def failed(self, error: str, *, is_certain: bool = False, is_probe: bool = False) -> None:
+        """A probe or a request failed. Requests that wait for an engine which is ejected are told."""
+        now_s = time.monotonic()
+        was_ejected = self.liveness.status(now_s) is EngineStatus.EJECTED
+        self.liveness.failed(now_s, error, is_certain=is_certain, is_probe=is_probe)
+        if not was_ejected and self.liveness.status(now_s) is EngineStatus.EJECTED:
+            _log.warning("%s gets no requests for %.0f s: %s", self.name, self.liveness.ejected_s, error)
+            self._sources_s = 0.0
+            for name in self.index_names:
+                self._index.forget_expected(name)
+            for on_gone in tuple(self._on_gone):
+                on_gone()
+
+    @contextlib.contextmanager
+    def watched(self, on_gone: Callable[[], None]) -> Iterator[None]:
+        """Have `on_gone` called when the engine is ejected within the block."""
+        self._on_gone.add(on_gone)
+        try:
+            yield
+        finally:
+            self._on_gone.discard(on_gone)
+
+    def status(self) -> EngineStatus:
+        """Its state now."""
+        return self.liveness.status(time.monotonic())
+
+    async def run(self) -> None:
+        """Probe it and read its events until cancelled."""
+        try:
+            while True:
+                try:
+                    if self.settings.events is not None and not self.feeds:
+                        self._listen([(0, self.settings.events, self.settings.replay, self.settings.topic)])
+                    await self._poll()
+                    await self._find_events()
+                    for feed in self.feeds.values():
+                        feed.age(time.monotonic())
+                    while self._index.sweep():  # noqa: ASYNC110 - each step is work
+                        await asyncio.sleep(0)
+                except Exception:
+                    _log.exception("polling %s", self.name)
+                await asyncio.sleep(self._poll_s)
+        finally:
+            for task in self._listeners:
+                task.cancel()
+            await asyncio.gather(*self._listeners, return_exceptions=True)
+
+    def _listen(self, sources: Sequence[tuple[int, str, str | None, str]]) -> None:
+        """Listen to these ranks, and to no others any more."""
+        for task in self._listeners:
+            task.cancel()
+        for name in self.feeds:
+            self._index.clear(name)
+            if name != self.name:
+                self._index.remove_engine(name)
+        self.feeds, self._listeners, self.ranks = {}, [], {}
+        for rank, events, replay, topic in sources:
+            name = index_name(self.name, rank)
+            self._index.add_engine(name, len(sources))
+            on_batch, on_cleared = self._on_batch, self._on_cleared
+            feed = self.feeds[name] = EventsFeed(
+                name,
+                self._index,
+                events,
+                replay,
+                topic,
+                self._known.get(name),
+                None if on_batch is None else partial(on_batch, name),
+                None if on_cleared is None else partial(on_cleared, name),
+                self._turns,
+            )
+            self.ranks[name] = rank
+            self._listeners.append(asyncio.create_task(feed.run()))
+
+    async def _find_events(self) -> None:
+        """Ask an engine that is up where its events are, now and then: after a restart they may be elsewhere."""
+        now_s = time.monotonic()
+        if self.settings.events is not None or not self.liveness.takes_requests(now_s) or now_s < self._sources_s:
+            return
+        self._sources_s = now_s + SOURCES_EVERY_S
+        host = self.url.split("://", 1)[-1].rsplit(":", 1)[0]
+        document = await self._json("/kv_event_sources")
+        sources = [
+            (rank, reachable(events, host), reachable(replay, host) if replay else None, topic)
+            for rank, events, replay, topic in event_sources(document)
+        ]
+        if document is not None and sources != self._sources and (sources or self._sources):
+            is_first, self._sources = self._sources is None, sources
+            if not is_first:
+                self._known = {}
+            self._listen(sources)
+
+    async def _poll(self) -> None:
+        """One probe, and its metrics where it is up."""
+        began_s = time.monotonic()
+        is_ejected = self.liveness.status(began_s) is EngineStatus.EJECTED
+        if is_ejected and began_s - self._probed_s < min(PROBE_EJECTED_S, 4 * self._poll_s):
+            return
+        self._probed_s = began_s
+        try:
+            async with self._http.get(
+                f"{self.url}/health", timeout=self._probe_timeout, headers=self._headers, allow_redirects=False
+            ) as answer:
+                is_well = answer.status == 200
+                error = "" if is_well else f"/health answers {answer.status}"
+        except aiohttp.ClientConnectorError as failure:
+            is_refused = isinstance(failure.os_error, ConnectionRefusedError)
+            if is_refused:
+                self._process_ended()
+            self.failed(str(failure), is_certain=is_refused, is_probe=True)
+            return
+        except (aiohttp.ClientError, TimeoutError, OSError) as failure:
+            is_well, error = False, f"/health: {type(failure).__name__} {failure}"
+        if not is_well:
+            self.failed(error, is_probe=True)
+            return
+        if is_ejected:
+            self.liveness.revived(time.monotonic())
+        await self._read_metrics()
+        if time.monotonic() - self._models_s >= MODELS_EVERY_S:
+            await self._read_models()
+        await self._have_published()
+        self.succeeded()
+
+    def _process_ended(self) -> None:
+        """The process is another one, or none: it holds nothing, and may have other models and events elsewhere."""
+        for name in self.index_names:
+            feed = self.feeds.get(name)
+            if feed is not None:
+                feed.process_ended()
+            elif self._index.clear(name) and self._on_cleared is not None:
+                self._on_cleared(name)
+        self._known, self._sources_s, self._models_s = {}, 0.0, -MODELS_EVERY_S
+
+    async def _read_metrics(self) -> None:
+        said = await self._body("/metrics", METRICS_BYTES_MAX)
+        if said is None:
+            return
+        try:
+            report = await computed(partial(read_metrics, said), is_long=len(said) > HERE_BYTES_MAX)
+        except ValueError as error:
+            _log.warning("metrics of %s cannot be read: %s", self.name, error)
+            return
+        if report.started_at != self.report.started_at and self.report.started_at is not None:
+            self._process_ended()
+        self.report = report
+        now_s = time.monotonic()
+        self.books.correct(report.running, report.waiting, now_s)
+        self.steps.note(Output(now_s, report.running, report.generated_tokens, report.answer_count))
+        if self.settings.requests_max is None and self.report.running:
+            is_full = self.report.waiting > 0  # as many run as it takes, be it for --max-num-seqs or for its KV blocks
+            known = self.books.requests_max
+            self.books.requests_max = self.report.running if is_full else max(known, self.report.running)
+
+    async def _have_published(self) -> None:
+        """Ask an engine with our connector for one token, once: it publishes its deployment after its first step."""
+        if self.published is not None or not self.report.has_connector:
+            self._is_asked = False
+            return
+        if self._is_asked or not self.models:
+            return
+        self._is_asked = True
+        body = {"model": next(iter(self.models)), "prompt": [1], "max_tokens": 1}
+        try:
+            async with self._http.post(
+                f"{self.url}/v1/completions",
+                json=body,
+                timeout=self._first_timeout,
+                headers=self._headers,
+                allow_redirects=False,
+            ) as answer:
+                await read_whole(answer, ANSWER_BYTES_MAX)
+        except (aiohttp.ClientError, TimeoutError, OSError) as error:
+            _log.info("%s gives no first token: %r", self.name, error)
+
+    async def _read_models(self) -> None:
+        document = await self._json("/v1/models")
+        entries = document.get("data") if isinstance(document, dict) else None
+        if isinstance(entries, list):
+            found = {each["id"]: each for each in map(model_of, entries[:MODELS_MAX]) if each is not None}
+            self.models = found
+            self._models_s = time.monotonic()
+
+    async def _json(self, path: str) -> Any:
+        said = await self._body(path, ANSWER_BYTES_MAX)
+        if said is None:
+            return None
+        with contextlib.suppress(ValueError, RecursionError):
+            return await computed(partial(json.loads, said), is_long=len(said) > HERE_BYTES_MAX)
+        return None
+
+    async def _body(self, path: str, bytes_max: int) -> bytes | None:
+        """The answer to a GET; None where there is none, or one that is too long."""
+        try:
+            async with self._http.get(
+                f"{self.url}{path}", timeout=self._probe_timeout, headers=self._headers, allow_redirects=False
+            ) as answer:
+                if answer.status != 200:
+                    return None
+                return await read_whole(answer, bytes_max)
+        except (aiohttp.ClientError, TimeoutError, OSError):
+            return None
+
+
+def model_of(said: object) -> Mapping[str, Any] | None:
+    """The part of an engine's description of a model that clients see: a few short values. None for no description."""
+    if not isinstance(said, dict) or not isinstance(said.get("id"), str) or len(said["id"]) > TEXT_MAX:
+        return None
+    kinds: dict[str, type] = {
+        "id": str, "object": str, "owned_by": str, "parent": str, "root": str, "created": int, "max_model_len": int,
+    }  # fmt: skip
+    found = {name: said[name] for name, kind in kinds.items() if type(said.get(name)) is kind}
+    return {name: value for name, value in found.items() if len(str(value)) <= TEXT_MAX}
+
+
+def index_name(engine: str, rank: int) -> str:
+    """The name of a data-parallel rank in the index."""
+    return f"{engine}#{rank}" if rank else engine
+
+
+def event_sources(document: object) -> list[tuple[int, str, str | None, str]]:
+    """Rank, endpoint, replay endpoint and topic of each rank, of what vLLM's `/kv_event_sources` answers. Others than
+    TCP endpoints are left out.
+    """
+    found: list[tuple[int, str, str | None, str]] = []
+    ranks = (
+        {int(rank): each for rank, each in document.items() if _RANK.fullmatch(str(rank))}
+        if isinstance(document, dict)
+        else {}
+    )
+    for rank, source in sorted(ranks.items(), key=lambda item: item[0]):
+        if not isinstance(source, dict) or not source.get("enable_kv_cache_events"):
+            continue
+        events, replay, topic = source.get("endpoint"), source.get("replay_endpoint"), source.get("topic")
+        if isinstance(events, str) and events.startswith("tcp://") and len(found) < RANKS_MAX:
+            is_tcp = isinstance(replay, str) and replay.startswith("tcp://")
+            found.append((rank, events, replay if is_tcp else None, topic if isinstance(topic, str) else ""))
+    return found
+
+
+def reachable(endpoint: str, host: str) -> str:
+    """The endpoint as it is reached from here: an engine that listens on every address says `*`."""
+    for every in ("*", "0.0.0.0", "[::]"):
+        endpoint = endpoint.replace(f"tcp://{every}:", f"tcp://{host}:")
+    return endpoint

@@ -1,0 +1,214 @@
+"""Readers: a few processes that parse what is large and make tokens. The event loop only passes bytes to them.
+
+A body that takes longer than READ_S, or more memory than a process may have, costs its sender an error, and this pool
+one process, which is started anew. One tenant has at most half of the processes at a time.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import os
+import sys
+from collections import Counter
+from collections.abc import AsyncIterator, Mapping, Sequence
+from contextlib import asynccontextmanager
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from objectcache.orchestrator.rules import reading
+from objectcache.orchestrator.rules.openai_requests import TokenIds, WrongRequestError
+from objectcache.orchestrator.tokenizer import NoTokensError
+
+INLINE_BYTES = 1 << 16
+"""So much is parsed where it is: it takes some milliseconds at worst."""
+READ_S = 10.0
+START_S = 60.0
+WAITING_MAX = 1024
+_KEPT = ("PATH", "HOME", "LANG", "LC_ALL", "TZ", "LD_LIBRARY_PATH", "LD_PRELOAD", "VIRTUAL_ENV", "TMPDIR")
+_PACKAGES = str(Path(__file__).resolve().parents[2])
+_ONE_THREAD = {"OPENBLAS_NUM_THREADS": "1", "RAYON_NUM_THREADS": "1", "TOKENIZERS_PARALLELISM": "false"}
+_log = logging.getLogger(__name__)
+
+
+class ReadingError(Exception):
+    """A body could not be read: it takes too long or too much memory (`is_busy` False), or too many wait."""
+
+    def __init__(self, message: str, *, is_busy: bool = False) -> None:
+        super().__init__(message)
+        self.is_busy = is_busy
+
+
+class Readers:
+    """Used on one event loop. `tokenizer` names a model's files, for `tokens`."""
+
+    def __init__(self, tokenizer: Path | None = None, count: int | None = None, read_s: float = READ_S) -> None:
+        self._arguments = [] if tokenizer is None else [str(tokenizer.resolve())]
+        self._count = count or max(2, min(8, os.cpu_count() or 1))
+        self._read_s = read_s
+        self._free = asyncio.Semaphore(self._count)
+        self._idle: list[_Reader] = []
+        self._running: Counter[str] = Counter()
+        self._turns: dict[str, asyncio.Semaphore] = {}
+        self._ending: set[asyncio.Task[None]] = set()
+        self._is_stopped = False
+        self.failure_count = 0
+        """How many processes were ended because they took too long, or ended by themselves."""
+
+    @property
+    def has_tokenizer(self) -> bool:
+        """Whether `tokens` can be called."""
+        return bool(self._arguments)
+
+    async def start(self) -> None:
+        """Start a first process where there are files of a tokenizer. Raises ValueError where they cannot be read."""
+        if self._arguments:
+            self._idle.append(await self._started(is_first=True))
+
+    async def stop(self) -> None:
+        """End all processes."""
+        self._is_stopped = True
+        while self._idle:
+            self._end(self._idle.pop())
+        await asyncio.gather(*self._ending, return_exceptions=True)
+
+    async def read(self, raw: bytes, order: reading.Order) -> reading.ReadBody:
+        """Read a request's body. Raises WrongRequestError, ReadingError."""
+        if len(raw) <= INLINE_BYTES:
+            return reading.read_body(raw, order)
+        head, blobs = await self._asked(order.tenant, {"call": "read", "order": reading.packed_order(order)}, raw)
+        return reading.body_of(head, blobs, raw)
+
+    async def edited(self, tenant: str, raw: bytes, drop: Sequence[str], put: Mapping[str, Any]) -> bytes:
+        """The body without some fields, and with others. Raises WrongRequestError, ReadingError."""
+        if len(raw) <= INLINE_BYTES:
+            return reading.edited(raw, drop, put)
+        _, (changed,) = await self._asked(tenant, {"call": "edit", "drop": list(drop), "put": dict(put)}, raw)
+        return changed
+
+    async def tokens(self, tenant: str, document: bytes) -> TokenIds:
+        """The tokens of a `/tokenize` document, by the model's own files. Raises NoTokensError, ReadingError."""
+        _, (tokens,) = await self._asked(tenant, {"call": "tokens"}, document)
+        return np.frombuffer(tokens, np.uint32)
+
+    async def answered_tokens(self, tenant: str, answer: bytes) -> TokenIds:
+        """The tokens of an engine's answer. Raises NoTokensError, ReadingError."""
+        if len(answer) <= INLINE_BYTES:
+            try:
+                return reading.answered_tokens(answer)
+            except ValueError as error:
+                raise NoTokensError(str(error)) from None
+        _, (tokens,) = await self._asked(tenant, {"call": "answer"}, answer)
+        return np.frombuffer(tokens, np.uint32)
+
+    async def _asked(self, tenant: str, head: Mapping[str, Any], blob: bytes) -> tuple[dict[str, Any], list[bytes]]:
+        async with self.turn(tenant):
+            reader = self._idle.pop() if self._idle else await self._started()
+            try:
+                async with asyncio.timeout(self._read_s):
+                    answer, blobs = await reader.ask(reading.packed(head, [blob]))
+            except BaseException as error:
+                self._end(reader)
+                self.failure_count += not isinstance(error, asyncio.CancelledError)
+                if isinstance(error, TimeoutError):
+                    raise ReadingError(f"it takes more than {self._read_s:g} s to read") from None
+                if isinstance(error, OSError | asyncio.IncompleteReadError | ValueError):
+                    raise ReadingError("it takes too much memory to read") from error
+                raise
+            self._idle.append(reader)
+            if self._is_stopped:
+                self._end(self._idle.pop())
+        problem = answer.get("error")
+        if problem is None:
+            return answer, blobs
+        if answer["about"] == "request":
+            raise WrongRequestError(problem, answer["field"])
+        raise ReadingError(problem) if answer["about"] == "size" else NoTokensError(problem)
+
+    @asynccontextmanager
+    async def turn(self, tenant: str) -> AsyncIterator[None]:
+        """A place among the processes, of which one tenant has at most half."""
+        if self._running.total() >= WAITING_MAX:
+            raise ReadingError("too many large bodies wait to be read", is_busy=True)
+        own = self._turns.setdefault(tenant, asyncio.Semaphore((self._count + 1) // 2))
+        self._running[tenant] += 1
+        try:
+            async with own, self._free:
+                yield
+        finally:
+            self._running[tenant] -= 1
+            if not self._running[tenant]:
+                del self._running[tenant], self._turns[tenant]
+
+    def _end(self, reader: _Reader) -> None:
+        """End a process that is of no use any more."""
+        ending = asyncio.create_task(reader.end())
+        self._ending.add(ending)
+        ending.add_done_callback(self._ending.discard)
+
+    async def _started(self, *, is_first: bool = False) -> _Reader:
+        """A new process. Raises ReadingError where it does not start; ValueError where the first one cannot read the
+        tokenizer.
+        """
+        environment = {name: value for name, value in os.environ.items() if name in _KEPT}
+        try:
+            process = await asyncio.create_subprocess_exec(
+                *(sys.executable, "-P", "-m", "objectcache.orchestrator.reading_process", *self._arguments),
+                stdin=asyncio.subprocess.PIPE,
+                stdout=asyncio.subprocess.PIPE,
+                env={**environment, **_ONE_THREAD, "PYTHONPATH": _PACKAGES},
+                limit=1 << 20,
+                cwd="/",
+            )
+        except OSError as error:
+            raise ReadingError(f"no process can be started: {error}", is_busy=True) from error
+        reader = _Reader(process)
+        try:
+            async with asyncio.timeout(START_S):
+                head, _ = await reader.answer()
+        except BaseException as error:
+            self._end(reader)
+            if isinstance(error, TimeoutError | OSError | asyncio.IncompleteReadError):
+                raise ReadingError("a reading process does not start", is_busy=True) from error
+            raise
+        if "error" in head:
+            self._end(reader)
+            if is_first:
+                raise ValueError(head["error"])
+            raise ReadingError(f"a reading process cannot start: {head['error']}", is_busy=True)
+        return reader
+
+
+class _Reader:
+    """One process."""
+
+    def __init__(self, process: asyncio.subprocess.Process) -> None:
+        assert process.stdin is not None
+        assert process.stdout is not None
+        self._process, self._requests, self._answers = process, process.stdin, process.stdout
+
+    async def ask(self, pieces: Sequence[bytes]) -> tuple[dict[str, Any], list[bytes]]:
+        """One frame, and its answer. Raises OSError, IncompleteReadError, ValueError."""
+        self._requests.writelines(pieces)
+        await self._requests.drain()
+        return await self.answer()
+
+    async def answer(self) -> tuple[dict[str, Any], list[bytes]]:
+        """The next frame. Raises OSError, IncompleteReadError, ValueError."""
+        (length,) = reading.HEAD.unpack(await self._answers.readexactly(reading.HEAD.size))
+        if length > reading.HEAD_BYTES_MAX:
+            raise ValueError("a head that is too long")
+        head, lengths = reading.head_of(await self._answers.readexactly(length))
+        return head, [await self._answers.readexactly(each) for each in lengths]
+
+    async def end(self) -> None:
+        """End the process, and wait for that."""
+        with contextlib.suppress(ProcessLookupError):
+            self._process.kill()
+        self._requests.close()
+        while await self._answers.read(1 << 20):  # the pipe ends with the process
+            continue
+        await self._process.wait()

@@ -1,0 +1,80 @@
+"""A reading process: parses large bodies and makes tokens, for an orchestrator that must not stand still meanwhile.
+
+`python -m objectcache.orchestrator.reading_process [TOKENIZER]` reads frames (`orchestrator.rules.reading`) from its
+standard input and answers each on its standard output, until its input ends. It is started by `orchestrator.readers`,
+which ends it when it takes too long.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import resource
+import signal
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import IO, Any
+
+from objectcache.orchestrator.rules import reading
+from objectcache.orchestrator.rules.openai_requests import WrongRequestError, token_ids
+from objectcache.orchestrator.tokenizer import LocalTokenizer, NoTokensError
+
+MEMORY_BYTES_MAX = 3 << 30
+"""Of addresses. A body of 16 MiB of empty lists takes 0.4 GB as Python's objects."""
+
+
+def main(arguments: Sequence[str]) -> None:
+    """Answer frames until there are no more."""
+    for number in (signal.SIGINT, signal.SIGHUP):  # meant for the orchestrator, which ends this process by its pipe
+        signal.signal(number, signal.SIG_IGN)
+    resource.setrlimit(resource.RLIMIT_CORE, (0, 0))  # it would hold prompts
+    resource.setrlimit(resource.RLIMIT_AS, (MEMORY_BYTES_MAX, MEMORY_BYTES_MAX))
+    with os.fdopen(os.dup(1), "wb") as answers:
+        os.dup2(2, 1)  # what libraries print is no answer
+        try:
+            tokenizer = LocalTokenizer(Path(arguments[0])) if arguments else None
+        except (OSError, ValueError) as error:
+            _send(answers, reading.packed({"error": str(error), "about": "files"}))
+            return
+        _send(answers, reading.packed({}))
+        while (frame := _received(sys.stdin.buffer)) is not None:
+            _send(answers, _answered(*frame, tokenizer))
+
+
+def _answered(head: dict[str, Any], blobs: list[bytes], tokenizer: LocalTokenizer | None) -> list[bytes]:
+    try:
+        match head["call"]:
+            case "read":
+                return reading.packed_body(reading.read_body(blobs[0], reading.order_of(head["order"])), blobs[0])
+            case "edit":
+                return reading.packed({}, [reading.edited(blobs[0], head["drop"], head["put"])])
+            case "answer":
+                return reading.packed({}, [reading.answered_tokens(blobs[0]).tobytes()])
+        if tokenizer is None:
+            raise NoTokensError("there is no tokenizer")
+        return reading.packed({}, [token_ids(tokenizer.tokens(json.loads(blobs[0]))).tobytes()])
+    except WrongRequestError as error:
+        return reading.packed({"error": str(error), "about": "request", "field": error.field})
+    except MemoryError:
+        return reading.packed({"error": "it takes too much memory", "about": "size"})
+    except Exception as error:  # a tokenizer may raise anything for what clients send
+        return reading.packed({"error": f"{type(error).__name__}: {error}"[:512], "about": "tokens"})
+
+
+def _received(requests: IO[bytes]) -> tuple[dict[str, Any], list[bytes]] | None:
+    size = requests.read(reading.HEAD.size)
+    if len(size) < reading.HEAD.size:
+        return None
+    head, lengths = reading.head_of(requests.read(reading.HEAD.unpack(size)[0]))
+    return head, [requests.read(length) for length in lengths]
+
+
+def _send(answers: IO[bytes], pieces: Sequence[bytes]) -> None:
+    for piece in pieces:
+        answers.write(piece)
+    answers.flush()
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])

@@ -1,0 +1,79 @@
+"""Receipts: for each of the last requests, where it went, why, and what came of it."""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from dataclasses import asdict, dataclass, field
+from typing import Any
+
+from objectcache.orchestrator.rules.policies import Decision
+from objectcache.orchestrator.rules.prediction import Prediction
+
+PREDICTIONS_MAX = 8
+"""Of one request: the chosen engine's, and the next best ones."""
+TEXT_MAX = 512
+ATTEMPTS_KEPT = 16
+
+
+@dataclass(slots=True)
+class Receipt:
+    """A request's life. Times are Unix seconds, durations seconds. `attempts` are the engines that it was sent to and
+    what each gave: an HTTP status, or an error.
+    """
+
+    request_id: str
+    tenant: str
+    path: str
+    at: float
+    prompt_tokens: int | None = None
+    waited_s: float = 0.0
+    tokenize_s: float = 0.0
+    lookup_s: float = 0.0
+    decide_s: float = 0.0
+    engine: str | None = None
+    reason: str = ""
+    predictions: list[dict[str, Any]] = field(default_factory=list)
+    attempts: list[dict[str, Any]] = field(default_factory=list)
+    ttft_s: float | None = None
+    total_s: float | None = None
+    status: int | None = None
+    note: str = ""
+
+    def routed(self, decision: Decision) -> None:
+        """Note a decision; of a request that is sent again, the last one stays."""
+        self.engine, self.reason = decision.engine, decision.reason
+        self.predictions = [described(each) for each in decision.predictions[:PREDICTIONS_MAX]]
+
+    def to_json(self) -> dict[str, Any]:
+        """For people and programs."""
+        return asdict(self)
+
+
+def described(prediction: Prediction) -> dict[str, Any]:
+    """A prediction with its sum."""
+    fields = asdict(prediction)
+    return {**fields, "choice": prediction.choice.value, "ttft_s": prediction.ttft_s}
+
+
+class Receipts:
+    """The last requests by id. `receipts_max` of them are kept."""
+
+    def __init__(self, receipts_max: int) -> None:
+        self._receipts_max = receipts_max
+        self._by_id: OrderedDict[str, Receipt] = OrderedDict()
+
+    def add(self, receipt: Receipt) -> None:
+        """Keep one, without the rest of its long texts, which clients and engines may have given; the oldest goes."""
+        receipt.note = receipt.note[:TEXT_MAX]
+        receipt.attempts = [
+            {name: value[:TEXT_MAX] if isinstance(value, str) else value for name, value in attempt.items()}
+            for attempt in receipt.attempts[:ATTEMPTS_KEPT]
+        ]
+        self._by_id[receipt.request_id] = receipt
+        self._by_id.move_to_end(receipt.request_id)
+        while len(self._by_id) > self._receipts_max:
+            self._by_id.popitem(last=False)
+
+    def find(self, request_id: str) -> Receipt | None:
+        """The receipt of a request; None where it is not kept."""
+        return self._by_id.get(request_id)

@@ -1,0 +1,277 @@
+"""The router: gathers what is known of a request and of every engine, and has the policy decide."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections import Counter
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass, replace
+
+from objectcache.orchestrator.engine import Engine
+from objectcache.orchestrator.receipts import Receipt
+from objectcache.orchestrator.rules.books import Load, Sent
+from objectcache.orchestrator.rules.chains import block_hashes, root_hash
+from objectcache.orchestrator.rules.engine_metrics import Published
+from objectcache.orchestrator.rules.openai_requests import Asked, TokenIds
+from objectcache.orchestrator.rules.policies import Decision, RouteRequest, RoutingPolicy
+from objectcache.orchestrator.rules.prediction import EngineState, Stored
+from objectcache.orchestrator.rules.prefix_index import APPROXIMATE_S, EXPECTED_S, PrefixIndex
+from objectcache.orchestrator.settings import Role
+from objectcache.orchestrator.store_lookups import LookupKey, StoreLookups, lookup_key
+
+BLOCK_TOKENS_DEFAULT = 16
+CHAIN_TOKENS_MAX = 131_072
+CHAIN_BLOCKS_MAX = 16_384
+"""A decision needs no more of a prompt, and naming more would hold the event loop."""
+
+
+class NoEngineError(Exception):
+    """No engine can take the request: now (`status` 503), because of its size (400), or of its model (404)."""
+
+    def __init__(self, message: str, status: int = 503) -> None:
+        super().__init__(message)
+        self.status = status
+
+
+@dataclass(frozen=True, slots=True)
+class Pin:
+    """Prompts that begin in some way go to this engine, until then (Unix seconds; None: for good)."""
+
+    engine: str
+    until: float | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Prompt:
+    """A prompt whose tokens are known, with the store's answers, and its blocks' names by the tokens of a block and the
+    adapter.
+    """
+
+    tokens: Sequence[int] | TokenIds
+    model: str
+    salt: str
+    stored: Mapping[LookupKey, Stored | None]
+    chains: dict[tuple[int, str], list[bytes]]
+
+    def chain(self, block_tokens: int, adapter: str = "") -> list[bytes]:
+        """The names of its blocks, for blocks of so many tokens, computed with this adapter."""
+        found = self.chains.get((block_tokens, adapter))
+        if found is None:
+            tokens = self.tokens[: min(CHAIN_TOKENS_MAX, block_tokens * CHAIN_BLOCKS_MAX)]
+            found = block_hashes(tokens, block_tokens, root_hash(adapter, self.salt))
+            self.chains[block_tokens, adapter] = found
+        return found
+
+
+@dataclass(frozen=True, slots=True)
+class Routed:
+    """A decision, and the engine. `rank` is the data-parallel rank that holds most of the prompt; None: any. `prefix`
+    is the name of the prompt's first block, by which it can be pinned; empty where it has no whole block.
+    """
+
+    engine: Engine
+    decision: Decision
+    rank: int | None = None
+    index_name: str = ""
+    prefix: str = ""
+
+
+class Router:
+    """Decides among `engines`. Used on one event loop."""
+
+    def __init__(
+        self,
+        engines: Mapping[str, Engine],
+        index: PrefixIndex,
+        policy: RoutingPolicy,
+        lookups: StoreLookups | None,
+        pins: Mapping[str, Pin],
+    ) -> None:
+        self._engines = engines
+        self._index = index
+        self._lookups = lookups
+        self._pins = pins
+        self.policy = policy
+
+    async def prompt(self, asked: Asked, tokens: Sequence[int] | TokenIds, receipt: Receipt | None = None) -> Prompt:
+        """Look the prompt up in the stores of the engines that could take it."""
+        began_s = time.monotonic()
+        wanted: dict[LookupKey, Published] = {}
+        if self._lookups is not None:
+            for engine in self._engines.values():
+                if engine.published is not None and engine.serves(asked.model) and not engine.adapter(asked.model):
+                    wanted.setdefault(lookup_key(engine.published), engine.published)
+        found: Sequence[Stored | None] = ()
+        if wanted and self._lookups is not None:
+            lookups = self._lookups
+            found = await asyncio.gather(*(lookups.find(each, tokens, asked.salt) for each in wanted.values()))
+        if receipt is not None:
+            receipt.lookup_s = time.monotonic() - began_s
+        return Prompt(tokens, asked.model, asked.salt, dict(zip(wanted, found, strict=True)), {})
+
+    def decide(
+        self,
+        asked: Asked,
+        request_id: str,
+        prompt: Prompt | None,
+        *,
+        role: Role = Role.BOTH,
+        without: Collection[str] = (),
+        policy: RoutingPolicy | None = None,
+        home: str | None = None,
+    ) -> Routed:
+        """The engine for a request; `home` names the only one that can answer it. Raises NoEngineError."""
+        now_s = time.monotonic()
+        able = [
+            engine
+            for engine in self._engines.values()
+            if engine.name not in without
+            and engine.liveness.takes_requests(now_s)
+            and engine.serves(asked.model)
+            and engine.settings.role is role
+            and (home is None or engine.name == home)
+        ]
+        if not able and home is not None and home in self._engines:
+            raise NoEngineError(f"the engine that has the earlier response, {home}, takes no requests now")
+        if not able:
+            raise self._no_engine(asked.model)
+        prompt_tokens = max(1, asked.prompt_tokens if prompt is None else len(prompt.tokens))
+        sequence_tokens = (0 if prompt is None else len(prompt.tokens)) + asked.sequence_tokens
+        loads = {engine.name: engine.books.load(now_s) for engine in able}
+        able = self._with_room(able, prompt_tokens + asked.output_tokens, sequence_tokens, loads)
+        held, names = self._held(able, prompt, now_s)
+        stored = self._offers(prompt, now_s)
+        states = [self._state(engine, held[engine.name], stored, loads[engine.name]) for engine in able]
+        start = b"" if prompt is None else next(iter(self._start(prompt, able)), b"")
+        pin = self._pins.get(start.hex()) if start else None
+        if pin is not None and (pin.until is None or time.time() < pin.until):
+            states = [state for state in states if state.name == pin.engine] or states
+        decision = (policy or self.policy).choose(
+            RouteRequest(request_id, prompt_tokens, asked.output_tokens, asked.session, start), states
+        )
+        engine = self._engines[decision.engine]
+        name = names.get(decision.engine, engine.index_names[0])
+        rank = engine.ranks.get(name) if len(engine.index_names) > 1 else None
+        return Routed(engine, decision, rank, name, start.hex())
+
+    def sent(self, routed: Routed, asked: Asked, request_id: str, prompt: Prompt | None) -> None:
+        """The request is on its way to the engine: its blocks will be there soon."""
+        now_s, engine, prediction = time.monotonic(), routed.engine, routed.decision.prediction
+        tokens = (asked.prompt_tokens if prompt is None else len(prompt.tokens)) + asked.output_tokens
+        is_known = prompt is not None  # of a prompt without tokens the prediction says nothing
+        predicted_s = prediction.ttft_s if is_known else 0.0
+        has_load = prediction.load_tokens > 0
+        work_s = engine.correction.work_s(prediction.compute_s) if is_known else 0.0
+        engine.books.send(Sent(request_id, tokens, work_s, predicted_s, now_s, asked.is_stream, has_load))
+        if prompt is not None and routed.index_name in engine.index_names:
+            chain = self._chain(engine, prompt)
+            self._index.expect(routed.index_name, chain, now_s, EXPECTED_S if engine.is_live else APPROXIMATE_S)
+
+    def has_come(self, engine: Engine, prompt: Prompt) -> bool | None:
+        """Whether the engine's events show the prompt's first block; None where events do not say."""
+        chain = self._chain(engine, prompt)
+        if not chain or not engine.is_live or self._engines.get(engine.name) is not engine:
+            return None
+        return any(self._index.holds(name, chain[0]) for name in engine.index_names)
+
+    def _chain(self, engine: Engine, prompt: Prompt) -> list[bytes]:
+        """The names of the prompt's blocks at an engine, by what it says of its blocks and of the model."""
+        return prompt.chain(self._block_tokens(engine), engine.adapter(prompt.model))
+
+    def _start(self, prompt: Prompt, able: Sequence[Engine]) -> list[bytes]:
+        """Names of the prompt's blocks by which it is pinned and spread, whatever a single engine says."""
+        count = sum(bool(engine.adapter(prompt.model)) for engine in able)
+        return prompt.chain(BLOCK_TOKENS_DEFAULT, prompt.model if 2 * count > len(able) else "")
+
+    def _block_tokens(self, engine: Engine) -> int:
+        return engine.block_tokens or BLOCK_TOKENS_DEFAULT
+
+    def _held(
+        self, able: Sequence[Engine], prompt: Prompt | None, now_s: float
+    ) -> tuple[dict[str, int], dict[str, str]]:
+        """The tokens that each engine holds, and the name in the index of the rank that holds most."""
+        tokens = {engine.name: 0 for engine in able}
+        best_names: dict[str, str] = {}
+        if prompt is None:
+            return tokens, best_names
+        alike: dict[tuple[int, str], list[Engine]] = {}
+        for engine in able:
+            alike.setdefault((self._block_tokens(engine), engine.adapter(prompt.model)), []).append(engine)
+        for (block_tokens, adapter), engines in alike.items():
+            names = [name for engine in engines for name in engine.index_names]
+            counts = self._index.held_by(prompt.chain(block_tokens, adapter), now_s, names)
+            for engine in engines:
+                if len(engine.index_names) == 1:
+                    best_names[engine.name] = engine.index_names[0]
+                    tokens[engine.name] = counts[engine.index_names[0]] * block_tokens
+                    continue
+                most = max(counts[name] for name in engine.index_names)
+                equal = [name for name in engine.index_names if counts[name] == most]
+                best_names[engine.name] = equal[len(prompt.tokens) % len(equal)]  # a new prompt goes to any rank
+                tokens[engine.name] = most * block_tokens
+        return tokens, best_names
+
+    def _with_room(
+        self, able: Sequence[Engine], need_tokens: int, sequence_tokens: int, loads: Mapping[str, Load]
+    ) -> list[Engine]:
+        """Those with free KV blocks for the whole request, else all that could have them for its largest answer: the
+        others wait in the engine. Raises NoEngineError where no engine is large enough for that.
+        """
+        rooms = {engine.name: engine.report.kv_tokens for engine in able}
+        large = [engine for engine in able if (room := rooms[engine.name]) is None or room >= sequence_tokens]
+        if not large:
+            had = ", ".join(f"{name} {room}" for name, room in rooms.items())
+            raise NoEngineError(f"the request needs KV for {sequence_tokens} tokens; engines have {had}", 400)
+        free = [
+            engine
+            for engine in large
+            if (room := rooms[engine.name]) is None or room - loads[engine.name].tokens >= need_tokens
+        ]
+        return free or large
+
+    def _offers(self, prompt: Prompt | None, now_s: float) -> dict[LookupKey, Stored | None]:
+        """The store's answers. Each rate is shared with the loads that wait for their turn at their engines."""
+        if prompt is None:
+            return {}
+        waiting: Counter[LookupKey] = Counter()
+        for engine in self._engines.values():
+            if engine.published is not None:
+                waiting[lookup_key(engine.published)] += engine.books.waiting_loads(now_s)
+        return {
+            key: None if each is None else replace(each, rate_bytes_per_s=each.rate_bytes_per_s / (1 + waiting[key]))
+            for key, each in prompt.stored.items()
+        }
+
+    def _state(
+        self, engine: Engine, held_tokens: int, offers: Mapping[LookupKey, Stored | None], load: Load
+    ) -> EngineState:
+        published = engine.published
+        stored = None if published is None else offers.get(lookup_key(published))
+        if stored is not None and published is not None:  # what others have asked, at this engine's own costs
+            stored = replace(stored, costs=published.loads)
+        room = engine.report.kv_tokens
+        return EngineState(
+            name=engine.name,
+            prefill=engine.prefill,
+            queue_s=load.queue_s,
+            active_count=load.active_count,
+            requests_max=engine.books.requests_max,
+            held_tokens=held_tokens,
+            stored=stored,
+            free_tokens=None if room is None else max(0, room - load.tokens),
+            correction=engine.correction,
+            waiting_count=load.waiting_count,
+            arrivals_per_s=load.arrivals_per_s,
+            busy_share=load.busy_share,
+            growth_s=engine.steps.growth_s,
+        )
+
+    def _no_engine(self, model: str) -> NoEngineError:
+        if not self._engines:
+            return NoEngineError("no engine is registered")
+        known = {name for engine in self._engines.values() for name in engine.models}
+        if model and known and model not in known:
+            return NoEngineError(f"no engine has the model {model!r}", 404)
+        states = ", ".join(f"{engine.name} is {engine.status().value}" for engine in self._engines.values())
+        return NoEngineError(f"no engine can take requests: {states}")

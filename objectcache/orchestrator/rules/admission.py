@@ -1,0 +1,210 @@
+"""Admission: how many requests run, who waits, and in which order.
+
+A request runs at once while fewer than `active_max` run. Otherwise it waits, at most `queue_max` of all tenants. In a
+full queue a request takes the place of one of lower priority, or of a tenant that has more than its share of the queue;
+where there is none, it is refused. Waiting requests of the highest priority go first. Among tenants of one priority it
+is deficit round robin over tokens: in each round a tenant may start requests of `weight` times QUANTUM_TOKENS, so a
+tenant with short prompts is not held up by one with long prompts. `orchestrator.gate` has the clock and ends what waits
+too long.
+
+Source of deficit round robin: Shreedhar and Varghese, SIGCOMM 1995.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict, deque
+from dataclasses import dataclass, field
+from enum import Enum
+
+QUANTUM_TOKENS = 2048
+TENANT_QUEUE_FRACTION = 0.5
+"""Of the queue, for one tenant, where others have requests in it."""
+
+
+@dataclass(frozen=True, slots=True)
+class AdmissionSettings:
+    """`active_max` and `queue_max` count requests; 0 for `queue_max` refuses at once. `deadline_s` is the longest
+    wait.
+    """
+
+    active_max: int = 1024
+    queue_max: int = 4096
+    deadline_s: float = 30.0
+
+
+@dataclass(frozen=True, slots=True)
+class Tenant:
+    """The share of a tenant: `weight` beside others of its priority; a higher `priority` goes first. `active_max`
+    bounds its running requests; None: only the bound of all.
+    """
+
+    name: str
+    weight: float = 1.0
+    priority: int = 0
+    active_max: int | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Waiting:
+    """A request that waits."""
+
+    request_id: str
+    tenant: Tenant
+    tokens: int
+
+
+class Verdict(Enum):
+    """The fate of a request when it comes."""
+
+    RUNS = "runs"
+    WAITS = "waits"
+    REFUSED = "refused"
+
+
+@dataclass(slots=True)
+class _Queue:
+    tenant: Tenant
+    waiting: deque[Waiting] = field(default_factory=deque)
+    deficit_tokens: float = 0.0
+
+
+class Admission:
+    """The running and waiting requests."""
+
+    def __init__(self, settings: AdmissionSettings) -> None:
+        self.settings = settings
+        self._active: dict[str, str] = {}
+        self._active_by_tenant: dict[str, int] = {}
+        self._queues: OrderedDict[str, _Queue] = OrderedDict()
+        self._waiting: dict[str, Waiting] = {}
+        self.displaced: list[str] = []
+        """Requests that waited, and whose places others have taken: tell them, and empty the list."""
+
+    @property
+    def active_count(self) -> int:
+        """Running requests."""
+        return len(self._active)
+
+    @property
+    def waiting_count(self) -> int:
+        """Waiting requests."""
+        return len(self._waiting)
+
+    def offer(self, request_id: str, tenant: Tenant, tokens: int) -> Verdict:
+        """A request has come. A tenant that has waiting requests cannot overtake them with a new one."""
+        queue = self._queues.get(tenant.name)
+        if self._has_room(tenant) and (queue is None or not queue.waiting) and not self._waits_above(tenant.priority):
+            self._begin(request_id, tenant)
+            return Verdict.RUNS
+        if self._is_crowding(queue):
+            return Verdict.REFUSED
+        if len(self._waiting) >= self.settings.queue_max:
+            victim = self._victim(tenant, queue)
+            if victim is None:
+                return Verdict.REFUSED
+            self.displaced.append(victim.waiting[-1].request_id)
+            self.end(victim.waiting[-1].request_id)
+            queue = self._queues.get(tenant.name)
+        if queue is None:
+            queue = self._queues[tenant.name] = _Queue(tenant)
+        waiting = Waiting(request_id, tenant, max(1, tokens))
+        queue.waiting.append(waiting)
+        self._waiting[request_id] = waiting
+        return Verdict.WAITS
+
+    def set_share(self, tenant: Tenant) -> None:
+        """A tenant has another share: `start` may have more to start."""
+        queue = self._queues.get(tenant.name)
+        if queue is not None:
+            queue.tenant = tenant
+
+    def end(self, request_id: str) -> None:
+        """The request runs no more, or waits no more."""
+        tenant = self._active.pop(request_id, None)
+        if tenant is not None:
+            self._active_by_tenant[tenant] -= 1
+            if not self._active_by_tenant[tenant]:
+                del self._active_by_tenant[tenant]
+            return
+        waiting = self._waiting.pop(request_id, None)
+        if waiting is not None:
+            queue = self._queues[waiting.tenant.name]
+            queue.waiting.remove(waiting)
+            self._forget_empty(queue)
+
+    def start(self) -> list[Waiting]:
+        """Those that run from now on, in order."""
+        started: list[Waiting] = []
+        while (waiting := self._next()) is not None:
+            self._begin(waiting.request_id, waiting.tenant)
+            started.append(waiting)
+        return started
+
+    def retry_after_s(self, mean_service_s: float) -> int:
+        """When a refused request should come again: the time in which the queue is worked off, from 1 to 60."""
+        ahead = len(self._waiting) + 1
+        return max(1, min(60, round(ahead * mean_service_s / max(1, self.settings.active_max))))
+
+    def _next(self) -> Waiting | None:
+        able = [queue for queue in self._queues.values() if queue.waiting and self._has_room(queue.tenant)]
+        if not able:
+            return None
+        priority = max(queue.tenant.priority for queue in able)
+        able = [queue for queue in able if queue.tenant.priority == priority]
+        while True:
+            for queue in able:
+                if queue.deficit_tokens >= queue.waiting[0].tokens:
+                    waiting = queue.waiting.popleft()
+                    del self._waiting[waiting.request_id]
+                    queue.deficit_tokens -= waiting.tokens
+                    self._queues.move_to_end(queue.tenant.name)
+                    self._forget_empty(queue)
+                    return waiting
+            # as many rounds at once as the nearest one needs
+            rounds = min((queue.waiting[0].tokens - queue.deficit_tokens) / _quantum(queue.tenant) for queue in able)
+            for queue in able:
+                queue.deficit_tokens += max(rounds, 1e-9) * _quantum(queue.tenant)
+
+    def _begin(self, request_id: str, tenant: Tenant) -> None:
+        self._active[request_id] = tenant.name
+        self._active_by_tenant[tenant.name] = self._active_by_tenant.get(tenant.name, 0) + 1
+
+    def _has_room(self, tenant: Tenant) -> bool:
+        own = self._active_by_tenant.get(tenant.name, 0)
+        return len(self._active) < self.settings.active_max and (tenant.active_max is None or own < tenant.active_max)
+
+    def _waits_above(self, priority: int) -> bool:
+        """Whether requests that go first, or whose turn is as near, wait for room."""
+        return any(
+            queue.waiting and queue.tenant.priority >= priority and self._has_room(queue.tenant)
+            for queue in self._queues.values()
+        )
+
+    def _is_crowding(self, queue: _Queue | None) -> bool:
+        own = 0 if queue is None else len(queue.waiting)
+        return own < len(self._waiting) and own >= TENANT_QUEUE_FRACTION * self.settings.queue_max
+
+    def _victim(self, tenant: Tenant, queue: _Queue | None) -> _Queue | None:
+        """The queue whose last request gives its place up: of the lowest priority below the tenant's own; or else of
+        the tenant of the same priority that has most for its weight, and more than the tenant would have then.
+        """
+
+        def share(each: _Queue) -> float:
+            return len(each.waiting) / each.tenant.weight
+
+        full = [each for each in self._queues.values() if each.waiting and each is not queue]
+        lowest = min((each.tenant.priority for each in full), default=tenant.priority)
+        if lowest < tenant.priority:
+            return max((each for each in full if each.tenant.priority == lowest), key=share)
+        most = max((each for each in full if each.tenant.priority == tenant.priority), key=share, default=None)
+        own = (0 if queue is None else len(queue.waiting)) + 1
+        return most if most is not None and share(most) > own / tenant.weight else None
+
+    def _forget_empty(self, queue: _Queue) -> None:
+        """An idle tenant saves no turns up."""
+        if not queue.waiting:
+            del self._queues[queue.tenant.name]
+
+
+def _quantum(tenant: Tenant) -> float:
+    return QUANTUM_TOKENS * tenant.weight

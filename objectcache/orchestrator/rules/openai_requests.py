@@ -1,0 +1,304 @@
+"""OpenAI requests: the parts that decide where a request goes. Everything else passes through as it came."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from enum import Enum
+from typing import Any, TypeAlias
+
+import numpy as np
+import numpy.typing as npt
+
+from objectcache.orchestrator.rules.chains import TOKEN_MAX
+
+TokenIds: TypeAlias = npt.NDArray[np.uint32]
+"""The token ids of a prompt, [tokens]."""
+OUTPUT_TOKENS_DEFAULT = 256
+"""The tokens that a request is taken to put out where it does not say."""
+OUTPUT_TOKENS_MAX = 1 << 20
+PROMPTS_MAX = 16_384
+SESSION_CHARACTERS_MAX = 256
+NAME_CHARACTERS_MAX = 1024
+"""Of a model and of a salt: receipts, sessions and caches keep them."""
+NUMBER_OF_ANSWERS_MAX = 16_384
+"""vLLM's own bound."""
+NUMBER_CHARACTERS_MAX = 20
+
+
+class RequestKind(Enum):
+    """The paths that are routed by their prompts."""
+
+    COMPLETIONS = "/v1/completions"
+    CHAT = "/v1/chat/completions"
+    RESPONSES = "/v1/responses"
+    EMBEDDINGS = "/v1/embeddings"
+    TOKENIZE = "/tokenize"
+    OTHER = "other"
+    """One of PASSED_ON, whose prompts are not looked at."""
+
+
+PASSED_ON = frozenset(
+    {
+        "/v1/messages", "/v1/messages/count_tokens", "/v1/score", "/score", "/v1/rerank", "/v2/rerank", "/rerank",
+        "/pooling", "/classify", "/detokenize", "/v1/audio/transcriptions", "/v1/audio/translations",
+        "/v1/audio/speech", "/v1/images/generations", "/v1/moderations",
+    }
+)  # fmt: skip
+"""Paths of engines that go on to one that serves the model. Others do not: engines have paths that load weights, sleep
+or shut down, which no client may reach.
+"""
+_FORM_MODEL, _FORM_HEAD_END, _FORM_LINE_END = b'name="model"\r\n', b"\r\n\r\n", b"\r\n"
+FORM_MODELS_MAX = 16
+FORM_HEAD_BYTES_MAX, MODEL_BYTES_MAX = 1024, 1024
+
+
+class WrongRequestError(ValueError):
+    """A request that no engine could answer; `field` is what is wrong with it."""
+
+    def __init__(self, message: str, field: str | None = None) -> None:
+        super().__init__(message)
+        self.field = field
+
+
+@dataclass(frozen=True, slots=True)
+class Asked:
+    """One request. Exactly one is given of `tokens`, a prompt of token ids, and `to_tokenize`, the JSON that has the
+    engine's `/tokenize` give them; neither where the prompt has no tokens that could be known (images, earlier
+    responses, a batch). `output_tokens` are those of all answers, `sequence_tokens` those of the largest one, and its
+    prompt's where that is not among `tokens`.
+    """
+
+    kind: RequestKind
+    model: str
+    tokens: TokenIds | None
+    to_tokenize: bytes | None
+    output_tokens: int
+    is_stream: bool
+    session: str
+    salt: str
+    is_deterministic: bool
+    sequence_tokens: int = 0
+    prompt_tokens: int = 0
+    """About how many tokens the prompt has, where they are not looked at."""
+    previous: str = ""
+    """The earlier response that it goes on from, which only the engine has that gave it."""
+
+    @property
+    def is_generating(self) -> bool:
+        """Whether tokens are put out."""
+        return self.kind in (RequestKind.COMPLETIONS, RequestKind.CHAT, RequestKind.RESPONSES)
+
+
+def read_request(kind: RequestKind, body: Mapping[str, Any], headers: Mapping[str, str]) -> Asked:
+    """The parts of a request that decide. `headers` have lower-case names. Raises WrongRequestError."""
+    model = _text(body, "model")
+    output_tokens = _output_tokens(body, kind)
+    answers = _number(body, "n", 1, NUMBER_OF_ANSWERS_MAX) or 1
+    tokens, document = _prompt(kind, body, model)
+    lengths = _lengths(body) if tokens is None and document is None else []
+    is_stream = body.get("stream", False)
+    if not isinstance(is_stream, bool | None):
+        raise WrongRequestError("stream must be true or false", "stream")
+    return Asked(
+        kind=kind,
+        model=model,
+        tokens=tokens,
+        to_tokenize=None if document is None else _canonical(document),
+        output_tokens=output_tokens * answers * max(1, len(lengths)),
+        is_stream=bool(is_stream),
+        session=_session(body, headers),
+        salt=_text(body, "cache_salt"),
+        is_deterministic=answers == 1 and body.get("temperature") == 0,
+        sequence_tokens=output_tokens + max(lengths, default=0),
+        prompt_tokens=sum(lengths),
+        previous=_text(body, "previous_response_id") if kind is RequestKind.RESPONSES else "",
+    )
+
+
+def read_form(body: bytes) -> Asked:
+    """The part of a form (multipart/form-data, as audio comes in) that decides: its model."""
+    model = _form_model(body)
+    return Asked(RequestKind.OTHER, model, None, None, 0, is_stream=False, session="", salt="", is_deterministic=False)
+
+
+def _form_model(body: bytes) -> str:
+    """The value of the first field `model`. Only a few places that may be it are looked at, each for a few bytes."""
+    place = -1
+    for _ in range(FORM_MODELS_MAX):
+        place = body.find(_FORM_MODEL, place + 1)
+        if place < 0:
+            break
+        start = place + len(_FORM_MODEL) - len(_FORM_LINE_END)
+        head_end = body.find(_FORM_HEAD_END, start, start + FORM_HEAD_BYTES_MAX)
+        value = head_end + len(_FORM_HEAD_END)
+        end = body.find(_FORM_LINE_END, value, value + MODEL_BYTES_MAX + len(_FORM_LINE_END)) if head_end >= 0 else -1
+        if end > value:
+            return body[value:end].decode(errors="replace")
+    return ""
+
+
+def token_ids(values: Sequence[object]) -> TokenIds:
+    """Token ids as an array. Raises ValueError for others than whole numbers in [0, 2^32)."""
+    if not all(type(each) is int and 0 <= each <= TOKEN_MAX for each in values):
+        raise ValueError("token ids must be whole numbers from 0 to 2^32 - 1")
+    return np.asarray(values, dtype=np.uint32)
+
+
+def _lengths(body: Mapping[str, Any]) -> list[int]:
+    """About how many tokens each prompt of a list has, whose tokens are not looked at: ids count one each, and four
+    characters of a text count as one.
+    """
+    prompts = body.get("prompt")
+    if not isinstance(prompts, list):
+        return []
+    return [len(each) if isinstance(each, list) else len(str(each)) // 4 for each in prompts]
+
+
+def response_key(tenant: str, kind: RequestKind, body: Mapping[str, Any]) -> str:
+    """The name of a request's answer in the response cache: everything that the client sent, and whose it is."""
+    return hashlib.sha256(_canonical([tenant, kind.value, body])).hexdigest()
+
+
+def _canonical(document: object) -> bytes:
+    return json.dumps(document, sort_keys=True, separators=(",", ":")).encode()
+
+
+def _prompt(kind: RequestKind, body: Mapping[str, Any], model: str) -> tuple[TokenIds | None, Mapping[str, Any] | None]:
+    match kind:
+        case RequestKind.CHAT | RequestKind.TOKENIZE if "messages" in body:
+            return None, _chat(body, model)
+        case RequestKind.COMPLETIONS | RequestKind.TOKENIZE:
+            return _completion(body, model)
+        case RequestKind.CHAT:
+            raise WrongRequestError("messages: missing", "messages")
+        case RequestKind.RESPONSES:
+            return None, _responses(body, model)
+    return None, None
+
+
+def _completion(body: Mapping[str, Any], model: str) -> tuple[TokenIds | None, Mapping[str, Any] | None]:
+    prompt = body.get("prompt")
+    if isinstance(prompt, str):
+        document: dict[str, Any] = {"model": model, "prompt": prompt}
+        if "add_special_tokens" in body:
+            document["add_special_tokens"] = body["add_special_tokens"]
+        return None, document
+    if not isinstance(prompt, list):
+        if prompt is None and "prompt_embeds" in body:
+            return None, None
+        raise WrongRequestError("prompt must be a text, a list of token ids, or a list of these", "prompt")
+    if len(prompt) == 1 and isinstance(prompt[0], list | str):
+        return _completion({**body, "prompt": prompt[0]}, model)
+    if prompt and type(prompt[0]) is int:
+        try:
+            return token_ids(prompt), None
+        except ValueError as error:
+            raise WrongRequestError(f"prompt: {error}", "prompt") from None
+    if not prompt or len(prompt) > PROMPTS_MAX:
+        raise WrongRequestError(f"prompt must have from 1 to {PROMPTS_MAX} prompts", "prompt")
+    return None, None
+
+
+def _chat(body: Mapping[str, Any], model: str) -> Mapping[str, Any] | None:
+    messages = body.get("messages")
+    if not isinstance(messages, list) or not messages:
+        raise WrongRequestError("messages must be a list of at least one message", "messages")
+    if not all(isinstance(message, dict) for message in messages):
+        raise WrongRequestError("messages must be objects", "messages")
+    if any(not _is_text(message.get("content")) for message in messages):
+        return None
+    document: dict[str, Any] = {"model": model, "messages": messages}
+    for name in (
+        "add_generation_prompt", "continue_final_message", "add_special_tokens", "chat_template",
+        "chat_template_kwargs", "tools", "reasoning_effort",
+    ):  # fmt: skip
+        if body.get(name) is not None:
+            document[name] = body[name]
+    return document
+
+
+def _responses(body: Mapping[str, Any], model: str) -> Mapping[str, Any] | None:
+    """The chat that a request for a response amounts to. One that goes on from what the engine keeps has no tokens that
+    could be known here.
+    """
+    said = body.get("input")
+    if body.get("previous_response_id") or body.get("conversation") or not isinstance(said, str | list):
+        return None
+    items = [{"role": "user", "content": said}] if isinstance(said, str) else said
+    messages: list[dict[str, Any]] = []
+    if isinstance(body.get("instructions"), str):
+        messages.append({"role": "system", "content": body["instructions"]})
+    for item in items:
+        if not isinstance(item, dict) or item.get("type", "message") != "message" or not _is_text(item.get("content")):
+            return None
+        messages.append({"role": item.get("role"), "content": item.get("content")})
+    document: dict[str, Any] = {"model": model, "messages": messages}
+    if body.get("tools"):
+        document["tools"] = body["tools"]
+    return document
+
+
+def _is_text(content: object) -> bool:
+    """Whether a message's content is text alone."""
+    if content is None or isinstance(content, str):
+        return True
+    return isinstance(content, list) and all(
+        isinstance(part, dict) and part.get("type") in ("text", "input_text", "output_text") for part in content
+    )
+
+
+def _output_tokens(body: Mapping[str, Any], kind: RequestKind) -> int:
+    if kind in (RequestKind.EMBEDDINGS, RequestKind.TOKENIZE):
+        return 0
+    for name in ("max_completion_tokens", "max_output_tokens", "max_tokens"):
+        value = _number(body, name, 0, OUTPUT_TOKENS_MAX)
+        if value is not None:
+            return value
+    return OUTPUT_TOKENS_DEFAULT
+
+
+def _session(body: Mapping[str, Any], headers: Mapping[str, str]) -> str:
+    """The session that a client names: a header of its own, a conversation, an earlier response, or its user."""
+    said = headers.get("x-session-id") or headers.get("x-objectcache-session")
+    if not said:
+        conversation = body.get("conversation")
+        if isinstance(conversation, dict):
+            conversation = conversation.get("id")
+        said = conversation or body.get("prompt_cache_key") or body.get("user")
+    return said[:SESSION_CHARACTERS_MAX] if isinstance(said, str) and is_encodable(said) else ""
+
+
+def _text(body: Mapping[str, Any], name: str) -> str:
+    value = body.get(name)
+    if value is None:
+        return ""
+    if not isinstance(value, str) or not is_encodable(value):
+        raise WrongRequestError(f"{name} must be a text", name)
+    if len(value) > NAME_CHARACTERS_MAX:
+        raise WrongRequestError(f"{name} must have at most {NAME_CHARACTERS_MAX} characters", name)
+    return value
+
+
+def is_encodable(text: str) -> bool:
+    """Whether UTF-8 can have it: JSON may name halves of surrogate pairs, which are no characters."""
+    try:
+        text.encode()
+    except UnicodeEncodeError:
+        return False
+    return True
+
+
+def _number(body: Mapping[str, Any], name: str, least: int, most: int) -> int | None:
+    """A field as engines read it: 100, 100.0 and "100" are one number."""
+    value = body.get(name)
+    if value is None:
+        return None
+    is_whole = type(value) is float and value.is_integer()
+    if is_whole or (isinstance(value, str) and len(value) <= NUMBER_CHARACTERS_MAX and value.isdecimal()):
+        value = int(value)
+    if type(value) is not int or not least <= value <= most:
+        raise WrongRequestError(f"{name} must be a whole number from {least} to {most}", name)
+    return value

@@ -1,0 +1,218 @@
+"""The orchestrator's state on the disk, which it takes over when it starts again: registrations at once, sessions and
+blocks about once a second, behind everything else.
+
+The index is warm after a restart: blocks come from the file, and the engine replays its events from the first batch
+that was not written down.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import logging
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from objectcache.orchestrator.metadata import CacheEntry, Metadata, RegisteredEngine
+from objectcache.orchestrator.rules.kv_events import (
+    AllBlocksCleared,
+    Batch,
+    BlockRemoved,
+    BlockStored,
+    KnownBatch,
+    block_name,
+    name_bytes,
+)
+from objectcache.orchestrator.rules.policies import Sessions
+from objectcache.orchestrator.rules.prefix_index import PrefixIndex
+from objectcache.orchestrator.settings import EngineSettings, engine_settings, registered
+
+FLUSH_S = 1.0
+RESTORED_AT_ONCE = 5000
+FAILURES_MAX = 60
+"""After so many failures in a row sessions are not kept any longer: they must not fill the memory."""
+HELD_MAX = 1_000_000
+"""Blocks of a source that wait to be written. Of one with more, nothing is known after a restart."""
+SESSIONS = "sessions"
+_log = logging.getLogger(__name__)
+
+
+@dataclass(slots=True)
+class _Changes:
+    """The changes by the batches of one source since the last flush."""
+
+    known: KnownBatch | None = None
+    is_cleared: bool = False
+    added: dict[bytes, bytes] = field(default_factory=dict)
+    removed: set[bytes] = field(default_factory=set)
+
+    @property
+    def count(self) -> int:
+        """The blocks that changed."""
+        return len(self.added) + len(self.removed)
+
+    def after(self, before: _Changes) -> _Changes:
+        """These, with those of before, which could not be written."""
+        if self.is_cleared:
+            return self
+        kept = {block: prefix for block, prefix in before.added.items() if block not in self.removed}
+        return _Changes(self.known, before.is_cleared, {**kept, **self.added}, before.removed | self.removed)
+
+
+class Writing:
+    """The metadata of one orchestrator. Used on its event loop, except where a method says otherwise."""
+
+    def __init__(self, folder: Path, index: PrefixIndex, sessions: Sessions) -> None:
+        """Raises MetadataError, OSError."""
+        self.metadata = Metadata(folder)
+        self._index = index
+        self._changes: dict[str, _Changes] = {}
+        self._sessions: dict[str, str] = {}
+        self._flushing = asyncio.Lock()
+        self._task: asyncio.Task[None] | None = None
+        self.failure_count = 0
+        for session, engine in self.metadata.sessions():
+            sessions.note(session, engine)
+
+    def start(self) -> None:
+        """Begin to write down what changes."""
+        self._task = asyncio.create_task(self._run())
+
+    async def stop(self) -> None:
+        """Write down the rest, and close the file."""
+        if self._task is not None:
+            self._task.cancel()
+            await asyncio.gather(self._task, return_exceptions=True)
+        await self.flush()
+        self.metadata.close()
+
+    def engines(self) -> list[tuple[EngineSettings, bool]]:
+        """The engines that were registered, and whether each is draining."""
+        return [(engine_settings(json.loads(each.settings)), each.is_draining) for each in self.metadata.engines()]
+
+    async def add_engine(self, settings: EngineSettings) -> None:
+        """Register an engine: on the disk when this returns. Raises MetadataError."""
+        made = RegisteredEngine(settings.url, settings.label, json.dumps(registered(settings)))
+        await asyncio.to_thread(self.metadata.add_engine, made)
+
+    async def remove_engine(self, name: str) -> None:
+        """Forget an engine, and what waits to be written of it."""
+        async with self._flushing:
+            for source in [each for each in self._changes if each == name or each.startswith(f"{name}#")]:
+                del self._changes[source]
+            self._sessions = {session: engine for session, engine in self._sessions.items() if engine != name}
+            await asyncio.to_thread(self.metadata.remove_engine, name)
+
+    async def drain(self, name: str, *, is_wanted: bool) -> None:
+        """Note that an engine is draining, or not any more."""
+        await asyncio.to_thread(lambda: self.metadata.set_draining(name, is_draining=is_wanted))
+
+    async def pin(self, prefix: str, engine: str | None, until: float | None) -> None:
+        """Write a pin down, or forget it."""
+        if engine is None:
+            await asyncio.to_thread(self.metadata.remove_pin, prefix)
+        else:
+            await asyncio.to_thread(self.metadata.set_pin, prefix, engine, until)
+
+    def quotas(self) -> dict[str, Any]:
+        """The quotas of tenants."""
+        return {tenant: json.loads(document) for tenant, document in self.metadata.quotas().items()}
+
+    async def set_quota(self, tenant: str, document: Mapping[str, Any]) -> None:
+        """Write a tenant's quota down."""
+        await asyncio.to_thread(self.metadata.set_quota, tenant, json.dumps(document))
+
+    async def warm(self, engine: str) -> dict[str, KnownBatch]:
+        """Fill the index with the blocks that were written down of an engine's ranks. Returns the last batch of each
+        that was written down.
+        """
+        await self.flush()
+        known = await asyncio.to_thread(self.metadata.known_batches)
+        found = {name: each for name, each in known.items() if name == engine or name.startswith(f"{engine}#")}
+        for name in found:
+            self._index.add_engine(name)
+            entries = await asyncio.to_thread(self._entries, name)
+            for start in range(0, len(entries), RESTORED_AT_ONCE):
+                part = entries[start : start + RESTORED_AT_ONCE]
+                self._index.restore(name, ((block_name(each.block), each.prefix) for each in part))
+                await asyncio.sleep(0)
+        return {name: KnownBatch(*each) for name, each in found.items()}
+
+    def _entries(self, name: str) -> list[CacheEntry]:
+        return list(self.metadata.entries(name))
+
+    def note_session(self, session: str, engine: str) -> None:
+        """A session is there now."""
+        self._sessions[session] = engine
+
+    def note_batch(self, source: str, number: int, batch: Batch) -> None:
+        """A batch is in the index."""
+        changes = self._changes.setdefault(source, _Changes())
+        changes.known = KnownBatch(number, batch.sent_at)
+        for event in batch.events:
+            match event:
+                case BlockStored():
+                    for name in event.names:
+                        prefix = self._index.prefix_of(source, name)
+                        if prefix is not None:
+                            changes.added[name_bytes(name)] = prefix
+                case BlockRemoved():
+                    for name in event.names:
+                        packed = name_bytes(name)
+                        changes.added.pop(packed, None)
+                        changes.removed.add(packed)
+                case AllBlocksCleared():
+                    self._changes[source] = changes = _Changes(changes.known, is_cleared=True)
+
+    def cleared(self, source: str) -> None:
+        """The index knows nothing of a source any more: it has started anew, or its events had gaps for too long."""
+        self._changes[source] = _Changes(is_cleared=True)
+
+    async def flush(self) -> None:
+        """Write down what waits. Changes that cannot be written wait on."""
+        async with self._flushing:
+            changes, self._changes = self._changes, {}
+            sessions, self._sessions = self._sessions, {}
+            if not changes and not sessions:
+                return
+            failed = await asyncio.to_thread(self._write, changes, sessions)
+            if not failed:
+                self.failure_count = 0
+                return
+            self.failure_count += 1
+            names = ", ".join(sorted(failed))
+            _log.warning("%s could not be written, and is tried again: %r", names, next(iter(failed.values())))
+            if SESSIONS in failed:
+                self._sessions = {**sessions, **self._sessions} if self.failure_count < FAILURES_MAX else {}
+            for source in changes.keys() & failed.keys():
+                now = self._changes.get(source)
+                kept = changes[source] if now is None else now.after(changes[source])
+                self._changes[source] = kept if kept.count <= HELD_MAX else _Changes(is_cleared=True)
+
+    async def _run(self) -> None:
+        while True:
+            await asyncio.sleep(FLUSH_S)
+            await self.flush()
+
+    def _write(self, changes: Mapping[str, _Changes], sessions: Mapping[str, str]) -> dict[str, Exception]:
+        """The changes that could not be written, with the reason. Bad changes of one engine keep nothing of others from
+        the disk.
+        """
+        failed: dict[str, Exception] = {}
+        now = time.time()
+        try:
+            if sessions:
+                self.metadata.note_sessions(sessions)
+        except Exception as error:  # a full disk, for example
+            failed[SESSIONS] = error
+        for source, each in changes.items():
+            added = [CacheEntry(source, prefix, block, used_at=now) for block, prefix in each.added.items()]
+            known = None if each.known is None else (each.known.number, each.known.sent_at)
+            try:
+                self.metadata.note_source(source, known, added, sorted(each.removed), is_cleared=each.is_cleared)
+            except Exception as error:
+                failed[source] = error
+        return failed
