@@ -54,6 +54,7 @@ from descriptors.objects import (
     UploadRequest,
 )
 from descriptors.rdma_token import RdmaToken
+from descriptors.status import StorageStatus
 
 Piece = bytes | bytearray | memoryview
 """A run of body bytes."""
@@ -423,6 +424,9 @@ class StatusApi(Protocol):
     async def transports(self, access_key: str) -> Transports: ...
 
     async def scheduler(self, access_key: str) -> SchedulerStatus: ...
+
+    async def servers(self, access_key: str) -> list[StorageStatus]:
+        """Each storage server that can be reached."""
 
     async def metrics(self, access_key: str) -> str:
         """The metrics of descriptors.metrics.STORAGE, in Prometheus' text format."""

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import logging
 import secrets
 import time
-from dataclasses import replace
+from dataclasses import asdict, replace
 from urllib.parse import unquote
 
 from aiohttp import web
@@ -14,12 +15,15 @@ from aiohttp import web
 from descriptors.descriptor import is_request_id
 from descriptors.errors import CallerError, ErrorCode, ObjectCacheError, ServerError
 from descriptors.headers import SERVICE_PREFIX
+from descriptors.status import StorageStatus
 from descriptors.storage_api import StorageApi
 from descriptors.tracing import REQUEST_ID_HEADER, TIMING_HEADER, timing_header
+from descriptors.version import __version__
 from gateway.call import Call
 from gateway.form_upload import HELD_BYTES_MAX, FormUpload, is_form_upload
 from gateway.handlers import HANDLERS, LAYERWISE
 from gateway.metrics import GatewayMeter, is_bearer
+from gateway.recent import RecentFailures
 from gateway.s3 import sigv2, sigv4, xml
 from gateway.s3.credentials import Credential, CredentialBook, authorize, require_all_buckets
 from gateway.s3.post_policy import POLICY_FIELD
@@ -48,6 +52,7 @@ _WITH_BODY = frozenset(
     }
 )  # fmt: skip
 _VERSION_2 = frozenset({Operation.GET_OBJECT, Operation.HEAD_OBJECT, Operation.PUT_OBJECT, Operation.POST_OBJECT})
+TOLD = frozenset({Operation.METRICS, Operation.STATUS})
 _log = logging.getLogger(__name__)
 
 
@@ -62,6 +67,8 @@ class Gateway:
         held_key_bytes = max(HELD_BYTES_MAX, settings.document_key_bytes // 2)
         self._held_forms = DocumentBudget(max(held_key_bytes, settings.document_bytes // 2), held_key_bytes)
         self._meter = GatewayMeter()
+        self._failures = RecentFailures()
+        self._started_s = time.monotonic()
         self._healthy_until_s = 0.0
         self._host_id = secrets.token_urlsafe(24)
 
@@ -96,6 +103,8 @@ class Gateway:
         finally:
             status = status or begun_status(http)
             self._meter.ended(trace, status)
+            if trace.code and status >= 400:
+                self._failures.note(time.time(), trace.request_id, trace.operation, trace.bucket, status, trace.code)
             if logs_requests():
                 log_request(_line(trace, status))
 
@@ -134,7 +143,7 @@ class Gateway:
             trace.operation = HEALTH_NAME
             return await self._health()
         if is_bearer(http.headers.get("Authorization"), self._settings.metrics_token):
-            return await self._metrics(request, trace)
+            return await self._told(route(request), trace)
         if request.method == "OPTIONS":
             raise _refused_preflight(request)
         form = None
@@ -155,9 +164,9 @@ class Gateway:
             )
             raise CallerError(ErrorCode.ACCESS_DENIED, problem, field="Signature")
         authorize(credential, operation.action, _policy_bucket(request))
-        if operation is Operation.METRICS:
+        if operation in TOLD:
             require_all_buckets(credential, operation.action)
-            return await self._metrics(request, trace)
+            return await self._told(operation, trace)
         request = replace(request, headers=without_chunk_coding(request.headers))
         call = Call(
             operation,
@@ -191,13 +200,35 @@ class Gateway:
             self._healthy_until_s = now_s + HEALTH_KEPT_S
         return web.Response(body=b'{"status":"ok"}', content_type="application/json")
 
-    async def _metrics(self, request: S3Request, trace: RequestTrace) -> web.Response:
+    async def _told(self, operation: Operation, trace: RequestTrace) -> web.Response:
+        """What the token, and a key of all buckets, may read."""
+        if operation not in TOLD:
+            problem = "the token is for metrics and the status only"
+            raise CallerError(ErrorCode.ACCESS_DENIED, problem, field="Authorization")
+        trace.operation = operation.name.lower()
+        return await (self._metrics() if operation is Operation.METRICS else self._status())
+
+    async def _status(self) -> web.Response:
+        """GET /_objectcache/status: this gateway, and the storage servers that answer."""
+        servers: list[StorageStatus] = []
+        try:
+            async with asyncio.timeout(METRICS_TIMEOUT_S):
+                servers = await self._storage.status.servers("")
+        except (ServerError, TimeoutError) as error:
+            _log.warning("the storage servers' status cannot be read: %s", error)
+        gateway = {
+            "version": __version__,
+            "uptime_s": time.monotonic() - self._started_s,
+            "region": self._settings.region,
+            "failures": self._failures.told(),
+        }
+        body = json.dumps({"gateway": gateway, "storage_servers": [asdict(each) for each in servers]})
+        return web.Response(body=body.encode(), content_type="application/json")
+
+    async def _metrics(self) -> web.Response:
         """GET /_objectcache/metrics: the metrics of this gateway and of its storage server. If the storage server does
         not answer, its metrics are missing, and the gateway's error counters say why.
         """
-        if route(request) is not Operation.METRICS:
-            raise CallerError(ErrorCode.ACCESS_DENIED, "the token is for metrics only", field="Authorization")
-        trace.operation = Operation.METRICS.name.lower()
         text = self._meter.text()
         try:
             async with asyncio.timeout(METRICS_TIMEOUT_S):

@@ -34,7 +34,7 @@ if TYPE_CHECKING:
     from nixl_client.session.retries import Retries as Retries
     from nixl_client.transports.transport import Transport as Transport
 
-from objectcache.version import __version__
+from descriptors.version import __version__
 
 _MODULES = {
     "Accept": "descriptors.descriptor",

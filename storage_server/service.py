@@ -11,7 +11,9 @@ from typing import Protocol
 
 from descriptors.errors import ObjectCacheError
 from descriptors.messages import SchedulerStatus, Transports
+from descriptors.status import CACHES_MAX, StorageStatus
 from descriptors.storage_api import ObjectsApi, UploadsApi
+from descriptors.version import __version__
 from objectcache.adapters.metrics import text_of
 from storage_server.agents import AgentTable
 from storage_server.downlinks import DownlinkKeepers, Downlinks
@@ -130,6 +132,7 @@ class EmbeddedStorage:
             self._transfers,
             wrap_destination,
         )
+        self._started_s = time.monotonic()
         self._sweepers: list[asyncio.Task[None]] = []
 
     @property
@@ -209,6 +212,34 @@ class EmbeddedStorage:
     async def scheduler(self, access_key: str) -> SchedulerStatus:
         """The settings of the scheduler, and the deliveries under way."""
         return self.pipeline.link.status()
+
+    async def servers(self, access_key: str) -> list[StorageStatus]:
+        """This one."""
+        meter, dram, space = self.pipeline.meter, self.dram, self.store.space
+        caches = sorted(self.store.evictor.status(), key=lambda cache: -cache.used_bytes)
+        free_bytes = self.store.disk.free_bytes(self.settings.data_dir)
+        status = StorageStatus(
+            name="",
+            version=__version__,
+            uptime_s=time.monotonic() - self._started_s,
+            upstream="" if self.settings.upstream is None else self.settings.upstream.endpoint,
+            used_bytes=space.used_bytes,
+            bound_bytes=space.bound_bytes,
+            free_bytes=free_bytes,
+            dram_bytes=dram.nbytes,
+            dram_used_bytes=dram.resident_bytes,
+            dram_hit_count=dram.hit_count,
+            dram_missed_count=dram.missed_count,
+            lookup_count=meter.lookup_count,
+            asked_chunk_count=meter.asked_chunk_count,
+            matched_chunk_count=meter.matched_chunk_count,
+            has_shm=self.shm is not None,
+            has_ucx=self.ucx is not None and self.ucx.is_running,
+            scheduler=self.pipeline.link.status(),
+            sent_bytes={transport: int(nbytes) for (transport,), nbytes in meter.payload_bytes.samples.items()},
+            caches=tuple(caches[:CACHES_MAX]),
+        )
+        return [status]
 
     async def metrics(self, access_key: str) -> str:
         """The metrics, read now, in Prometheus' text format."""

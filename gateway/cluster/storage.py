@@ -6,6 +6,7 @@ import asyncio
 from collections import defaultdict
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
+from dataclasses import replace
 from typing import Any, TypeVar, cast
 
 from descriptors import metrics
@@ -15,6 +16,7 @@ from descriptors.errors import ErrorCode
 from descriptors.messages import SchedulerStatus, Transports
 from descriptors.objects import NotDeleted
 from descriptors.peer_calls import CALLS, Form, PeerCall
+from descriptors.status import StorageStatus
 from descriptors.storage_api import AgentsApi, ObjectRead, ObjectsApi, PrefixesApi, UploadsApi
 from gateway.cluster.agents import ClusterAgents
 from gateway.cluster.members import ALIVE_S, Members, nobody
@@ -76,6 +78,11 @@ class ClusterStorage:
         return SchedulerStatus(
             first.policy, first.rates, first.link_bytes_per_s, first.margin_bytes_per_s, first.epoch, **summed
         )
+
+    async def servers(self, access_key: str) -> list[StorageStatus]:
+        """Each member that can be reached, by its name."""
+        found = await self._of_all("servers", access_key)
+        return [replace(each, name=name) for name, (each,) in sorted(found.items())]
 
     async def metrics(self, access_key: str) -> str:
         """The hedges of this gateway. Each storage server tells its own metrics."""

@@ -66,6 +66,7 @@ class Operation(Enum):
     TRANSPORTS = "RegisterAgent:transports"
     SCHEDULER = "RegisterAgent:scheduler"
     METRICS = "GetMetrics"
+    STATUS = "GetMetrics:status"
     REGISTER_AGENT = "RegisterAgent"
     RENEW_AGENT = "RegisterAgent:renew"
     DELETE_AGENT = "RegisterAgent:delete"
@@ -211,6 +212,8 @@ def _route_service(request: S3Request) -> Operation:
         return _pick({("GET", ""): Operation.SCHEDULER}, request, set())
     if request.key == "metrics":
         return _pick({("GET", ""): Operation.METRICS}, request, set())
+    if request.key == "status":
+        return _pick({("GET", ""): Operation.STATUS}, request, set())
     if kind == "agents" and not name:
         return _pick({("POST", ""): Operation.REGISTER_AGENT}, request, set())
     if kind == "agents" and "/" not in name:

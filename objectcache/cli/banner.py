@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from descriptors.units import format_bytes
-from objectcache.version import __version__
+from descriptors.version import __version__
 
 
 @dataclass(frozen=True, slots=True)

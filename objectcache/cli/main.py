@@ -18,6 +18,7 @@ from descriptors.errors import CallerError, ObjectCacheError
 from descriptors.objects import BucketCache
 from descriptors.peer_auth import PeerSecrets
 from descriptors.units import parse_bytes
+from descriptors.version import __version__
 from gateway.s3.credentials import Credential
 from gateway.s3.request import check_bucket_name
 from objectcache.adapters.interfaces import LOOPBACK, UnknownInterfaceError
@@ -46,8 +47,10 @@ from objectcache.cli.config import (
     load_peer_secrets,
 )
 from objectcache.cli.orchestrate import add_orchestrator
+from objectcache.cli.remote import NoServerError
+from objectcache.cli.status import add_status
+from objectcache.cli.stored import add_stored
 from objectcache.cli.workers import worker_storage
-from objectcache.version import __version__
 from storage_server.settings import ColdReads, StorageSettings
 from storage_server.store.data.durability import Durability
 from storage_server.store.index.identity import IndexMismatchError
@@ -73,6 +76,9 @@ def run(arguments: Sequence[str]) -> int:
     except ConfigError as error:
         print(f"objectcache: {error}", file=sys.stderr)
         return 2
+    except NoServerError as error:
+        print(f"objectcache: {error}", file=sys.stderr)
+        return 1
     except (NixlFailure, UnknownInterfaceError) as error:
         print(f"objectcache: the ucx transport cannot be offered: {error}", file=sys.stderr)
         return 1
@@ -117,6 +123,8 @@ def make_parser() -> argparse.ArgumentParser:
 
     _add_serving(commands, logs)
     add_orchestrator(commands, [logs])
+    add_status(commands, [logs])
+    add_stored(commands, [logs])
     _add_care(commands, logs)
     add_calibrate(commands, [logs])
     commands.add_parser("bench", help="measure; each figure comes with what it is a ratio of")

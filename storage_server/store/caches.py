@@ -40,6 +40,10 @@ class Cache:
     """Of open uploads. They take room as objects do, and cannot be evicted."""
     parts_bound: Bound | None = None
     """Theirs in `bound`: they leave only when somebody ends the upload."""
+    evicted_count: int = 0
+    evicted_bytes: int = 0
+    eviction_age_s: float | None = None
+    """How long the object that left last had not been used."""
     is_derived: bool = False
     """Whether its capacity follows from what the file system offers."""
     is_replaced: bool = False

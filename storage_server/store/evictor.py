@@ -21,6 +21,7 @@ from typing import Any
 
 from descriptors.errors import ErrorCode, ObjectCacheError, ServerError
 from descriptors.objects import CACHE_BYTES_MIN, BucketCache
+from descriptors.status import CacheStatus
 from descriptors.units import GIB
 from storage_server.eviction.books import LEASE_SPARE_S, Books, Entry, Name, Victim
 from storage_server.eviction.choice import policy_of
@@ -205,6 +206,21 @@ class Evictor(Uses):
     def capacities(self) -> dict[str, int | None]:
         """The buckets that are caches, with the bytes that each may take; None: those of the directory."""
         return {bucket: cache.capacity_bytes for bucket, cache in self._caches.items()}
+
+    def status(self) -> list[CacheStatus]:
+        """What each cache has, and what has left it."""
+        return [
+            CacheStatus(
+                cache.bucket or "",
+                cache.capacity_bytes,
+                cache.taken_bytes if cache.bucket is not None else self._space.kept_bytes,
+                len(cache.sizes_bytes) if cache.bucket is not None else cache.books.count,
+                cache.evicted_count,
+                cache.evicted_bytes,
+                cache.eviction_age_s,
+            )
+            for cache in self._all()
+        ]
 
     def bounds_of(self, bucket: str, *, of_part: bool = False) -> tuple[Bound, ...]:
         """Those of the bucket in which a body needs room; none where the bucket has no bound of its own."""
@@ -532,8 +548,7 @@ class Evictor(Uses):
         except BaseException:
             await self._take_back([victim])
             raise
-        self.evicted_count += removed
-        self.evicted_bytes += removed * victim.entry.nbytes
+        self._count(victim.bucket, [victim] * removed, removed)
 
     def _kept(self) -> list[Victim]:
         """Bring the books up to date, and take what leaves out of them. Runs in the thread."""
@@ -620,8 +635,17 @@ class Evictor(Uses):
                     evicted = await self._change(partial(transaction.remove_versions, bucket=bucket, versions=versions))
                 finally:
                     self._departures.end()
-            self.evicted_count += evicted
-            self.evicted_bytes += sum(victim.entry.nbytes for victim in chosen)
+            self._count(bucket, chosen, evicted)
+
+    def _count(self, bucket: str, victims: Sequence[Victim], evicted: int) -> None:
+        nbytes = sum(victim.entry.nbytes for victim in victims)
+        self.evicted_count += evicted
+        self.evicted_bytes += nbytes
+        cache = self._cache_of(bucket)
+        if cache is not None and victims:
+            cache.evicted_count += evicted
+            cache.evicted_bytes += nbytes
+            cache.eviction_age_s = max(0.0, self._now() - victims[-1].entry.used_at)
 
     async def _take_back(self, victims: Sequence[Victim]) -> None:
         """Note again what did not leave, unless its key shows something else by now."""

@@ -31,7 +31,7 @@ MAY_IMPORT = {
     "nixl_client": {"descriptors", ADAPTERS, CODECS},
     ORCHESTRATOR: {"descriptors", ADAPTERS, "nixl_client"},
     CALIBRATION: {"descriptors", ADAPTERS, "nixl_client", "storage_server", CODECS},
-    COMMAND: PRODUCT - {"nixl_client"},
+    COMMAND: PRODUCT - {"objectcache"},
     "objectcache": {"descriptors", "nixl_client", COMMAND},
 }
 STAGES = {

@@ -1,0 +1,168 @@
+"""Commands that ask a running server: how it is found, as whom it is asked, and what is said where none answers."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import re
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+from urllib.parse import urlsplit
+
+from descriptors.errors import ErrorCode, ObjectCacheError
+from nixl_client.session.retries import Retries
+from nixl_client.session.signed_http import SignedHttp
+from nixl_client.transports.http import UnansweredError
+from objectcache.cli.config_values import ConfigError
+
+ENDPOINT_VARIABLES = ("OBJECTCACHE_ENDPOINT", "AWS_ENDPOINT_URL_S3", "AWS_ENDPOINT_URL")
+DEFAULT_ENDPOINT = "http://127.0.0.1:9000"
+REGION_VARIABLES = ("AWS_REGION", "AWS_DEFAULT_REGION")
+ANSWER_S = 30.0
+
+
+class NoServerError(Exception):
+    """Nobody, or somebody else, answers at the address. The message says what was asked, and what to look at."""
+
+
+def remote_options(parser: argparse.ArgumentParser) -> None:
+    """Add the options that all these commands have."""
+    parser.add_argument(
+        "--endpoint",
+        metavar="URL",
+        help=f"the server; default: {', '.join(f'${name}' for name in ENDPOINT_VARIABLES)}, or {DEFAULT_ENDPOINT}",
+    )
+    parser.add_argument(
+        "--credentials",
+        type=Path,
+        metavar="FILE",
+        help="the access key, as `serve` keeps it in DIR/credentials.json; default: $AWS_ACCESS_KEY_ID and"
+        " $AWS_SECRET_ACCESS_KEY",
+    )
+    parser.add_argument("--json", type=Path, metavar="FILE", help="write the answer here; - is standard output")
+
+
+def endpoint_of(given: str | None) -> str:
+    """The server's address. Raises ConfigError for what is none."""
+    said = given or next(filter(None, map(os.environ.get, ENDPOINT_VARIABLES)), DEFAULT_ENDPOINT)
+    parts = urlsplit(said if "://" in said else f"http://{said}")
+    try:
+        port = parts.port
+    except ValueError:
+        raise ConfigError(f"--endpoint {said}: the port is no number from 0 to 65535") from None
+    if parts.scheme not in ("http", "https") or not parts.hostname:
+        raise ConfigError(f"--endpoint {said}: write http://HOST:PORT or https://HOST:PORT")
+    if parts.path.strip("/") or parts.query:
+        raise ConfigError(f"--endpoint {said}: a server has no path; write {parts.scheme}://{parts.netloc}")
+    if port is None and parts.scheme == "http" and "://" not in said:
+        raise ConfigError(f"--endpoint {said}: the port is missing; write http://{said}:9000")
+    return f"{parts.scheme}://{parts.netloc}"
+
+
+def keys_of(file: Path | None) -> tuple[str, str]:
+    """Access key and secret key. Raises ConfigError, which says how to give them."""
+    if file is not None:
+        file = file / "credentials.json" if file.is_dir() else file
+        try:
+            found = json.loads(file.read_text())
+            return str(found["access_key"]), str(found["secret_key"])
+        except OSError as error:
+            raise ConfigError(f"--credentials {file}: {error.strerror}") from None
+        except (ValueError, KeyError, TypeError):
+            raise ConfigError(f'--credentials {file}: it must be {{"access_key": …, "secret_key": …}}') from None
+    access_key, secret_key = os.environ.get("AWS_ACCESS_KEY_ID"), os.environ.get("AWS_SECRET_ACCESS_KEY")
+    if not access_key or not secret_key:
+        raise ConfigError(
+            "an access key is needed: give --credentials DIR/credentials.json, where DIR is the --data of `serve`, or"
+            " set AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY"
+        )
+    return access_key, secret_key
+
+
+@contextmanager
+def asked(options: argparse.Namespace) -> Iterator[SignedHttp]:
+    """Signed requests to the server. Raises ConfigError, and NoServerError where it is none of ours, or not there."""
+    endpoint = endpoint_of(options.endpoint)
+    http = SignedHttp(endpoint, *keys_of(options.credentials), region(), ANSWER_S, Retries(1))
+    try:
+        yield http
+    except UnansweredError as error:
+        raise NoServerError(f"no ObjectCache at {endpoint}: {_reason(error, endpoint)}") from None
+    except ObjectCacheError as error:
+        raise NoServerError(f"{endpoint} refuses: {_refused(error)}") from None
+    finally:
+        http.close()
+
+
+@contextmanager
+def asked_s3(options: argparse.Namespace) -> Iterator[Any]:
+    """boto3's client of the server. Raises what `asked` raises."""
+    import boto3
+    from botocore.config import Config
+    from botocore.exceptions import BotoCoreError, ClientError, EndpointConnectionError
+
+    endpoint = endpoint_of(options.endpoint)
+    access_key, secret_key = keys_of(options.credentials)
+    s3 = boto3.client(
+        "s3",
+        endpoint_url=endpoint,
+        region_name=region(),
+        aws_access_key_id=access_key,
+        aws_secret_access_key=secret_key,
+        config=Config(s3={"addressing_style": "path"}, retries={"max_attempts": 2}, connect_timeout=ANSWER_S),
+    )
+    try:
+        yield s3
+    except ClientError as error:
+        said = error.response.get("Error", {})
+        what = (
+            "there is no such bucket or object"
+            if said.get("Code") == "404"
+            else f"{said.get('Code')}: {said.get('Message')}"
+        )
+        raise NoServerError(f"{endpoint} refuses: {what}") from None
+    except EndpointConnectionError:
+        raise NoServerError(f"no ObjectCache at {endpoint}: nobody answers there") from None
+    except BotoCoreError as error:
+        raise NoServerError(f"no ObjectCache at {endpoint}: {error}") from None
+    finally:
+        s3.close()
+
+
+def region() -> str:
+    """The region that requests are signed for."""
+    return next(filter(None, map(os.environ.get, REGION_VARIABLES)), "us-east-1")
+
+
+def told(path: Path | None, answer: Any, lines: Sequence[str]) -> None:
+    """Print the lines, or write the answer as JSON; `-` is standard output."""
+    if path is None:
+        print("\n".join(lines))
+    elif str(path) == "-":
+        print(json.dumps(answer, indent=2))
+    else:
+        path.write_text(json.dumps(answer, indent=2) + "\n")
+
+
+def _reason(error: UnansweredError, endpoint: str) -> str:
+    said = str(error.message)
+    if "WRONG_VERSION_NUMBER" in said or ("SSL" in said.upper() and "record layer" in said):
+        return f"it speaks http: write http://{urlsplit(endpoint).netloc}"
+    if "CERTIFICATE_VERIFY_FAILED" in said:
+        return "its certificate is not trusted here: set SSL_CERT_FILE to its CA's PEM file"
+    if "BadStatusLine" in said or "RemoteDisconnected" in said or "without response" in said:
+        return f"it may speak https: try https://{urlsplit(endpoint).netloc}"
+    return re.sub(r"^\[Errno \d+\] ", "", said.partition(": ")[2] or said)
+
+
+def _refused(error: ObjectCacheError) -> str:
+    hints = {
+        ErrorCode.INVALID_ACCESS_KEY_ID: "it does not know this access key",
+        ErrorCode.SIGNATURE_DOES_NOT_MATCH: "the secret key is not that of the access key",
+        ErrorCode.REQUEST_TIME_TOO_SKEWED: "the clocks of this host and the server differ",
+    }
+    hint = hints.get(error.code)
+    return f"{error.code.value}: {error.message}" + (f" ({hint})" if hint else "")
