@@ -10,6 +10,8 @@ from typing import Any, TypeVar
 from descriptors.messages import DOWNLINK_MAX, DOWNLINK_MIN
 from descriptors.units import parse_bytes
 
+BUCKET = "kv-cache"
+"""Of connectors that are told of none."""
 _E = TypeVar("_E", bound=Enum)
 _KINDS: dict[str, tuple[type, ...]] = {"str": (str,), "int": (int,), "float": (int, float), "bool": (bool,)}
 

@@ -26,6 +26,7 @@ from nixl_client.transports.http import ConnectionPool, ServerAddress, Stream, U
 
 ERROR_BODY_BYTES_MAX = 65_536
 RETRY_AFTER_DIGITS = 6
+NUMBER_DIGITS = 12
 RETRYABLE_STATUSES = frozenset({500, 502, 503, 504})
 """Those of a server or a proxy that may answer the same request later, also where it says no more."""
 
@@ -208,8 +209,8 @@ def parse_error(status: int, body: bytes, retry_after: str | None = None) -> Obj
         return unanswered
 
     def number(name: str) -> int | None:
-        text = root.findtext(name)
-        return int(text) if text is not None and text.isdigit() else None
+        text = root.findtext(name) or ""
+        return int(text) if text.isascii() and text.isdecimal() and len(text) <= NUMBER_DIGITS else None
 
     return error_from_fields(
         {

@@ -12,7 +12,8 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
 
-from descriptors.errors import ErrorCode, ObjectCacheError
+from descriptors.errors import ObjectCacheError
+from nixl_client.session.check import said
 from nixl_client.session.retries import Retries
 from nixl_client.session.signed_http import SignedHttp
 from nixl_client.transports.http import UnansweredError
@@ -47,18 +48,18 @@ def remote_options(parser: argparse.ArgumentParser) -> None:
 
 def endpoint_of(given: str | None) -> str:
     """The server's address. Raises ConfigError for what is none."""
-    said = given or next(filter(None, map(os.environ.get, ENDPOINT_VARIABLES)), DEFAULT_ENDPOINT)
-    parts = urlsplit(said if "://" in said else f"http://{said}")
+    text = given or next(filter(None, map(os.environ.get, ENDPOINT_VARIABLES)), DEFAULT_ENDPOINT)
+    parts = urlsplit(text if "://" in text else f"http://{text}")
     try:
         port = parts.port
     except ValueError:
-        raise ConfigError(f"--endpoint {said}: the port is no number from 0 to 65535") from None
+        raise ConfigError(f"--endpoint {text}: the port is no number from 0 to 65535") from None
     if parts.scheme not in ("http", "https") or not parts.hostname:
-        raise ConfigError(f"--endpoint {said}: write http://HOST:PORT or https://HOST:PORT")
+        raise ConfigError(f"--endpoint {text}: write http://HOST:PORT or https://HOST:PORT")
     if parts.path.strip("/") or parts.query:
-        raise ConfigError(f"--endpoint {said}: a server has no path; write {parts.scheme}://{parts.netloc}")
-    if port is None and parts.scheme == "http" and "://" not in said:
-        raise ConfigError(f"--endpoint {said}: the port is missing; write http://{said}:9000")
+        raise ConfigError(f"--endpoint {text}: a server has no path; write {parts.scheme}://{parts.netloc}")
+    if port is None and parts.scheme == "http" and "://" not in text:
+        raise ConfigError(f"--endpoint {text}: the port is missing; write http://{text}:9000")
     return f"{parts.scheme}://{parts.netloc}"
 
 
@@ -92,7 +93,7 @@ def asked(options: argparse.Namespace) -> Iterator[SignedHttp]:
     except UnansweredError as error:
         raise NoServerError(f"no ObjectCache at {endpoint}: {_reason(error, endpoint)}") from None
     except ObjectCacheError as error:
-        raise NoServerError(f"{endpoint} refuses: {_refused(error)}") from None
+        raise NoServerError(f"{endpoint} refuses: {said(error)}") from None
     finally:
         http.close()
 
@@ -117,11 +118,11 @@ def asked_s3(options: argparse.Namespace) -> Iterator[Any]:
     try:
         yield s3
     except ClientError as error:
-        said = error.response.get("Error", {})
+        answer = error.response.get("Error", {})
         what = (
             "there is no such bucket or object"
-            if said.get("Code") == "404"
-            else f"{said.get('Code')}: {said.get('Message')}"
+            if answer.get("Code") == "404"
+            else f"{answer.get('Code')}: {answer.get('Message')}"
         )
         raise NoServerError(f"{endpoint} refuses: {what}") from None
     except EndpointConnectionError:
@@ -148,21 +149,11 @@ def told(path: Path | None, answer: Any, lines: Sequence[str]) -> None:
 
 
 def _reason(error: UnansweredError, endpoint: str) -> str:
-    said = str(error.message)
-    if "WRONG_VERSION_NUMBER" in said or ("SSL" in said.upper() and "record layer" in said):
+    text = str(error.message)
+    if "WRONG_VERSION_NUMBER" in text or ("SSL" in text.upper() and "record layer" in text):
         return f"it speaks http: write http://{urlsplit(endpoint).netloc}"
-    if "CERTIFICATE_VERIFY_FAILED" in said:
+    if "CERTIFICATE_VERIFY_FAILED" in text:
         return "its certificate is not trusted here: set SSL_CERT_FILE to its CA's PEM file"
-    if "BadStatusLine" in said or "RemoteDisconnected" in said or "without response" in said:
+    if "BadStatusLine" in text or "RemoteDisconnected" in text or "without response" in text:
         return f"it may speak https: try https://{urlsplit(endpoint).netloc}"
-    return re.sub(r"^\[Errno \d+\] ", "", said.partition(": ")[2] or said)
-
-
-def _refused(error: ObjectCacheError) -> str:
-    hints = {
-        ErrorCode.INVALID_ACCESS_KEY_ID: "it does not know this access key",
-        ErrorCode.SIGNATURE_DOES_NOT_MATCH: "the secret key is not that of the access key",
-        ErrorCode.REQUEST_TIME_TOO_SKEWED: "the clocks of this host and the server differ",
-    }
-    hint = hints.get(error.code)
-    return f"{error.code.value}: {error.message}" + (f" ({hint})" if hint else "")
+    return re.sub(r"^\[Errno \d+\] ", "", text.partition(": ")[2] or text)

@@ -47,7 +47,7 @@ STAGES = {
         "service", "peer_body", "http_api",
     ),
     "gateway": (
-        "s3", "settings", "trace", "metrics", "body", "form_upload", "storage_client", "cluster", "call",
+        "s3", "settings", "trace", "metrics", "recent", "body", "form_upload", "storage_client", "cluster", "call",
         "operations", "handlers", "app",
     ),
     ORCHESTRATOR: (
@@ -91,6 +91,7 @@ PURE_MODULES = (
     "gateway/cluster/hedging.py",
     "gateway/cluster/split.py",
     "objectcache/adapters/document_budget.py",
+    "gateway/recent.py",
     "gateway/settings.py",
     "nixl_client/connectors/compute_fit.py",
     "nixl_client/connectors/late.py",
@@ -103,6 +104,7 @@ PURE_MODULES = (
     "nixl_client/fetch/delivery_state.py",
     "nixl_client/options.py",
     "nixl_client/connectors/vllm/published.py",
+    "objectcache/cli/banner.py",
     "objectcache/cli/config_text.py",
     "objectcache/orchestrator/response_cache.py",
     "objectcache/orchestrator/simulation.py",

@@ -9,7 +9,7 @@ from descriptors.chunk_flags import CONTENT_CLASS, CONTENT_CLASS_RULE
 from descriptors.descriptor import CHUNK_TOKENS_MAX
 from descriptors.recompute import PrefillCosts
 from nixl_client.lossy import MAX_ERROR, Lossy
-from nixl_client.options import dataclass_arguments, require_downlink
+from nixl_client.options import BUCKET, dataclass_arguments, require_downlink
 from nixl_client.transports.transport import HTTP_CONNECTIONS_MAX, Transport
 
 
@@ -18,7 +18,8 @@ class Options:
     """The options, checked. Every time is in seconds and bounds a wait."""
 
     endpoint: str
-    bucket: str
+    bucket: str = BUCKET
+    """Made as a cache where it is missing."""
     transport: Transport = Transport.AUTO
     http_connections: int = 1
     """How many connections a large load over http uses, each for some of its chunks."""
@@ -62,7 +63,7 @@ class Options:
 
     def __post_init__(self) -> None:
         if not self.endpoint or not self.bucket:
-            raise ValueError("endpoint and bucket are needed")
+            raise ValueError("endpoint is needed: where ObjectCache listens, http://HOST:PORT")
         for name in ("load_timeout_s", "lookup_timeout_s", "store_timeout_s"):
             if not 0 < getattr(self, name) <= 3600:
                 raise ValueError(f"{name} must be more than 0 and at most 3600")
@@ -97,4 +98,4 @@ class Options:
     def of(cls, given: Mapping[str, object]) -> Options:
         """Options from JSON or YAML. Raises ValueError for unknown names and for values that cannot be."""
         enums = {"transport": Transport, "lossy": Lossy}
-        return cls(**{"endpoint": "", "bucket": "", **dataclass_arguments(cls, given, enums)})
+        return cls(**{"endpoint": "", **dataclass_arguments(cls, given, enums)})

@@ -28,6 +28,7 @@ from nixl_client.connectors.lmcache.chunks import (
 )
 from nixl_client.connectors.lmcache.options import Options
 from nixl_client.connectors.lmcache.staging import Staging
+from nixl_client.connectors.startup import say
 from nixl_client.lossy import accept_of
 from nixl_client.objects import Path
 from nixl_client.session.retries import Retries
@@ -102,6 +103,7 @@ class ChunkStore:
             timeout_s=options.store_timeout_s,
             fetch_timeout_s=options.store_timeout_s,
         )
+        say(self._lookups)
         self._staging = Staging(self._loads, options.staging_bytes, options.loads_max)
 
     def warm(self) -> None:

@@ -18,8 +18,10 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
 )
 
 from descriptors.layout import ChunkLayout
+from descriptors.units import format_bytes
 from nixl_client.client import Client
 from nixl_client.connectors.counters import Counters
+from nixl_client.connectors.startup import say
 from nixl_client.connectors.vllm import engine
 from nixl_client.connectors.vllm.ledger import SchedulerLedger
 from nixl_client.connectors.vllm.metrics import ObjectCachePromMetrics, ObjectCacheStats, StepMetadata, WorkerReport
@@ -229,6 +231,7 @@ class ObjectCacheConnector(KVConnectorBase_V1):  # type: ignore[misc]  # vLLM is
             timeout_s=options.lookup_timeout_s,
             retries=Retries.of_engines(),
         )
+        say(self._client, f"chunks of {format_bytes(setup.chunk_bytes)}")
         layer_count = len(group.layer_names)
         layout = ChunkLayout(layer_count, setup.grid.chunk_tokens, setup.chunk_bytes // layer_count)
         self._scheduler = SchedulerSide(self._client, options, setup.grid, self._ledger, self.counters, layout, accept)

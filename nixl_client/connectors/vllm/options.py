@@ -9,7 +9,7 @@ from enum import Enum
 from descriptors.chunk_flags import CONTENT_CLASS, CONTENT_CLASS_RULE
 from descriptors.descriptor import CHUNK_TOKENS_MAX, Delivery
 from nixl_client.lossy import MAX_ERROR, Lossy
-from nixl_client.options import dataclass_arguments, require_downlink
+from nixl_client.options import BUCKET, dataclass_arguments, require_downlink
 from nixl_client.transports.transport import HTTP_CONNECTIONS_MAX, Transport
 
 STAGING_BYTES_MAX = 1 << 30
@@ -36,7 +36,8 @@ class Options:
     """The connector's options, checked. Every time is in seconds and bounds a wait of the engine."""
 
     endpoint: str
-    bucket: str
+    bucket: str = BUCKET
+    """Made as a cache where it is missing."""
     transport: Transport = Transport.AUTO
     http_connections: int = 1
     """How many connections a large load over http uses, each for some of its chunks."""
@@ -88,7 +89,7 @@ class Options:
 
     def __post_init__(self) -> None:
         if not self.endpoint or not self.bucket:
-            raise ValueError("kv_connector_extra_config needs endpoint and bucket")
+            raise ValueError("kv_connector_extra_config needs endpoint: where ObjectCache listens, http://HOST:PORT")
         if not 0 <= self.chunk_tokens <= CHUNK_TOKENS_MAX:
             raise ValueError(f"chunk_tokens must be from 1 to {CHUNK_TOKENS_MAX}, or 0 for the engine's block size")
         for name in ("load_timeout_s", "lookup_timeout_s", "store_wait_s", "store_timeout_s"):
@@ -116,4 +117,4 @@ class Options:
         """Options from the engine's JSON. Raises ValueError for unknown names and for values that cannot be."""
         enums = {"transport": Transport, "delivery": Delivery, "staging": StagingMemory, "load": LoadPolicy}
         enums["lossy"] = Lossy
-        return cls(**{"endpoint": "", "bucket": "", **dataclass_arguments(cls, extra, enums)})
+        return cls(**{"endpoint": "", **dataclass_arguments(cls, extra, enums)})

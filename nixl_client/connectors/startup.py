@@ -1,0 +1,22 @@
+"""What a connector says when an engine starts: one line, whether the store is there."""
+
+from __future__ import annotations
+
+import logging
+
+from nixl_client.client import Client
+from nixl_client.session.check import check
+
+_log = logging.getLogger(__name__)
+
+
+def say(client: Client, about: str = "") -> bool:
+    """Check the store, and make the bucket as a cache where it is missing. A store that is not there keeps no engine
+    from starting: it computes.
+    """
+    found = check(client.http, client.bucket)
+    if found.is_good:
+        _log.info("ObjectCache %s%s", found.text, f"; {about}" if about else "")
+    else:
+        _log.warning("ObjectCache IS NOT USED until this is mended: %s", found.text)
+    return found.is_good
