@@ -15,7 +15,8 @@ import ipaddress
 import logging
 import socket
 import struct
-from collections.abc import AsyncIterator, Callable, Coroutine, Sequence
+from collections import Counter
+from collections.abc import AsyncIterator, Callable, Coroutine, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import partial
@@ -52,6 +53,17 @@ class Connection:
     def __init__(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         self._reader = reader
         self._writer = writer
+        self.is_trusted = False
+        """Whether the peer has shown who it is: then it keeps its place."""
+
+    @property
+    def origin(self) -> str:
+        """The host that the peer is on; for IPv6 its network, of which one host may have many addresses."""
+        peer = self._writer.get_extra_info("peername")
+        if not isinstance(peer, tuple):
+            return ""
+        address = ipaddress.ip_address(str(peer[0]).partition("%")[0])
+        return str(address) if address.version == 4 else str(ipaddress.ip_network((address, 64), strict=False))
 
     async def shake_hands(self, kind: str, peers: Sequence[str]) -> None:
         """Greet as a socket of this kind; the peer must be one of `peers`. Raises ZmtpError, OSError."""
@@ -175,11 +187,12 @@ async def connected(endpoint: str, kind: str, peers: Sequence[str]) -> AsyncIter
 async def bound(
     endpoint: str, serve: Callable[[Connection], Coroutine[Any, Any, None]], connections_max: int
 ) -> AsyncIterator[None]:
-    """Peers may connect to this endpoint until the block ends; further ones than `connections_max` are hung up on.
-    `serve` greets a peer and listens to it. Raises OSError, ValueError.
+    """Peers may connect to this endpoint until the block ends. Where there are `connections_max` of them, one that has
+    not shown who it is gives its place up to a newcomer. `serve` greets a peer and listens to it. Raises OSError,
+    ValueError.
     """
     place = place_of(endpoint)
-    tasks: set[asyncio.Task[None]] = set()
+    served_by: dict[asyncio.Task[None], Connection] = {}
 
     async def served(connection: Connection) -> None:
         try:
@@ -191,14 +204,18 @@ async def bound(
 
     def on_connected(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         connection = Connection(reader, writer)
-        if len(tasks) >= connections_max:
-            connection.close()
-            return
+        if len(served_by) >= connections_max:
+            leaving = _leaving(served_by)
+            if leaving is None:
+                connection.close()
+                return
+            served_by.pop(leaving).close()
+            leaving.cancel()
         if not isinstance(place, str):
             _keep_alive(writer)
         task = asyncio.create_task(served(connection))
-        tasks.add(task)
-        task.add_done_callback(tasks.discard)
+        served_by[task] = connection
+        task.add_done_callback(lambda ended: served_by.pop(ended, None))
 
     if isinstance(place, str):
         server = await asyncio.start_unix_server(on_connected, place)
@@ -208,9 +225,19 @@ async def bound(
         yield
     finally:
         server.close()
+        tasks = list(served_by)
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
+
+
+def _leaving(served_by: Mapping[asyncio.Task[None], Connection]) -> asyncio.Task[None] | None:
+    """The one that waits longest of the host that has most connections which have not shown who they are; None where
+    all have. A host pushes only its own connections out, as long as it has more of them than others.
+    """
+    unknown = [(task, connection.origin) for task, connection in served_by.items() if not connection.is_trusted]
+    counts = Counter(origin for _, origin in unknown)
+    return next((task for task, origin in unknown if counts[origin] == max(counts.values())), None)
 
 
 async def _address_of(host: str, port: int) -> str:

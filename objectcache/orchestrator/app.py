@@ -37,6 +37,7 @@ from objectcache.orchestrator.response_cache import Collected
 from objectcache.orchestrator.router import NoEngineError, Prompt
 from objectcache.orchestrator.rules.admission import Tenant
 from objectcache.orchestrator.rules.cross_origin import answer_headers, preflight_headers
+from objectcache.orchestrator.rules.media_type import media_type_of
 from objectcache.orchestrator.rules.openai_requests import (
     PASSED_ON,
     RequestKind,
@@ -385,7 +386,7 @@ class App:
             raise Refusal(401, "/_orchestrator needs the admin token (OBJECTCACHE_ADMIN_TOKEN) as a bearer token")
 
     async def _read(self, http: web.BaseRequest, raw: bytes, kind: RequestKind, tenant: Tenant) -> ReadBody:
-        is_form = kind is RequestKind.OTHER and http.content_type == "multipart/form-data"
+        is_form = kind is RequestKind.OTHER and media_type_of(http.headers) == "multipart/form-data"
         if is_form and self._settings.tenant_salts and tenant.name:
             raise Refusal(501, "a form has no cache_salt, without which tenants would share blocks (tenant_salts)")
         if is_form:

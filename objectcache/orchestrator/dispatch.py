@@ -24,6 +24,7 @@ from objectcache.orchestrator.receipts import Receipt
 from objectcache.orchestrator.response_cache import Collected
 from objectcache.orchestrator.router import Routed
 from objectcache.orchestrator.rules.kept_responses import response_id
+from objectcache.orchestrator.rules.media_type import media_type_of
 from objectcache.orchestrator.rules.openai_requests import Asked, RequestKind, WrongRequestError
 from objectcache.orchestrator.under_way import UnderWay, stopping
 
@@ -193,7 +194,7 @@ class Dispatch:
                 raise AttemptFailed(f"{engine.name} answers with the status {answer.status}")
             if answer.status == 200:  # a refusal comes at once, and says nothing of the time of a prefill
                 self._noted_first_byte(exchange, routed, first)
-            if answer.content_type != EVENT_STREAM:
+            if media_type_of(answer.headers) != EVENT_STREAM:
                 first, is_all = await self._beginning(answer, first, exchange, engine, late)
                 if not is_all:
                     return await self._stream(answer, first, exchange, engine, late)
@@ -349,7 +350,7 @@ class Dispatch:
                 raise
             exchange.break_off()
             exchange.receipt.note = "cut off: the orchestrator was told to stop"
-            if response.content_type == EVENT_STREAM:
+            if media_type_of(response.headers) == EVENT_STREAM:
                 await response.write(b"\n\n" + stopping().event())
             else:
                 _cut_off(exchange.http)
@@ -373,7 +374,7 @@ class Dispatch:
         if not late:
             engine.failed(f"{exchange.path}: the stream broke off: {why}")
         exchange.receipt.note = f"the stream broke off: {why}"
-        if response.content_type != EVENT_STREAM:
+        if media_type_of(response.headers) != EVENT_STREAM:
             _cut_off(exchange.http)
             return
         message = "the engine ended before its answer did; the answer is not complete"

@@ -6,7 +6,7 @@ from __future__ import annotations
 
 import hashlib
 import time
-from collections import OrderedDict
+from collections import Counter, OrderedDict
 from collections.abc import Mapping, Sequence
 from weakref import WeakKeyDictionary
 
@@ -27,6 +27,10 @@ PAUSE_S, PAUSE_S_MAX = 1.0, 30.0
 """An engine that has not answered is not asked for a while: every prompt would wait for it."""
 TEMPLATE_TOKENS_MAX = 4096
 """A prompt has fewer tokens than bytes, but for those of its template."""
+AT_ONCE_BYTES_MAX = 4 << 20
+"""Of the prompts that one engine makes tokens of at once; half of them one tenant's. More go without."""
+BLAMED_BYTES_MAX = 64 << 10
+"""An engine that has no more than this to make tokens of, and does not answer, has failed."""
 ANSWER_BYTES_MIN, ANSWER_BYTES_EACH = 1 << 16, 16
 """An answer has about ten bytes for each token, and a prompt has more bytes than tokens."""
 
@@ -71,6 +75,8 @@ class Tokens:
         self._cache = cache
         self._readers = readers
         self._breakers: WeakKeyDictionary[Engine, Breaker] = WeakKeyDictionary()
+        self._at_once: WeakKeyDictionary[Engine, Counter[str]] = WeakKeyDictionary()
+        """The bytes of prompts that each engine has now, by tenant."""
 
     async def of(
         self, document: bytes, engines: Sequence[Engine], headers: Mapping[str, str], tenant: str = ""
@@ -97,6 +103,10 @@ class Tokens:
                 break
             if breaker.wait_s(time.monotonic()) > 0:
                 continue
+            at_once = self._at_once.setdefault(engine, Counter())
+            if at_once and max(at_once.total(), 2 * at_once[tenant]) + len(document) > AT_ONCE_BYTES_MAX:
+                problem = f"{engine.name} makes tokens of too many prompts at once"
+                continue
             asked_count += 1
             try:
                 tokens = await self._asked(engine, breaker, document, headers, tenant)
@@ -122,7 +132,12 @@ class Tokens:
     async def _asked(
         self, engine: Engine, breaker: Breaker, document: bytes, headers: Mapping[str, str], tenant: str
     ) -> TokenIds:
-        """Ask one engine. One that does not answer, or answers nonsense, fails a probe by that."""
+        """Ask one engine. One that does not answer, or answers nonsense, fails a probe by that, unless it was asked for
+        much: tenants choose how much that is, and must not choose which engines others have.
+        """
+        at_once = self._at_once.setdefault(engine, Counter())
+        at_once[tenant] += len(document)
+        asked_bytes = at_once.total()
         timeout = aiohttp.ClientTimeout(total=TOKENIZE_S + TOKENIZE_S_FOR_MIB * len(document) / (1 << 20))
         try:
             async with self._http.post(
@@ -145,7 +160,11 @@ class Tokens:
         except (aiohttp.ClientError, TimeoutError, OSError) as error:
             problem = f"/tokenize: {type(error).__name__} {error}"
             breaker.failed(time.monotonic())
-            engine.failed(problem)
+            if max(asked_bytes, at_once.total()) <= BLAMED_BYTES_MAX:
+                engine.failed(problem)
             raise NoTokensError(problem) from None
         finally:
             breaker.gave_up()
+            at_once[tenant] -= len(document)
+            if not at_once[tenant]:
+                del at_once[tenant]

@@ -152,15 +152,52 @@ async def test_a_message_without_an_end_takes_no_memory(tmp_path: Path) -> None:
             writer.transport.abort()
 
 
-async def test_connections_of_strangers_are_bounded(tmp_path: Path) -> None:
-    async with listening(tmp_path) as (place, _, _):
-        peers = [await peer_of(place) for _ in range(CONNECTIONS_MAX)]
-        await asyncio.gather(*(reader.readexactly(64) for reader, _ in peers))
+async def test_nobody_who_connects_is_told_the_topic(tmp_path: Path) -> None:
+    """A stranger that greeted as a publisher was sent the subscription, with the secret in it."""
+    async with listening(tmp_path) as (place, _, taken):
         reader, writer = await peer_of(place)
-        assert await is_hung_up_on(reader)
+        await reader.readexactly(64)
+        said = await reader.readexactly(2)
+        await reader.readexactly(said[1])  # READY
+        assert await reader.readexactly(3) == b"\0\x01\x01", "a subscription to all topics"
+        writer.write(frame(b"guessed", zmtp.MORE) + frame(bytes(8), zmtp.MORE) + frame(CLEARED))
+        writer.write(frame(SECRET.encode(), zmtp.MORE) + frame(bytes(8), zmtp.MORE) + frame(CLEARED))
+        await until(lambda: taken == [0])
         writer.close()
-        for _, each in peers:
+
+
+async def test_strangers_that_say_nothing_give_their_places_up(tmp_path: Path) -> None:
+    """As many as there may be kept an engine out for ever."""
+    async with listening(tmp_path) as (place, _, taken):
+        engine = await peer_of(place)
+        engine[1].write(frame(SECRET.encode(), zmtp.MORE) + frame(bytes(8), zmtp.MORE) + frame(CLEARED))
+        await until(lambda: taken == [0])
+        peers = [await peer_of(place) for _ in range(2 * CONNECTIONS_MAX)]
+        for reader, _ in peers[:CONNECTIONS_MAX]:
+            assert await is_hung_up_on(reader)
+        late = await peer_of(place)
+        for number, (_, writer) in enumerate((engine, late), 1):
+            numbered = frame(number.to_bytes(8, "big"), zmtp.MORE)
+            writer.write(frame(SECRET.encode(), zmtp.MORE) + numbered + frame(CLEARED))
+            await until(lambda wanted=number: taken[-1] == wanted)
+        assert taken == [0, 1, 2]
+        for _, each in (engine, late, *peers):
             each.close()
+
+
+def test_a_host_pushes_its_own_connections_out_first() -> None:
+    """Another host's engine, which has had nothing to say yet, stays."""
+
+    class Peer:
+        def __init__(self, origin: str, is_trusted: bool = False) -> None:
+            self.origin, self.is_trusted = origin, is_trusted
+
+    def leaving(*peers: Peer) -> int | None:
+        return zmtp._leaving(dict(enumerate(peers)))  # type: ignore[arg-type,return-value]
+
+    assert leaving(Peer("engine"), Peer("stranger"), Peer("stranger")) == 1
+    assert leaving(Peer("stranger", True), Peer("stranger", True), Peer("engine")) == 2
+    assert leaving(Peer("a", True), Peer("b", True)) is None
 
 
 async def test_messages_come_from_a_real_publisher_and_router(tmp_path: Path) -> None:

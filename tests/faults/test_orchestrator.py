@@ -264,6 +264,53 @@ async def test_an_engine_that_gives_no_tokens_is_not_asked_by_every_prompt(monke
         assert engines[0].tokenize_count == 1
 
 
+async def test_long_prompts_eject_no_engine_by_its_tokenizer(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Some dozens of one tenant's at once, which no tokenizer could do in time, took all engines from everybody."""
+    monkeypatch.setattr("objectcache.orchestrator.tokens.TOKENIZE_S", 0.05)
+    monkeypatch.setattr("objectcache.orchestrator.tokens.TOKENIZE_S_FOR_MIB", 0.0)
+    monkeypatch.setattr("objectcache.orchestrator.tokens.PAUSE_S", 0.001)
+    monkeypatch.setattr("objectcache.orchestrator.tokens.PAUSE_S_MAX", 0.001)
+    monkeypatch.setattr("objectcache.orchestrator.tokens.BLAMED_BYTES_MAX", 500)
+    async with canned(1, replace(FAST, tokenize_hangs=True)) as engines, orchestrated(engines) as bed:
+        engine = bed.orchestrator.engines[engines[0].url]
+        answers = [await bed.complete(f"{number}" + "x" * 1000) for number in range(6)]
+        assert [answer.status for answer in answers] == [200] * 6
+        assert engine.liveness.status(time.monotonic()) is EngineStatus.UP
+        assert engines[0].tokenize_count == 6
+
+
+async def test_a_tokenizer_has_a_bounded_number_of_bytes_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Half of it may be one tenant's; a prompt beyond it goes to an engine without its tokens."""
+    monkeypatch.setattr("objectcache.orchestrator.tokens.AT_ONCE_BYTES_MAX", 2_500)
+    monkeypatch.setattr("objectcache.orchestrator.tokens.TOKENIZE_S", 0.5)
+    settings = replace(QUICK, tenants={"key-a": Tenant("a"), "key-b": Tenant("b")})
+    async with canned(1, replace(FAST, tokenize_hangs=True)) as engines, orchestrated(engines, settings) as bed:
+
+        async def ask(tenant: str, number: int) -> int:
+            headers = {"Authorization": f"Bearer key-{tenant}"}
+            return (await bed.complete(f"{number}" + "x" * 1000, headers=headers)).status
+
+        first = asyncio.create_task(ask("a", 0))
+        await until(lambda: engines[0].tokenize_count == 1)
+        assert await ask("a", 1) == 200
+        assert engines[0].tokenize_count == 1
+        other = asyncio.create_task(ask("b", 2))
+        await until(lambda: engines[0].tokenize_count == 2)
+        assert await ask("b", 3) == 200
+        assert engines[0].tokenize_count == 2
+        assert await asyncio.gather(first, other) == [200, 200]
+
+
+async def test_a_media_type_takes_no_time() -> None:
+    """aiohttp reads it in a time that grows with the square of its semicolons: 3 s for one request of 16 kB."""
+    async with canned(1, FAST) as engines, orchestrated(engines) as bed:
+        before_s = time.thread_time()
+        headers = {"Content-Type": "a/b" + ";" * 7_000}
+        answer = await bed.ask("POST", "/v1/rerank", data=b'{"model": "canned"}', headers=headers)
+        assert answer.status < 500
+        assert time.thread_time() - before_s < 0.5
+
+
 async def test_long_answers_say_nothing_about_their_engine() -> None:
     """Three answers of a tenant that were no streams ejected a healthy engine, with the requests of everybody else."""
     settings = replace(QUICK, first_byte_timeout_s=0.2)
