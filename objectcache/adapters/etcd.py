@@ -16,6 +16,7 @@ from typing import Any
 
 import aiohttp
 
+from objectcache.adapters.pieces import careful
 from objectcache.adapters.whole_answers import UNENCODED, read_whole
 
 CALL_S = 5.0
@@ -95,7 +96,7 @@ class Etcd:
 
     async def start(self) -> None:
         """Open the connection pool."""
-        connector = aiohttp.TCPConnector(limit=64, ssl=self._tls or True)
+        connector = careful(aiohttp.TCPConnector(limit=64, ssl=self._tls or True))
         timeout = aiohttp.ClientTimeout(total=None, sock_connect=CONNECT_S)
         self._session = aiohttp.ClientSession(
             connector=connector, timeout=timeout, headers=UNENCODED, auto_decompress=False

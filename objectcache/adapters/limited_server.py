@@ -16,9 +16,11 @@ from typing import Any, cast
 
 from aiohttp import StreamReader, web
 from aiohttp.http_exceptions import BadHttpMessage, LineTooLong
+from aiohttp.web_protocol import _ErrInfo
 
 from descriptors.errors import CallerError, ErrorCode, ObjectCacheError, ServerError
 from objectcache.adapters.deadlines import HEAD_BYTES_MAX, ConnectionLimits, ConnectionWatch, Deadlines, Verdict
+from objectcache.adapters.pieces import InPieces, Turns, Waiting
 from objectcache.adapters.response_sink import cut
 
 HEADER_COUNT_MAX = 256
@@ -50,6 +52,7 @@ class LimitedServer(web.Server):
         """The connections without a request, the longest idle one first."""
         self.deadlines = Deadlines(limits.header_timeout_s, limits.send_idle_timeout_s)
         self.open_count = 0
+        self.turns = Turns()
 
     def __call__(self) -> web.RequestHandler:
         return Connection(self, asyncio.get_running_loop())
@@ -69,10 +72,10 @@ def gives_place_up(http: web.BaseRequest) -> Iterator[None]:
         connection.may_give_place_up(is_so=False)
 
 
-class Connection(web.RequestHandler):
+class Connection(InPieces, web.RequestHandler):
     """One client's connection."""
 
-    __slots__ = ("_body", "_check", "_clock", "_limited", "_watch", "_wire")
+    __slots__ = ("_body", "_check", "_clock", "_is_broken", "_length", "_limited", "_waiting", "_watch", "_wire")
 
     def __init__(self, server: LimitedServer, loop: asyncio.AbstractEventLoop) -> None:
         super().__init__(
@@ -92,6 +95,9 @@ class Connection(web.RequestHandler):
         self._wire: asyncio.Transport | None = None
         self._check: asyncio.TimerHandle | None = None
         self._body: StreamReader | None = None
+        self._length = 0
+        self._waiting = Waiting(server.turns)
+        self._is_broken = False
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         wire = cast(asyncio.Transport, transport)
@@ -129,21 +135,29 @@ class Connection(web.RequestHandler):
             self._check.cancel()
         super().connection_lost(exc)
 
-    def data_received(self, data: bytes) -> None:
+    def _plain_bytes(self) -> int:
+        body = self._body
+        return 0 if body is None or body.is_eof() else max(0, self._length - body.total_bytes)
+
+    def _parse(self, data: bytes) -> None:
+        """Nothing is parsed behind bytes that are no request: aiohttp would keep an error for each piece of them."""
+        if self._is_broken:
+            return
         body = self._body
         if body is None or body.is_eof():
             self._body = None
             if not self._watch.received(data, self._clock.time()):
                 self._refuse(f"the headers have more than {HEAD_BYTES_MAX} bytes")
                 return
-            super().data_received(data)
+            web.RequestHandler.data_received(self, data)
+            self._is_broken = bool(self._messages) and isinstance(self._messages[-1][0], _ErrInfo)
             return
-        super().data_received(data)
+        web.RequestHandler.data_received(self, data)
         if body.is_eof():
             self._watch.request_begun()  # the next head, or a part of it, may have come behind the body
 
     def request_begun(self, http: web.BaseRequest) -> None:
-        self._body = http.content
+        self._body, self._length = http.content, http.content_length or 0
         self._limited.idle.pop(self, None)
         self._watch.request_begun()
 

@@ -11,6 +11,7 @@ from typing import Any
 import aiohttp
 from aiohttp import web
 
+from objectcache.adapters.pieces import careful
 from objectcache.adapters.whole_answers import UNENCODED
 from objectcache.orchestrator.dispatch import AttemptFailed, Dispatch, Exchange, transfer_params
 from objectcache.orchestrator.engine import Engine
@@ -82,7 +83,7 @@ class Orchestrator:
         """Join the engines of the settings and those that were registered before. Raises ValueError, OSError."""
         settings = self._settings
         await self.readers.start()
-        connector = aiohttp.TCPConnector(limit=CONNECTIONS_MAX, limit_per_host=0)
+        connector = careful(aiohttp.TCPConnector(limit=CONNECTIONS_MAX, limit_per_host=0))
         self._http = aiohttp.ClientSession(
             connector=connector, cookie_jar=aiohttp.DummyCookieJar(), headers=UNENCODED, auto_decompress=False
         )

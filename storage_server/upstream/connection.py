@@ -24,6 +24,7 @@ from descriptors.errors import ErrorCode, ObjectCacheError, ServerError
 from descriptors.objects import ChecksumAlgorithm
 from descriptors.storage_api import Body
 from objectcache.adapters.breaker import Breaker
+from objectcache.adapters.pieces import careful
 from storage_server.settings import UpstreamSettings
 from storage_server.upstream.bulk_reads import ERROR_BYTES_MAX, BulkRead, BulkReads, Head, Into
 from storage_server.upstream.rules.attempts import ATTEMPTS_MAX, pause_before_next_s
@@ -72,7 +73,7 @@ class Upstream:
         timeout = aiohttp.ClientTimeout(
             total=None, sock_connect=settings.connect_timeout_s, sock_read=settings.read_timeout_s
         )
-        connector = aiohttp.TCPConnector(limit=settings.connections_max)
+        connector = careful(aiohttp.TCPConnector(limit=settings.connections_max))
         self._session = aiohttp.ClientSession(
             connector=connector, timeout=timeout, auto_decompress=False, middlewares=(_once,)
         )

@@ -1,0 +1,201 @@
+"""Bytes of connections are parsed in small pieces, and in turns: whoever is at the other end decides what they cost.
+
+aiohttp parses whatever one read brought at once: a quarter of a megabyte of one-byte chunks, interim answers or garbage
+keeps the event loop for tens of milliseconds, and makes thousands of objects before anybody can refuse them. Here all
+connections of a `Turns` together have TURN_S of each turn of the loop; what is left waits, and its connection is not
+read meanwhile. Bytes of a body whose length is known cost nothing to parse, and pass at once.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections import deque
+from dataclasses import dataclass
+from typing import Any, Final
+
+import aiohttp
+from aiohttp.base_protocol import BaseProtocol
+from aiohttp.client_proto import ResponseHandler
+
+PIECE_BYTES: Final = 16 << 10
+TURN_S: Final = 0.005
+ANSWERS_MAX: Final = 16
+"""To one request, interim ones included."""
+
+
+class Turns:
+    """The connections of one event loop that wait to have bytes parsed."""
+
+    def __init__(self) -> None:
+        self._loop = asyncio.get_running_loop()
+        self._waiting: deque[InPieces] = deque()
+        self._spent_s = 0.0
+        self._is_called = False
+
+    def has_time(self) -> bool:
+        """Whether bytes that come now may be parsed at once."""
+        return not self._waiting and self._spent_s < TURN_S
+
+    def spend(self, began_s: float) -> None:
+        """Count the time since `began_s` of time.perf_counter."""
+        self._spent_s += time.perf_counter() - began_s
+        self._call()
+
+    def add(self, connection: InPieces) -> None:
+        """Have a connection parse what waits there, when it is its turn."""
+        self._waiting.append(connection)
+        self._call()
+
+    def _call(self) -> None:
+        if not self._is_called:
+            self._is_called = True
+            self._loop.call_soon(self._run)
+
+    def _run(self) -> None:
+        self._is_called = False
+        began_s = time.perf_counter()
+        while self._waiting and time.perf_counter() - began_s < TURN_S:
+            connection = self._waiting.popleft()
+            if connection.parse_piece():
+                self._waiting.append(connection)
+        self._spent_s = 0.0
+        if self._waiting:
+            self._call()
+
+
+@dataclass(slots=True, eq=False)
+class Waiting:
+    """The bytes of a connection that wait to be parsed, and whether it is among those of `turns`."""
+
+    turns: Turns
+    data: bytes = b""
+    is_queued: bool = False
+
+
+class InPieces(BaseProtocol):
+    """A protocol of aiohttp, whose class has `_parse` and the attribute `_waiting`."""
+
+    __slots__ = ()
+    _waiting: Waiting
+
+    def _parse(self, data: bytes) -> None:
+        """The protocol's own `data_received`."""
+        raise NotImplementedError
+
+    def _plain_bytes(self) -> int:
+        """How many of the next bytes are those of a body whose length is known."""
+        return 0
+
+    def data_received(self, data: bytes) -> None:
+        waiting = self._waiting
+        if not data:  # aiohttp goes on with what its parser has
+            self._parse(data)
+            return
+        if not waiting.data:
+            plain = min(self._plain_bytes(), len(data))
+            if plain:
+                self._parse(data[:plain] if plain < len(data) else data)
+                data = data[plain:]
+                if not data:
+                    return
+            if len(data) <= PIECE_BYTES and waiting.turns.has_time():
+                began_s = time.perf_counter()
+                self._parse(data)
+                waiting.turns.spend(began_s)
+                return
+        waiting.data += data
+        self._pause_transport_reading()
+        self._queue()
+
+    def parse_piece(self) -> bool:
+        """Parse the next piece of what waits; whether there is more that may be parsed."""
+        waiting = self._waiting
+        waiting.is_queued = False
+        if self.transport is None:
+            waiting.data = b""
+        if waiting.data and not self._is_held():
+            size = max(PIECE_BYTES, self._plain_bytes())
+            piece, waiting.data = waiting.data[:size], waiting.data[size:]
+            self._parse(piece)
+        if self.transport is None or self._is_held():
+            return False  # `_resume_transport_reading` goes on
+        waiting.is_queued = bool(waiting.data)
+        if not waiting.data:
+            self._resume_transport_reading()
+        return waiting.is_queued
+
+    def _is_held(self) -> bool:
+        """Whether aiohttp takes nothing more now."""
+        return self._reading_paused or self._buffer_paused
+
+    def _resume_transport_reading(self) -> None:
+        """The bytes that wait come first."""
+        if self._waiting.data:
+            self._queue()
+        else:
+            super()._resume_transport_reading()
+
+    def _queue(self) -> None:
+        if not self._waiting.is_queued:
+            self._waiting.is_queued = True
+            self._waiting.turns.add(self)
+
+
+class Answers(InPieces, ResponseHandler):
+    """A client's connection to somebody who may be hostile. More answers than ANSWERS_MAX to one request end it, those
+    to none included.
+    """
+
+    def __init__(self, loop: asyncio.AbstractEventLoop, turns: Turns) -> None:
+        ResponseHandler.__init__(self, loop)
+        self._waiting = Waiting(turns)
+        self._answer_count = 0
+        self._length: int | None = None
+
+    def _parse(self, data: bytes) -> None:
+        if self._answer_count <= ANSWERS_MAX:
+            ResponseHandler.data_received(self, data)
+
+    def _plain_bytes(self) -> int:
+        payload = self._payload
+        if self._length is None or payload is None or payload.is_eof():
+            return 0
+        return max(0, self._length - payload.total_bytes)
+
+    def set_response_params(self, **params: Any) -> None:
+        self._answer_count, self._length = 0, None
+        super().set_response_params(**params)
+
+    def feed_data(self, data: Any, size: int = 0) -> None:
+        """Take an answer's head."""
+        self._answer_count += 1
+        if self._answer_count > ANSWERS_MAX + 1:
+            return
+        if self._answer_count > ANSWERS_MAX:
+            self._waiting.data = b""
+            if self.transport is not None:
+                self.transport.abort()
+            self.set_exception(aiohttp.ServerDisconnectedError("more answers than requests"))
+            return
+        message = data[0]
+        length = message.headers.get("Content-Length", "")
+        is_plain = "Content-Encoding" not in message.headers and not message.chunked
+        self._length = int(length) if is_plain and length.isascii() and length.isdecimal() else None
+        super().feed_data(data, size)
+
+    def connection_lost(self, exc: BaseException | None) -> None:
+        """A peer that hangs up has sent what waits."""
+        waiting = self._waiting
+        while waiting.data and not self._is_held():
+            piece, waiting.data = waiting.data[:PIECE_BYTES], waiting.data[PIECE_BYTES:]
+            self._parse(piece)
+        waiting.data = b""
+        super().connection_lost(exc)
+
+
+def careful(connector: aiohttp.BaseConnector) -> aiohttp.BaseConnector:
+    """The connector, whose connections parse answers in pieces and bound their number. Called on its event loop."""
+    loop, turns = asyncio.get_running_loop(), Turns()
+    connector._factory = lambda: Answers(loop, turns)  # type: ignore[assignment]
+    return connector

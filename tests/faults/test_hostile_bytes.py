@@ -1,0 +1,196 @@
+"""Bytes that cost more to parse than to send: a connection's turn is short, and whatever is right still comes whole."""
+
+from __future__ import annotations
+
+import asyncio
+import io
+from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import asynccontextmanager
+
+import aiohttp
+import pytest
+from aiohttp import web
+
+from descriptors.errors import ObjectCacheError
+from objectcache.adapters import pieces
+from objectcache.adapters.deadlines import ConnectionLimits
+from objectcache.adapters.limited_server import Connection, LimitedServer
+from objectcache.adapters.pieces import ANSWERS_MAX, PIECE_BYTES, Turns, careful
+from tests.support.waiting import until
+
+Serve = Callable[[asyncio.StreamReader, asyncio.StreamWriter], Awaitable[None]]
+BODY = bytes(range(256)) * 16_384  # 4 MiB
+
+
+def refused(error: ObjectCacheError) -> web.Response:
+    return web.Response(status=error.http_status, text=error.code.value)
+
+
+@asynccontextmanager
+async def echoing() -> AsyncIterator[tuple[str, int, LimitedServer]]:
+    """A server that answers with what it got."""
+
+    async def handle(http: web.BaseRequest) -> web.Response:
+        return web.Response(body=await http.content.read())
+
+    server = LimitedServer(handle, refused, ConnectionLimits())
+    runner = web.ServerRunner(server)
+    await runner.setup()
+    site = web.TCPSite(runner, "127.0.0.1", 0)
+    await site.start()
+    host, port = runner.addresses[0][:2]
+    try:
+        yield host, port, server
+    finally:
+        await runner.cleanup()
+
+
+@asynccontextmanager
+async def answering(serve: Serve) -> AsyncIterator[tuple[aiohttp.ClientSession, str]]:
+    """A client of ours, and the address of somebody who answers as he likes."""
+
+    async def served(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        try:
+            await serve(reader, writer)
+        except ConnectionError:
+            pass
+        finally:
+            writer.close()
+
+    server = await asyncio.start_server(served, "127.0.0.1", 0)
+    host, port = server.sockets[0].getsockname()
+    try:
+        async with aiohttp.ClientSession(connector=careful(aiohttp.TCPConnector())) as session:
+            yield session, f"http://{host}:{port}/"
+    finally:
+        server.close()
+
+
+async def test_connections_take_turns_and_others_run_between_them(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(pieces, "TURN_S", 0.0)
+    seen: list[str] = []
+
+    class Asking:
+        def __init__(self, name: str, count: int) -> None:
+            self.name, self.count = name, count
+
+        def parse_piece(self) -> bool:
+            seen.append(self.name)
+            self.count -= 1
+            return self.count > 0
+
+    monkeypatch.setattr(pieces.time, "perf_counter", iter(range(1000)).__next__)
+    monkeypatch.setattr(pieces, "TURN_S", 1.5)  # seconds of that clock: one piece for each turn of the loop
+    turns = Turns()
+    for asking in (Asking("a", 3), Asking("b", 1), Asking("c", 2)):
+        turns.add(asking)  # type: ignore[arg-type]
+    assert not turns.has_time()
+    for _ in range(8):
+        await asyncio.sleep(0)
+        seen.append("-")
+    order = "".join(seen)
+    assert order.replace("-", "") == "abcaca"
+    assert all(len(each) <= 1 for each in order.split("-"))
+    assert turns.has_time()
+
+
+@pytest.mark.parametrize("is_chunked", [False, True])
+async def test_a_body_comes_whole_and_so_does_its_answer(is_chunked: bool) -> None:
+    async with echoing() as (host, port, _), aiohttp.ClientSession(connector=careful(aiohttp.TCPConnector())) as http:
+
+        async def parts() -> AsyncIterator[bytes]:
+            for start in range(0, len(BODY), 100_001):
+                yield BODY[start : start + 100_001]
+
+        for _ in range(2):  # on the same connection
+            async with http.post(f"http://{host}:{port}/", data=parts() if is_chunked else io.BytesIO(BODY)) as answer:
+                assert await answer.read() == BODY
+            assert len(http.connector._conns) == 1  # type: ignore[union-attr]
+
+
+async def test_small_chunks_come_whole_however_they_are_cut(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(pieces, "PIECE_BYTES", 7)
+    body = bytes(range(256)) * 4
+    head = b"PUT / HTTP/1.1\r\nHost: x\r\nTransfer-Encoding: chunked\r\n\r\n"
+    chunks = b"".join(b"1\r\n" + bytes((each,)) + b"\r\n" for each in body)
+    async with echoing() as (host, port, _):
+        reader, writer = await asyncio.open_connection(host, port)
+        for _ in range(2):
+            writer.write(head + chunks + b"0\r\n\r\n")
+            assert (await reader.readuntil(b"\r\n\r\n")).startswith(b"HTTP/1.1 200")
+            assert await reader.readexactly(len(body)) == body
+        writer.close()
+
+
+async def test_garbage_behind_a_request_is_refused_once_and_kept_nowhere() -> None:
+    """aiohttp made an error of each read, with a copy of what was wrong, before anybody could refuse the first."""
+    async with echoing() as (host, port, server):
+        reader, writer = await asyncio.open_connection(host, port)
+        writer.write(b"PUT / HTTP/1.1\r\nHost: x\r\nContent-Length: 1\r\n\r\n" + b"a" * (4 << 20))
+        (connection,) = server.connections
+        assert isinstance(connection, Connection)
+        said = b""
+        while not said.endswith(b"InvalidRequest"):
+            assert len(connection._messages) <= 2
+            assert len(connection._waiting.data) <= 1 << 20
+            said += await reader.read(1 << 16)
+        assert said.count(b"HTTP/1.") == 1
+        writer.close()
+
+
+async def test_answers_without_an_end_to_one_request_end_it() -> None:
+    async def endless(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        await reader.readuntil(b"\r\n\r\n")
+        while True:
+            writer.write(b"HTTP/1.1 100 \r\n\r\n" * 1000)
+            await writer.drain()
+
+    async with answering(endless) as (http, url):
+        with pytest.raises(aiohttp.ClientError, match="more answers"):
+            await http.get(url)
+
+
+@pytest.mark.parametrize("status", [b"200 OK", b"204 No Content"])
+async def test_answers_that_nobody_asked_for_end_the_connection_and_no_request(status: bytes) -> None:
+    connections: list[bool] = []
+
+    async def more(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        connections.append(True)
+        await reader.readuntil(b"\r\n\r\n")
+        length = b"" if status.startswith(b"204") else b"Content-Length: 0\r\n"
+        writer.write(b"HTTP/1.1 " + status + b"\r\n" + length + b"\r\n")
+        await writer.drain()
+        while True:
+            writer.write((b"HTTP/1.1 " + status + b"\r\n" + length + b"\r\n") * 1000)
+            await writer.drain()
+
+    async with answering(more) as (http, url):
+        for number in range(1, 4):
+            async with http.get(url) as answer:
+                assert answer.status in (200, 204)
+            await until(lambda: not http.connector._conns)  # type: ignore[union-attr]
+            assert len(connections) == number
+
+
+async def test_interim_answers_of_an_honest_server_are_passed_over() -> None:
+    async def patient(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        for _ in range(3):
+            await reader.readuntil(b"\r\n\r\n")
+            writer.write(b"HTTP/1.1 102 Processing\r\n\r\n" * (ANSWERS_MAX - 1))
+            writer.write(b"HTTP/1.1 200 OK\r\nContent-Length: 2\r\n\r\nok")
+            await writer.drain()
+
+    async with answering(patient) as (http, url):
+        for _ in range(3):
+            async with http.get(url) as answer:
+                assert await answer.read() == b"ok"
+
+
+async def test_a_body_that_ends_with_the_connection_comes_whole() -> None:
+    async def closing(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        await reader.readuntil(b"\r\n\r\n")
+        writer.write(b"HTTP/1.1 200 OK\r\nConnection: close\r\n\r\n" + BODY[: 40 * PIECE_BYTES + 3])
+        await writer.drain()
+
+    async with answering(closing) as (http, url), http.get(url) as answer:
+        assert await answer.read() == BODY[: 40 * PIECE_BYTES + 3]
