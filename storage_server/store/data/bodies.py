@@ -21,7 +21,7 @@ from storage_server.store.data.extents import ExtentFiles
 from storage_server.store.data.io_threads import IoThreads
 from storage_server.store.data.pump import ExtentPump
 from storage_server.store.data.segments import ExtentWriter, Pending, Segments
-from storage_server.store.data.space import PATIENCE_S, ArrivingBody, Bound
+from storage_server.store.data.space import CALLER, PATIENCE_S, ArrivingBody, Bound
 from storage_server.store.rows import StoredPart
 
 SYNC_ALONE_BYTES_MIN = MIB
@@ -130,7 +130,7 @@ def _slow_ends(nbytes: int, *bounds: Bound) -> Iterator[tuple[ArrivingBody, asyn
     is ended. Enter the time limit around its arrival. Raises ServerError(SlowDown) where it was ended.
     """
     limit = asyncio.timeout(None)
-    arriving = ArrivingBody(asyncio.get_running_loop().time(), limit, nbytes)
+    arriving = ArrivingBody(asyncio.get_running_loop().time(), limit, nbytes, by=CALLER.get())
     try:
         with ExitStack() as stack:
             for bound in bounds:

@@ -33,7 +33,11 @@ WAITING_PART = 1 / 8
 """Of these places, for one access key."""
 PATIENCE_S = 10.0
 SLOW_S, LEAST_BYTES_PER_S = 5.0, 256 * KIB
-"""Where others wait for room, a body that arrives for so long must have come at this rate."""
+"""Where others wait for room, a body that arrives for so long must have come at this rate,"""
+WHOLE_S = 60.0
+"""and at the rate by which all that it announced comes within this time."""
+PART_COMING = 1 / 2
+"""Of a cache, for bytes that one access key has announced and that have not come, while others wait."""
 
 
 CALLER: ContextVar[str] = ContextVar("the access key that this task works for", default="")
@@ -51,6 +55,8 @@ class ArrivingBody:
     limit: asyncio.Timeout
     room_bytes: int = 0
     nbytes: int = 0
+    by: str = ""
+    """The access key that it is for."""
     _busy_s: float = 0.0
     _busy_since_s: float | None = None
     _marks: tuple[tuple[float, int], tuple[float, int]] | None = None
@@ -81,7 +87,13 @@ class ArrivingBody:
         clock_s = self._clock_s(now_s)
         older, newer = self._marks or ((self.begun_s, 0), (self.begun_s, 0))
         since_s, known = newer if clock_s - newer[0] >= SLOW_S else older
-        return clock_s - since_s >= SLOW_S and self.nbytes - known < LEAST_BYTES_PER_S * (clock_s - since_s)
+        least_bytes_per_s = max(LEAST_BYTES_PER_S, self.room_bytes / WHOLE_S)
+        return clock_s - since_s >= SLOW_S and self.nbytes - known < least_bytes_per_s * (clock_s - since_s)
+
+    @property
+    def coming_bytes(self) -> int:
+        """The bytes that it has room for and that have not come."""
+        return max(0, self.room_bytes - self.nbytes)
 
     def end(self, now_s: float) -> None:
         """Have it give up the room that it got for all it announced."""
@@ -427,11 +439,13 @@ class Bound:
             raise ServerError(ErrorCode.SLOW_DOWN, f"too many wait for room in {self._what}", retryable=True)
 
     def _end_slow(self, nbytes: int) -> bool:
-        """Have bodies that come too slowly give room up, the largest first, where that is enough for so many bytes.
-        Returns whether it is.
+        """Have bodies that come too slowly give room up, the largest first, where that is enough for so many bytes, and
+        in a cache those of other keys that have announced too much of it. Returns whether it is enough.
         """
         now_s, lacking_bytes = asyncio.get_running_loop().time(), nbytes - self._free_bytes()
-        slow = sorted((each for each in self._bodies if each.is_slow(now_s)), key=lambda body: -body.room_bytes)
+        greedy = self._greedy_keys() if self.wants is not None else set()
+        ended = (each for each in self._bodies if each.is_slow(now_s) or each.by in greedy)
+        slow = sorted(ended, key=lambda body: -body.room_bytes)
         if sum(body.room_bytes for body in slow) < lacking_bytes:
             return False
         for body in slow:
@@ -440,6 +454,14 @@ class Bound:
             body.end(now_s)
             lacking_bytes -= body.room_bytes
         return True
+
+    def _greedy_keys(self) -> set[str]:
+        """The keys, but for that of this task, whose bytes to come take too much of the bound."""
+        coming_bytes: Counter[str] = Counter()
+        for body in self._bodies:
+            coming_bytes[body.by] += body.coming_bytes
+        most = PART_COMING * (self._limit_bytes() or math.inf)
+        return {by for by, nbytes in coming_bytes.items() if nbytes > most and by != CALLER.get()}
 
     def _admit(self) -> None:
         """Give room to the first ones that fit, and to later ones that may pass the first one that does not."""

@@ -233,6 +233,19 @@ class TestArrivingBody:
             body.came(LEAST_BYTES_PER_S, 1000.0 + second)
             assert not body.is_slow(1000.5 + second)
 
+    async def test_a_giant_must_come_within_a_minute(self) -> None:
+        """One that announced 290 MiB and sent 300 KiB/s kept the room for a quarter of an hour."""
+        giant, small = (ArrivingBody(1000.0, asyncio.timeout(None), room * MIB) for room in (300, 3))
+        for second in range(1, 8):
+            for body in (giant, small):
+                body.came(MIB, 1000.0 + second)
+        assert giant.is_slow(1008.0)
+        assert not small.is_slow(1008.0)
+        quick = ArrivingBody(1000.0, asyncio.timeout(None), 300 * MIB)
+        for second in range(1, 8):
+            quick.came(6 * MIB, 1000.0 + second)
+        assert not quick.is_slow(1008.0)
+
     async def test_what_came_long_ago_is_no_credit(self) -> None:
         """A burst at the beginning let a body drip for as long as the mean allowed."""
         body = ArrivingBody(1000.0, asyncio.timeout(None))
@@ -316,6 +329,23 @@ class TestQueue:
         bound.refuse()
         assert len(looks) == 1
         await asyncio.gather(*waiting, return_exceptions=True)
+
+    @pytest.mark.parametrize(("is_cache", "by", "ends"), [(True, "a", True), (True, "b", False), (False, "a", False)])
+    async def test_a_key_that_announces_most_of_a_cache_makes_room_for_others(
+        self, is_cache: bool, by: str, ends: bool
+    ) -> None:
+        """However fast it sends; in a directory that evicts nothing the first one there keeps what it got."""
+        bound = Bound("the cache", lambda: 100 * MIB, lambda: 90 * MIB)
+        bound.wants = (lambda: None) if is_cache else None
+        now_s = asyncio.get_running_loop().time()
+        body = ArrivingBody(now_s, asyncio.timeout(None), 80 * MIB, by="a")
+        body.came(MIB, now_s)
+        CALLER.set("b" if by == "a" else "a")
+        with bound.taken_by(body):
+            async with body.limit:
+                assert bound._end_slow(20 * MIB) is ends
+                assert (body.limit.when() is not None) is ends
+                body.limit.reschedule(None)
 
     async def test_slow_bodies_end_only_where_that_is_enough(self) -> None:
         """Any large PUT ended everybody's slower uploads, and was refused then."""
