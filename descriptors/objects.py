@@ -60,9 +60,7 @@ class BodyDigests:
 
 @dataclass(frozen=True, slots=True)
 class BucketCache:
-    """What is declared of a bucket that is a cache: the bytes of its objects, at most; None: what its directory may
-    take.
-    """
+    """The declaration of a bucket that is a cache: the bytes of its objects, at most; None: as its directory allows."""
 
     capacity_bytes: int | None = None
 

@@ -201,7 +201,7 @@ class Gateway:
         return web.Response(body=b'{"status":"ok"}', content_type="application/json")
 
     async def _told(self, operation: Operation, trace: RequestTrace) -> web.Response:
-        """What the token, and a key of all buckets, may read."""
+        """Answer what the token, and a key of all buckets, may read."""
         if operation not in TOLD:
             problem = "the token is for metrics and the status only"
             raise CallerError(ErrorCode.ACCESS_DENIED, problem, field="Authorization")

@@ -1,4 +1,4 @@
-"""What a connector says when an engine starts: one line, whether the store is there."""
+"""A connector says in one line, when an engine starts, whether the store is there."""
 
 from __future__ import annotations
 

@@ -23,7 +23,7 @@ _HINTS = {
 
 @dataclass(frozen=True, slots=True)
 class Checked:
-    """What was found. `text` is a sentence for people; `transports` are those besides http."""
+    """The finding. `text` is a sentence for people; `transports` are those besides http."""
 
     is_good: bool
     text: str

@@ -135,6 +135,16 @@ class Connection(InPieces, web.RequestHandler):
             self._check.cancel()
         super().connection_lost(exc)
 
+    @property
+    def held_bytes(self) -> int:
+        """The bytes that wait to be parsed."""
+        return len(self._waiting.data)
+
+    @property
+    def unanswered_count(self) -> int:
+        """Requests, and refusals of what is none, that nobody has begun to answer."""
+        return len(self._messages)
+
     def _plain_bytes(self) -> int:
         body = self._body
         return 0 if body is None or body.is_eof() else max(0, self._length - body.total_bytes)
@@ -145,15 +155,15 @@ class Connection(InPieces, web.RequestHandler):
             return
         body = self._body
         if body is None or body.is_eof():
-            self._body = None
+            body = self._body = None
             if not self._watch.received(data, self._clock.time()):
                 self._refuse(f"the headers have more than {HEAD_BYTES_MAX} bytes")
                 return
-            web.RequestHandler.data_received(self, data)
-            self._is_broken = bool(self._messages) and isinstance(self._messages[-1][0], _ErrInfo)
-            return
         web.RequestHandler.data_received(self, data)
-        if body.is_eof():
+        self._is_broken = bool(self._messages) and isinstance(self._messages[-1][0], _ErrInfo)
+        if self._is_broken and body is not None and not body.is_eof():
+            body.set_exception(web.RequestPayloadError("the body is not well-formed"))  # nobody else tells its reader
+        if body is not None and body.is_eof():
             self._watch.request_begun()  # the next head, or a part of it, may have come behind the body
 
     def request_begun(self, http: web.BaseRequest) -> None:

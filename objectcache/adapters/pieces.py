@@ -9,6 +9,7 @@ read meanwhile. Bytes of a body whose length is known cost nothing to parse, and
 from __future__ import annotations
 
 import asyncio
+import logging
 import time
 from collections import deque
 from dataclasses import dataclass
@@ -22,6 +23,7 @@ PIECE_BYTES: Final = 16 << 10
 TURN_S: Final = 0.005
 ANSWERS_MAX: Final = 16
 """To one request, interim ones included."""
+_log = logging.getLogger(__name__)
 
 
 class Turns:
@@ -57,8 +59,13 @@ class Turns:
         began_s = time.perf_counter()
         while self._waiting and time.perf_counter() - began_s < TURN_S:
             connection = self._waiting.popleft()
-            if connection.parse_piece():
-                self._waiting.append(connection)
+            try:
+                if connection.parse_piece():
+                    self._waiting.append(connection)
+            except Exception:  # others wait, too
+                _log.exception("a connection cannot go on")
+                if connection.transport is not None:
+                    connection.transport.abort()
         self._spent_s = 0.0
         if self._waiting:
             self._call()

@@ -1,4 +1,4 @@
-"""What a server says when it has started, for the person who started it. Pure."""
+"""The lines of a server that has started, for the person who started it. Pure."""
 
 from __future__ import annotations
 

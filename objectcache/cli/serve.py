@@ -122,14 +122,15 @@ class Together:
         wrap_destination: WrapDestination = unwrapped_destination,
         makes: Mapping[str, BucketCache] | None = None,
     ) -> None:
-        """`makes` are buckets that are made at the start, where they are missing, for the first of `credentials`."""
+        """`makes` are buckets that are made at the start where they are missing, for the first of `credentials` that
+        may.
+        """
         self._makes = makes or {}
         if worker_count > 1:
             storage = replace(storage, punch_delay_s=WORKER_READ_S)
         self.storage = EmbeddedStorage(storage, disk, wrap_source, wrap_destination)
         self.credentials = CredentialBook(credentials)
-        self._access_keys = [each.access_key for each in credentials]
-        self._owner = self._access_keys[0] if self._access_keys else ""
+        self._first_credentials = tuple(credentials)
         self._gateway = Gateway(self.storage, self.credentials, gateway.share_of(worker_count))
         self._listen = replace(listen, shares_port=listen.shares_port or worker_count > 1)
         self._worker_count = worker_count
@@ -160,15 +161,20 @@ class Together:
         """Those that exist stay as they are. A service upstream that cannot be reached keeps nobody from serving."""
         for bucket, cache in self._makes.items():
             try:
-                await self.storage.objects.create_bucket(self._owner, bucket, cache)
+                await self.storage.objects.create_bucket(self._owner_of(bucket), bucket, cache)
             except CallerError as error:
                 if error.code not in (ErrorCode.BUCKET_ALREADY_OWNED, ErrorCode.BUCKET_ALREADY_EXISTS):
                     raise
             except ServerError as error:
                 _log.warning("the bucket %s was not made: %s", bucket, error)
 
+    def _owner_of(self, bucket: str) -> str:
+        """The first key that may make the bucket."""
+        able = (each.access_key for each in self._first_credentials if each.allows("CreateBucket", bucket))
+        return next(able, "")
+
     def started(self, keys_from: str) -> Started:
-        """What there is to say of it now."""
+        """The facts that its start tells."""
         settings, store = self.storage.settings, self.storage.store
         scheduler = settings.scheduler
         upstream = settings.upstream
@@ -183,7 +189,7 @@ class Together:
             dram_bytes=settings.dram_bytes,
             transports=[name for name, is_there in (("shm", self.storage.shm), ("ucx", self.storage.ucx)) if is_there]
             + ["http"],
-            access_keys=self._access_keys,
+            access_keys=[each.access_key for each in self._first_credentials],
             keys_from=keys_from,
             link_bytes_per_s=scheduler.link_bytes_per_s,
         )

@@ -9,13 +9,13 @@ from collections.abc import Callable, Mapping, Sequence
 from datetime import UTC, datetime
 from typing import Any, TypeAlias
 
+from descriptors.headers import STATUS_PATH
 from descriptors.units import format_bytes
 from objectcache.calibration.text import aligned
 from objectcache.cli.remote import asked, remote_options, told
 
 Commands: TypeAlias = "argparse._SubParsersAction[argparse.ArgumentParser]"
 Json = Mapping[str, Any]
-STATUS_PATH = "/_objectcache/status"
 TOP_S = 2.0
 FAILURES_SHOWN = 5
 
@@ -149,7 +149,7 @@ TOP_HEAD = "    sent/s   lookups/s   asked/s  matched  from memory  active  wait
 
 
 def rates_between(before: Json, now: Json, seconds: float) -> dict[str, float]:
-    """What happened a second between two answers, over all storage servers. Counts of one that has started anew begin
+    """The rates between two answers, over all storage servers. Counts of one that has started anew begin
     at 0.
     """
 

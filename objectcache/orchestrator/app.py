@@ -467,6 +467,8 @@ class _Document:
                         raise Refusal(413, f"the body is larger than {most} bytes")
         except TimeoutError:
             raise Refusal(408, "the body did not come in time") from None
+        except web.RequestPayloadError:
+            raise Refusal(400, "the body is not well-formed") from None
         return bytes(body)
 
 

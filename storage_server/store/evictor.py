@@ -208,7 +208,7 @@ class Evictor(Uses):
         return {bucket: cache.capacity_bytes for bucket, cache in self._caches.items()}
 
     def status(self) -> list[CacheStatus]:
-        """What each cache has, and what has left it."""
+        """The contents of each cache, and how much has left it."""
         return [
             CacheStatus(
                 cache.bucket or "",

@@ -31,7 +31,10 @@ async def echoing() -> AsyncIterator[tuple[str, int, LimitedServer]]:
     """A server that answers with what it got."""
 
     async def handle(http: web.BaseRequest) -> web.Response:
-        return web.Response(body=await http.content.read())
+        try:
+            return web.Response(body=await http.content.read())
+        except web.RequestPayloadError as error:
+            return web.Response(status=400, text=str(error))
 
     server = LimitedServer(handle, refused, ConnectionLimits())
     runner = web.ServerRunner(server)
@@ -49,13 +52,20 @@ async def echoing() -> AsyncIterator[tuple[str, int, LimitedServer]]:
 async def answering(serve: Serve) -> AsyncIterator[tuple[aiohttp.ClientSession, str]]:
     """A client of ours, and the address of somebody who answers as he likes."""
 
+    writers: set[asyncio.StreamWriter] = set()
+    ended = asyncio.Condition()
+
     async def served(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        writers.add(writer)
         try:
             await serve(reader, writer)
-        except ConnectionError:
+        except (ConnectionError, asyncio.IncompleteReadError):
             pass
         finally:
             writer.close()
+            async with ended:
+                writers.discard(writer)
+                ended.notify_all()
 
     server = await asyncio.start_server(served, "127.0.0.1", 0)
     host, port = server.sockets[0].getsockname()
@@ -64,6 +74,10 @@ async def answering(serve: Serve) -> AsyncIterator[tuple[aiohttp.ClientSession, 
             yield session, f"http://{host}:{port}/"
     finally:
         server.close()
+        for writer in list(writers):
+            writer.transport.abort()
+        async with ended:
+            await ended.wait_for(lambda: not writers)
 
 
 async def test_connections_take_turns_and_others_run_between_them(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -96,7 +110,10 @@ async def test_connections_take_turns_and_others_run_between_them(monkeypatch: p
 
 @pytest.mark.parametrize("is_chunked", [False, True])
 async def test_a_body_comes_whole_and_so_does_its_answer(is_chunked: bool) -> None:
-    async with echoing() as (host, port, _), aiohttp.ClientSession(connector=careful(aiohttp.TCPConnector())) as http:
+    async with (
+        echoing() as (host, port, server),
+        aiohttp.ClientSession(connector=careful(aiohttp.TCPConnector())) as http,
+    ):
 
         async def parts() -> AsyncIterator[bytes]:
             for start in range(0, len(BODY), 100_001):
@@ -105,7 +122,7 @@ async def test_a_body_comes_whole_and_so_does_its_answer(is_chunked: bool) -> No
         for _ in range(2):  # on the same connection
             async with http.post(f"http://{host}:{port}/", data=parts() if is_chunked else io.BytesIO(BODY)) as answer:
                 assert await answer.read() == BODY
-            assert len(http.connector._conns) == 1  # type: ignore[union-attr]
+            assert len(server.connections) == 1
 
 
 async def test_small_chunks_come_whole_however_they_are_cut(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -122,6 +139,45 @@ async def test_small_chunks_come_whole_however_they_are_cut(monkeypatch: pytest.
         writer.close()
 
 
+async def test_a_connection_that_fails_keeps_no_other_from_its_turn(caplog: pytest.LogCaptureFixture) -> None:
+    class Failing:
+        transport = None
+
+        def parse_piece(self) -> bool:
+            raise RuntimeError("a fault of ours")
+
+    seen = asyncio.Event()
+
+    class Asking:
+        def parse_piece(self) -> bool:
+            seen.set()
+            return False
+
+    turns = Turns()
+    for asking in (Failing(), Asking()):
+        turns.add(asking)  # type: ignore[arg-type]
+    await seen.wait()
+    assert "a fault of ours" in caplog.text
+
+
+async def test_garbage_within_a_chunked_body_is_refused_once() -> None:
+    async with echoing() as (host, port, server):
+        reader, writer = await asyncio.open_connection(host, port)
+        writer.write(b"PUT / HTTP/1.1\r\nHost: x\r\nTransfer-Encoding: chunked\r\n\r\n1\r\na\r\n")
+        await until(lambda: bool(server.connections) and not server.idle)
+        (connection,) = server.connections
+        assert isinstance(connection, Connection)
+        writer.write(b"no chunk\r\n" * 100_000)
+        said = b""
+        while not said.endswith(b"not well-formed"):
+            assert connection.unanswered_count <= 2
+            part = await reader.read(1 << 16)
+            assert part
+            said += part
+        assert b" 400 " in said
+        writer.close()
+
+
 async def test_garbage_behind_a_request_is_refused_once_and_kept_nowhere() -> None:
     """aiohttp made an error of each read, with a copy of what was wrong, before anybody could refuse the first."""
     async with echoing() as (host, port, server):
@@ -131,8 +187,8 @@ async def test_garbage_behind_a_request_is_refused_once_and_kept_nowhere() -> No
         assert isinstance(connection, Connection)
         said = b""
         while not said.endswith(b"InvalidRequest"):
-            assert len(connection._messages) <= 2
-            assert len(connection._waiting.data) <= 1 << 20
+            assert connection.unanswered_count <= 2
+            assert connection.held_bytes <= 1 << 20
             said += await reader.read(1 << 16)
         assert said.count(b"HTTP/1.") == 1
         writer.close()
@@ -152,24 +208,28 @@ async def test_answers_without_an_end_to_one_request_end_it() -> None:
 
 @pytest.mark.parametrize("status", [b"200 OK", b"204 No Content"])
 async def test_answers_that_nobody_asked_for_end_the_connection_and_no_request(status: bytes) -> None:
-    connections: list[bool] = []
+    begun: list[bool] = []
+    ended: list[bool] = []
 
     async def more(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        connections.append(True)
+        begun.append(True)
         await reader.readuntil(b"\r\n\r\n")
         length = b"" if status.startswith(b"204") else b"Content-Length: 0\r\n"
         writer.write(b"HTTP/1.1 " + status + b"\r\n" + length + b"\r\n")
         await writer.drain()
-        while True:
-            writer.write((b"HTTP/1.1 " + status + b"\r\n" + length + b"\r\n") * 1000)
-            await writer.drain()
+        try:
+            while True:
+                writer.write((b"HTTP/1.1 " + status + b"\r\n" + length + b"\r\n") * 1000)
+                await writer.drain()
+        finally:
+            ended.append(True)
 
     async with answering(more) as (http, url):
         for number in range(1, 4):
             async with http.get(url) as answer:
                 assert answer.status in (200, 204)
-            await until(lambda: not http.connector._conns)  # type: ignore[union-attr]
-            assert len(connections) == number
+            await until(lambda wanted=number: len(ended) == wanted)
+            assert len(begun) == number
 
 
 async def test_interim_answers_of_an_honest_server_are_passed_over() -> None:

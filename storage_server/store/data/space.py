@@ -128,7 +128,7 @@ class Space:
 
     def derive_bound(self) -> None:
         """Bound what has no bound by OFFERED_FRACTION of what the file system offers, which is what the files take now
-        and what is free beside them. What others write there counts from the next commit on.
+        and what is free beside them. Bytes that others write there count from the next commit on.
         """
         if self.bound_bytes is None and self._free_bytes is not None:
             self._is_derived = True

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import pytest
 from botocore.exceptions import ClientError
 
 from descriptors.headers import CACHE_HEADER
-from tests.support.servers import Stack
+from tests.support.requests import OWNER, READER, s3_client
+from tests.support.servers import Stack, started
 
 
 def create(s3: Any, bucket: str, cache: str) -> None:
@@ -44,3 +46,24 @@ def test_a_cache_that_cannot_be_is_refused_and_no_bucket_made(servers: Stack, te
     assert CACHE_HEADER in refused.value.response["Error"]["Message"]
     with pytest.raises(ClientError, match="404"):
         s3.head_bucket(Bucket="wrong")
+
+
+@pytest.mark.slow
+def test_a_server_makes_the_caches_that_it_is_told_of(tmp_path: Path) -> None:
+    """Each for a key that may make it; and says at its start what it has, and what to type next."""
+    config = tmp_path / "config.toml"
+    lines = ['[[buckets]]\nname = "declared"\ncapacity_bytes = "64MiB"\n']
+    for key, bucket in (OWNER, "asked"), (READER, "declared"):
+        lines.append(f'[[credentials]]\naccess_key = "{key[0]}"\nsecret_key = "{key[1]}"\nbuckets = ["{bucket}"]\n')
+    config.write_text("".join(lines))
+    serve = ("serve", "--data", str(tmp_path / "d"), "--port", "0", "--config", str(config), "--cache", "asked")
+    with started(*serve) as (url, process):
+        assert said(s3_client(url, OWNER), "asked") == "auto"
+        assert said(s3_client(url, READER), "declared") == str(64 << 20)
+        assert process.stdout is not None
+        lines = [process.stdout.readline() for _ in range(8)]
+        assert "declared (64 MiB)" in lines[2]
+        assert f"{OWNER[0]}, {READER[0]} (from the configuration)" in lines[6]
+        assert f"objectcache status {url}" in lines[7]
+    with started(*serve[:-2]) as (url, _):  # what a cache was made as, it stays
+        assert said(s3_client(url, OWNER), "asked") == "auto"
