@@ -175,7 +175,7 @@ def _of(show: Callable[[Json], Sections], section: str) -> Callable[[Json], str]
 
 SECTIONS: Mapping[str, tuple[str, Callable[[Json], str]]] = {
     **{name: ("aggregate", _of(aggregate, name)) for name in ("transports", "peers", "limits", "first-layers")},
-    "limits-ucx": ("aggregate-ucx", _of(aggregate, "limits")),
+    "limits-ucx": ("aggregate-ucx", _of(aggregate, "measured-limits")),
     "shared-link": ("scheduler-live", _of(scheduler, "shared-link")),
     "simulated": ("scheduler-simulated", _of(scheduler, "simulated")),
     "ttft": ("ttft", _of(ttft, "ttft")),

@@ -396,6 +396,7 @@ def show(result: Json) -> dict[str, Section]:
         ),
         "peers": (_peers(result),),
         "limits": (_limits(result, LIMITS),),
+        "measured-limits": (_limits(result, {name: LIMITS[name] for name in LIMITS if _is_measured(result, name)}),),
         "other-ratios": (_limits(result, {name: name.replace("_", " ") for name in others}),),
         "first-layers": (_first_layers(result),),
     }
@@ -409,6 +410,10 @@ def ratio_of(result: Json, name: str) -> Json:
 
 def _shown_ratios(result: Json) -> dict[str, Json]:
     return {**result["ratio_details"], **result["further_ratios"]}
+
+
+def _is_measured(result: Json, name: str) -> bool:
+    return _shown_ratios(result).get(name, {}).get("median") is not None
 
 
 def _met(row: Json) -> str:

@@ -97,7 +97,7 @@ class Shown:
             self.text.format(**{"remote_dram": NO_REMOTE_DRAM, **found, **known}),
             table(listed(found[self.rows], self.name), self.columns),
         ]
-        if "absent" in found:
+        if found.get("absent"):
             rows = [{"what": what, "reason": reason} for what, reason in found["absent"].items()]
             blocks.append(table(rows, "not measured = what | reason"))
         return blocks
