@@ -35,6 +35,7 @@ from descriptors.layout import ChunkLayout
 from descriptors.messages import LookupRequest, lookup_body, parse_lookup_answer
 from descriptors.recompute import Advice, AdviceRequest
 from descriptors.recompute import advise as advise_here
+from descriptors.units import MIB
 from nixl_client.fetch.http import HttpFetches
 from nixl_client.fetch.layer_fetch import Layer, LayerFetch
 from nixl_client.fetch.routes import Routes
@@ -50,6 +51,7 @@ from nixl_client.transports.transport import HTTP_CONNECTIONS_MAX, Transport
 FETCHES_MAX = 64
 PUT_THREADS = 8
 DECODE_THREADS = 2
+LOOKUP_BYTES_MAX = MIB
 _T = TypeVar("_T")
 _log = logging.getLogger(__name__)
 __all__ = ["Client", "Transport"]
@@ -61,8 +63,8 @@ class Client:
     access_key, secret_key: default to AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY.
     http_connections: over http a large fetch is split among up to so many connections, each with a request of its own
         for some of the chunks.
-    timeout_s: bounds each wait for the gateway, and all tries of a call together. A call may take another bound in its
-        own `timeout_s`.
+    timeout_s: bounds each wait while a request is sent, all waits for an answer together, and all tries of a call. A
+        call may take another bound in its own `timeout_s`.
     fetch_timeout_s: bounds the silence on a fetch's request.
     agent_lifetime_s: the server forgets a client that has not renewed its agent for so long. The client renews it every
         quarter of that time.
@@ -230,7 +232,9 @@ class Client:
     def _lookup(self, request: LookupRequest, timeout_s: float | None) -> Answer:
         """A server of an earlier release is asked without what it does not know."""
         try:
-            return self.http.request("POST", f"/{self.bucket}", {"lookup": ""}, lookup_body(request), timeout_s)
+            return self.http.request(
+                "POST", f"/{self.bucket}", {"lookup": ""}, lookup_body(request), timeout_s, bytes_max=LOOKUP_BYTES_MAX
+            )
         except CallerError as error:
             if request.accept is None or error.field != "accept":
                 raise

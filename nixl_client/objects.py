@@ -25,7 +25,7 @@ from nixl_client.session.retries import always, if_refused
 from nixl_client.session.signed_http import Answer, SignedHttp
 from nixl_client.session.timing import Timing, split_time
 from nixl_client.transports.buffers import Buffer, as_buffer
-from nixl_client.transports.http import Stream, UnansweredError
+from nixl_client.transports.http import Stream, UnansweredError, number_in
 
 _T = TypeVar("_T")
 
@@ -143,7 +143,7 @@ class ObjectPaths:
                 nbytes, path = _read_body(stream, target, offset, length), Path.TCP
                 body_s = time.monotonic() - head_at_s
             else:
-                nbytes = int(stream.headers[RDMA_BYTES_HEADER])
+                nbytes = number_in(stream.headers, RDMA_BYTES_HEADER)
         finally:
             stream.close()
         return move.result(nbytes, path, stream.headers, body_s)
@@ -314,7 +314,7 @@ def _checked_length(target: Buffer, offset: int, length: int | None) -> int:
 
 
 def _read_body(stream: Stream, target: Buffer, offset: int, length: int) -> int:
-    nbytes = int(stream.headers["content-length"])
+    nbytes = number_in(stream.headers, "content-length")
     if nbytes > length:
         raise ValueError(f"the object's {nbytes} bytes do not fit {length}")
     stream.read_into(target.host_view()[offset : offset + nbytes])

@@ -17,6 +17,7 @@ from gateway.s3.object_headers import check_acl
 from gateway.s3.parameters import after_token, integer
 from gateway.s3.request import check_bucket_name
 from gateway.s3.xml_in import parse_acl, parse_create_bucket, parse_lifecycle
+from objectcache.adapters.threads import in_parts, let_others_run
 
 BUCKETS_MAX = 10_000
 DOCUMENT_BYTES_MAX = MIB
@@ -32,14 +33,18 @@ async def list_buckets(call: Call) -> web.StreamResponse:
     most = integer(parameters, "max-buckets", BUCKETS_MAX, least=1, most=BUCKETS_MAX)
     after = after_token(parameters.get("continuation-token", ""))
     region = parameters.get("bucket-region", call.settings.region)
-    seen = [
-        bucket
-        for bucket in sorted(await call.storage.objects.list_buckets(call.access_key), key=lambda bucket: bucket.name)
-        if call.credential.allows("ListAllMyBuckets", bucket.name)
-        and bucket.name.startswith(prefix)
-        and bucket.name > after
-        and region == call.settings.region
-    ]
+    buckets = sorted(await call.storage.objects.list_buckets(call.access_key), key=lambda bucket: bucket.name)
+    seen = []
+    for start, some in in_parts(buckets):
+        await let_others_run(start)
+        seen += [
+            bucket
+            for bucket in some
+            if call.credential.allows("ListAllMyBuckets", bucket.name)
+            and bucket.name.startswith(prefix)
+            and bucket.name > after
+            and region == call.settings.region
+        ]
     token = xml.continuation_token(seen[most - 1].name) if len(seen) > most else None
     return xml_answer(xml.buckets_document(call.access_key, seen[:most], prefix, token))
 

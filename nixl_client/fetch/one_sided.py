@@ -17,7 +17,7 @@ from nixl_client.fetch.delivery_state import payload_shape
 from nixl_client.fetch.layer_fetch import LayerFetch
 from nixl_client.session.agent import GONE, ClientAgent
 from nixl_client.session.signed_http import Answer, SignedHttp
-from nixl_client.transports.http import UnansweredError
+from nixl_client.transports.http import UnansweredError, number_in
 
 STOP_S = 2.0
 """How long a server may take to say that a request is stopped, before the fetch is given up."""
@@ -65,7 +65,7 @@ class OneSidedFetches:
             answer = self._post(fetch, timeout_s)
             headers = answer.headers
             forms = forms_in(headers)
-            fetch.on_answer(*payload_shape(headers), int(headers[RDMA_BYTES_HEADER]), headers, forms=forms)
+            fetch.on_answer(*payload_shape(headers), number_in(headers, RDMA_BYTES_HEADER), headers, forms=forms)
             if fetch.given_up:
                 with self._lock:
                     self._left_open.append(fetch)

@@ -8,7 +8,6 @@ from __future__ import annotations
 import http.client
 import json
 import ssl
-import xml.etree.ElementTree as ElementTree
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -19,12 +18,17 @@ from botocore.awsrequest import AWSRequest
 from botocore.credentials import Credentials
 
 from descriptors.errors import ObjectCacheError, error_from_fields
+from descriptors.units import MIB
+from descriptors.xml_body import element_of
 from nixl_client.session import retries
 from nixl_client.session.retries import Retries
 from nixl_client.session.shared import Shared
-from nixl_client.transports.http import ConnectionPool, ServerAddress, Stream, UnansweredError
+from nixl_client.transports.http import ConnectionPool, ServerAddress, Stream, UnansweredError, bounded
 
+ANSWER_BYTES_MAX = 16 * MIB
+"""Of an answer that is read as a whole: the documents of the protocol have no more."""
 ERROR_BODY_BYTES_MAX = 65_536
+ERROR_ELEMENTS_MAX = 256
 RETRY_AFTER_DIGITS = 6
 NUMBER_DIGITS = 12
 RETRYABLE_STATUSES = frozenset({500, 502, 503, 504})
@@ -57,8 +61,9 @@ class Answer:
 
 
 class SignedHttp:
-    """Requests of one account, each wait for the server at most `timeout_s`. Raises ObjectCacheError for refusals,
-    UnansweredError for broken connections.
+    """Requests of one account. Each wait while a request is sent lasts at most `timeout_s`, and so do all waits for its
+    answer together; of a stream, for the answer's head. Raises ObjectCacheError for refusals, UnansweredError for
+    broken connections and for answers without end.
     """
 
     def __init__(
@@ -87,13 +92,14 @@ class SignedHttp:
         timeout_s: float | None = None,
         headers: Mapping[str, str] | None = None,
         may_repeat: Callable[[ObjectCacheError], bool] = retries.always,
+        bytes_max: int = ANSWER_BYTES_MAX,
     ) -> Answer:
         """`request_once`, and again where that fails in a way that may pass (`nixl_client.session.retries`): the
         request must change nothing when it is carried out twice, or `may_repeat` must say when it may be. `timeout_s`
         bounds all tries together, too.
         """
         return self.retries.run(
-            lambda left_s: self.request_once(method, path, query, body, left_s, headers),
+            lambda left_s: self.request_once(method, path, query, body, left_s, headers, bytes_max),
             timeout_s or self.timeout_s,
             may_repeat,
         )
@@ -106,11 +112,14 @@ class SignedHttp:
         body: bytes | memoryview = b"",
         timeout_s: float | None = None,
         headers: Mapping[str, str] | None = None,
+        bytes_max: int = ANSWER_BYTES_MAX,
     ) -> Answer:
-        """Send and read the whole answer. `path` is not yet percent-encoded; `headers` are signed with the rest."""
-        stream = self.stream(method, path, query, body, timeout_s, headers)
+        """Send and read the whole answer. `path` is not yet percent-encoded; `headers` are signed with the rest. Raises
+        UnansweredError for a body of more than `bytes_max`.
+        """
+        stream = self._sent(method, path, query, body, timeout_s or self.timeout_s, headers, bytes_max)
         try:
-            return Answer(stream.headers, stream.read())
+            return Answer(stream.headers, stream.read(bytes_max))
         finally:
             stream.close()
 
@@ -124,9 +133,25 @@ class SignedHttp:
         headers: Mapping[str, str] | None = None,
     ) -> Stream:
         """Send, once, and read the answer's head."""
+        timeout_s = timeout_s or self.timeout_s
+        stream = self._sent(method, path, query, body, timeout_s, headers, ERROR_BODY_BYTES_MAX)
+        stream.unbounded(timeout_s)
+        return stream
+
+    def _sent(
+        self,
+        method: str,
+        path: str,
+        query: Mapping[str, str] | None,
+        body: bytes | memoryview,
+        timeout_s: float,
+        headers: Mapping[str, str] | None,
+        bytes_max: int,
+    ) -> Stream:
+        """Send, once, and read the answer's head. Of a refusal the rest is read, too."""
         target = quote(path, safe="/-_.~") + (f"?{urlencode(query, quote_via=quote)}" if query else "")
         signed = self._sign(method, target, body, headers or {})
-        connection = self._pool.take(timeout_s or self.timeout_s)
+        connection = self._pool.take(timeout_s)
         is_connected, is_sent = connection.sock is not None, True
         try:
             if not is_connected:
@@ -136,7 +161,7 @@ class SignedHttp:
                 connection.request(method, target, body=body or None, headers=signed)
             except (BrokenPipeError, ConnectionResetError):  # a server that refuses a body may answer and hang up
                 is_sent = False
-            response = connection.getresponse()
+            response = bounded(connection, timeout_s, max(bytes_max, ERROR_BODY_BYTES_MAX))
         except (OSError, http.client.HTTPException) as error:
             connection.close()
             raise UnansweredError(
@@ -200,10 +225,10 @@ def parse_error(status: int, body: bytes, retry_after: str | None = None) -> Obj
     """
     retry_after_s = _seconds(retry_after)
     try:
-        root = ElementTree.fromstring(body)
-    except ElementTree.ParseError:
-        root = ElementTree.Element("none")
-    if root.tag.rpartition("}")[2] != "Error" or root.findtext("Code") is None:
+        root = element_of(body, ERROR_ELEMENTS_MAX)
+    except ValueError:
+        root = None
+    if root is None or root.tag != "Error" or root.findtext("Code") is None:
         unanswered = UnansweredError(f"HTTP {status} without an error document", retryable=status in RETRYABLE_STATUSES)
         unanswered.retry_after_s = retry_after_s
         return unanswered

@@ -14,12 +14,15 @@ import select
 import socket
 import ssl
 import threading
+import time
 from collections import deque
 from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import Any
 from urllib.parse import urlsplit
 
 from descriptors.errors import ErrorCode, ServerError
+from descriptors.units import KIB, MIB
 
 IDLE_CONNECTIONS_MAX = 64
 """As many as one client runs fetches at a time; a connection beyond is closed when its request is over."""
@@ -27,6 +30,9 @@ IDLE_CONNECTIONS_MAX = 64
 
 HEAD_LINES_MAX = 512
 """Of an answer, with its interim answers."""
+HEAD_BYTES_MAX = MIB
+PIECE_BYTES = 64 * KIB
+NUMBER_DIGITS_MAX = 18
 
 
 class UnansweredError(ServerError):
@@ -117,7 +123,7 @@ class ConnectionPool:
         connection = http.client.HTTPConnection(self._address.host, self._address.port)
         if self._tls is not None:
             connection = http.client.HTTPSConnection(self._address.host, self._address.port, context=self._tls)
-        connection.response_class = _WholeHead
+        connection.response_class = BoundedAnswer
         return connection
 
     def _check_process(self) -> None:
@@ -129,10 +135,51 @@ class ConnectionPool:
                 connection.close()
 
 
-class _WholeHead(http.client.HTTPResponse):
-    """An answer whose head must be whole. http.client takes a connection that ends within the head for the head's end,
-    so that `HTTP/1.1 200 O` would be a success.
+class _BoundedSocket(io.RawIOBase):
+    """The input of a connection, until a time and up to a number of bytes; None for no bound."""
+
+    def __init__(self, sock: socket.socket, raw: io.RawIOBase) -> None:
+        self._sock = sock
+        self._raw = raw
+        self.until_s: float | None = None
+        self.bytes_left: int | None = None
+
+    def readable(self) -> bool:
+        return True
+
+    def readinto(self, view: Any, /) -> int | None:
+        """Raises TimeoutError, and http.client.HTTPException for too many bytes."""
+        if self.until_s is not None:
+            left_s = self.until_s - time.monotonic()
+            if left_s <= 0:
+                raise TimeoutError("the answer was not whole in time")
+            self._sock.settimeout(left_s)
+        count = self._raw.readinto(view)
+        if self.bytes_left is not None and count:
+            self.bytes_left -= count
+            if self.bytes_left < 0:
+                raise http.client.HTTPException("the answer has too many bytes besides its body")
+        return count
+
+    def close(self) -> None:
+        self._raw.close()
+        super().close()
+
+
+class BoundedAnswer(http.client.HTTPResponse):
+    """An answer whose head must be whole, and which may have to be whole by a time. http.client takes a connection that
+    ends within the head for the head's end, so that `HTTP/1.1 200 O` would be a success; and it reads trailers, pieces
+    of chunks and lines of the head for as long as they come.
     """
+
+    def __init__(self, sock: socket.socket, *arguments: Any, **named: Any) -> None:
+        super().__init__(sock, *arguments, **named)
+        self._coming = _BoundedSocket(sock, self.fp.detach())
+        self.fp = io.BufferedReader(self._coming)
+
+    def bound(self, until_s: float | None, bytes_max: int | None) -> None:
+        """From now on all reads end at `until_s` (of the steady clock), and bring that many bytes at most."""
+        self._coming.until_s, self._coming.bytes_left = until_s, bytes_max
 
     def begin(self) -> None:
         """Raises http.client.RemoteDisconnected where the head breaks off, HTTPException where it has no end, and for
@@ -169,6 +216,30 @@ class _WholeLines:
         self._file.close()
 
 
+def bounded(connection: http.client.HTTPConnection, timeout_s: float, bytes_max: int) -> BoundedAnswer:
+    """The head of the answer to the request that was sent. It and a body of up to `bytes_max` must come in `timeout_s`;
+    the lines between and behind a body's pieces may be as long as the body.
+    """
+
+    def made(*arguments: Any, **named: Any) -> BoundedAnswer:
+        answer = BoundedAnswer(*arguments, **named)
+        answer.bound(time.monotonic() + timeout_s, HEAD_BYTES_MAX + 2 * bytes_max)
+        return answer
+
+    connection.response_class = made  # type: ignore[assignment]
+    response = connection.getresponse()
+    assert isinstance(response, BoundedAnswer)
+    return response
+
+
+def number_in(headers: Mapping[str, str], name: str) -> int:
+    """The number in a header. Raises UnansweredError where the answer has none, or an absurd one."""
+    text = headers.get(name, "")
+    if not text.isdecimal() or len(text) > NUMBER_DIGITS_MAX:
+        raise UnansweredError(f"the answer's {name} is no number", retryable=False)
+    return int(text)
+
+
 class Stream:
     """An answer whose body is still coming. `close` gives the connection back if the body was read to its end, and the
     request was sent to its end (`keeps`).
@@ -178,7 +249,7 @@ class Stream:
         self,
         pool: ConnectionPool,
         connection: http.client.HTTPConnection,
-        response: http.client.HTTPResponse,
+        response: BoundedAnswer,
         *,
         keeps: bool = True,
     ) -> None:
@@ -208,12 +279,28 @@ class Stream:
                 raise UnansweredError("the body ended early")
             view = view[count:]
 
-    def read(self, bytes_max: int | None = None) -> bytes:
-        """The rest of the body, or its first `bytes_max` bytes. Raises UnansweredError when it breaks off."""
+    def read(self, bytes_max: int) -> bytes:
+        """The rest of the body. Raises UnansweredError when it breaks off, or has more than `bytes_max` bytes."""
+        body = bytearray()
         try:
-            return self._response.read() if bytes_max is None else self._response.read(bytes_max)
+            while (self._response.length or 0) + len(body) <= bytes_max:
+                piece = self._response.read(PIECE_BYTES)
+                body += piece
+                if not piece:
+                    break
+            else:
+                raise UnansweredError(f"the answer has more than {bytes_max} bytes", retryable=False)
         except (OSError, http.client.HTTPException) as error:
             raise UnansweredError(f"the answer broke off: {error}") from error
+        if self._response.length:
+            raise UnansweredError("the answer broke off: it ended early")
+        return bytes(body)
+
+    def unbounded(self, timeout_s: float) -> None:
+        """From now on each wait for the body lasts at most `timeout_s`, in place of all of them together."""
+        self._response.bound(None, None)
+        if self._connection.sock is not None:
+            self._connection.sock.settimeout(timeout_s)
 
     def abort(self) -> None:
         """Break the connection, waking a thread that reads from it. Does nothing after `close`: the connection may

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import http.client
+import io
 import select
 import socket
 import ssl
@@ -30,6 +31,8 @@ from storage_server.upstream.rules.refusals import unreachable
 ERROR_BYTES_MAX = 64 << 10
 PIECE_BYTES = 128 * KIB
 """Read in one call, which returns when all of it has come: the rate of a body is watched between calls."""
+HEAD_LINES_MAX = 512
+"""Of an answer, with its interim answers. http.client passes over those for as long as they come."""
 IDLE_S_MAX = 15.0
 """Services close connections that are idle for longer."""
 
@@ -95,6 +98,7 @@ class BulkReads:
             made = http.client.HTTPConnection(self._host, self._port, timeout=timeout_s)
         else:
             made = http.client.HTTPSConnection(self._host, self._port, timeout=timeout_s, context=self._context)
+        made.response_class = _ShortHead
         made.connect()
         made.sock.settimeout(self._settings.read_timeout_s)
         return made
@@ -265,6 +269,34 @@ class BulkRead:
 
 _OF_ONE_OBJECT = (http.client.HTTPException, http.client.LineTooLong)
 """Raised by http.client for more than 100 headers, or for a long one: it is about one object, not about the service."""
+
+
+class _ShortHead(http.client.HTTPResponse):
+    """An answer whose head has few lines. Raises http.client.BadStatusLine for more, which is about the service and not
+    about one object.
+    """
+
+    def begin(self) -> None:
+        file = self.fp
+        self.fp = _Lines(file)  # type: ignore[assignment]
+        try:
+            super().begin()
+        finally:
+            if self.fp is not None:
+                self.fp = file
+
+
+class _Lines:
+    def __init__(self, file: io.BufferedReader) -> None:
+        self._file = file
+        self._left = HEAD_LINES_MAX
+        self.close = file.close
+
+    def readline(self, limit: int = -1) -> bytes:
+        self._left -= 1
+        if self._left < 0:
+            raise http.client.BadStatusLine(f"a head of more than {HEAD_LINES_MAX} lines")
+        return self._file.readline(limit)
 
 
 def _has_input(connected: socket.socket) -> bool:

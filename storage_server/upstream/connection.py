@@ -25,15 +25,17 @@ from descriptors.objects import ChecksumAlgorithm
 from descriptors.storage_api import Body
 from objectcache.adapters.breaker import Breaker
 from objectcache.adapters.pieces import careful
+from objectcache.adapters.threads import computed
 from storage_server.settings import UpstreamSettings
 from storage_server.upstream.bulk_reads import ERROR_BYTES_MAX, BulkRead, BulkReads, Head, Into
 from storage_server.upstream.rules.attempts import ATTEMPTS_MAX, pause_before_next_s
-from storage_server.upstream.rules.documents import call_of, result_of
+from storage_server.upstream.rules.documents import HERE_BYTES_MAX, call_of, has_many_entries, prepare, result_of
 from storage_server.upstream.rules.headers import is_md5, require_plain
 from storage_server.upstream.rules.refusals import is_about, refusal, unreachable
 from storage_server.upstream.sent_body import SentBody, checked_if_small
 
-DOCUMENT_BYTES_MAX = 16 << 20
+DOCUMENT_BYTES_MAX = 8 << 20
+"""A page of 1,000 keys of 1 KiB, percent-encoded, has half as many."""
 PAYLOAD_HASH = "payload_hash"
 FAILURES_MAX = 5
 PAUSE_S_MIN, PAUSE_S_MAX = 1.0, 30.0
@@ -50,6 +52,16 @@ class Answer:
     content: aiohttp.StreamReader
 
 
+@dataclass(frozen=True, slots=True)
+class _Signed:
+    """A request whose body is a document, or none."""
+
+    method: str
+    target: str
+    headers: Mapping[str, str]
+    body: bytes
+
+
 class Upstream:
     """One service. Every method raises ObjectCacheError: what upstream refuses, in its words; ServerError(SlowDown)
     where it cannot be reached or breaks off.
@@ -64,11 +76,18 @@ class Upstream:
         self._breaker = Breaker(FAILURES_MAX, PAUSE_S_MIN, PAUSE_S_MAX)
         self._bulk = BulkReads(settings)
         self._takes_trailers = True
+        self._one_document = asyncio.Lock()
         self.failed_count = 0
         """How many requests the service did not answer, or was too busy for."""
 
+    @property
+    def failures_in_a_row(self) -> int:
+        """As the breaker counts them."""
+        return self._breaker.failure_count
+
     async def start(self) -> None:
         """Make the pool of connections; none is opened yet."""
+        await asyncio.to_thread(prepare)
         settings = self.settings
         timeout = aiohttp.ClientTimeout(
             total=None, sock_connect=settings.connect_timeout_s, sock_read=settings.read_timeout_s
@@ -88,13 +107,41 @@ class Upstream:
         """An operation of the S3 API whose request and answer are documents, by the names of botocore's model;
         `headers` are added.
         """
+        return await self.ask(dict, operation, headers, **parameters)
+
+    async def ask(
+        self,
+        read: Callable[[dict[str, Any]], _T],
+        operation: str,
+        headers: Mapping[str, str] | None = None,
+        **parameters: Any,
+    ) -> _T:
+        """`call`, and what `read` makes of the answer. It runs in a thread where the answer is long."""
+        sent = await self._beside(
+            lambda: self._written(operation, headers or {}, parameters), is_long=has_many_entries(parameters)
+        )
+        async with self._answer(sent.method, sent.target, sent.headers, sent.body) as answer:
+            body = await _whole(answer.content)
+            return await self._beside(
+                lambda: result_of(operation, answer.status, answer.headers, body, read),
+                is_long=len(body) > HERE_BYTES_MAX,
+            )
+
+    async def _beside(self, work: Callable[[], _T], *, is_long: bool) -> _T:
+        """The result of `work`; beside the event loop where it is long, and then one at a time. Threads that compute
+        take turns with the loop, so that many would leave it little.
+        """
+        if not is_long:
+            return work()
+        async with self._one_document:
+            return await computed(work, is_long=True)
+
+    def _written(self, operation: str, headers: Mapping[str, str], parameters: Mapping[str, Any]) -> _Signed:
         call = call_of(operation, parameters)
-        wanted = {**call.headers, **(headers or {})}
+        wanted = {**call.headers, **headers}
         if call.body:
             wanted["Content-MD5"] = base64.b64encode(hashlib.md5(call.body, usedforsecurity=False).digest()).decode()
-        async with self._open(call.method, call.target, wanted, call.body) as answer:
-            body = await _whole(answer.content)
-            return result_of(operation, answer.status, answer.headers, body)
+        return _Signed(call.method, call.target, self._signed(call.method, call.target, wanted, call.body), call.body)
 
     def open(
         self,
@@ -106,7 +153,8 @@ class Upstream:
         body: SentBody | None = None,
     ) -> Any:
         """A request about one object, as a context that gives the Answer; the body of the answer is read in it."""
-        return self._open(method, _target(bucket, key, query), headers, b"" if body is None else body)
+        target, sent = _target(bucket, key, query), b"" if body is None else body
+        return self._answer(method, target, self._signed(method, target, headers, sent), sent)
 
     @asynccontextmanager
     async def open_into(
@@ -172,30 +220,28 @@ class Upstream:
         return headers_back
 
     @asynccontextmanager
-    async def _open(
-        self, method: str, target: str, headers: Mapping[str, str], body: bytes | SentBody
+    async def _answer(
+        self, method: str, target: str, signed: Mapping[str, str], body: bytes | SentBody
     ) -> AsyncIterator[Answer]:
         sent = body if isinstance(body, SentBody) else None
-        async with await self._tried(method, sent, lambda: self._request(method, target, headers, body)) as response:
+        async with await self._tried(method, sent, lambda: self._request(method, target, signed, body)) as response:
             lower = {name.lower(): value for name, value in response.headers.items()}
             yield Answer(response.status, lower, response.content)
 
     async def _tried(self, method: str, body: SentBody | None, send: Callable[[], Awaitable[_T]]) -> _T:
         """A good answer's head. A read that fails is tried again, a few times; other requests are not, since they may
-        have been carried out.
+        have been carried out. The breaker is told of every end of a try; so a request that is refused here is refused
+        before this.
         """
         for attempt in count(1):
             self._require_not_failing()
             try:
                 answered = await send()
-            except asyncio.CancelledError:
-                self._breaker.gave_up()
-                raise
-            except ServerError as error:
+            except ObjectCacheError as error:
                 if body is not None and body.failure is not None:
                     self._breaker.gave_up()
                     raise
-                if not error.retryable:
+                if not isinstance(error, ServerError) or not error.retryable:
                     self._breaker.succeeded()
                     raise
                 self.failed_count += 1
@@ -204,8 +250,8 @@ class Upstream:
                     raise
                 await asyncio.sleep(pause_before_next_s(attempt))
                 continue
-            except ObjectCacheError:
-                self._breaker.succeeded()
+            except BaseException:
+                self._breaker.gave_up()
                 raise
             self._breaker.succeeded()
             return answered
@@ -218,7 +264,7 @@ class Upstream:
             raise ServerError(ErrorCode.SLOW_DOWN, problem, retryable=True, retry_after_s=math.ceil(wait_s))
 
     async def _request(
-        self, method: str, target: str, headers: Mapping[str, str], body: bytes | SentBody
+        self, method: str, target: str, signed: Mapping[str, str], body: bytes | SentBody
     ) -> aiohttp.ClientResponse:
         assert self._session is not None, "start comes first"
         data = aiter(body) if isinstance(body, SentBody) else body or None
@@ -226,7 +272,7 @@ class Upstream:
             response = await self._session.request(
                 method,
                 URL(self._base + target, encoded=True),
-                headers=self._signed(method, target, headers, body),
+                headers=signed,
                 data=data,
                 allow_redirects=False,
                 skip_auto_headers=_AUTOMATIC,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import heapq
 import time
 from collections.abc import AsyncIterator, Mapping
 from contextlib import asynccontextmanager
@@ -37,7 +38,7 @@ from storage_server.store.index.reading import resolve_range
 from storage_server.store.objects import check_size
 from storage_server.upstream.bulk_reads import Into
 from storage_server.upstream.connection import Answer, Upstream
-from storage_server.upstream.rules.documents import is_writable
+from storage_server.upstream.rules.documents import entries_of, is_writable
 from storage_server.upstream.rules.headers import (
     TAGGING_COUNT,
     attribute_headers,
@@ -55,7 +56,12 @@ from storage_server.upstream.rules.refusals import unreachable
 from storage_server.upstream.service import Sent
 
 BUCKET_PAGES_MAX = 100
-"""Of at most 10,000 buckets each."""
+BUCKETS_MAX = 20_000
+"""Of one account; S3's own bound is 10,000 where nobody has asked for more."""
+BUCKETS_PER_PAGE_MAX = 10_000
+PART_PAGES_MAX = 100
+PARTS_MAX = 10_000
+"""Of one object, in S3."""
 
 
 class UpstreamObjects:
@@ -77,31 +83,34 @@ class UpstreamObjects:
 
     async def head_bucket(self, access_key: str, bucket: str) -> BucketInfo:
         await self.require_bucket(bucket)
-        return next(
-            (found for found in await self.list_buckets(access_key) if found.name == bucket),
-            BucketInfo(bucket, 0.0, ""),
-        )
+        found = await self._buckets() or ()
+        return next((each for each in found if each.name == bucket), BucketInfo(bucket, 0.0, ""))
 
     async def list_buckets(self, access_key: str) -> list[BucketInfo]:
-        found, token = list[BucketInfo](), None
+        found = await self._buckets()
+        if found is None:
+            raise unreachable(f"its list of buckets has no end, or more than {BUCKETS_MAX}")
+        return found
+
+    async def _buckets(self) -> list[BucketInfo] | None:
+        """The account's buckets, by name; None where there are too many."""
+        pages, token = list[list[BucketInfo]](), None
         for _ in range(BUCKET_PAGES_MAX):
-            page = await self._upstream.call("ListBuckets", **({} if token is None else {"ContinuationToken": token}))
-            owner = page.get("Owner", {}).get("ID", "")
-            found += [
-                BucketInfo(each["Name"], each["CreationDate"].timestamp() if "CreationDate" in each else 0.0, owner)
-                for each in page.get("Buckets", ())
-            ]
-            token = page.get("ContinuationToken")
-            if not token:
-                return sorted(found, key=lambda bucket: bucket.name)
-        raise unreachable(f"its list of buckets has no end: {len(found)} in {BUCKET_PAGES_MAX} pages")
+            more: dict[str, Any] = {} if token is None else {"ContinuationToken": token}
+            page, token = await self._upstream.ask(_bucket_page, "ListBuckets", **more)
+            pages.append(page)
+            if sum(map(len, pages)) > BUCKETS_MAX:
+                return None
+            if token is None:
+                return page if len(pages) == 1 else await asyncio.to_thread(_in_order, pages)
+        return None
 
     async def delete_bucket(self, access_key: str, bucket: str) -> None:
         await self._upstream.call("DeleteBucket", Bucket=bucket)
 
     async def get_lifecycle(self, access_key: str, bucket: str) -> list[LifecycleRule]:
         try:
-            return lifecycle_rules(await self._upstream.call("GetBucketLifecycleConfiguration", Bucket=bucket))
+            return await self._upstream.ask(lifecycle_rules, "GetBucketLifecycleConfiguration", Bucket=bucket)
         except CallerError as error:
             if error.code is ErrorCode.NO_SUCH_LIFECYCLE:
                 return []
@@ -168,16 +177,16 @@ class UpstreamObjects:
 
     async def object_parts(self, access_key: str, bucket: str, key: str) -> list[ObjectPart]:
         parts, marker = list[ObjectPart](), None
-        while True:
+        for _ in range(PART_PAGES_MAX):
             more: dict[str, Any] = {} if marker is None else {"PartNumberMarker": marker}
-            found = await self._upstream.call(
-                "GetObjectAttributes", Bucket=bucket, Key=key, ObjectAttributes=["ObjectParts"], **more
-            )
-            page = found.get("ObjectParts", {})
-            parts += [ObjectPart(each["PartNumber"], each["Size"], checksum_of(each)) for each in page.get("Parts", ())]
-            marker = page.get("NextPartNumberMarker")
-            if not page.get("IsTruncated"):
+            named = {"Bucket": bucket, "Key": key, "ObjectAttributes": ["ObjectParts"], **more}
+            page, marker = await self._upstream.ask(_object_part_page, "GetObjectAttributes", **named)
+            parts += page
+            if len(parts) > PARTS_MAX:
+                break
+            if marker is None:
                 return parts
+        raise unreachable(f"its list of an object's parts has no end, or more than {PARTS_MAX}")
 
     async def copy_object(self, access_key: str, request: CopyRequest) -> ObjectInfo:
         headers = {**source_headers(request.source), **write_headers(request.condition)}
@@ -225,13 +234,7 @@ class UpstreamObjects:
                     failed.append(NotDeleted(key, error.code.value, error.message))
         if named := [{"Key": key} for key in keys if is_writable(key)]:
             wanted = {"Objects": named, "Quiet": True}
-            found = await self._upstream.call("DeleteObjects", Bucket=bucket, Delete=wanted)
-            failed += [
-                NotDeleted(
-                    error.get("Key", ""), error.get("Code", ErrorCode.INTERNAL_ERROR.value), error.get("Message", "")
-                )
-                for error in found.get("Errors", ())
-            ]
+            failed += await self._upstream.ask(_not_deleted, "DeleteObjects", Bucket=bucket, Delete=wanted)
         return failed
 
     async def set_tags(self, access_key: str, bucket: str, key: str, tags: dict[str, str]) -> None:
@@ -246,7 +249,8 @@ class UpstreamObjects:
         if request.max_keys == 0:
             await self.require_bucket(request.bucket)
             return ListPage([], [], None)
-        found = await self._upstream.call(
+        return await self._upstream.ask(
+            list_page,
             "ListObjectsV2",
             Bucket=request.bucket,
             Prefix=request.prefix,
@@ -255,7 +259,6 @@ class UpstreamObjects:
             MaxKeys=request.max_keys,
             EncodingType="url",
         )
-        return list_page(found)
 
     async def _has_bucket(self, bucket: str) -> bool:
         try:
@@ -320,8 +323,7 @@ class UpstreamObjects:
         count = headers.get(TAGGING_COUNT)
         if count == "0" or (count is None and (self.counts_tags or not is_sure)):
             return {}
-        found = await self._upstream.call("GetObjectTagging", Bucket=request.bucket, Key=request.key)
-        return {tag["Key"]: tag["Value"] for tag in found["TagSet"]}
+        return await self._upstream.ask(_tags_in, "GetObjectTagging", Bucket=request.bucket, Key=request.key)
 
     async def has_object(self, bucket: str, key: str, since_s: float = 0.0) -> bool:
         """Whether there is such an object now. Raises ServerError, CallerError for other refusals."""
@@ -350,14 +352,49 @@ def list_page(found: dict[str, Any]) -> ListPage:
             each["ETag"].strip('"'),
             float(int(each["LastModified"].timestamp())),
         )
-        for each in found.get("Contents", ())
+        for each in entries_of(found, "Contents")
     ]
-    prefixes = [unquote_plus(each["Prefix"]) for each in found.get("CommonPrefixes", ())]
+    prefixes = [unquote_plus(each["Prefix"]) for each in entries_of(found, "CommonPrefixes")]
     if not found.get("IsTruncated"):
         return ListPage(objects, prefixes, None)
     last_key = objects[-1].key if objects else ""
     last_prefix = prefixes[-1] + AFTER_PREFIX if prefixes else ""
     return ListPage(objects, prefixes, max(last_key, last_prefix, key=str.encode))
+
+
+def _bucket_page(found: dict[str, Any]) -> tuple[list[BucketInfo], str | None]:
+    """The buckets of a page by name, and the token of the next one."""
+    owner = found.get("Owner", {}).get("ID", "")
+    buckets = [
+        BucketInfo(each["Name"], each["CreationDate"].timestamp() if "CreationDate" in each else 0.0, owner)
+        for each in entries_of(found, "Buckets", BUCKETS_PER_PAGE_MAX)
+    ]
+    return sorted(buckets, key=lambda bucket: bucket.name), found.get("ContinuationToken") or None
+
+
+def _in_order(pages: list[list[BucketInfo]]) -> list[BucketInfo]:
+    """The buckets of pages that are in order each. To sort them all would be one step that nothing interrupts."""
+    return list(heapq.merge(*pages, key=lambda bucket: bucket.name))
+
+
+def _object_part_page(found: dict[str, Any]) -> tuple[list[ObjectPart], int | None]:
+    """The parts of a page, and the number behind which the next one begins; None for the last page."""
+    page = found.get("ObjectParts", {})
+    parts = [
+        ObjectPart(each["PartNumber"], each["Size"], checksum_of(each)) for each in entries_of(page, "Parts", PARTS_MAX)
+    ]
+    return parts, int(page["NextPartNumberMarker"]) if page.get("IsTruncated") else None
+
+
+def _not_deleted(found: dict[str, Any]) -> list[NotDeleted]:
+    return [
+        NotDeleted(error.get("Key", ""), error.get("Code", ErrorCode.INTERNAL_ERROR.value), error.get("Message", ""))
+        for error in entries_of(found, "Errors")
+    ]
+
+
+def _tags_in(found: dict[str, Any]) -> dict[str, str]:
+    return {tag["Key"]: tag["Value"] for tag in entries_of(found, "TagSet")}
 
 
 async def pieces_of(answer: Answer, window_s: float) -> AsyncIterator[Piece]:

@@ -74,7 +74,7 @@ class Revalidation:
             stale = stale_keys({key: stored.info.etag for key, stored in cached.items()}, listed, end)
             if stale:
                 self.stale_count += await self._forget(bucket, {key: cached[key].version for key in stale})
-            after = last if end is None else min(last, end)
+            after = last if end is None or end < first else min(last, end)  # each page passes a key that is cached
 
     async def _cached(self, bucket: str, after: str) -> dict[str, StoredObject]:
         """The next cached objects by key, in order."""

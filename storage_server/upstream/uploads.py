@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from functools import partial
 from typing import Any
 from urllib.parse import unquote_plus, urlencode
 
@@ -28,6 +29,7 @@ from descriptors.storage_api import Body
 from storage_server.store.uploads import check_part
 from storage_server.upstream.connection import Upstream
 from storage_server.upstream.objects import UpstreamObjects, checksum_of, made_by
+from storage_server.upstream.rules.documents import entries_of
 from storage_server.upstream.rules.headers import attribute_headers, put_time, source_headers, write_headers
 
 
@@ -99,24 +101,17 @@ class UpstreamUploads:
         await self._upstream.call("AbortMultipartUpload", **_named(upload))
 
     async def list_parts(self, access_key: str, upload: UploadRef, part_number_marker: int, max_parts: int) -> PartPage:
-        found = await self._upstream.call(
-            "ListParts", **_named(upload), PartNumberMarker=part_number_marker, MaxParts=max_parts
+        return await self._upstream.ask(
+            partial(_part_page, upload),
+            "ListParts",
+            **_named(upload),
+            PartNumberMarker=part_number_marker,
+            MaxParts=max_parts,
         )
-        parts = [
-            PartInfo(
-                each["PartNumber"],
-                each["Size"],
-                each["ETag"].strip('"'),
-                each["LastModified"].timestamp(),
-                checksum_of(each),
-            )
-            for each in found.get("Parts", ())
-        ]
-        next_marker = parts[-1].part_number if found.get("IsTruncated") and parts else None
-        return PartPage(_upload_info(upload.upload_id, upload.key, found), parts, next_marker)
 
     async def list_uploads(self, access_key: str, request: UploadListRequest) -> UploadPage:
-        found = await self._upstream.call(
+        return await self._upstream.ask(
+            _upload_page,
             "ListMultipartUploads",
             Bucket=request.bucket,
             Prefix=request.prefix,
@@ -126,13 +121,32 @@ class UpstreamUploads:
             MaxUploads=request.max_uploads,
             EncodingType="url",
         )
-        uploads = [_upload_info(each["UploadId"], unquote_plus(each["Key"]), each) for each in found.get("Uploads", ())]
-        prefixes = [unquote_plus(each["Prefix"]) for each in found.get("CommonPrefixes", ())]
-        if not found.get("IsTruncated"):
-            return UploadPage(uploads, prefixes, None, None)
-        return UploadPage(
-            uploads, prefixes, unquote_plus(found.get("NextKeyMarker", "")), found.get("NextUploadIdMarker") or None
+
+
+def _part_page(upload: UploadRef, found: dict[str, Any]) -> PartPage:
+    parts = [
+        PartInfo(
+            each["PartNumber"],
+            each["Size"],
+            each["ETag"].strip('"'),
+            each["LastModified"].timestamp(),
+            checksum_of(each),
         )
+        for each in entries_of(found, "Parts")
+    ]
+    next_marker = parts[-1].part_number if found.get("IsTruncated") and parts else None
+    return PartPage(_upload_info(upload.upload_id, upload.key, found), parts, next_marker)
+
+
+def _upload_page(found: dict[str, Any]) -> UploadPage:
+    """A page of ListMultipartUploads whose names are percent-encoded."""
+    uploads = [_upload_info(each["UploadId"], unquote_plus(each["Key"]), each) for each in entries_of(found, "Uploads")]
+    prefixes = [unquote_plus(each["Prefix"]) for each in entries_of(found, "CommonPrefixes")]
+    if not found.get("IsTruncated"):
+        return UploadPage(uploads, prefixes, None, None)
+    return UploadPage(
+        uploads, prefixes, unquote_plus(found.get("NextKeyMarker", "")), found.get("NextUploadIdMarker") or None
+    )
 
 
 def _named(upload: UploadRef) -> dict[str, Any]:

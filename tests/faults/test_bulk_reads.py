@@ -236,6 +236,23 @@ async def test_a_head_that_is_too_long_is_about_one_object(service: Service, rea
     assert not failed.value.retryable
 
 
+async def test_interim_answers_without_end_end_the_connection(service: Service, reads: BulkReads) -> None:
+    """http.client would pass over them for as long as they come, in a thread that takes turns with the event loop."""
+    has_left = threading.Event()
+
+    def endless(connection: socket.socket) -> None:
+        with suppress(OSError):
+            while True:
+                connection.sendall(b"HTTP/1.1 100 Continue\r\n\r\n" * 1_000)
+        has_left.set()
+
+    service.answers = [endless]
+    with pytest.raises(ServerError, match="lines") as failed:
+        await begun(reads, memoryview(bytearray(len(BODY)))).body
+    assert failed.value.retryable
+    assert await asyncio.to_thread(has_left.wait, 30)
+
+
 async def test_headers_are_read_as_utf_8(service: Service, reads: BulkReads) -> None:
     service.answers = [lambda connection: connection.sendall(head(further="x-amz-meta-who: J\u00fcrgen\r\n") + BODY)]
     reading = begun(reads, memoryview(bytearray(len(BODY))))

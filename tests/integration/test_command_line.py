@@ -121,4 +121,4 @@ def test_a_wrong_key_is_told_apart_from_a_wrong_secret(ask: Ask, monkeypatch: py
     monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", "x" * 20)
     assert "the secret key is not that of the access key" in ask("status", status=1)
     monkeypatch.setenv("AWS_ACCESS_KEY_ID", "NOBODY")
-    assert "it does not know this access key" in ask("status", status=1)
+    assert "the server does not know this access key" in ask("status", status=1)

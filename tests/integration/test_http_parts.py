@@ -12,6 +12,7 @@ import pytest
 
 from descriptors.descriptor import Delivery, Descriptor, OnMissing
 from descriptors.errors import CallerError, ChunkUnavailable, ErrorCode, ObjectCacheError, ServerError
+from descriptors.units import MIB
 from nixl_client.fetch import http as fetch_http
 from nixl_client.session.retries import Retries
 from tests.support.chunks import LAYOUT, N, layer_of, make_chunks
@@ -167,12 +168,12 @@ def test_a_request_that_is_over_is_ended_without_harm_to_the_next_one_on_its_con
     monkeypatch.setattr(HTTPConnection, "connect", counted)
     with contextlib.closing(local.http()) as http:
         ended = http.stream("GET", "/chunks", {"list-type": "2"})
-        ended.read()
+        ended.read(MIB)
         ended.close()
         next_one = http.stream("GET", "/chunks", {"list-type": "2"})
         ended.abort()
-        assert b"ListBucketResult" in next_one.read()
+        assert b"ListBucketResult" in next_one.read(MIB)
         next_one.close()
         with contextlib.closing(http.stream("GET", "/chunks", {"list-type": "2"})) as last:
-            last.read()
+            last.read(MIB)
     assert len(connected) == 1, "each request took the connection of the one before"

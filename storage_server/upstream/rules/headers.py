@@ -36,11 +36,13 @@ METADATA_PREFIX = "x-amz-meta-"
 TAGGING_COUNT = "x-amz-tagging-count"
 DEFAULT_CONTENT_TYPES = ("binary/octet-stream", "application/octet-stream")
 """Content types that services give objects that were stored without one."""
+NUMBER_DIGITS_MAX = 18
+"""Of a number of bytes. Python reads no number of more than 4,300."""
 _FLAGS_HERE = {name: METADATA_PREFIX + name.removeprefix("x-amz-") for name in KEPT}
 """Other services keep no header that they do not know, but all metadata."""
 _FLAGS_THERE = {there: here for here, there in _FLAGS_HERE.items()}
 _MD5 = re.compile("[0-9a-f]{32}")
-_CONTENT_RANGE = re.compile(r"bytes (\d+)-(\d+)/(\d+)")
+_CONTENT_RANGE = re.compile(r"bytes (\d{1,18})-(\d{1,18})/(\d{1,18})", re.ASCII)
 _EXPIRY = re.compile(r'expiry-date="([^"]+)", *rule-id="([^"]*)"')
 
 
@@ -95,7 +97,7 @@ def is_md5(etag: str) -> bool:
 def part_count(etag: str) -> int | None:
     """How many parts the object was stored in; None where it was stored whole."""
     count = etag.rpartition("-")[2]
-    return int(count) if "-" in etag and count.isdecimal() else None
+    return int(count) if "-" in etag and count.isdecimal() and len(count) <= NUMBER_DIGITS_MAX else None
 
 
 def checksum(headers: Mapping[str, str]) -> Checksum | None:
@@ -127,7 +129,7 @@ def http_time(text: str | None) -> float:
         return 0.0
     try:
         return parsedate_to_datetime(text).timestamp()
-    except ValueError:
+    except (ValueError, TypeError, OverflowError, IndexError):  # each for dates of other kinds
         return 0.0
 
 
@@ -206,7 +208,7 @@ def _etags(etags: tuple[str, ...]) -> str:
 
 def _number(headers: Mapping[str, str], name: str) -> int:
     value = headers.get(name, "")
-    if not value.isdecimal():
+    if not value.isdecimal() or len(value) > NUMBER_DIGITS_MAX:
         raise _nonsense(f"an object came without its {name}")
     return int(value)
 

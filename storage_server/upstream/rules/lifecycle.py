@@ -8,6 +8,7 @@ from typing import Any
 
 from descriptors.errors import ErrorCode, ServerError
 from descriptors.lifecycle import LifecycleRule
+from storage_server.upstream.rules.documents import entries_of
 
 
 def lifecycle_document(rules: Sequence[LifecycleRule]) -> dict[str, Any]:
@@ -17,7 +18,7 @@ def lifecycle_document(rules: Sequence[LifecycleRule]) -> dict[str, Any]:
 
 def lifecycle_rules(found: Mapping[str, Any]) -> list[LifecycleRule]:
     """The rules that are set. Raises ServerError(InternalError) for a rule that we cannot show."""
-    return [_rule(entry) for entry in found.get("Rules", ())]
+    return [_rule(entry) for entry in entries_of(found, "Rules")]
 
 
 def _entry(rule: LifecycleRule) -> dict[str, Any]:

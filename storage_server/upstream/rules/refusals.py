@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from xml.etree import ElementTree
 
 from descriptors.errors import CallerError, ErrorCode, ObjectCacheError, ServerError, make_error
+from descriptors.xml_body import element_of
 
 MESSAGE_CHARACTERS_MAX = 1024
+ELEMENTS_MAX = 256
+"""Of an error; those of S3 have a dozen."""
+RETRY_AFTER_DIGITS = 6
 _BY_STATUS: Mapping[int, ErrorCode] = {
     304: ErrorCode.NOT_MODIFIED,
     400: ErrorCode.INVALID_REQUEST,
@@ -38,9 +41,8 @@ def refusal(status: int, document: bytes, retry_after: str | None = None) -> Obj
     """The error of an answer with this status and body, in the words of upstream."""
     code_text, message, field = _parsed(document)
     if status in (429, 503) or code_text in _BUSY:
-        after_s = int(retry_after) if retry_after is not None and retry_after.isdecimal() else None
         problem = f"the upstream store is busy: {message or status}"
-        return ServerError(ErrorCode.SLOW_DOWN, problem, retryable=True, retry_after_s=after_s)
+        return ServerError(ErrorCode.SLOW_DOWN, problem, retryable=True, retry_after_s=_seconds(retry_after))
     try:
         code = ErrorCode(code_text)
     except ValueError:
@@ -65,14 +67,21 @@ def is_about(error: ObjectCacheError, *codes: ErrorCode) -> bool:
     return isinstance(error, CallerError) and error.code in codes
 
 
+def _seconds(retry_after: str | None) -> int | None:
+    """The seconds of a `Retry-After`; None for a date, or for more digits than anybody means."""
+    if retry_after is None or not retry_after.isdecimal() or len(retry_after) > RETRY_AFTER_DIGITS:
+        return None
+    return int(retry_after)
+
+
 def _parsed(document: bytes) -> tuple[str, str, str | None]:
     """Code, message and field of an Error document; empty where it is none."""
     try:
-        root = ElementTree.fromstring(document)
-    except ElementTree.ParseError:
+        root = element_of(document, ELEMENTS_MAX)
+    except ValueError:
         return "", "", None
 
     def text(name: str) -> str:
-        return next((each.text or "" for each in root.iter() if each.tag.rpartition("}")[2] == name), "")
+        return next((each.text or "" for each in root.iter() if each.tag == name), "")
 
     return text("Code"), text("Message")[:MESSAGE_CHARACTERS_MAX], text("ArgumentName") or None

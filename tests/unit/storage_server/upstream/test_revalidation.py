@@ -98,3 +98,24 @@ async def test_a_bucket_that_is_gone_takes_its_chunks_along() -> None:
 
     await Revalidation(Service({}), index, forget).compare_all()  # type: ignore[arg-type]
     assert index.buckets == {"gone": {}}
+
+
+class Circling(Service):
+    """A list whose pages are empty, and lead back to its start."""
+
+    async def list_objects(self, access_key: str, request: ListRequest) -> ListPage:
+        self.list_count += 1
+        if self.list_count > len(self.etags) + 1:
+            pytest.fail("the list has no end")
+        return ListPage([], [], "")
+
+
+async def test_a_list_that_leads_nowhere_ends_the_pass_and_removes_nothing() -> None:
+    held = {name_of(number): "x" for number in range(5)}
+    service, index = Circling(held), Index({"bucket": dict(held)})
+
+    async def forget(bucket: str, versions: Any) -> int:
+        raise AssertionError("nothing is known to be stale")
+
+    await Revalidation(service, index, forget).compare_all()  # type: ignore[arg-type]
+    assert index.buckets == {"bucket": held}

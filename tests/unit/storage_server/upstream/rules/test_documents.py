@@ -1,15 +1,26 @@
-"""Documents that we write are read by every parser as they were meant."""
+"""Documents that we write are read by every parser as they were meant, and those of the service are bounded."""
 
 from __future__ import annotations
 
+from datetime import UTC, datetime
+from typing import Any
 from xml.etree import ElementTree
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from descriptors.errors import CallerError
-from storage_server.upstream.rules.documents import call_of, is_writable
+from descriptors.errors import CallerError, ErrorCode, ServerError
+from storage_server.upstream.rules.documents import (
+    ELEMENTS_MAX,
+    ENTRIES_MAX,
+    HERE_ENTRIES_MAX,
+    call_of,
+    entries_of,
+    has_many_entries,
+    is_writable,
+    result_of,
+)
 
 WRITABLE = st.text(st.characters(exclude_categories=("Cs",)).filter(is_writable), min_size=1, max_size=10)
 
@@ -34,3 +45,67 @@ def test_what_no_document_can_have_is_refused(wrong: str) -> None:
     tags = {"TagSet": [{"Key": "name", "Value": wrong}]}
     with pytest.raises(CallerError, match="XML"):
         call_of("PutObjectTagging", {"Bucket": "bbb", "Key": "k", "Tagging": tags})
+
+
+def listed(body: bytes) -> dict[str, Any]:
+    return result_of("ListObjectsV2", 200, {}, b"<ListBucketResult>" + body + b"</ListBucketResult>", dict)
+
+
+@pytest.mark.parametrize(
+    ("text", "when"),
+    [
+        ("2026-01-02T03:04:05.678Z", datetime(2026, 1, 2, 3, 4, 5, 678_000, UTC)),
+        ("2026-01-02T03:04:05Z", datetime(2026, 1, 2, 3, 4, 5, 0, UTC)),
+        ("Fri, 02 Jan 2026 03:04:05 GMT", datetime(2026, 1, 2, 3, 4, 5, 0, UTC)),
+        ("1767323045", datetime(2026, 1, 2, 3, 4, 5, 0, UTC)),
+    ],
+)
+def test_times_are_read_however_a_service_writes_them(text: str, when: datetime) -> None:
+    found = listed(f"<Contents><LastModified>{text}</LastModified></Contents>".encode())
+    assert found["Contents"][0]["LastModified"] == when
+
+
+@pytest.mark.parametrize(
+    "body",
+    [
+        b"<Contents/>" * ELEMENTS_MAX,
+        b"<Contents><Size>" + b"9" * 5_000 + b"</Size></Contents>",
+        b"<Contents><LastModified>" + b"9" * 400 + b"</LastModified></Contents>",
+        b"<Contents><LastModified>" + b"9" * 60 + b"</LastModified></Contents>",
+        b"<Contents><LastModified>now</LastModified></Contents>",
+        b"<IsTruncated>",
+    ],
+    ids=["too many elements", "a giant number", "a giant time", "a time past all years", "no time", "no document"],
+)
+def test_a_bad_answer_is_the_services_error(body: bytes) -> None:
+    with pytest.raises(ServerError) as refused:
+        listed(body)
+    assert refused.value.code is ErrorCode.INTERNAL_ERROR
+
+
+def test_a_document_type_is_refused_in_answers() -> None:
+    """Botocore's own parser would read it, and with it entities: its trees must come from our parser."""
+    with pytest.raises(ServerError):
+        result_of("ListObjectsV2", 200, {}, b"<!DOCTYPE a><ListBucketResult/>", dict)
+
+
+def test_an_answer_that_lacks_what_is_needed_is_the_services_error() -> None:
+    def read(found: dict[str, Any]) -> str:
+        return str(found["Contents"][0]["Key"])
+
+    assert result_of("ListObjectsV2", 200, {}, b"<a><Contents><Key>k</Key></Contents></a>", read) == "k"
+    with pytest.raises(ServerError):
+        result_of("ListObjectsV2", 200, {}, b"<a><Contents/></a>", read)
+
+
+def test_a_list_has_a_bound() -> None:
+    assert entries_of({}, "Contents") == []
+    assert len(entries_of({"Contents": [{}] * ENTRIES_MAX}, "Contents")) == ENTRIES_MAX
+    with pytest.raises(ServerError, match="Contents"):
+        entries_of({"Contents": [{}] * (ENTRIES_MAX + 1)}, "Contents")
+
+
+def test_a_request_with_many_entries_is_long() -> None:
+    few, many = [{"Key": "k"}] * HERE_ENTRIES_MAX, [{"Key": "k"}] * (HERE_ENTRIES_MAX + 1)
+    assert not has_many_entries({"Bucket": "b", "Delete": {"Objects": few, "Quiet": True}})
+    assert has_many_entries({"Bucket": "b", "Delete": {"Objects": many, "Quiet": True}})

@@ -9,6 +9,7 @@ from descriptors.errors import ErrorCode, ServerError
 from descriptors.objects import Attributes, ByteRange, ChecksumType, RangeSpec, ReadRequest
 from storage_server.upstream.rules.headers import (
     attribute_headers,
+    http_time,
     is_md5,
     object_info,
     part_count,
@@ -50,6 +51,25 @@ def test_the_time_of_a_put_is_what_a_head_will_tell_where_the_service_says_it() 
     assert put_time({}) == 0.0
 
 
+@pytest.mark.parametrize(
+    "date",
+    [
+        "",
+        "never",
+        "1",
+        "Wed, 21 Oct 99999999999 07:28:00 GMT",
+        "Wed, 21 Oct 2015 07:28:00 +99999999999",
+        "Wed, 21 Oct 2015 99999999999999999999:28:00 GMT",
+        "Wed, 21 Oct 2015 07:28:00 -9999999999999999999999",
+        f"Wed, {'9' * 5_000} Oct 2015 07:28:00 GMT",
+    ],
+)
+def test_an_absurd_date_is_none(date: str) -> None:
+    """The library's parser raises ValueError, TypeError or OverflowError, by kind."""
+    assert http_time(date) <= 0.0
+    assert read_head("key", 200, {**WHOLE, "last-modified": date}, {}).info.modified_at <= 0.0
+
+
 @pytest.mark.parametrize("default", ["binary/octet-stream", "application/octet-stream"])
 def test_a_content_type_that_nobody_gave_is_none(default: str) -> None:
     assert object_info("key", 1, {**WHOLE, "content-type": default}, {}).attributes.headers == {}
@@ -69,6 +89,8 @@ def test_a_part_of_an_object_says_which() -> None:
         (206, {"content-range": "bytes 5-13/100"}),
         (206, {"content-range": "bytes 5-14/14"}),
         (206, {"content-range": "bytes 5-14/*"}),
+        (200, {"content-length": "9" * 5_000}),
+        (206, {"content-range": f"bytes 5-14/{'9' * 5_000}"}),
     ],
 )
 def test_an_answer_that_contradicts_itself_is_refused(status: int, changes: dict[str, str]) -> None:
@@ -79,6 +101,7 @@ def test_an_answer_that_contradicts_itself_is_refused(status: int, changes: dict
 
 def test_etags_tell_parts_and_md5s() -> None:
     assert [part_count(etag) for etag in ("0" * 32, f"{'0' * 32}-7", "a-b")] == [None, 7, None]
+    assert part_count(f"a-{'9' * 5_000}") is None
     assert [is_md5(etag) for etag in ("0" * 32, f"{'0' * 32}-7", "A" * 32, "0" * 31)] == [True, False, False, False]
 
 
