@@ -31,6 +31,7 @@ TABLES = (
     "CREATE TABLE IF NOT EXISTS waiting_uploads (upload_id TEXT PRIMARY KEY, version INTEGER NOT NULL) WITHOUT ROWID",
     "CREATE INDEX IF NOT EXISTS records_by_writer ON records (writer, generation)",
 )
+_ORDER: dict[TouchedKind, int] = {"object": 0, "part": 1, "upload": 2, "bucket": 3}
 _BODY_COLUMNS = "part_number, object_offset, nbytes, file_id, file_offset, etag, modified_at, checksum, blocks"
 
 
@@ -58,9 +59,10 @@ def last_stamp(db: sqlite3.Connection) -> int:
 
 def collected(db: sqlite3.Connection, touched: Iterable[Touched], now_stamp: int) -> list[Record]:
     """Records of the present state of these things. A deletion's stamp is one above the deleted record's stamp, so a
-    concurrent change on another server wins.
+    concurrent change on another server wins. They come in an order in which the first of them alone make sense, too:
+    an upload goes behind its object, and a bucket comes behind the deletion of what an earlier one has left.
     """
-    records = []
+    records = list[Record]()
     for about in dict.fromkeys(touched):
         row, bodies = _shown_rows(db, about)
         if row is not None:
@@ -69,7 +71,7 @@ def collected(db: sqlite3.Connection, touched: Iterable[Touched], now_stamp: int
         before = _holding(db, about)
         if about.kind != "part" and before is not None and not before[2]:
             records.append(Record(about, before[0] + 1, None))
-    return records
+    return sorted(records, key=lambda record: _ORDER[record.about.kind])
 
 
 def note_own(db: sqlite3.Connection, writer: str, generation: int, records: Iterable[Record], now_s: float) -> None:

@@ -42,7 +42,9 @@ from storage_server.planning.extent import Extent
 from storage_server.shared_files.files import SharedFiles
 from storage_server.shared_files.following import Following
 from storage_server.shared_files.reading import SharedReads
+from storage_server.shared_files.records import Record, fits
 from storage_server.store.objects import Objects
+from storage_server.store.rows import RULES, Touched
 from storage_server.store.uploads import Uploads
 from storage_server.upstream.bulk_reads import Into
 from storage_server.upstream.cached_read import healing
@@ -88,6 +90,9 @@ class SharedObjects:
         return await self._objects.own_lifecycle(access_key, bucket)
 
     async def set_lifecycle(self, access_key: str, bucket: str, rules: list[LifecycleRule]) -> None:
+        if not fits(Record(Touched("bucket", bucket), 0, ("", 0.0, RULES.dump_json(rules).decode()))):
+            problem = "a bucket in a shared directory cannot have lifecycle rules of more than about 200 KiB"
+            raise CallerError(ErrorCode.INVALID_ARGUMENT, problem, field="rules")
         await self._following.read_journals()
         await self._objects.set_lifecycle(access_key, bucket, rules)
 

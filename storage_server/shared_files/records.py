@@ -2,12 +2,16 @@
 
 A record says what one thing shows from a stamp on: a bucket, an object, an upload or a part. Among the records of a
 thing the newest one holds, whichever journal it is in, so that the order in which journals are read does not matter. A
-frame has the records of one transaction:
+frame has the records of one transaction, or some of them:
 
     bytes of the payload (u32) | CRC-32C of the payload (u32) | payload: JSON, one list of records
 
 All numbers are little-endian. A frame that is cut off, or whose checksum is wrong, ends what can be read of a journal.
 A record that makes no sense is passed over: whoever wrote it harms nothing else, and everybody passes over the same.
+
+JSON is parsed in pieces of PIECE_BYTES, since the parser lets no other thread run meanwhile. A frame of one piece is
+carried out at once. Larger frames are cut between records, and larger records between bodies. Writers make larger
+frames of larger records only; those of the releases before are larger with many records, too.
 """
 
 from __future__ import annotations
@@ -26,13 +30,23 @@ from typing import Any, cast, get_args
 
 from awscrt.checksums import crc32c
 
-from descriptors.units import MIB
+from descriptors.units import GIB, KIB, MIB
 from storage_server.planning.block_checksums import BLOCK_BYTES, WORD_BYTES
 from storage_server.store.rows import Touched, TouchedKind, rules_of, stored_object, stored_upload
 
+PIECE_BYTES = 128 * KIB
+"""So much is parsed at once."""
+HEAD_BYTES_MAX = 256 * KIB
+"""Of a record without its bodies. The lifecycle rules of a bucket may need more, see `fits`."""
+TEXT_BYTES_MAX = 64 * KIB
+"""Of the attributes of an object or upload."""
+BODY_BYTES_MAX = 16 * MIB
+"""A body of 48 GiB."""
+RECORD_BYTES_MAX = 64 * MIB
+"""An object of about 190 GiB. A larger record is passed over, with what follows it in its frame."""
+OBJECT_BYTES_MAX = 160 * GIB
+"""A larger object is refused before it is written, since changes of others are in its transaction."""
 FRAME_BYTES_MAX = 256 * MIB
-FRAME_VALUES_MAX = 4_000_000
-"""A small frame of many values would take far more memory than its bytes when it is parsed."""
 STAMP_MAX = 253_402_300_799_000_000
 """The last second of the year 9999, in microseconds: nobody could give a later stamp behind one that has no end."""
 SIZE_MAX = 1 << 62
@@ -40,8 +54,11 @@ TIME_S_MAX = 253_402_300_799.0
 """The last second of the year 9999: later times have no text."""
 PART_NUMBER_MAX = 10_000
 KEY_BYTES_MAX = 1024
-TEXT_BYTES_MAX = 1 << 20
-"""Of the attributes of an object, and of the lifecycle rules of a bucket."""
+BODIES_MAX = PART_NUMBER_MAX
+RULE_VALUES_MAX = 10_000
+"""Lists, and tables, in the JSON of a bucket's lifecycle rules: a thousand rules have fewer."""
+BLOCKS_STEP = 4 * PIECE_BYTES
+"""So many characters of base64 are decoded at once."""
 WRITERS = "writers"
 """The folder of a shared directory that has one folder for each writer."""
 WRITER = re.compile(r"[0-9a-f]{12}\Z")
@@ -51,8 +68,21 @@ _NAME = re.compile(r"[!-~]{1,255}\Z")
 _TAG = re.compile(r"[!#-~]{0,128}\Z")
 """An ETag or a checksum. It is sent as a header."""
 _PART = re.compile(r"[1-9][0-9]{0,4}\Z")
-_HEAD = struct.Struct("<II")
+HEAD = struct.Struct("<II")
+"""Before a payload: its bytes, and their checksum."""
 _KINDS = frozenset(get_args(TouchedKind))
+_BEHIND_RECORD = tuple(f'],["{kind}"'.encode() for kind in sorted(_KINDS))
+"""The end of a record and the begin of the next one. Inside a string a quote has a backslash before it, and a quote
+that ends a string has no letter behind it: so JSON has these bytes only between lists.
+"""
+_BEHIND_BODY = (b'"],[',)
+_STRING = rb'"[^"\\]*+(?:\\.[^"\\]*+)*+"'
+_LARGE = re.compile(
+    rb'\["(?:bucket|object|part)",%b,%b,\d{1,19},\[(?:[^\[\]"]|%b)*+\],\[' % (_STRING, _STRING, _STRING)
+)
+"""The front of a large record, up to its bodies."""
+_LARGE_BODY = re.compile(rb'\[[^\[\]"]{0,80}+%b,\d{1,19},%b,[^\[\]"]{1,40}+(?:%b,)?+"' % (_STRING, _STRING, _STRING))
+"""The front of a large body, up to its checksums."""
 _Type = type | tuple[type, ...]
 _ROW_TYPES: dict[TouchedKind, tuple[_Type, ...]] = {
     "bucket": (str, (int, float), str),
@@ -60,6 +90,11 @@ _ROW_TYPES: dict[TouchedKind, tuple[_Type, ...]] = {
     "upload": (str, str, str, (int, float), str),
     "part": (),
 }
+
+
+NO_LIST = "a frame that is no list"
+NO_JSON = "a frame that is no JSON"
+WRONG_CHECKSUM = "a frame whose checksum is wrong"
 
 
 class BadRecordError(ValueError):
@@ -118,49 +153,118 @@ class Decoded:
 
 
 def encode(records: Sequence[Record]) -> bytes:
-    """One frame. Raises BadRecordError for more than FRAME_BYTES_MAX or FRAME_VALUES_MAX."""
-    payload = json.dumps([_fields(record) for record in records], separators=(",", ":")).encode()
-    if len(payload) > FRAME_BYTES_MAX:
-        raise BadRecordError(f"a change of {len(payload)} bytes; {FRAME_BYTES_MAX} may be written at once")
-    _require_few(payload)
-    return _HEAD.pack(len(payload), crc32c(payload)) + payload
+    """One frame. Raises BadRecordError for more than a frame can have, or a record that others would pass over."""
+    return _framed([_text(record) for record in records])
 
 
-def decode(data: bytes, stamp_max: int = STAMP_MAX) -> Decoded:
-    """The frames of `data`. One with a record of a later stamp than `stamp_max` cannot be used yet: its time comes, or
-    the reader's clock is behind.
+def framed(records: Iterable[Record]) -> Iterator[bytes]:
+    """Frames with these records, in their order: of one piece each, or of one record. Raises BadRecordError as
+    `encode`.
     """
-    found, at = Decoded(), 0
-    while len(data) - at >= _HEAD.size:
-        nbytes, checksum = _HEAD.unpack_from(data, at)
-        end = at + _HEAD.size + nbytes
+    texts, nbytes = list[bytes](), 0
+    for record in records:
+        text = _text(record)
+        if texts and nbytes + len(text) + 2 > PIECE_BYTES:
+            yield _framed(texts)
+            texts, nbytes = [], 0
+        texts.append(text)
+        nbytes += len(text) + 1
+    if texts:
+        yield _framed(texts)
+
+
+def fits(record: Record) -> bool:
+    """Whether a record without bodies can be written."""
+    has_room = len(_json(_fields(record)[:5])) <= HEAD_BYTES_MAX
+    return has_room and (record.about.kind != "bucket" or record.row is None or _are_few(record.row[2]))
+
+
+def decode(data: bytes, stamp_max: int = STAMP_MAX, records_max: int = SIZE_MAX) -> Decoded:
+    """The frames of `data`, up to one that has the `records_max`-th record, or is larger than a piece. A frame with a
+    record of a later stamp than `stamp_max` cannot be used yet: its time comes, or the reader's clock is behind.
+    """
+    found, at, count = Decoded(), 0, 0
+    while len(data) - at >= HEAD.size and count < records_max:
+        nbytes, checksum = HEAD.unpack_from(data, at)
+        end = at + HEAD.size + nbytes
         if nbytes > FRAME_BYTES_MAX:
             found.problem = f"a frame of {nbytes} bytes"
-        elif not nbytes and any(data[at:]):
+        elif not nbytes and not are_zeros(data[at:]):
             found.problem = "zeros where a frame should be"
-        if found.problem or not nbytes or end > len(data):
+        if found.problem or not nbytes or end > len(data) or nbytes > PIECE_BYTES:
             break
-        payload = data[at + _HEAD.size : end]
+        payload = data[at + HEAD.size : end]
         if crc32c(payload) != checksum:
-            found.problem = "a frame whose checksum is wrong"
+            found.problem = WRONG_CHECKSUM
             break
         bad_before = found.bad_count, found.first_bad
-        records = list(_records(payload, partial(found.note_bad, at)))
-        late = max((record.stamp for record in records), default=0) - stamp_max
-        if late > 0:
+        records = list(_parsed(payload, partial(found.note_bad, at)))
+        found.problem = lateness(records, stamp_max)
+        if found.problem is not None:
             found.bad_count, found.first_bad = bad_before
-            found.problem = f"a stamp {late / 1e6:.0f} s later than any may be now"
             break
         found.frames.append((end, records))
+        count += len(records) + found.bad_count - bad_before[0]
         at = end
     return found
 
 
+def lateness(records: Iterable[Record], stamp_max: int) -> str | None:
+    """Why these records cannot be used yet; None where they can."""
+    late = max((record.stamp for record in records), default=0) - stamp_max
+    return f"a stamp {late / 1e6:.0f} s later than any may be now" if late > 0 else None
+
+
+def whole_frames(data: bytes) -> int:
+    """How many bytes the whole frames at the front of `data` take, whatever they say."""
+    at = 0
+    while len(data) - at >= HEAD.size:
+        nbytes, checksum = HEAD.unpack_from(data, at)
+        end = at + HEAD.size + nbytes
+        if not 0 < nbytes <= FRAME_BYTES_MAX or end > len(data) or crc32c(data[at + HEAD.size : end]) != checksum:
+            break
+        at = end
+    return at
+
+
+def records_in(
+    data: bytes, note_bad: Callable[[str], None], records_max: int = SIZE_MAX, *, is_end: bool
+) -> tuple[list[Record], int]:
+    """Records from inside of a large frame, where `data` begins with one, and how many bytes of it they take. About
+    `records_max` at most. 0 bytes say that a record needs more data; `is_end` says that there is no more.
+    """
+    records, at, count = list[Record](), 0, 0
+
+    def pass_over(reason: str) -> None:
+        nonlocal count
+        count += 1
+        note_bad(reason)
+
+    if is_end and data[-1:] != b"]":
+        pass_over(NO_LIST)
+        return records, len(data)
+    while at < len(data) and len(records) + count < records_max:
+        cut = _cut(data, at, len(data) - 1 if is_end else None, _BEHIND_RECORD)
+        if cut is None:
+            break
+        if cut - at <= PIECE_BYTES:
+            records += _parsed(b"[" + data[at:cut] + b"]", pass_over)
+        else:
+            records += _parsed_large(data, at, cut, pass_over)
+        at = cut + 1
+    return records, at
+
+
+def are_zeros(data: bytes) -> bool:
+    """Whether there is nothing but zeros."""
+    return not data.lstrip(b"\0")
+
+
 def wanted_bytes(data: bytes, at: int) -> int:
     """How many bytes the frame at `at` needs; those of a head where not even that is there."""
-    if len(data) - at < _HEAD.size:
-        return _HEAD.size
-    return _HEAD.size + int(_HEAD.unpack_from(data, at)[0])
+    if len(data) - at < HEAD.size:
+        return HEAD.size
+    return HEAD.size + int(HEAD.unpack_from(data, at)[0])
 
 
 def writer_of(file_id: str) -> str:
@@ -186,14 +290,41 @@ def _body_fields(body: BodyRow) -> list[Any]:
     return [*head, body.etag, body.modified_at, body.checksum, blocks]
 
 
-def _records(payload: bytes, note_bad: Callable[[str], None]) -> Iterator[Record]:
+def _text(record: Record) -> bytes:
+    """The JSON of a record, body for body, so that other threads run in between. Raises BadRecordError."""
+    fields = _fields(record)
+    head = _json(fields[:5])
+    if len(head) > HEAD_BYTES_MAX:
+        raise BadRecordError(f"a record of {len(head)} bytes beside its bodies; {HEAD_BYTES_MAX} may be written")
+    if any(len(body.blocks) * 4 // 3 > BODY_BYTES_MAX - KIB for body in record.bodies):
+        raise BadRecordError("a body whose checksums take too many bytes")
+    if record.row is None:
+        return head
+    text = head[:-1] + b",[" + b",".join(map(_json, fields[5])) + b"]]"
+    if len(text) > RECORD_BYTES_MAX:
+        raise BadRecordError(f"a record of {len(text)} bytes; {RECORD_BYTES_MAX} may be written")
+    return text
+
+
+def _json(value: Any) -> bytes:
+    return json.dumps(value, separators=(",", ":")).encode()
+
+
+def _framed(texts: Sequence[bytes]) -> bytes:
+    payload = b"[" + b",".join(texts) + b"]"
+    if len(payload) > FRAME_BYTES_MAX:
+        raise BadRecordError(f"a change of {len(payload)} bytes; {FRAME_BYTES_MAX} may be written at once")
+    return HEAD.pack(len(payload), crc32c(payload)) + payload
+
+
+def _parsed(text: bytes, note_bad: Callable[[str], None]) -> Iterator[Record]:
     try:
-        _require_few(payload)
-        found = json.loads(payload)
-        if not isinstance(found, list):
-            raise BadRecordError("a frame that is no list")
-    except (ValueError, RecursionError) as error:
-        note_bad(str(error) if isinstance(error, BadRecordError) else "a frame that is no JSON")
+        found = json.loads(text)
+    except (ValueError, RecursionError):
+        note_bad(NO_JSON)
+        return
+    if not isinstance(found, list):
+        note_bad(NO_LIST)
         return
     for fields in found:
         try:
@@ -204,16 +335,75 @@ def _records(payload: bytes, note_bad: Callable[[str], None]) -> Iterator[Record
             yield record
 
 
-def _require_few(payload: bytes) -> None:
-    """Raises BadRecordError for more values than may be parsed at once."""
-    count = payload.count(b",") + payload.count(b"[") + payload.count(b"{")
-    if count > FRAME_VALUES_MAX:
-        raise BadRecordError(f"a frame of {count} values; {FRAME_VALUES_MAX} may be written at once")
+def _parsed_large(data: bytes, at: int, end: int, note_bad: Callable[[str], None]) -> Iterator[Record]:
+    try:
+        yield _large_record(data, at, end)
+    except BadRecordError as error:
+        note_bad(str(error))
+    except (ValueError, RecursionError):
+        note_bad(NO_JSON)
+
+
+def _large_record(data: bytes, at: int, end: int) -> Record:
+    """The record between `at` and `end`, which is larger than a piece: it has many bodies, or bodies with many
+    checksums, or much text. Raises BadRecordError, or ValueError for what is no JSON.
+    """
+    head = _LARGE.match(data, at, min(end, at + HEAD_BYTES_MAX + KIB))
+    if head is None or not data.endswith(b"]]", head.end(), end):
+        raise BadRecordError(f"{end - at} bytes")
+    fields = json.loads(head[0].removesuffix(b",[") + b"]")
+    bodies, at, end = list[BodyRow](), head.end(), end - 2
+    while at < end:
+        cut = _cut(data, at, end, _BEHIND_BODY)
+        assert cut is not None  # `end` is one
+        bodies += _bodies(data, at, cut)
+        if len(bodies) > BODIES_MAX:
+            raise BadRecordError(f"more than {BODIES_MAX} bodies")
+        at = cut + 1
+    return _checked(fields, tuple(bodies))
+
+
+def _bodies(data: bytes, at: int, end: int) -> list[BodyRow]:
+    """The bodies between `at` and `end`. One that is larger than a piece has many checksums."""
+    if end - at <= PIECE_BYTES:
+        return [_body(fields) for fields in json.loads(b"[" + data[at:end] + b"]")]
+    head = _LARGE_BODY.match(data, at, at + PIECE_BYTES)
+    if head is None or end - at > BODY_BYTES_MAX or not data.endswith(b'"]', at, end):
+        raise BadRecordError(f"a body of {end - at} bytes")
+    return [_body(json.loads(head[0] + b'"]'), data[head.end() : end - 2])]
+
+
+def _cut(data: bytes, at: int, end: int | None, behind: Sequence[bytes]) -> int | None:
+    """Where a piece that begins at `at` ends: before a comma that has one of `behind` around it, or at `end`. The last
+    such place that a piece reaches, else the next one; None where there is none.
+    """
+    if end is not None and end - at <= PIECE_BYTES:
+        return end
+    longest = max(map(len, behind))
+    last = max((data.rfind(each, at, at + PIECE_BYTES), each) for each in behind)
+    if last[0] >= 0:
+        return last[0] + last[1].index(b",")
+    limit = len(data) if end is None else end
+    for start in range(at + PIECE_BYTES - longest, limit, PIECE_BYTES - longest):
+        found = [(data.find(each, start, min(start + PIECE_BYTES, limit)), each) for each in behind]
+        first = min(((where, each) for where, each in found if where >= 0), default=None)
+        if first is not None:
+            return first[0] + first[1].index(b",")
+    return end
 
 
 def _record(fields: Any) -> Record:
     if not isinstance(fields, list) or len(fields) not in (4, 6):
         raise BadRecordError("a record without its fields")
+    if len(fields) == 4:
+        return _checked(fields, ())
+    if not isinstance(fields[5], list) or len(fields[5]) > BODIES_MAX:
+        raise BadRecordError("a record without its bodies, or with too many")
+    return _checked(fields[:5], tuple(map(_body, fields[5])))
+
+
+def _checked(fields: Sequence[Any], bodies: tuple[BodyRow, ...]) -> Record:
+    """The record of four fields, or of five and these bodies. Raises BadRecordError."""
     kind, name, key, stamp = fields[:4]
     if not isinstance(kind, str) or kind not in _KINDS or not _is(name, str) or not _is(key, str):
         raise BadRecordError(f"a record about {str(kind)[:64]!r}")
@@ -223,22 +413,21 @@ def _record(fields: Any) -> Record:
     _require_named(about)
     if len(fields) == 4:
         return Record(about, stamp, None)
-    row, bodies = fields[4:]
-    types = _ROW_TYPES[about.kind]
-    if not isinstance(row, list) or not isinstance(bodies, list) or len(row) != len(types):
+    row, types = fields[4], _ROW_TYPES[about.kind]
+    if not isinstance(row, list) or len(row) != len(types):
         raise BadRecordError(f"a row of another form for {kind}")
     if not all(_is(value, wanted) for value, wanted in zip(row, types, strict=True)):
         raise BadRecordError(f"a row of other types for {kind}")
-    found = tuple(_body(body) for body in bodies)
-    _require_readable(about, tuple(row), found)
-    if about.kind in ("bucket", "upload") and found:
+    _require_readable(about, tuple(row), bodies)
+    if about.kind in ("bucket", "upload") and bodies:
         raise BadRecordError(f"bodies of {kind}")
-    if about.kind == "part" and [str(body.part_number) for body in found] != [about.key]:
+    if about.kind == "part" and [str(body.part_number) for body in bodies] != [about.key]:
         raise BadRecordError("a part without its body")
-    return Record(about, stamp, tuple(row), found)
+    return Record(about, stamp, tuple(row), bodies)
 
 
-def _body(fields: Any) -> BodyRow:
+def _body(fields: Any, encoded: bytes | None = None) -> BodyRow:
+    """A body; `encoded` has its checksums where the fields have not. Raises BadRecordError."""
     types: tuple[_Type, ...] = (int, int, int, str, int, str, (int, float), (str, type(None)), str)
     if not isinstance(fields, list) or len(fields) != len(types):
         raise BadRecordError("a body without its fields")
@@ -251,13 +440,18 @@ def _body(fields: Any) -> BodyRow:
         raise BadRecordError("a body whose ETag, checksum or time cannot be sent")
     if not FILE_ID.match(file_id) if nbytes else file_id:
         raise BadRecordError(f"a body of {nbytes} bytes in a file of the name {file_id[:64]!r}")
-    try:
-        words = base64.b64decode(blocks, validate=True)
-    except (binascii.Error, ValueError) as error:
-        raise BadRecordError("checksums that are no base64") from error
+    words = _decoded(blocks if encoded is None else encoded)
     if len(words) != WORD_BYTES * -(-nbytes // BLOCK_BYTES):
         raise BadRecordError(f"{len(words)} bytes of checksums for {nbytes} bytes")
     return BodyRow(number, object_offset, nbytes, file_id, file_offset, etag, float(modified_at), checksum, words)
+
+
+def _decoded(blocks: str | bytes) -> bytes:
+    steps = range(0, len(blocks), BLOCKS_STEP)
+    try:
+        return b"".join([base64.b64decode(blocks[at : at + BLOCKS_STEP], validate=True) for at in steps])
+    except (binascii.Error, ValueError) as error:
+        raise BadRecordError("checksums that are no base64") from error
 
 
 def _is(value: Any, wanted: _Type) -> bool:
@@ -306,7 +500,9 @@ def _require_named(about: Touched) -> None:
 
 def _require_readable(about: Touched, row: tuple[Any, ...], bodies: tuple[BodyRow, ...]) -> None:
     """Raises BadRecordError for a row that the index could hold, and nobody could read."""
-    if any(isinstance(value, str) and len(value) > TEXT_BYTES_MAX for value in row):
+    if about.kind == "bucket" and not _are_few(row[2]):
+        raise BadRecordError("more lifecycle rules than a bucket can have")
+    if about.kind != "bucket" and any(isinstance(value, str) and len(value) > TEXT_BYTES_MAX for value in row):
         raise BadRecordError(f"a text of more than {TEXT_BYTES_MAX} characters")
     try:
         if about.kind == "bucket":
@@ -324,6 +520,10 @@ def _require_readable(about: Touched, row: tuple[Any, ...], bodies: tuple[BodyRo
         raise BadRecordError(f"attributes of {about.kind} that cannot be read") from error
     if not is_right:
         raise BadRecordError(f"a row of {about.kind} out of range")
+
+
+def _are_few(rules: str) -> bool:
+    return max(rules.count("{"), rules.count("[")) <= RULE_VALUES_MAX
 
 
 def _are_whole(nbytes: int, bodies: Sequence[BodyRow]) -> bool:

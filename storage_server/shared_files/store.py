@@ -35,7 +35,16 @@ from storage_server.shared_files.journal import OwnJournal, named_files
 from storage_server.shared_files.membership import joined
 from storage_server.shared_files.objects import SharedObjects, SharedUploads
 from storage_server.shared_files.reading import SharedReads
-from storage_server.shared_files.records import WRITER, WRITERS, BadRecordError, Record, encode, file_ids, writer_of
+from storage_server.shared_files.records import (
+    OBJECT_BYTES_MAX,
+    WRITER,
+    WRITERS,
+    BadRecordError,
+    Record,
+    file_ids,
+    framed,
+    writer_of,
+)
 from storage_server.store.data.bodies import BodyReader, BodyWriter
 from storage_server.store.data.buffers import BufferShare
 from storage_server.store.data.disk import Disk, disk_error
@@ -67,9 +76,6 @@ GONE_KEPT_S = 86_400.0
 """For so long a deletion stays in the journal in any case: another journal that has not been read yet may have what it
 deletes.
 """
-FRAME_BYTES = 4 << 20
-RECORD_BYTES = 512
-"""About what a record takes without the checksums of its blocks."""
 _log = logging.getLogger(__name__)
 
 
@@ -131,7 +137,9 @@ class SharedDirectory:
             storage.object_bytes_max,
             evictor,
         )
-        uploads = Uploads(self.reader, self.committer, bodies, storage.object_bytes_max, objects, evictor)
+        uploads = Uploads(
+            self.reader, self.committer, bodies, storage.object_bytes_max, objects, evictor, OBJECT_BYTES_MAX
+        )
         self.following = Following(root, writer, self.committer, self._clock, settings.read_timeout_s)
         self._reads = SharedReads(self.files, settings.fetches_max, settings.read_bytes_per_s)
         self.objects = SharedObjects(objects, self.files, self.following, self._reads)
@@ -217,7 +225,7 @@ class SharedDirectory:
         others = {file_id for file_id in file_ids(records) if writer_of(file_id) != self._membership.writer}
         self._require_read_journals(others)
         try:
-            self._append(encode(records), frees=all(record.row is None for record in records))
+            self._append([*framed(records)], frees=all(record.row is None for record in records))
         except BadRecordError as error:
             raise ServerError(ErrorCode.INTERNAL_ERROR, str(error)) from error
         except OSError as error:
@@ -228,15 +236,15 @@ class SharedDirectory:
         if not self._has_read_journals_lately(others):
             self._require_there(others, records)
 
-    def _append(self, frame: bytes, *, frees: bool) -> None:
+    def _append(self, frames: Sequence[bytes], *, frees: bool) -> None:
         """On a full disk the reserve is given up for a change that `frees` space. Raises OSError."""
         try:
-            self._journal.append(frame)
+            self._journal.append(frames)
         except OSError as error:
             is_full = error.errno in (errno.ENOSPC, errno.EDQUOT)
             if not (is_full and frees and self._reserve.give_up()):
                 raise
-            self._journal.append(frame)
+            self._journal.append(frames)
 
     def catch_up(self, tx: Transaction) -> None:
         """Carry out what the journal has and the index has not: a change that ended between the two."""
@@ -253,7 +261,7 @@ class SharedDirectory:
         try:
             for found in journal.read(position if generation == journal.generation else 0):
                 self.following.note_bad(writer, found.bad_count, found.first_bad)
-                for _, records in found.frames:
+                for _, records in found.pieces:
                     self._clock.observe(max((record.stamp for record in records), default=0))
                     merge.apply(tx, writer, journal.generation, records, time.time())
         except OSError as error:
@@ -279,7 +287,7 @@ class SharedDirectory:
             return
         gone = [Record(record.about, record.stamp + 1, None) for record in records if record.bodies]
         with suppress(OSError):
-            self._append(encode(gone), frees=True)
+            self._append([*framed(gone)], frees=True)
         raise ServerError(ErrorCode.SLOW_DOWN, "the shared directory answers too slowly", retryable=True)
 
     def _dispose(self, file_id: str) -> None:
@@ -342,20 +350,13 @@ class SharedDirectory:
         kept = merge.kept(tx.db, writer, time.time() - GONE_KEPT_S)
         noted: list[Touched] = []
 
-        def frames() -> Iterator[bytes]:
-            records, nbytes = list[Record](), 0
+        def noting() -> Iterator[Record]:
             for record in kept:
                 noted.append(record.about)
-                records.append(record)
-                nbytes += sum(len(body.blocks) for body in record.bodies) + RECORD_BYTES
-                if nbytes >= FRAME_BYTES:
-                    yield encode(records)
-                    records, nbytes = [], 0
-            if records:
-                yield encode(records)
+                yield record
 
         try:
-            journal.rewrite(frames())
+            journal.rewrite(framed(noting()))
         except (OSError, BadRecordError) as error:
             _log.warning("the journal of the shared directory could not be written anew: %s", error)
             return

@@ -55,7 +55,9 @@ class Uploads:
         part_bytes_max: int,
         objects: Objects,
         evictor: Evictor,
+        whole_bytes_max: int | None = None,
     ) -> None:
+        self._whole_bytes_max = whole_bytes_max
         self._evictor = evictor
         self._reader = reader
         self._committer = committer
@@ -100,7 +102,8 @@ class Uploads:
                 return await self._add_part(request.upload, request.part_number, part, pending)
 
     async def complete_upload(self, access_key: str, request: CompleteRequest) -> ObjectInfo:
-        return await self._commit(lambda tx: upload_changes.complete_upload(tx, request, time.time()))
+        most = self._whole_bytes_max
+        return await self._commit(lambda tx: upload_changes.complete_upload(tx, request, time.time(), most))
 
     async def abort_upload(self, access_key: str, upload: UploadRef) -> None:
         await self._commit(lambda tx: upload_changes.abort_upload(tx, upload), frees=True)

@@ -112,6 +112,7 @@ PURE_MODULES = (
     "storage_server/settings.py",
     "storage_server/shared_files/clock.py",
     "storage_server/shared_files/records.py",
+    "storage_server/shared_files/shares.py",
     "storage_server/store/data/body_hashes.py",
     "storage_server/store/data/durability.py",
     "storage_server/store/index/damaged.py",

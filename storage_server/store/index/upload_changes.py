@@ -82,11 +82,13 @@ def abort_upload(tx: Transaction, ref: UploadRef) -> None:
     tx.touch("upload", ref.upload_id)
 
 
-def complete_upload(tx: Transaction, request: CompleteRequest, now_s: float) -> ObjectInfo:
-    """Publish the claimed parts as one object; the other parts are deleted.
+def complete_upload(
+    tx: Transaction, request: CompleteRequest, now_s: float, whole_bytes_max: int | None = None
+) -> ObjectInfo:
+    """Publish the claimed parts as one object, of at most `whole_bytes_max`; the other parts are deleted.
 
-    Raises CallerError: NoSuchUpload, InvalidPart, InvalidPartOrder, EntityTooSmall, BadDigest, InvalidRequest,
-    PreconditionFailed.
+    Raises CallerError: NoSuchUpload, InvalidPart, InvalidPartOrder, EntityTooSmall, EntityTooLarge, BadDigest,
+    InvalidRequest, PreconditionFailed.
     """
     ref = request.upload
     again = _completed_before(tx.db, request)
@@ -103,6 +105,9 @@ def complete_upload(tx: Transaction, request: CompleteRequest, now_s: float) -> 
             f"the parts have {nbytes} bytes, x-amz-mp-object-size says {request.nbytes}",
             field="x-amz-mp-object-size",
         )
+    if whole_bytes_max is not None and nbytes > whole_bytes_max:
+        problem = f"the parts have {nbytes} bytes, and an object has at most {whole_bytes_max} here"
+        raise CallerError(ErrorCode.ENTITY_TOO_LARGE, problem, field="body")
     before = find_object(tx.db, ref.bucket, ref.key)
     check_write(request.condition, before.info.etag if before else None)
     info = ObjectInfo(

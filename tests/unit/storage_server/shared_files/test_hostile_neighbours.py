@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import os
 from contextlib import suppress
@@ -14,11 +15,14 @@ from awscrt.checksums import crc32c
 from descriptors.errors import ServerError
 from descriptors.objects import ListRequest
 from objectcache.adapters.beneath import Beneath, UnsafeFileError
+from storage_server.shared_files import following as following_module
+from storage_server.shared_files import shares as shares_module
 from storage_server.shared_files.clock import AHEAD_S
 from storage_server.shared_files.journal import named_files
 from storage_server.shared_files.membership import WrongHomeError
 from tests.support.shared_bed import BUCKET, KEY, data_files, get, journal_of, made, opened, put
 from tests.support.store_bed import content
+from tests.support.waiting import LIMIT_S, until
 
 NEIGHBOUR = "0123456789ab"
 SECRET = b"root:x:0:0:root:/root:/bin/bash\n" * 2000
@@ -255,3 +259,91 @@ async def test_servers_take_the_time_from_the_file_system(tmp_path: Path, monkey
                 await put(one, "key", b"later")
                 assert await get(other, "key") == b"later"
                 assert one.bad_record_count == other.bad_record_count == 0
+
+
+@pytest.fixture
+def small_shares(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A writer that has written 60 records has used its share up, and a step reads about 20."""
+    monkeypatch.setattr(shares_module, "RECORDS_MAX", 60)
+    monkeypatch.setattr(shares_module, "RECORDS_PER_S", 0.0)
+    monkeypatch.setattr(following_module, "STEP_RECORDS", 20)
+    monkeypatch.setattr(following_module, "LATE_RECORDS", 20)
+
+
+def flood(tmp_path: Path, frames: int = 40) -> Path:
+    """A neighbour's journal with ten records in each frame."""
+    records = [[object_record(f"n{frame:03}.{number}", 8) for number in range(10)] for frame in range(frames)]
+    return neighbours_journal(tmp_path, *records)
+
+
+@pytest.mark.usefixtures("small_shares")
+async def test_a_writer_of_more_than_can_be_read_keeps_only_its_own_records_late(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """All calls of all servers would wait for it otherwise, for as long as it writes. What others have answered is seen
+    as before.
+    """
+    async with opened(tmp_path, "a") as one, opened(tmp_path, "b") as other:
+        await one.objects.create_bucket(KEY, BUCKET)
+        may_go_on, read_late = asyncio.Event(), one.following._read_late
+
+        async def held(writer: str) -> bool:
+            await may_go_on.wait()
+            return await read_late(writer)
+
+        monkeypatch.setattr(one.following, "_read_late", held)
+        flood(tmp_path)
+        for number in range(5):
+            await put(other, "key", b"%d" % number)
+            assert await get(one, "key") == b"%d" % number
+        page = await one.objects.list_objects(KEY, ListRequest(BUCKET))
+        assert 1 < len(page.objects) < 101
+        assert one.unread_count == 1
+        assert caplog.text.count(f"the journal of {NEIGHBOUR}") == 2  # of both servers
+        before_s = one.following.whole_s
+        await one.following.read_journals()
+        assert one.following.whole_s == before_s  # no file is deleted meanwhile
+        may_go_on.set()
+        await until(lambda: one.unread_count == 0)
+        page = await one.objects.list_objects(KEY, ListRequest(BUCKET))
+        assert len(page.objects) == 401
+        assert one.following.whole_s > before_s
+
+
+@pytest.mark.usefixtures("small_shares")
+async def test_a_start_reads_all_that_is_there(tmp_path: Path) -> None:
+    """A server that has not read its neighbours would answer that nothing is there."""
+    async with opened(tmp_path, "a") as one:
+        await one.objects.create_bucket(KEY, BUCKET)
+        flood(tmp_path)
+        async with opened(tmp_path, "b") as newcomer:
+            assert newcomer.unread_count == 0
+            page = await newcomer.objects.list_objects(KEY, ListRequest(BUCKET))
+            assert len(page.objects) == 400
+
+
+@pytest.mark.parametrize("is_start", [True, False])
+async def test_a_call_waits_for_what_was_there_when_it_began(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, is_start: bool
+) -> None:
+    """A journal that grows faster than it is read would be read for ever."""
+    monkeypatch.setattr(following_module, "STEP_RECORDS", 20)
+    async with opened(tmp_path, "a") as one:
+        await one.objects.create_bucket(KEY, BUCKET)
+        journal = flood(tmp_path)
+        frame = framed(json.dumps([object_record("more", 9)]).encode()) * 20
+        read, steps = one.following._carry_out, 0
+
+        async def grows(found: Any) -> None:
+            nonlocal steps
+            steps += 1
+            with journal.open("ab") as file:
+                file.write(frame)
+            await read(found)
+
+        monkeypatch.setattr(one.following, "_carry_out", grows)
+        async with asyncio.timeout(LIMIT_S):
+            await one.following._pass_behind(None, is_start=is_start)
+        assert 20 <= steps < 30
+        page = one.reader.here(lambda db: db.execute("SELECT count(*) FROM objects").fetchone())
+        assert page[0] >= 400

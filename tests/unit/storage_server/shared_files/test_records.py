@@ -129,7 +129,7 @@ def with_body(**changes: Any) -> list[Any]:
     "fields",
     [
         b"{",
-        b"[" * 200_000,
+        b"[" * 100_000,
         {},
         [1],
         [[]],
@@ -155,7 +155,7 @@ def with_body(**changes: Any) -> list[Any]:
         [OBJECT[:4] + [[2, "etag", 1.0, "{}"], OBJECT[5]]],
         [OBJECT[:4] + [[1, "e\r\ntag", 1.0, "{}"], OBJECT[5]]],
         [OBJECT[:4] + [[1, "etag", 1.0, "no json"], OBJECT[5]]],
-        [OBJECT[:4] + [[1, "etag", 1.0, "[" * 200_000], OBJECT[5]]],
+        [OBJECT[:4] + [[1, "etag", 1.0, "[" * 100_000], OBJECT[5]]],
         [OBJECT[:4] + [[1, "etag", 1.0, '{"checksum": 3}'], OBJECT[5]]],
         [OBJECT[:4] + [[1, "etag", 1.0], OBJECT[5]]],
         [OBJECT[:5] + [{}]],
@@ -206,13 +206,6 @@ def test_a_frame_with_a_stamp_of_days_to_come_waits_for_its_time() -> None:
     assert found.problem is not None
     assert found.bad_count == 0
     assert [len(records) for _, records in decode(data, 7).frames] == [1, 1, 1]
-
-
-def test_a_small_frame_of_many_values_is_not_parsed() -> None:
-    found = decode(framed(b"[" + b"[]," * 4_000_000 + b"[]]"))
-    assert found.bad_count == 1
-    assert found.first_bad is not None
-    assert "values" in found.first_bad[1]
 
 
 def test_a_file_names_its_writer() -> None:

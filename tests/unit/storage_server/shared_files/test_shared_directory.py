@@ -20,6 +20,7 @@ from hypothesis import strategies as st
 
 from descriptors.conditions import WriteCondition
 from descriptors.errors import CallerError, ErrorCode, ServerError
+from descriptors.lifecycle import LifecycleRule
 from descriptors.objects import (
     ClaimedPart,
     CompleteRequest,
@@ -626,6 +627,24 @@ async def test_a_server_that_lost_its_index_has_all_of_its_journal(tmp_path: Pat
         assert await get(one, "key") == bytes(10)
 
 
+async def test_an_object_that_no_record_can_hold_is_refused_and_others_are_written(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Parts may be copies, which take no space: nothing else keeps them small."""
+    monkeypatch.setattr("storage_server.shared_files.store.OBJECT_BYTES_MAX", 20)
+    async with opened(tmp_path, "a") as one:
+        await one.objects.create_bucket(KEY, BUCKET)
+        ref = UploadRef(BUCKET, "key", await one.uploads.create_upload(KEY, UploadRequest(KEY, BUCKET, "key")))
+        part = await one.uploads.put_part(KEY, PartRequest(ref, 1, 21), BytesBody(bytes(21)))
+        claimed = [ClaimedPart(part.part_number, part.etag)]
+        completing = one.uploads.complete_upload(KEY, CompleteRequest(ref, claimed))
+        refused, written = await asyncio.gather(completing, put(one, "other", b"data"), return_exceptions=True)
+        assert isinstance(refused, CallerError)
+        assert refused.code is ErrorCode.ENTITY_TOO_LARGE
+        assert not isinstance(written, BaseException)
+        assert await get(one, "other") == b"data"
+
+
 @pytest.mark.slow
 async def test_a_file_that_was_named_again_has_its_whole_grace_again(tmp_path: Path, clock: MovedClock) -> None:
     async with opened(tmp_path, "a", segment_body_bytes_max=0) as one, opened(tmp_path, "b") as other:
@@ -795,6 +814,18 @@ async def test_two_servers_that_share_a_data_directory_do_not_spoil_the_journal(
             await put(one, "key", b"data")
 
 
+async def test_lifecycle_rules_that_no_record_can_have_are_refused(tmp_path: Path) -> None:
+    """Before anything else is refused with them: a transaction has changes of several callers."""
+    async with opened(tmp_path, "a") as one, opened(tmp_path, "b") as other:
+        await one.objects.create_bucket(KEY, BUCKET)
+        few = [LifecycleRule(str(number), prefix="p", expire_days=1) for number in range(1000)]
+        await one.objects.set_lifecycle(KEY, BUCKET, few)
+        assert await other.objects.get_lifecycle(KEY, BUCKET) == few
+        with pytest.raises(CallerError) as refused:
+            await one.objects.set_lifecycle(KEY, BUCKET, [LifecycleRule("1", prefix="p" * 300_000, expire_days=1)])
+        assert refused.value.code is ErrorCode.INVALID_ARGUMENT
+
+
 async def test_conditions_see_what_others_have_done(tmp_path: Path) -> None:
     async with opened(tmp_path, "a") as one, opened(tmp_path, "b") as other:
         await one.objects.create_bucket(KEY, BUCKET)
@@ -814,9 +845,9 @@ async def test_a_directory_that_does_not_answer_is_not_waited_for(
 
         may_end = threading.Event()
 
-        def hang() -> Any:
+        def hang(waiting: list[str] | None) -> Any:
             may_end.wait(60)
-            return read()
+            return read(waiting)
 
         monkeypatch.setattr(one.following, "_read", hang)
         with pytest.raises(ServerError) as refused:

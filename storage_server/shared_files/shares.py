@@ -1,0 +1,62 @@
+"""How much of a journal is waited for. Pure: times are given, in seconds of a steady clock.
+
+A call waits until the journals are read as far as they had come when it began. A neighbour in the directory could write
+more than can be read, and let all calls wait for ever. So each writer has a share, which comes again with time. A
+writer that has used its share up is late: nobody waits for it until it is read to its end.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from descriptors.units import MIB
+
+RECORDS_MAX = 100_000
+RECORDS_PER_S = 5_000.0
+BYTES_MAX = 64 * MIB
+BYTES_PER_S = 8.0 * MIB
+"""A server with objects of 1 MiB writes 5,000 records and 3 MiB a second where it stores 5 GiB a second. About 30,000
+records a second can be read (measured by hand).
+"""
+ALL = 4
+"""All writers together have so many shares."""
+
+
+@dataclass(slots=True)
+class _Spent:
+    records: float = 0.0
+    nbytes: float = 0.0
+    at_s: float = 0.0
+
+
+class Shares:
+    """The shares of all writers."""
+
+    def __init__(self) -> None:
+        self._all = _Spent()
+        self._spent: dict[str, _Spent] = {}
+
+    def spend(self, writer: str, records: int, nbytes: int, now_s: float) -> None:
+        """Note that so much of a writer's journal was waited for."""
+        for spent in (self._all, self._spent.setdefault(writer, _Spent())):
+            _regain(spent, now_s, ALL if spent is self._all else 1)
+            spent.records += records
+            spent.nbytes += nbytes
+
+    def is_waited_for(self, writer: str, now_s: float) -> bool:
+        """Whether more of a writer's journal may be waited for."""
+        return _has_more(self._all, now_s, ALL) and (
+            writer not in self._spent or _has_more(self._spent[writer], now_s, 1)
+        )
+
+
+def _regain(spent: _Spent, now_s: float, count: int) -> None:
+    passed_s = max(0.0, now_s - spent.at_s)
+    spent.records = max(0.0, spent.records - passed_s * RECORDS_PER_S * count)
+    spent.nbytes = max(0.0, spent.nbytes - passed_s * BYTES_PER_S * count)
+    spent.at_s = max(spent.at_s, now_s)
+
+
+def _has_more(spent: _Spent, now_s: float, count: int) -> bool:
+    _regain(spent, now_s, count)
+    return spent.records < RECORDS_MAX * count and spent.nbytes < BYTES_MAX * count
