@@ -338,11 +338,11 @@ def test_a_server_that_knows_no_codecs_is_asked_without(tmp_path: Path, monkeypa
         client.put_chunks(keys, list(chunks))
         asked, send = list[bytes](), client.http.request
 
-        def old(method: str, path: str, query: Any, body: bytes, *rest: Any) -> Any:
+        def old(method: str, path: str, query: Any, body: bytes, *rest: Any, **named: Any) -> Any:
             asked.append(body)
             if b"accept" in body:
                 raise CallerError(ErrorCode.INVALID_ARGUMENT, "accept is not acceptable", field="accept")
-            return send(method, path, query, body, *rest)
+            return send(method, path, query, body, *rest, **named)
 
         monkeypatch.setattr(client.http, "request", old)
         assert client.lookup(keys, accept=ACCEPT) == 2
