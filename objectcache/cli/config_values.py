@@ -9,6 +9,10 @@ from pydantic import BaseModel, BeforeValidator, ConfigDict
 from descriptors.units import parse_bytes
 
 
+class NoServerError(Exception):
+    """Nobody, or somebody else, answers at an address. The message says what was asked, and what to look at."""
+
+
 class ConfigError(Exception):
     """A configuration that cannot be used; the message says which part."""
 

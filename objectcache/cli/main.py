@@ -46,8 +46,8 @@ from objectcache.cli.config import (
     load_credentials,
     load_peer_secrets,
 )
+from objectcache.cli.config_values import NoServerError
 from objectcache.cli.orchestrate import add_orchestrator
-from objectcache.cli.remote import NoServerError
 from objectcache.cli.status import add_status
 from objectcache.cli.stored import add_stored
 from objectcache.cli.workers import worker_storage

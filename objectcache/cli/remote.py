@@ -9,24 +9,20 @@ import re
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 from urllib.parse import urlsplit
 
 from descriptors.errors import ObjectCacheError
-from nixl_client.session.check import said
-from nixl_client.session.retries import Retries
-from nixl_client.session.signed_http import SignedHttp
-from nixl_client.transports.http import UnansweredError
-from objectcache.cli.config_values import ConfigError
+from objectcache.cli.config_values import ConfigError, NoServerError
+
+if TYPE_CHECKING:
+    from nixl_client.session.signed_http import SignedHttp
+    from nixl_client.transports.http import UnansweredError
 
 ENDPOINT_VARIABLES = ("OBJECTCACHE_ENDPOINT", "AWS_ENDPOINT_URL_S3", "AWS_ENDPOINT_URL")
 DEFAULT_ENDPOINT = "http://127.0.0.1:9000"
 REGION_VARIABLES = ("AWS_REGION", "AWS_DEFAULT_REGION")
 ANSWER_S = 30.0
-
-
-class NoServerError(Exception):
-    """Nobody, or somebody else, answers at the address. The message says what was asked, and what to look at."""
 
 
 def remote_options(parser: argparse.ArgumentParser) -> None:
@@ -86,6 +82,11 @@ def keys_of(file: Path | None) -> tuple[str, str]:
 @contextmanager
 def asked(options: argparse.Namespace) -> Iterator[SignedHttp]:
     """Signed requests to the server. Raises ConfigError, and NoServerError where it is none of ours, or not there."""
+    from nixl_client.session.check import said
+    from nixl_client.session.retries import Retries
+    from nixl_client.session.signed_http import SignedHttp
+    from nixl_client.transports.http import UnansweredError
+
     endpoint = endpoint_of(options.endpoint)
     http = SignedHttp(endpoint, *keys_of(options.credentials), region(), ANSWER_S, Retries(1))
     try:

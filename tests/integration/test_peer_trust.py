@@ -88,6 +88,7 @@ def test_bytes_that_are_no_text_are_refused_like_any_other_signature(tmp_path: P
             assert answer.status == 403, name
 
 
+@pytest.mark.slow
 def test_a_secret_is_replaced_in_three_steps_without_a_restart_or_a_refusal(tmp_path: Path) -> None:
     with pair(tmp_path) as both:
         files = (both.server_secret, both.gateway_secret)

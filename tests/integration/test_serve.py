@@ -195,6 +195,7 @@ def test_large_bodies_take_little_memory(tmp_path: Path) -> None:
     assert measure(tmp_path, clients=8, nbytes=96 * MIB + 7) < PEAK_BYTES_MAX
 
 
+@pytest.mark.slow
 def test_relaxed_durability_can_be_chosen(tmp_path: Path) -> None:
     keys = {"AWS_ACCESS_KEY_ID": OWNER[0], "AWS_SECRET_ACCESS_KEY": OWNER[1]}
     serve = ("serve", "--data", str(tmp_path / "d"), "--port", "0", "--durability", "relaxed")
