@@ -42,6 +42,7 @@ from nixl_client.fetch.routes import Routes
 from nixl_client.objects import ObjectPaths, Registered
 from nixl_client.options import enum_member
 from nixl_client.session.agent import LIFETIME_S
+from nixl_client.session.check import Checked, check
 from nixl_client.session.retries import Retries
 from nixl_client.session.signed_http import Answer, SignedHttp
 from nixl_client.transports import shared_memory
@@ -122,6 +123,12 @@ class Client:
         other = copy.copy(self)
         other.bucket, other._is_own = bucket, False
         return other
+
+    def check(self) -> Checked:
+        """Whether the server is there and the bucket may be used; one that is missing is made as a cache. Raises
+        nothing.
+        """
+        return check(self.http, self.bucket)
 
     def close(self) -> None:
         """Deregister the buffers, which waits for writes in flight, and free everything."""

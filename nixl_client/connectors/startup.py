@@ -5,7 +5,6 @@ from __future__ import annotations
 import logging
 
 from nixl_client.client import Client
-from nixl_client.session.check import check
 
 _log = logging.getLogger(__name__)
 
@@ -14,7 +13,7 @@ def say(client: Client, about: str = "") -> bool:
     """Check the store, and make the bucket as a cache where it is missing. A store that is not there keeps no engine
     from starting: it computes.
     """
-    found = check(client.http, client.bucket)
+    found = client.check()
     if found.is_good:
         _log.info("ObjectCache %s%s", found.text, f"; {about}" if about else "")
     else:

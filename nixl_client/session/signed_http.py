@@ -117,7 +117,7 @@ class SignedHttp:
         """Send and read the whole answer. `path` is not yet percent-encoded; `headers` are signed with the rest. Raises
         UnansweredError for a body of more than `bytes_max`.
         """
-        stream = self._sent(method, path, query, body, timeout_s or self.timeout_s, headers, bytes_max)
+        stream = self.sent(method, path, query, body, timeout_s or self.timeout_s, headers, bytes_max)
         try:
             return Answer(stream.headers, stream.read(bytes_max))
         finally:
@@ -134,11 +134,11 @@ class SignedHttp:
     ) -> Stream:
         """Send, once, and read the answer's head."""
         timeout_s = timeout_s or self.timeout_s
-        stream = self._sent(method, path, query, body, timeout_s, headers, ERROR_BODY_BYTES_MAX)
+        stream = self.sent(method, path, query, body, timeout_s, headers, ERROR_BODY_BYTES_MAX)
         stream.unbounded(timeout_s)
         return stream
 
-    def _sent(
+    def sent(
         self,
         method: str,
         path: str,

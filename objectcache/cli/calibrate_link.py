@@ -52,7 +52,7 @@ def calibrate_link(options: argparse.Namespace, plan: LinkPlan) -> int:
     if target is not None:
         entries = link_entries(result, first)
         edit_file(target, lambda text: with_link(text, first, scheduler, entries))
-        print(f"\n{target}: [scheduler] and [objectcache.calibration.link.{first}] are written")
+        print(f"\n{target}: [scheduler] and [calibration.link.{first}] are written")
         return DONE
     lines = [] if others else [*table_lines(("scheduler",), scheduler), ""]
     for transport in (first, *others):

@@ -226,7 +226,7 @@ def test_smoke_measures_all_transports_and_writes_no_config(tmp_path: Path, caps
             assert len(request["held"]) == len(request["ttft_samples"]) == 4
             assert all(len(one["layers_s"]) == 4 for one in request["held"])
     printed = capsys.readouterr().out
-    assert "[objectcache.calibration.link.ucx]" in printed
+    assert "[calibration.link.ucx]" in printed
     assert "[scheduler]\n" not in printed
 
 

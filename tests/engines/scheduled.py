@@ -32,6 +32,7 @@ from nixl_client.connectors.vllm import lookups
 from nixl_client.connectors.vllm.metrics import StepMetadata, WorkerReport
 from nixl_client.connectors.vllm.naming import KeyChain
 from nixl_client.connectors.vllm.steps import LoadJob, Report, Step, StoreJob
+from nixl_client.session.check import Checked
 from tests.engines.scheduled_config import BLOCK_TOKENS, VOCABULARY, Setup, cache_config, engine_config
 
 OUTPUT_TOKEN = 5
@@ -54,6 +55,10 @@ class FakeStore:
         self.is_asked = threading.Event()
         self.may_answer = threading.Event()
         self.may_answer.set()
+
+    def check(self) -> Checked:
+        """As of a store that is there."""
+        return Checked(True, "played")
 
     def lookup(self, keys: Sequence[str], lease_s: float = 0.0, *, accept: Accept | None = None) -> int:
         """How many of the first keys are stored."""

@@ -267,14 +267,14 @@ Heads = list[tuple[float, Mapping[str, str]]]
 def _heads_of(client: Client) -> Heads:
     """Of a client that serves this figure alone, from now on."""
     http: Any = client.http
-    stream, heads = http.stream, Heads()
+    sent, heads = http.sent, Heads()
 
     def tapped(*arguments: Any, **options: Any) -> Stream:
-        answer: Stream = stream(*arguments, **options)
+        answer: Stream = sent(*arguments, **options)
         heads.append((time.monotonic(), answer.headers))
         return answer
 
-    http.stream = tapped
+    http.sent = tapped
     return heads
 
 

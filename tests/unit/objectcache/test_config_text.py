@@ -227,8 +227,8 @@ def test_what_is_written_loads(tmp_path: Path) -> None:
     [
         "[calibration]\nrounds = 1\n",
         "[calibration]\nmachine = 'x'\n",
-        "[objectcache.calibration.link.pigeon]\nrounds = 1\n",
-        "[objectcache.calibration.link.shm]\nrounds = 1\n",
+        "[calibration.link.pigeon]\nrounds = 1\n",
+        "[calibration.link.shm]\nrounds = 1\n",
     ],
     ids=["half of theta", "no theta", "no such transport", "half of a link"],
 )
