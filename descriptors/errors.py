@@ -85,6 +85,7 @@ class ErrorCode(Enum):
     SIGNATURE_DOES_NOT_MATCH = "SignatureDoesNotMatch"
     SLOW_DOWN = "SlowDown"
     TARGET_UNREACHABLE = "TargetUnreachable"
+    TOO_MANY_BUCKETS = "TooManyBuckets"
     X_AMZ_CONTENT_SHA256_MISMATCH = "XAmzContentSHA256Mismatch"
 
 
@@ -160,6 +161,7 @@ HTTP_STATUS: dict[ErrorCode, int] = {
     ErrorCode.SIGNATURE_DOES_NOT_MATCH: 403,
     ErrorCode.SLOW_DOWN: 503,
     ErrorCode.TARGET_UNREACHABLE: 500,
+    ErrorCode.TOO_MANY_BUCKETS: 400,
     ErrorCode.X_AMZ_CONTENT_SHA256_MISMATCH: 400,
 }
 

@@ -190,7 +190,7 @@ def _environment(folder: Path, python: str) -> Path:
 
 
 def _run(command: list[str], environment: dict[str, str] | None = None) -> str:
-    """What a command puts out. Raises WheelError with its last words."""
+    """The output of a command. Raises WheelError with its last words."""
     done = subprocess.run(command, capture_output=True, text=True, env=environment)
     if done.returncode:
         raise WheelError(f"{' '.join(command[:4])} …: {(done.stdout + done.stderr)[-3000:]}")

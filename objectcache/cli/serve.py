@@ -163,7 +163,9 @@ class Together:
             try:
                 await self.storage.objects.create_bucket(self._owner_of(bucket), bucket, cache)
             except CallerError as error:
-                if error.code not in (ErrorCode.BUCKET_ALREADY_OWNED, ErrorCode.BUCKET_ALREADY_EXISTS):
+                if error.code is ErrorCode.TOO_MANY_BUCKETS:  # the settings say that it is a cache
+                    await self.storage.objects.create_bucket(self._owner_of(bucket), bucket)
+                elif error.code not in (ErrorCode.BUCKET_ALREADY_OWNED, ErrorCode.BUCKET_ALREADY_EXISTS):
                     raise
             except ServerError as error:
                 _log.warning("the bucket %s was not made: %s", bucket, error)

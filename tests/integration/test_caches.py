@@ -387,6 +387,27 @@ async def test_a_cache_without_a_size_has_what_the_file_system_offers(
         assert storage.store.evictor.capacities() == {"asked": None}, "disk_bytes bounds it"
 
 
+async def test_caches_are_few_and_one_key_has_a_part_of_them(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each commit looks at all of them."""
+    monkeypatch.setattr(transaction, "CACHES_MAX", 3)
+    monkeypatch.setattr(transaction, "CACHES_OF_KEY_MAX", 2)
+    async with opened(tmp_path, caches=()) as storage:
+
+        async def make(key: str, bucket: str) -> str:
+            try:
+                await storage.objects.create_bucket(key, bucket, BucketCache())
+            except CallerError as error:
+                return error.code.value
+            return "made"
+
+        made = [await make(*each) for each in (("A", "a1"), ("A", "a2"), ("A", "a3"), ("B", "b1"), ("C", "c1"))]
+        assert made == ["made", "made", "TooManyBuckets", "made", "TooManyBuckets"]
+        await storage.objects.create_bucket("C", "c1")
+        await storage.objects.delete_bucket("A", "a1")
+        assert await make("A", "a3") == "made"
+        assert sorted(storage.store.evictor.capacities()) == ["a2", "a3", "b1"]
+
+
 async def test_settings_hold_for_a_bucket_whatever_a_client_says_of_it(tmp_path: Path) -> None:
     async with opened(tmp_path) as storage:
         await storage.objects.delete_bucket(KEY, "cached")

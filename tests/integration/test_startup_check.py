@@ -1,4 +1,4 @@
-"""What a connector finds when an engine starts, and says in one line."""
+"""A connector finds out, when an engine starts, whether the store is there, and says so in one line."""
 
 from __future__ import annotations
 

@@ -11,6 +11,7 @@ from dataclasses import replace
 
 from descriptors.conditions import WriteCondition, check_read, check_write
 from descriptors.errors import CallerError, ErrorCode
+from descriptors.headers import CACHE_HEADER
 from descriptors.lifecycle import LifecycleRule
 from descriptors.objects import Attributes, BucketCache, BucketInfo, CopyRequest, ObjectInfo
 from storage_server.store.rows import (
@@ -27,6 +28,8 @@ from storage_server.store.rows import (
     object_attributes,
     stored_object,
 )
+
+CACHES_MAX, CACHES_OF_KEY_MAX = 256, 64
 
 
 class Transaction:
@@ -188,15 +191,26 @@ def require_object(db: sqlite3.Connection, bucket: str, key: str) -> StoredObjec
 
 
 def create_bucket(tx: Transaction, bucket: str, owner: str, now_s: float, cache: BucketCache | None = None) -> None:
-    """Add a bucket. Raises CallerError(BucketAlreadyOwnedByYou, BucketAlreadyExists)."""
+    """Add a bucket. Raises CallerError(BucketAlreadyOwnedByYou, BucketAlreadyExists, TooManyBuckets)."""
     row = tx.db.execute("SELECT owner FROM buckets WHERE name = ?", (bucket,)).fetchone()
     if row is not None:
         code = ErrorCode.BUCKET_ALREADY_OWNED if row[0] == owner else ErrorCode.BUCKET_ALREADY_EXISTS
         raise CallerError(code, f"the bucket {bucket} exists already", field="bucket")
+    if cache is not None:
+        _require_place(tx.db, owner)
     row = (bucket, owner, now_s, None if cache is None else cache.text())
     tx.db.execute("INSERT INTO buckets (name, owner, created_at, cache) VALUES (?, ?, ?, ?)", row)
     tx.caches[bucket] = cache
     tx.touch("bucket", bucket)
+
+
+def _require_place(db: sqlite3.Connection, owner: str) -> None:
+    """Each commit looks at all caches, so they are few, and one key has a part of them."""
+    sql = "SELECT count(*), coalesce(sum(owner = ?), 0) FROM buckets WHERE cache IS NOT NULL"
+    count, own_count = db.execute(sql, (owner,)).fetchone()
+    if count >= CACHES_MAX or own_count >= CACHES_OF_KEY_MAX:
+        problem = f"there are {count} caches, {own_count} of this key; {CACHES_MAX} and {CACHES_OF_KEY_MAX} may be"
+        raise CallerError(ErrorCode.TOO_MANY_BUCKETS, problem, field=CACHE_HEADER)
 
 
 def create_bucket_anew(tx: Transaction, bucket: str, owner: str, now_s: float) -> None:

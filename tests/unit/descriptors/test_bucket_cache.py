@@ -1,4 +1,4 @@
-"""What a header says of a bucket that is a cache."""
+"""The header of a bucket that is a cache."""
 
 from __future__ import annotations
 

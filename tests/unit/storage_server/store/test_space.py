@@ -234,7 +234,7 @@ class TestArrivingBody:
             assert not body.is_slow(1000.5 + second)
 
     async def test_a_giant_must_come_within_a_minute(self) -> None:
-        """One that announced 290 MiB and sent 300 KiB/s kept the room for a quarter of an hour."""
+        """A body that announced 290 MiB and sent 300 KiB/s kept the room for a quarter of an hour."""
         giant, small = (ArrivingBody(1000.0, asyncio.timeout(None), room * MIB) for room in (300, 3))
         for second in range(1, 8):
             for body in (giant, small):
