@@ -233,9 +233,9 @@ def test_mooncake_itself_keeps_chunks_for_another_server(home: LocalStack, tmp_p
             with started("serve", *arguments, environment={"PYTHONPATH": path}) as (url, _):
                 assert eventually(lambda url=url: metric(url, "joined_stores") == 1, 60)  # type: ignore[misc]
                 assert fetched_from(url, keys, chunks)
-                assert eventually(lambda url=url, hits=hits: metric(url, "hit_chunks_total") == hits)  # type: ignore[misc]
+                assert eventually(lambda url=url, hits=hits: metric(url, "hit_chunks_total") == hits, 60)  # type: ignore[misc]
                 if not hits:
-                    assert eventually(lambda url=url: metric(url, "admitted_bytes_total") == chunks.nbytes)  # type: ignore[misc]
+                    assert eventually(lambda url=url: metric(url, "admitted_bytes_total") == chunks.nbytes, 60)  # type: ignore[misc]
 
 
 def metric(url: str, name: str) -> float:
