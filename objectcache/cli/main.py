@@ -48,6 +48,7 @@ from objectcache.cli.config import (
 )
 from objectcache.cli.config_values import NoServerError
 from objectcache.cli.orchestrate import add_orchestrator
+from objectcache.cli.remote import printable
 from objectcache.cli.status import add_status
 from objectcache.cli.stored import add_stored
 from objectcache.cli.workers import worker_storage
@@ -77,7 +78,7 @@ def run(arguments: Sequence[str]) -> int:
         print(f"objectcache: {error}", file=sys.stderr)
         return 2
     except NoServerError as error:
-        print(f"objectcache: {error}", file=sys.stderr)
+        print(f"objectcache: {printable(str(error))}", file=sys.stderr)
         return 1
     except (NixlFailure, UnknownInterfaceError) as error:
         print(f"objectcache: the ucx transport cannot be offered: {error}", file=sys.stderr)

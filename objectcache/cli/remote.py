@@ -139,10 +139,15 @@ def region() -> str:
     return next(filter(None, map(os.environ.get, REGION_VARIABLES)), "us-east-1")
 
 
+def printable(text: str) -> str:
+    """The text without characters that a terminal acts on: strangers choose names of buckets, tenants those of keys."""
+    return "".join(each if each.isprintable() else "\N{REPLACEMENT CHARACTER}" for each in text)
+
+
 def told(path: Path | None, answer: Any, lines: Sequence[str]) -> None:
     """Print the lines, or write the answer as JSON; `-` is standard output."""
     if path is None:
-        print("\n".join(lines))
+        print("\n".join(map(printable, lines)))
     elif str(path) == "-":
         print(json.dumps(answer, indent=2))
     else:

@@ -78,6 +78,19 @@ def test_the_status_has_the_failures_and_the_rates(ask: Ask) -> None:
     assert "sent/s" in ask("top", "--count", "1", "--interval", "0.01")
 
 
+def test_names_that_others_choose_do_nothing_to_a_terminal(ask: Ask, servers: Stack, tmp_path: Path) -> None:
+    """A stranger's bucket is in the failures that the status shows, and a tenant's key in a list."""
+    file = tmp_path / "f"
+    file.write_bytes(b"x")
+    ask("mb", "by-hand-odd")
+    servers.s3().put_object(Bucket="by-hand-odd", Key="a\x1b[2Jb", Body=b"x")
+    servers.request("GET", "/odd%1b%5b2Jbucket/key")
+    for said in (ask("ls", "by-hand-odd"), ask("status"), ask("du", "by-hand-odd")):
+        assert "\x1b" not in said
+    assert "a\N{REPLACEMENT CHARACTER}[2Jb" in ask("ls", "by-hand-odd")
+    assert as_json(ask("ls", "by-hand-odd", "--json", "-"))[0]["key"] == "a\x1b[2Jb"
+
+
 def test_a_key_of_some_buckets_may_not_see_the_state_of_all(ask: Ask, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("AWS_ACCESS_KEY_ID", READER[0])
     monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", READER[1])
