@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import re
+from fractions import Fraction
 
 KIB = 1 << 10
 MIB = 1 << 20
 GIB = 1 << 30
 
 
-_SIZE = re.compile(r"(\d{1,20}(?:\.\d{0,20})?(?:e\d{1,2})?) {0,4}([kmgtp]?)(i?)b?", re.IGNORECASE)
+_SIZE = re.compile(r"(\d{1,20}(?:\.\d{0,20})?(?:e\d{1,2})?) {0,4}([kmgtp]?)(i?)b?", re.IGNORECASE | re.ASCII)
 _POWERS = "kmgtp"
 
 
@@ -20,7 +21,7 @@ def parse_bytes(text: str) -> int:
         raise ValueError(f"{text!r} is no size: write 65536, 200e9, 200GB or 64MiB")
     power = _POWERS.find(found[2].lower()) + 1 if found[2] else 0
     unit = 1024 if found[3] else 1000
-    return round(float(found[1]) * float(unit**power))
+    return round(Fraction(found[1]) * unit**power)
 
 
 def bytes_per_s_from_gbps(rate_gbps: float) -> float:

@@ -125,6 +125,7 @@ def test_chunks_that_would_leave_are_encoded_and_told(tmp_path: Path, transport:
                 assert np.array_equal(come[index].reshape(-1), chunk)
 
 
+@pytest.mark.slow
 def test_for_readers_of_exact_chunks_an_encoded_one_is_missing(tmp_path: Path) -> None:
     with serving(tmp_path) as local, local.client("chunks", "http") as client:
         make_bucket(local)

@@ -1,9 +1,9 @@
 """A plugin for every run (`-p tests.support.pace`): it measures each test, and says how to run one that failed.
 
 A test that takes over a second by itself has the marker `slow`. Its time is that of its call, and of its set-up and
-teardown without fixtures that it shares with others (scopes of a class and more). `--check-times` fails a run that
-finds an unmarked test above BOUND_S. Such a test is run again, alone, and the least of TRIES times counts, so that no
-busy machine makes a test slow.
+teardown without fixtures that it shares with others (scopes of a class and more). `--check-times` names unmarked tests
+above BOUND_S, and fails a run where one takes over FAILS_S. Such a test is run again, alone, and the least of TRIES
+times counts, so that neither a busy machine nor one half as fast makes a test slow.
 
 One seed decides the examples of property tests, and with `-p randomly` the order of tests.
 """
@@ -28,6 +28,8 @@ from tests.support.processes import last_lines
 
 BOUND_S: Final = 2.0
 """A test without the marker takes no longer than this alone."""
+FAILS_S: Final = 2 * BOUND_S
+"""Above this, alone, a test without the marker fails a run with `--check-times`."""
 TRIES: Final = 3
 RUN_S_MAX: Final = 600.0
 SLOW: Final = "slow"
@@ -103,10 +105,9 @@ class Times:
         options = session.config.option
         if options.times:
             Path(options.times).write_text(json.dumps(self.own_s, indent=1, sort_keys=True))
-        if options.check_times and session.exitstatus == pytest.ExitCode.OK:
-            self.unmarked = [nodeid for nodeid in self.unmarked if least_s(nodeid) > BOUND_S]
-            if self.unmarked:
-                session.exitstatus = pytest.ExitCode.TESTS_FAILED
+        checked = options.check_times and session.exitstatus == pytest.ExitCode.OK
+        if checked and any(self.own_s[nodeid] > FAILS_S < least_s(nodeid) for nodeid in self.unmarked):
+            session.exitstatus = pytest.ExitCode.TESTS_FAILED
 
     def pytest_unconfigure(self) -> None:
         """Name what was found, at the very end: that is what people see of a failed run."""
@@ -119,7 +120,7 @@ class Times:
 def pytest_addoption(parser: pytest.Parser) -> None:
     group = parser.getgroup("pace", "what tests take")
     group.addoption("--times", metavar="FILE", help="write the seconds of each test there, as JSON")
-    bound = f"fail where a test without the marker `{SLOW}` takes over {BOUND_S:.0f} s, also alone"
+    bound = f"fail where a test without the marker `{SLOW}` takes over {FAILS_S:.0f} s, also alone"
     group.addoption("--check-times", action="store_true", help=bound)
 
 
@@ -139,7 +140,7 @@ def pytest_report_header(config: pytest.Config) -> str:
 def least_s(nodeid: str) -> float:
     """The least that a test takes alone, over tries that end with the first one within the bound."""
     found = [float("inf")]
-    while len(found) <= TRIES and min(found) > BOUND_S:
+    while len(found) <= TRIES and min(found) > FAILS_S:
         with tempfile.TemporaryDirectory() as folder:
             file = Path(folder) / "times.json"
             command = [sys.executable, "-m", "pytest", "-q", "-m", "", "-p", "no:cacheprovider", f"--times={file}"]
