@@ -20,8 +20,8 @@ def parse_bytes(text: str) -> int:
     if found is None or (found[3] and not found[2]):
         raise ValueError(f"{text!r} is no size: write 65536, 200e9, 200GB or 64MiB")
     power = _POWERS.find(found[2].lower()) + 1 if found[2] else 0
-    unit = 1024 if found[3] else 1000
-    return round(Fraction(found[1]) * unit**power)
+    unit = Fraction(1024 if found[3] else 1000) ** power
+    return round(Fraction(found[1]) * unit)
 
 
 def bytes_per_s_from_gbps(rate_gbps: float) -> float:
