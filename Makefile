@@ -6,7 +6,7 @@ BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 CEPH_LACKS := CHECKSUMS,CONDITIONAL_DELETE,CONDITIONS,EXPIRY,LIFECYCLE,MULTIPART_DETAILS,PART_BOUNDARIES,REPEATED_COMPLETION
 SEAWEEDFS_LACKS := $(CEPH_LACKS),KEYS,MISSING_BUCKETS,REPEATED_PARTS
-CODE := bench demo descriptors fuzz gateway nixl_client objectcache storage_server tests
+CODE := bench descriptors fuzz gateway nixl_client objectcache storage_server tests
 
 # each of the hundreds of processes that tests start would compile all modules again
 unexport PYTHONDONTWRITEBYTECODE
@@ -28,11 +28,11 @@ endef
 .PHONY: demo demo-orchestrator test test-slow test-fast test-engines flaky test-minio test-ceph test-seaweedfs test-cuda bounds check format lint types bench-smoke clients engines figures results image-check wheel compatibility crash cluster-faults fuzz peers install clean
 
 demo: $(STAMP)
-	$(BIN)/python -m demo
+	$(BIN)/objectcache demo --out out/demo-timeline.png
 
 # an orchestrator in front of two vLLM engines: register, route, fail
 demo-orchestrator: $(STAMP) engines
-	$(BIN)/python -m demo.orchestrator
+	$(BIN)/python -m bench.experiments.orchestrator.demo
 
 # files of tests are shared out among processes in their order, so that all end at about the same time;
 # `make test PROCESSES=1` runs one test after the other
@@ -42,7 +42,7 @@ PYTEST := $(BIN)/python -m pytest --numprocesses $(PROCESSES) --dist loadfile --
 # cores
 test: $(STAMP)
 	$(PYTEST) --hypothesis-profile fast -m "not slow and not environments and not bench_smoke and not engines_full"
-	$(BIN)/python -m demo --quick
+	$(BIN)/objectcache demo --quick --out out/demo-timeline.png
 
 # what `test` leaves out, and all examples of properties
 test-slow: $(STAMP) clients engines
@@ -157,7 +157,7 @@ $(STAMP): pyproject.toml constraints.txt objectcache/adapters/native.c
 	@$(NEEDED)
 	$(PYTHON) -m venv $(VENV)
 	$(BIN)/pip install --quiet --disable-pip-version-check $(if $(TORCH_INDEX),--index-url $(TORCH_INDEX)) -c constraints.txt torch
-	$(BIN)/pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[ucx,plot,torch,dev]'
+	$(BIN)/pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[ucx,demo,dev]'
 	touch $(STAMP)
 
 clean:

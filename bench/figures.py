@@ -43,6 +43,7 @@ from bench.experiments.scheduler.cells import show as scheduler
 from bench.experiments.tiers.show import show as tiers
 from bench.experiments.ttft.show import show as ttft
 from bench.experiments.upstream import show as upstream
+from descriptors.units import MIB
 
 
 def theta(found: Json) -> str:
@@ -94,6 +95,20 @@ def demo(found: Json) -> str:
         f"{ms(ttfts['chunk_major']['median_s'])} ms chunk-major (medians of {ttfts['layer_major']['count']}), "
         f"{ms(ttfts['recompute']['median_s'])} ms recomputed (median of {ttfts['recompute']['count']}); Eq. 3 predicts "
         f"{ms(found['eq3_ttft_s'])} ms."
+    )
+
+
+def demo_answers(found: Json) -> str:
+    """What a person sees: the two answers, and the time until each began."""
+    ttfts = found["ttft"]
+    computed_s, loaded_s = ttfts["recompute"]["median_s"], ttfts["layer_major"]["median_s"]
+    rows = [("computed", f"{computed_s:.2f} s", found["computed"]), ("loaded", f"{loaded_s:.2f} s", found["loaded"])]
+    table = ["| *" + found["question"] + "* | first token after | answer |", "|---|---|---|"]
+    table += ["| " + " | ".join(row) + " |" for row in rows]
+    return "\n".join(table) + (
+        f"\n\n{found['model']} after {found['document_tokens']:,} cached tokens, whose KV is "
+        f"{found['delivered_bytes'] / MIB:.0f} MiB, over `{found['transport']}` (medians of "
+        f"{ttfts['recompute']['count']} and {ttfts['layer_major']['count']})."
     )
 
 
@@ -237,6 +252,7 @@ SECTIONS: Mapping[str, tuple[str, Callable[[Json], str]]] = {
     "crash": ("crash", crash),
     "cluster-faults": ("cluster-faults", cluster_faults),
     "demo": ("demo", demo),
+    "demo-answers": ("demo", demo_answers),
 }
 WHOLE: Mapping[str, Callable[[Json], str]] = {"commits": commits, "headline": headline}
 """Sections of all results together."""

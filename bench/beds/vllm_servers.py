@@ -39,7 +39,7 @@ CHAT_TEMPLATE = (
     "{% if add_generation_prompt %}<|assistant|>{% endif %}"
 )
 SPECIAL_TOKENS = ("<|begin|>", "<|end|>", "<|system|>", "<|user|>", "<|assistant|>", "<|tool|>")
-TEXT = Path(__file__).resolve().parents[2] / "demo" / "document.txt"
+TEXT = Path(__file__).resolve().parents[2] / "objectcache" / "demo" / "document.txt"
 
 
 def make_model(folder: Path, *, hidden_size: int = 256, layers: int = 4) -> None:

@@ -47,6 +47,7 @@ from objectcache.cli.config import (
     load_peer_secrets,
 )
 from objectcache.cli.config_values import NoServerError
+from objectcache.cli.demo import add_demo
 from objectcache.cli.orchestrate import add_orchestrator
 from objectcache.cli.remote import printable
 from objectcache.cli.status import add_status
@@ -123,6 +124,7 @@ def make_parser() -> argparse.ArgumentParser:
     commands = parser.add_subparsers(required=True, metavar="COMMAND")
 
     _add_serving(commands, logs)
+    add_demo(commands, [logs])
     add_orchestrator(commands, [logs])
     add_status(commands, [logs])
     add_stored(commands, [logs])

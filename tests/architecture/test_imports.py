@@ -16,12 +16,12 @@ from tests.support.tree import repository
 
 ROOT = repository()
 ADAPTERS, CODECS, ORCHESTRATOR = "objectcache.adapters", "objectcache.kv_codecs", "objectcache.orchestrator"
-CALIBRATION, COMMAND = "objectcache.calibration", "objectcache.cli"
+CALIBRATION, COMMAND, DEMO = "objectcache.calibration", "objectcache.cli", "objectcache.demo"
 PRODUCT = {
     "descriptors", "gateway", "nixl_client", "storage_server", "objectcache", ADAPTERS, CODECS, ORCHESTRATOR,
-    CALIBRATION, COMMAND,
+    CALIBRATION, COMMAND, DEMO,
 }  # fmt: skip
-OURS = {*PRODUCT, "bench", "demo"}
+OURS = {*PRODUCT, "bench"}
 MAY_IMPORT = {
     "descriptors": set(),
     ADAPTERS: {"descriptors"},
@@ -31,6 +31,7 @@ MAY_IMPORT = {
     "nixl_client": {"descriptors", ADAPTERS, CODECS},
     ORCHESTRATOR: {"descriptors", ADAPTERS, "nixl_client"},
     CALIBRATION: {"descriptors", ADAPTERS, "nixl_client", "storage_server", CODECS},
+    DEMO: {"descriptors", ADAPTERS, "nixl_client", CALIBRATION},
     COMMAND: PRODUCT - {"objectcache"},
     "objectcache": {"descriptors", "nixl_client", COMMAND},
 }
@@ -192,7 +193,7 @@ def test_process_packages_import_the_shared_language_and_never_each_other(packag
 def test_the_product_does_without_benchmarks(package: str) -> None:
     """They are not in its wheel, so that no function may import them either when it is called."""
     for path in files_of(package):
-        assert not {name.partition(".")[0] for name in imported(path)} & {"bench", "demo"}, path.relative_to(ROOT)
+        assert not {name.partition(".")[0] for name in imported(path)} & {"bench"}, path.relative_to(ROOT)
 
 
 def test_descriptors_need_only_the_standard_library_numpy_and_pydantic() -> None:

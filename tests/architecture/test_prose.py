@@ -25,7 +25,7 @@ FOLDERS = (
     "storage_server",
     "tests",
 )
-PLAIN_FOLDERS = (*(folder for folder in FOLDERS if folder not in ("bench", "tests")), "demo", "fuzz")
+PLAIN_FOLDERS = (*(folder for folder in FOLDERS if folder not in ("bench", "tests")), "fuzz")
 FUNCTIONS = (ast.FunctionDef, ast.AsyncFunctionDef)
 PAGES = sorted([*ROOT.glob("*.md"), *(ROOT / "docs").rglob("*.md"), *(ROOT / "tests").glob("*.md")])
 MODULES = sorted(path for folder in FOLDERS for path in (ROOT / folder).rglob("*.py"))

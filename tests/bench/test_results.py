@@ -65,7 +65,7 @@ def test_a_wrong_result_is_not_published(
 def test_the_command_of_a_result_is_one(name: str) -> None:
     """Its module can be run, and knows the options."""
     module, *arguments = results.RUNS[name].command.removeprefix("-m ").split()
-    assert importlib.util.find_spec(f"{module}.__main__" if module in ("demo", "tests.faults.crash") else module)
+    assert importlib.util.find_spec(f"{module}.__main__" if module in ("objectcache", "tests.faults.crash") else module)
     if arguments[:1] == ["bench"]:
         parser = argparse.ArgumentParser()
         commands = parser.add_subparsers()

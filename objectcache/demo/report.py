@@ -6,10 +6,11 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from demo.measure import Answer, Spread
 from descriptors.ttft import ttft_layerwise_s
+from descriptors.units import format_bytes
 from nixl_client.client import Transport
 from nixl_client.connectors.transformers import KvShape
+from objectcache.demo.measure import Answer, Spread
 
 LOGITS_DIFFERENCE_MAX = 1e-3
 
@@ -103,31 +104,72 @@ class Timings:
 
 
 @dataclass(frozen=True, slots=True)
+class Said:
+    """The model's two answers to the second question: computed by itself, and on the loaded prefix."""
+
+    question: str
+    computed: str
+    loaded: str
+
+    @property
+    def is_equal(self) -> bool:
+        """Nobody can tell which one was loaded."""
+        return self.computed == self.loaded
+
+    def text(self, timings: Timings, nbytes: int, transport: Transport) -> str:
+        """For people."""
+        computed_s, loaded_s = timings.recompute.median_s, timings.layer_major.median_s
+        link = f"{format_bytes(nbytes)} over {transport.value}, {computed_s / loaded_s:.1f} times as fast"
+        return (
+            f"{self.question}\n"
+            f"  computed  {computed_s:7.2f} s to the first token: {self.computed}\n"
+            f"  loaded    {loaded_s:7.2f} s to the first token: {self.loaded}\n"
+            f"            ({link}; the answers are {'equal' if self.is_equal else 'NOT EQUAL'})"
+        )
+
+
+@dataclass(frozen=True, slots=True)
 class Findings:
     """All that the demo found; `layer_major` and `chunk_major` are the runs with the median TTFT."""
 
+    model: str
     document_tokens: int
     question_tokens: int
     shape: KvShape
     transport: Transport
     cores: int
+    said: Said
     agreement: Agreement
     timings: Timings
     layer_major: Answer
     chunk_major: Answer
 
+    @property
+    def is_good(self) -> bool:
+        """The loaded prefix gives the model's own answer, and wrong prefixes are noticed."""
+        return self.agreement.is_right_accepted and self.agreement.is_wrong_refused and self.said.is_equal
+
+    @property
+    def delivered_bytes(self) -> int:
+        """The bytes of the prefix, which went over the link for each answer."""
+        return self.shape.layout.delivery_bytes(self.document_tokens // self.shape.chunk_tokens)
+
     def title(self) -> str:
-        """Of the picture."""
+        """The picture's title."""
         recompute_s = self.timings.recompute.median_s
         return (
-            f"A question of {self.question_tokens} tokens after {self.document_tokens:,} cached ones, over "
-            f"{self.transport.name}; recomputing all of them takes {recompute_s:.1f} s"
+            f"{self.model}: a question of {self.question_tokens} tokens after {self.document_tokens:,} cached ones, "
+            f"over {self.transport.name}; recomputing all of them takes {recompute_s:.1f} s"
         )
 
     def to_fields(self) -> dict[str, Any]:
         """The JSON object: machine, sizes, agreement, times in seconds."""
         agreement, layout = self.agreement, self.shape.layout
         return {
+            "model": self.model,
+            **asdict(self.said),
+            "is_equal": self.said.is_equal,
+            "delivered_bytes": self.delivered_bytes,
             "cores": self.cores,
             "transport": self.transport.value,
             "document_tokens": self.document_tokens,

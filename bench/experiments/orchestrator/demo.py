@@ -1,5 +1,7 @@
-"""python -m demo.orchestrator: two vLLM engines over one store, and an orchestrator. An engine is registered while
-it runs, requests go where their prefix is, and an engine that is killed costs a second attempt.
+"""Two vLLM engines over one store, and an orchestrator: `python -m bench.experiments.orchestrator.demo`.
+
+An engine is registered while it runs, requests go where their prefix is, and an engine that is killed costs a second
+attempt.
 
 Exit status 0 when every answer is the one that an engine gives by itself, else 1. Needs `make engines`; two minutes.
 """

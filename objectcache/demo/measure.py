@@ -10,13 +10,13 @@ from dataclasses import dataclass
 from itertools import accumulate, pairwise
 
 import torch
-from transformers import DynamicCache, LlamaForCausalLM
+from transformers import DynamicCache
 
-from demo.model import logits_of_last
 from descriptors.descriptor import Delivery
 from nixl_client.client import Client
 from nixl_client.connectors.transformers import KvShape, LayerWait, WaitingCache
 from nixl_client.fetch.layer_fetch import LayerFetch
+from objectcache.demo.model import Subject, decode, logits_of_last
 
 TIMEOUT_S = 60.0
 
@@ -31,9 +31,12 @@ class LayerSpan:
 
 @dataclass(frozen=True, slots=True)
 class Answer:
-    """One answer to the question: the last token's logits (vocabulary,), and when things happened."""
+    """One answer to the question: the last token's logits (vocabulary,), the answer's tokens if they were asked for,
+    and when things happened until the first one.
+    """
 
     logits: torch.Tensor
+    tokens: list[int]
     started_s: float
     lookup_ended_s: float
     forward_started_s: float
@@ -69,7 +72,7 @@ class Answer:
 class ServingNode:
     """A model, a client, and the buffer (uint8) its prefix is fetched into."""
 
-    model: LlamaForCausalLM
+    subject: Subject
     client: Client
     shape: KvShape
     buffer: torch.Tensor
@@ -78,12 +81,21 @@ class ServingNode:
         """Look `keys` up, fetch the stored prefix, and run the model on it layer by layer as it arrives."""
         return self._answer(keys, question, delivery, lambda fetch: None)
 
+    def whole_answer(self, keys: Sequence[str], question: list[int]) -> Answer:
+        """The same, with all tokens of the answer."""
+        return self._answer(keys, question, Delivery.LAYER_MAJOR, lambda fetch: None, is_whole=True)
+
     def answer_after_transfer(self, keys: Sequence[str], question: list[int]) -> Answer:
         """The same layer by layer, but computing only once everything is there: transfer and compute undisturbed."""
         return self._answer(keys, question, Delivery.LAYER_MAJOR, _wait)
 
     def _answer(
-        self, keys: Sequence[str], question: list[int], delivery: Delivery, before_compute: Callable[[LayerFetch], None]
+        self,
+        keys: Sequence[str],
+        question: list[int],
+        delivery: Delivery,
+        before_compute: Callable[[LayerFetch], None],
+        is_whole: bool = False,
     ) -> Answer:
         started_s = time.monotonic()
         matched = self.client.lookup(keys)
@@ -91,17 +103,18 @@ class ServingNode:
         with self.client.fetch(keys[:matched], self.shape.layout, self.buffer, delivery=delivery) as fetch:
             before_compute(fetch)
             cache = WaitingCache(fetch, self.shape, timeout_s=TIMEOUT_S)
-            with _layer_spans(self.model) as spans:
+            with _layer_spans(self.subject) as spans:
                 forward_started_s = time.monotonic()
-                logits = logits_of_last(self.model, question, cache)
+                logits = logits_of_last(self.subject.model, question, cache)
                 finished_s = time.monotonic()
             fetch.wait(TIMEOUT_S)
         waits = tuple(wait for wait in cache.waits if wait is not None)
-        return Answer(logits, started_s, lookup_ended_s, forward_started_s, finished_s, tuple(spans), waits)
+        tokens = decode(self.subject, logits, cache) if is_whole else []
+        return Answer(logits, tokens, started_s, lookup_ended_s, forward_started_s, finished_s, tuple(spans), waits)
 
 
 def prefill(
-    model: LlamaForCausalLM, tokens: list[int], on_layer: Callable[[], object]
+    subject: Subject, tokens: list[int], on_layer: Callable[[], object]
 ) -> tuple[torch.Tensor, DynamicCache, float]:
     """Run the model on all tokens: the last token's logits, the filled cache, and the seconds it took. `on_layer` is
     called after every layer.
@@ -110,10 +123,10 @@ def prefill(
     def count(*_: object) -> None:
         on_layer()
 
-    hooks = [layer.register_forward_hook(count) for layer in model.model.layers]
+    hooks = [layer.register_forward_hook(count) for layer in subject.layers]
     cache = DynamicCache()
     started_s = time.monotonic()
-    logits = logits_of_last(model, tokens, cache)
+    logits = logits_of_last(subject.model, tokens, cache)
     seconds = time.monotonic() - started_s
     for hook in hooks:
         hook.remove()
@@ -161,7 +174,7 @@ def _wait(fetch: LayerFetch) -> None:
 
 
 @contextmanager
-def _layer_spans(model: LlamaForCausalLM) -> Iterator[list[LayerSpan]]:
+def _layer_spans(subject: Subject) -> Iterator[list[LayerSpan]]:
     """Collects a LayerSpan for each decoder layer the model runs."""
     spans: list[LayerSpan] = []
     began_s = [0.0]
@@ -172,7 +185,7 @@ def _layer_spans(model: LlamaForCausalLM) -> Iterator[list[LayerSpan]]:
     def leave(*_: object) -> None:
         spans.append(LayerSpan(began_s[0], time.monotonic()))
 
-    layers = model.model.layers
+    layers = subject.layers
     hooks = [layer.register_forward_pre_hook(enter) for layer in layers]
     hooks += [layer.register_forward_hook(leave) for layer in layers]
     try:

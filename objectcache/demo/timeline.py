@@ -12,7 +12,7 @@ import matplotlib.pyplot as plt
 from matplotlib.axes import Axes
 from matplotlib.patches import Patch
 
-from demo.measure import Answer
+from objectcache.demo.measure import Answer
 
 REQUEST, TRANSFER, COMPUTE, STALL = "#9aa0a6", "#2f6db5", "#3a9d5d", "#e8483b"
 BAR_HEIGHT = 0.4
@@ -28,7 +28,7 @@ LABELS = {
 def draw(path: Path, layer_major: Answer, chunk_major: Answer, eq3_ttft_s: float, title: str) -> None:
     """Write a PNG: layer-major above, with what Eq. 3 predicts, chunk-major below, on one time axis."""
     layers = len(layer_major.waits)
-    figure, panels = plt.subplots(2, 1, sharex=True, figsize=(12, 2.4 + 0.5 * layers), layout="constrained")
+    figure, panels = plt.subplots(2, 1, sharex=True, figsize=(12, 2.4 + min(0.5 * layers, 9.0)), layout="constrained")
     _panel(panels[0], "layer-major: the next layers travel while a layer computes", layer_major, _one_after_another)
     _panel(panels[1], "chunk-major: everything travels, then everything computes", chunk_major, _all_together)
     panels[0].axvline(1e3 * eq3_ttft_s, color="#555555", linewidth=1.2, linestyle=":", label="Eq. 3 predicts")
@@ -76,7 +76,7 @@ def _panel(axes: Axes, title: str, answer: Answer, transfers) -> None:  # type: 
     _mark_ttft(axes, answer)
     axes.set_title(title, loc="left", fontsize=11)
     axes.set_ylabel("layer")
-    axes.set_yticks(range(len(answer.waits)))
+    axes.set_yticks(range(0, len(answer.waits), 1 + len(answer.waits) // 20))
     axes.invert_yaxis()
     axes.grid(axis="x", color="#dddddd", linewidth=0.6)
     axes.set_axisbelow(True)
