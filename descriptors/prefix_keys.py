@@ -33,6 +33,13 @@ class Namespace:
     lora: str = ""
     salt: str = ""
 
+    def __post_init__(self) -> None:
+        """Raises ValueError where model or dtype are empty, or there are no tokens in a block: different models would
+        share keys.
+        """
+        if not self.model or not self.dtype or self.block_tokens < 1:
+            raise ValueError("a namespace needs a model, a dtype and block_tokens of at least 1")
+
     def text(self) -> str:
         """The namespace string: `name=value` lines in field order; `%` and line breaks in values are escaped, so no
         two namespaces share a text.

@@ -9,6 +9,8 @@ from typing import Protocol
 
 import numpy as np
 
+from descriptors.units import format_bytes
+
 _F_SEAL_FUTURE_WRITE = 0x10  # linux/fcntl.h, Linux 5.1
 
 
@@ -27,7 +29,10 @@ class PrivateArea:
 
     def __init__(self, nbytes: int) -> None:
         # shared anonymous memory, the default, gets no huge pages
-        self.map = mmap.mmap(-1, nbytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+        try:
+            self.map = mmap.mmap(-1, nbytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+        except OSError as error:
+            raise OSError(error.errno, f"{format_bytes(nbytes)} of memory cannot be had: {error.strerror}") from None
         if hasattr(mmap, "MADV_HUGEPAGE"):
             self.map.madvise(mmap.MADV_HUGEPAGE)
         self.address = int(np.frombuffer(self.map, dtype=np.uint8).ctypes.data)

@@ -53,7 +53,7 @@ class Experiment:
         declare(parser, self.settings)
         parser.add_argument("--smoke", action="store_true", help="tiny sizes, one run: does it work, not how fast")
         parser.add_argument("--json", type=Path, metavar="FILE", help="write everything there, raw samples included")
-        parser.add_argument("--plot", type=Path, metavar=self.charts, help="draw it there; needs the extra 'plot'")
+        parser.add_argument("--plot", type=Path, metavar=self.charts, help="draw it there; needs the extra 'demo'")
         parser.set_defaults(command=self.run)
 
     def run(self, options: argparse.Namespace) -> int:

@@ -1,5 +1,5 @@
 """Charts of rows of a result: what is across, which line or bar a row belongs to, and its panel. Needs matplotlib (the
-extra `plot`).
+extra `demo`).
 """
 
 from __future__ import annotations

@@ -31,6 +31,11 @@ class Checked:
     transports: tuple[str, ...] = ()
 
 
+def nobody_at(url: str, error: UnansweredError) -> str:
+    """A sentence for people about a server that did not answer."""
+    return error.message if error.never_sent else f"no ObjectCache at {url}: {error.message}"
+
+
 def check(http: SignedHttp, bucket: str, timeout_s: float = CHECK_S) -> Checked:
     """Ask the server, once. Raises nothing: what is wrong is in the answer."""
     url = http.account.address.url
@@ -39,7 +44,7 @@ def check(http: SignedHttp, bucket: str, timeout_s: float = CHECK_S) -> Checked:
         transports = tuple(["shm"] * bool(offered.get("shm_socket") or offered.get("shm_sockets")))
         transports += tuple(["ucx"] * bool(offered.get("ucx")))
     except UnansweredError as error:
-        return Checked(False, f"no ObjectCache at {url}: {error.message}")
+        return Checked(False, nobody_at(url, error))
     except ObjectCacheError as error:
         if error.code in (ErrorCode.NO_SUCH_BUCKET, ErrorCode.INVALID_BUCKET_NAME, ErrorCode.NO_SUCH_KEY):
             return Checked(False, f"{url} is an S3 service, and no ObjectCache")

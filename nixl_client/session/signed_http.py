@@ -23,7 +23,7 @@ from descriptors.xml_body import element_of
 from nixl_client.session import retries
 from nixl_client.session.retries import Retries
 from nixl_client.session.shared import Shared
-from nixl_client.transports.http import ConnectionPool, ServerAddress, Stream, UnansweredError, bounded
+from nixl_client.transports.http import ConnectionPool, ServerAddress, Stream, UnansweredError, bounded, reason_of
 
 ANSWER_BYTES_MAX = 16 * MIB
 """Of an answer that is read as a whole: the documents of the protocol have no more."""
@@ -164,8 +164,10 @@ class SignedHttp:
             response = bounded(connection, timeout_s, max(bytes_max, ERROR_BODY_BYTES_MAX))
         except (OSError, http.client.HTTPException) as error:
             connection.close()
+            address = self.account.address
+            what = f"{method} {path}" if is_connected else f"no ObjectCache at {address.url}"
             raise UnansweredError(
-                f"{method} {path}: {str(error) or type(error).__name__}",
+                f"{what}: {reason_of(error, address)}",
                 never_sent=not is_connected,
                 retryable=not isinstance(error, ssl.SSLCertVerificationError),
             ) from error

@@ -23,6 +23,7 @@ from urllib.parse import urlsplit
 
 from descriptors.errors import ErrorCode, ServerError
 from descriptors.units import KIB, MIB
+from objectcache.adapters.trust import CA_BUNDLE, client_context
 
 IDLE_CONNECTIONS_MAX = 64
 """As many as one client runs fetches at a time; a connection beyond is closed when its request is over."""
@@ -32,6 +33,7 @@ HEAD_LINES_MAX = 512
 """Of an answer, with its interim answers."""
 HEAD_BYTES_MAX = MIB
 PIECE_BYTES = 64 * KIB
+_SPEAKS_HTTP = ("WRONG_VERSION_NUMBER", "RECORD_LAYER_FAILURE", "HTTP_REQUEST")
 NUMBER_DIGITS_MAX = 18
 
 
@@ -60,6 +62,8 @@ class ServerAddress:
         parts = urlsplit(endpoint)
         if parts.scheme not in ("http", "https") or not parts.hostname:
             raise ValueError(f"the endpoint must be http(s)://HOST[:PORT], not {endpoint!r}")
+        if parts.path.strip("/") or parts.query or parts.fragment:
+            raise ValueError(f"a server has no path: write {parts.scheme}://{parts.netloc}, not {endpoint!r}")
         is_tls = parts.scheme == "https"
         return cls(parts.netloc, parts.hostname, parts.port or (443 if is_tls else 80), is_tls)
 
@@ -69,6 +73,19 @@ class ServerAddress:
         return f"{'https' if self.is_tls else 'http'}://{self.netloc}"
 
 
+def reason_of(error: Exception, address: ServerAddress) -> str:
+    """Why a server did not answer, and what may help, for people."""
+    if isinstance(error, ssl.SSLCertVerificationError):
+        return f"its certificate is not trusted here ({error.verify_message}): {CA_BUNDLE} names its CA's PEM file"
+    if isinstance(error, ssl.SSLError) and error.reason in _SPEAKS_HTTP:
+        return f"it speaks http: write http://{address.netloc}"
+    if isinstance(error, http.client.RemoteDisconnected) and not address.is_tls:
+        return f"{error}; if it speaks TLS, write https://{address.netloc}"
+    if isinstance(error, OSError) and error.strerror is not None:
+        return error.strerror
+    return str(error) or type(error).__name__
+
+
 class ConnectionPool:
     """Connections to one server. At most IDLE_CONNECTIONS_MAX wait for their next request; how many are busy is the
     callers' choice. Safe from any thread, and after a fork: a child process makes connections of its own.
@@ -76,7 +93,7 @@ class ConnectionPool:
 
     def __init__(self, address: ServerAddress) -> None:
         self._address = address
-        self._tls = ssl.create_default_context() if address.is_tls else None
+        self._tls = client_context() if address.is_tls else None
         self._is_closed = False
         self._process_id = os.getpid()
         self._lock = threading.Lock()

@@ -1,4 +1,4 @@
-"""The few shapes of which all charts are made. Needs matplotlib (the extra `plot`)."""
+"""The few shapes of which all charts are made. Needs matplotlib (the extra `demo`)."""
 
 from __future__ import annotations
 

@@ -87,7 +87,7 @@ def add_calibrate(
     )
     parser.add_argument("--device", choices=("cpu", "cuda"), help="for --model; default: cpu")
     parser.add_argument("--json", type=Path, metavar="FILE", help="write everything there, raw samples included")
-    parser.add_argument("--plot", type=Path, metavar="FILE", help="draw the curve; needs the extra 'plot'")
+    parser.add_argument("--plot", type=Path, metavar="FILE", help="draw the curve; needs the extra 'demo'")
     parser.add_argument("--dry-run", action="store_true", help="measure and show, write no config")
     parser.add_argument(
         "--smoke", action="store_true", help="tiny sizes: does it work, not how fast; implies --dry-run"
@@ -101,6 +101,8 @@ def run(options: argparse.Namespace) -> int:
     if problem is not None:
         print(f"objectcache calibrate: {problem}", file=sys.stderr)
         return WRONG_USE
+    if options.data is not None:
+        options.data.mkdir(exist_ok=True)
     runs = options.runs or (RUNS_SMOKE if options.smoke else RUNS_LINK if options.link else RUNS)
     options.states = options.states or STATES
     options.compute_us = options.compute_us or _computes(COMPUTES_US)
@@ -130,8 +132,8 @@ def _problem(options: argparse.Namespace) -> str | None:
     for file in (options.config, options.json, options.plot):
         if file is not None and not file.absolute().parent.is_dir():
             return f"{file.parent}: no such folder"
-    if options.data is not None and not options.data.is_dir():
-        return f"{options.data}: no such folder"
+    if options.data is not None and not options.data.absolute().parent.is_dir():
+        return f"{options.data.parent}: no such folder"
     if options.plot is not None and importlib.util.find_spec("matplotlib") is None:
         return "--plot needs matplotlib: pip install matplotlib"
     if options.config is not None and not os.access(options.config.resolve().parent, os.W_OK):

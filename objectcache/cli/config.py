@@ -6,6 +6,7 @@ in a file only its owner can read.
 
 from __future__ import annotations
 
+import difflib
 import json
 import os
 import secrets
@@ -13,18 +14,21 @@ import string
 import sys
 import tomllib
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
+from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import Annotated, Literal, Self
 
-from pydantic import Field, ValidationError, model_validator
+from pydantic import Field, ValidationError, field_validator, model_validator
 
 from descriptors.peer_auth import PeerSecrets
 from descriptors.units import MIB
 from gateway.app import GatewaySettings
 from gateway.s3.credentials import Credential
+from gateway.s3.routing import Operation
 from objectcache.adapters.interfaces import LOOPBACK
 from objectcache.cli.config_compression import CompressionConfig
+from objectcache.cli.config_errors import told, unquoted
 from objectcache.cli.config_orchestrator import ApiKeyConfig, EngineConfig, OrchestratorConfig
 from objectcache.cli.config_values import ConfigError as ConfigError
 from objectcache.cli.config_values import Model, Rate, Size
@@ -46,12 +50,15 @@ from storage_server.settings import (
 from storage_server.store.data.durability import Durability
 
 PEER_SECRET_BYTES = 32
+KEYS_TOLD = 8
+"""A message names no more access keys than these."""
 PEER_SECRETS_MAX = 8
 UPSTREAM_VARIABLES = {
     "access_key": "OBJECTCACHE_UPSTREAM_ACCESS_KEY_ID",
     "secret_key": "OBJECTCACHE_UPSTREAM_SECRET_ACCESS_KEY",
     "region": "OBJECTCACHE_UPSTREAM_REGION",
 }
+ACTIONS = sorted({operation.action for operation in Operation})
 TransportName = Literal["shm", "ucx", "http"]
 
 
@@ -62,6 +69,16 @@ class CredentialConfig(Model):
     secret_key: Annotated[str, Field(min_length=8, max_length=128)]
     buckets: tuple[str, ...] = ("*",)
     actions: tuple[str, ...] = ("*",)
+
+    @field_validator("actions")
+    @classmethod
+    def _has_known_actions(cls, actions: tuple[str, ...]) -> tuple[str, ...]:
+        for pattern in actions:
+            if not any(fnmatchcase(action, pattern) for action in ACTIONS):
+                near = difflib.get_close_matches(pattern, ACTIONS, 1, 0.5)
+                remedy = f"did you mean {near[0]}?" if near else "actions are named as in S3, such as GetObject or Put*"
+                raise ValueError(f"{pattern!r} is no action; {remedy}")
+        return actions
 
 
 class GatewayConfig(Model):
@@ -151,9 +168,8 @@ class SchedulerConfig(Model):
 
     def settings(self, tenants: Sequence[TenantConfig], profiles: Sequence[ComputeProfileConfig]) -> SchedulerSettings:
         """The settings of the scheduler. Raises ValueError."""
-        twice = [name for name, count in Counter(each.access_key for each in tenants).items() if count > 1]
-        if twice:
-            raise ValueError(f"tenants: {twice[0]} appears twice")
+        if twice := _twice(each.access_key for each in tenants):
+            raise ValueError(f"tenants: {twice} appears twice")
         of_pool = {"policy", "rates", "margin_bytes_per_s", "epoch_s_max", "gather_s"}
         pool = PoolSettings(
             policy=None if self.policy == "slack" else Policy(self.policy),
@@ -208,10 +224,14 @@ class UpstreamConfig(Model):
             if said:
                 raise ConfigError("[upstream]: endpoint: missing")
             return None
+        endpoint = str(said["endpoint"])
+        if not endpoint.startswith(("http://", "https://", "file:")):
+            remedy = f"; for a directory that servers share: file://{endpoint}" if endpoint.startswith("/") else ""
+            raise ConfigError(f"[upstream]: endpoint {endpoint}: must be http(s)://HOST:PORT or file:///PATH{remedy}")
         for name, variable in UPSTREAM_VARIABLES.items():
             if name not in said and environment.get(variable):
                 said[name] = environment[variable]
-        wanted = () if str(said["endpoint"]).startswith("file:") else ("access_key", "secret_key")
+        wanted = () if endpoint.startswith("file:") else ("access_key", "secret_key")
         missing = [name for name in wanted if name not in said]
         if missing:
             names = " and ".join(f"{name} (or {UPSTREAM_VARIABLES[name]})" for name in missing)
@@ -394,21 +414,34 @@ def load_config(path: Path | None) -> Config:
     if path is None:
         return Config()
     try:
-        return Config.model_validate(tomllib.loads(path.read_text()))
+        text = path.read_text()
     except OSError as error:
         raise ConfigError(f"{path}: {error.strerror}") from None
     except UnicodeDecodeError as error:
         raise ConfigError(f"{path}: it must be UTF-8, and byte {error.start} is not") from None
+    try:
+        return Config.model_validate(tomllib.loads(text))
     except tomllib.TOMLDecodeError as error:
-        raise ConfigError(f"{path}: {error}") from None
+        raise ConfigError(f"{path}: {unquoted(text, str(error)) or error}") from None
     except ValidationError as error:
-        first = error.errors(include_url=False, include_input=False)[0]
-        raise ConfigError(f"{path}: {'.'.join(map(str, first['loc']))}: {first['msg']}") from None
+        raise ConfigError(f"{path}: {told(Config, error.errors(include_url=False, include_input=False))}") from None
+
+
+def check_tenants(config: Config, credentials: Sequence[Credential]) -> None:
+    """Raises ConfigError for a `[[tenants]]` table of nobody."""
+    known = {each.access_key for each in credentials}
+    for tenant in config.tenants:
+        if tenant.access_key not in known:
+            near = difflib.get_close_matches(tenant.access_key, known, 1, 0.6)
+            remedy = f"did you mean {near[0]}?" if near else f"the keys are {', '.join(sorted(known)[:KEYS_TOLD])}"
+            raise ConfigError(f"[[tenants]]: {tenant.access_key} is no access key of this server; {remedy}")
 
 
 def load_credentials(config: Config, environment: Mapping[str, str], file: Path) -> list[Credential]:
     """Credentials in the order the module's head gives; a new pair is printed once, to standard error."""
     if config.credentials:
+        if twice := _twice(each.access_key for each in config.credentials):
+            raise ConfigError(f"[[credentials]]: access_key {twice} appears twice")
         return [Credential(c.access_key, c.secret_key, c.buckets, c.actions) for c in config.credentials]
     access_key, secret_key = environment.get("AWS_ACCESS_KEY_ID"), environment.get("AWS_SECRET_ACCESS_KEY")
     if access_key and secret_key:
@@ -457,6 +490,11 @@ def load_peer_secrets(file: Path, *, create: bool) -> PeerSecrets:
             f"{file}: from 1 to {PEER_SECRETS_MAX} lines, each a secret of at least {PEER_SECRET_BYTES} characters"
         )
     return PeerSecrets(*secrets_there)
+
+
+def _twice(names: Iterable[str]) -> str | None:
+    """The first name that is there more than once."""
+    return next((name for name, count in Counter(names).items() if count > 1), None)
 
 
 def _write_private(path: Path, text: str) -> None:

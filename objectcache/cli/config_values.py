@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import re
 from typing import Annotated
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict
 
 from descriptors.units import parse_bytes
+
+_BITS = re.compile(r"(\d{1,20}(?:\.\d{0,20})?) {0,4}([kKMGT]?)(?:bps|bit/s|bits/s|b/s)")
 
 
 class NoServerError(Exception):
@@ -32,5 +35,16 @@ def _size(value: object) -> object:
 
 Size = Annotated[int, BeforeValidator(_size)]
 """A number of bytes."""
-Rate = Annotated[float, BeforeValidator(_size)]
+
+
+def _rate(value: object) -> object:
+    """A rate is written as a size is; one in bits is told apart, because it would be eight times as much."""
+    found = _BITS.fullmatch(value.strip()) if isinstance(value, str) else None
+    if found is not None:
+        bits = parse_bytes(f"{found[1]}{found[2]}")
+        raise ValueError(f"{value!r} counts bits; rates are in bytes a second: {bits / 8:.6g}")
+    return _size(value)
+
+
+Rate = Annotated[float, BeforeValidator(_rate)]
 """Bytes in a second, which people write as they write sizes."""

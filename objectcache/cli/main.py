@@ -41,6 +41,7 @@ from objectcache.cli.config import (
     BucketConfig,
     Config,
     ConfigError,
+    check_tenants,
     credentials_from,
     load_config,
     load_credentials,
@@ -54,11 +55,13 @@ from objectcache.cli.status import add_status
 from objectcache.cli.stored import add_stored
 from objectcache.cli.workers import worker_storage
 from storage_server.settings import ColdReads, StorageSettings
+from storage_server.shared_files.membership import WrongHomeError
 from storage_server.store.data.durability import Durability
 from storage_server.store.index.identity import IndexMismatchError
 from storage_server.store.index.migrations import SchemaError
 from storage_server.upstream.directory import WrongDirectoryError
 
+PORT_MAX = 65535
 _Commands: TypeAlias = "argparse._SubParsersAction[argparse.ArgumentParser]"
 
 
@@ -84,7 +87,7 @@ def run(arguments: Sequence[str]) -> int:
     except (NixlFailure, UnknownInterfaceError) as error:
         print(f"objectcache: the ucx transport cannot be offered: {error}", file=sys.stderr)
         return 1
-    except (IndexMismatchError, MembershipError, SchemaError, WrongDirectoryError) as error:
+    except (IndexMismatchError, MembershipError, SchemaError, WrongDirectoryError, WrongHomeError) as error:
         print(f"objectcache: {error}", file=sys.stderr)
         return 1
     except ObjectCacheError as error:
@@ -92,6 +95,9 @@ def run(arguments: Sequence[str]) -> int:
         return 1
     except sqlite3.Error as error:
         print(f"objectcache: the index cannot be opened: {error}", file=sys.stderr)
+        return 1
+    except BrokenPipeError:  # whoever reads the output has enough
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 1
     except OSError as error:
         said = ": ".join(filter(None, (str(error.filename or ""), error.strerror or str(error))))
@@ -282,7 +288,7 @@ def _add_care(commands: _Commands, logs: argparse.ArgumentParser) -> None:
 
 def _add_listen(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--host", default="127.0.0.1", help="default: 127.0.0.1")
-    parser.add_argument("--port", type=int, default=9000, help="default: 9000; 0 picks a free one")
+    parser.add_argument("--port", type=_port, default=9000, help="default: 9000; 0 picks a free one")
     parser.add_argument(
         "--domain",
         action="append",
@@ -351,6 +357,12 @@ def _size(text: str) -> int:
         raise argparse.ArgumentTypeError(str(error)) from None
 
 
+def _port(text: str) -> int:
+    if not text.isdigit() or int(text) > PORT_MAX:
+        raise argparse.ArgumentTypeError(f"{text!r} is no port: from 0 to {PORT_MAX}")
+    return int(text)
+
+
 def _cache(text: str) -> tuple[str, BucketCache]:
     name, is_sized, size = text.partition("=")
     try:
@@ -380,6 +392,7 @@ def _serve(options: argparse.Namespace) -> int:
     settings = _storage_settings(config, options)
     credentials_file = options.data / "credentials.json"
     credentials = load_credentials(config, os.environ, credentials_file)
+    check_tenants(config, credentials)
     if options.workers < 1:
         raise ConfigError("--workers must be at least 1")
     secret_file = options.data / "peer-secret"

@@ -12,6 +12,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, TypeAlias
+from urllib.parse import urlsplit
 
 from objectcache.cli import admin_token, serve
 from objectcache.cli.cluster import etcd_of
@@ -212,6 +213,8 @@ def _ms(seconds: float | None) -> str:
 def _url(text: str) -> str:
     if not text.startswith(("http://", "https://")) or len(text) > 512:
         raise ConfigError(f"--engine {text}: must be http://HOST:PORT")
+    if urlsplit(text).path.strip("/"):
+        raise ConfigError(f"--engine {text}: must be http://HOST:PORT, without {urlsplit(text).path}")
     return text.rstrip("/")
 
 

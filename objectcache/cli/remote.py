@@ -5,7 +5,6 @@ from __future__ import annotations
 import argparse
 import json
 import os
-import re
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -13,11 +12,11 @@ from typing import TYPE_CHECKING, Any
 from urllib.parse import urlsplit
 
 from descriptors.errors import ObjectCacheError
+from objectcache.adapters.trust import CA_BUNDLE
 from objectcache.cli.config_values import ConfigError, NoServerError
 
 if TYPE_CHECKING:
     from nixl_client.session.signed_http import SignedHttp
-    from nixl_client.transports.http import UnansweredError
 
 ENDPOINT_VARIABLES = ("OBJECTCACHE_ENDPOINT", "AWS_ENDPOINT_URL_S3", "AWS_ENDPOINT_URL")
 DEFAULT_ENDPOINT = "http://127.0.0.1:9000"
@@ -82,7 +81,7 @@ def keys_of(file: Path | None) -> tuple[str, str]:
 @contextmanager
 def asked(options: argparse.Namespace) -> Iterator[SignedHttp]:
     """Signed requests to the server. Raises ConfigError, and NoServerError where it is none of ours, or not there."""
-    from nixl_client.session.check import said
+    from nixl_client.session.check import nobody_at, said
     from nixl_client.session.retries import Retries
     from nixl_client.session.signed_http import SignedHttp
     from nixl_client.transports.http import UnansweredError
@@ -92,7 +91,7 @@ def asked(options: argparse.Namespace) -> Iterator[SignedHttp]:
     try:
         yield http
     except UnansweredError as error:
-        raise NoServerError(f"no ObjectCache at {endpoint}: {_reason(error, endpoint)}") from None
+        raise NoServerError(nobody_at(endpoint, error)) from None
     except ObjectCacheError as error:
         raise NoServerError(f"{endpoint} refuses: {said(error)}") from None
     finally:
@@ -104,7 +103,7 @@ def asked_s3(options: argparse.Namespace) -> Iterator[Any]:
     """boto3's client of the server. Raises what `asked` raises."""
     import boto3
     from botocore.config import Config
-    from botocore.exceptions import BotoCoreError, ClientError, EndpointConnectionError
+    from botocore.exceptions import BotoCoreError, ClientError, EndpointConnectionError, SSLError
 
     endpoint = endpoint_of(options.endpoint)
     access_key, secret_key = keys_of(options.credentials)
@@ -126,6 +125,9 @@ def asked_s3(options: argparse.Namespace) -> Iterator[Any]:
             else f"{answer.get('Code')}: {answer.get('Message')}"
         )
         raise NoServerError(f"{endpoint} refuses: {what}") from None
+    except SSLError as error:
+        reason = f"TLS fails: {CA_BUNDLE} names the PEM file of its CA" if "VERIFY" in str(error) else str(error)
+        raise NoServerError(f"no ObjectCache at {endpoint}: {reason}") from None
     except EndpointConnectionError:
         raise NoServerError(f"no ObjectCache at {endpoint}: nobody answers there") from None
     except BotoCoreError as error:
@@ -152,14 +154,3 @@ def told(path: Path | None, answer: Any, lines: Sequence[str]) -> None:
         print(json.dumps(answer, indent=2))
     else:
         path.write_text(json.dumps(answer, indent=2) + "\n")
-
-
-def _reason(error: UnansweredError, endpoint: str) -> str:
-    text = str(error.message)
-    if "WRONG_VERSION_NUMBER" in text or ("SSL" in text.upper() and "record layer" in text):
-        return f"it speaks http: write http://{urlsplit(endpoint).netloc}"
-    if "CERTIFICATE_VERIFY_FAILED" in text:
-        return "its certificate is not trusted here: set SSL_CERT_FILE to its CA's PEM file"
-    if "BadStatusLine" in text or "RemoteDisconnected" in text or "without response" in text:
-        return f"it may speak https: try https://{urlsplit(endpoint).netloc}"
-    return re.sub(r"^\[Errno \d+\] ", "", text.partition(": ")[2] or text)

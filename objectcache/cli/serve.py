@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import errno
 import gc
 import logging
 import os
@@ -420,9 +421,11 @@ def _bound(listen: Listen) -> socket.socket:
         bound.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)
     try:
         bound.bind((listen.host, listen.port))
-    except OSError:
+    except OSError as error:
         bound.close()
-        raise
+        taken = "; another process has it: `--port` takes another, and 0 a free one"
+        said = f"{error.strerror}{taken if error.errno == errno.EADDRINUSE else ''}"
+        raise OSError(error.errno, said, f"{listen.host}:{listen.port}") from None
     return bound
 
 

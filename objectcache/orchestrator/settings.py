@@ -122,6 +122,8 @@ def engine_settings(document: Mapping[str, Any]) -> EngineSettings:
     url = document.get("url")
     if not isinstance(url, str) or urlsplit(url).scheme not in ("http", "https") or not urlsplit(url).netloc:
         raise ValueError("url must be http://HOST:PORT")
+    if urlsplit(url).path.strip("/"):
+        raise ValueError(f"url must be http://HOST:PORT, without {urlsplit(url).path}")
     found: dict[str, Any] = {"url": url.rstrip("/")}
     for name in ("name", "events", "replay", "topic"):
         value = document.get(name)

@@ -22,8 +22,13 @@ class LocalTokenizer:
     """
 
     def __init__(self, folder: Path) -> None:
-        from jinja2.sandbox import ImmutableSandboxedEnvironment
-        from tokenizers import Tokenizer
+        try:
+            from jinja2.sandbox import ImmutableSandboxedEnvironment
+            from tokenizers import Tokenizer
+        except ModuleNotFoundError as error:
+            raise ValueError(
+                f"a tokenizer needs the package {error.name}: install the extra objectcache[orchestrator]"
+            ) from None
 
         file = folder if folder.is_file() else folder / "tokenizer.json"
         try:

@@ -24,6 +24,7 @@ from urllib.parse import urlsplit
 from descriptors.errors import ErrorCode, ServerError
 from descriptors.units import KIB
 from objectcache.adapters.threads import finished
+from objectcache.adapters.trust import client_context
 from storage_server.settings import UpstreamSettings
 from storage_server.upstream.rules.least_rate import LeastRate
 from storage_server.upstream.rules.refusals import unreachable
@@ -66,7 +67,7 @@ class BulkReads:
         self._settings = settings
         self._host = parts.hostname or ""
         self._port = parts.port or (443 if parts.scheme == "https" else 80)
-        self._context = ssl.create_default_context() if parts.scheme == "https" else None
+        self._context = client_context() if parts.scheme == "https" else None
         self._idle: deque[tuple[float, http.client.HTTPConnection]] = deque(maxlen=settings.fetches_max)
         self._threads = ThreadPoolExecutor(settings.fetches_max, "upstream-read")
 

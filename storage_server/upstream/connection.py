@@ -26,6 +26,7 @@ from descriptors.storage_api import Body
 from objectcache.adapters.breaker import Breaker
 from objectcache.adapters.pieces import careful
 from objectcache.adapters.threads import computed
+from objectcache.adapters.trust import client_context
 from storage_server.settings import UpstreamSettings
 from storage_server.upstream.bulk_reads import ERROR_BYTES_MAX, BulkRead, BulkReads, Head, Into
 from storage_server.upstream.rules.attempts import ATTEMPTS_MAX, pause_before_next_s
@@ -92,7 +93,9 @@ class Upstream:
         timeout = aiohttp.ClientTimeout(
             total=None, sock_connect=settings.connect_timeout_s, sock_read=settings.read_timeout_s
         )
-        connector = careful(aiohttp.TCPConnector(limit=settings.connections_max))
+        is_tls = settings.endpoint.startswith("https:")
+        trusted = await asyncio.to_thread(client_context) if is_tls else True
+        connector = careful(aiohttp.TCPConnector(limit=settings.connections_max, ssl=trusted))
         self._session = aiohttp.ClientSession(
             connector=connector, timeout=timeout, auto_decompress=False, middlewares=(_once,)
         )

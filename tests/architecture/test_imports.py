@@ -106,6 +106,7 @@ PURE_MODULES = (
     "nixl_client/options.py",
     "nixl_client/connectors/vllm/published.py",
     "objectcache/cli/banner.py",
+    "objectcache/cli/config_errors.py",
     "objectcache/cli/config_text.py",
     "objectcache/orchestrator/response_cache.py",
     "objectcache/orchestrator/simulation.py",

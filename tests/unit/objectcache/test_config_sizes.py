@@ -43,5 +43,5 @@ def test_rates_of_a_file_are_bytes_in_a_second(tmp_path: Path) -> None:
     assert settings.scheduler.link_bytes_per_s == 12.5e9
     assert settings.scheduler.tenants["A"].rate_max_bytes_per_s == 5e8
     file.write_text('[scheduler]\nlink_bytes_per_s = "100Gbps"\n')
-    with pytest.raises(ConfigError, match=r"link_bytes_per_s.*is no size"):
+    with pytest.raises(ConfigError, match=r"link_bytes_per_s.*counts bits"):
         load_config(file)
