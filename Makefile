@@ -135,7 +135,7 @@ image-check: $(STAMP)
 
 # wheels for x86_64 and aarch64 in dist/, tried in new environments of each Python that is here
 wheel:
-	$(PYTHON) -m docker.wheels $(WHEEL_OPTIONS)
+	$(PYTHON) docker/wheels.py $(WHEEL_OPTIONS)
 
 # other software `bench aggregate` is measured beside
 peers: $(STAMP)

@@ -55,7 +55,7 @@ class WheelError(Exception):
 
 def main(arguments: Sequence[str]) -> int:
     """0 when the wheels are in dist/ and work; 1 where one does not; 2 where nothing can be tried."""
-    parser = argparse.ArgumentParser(prog="python -m docker.wheels", description=__doc__.partition("\n")[0])
+    parser = argparse.ArgumentParser(prog="docker/wheels.py", description=__doc__.partition("\n")[0])
     parser.add_argument("--foreign-root", type=Path, help="the root of another machine's Debian with python3")
     options = parser.parse_args(arguments)
     dist = ROOT / "dist"
@@ -143,8 +143,8 @@ def _tried(wheel: Path, python: str, work: Path) -> Path:
     for neighbours in ((), NEIGHBOURS):
         if neighbours:
             _run([str(own), "-m", "pip", "install", "--quiet", "--no-deps", *neighbours], bare)
-        said = _run([str(own), "-P", "-c", TRIAL], bare)
-        answered = _run([str(own.parent / "objectcache"), "--version"], bare)
+        said = _run([str(own), "-P", "-c", TRIAL], bare, work)  # a checkout as the folder would be tried instead
+        answered = _run([str(own.parent / "objectcache"), "--version"], bare, work)
         print(f"  {said}; {answered}{' beside ' + ' and '.join(neighbours) if neighbours else ''}", flush=True)
     _run([str(own), "-m", "pip", "uninstall", "--quiet", "--yes", *NEIGHBOURS], bare)
     return own
@@ -189,9 +189,9 @@ def _environment(folder: Path, python: str) -> Path:
     return folder / "bin" / "python"
 
 
-def _run(command: list[str], environment: dict[str, str] | None = None) -> str:
-    """The output of a command. Raises WheelError with its last words."""
-    done = subprocess.run(command, capture_output=True, text=True, env=environment)
+def _run(command: list[str], environment: dict[str, str] | None = None, folder: Path | None = None) -> str:
+    """The output of a command, run in `folder`. Raises WheelError with its last words."""
+    done = subprocess.run(command, capture_output=True, text=True, env=environment, cwd=folder)
     if done.returncode:
         raise WheelError(f"{' '.join(command[:4])} …: {(done.stdout + done.stderr)[-3000:]}")
     return done.stdout.strip()

@@ -14,7 +14,7 @@ from aiohttp import web
 
 from descriptors.descriptor import is_request_id
 from descriptors.errors import CallerError, ErrorCode, ObjectCacheError, ServerError
-from descriptors.headers import SERVICE_PREFIX
+from descriptors.headers import HEALTH_NAME, SERVICE_PREFIX
 from descriptors.status import StorageStatus
 from descriptors.storage_api import StorageApi
 from descriptors.tracing import REQUEST_ID_HEADER, TIMING_HEADER, timing_header
@@ -39,7 +39,6 @@ from objectcache.adapters.request_log import CLIENT_GONE, RequestLine, log_reque
 from objectcache.adapters.response_sink import abort_if_begun, begun_status, cutting, fulfil_headers, promise_headers
 
 RETRY_AFTER_S = 1
-HEALTH_NAME = "health"
 HEALTH_KEPT_S = 1.0
 HEALTH_TIMEOUT_S = 3.0
 METRICS_TIMEOUT_S = 5.0

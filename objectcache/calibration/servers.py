@@ -219,7 +219,7 @@ def _start(
     data: Path, options: Sequence[str], access_key: str, secret_key: str, further: Sequence[Path]
 ) -> subprocess.Popen[str]:
     keys = {"AWS_ACCESS_KEY_ID": access_key, "AWS_SECRET_ACCESS_KEY": secret_key}
-    serve = [sys.executable, "-m", "objectcache", "serve", "--data", str(data), "--port", "0"]
+    serve = [sys.executable, "-P", "-m", "objectcache", "serve", "--data", str(data), "--port", "0"]
     if is_available():
         serve.append("--ucx")
     environment = {**os.environ, **keys, "PYTHONPATH": os.pathsep.join([python_path(), *map(str, further)])}

@@ -15,7 +15,7 @@ import statistics
 import sys
 import tempfile
 import time
-from collections.abc import AsyncIterator, Awaitable
+from collections.abc import AsyncIterator, Awaitable, Iterable
 from dataclasses import asdict
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
@@ -48,10 +48,20 @@ NEEDED_BY = {
 }
 
 
-def run(directory: Path | None, upstream: UpstreamSettings | None, bucket: str | None, report: Path | None) -> int:
-    """Print the findings, or write them as JSON (`-` is standard output); 1 where one is a problem."""
+def run(
+    directory: Path | None,
+    upstream: UpstreamSettings | None,
+    bucket: str | None,
+    report: Path | None,
+    tried: Iterable[Finding] | None = None,
+) -> int:
+    """Print the findings, or write them as JSON (`-` is standard output); 1 where one is a problem. `tried`: those of a
+    server, in place of an upstream service.
+    """
     findings = [*host_findings(), *([] if directory is None else directory_findings(directory))]
-    if upstream is not None:
+    if tried is not None:
+        findings += tried
+    elif upstream is not None:
         findings += asyncio.run(upstream_findings(upstream, bucket))
         if upstream.remote_dram is not None:
             findings += remote_dram_findings(upstream.remote_dram)

@@ -53,7 +53,7 @@ def ucx() -> Finding:
         libraries = []
     if not libraries:
         return Finding("UCX", State.MISSING, "not installed", "the ucx transport needs it: pip install nixl-cu12")
-    version = _said(sys.executable, "-c", ASK_UCX, str(libraries[0].locate()))
+    version = _said(sys.executable, "-P", "-c", ASK_UCX, str(libraries[0].locate()))
     if not version:
         return Finding("UCX", State.PROBLEM, "cannot be loaded", f"try to load {libraries[0].locate()}")
     return Finding("UCX", State.GOOD, f"{version}, from nixl-cu12")

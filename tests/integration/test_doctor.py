@@ -20,7 +20,7 @@ import pytest
 from descriptors.conditions import NO_WRITE_CONDITION
 from descriptors.errors import CallerError, ErrorCode, ServerError
 from descriptors.objects import PutRequest, ReadRequest
-from objectcache.cli import doctor, doctor_devices
+from objectcache.cli import doctor, doctor_client, doctor_devices
 from objectcache.cli.doctor import PROBE_BYTES, upstream_findings
 from objectcache.cli.doctor_findings import Finding, State, described
 from storage_server.settings import RemoteDramSettings, UpstreamSettings
@@ -213,3 +213,57 @@ def test_a_shared_directory_is_tried(tmp_path: Path) -> None:
     assert (open_to_all.state, "chmod" in open_to_all.advice) == (State.PROBLEM, True)
     (gone,) = findings(tmp_path / "gone")
     assert (gone.state, "mounted" in gone.advice) == (State.PROBLEM, True)
+
+
+def doctored_there(*words: str) -> tuple[int, dict[str, dict[str, str]]]:
+    """The exit status and the findings by what they are about."""
+    command = [sys.executable, "-m", "objectcache", "doctor", "--json", "-", *words]
+    ended = subprocess.run(command, capture_output=True, text=True, timeout=110, check=False, cwd=repository())
+    assert ended.stdout, ended.stderr
+    return ended.returncode, {each["what"]: each for each in json.loads(ended.stdout)["findings"]}
+
+
+@pytest.mark.slow
+class TestAServerAsItsClientsFindIt:
+    """`doctor --endpoint`."""
+
+    @pytest.fixture(autouse=True)
+    def account(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setenv("AWS_ACCESS_KEY_ID", OWNER[0])
+        monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", OWNER[1])
+
+    def test_all_is_well(self, servers: Stack) -> None:
+        _, found = doctored_there("--endpoint", servers.url, "--bucket", "chunks")
+        assert {name: found[name]["state"] for name in ("server", "clock", "version", "key and bucket")} == {
+            "server": "good",
+            "clock": "good",
+            "version": "good",
+            "key and bucket": "good",
+        }
+        assert re.search(r"(shm|ucx): \d+\.\d\d GB/s, first layer after", found["rate"]["found"])
+        assert servers.s3().list_objects_v2(Bucket="chunks")["KeyCount"] == 0
+
+    def test_without_a_bucket_nothing_is_written(self, servers: Stack) -> None:
+        _, found = doctored_there("--endpoint", servers.url)
+        assert found["bucket and rate"]["advice"] == "--bucket NAME tries them"
+
+    def test_a_wrong_key_is_told(self, servers: Stack, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", "wrong")
+        status, found = doctored_there("--endpoint", servers.url, "--bucket", "chunks")
+        assert status == 1
+        assert "SignatureDoesNotMatch" in found["version"]["found"]
+        assert found["key and bucket"]["state"] == "problem"
+        assert "rate" not in found
+
+    def test_a_server_that_is_not_there_is_told(self) -> None:
+        status, found = doctored_there("--endpoint", "http://127.0.0.1:1")
+        assert status == 1
+        assert found["server"]["found"] == "no ObjectCache at http://127.0.0.1:1: Connection refused"
+        assert "clock" not in found
+
+
+def test_a_clock_that_is_wrong_is_told() -> None:
+    assert doctor_client.clock("Thu, 01 Jan 2026 00:00:00 GMT", 1767225600.5).state is State.GOOD
+    late = doctor_client.clock("Thu, 01 Jan 2026 00:10:00 GMT", 1767225600.0)
+    assert (late.state, late.found) == (State.PROBLEM, "600 s behind the server's")
+    assert doctor_client.clock("soon", 0.0).state is State.MISSING

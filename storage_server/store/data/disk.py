@@ -100,5 +100,7 @@ def disk_error(error: OSError, what: str) -> ServerError:
     if error.errno in (errno.EMFILE, errno.ENFILE):
         return ServerError(ErrorCode.SLOW_DOWN, "too many files are open", retryable=True)
     if error.errno in (errno.ENOSPC, errno.EDQUOT):
-        return ServerError(ErrorCode.INSUFFICIENT_STORAGE, f"no space left while {what}", retryable=True)
+        return ServerError(
+            ErrorCode.INSUFFICIENT_STORAGE, f"no space left while {what}: its file system is full", retryable=True
+        )
     return ServerError(ErrorCode.INTERNAL_ERROR, f"the disk failed while {what}", retryable=True)

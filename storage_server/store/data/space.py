@@ -18,7 +18,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from descriptors.errors import ErrorCode, ServerError
-from descriptors.units import KIB, MIB
+from descriptors.units import KIB, MIB, format_bytes
 from storage_server.planning.extent import aligned
 
 ROOM_BYTES = 16 * MIB
@@ -276,15 +276,22 @@ class _Waiter:
     coming: asyncio.Future[None]
 
 
+DELETE = "delete objects"
+"""What helps where nothing else is said."""
+
+
 class Bound:
     """Room for bytes that are about to come, in the order in which it was asked for; while the first one waits for
     more, later ones may pass it, with as many bytes in all as it waits for. `limit_bytes` (None: no bound) and
-    `used_bytes` say how much there is now; `wants` is called when somebody waits. Used on one event loop, but for
-    `notify`.
+    `used_bytes` say how much there is now; `remedy` tells a client what helps; `wants` is called when somebody waits.
+    Used on one event loop, but for `notify`.
     """
 
-    def __init__(self, what: str, limit_bytes: Callable[[], int | None], used_bytes: Callable[[], int]) -> None:
+    def __init__(
+        self, what: str, limit_bytes: Callable[[], int | None], used_bytes: Callable[[], int], remedy: str = DELETE
+    ) -> None:
         self._what = what
+        self._remedy = remedy
         self._limit_bytes = limit_bytes
         self._used_bytes = used_bytes
         self._waiting: deque[_Waiter] = deque()
@@ -492,5 +499,7 @@ class Bound:
         return waiter
 
     def _refusal(self, nbytes: int) -> ServerError:
-        problem = f"no room for {nbytes} bytes in {self._what}"
+        limit_bytes = self._limit_bytes()
+        limit = "" if limit_bytes is None else f", which has {format_bytes(limit_bytes)}"
+        problem = f"no room for {nbytes} bytes in {self._what}{limit}: {self._remedy}"
         return ServerError(ErrorCode.INSUFFICIENT_STORAGE, problem, retryable=True)
