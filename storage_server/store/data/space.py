@@ -277,7 +277,7 @@ class _Waiter:
 
 
 DELETE = "delete objects"
-"""What helps where nothing else is said."""
+"""The remedy of a bound that names none."""
 
 
 class Bound:
