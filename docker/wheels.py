@@ -3,7 +3,8 @@
 zig's C compiler, a package of PyPI, builds both against an old glibc, so no container is needed. Then the wheel of this
 machine is installed into new environments of every Python that is here, without a compiler on the path, beside
 distributions whose names are like ours, and a server of it stores and gives back an object. The other machine's
-extension is loaded under emulation where qemu and an interpreter for it are found (`--foreign-root`).
+extension is loaded under emulation where qemu and an interpreter for it are found (`--foreign-root`: what debootstrap
+makes with `--foreign --arch=arm64 --include=python3`, with its packages unpacked and /lib merged into /usr).
 """
 
 from __future__ import annotations
