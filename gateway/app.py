@@ -34,7 +34,7 @@ from gateway.trace import RequestTrace, TimedStorage, follow
 from objectcache.adapters.document_budget import DocumentBudget
 from objectcache.adapters.leave_to_send import is_held_back
 from objectcache.adapters.limited_server import LimitedServer, gives_place_up
-from objectcache.adapters.metrics import CONTENT_TYPE
+from objectcache.adapters.metrics import CONTENT_TYPE, process_text
 from objectcache.adapters.request_log import CLIENT_GONE, RequestLine, log_request, logs_requests
 from objectcache.adapters.response_sink import abort_if_begun, begun_status, cutting, fulfil_headers, promise_headers
 
@@ -228,7 +228,7 @@ class Gateway:
         """GET /_objectcache/metrics: the metrics of this gateway and of its storage server. If the storage server does
         not answer, its metrics are missing, and the gateway's error counters say why.
         """
-        text = self._meter.text()
+        text = self._meter.text() + process_text()
         try:
             async with asyncio.timeout(METRICS_TIMEOUT_S):
                 text += (await self._storage.status.metrics("")).encode()

@@ -8,6 +8,7 @@ prometheus_client is imported late, because its import decides whether processes
 from __future__ import annotations
 
 import os
+import platform
 import tempfile
 from bisect import bisect_left
 from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -18,6 +19,7 @@ from itertools import accumulate
 from typing import Any
 
 from descriptors.metrics import Kind, Metric
+from descriptors.version import __version__
 
 Labels = tuple[str, ...]
 Samples = Mapping[Labels, float]
@@ -71,6 +73,17 @@ def text_of(readings: Iterable[Reading]) -> bytes:
 
     registry = CollectorRegistry(auto_describe=False)
     registry.register(_Once(readings))  # type: ignore[arg-type]
+    return generate_latest(registry)
+
+
+def process_text() -> bytes:
+    """This process in Prometheus' usual names (`process_*`), and `objectcache_build_info`."""
+    from prometheus_client import CollectorRegistry, Gauge, ProcessCollector, generate_latest
+
+    registry = CollectorRegistry()
+    ProcessCollector(registry=registry)
+    made = Gauge("objectcache_build_info", "The version that runs.", ("version", "python"), registry=registry)
+    made.labels(__version__, platform.python_version()).set(1)
     return generate_latest(registry)
 
 

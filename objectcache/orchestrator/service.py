@@ -11,6 +11,7 @@ from typing import Any
 import aiohttp
 from aiohttp import web
 
+from objectcache.adapters.metrics import process_text
 from objectcache.adapters.pieces import careful
 from objectcache.adapters.whole_answers import UNENCODED
 from objectcache.orchestrator.dispatch import AttemptFailed, Dispatch, Exchange, transfer_params
@@ -369,7 +370,7 @@ class Orchestrator:
 
     def metrics_text(self) -> bytes:
         """Prometheus' text."""
-        return self.meter.text(self)
+        return self.meter.text(self) + process_text()
 
     def _registry_says(self, engines: Engines) -> None:
         task = asyncio.create_task(self._follow_registry(dict(engines)))

@@ -16,6 +16,7 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from descriptors.descriptor import Delivery
 from descriptors.metrics import GATEWAY, STORAGE
+from descriptors.version import __version__
 from tests.support.chunks import LAYOUT, N, make_chunks
 from tests.support.requests import OTHER, OWNER, READER, Reply, request
 from tests.support.servers import CONFIG, Stack, stack, started
@@ -68,7 +69,11 @@ def test_every_metric_is_there_as_it_is_listed_and_no_other(metered: Stack) -> N
     families = list(text_string_to_metric_families(reply.body.decode()))
     found = {family.name: (family.type, family.documentation) for family in families}
     assert len(found) == len(families)
-    assert found == {
+    (build,) = (family for family in families if family.name == "objectcache_build_info")
+    assert [(each.labels["version"], each.value) for each in build.samples] == [(__version__, 1.0)]
+    of_process = {name for name in found if name.startswith("process_")}
+    assert {"process_resident_memory_bytes", "process_open_fds", "process_start_time_seconds"} <= of_process
+    assert {name: said for name, said in found.items() if name not in {*of_process, build.name}} == {
         metric.name.removesuffix("_total"): (metric.kind.value, metric.meaning) for metric in (*GATEWAY, *STORAGE)
     }
     promtool = shutil.which("promtool")
