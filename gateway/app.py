@@ -128,6 +128,7 @@ class Gateway:
     def _traced(self, http: web.BaseRequest) -> RequestTrace:
         trace_id = _make_trace_id()
         trace = RequestTrace(trace_id, self._identity(trace_id))
+        trace.client = http.remote or ""
         named = http.headers.get(REQUEST_ID_HEADER)
         if named is not None and is_request_id(named):
             trace.name(named)
@@ -154,7 +155,7 @@ class Gateway:
         else:
             request, claim, credential, key = self._authenticated(request)
         operation = route(request)
-        trace.operation = operation.name.lower()
+        trace.operation, trace.access_key = operation.name.lower(), credential.access_key
         if operation in LAYERWISE:
             _demand_signature(operation, claim)
         if claim.is_version_2 and operation not in _VERSION_2:
@@ -284,7 +285,7 @@ def _line(trace: RequestTrace, status: int) -> RequestLine:
     nbytes = trace.nbytes if status < 400 else 0
     return RequestLine(
         "gateway", trace.request_id, trace.operation, status, nbytes, trace.timing(),
-        trace.trace_id, trace.bucket, trace.key, trace.code,
+        trace.trace_id, trace.bucket, trace.key, trace.code, trace.client, trace.access_key, trace.facts,
     )  # fmt: skip
 
 

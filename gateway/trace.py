@@ -18,11 +18,13 @@ from objectcache.adapters.phases import Phases
 
 class RequestTrace:
     """`trace_id` is the gateway's id, `request_id` the client's where it has named one. `headers` are in every answer.
-    `phases` are GATEWAY, STORAGE and TRANSFER.
+    `phases` are GATEWAY, STORAGE and TRANSFER. `client` is the address of the connection, `access_key` the signer's
+    once the signature is good, and `facts` are what an operation adds to the line in the log.
     """
 
     __slots__ = (
-        "bucket", "code", "headers", "key", "nbytes", "operation", "phases", "request_id", "trace_id",
+        "access_key", "bucket", "client", "code", "facts", "headers", "key", "nbytes", "operation", "phases",
+        "request_id", "trace_id",
     )  # fmt: skip
 
     def __init__(self, trace_id: str, headers: dict[str, str]) -> None:
@@ -31,6 +33,9 @@ class RequestTrace:
         self.headers = headers
         self.operation = "-"
         self.code = ""
+        self.client = ""
+        self.access_key = ""
+        self.facts: dict[str, str | int] = {}
         self.bucket = ""
         self.key = ""
         self.nbytes = 0

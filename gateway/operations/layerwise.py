@@ -63,6 +63,7 @@ async def lookup(call: Call) -> web.StreamResponse:
     """POST /{bucket}?lookup: how many of these keys, from the first, are stored, and whether to load them."""
     request = await call.document(parse_lookup, DESCRIPTOR_BYTES_MAX)
     answer = await call.storage.prefixes.lookup(call.access_key, call.request.bucket, request)
+    call.trace.facts = {"chunks": len(request.chunk_keys), "matched": answer.matched}
     return web.Response(body=lookup_answer_body(answer), content_type="application/json")
 
 
@@ -111,6 +112,12 @@ async def _deliver(call: Call, descriptor: Descriptor) -> web.StreamResponse:
     sink = ResponseSink(call.http, head)
     outcome = await call.storage.prefixes.deliver(call.access_key, call.request.bucket, descriptor, sink)
     trace.moved(outcome.moved)
+    trace.facts = {
+        "transport": "http" if descriptor.rdma_target is None else "memory",
+        "mode": outcome.start.mode.value,
+        "chunks": len(descriptor.chunk_keys),
+        "matched": outcome.start.chunk_count,
+    }
     if sink.response is not None:
         await sink.response.write_eof()
         return sink.response

@@ -5,7 +5,6 @@ from __future__ import annotations
 import argparse
 import contextlib
 import importlib
-import logging
 import os
 import sqlite3
 import sys
@@ -49,6 +48,7 @@ from objectcache.cli.config import (
 )
 from objectcache.cli.config_values import NoServerError
 from objectcache.cli.demo import add_demo
+from objectcache.cli.log_format import FORMATS, configure_log
 from objectcache.cli.orchestrate import add_orchestrator
 from objectcache.cli.remote import printable
 from objectcache.cli.status import add_status
@@ -75,7 +75,7 @@ def run(arguments: Sequence[str]) -> int:
     if arguments[:1] == ["bench"]:
         return _run_bench(arguments[1:])
     options = make_parser().parse_args(arguments)
-    logging.basicConfig(level=options.log_level.upper(), format="%(asctime)s %(levelname)s %(name)s: %(message)s")
+    configure_log(options.log_level, options.log_format)
     try:
         status: int = options.command(options)
     except ConfigError as error:
@@ -124,9 +124,10 @@ def make_parser() -> argparse.ArgumentParser:
     )
     parser.add_argument("--version", action="version", version=f"objectcache {__version__}")
     levels = ("debug", "info", "warning", "error")
-    parser.add_argument("--log-level", default="warning", choices=levels, help="default: warning")
     logs = argparse.ArgumentParser(add_help=False)
-    logs.add_argument("--log-level", default=argparse.SUPPRESS, choices=levels, help="default: warning")
+    for each, default in ((parser, ("warning", "text")), (logs, (argparse.SUPPRESS, argparse.SUPPRESS))):
+        each.add_argument("--log-level", default=default[0], choices=levels, help="default: warning")
+        each.add_argument("--log-format", default=default[1], choices=FORMATS, help="default: text")
     commands = parser.add_subparsers(required=True, metavar="COMMAND")
 
     _add_serving(commands, logs)
@@ -416,6 +417,7 @@ def _serve(options: argparse.Namespace) -> int:
 
     def worker_command(port: int, socket_path: Path) -> list[str]:
         command = [sys.executable, "-P", "-m", "objectcache", "--log-level", options.log_level, "worker"]
+        command += ["--log-format", options.log_format]
         command += ["--data", str(options.data), "--socket", str(socket_path), "--peer-secret-file", str(secret_file)]
         command += ["--host", options.host, "--port", str(port), "--workers", str(options.workers)]
         for name, value in (
