@@ -49,6 +49,7 @@ from objectcache.cli.config import (
 from objectcache.cli.config_values import NoServerError
 from objectcache.cli.demo import add_demo
 from objectcache.cli.log_format import FORMATS, configure_log
+from objectcache.cli.lookup import add_lookup
 from objectcache.cli.orchestrate import add_orchestrator
 from objectcache.cli.remote import printable
 from objectcache.cli.status import add_status
@@ -134,6 +135,7 @@ def make_parser() -> argparse.ArgumentParser:
     add_demo(commands, [logs])
     add_orchestrator(commands, [logs])
     add_status(commands, [logs])
+    add_lookup(commands, [logs])
     add_stored(commands, [logs])
     _add_care(commands, logs)
     add_calibrate(commands, [logs])

@@ -6,7 +6,7 @@ import argparse
 import json
 import os
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import closing, contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 from urllib.parse import urlsplit
@@ -16,6 +16,7 @@ from objectcache.adapters.trust import CA_BUNDLE
 from objectcache.cli.config_values import ConfigError, NoServerError
 
 if TYPE_CHECKING:
+    from nixl_client.client import Client
     from nixl_client.session.signed_http import SignedHttp
 
 ENDPOINT_VARIABLES = ("OBJECTCACHE_ENDPOINT", "AWS_ENDPOINT_URL_S3", "AWS_ENDPOINT_URL")
@@ -81,21 +82,40 @@ def keys_of(file: Path | None) -> tuple[str, str]:
 @contextmanager
 def asked(options: argparse.Namespace) -> Iterator[SignedHttp]:
     """Signed requests to the server. Raises ConfigError, and NoServerError where it is none of ours, or not there."""
-    from nixl_client.session.check import nobody_at, said
     from nixl_client.session.retries import Retries
     from nixl_client.session.signed_http import SignedHttp
-    from nixl_client.transports.http import UnansweredError
 
     endpoint = endpoint_of(options.endpoint)
-    http = SignedHttp(endpoint, *keys_of(options.credentials), region(), ANSWER_S, Retries(1))
-    try:
+    with (
+        _refusals_told(endpoint),
+        closing(SignedHttp(endpoint, *keys_of(options.credentials), region(), ANSWER_S, Retries(1))) as http,
+    ):
         yield http
+
+
+@contextmanager
+def connected(options: argparse.Namespace, bucket: str) -> Iterator[Client]:
+    """A client of one bucket. Raises what `asked` raises."""
+    from nixl_client.client import Client
+
+    endpoint = endpoint_of(options.endpoint)
+    access_key, secret_key = keys_of(options.credentials)
+    client = Client(endpoint, bucket, access_key=access_key, secret_key=secret_key, region=region(), timeout_s=ANSWER_S)
+    with _refusals_told(endpoint), client:
+        yield client
+
+
+@contextmanager
+def _refusals_told(endpoint: str) -> Iterator[None]:
+    from nixl_client.session.check import nobody_at, said
+    from nixl_client.transports.http import UnansweredError
+
+    try:
+        yield
     except UnansweredError as error:
         raise NoServerError(nobody_at(endpoint, error)) from None
     except ObjectCacheError as error:
         raise NoServerError(f"{endpoint} refuses: {said(error)}") from None
-    finally:
-        http.close()
 
 
 @contextmanager

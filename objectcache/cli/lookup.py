@@ -1,0 +1,154 @@
+"""`objectcache lookup`: how much of a prompt an engine would find in the store.
+
+The engine says how it names chunks (its connector publishes that in the engine's metrics), and what the prompt's tokens
+are; the store is asked for those keys.
+"""
+
+from __future__ import annotations
+
+import argparse
+import http.client
+import json
+import sys
+import urllib.error
+import urllib.request
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, TypeAlias
+
+import numpy as np
+
+from descriptors.recompute import PrefillCosts
+from descriptors.units import format_bytes
+from objectcache.cli.config_values import ConfigError, NoServerError
+from objectcache.cli.remote import connected, remote_options, told
+
+Commands: TypeAlias = "argparse._SubParsersAction[argparse.ArgumentParser]"
+ANSWER_S = 30.0
+ANSWER_BYTES_MAX = 64 << 20
+PROMPT_BYTES_MAX = 16 << 20
+
+
+def add_lookup(commands: Commands, parents: Sequence[argparse.ArgumentParser]) -> None:
+    """Add the command."""
+    lookup = commands.add_parser(
+        "lookup",
+        help="say how much of a prompt is stored for an engine",
+        usage="%(prog)s --engine URL [--prompt-file FILE] [options]",
+        description="Ask an engine that has the connector for a prompt's tokens and for the way in which it names "
+        "chunks, and the store for those chunks. Nothing is computed.",
+        parents=parents,
+    )
+    lookup.add_argument("--engine", required=True, metavar="URL", help="vLLM's address, http://HOST:PORT")
+    lookup.add_argument("--prompt-file", type=Path, metavar="FILE", help="default: standard input")
+    lookup.add_argument(
+        "--chat", action="store_true", help="the prompt is a user's message: the chat template is used"
+    )
+    lookup.add_argument("--salt", default="", metavar="TEXT", help="the cache_salt of the requests")
+    remote_options(lookup)
+    lookup.set_defaults(command=run_lookup)
+
+
+def run_lookup(options: argparse.Namespace) -> int:
+    """0: the store was asked. Raises ConfigError, NoServerError."""
+    from nixl_client.connectors.vllm.naming import KeyChain
+    from objectcache.orchestrator.rules.engine_metrics import METRICS_BYTES_MAX, read_metrics
+
+    prompt = _prompt(options.prompt_file)
+    published = read_metrics(_asked(options.engine, "/metrics", None, METRICS_BYTES_MAX)).published
+    if published is None:
+        raise NoServerError(
+            f"{options.engine} publishes no names of chunks: it has no ObjectCacheConnector, or has computed nothing"
+        )
+    tokens = _tokens(options.engine, prompt, options.chat)
+    deployment, layout = published.deployment, published.layout
+    count = len(tokens) // layout.chunk_tokens
+    options.endpoint = options.endpoint or published.endpoint
+    found: dict[str, Any] = {
+        "engine": options.engine,
+        "endpoint": options.endpoint,
+        "bucket": published.bucket,
+        "tokens": len(tokens),
+        "chunk_tokens": layout.chunk_tokens,
+        "chunks": count,
+        "stored_chunks": 0,
+    }
+    if count:
+        with connected(options, published.bucket) as client:
+            ranks = [
+                KeyChain(deployment.namespace(rank, "", options.salt), layout.chunk_tokens).keys(tokens, count)
+                for rank in range(deployment.rank_count)
+            ]
+            found["stored_chunks"] = min(client.lookup(keys, accept=published.accept) for keys in ranks)
+    found["stored_tokens"] = found["stored_chunks"] * layout.chunk_tokens
+    found["stored_bytes"] = found["stored_chunks"] * layout.chunk_bytes * deployment.rank_count
+    costs: PrefillCosts | None = published.prefill
+    stored_tokens = found["stored_tokens"]
+    found["compute_s"] = None if costs is None else float(costs.prefill_s(stored_tokens, np.zeros(1))[0])
+    told(options.json, found, lines_of(found))
+    return 0
+
+
+def lines_of(found: dict[str, Any]) -> list[str]:
+    """The answer for people."""
+    where = f"{found['bucket']} at {found['endpoint']}"
+    share = found["stored_tokens"] / found["tokens"] if found["tokens"] else 0.0
+    lines = [
+        f"prompt      {found['tokens']:,} tokens, {found['chunks']:,} whole chunks of {found['chunk_tokens']}",
+        f"stored      {found['stored_chunks']:,} chunks from the first: {found['stored_tokens']:,} tokens"
+        f" ({share:.0%}), {format_bytes(found['stored_bytes'])}, in {where}",
+    ]
+    if found["stored_tokens"] and found["compute_s"]:
+        lines.append(f"computing   {found['compute_s']:.2f} s for these tokens, as the engine has measured")
+    return lines
+
+
+def _prompt(file: Path | None) -> str:
+    try:
+        data = sys.stdin.buffer.read(PROMPT_BYTES_MAX + 1) if file is None else file.read_bytes()
+    except OSError as error:
+        raise ConfigError(f"--prompt-file {file}: {error.strerror}") from None
+    if len(data) > PROMPT_BYTES_MAX:
+        raise ConfigError(f"the prompt has more than {PROMPT_BYTES_MAX >> 20} MiB")
+    try:
+        return data.decode()
+    except UnicodeDecodeError as error:
+        raise ConfigError(f"the prompt must be UTF-8, and byte {error.start} is not") from None
+
+
+def _tokens(engine: str, prompt: str, is_chat: bool) -> list[int]:
+    document: dict[str, Any] = {"messages": [{"role": "user", "content": prompt}]} if is_chat else {"prompt": prompt}
+    model = _json(_asked(engine, "/v1/models", None, ANSWER_BYTES_MAX))
+    try:
+        document["model"] = str(model["data"][0]["id"])
+        tokens = _json(_asked(engine, "/tokenize", document, ANSWER_BYTES_MAX))["tokens"]
+    except (KeyError, IndexError, TypeError):
+        raise NoServerError(f"{engine} answers, but not as an engine does") from None
+    if not isinstance(tokens, list) or not all(type(token) is int and 0 <= token < 1 << 32 for token in tokens):
+        raise NoServerError(f"{engine}: its /tokenize answers no tokens")
+    return tokens
+
+
+def _asked(engine: str, path: str, document: Any, bytes_max: int) -> bytes:
+    """The body of an answer. Raises NoServerError."""
+    url = engine.rstrip("/") + path
+    body = None if document is None else json.dumps(document).encode()
+    try:
+        asked = urllib.request.Request(url, body, {"Content-Type": "application/json"} if body else {})
+        with urllib.request.urlopen(asked, timeout=ANSWER_S) as answer:
+            data: bytes = answer.read(bytes_max + 1)
+    except urllib.error.HTTPError as error:
+        raise NoServerError(f"{url} answers {error.code}") from None
+    except (OSError, ValueError, http.client.HTTPException) as error:
+        reason = getattr(error, "reason", error)
+        raise NoServerError(f"no engine at {engine}: {getattr(reason, 'strerror', None) or reason}") from None
+    if len(data) > bytes_max:
+        raise NoServerError(f"{url} answers more than {bytes_max >> 20} MiB")
+    return data
+
+
+def _json(data: bytes) -> Any:
+    try:
+        return json.loads(data)
+    except (ValueError, RecursionError):
+        return None
