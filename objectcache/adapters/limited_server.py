@@ -163,8 +163,8 @@ class Connection(InPieces, web.RequestHandler):
         self._is_broken = bool(self._messages) and isinstance(self._messages[-1][0], _ErrInfo)
         if self._is_broken and body is not None and not body.is_eof():
             body.set_exception(web.RequestPayloadError("the body is not well-formed"))  # nobody else tells its reader
-        if body is not None and body.is_eof():
-            self._watch.request_begun()  # the next head, or a part of it, may have come behind the body
+        if self._messages or (body is not None and body.is_eof()):
+            self._watch.request_begun()  # what comes next is a body, or may be the rest of a head that has begun
 
     def request_begun(self, http: web.BaseRequest) -> None:
         self._body, self._length = http.content, http.content_length or 0
@@ -172,7 +172,8 @@ class Connection(InPieces, web.RequestHandler):
         self._watch.request_begun()
 
     def request_ended(self) -> None:
-        self._watch.request_ended()
+        if not self._messages:  # else a head has come, and its body may come before its handler runs
+            self._watch.request_ended()
         if self._wire is not None:
             self._limited.idle[self] = None
 

@@ -125,6 +125,20 @@ async def test_a_body_comes_whole_and_so_does_its_answer(is_chunked: bool) -> No
             assert len(server.connections) == 1
 
 
+async def test_a_request_behind_another_may_have_a_body_of_any_size() -> None:
+    """Its head comes while the request before is answered, and its body before its own handler has begun."""
+    body = BODY[: 1 << 20]
+    both = b"GET / HTTP/1.1\r\nHost: x\r\n\r\n" + b"PUT / HTTP/1.1\r\nHost: x\r\nContent-Length: %d\r\n\r\n" % len(body)
+    async with echoing() as (host, port, _):
+        reader, writer = await asyncio.open_connection(host, port)
+        for _ in range(20):
+            writer.write(both + body)
+            assert (await reader.readuntil(b"\r\n\r\n")).startswith(b"HTTP/1.1 200")
+            assert (await reader.readuntil(b"\r\n\r\n")).startswith(b"HTTP/1.1 200")
+            assert await reader.readexactly(len(body)) == body
+        writer.close()
+
+
 async def test_small_chunks_come_whole_however_they_are_cut(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(pieces, "PIECE_BYTES", 7)
     body = bytes(range(256)) * 4
