@@ -198,6 +198,10 @@ class _RenewalModel(_Model):
 def parse_lookup(body: bytes) -> LookupRequest:
     """A lookup's body. Raises CallerError(InvalidArgument), which names the field."""
     model = parse_body(_LookupModel, body, _refuse)
+    if len(set(model.chunk_keys)) != len(model.chunk_keys):
+        first = {key: index for index, key in reversed(list(enumerate(model.chunk_keys)))}
+        twice = next(index for index, key in enumerate(model.chunk_keys) if first[key] != index)
+        raise _refuse(f"chunk_keys[{twice}]", "appears twice")  # each would be looked up, with all that it has
     for index, key in enumerate(model.chunk_keys):
         if not 1 <= key_bytes(key) <= OBJECT_KEY_BYTES_MAX:
             raise _refuse(f"chunk_keys[{index}]", f"must be a key of 1 to {OBJECT_KEY_BYTES_MAX} bytes of UTF-8")

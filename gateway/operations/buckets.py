@@ -11,7 +11,7 @@ from descriptors.headers import CACHE_HEADER
 from descriptors.objects import BucketCache
 from descriptors.units import MIB
 from gateway.call import Call
-from gateway.operations.answers import owner_of, xml_answer
+from gateway.operations.answers import owner_of, xml_answer, xml_pages
 from gateway.s3 import xml
 from gateway.s3.object_headers import check_acl
 from gateway.s3.parameters import after_token, integer
@@ -46,7 +46,7 @@ async def list_buckets(call: Call) -> web.StreamResponse:
             and region == call.settings.region
         ]
     token = xml.continuation_token(seen[most - 1].name) if len(seen) > most else None
-    return xml_answer(xml.buckets_document(call.access_key, seen[:most], prefix, token))
+    return await xml_pages(lambda: xml.buckets_document(call.access_key, seen[:most], prefix, token), len(seen))
 
 
 async def create_bucket(call: Call) -> web.StreamResponse:

@@ -11,7 +11,7 @@ from descriptors.errors import CallerError, ErrorCode, ServerError
 from descriptors.objects import NotDeleted
 from descriptors.units import MIB
 from gateway.call import Call
-from gateway.operations.answers import xml_answer
+from gateway.operations.answers import xml_pages
 from gateway.s3 import xml
 from gateway.s3.conditions import delete_condition
 from gateway.s3.parameters import NULL_VERSION, check_version
@@ -55,7 +55,8 @@ async def delete_objects(call: Call) -> web.StreamResponse:
                 failures.append(xml.DeleteFailure(entry.key, entry.version_id, kept.code, kept.message))
     else:
         await call.storage.objects.head_bucket(call.access_key, call.request.bucket)
-    return xml_answer(xml.delete_document([] if manifest.quiet else deleted, failures))
+    told = [] if manifest.quiet else deleted
+    return await xml_pages(lambda: xml.delete_document(told, failures), len(told) + len(failures))
 
 
 def _check_has_digest(headers: Mapping[str, str]) -> None:

@@ -5,9 +5,9 @@ from __future__ import annotations
 from aiohttp import web
 
 from descriptors.errors import CallerError, ErrorCode
-from descriptors.objects import ListRequest
+from descriptors.objects import ListPage, ListRequest
 from gateway.call import Call
-from gateway.operations.answers import owner_of, xml_answer
+from gateway.operations.answers import owner_of, xml_pages
 from gateway.s3 import xml
 from gateway.s3.parameters import NULL_VERSION, after_token, integer, wants_url_encoding
 
@@ -20,7 +20,7 @@ async def list_objects(call: Call) -> web.StreamResponse:
     request = _request(call, parameters.get("marker", ""))
     owner = await owner_of(call, request.bucket)
     page = await call.storage.objects.list_objects(call.access_key, request)
-    return xml_answer(xml.objects_v1_document(request, page, owner, names))
+    return await xml_pages(lambda: xml.objects_v1_document(request, page, owner, names), _entries(page))
 
 
 async def list_objects_v2(call: Call) -> web.StreamResponse:
@@ -30,7 +30,7 @@ async def list_objects_v2(call: Call) -> web.StreamResponse:
     request = _request(call, after_token(token) if token else parameters.get("start-after", ""))
     owner = await owner_of(call, request.bucket) if parameters.get("fetch-owner", "").lower() == "true" else None
     page = await call.storage.objects.list_objects(call.access_key, request)
-    return xml_answer(xml.objects_v2_document(request, page, owner, parameters, names))
+    return await xml_pages(lambda: xml.objects_v2_document(request, page, owner, parameters, names), _entries(page))
 
 
 async def list_object_versions(call: Call) -> web.StreamResponse:
@@ -46,7 +46,13 @@ async def list_object_versions(call: Call) -> web.StreamResponse:
     request = _request(call, key_marker)
     owner = await owner_of(call, request.bucket)
     page = await call.storage.objects.list_objects(call.access_key, request)
-    return xml_answer(xml.versions_document(request, page, owner, key_marker, version_marker, names))
+    return await xml_pages(
+        lambda: xml.versions_document(request, page, owner, key_marker, version_marker, names), _entries(page)
+    )
+
+
+def _entries(page: ListPage) -> int:
+    return len(page.objects) + len(page.common_prefixes)
 
 
 def _request(call: Call, after: str) -> ListRequest:

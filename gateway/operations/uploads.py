@@ -21,7 +21,7 @@ from descriptors.objects import (
 )
 from descriptors.units import MIB
 from gateway.call import Call
-from gateway.operations.answers import expiration_of, xml_answer
+from gateway.operations.answers import expiration_of, xml_answer, xml_pages
 from gateway.s3 import xml_uploads
 from gateway.s3.conditions import write_condition
 from gateway.s3.object_headers import (
@@ -108,7 +108,7 @@ async def list_parts(call: Call) -> web.StreamResponse:
     marker = integer(parameters, "part-number-marker", 0)
     most = min(integer(parameters, "max-parts", PAGE_MAX), PAGE_MAX)
     page = await call.storage.uploads.list_parts(call.access_key, ref, min(marker, PART_NUMBER_MAX), most)
-    return xml_answer(xml_uploads.parts_document(ref, page, marker, most))
+    return await xml_pages(lambda: xml_uploads.parts_document(ref, page, marker, most), len(page.parts))
 
 
 async def list_uploads(call: Call) -> web.StreamResponse:
@@ -123,8 +123,9 @@ async def list_uploads(call: Call) -> web.StreamResponse:
         upload_id_marker=parameters.get("upload-id-marker", "") if key_marker else "",
         max_uploads=min(integer(parameters, "max-uploads", PAGE_MAX), PAGE_MAX),
     )
-    return xml_answer(
-        xml_uploads.uploads_document(request, await call.storage.uploads.list_uploads(call.access_key, request), names)
+    page = await call.storage.uploads.list_uploads(call.access_key, request)
+    return await xml_pages(
+        lambda: xml_uploads.uploads_document(request, page, names), len(page.uploads) + len(page.common_prefixes)
     )
 
 

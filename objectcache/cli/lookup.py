@@ -41,9 +41,7 @@ def add_lookup(commands: Commands, parents: Sequence[argparse.ArgumentParser]) -
     )
     lookup.add_argument("--engine", required=True, metavar="URL", help="vLLM's address, http://HOST:PORT")
     lookup.add_argument("--prompt-file", type=Path, metavar="FILE", help="default: standard input")
-    lookup.add_argument(
-        "--chat", action="store_true", help="the prompt is a user's message: the chat template is used"
-    )
+    lookup.add_argument("--chat", action="store_true", help="the prompt is a user's message: the chat template is used")
     lookup.add_argument("--salt", default="", metavar="TEXT", help="the cache_salt of the requests")
     remote_options(lookup)
     lookup.set_defaults(command=run_lookup)

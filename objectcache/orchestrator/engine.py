@@ -17,10 +17,10 @@ import aiohttp
 from descriptors.recompute import PrefillCosts
 from objectcache.adapters.threads import computed
 from objectcache.adapters.whole_answers import read_whole
-from objectcache.orchestrator.events_feed import EventsFeed, FeedStatus, Turns
+from objectcache.orchestrator.events_feed import EventsFeed, FeedLog, FeedStatus, Turns
 from objectcache.orchestrator.rules.books import EngineBooks
 from objectcache.orchestrator.rules.engine_metrics import METRICS_BYTES_MAX, EngineReport, Published, read_metrics
-from objectcache.orchestrator.rules.kv_events import Batch, KnownBatch
+from objectcache.orchestrator.rules.kv_events import KnownBatch
 from objectcache.orchestrator.rules.liveness import EngineStatus, Liveness
 from objectcache.orchestrator.rules.observed_costs import (
     EXACT,
@@ -59,8 +59,7 @@ class Engine:
         poll_s: float,
         probe_timeout_s: float,
         known: Mapping[str, KnownBatch] | None = None,
-        on_batch: Callable[[str, int, Batch], None] | None = None,
-        on_cleared: Callable[[str], None] | None = None,
+        log: FeedLog | None = None,
         headers: Mapping[str, str] | None = None,
         on_up: Callable[[], None] | None = None,
         turns: Turns | None = None,
@@ -96,10 +95,9 @@ class Engine:
         self._sources_s = 0.0
         self._turns = turns or Turns()
         self._on_gone: set[Callable[[], None]] = set()
-        self._on_batch = on_batch
+        self._log = log
         self._on_up = on_up
         self._probed_s = float("-inf")
-        self._on_cleared = on_cleared
         self._first_timeout = aiohttp.ClientTimeout(total=FIRST_TOKEN_S)
         self._is_asked = False
         self._models_s = -MODELS_EVERY_S
@@ -213,7 +211,6 @@ class Engine:
         for rank, events, replay, topic in sources:
             name = index_name(self.name, rank)
             self._index.add_engine(name, len(sources))
-            on_batch, on_cleared = self._on_batch, self._on_cleared
             feed = self.feeds[name] = EventsFeed(
                 name,
                 self._index,
@@ -221,8 +218,7 @@ class Engine:
                 replay,
                 topic,
                 self._known.get(name),
-                None if on_batch is None else partial(on_batch, name),
-                None if on_cleared is None else partial(on_cleared, name),
+                self._log,
                 self._turns,
             )
             self.ranks[name] = rank
@@ -284,8 +280,8 @@ class Engine:
             feed = self.feeds.get(name)
             if feed is not None:
                 feed.process_ended()
-            elif self._index.clear(name) and self._on_cleared is not None:
-                self._on_cleared(name)
+            elif self._index.clear(name) and self._log is not None:
+                self._log.cleared(name)
         self._known, self._sources_s, self._models_s = {}, 0.0, -MODELS_EVERY_S
 
     async def _read_metrics(self) -> None:

@@ -12,9 +12,10 @@ import contextlib
 import hmac
 import logging
 import time
-from collections.abc import AsyncGenerator, Callable, Iterator
+from collections.abc import AsyncGenerator, Iterator
 from enum import Enum
 from functools import partial
+from typing import Protocol
 
 import msgspec
 
@@ -24,6 +25,7 @@ from objectcache.orchestrator.rules.kv_events import (
     AllBlocksCleared,
     Batch,
     BatchOrder,
+    BlockRemoved,
     Event,
     KnownBatch,
     Turn,
@@ -90,10 +92,22 @@ class Turns:
         self._room -= block_count
 
 
+class FeedLog(Protocol):
+    """Whoever writes down what feeds take."""
+
+    def note_part(self, source: str, part: Event) -> None:
+        """A part of a batch: blocks are in the index that were stored, and are in it still that were removed."""
+
+    def note_batch(self, source: str, number: int, sent_at: float) -> None:
+        """All parts of a batch were taken."""
+
+    def cleared(self, source: str) -> None:
+        """The index knows nothing of the source any more."""
+
+
 class EventsFeed:
-    """Events of `engine`, into `index`. `known` is the last batch that is in the index already. `on_batch` is told of
-    each batch that was taken, with its number, and `on_cleared` of a cleared index. Feeds with the same `turns`
-    together stop the event loop no longer at once than one of them.
+    """Events of `engine`, into `index`. `known` is the last batch that is in the index already. Feeds with the same
+    `turns` together stop the event loop no longer at once than one of them.
     """
 
     def __init__(
@@ -104,8 +118,7 @@ class EventsFeed:
         replay: str | None,
         topic: str = "",
         known: KnownBatch | None = None,
-        on_batch: Callable[[int, Batch], None] | None = None,
-        on_cleared: Callable[[], None] | None = None,
+        log: FeedLog | None = None,
         turns: Turns | None = None,
     ) -> None:
         self._turns = turns or Turns()
@@ -115,8 +128,7 @@ class EventsFeed:
         self._replay = replay
         self._topic = topic
         self._order = BatchOrder(known)
-        self._on_batch = on_batch
-        self._on_cleared = on_cleared
+        self._log = log
         self._degraded_s: float | None = None
         self.status = FeedStatus.NONE if known is None else FeedStatus.PARTIAL
         self.gap_count = 0
@@ -272,7 +284,12 @@ class EventsFeed:
         try:
             for part, cost in _parts_of(batch):
                 await self._turns.take(cost)
+                is_removed = isinstance(part, BlockRemoved)
+                if self._log is not None and is_removed:  # only what the index holds needs to be forgotten
+                    self._log.note_part(self._engine, part)
                 self._index.apply(self._engine, part)
+                if self._log is not None and not is_removed:
+                    self._log.note_part(self._engine, part)
         except ValueError as error:
             self._missed(number, f"batch {number}: {error}")
             return
@@ -281,8 +298,8 @@ class EventsFeed:
             self.status = FeedStatus.LIVE if number == 0 else FeedStatus.PARTIAL
         elif self.status is FeedStatus.NONE:
             self.status = FeedStatus.PARTIAL
-        if self._on_batch is not None:
-            self._on_batch(number, batch)
+        if self._log is not None:
+            self._log.note_batch(self._engine, number, batch.sent_at)
 
     async def _decoded(self, payload: bytes) -> Batch | None:
         """None for what is no batch. A large one is read in a thread, so that the event loop goes on."""
@@ -297,8 +314,8 @@ class EventsFeed:
         self._order.restart()
         self._degraded_s = None
         self.status = FeedStatus.PARTIAL
-        if self._on_cleared is not None:
-            self._on_cleared()
+        if self._log is not None:
+            self._log.cleared(self._engine)
 
     def _missed(self, number: int, why: str) -> None:
         """Go on behind this batch, without what was in it."""

@@ -130,8 +130,10 @@ class Readers:
 
     @asynccontextmanager
     async def turn(self, tenant: str) -> AsyncIterator[None]:
-        """A place among the processes, of which one tenant has at most half."""
-        if self._running.total() >= WAITING_MAX:
+        """A place among the processes, of which one tenant has at most half. As many wait as are still free for others:
+        the first tenant has half of the places, the next one half of the rest.
+        """
+        if self._running[tenant] >= WAITING_MAX - self._running.total():
             raise ReadingError("too many large bodies wait to be read", is_busy=True)
         own = self._turns.setdefault(tenant, asyncio.Semaphore((self._count + 1) // 2))
         self._running[tenant] += 1

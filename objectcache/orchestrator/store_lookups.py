@@ -2,19 +2,20 @@
 
 The keys are the engine's own: its connector publishes their namespaces, and which encoded chunks it takes. Engines with
 the same deployment and bucket share a lookup, if they take the same ones. A store that does not answer in time counts
-as empty; one that fails again and again is left alone for a while.
+as empty; one that fails again and again is left alone for a while. An engine decides what is asked for it, and how long
+that takes: what fails, and the threads that wait, count for its own lookups.
 """
 
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
 import math
 import time
 from collections import OrderedDict
 from collections.abc import Sequence
-from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
+from concurrent.futures import Future, ThreadPoolExecutor
 
 from descriptors.descriptor import Accept
 from descriptors.errors import CallerError
@@ -33,8 +34,14 @@ KEYS_MAX = 65_536
 """Of one prompt, for all ranks of a deployment together."""
 ENDPOINTS_MAX = 64
 """Stores that are asked; the one that was asked longest ago is forgotten first."""
-THREADS = 16
-ACTIVE_MAX = 4 * THREADS
+THREADS = 32
+THREADS_OF_ONE = 8
+"""For lookups with the same key."""
+RANKS_ASKED_MAX = 8
+"""Ranks write a chunk's parts together: of many ranks the first, the last and some between are asked."""
+KINDS_MAX = 1024
+"""Lookup keys that are known; the one that was asked longest ago is forgotten first."""
+ACTIVE_MAX = 2 * THREADS
 """Where so many lookups are under way, a further one would only wait: the request is routed without it."""
 FAILURES_MAX = 3
 PAUSE_S, PAUSE_S_MAX = 1.0, 30.0
@@ -51,12 +58,13 @@ def lookup_key(published: Published) -> LookupKey:
     return published.deployment, published.layout, published.endpoint, published.bucket, published.accept
 
 
-@dataclass(frozen=True, slots=True)
-class _Store:
-    """One endpoint. One that fails is left alone by itself."""
+class _Kind:
+    """The lookups with one key."""
 
-    client: Client
-    breaker: Breaker
+    def __init__(self) -> None:
+        self.breaker = Breaker(FAILURES_MAX, PAUSE_S, PAUSE_S_MAX)
+        self.threads = asyncio.Semaphore(THREADS_OF_ONE)
+        self.active_count = 0
 
 
 class StoreLookups:
@@ -66,7 +74,8 @@ class StoreLookups:
         self._settings = settings
         self._threads = ThreadPoolExecutor(THREADS, "objectcache-orchestrator-lookup")
         self._naming = ThreadPoolExecutor(1, "objectcache-orchestrator-naming")
-        self._stores: OrderedDict[str, _Store] = OrderedDict()
+        self._stores: OrderedDict[str, Client] = OrderedDict()
+        self._kinds: OrderedDict[LookupKey, _Kind] = OrderedDict()
         self._active_count = 0
         self._warned_s = -math.inf
         self.count = 0
@@ -76,7 +85,8 @@ class StoreLookups:
         """The store's answer; None where nothing is known. Prompts for an adapter are not looked up, since the names of
         their chunks depend on the adapter's weights.
         """
-        if len(tokens) <= published.layout.chunk_tokens or self._active_count >= ACTIVE_MAX:
+        kind = self._kind(lookup_key(published))
+        if len(tokens) <= published.layout.chunk_tokens or kind.active_count >= ACTIVE_MAX - self._active_count:
             return None
         try:
             store = self._store(self._settings.endpoint or published.endpoint)
@@ -84,14 +94,16 @@ class StoreLookups:
             self.failure_count += 1
             _log.warning("a store that cannot be asked: %s", error)
             return None
-        if store.breaker.is_open(time.monotonic()):
+        if kind.breaker.is_open(time.monotonic()):
             return None
         self._active_count += 1
+        kind.active_count += 1
         try:
             keys = await self._named(published, tokens, salt)
-            return None if keys is None else await self._asked(store, published, len(tokens), keys)
+            return None if keys is None else await self._asked(store, kind, published, len(tokens), keys)
         finally:
             self._active_count -= 1
+            kind.active_count -= 1
 
     async def _named(
         self, published: Published, tokens: Sequence[int] | TokenIds, salt: str
@@ -108,21 +120,20 @@ class StoreLookups:
             return None
 
     async def _asked(
-        self, store: _Store, published: Published, token_count: int, keys: Sequence[Sequence[str]]
+        self, store: Client, kind: _Kind, published: Published, token_count: int, keys: Sequence[Sequence[str]]
     ) -> Stored | None:
-        if store.breaker.wait_s(time.monotonic()) > 0:
+        if kind.breaker.wait_s(time.monotonic()) > 0:
             return None
         self.count += 1
         try:
             async with asyncio.timeout(self._settings.timeout_s):
-                found = await asyncio.get_running_loop().run_in_executor(
-                    self._threads, self._look_up, store, published, token_count, keys
-                )
+                await kind.threads.acquire()
+                found = await asyncio.wrap_future(self._submitted(store, kind, published, token_count, keys))
         except asyncio.CancelledError:
-            store.breaker.gave_up()
+            kind.breaker.gave_up()
             raise
         except CallerError as error:  # what an engine published is wrong: the store is well, and others ask it
-            store.breaker.succeeded()
+            kind.breaker.succeeded()
             self.failure_count += 1
             if time.monotonic() - self._warned_s > WARN_EVERY_S:
                 self._warned_s = time.monotonic()
@@ -130,54 +141,82 @@ class StoreLookups:
             return None
         except Exception as error:  # an answer may be anything
             self.failure_count += 1
-            store.breaker.failed(time.monotonic())
+            kind.breaker.failed(time.monotonic())
             _log.warning("a lookup failed: %r", error)
             return None
-        store.breaker.succeeded()
+        kind.breaker.succeeded()
         return found
+
+    def _submitted(
+        self, store: Client, kind: _Kind, published: Published, token_count: int, keys: Sequence[Sequence[str]]
+    ) -> Future[Stored]:
+        """The lookup in a thread, which is the kind's until it ends, also where nobody waits any more."""
+        loop = asyncio.get_running_loop()
+
+        def ended(_: Future[Stored]) -> None:
+            with contextlib.suppress(RuntimeError):  # the loop has ended
+                loop.call_soon_threadsafe(kind.threads.release)
+
+        running = self._threads.submit(self._look_up, store, published, token_count, keys)
+        running.add_done_callback(ended)
+        return running
 
     def close(self) -> None:
         """Ask nothing more."""
         self._naming.shutdown(wait=False, cancel_futures=True)
         self._threads.shutdown(wait=False, cancel_futures=True)
         for store in self._stores.values():
-            store.client.close()
+            store.close()
 
     def _keys(self, published: Published, tokens: Sequence[int] | TokenIds, salt: str) -> list[tuple[str, ...]]:
         """The keys of each rank's chunks. Raises ValueError for what can have no keys."""
         deployment, chunk_tokens = published.deployment, published.layout.chunk_tokens
         count = min(len(tokens) // chunk_tokens, KEYS_MAX // deployment.rank_count)
-        ranks = range(deployment.rank_count)
+        ranks = _asked_ranks(deployment.rank_count)
         return [KeyChain(deployment.namespace(rank, "", salt), chunk_tokens).keys(tokens, count) for rank in ranks]
 
-    def _look_up(self, store: _Store, published: Published, token_count: int, keys: Sequence[Sequence[str]]) -> Stored:
+    def _look_up(self, store: Client, published: Published, token_count: int, keys: Sequence[Sequence[str]]) -> Stored:
         """The count of chunks and the rate. Costs of engines decide neither, and are not sent."""
-        client, layout = store.client.in_bucket(published.bucket), published.layout
+        client, layout = store.in_bucket(published.bucket), published.layout
         request = AdviceRequest(token_count, layout, PrefillCosts(0.0))
         lease_s, accept = self._settings.lease_s, published.accept
         found = [client.advise(each, request, lease_s, accept=accept) for each in keys]
-        count = min(matched for matched, _ in found)
-        rate = min(advice.rate_bytes_per_s or 0.0 for _, advice in found) / len(keys)
+        count = min(min(matched, len(each)) for each, (matched, _) in zip(keys, found, strict=True))
+        rate = min(advice.rate_bytes_per_s or 0.0 for _, advice in found) / published.deployment.rank_count
         return Stored(count, layout, rate)
 
-    def _store(self, endpoint: str) -> _Store:
+    def _kind(self, key: LookupKey) -> _Kind:
+        """The lookups with this key."""
+        kind = self._kinds.get(key)
+        if kind is None:
+            kind = self._kinds[key] = _Kind()
+            if len(self._kinds) > KINDS_MAX:
+                self._kinds.popitem(last=False)
+        self._kinds.move_to_end(key)
+        return kind
+
+    def _store(self, endpoint: str) -> Client:
         """The store of an endpoint, which an engine may have named."""
         known = self._stores.get(endpoint)
         if known is not None:
             self._stores.move_to_end(endpoint)
             return known
-        made = self._stores[endpoint] = _Store(
-            Client(
-                endpoint,
-                "",
-                access_key=self._settings.access_key,
-                secret_key=self._settings.secret_key,
-                region=self._settings.region,
-                timeout_s=max(1.0, self._settings.timeout_s),
-                retries=Retries.of_engines(),
-            ),
-            Breaker(FAILURES_MAX, PAUSE_S, PAUSE_S_MAX),
+        made = self._stores[endpoint] = Client(
+            endpoint,
+            "",
+            access_key=self._settings.access_key,
+            secret_key=self._settings.secret_key,
+            region=self._settings.region,
+            timeout_s=max(1.0, self._settings.timeout_s),
+            retries=Retries.of_engines(),
         )
         if len(self._stores) > ENDPOINTS_MAX:
-            self._threads.submit(self._stores.popitem(last=False)[1].client.close)
+            self._threads.submit(self._stores.popitem(last=False)[1].close)
         return made
+
+
+def _asked_ranks(rank_count: int) -> list[int]:
+    """The ranks whose chunks are looked up, the first and the last among them."""
+    if rank_count <= RANKS_ASKED_MAX:
+        return list(range(rank_count))
+    return [index * (rank_count - 1) // (RANKS_ASKED_MAX - 1) for index in range(RANKS_ASKED_MAX)]

@@ -19,9 +19,9 @@ from typing import Any
 from objectcache.orchestrator.metadata import CacheEntry, Metadata, RegisteredEngine
 from objectcache.orchestrator.rules.kv_events import (
     AllBlocksCleared,
-    Batch,
     BlockRemoved,
     BlockStored,
+    Event,
     KnownBatch,
     block_name,
     name_bytes,
@@ -34,7 +34,7 @@ FLUSH_S = 1.0
 RESTORED_AT_ONCE = 5000
 FAILURES_MAX = 60
 """After so many failures in a row sessions are not kept any longer: they must not fill the memory."""
-HELD_MAX = 1_000_000
+HELD_MAX = 250_000
 """Blocks of a source that wait to be written. Of one with more, nothing is known after a restart."""
 SESSIONS = "sessions"
 _log = logging.getLogger(__name__)
@@ -148,24 +148,31 @@ class Writing:
         """A session is there now."""
         self._sessions[session] = engine
 
-    def note_batch(self, source: str, number: int, batch: Batch) -> None:
-        """A batch is in the index."""
+    def note_part(self, source: str, part: Event) -> None:
+        """Blocks that were stored are in the index, and blocks that are removed are in it still: names that it does not
+        hold are not written down. Where more changes than can be written, the file forgets the source.
+        """
         changes = self._changes.setdefault(source, _Changes())
-        changes.known = KnownBatch(number, batch.sent_at)
-        for event in batch.events:
-            match event:
-                case BlockStored():
-                    for name in event.names:
-                        prefix = self._index.prefix_of(source, name)
-                        if prefix is not None:
-                            changes.added[name_bytes(name)] = prefix
-                case BlockRemoved():
-                    for name in event.names:
+        match part:
+            case BlockStored():
+                for name in part.names:
+                    prefix = self._index.prefix_of(source, name)
+                    if prefix is not None:
+                        changes.added[name_bytes(name)] = prefix
+            case BlockRemoved():
+                for name in part.names:
+                    if self._index.prefix_of(source, name) is not None:
                         packed = name_bytes(name)
                         changes.added.pop(packed, None)
                         changes.removed.add(packed)
-                case AllBlocksCleared():
-                    self._changes[source] = changes = _Changes(changes.known, is_cleared=True)
+            case AllBlocksCleared():
+                self._changes[source] = _Changes(changes.known, is_cleared=True)
+        if changes.count > HELD_MAX:
+            self._changes[source] = _Changes(is_cleared=True)
+
+    def note_batch(self, source: str, number: int, sent_at: float) -> None:
+        """All parts of a batch were noted."""
+        self._changes.setdefault(source, _Changes()).known = KnownBatch(number, sent_at)
 
     def cleared(self, source: str) -> None:
         """The index knows nothing of a source any more: it has started anew, or its events had gaps for too long."""
@@ -212,7 +219,7 @@ class Writing:
             added = [CacheEntry(source, prefix, block, used_at=now) for block, prefix in each.added.items()]
             known = None if each.known is None else (each.known.number, each.known.sent_at)
             try:
-                self.metadata.note_source(source, known, added, sorted(each.removed), is_cleared=each.is_cleared)
+                self.metadata.note_source(source, known, added, list(each.removed), is_cleared=each.is_cleared)
             except Exception as error:
                 failed[source] = error
         return failed

@@ -32,6 +32,8 @@ PART_COLUMNS = "part_number, nbytes, etag, modified_at, checksum"
 UPLOAD_COLUMNS = "upload_id, key, version, owner, initiated_at, attributes"
 
 
+RULES_KEPT = 16
+"""Rules of a bucket may take a megabyte."""
 RULES = TypeAdapter(list[LifecycleRule])
 TouchedKind = Literal["bucket", "object", "upload", "part"]
 
@@ -162,9 +164,15 @@ def _object_fields(text: str) -> tuple[Attributes, Checksum | None, int | None, 
     return *found, "has_doubtful_tags" in fields
 
 
-def rules_of(text: str) -> list[LifecycleRule]:
+def rules_of(text: str) -> tuple[LifecycleRule, ...]:
     """The lifecycle rules in the text of the `lifecycle` column."""
-    return [] if text == "[]" else RULES.validate_python(json.loads(text))
+    return () if text == "[]" else _rules_of(text)
+
+
+@lru_cache(RULES_KEPT)
+def _rules_of(text: str) -> tuple[LifecycleRule, ...]:
+    """Each read of an object of the bucket needs them, and a thousand take milliseconds to check."""
+    return tuple(RULES.validate_python(json.loads(text)))
 
 
 def upload_attributes(attributes: Attributes, algorithm: ChecksumAlgorithm | None, kind: ChecksumType | None) -> str:

@@ -18,6 +18,7 @@ import zmq.asyncio
 from objectcache.adapters import zmtp
 from objectcache.adapters.zmtp import FrameLimits, ZmtpError, connected
 from objectcache.orchestrator.events_feed import BATCH_BYTES_MAX, CONNECTIONS_MAX, TOPIC_BYTES_MAX, EventsFeed
+from objectcache.orchestrator.rules.kv_events import Event
 from objectcache.orchestrator.rules.prefix_index import PrefixIndex
 from tests.support.waiting import until
 
@@ -26,13 +27,29 @@ READY = b"\x05READY\x0bSocket-Type\0\0\0\x03PUB"
 CLEARED = msgspec.msgpack.encode([time.time(), [{"type": "AllBlocksCleared"}], 0])
 
 
+class Numbers:
+    """Notes the numbers of batches."""
+
+    def __init__(self, taken: list[int]) -> None:
+        self.taken = taken
+
+    def note_part(self, source: str, part: Event) -> None:
+        pass
+
+    def note_batch(self, source: str, number: int, sent_at: float) -> None:
+        self.taken.append(number)
+
+    def cleared(self, source: str) -> None:
+        pass
+
+
 @asynccontextmanager
 async def listening(tmp_path: Path) -> AsyncIterator[tuple[str, EventsFeed, list[int]]]:
     """A feed that is bound, its path, and the numbers of the batches that it has taken."""
     taken: list[int] = []
     place, index = f"{tmp_path}/events", PrefixIndex()
     index.add_engine("a")
-    feed = EventsFeed("a", index, f"bind:ipc://{place}", None, SECRET, on_batch=lambda number, _: taken.append(number))
+    feed = EventsFeed("a", index, f"bind:ipc://{place}", None, SECRET, log=Numbers(taken))
     running = asyncio.create_task(feed.run())
     try:
         await until(Path(place).exists)
@@ -48,7 +65,7 @@ async def test_events_count_by_their_topic_where_anybody_may_connect(tmp_path: P
     endpoint = f"ipc://{tmp_path}/events"
     index = PrefixIndex()
     index.add_engine("a")
-    feed = EventsFeed("a", index, f"bind:{endpoint}", None, SECRET, on_batch=lambda number, _: taken.append(number))
+    feed = EventsFeed("a", index, f"bind:{endpoint}", None, SECRET, log=Numbers(taken))
     running = asyncio.create_task(feed.run())
     context = zmq.asyncio.Context()
     try:

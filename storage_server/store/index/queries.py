@@ -65,7 +65,7 @@ def lifecycle(db: sqlite3.Connection, name: str) -> list[LifecycleRule]:
     row = db.execute("SELECT lifecycle FROM buckets WHERE name = ?", (name,)).fetchone()
     if row is None:
         require_bucket(db, name)
-    return rules_of(row[0])
+    return list(rules_of(row[0]))
 
 
 def extents_of(db: sqlite3.Connection, version: int, start: int, end: int) -> list[Extent]:

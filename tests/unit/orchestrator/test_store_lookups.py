@@ -17,7 +17,13 @@ from nixl_client.connectors.vllm.naming import Deployment, KeyChain
 from objectcache.orchestrator.rules.engine_metrics import Published
 from objectcache.orchestrator.rules.prediction import Stored
 from objectcache.orchestrator.settings import StoreSettings
-from objectcache.orchestrator.store_lookups import ENDPOINTS_MAX, FAILURES_MAX, StoreLookups, lookup_key
+from objectcache.orchestrator.store_lookups import (
+    ENDPOINTS_MAX,
+    FAILURES_MAX,
+    RANKS_ASKED_MAX,
+    StoreLookups,
+    lookup_key,
+)
 
 TOKENS = list(range(64))
 
@@ -176,6 +182,6 @@ async def test_all_ranks_of_a_deployment_share_the_bound_on_keys(monkeypatch: py
     try:
         wide = replace(published(), deployment=replace(published().deployment, tp_size=8, pp_size=4))
         assert await store.find(wide, list(range(16 * 1000)), "") is not None
-        assert counts == [2] * 32
+        assert counts == [2] * RANKS_ASKED_MAX
     finally:
         store.close()

@@ -28,8 +28,12 @@ def made(tmp_path: Path) -> Writing:
 
 def note(made: Writing, source: str, number: int, batch: Batch) -> None:
     for event in batch.events:
+        if isinstance(event, BlockRemoved):
+            made.note_part(source, event)
         made._index.apply(source, event)
-    made.note_batch(source, number, batch)
+        if not isinstance(event, BlockRemoved):
+            made.note_part(source, event)
+    made.note_batch(source, number, batch.sent_at)
 
 
 async def test_what_one_engine_says_keeps_nothing_of_others_from_the_disk(
@@ -74,3 +78,24 @@ async def test_what_waits_for_a_disk_is_bounded(made: Writing, monkeypatch: pyte
 def test_a_batch_has_a_time(sent_at: float) -> None:
     with pytest.raises(WrongEventError, match="the time of a batch"):
         batch_of([sent_at, [], 0])
+
+
+async def test_names_of_blocks_that_the_index_does_not_hold_are_not_written_down(made: Writing) -> None:
+    """Any number of them comes from an engine that removes what it never had."""
+    note(made, "bad", 0, stored(0))
+    removed = BlockRemoved(tuple(range(10_000, 60_000)))
+    made.note_part("bad", removed)
+    assert made._changes["bad"].count == 1
+    await made.stop()
+
+
+async def test_of_a_source_with_too_many_changes_the_file_knows_nothing(
+    made: Writing, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("objectcache.orchestrator.writing.HELD_MAX", 2)
+    for number in range(4):
+        note(made, "bad", number, stored(number))
+    assert made._changes["bad"].count <= 2
+    await made.flush()
+    assert len(list(made.metadata.entries("bad"))) <= 2
+    await made.stop()
