@@ -24,6 +24,8 @@ from objectcache.adapters.pieces import InPieces, Turns, Waiting
 from objectcache.adapters.response_sink import cut
 
 HEADER_COUNT_MAX = 256
+PIECES_MAX = 64
+"""Of a body, in memory."""
 FILES_FRACTION = 0.5
 """Of the open files that the host allows, for connections; the rest is for stored files, engines and peers."""
 LINGER_S = 3.0
@@ -161,6 +163,12 @@ class Connection(InPieces, web.RequestHandler):
                 return
         web.RequestHandler.data_received(self, data)
         self._is_broken = bool(self._messages) and isinstance(self._messages[-1][0], _ErrInfo)
+        if self._upgraded:  # nobody here speaks another protocol, and aiohttp would parse what follows at once
+            self._is_broken, self._message_tail = True, b""
+            self.close()
+        for each in (body, self._messages[-1][1] if self._messages else None):
+            if data and type(each) is StreamReader:  # without data a reader may be at work on its pieces
+                _join(each)
         if self._is_broken and body is not None and not body.is_eof():
             body.set_exception(web.RequestPayloadError("the body is not well-formed"))  # nobody else tells its reader
         if self._messages or (body is not None and body.is_eof()):
@@ -218,6 +226,15 @@ class Connection(InPieces, web.RequestHandler):
         )
         wire.write(head.encode() + b"\r\n" + body)
         self.force_close()
+
+
+def _join(body: StreamReader) -> None:
+    """Small chunks of a body lie together: the loop stands still while a reader collects tens of thousands of them."""
+    pieces = body._buffer
+    if len(pieces) > PIECES_MAX:
+        joined = b"".join(pieces)  # what was read of the first one is still at its beginning
+        pieces.clear()
+        pieces.append(joined)
 
 
 def _watched(handler: Handler) -> Handler:

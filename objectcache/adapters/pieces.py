@@ -73,10 +73,13 @@ class Turns:
 
 @dataclass(slots=True, eq=False)
 class Waiting:
-    """The bytes of a connection that wait to be parsed, and whether it is among those of `turns`."""
+    """The bytes of a connection that wait to be parsed, whether aiohttp's parser has more of before (`has_rest`), and
+    whether the connection is among those of `turns`.
+    """
 
     turns: Turns
     data: bytes = b""
+    has_rest: bool = False
     is_queued: bool = False
 
 
@@ -96,8 +99,14 @@ class InPieces(BaseProtocol):
 
     def data_received(self, data: bytes) -> None:
         waiting = self._waiting
-        if not data:  # aiohttp goes on with what its parser has
-            self._parse(data)
+        if not data:  # aiohttp goes on with what its parser has: up to a piece
+            if waiting.turns.has_time():
+                began_s = time.perf_counter()
+                self._parse(data)
+                waiting.turns.spend(began_s)
+            else:
+                waiting.has_rest = True
+                self._queue()
             return
         if not waiting.data:
             plain = min(self._plain_bytes(), len(data))
@@ -121,7 +130,11 @@ class InPieces(BaseProtocol):
         waiting.is_queued = False
         if self.transport is None:
             waiting.data = b""
-        if waiting.data and not self._is_held():
+        if waiting.has_rest:
+            waiting.has_rest = False
+            if self.transport is not None:
+                self._parse(b"")
+        elif waiting.data and not self._is_held():
             size = max(PIECE_BYTES, self._plain_bytes())
             piece, waiting.data = waiting.data[:size], waiting.data[size:]
             self._parse(piece)
@@ -138,7 +151,7 @@ class InPieces(BaseProtocol):
 
     def _resume_transport_reading(self) -> None:
         """The bytes that wait come first."""
-        if self._waiting.data:
+        if self._waiting.data or self._waiting.has_rest:
             self._queue()
         else:
             super()._resume_transport_reading()

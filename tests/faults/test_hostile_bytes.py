@@ -139,6 +139,35 @@ async def test_a_request_behind_another_may_have_a_body_of_any_size() -> None:
         writer.close()
 
 
+async def test_small_chunks_behind_a_request_come_whole(monkeypatch: pytest.MonkeyPatch) -> None:
+    """They lie together while they wait, and what aiohttp's parser has kept back waits its turn, too."""
+    body = bytes(range(256)) * 400
+    first = b"GET / HTTP/1.1\r\nHost: x\r\n\r\n"
+    head = b"PUT / HTTP/1.1\r\nHost: x\r\nTransfer-Encoding: chunked\r\n\r\n"
+    chunks = b"".join(b"1\r\n" + bytes((each,)) + b"\r\n" for each in body)
+    for turn_s in (pieces.TURN_S, 1e-6):
+        monkeypatch.setattr(pieces, "TURN_S", turn_s)
+        async with echoing() as (host, port, _):
+            reader, writer = await asyncio.open_connection(host, port)
+            for _ in range(3):
+                writer.write(first + head + chunks + b"0\r\n\r\n")
+                assert (await reader.readuntil(b"\r\n\r\n")).startswith(b"HTTP/1.1 200")
+                assert (await reader.readuntil(b"\r\n\r\n")).startswith(b"HTTP/1.1 200")
+                assert await reader.readexactly(len(body)) == body
+            writer.close()
+
+
+async def test_nothing_is_parsed_behind_a_request_for_another_protocol() -> None:
+    head = b"GET / HTTP/1.1\r\nHost: x\r\nConnection: upgrade\r\nUpgrade: websocket\r\n\r\n"
+    async with echoing() as (host, port, server):
+        reader, writer = await asyncio.open_connection(host, port)
+        writer.write(head + b"GET / HTTP/1.1\r\nHost: x\r\n\r\n" * 100)
+        answer = await reader.read()
+        assert answer.count(b"HTTP/1.1 200") == 1
+        assert not server.connections
+        writer.close()
+
+
 async def test_small_chunks_come_whole_however_they_are_cut(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(pieces, "PIECE_BYTES", 7)
     body = bytes(range(256)) * 4
