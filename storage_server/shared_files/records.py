@@ -30,6 +30,7 @@ from typing import Any, cast, get_args
 
 from awscrt.checksums import crc32c
 
+from descriptors.objects import Attributes
 from descriptors.units import GIB, KIB, MIB
 from storage_server.planning.block_checksums import BLOCK_BYTES, WORD_BYTES
 from storage_server.store.rows import Touched, TouchedKind, rules_of, stored_object, stored_upload
@@ -56,6 +57,11 @@ PART_NUMBER_MAX = 10_000
 KEY_BYTES_MAX = 1024
 BODIES_MAX = PART_NUMBER_MAX
 RULE_VALUES_MAX = 10_000
+HEADERS_MAX, TAGS_MAX = 256, 64
+CHECKSUM_BYTES_MAX, NAME_BYTES_MAX = 256, 1024
+_HEADER = re.compile(r"[!#$%&'*+.^_`|~0-9a-z-]{1,256}\Z")
+_STORAGE_CLASS = re.compile(r"[0-9A-Z_-]{1,64}\Z")
+_CONTROL = re.compile("[\0-\x08\x0a-\x1f\x7f\ud800-\udfff]")
 """Lists, and tables, in the JSON of a bucket's lifecycle rules: a thousand rules have fewer."""
 BLOCKS_STEP = 4 * PIECE_BYTES
 """So many characters of base64 are decoded at once."""
@@ -510,16 +516,47 @@ def _require_readable(about: Touched, row: tuple[Any, ...], bodies: tuple[BodyRo
             rules_of(row[2])
         elif about.kind == "object":
             is_right = _is_tag(row[1]) and _is_time(row[2]) and _are_whole(row[0], bodies)
-            stored_object((about.key, 0, *row))
+            found = stored_object((about.key, 0, *row))
+            is_right &= _are_plain(found.info.attributes) and _is_count(found.info.part_count)
+            is_right &= _is_plain_text(found.info.checksum.value if found.info.checksum else "", CHECKSUM_BYTES_MAX)
+            is_right &= _is_plain_text(found.upload_id or "", NAME_BYTES_MAX)
         elif about.kind == "upload":
             is_right = _is_time(row[3])
-            stored_upload((about.name, row[1], 0, *row[2:]))
+            upload = stored_upload((about.name, row[1], 0, *row[2:]))
+            is_right &= _are_plain(upload.attributes)
         else:
             is_right = True
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         raise BadRecordError(f"attributes of {about.kind} that cannot be read") from error
     if not is_right:
         raise BadRecordError(f"a row of {about.kind} out of range")
+
+
+def _are_plain(attributes: Attributes) -> bool:
+    """Whether the attributes are texts that an answer can have: a row may hold any JSON."""
+    headers, tags = attributes.headers, attributes.tags
+    if (
+        not isinstance(headers, dict)
+        or not isinstance(tags, dict)
+        or len(headers) > HEADERS_MAX
+        or len(tags) > TAGS_MAX
+    ):
+        return False
+    texts = (*headers.values(), *tags, *tags.values())
+    return (
+        all(_HEADER.match(name) is not None for name in headers)
+        and all(_is_plain_text(text, TEXT_BYTES_MAX) for text in texts)
+        and isinstance(attributes.storage_class, str)
+        and _STORAGE_CLASS.match(attributes.storage_class) is not None
+    )
+
+
+def _is_plain_text(value: object, length_max: int) -> bool:
+    return isinstance(value, str) and len(value) <= length_max and _CONTROL.search(value) is None
+
+
+def _is_count(value: object) -> bool:
+    return value is None or (type(value) is int and 1 <= value <= PART_NUMBER_MAX)
 
 
 def _are_few(rules: str) -> bool:

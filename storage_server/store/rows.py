@@ -32,6 +32,7 @@ PART_COLUMNS = "part_number, nbytes, etag, modified_at, checksum"
 UPLOAD_COLUMNS = "upload_id, key, version, owner, initiated_at, attributes"
 
 
+KEPT_TEXT_MAX = 1024
 RULES_KEPT = 16
 """Rules of a bucket may take a megabyte."""
 RULES = TypeAdapter(list[LifecycleRule])
@@ -147,14 +148,14 @@ def bucket_info(row: Sequence[Any]) -> BucketInfo:
 def stored_object(row: tuple[Any, ...]) -> StoredObject:
     """The object of a row of OBJECT_COLUMNS."""
     key, version, nbytes, etag, modified_at, text = row
-    attributes, checksum, part_count, upload_id, has_doubtful_tags = _object_fields(text)
+    fields = _kept_fields(text) if len(text) <= KEPT_TEXT_MAX else _object_fields(text)
+    attributes, checksum, part_count, upload_id, has_doubtful_tags = fields
     info = ObjectInfo(key, nbytes, etag, modified_at, attributes, checksum, part_count)
     return StoredObject(info, version, upload_id, has_doubtful_tags)
 
 
-@lru_cache(1024)
 def _object_fields(text: str) -> tuple[Attributes, Checksum | None, int | None, str | None, bool]:
-    """The fields of an object's JSON, cached, because most objects of a bucket have the same few attributes."""
+    """The fields of an object's JSON."""
     fields = json.loads(text)
     checksum = None
     if "checksum" in fields:
@@ -162,6 +163,10 @@ def _object_fields(text: str) -> tuple[Attributes, Checksum | None, int | None, 
         checksum = Checksum(ChecksumAlgorithm(algorithm), value, ChecksumType(kind))
     found = _attributes(fields), checksum, fields.get("part_count"), fields.get("upload_id")
     return *found, "has_doubtful_tags" in fields
+
+
+_kept_fields = lru_cache(1024)(_object_fields)
+"""Most objects of a bucket have the same few attributes."""
 
 
 def rules_of(text: str) -> tuple[LifecycleRule, ...]:

@@ -228,3 +228,30 @@ def test_stamps_grow_whatever_the_time_of_day_does(steps: list[int | None]) -> N
         else:
             clock.observe(step)
             greatest = max(greatest, step)
+
+
+@pytest.mark.parametrize(
+    "attributes",
+    [
+        {"tags": {"objectcache-pin": [1]}},
+        {"tags": ["k"]},
+        {"headers": {"a": [[], []]}},
+        {"headers": {"A": "upper"}},
+        {"headers": {"a": "line\r\nbreak"}},
+        {"headers": {f"x{number}": "" for number in range(300)}},
+        {"storage_class": [1]},
+        {"storage_class": "<x>"},
+        {"part_count": "7"},
+        {"part_count": True},
+        {"upload_id": [1]},
+        {"checksum": ["CRC32", ["x"], "FULL_OBJECT"]},
+    ],
+    ids=repr,
+)
+def test_attributes_that_no_answer_can_have_are_passed_over(attributes: dict[str, object]) -> None:
+    """The index takes any JSON; eviction, lists and lifecycle rules would fail at it for ever."""
+    good = Record(Touched("object", "bucket", "good"), 1, (0, "", 0.0, ATTRIBUTES), ())
+    bad = Record(Touched("object", "bucket", "bad"), 2, (0, "", 0.0, json.dumps(attributes)), ())
+    found = decode(encode([good]) + encode([bad]))
+    assert [record.about.key for _, records in found.frames for record in records] == ["good"]
+    assert found.bad_count == 1
