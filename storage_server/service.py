@@ -160,7 +160,7 @@ class EmbeddedStorage:
         if self.ucx is not None:
             await self.ucx.start()
         if self.settings.shm:
-            shm = ShmAgents(self.settings.direct_payload_bytes, self.agents.client_gone)
+            shm = ShmAgents(self.settings.direct_payload_bytes, self.agents.client_gone, self.settings.shm_users)
             self.shm = shm if shm.start() else None
         self.agents.start(self.ucx, self.shm)
         lifecycle = self.store.lifecycle.run(self.settings.lifecycle_interval_s, self.settings.lifecycle_day_s)

@@ -228,6 +228,7 @@ class StorageSettings:
     ucx: tuple[str, ...] = ()
     ucx_maps_dram: bool = False
     shm: bool = True
+    shm_users: tuple[int, ...] = ()
     scheduler: SchedulerSettings = field(default_factory=SchedulerSettings)
     upstream: UpstreamSettings | None = None
     disk_bytes: int | None = None

@@ -132,7 +132,7 @@ class StorageConfig(Model):
     least_bytes_per_s: Annotated[Rate, Field(ge=0)] | None = None
     ucx: bool | tuple[str, ...] | None = None
     ucx_maps_dram: bool | None = None
-    shm: bool | None = None
+    shm: bool | tuple[Annotated[int, Field(ge=0, lt=1 << 32)], ...] | None = None
     disk_bytes: Size | None = None
     eviction: Eviction | None = None
 
@@ -383,6 +383,8 @@ class Config(Model):
         chosen = self.storage.model_dump(exclude_none=True)
         if isinstance(chosen.get("ucx"), bool):
             chosen["ucx"] = (LOOPBACK,) if chosen["ucx"] else ()
+        if isinstance(chosen.get("shm"), tuple):
+            chosen |= {"shm": True, "shm_users": chosen["shm"]}
         scheduler = self.scheduler_settings()
         try:
             upstream = self.upstream.settings(os.environ)

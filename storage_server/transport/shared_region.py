@@ -56,6 +56,8 @@ class FaultGuard:
     def map(self, fd: int, nbytes: int) -> SharedRegion:
         """Map the first `nbytes` of a memfd. Raises OfferError where writing into it would fail, OSError."""
         check_offer(fd, nbytes)
+        if os.lseek(fd, 0, os.SEEK_HOLE) < nbytes:  # looks at each page: 13 ms for a GiB
+            raise OfferError("the memory is not allocated yet")
         length = -(-nbytes // mmap.PAGESIZE) * mmap.PAGESIZE
         address = _libc.mmap(None, length, mmap.PROT_READ | mmap.PROT_WRITE, mmap.MAP_SHARED, fd, 0)
         if address is None or address == _FAILED:
@@ -77,9 +79,9 @@ class FaultGuard:
 
 
 def check_offer(fd: int, nbytes: int) -> None:
-    """Raises OfferError unless the descriptor is a memfd of ordinary pages, sealed against shrinking, with all pages
-    allocated. The server relies only on the seal and the page size, which a client cannot undo. The other checks tell
-    the client early what is missing.
+    """Raises OfferError unless the descriptor is a memfd of ordinary pages, sealed against shrinking. The server relies
+    only on the seal and the page size, which a client cannot undo. The other checks tell the client early what is
+    missing; whether all pages are allocated is found where the memory is mapped.
     """
     found = os.fstat(fd)
     if not stat.S_ISREG(found.st_mode):
@@ -94,8 +96,6 @@ def check_offer(fd: int, nbytes: int) -> None:
         raise OfferError("the memory is not of ordinary pages")
     if nbytes > found.st_size:
         raise OfferError(f"the memory has {found.st_size} bytes")
-    if os.lseek(fd, 0, os.SEEK_HOLE) < nbytes:
-        raise OfferError("the memory is not allocated yet")
 
 
 def _populate(region: SharedRegion) -> None:

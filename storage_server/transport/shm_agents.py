@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import NoReturn
 
 from descriptors.errors import CallerError, ErrorCode
@@ -22,8 +22,8 @@ class ShmAgents:
     memory is unmapped when that agent ends.
     """
 
-    def __init__(self, payload_bytes: int, on_gone: Callable[[str], bool]) -> None:
-        self.door = ShmDoor(self._client_gone)
+    def __init__(self, payload_bytes: int, on_gone: Callable[[str], bool], users: Iterable[int] = ()) -> None:
+        self.door = ShmDoor(self._client_gone, users)
         self.payload_bytes = payload_bytes
         self._on_gone = on_gone
 

@@ -19,7 +19,7 @@ import secrets
 import socket
 import struct
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 
 from descriptors.messages import AGENT_REGIONS_MAX, Region
 from descriptors.shm_messages import MESSAGE_BYTES_MAX, greeting, parse_offer, reply
@@ -35,6 +35,9 @@ ACCEPT_PAUSE_S = 1.0
 BACKLOG = 64
 _CREDENTIALS = struct.Struct("iII")
 _log = logging.getLogger(__name__)
+
+
+REFUSED_MAX = 64
 
 
 class ShmClient:
@@ -118,16 +121,20 @@ class ShmClient:
 
 
 class ShmDoor:
-    """Listens at `address`, an abstract Unix socket of this network namespace; the name is not secret. `on_gone` is
-    called with the ticket of a registered client whose connection has ended.
+    """Listens at `address`, an abstract Unix socket of this network namespace; the name is not secret. Processes of
+    this user, of root and of `users` may come in. `on_gone` is called with the ticket of a registered client whose
+    connection has ended.
     """
 
-    def __init__(self, on_gone: Callable[[str], None]) -> None:
+    def __init__(self, on_gone: Callable[[str], None], users: Iterable[int] = ()) -> None:
+        self._users = frozenset((os.geteuid(), 0, *users))
         self.address = f"@objectcache-{secrets.token_hex(16)}"
         self._on_gone = on_gone
         self._listener: socket.socket | None = None
         self._guard: FaultGuard | None = None
         self._clients: dict[str, ShmClient] = {}
+        self._refused: set[int] = set()
+        """Users that were told of."""
         self._tasks: set[asyncio.Task[None]] = set()
 
     @property
@@ -193,6 +200,12 @@ class ShmDoor:
             loop.call_later(ACCEPT_PAUSE_S, self._listen_again)
             return
         uid = _uid_of(connection)
+        if uid not in self._users:  # whoever hands descriptors over can make their last close wait for ever
+            if uid not in self._refused and len(self._refused) < REFUSED_MAX:
+                self._refused.add(uid)
+                _log.warning("user %d may not use shm here: [storage] shm = [%d] lets that user", uid, uid)
+            connection.close()
+            return
         waiting = Counter(client.uid for client in self._clients.values() if not client.is_registered)
         if waiting.total() >= UNREGISTERED_MAX or waiting[uid] >= UNREGISTERED_UID_MAX:
             connection.close()
