@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Awaitable, Callable
 from contextlib import aclosing
 from dataclasses import replace
@@ -40,6 +41,8 @@ from objectcache.adapters.response_sink import begin_answer
 
 CHECKSUM_MODE = "x-amz-checksum-mode"
 STEP_BYTES = 128 * KIB
+LEAST_BYTES_PER_S = 64 * KIB
+"""Of an object's bytes, while the client is waited for: what it reads takes room on the disk until it has it."""
 
 
 async def put_object(call: Call) -> web.StreamResponse:
@@ -126,12 +129,12 @@ async def _get(call: Call, request: ReadRequest, overrides: dict[str, str]) -> w
         if is_to_decode and CODEC_HEADER in read.head.info.attributes.headers:
             return await _send_decoded(call, request, read, overrides)
         response = _head_of_answer(call, request, read.head, overrides)
+        pace = ReadingPace(Patience(call.settings.send_idle_timeout_s, LEAST_BYTES_PER_S))
         if read.pump is not None and takes_pump(call.http):
             with phases.during(Phase.STORAGE):
                 await read.pump.prime()
             response.headers[TIMING_HEADER] = timing_header(trace.timing())
             await begin_answer(call.http, response)
-            pace = ReadingPace(Patience(call.settings.send_idle_timeout_s))
             with phases.during(Phase.TRANSFER):
                 await send_by_pump(call.http, read.pump, pace, trace.add_bytes)
         else:
@@ -146,7 +149,7 @@ async def _get(call: Call, request: ReadRequest, overrides: dict[str, str]) -> w
             while piece:
                 read_bytes += len(piece)
                 with phases.during(Phase.TRANSFER):
-                    await _write(response, piece)
+                    await _write(response, piece, pace)
                 trace.add_bytes(len(piece))
                 with phases.during(Phase.STORAGE):
                     piece = await anext(read.body, b"")
@@ -160,6 +163,7 @@ async def _send_decoded(
 ) -> web.StreamResponse:
     """The ETag and the checksum of the stored bytes are not those of the decoded ones, and are left out."""
     body = DecodedBody(call, read)
+    pace = ReadingPace(Patience(call.settings.send_idle_timeout_s, LEAST_BYTES_PER_S))
     async with aclosing(body.layers()) as layers:
         with call.trace.phases.during(Phase.STORAGE):
             layer = await anext(layers, None)
@@ -172,7 +176,7 @@ async def _send_decoded(
         call.bound_write_queue()
         while layer is not None:
             with call.trace.phases.during(Phase.TRANSFER):
-                await _write(response, layer)
+                await _write(response, layer, pace)
             call.trace.add_bytes(len(layer))
             with call.trace.phases.during(Phase.STORAGE):
                 layer = await anext(layers, None)
@@ -193,11 +197,16 @@ async def _get_into(
     return answer_past(_head_of_answer(call, request, delivery.head, overrides), delivery)
 
 
-async def _write(response: web.StreamResponse, piece: Piece) -> None:
-    """Write in small steps, because a TLS connection holds two copies of the bytes until the client takes them."""
-    view = memoryview(piece)
+async def _write(response: web.StreamResponse, piece: Piece, pace: ReadingPace) -> None:
+    """Write in small steps, because a TLS connection holds two copies of the bytes until the client takes them. Raises
+    ConnectionError for a client that reads too slowly: what it reads stays on the disk meanwhile.
+    """
+    view, clock = memoryview(piece), asyncio.get_running_loop()
     for start in range(0, len(view), STEP_BYTES):
-        await response.write(bytes(view[start : start + STEP_BYTES]))
+        step, began_s = bytes(view[start : start + STEP_BYTES]), clock.time()
+        await response.write(step)
+        if pace.is_too_slow(clock.time() - began_s, len(step)):
+            raise ConnectionResetError("the client takes too little")
 
 
 def _head_of_answer(call: Call, request: ReadRequest, head: ReadHead, overrides: dict[str, str]) -> web.StreamResponse:
