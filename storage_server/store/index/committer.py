@@ -33,13 +33,14 @@ from storage_server.store.data.space import Space
 from storage_server.store.index.identity import Identity, Mark, count_transaction, read_identity
 from storage_server.store.index.reserve import Reserve
 from storage_server.store.index.resolved import ResolvedKeys
-from storage_server.store.index.schema import connect, create, next_version
+from storage_server.store.index.schema import can_shrink, connect, create, next_version, shrink
 from storage_server.store.index.transaction import Transaction, version_counter
 from storage_server.store.rows import KeyChange
 
 BATCH_MAX = 256
 PENDING_MAX = 2048
 RELAXED_SYNC_INTERVAL_S = 1.0
+SHRINK_PAUSE_S = 0.05
 FAILURE_PAUSE_S = 0.1
 _T = TypeVar("_T")
 _log = logging.getLogger(__name__)
@@ -129,6 +130,8 @@ class Committer:
         self._reserve = Reserve(Beneath(path.parent))
         self.db = _opened(path, self._reserve)
         self._reserve.keep()
+        self._can_shrink = can_shrink(self.db)
+        self._is_shrinking = False
         self._store_number = read_identity(self.db).number
         self.transaction_count = 0
         """How many transactions were committed since the start."""
@@ -212,6 +215,7 @@ class Committer:
                     self._sync_relaxed()
                     self._reserve.keep()
                 self._give_space_back()
+                self._shrink_index()
             except Exception as error:  # the thread must live on, or callers would wait for ever
                 _log.exception("the committer goes on after this")
                 self._rollback()
@@ -234,9 +238,10 @@ class Committer:
     def _next_batch(self) -> tuple[list[_Job], bool]:
         """Wait for a job, and take all jobs that have come; the second value says whether more may come."""
         batch: list[_Job] = []
-        idle = not (self._is_dirty or self._considered or self._punches or self._reserve.is_gone)
+        idle = not (self._is_dirty or self._considered or self._punches or self._reserve.is_gone or self._is_shrinking)
         try:
-            item = self._queue.get(timeout=None if idle else RELAXED_SYNC_INTERVAL_S)
+            wait_s = SHRINK_PAUSE_S if self._is_shrinking else RELAXED_SYNC_INTERVAL_S
+            item = self._queue.get(timeout=None if idle else wait_s)
             while item is not None:
                 if isinstance(item, _Sync):
                     self._is_sync_wanted = True
@@ -413,6 +418,21 @@ class Committer:
         now_s = time.monotonic()
         while self._punches and self._punches[0][0] <= now_s:
             self._punch(*self._punches.popleft()[1:])
+
+    def _shrink_index(self) -> None:
+        """Rows that were deleted leave empty pages: without this the index would be as large as it ever was, and its
+        bytes count in the bound of the directory.
+        """
+        if not self._can_shrink:
+            return
+        was_shrinking, self._is_shrinking = self._is_shrinking, False
+        with contextlib.suppress(sqlite3.Error):  # the disk is full: other changes tell whom it concerns
+            self._is_shrinking = shrink(self.db)
+        if was_shrinking and not self._is_shrinking:
+            self._shorten_log()
+            if self._space.bound_bytes is not None:
+                self._space.measure()
+                self._space.freed()
 
 
 def _carry_out_one(tx: Transaction, job: _Job) -> None:

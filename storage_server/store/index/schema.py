@@ -20,6 +20,11 @@ from objectcache.adapters.beneath import Beneath
 from storage_server.store.index.identity import draw_identity
 from storage_server.store.index.migrations import SCHEMA_VERSION, migrate, require_current, run_whole, schema_of
 
+INCREMENTAL = 2
+"""SQLite's auto_vacuum that gives pages back when it is told to."""
+SHRINK_PAGES = 256
+"""Pages of 4 KiB that are given back at once; it takes some milliseconds."""
+REWRITTEN_BYTES_MAX = 64 << 20
 _TABLES = (
     "CREATE TABLE IF NOT EXISTS meta (name TEXT PRIMARY KEY, value INTEGER NOT NULL) WITHOUT ROWID",
     """
@@ -90,11 +95,41 @@ def create(connection: sqlite3.Connection) -> None:
     files that no row names, and those rows must not come back when the power fails.
     """
     if schema_of(connection) == 0:
+        _let_it_shrink(connection)
         run_whole(connection, _TABLES)
     else:
         migrate(connection)
+        # a large one of an earlier release stays as large as it was
+        if not can_shrink(connection) and _bytes_of(connection) <= REWRITTEN_BYTES_MAX:
+            with contextlib.suppress(sqlite3.OperationalError):  # the disk is full: it is tried again at the next start
+                _let_it_shrink(connection)
     run_whole(connection, (f"PRAGMA user_version={SCHEMA_VERSION}",))
     draw_identity(connection)
+
+
+def can_shrink(connection: sqlite3.Connection) -> bool:
+    """Whether pages without rows can be given back to the file system."""
+    return bool(connection.execute("PRAGMA auto_vacuum").fetchone()[0] == INCREMENTAL)
+
+
+def shrink(connection: sqlite3.Connection) -> bool:
+    """Give some pages back, if a quarter of all has no rows; whether there was something to do."""
+    free = connection.execute("PRAGMA freelist_count").fetchone()[0]
+    if free < max(SHRINK_PAGES, connection.execute("PRAGMA page_count").fetchone()[0] // 4):
+        return False
+    connection.executescript(f"PRAGMA incremental_vacuum({SHRINK_PAGES})")  # `execute` takes one step: a page
+    return True
+
+
+def _bytes_of(connection: sqlite3.Connection) -> int:
+    pages, size = (connection.execute(f"PRAGMA {name}").fetchone()[0] for name in ("page_count", "page_size"))
+    return int(pages * size)
+
+
+def _let_it_shrink(connection: sqlite3.Connection) -> None:
+    """The setting counts from the next rewriting on."""
+    connection.execute(f"PRAGMA auto_vacuum={INCREMENTAL}")
+    connection.execute("VACUUM")
 
 
 def _make_private(path: Path) -> None:
