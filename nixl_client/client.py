@@ -44,7 +44,7 @@ from nixl_client.options import enum_member
 from nixl_client.session.agent import LIFETIME_S
 from nixl_client.session.check import Checked, check
 from nixl_client.session.retries import Retries
-from nixl_client.session.signed_http import Answer, SignedHttp
+from nixl_client.session.signed_http import Answer, SignedHttp, understood
 from nixl_client.transports import shared_memory
 from nixl_client.transports.buffers import as_buffer
 from nixl_client.transports.transport import HTTP_CONNECTIONS_MAX, Transport
@@ -216,7 +216,8 @@ class Client:
         if not chunk_keys:
             return 0
         answer = self._lookup(LookupRequest(tuple(chunk_keys), lease_s, accept=accept), timeout_s)
-        return int(answer.json()["matched"])
+        with understood():
+            return _counted(int(answer.json()["matched"]), chunk_keys)
 
     def advise(
         self,
@@ -233,8 +234,11 @@ class Client:
         if not chunk_keys:
             return 0, advise_here(0, compute)
         request = LookupRequest(tuple(chunk_keys), lease_s, compute, accept)
-        answer = parse_lookup_answer(self._lookup(request, timeout_s).body)
-        return answer.matched, answer.advice or advise_here(answer.matched, compute)
+        body = self._lookup(request, timeout_s).body
+        with understood():
+            answer = parse_lookup_answer(body)
+            matched = _counted(answer.matched, chunk_keys)
+        return matched, answer.advice or advise_here(matched, compute)
 
     def _lookup(self, request: LookupRequest, timeout_s: float | None) -> Answer:
         """A server of an earlier release is asked without what it does not know."""
@@ -395,6 +399,13 @@ class Client:
         if route.fetches is None:
             raise RuntimeError("ucx is a one-sided transport")
         return Registered(route.fetches.agent, route.region_id)
+
+
+def _counted(matched: int, chunk_keys: Sequence[str]) -> int:
+    """The number of chunks that a server has found. Raises ValueError for more than were asked for."""
+    if not 0 <= matched <= len(chunk_keys):
+        raise ValueError(f"{matched} of {len(chunk_keys)} chunks were found")
+    return matched
 
 
 def _cancel_started(starting: asyncio.Future[LayerFetch]) -> None:

@@ -22,7 +22,7 @@ from descriptors.tracing import REQUEST_ID_HEADER
 from nixl_client.options import enum_member
 from nixl_client.session.agent import GONE, ClientAgent
 from nixl_client.session.retries import always, if_refused
-from nixl_client.session.signed_http import Answer, SignedHttp
+from nixl_client.session.signed_http import Answer, SignedHttp, understood
 from nixl_client.session.timing import Timing, split_time
 from nixl_client.transports.buffers import Buffer, as_buffer
 from nixl_client.transports.http import Stream, UnansweredError, number_in
@@ -76,7 +76,8 @@ class _Move:
 
     def result(self, nbytes: int, path: Path, headers: Mapping[str, str], body_s: float = 0.0) -> ObjectMoved:
         timing = split_time(time.monotonic() - self.began_s, headers, body_s)
-        return ObjectMoved(nbytes, path, headers["etag"].strip('"'), headers, self.request_id, timing)
+        with understood():
+            return ObjectMoved(nbytes, path, headers["etag"].strip('"'), headers, self.request_id, timing)
 
 
 class BufferInUseError(ServerError):
@@ -244,11 +245,13 @@ class ObjectPaths:
             body = encode_binary(descriptor)
             return self._http.request_once("PUT", f"/{self._bucket}", {"layerwise": ""}, body, timeout_s)
 
-        puts = self._send_past_http(registered, request_id, send).json()["chunks"]
-        for index, put in enumerate(puts):
-            if "etag" not in put:
-                raise make_error(ErrorCode(put["code"]), put["message"], index=index)
-        return [put["etag"] for put in puts]
+        answer = self._send_past_http(registered, request_id, send).json()
+        with understood():
+            puts = answer["chunks"]
+            for index, put in enumerate(puts):
+                if "etag" not in put:
+                    raise make_error(ErrorCode(put["code"]), str(put["message"]), index=index)
+            return [str(put["etag"]) for put in puts]
 
     def _with_token(
         self, method: str, key: str, headers: Mapping[str, str], move: _Move, offset: int, length: int, path: Path

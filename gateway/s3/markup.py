@@ -68,8 +68,8 @@ def _second(unix_s: int) -> str:
 
 
 def _replaced(text: str, by: Callable[[str], str]) -> str:
-    """The text without special characters. Whoever chooses a key chooses how many of them it has: one pass over the
-    text for each different one takes microseconds, a call for each of them a hundred times as long.
+    """The text without special characters. A key may consist of them: one pass over the text for each different one
+    takes microseconds, a call for each of them a hundred times as long.
     """
     if _SPECIAL.search(text) is None:
         return text

@@ -23,7 +23,7 @@ from descriptors.headers import AGENTS_PATH, TRANSPORTS_PATH, WRITERS_HEADER
 from descriptors.messages import AgentRegistration, AgentRenewal, Region, registration_body, renewal_body
 from nixl_client.session.retries import if_refused
 from nixl_client.session.shared import Shared
-from nixl_client.session.signed_http import Account, Answer, SignedHttp
+from nixl_client.session.signed_http import Account, Answer, SignedHttp, understood
 from nixl_client.transports.buffers import Buffer
 from nixl_client.transports.receiver import Receiver
 from nixl_client.transports.shm import SINGLE, ShmReceiver, ShmUnavailableError
@@ -263,9 +263,12 @@ class _SharedAgent:
             self._forget()
             return ()
         self._note(answer)
-        if answer.get("unknown_to"):
-            self._introduce(http, answer["unknown_to"])
-        return tuple(answer.get("members", ()))
+        with understood():
+            unknown_to = [str(name) for name in answer.get("unknown_to") or ()]
+            members = tuple(str(name) for name in answer.get("members", ()))
+        if unknown_to:
+            self._introduce(http, unknown_to)
+        return members
 
     def _registration_body(self, registration: AgentRegistration) -> bytes:
         return registration_body(replace(registration, downlink_bytes_per_s=self._downlink_bytes_per_s))
@@ -275,8 +278,10 @@ class _SharedAgent:
 
     def _note(self, answer: Mapping[str, Any]) -> None:
         """Remember who may write into our memory from now on."""
-        self._agent_id = answer["agent_id"]
-        self._writers.update(answer.get("members", ()), answer.get("unreached", ()))
+        with understood():
+            agent_id, writers = str(answer["agent_id"]), (*answer.get("members", ()), *answer.get("unreached", ()))
+            self._agent_id = agent_id
+            self._writers.update(map(str, writers))
 
     def _living_writers(self) -> set[str]:
         return self._writers - set(self.receiver.ended_ids())
@@ -345,9 +350,10 @@ def _make_receiver(transport: Transport, http: SignedHttp) -> Receiver:
 def _shm_sockets(http: SignedHttp) -> dict[str, str]:
     """The socket of the storage server, or those of a cluster's members by name; none where shm is off."""
     offered = http.request("GET", TRANSPORTS_PATH).json()
-    if offered.get("shm_socket") is not None:
-        return {SINGLE: str(offered["shm_socket"])}
-    return {str(name): str(address) for name, address in offered.get("shm_sockets", {}).items()}
+    with understood():
+        if offered.get("shm_socket") is not None:
+            return {SINGLE: str(offered["shm_socket"])}
+        return {str(name): str(address) for name, address in offered.get("shm_sockets", {}).items()}
 
 
 _agents: Shared[_AgentKey, _SharedAgent] = Shared()

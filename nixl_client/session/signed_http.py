@@ -8,7 +8,8 @@ from __future__ import annotations
 import http.client
 import json
 import ssl
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 from urllib.parse import quote, urlencode
@@ -55,9 +56,22 @@ class Answer:
     headers: Mapping[str, str]
     body: bytes
 
-    def json(self) -> Any:
-        """The body as JSON."""
-        return json.loads(self.body)
+    def json(self) -> dict[str, Any]:
+        """The body's JSON object. Raises UnansweredError where it is none."""
+        with understood():
+            found = json.loads(self.body)
+            if not isinstance(found, dict):
+                raise TypeError("the answer is no object")
+            return found
+
+
+@contextmanager
+def understood() -> Iterator[None]:
+    """Within the block an answer is read: whatever is missing or wrong in it, UnansweredError says so."""
+    try:
+        yield
+    except (LookupError, ValueError, TypeError, AttributeError, ArithmeticError, RecursionError) as error:
+        raise UnansweredError("the server's answer makes no sense", retryable=False) from error
 
 
 class SignedHttp:

@@ -17,10 +17,12 @@ from urllib.parse import urlsplit
 from objectcache.cli import admin_token, serve
 from objectcache.cli.cluster import etcd_of
 from objectcache.cli.config import Config, ConfigError, load_config
+from objectcache.cli.remote import printable
 from objectcache.orchestrator.rules.policies import PolicyName
 from objectcache.orchestrator.settings import EngineSettings, OrchestratorSettings, Role, StoreSettings
 
 KEY_VARIABLE = "OBJECTCACHE_ENGINE_API_KEY"
+RECEIPT_BYTES_MAX = 4 << 20
 ASK_S = 10.0
 Commands: TypeAlias = "argparse._SubParsersAction[argparse.ArgumentParser]"
 
@@ -167,9 +169,13 @@ def explain_request(options: argparse.Namespace) -> int:
     )
     try:
         with urllib.request.urlopen(asked, timeout=ASK_S) as answer:
-            receipt = json.load(answer)
-    except (OSError, http.client.HTTPException, ValueError) as error:
-        print(f"objectcache: {options.url}: {error}", file=sys.stderr)
+            receipt = json.loads(answer.read(RECEIPT_BYTES_MAX))
+            lines = receipt_lines(receipt)
+    except (OSError, http.client.HTTPException, ValueError, RecursionError) as error:
+        print(printable(f"objectcache: {options.url}: {error}"), file=sys.stderr)
+        return 1
+    except (KeyError, TypeError, AttributeError):
+        print(f"objectcache: {options.url}: that is no receipt of an orchestrator", file=sys.stderr)
         return 1
     if options.json is not None:
         text = json.dumps(receipt, indent=2) + "\n"
@@ -178,7 +184,7 @@ def explain_request(options: argparse.Namespace) -> int:
         else:
             options.json.write_text(text)
         return 0
-    print("\n".join(receipt_lines(receipt)))
+    print("\n".join(map(printable, lines)))
     return 0
 
 

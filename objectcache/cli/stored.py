@@ -17,7 +17,7 @@ from descriptors.objects import BucketCache
 from descriptors.units import format_bytes
 from objectcache.calibration.samples import progress_bar
 from objectcache.calibration.text import aligned
-from objectcache.cli.config_values import ConfigError
+from objectcache.cli.config_values import ConfigError, NoServerError
 from objectcache.cli.remote import asked_s3, remote_options, told
 
 Commands: TypeAlias = "argparse._SubParsersAction[argparse.ArgumentParser]"
@@ -169,6 +169,9 @@ def run_get(options: argparse.Namespace) -> int:
         nbytes = s3.head_object(Bucket=place.bucket, Key=place.key)["ContentLength"]
         with progress_bar(nbytes, place.key) as advance:
             s3.download_file(place.bucket, place.key, str(options.file), Callback=advance)
+        got = options.file.stat().st_size
+        if got != nbytes:
+            raise NoServerError(f"{options.place} has {nbytes} bytes, and {got} came: {options.file} is not the object")
         told(options.json, {"bytes": nbytes}, [f"{options.file}: {format_bytes(nbytes)}"])
     return 0
 

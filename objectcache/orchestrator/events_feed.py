@@ -93,7 +93,7 @@ class Turns:
 
 
 class FeedLog(Protocol):
-    """Whoever writes down what feeds take."""
+    """The place where it is written down which events feeds take."""
 
     def note_part(self, source: str, part: Event) -> None:
         """A part of a batch: blocks are in the index that were stored, and are in it still that were removed."""

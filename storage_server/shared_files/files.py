@@ -18,6 +18,7 @@ from collections.abc import Collection, Iterable, Sequence
 from pathlib import Path
 
 from objectcache.adapters.beneath import Beneath
+from storage_server.shared_files.membership import FORMAT_NAME
 from storage_server.shared_files.records import FILE_ID, WRITERS, writer_of
 from storage_server.store.beside import FilesBeside
 from storage_server.store.data.disk import Disk
@@ -55,6 +56,10 @@ class SharedFiles(FilesBeside):
     def place(self, file_id: str) -> Beneath:
         """Where a file lies."""
         return self._writers / writer_of(file_id) / FOLDER / file_id[-2:] / file_id
+
+    def is_there(self) -> bool:
+        """Whether the shared directory is: its file system may be unmounted for a while."""
+        return self._writers.with_name(FORMAT_NAME).exists()
 
     def new_id(self) -> str:
         """The id of a file that this server is about to make."""

@@ -89,6 +89,7 @@ class OwnJournal:
         """Write frames durably. After an error some of them may be there all the same, and `end` says so."""
         if self._is_doubtful:
             raise OSError(errno.EIO, "the journal's end is not known")
+        self._require_place()
         if os.fstat(self._fd).st_size != self.end:
             raise OSError(errno.ESTALE, "another server writes this journal, or has shortened it")
         end = self.end
@@ -104,8 +105,17 @@ class OwnJournal:
             raise
         self.end = end
 
+    def _require_place(self) -> None:
+        """Raises OSError where the open journal is not the one at its place: the file system was unmounted meanwhile,
+        and others will never read what is written through the descriptor.
+        """
+        own, there = os.fstat(self._fd), _place(self._folder, self.generation).status()
+        if (own.st_dev, own.st_ino) != (there.st_dev, there.st_ino):
+            raise OSError(errno.ESTALE, "another file is in the journal's place: is the file system mounted?")
+
     def rewrite(self, frames: Iterable[bytes]) -> None:
         """Begin a new generation with these frames; without an error the old one is gone."""
+        self._require_place()
         place = _place(self._folder, self.generation + 1)
         new = place.with_name(place.name + ".new")
         self._disk.unlink(new)

@@ -227,6 +227,8 @@ class SharedObjects:
     async def _require_there(self, request: ReadRequest) -> None:
         """Raises CallerError(NoSuchKey) where the file is gone: somebody has cleared the file system up."""
         locations = self._objects.locations(request.bucket, request.key)
+        if not await asyncio.to_thread(self._files.is_there):
+            raise ServerError(ErrorCode.SLOW_DOWN, "the shared directory is away", retryable=True)
         if await asyncio.to_thread(self._are_gone, locations):
             self._objects.note_damaged(request.bucket, request.key)
             raise _gone() from None

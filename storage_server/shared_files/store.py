@@ -222,8 +222,12 @@ class SharedDirectory:
             records = merge.collected(tx.db, tx.touched, self._clock.stamp())
         except ClockError as error:
             raise ServerError(ErrorCode.INTERNAL_ERROR, f"the shared directory: {error}", retryable=True) from error
-        others = {file_id for file_id in file_ids(records) if writer_of(file_id) != self._membership.writer}
+        named = file_ids(records)
+        others = {file_id for file_id in named if writer_of(file_id) != self._membership.writer}
         self._require_read_journals(others)
+        if not all(self.files.place(file_id).exists() for file_id in named - others):
+            problem = "the shared directory has not the file that was written: is its file system mounted?"
+            raise ServerError(ErrorCode.INTERNAL_ERROR, problem, retryable=True)
         try:
             self._append([*framed(records)], frees=all(record.row is None for record in records))
         except BadRecordError as error:

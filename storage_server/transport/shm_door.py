@@ -199,7 +199,7 @@ class ShmDoor:
             loop.remove_reader(self._listener.fileno())
             loop.call_later(ACCEPT_PAUSE_S, self._listen_again)
             return
-        uid = _uid_of(connection)
+        uid = peer_uid(connection)
         if uid not in self._users:  # whoever hands descriptors over can make their last close wait for ever
             if uid not in self._refused and len(self._refused) < REFUSED_MAX:
                 self._refused.add(uid)
@@ -281,7 +281,7 @@ def _unmap(region: SharedRegion) -> None:
     asyncio.get_running_loop().run_in_executor(None, region.unmap)
 
 
-def _uid_of(connection: socket.socket) -> int:
+def peer_uid(connection: socket.socket) -> int:
     """The user of the process that connected."""
     raw = connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size)
     uid: int = _CREDENTIALS.unpack(raw)[1]

@@ -249,7 +249,7 @@ def test_other_users_of_the_host_are_sent_away(
     """A process that hands in a descriptor whose last close waits stops the one that closes it."""
     door = local.storage.shm.door
     assert door is not None
-    monkeypatch.setattr(shm_door, "_uid_of", lambda _: 65534)
+    monkeypatch.setattr(shm_door, "peer_uid", lambda _: 65534)
     for _ in range(2):
         with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as stranger:
             stranger.connect("\0" + door.address[1:])
