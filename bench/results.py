@@ -82,7 +82,7 @@ RUNS = {
     "crash": Run("-m tests.faults.crash --rounds 200"),
     "cluster-faults": Run("-m tests.faults.cluster_faults"),
     "calibrate": Run("-m objectcache calibrate", "calibrate.png"),
-    "demo": Run("-m objectcache demo"),
+    "demo": Run("-m objectcache demo --out out/demo-timeline.png"),
 }
 
 
