@@ -15,7 +15,7 @@ from tests.support.tree import repository
 
 ROOT = repository()
 LINE_CHARACTERS_MAX = 120
-README_LINES_MAX = 90
+README_LINES_MAX = 100
 FOLDERS = (
     "bench",
     "descriptors",
