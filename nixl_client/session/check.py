@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from descriptors.errors import ErrorCode, ObjectCacheError
 from descriptors.headers import CACHE_HEADER, TRANSPORTS_PATH
 from descriptors.objects import BucketCache
-from nixl_client.session.signed_http import SignedHttp
+from nixl_client.session.signed_http import NonsenseError, SignedHttp
 from nixl_client.transports.http import UnansweredError
 
 CHECK_S = 5.0
@@ -43,14 +43,14 @@ def check(http: SignedHttp, bucket: str, timeout_s: float = CHECK_S) -> Checked:
         offered = http.request_once("GET", TRANSPORTS_PATH, timeout_s=timeout_s).json()
         transports = tuple(["shm"] * bool(offered.get("shm_socket") or offered.get("shm_sockets")))
         transports += tuple(["ucx"] * bool(offered.get("ucx")))
+    except NonsenseError:
+        return Checked(False, f"{url} answers, but not as ObjectCache does")
     except UnansweredError as error:
         return Checked(False, nobody_at(url, error))
     except ObjectCacheError as error:
         if error.code in (ErrorCode.NO_SUCH_BUCKET, ErrorCode.INVALID_BUCKET_NAME, ErrorCode.NO_SUCH_KEY):
             return Checked(False, f"{url} is an S3 service, and no ObjectCache")
         return Checked(False, f"{url} refuses: {said(error)}")
-    except (ValueError, AttributeError):
-        return Checked(False, f"{url} answers, but not as ObjectCache does")
     names = ", ".join((*transports, "http"))
     try:
         http.request_once("GET", f"/{bucket}", {"location": ""}, timeout_s=timeout_s)

@@ -65,13 +65,17 @@ class Answer:
             return found
 
 
+class NonsenseError(UnansweredError):
+    """Somebody answered, and not as our servers do."""
+
+
 @contextmanager
 def understood() -> Iterator[None]:
     """Within the block an answer is read: whatever is missing or wrong in it, UnansweredError says so."""
     try:
         yield
     except (LookupError, ValueError, TypeError, AttributeError, ArithmeticError, RecursionError) as error:
-        raise UnansweredError("the server's answer makes no sense", retryable=False) from error
+        raise NonsenseError("the server's answer makes no sense", retryable=False) from error
 
 
 class SignedHttp:

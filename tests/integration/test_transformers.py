@@ -91,13 +91,14 @@ def test_the_documented_prefill_loads_what_it_stored(local, model):
     text = (repository() / "docs" / "client.md").read_text()
     names: dict[str, Any] = {}
     exec(text.split("## transformers")[1].split("```python\n")[1].split("```")[0], names)
+    model.config.name_or_path = "tiny"
     prompt = tokens(41).flatten().tolist()
     wanted = model(torch.tensor([prompt])).logits[0, -1]
     prefills = Prefills(KvShape.of(model.config, torch.float32, 4).layout, torch.device("cpu"))
     local.call(local.storage.objects.create_bucket("OWNERKEY", "documented"))
     with local.client("documented", "shm") as client:
         for stored_before, stored_after in ((0, 10), (10, 10)):
-            keys = chunk_keys(Namespace("", "torch.float32", 4).text(), prompt, 4)
+            keys = chunk_keys(Namespace("tiny", "torch.float32", 4).text(), prompt, 4)
             assert client.lookup(keys) == stored_before
             logits, cache = names["prefill"](model, client, prompt, prefills, chunk_tokens=4)
             assert client.lookup(keys) == stored_after
