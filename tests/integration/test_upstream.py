@@ -522,7 +522,7 @@ class TestCommand:
         ("arguments", "said"),
         [
             (["--upstream", "http://127.0.0.1:1"], "OBJECTCACHE_UPSTREAM_ACCESS_KEY_ID"),
-            (["--upstream", "minio:9000"], "no http:// or https:// address"),
+            (["--upstream", "minio:9000"], "must be http(s)://HOST:PORT or file:///PATH"),
         ],
     )
     def test_what_cannot_be_is_refused(self, tmp_path: Path, arguments: list[str], said: str) -> None:
