@@ -99,7 +99,7 @@ def demo(found: Json) -> str:
 
 
 def demo_answers(found: Json) -> str:
-    """What a person sees: the two answers, and the time until each began."""
+    """The two answers that a person sees, and the time until each began."""
     ttfts = found["ttft"]
     computed_s, loaded_s = ttfts["recompute"]["median_s"], ttfts["layer_major"]["median_s"]
     rows = [("computed", f"{computed_s:.2f} s", found["computed"]), ("loaded", f"{loaded_s:.2f} s", found["loaded"])]
@@ -107,8 +107,8 @@ def demo_answers(found: Json) -> str:
     table += ["| " + " | ".join(row) + " |" for row in rows]
     return "\n".join(table) + (
         f"\n\n{found['model']} after {found['document_tokens']:,} cached tokens, whose KV is "
-        f"{found['delivered_bytes'] / MIB:.0f} MiB, over `{found['transport']}` (medians of "
-        f"{ttfts['recompute']['count']} and {ttfts['layer_major']['count']})."
+        f"{found['delivered_bytes'] / MIB:.0f} MiB, over `{found['transport']}`; transformers computes on the CPU "
+        f"(medians of {ttfts['recompute']['count']} and {ttfts['layer_major']['count']})."
     )
 
 

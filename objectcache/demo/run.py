@@ -5,7 +5,6 @@ from __future__ import annotations
 import io
 import json
 import sys
-import tempfile
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -21,6 +20,7 @@ from nixl_client.client import Client, Transport
 from nixl_client.connectors.transformers import KvShape, chunks_from_cache
 from objectcache.adapters.nixl_agent import is_available
 from objectcache.calibration.origin import describe_commit, describe_machine
+from objectcache.calibration.servers import LocalServer, LocalServerError, running_server
 from objectcache.demo.measure import Answer, ServingNode, Spread, computing_on, median_run, medians, prefill
 from objectcache.demo.model import (
     CHUNK_TOKENS,
@@ -36,7 +36,7 @@ from objectcache.demo.model import (
     seeded,
 )
 from objectcache.demo.report import Agreement, Findings, Said, Timings
-from objectcache.demo.storage import Endpoint, put_objects, serving
+from objectcache.demo.storage import put_objects
 from objectcache.demo.timeline import draw
 from objectcache.demo.weights import NoWeightsError, models_folder, smollm2
 
@@ -84,12 +84,13 @@ def run(source: str | None, *, is_quick: bool, picture: Path, figures: Path | No
         subject = _subject(source, is_quick)
         with (
             torch.inference_mode(),
-            tempfile.TemporaryDirectory(prefix="objectcache-demo-") as data_dir,
-            serving(Path(data_dir)) as endpoint,
+            running_server(None, ("--ucx", "--log-level", "error"), makes_bucket=False) as server,
         ):
-            findings = _run(endpoint, subject, QUICK if is_quick else FULL)
+            findings = _run(server, subject, QUICK if is_quick else FULL)
     except (ModelRefusedError, NoWeightsError) as error:
         raise DemoError(f"{error}. `--model FOLDER` takes a model that you have, `--quick` needs none") from None
+    except LocalServerError as error:
+        raise DemoError(str(error)) from None
     timings = findings.timings
     said = findings.said.text(timings, findings.delivered_bytes, findings.transport)
     print(f"\nLogits of the last token\n{findings.agreement.text()}\n\nTime to the first token\n{timings.text()}\n")
@@ -110,20 +111,20 @@ def _subject(source: str | None, is_quick: bool) -> Subject:
     return pretrained(str(smollm2(models_folder())) if source is None else source, read_document())
 
 
-def _run(endpoint: Endpoint, subject: Subject, effort: Effort) -> Findings:
+def _run(server: LocalServer, subject: Subject, effort: Effort) -> Findings:
     """The whole story, on a running server."""
     cores = torch.get_num_threads()
     shape = KvShape.of(subject.model.config, torch.float32, CHUNK_TOKENS)
-    print(f"ObjectCache serves S3 on {endpoint.url}")
+    print(f"ObjectCache serves S3 on {server.url}")
     print(_describe(subject, shape))
 
     print("\nFirst request: the document and a question. Its KV is cut into chunks and put with boto3.")
-    stored_keys, cache, first_answer = _store_first_request(endpoint, subject)
+    stored_keys, cache, first_answer = _store_first_request(server, subject)
     print(f"{FIRST_QUESTION}\n  computed: {subject.text_of(first_answer)}")
 
     print(f"\nSecond request: the document and another question. First without a cache, on {cores} cores:")
     request, recompute = _prepare_second_request(subject, cache, effort.recompute_runs)
-    with _client(endpoint) as client, computing_on(max(1, cores - 1)):
+    with _client(server) as client, computing_on(max(1, cores - 1)):
         buffer = torch.empty(shape.layout.delivery_bytes(subject.chunk_count), dtype=torch.uint8)
         transport = client.register_buffer(buffer)
         matched = client.lookup(request.keys)
@@ -155,12 +156,12 @@ def _run(endpoint: Endpoint, subject: Subject, effort: Effort) -> Findings:
     )
 
 
-def _client(endpoint: Endpoint) -> Client:
+def _client(server: LocalServer) -> Client:
     return Client(
-        endpoint.url,
+        server.url,
         BUCKET,
-        access_key=endpoint.access_key,
-        secret_key=endpoint.secret_key,
+        access_key=server.access_key,
+        secret_key=server.secret_key,
         transport=Transport.UCX if is_available() else Transport.AUTO,
     )
 
@@ -169,7 +170,7 @@ def _namespace(subject: Subject) -> str:
     return Namespace(model=subject.name, dtype="float32", block_tokens=CHUNK_TOKENS).text()
 
 
-def _store_first_request(endpoint: Endpoint, subject: Subject) -> tuple[list[str], DynamicCache, list[int]]:
+def _store_first_request(server: LocalServer, subject: Subject) -> tuple[list[str], DynamicCache, list[int]]:
     """Prefill document and first question, and store every whole chunk; their keys, the cache, and the answer."""
     tokens = subject.first_prompt
     with tqdm(total=len(subject.layers), desc="prefill", unit="layer") as bar:
@@ -179,7 +180,7 @@ def _store_first_request(endpoint: Endpoint, subject: Subject) -> tuple[list[str
         chunks = chunks_from_cache(cache, CHUNK_TOKENS)
     except ValueError as error:
         raise ModelRefusedError(f"{subject.name} is not cached by its layers: {error}") from None
-    put_objects(endpoint, BUCKET, keys, chunks)
+    put_objects(server, BUCKET, keys, chunks)
     return keys, cache, decode(subject, logits, cache)
 
 

@@ -96,7 +96,7 @@ def caller(local: LocalStack) -> Iterator[Caller]:
     ],
 )
 def test_memory_that_could_hurt_us_is_refused(caller: Caller, make: Callable[[], int], why: str) -> None:
-    """What may shrink under our writes, or is no memory; the connection goes on."""
+    """A file that may shrink under our writes is refused, and so is what is no memory; the connection goes on."""
     assert why in str(caller.offer([make()]))
     assert caller.offer([memfd()]) is None
 
