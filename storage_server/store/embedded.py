@@ -43,6 +43,7 @@ from storage_server.store.index.transaction import Transaction
 from storage_server.store.objects import Objects
 from storage_server.store.replacer import Replacer
 from storage_server.store.rows import KeyChange, StoredPart
+from storage_server.store.slow_readers import SlowReaders
 from storage_server.store.upkeep.compaction import Compactor
 from storage_server.store.upkeep.dedup import Deduplicator
 from storage_server.store.upkeep.lifecycle import Lifecycle
@@ -119,6 +120,7 @@ class EmbeddedStore:
             self._io,
             settings.object_bytes_max,
             self.evictor,
+            SlowReaders(lambda: self.space.extent_bytes_max, lambda: self.bound.waiting_bytes > 0),
         )
         self.chunks = EmbeddedChunks(self.objects, self.files)
         self.replacer: Replacer | None = None

@@ -30,6 +30,7 @@ from storage_server.store.index.resolved import ResolvedKeys
 from storage_server.store.index.transaction import Transaction
 from storage_server.store.reads import Reads
 from storage_server.store.rows import StoredObject
+from storage_server.store.slow_readers import SlowReaders
 
 COPIED_BYTES_MAX = 5 * GIB
 """S3 copies no larger object as one; a larger one keeps its parts here."""
@@ -51,8 +52,9 @@ class Objects(Reads):
         io: IoThreads,
         object_bytes_max: int,
         evictor: Evictor,
+        readers: SlowReaders | None = None,
     ) -> None:
-        super().__init__(index, files, reader, resolved, evictor)
+        super().__init__(index, files, reader, resolved, evictor, readers)
         self._evictor = evictor
         self._committer = committer
         self._writer = writer

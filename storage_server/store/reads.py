@@ -35,6 +35,7 @@ from storage_server.store.index.reader import IndexReader, pinned
 from storage_server.store.index.reading import is_taken, resolve_range, usable_prefix
 from storage_server.store.index.resolved import ResolvedKeys
 from storage_server.store.rows import StoredObject
+from storage_server.store.slow_readers import SlowReaders
 
 
 class Uses:
@@ -64,12 +65,14 @@ class Reads:
         bodies: BodyReader,
         resolved: ResolvedKeys | None,
         uses: Uses | None = None,
+        readers: SlowReaders | None = None,
     ) -> None:
         self._index = index
         self._files = files
         self._bodies = bodies
         self._resolved = resolved
         self._uses = uses or Uses()
+        self._readers = readers or SlowReaders(lambda: None, lambda: False)
         self.damaged = DamagedObjects()
 
     async def head_bucket(self, access_key: str, bucket: str) -> BucketInfo:
@@ -97,11 +100,17 @@ class Reads:
 
         async with (
             pinned(self._files, find) as (head, extents),
+            self._reading(access_key, extents),
             aclosing(self._bodies.pieces(extents, head.range)) as pieces,
         ):
             self._uses.note_read(request.bucket, (request.key,))
             with self._bodies.pump(extents, head.range) as pump:
                 yield ObjectRead(head, pieces, pump)
+
+    @asynccontextmanager
+    async def _reading(self, access_key: str, extents: Sequence[Extent]) -> AsyncIterator[None]:
+        with self._readers.reading(access_key, sum(extent.nbytes for extent in extents)):
+            yield
 
     @asynccontextmanager
     async def open_extents(self, request: ReadRequest) -> AsyncIterator[tuple[ReadHead, Sequence[Extent]]]:
