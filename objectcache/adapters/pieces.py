@@ -11,7 +11,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections import deque
+from collections import OrderedDict, deque
 from dataclasses import dataclass
 from typing import Any, Final
 
@@ -31,7 +31,8 @@ class Turns:
 
     def __init__(self) -> None:
         self._loop = asyncio.get_running_loop()
-        self._waiting: deque[InPieces] = deque()
+        self._waiting: OrderedDict[object, deque[InPieces]] = OrderedDict()
+        """By whom a connection is to, or by connection: each has a turn after the other."""
         self._spent_s = 0.0
         self._is_called = False
 
@@ -46,8 +47,11 @@ class Turns:
 
     def add(self, connection: InPieces) -> None:
         """Have a connection parse what waits there, when it is its turn."""
-        self._waiting.append(connection)
+        self._append(connection)
         self._call()
+
+    def _append(self, connection: InPieces) -> None:
+        self._waiting.setdefault(connection.group, deque()).append(connection)
 
     def _call(self) -> None:
         if not self._is_called:
@@ -58,10 +62,13 @@ class Turns:
         self._is_called = False
         began_s = time.perf_counter()
         while self._waiting and time.perf_counter() - began_s < TURN_S:
-            connection = self._waiting.popleft()
+            group, connections = self._waiting.popitem(last=False)
+            connection = connections.popleft()
+            if connections:
+                self._waiting[group] = connections
             try:
                 if connection.parse_piece():
-                    self._waiting.append(connection)
+                    self._append(connection)
             except Exception:  # others wait, too
                 _log.exception("a connection cannot go on")
                 if connection.transport is not None:
@@ -88,6 +95,11 @@ class InPieces(BaseProtocol):
 
     __slots__ = ()
     _waiting: Waiting
+
+    @property
+    def group(self) -> object:
+        """Connections of one group have one turn together."""
+        return self
 
     def _parse(self, data: bytes) -> None:
         """The protocol's own `data_received`."""
@@ -172,6 +184,16 @@ class Answers(InPieces, ResponseHandler):
         self._waiting = Waiting(turns)
         self._answer_count = 0
         self._length: int | None = None
+        self._peer: object = None
+
+    @property
+    def group(self) -> object:
+        """The peer's address: an engine with a hundred streams has one turn."""
+        return self if self._peer is None else self._peer
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        self._peer = transport.get_extra_info("peername")
+        super().connection_made(transport)
 
     def _parse(self, data: bytes) -> None:
         if self._answer_count <= ANSWERS_MAX:

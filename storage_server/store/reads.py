@@ -37,6 +37,9 @@ from storage_server.store.index.resolved import ResolvedKeys
 from storage_server.store.rows import StoredObject
 from storage_server.store.slow_readers import SlowReaders
 
+EXTENTS_HERE = 256
+"""An object of 10,000 parts takes tens of milliseconds."""
+
 
 class Uses:
     """Told which objects are read, and which prefixes are looked up. This one does nothing."""
@@ -88,18 +91,15 @@ class Reads:
         return await self.get_lifecycle(access_key, bucket)
 
     async def head_object(self, access_key: str, request: ReadRequest) -> ReadHead:
-        head, _ = self._index.here(lambda db: _find_read(db, request, with_extents=False))
+        head, _ = self._index.here(lambda db: _find_read(db, request, extents_max=0))
         return head
 
     @asynccontextmanager
     async def open_object(self, access_key: str, request: ReadRequest) -> AsyncIterator[ObjectRead]:
         """The object as it is now; its bytes stay readable until the context ends."""
 
-        async def find() -> tuple[ReadHead, list[Extent]]:
-            return self._index.here(lambda db: _find_read(db, request, with_extents=True))
-
         async with (
-            pinned(self._files, find) as (head, extents),
+            pinned(self._files, lambda: self._find_read(request)) as (head, extents),
             self._reading(access_key, extents),
             aclosing(self._bodies.pieces(extents, head.range)) as pieces,
         ):
@@ -116,12 +116,16 @@ class Reads:
     async def open_extents(self, request: ReadRequest) -> AsyncIterator[tuple[ReadHead, Sequence[Extent]]]:
         """Open an object as `open_object` does, for a caller that reads the bytes itself."""
 
-        async def find() -> tuple[ReadHead, list[Extent]]:
-            return self._index.here(lambda db: _find_read(db, request, with_extents=True))
-
-        async with pinned(self._files, find) as found:
+        async with pinned(self._files, lambda: self._find_read(request)) as found:
             self._uses.note_read(request.bucket, (request.key,))
             yield found
+
+    async def _find_read(self, request: ReadRequest) -> tuple[ReadHead, list[Extent]]:
+        """Few extents are read here, because a hand-over to a thread would cost more than they do."""
+        head, extents = self._index.here(lambda db: _find_read(db, request, extents_max=EXTENTS_HERE))
+        if extents is None:
+            head, extents = await self._index.threaded(lambda db: _find_read(db, request, extents_max=None))
+        return head, extents or []
 
     @asynccontextmanager
     async def open_stored(self, bucket: str, key: str) -> AsyncIterator[tuple[StoredObject | None, Sequence[Extent]]]:
@@ -231,7 +235,10 @@ class Reads:
         return len(keys)
 
 
-def _find_read(db: sqlite3.Connection, request: ReadRequest, *, with_extents: bool) -> tuple[ReadHead, list[Extent]]:
+def _find_read(
+    db: sqlite3.Connection, request: ReadRequest, *, extents_max: int | None
+) -> tuple[ReadHead, list[Extent] | None]:
+    """The extents are None where the object has more parts than `extents_max`; None for `extents_max` is no bound."""
     found = transaction.require_object(db, request.bucket, request.key)
     check_read(request.condition, found.info.etag, found.info.modified_at)
     if request.part_number is not None:
@@ -241,7 +248,7 @@ def _find_read(db: sqlite3.Connection, request: ReadRequest, *, with_extents: bo
     else:
         span = resolve_range(request.range, found.info.nbytes)
     head = ReadHead(found.info, span, expiry(queries.lifecycle(db, request.bucket), found.info))
-    if not with_extents:
-        return head, []
+    if extents_max is not None and (found.info.part_count or 1) > extents_max:
+        return head, None
     extents = queries.extents_of(db, found.version, span.start, span.start + span.length)
     return head, extents

@@ -38,7 +38,8 @@ MAY_IMPORT = {
 STAGES = {
     "storage_server": (
         "memory_area", "child_process", "planning", "scheduler", "compression", "recoding", "eviction", "gather",
-        "store/rows", "store/slow_readers", "store/time_of_day", "store/data", "settings", "store/index", "store/reads", "store/replacer",
+        "store/rows", "store/slow_readers", "store/time_of_day", "store/data", "settings", "store/index",
+        "store/reads", "store/replacer",
         "store/replacements",
         "store/caches", "store/former_objects", "store/evictor", "store/objects",
         "store/uploads", "store/chunks", "store/beside", "store/upkeep", "store/embedded", "own_keys", "upstream/rules",

@@ -85,8 +85,8 @@ async def test_connections_take_turns_and_others_run_between_them(monkeypatch: p
     seen: list[str] = []
 
     class Asking:
-        def __init__(self, name: str, count: int) -> None:
-            self.name, self.count = name, count
+        def __init__(self, name: str, count: int, group: str = "") -> None:
+            self.name, self.count, self.group = name, count, group or name
 
         def parse_piece(self) -> bool:
             seen.append(self.name)
@@ -106,6 +106,12 @@ async def test_connections_take_turns_and_others_run_between_them(monkeypatch: p
     assert order.replace("-", "") == "abcaca"
     assert all(len(each) <= 1 for each in order.split("-"))
     assert turns.has_time()
+    seen.clear()
+    for asking in (*(Asking("x", 3, "one") for _ in range(4)), Asking("y", 2, "other")):
+        turns.add(asking)  # type: ignore[arg-type]
+    for _ in range(20):
+        await asyncio.sleep(0)
+    assert "".join(seen) == "xyxy" + "x" * 10
 
 
 @pytest.mark.parametrize("is_chunked", [False, True])
@@ -185,6 +191,7 @@ async def test_small_chunks_come_whole_however_they_are_cut(monkeypatch: pytest.
 async def test_a_connection_that_fails_keeps_no_other_from_its_turn(caplog: pytest.LogCaptureFixture) -> None:
     class Failing:
         transport = None
+        group = "failing"
 
         def parse_piece(self) -> bool:
             raise RuntimeError("a fault of ours")
@@ -192,6 +199,8 @@ async def test_a_connection_that_fails_keeps_no_other_from_its_turn(caplog: pyte
     seen = asyncio.Event()
 
     class Asking:
+        group = "asking"
+
         def parse_piece(self) -> bool:
             seen.set()
             return False
