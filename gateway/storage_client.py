@@ -9,7 +9,7 @@ import ssl
 import time
 from collections.abc import AsyncIterator, Callable, Mapping
 from contextlib import asynccontextmanager
-from typing import Any, cast
+from typing import Any, TypeVar, cast
 
 import aiohttp
 from pydantic import TypeAdapter
@@ -37,12 +37,15 @@ from descriptors.storage_api import (
 from descriptors.tracing import PEER_REQUEST_ID_HEADER, Phase
 from gateway.trace import current_request_id
 from objectcache.adapters.phases import Phases, delivery_timing
+from objectcache.adapters.threads import HERE_BYTES_MAX, computed
 from objectcache.adapters.whole_answers import read_whole
 
-RESULT_BYTES_MAX = 64 << 20
+RESULT_BYTES_MAX = 32 << 20
+"""The longest answer is the list of all buckets."""
 CONNECT_TIMEOUT_S = 5.0
 _DIGESTS = TypeAdapter(BodyDigests)
 _START = TypeAdapter(DeliveryStart)
+_T = TypeVar("_T")
 
 
 class StorageUnreachableError(ServerError):
@@ -143,7 +146,7 @@ class Peer:
         """Make a call whose arguments and result are values; long arguments travel in the body."""
         _refuse_staging(arguments)
         async with self._drained_if_lost(arguments):
-            return call.decode_result(await self._exchange(call, *call.encode(arguments)))
+            return await _decoded(call, await self._exchange(call, *call.encode(arguments)))
 
     async def send(self, call: PeerCall, arguments: Mapping[str, Any]) -> Any:
         """Make a call with object bytes. If reading the body fails, the body's own error is raised, not the error with
@@ -169,7 +172,7 @@ class Peer:
         fields = {**call.encode(arguments)[0], "has_sha256": body.has_sha256}
         try:
             async with self._open(call, fields, pieces(), waits_for_leave=waits_for_leave) as response:
-                return call.decode_result(await read_whole(response, RESULT_BYTES_MAX))
+                return await _decoded(call, await read_whole(response, RESULT_BYTES_MAX))
         except ObjectCacheError as error:
             if isinstance(error, StaleViewError):
                 error.took_body = is_taken
@@ -181,7 +184,7 @@ class Peer:
     async def read(self, call: PeerCall, arguments: Mapping[str, Any]) -> AsyncIterator[ObjectRead]:
         """Make a call that is answered with object bytes."""
         async with self._open(call, *call.encode(arguments)) as response:
-            yield ObjectRead(call.decode_result(_result(response)), _body(response))
+            yield ObjectRead(await _decoded(call, _result(response)), _body(response))
 
     async def deliver(self, call: PeerCall, arguments: Mapping[str, Any]) -> DeliveryOutcome:
         """Make a delivery. Its payload is relayed to the sink, unless it goes to registered memory."""
@@ -191,7 +194,7 @@ class Peer:
         sink: BodySink = arguments["sink"]
         phases = Phases(Phase.PLAN)
         async with self._open(call, *call.encode(arguments)) as response:
-            start = _START.validate_json(_result(response))
+            start = _sensible(lambda: _START.validate_json(_result(response)))
             phases.enter(Phase.GATHER)
             await sink.begin(start)
             relayed_bytes = 0
@@ -299,7 +302,20 @@ def _refuse_staging(arguments: Mapping[str, Any]) -> None:
 
 
 def _result(response: aiohttp.ClientResponse) -> bytes:
-    return base64.urlsafe_b64decode(response.headers[RESULT_HEADER])
+    return _sensible(lambda: base64.urlsafe_b64decode(response.headers[RESULT_HEADER]))
+
+
+async def _decoded(call: PeerCall, result: bytes) -> Any:
+    """The value of a result, from a thread where it is long. Raises StorageUnreachableError for what is none."""
+    return await computed(lambda: _sensible(lambda: call.decode_result(result)), is_long=len(result) > HERE_BYTES_MAX)
+
+
+def _sensible(read: Callable[[], _T]) -> _T:
+    """What was read from an answer. A member that answers nonsense counts as one that cannot be reached."""
+    try:
+        return read()
+    except (LookupError, ValueError, TypeError, AttributeError, RecursionError) as error:
+        raise StorageUnreachableError(ConnectionError("an answer that no storage server gives")) from error
 
 
 async def _body(response: aiohttp.ClientResponse) -> AsyncIterator[Piece]:

@@ -13,6 +13,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TypeAlias
 
+from descriptors.cluster import ClusterError
 from descriptors.errors import CallerError, ObjectCacheError
 from descriptors.objects import BucketCache
 from descriptors.peer_auth import PeerSecrets
@@ -88,7 +89,7 @@ def run(arguments: Sequence[str]) -> int:
     except (NixlFailure, UnknownInterfaceError) as error:
         print(f"objectcache: the ucx transport cannot be offered: {error}", file=sys.stderr)
         return 1
-    except (IndexMismatchError, MembershipError, SchemaError, WrongDirectoryError, WrongHomeError) as error:
+    except (ClusterError, IndexMismatchError, MembershipError, SchemaError, WrongDirectoryError, WrongHomeError) as error:
         print(f"objectcache: {error}", file=sys.stderr)
         return 1
     except ObjectCacheError as error:
