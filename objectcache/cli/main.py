@@ -64,6 +64,10 @@ from storage_server.store.index.migrations import SchemaError
 from storage_server.upstream.directory import WrongDirectoryError
 
 PORT_MAX = 65535
+REFUSALS = (
+    ClusterError, IndexMismatchError, MembershipError, SchemaError, WrongDirectoryError, WrongHomeError
+)  # fmt: skip
+"""The errors of a start that say what to do."""
 _Commands: TypeAlias = "argparse._SubParsersAction[argparse.ArgumentParser]"
 
 
@@ -89,7 +93,7 @@ def run(arguments: Sequence[str]) -> int:
     except (NixlFailure, UnknownInterfaceError) as error:
         print(f"objectcache: the ucx transport cannot be offered: {error}", file=sys.stderr)
         return 1
-    except (ClusterError, IndexMismatchError, MembershipError, SchemaError, WrongDirectoryError, WrongHomeError) as error:
+    except REFUSALS as error:
         print(f"objectcache: {error}", file=sys.stderr)
         return 1
     except ObjectCacheError as error:
