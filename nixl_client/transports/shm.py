@@ -45,7 +45,7 @@ class ShmReceiver:
         self._find_sockets = find_sockets
         self._lock = threading.RLock()
         self._offered: dict[str, SharedMemory] = {}
-        self._connections: dict[str, _Connection] = {}
+        self._connections: dict[str, ShmConnection] = {}
         self._listeners: dict[str, Callable[[Notice], None]] = {}
 
     def offer(self, region_id: str, buffer: Buffer) -> None:
@@ -154,9 +154,9 @@ class ShmReceiver:
             if name not in self._connections:
                 self._connections[name] = self._connected(name, address)
 
-    def _connected(self, name: str, address: str) -> _Connection:
+    def _connected(self, name: str, address: str) -> ShmConnection:
         """A new connection, over which all memory is offered."""
-        connection = _Connection(address, self._on_notice, REPLY_TIMEOUT_S if name == SINGLE else MEMBER_TIMEOUT_S)
+        connection = ShmConnection(address, self._on_notice, REPLY_TIMEOUT_S if name == SINGLE else MEMBER_TIMEOUT_S)
         for region_id, shared in self._offered.items():
             connection.hand_over(region_id, shared)
         return connection
@@ -171,7 +171,7 @@ class ShmReceiver:
             _log.exception("entering %r failed", notice)
 
 
-class _Connection:
+class ShmConnection:
     """A connection and the thread that reads it. Raises ShmUnavailableError where no such server is on this host."""
 
     def __init__(self, address: str, on_notice: Callable[[Notice], None], timeout_s: float) -> None:
@@ -181,6 +181,8 @@ class _Connection:
         self._timeout_s = timeout_s
         self._on_notice = on_notice
         self._replies: queue.SimpleQueue[bytes] = queue.SimpleQueue()
+        self._is_asked = False
+        """Whether a reply is due: nobody takes another one."""
         self._socket = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         self._socket.settimeout(timeout_s)
         try:
@@ -205,6 +207,7 @@ class _Connection:
         """
         message = offer_message(RegionOffer(region_id, shared.nbytes))
         try:
+            self._is_asked = True
             socket.send_fds(self._socket, [message], [shared.fd])
             said = self._replies.get(timeout=self._timeout_s)
             if not said:
@@ -230,6 +233,9 @@ class _Connection:
         try:
             while data := self._socket.recv(MESSAGE_BYTES_MAX):
                 if data.startswith(b"{"):
+                    if not self._is_asked:
+                        raise ConnectionResetError("the server replies to nothing")
+                    self._is_asked = False
                     self._replies.put(data)
                     continue
                 with contextlib.suppress(NoticeError):

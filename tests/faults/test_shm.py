@@ -6,6 +6,7 @@ import contextlib
 import fcntl
 import json
 import os
+import secrets
 import socket
 import tempfile
 import threading
@@ -21,11 +22,12 @@ from descriptors.descriptor_codec import encode_binary
 from descriptors.errors import ErrorCode, ObjectCacheError
 from descriptors.layout import ChunkLayout
 from descriptors.notices import Notice
+from descriptors.shm_messages import greeting, reply
 from nixl_client.client import Client, Transport
 from nixl_client.session import agent
 from nixl_client.transports import shared_memory
 from nixl_client.transports.buffers import as_buffer
-from nixl_client.transports.shm import ShmReceiver
+from nixl_client.transports.shm import ShmConnection, ShmReceiver
 from storage_server import agents
 from storage_server.requests import ActiveRequest
 from storage_server.transport import shm_door
@@ -486,3 +488,29 @@ def test_one_access_key_does_not_take_every_region(local: LocalStack, monkeypatc
     assert len(take(callers[3], 1, OTHER)) == 32
     for caller in callers:
         caller.socket.close()
+
+
+def test_a_client_takes_no_reply_to_nothing() -> None:
+    """A server that replies without end would fill the client's memory."""
+    name = f"objectcache-test-{secrets.token_hex(8)}"
+    with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as listener:
+        listener.bind(f"\0{name}")
+        listener.listen()
+        sent: list[int] = []
+
+        def serve() -> None:
+            connection, _ = listener.accept()
+            with connection:
+                connection.send(greeting("t" * 32))
+                with contextlib.suppress(OSError):
+                    while len(sent) < 100_000:
+                        sent.append(connection.send(reply(None)))
+
+        thread = threading.Thread(target=serve)
+        thread.start()
+        made = ShmConnection(f"@{name}", lambda _: None, 5.0)
+        thread.join(30)
+        assert not thread.is_alive()
+        assert len(sent) < 100_000
+        assert eventually(lambda: made.has_ended)
+        made.close()
