@@ -244,4 +244,6 @@ class ShmConnection:
             _log.debug("the shm connection ended: %s", error)
         finally:
             self.has_ended = True
+            with contextlib.suppress(OSError):
+                self._socket.shutdown(socket.SHUT_RDWR)  # the server need not wait for us
             self._replies.put(b"")

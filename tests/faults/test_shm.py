@@ -506,7 +506,7 @@ def test_a_client_takes_no_reply_to_nothing() -> None:
                     while len(sent) < 100_000:
                         sent.append(connection.send(reply(None)))
 
-        thread = threading.Thread(target=serve)
+        thread = threading.Thread(target=serve, daemon=True)
         thread.start()
         made = ShmConnection(f"@{name}", lambda _: None, 5.0)
         thread.join(30)
