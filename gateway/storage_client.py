@@ -311,7 +311,7 @@ async def _decoded(call: PeerCall, result: bytes) -> Any:
 
 
 def _sensible(read: Callable[[], _T]) -> _T:
-    """What was read from an answer. A member that answers nonsense counts as one that cannot be reached."""
+    """The value that was read from an answer. A member that answers nonsense counts as one that cannot be reached."""
     try:
         return read()
     except (LookupError, ValueError, TypeError, AttributeError, RecursionError) as error:
