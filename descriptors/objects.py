@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import dataclass, field
 from enum import Enum
 
@@ -13,6 +14,14 @@ AUTO = "auto"
 CACHE_BYTES_MIN = MIB
 CACHE_BYTES_MAX = 1 << 60
 PART_NUMBER_MAX = 10_000
+TIME_S_MAX = 253_402_300_799.0
+"""The last second of the year 9999: later times have no text."""
+_NOT_IN_HEADERS = re.compile("[\0-\x08\x0a-\x1f\x7f\ud800-\udfff]")
+
+
+def is_header_text(value: str) -> bool:
+    """Whether a header of an answer can have this value."""
+    return _NOT_IN_HEADERS.search(value) is None
 
 
 class ChecksumAlgorithm(Enum):

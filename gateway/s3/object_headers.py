@@ -11,7 +11,15 @@ from urllib.parse import quote
 
 from descriptors.chunk_flags import flags
 from descriptors.errors import CallerError, ErrorCode
-from descriptors.objects import STANDARD, Attributes, Checksum, ChecksumAlgorithm, ChecksumType, ObjectInfo
+from descriptors.objects import (
+    STANDARD,
+    Attributes,
+    Checksum,
+    ChecksumAlgorithm,
+    ChecksumType,
+    ObjectInfo,
+    is_header_text,
+)
 from descriptors.rdma_token import TOKEN_HEADER
 from gateway.s3.tags import parse_tagging_header
 
@@ -42,7 +50,6 @@ _REFUSED = ("x-amz-website-redirect-location", "x-amz-write-offset-bytes", "x-am
 _REFUSED_EVERYWHERE = ("x-amz-server-side-encryption", "x-amz-copy-source-server-side-encryption")
 _UNPACK = "x-amz-meta-snowball-auto-extract"
 _TOKEN = re.compile(r"[!#$%&'*+\-.^_`|~0-9A-Za-z]+\Z")
-_NOT_IN_HEADERS = re.compile("[\0-\x08\x0a-\x1f\x7f\ud800-\udfff]")
 
 
 def refuse_rdma_token(headers: Mapping[str, str]) -> None:
@@ -121,7 +128,7 @@ def stored_headers(headers: Mapping[str, str]) -> dict[str, str]:
         if not _TOKEN.match(name):
             problem = "names of user metadata are tokens (RFC 9110): other bytes would end a name in an answer"
             raise CallerError(ErrorCode.INVALID_ARGUMENT, problem, field=_legible(name))
-        if _NOT_IN_HEADERS.search(value):
+        if not is_header_text(value):
             raise CallerError(ErrorCode.INVALID_ARGUMENT, "header values must be UTF-8", field=_legible(name))
     if sum(len(value.encode()) for value in kept.values()) > CONTENT_HEADERS_BYTES_MAX:
         problem = f"content headers may have {CONTENT_HEADERS_BYTES_MAX} bytes together"
@@ -193,7 +200,7 @@ def overriding_headers(parameters: Mapping[str, str]) -> dict[str, str]:
         value = parameters.get(f"response-{name}")
         if value is None:
             continue
-        if _NOT_IN_HEADERS.search(value):
+        if not is_header_text(value):
             raise CallerError(ErrorCode.INVALID_ARGUMENT, "no header can hold this", field=f"response-{name}")
         headers[header] = value
     return headers

@@ -30,7 +30,7 @@ from typing import Any, cast, get_args
 
 from awscrt.checksums import crc32c
 
-from descriptors.objects import Attributes
+from descriptors.objects import TIME_S_MAX, Attributes, is_header_text
 from descriptors.units import GIB, KIB, MIB
 from storage_server.planning.block_checksums import BLOCK_BYTES, WORD_BYTES
 from storage_server.store.rows import Touched, TouchedKind, rules_of, stored_object, stored_upload
@@ -51,8 +51,6 @@ FRAME_BYTES_MAX = 256 * MIB
 STAMP_MAX = 253_402_300_799_000_000
 """The last second of the year 9999, in microseconds: nobody could give a later stamp behind one that has no end."""
 SIZE_MAX = 1 << 62
-TIME_S_MAX = 253_402_300_799.0
-"""The last second of the year 9999: later times have no text."""
 PART_NUMBER_MAX = 10_000
 KEY_BYTES_MAX = 1024
 BODIES_MAX = PART_NUMBER_MAX
@@ -61,7 +59,6 @@ HEADERS_MAX, TAGS_MAX = 256, 64
 CHECKSUM_BYTES_MAX, NAME_BYTES_MAX = 256, 1024
 _HEADER = re.compile(r"[!#$%&'*+.^_`|~0-9a-z-]{1,256}\Z")
 _STORAGE_CLASS = re.compile(r"[0-9A-Z_-]{1,64}\Z")
-_CONTROL = re.compile("[\0-\x08\x0a-\x1f\x7f\ud800-\udfff]")
 """Lists, and tables, in the JSON of a bucket's lifecycle rules: a thousand rules have fewer."""
 BLOCKS_STEP = 4 * PIECE_BYTES
 """So many characters of base64 are decoded at once."""
@@ -552,7 +549,7 @@ def _are_plain(attributes: Attributes) -> bool:
 
 
 def _is_plain_text(value: object, length_max: int) -> bool:
-    return isinstance(value, str) and len(value) <= length_max and _CONTROL.search(value) is None
+    return isinstance(value, str) and len(value) <= length_max and is_header_text(value)
 
 
 def _is_count(value: object) -> bool:

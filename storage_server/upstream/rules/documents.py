@@ -8,7 +8,7 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from datetime import datetime
+from datetime import UTC, datetime
 from functools import cache
 from typing import Any, TypeVar
 from urllib.parse import quote, urlencode
@@ -20,6 +20,7 @@ from botocore.session import Session
 from botocore.utils import parse_timestamp
 
 from descriptors.errors import CallerError, ErrorCode, ObjectCacheError, ServerError
+from descriptors.objects import TIME_S_MAX
 from descriptors.xml_body import element_of
 
 HERE_BYTES_MAX = 2 << 10
@@ -32,6 +33,8 @@ half a microsecond an element.
 ENTRIES_MAX = 1_000
 """Of one list in a document; pages of S3's lists have no more."""
 TIME_CHARACTERS_MAX = 64
+_FIRST, _LAST = datetime.fromtimestamp(0, UTC), datetime.fromtimestamp(TIME_S_MAX, UTC)
+"""Services write the year 1 for an unknown time, and the last year with any offset: no answer of ours could have it."""
 _T = TypeVar("_T")
 _UNWRITABLE = re.compile("[\0-\x08\x0b\x0c\x0e-\x1f\ud800-\udfff\ufffe\uffff]")
 
@@ -157,6 +160,10 @@ def _time(value: Any) -> datetime:
     text = str(value)
     if len(text) > TIME_CHARACTERS_MAX:
         raise ValueError("a time of so many characters")
+    return min(max(_parsed_time(text), _FIRST), _LAST)
+
+
+def _parsed_time(text: str) -> datetime:
     try:
         when = datetime.fromisoformat(text)
         if when.tzinfo is not None:

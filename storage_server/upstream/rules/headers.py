@@ -12,6 +12,7 @@ from descriptors.conditions import ANY, ReadCondition, WriteCondition
 from descriptors.errors import CallerError, ErrorCode, ServerError
 from descriptors.objects import (
     STANDARD,
+    TIME_S_MAX,
     Attributes,
     ByteRange,
     Checksum,
@@ -21,6 +22,7 @@ from descriptors.objects import (
     RangeSpec,
     ReadHead,
     ReadRequest,
+    is_header_text,
 )
 from storage_server.upstream.rules.proof import HEADER as PROOF_HEADER
 
@@ -77,16 +79,19 @@ def object_info(key: str, nbytes: int, headers: Mapping[str, str], tags: dict[st
                 kept[_FLAGS_THERE[name]] = value
         elif name.startswith(METADATA_PREFIX) and name != PROOF_HEADER:
             kept[name] = value
+    named = checksum(headers)
+    storage_class = headers.get("x-amz-storage-class", STANDARD)
+    texts = (etag, storage_class, *kept.values(), *(() if named is None else (named.value,)))
+    if not all(map(is_header_text, texts)):
+        raise _nonsense("an object came with a header that no answer can have")
     count = headers.get(TAGGING_COUNT, "")
     attributes = Attributes(
         kept,
         tags,
-        headers.get("x-amz-storage-class", STANDARD),
+        storage_class,
         int(count) if count.isdecimal() and len(count) < 4 else None,
     )
-    return ObjectInfo(
-        key, nbytes, etag, http_time(headers.get("last-modified")), attributes, checksum(headers), part_count(etag)
-    )
+    return ObjectInfo(key, nbytes, etag, http_time(headers.get("last-modified")), attributes, named, part_count(etag))
 
 
 def is_md5(etag: str) -> bool:
@@ -128,9 +133,10 @@ def http_time(text: str | None) -> float:
     if not text:
         return 0.0
     try:
-        return parsedate_to_datetime(text).timestamp()
+        unix_s = parsedate_to_datetime(text).timestamp()
     except (ValueError, TypeError, OverflowError, IndexError):  # each for dates of other kinds
         return 0.0
+    return unix_s if 0 <= unix_s <= TIME_S_MAX else 0.0
 
 
 def attribute_headers(attributes: Attributes, *, with_tags: bool = True) -> dict[str, str]:

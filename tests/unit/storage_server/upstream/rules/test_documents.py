@@ -58,6 +58,8 @@ def listed(body: bytes) -> dict[str, Any]:
         ("2026-01-02T03:04:05Z", datetime(2026, 1, 2, 3, 4, 5, 0, UTC)),
         ("Fri, 02 Jan 2026 03:04:05 GMT", datetime(2026, 1, 2, 3, 4, 5, 0, UTC)),
         ("1767323045", datetime(2026, 1, 2, 3, 4, 5, 0, UTC)),
+        ("0001-01-01T00:00:00Z", datetime(1970, 1, 1, tzinfo=UTC)),
+        ("9999-12-31T23:59:59-12:00", datetime(9999, 12, 31, 23, 59, 59, tzinfo=UTC)),
     ],
 )
 def test_times_are_read_however_a_service_writes_them(text: str, when: datetime) -> None:
