@@ -16,10 +16,12 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
 from itertools import accumulate
+from pathlib import Path
 from typing import Any
 
 from descriptors.metrics import Kind, Metric
 from descriptors.version import __version__
+from objectcache.adapters.held_folder import held_folder
 
 Labels = tuple[str, ...]
 Samples = Mapping[Labels, float]
@@ -176,9 +178,9 @@ def shared_folder() -> Iterator[None]:
     in memory where the system has a place for it, because writing to a mapped file on a full disk ends a process
     (SIGBUS).
     """
-    place = SHARED_MEMORY if os.access(SHARED_MEMORY, os.W_OK) else None
-    with tempfile.TemporaryDirectory(prefix="objectcache-metrics-", dir=place) as folder:
-        os.environ[FOLDER_VARIABLE] = folder
+    place = SHARED_MEMORY if os.access(SHARED_MEMORY, os.W_OK) else tempfile.gettempdir()
+    with held_folder("objectcache-held-metrics-", Path(place)) as folder:
+        os.environ[FOLDER_VARIABLE] = str(folder)
         try:
             yield
         finally:

@@ -32,7 +32,8 @@ CONNECT_S: Final = 5.0
 MORE, LONG, COMMAND = 1, 2, 4
 _KEEPALIVE: Final = ((socket.TCP_KEEPIDLE, 30), (socket.TCP_KEEPINTVL, 10), (socket.TCP_KEEPCNT, 3))
 """A host that vanishes without a word is noticed after a minute."""
-_RESOLVER: Final = ThreadPoolExecutor(4, "objectcache-zmtp-names")
+_RESOLVER: Final = ThreadPoolExecutor(64, "objectcache-zmtp-names")
+"""So many names of hosts may be slow before others wait. A thread is made when a name needs it."""
 _log = logging.getLogger(__name__)
 
 
