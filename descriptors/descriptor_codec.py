@@ -9,7 +9,8 @@ Binary form (all integers little-endian), told from JSON by its magic:
     accept (flag 4, version 2): u8 count; for each codec u8 length, name; u8 element, f64 max_error (infinite: no bound)
     portion (version 2 without flag 4, or with flag 8; between servers): u16 index, u16 count, u32 chunk_count,
         u32 first_layer, u8 attempt, u32 position for each key
-    keys: flag 2, 32 raw bytes each (lower-case hex digests); otherwise u16 length and UTF-8 each
+    keys: flag 2, 32 raw bytes each (lower-case hex digests), with flag 16 behind u16 length and the ASCII text that
+        all of them begin with; without flag 2, u16 length and UTF-8 each
 
 Decoding consumes the input exactly: a byte too few or too many is an error.
 """
@@ -55,6 +56,10 @@ _FLAG_TARGET = 1
 _FLAG_HEX_KEYS = 2
 _FLAG_ACCEPT = 4
 _FLAG_ACCEPTING_PORTION = 8
+_FLAG_KEY_PREFIX = 16
+"""With digest keys: all of them begin with the same text."""
+KEY_PREFIX_BYTES_MAX = 256
+"""So the keys take no more memory than in JSON of DESCRIPTOR_BYTES_MAX."""
 _ACCEPT_TAIL = struct.Struct("<Bd")
 _ELEMENT_CODES = {"float16": 1, "bfloat16": 2, "float32": 3}
 _DIGEST_BYTES = 32
@@ -171,15 +176,15 @@ def parse_accept(codecs: Sequence[str] | None, element: str | None, max_error: f
 
 
 def encode_binary(descriptor: Descriptor) -> bytes:
-    """The binary form; 32 bytes a key when every key is a lower-case SHA-256 digest."""
+    """The binary form; 32 bytes a key when every key is a lower-case SHA-256 digest behind the same prefix."""
     request_id = (descriptor.request_id or "").encode()
-    joined = "".join(descriptor.chunk_keys)
-    hex_keys = all(len(key) == 64 for key in descriptor.chunk_keys) and _HEX_KEYS.match(joined) is not None
+    prefix, joined = _digests(descriptor.chunk_keys)
     target = descriptor.rdma_target
     accept = descriptor.accept
     flags = (
         (_FLAG_TARGET if target else 0)
-        | (_FLAG_HEX_KEYS if hex_keys else 0)
+        | (_FLAG_HEX_KEYS if joined else 0)
+        | (_FLAG_KEY_PREFIX if prefix else 0)
         | (_FLAG_ACCEPT if accept is not None else 0)
         | (_FLAG_ACCEPTING_PORTION if accept is not None and descriptor.portion is not None else 0)
     )
@@ -215,13 +220,27 @@ def encode_binary(descriptor: Descriptor) -> bytes:
             _PORTION.pack(portion.index, portion.count, portion.chunk_count, portion.first_layer, portion.attempt)
         )
         parts.append(np.array(portion.positions, dtype="<u4").tobytes())
-    if hex_keys:
+    if prefix:
+        parts += [len(prefix).to_bytes(2, "little"), prefix]
+    if joined:
         parts.append(bytes.fromhex(joined))
     else:
         for key in descriptor.chunk_keys:
             raw = key.encode()
             parts += [len(raw).to_bytes(2, "little"), raw]
     return b"".join(parts)
+
+
+def _digests(keys: Sequence[str]) -> tuple[bytes, str]:
+    """The prefix that all keys have before their digests, and the digests; both empty for keys of another form."""
+    prefix = keys[0][:-64]
+    length = len(prefix) + 64
+    if len(prefix) > KEY_PREFIX_BYTES_MAX or not prefix.isascii():
+        return b"", ""
+    if not all(len(key) == length and key.startswith(prefix) for key in keys):
+        return b"", ""
+    joined = "".join([key[-64:] for key in keys])
+    return (prefix.encode(), joined) if _HEX_KEYS.match(joined) is not None else (b"", "")
 
 
 class _Reader:
@@ -266,9 +285,11 @@ def _decode_binary(data: bytes, *, takes_portions: bool = False) -> Descriptor:
     is_extended = takes_portions or bool(flags & _FLAG_ACCEPT)
     if version not in ((PROTOCOL_VERSION, EXTENDED_VERSION) if is_extended else (PROTOCOL_VERSION,)):
         raise invalid("version", f"must be {PROTOCOL_VERSION}, not {version}")
-    known = _FLAG_TARGET | _FLAG_HEX_KEYS | _FLAG_ACCEPT | (_FLAG_ACCEPTING_PORTION if takes_portions else 0)
-    if flags & ~known:
+    known = _FLAG_TARGET | _FLAG_HEX_KEYS | _FLAG_ACCEPT | _FLAG_KEY_PREFIX
+    if flags & ~(known | (_FLAG_ACCEPTING_PORTION if takes_portions else 0)):
         raise invalid("flags", f"{flags:#x} has bits that no version knows")
+    if flags & _FLAG_KEY_PREFIX and not flags & _FLAG_HEX_KEYS:
+        raise invalid("flags", f"{flags:#x} has a prefix for keys that are no digests")
     if not 1 <= chunks <= CHUNK_COUNT_MAX:
         raise invalid("chunk_keys", f"needs 1 to {CHUNK_COUNT_MAX} keys, not {chunks}")
     if computes > NUM_LAYERS_MAX:
@@ -279,7 +300,8 @@ def _decode_binary(data: bytes, *, takes_portions: bool = False) -> Descriptor:
     accept = _read_accept(reader) if flags & _FLAG_ACCEPT else None
     has_portion = version == EXTENDED_VERSION and (accept is None or bool(flags & _FLAG_ACCEPTING_PORTION))
     portion = _read_portion(reader, chunks) if has_portion else None
-    keys = _read_keys(reader, chunks, hex_keys=bool(flags & _FLAG_HEX_KEYS))
+    prefix = _read_prefix(reader) if flags & _FLAG_KEY_PREFIX else ""
+    keys = _read_keys(reader, chunks, prefix, hex_keys=bool(flags & _FLAG_HEX_KEYS))
     reader.finish()
     return Descriptor(
         version=version,
@@ -321,10 +343,20 @@ def _read_target(reader: _Reader) -> RdmaTarget:
     return RdmaTarget(agent_id, region_id, offset, length)
 
 
-def _read_keys(reader: _Reader, count: int, *, hex_keys: bool) -> tuple[str, ...]:
+def _read_prefix(reader: _Reader) -> str:
+    length = int.from_bytes(reader.take(2, "chunk_keys"), "little")
+    if not 1 <= length <= KEY_PREFIX_BYTES_MAX:
+        raise invalid("chunk_keys", f"their prefix has {length} bytes, not 1 to {KEY_PREFIX_BYTES_MAX}")
+    prefix = reader.text(length, "chunk_keys")
+    if not prefix.isascii():
+        raise invalid("chunk_keys", "their prefix has characters beyond ASCII")
+    return prefix
+
+
+def _read_keys(reader: _Reader, count: int, prefix: str, *, hex_keys: bool) -> tuple[str, ...]:
     if hex_keys:
         text = reader.take(_DIGEST_BYTES * count, "chunk_keys").hex()
-        return tuple(text[start : start + 64] for start in range(0, 64 * count, 64))
+        return tuple([prefix + text[start : start + 64] for start in range(0, 64 * count, 64)])
     return tuple(
         reader.text(int.from_bytes(reader.take(2, f"chunk_keys[{i}]"), "little"), f"chunk_keys[{i}]")
         for i in range(count)

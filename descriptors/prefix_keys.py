@@ -2,24 +2,38 @@
 
     H_i = SHA-256(H_{i-1} || tokens of chunk i, little-endian uint32),   H_{-1} = SHA-256(namespace)
 
-The object key is the hex digest of H_i. A partial last chunk has no key. (ObjectCache paper, section 2.1.)
+The object key is the hex digest of H_i, behind the namespace's readable prefix. A partial last chunk has no key.
+(ObjectCache paper, section 2.1.)
 """
 
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Sequence
+import re
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from urllib.parse import quote
 
 import numpy as np
 
 from descriptors.layout import LAYOUT_ID
 
+ROOT, LMCACHE_ROOT = "kv", "lmcache"
+ROOTS = (ROOT, LMCACHE_ROOT)
+"""The first part of our chunks' names, and of LMCache's: the second part is the model's label in both."""
+LABEL_CHARACTERS_MAX = 64
+METADATA_CHARACTERS_MAX = 256
+"""Of each value: an S3 object may have 2 KiB of metadata."""
+_UNSAFE = re.compile(r"[^A-Za-z0-9._-]+")
+_PLAIN = "!#$&'()*+,/:;<=>?@[]^_`{|}~-."
+"""The characters of metadata that need no percent sign."""
+
 
 @dataclass(frozen=True, slots=True)
 class Namespace:
     """Everything besides the tokens that decides what KV bytes mean. Two deployments that differ in any field share no
-    key, so a mismatch finds nothing instead of wrong bytes.
+    key, so a mismatch finds nothing instead of wrong bytes. `name` is what people call the model, where `model` is a
+    fingerprint.
     """
 
     model: str
@@ -32,6 +46,7 @@ class Namespace:
     pp_size: int = 1
     lora: str = ""
     salt: str = ""
+    name: str = ""
 
     def __post_init__(self) -> None:
         """Raises ValueError where model or dtype are empty, or there are no tokens in a block: different models would
@@ -47,13 +62,37 @@ class Namespace:
         names = ("model", "dtype", "layout", "block_tokens", "tp_rank", "tp_size", "pp_rank", "pp_size", "lora", "salt")
         return "".join(f"{name}={_escape(str(getattr(self, name)))}\n" for name in names)
 
+    def prefix(self, chunk_tokens: int) -> str:
+        """The part of the keys before the hash, which says whose chunks they are: by it the KV of one model can be
+        listed, counted and deleted. Tenants keep `lora` and `salt` to themselves: they are in the hash alone.
+        """
+        dtype = self.dtype.partition(" ")[0].removeprefix("torch.")
+        ranks = f"tp{self.tp_rank}of{self.tp_size}-pp{self.pp_rank}of{self.pp_size}"
+        return f"{ROOT}/{label(self.name or self.model)}/{label(f'{self.layout}-{dtype}-{chunk_tokens}')}/{ranks}/"
+
+    def metadata(self, chunk_tokens: int) -> dict[str, str]:
+        """The user metadata of its chunks, by the names that S3 clients know it by, for `put_chunks`."""
+        model = self.name or self.model
+        return metadata_of({"model": model, "dtype": self.dtype, "layout": self.layout, "tokens": str(chunk_tokens)})
+
+
+def label(model: str) -> str:
+    """The name of a model in the characters that need no quotes anywhere, the last LABEL_CHARACTERS_MAX of them."""
+    return _UNSAFE.sub("-", model).strip("-.")[-LABEL_CHARACTERS_MAX:] or "model"
+
+
+def metadata_of(texts: Mapping[str, str]) -> dict[str, str]:
+    """Metadata with these values: what no header can have is percent-encoded, and what is too long is cut."""
+    return {name: quote(text, safe=_PLAIN)[:METADATA_CHARACTERS_MAX] for name, text in texts.items() if text}
+
 
 def _escape(value: str) -> str:
     return value.replace("%", "%25").replace("\n", "%0A").replace("\r", "%0D")
 
 
-def chunk_keys(namespace: str, tokens: Sequence[int] | np.ndarray, chunk_tokens: int) -> list[str]:
-    """Keys of the whole chunks of `tokens`, in prefix order: 64 hex digits each.
+def chunk_keys(namespace: Namespace | str, tokens: Sequence[int] | np.ndarray, chunk_tokens: int) -> list[str]:
+    """Keys of the whole chunks of `tokens`, in prefix order: 64 hex digits each, behind the namespace's prefix. A text
+    as namespace gives the digits alone.
 
     `tokens` are integers in [0, 2^32). Raises ValueError for anything else or for `chunk_tokens` < 1.
     """
@@ -66,9 +105,16 @@ def chunk_keys(namespace: str, tokens: Sequence[int] | np.ndarray, chunk_tokens:
         raise ValueError("tokens must be integers in [0, 2^32)")
     packed = values.astype("<u4").tobytes()
     step = 4 * chunk_tokens
-    digest = hashlib.sha256(namespace.encode()).digest()
+    digest, prefix = key_chain(namespace, chunk_tokens)
     keys = []
     for start in range(0, len(packed) - step + 1, step):
         digest = hashlib.sha256(digest + packed[start : start + step]).digest()
-        keys.append(digest.hex())
+        keys.append(prefix + digest.hex())
     return keys
+
+
+def key_chain(namespace: Namespace | str, chunk_tokens: int) -> tuple[bytes, str]:
+    """H(-1), with which a chain of keys begins, and the part of the keys before their hashes."""
+    if isinstance(namespace, str):
+        return hashlib.sha256(namespace.encode()).digest(), ""
+    return hashlib.sha256(namespace.text().encode()).digest(), namespace.prefix(chunk_tokens)

@@ -36,7 +36,7 @@ from objectcache.adapters import native
 from objectcache.calibration.servers import running_server
 assert native.crc32c(b"123456789") == 0xE3069283
 layout = objectcache.ChunkLayout(num_layers=2, chunk_tokens=16, per_layer_chunk_bytes=4096)
-namespace = objectcache.Namespace(model="trial", dtype="bfloat16", block_tokens=16).text()
+namespace = objectcache.Namespace(model="trial", dtype="bfloat16", block_tokens=16)
 keys = objectcache.chunk_keys(namespace, list(range(32)), 16)
 chunks = [bytes([at]) * 8192 for at in range(2)]
 with running_server(None) as server, server.client("http") as client:

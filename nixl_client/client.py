@@ -11,7 +11,7 @@ import logging
 import os
 import threading
 import uuid
-from collections.abc import AsyncIterator, Callable, Coroutine, Iterable, Sequence
+from collections.abc import AsyncIterator, Callable, Coroutine, Iterable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import replace
 from typing import Any, TypeVar
@@ -154,11 +154,13 @@ class Client:
         *,
         content_class: str = "",
         kv_layout: KvLayout | None = None,
+        metadata: Mapping[str, str] | None = None,
         timeout_s: float | None = None,
     ) -> None:
         """Store whole chunk objects (L*S bytes each, KV_L2TD), several at a time. `content_class` is the kind of their
         content (docs/compression.md), 1 to 32 of a-z 0-9 _ -; empty for none. Chunks that declare their `kv_layout` may
-        be replaced by encoded ones in a bucket whose owner wants that.
+        be replaced by encoded ones in a bucket whose owner wants that. `metadata` is the objects' user metadata, as
+        `Namespace.metadata` gives it: ASCII without `x-amz-meta-`.
 
         The first failure is raised after the puts under way have ended; later chunks are then not started.
         """
@@ -168,6 +170,7 @@ class Client:
         headers = {CLASS_HEADER: content_class} if content_class else {}
         if kv_layout is not None:
             headers[LAYOUT_HEADER] = kv_layout.text
+        headers |= {f"x-amz-meta-{name}": value for name, value in (metadata or {}).items()}
 
         def put(key: str, chunk: Any) -> None:
             body = memoryview(chunk).cast("B")
@@ -348,12 +351,18 @@ class Client:
         *,
         content_class: str = "",
         kv_layout: KvLayout | None = None,
+        metadata: Mapping[str, str] | None = None,
         timeout_s: float | None = None,
     ) -> None:
         """`put_chunks` for event loops."""
         await self._in_thread(
             lambda: self.put_chunks(
-                chunk_keys, chunks, content_class=content_class, kv_layout=kv_layout, timeout_s=timeout_s
+                chunk_keys,
+                chunks,
+                content_class=content_class,
+                kv_layout=kv_layout,
+                metadata=metadata,
+                timeout_s=timeout_s,
             )
         )
 

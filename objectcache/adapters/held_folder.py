@@ -1,7 +1,7 @@
 """A temporary folder that lasts as long as the process that made it, however the process ends.
 
-Whoever makes one holds a lock (flock) on it, and the system gives the lock back when the process ends. So a folder
-whose lock can be had belongs to nobody any more: the next process that makes one removes it.
+Its process holds a lock (flock) on it, and the system gives the lock back when the process ends. So a folder whose lock
+can be had belongs to nobody any more: the next process that makes a folder removes it.
 """
 
 from __future__ import annotations

@@ -100,7 +100,7 @@ def make_chunks(count: int, layout: ChunkLayout, seed: int, model: str = "bench"
     """Content of one seed, under the keys of seeded tokens."""
     tokens = np.random.default_rng(seed).integers(0, 1 << 32, count * layout.chunk_tokens, dtype=np.uint32)
     namespace = Namespace(model=model, dtype="uint8", block_tokens=layout.chunk_tokens)
-    return Chunks(chunk_keys(namespace.text(), tokens, layout.chunk_tokens), make_content(count, layout, seed))
+    return Chunks(chunk_keys(namespace, tokens, layout.chunk_tokens), make_content(count, layout, seed))
 
 
 def store_chunks(server: LocalServer, chunks: Chunks, title: str = "storing chunks") -> None:

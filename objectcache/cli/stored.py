@@ -14,6 +14,7 @@ from typing import Any, TypeAlias
 
 from descriptors.headers import CACHE_HEADER
 from descriptors.objects import BucketCache
+from descriptors.prefix_keys import ROOTS, label
 from descriptors.units import format_bytes
 from objectcache.calibration.samples import progress_bar
 from objectcache.calibration.text import aligned
@@ -23,6 +24,8 @@ from objectcache.cli.remote import asked_s3, remote_options, told
 Commands: TypeAlias = "argparse._SubParsersAction[argparse.ArgumentParser]"
 SHOWN = 1000
 DELETED_AT_ONCE = 1000
+DEPTHS = {"bucket": 0, "model": 2, "folder": None}
+"""How many parts of names objects are added up by: a chunk's name begins with ROOT/MODEL/."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,9 +60,19 @@ def add_stored(commands: Commands, parents: Sequence[argparse.ArgumentParser]) -
     du = command(
         "du", "count objects and bytes, by bucket, model or folder", run_du, ("place", {**place, "nargs": "?"})
     )
-    du.add_argument("--depth", type=int, default=2, metavar="N", help="parts of names to add up by; default: 2")
-    rm = command("rm", "delete an object, or all that begin so", run_rm, ("place", {"metavar": "BUCKET/KEY"}))
-    rm.add_argument("--recursive", action="store_true", help="delete all objects whose names begin with KEY")
+    du.add_argument(
+        "--by",
+        choices=DEPTHS,
+        default="model",
+        help="add up by bucket, by model, which is what the first two parts of chunks' names say, or by folder;"
+        " default: model",
+    )
+    rm = command(
+        "rm", "delete an object, all that begin so, or a model's KV", run_rm, ("place", {"metavar": "BUCKET/KEY"})
+    )
+    which = rm.add_mutually_exclusive_group()
+    which.add_argument("--recursive", action="store_true", help="delete all objects whose names begin with KEY")
+    which.add_argument("--model", metavar="NAME", help="delete the KV of this model in BUCKET, as `du` names it")
     mb = command("mb", "make a bucket, which may be a cache", run_mb, ("bucket", {"metavar": "BUCKET"}))
     mb.add_argument(
         "--cache",
@@ -104,7 +117,7 @@ def run_du(options: argparse.Namespace) -> int:
         )
         rows = []
         for place in places:
-            for group, (count, nbytes) in sorted(counted(objects_of(s3, place), options.depth).items()):
+            for group, (count, nbytes) in sorted(counted(objects_of(s3, place), DEPTHS[options.by]).items()):
                 rows.append({"bucket": place.bucket, "group": group, "objects": count, "bytes": nbytes})
         cells = [
             [f"{row['bucket']}/{row['group']}", f"{row['objects']:,}", format_bytes(int(str(row["bytes"])))]
@@ -121,21 +134,32 @@ def run_du(options: argparse.Namespace) -> int:
 def run_rm(options: argparse.Namespace) -> int:
     """0: deleted. 1: there was nothing, or not all could be."""
     place = Place.of(options.place)
-    if not place.key and not options.recursive:
-        raise ConfigError(f"{options.place}: that is a whole bucket; write BUCKET/KEY, or say --recursive")
+    if options.model is not None and place.key:
+        raise ConfigError(f"{options.place}: --model deletes in a whole bucket; write {place.bucket}")
+    if not place.key and not options.recursive and options.model is None:
+        raise ConfigError(f"{options.place}: that is a whole bucket; write BUCKET/KEY, or say --recursive or --model")
+    places = [place]
+    if options.model is not None:
+        places = [Place(place.bucket, f"{root}/{label(options.model)}/") for root in ROOTS]
     with asked_s3(options) as s3:
-        if not options.recursive:
+        if not options.recursive and options.model is None:
             s3.head_object(Bucket=place.bucket, Key=place.key)
             s3.delete_object(Bucket=place.bucket, Key=place.key)
             told(options.json, {"deleted": 1, "failed": []}, [f"deleted {place.bucket}/{place.key}"])
             return 0
         deleted, failed = 0, []
-        for keys in _in_groups((each["key"] for each in objects_of(s3, place)), DELETED_AT_ONCE):
+        found = (each["key"] for one in places for each in objects_of(s3, one))
+        for keys in _in_groups(found, DELETED_AT_ONCE):
             wanted = {"Objects": [{"Key": key} for key in keys], "Quiet": True}
             errors = s3.delete_objects(Bucket=place.bucket, Delete=wanted).get("Errors", [])
             deleted += len(keys) - len(errors)
             failed += [{"key": each.get("Key"), "code": each.get("Code")} for each in errors]
-        lines = [f"deleted {deleted:,} objects", *(f"kept {each['key']}: {each['code']}" for each in failed[:SHOWN])]
+        nothing = [f"{options.place} has nothing of it: `objectcache du {place.bucket}` says what is there"]
+        lines = [
+            f"deleted {deleted:,} objects",
+            *nothing * (not deleted and not failed),
+            *(f"kept {each['key']}: {each['code']}" for each in failed[:SHOWN]),
+        ]
         told(options.json, {"deleted": deleted, "failed": failed}, lines)
     return 1 if failed or not deleted else 0
 
@@ -200,8 +224,8 @@ def objects_of(s3: Any, place: Place) -> Iterator[dict[str, Any]]:
             }
 
 
-def counted(objects: Iterable[dict[str, Any]], depth: int) -> dict[str, tuple[int, int]]:
-    """Objects and bytes by the first `depth` parts of keys, without the last part."""
+def counted(objects: Iterable[dict[str, Any]], depth: int | None) -> dict[str, tuple[int, int]]:
+    """Objects and bytes by the first `depth` parts of keys, or all of them, without the last part."""
     found: dict[str, tuple[int, int]] = defaultdict(lambda: (0, 0))
     for each in objects:
         parts = each["key"].split("/")[:-1][:depth]

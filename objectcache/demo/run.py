@@ -166,8 +166,8 @@ def _client(server: LocalServer) -> Client:
     )
 
 
-def _namespace(subject: Subject) -> str:
-    return Namespace(model=subject.name, dtype="float32", block_tokens=CHUNK_TOKENS).text()
+def _namespace(subject: Subject) -> Namespace:
+    return Namespace(model=subject.name, dtype="float32", block_tokens=CHUNK_TOKENS)
 
 
 def _store_first_request(server: LocalServer, subject: Subject) -> tuple[list[str], DynamicCache, list[int]]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import socket
 from collections.abc import Callable
 from pathlib import Path
@@ -10,6 +11,8 @@ from typing import Any
 
 import pytest
 
+from descriptors.prefix_keys import Namespace, chunk_keys
+from nixl_client.client import Client
 from objectcache.cli.main import run
 from tests.support.requests import OWNER, READER
 from tests.support.servers import Stack
@@ -47,7 +50,8 @@ def test_what_is_put_is_listed_counted_got_and_deleted(ask: Ask, tmp_path: Path)
     ]  # fmt: skip
     counts = {each["group"]: (each["objects"], each["bytes"]) for each in as_json(ask("du", "by-hand", "--json", "-"))}
     assert counts == {"": (1, 25600), "models/a/": (1, 25600), "models/b/": (1, 25600)}
-    assert "models/" in ask("du", "s3://by-hand/models", "--depth", "1")
+    (whole,) = as_json(ask("du", "s3://by-hand/models", "--by", "bucket", "--json", "-"))
+    assert (whole["group"], whole["objects"]) == ("", 2)
     ask("get", "by-hand/models/a/file.bin", str(tmp_path / "back"))
     assert (tmp_path / "back").read_bytes() == file.read_bytes()
     assert "no such bucket or object" in ask("rm", "by-hand/models", status=1)
@@ -55,6 +59,30 @@ def test_what_is_put_is_listed_counted_got_and_deleted(ask: Ask, tmp_path: Path)
     assert ask("rm", "by-hand/models/", "--recursive").strip() == "deleted 2 objects"
     assert ask("ls", "by-hand").strip() == "no objects"
     assert "whole bucket" in ask("rm", "by-hand", status=2)
+
+
+def test_the_kv_of_a_model_is_counted_and_deleted(ask: Ask) -> None:
+    ask("mb", "by-model")
+    spaces = [
+        Namespace("Org/one", "bfloat16", 16),
+        Namespace("Org/one", "bfloat16", 16, salt="s"),
+        Namespace("two", "fp8", 16),
+    ]
+    with Client(os.environ["OBJECTCACHE_ENDPOINT"], "by-model", access_key=OWNER[0], secret_key=OWNER[1]) as client:
+        for space in spaces:
+            client.put_chunks(chunk_keys(space, range(32), 16), [b"a", b"b"], metadata=space.metadata(16))
+        client.put_chunks([f"lmcache/Org-one/{'0' * 32}/{'0' * 64}"], [b"c"])
+        key = chunk_keys(spaces[0], range(16), 16)[0]
+        headers = client.http.request("HEAD", f"/by-model/{key}").headers
+    assert {name: headers[f"x-amz-meta-{name}"] for name in ("model", "dtype", "layout", "tokens")} == {
+        "model": "Org/one", "dtype": "bfloat16", "layout": "KV_L2TD", "tokens": "16"
+    }  # fmt: skip
+    counts = {each["group"]: each["objects"] for each in as_json(ask("du", "by-model", "--json", "-"))}
+    assert counts == {"kv/Org-one/": 4, "kv/two/": 2, "lmcache/Org-one/": 1}
+    assert "write by-model" in ask("rm", "by-model/kv", "--model", "two", status=2)
+    assert ask("rm", "by-model", "--model", "Org/one").strip() == "deleted 5 objects"
+    assert {each["group"] for each in as_json(ask("du", "by-model", "--json", "-"))} == {"kv/two/"}
+    assert run(["rm", "by-model", "--model", "Org/one"]) == 1
 
 
 def test_a_cache_is_made_and_its_state_is_told(ask: Ask) -> None:

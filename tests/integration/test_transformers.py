@@ -98,7 +98,7 @@ def test_the_documented_prefill_loads_what_it_stored(local, model):
     local.call(local.storage.objects.create_bucket("OWNERKEY", "documented"))
     with local.client("documented", "shm") as client:
         for stored_before, stored_after in ((0, 10), (10, 10)):
-            keys = chunk_keys(Namespace("tiny", "torch.float32", 4).text(), prompt, 4)
+            keys = chunk_keys(Namespace("tiny", "torch.float32", 4), prompt, 4)
             assert client.lookup(keys) == stored_before
             logits, cache = names["prefill"](model, client, prompt, prefills, chunk_tokens=4)
             assert client.lookup(keys) == stored_after

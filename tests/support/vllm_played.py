@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from types import SimpleNamespace
 from typing import Any
 
@@ -136,6 +136,7 @@ class PlayedStore:
         *,
         content_class: str = "",
         kv_layout: KvLayout | None = None,
+        metadata: Mapping[str, str] | None = None,
     ) -> None:
         if self.put_failure is not None:
             raise self.put_failure

@@ -79,7 +79,7 @@ def hashing(session: Session) -> Json:
 
 def _hashing(tokens: np.ndarray, chunk_tokens: int) -> Callable[[], list[str]]:
     namespace = Namespace(model="bench-ladder", dtype="uint8", block_tokens=chunk_tokens)
-    return partial(chunk_keys, namespace.text(), tokens, chunk_tokens)
+    return partial(chunk_keys, namespace, tokens, chunk_tokens)
 
 
 def _task(what: str, tokens: int, chunk_tokens: int, run: Callable[[], Any], wanted: object) -> Task:

@@ -13,17 +13,14 @@ name their chunks by other hashes.
 from __future__ import annotations
 
 import hashlib
-import re
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
 from descriptors.descriptor import CHUNK_COUNT_MAX, CHUNK_TOKENS_MAX, NUM_LAYERS_MAX, PER_LAYER_CHUNK_BYTES_MAX
 from descriptors.layout import ChunkLayout
+from descriptors.prefix_keys import LMCACHE_ROOT, label, metadata_of
 from descriptors.recompute import AdviceRequest, PrefillCosts, advise
 from objectcache.kv_codecs.layer import GROUP_MAX, WIDTH_MAX
-
-ROOT = "lmcache"
-_UNSAFE = re.compile(r"[^A-Za-z0-9._-]+")
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,8 +50,11 @@ class ChunkSpace:
             *(part for tag in self.tags for part in tag),
         )
         text = "".join(f"{len(part)}:{part}" for part in parts)
-        label = _UNSAFE.sub("-", self.model).strip("-.")[-64:] or "model"
-        return f"{ROOT}/{label}/{hashlib.sha256(text.encode()).hexdigest()[:32]}/"
+        return f"{LMCACHE_ROOT}/{label(self.model)}/{hashlib.sha256(text.encode()).hexdigest()[:32]}/"
+
+    def metadata(self) -> dict[str, str]:
+        """The user metadata of its chunks."""
+        return metadata_of({"model": self.model, "dtype": self.dtype, "layout": self.layout})
 
 
 def object_name(space: ChunkSpace, chunk_hash: bytes | int) -> str:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from typing import Any, TypeVar
@@ -152,8 +152,8 @@ class ObjectCacheConnector(RemoteConnector):  # type: ignore[misc]
         held = [*memory_objs]
         for chunk in held:
             chunk.ref_count_up()
-        names = self._names(keys)
-        future = self._jobs.add(len(held), lambda: self._put(names, held), lambda: _release(held))
+        names, metadata = self._names(keys), self._space(keys[0]).metadata()
+        future = self._jobs.add(len(held), lambda: self._put(names, held, metadata), lambda: _release(held))
         if future is None:
             _release(held)
             self.store.counters.add(dropped_chunks=len(held))
@@ -234,12 +234,12 @@ class ObjectCacheConnector(RemoteConnector):  # type: ignore[misc]
     def _has_partials(self) -> bool:
         return bool(self._metadata.get_num_groups() == 1)
 
-    def _put(self, names: Names, chunks: Chunks) -> bool:
+    def _put(self, names: Names, chunks: Chunks, metadata: Mapping[str, str]) -> bool:
         full_bytes = self._full_bytes()
         full = [
             (name, _bytes(chunk)) for name, chunk in zip(names, chunks, strict=True) if chunk.get_size() == full_bytes
         ]
-        is_stored = not full or self.store.put([name for name, _ in full], [view for _, view in full])
+        is_stored = not full or self.store.put([name for name, _ in full], [view for _, view in full], metadata)
         for name, chunk in zip(names, chunks, strict=True):
             if is_stored and chunk.get_size() != full_bytes and self._has_partials:
                 token_bytes = full_bytes // self._metadata.chunk_size

@@ -162,7 +162,10 @@ class ObjectCacheL2Adapter(L2AdapterInterface):  # type: ignore[misc]  # LMCache
         for key, layout, each in zip(keys, layouts, objects, strict=True):
             self._layouts.setdefault(_shard(key), {})[layout] = each.get_size()
         for names in _by_prefix(keys, layouts).values():
-            if not self.store.put([name for _, name in names], [_bytes(objects[index]) for index, _ in names]):
+            first = names[0][0]
+            metadata = _space(keys[first], layouts[first]).metadata()
+            chunks = [_bytes(objects[index]) for index, _ in names]
+            if not self.store.put([name for _, name in names], chunks, metadata):
                 return L2StoreResult(False, 0)
         sizes = [each.get_size() for each in objects]
         self._notify_keys_stored(keys, sizes)

@@ -6,7 +6,7 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -172,14 +172,14 @@ class ChunkStore:
         self.counters.add(loaded_chunks=count, loaded_bytes=count * chunk_bytes, lost_chunks=len(keys) - count)
         return Loaded(count, unusable)
 
-    def put(self, keys: Sequence[str], chunks: Sequence[memoryview]) -> bool:
+    def put(self, keys: Sequence[str], chunks: Sequence[memoryview], metadata: Mapping[str, str]) -> bool:
         """Store what is missing of a prefix; whether all of it is stored. After a failure no further chunk is begun."""
         if self._store_breaker.is_open(time.monotonic()):
             return False
         try:
             stored = self._stores.lookup(keys)
             content_class = self._options.content_class
-            self._stores.put_chunks(keys[stored:], chunks[stored:], content_class=content_class)
+            self._stores.put_chunks(keys[stored:], chunks[stored:], content_class=content_class, metadata=metadata)
         except FAILURES as error:
             self._fail("store", error, self._store_breaker)
             self.counters.add(store_failures=1)

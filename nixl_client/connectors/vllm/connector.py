@@ -142,8 +142,9 @@ class ObjectCacheConnector(KVConnectorBase_V1):  # type: ignore[misc]  # vLLM is
         parallel = self._vllm_config.parallel_config
         rank = engine.worker_rank(parallel.tensor_parallel_size)
         is_alone = parallel.tensor_parallel_size * parallel.pipeline_parallel_size == 1
+        name = engine.model_name(self._vllm_config, self._setup.options)
         self._worker = WorkerSide(
-            self._setup.options, rank, self._setup.grid, indexes, layers, self.counters, is_alone=is_alone
+            self._setup.options, rank, self._setup.grid, indexes, layers, self.counters, name, is_alone=is_alone
         )
 
     def handle_preemptions(self, kv_connector_metadata: KVConnectorMetadata) -> None:

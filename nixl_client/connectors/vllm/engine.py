@@ -20,7 +20,7 @@ from vllm.v1.kv_cache_interface import FullAttentionSpec, KVQuantMode
 from nixl_client.connectors.compute_fit import Work
 from nixl_client.connectors.vllm.blocks import PagedLayer, find_packings, packed_layer, plain_layer
 from nixl_client.connectors.vllm.grid import Grid
-from nixl_client.connectors.vllm.naming import Deployment
+from nixl_client.connectors.vllm.naming import Deployment, short_name
 from nixl_client.connectors.vllm.options import Options
 from nixl_client.connectors.vllm.weights import fingerprint
 
@@ -142,7 +142,13 @@ def deployment(vllm_config: Any, group: Any, options: Options) -> Deployment:
         block_tokens=spec.block_size,
         tp_size=parallel.tensor_parallel_size,
         pp_size=parallel.pipeline_parallel_size,
+        name=model_name(vllm_config, options),
     )
+
+
+def model_name(vllm_config: Any, options: Options) -> str:
+    """The label of the chunks."""
+    return options.model or short_name(vllm_config.model_config.model)
 
 
 def weights_name(vllm_config: Any) -> str:

@@ -9,25 +9,29 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
-from descriptors.prefix_keys import Namespace
+from descriptors.prefix_keys import Namespace, key_chain
+
+CACHED_MODEL = "models--"
+"""Hugging Face's cache has a model ORG/NAME at models--ORG--NAME/snapshots/REVISION."""
 
 
 @dataclass(frozen=True, slots=True)
 class Deployment:
-    """The properties of one engine that KV bytes depend on."""
+    """The properties of one engine that KV bytes depend on. `name` is what people call the model."""
 
     model: str
     dtype: str
     block_tokens: int
     tp_size: int = 1
     pp_size: int = 1
+    name: str = ""
 
     @property
     def rank_count(self) -> int:
         """Ranks that hold a part of each token's KV."""
         return self.tp_size * self.pp_size
 
-    def namespace(self, rank: int, lora: str, salt: str) -> str:
+    def namespace(self, rank: int, lora: str, salt: str) -> Namespace:
         """The namespace of one rank (pipeline rank times `tp_size`, plus tensor rank) for requests of this adapter and
         this tenant.
         """
@@ -42,14 +46,24 @@ class Deployment:
             pp_size=self.pp_size,
             lora=lora,
             salt=salt,
-        ).text()
+            name=self.name,
+        )
+
+
+def short_name(model: str) -> str:
+    """The name that people know a model by: the last part of its name or path, or the name in the path of Hugging
+    Face's cache. Two engines share chunks only if they agree on it.
+    """
+    parts = [part for part in model.split("/") if part not in ("", ".")]
+    cached = next((part for part in reversed(parts) if part.startswith(CACHED_MODEL)), None)
+    return cached.split("--")[-1] if cached is not None else (parts[-1] if parts else model)
 
 
 class KeyChain:
     """The keys of one prefix in one namespace, as `descriptors.prefix_keys.chunk_keys` gives them, each hashed once."""
 
-    def __init__(self, namespace: str, chunk_tokens: int) -> None:
-        self._digest = hashlib.sha256(namespace.encode()).digest()
+    def __init__(self, namespace: Namespace, chunk_tokens: int) -> None:
+        self._digest, self._prefix = key_chain(namespace, chunk_tokens)
         self._chunk_tokens = chunk_tokens
         self._keys: list[str] = []
 
@@ -63,5 +77,5 @@ class KeyChain:
                 raise ValueError(f"{len(tokens)} tokens have no {chunk_count} chunks of {step}")
             for start in range(0, len(packed), 4 * step):
                 self._digest = hashlib.sha256(self._digest + packed[start : start + 4 * step]).digest()
-                self._keys.append(self._digest.hex())
+                self._keys.append(self._prefix + self._digest.hex())
         return tuple(self._keys[:chunk_count])

@@ -37,6 +37,7 @@ class WorkerSide:
         layer_indexes: Mapping[str, int],
         layers: Sequence[PagedLayer],
         counters: Counters,
+        model_name: str,
         *,
         is_alone: bool = True,
     ) -> None:
@@ -63,7 +64,7 @@ class WorkerSide:
         )
         ledger = WorkerLedger(options.store_queue_chunks, options.store_wait_s)
         self._writer = Writer(
-            self._store_client, rank, grid, layout, layers, ledger, self._loads.is_idle, counters, options
+            self._store_client, rank, grid, layout, layers, ledger, self._loads.is_idle, counters, options, model_name
         )
         self._awaited: frozenset[str] = frozenset()
         self._report = Report()

@@ -12,7 +12,8 @@ import torch
 from descriptors.descriptor import ELEMENT_BYTES
 from descriptors.errors import ObjectCacheError
 from descriptors.kv_forms import KvLayout
-from descriptors.layout import ChunkLayout
+from descriptors.layout import LAYOUT_ID, ChunkLayout
+from descriptors.prefix_keys import metadata_of
 from nixl_client.client import Client
 from nixl_client.connectors.counters import Counters
 from nixl_client.connectors.vllm.blocks import Blocks, PagedLayer
@@ -45,6 +46,7 @@ class Writer:
         loads_idle: threading.Event,
         counters: Counters,
         options: Options,
+        model_name: str,
     ) -> None:
         self._client = client
         self._content_class = options.content_class
@@ -61,6 +63,9 @@ class Writer:
         shape = (self._batch_chunks, layout.num_layers, 2, layout.chunk_tokens, heads, head_dim)
         self._batch = torch.empty(shape, dtype=states.dtype)
         element = str(states.dtype).removeprefix("torch.")
+        self._metadata = metadata_of(
+            {"model": model_name, "dtype": element, "layout": LAYOUT_ID, "tokens": str(layout.chunk_tokens)}
+        )
         self._kv_layout = None
         if element in ELEMENT_BYTES:
             self._kv_layout = KvLayout(layout.num_layers, layout.chunk_tokens, heads * head_dim, element)
@@ -148,7 +153,11 @@ class Writer:
                 break
             chunks = [self._batch[index].flatten().view(torch.uint8).numpy() for index in range(end - first)]
             self._client.put_chunks(
-                keys[first:end], chunks, content_class=self._content_class, kv_layout=self._kv_layout
+                keys[first:end],
+                chunks,
+                content_class=self._content_class,
+                kv_layout=self._kv_layout,
+                metadata=self._metadata,
             )
             self._counters.add(stored_chunks=end - first, stored_bytes=sum(chunk.nbytes for chunk in chunks))
 

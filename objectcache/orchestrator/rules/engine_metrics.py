@@ -151,14 +151,19 @@ def _published(info: Mapping[str, str], costs: Mapping[str, float]) -> Published
     """None for what no connector would publish: sizes and costs of an engine decide about the requests of all."""
     try:
         deployment = Deployment(
-            info["deployment"], info["dtype"], int(info["block_tokens"]), int(info["tp_size"]), int(info["pp_size"])
+            info["deployment"],
+            info["dtype"],
+            int(info["block_tokens"]),
+            int(info["tp_size"]),
+            int(info["pp_size"]),
+            info.get("name", ""),
         )
         layout = ChunkLayout(int(info["num_layers"]), int(info["chunk_tokens"]), int(info["layer_chunk_bytes"]))
         endpoint, bucket = info["endpoint"], info["bucket"]
         accept = _accepted(info)
     except (KeyError, ValueError, CallerError):
         return None
-    if max(map(len, (deployment.model, deployment.dtype, endpoint, bucket))) > TEXT_MAX:
+    if max(map(len, (deployment.model, deployment.dtype, deployment.name, endpoint, bucket))) > TEXT_MAX:
         return None
     sizes = (layout.num_layers, layout.chunk_tokens, layout.per_layer_chunk_bytes, deployment.block_tokens)
     if min(*sizes, deployment.tp_size, deployment.pp_size) < 1 or max(sizes) > 1 << 40:

@@ -27,6 +27,11 @@ HEX = st.text("0123456789abcdef", min_size=64, max_size=64)
 TEXT = st.characters(codec="utf-8", exclude_characters="\0")
 KEYS = st.one_of(
     st.lists(HEX, min_size=1, max_size=5, unique=True),
+    st.builds(
+        lambda prefix, digests: [prefix + digest for digest in digests],
+        st.text(TEXT, max_size=40),
+        st.lists(HEX, min_size=1, max_size=5, unique=True),
+    ),
     st.lists(st.text(TEXT, min_size=1, max_size=40), min_size=1, max_size=5, unique=True),
 )
 IDS = st.text("abcXYZ019._-", min_size=16, max_size=64)
@@ -79,6 +84,30 @@ def test_binary_form_is_the_one_documented() -> None:
     """The golden bytes of docs/protocol.md: other implementations are tested against them."""
     assert encode_binary(GOLDEN).hex() == GOLDEN_HEX
     assert decode_descriptor(bytes.fromhex(GOLDEN_HEX)) == GOLDEN
+
+
+def test_what_all_keys_begin_with_is_written_once() -> None:
+    keys = tuple(f"kv/m/l/r/{key}" for key in GOLDEN.chunk_keys)
+    written = bytearray(bytes.fromhex(GOLDEN_HEX))
+    written[6] |= 16
+    written[-64:-64] = b"\x09\0kv/m/l/r/"
+    assert encode_binary(replace(GOLDEN, chunk_keys=keys)) == written
+    assert decode_descriptor(bytes(written)).chunk_keys == keys
+
+
+@pytest.mark.parametrize(
+    ("flags", "prefix"),
+    [(17, b"\x01\0a"), (19, b"\0\0"), (19, b"\x02\0\xc3\xa4"), (19, b"\x01\0\0"), (19, b"\x01\x01" + b"a" * 257)],
+    ids=["no digests", "empty", "beyond ASCII", "NUL", "long"],
+)
+def test_a_prefix_that_keys_cannot_have_is_refused(flags: int, prefix: bytes) -> None:
+    """Each key is made of it: a long one would make much of a small request."""
+    written = bytearray(bytes.fromhex(GOLDEN_HEX))
+    written[6] = flags
+    written[-64:-64] = prefix
+    with pytest.raises(CallerError) as refused:
+        decode_descriptor(bytes(written))
+    assert refused.value.code is ErrorCode.INVALID_DESCRIPTOR
 
 
 @pytest.mark.slow

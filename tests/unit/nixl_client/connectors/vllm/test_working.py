@@ -193,7 +193,7 @@ class Worker:
         loads_idle = threading.Event()
         loads_idle.set()
         ledger = WorkerLedger(100, 10.0)
-        self.writer = Writer(client, 0, grid, self.layout, layers, ledger, loads_idle, self.counters, options)
+        self.writer = Writer(client, 0, grid, self.layout, layers, ledger, loads_idle, self.counters, options, "m")
 
     def wait_long(self) -> None:
         """From now on loads that go well have all the time that a loaded machine takes."""
