@@ -81,6 +81,13 @@ def label(model: str) -> str:
     return _UNSAFE.sub("-", model).strip("-.")[-LABEL_CHARACTERS_MAX:] or "model"
 
 
+def model_of(key: str) -> str:
+    """The label of the model whose chunk has this key; empty for other keys."""
+    root, _, rest = key.partition("/")
+    name, slash, _ = rest.partition("/")
+    return name if slash and root in ROOTS else ""
+
+
 def metadata_of(texts: Mapping[str, str]) -> dict[str, str]:
     """Metadata with these values: what no header can have is percent-encoded, and what is too long is cut."""
     return {name: quote(text, safe=_PLAIN)[:METADATA_CHARACTERS_MAX] for name, text in texts.items() if text}

@@ -10,12 +10,16 @@ from descriptors.messages import SchedulerStatus
 CACHES_MAX = 256
 """Of a status; a client may make more, and the largest are told."""
 
+MODELS_MAX = 64
+"""Of a cache; a client may name as many as it has objects."""
+
 
 @dataclass(frozen=True, slots=True)
 class CacheStatus:
     """One bucket that is a cache; the bucket "" is all of them, in front of another service. `capacity_bytes` is None
     where the directory's bound is the cache's. `eviction_age_s` is how long ago the object that left last had been used
-    then; None where none has left.
+    then; None where none has left. `read_bytes` are those of objects that were read. `models` has the count and the
+    bytes of the objects of the largest models, by their labels, and of all other objects under "".
     """
 
     bucket: str
@@ -25,6 +29,37 @@ class CacheStatus:
     evicted_count: int
     evicted_bytes: int
     eviction_age_s: float | None
+    read_bytes: int = 0
+    models: Mapping[str, tuple[int, int]] = field(default_factory=dict)
+
+
+DELIVERIES_MAX = 64
+"""Of a status."""
+ENDED_MAX = 32
+"""Deliveries that have ended are told with those under way: most last some milliseconds."""
+
+
+@dataclass(frozen=True, slots=True)
+class DeliveryStatus:
+    """One delivery, or one portion of it. `mode` is empty before its plan. `groups` has a letter for each layer, or
+    chunk, that was sent: r where it was ready when the client needed it, l where the client waited for it.
+    `stalled_s` is how long it has waited in all, None where nobody knows how long it computes. `rate_bytes_per_s` is 0
+    where nothing limits it. `outcome` is empty while it is under way, and "done" or an error code after that.
+    """
+
+    request_id: str
+    bucket: str
+    transport: str
+    mode: str
+    began_at: float
+    elapsed_s: float
+    nbytes: int
+    sent_bytes: int
+    group_count: int
+    groups: str
+    rate_bytes_per_s: int
+    stalled_s: float | None
+    outcome: str
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,3 +87,4 @@ class StorageStatus:
     scheduler: SchedulerStatus
     sent_bytes: Mapping[str, int] = field(default_factory=dict)
     caches: tuple[CacheStatus, ...] = ()
+    deliveries: tuple[DeliveryStatus, ...] = ()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import nullcontext
@@ -42,6 +43,7 @@ from storage_server.planning.plan import (
     plan_portion,
 )
 from storage_server.planning.rows import Rows, SourceTable, make_table, spans_of
+from storage_server.progress import Deliveries, Progress
 from storage_server.scheduler.admission import Admission
 from storage_server.scheduler.mode import choose_mode
 from storage_server.scheduler.profiles import compute_s
@@ -73,6 +75,7 @@ class _Delivery:
 
     request_id: str
     destination: Destination
+    progress: Progress
     portion: Portion | None = None
     pace: Pace = field(default_factory=Pace)
     phases: Phases = field(default_factory=lambda: Phases(Phase.PLAN))
@@ -155,6 +158,7 @@ class Pipeline:
         self._passing_room = PassingRoom()
         self.limits = ErrorLimits(settings.max_errors, settings.error_budgets)
         self.meter = DeliveryMeter()
+        self.deliveries = Deliveries()
         self.link = Link(settings.scheduler, settings.staging_bytes // settings.aggregation_bytes // 2)
         self._gatherers = ThreadPoolExecutor(settings.gather_threads, "gather")
 
@@ -184,11 +188,14 @@ class Pipeline:
         ServerError(TargetUnreachable, SlowDown). At the end, also after an error, nothing is in flight, and memory,
         pins and rate are given back.
         """
-        delivery = _Delivery(request_id, destination, descriptor.portion)
+        progress = Progress(request_id, bucket, destination.transport, time.time(), time.monotonic())
+        delivery = _Delivery(request_id, destination, progress, descriptor.portion)
         outcome = DONE
         try:
-            async with nullcontext(Pace()) if agent is None else self._downlinks.pace(agent) as delivery.pace:
-                return await self._carry_out(delivery, access_key, bucket, descriptor)
+            downlink = nullcontext(Pace()) if agent is None else self._downlinks.pace(agent)
+            with self.deliveries.running(progress):
+                async with downlink as delivery.pace:
+                    return await self._carry_out(delivery, access_key, bucket, descriptor)
         except ObjectCacheError as error:
             outcome = error.code.value
             raise
@@ -199,6 +206,7 @@ class Pipeline:
             outcome = ErrorCode.INTERNAL_ERROR.value
             raise
         finally:
+            progress.ended(outcome, time.monotonic())
             self.meter.ended(destination.transport, delivery.mode, outcome, delivery.sent_bytes, delivery.phases)
 
     async def _carry_out(
@@ -239,6 +247,7 @@ class Pipeline:
             plan = _plan(mode, layout, len(chunks), portion, delivery.forms, payload_bytes_max, destination.landing)
             delivery.pace.begin(plan.delivery_bytes, whole_bytes)
             layer_compute_s = compute_s(descriptor, len(chunks), self.link.settings.profiles)
+            delivery.progress.planned(mode, plan.group_count, plan.delivery_bytes, layer_compute_s)
             async with self.link.place(access_key, plan, layer_compute_s) as place:
                 delivery.phases.enter(Phase.WAIT)
 
@@ -267,6 +276,7 @@ class Pipeline:
         try:
             grant = await place.admitted()
             delivery.phases.enter(Phase.TRANSFER)
+            delivery.progress.rate_bytes_per_s = grant.rate_bytes_per_s
             start = _start_of(delivery, plan, grant)
             await transfer.start(start)
             await self._send_all(delivery, plan, table, transfer, place, arrivals)
@@ -329,6 +339,9 @@ class Pipeline:
                     await transfer.send(payload, gathering.spans, gathering.room)
                     place.note_sent()
                     delivery.sent_bytes += payload.nbytes
+                    delivery.progress.sent_bytes = delivery.sent_bytes
+                    if payload.ends_group:
+                        delivery.progress.group_sent(time.monotonic())
                     if payload.ends_group and payload.group.index == plan.first_group and plan.mode is Mode.LAYER_MAJOR:
                         self.meter.first_layer(destination.transport, phases)
                     phases.enter(Phase.GATHER)

@@ -238,6 +238,7 @@ class EmbeddedStorage:
             scheduler=self.pipeline.link.status(),
             sent_bytes={transport: int(nbytes) for (transport,), nbytes in meter.payload_bytes.samples.items()},
             caches=tuple(caches[:CACHES_MAX]),
+            deliveries=self.pipeline.deliveries.status(time.monotonic()),
         )
         return [status]
 

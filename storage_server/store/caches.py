@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import lru_cache
+from typing import NamedTuple
 
 from descriptors.chunk_flags import is_flagged
 from descriptors.errors import CallerError
 from descriptors.headers import LAYOUT_HEADER, PREFIX_HEADER
 from descriptors.objects import Attributes
 from descriptors.pins import PIN_TAG, pinned_until
+from descriptors.prefix_keys import model_of
+from descriptors.status import MODELS_MAX, CacheStatus
 from descriptors.units import GIB, MIB
 from storage_server.eviction.books import Books, Entry
 from storage_server.planning.extent import ALIGNMENT_BYTES, aligned
@@ -19,9 +22,21 @@ from storage_server.store.data.space import Bound
 from storage_server.store.replacer import layout_of
 from storage_server.store.rows import CachedRow, KeyChange, attributes_of
 
+MODELS_COUNTED_MAX = 4096
+"""With more models in one cache, counts by model are not exact."""
 AHEAD_FRACTION = 1 / 32
 AHEAD_BYTES_MIN = 8 * MIB
 AHEAD_BYTES_MAX = GIB
+
+
+class ModelUse(NamedTuple):
+    """How many objects of one model there are, and their bytes."""
+
+    objects: int
+    nbytes: int
+
+
+NO_USE = ModelUse(0, 0)
 
 
 @dataclass(slots=True)
@@ -33,6 +48,10 @@ class Cache:
     bound: Bound | None = None
     capacity_bytes: int | None = None
     sizes_bytes: dict[str, int] = field(default_factory=dict)
+    models: dict[str, ModelUse] = field(default_factory=dict)
+    """By the models' labels; objects that are no chunks of ours, and those of too many models, count under ""."""
+    read_bytes: int = 0
+    """Of objects that were read."""
     used_bytes: int = 0
     room_bytes: int = 0
     """The same in whole pages, as the books count it."""
@@ -55,6 +74,7 @@ class Cache:
         if nbytes is not None:
             self.used_bytes -= nbytes
             self.room_bytes -= _room_of(nbytes)
+            self._count_model(change.key, -1, -nbytes)
         if change.version is not None:
             self.count(change.key, change.nbytes)
 
@@ -68,6 +88,37 @@ class Cache:
         self.sizes_bytes[key] = nbytes
         self.used_bytes += nbytes
         self.room_bytes += _room_of(nbytes)
+        self._count_model(key, 1, nbytes)
+
+    def _count_model(self, key: str, objects: int, nbytes: int) -> None:
+        label = model_of(key)
+        if label not in self.models and (objects < 0 or len(self.models) >= MODELS_COUNTED_MAX):
+            label = ""
+        before = self.models.get(label, NO_USE)
+        use = ModelUse(before.objects + objects, before.nbytes + nbytes)
+        if use.objects > 0:
+            self.models[label] = use
+        else:
+            self.models.pop(label, None)
+
+    def note_read(self, keys: Sequence[str]) -> None:
+        """Count the bytes of objects that were read."""
+        self.read_bytes += sum([self.sizes_bytes.get(key, 0) for key in keys])
+
+    def status(self, used_bytes: int, object_count: int) -> CacheStatus:
+        """The cache as a status tells it, with its largest models."""
+        models = sorted(self.models.copy().items(), key=lambda item: -item[1].nbytes)
+        return CacheStatus(
+            self.bucket or "",
+            self.capacity_bytes,
+            used_bytes,
+            object_count,
+            self.evicted_count,
+            self.evicted_bytes,
+            self.eviction_age_s,
+            self.read_bytes,
+            {label: (use.objects, use.nbytes) for label, use in models[:MODELS_MAX]},
+        )
 
 
 def entry_of(change: KeyChange) -> Entry:

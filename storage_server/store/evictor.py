@@ -214,15 +214,9 @@ class Evictor(Uses):
     def status(self) -> list[CacheStatus]:
         """The contents of each cache, and how much has left it."""
         return [
-            CacheStatus(
-                cache.bucket or "",
-                cache.capacity_bytes,
-                cache.taken_bytes if cache.bucket is not None else self._space.kept_bytes,
-                len(cache.sizes_bytes) if cache.bucket is not None else cache.books.count,
-                cache.evicted_count,
-                cache.evicted_bytes,
-                cache.eviction_age_s,
-            )
+            cache.status(cache.taken_bytes, len(cache.sizes_bytes))
+            if cache.bucket is not None
+            else cache.status(self._space.kept_bytes, cache.books.count)
             for cache in self._all()
         ]
 
@@ -260,7 +254,9 @@ class Evictor(Uses):
 
     def note_read(self, bucket: str, keys: Sequence[str]) -> None:
         """Note that the chunks of a prefix were read."""
-        if self._cache_of(bucket) is not None:
+        cache = self._cache_of(bucket)
+        if cache is not None:
+            cache.note_read(keys)
             self._note(_Asked(bucket, keys, self._now()))
 
     def before_lookup(self) -> int:

@@ -45,12 +45,12 @@ STAGES = {
         "store/uploads", "store/chunks", "store/beside", "store/upkeep", "store/embedded", "own_keys", "upstream/rules",
         "upstream", "shared_files", "tiers", "agents", "downlinks", "used_ids", "requests", "request_id_log",
         "transport", "link", "registrar",
-        "metrics", "pipeline", "buffer_path", "region_body", "object_moves", "object_transfers", "prefixes",
+        "metrics", "progress", "pipeline", "buffer_path", "region_body", "object_moves", "object_transfers", "prefixes",
         "service", "peer_body", "http_api",
     ),
     "gateway": (
-        "s3", "settings", "trace", "metrics", "recent", "body", "form_upload", "storage_client", "cluster", "call",
-        "operations", "handlers", "app",
+        "s3", "settings", "trace", "metrics", "recent", "pages", "body", "form_upload", "storage_client", "cluster",
+        "call", "operations", "handlers", "app",
     ),
     ORCHESTRATOR: (
         "rules", "settings", "simulation", "answers", "under_way", "receipts", "events_feed", "engine", "tokenizer",
