@@ -1,7 +1,8 @@
 """Every metric of `GET /_objectcache/metrics`, as values. docs/metrics.md lists them for people.
 
 Names are `objectcache_<subsystem>_<name>_<unit>`, and counters end in `_total`. No label may hold a value that a client
-chooses (a bucket, a key, an access key): a client could make any number of series, and could read about other clients.
+chooses (a key, an access key): a client could make any number of series, and could read about other clients. Buckets
+that are caches are named, at most descriptors.status.CACHES_MAX of them: whoever reads metrics may read all buckets.
 
     objectcache_gateway_requests_total{operation="get_object",status="200"} 17
 """
@@ -132,6 +133,13 @@ STORE_REPLACING = _counter("store_replacing_seconds_total", "Time that encoding 
 STORE_UNHELD = _counter(
     "store_unheld_objects_total", "Objects whose pins or leases had no effect: others hold half a cache."
 )
+CACHE_USED = _gauge("cache_used_bytes", "Bytes of the objects and open uploads of a bucket that is a cache.", "bucket")
+CACHE_BOUND = _gauge("cache_bound_bytes", "The most that they may be; 0 where only `disk_bytes` bounds them.", "bucket")
+CACHE_OBJECTS = _gauge("cache_stored_objects", "Objects of the bucket.", "bucket")
+CACHE_READ = _counter("cache_read_bytes_total", "Bytes of its objects that were read.", "bucket")
+CACHE_EVICTED = _counter("cache_evicted_objects_total", "Objects of the bucket that were evicted.", "bucket")
+CACHE_EVICTED_BYTES = _counter("cache_evicted_bytes_total", "Bytes of these objects.", "bucket")
+CACHE_AGE = _gauge("cache_eviction_age_seconds", "How long the object that left last had not been used.", "bucket")
 UPSTREAM_FETCHING = _gauge("upstream_fetching_chunks", "Chunks on their way from the service upstream.")
 UPSTREAM_LANDED = _gauge("upstream_landed_bytes", "Memory that chunks lie in until they are in files.")
 UPSTREAM_FETCHED = _counter("upstream_fetched_bytes_total", "Bytes of chunks that came from there.")
@@ -183,7 +191,8 @@ STORAGE = (
     LINK_QUEUED, FLOWS_ACTIVE, FLOWS_WAITING, EPOCHS, DRAM_SIZE, DRAM_RESIDENT, DRAM_EXTENTS, DRAM_HITS, DRAM_MISSES,
     DRAM_EVICTED, DRAM_FORMS, DRAM_ENCODED, DRAM_ENCODING, DELIVERY_FORMS, DELIVERY_ERROR, STORE_FREE, STORE_USED,
     STORE_BOUND, STORE_EVICTED, STORE_EVICTED_BYTES, STORE_REPLACED, STORE_REPLACED_BYTES, STORE_REPLACING,
-    STORE_UNHELD, UPSTREAM_FETCHING, UPSTREAM_LANDED, UPSTREAM_FETCHED, UPSTREAM_PASSED, UPSTREAM_STALE,
+    STORE_UNHELD, CACHE_USED, CACHE_BOUND, CACHE_OBJECTS, CACHE_READ, CACHE_EVICTED, CACHE_EVICTED_BYTES, CACHE_AGE,
+    UPSTREAM_FETCHING, UPSTREAM_LANDED, UPSTREAM_FETCHED, UPSTREAM_PASSED, UPSTREAM_STALE,
     UPSTREAM_FAILED, UPSTREAM_UNREAD, UPSTREAM_BAD_RECORDS, UPSTREAM_DIRTY, UPSTREAM_DIRTY_BYTES, UPSTREAM_DIRTY_AGE,
     UPSTREAM_REFUSED, REMOTE_JOINED, REMOTE_HITS, REMOTE_MISSES, REMOTE_READ, REMOTE_ADMITTED, REMOTE_FAILED,
     FORMER_HITS, FORMER_MISSES, FORMER_READ, STORE_OPEN_FILES, STORE_PINNED_FILES, STORE_COMMITS, STORE_CHANGES,

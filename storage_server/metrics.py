@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 
 from descriptors import metrics
 from descriptors.layer_forms import LayerForms
 from descriptors.messages import SchedulerStatus
 from descriptors.notices import Mode
+from descriptors.status import CacheStatus
 from descriptors.tracing import Phase
 from objectcache.adapters.metrics import Distribution, Reading, Tally
 from objectcache.adapters.phases import Phases
@@ -137,6 +138,22 @@ def store_readings(store: EmbeddedStore) -> Iterator[Reading]:
     yield metrics.STORE_STORED, _one(store.deduplicator.stored.stored_bytes)
     yield metrics.STORE_SHARED, _one(store.deduplicator.shared_bytes)
     yield metrics.STORE_DAMAGED, _one(store.objects.damaged.count)
+
+
+def cache_readings(caches: Sequence[CacheStatus]) -> Iterator[Reading]:
+    """The buckets that are caches. In front of another service all of them are one, with an empty name."""
+
+    def each(value: Callable[[CacheStatus], float]) -> dict[tuple[str, ...], float]:
+        return {(cache.bucket,): float(value(cache)) for cache in caches}
+
+    yield metrics.CACHE_USED, each(lambda cache: cache.used_bytes)
+    yield metrics.CACHE_BOUND, each(lambda cache: cache.capacity_bytes or 0)
+    yield metrics.CACHE_OBJECTS, each(lambda cache: cache.object_count)
+    yield metrics.CACHE_READ, each(lambda cache: cache.read_bytes)
+    yield metrics.CACHE_EVICTED, each(lambda cache: cache.evicted_count)
+    yield metrics.CACHE_EVICTED_BYTES, each(lambda cache: cache.evicted_bytes)
+    left = [cache for cache in caches if cache.eviction_age_s is not None]
+    yield metrics.CACHE_AGE, {(cache.bucket,): cache.eviction_age_s or 0.0 for cache in left}
 
 
 def upstream_readings(home: UpstreamHome | None) -> Iterator[Reading]:

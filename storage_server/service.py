@@ -11,7 +11,7 @@ from typing import Protocol
 
 from descriptors.errors import ObjectCacheError
 from descriptors.messages import SchedulerStatus, Transports
-from descriptors.status import CACHES_MAX, StorageStatus
+from descriptors.status import StorageStatus
 from descriptors.storage_api import ObjectsApi, UploadsApi
 from descriptors.version import __version__
 from objectcache.adapters.metrics import text_of
@@ -22,6 +22,7 @@ from storage_server.gather.staging import StagingPool
 from storage_server.memory_area import Area, PrivateArea
 from storage_server.metrics import (
     agent_readings,
+    cache_readings,
     downlink_readings,
     link_readings,
     memory_readings,
@@ -216,7 +217,6 @@ class EmbeddedStorage:
     async def servers(self, access_key: str) -> list[StorageStatus]:
         """This one."""
         meter, dram, space = self.pipeline.meter, self.dram, self.store.space
-        caches = sorted(self.store.evictor.status(), key=lambda cache: -cache.used_bytes)
         free_bytes = self.store.disk.free_bytes(self.settings.data_dir)
         status = StorageStatus(
             name="",
@@ -237,7 +237,7 @@ class EmbeddedStorage:
             has_ucx=self.ucx is not None and self.ucx.is_running,
             scheduler=self.pipeline.link.status(),
             sent_bytes={transport: int(nbytes) for (transport,), nbytes in meter.payload_bytes.samples.items()},
-            caches=tuple(caches[:CACHES_MAX]),
+            caches=tuple(self.store.evictor.status()),
             deliveries=self.pipeline.deliveries.status(time.monotonic()),
         )
         return [status]
@@ -250,6 +250,7 @@ class EmbeddedStorage:
             link_readings(self.pipeline.link),
             memory_readings(self.dram, self.staging),
             store_readings(self.store),
+            cache_readings(self.store.evictor.status()),
             upstream_readings(self.upstream),
             agent_readings(self.agents.table, self.requests, engine),
             downlink_readings(self.downlinks),

@@ -6,6 +6,7 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import lru_cache
+from heapq import nlargest
 from typing import NamedTuple
 
 from descriptors.chunk_flags import is_flagged
@@ -22,7 +23,7 @@ from storage_server.store.data.space import Bound
 from storage_server.store.replacer import layout_of
 from storage_server.store.rows import CachedRow, KeyChange, attributes_of
 
-MODELS_COUNTED_MAX = 4096
+MODELS_COUNTED_MAX = 512
 """With more models in one cache, counts by model are not exact."""
 AHEAD_FRACTION = 1 / 32
 AHEAD_BYTES_MIN = 8 * MIB
@@ -107,7 +108,7 @@ class Cache:
 
     def status(self, used_bytes: int, object_count: int) -> CacheStatus:
         """The cache as a status tells it, with its largest models."""
-        models = sorted(self.models.copy().items(), key=lambda item: -item[1].nbytes)
+        models = nlargest(MODELS_MAX, self.models.copy().items(), key=lambda item: item[1].nbytes)
         return CacheStatus(
             self.bucket or "",
             self.capacity_bytes,
@@ -117,7 +118,7 @@ class Cache:
             self.evicted_bytes,
             self.eviction_age_s,
             self.read_bytes,
-            {label: (use.objects, use.nbytes) for label, use in models[:MODELS_MAX]},
+            {label: (use.objects, use.nbytes) for label, use in models},
         )
 
 

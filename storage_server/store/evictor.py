@@ -16,12 +16,13 @@ from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequenc
 from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass
 from functools import partial
+from heapq import nlargest
 from itertools import groupby
 from typing import Any
 
 from descriptors.errors import ErrorCode, ObjectCacheError, ServerError
 from descriptors.objects import CACHE_BYTES_MIN, BucketCache
-from descriptors.status import CacheStatus
+from descriptors.status import CACHES_MAX, CacheStatus
 from descriptors.units import GIB
 from storage_server.eviction.books import LEASE_SPARE_S, Books, Entry, Name, Victim
 from storage_server.eviction.choice import policy_of
@@ -212,12 +213,12 @@ class Evictor(Uses):
         return {bucket: cache.capacity_bytes for bucket, cache in self._caches.items()}
 
     def status(self) -> list[CacheStatus]:
-        """The contents of each cache, and how much has left it."""
+        """The contents of the CACHES_MAX largest caches, and how much has left them."""
         return [
             cache.status(cache.taken_bytes, len(cache.sizes_bytes))
             if cache.bucket is not None
             else cache.status(self._space.kept_bytes, cache.books.count)
-            for cache in self._all()
+            for cache in nlargest(CACHES_MAX, self._all(), key=lambda cache: cache.taken_bytes)
         ]
 
     def bounds_of(self, bucket: str, *, of_part: bool = False) -> tuple[Bound, ...]:

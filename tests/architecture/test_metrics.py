@@ -42,6 +42,7 @@ def test_no_label_holds_what_a_client_chooses() -> None:
     """A client could make series without end, and read what others do."""
     labels = {label for metric in EVERY for label in metric.labels}
     own = {"path", "reason", "source", "state", "engine"}  # an engine's name is an operator's choice
+    own |= {"bucket"}  # of caches, of which a bounded number is told
     assert labels == {"operation", "status", "code", "codec", "phase", "transport", "mode", "outcome", *own}
 
 
