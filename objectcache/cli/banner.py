@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from descriptors.headers import SERVICE_PREFIX
 from descriptors.units import format_bytes
 from descriptors.version import __version__
 
@@ -47,6 +48,7 @@ def banner(started: Started) -> str:
         ("transports", ", ".join(started.transports)),
         ("link", link),
         ("access key", f"{keys} ({started.keys_from})"),
+        ("page", f"{started.url}/{SERVICE_PREFIX}/"),
         ("next", f"objectcache status {started.url}"),
     ]
     return "\n".join(f"  {name:<12}{text}" for name, text in rows)

@@ -36,6 +36,7 @@ TOKEN = "a-token-of-the-tests-0123"
 LAYOUT = ChunkLayout(12, 16, 4096)
 MODELS = ("Qwen2.5-7B-Instruct", "SmolLM2-135M-Instruct")
 COUNT = 8
+PICTURES = ((1280, "light"), (390, "dark"))
 SLOW_LINK = f'{CONFIG}\n[gateway]\nmetrics_token = "{TOKEN}"\n[scheduler]\nlink_bytes_per_s = 2_000_000\n'
 OVERFLOW = "document.scrollingElement.scrollWidth - window.innerWidth"
 
@@ -125,10 +126,10 @@ def is_live(page: Any) -> None:
     page.get_by_text("live", exact=True).wait_for()
 
 
-def picture(page: Any, name: str) -> None:
+def take_picture(page: Any, width: int, scheme: str) -> None:
     folder = os.environ.get("OBJECTCACHE_SCREENSHOTS")
-    if folder:
-        page.screenshot(path=str(Path(folder) / f"{name}.png"), full_page=True)
+    if folder and (width, scheme) in PICTURES:
+        page.screenshot(path=str(Path(folder) / f"page-{width}-{scheme}.png"), full_page=True)
 
 
 @pytest.mark.parametrize("scheme", ["light", "dark"])
@@ -146,7 +147,7 @@ def test_the_page_fits_its_window_and_complains_of_nothing(
                 page.locator("#cached tbody td", has_text="MiB/s").or_(
                     page.locator("#cached tbody td", has_text="KiB/s")
                 ).first.wait_for()
-                picture(page, f"page-{width}-{scheme}")
+                take_picture(page, width, scheme)
             assert page.evaluate(OVERFLOW) <= 0
             back = page.evaluate("getComputedStyle(document.body).backgroundColor")
             assert (back == "rgb(18, 22, 28)") == (scheme == "dark")
