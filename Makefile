@@ -25,7 +25,7 @@ echo '#include <linux/userfaultfd.h>' | $${CC:-gcc} -E - >/dev/null 2>&1 || \
 	{ echo "needs the headers of libc and Linux (Debian: apt install libc6-dev)" >&2; exit 2; }
 endef
 
-.PHONY: demo demo-orchestrator test test-slow test-fast test-engines flaky test-minio test-ceph test-seaweedfs test-cuda bounds check format lint types bench-smoke clients engines figures results image-check wheel compatibility crash cluster-faults fuzz peers install clean
+.PHONY: demo demo-orchestrator test test-slow test-fast test-engines flaky test-minio test-ceph test-seaweedfs test-cuda bounds check format lint types bench-smoke clients engines figures results image-check wheel compatibility crash docs cluster-faults fuzz peers install clean
 
 demo: $(STAMP)
 	$(BIN)/objectcache demo --out out/demo-timeline.png
@@ -118,12 +118,16 @@ results: $(STAMP) clients engines peers
 	$(BIN)/python -m bench.results $(NAMES)
 	$(BIN)/python -m bench.results --publish $(NAMES)
 
-# the tables of README.md and docs/figures.md, from docs/results
+# the documents as a site, in out/site, to be read without a network
+docs: $(STAMP)
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict --quiet
+
+# the tables of README.md and docs/design/figures.md, from docs/results
 figures: $(STAMP)
 	$(BIN)/python -m bench.figures
 
 compatibility: clients
-	$(BIN)/python -m tests.clients --write docs/compatibility.md
+	$(BIN)/python -m tests.clients --write docs/reference/compatibility.md
 
 # kill the server at random points of a mixed load, 200 times, and check everything it had answered
 crash: $(STAMP)

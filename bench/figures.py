@@ -159,7 +159,7 @@ def commits(found: Json) -> str:
     """Which commit and machine each result is of; results of several are not to be compared with each other."""
     rows = found.items()
     named = [
-        Column("result", lambda row: f"[{row[0]}](results/{row[0]}.json)"),
+        Column("result", lambda row: f"[{row[0]}](../results/{row[0]}.json)"),
         Column("commit", lambda row: _short(row[1].get("commit"))),
         Column("tree", lambda row: _short(row[1].get("tree"))),
         Column("machine", lambda row: machine(row[1])),
@@ -180,7 +180,16 @@ def _short(name: str | None) -> str:
 
 ROOT = Path(__file__).resolve().parents[1]
 RESULTS = ROOT / "docs" / "results"
-DOCUMENTS = tuple(ROOT / name for name in ("README.md", "docs/figures.md", "docs/compression.md", "docs/overlap.md"))
+DOCUMENTS = tuple(
+    ROOT / name
+    for name in (
+        "README.md",
+        "docs/design/figures.md",
+        "docs/guides/compression.md",
+        "docs/design/compression.md",
+        "docs/design/overlap.md",
+    )
+)
 OVERLAP = ("motivation", "throughput", "shares", "figure-a4", "figure-a5", "figure-a6", "figure-a7")
 
 

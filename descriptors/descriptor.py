@@ -1,7 +1,7 @@
 """The descriptor: one value that names a matched prefix, its shape, and the target of its layers.
 
 Symbols as in `layout`. Invariants are checked on construction, so a Descriptor that exists is well-formed; codecs
-(`descriptor_codec`) only translate. Source: ObjectCache paper, Table 1; docs/protocol.md has the full text.
+(`descriptor_codec`) only translate. Source: ObjectCache paper, Table 1; docs/reference/protocol.md has the full text.
 """
 
 from __future__ import annotations
@@ -137,7 +137,7 @@ class Accept:
 class Descriptor:
     """A request for the KV of `chunk_keys`, in prefix order. With `portion`, they are some of the chunks of a delivery.
 
-    Raises CallerError(InvalidDescriptor), which names the field, where docs/protocol.md refuses the value.
+    Raises CallerError(InvalidDescriptor), which names the field, where docs/reference/protocol.md refuses the value.
     """
 
     chunk_keys: tuple[str, ...]

@@ -1,6 +1,6 @@
 """Names in the HTTP requests and answers between clients, gateways and storage servers: headers, and the paths below
-`/_objectcache`. docs/protocol.md explains them. (Headers with a form of their own are in the modules that read and
-write them: `tracing`, `rdma_token`, `peer_auth`, `peer_calls`.)
+`/_objectcache`. docs/reference/protocol.md explains them. (Headers with a form of their own are in the modules that
+read and write them: `tracing`, `rdma_token`, `peer_auth`, `peer_calls`.)
 """
 
 from __future__ import annotations

@@ -1,6 +1,7 @@
 """JSON bodies beside the descriptor: prefix lookup, agent registration and renewal, and their answers.
 
-pydantic checks what arrives; the rest of the code sees frozen values. Refusals name the field (docs/protocol.md).
+pydantic checks what arrives; the rest of the code sees frozen values. Refusals name the field
+(docs/reference/protocol.md).
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Every metric of `GET /_objectcache/metrics`, as values. docs/metrics.md lists them for people.
+"""Every metric of `GET /_objectcache/metrics`, as values. docs/reference/metrics.md lists them for people.
 
 Names are `objectcache_<subsystem>_<name>_<unit>`, and counters end in `_total`. No label may hold a value that a client
 chooses (a key, an access key): a client could make any number of series, and could read about other clients. Buckets

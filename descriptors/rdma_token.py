@@ -36,7 +36,7 @@ class RdmaToken:
     """`length` bytes (0 for an empty object) from `offset` of a region of an agent. A GET writes at most `length`
     bytes, a PUT stores exactly `length`. The caller chooses `request_id`, which is used once, like a descriptor's.
 
-    Raises CallerError(InvalidArgument) where docs/protocol.md refuses the value.
+    Raises CallerError(InvalidArgument) where docs/reference/protocol.md refuses the value.
     """
 
     agent_id: str

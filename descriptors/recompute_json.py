@@ -1,4 +1,4 @@
-"""The `compute` object of a lookup and the `advice` in its answer, as JSON (docs/protocol.md)."""
+"""The `compute` object of a lookup and the `advice` in its answer, as JSON (docs/reference/protocol.md)."""
 
 from __future__ import annotations
 

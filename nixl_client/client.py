@@ -158,9 +158,9 @@ class Client:
         timeout_s: float | None = None,
     ) -> None:
         """Store whole chunk objects (L*S bytes each, KV_L2TD), several at a time. `content_class` is the kind of their
-        content (docs/compression.md), 1 to 32 of a-z 0-9 _ -; empty for none. Chunks that declare their `kv_layout` may
-        be replaced by encoded ones in a bucket whose owner wants that. `metadata` is the objects' user metadata, as
-        `Namespace.metadata` gives it: ASCII without `x-amz-meta-`.
+        content (docs/guides/compression.md), 1 to 32 of a-z 0-9 _ -; empty for none. Chunks that declare their
+        `kv_layout` may be replaced by encoded ones in a bucket whose owner wants that. `metadata` is the objects' user
+        metadata, as `Namespace.metadata` gives it: ASCII without `x-amz-meta-`.
 
         The first failure is raised after the puts under way have ended; later chunks are then not started.
         """

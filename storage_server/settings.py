@@ -151,7 +151,7 @@ class StorageSettings:
     """The settings of one storage server.
 
     `theta_bytes` is the paper's threshold Θ: a delivery of fewer bytes goes chunk-major when the caller leaves the
-    choice. The default was measured (docs/figures.md).
+    choice. The default was measured (docs/design/figures.md).
 
     `staging_bytes` bounds the staging memory of all deliveries together, `window_bytes` that of one delivery. Both are
     cut into slots of `aggregation_bytes`, the size of one payload on the wire. ucx has a second pool of the same size.

@@ -1,5 +1,5 @@
 """Results for people. The JSON of a result is all there is to show: `show` of an experiment makes named sections of it,
-the command prints them, and docs/figures.md has the same sections as Markdown. Pure.
+the command prints them, and docs/design/figures.md has the same sections as Markdown. Pure.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""The requests that S3 does not have: descriptor GET, prefix lookup, agents, cancel (docs/protocol.md)."""
+"""The requests that S3 does not have: descriptor GET, prefix lookup, agents, cancel (docs/reference/protocol.md)."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
 """A thin client of etcd's JSON gateway (`/v3/`), over aiohttp: ranges, writes with leases, and watches.
 
 Numbers of 64 bits come as text, and fields that are zero or empty are left out. A write that timed out may have been
-carried out. Source: etcd 3.4's gRPC gateway; docs/cluster.md says which versions are tried.
+carried out. Source: etcd 3.4's gRPC gateway; docs/guides/cluster.md says which versions are tried.
 """
 
 from __future__ import annotations

@@ -306,7 +306,7 @@ class EtcdMembership:
             self._has_gone_back = True
             _log.error(
                 "etcd has gone back from the revision %d to %d, as a backup does; the members stay as they were."
-                " docs/cluster.md says how to go on",
+                " docs/guides/cluster.md says how to go on",
                 known,
                 found.revision,
             )

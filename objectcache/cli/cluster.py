@@ -39,7 +39,7 @@ def add_cluster(parser: argparse.ArgumentParser) -> None:
         "--cluster",
         metavar="WHERE",
         help="where the members of a cluster are learned: etcd://HOST:PORT[,HOST:PORT]/PREFIX, file:PATH, which SIGHUP"
-        " reads again, or mpi: from each other, under one mpiexec or srun; docs/cluster.md",
+        " reads again, or mpi: from each other, under one mpiexec or srun; docs/guides/cluster.md",
     )
 
 

@@ -18,7 +18,7 @@ DEFAULT_CODECS = {
     Codec.FP8: CodecFigures(0.999, 0.3e9),
     Codec.KIVI4: CodecFigures(0.99, 2.5e9),
 }
-"""Used where the table names none: codecs that cost next to nothing on every text that docs/compression.md tells of."""
+"""Used where the table names none: codecs that cost next to nothing on all texts of docs/guides/compression.md."""
 
 
 class CompressionPolicy(Enum):

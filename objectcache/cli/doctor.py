@@ -244,7 +244,7 @@ async def _tried(what: str, probe: Awaitable[Finding]) -> Finding:
     try:
         return await probe
     except ObjectCacheError as error:
-        return Finding(what, State.PROBLEM, str(error), "see docs/upstream.md")
+        return Finding(what, State.PROBLEM, str(error), "see docs/guides/upstream.md")
 
 
 async def _round_trip(objects: UpstreamObjects) -> Finding:

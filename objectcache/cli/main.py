@@ -291,7 +291,7 @@ def _add_care(commands: _Commands, logs: argparse.ArgumentParser) -> None:
     doctor.add_argument(
         "--bucket", metavar="NAME", help="a bucket of the server or service, to measure and try it with"
     )
-    doctor.add_argument("--config", type=Path, metavar="FILE", help="TOML configuration; docs/configuration.md")
+    doctor.add_argument("--config", type=Path, metavar="FILE", help="TOML; docs/reference/configuration.md")
     doctor.add_argument("--json", type=Path, metavar="FILE", help="write the findings here; - is standard output")
     doctor.set_defaults(command=_doctor)
 
@@ -324,7 +324,7 @@ def _add_listen(parser: argparse.ArgumentParser) -> None:
 
 
 def _add_common(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--config", type=Path, metavar="FILE", help="TOML; see docs/configuration.md")
+    parser.add_argument("--config", type=Path, metavar="FILE", help="TOML; see docs/reference/configuration.md")
 
 
 def _add_storage(parser: argparse.ArgumentParser) -> None:
@@ -347,7 +347,7 @@ def _add_storage(parser: argparse.ArgumentParser) -> None:
         type=lambda text: tuple(text.split(",")),
         metavar="IF[,IF]",
         help="offer the ucx transport on these network interfaces; loopback where none is named. Anyone who reaches"
-        " them can read and change what ucx clients are sent: docs/security.md",
+        " them can read and change what ucx clients are sent: docs/guides/security.md",
     )
     parser.add_argument(
         "--dram-bytes",

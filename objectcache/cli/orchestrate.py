@@ -59,7 +59,7 @@ def add_orchestrator(commands: Commands, parents: Sequence[argparse.ArgumentPars
         " AWS_SECRET_ACCESS_KEY",
     )
     command.add_argument(
-        "--policy", choices=[each.value for each in PolicyName], help="default: ttft; docs/orchestrator.md"
+        "--policy", choices=[each.value for each in PolicyName], help="default: ttft; docs/guides/orchestrator.md"
     )
     command.add_argument(
         "--data", type=Path, metavar="DIR", help="where engines, sessions and blocks are kept over a restart"
@@ -79,7 +79,7 @@ def add_orchestrator(commands: Commands, parents: Sequence[argparse.ArgumentPars
     command.add_argument("--port", type=int, default=8080, help="default: 8080; 0 picks a free one")
     command.add_argument("--tls-certificate", type=Path, metavar="FILE", help="PEM, with its chain; speaks https then")
     command.add_argument("--tls-key", type=Path, metavar="FILE", help="PEM")
-    command.add_argument("--config", type=Path, metavar="FILE", help="TOML; see docs/configuration.md")
+    command.add_argument("--config", type=Path, metavar="FILE", help="TOML; see docs/reference/configuration.md")
     command.set_defaults(command=orchestrate)
 
     explain = command.add_subparsers(metavar="COMMAND").add_parser(

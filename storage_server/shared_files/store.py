@@ -8,7 +8,7 @@ III-D to III-F).
     DATA/shared/index.sqlite3                 what all journals together say, in each server's own data directory
 
 No two servers write one file, so none takes a lock. A change is made when its record is durable in the own journal;
-other servers see it when they read the journal next. docs/shared-files.md lists the promises.
+other servers see it when they read the journal next. docs/guides/shared-files.md lists the promises.
 """
 
 from __future__ import annotations

@@ -3,8 +3,8 @@
     DIR/index.sqlite3   the bytes that make up each object; a commit here publishes
     DIR/extents/        the bytes
 
-Until its commit, and after any failure, a key shows the object that it showed before. docs/durability.md lists the
-promises.
+Until its commit, and after any failure, a key shows the object that it showed before. docs/guides/durability.md lists
+the promises.
 """
 
 from __future__ import annotations

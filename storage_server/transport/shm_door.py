@@ -1,10 +1,10 @@
 """ShmDoor: a Unix socket over which clients on this host hand in the memory that shall be filled.
 
 A client connects, gets a ticket, and passes a memfd for every region. With the ticket it then registers at the gateway,
-by a signed request (docs/protocol.md). Only then is its memory mapped: until its key is known, a caller costs a
-connection and a few descriptors. Notices go back over the same connection. When the connection ends, the client counts
-as gone. A descriptor proves that the client itself may write to the memory. If the client takes pages away later, the
-server's writes fail, and nothing worse (`shared_region`).
+by a signed request (docs/reference/protocol.md). Only then is its memory mapped: until its key is known, a caller costs
+a connection and a few descriptors. Notices go back over the same connection. When the connection ends, the client
+counts as gone. A descriptor proves that the client itself may write to the memory. If the client takes pages away
+later, the server's writes fail, and nothing worse (`shared_region`).
 
 Messages both ways, one per packet: JSON, or notices (descriptors.notices).
 """

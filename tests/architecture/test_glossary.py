@@ -1,4 +1,4 @@
-"""docs/glossary.md gives each word one meaning."""
+"""docs/design/glossary.md gives each word one meaning."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from collections import Counter
 
 from tests.support.tree import repository
 
-PAGE = repository() / "docs" / "glossary.md"
+PAGE = repository() / "docs" / "design" / "glossary.md"
 
 
 def defined_words(page: str) -> list[str]:

@@ -1,4 +1,4 @@
-"""docs/metrics.md and descriptors.metrics say the same, and names follow one rule."""
+"""docs/reference/metrics.md and descriptors.metrics say the same, and names follow one rule."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ UNITS = (
 
 
 def test_the_page_lists_every_metric_as_it_is_and_no_other() -> None:
-    rows = _ROW.findall((repository() / "docs" / "metrics.md").read_text())
+    rows = _ROW.findall((repository() / "docs" / "reference" / "metrics.md").read_text())
     expected = [
         (each.name, each.kind.value, ", ".join(f"`{label}`" for label in each.labels), each.meaning) for each in EVERY
     ]

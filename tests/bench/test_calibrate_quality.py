@@ -24,7 +24,7 @@ def test_a_models_codecs_are_written_and_can_be_read_again(tmp_path: Path) -> No
     make_model(tmp_path / "model", hidden_size=128, layers=2)
     file = tmp_path / "objectcache.toml"
     file.write_text('[compression]\npolicy = "adaptive" # ours\nalpha_s = 2.5\n')
-    texts = repository() / "docs" / "compression.md"
+    texts = repository() / "docs" / "guides" / "compression.md"
     asked = ["calibrate", "--quality", str(tmp_path / "model"), "--texts", str(texts), "--config", str(file)]
     assert run([*asked, "--smoke", "--json", str(tmp_path / "out.json")]) == 0
     assert "codecs" not in file.read_text(), "--smoke writes nothing"

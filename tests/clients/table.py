@@ -13,7 +13,7 @@ Each client below, in the version given, does these six things against a running
 Its objects are also read back by an independent reader, and its listings are compared with the stored objects. Objects
 have 0 bytes, 1 byte, 1,000 bytes and 100 KiB under names with spaces, `+`, `%41`, `&`, other alphabets and folders; in
 parts, 20 MiB or more. Addressing is path-style over http unless a note says otherwise. The last column says whether the
-client does the same in front of another S3 service ([docs/upstream.md](upstream.md)), here a second ObjectCache.
+client does the same in front of another S3 service ([docs/guides/upstream.md](upstream.md)), here a second ObjectCache.
 `tests/clients/test_clients.py` runs the same; this file is written by
 
     make compatibility

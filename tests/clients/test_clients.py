@@ -73,7 +73,7 @@ def expect_everything(client: Client, target: Target) -> None:
 
 def test_the_compatibility_table_names_every_client() -> None:
     """A client added here has to appear in the docs: `make compatibility` writes them."""
-    written = (repository() / "docs" / "compatibility.md").read_text()
+    written = (repository() / "docs" / "reference" / "compatibility.md").read_text()
     for client in CLIENTS:
         assert f"| {client.name} |" in written, client.name
     assert "**no**" not in written

@@ -1,4 +1,4 @@
-"""docs/start.md: its commands, in their order and as they are written, in a network of their own (port 9000)."""
+"""docs/start/quick-start.md: its commands as written, in their order, in a network of their own (port 9000)."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ import pytest
 
 from tests.support.tree import repository
 
-PAGE = repository() / "docs" / "start.md"
+PAGE = repository() / "docs" / "start" / "quick-start.md"
 WAIT = "timeout 60 bash -c 'until grep -q listening serve.log; do sleep 0.1; done'"
 TIMEOUT_S = 180
 

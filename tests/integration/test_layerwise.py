@@ -159,8 +159,8 @@ async def test_async_iterator_yields_layers_in_order_and_leaving_cancels(
 
 
 def test_the_example_of_the_client_docs_runs(servers: Stack, monkeypatch: pytest.MonkeyPatch) -> None:
-    """docs/client.md, word for word but for the endpoint and the place where the reader computes."""
-    example = (repository() / "docs" / "client.md").read_text().split("```python\n")[1].split("```")[0]
+    """docs/guides/client.md, word for word but for the endpoint and the place where the reader computes."""
+    example = (repository() / "docs" / "guides" / "client.md").read_text().split("```python\n")[1].split("```")[0]
     for before, after in (("http://127.0.0.1:9000", servers.url), ("kv-cache", "chunks"), (" ... ", " kv.sum()")):
         assert before in example
         example = example.replace(before, after)

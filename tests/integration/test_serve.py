@@ -150,7 +150,7 @@ def test_tls_files_that_cannot_be_used_are_a_configuration_error(command: tuple[
 
 @pytest.mark.slow
 def test_the_admin_token_is_made_at_the_first_start_and_found_by_the_command(tmp_path: Path) -> None:
-    """What docs/orchestrator.md says: no option, and nobody else on this host has it."""
+    """What docs/guides/orchestrator.md says: no option, and nobody else on this host has it."""
     state = {"XDG_STATE_HOME": str(tmp_path)}
     command = ("orchestrator", "--engine", "http://127.0.0.1:1", "--port", "0")
     with started(*command, environment=state) as (url, _):

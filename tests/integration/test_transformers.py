@@ -87,8 +87,8 @@ def test_with_a_layer_held_back_at_the_server_the_model_stops_before_it(local, m
 
 
 def test_the_documented_prefill_loads_what_it_stored(local, model):
-    """docs/client.md, as it is printed."""
-    text = (repository() / "docs" / "client.md").read_text()
+    """docs/guides/client.md, as it is printed."""
+    text = (repository() / "docs" / "guides" / "client.md").read_text()
     names: dict[str, Any] = {}
     exec(text.split("## transformers")[1].split("```python\n")[1].split("```")[0], names)
     model.config.name_or_path = "tiny"

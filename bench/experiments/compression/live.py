@@ -180,7 +180,7 @@ def ways(case: LiveCase, shape: KvShape, known: Qualities) -> Iterator[Way]:
 
 
 def half_life_s(case: LiveCase) -> float:
-    """As docs/compression.md recommends it: in that time a context that is just worth keeping is used twenty times."""
+    """As docs/guides/compression.md recommends it: a context that is just worth keeping is used twenty times then."""
     weights = 1.0 / np.arange(1, case.contexts + 1) ** SKEW
     share = weights[max(1, round(case.memory_share * case.contexts)) - 1] / weights.sum()
     return float(HALF_LIFE_USES / share * (case.load_s + case.pause_s))

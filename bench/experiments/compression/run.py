@@ -42,7 +42,7 @@ REMARKS = (
     "Quality: two Llamas of 0.4 and 1.0 million parameters, trained from scratch on these tasks; contexts of 256 "
     "tokens in chunks of 64, KV in bfloat16; to codecs that drop tokens the context is one chunk. Answers are the most "
     "likely token at each place given the right ones before it. So small a model says little about a large one: "
-    "measure your own (docs/compression.md).",
+    "measure your own (docs/guides/compression.md).",
     "Choice: simulated. DRAM, disk and processor each serve one request after the other; contexts of 1 GiB, DRAM "
     "20 GB/s, disk 1 GB/s, 3 s to compute a context again; DRAM : disk : all contexts as 100 : 400 : 1,000. Encoding "
     "and moving cost nothing there, since they are done behind. Whoever decides, a context is computed when it is "

@@ -45,12 +45,12 @@ class Options:
     """Tokens of a chunk. The plug-in knows them; the L2 adapter must be told, to compare loading with computing."""
     lossy: Lossy = Lossy.OFF
     """Whether chunks may come encoded with a loss: never, with an error of at most `max_error`, or as the server finds
-    best for all its readers (docs/compression.md).
+    best for all its readers (docs/guides/compression.md).
     """
     max_error: float = MAX_ERROR
     """The relative error of a chunk's keys or values, over all layers together, where `lossy` is bounded."""
     content_class: str = ""
-    """The kind of this engine's content, `code` or `chat` (docs/compression.md). Empty for none."""
+    """The kind of this engine's content, `code` or `chat` (docs/guides/compression.md). Empty for none."""
     lease_s: float = 60.0
     """For so long chunks that a lookup matched are kept from eviction."""
     store: bool = True

@@ -67,13 +67,13 @@ class Options:
     """Load the prefix that is sooner there than computed, at the rate the server offers; or all that is stored."""
     lossy: Lossy = Lossy.OFF
     """Whether chunks may come encoded with a loss: never, with an error of at most `max_error`, or as the server finds
-    best for all its readers (docs/compression.md).
+    best for all its readers (docs/guides/compression.md).
     """
     max_error: float = MAX_ERROR
     """The relative error of keys or values that a chunk's worst layer may have where `lossy` is bounded."""
     content_class: str = ""
     """The kind of this engine's content, `code` or `chat`: what a codec costs in quality is told by class
-    (docs/compression.md). Empty for none.
+    (docs/guides/compression.md). Empty for none.
     """
     min_load_tokens: int = 0
     """Fewer tokens than these are recomputed, not loaded."""

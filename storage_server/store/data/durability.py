@@ -1,4 +1,4 @@
-"""Durability: the promise that an answer to a write makes (docs/durability.md)."""
+"""Durability: the promise that an answer to a write makes (docs/guides/durability.md)."""
 
 from __future__ import annotations
 

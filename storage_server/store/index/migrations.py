@@ -1,4 +1,4 @@
-"""Upgrades of the index of an earlier release. docs/durability.md says what they mean for users.
+"""Upgrades of the index of an earlier release. docs/guides/durability.md says what they mean for users.
 
 A schema has a number, which SQLite keeps as `user_version`. Each step takes the index to the next number, in one
 transaction that also writes the number. So after a crash, or on a full disk, the index has the old schema or the new

@@ -81,7 +81,7 @@ GOLDEN_HEX = (
 
 
 def test_binary_form_is_the_one_documented() -> None:
-    """The golden bytes of docs/protocol.md: other implementations are tested against them."""
+    """The golden bytes of docs/reference/protocol.md: other implementations are tested against them."""
     assert encode_binary(GOLDEN).hex() == GOLDEN_HEX
     assert decode_descriptor(bytes.fromhex(GOLDEN_HEX)) == GOLDEN
 

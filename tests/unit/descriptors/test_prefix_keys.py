@@ -12,7 +12,7 @@ NAMESPACE = Namespace(model="llama-3.1-8b", dtype="bfloat16", block_tokens=16)
 
 
 def test_prefix_keys_are_the_documented_ones() -> None:
-    """Golden vectors of docs/protocol.md."""
+    """Golden vectors of docs/reference/protocol.md."""
     assert NAMESPACE.text() == (
         "model=llama-3.1-8b\ndtype=bfloat16\nlayout=KV_L2TD\nblock_tokens=16\n"
         "tp_rank=0\ntp_size=1\npp_rank=0\npp_size=1\nlora=\nsalt=\n"
