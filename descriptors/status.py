@@ -65,7 +65,8 @@ class DeliveryStatus:
 @dataclass(frozen=True, slots=True)
 class StorageStatus:
     """One storage server. `name` is its own in a cluster. Times are in seconds; counts are since its start.
-    `sent_bytes` are those of deliveries, by transport; extents count as missed that were read from files.
+    `compression` says which chunks are encoded. `sent_bytes` are those of deliveries, by transport; extents count as
+    missed that were read from files.
     """
 
     name: str
@@ -85,6 +86,7 @@ class StorageStatus:
     has_shm: bool
     has_ucx: bool
     scheduler: SchedulerStatus
+    compression: str = ""
     sent_bytes: Mapping[str, int] = field(default_factory=dict)
     caches: tuple[CacheStatus, ...] = ()
     deliveries: tuple[DeliveryStatus, ...] = ()

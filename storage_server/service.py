@@ -16,6 +16,7 @@ from descriptors.storage_api import ObjectsApi, UploadsApi
 from descriptors.version import __version__
 from objectcache.adapters.metrics import text_of
 from storage_server.agents import AgentTable
+from storage_server.compression.threshold import told
 from storage_server.downlinks import DownlinkKeepers, Downlinks
 from storage_server.gather.source import ChunkSource
 from storage_server.gather.staging import StagingPool
@@ -236,6 +237,7 @@ class EmbeddedStorage:
             has_shm=self.shm is not None,
             has_ucx=self.ucx is not None and self.ucx.is_running,
             scheduler=self.pipeline.link.status(),
+            compression=told(self.settings.compression),
             sent_bytes={transport: int(nbytes) for (transport,), nbytes in meter.payload_bytes.samples.items()},
             caches=tuple(self.store.evictor.status()),
             deliveries=self.pipeline.deliveries.status(time.monotonic()),

@@ -28,6 +28,7 @@ class Started:
     access_keys: Sequence[str]
     keys_from: str
     link_bytes_per_s: float | None = None
+    compression: str = ""
 
 
 def banner(started: Started) -> str:
@@ -45,6 +46,7 @@ def banner(started: Started) -> str:
         ("data", f"{started.data} ({what}{room})"),
         ("caches", _caches(started)),
         ("memory", f"{format_bytes(started.dram_bytes)} for chunks" if started.dram_bytes else "none for chunks"),
+        *([("compression", started.compression)] if started.compression else []),
         ("transports", ", ".join(started.transports)),
         ("link", link),
         ("access key", f"{keys} ({started.keys_from})"),

@@ -35,6 +35,7 @@ from gateway.storage_client import RemoteStorage
 from objectcache.cli.banner import Started, banner
 from objectcache.cli.config import ConfigError
 from objectcache.cli.workers import Workers
+from storage_server.compression.threshold import told
 from storage_server.http_api import StorageHttp
 from storage_server.own_keys import OwnKeys
 from storage_server.scheduler.settings import SchedulerSettings
@@ -195,6 +196,7 @@ class Together:
             access_keys=[each.access_key for each in self._first_credentials],
             keys_from=keys_from,
             link_bytes_per_s=scheduler.link_bytes_per_s,
+            compression=told(settings.compression),
         )
 
     def tell_workers(self, number: signal.Signals) -> None:

@@ -119,6 +119,7 @@ def _server_lines(server: Json) -> list[str]:
         ("home", server["upstream"] or "here"),
         ("memory", f"{format_bytes(server['dram_used_bytes'])} of {format_bytes(server['dram_bytes'])}, "
                    f"{_share(server['dram_hit_count'], server['dram_missed_count'])} of the chunks read came from it"),
+        *([("compression", server["compression"])] if server.get("compression") else []),
         ("lookups", f"{server['lookup_count']:,}: {server['matched_chunk_count']:,} of {server['asked_chunk_count']:,}"
                     " chunks were there"),
         ("sent", ", ".join(f"{format_bytes(sent)} over {name}" for name, sent in sorted(server["sent_bytes"].items()))
