@@ -13,6 +13,7 @@ import pytest
 from descriptors.objects import BucketCache
 from nixl_client.client import Client
 from nixl_client.connectors.startup import say
+from nixl_client.connectors.vllm.early import check_early
 from nixl_client.session.check import Checked, check
 from tests.support.requests import OWNER, READER
 from tests.support.servers import Stack
@@ -53,6 +54,22 @@ def test_a_key_that_may_not_is_told(servers: Stack, key: tuple[str, str], said: 
     found = checked(servers.url, "not-to-be-made", key)
     assert not found.is_good
     assert said in found.text
+
+
+def test_the_options_and_the_store_are_checked_before_an_engine_loads(
+    servers: Stack, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setenv("AWS_ACCESS_KEY_ID", OWNER[0])
+    monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", OWNER[1])
+    caplog.set_level(logging.INFO, "nixl_client")
+    for _ in range(2):
+        check_early({"endpoint": servers.url, "bucket": "early-bucket"})
+    (line,) = [record.message for record in caplog.records if "early-bucket" in record.message]
+    assert "made the bucket early-bucket as a cache" in line
+    with pytest.raises(ValueError, match="chunk_token"):
+        check_early({"endpoint": servers.url, "chunk_token": 16})
+    check_early({"endpoint": "http://127.0.0.1:1"})
+    assert "ObjectCache IS NOT USED until this is mended" in caplog.text
 
 
 @contextmanager

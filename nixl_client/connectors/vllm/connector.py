@@ -23,6 +23,7 @@ from nixl_client.client import Client
 from nixl_client.connectors.counters import Counters
 from nixl_client.connectors.startup import say
 from nixl_client.connectors.vllm import engine
+from nixl_client.connectors.vllm.early import check_early
 from nixl_client.connectors.vllm.ledger import SchedulerLedger
 from nixl_client.connectors.vllm.metrics import ObjectCachePromMetrics, ObjectCacheStats, StepMetadata, WorkerReport
 from nixl_client.connectors.vllm.options import Options
@@ -65,7 +66,10 @@ class ObjectCacheConnector(KVConnectorBase_V1):  # type: ignore[misc]  # vLLM is
 
     @classmethod
     def requires_piecewise_for_cudagraph(cls, extra_config: dict[str, Any]) -> bool:
-        """Layers are waited for between the pieces."""
+        """Layers are waited for between the pieces. The first call with options: they are checked here. Raises
+        ValueError.
+        """
+        check_early(extra_config)
         return True
 
     @classmethod
