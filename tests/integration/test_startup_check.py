@@ -68,7 +68,7 @@ def test_the_options_and_the_store_are_checked_before_an_engine_loads(
     assert "made the bucket early-bucket as a cache" in line
     with pytest.raises(ValueError, match="chunk_token"):
         check_early({"endpoint": servers.url, "chunk_token": 16})
-    check_early({"endpoint": "http://127.0.0.1:1"})
+    check_early({"endpoint": "http://127.0.0.1:1", "bucket": f"of-{servers.storage_pid}"})  # not checked before
     assert "ObjectCache IS NOT USED until this is mended" in caplog.text
 
 
