@@ -23,7 +23,7 @@ from gateway.call import Call
 from gateway.form_upload import HELD_BYTES_MAX, FormUpload, is_form_upload
 from gateway.handlers import HANDLERS, LAYERWISE
 from gateway.metrics import GatewayMeter, is_bearer
-from gateway.pages import Pages
+from gateway.pages import status_pages
 from gateway.recent import RecentFailures
 from gateway.s3 import sigv2, sigv4, xml
 from gateway.s3.credentials import Credential, CredentialBook, authorize, require_all_buckets
@@ -68,7 +68,7 @@ class Gateway:
         self._held_forms = DocumentBudget(max(held_key_bytes, settings.document_bytes // 2), held_key_bytes)
         self._meter = GatewayMeter()
         self._failures = RecentFailures()
-        self._pages = Pages(settings.region)
+        self._pages = status_pages(settings.region)
         self._started_s = time.monotonic()
         self._healthy_until_s = 0.0
         self._host_id = secrets.token_urlsafe(24)
@@ -144,7 +144,7 @@ class Gateway:
         if request.method in ("GET", "HEAD") and (request.bucket, request.key) == (SERVICE_PREFIX, HEALTH_NAME):
             trace.operation = HEALTH_NAME
             return await self._health()
-        if (found := self._pages.find(request.method, request.bucket, request.key)) is not None:
+        if request.bucket == SERVICE_PREFIX and (found := self._pages.find(request.method, request.key)) is not None:
             trace.operation = "page"
             return found
         if is_bearer(http.headers.get("Authorization"), self._settings.metrics_token):

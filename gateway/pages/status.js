@@ -1,88 +1,11 @@
 // The status of ObjectCache, asked every two seconds. What servers and clients say is set as text, never as markup.
 
-import { signed } from "/_objectcache/sigv4.js";
+import { signed } from "./sigv4.js";
+import { at, bar, clock, count, duration, empty, list, make, poll, rate, share, show, size, table } from "./view.js";
 
 const STATUS = "/_objectcache/status";
-const PERIOD_MS = 2000;
-const region = document.body.dataset.region;
-const at = (id) => document.getElementById(id);
 
-let headersOf = null;
 let before = null;
-let timer = 0;
-let session = 0;
-
-function make(name, { text, className, children = [], ...attributes } = {}) {
-  const made = document.createElement(name);
-  if (text !== undefined) made.textContent = text;
-  if (className) made.className = className;
-  for (const [key, value] of Object.entries(attributes)) made.setAttribute(key, value);
-  made.append(...children);
-  return made;
-}
-
-function size(nbytes) {
-  const units = ["B", "KiB", "MiB", "GiB", "TiB", "PiB"];
-  let unit = 0;
-  for (; nbytes >= 1024 && unit < units.length - 1; unit++) nbytes /= 1024;
-  return `${unit && nbytes < 100 ? nbytes.toFixed(1) : Math.round(nbytes)} ${units[unit]}`;
-}
-
-const rate = (perSecond) => `${size(perSecond)}/s`;
-const count = (number) => number.toLocaleString("en-US");
-const share = (part, whole) => (whole ? `${((100 * part) / whole).toFixed(1)} %` : "–");
-
-function duration(seconds) {
-  if (seconds < 1) return `${(1000 * seconds).toFixed(seconds < 0.01 ? 1 : 0)} ms`;
-  if (seconds < 60) return `${seconds.toFixed(1)} s`;
-  const minutes = Math.floor(seconds / 60);
-  if (minutes < 60) return `${minutes} min`;
-  return minutes < 2880 ? `${Math.floor(minutes / 60)} h ${minutes % 60} min` : `${Math.floor(minutes / 1440)} days`;
-}
-
-const clock = (unixS) => new Date(1000 * unixS).toLocaleTimeString("en-GB");
-
-function bar(part, whole, label) {
-  const filled = make("span");
-  filled.style.width = `${whole ? Math.min(100, (100 * part) / whole) : 0}%`;
-  return make("div", { className: "bar", role: "img", "aria-label": label, children: [filled] });
-}
-
-function list(rows) {
-  return make("dl", { children: rows.flatMap(([name, value]) => [make("dt", { text: name }), make("dd", { text: value })]) });
-}
-
-function table(caption, columns, rows) {
-  const head = make("tr", {
-    children: columns.map(([name, className]) => make("th", { text: name, scope: "col", className })),
-  });
-  const body = rows.map((cells) =>
-    make("tr", {
-      children: cells.map((cell, index) => {
-        const className = columns[index][1];
-        if (cell instanceof Node) return make("td", { className, children: [cell] });
-        return make("td", { className, text: cell, title: className === "name" ? cell : "" });
-      }),
-    }),
-  );
-  const made = make("table", {
-    children: [make("caption", { text: caption }), make("thead", { children: [head] }), make("tbody", { children: body })],
-  });
-  return make("div", { className: "scroll", tabindex: "0", role: "region", "aria-label": caption, children: [made] });
-}
-
-const empty = (text) => make("p", { className: "empty", text });
-
-function show(id, ...nodes) {
-  const place = at(id);
-  const focused = place.contains(document.activeElement);
-  const scrolled = place.firstElementChild?.scrollLeft ?? 0;
-  place.replaceChildren(...nodes);
-  if (focused) place.querySelector("[tabindex]")?.focus({ preventScroll: true });
-  if (scrolled) place.firstElementChild.scrollLeft = scrolled;
-}
-
-const sum = (numbers) => numbers.reduce((total, number) => total + number, 0);
 
 function formerOf(name) {
   return before?.status.storage_servers.find((server) => server.name === name);
@@ -230,70 +153,14 @@ function render(status, nowMs) {
   before = { status, ms: nowMs };
 }
 
-function say(text, isBad = false) {
-  const place = at("state");
-  if (place.textContent !== text) place.textContent = text;
-  place.classList.toggle("bad", isBad);
-}
+const region = document.body.dataset.region;
 
-async function ask() {
-  const response = await fetch(STATUS, { headers: headersOf(), cache: "no-store", credentials: "omit" });
-  if (response.ok) return response.json();
-  const text = await response.text();
-  const problem = new DOMParser().parseFromString(text, "application/xml").querySelector("Message")?.textContent;
-  throw Object.assign(new Error(problem || `the server answers ${response.status}`), { isRefusal: response.status < 500 });
-}
-
-async function update(mine) {
-  try {
-    const status = await ask();
-    if (mine !== session) return;
-    render(status, performance.now());
-    at("sign-in").hidden = true;
-    at("content").hidden = at("sign-out").hidden = false;
-    say("live");
-  } catch (error) {
-    if (mine !== session) return;
-    if (error.isRefusal) {
-      signOut(error.message);
-      return;
-    }
-    say(before ? "no answer: these are the last figures" : "no answer", true);
-    at("refusal").textContent = before ? "" : `The server does not answer: ${error.message}`;
-    if (!before) return;
-  }
-  timer = setTimeout(update, PERIOD_MS, mine);
-}
-
-function signOut(reason = "") {
-  session += 1;
-  clearTimeout(timer);
-  headersOf = before = null;
-  at("content").hidden = at("sign-out").hidden = true;
-  for (const id of ["servers", "cached", "deliveries", "failures"]) at(id).replaceChildren();
-  at("gateway").textContent = at("link").textContent = "";
-  at("secret-key").value = at("token").value = "";
-  at("sign-in").hidden = false;
-  at("refusal").textContent = reason;
-  say("");
-  at(at("access-key").value ? "secret-key" : "access-key").focus();
-}
-
-at("sign-in").addEventListener("submit", (event) => {
-  event.preventDefault();
-  const [accessKey, secretKey, token] = ["access-key", "secret-key", "token"].map((id) => at(id).value.trim());
-  at("refusal").textContent = "";
-  if (!token && !(accessKey && secretKey)) {
-    at("refusal").textContent = "Type an access key and its secret key, or a token.";
-    return;
-  }
-  headersOf = token
-    ? () => ({ Authorization: `Bearer ${token}` })
-    : () => signed(STATUS, location.host, region, accessKey, secretKey, new Date());
-  session += 1;
-  clearTimeout(timer);
-  say("signing in");
-  update(session);
+poll(STATUS, {
+  credentials: ["access-key", "secret-key", "token"],
+  wanted: "Type an access key and its secret key, or a token.",
+  isEnough: ([accessKey, secretKey, token]) => Boolean(token || (accessKey && secretKey)),
+  headers: ([accessKey, secretKey, token]) =>
+    token ? { Authorization: `Bearer ${token}` } : signed(STATUS, location.host, region, accessKey, secretKey, new Date()),
+  render,
+  forget: () => { before = null; },
 });
-at("sign-out").addEventListener("click", () => signOut());
-signOut();

@@ -31,6 +31,7 @@ from objectcache.orchestrator.dispatch import (
 )
 from objectcache.orchestrator.gate import TooBusyError
 from objectcache.orchestrator.metadata import MetadataError, NameTakenError
+from objectcache.orchestrator.pages import status_pages
 from objectcache.orchestrator.readers import ReadingError
 from objectcache.orchestrator.receipts import Receipt
 from objectcache.orchestrator.response_cache import Collected
@@ -69,6 +70,7 @@ class App:
         self._settings = settings
         self._engine_key = engine_key
         self.under_way = UnderWay()
+        self._pages = status_pages()
         self._budget = DocumentBudget(settings.bodies_bytes_max, settings.bodies_bytes_max // 2)
 
     def server(self) -> web.Server:
@@ -114,6 +116,8 @@ class App:
             _require(method, "POST")
             return await self._generate(http, RequestKind.OTHER)
         if path.startswith("/_orchestrator/"):
+            if (page := self._pages.find(method, path.removeprefix("/_orchestrator/"))) is not None:
+                return page
             self._require_admin(http)
             return await self._administer(http, path.removeprefix("/_orchestrator/"))
         match path:

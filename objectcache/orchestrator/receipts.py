@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import OrderedDict
 from dataclasses import asdict, dataclass, field
+from itertools import islice
 from typing import Any
 
 from objectcache.orchestrator.rules.policies import Decision
@@ -73,6 +74,10 @@ class Receipts:
         self._by_id.move_to_end(receipt.request_id)
         while len(self._by_id) > self._receipts_max:
             self._by_id.popitem(last=False)
+
+    def last(self, count: int) -> list[Receipt]:
+        """The last so many, the latest first."""
+        return list(islice(reversed(self._by_id.values()), count))
 
     def find(self, request_id: str) -> Receipt | None:
         """The receipt of a request; None where it is not kept."""

@@ -38,6 +38,8 @@ from objectcache.orchestrator.writing import Writing
 UNMATCHED_MAX = 5
 UNMATCHED_CHECK_S = 2.0
 CONNECTIONS_MAX = 8192
+RECEIPTS_TOLD = 32
+"""Of a status; each may be asked for by its id."""
 PREFILL_WAIT_S, PREFILL_STEP_S = 1.0, 0.05
 """A prefill engine writes its chunks behind its answer; so long they are waited for."""
 _log = logging.getLogger(__name__)
@@ -366,6 +368,7 @@ class Orchestrator:
             "active": admission.active_count,
             "waiting": admission.waiting_count,
             "blocks": self.index.block_count,
+            "receipts": [receipt.to_json() for receipt in self.receipts.last(RECEIPTS_TOLD)],
         }
 
     def metrics_text(self) -> bytes:

@@ -77,7 +77,7 @@ class StoreSettings:
 @dataclass(frozen=True, slots=True)
 class OrchestratorSettings:
     """Everything that is set. `tenants` are by the API key that a client sends; with none, every key is accepted as one
-    tenant. Everything under `/_orchestrator` asks for `admin_token`.
+    tenant. Everything under `/_orchestrator` but the page's files asks for `admin_token`.
     """
 
     engines: tuple[EngineSettings, ...] = ()

@@ -91,6 +91,7 @@ def test_a_file_of_lmcache_or_prometheus_is_one(text: str) -> None:
         assert Options.of(given).bucket == "kv-cache"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("text", blocks("python"))
 def test_python_imports_what_there_is(text: str) -> None:
     for node in ast.walk(ast.parse(text)):

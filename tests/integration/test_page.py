@@ -245,7 +245,7 @@ def test_the_pages_own_signature_is_botos(browser: Browser, full: Stack) -> None
 
 
 def test_the_page_is_public_and_nothing_else_is(full: Stack) -> None:
-    for name in ("", "status.js", "sigv4.js", "status.css", "icon.svg"):
+    for name in ("", "status.js", "sigv4.js", "view.js", "page.css", "icon.svg"):
         answer = full.request("GET", f"/_objectcache/{name}", key=None)
         assert answer.status == 200
         assert "default-src 'none'" in answer.headers["content-security-policy"]
