@@ -58,7 +58,7 @@ _FLAG_ACCEPT = 4
 _FLAG_ACCEPTING_PORTION = 8
 _FLAG_KEY_PREFIX = 16
 """With digest keys: all of them begin with the same text."""
-KEY_PREFIX_BYTES_MAX = 256
+KEY_PREFIX_BYTES_MAX = 128
 """So the keys take no more memory than in JSON of DESCRIPTOR_BYTES_MAX."""
 _ACCEPT_TAIL = struct.Struct("<Bd")
 _ELEMENT_CODES = {"float16": 1, "bfloat16": 2, "float32": 3}

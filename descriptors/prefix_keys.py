@@ -85,7 +85,7 @@ def model_of(key: str) -> str:
     """The label of the model whose chunk has this key; empty for other keys."""
     root, _, rest = key.partition("/")
     name, slash, _ = rest.partition("/")
-    return name if slash and root in ROOTS else ""
+    return name[:LABEL_CHARACTERS_MAX] if slash and root in ROOTS else ""
 
 
 def metadata_of(texts: Mapping[str, str]) -> dict[str, str]:

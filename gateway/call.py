@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import TypeVar
 
@@ -115,6 +116,17 @@ class Call:
             raise CallerError(ErrorCode.REQUEST_TIMEOUT, problem, field="body") from None
         finally:
             self.documents.give_back(self.claim.access_key, held_bytes)
+
+    @contextmanager
+    def held(self, nbytes: int) -> Iterator[None]:
+        """Count what was made of a document for as long as it is needed: a small one may name many long keys. Raises
+        ServerError(SlowDown).
+        """
+        self.documents.take(self.claim.access_key, nbytes)
+        try:
+            yield
+        finally:
+            self.documents.give_back(self.claim.access_key, nbytes)
 
     def _body(self, plan: BodyPlan) -> RequestBody:
         claim = self.claim

@@ -52,7 +52,7 @@ class StorageUnreachableError(ServerError):
     """The storage server did not answer. Whether the call took effect is unknown, unless the connection failed."""
 
     def __init__(self, cause: BaseException) -> None:
-        self.never_connected = isinstance(cause, aiohttp.ClientConnectorError)
+        self.never_connected = isinstance(cause, aiohttp.ClientConnectorError | UnicodeError)
         self.has_ended = False
         """Whether the call surely moves no bytes any more."""
         code = ErrorCode.SLOW_DOWN if self.never_connected else ErrorCode.INTERNAL_ERROR
@@ -266,7 +266,7 @@ class Peer:
                 if response.status != 200:
                     raise _refusal(await read_whole(response, RESULT_BYTES_MAX), response.status)
                 yield response
-        except (aiohttp.ClientError, TimeoutError) as error:
+        except (aiohttp.ClientError, TimeoutError, UnicodeError) as error:  # of a name that no host can have
             raise StorageUnreachableError(error) from error
 
 

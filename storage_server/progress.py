@@ -8,6 +8,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from itertools import chain
 
+from descriptors.descriptor import NUM_LAYERS_MAX
 from descriptors.notices import Mode
 from descriptors.status import DELIVERIES_MAX, ENDED_MAX, DeliveryStatus
 
@@ -50,7 +51,8 @@ class Progress:
             late_s = 0.0 if self._needed_s is None else max(0.0, now_s - self._needed_s)
             self._needed_s = max(now_s, self._needed_s or now_s) + self._compute_s
         self.stalled_s += late_s
-        self._groups.append(LATE if late_s else READY)
+        if len(self._groups) < NUM_LAYERS_MAX:
+            self._groups.append(LATE if late_s else READY)
 
     def ended(self, outcome: str, now_s: float) -> None:
         """The delivery is over."""

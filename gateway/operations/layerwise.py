@@ -38,6 +38,9 @@ from descriptors.tracing import REQUEST_ID_HEADER, TIMING_HEADER, timing_header
 from gateway.call import Call
 from objectcache.adapters.response_sink import ResponseSink
 
+KEY_BYTES = 56
+"""Of a key in memory, besides its characters."""
+
 
 async def layerwise(call: Call) -> web.StreamResponse:
     """POST /{bucket}?layerwise with the descriptor in the body."""
@@ -110,7 +113,8 @@ async def _deliver(call: Call, descriptor: Descriptor) -> web.StreamResponse:
         return {**_headers(start), TIMING_HEADER: timing_header(trace.timing())}
 
     sink = ResponseSink(call.http, head)
-    outcome = await call.storage.prefixes.deliver(call.access_key, call.request.bucket, descriptor, sink)
+    with call.held(sum(map(len, descriptor.chunk_keys)) + KEY_BYTES * descriptor.chunk_count):
+        outcome = await call.storage.prefixes.deliver(call.access_key, call.request.bucket, descriptor, sink)
     trace.moved(outcome.moved)
     trace.facts = {
         "transport": "http" if descriptor.rdma_target is None else "memory",

@@ -25,6 +25,8 @@ from gateway.s3.tags import parse_tagging_header
 
 USER_METADATA = "x-amz-meta-"
 USER_METADATA_BYTES_MAX = 2048
+METADATA_ENTRIES_MAX = 64
+"""Clients of several languages take no more than 100 headers in an answer."""
 CONTENT_HEADERS_BYTES_MAX = 8192
 RDMA_TOKEN_HEADERS = (TOKEN_HEADER, "x-rdma-info", "x-scal-rdma")
 STORAGE_CLASSES = frozenset(
@@ -133,6 +135,11 @@ def stored_headers(headers: Mapping[str, str]) -> dict[str, str]:
     if sum(len(value.encode()) for value in kept.values()) > CONTENT_HEADERS_BYTES_MAX:
         problem = f"content headers may have {CONTENT_HEADERS_BYTES_MAX} bytes together"
         raise CallerError(ErrorCode.METADATA_TOO_LARGE, problem, field="content-disposition")
+    if len(metadata) > METADATA_ENTRIES_MAX:
+        problem = (
+            f"user metadata has {len(metadata)} entries, at most {METADATA_ENTRIES_MAX}, of which clients can read all"
+        )
+        raise CallerError(ErrorCode.METADATA_TOO_LARGE, problem, field=USER_METADATA)
     nbytes = sum(len(name.encode()) - len(USER_METADATA) + len(value.encode()) for name, value in metadata.items())
     if nbytes > USER_METADATA_BYTES_MAX:
         problem = f"user metadata has {nbytes} bytes, at most {USER_METADATA_BYTES_MAX}"

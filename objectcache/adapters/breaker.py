@@ -29,6 +29,11 @@ class Breaker:
         """Whether nothing is to be asked now, because the service failed a moment ago."""
         return now_s < self._open_until_s
 
+    @property
+    def is_trying(self) -> bool:
+        """Whether a request has gone after a pause, to see how the service is, and has not ended."""
+        return self._is_trying
+
     def wait_s(self, now_s: float) -> float:
         """How long a request must wait; 0 where it may go now, and then `succeeded`, `failed` or `gave_up` follows.
         After a pause one request goes at a time, until one has succeeded.

@@ -110,10 +110,12 @@ class Etcd:
     async def range(self, prefix: str) -> Found:
         """The entries under a prefix, as of now: a majority of etcd agrees. Raises EtcdError."""
         answer = await self.call("kv/range", {"key": _b64(prefix), "range_end": _b64(_after(prefix))})
-        header = answer["header"]
-        return Found(
-            int(header["cluster_id"]), int(header["revision"]), tuple(_entry(each) for each in answer.get("kvs", ()))
-        )
+        try:
+            header = answer["header"]
+            entries = tuple(_entry(each) for each in answer.get("kvs", ()))
+            return Found(int(header["cluster_id"]), int(header["revision"]), entries)
+        except (LookupError, TypeError, ValueError, AttributeError) as error:
+            raise EtcdError(f"etcd's answer makes no sense: {type(error).__name__} {error}") from error
 
     async def put(self, key: str, value: bytes, lease: int = 0) -> None:
         """Set a key. Raises EtcdError."""

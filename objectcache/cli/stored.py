@@ -139,6 +139,8 @@ def run_rm(options: argparse.Namespace) -> int:
     if not place.key and not options.recursive and options.model is None:
         raise ConfigError(f"{options.place}: that is a whole bucket; write BUCKET/KEY, or say --recursive or --model")
     places = [place]
+    if options.model is not None and (not options.model or label(options.model) != options.model):
+        raise ConfigError(f"--model {options.model!r}: write the name as `objectcache du {place.bucket}` does")
     if options.model is not None:
         places = [Place(place.bucket, f"{root}/{label(options.model)}/") for root in ROOTS]
     with asked_s3(options) as s3:
@@ -150,8 +152,13 @@ def run_rm(options: argparse.Namespace) -> int:
         deleted, failed = 0, []
         found = (each["key"] for one in places for each in objects_of(s3, one))
         for keys in _in_groups(found, DELETED_AT_ONCE):
-            wanted = {"Objects": [{"Key": key} for key in keys], "Quiet": True}
-            errors = s3.delete_objects(Bucket=place.bucket, Delete=wanted).get("Errors", [])
+            errors = []
+            if plain := [{"Key": key} for key in keys if key.isprintable()]:
+                wanted = {"Objects": plain, "Quiet": True}
+                errors = s3.delete_objects(Bucket=place.bucket, Delete=wanted).get("Errors", [])
+            for key in keys:
+                if not key.isprintable():  # XML has no such characters, or folds them into those of another key
+                    s3.delete_object(Bucket=place.bucket, Key=key)
             deleted += len(keys) - len(errors)
             failed += [{"key": each.get("Key"), "code": each.get("Code")} for each in errors]
         nothing = [f"{options.place} has nothing of it: `objectcache du {place.bucket}` says what is there"]

@@ -38,15 +38,25 @@ from objectcache.orchestrator.response_cache import Collected
 from objectcache.orchestrator.router import NoEngineError, Prompt
 from objectcache.orchestrator.rules.admission import Tenant
 from objectcache.orchestrator.rules.cross_origin import answer_headers, preflight_headers
+from objectcache.orchestrator.rules.forms import WrongFormError, fields_of
 from objectcache.orchestrator.rules.media_type import media_type_of
 from objectcache.orchestrator.rules.openai_requests import (
+    FORMS,
     PASSED_ON,
     RequestKind,
     TokenIds,
     WrongRequestError,
     read_form,
 )
-from objectcache.orchestrator.rules.reading import READ_HEADERS, Order, ReadBody, document_of
+from objectcache.orchestrator.rules.reading import (
+    ENGINE_ARGUMENTS,
+    ENGINES_OWN,
+    OF_TENANTS,
+    READ_HEADERS,
+    Order,
+    ReadBody,
+    document_of,
+)
 from objectcache.orchestrator.service import Orchestrator
 from objectcache.orchestrator.settings import OrchestratorSettings
 from objectcache.orchestrator.tokenizer import NoTokensError
@@ -169,7 +179,7 @@ class App:
                     read.asked,
                     read.raw,
                     tenant.name,
-                    forwarded_headers(http.headers, request_id, self._engine_key),
+                    self._forwarded(http, request_id),
                     receipt,
                     began_s,
                     self.under_way,
@@ -183,6 +193,7 @@ class App:
                     and exchange.kept is not None
                     and exchange.is_worth_keeping
                     and response.status == 200
+                    and "Content-Encoding" not in response.headers  # a replay says nothing of it
                 ):
                     content_type = response.headers.get("Content-Type", "application/json")
                     orchestrator.responses.keep(receipt_key, content_type, exchange.kept, time.monotonic())
@@ -353,7 +364,7 @@ class App:
             document = said.raw
         kind = RequestKind.CHAT if b'"messages"' in document else RequestKind.COMPLETIONS
         asked = (await self._read(http, document, kind, ANYBODY)).asked
-        headers = forwarded_headers(http.headers, uuid.uuid4().hex, self._engine_key)
+        headers = self._forwarded(http, uuid.uuid4().hex)
         try:
             return await self._orchestrator.explain(asked, headers)
         except NoEngineError as error:
@@ -384,6 +395,19 @@ class App:
             raise Refusal(401, "the API key is missing, or not known", code="invalid_api_key")
         return self._orchestrator.orders.tenant(tenant)
 
+    @property
+    def _sends_keys_on(self) -> bool:
+        """Whether engines get the key of a client: not where it is a tenant's at this orchestrator, with which an
+        engine could ask for all that is that tenant's.
+        """
+        return self._engine_key is None and not self._settings.tenants
+
+    def _forwarded(self, http: web.BaseRequest, request_id: str) -> dict[str, str]:
+        key = f"Bearer {self._engine_key}" if self._engine_key is not None else None
+        if self._sends_keys_on:
+            key = http.headers.get("Authorization")
+        return forwarded_headers(http.headers, request_id, key)
+
     def _require_admin(self, http: web.BaseRequest) -> None:
         """An operator has the token. A peer on this host proves nothing: a proxy there brings the whole world."""
         if not is_secret(_bearer(http), self._settings.admin_token):
@@ -393,15 +417,23 @@ class App:
         is_form = kind is RequestKind.OTHER and media_type_of(http.headers) == "multipart/form-data"
         if is_form and self._settings.tenant_salts and tenant.name:
             raise Refusal(501, "a form has no cache_salt, without which tenants would share blocks (tenant_salts)")
+        if is_form and http.path not in FORMS:
+            raise Refusal(415, f"{http.path} takes JSON, and no form")
         if is_form:
-            return ReadBody(raw, read_form(raw))
+            refused = {*ENGINES_OWN, ENGINE_ARGUMENTS, *(OF_TENANTS if tenant.name else ())}
+            try:
+                return ReadBody(raw, read_form(fields_of(http.headers.get("Content-Type", ""), raw), refused))
+            except WrongFormError as error:
+                raise Refusal(400, str(error)) from None
+            except WrongRequestError as error:
+                raise Refusal(400, str(error), param=error.field) from None
         settings, responses = self._settings, self._orchestrator.responses
         order = Order(
             kind,
             {name: value for name in READ_HEADERS if (value := http.headers.get(name))},
             tenant.name,
             settings.tenant_salts,
-            "" if self._engine_key is not None else http.headers.get("Authorization", ""),
+            http.headers.get("Authorization", "") if self._sends_keys_on else "",
             responses.is_on and len(raw) <= KEPT_REQUEST_BYTES_MAX,
         )
         try:

@@ -43,12 +43,13 @@ any engine answer 500, and its probes say whether it is well. Where another engi
 this one has refused (`_REFUSALS`), this one was to blame.
 """
 _REFUSALS = frozenset({404, 405})
-_HOP_BY_HOP = frozenset(
+_SENT_ON = frozenset(
     {
-        "connection", "keep-alive", "proxy-authenticate", "proxy-authorization", "te", "trailer", "transfer-encoding",
-        "upgrade", "host", "content-length", "accept-encoding", "expect", "x-data-parallel-rank",
+        "accept", "accept-language", "anthropic-beta", "anthropic-version", "content-type", "openai-beta",
+        "openai-organization", "openai-project", "traceparent", "tracestate", "user-agent",
     }
 )  # fmt: skip
+"""Of requests. Engines obey headers of their own: one gives a request a priority, another a place in the engine."""
 _PASSED_ON = frozenset(
     {
         "content-type", "content-encoding", "content-disposition", "content-language", "cache-control", "retry-after",
@@ -57,8 +58,6 @@ _PASSED_ON = frozenset(
 )  # fmt: skip
 _PASSED_ON_PREFIXES = ("openai-", "x-ratelimit-")
 """Of answers. Engines have no other headers to send to a client of ours, cookies for example."""
-_NOT_SENT_ON = _HOP_BY_HOP | {"content-encoding"}
-"""Of requests, whose bodies have been decoded here. The body of an answer is sent on as it came."""
 
 
 class AttemptFailed(Exception):
@@ -127,8 +126,8 @@ class Exchange:
         pieces = self.kept.pieces
         if not self.asked.is_stream:
             return True
-        end = b"".join(pieces[-2:])
-        return end.rstrip().endswith(b"data: [DONE]") and not any(b'data: {"error"' in piece for piece in pieces)
+        whole = b"".join(pieces)
+        return whole.rstrip().endswith(b"data: [DONE]") and b'data: {"error"' not in whole
 
     def keep(self, piece: bytes) -> None:
         """Note a piece of the answer; an answer that is too large is not kept at all."""
@@ -143,12 +142,12 @@ class Exchange:
             self.kept.drop()
 
 
-def forwarded_headers(headers: Mapping[str, str], request_id: str, engine_key: str | None) -> dict[str, str]:
-    """The headers of a client that an engine gets."""
-    kept = {name: value for name, value in headers.items() if name.lower() not in _NOT_SENT_ON}
+def forwarded_headers(headers: Mapping[str, str], request_id: str, authorization: str | None) -> dict[str, str]:
+    """The headers that an engine gets: those of a client that mean the same everywhere, and our own."""
+    kept = {name: value for name, value in headers.items() if name.lower() in _SENT_ON}
     kept["X-Request-Id"] = request_id
-    if engine_key is not None:
-        kept["Authorization"] = f"Bearer {engine_key}"
+    if authorization is not None:
+        kept["Authorization"] = authorization
     return kept
 
 

@@ -9,6 +9,7 @@ import time
 from collections.abc import Collection, Mapping
 from typing import Any
 
+from descriptors.objects import TIME_S_MAX
 from objectcache.orchestrator.gate import Gate
 from objectcache.orchestrator.registry import Document, EtcdRegistry
 from objectcache.orchestrator.router import Pin
@@ -109,7 +110,9 @@ class Orders:
     def _pin_of(self, document: Mapping[str, Any]) -> Pin:
         """Raises ValueError."""
         engine, until = document.get("engine"), document.get("until")
-        is_time = isinstance(until, int | float | None) and not isinstance(until, bool)
+        is_time = until is None or (
+            isinstance(until, int | float) and not isinstance(until, bool) and 0 <= until <= TIME_S_MAX
+        )
         if not isinstance(engine, str) or engine not in self._engines or not is_time:
             raise ValueError("engine must be an engine's name, until a Unix time or null")
         return Pin(engine, until)

@@ -114,6 +114,16 @@ class OrchestratorSettings:
     """How long requests that run may go on when the orchestrator is told to stop."""
 
 
+def _is_plain_address(url: str) -> bool:
+    """Whether a URL has a host and a port that can be, and no user, query or fragment."""
+    parts = urlsplit(url)
+    try:
+        is_port = parts.port is None or parts.port > 0
+    except ValueError:
+        return False
+    return is_port and url.isprintable() and not (parts.query or parts.fragment or parts.username or "?" in url)
+
+
 def engine_settings(document: Mapping[str, Any]) -> EngineSettings:
     """The settings of an engine that is registered by JSON. Raises ValueError."""
     known = {each.name for each in dataclasses.fields(EngineSettings)}
@@ -124,12 +134,14 @@ def engine_settings(document: Mapping[str, Any]) -> EngineSettings:
         raise ValueError("url must be http://HOST:PORT")
     if urlsplit(url).path.strip("/"):
         raise ValueError(f"url must be http://HOST:PORT, without {urlsplit(url).path}")
+    if not _is_plain_address(url):
+        raise ValueError("url must be http://HOST:PORT, and nothing else")
     found: dict[str, Any] = {"url": url.rstrip("/")}
     for name in ("name", "events", "replay", "topic"):
         value = document.get(name)
         if value is not None:
-            if not isinstance(value, str) or len(value) > TEXT_MAX:
-                raise ValueError(f"{name} must be a text of at most {TEXT_MAX} characters")
+            if not isinstance(value, str) or len(value) > TEXT_MAX or not value.isprintable():
+                raise ValueError(f"{name} must be a text of at most {TEXT_MAX} printable characters")
             found[name] = value
     requests_max = document.get("requests_max")
     if requests_max is not None:

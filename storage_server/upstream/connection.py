@@ -31,7 +31,7 @@ from storage_server.settings import UpstreamSettings
 from storage_server.upstream.bulk_reads import ERROR_BYTES_MAX, BulkRead, BulkReads, Head, Into
 from storage_server.upstream.rules.attempts import ATTEMPTS_MAX, pause_before_next_s
 from storage_server.upstream.rules.documents import HERE_BYTES_MAX, call_of, has_many_entries, prepare, result_of
-from storage_server.upstream.rules.headers import is_md5, require_plain
+from storage_server.upstream.rules.headers import etag_of, is_md5, require_plain
 from storage_server.upstream.rules.refusals import is_about, refusal, unreachable
 from storage_server.upstream.sent_body import SentBody, checked_if_small
 
@@ -39,6 +39,8 @@ DOCUMENT_BYTES_MAX = 8 << 20
 """A page of 1,000 keys of 1 KiB, percent-encoded, has half as many."""
 PAYLOAD_HASH = "payload_hash"
 FAILURES_MAX = 5
+HEAD_LINES_MAX, HEAD_LINE_BYTES_MAX = 512, 32 << 10
+"""Of an answer: more than any object that was put here can have."""
 PAUSE_S_MIN, PAUSE_S_MAX = 1.0, 30.0
 """After so many failures in a row the service is left alone for so long."""
 _T = TypeVar("_T")
@@ -97,7 +99,13 @@ class Upstream:
         trusted = await asyncio.to_thread(client_context) if is_tls else True
         connector = careful(aiohttp.TCPConnector(limit=settings.connections_max, ssl=trusted))
         self._session = aiohttp.ClientSession(
-            connector=connector, timeout=timeout, auto_decompress=False, middlewares=(_once,)
+            connector=connector,
+            timeout=timeout,
+            auto_decompress=False,
+            middlewares=(_once,),
+            max_line_size=HEAD_LINE_BYTES_MAX,
+            max_field_size=HEAD_LINE_BYTES_MAX,
+            max_headers=HEAD_LINES_MAX,
         )
 
     async def close(self) -> None:
@@ -216,7 +224,7 @@ class Upstream:
                 problem = "the upstream store knows no checksum trailers, and gets none from now on"
                 raise ServerError(ErrorCode.SLOW_DOWN, problem, retryable=True) from None
             raise
-        etag = headers_back.get("etag", "").strip('"')
+        etag = etag_of(headers_back.get("etag"))
         if is_md5(etag) and etag != sent.hashes.etag:
             problem = "the upstream store keeps other bytes than were sent"
             raise ServerError(ErrorCode.INTERNAL_ERROR, problem, retryable=True)
@@ -237,7 +245,7 @@ class Upstream:
         before this.
         """
         for attempt in count(1):
-            self._require_not_failing()
+            await self._require_not_failing(has_body=body is not None)
             try:
                 answered = await send()
             except ObjectCacheError as error:
@@ -248,7 +256,7 @@ class Upstream:
                     self._breaker.succeeded()
                     raise
                 self.failed_count += 1
-                self._breaker.failed(time.monotonic())
+                self._note_failure(error)
                 if method not in _READS or attempt == ATTEMPTS_MAX:
                     raise
                 await asyncio.sleep(pause_before_next_s(attempt))
@@ -260,11 +268,37 @@ class Upstream:
             return answered
         raise AssertionError("the loop ends by itself")
 
-    def _require_not_failing(self) -> None:
+    async def _require_not_failing(self, *, has_body: bool) -> None:
+        """After a pause a request tries whether the service is well, and others wait. A body may take as long to come
+        as its sender likes, so that a request of ours tries in its place.
+        """
         wait_s = self._breaker.wait_s(time.monotonic())
         if wait_s:
             problem = "the upstream store fails, and is asked again in a while"
             raise ServerError(ErrorCode.SLOW_DOWN, problem, retryable=True, retry_after_s=math.ceil(wait_s))
+        if not has_body or not self._breaker.is_trying:
+            return
+        try:
+            async with await self._request("HEAD", "/", self._signed("HEAD", "/", {}, b""), b""):
+                self._breaker.succeeded()
+        except ObjectCacheError as error:
+            if not isinstance(error, ServerError) or not error.retryable:
+                self._breaker.succeeded()
+                return
+            self._note_failure(error)
+            raise
+        except BaseException:
+            self._breaker.gave_up()
+            raise
+
+    def _note_failure(self, error: ServerError) -> None:
+        """An answer that is wrong, or that the service failed at, may be about one object, which a tenant can make.
+        Only a service that is busy, or cannot be reached, fails for all.
+        """
+        if error.code is ErrorCode.SLOW_DOWN:
+            self._breaker.failed(time.monotonic())
+        else:
+            self._breaker.succeeded()
 
     async def _request(
         self, method: str, target: str, signed: Mapping[str, str], body: bytes | SentBody
@@ -284,6 +318,9 @@ class Upstream:
                 return response
             async with response:
                 document = await response.content.read(ERROR_BYTES_MAX)
+        except aiohttp.ClientResponseError as error:  # of a head that is none, or too large
+            problem = f"the upstream store's answer makes no sense: {error.message}"
+            raise ServerError(ErrorCode.INTERNAL_ERROR, problem, retryable=True) from error
         except (TimeoutError, aiohttp.ClientError, OSError) as error:
             raise unreachable(str(error) or type(error).__name__) from error
         raise refusal(response.status, document, response.headers.get("Retry-After"))

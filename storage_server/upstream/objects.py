@@ -42,6 +42,7 @@ from storage_server.upstream.rules.documents import entries_of, is_writable
 from storage_server.upstream.rules.headers import (
     TAGGING_COUNT,
     attribute_headers,
+    etag_of,
     put_time,
     read_head,
     read_headers,
@@ -339,8 +340,8 @@ class UpstreamObjects:
 def made_by(key: str, answer: Mapping[str, Any], nbytes: int = 0) -> ObjectInfo:
     """The object that a call has made, as its answer describes it: of its size the answer says nothing."""
     modified_at = answer["LastModified"].timestamp() if "LastModified" in answer else time.time()
-    return ObjectInfo(key, nbytes, answer.get("ETag", "").strip('"'), float(int(modified_at)), Attributes(),
-                      checksum_of(answer))  # fmt: skip
+    etag = etag_of(answer["ETag"]) if answer.get("ETag") else ""
+    return ObjectInfo(key, nbytes, etag, float(int(modified_at)), Attributes(), checksum_of(answer))
 
 
 def list_page(found: dict[str, Any]) -> ListPage:

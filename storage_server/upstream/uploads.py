@@ -30,7 +30,7 @@ from storage_server.store.uploads import check_part
 from storage_server.upstream.connection import Upstream
 from storage_server.upstream.objects import UpstreamObjects, checksum_of, made_by
 from storage_server.upstream.rules.documents import entries_of
-from storage_server.upstream.rules.headers import attribute_headers, put_time, source_headers, write_headers
+from storage_server.upstream.rules.headers import attribute_headers, etag_of, put_time, source_headers, write_headers
 
 
 class UpstreamUploads:
@@ -72,7 +72,7 @@ class UpstreamUploads:
         )
         copied = made["CopyPartResult"]
         modified_at = copied["LastModified"].timestamp() if "LastModified" in copied else 0.0
-        etag = copied["ETag"].strip('"')
+        etag = etag_of(copied["ETag"])
         return PartInfo(request.part_number, head.range.length, etag, modified_at, checksum_of(copied))
 
     async def complete_upload(self, access_key: str, request: CompleteRequest) -> ObjectInfo:

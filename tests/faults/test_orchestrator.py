@@ -8,6 +8,7 @@ import time
 from dataclasses import replace
 from pathlib import Path
 
+import aiohttp
 import pytest
 
 from bench.beds.canned_engines import CannedEngine, CannedSettings
@@ -113,6 +114,37 @@ async def test_a_client_that_leaves_takes_its_request_with_it() -> None:
         await until(lambda: bed.orchestrator.gate.admission.active_count == 0)
         engine = bed.orchestrator.engines[engines[0].url]
         assert engine.books.active_count == 0
+
+
+async def test_engines_get_no_header_of_a_client_that_they_obey() -> None:
+    """vLLM takes a priority from `X-Vllm-Priority`, in place of the body's field that is left out here."""
+    settings = replace(QUICK, tenants={"key": Tenant("search")})
+    given = {
+        "X-Vllm-Priority": "-1000",
+        "X-Data-Parallel-Rank": "3",
+        "Cookie": "a=b",
+        "traceparent": "00-1",
+        "X-Any": "1",
+    }
+    async with canned(1, FAST) as engines, orchestrated(engines, settings) as bed:
+        answer = await bed.complete(PROMPT, headers={**given, "Authorization": "Bearer key"})
+        assert answer.status == 200
+        got = {name.lower() for name in engines[0].headers[-1]}
+        assert "traceparent" in got
+        assert got.isdisjoint({"x-vllm-priority", "x-data-parallel-rank", "cookie", "x-any"})
+        assert "authorization" not in got, "the key is a tenant's here, and the engine could use it"
+
+
+async def test_a_form_has_no_field_that_directs_an_engine() -> None:
+    settings = replace(QUICK, tenants={"key": Tenant("search")})
+    bearer = {"Authorization": "Bearer key"}
+    async with canned(1, FAST) as engines, orchestrated(engines, settings) as bed:
+        for name in ("vllm_xargs", "priority", "kv_transfer_params"):
+            form = aiohttp.FormData({"model": "canned", name: "{}"}, default_to_multipart=True)
+            refused = await bed.ask("POST", "/v1/audio/transcriptions", data=form, headers=bearer)
+            assert (refused.status, refused.json()["error"]["param"]) == (400, name)
+        form = aiohttp.FormData({"model": "canned"}, default_to_multipart=True)
+        assert (await bed.ask("POST", "/v1/messages", data=form, headers=bearer)).status == 415
 
 
 async def test_a_client_cannot_direct_the_engines_transfers() -> None:

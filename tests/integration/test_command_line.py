@@ -61,6 +61,14 @@ def test_what_is_put_is_listed_counted_got_and_deleted(ask: Ask, tmp_path: Path)
     assert "whole bucket" in ask("rm", "by-hand", status=2)
 
 
+def test_a_key_that_no_document_can_have_keeps_no_other_from_being_deleted(ask: Ask, servers: Stack) -> None:
+    ask("mb", "odd-keys")
+    for key in ("a", "b\x01", "c\rd", "c\nd", "e"):
+        servers.s3().put_object(Bucket="odd-keys", Key=key, Body=b"")
+    assert ask("rm", "odd-keys", "--recursive").strip() == "deleted 5 objects"
+    assert ask("ls", "odd-keys").strip() == "no objects"
+
+
 def test_the_kv_of_a_model_is_counted_and_deleted(ask: Ask) -> None:
     ask("mb", "by-model")
     spaces = [
@@ -80,9 +88,11 @@ def test_the_kv_of_a_model_is_counted_and_deleted(ask: Ask) -> None:
     counts = {each["group"]: each["objects"] for each in as_json(ask("du", "by-model", "--json", "-"))}
     assert counts == {"kv/Org-one/": 4, "kv/two/": 2, "lmcache/Org-one/": 1}
     assert "write by-model" in ask("rm", "by-model/kv", "--model", "two", status=2)
-    assert ask("rm", "by-model", "--model", "Org/one").strip() == "deleted 5 objects"
+    assert ask("rm", "by-model", "--model", "Org-one").strip() == "deleted 5 objects"
     assert {each["group"] for each in as_json(ask("du", "by-model", "--json", "-"))} == {"kv/two/"}
-    assert run(["rm", "by-model", "--model", "Org/one"]) == 1
+    for wrong in ("", "Org/one", "数据-two"):
+        assert "write the name as" in ask("rm", "by-model", "--model", wrong, status=2)
+    assert run(["rm", "by-model", "--model", "Org-one"]) == 1
 
 
 def test_a_cache_is_made_and_its_state_is_told(ask: Ask) -> None:

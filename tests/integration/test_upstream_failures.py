@@ -22,7 +22,7 @@ from descriptors.units import MIB
 from storage_server.settings import UpstreamSettings
 from tests.support.chunks import make_chunks
 from tests.support.faulty_upstream import Fault, FaultyUpstream, start_of_range
-from tests.support.requests import OWNER, descriptor_request, request, s3_client
+from tests.support.requests import OWNER, descriptor_request, request, s3_client, signed
 from tests.support.servers import LocalStack
 from tests.support.waiting import eventually
 
@@ -270,3 +270,50 @@ def test_a_write_is_answered_with_its_own_object_whatever_others_do_next(
         upstream.choose = interfered  # type: ignore[assignment]
         assert written() == wanted
         upstream.choose = lambda _: None
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("fault", [Fault.FAILED, Fault.MOVED, Fault.FULL, Fault.MANY_HEADERS, Fault.ODD_ETAG])
+def test_a_service_that_fails_at_one_object_fails_for_no_other(
+    upstream: FaultyUpstream, home: LocalStack, cold: LocalStack, fault: Fault
+) -> None:
+    """A tenant may have made the object, or have it elsewhere: other tenants must not wait for a pause then."""
+    for key in ("of-one", "of-another"):
+        assert request(home.url, "PUT", f"/chunks/{key}", body=b"bytes").status == 200
+    upstream.choose = lambda asked: fault if asked.path.endswith("of-one") else None
+    for _ in range(6):
+        assert request(cold.url, "HEAD", "/chunks/of-one").status >= 300
+    assert request(cold.url, "GET", "/chunks/of-another").body == b"bytes"
+
+
+@pytest.mark.slow
+def test_a_body_that_never_ends_keeps_nobody_from_a_service_that_is_back(
+    upstream: FaultyUpstream, home: LocalStack, cold: LocalStack
+) -> None:
+    """After a pause one request tries whether the service is well, and a client decides how long its body takes."""
+    assert request(home.url, "PUT", "/chunks/there", body=b"bytes").status == 200
+    upstream.choose = lambda _: Fault.RESET
+    said = [request(cold.url, "GET", "/chunks/there").body for _ in range(10)]
+    assert b"is asked again in a while" in said[-1]
+    upstream.release()
+    host = urlsplit(cold.url)
+    heads = signed(cold.url, "PUT", "/chunks/slow", b"", {"x-amz-content-sha256": "UNSIGNED-PAYLOAD"}, OWNER)
+    head = "".join(f"{name}: {value}\r\n" for name, value in heads.items())
+    with contextlib.ExitStack() as stack:
+        for _ in range(20):  # whichever of them comes first after the pause
+            slow = stack.enter_context(socket.create_connection((host.hostname or "", host.port or 0)))
+            slow.sendall(
+                f"PUT /chunks/slow HTTP/1.1\r\nHost: {host.netloc}\r\n{head}Content-Length: 1000\r\n\r\nab".encode()
+            )
+        assert eventually(lambda: request(cold.url, "GET", "/chunks/there").body == b"bytes", 20)
+
+
+def test_an_etag_that_no_answer_can_have_is_not_kept(upstream: FaultyUpstream, cold: LocalStack) -> None:
+    """It was written into the index, and the chunk could not be read any more."""
+    key = "ab" * 32
+    upstream.choose = lambda asked: Fault.ODD_ETAG if asked.method == "PUT" else None
+    assert request(cold.url, "PUT", f"/chunks/{key}", body=b"bytes").status == 500
+    upstream.release()
+    assert request(cold.url, "GET", f"/chunks/{key}").status in (200, 404)
+    assert request(cold.url, "PUT", f"/chunks/{key}", body=b"bytes").status == 200
+    assert request(cold.url, "GET", f"/chunks/{key}").body == b"bytes"

@@ -20,6 +20,10 @@ class Fault(Enum):
 
     BUSY = "503 SlowDown"
     FAILED = "500 without a document"
+    MOVED = "301 PermanentRedirect"
+    FULL = "507 of another kind of store"
+    MANY_HEADERS = "600 headers"
+    ODD_ETAG = "an ETag beyond ASCII"
     RESET = "the connection ends before the answer"
     LOST = "the request is carried out, and the connection ends before the answer"
     TRUNCATED = "the connection ends in the middle of the body"
@@ -98,6 +102,10 @@ class FaultyUpstream:
             return web.Response(status=503, body=b"<Error><Code>SlowDown</Code><Message>busy</Message></Error>")
         if fault is Fault.FAILED:
             return web.Response(status=500)
+        if fault is Fault.MOVED:
+            return web.Response(status=301, body=b"<Error><Code>PermanentRedirect</Code></Error>")
+        if fault is Fault.FULL:
+            return web.Response(status=507, body=b"<Error><Code>XMinioStorageFull</Code></Error>")
         if fault is Fault.RESET:
             assert request.transport is not None
             request.transport.abort()
@@ -133,6 +141,10 @@ class FaultyUpstream:
             headers["Content-Length"] = str(len(data))
         if fault is Fault.OTHER_ETAG:
             headers["ETag"] = f'"{"0" * 32}"'
+        if fault is Fault.ODD_ETAG:
+            headers["ETag"] = '"é"'
+        if fault is Fault.MANY_HEADERS:
+            headers |= {f"x-amz-meta-{index}": "v" for index in range(600)}
         response = web.StreamResponse(status=answer.status, headers=headers)
         if request.method == "HEAD":
             response.content_length = int(headers.get("Content-Length", "0"))

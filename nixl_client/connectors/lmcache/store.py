@@ -172,7 +172,7 @@ class ChunkStore:
         self.counters.add(loaded_chunks=count, loaded_bytes=count * chunk_bytes, lost_chunks=len(keys) - count)
         return Loaded(count, unusable)
 
-    def put(self, keys: Sequence[str], chunks: Sequence[memoryview], metadata: Mapping[str, str]) -> bool:
+    def put(self, keys: Sequence[str], chunks: Sequence[memoryview], metadata: Mapping[str, str] | None = None) -> bool:
         """Store what is missing of a prefix; whether all of it is stored. After a failure no further chunk is begun."""
         if self._store_breaker.is_open(time.monotonic()):
             return False

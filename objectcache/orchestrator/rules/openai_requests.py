@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from enum import Enum
 from typing import Any, TypeAlias
@@ -50,9 +50,14 @@ PASSED_ON = frozenset(
 """Paths of engines that go on to one that serves the model. Others do not: engines have paths that load weights, sleep
 or shut down, which no client may reach.
 """
-_FORM_MODEL, _FORM_HEAD_END, _FORM_LINE_END = b'name="model"\r\n', b"\r\n\r\n", b"\r\n"
-FORM_MODELS_MAX = 16
-FORM_HEAD_BYTES_MAX, MODEL_BYTES_MAX = 1024, 1024
+FORMS = ("/v1/audio/transcriptions", "/v1/audio/translations")
+"""The paths that take forms."""
+
+
+_OUTPUT_FIELDS = {
+    RequestKind.CHAT: ("max_completion_tokens", "max_tokens"),
+    RequestKind.RESPONSES: ("max_output_tokens",),
+}
 
 
 class WrongRequestError(ValueError):
@@ -118,26 +123,15 @@ def read_request(kind: RequestKind, body: Mapping[str, Any], headers: Mapping[st
     )
 
 
-def read_form(body: bytes) -> Asked:
-    """The part of a form (multipart/form-data, as audio comes in) that decides: its model."""
-    model = _form_model(body)
+def read_form(fields: Sequence[tuple[str, bytes]], refused: Collection[str]) -> Asked:
+    """A form by its fields (`forms.fields_of`), of which the model decides. Raises WrongRequestError for a field that
+    only we may give.
+    """
+    for name, _ in fields:
+        if name in refused:
+            raise WrongRequestError(f"a form must not have {name}", name)
+    model = next((value.decode(errors="replace") for name, value in fields if name == "model"), "")
     return Asked(RequestKind.OTHER, model, None, None, 0, is_stream=False, session="", salt="", is_deterministic=False)
-
-
-def _form_model(body: bytes) -> str:
-    """The value of the first field `model`. Only a few places that may be it are looked at, each for a few bytes."""
-    place = -1
-    for _ in range(FORM_MODELS_MAX):
-        place = body.find(_FORM_MODEL, place + 1)
-        if place < 0:
-            break
-        start = place + len(_FORM_MODEL) - len(_FORM_LINE_END)
-        head_end = body.find(_FORM_HEAD_END, start, start + FORM_HEAD_BYTES_MAX)
-        value = head_end + len(_FORM_HEAD_END)
-        end = body.find(_FORM_LINE_END, value, value + MODEL_BYTES_MAX + len(_FORM_LINE_END)) if head_end >= 0 else -1
-        if end > value:
-            return body[value:end].decode(errors="replace")
-    return ""
 
 
 def token_ids(values: Sequence[object]) -> TokenIds:
@@ -251,13 +245,13 @@ def _is_text(content: object) -> bool:
 
 
 def _output_tokens(body: Mapping[str, Any], kind: RequestKind) -> int:
+    """The most that an engine would make. Of a path's fields the greatest counts: engines do not agree on which holds,
+    and a field that an engine does not read must not make a request look small.
+    """
     if kind in (RequestKind.EMBEDDINGS, RequestKind.TOKENIZE):
         return 0
-    for name in ("max_completion_tokens", "max_output_tokens", "max_tokens"):
-        value = _number(body, name, 0, OUTPUT_TOKENS_MAX)
-        if value is not None:
-            return value
-    return OUTPUT_TOKENS_DEFAULT
+    said = [_number(body, name, 0, OUTPUT_TOKENS_MAX) for name in _OUTPUT_FIELDS.get(kind, ("max_tokens",))]
+    return max((value for value in said if value is not None), default=OUTPUT_TOKENS_DEFAULT)
 
 
 def _session(body: Mapping[str, Any], headers: Mapping[str, str]) -> str:

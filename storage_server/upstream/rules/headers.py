@@ -38,6 +38,7 @@ METADATA_PREFIX = "x-amz-meta-"
 TAGGING_COUNT = "x-amz-tagging-count"
 DEFAULT_CONTENT_TYPES = ("binary/octet-stream", "application/octet-stream")
 """Content types that services give objects that were stored without one."""
+ETAG_CHARACTERS_MAX = 256
 NUMBER_DIGITS_MAX = 18
 """Of a number of bytes. Python reads no number of more than 4,300."""
 _FLAGS_HERE = {name: METADATA_PREFIX + name.removeprefix("x-amz-") for name in KEPT}
@@ -67,9 +68,7 @@ def read_head(key: str, status: int, headers: Mapping[str, str], tags: dict[str,
 
 def object_info(key: str, nbytes: int, headers: Mapping[str, str], tags: dict[str, str]) -> ObjectInfo:
     """The object that the headers describe."""
-    etag = headers.get("etag", "").strip('"')
-    if not etag:
-        raise _nonsense("an object came without an ETag")
+    etag = etag_of(headers.get("etag"))
     kept = {name: headers[name] for name in CONTENT_HEADERS if name in headers}
     if kept.get("content-type") in DEFAULT_CONTENT_TYPES:
         del kept["content-type"]
@@ -92,6 +91,14 @@ def object_info(key: str, nbytes: int, headers: Mapping[str, str], tags: dict[st
         int(count) if count.isdecimal() and len(count) < 4 else None,
     )
     return ObjectInfo(key, nbytes, etag, http_time(headers.get("last-modified")), attributes, named, part_count(etag))
+
+
+def etag_of(text: str | None) -> str:
+    """The bare ETag of an answer. Raises ServerError(InternalError) for what no answer of ours could have."""
+    etag = (text or "").strip('"')
+    if not etag or len(etag) > ETAG_CHARACTERS_MAX or not etag.isascii() or not etag.isprintable():
+        raise _nonsense("an object came without an ETag that is one")
+    return etag
 
 
 def is_md5(etag: str) -> bool:

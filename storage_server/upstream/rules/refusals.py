@@ -40,6 +40,8 @@ _BUSY = frozenset({"SlowDown", "ServiceUnavailable", "503 SlowDown", "Throttling
 def refusal(status: int, document: bytes, retry_after: str | None = None) -> ObjectCacheError:
     """The error of an answer with this status and body, in the words of upstream."""
     code_text, message, field = _parsed(document)
+    if status in (502, 504):
+        return unreachable(f"a gateway before it answers {status}: {message}")
     if status in (429, 503) or code_text in _BUSY:
         problem = f"the upstream store is busy: {message or status}"
         return ServerError(ErrorCode.SLOW_DOWN, problem, retryable=True, retry_after_s=_seconds(retry_after))

@@ -18,7 +18,7 @@ import pytest
 
 from descriptors import json_body
 from descriptors.descriptor import DESCRIPTOR_BYTES_MAX, Descriptor
-from descriptors.descriptor_codec import decode_descriptor, encode_binary
+from descriptors.descriptor_codec import KEY_PREFIX_BYTES_MAX, decode_descriptor, encode_binary
 from descriptors.errors import CallerError, ErrorCode, ServerError
 from descriptors.json_body import CONTAINERS_MAX, VALUES_MAX, shape_problem
 from descriptors.messages import parse_lookup, parse_registration, parse_renewal
@@ -154,6 +154,15 @@ def test_registrations_take_a_few_times_their_size(parse: Callable[[bytes], obje
 def test_binary_descriptors_take_a_few_times_their_size(key_of: str) -> None:
     body = encode_binary(Descriptor(tuple(key_of.format(index) for index in range(65_000)), 1, 1, 1))
     assert peak_bytes_of(decode_descriptor, body) <= max(6 * len(body), 16 * MIB)
+
+
+@pytest.mark.slow
+def test_a_prefix_that_is_written_once_makes_bounded_keys() -> None:
+    """What they take counts for the caller until its delivery ends (Call.held)."""
+    prefix = "p" * KEY_PREFIX_BYTES_MAX
+    body = encode_binary(Descriptor(tuple(f"{prefix}{index:064x}" for index in range(65_000)), 1, 1, 1))
+    assert len(body) < 3 * MIB
+    assert peak_bytes_of(decode_descriptor, body) <= 28 * MIB
 
 
 @pytest.mark.parametrize("parse", [parse_lookup, parse_registration, parse_renewal])

@@ -1,0 +1,55 @@
+"""Forms (multipart/form-data, as audio comes in), by the names of their fields. Pure.
+
+An engine's parser must find the same fields as this one, or a field could be hidden from here: so a form has to be as
+browsers and OpenAI's clients write it, byte by byte, and others are refused.
+"""
+
+from __future__ import annotations
+
+import re
+
+FIELDS_MAX = 64
+HEAD_BYTES_MAX, VALUE_BYTES_MAX = 1024, 1024
+_BOUNDARY = re.compile(r'multipart/form-data\s*;\s*boundary=(?:"([^"\\]{1,70})"|([^\s;"\\]{1,70}))\s*\Z', re.IGNORECASE)
+_NAME = re.compile(
+    rb'Content-Disposition: form-data; name="([^"\\\r\n]*)"(?:; filename="[^"\\\r\n]*")?\Z', re.IGNORECASE
+)
+_OTHER_HEAD = re.compile(rb"Content-Type: [\x20-\x7e]*\Z", re.IGNORECASE)
+
+
+class WrongFormError(ValueError):
+    """The body is no form as clients write it; the message says why."""
+
+
+def fields_of(content_type: str, body: bytes) -> list[tuple[str, bytes]]:
+    """Name of each field, in order, and the first VALUE_BYTES_MAX bytes of its value. Raises WrongFormError."""
+    found = _BOUNDARY.match(content_type)
+    if found is None:
+        raise WrongFormError("the Content-Type names no boundary")
+    mark = b"--" + (found[1] or found[2]).encode("latin-1", "replace")
+    if not body.startswith(mark):
+        raise WrongFormError("the form does not begin with its boundary")
+    fields: list[tuple[str, bytes]] = []
+    at = len(mark)
+    while (end := body.find(b"\r\n" + mark, at)) >= 0:
+        if len(fields) == FIELDS_MAX:
+            raise WrongFormError(f"the form has more than {FIELDS_MAX} fields")
+        fields.append(_field(body[at : min(end, at + HEAD_BYTES_MAX + VALUE_BYTES_MAX)]))
+        at = end + 2 + len(mark)
+    if body[at:] not in (b"--", b"--\r\n"):
+        raise WrongFormError("the form does not end with its boundary")
+    return fields
+
+
+def _field(part: bytes) -> tuple[str, bytes]:
+    head, blank, value = part.removeprefix(b"\r\n").partition(b"\r\n\r\n")
+    if not part.startswith(b"\r\n") or not blank or len(head) > HEAD_BYTES_MAX:
+        raise WrongFormError("a field has no head")
+    lines = head.split(b"\r\n")
+    names = [found[1] for line in lines if (found := _NAME.match(line))]
+    if len(names) != 1 or not all(_NAME.match(line) or _OTHER_HEAD.match(line) for line in lines):
+        raise WrongFormError("a field's head has something else than its name and type")
+    try:
+        return names[0].decode(), value[:VALUE_BYTES_MAX]
+    except UnicodeDecodeError:
+        raise WrongFormError("a field's name is not UTF-8") from None
