@@ -38,8 +38,8 @@ from descriptors.tracing import REQUEST_ID_HEADER, TIMING_HEADER, timing_header
 from gateway.call import Call
 from objectcache.adapters.response_sink import ResponseSink
 
-KEY_BYTES = 56
-"""Of a key in memory, besides its characters."""
+KEY_BYTES = 80
+"""Of a key in memory besides its characters, with its places in a tuple and in tables."""
 
 
 async def layerwise(call: Call) -> web.StreamResponse:

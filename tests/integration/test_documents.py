@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 
-from descriptors.descriptor import Descriptor
+from descriptors.descriptor import CHUNK_COUNT_MAX, Descriptor
 from descriptors.descriptor_codec import KEY_PREFIX_BYTES_MAX, encode_binary
 from gateway import call
 from gateway.s3.upload import check_digests
@@ -98,10 +98,10 @@ def test_large_documents_are_proved_and_parsed_beside_the_event_loop(monkeypatch
 
 def test_the_keys_of_a_descriptor_count_until_its_delivery_ends() -> None:
     """A hundred descriptors of 2 MB held 2.3 GB while nobody read their answers: their keys have one long prefix."""
-    keys = tuple(f"{'p' * KEY_PREFIX_BYTES_MAX}{index:064x}" for index in range(2_000))
+    keys = tuple(f"{'p' * KEY_PREFIX_BYTES_MAX}{index:064x}" for index in range(CHUNK_COUNT_MAX))
     body = encode_binary(Descriptor(keys, 1, 1, 1))
-    with small_gateway(document_key_bytes=MIB // 4, document_bytes=MIB // 4) as gateway:
-        assert len(body) < MIB // 8
+    with small_gateway(document_key_bytes=16 * MIB, document_bytes=16 * MIB) as gateway:
+        assert len(body) < 3 * MIB
         headers = signed_headers("POST", "/b?layerwise", {}, hashlib.sha256(body).hexdigest())
         head = head_of("POST", "/b?layerwise", {**headers, "Content-Length": str(len(body))})
         assert sent(gateway.url, head, body).status == 503
