@@ -92,4 +92,4 @@ def _namespace(folder: Path, name: str, rope: dict[str, Json], max_model_len: in
     config = engine_config(folder, Setup(arguments=arguments))
     group = cache_config(config).kv_cache_groups[0]
     options = Options("http://127.0.0.1:9", "b", model=name)
-    return engine_module.deployment(config, group, options).namespace(0, "", "")
+    return engine_module.deployment(config, group, options).namespace(0, "", "").text()

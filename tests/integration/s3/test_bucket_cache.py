@@ -61,9 +61,10 @@ def test_a_server_makes_the_caches_that_it_is_told_of(tmp_path: Path) -> None:
         assert said(s3_client(url, OWNER), "asked") == "auto"
         assert said(s3_client(url, READER), "declared") == str(64 << 20)
         assert process.stdout is not None
-        lines = [process.stdout.readline() for _ in range(8)]
+        lines = [process.stdout.readline() for _ in range(9)]
         assert "declared (64 MiB)" in lines[2]
         assert f"{OWNER[0]}, {READER[0]} (from the configuration)" in lines[6]
-        assert f"objectcache status {url}" in lines[7]
+        assert f"{url}/_objectcache/" in lines[7]
+        assert f"objectcache status {url}" in lines[8]
     with started(*serve[:-2]) as (url, _):  # what a cache was made as, it stays
         assert said(s3_client(url, OWNER), "asked") == "auto"
