@@ -7,6 +7,7 @@ import importlib
 import json
 import re
 import shlex
+import tomllib
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -68,7 +69,7 @@ def commands() -> list[Any]:
 def test_a_configuration_loads(tmp_path: Path, text: str) -> None:
     file = tmp_path / "objectcache.toml"
     file.write_text(text)
-    load_config(file)
+    assert load_config(file).model_fields_set == set(tomllib.loads(text))
 
 
 @pytest.mark.parametrize("text", blocks("json"))

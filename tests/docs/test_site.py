@@ -20,7 +20,7 @@ WORDS_MAX = 35_000
 
 
 class Links(HTMLParser):
-    """What a page links to, what it loads, and the anchors that it has."""
+    """The links of a page, the files that it loads, and the anchors that it has."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -18,6 +18,8 @@ def test_no_file_has_holes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> N
     assert all(file.stat().st_blocks * 512 >= metrics.FILE_BYTES for file in found)
 
 
-def test_a_process_alone_has_no_files(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_process_alone_has_no_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv(metrics.FOLDER_VARIABLE, raising=False)
+    monkeypatch.chdir(tmp_path)
     metrics._reserve_files()
+    assert list(tmp_path.iterdir()) == []

@@ -158,7 +158,7 @@ def test_binary_descriptors_take_a_few_times_their_size(key_of: str) -> None:
 
 @pytest.mark.slow
 def test_a_prefix_that_is_written_once_makes_bounded_keys() -> None:
-    """What they take counts for the caller until its delivery ends (Call.held)."""
+    """The keys count for the caller until its delivery ends (Call.held)."""
     prefix = "p" * KEY_PREFIX_BYTES_MAX
     body = encode_binary(Descriptor(tuple(f"{prefix}{index:064x}" for index in range(65_000)), 1, 1, 1))
     assert len(body) < 3 * MIB
